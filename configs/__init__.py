@@ -1,0 +1,155 @@
+"""Reads an experiment: a file of plain assignments, then `--key=value` overrides, into a dataclass.
+
+The dataclass at the top of `train.py` (or `evaluate.py`, `bench.py`) lists every key with its
+type, default and meaning. A config file holds only `name = literal` lines: nothing in it is
+executed, any tool can read it, and a key that the dataclass does not have is an error, not a new
+global.
+"""
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import types
+import typing
+from pathlib import Path
+
+
+class ConfigError(ValueError):
+    """A key, a value or a config file that cannot be used; the message says what would be right."""
+
+
+def load_config(cls, argv):
+    """Returns `cls(...)` from `argv` = ['configs/file.py', '--key=value', '--flag', ...].
+
+    The file is optional and comes first; later values win. `-h` or `--help` prints the dataclass's
+    source, comments included, and exits. Raises ConfigError.
+    """
+    if '-h' in argv or '--help' in argv:
+        print(inspect.getsource(cls))
+        raise SystemExit(0)
+    given = {}
+    for i, argument in enumerate(argv):
+        if not argument.startswith('--'):
+            if i > 0:
+                raise ConfigError(f'unexpected argument {argument!r}: a config file comes first, '
+                                  f'everything after it is --key=value')
+            given.update(_read_file(cls, argument))
+            continue
+        key, has_value, text = argument[2:].partition('=')
+        where = f'command line: --{key}'
+        annotation = _annotation(cls, key, where)
+        if not has_value and annotation is not bool:
+            raise ConfigError(f'{where}: needs a value, --{key}=...')
+        value = _parse(text, annotation) if has_value else True
+        for runs in (v for v in given.values() if isinstance(v, dict)):
+            for keys in (v for v in runs.values() if isinstance(v, dict)):
+                keys.pop(key, None)  # the command line also wins over what the runs set
+        given[key] = _coerce(value, annotation, where)
+    return cls(**given)
+
+
+def override(config, values, where):
+    """A copy of the dataclass `config` with `values` (dict of key to value) checked and put in."""
+    checked = {}
+    for key, value in values.items():
+        place = f'{where}: {key}'
+        checked[key] = _coerce(value, _annotation(type(config), key, place), place)
+    return dataclasses.replace(config, **checked)
+
+
+def dump_config(config):
+    """The resolved config as the text of a config file, one assignment a line."""
+    values = ((f.name, getattr(config, f.name)) for f in dataclasses.fields(config))
+    return ''.join(f'{name} = {value!r}\n' for name, value in values)
+
+
+def _read_file(cls, path):
+    try:
+        tree = ast.parse(Path(path).read_text(encoding='utf-8'))
+    except OSError as error:
+        raise ConfigError(f'cannot read the config file {path}: {error.strerror}') from error
+    except (SyntaxError, UnicodeDecodeError) as error:
+        line = getattr(error, 'lineno', None) or 1
+        raise ConfigError(f'{path}:{line}: not valid Python: {error}') from error
+    given = {}
+    for node in tree.body:
+        where = f'{path}:{node.lineno}'
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        if not (isinstance(node, ast.Assign) and len(node.targets) == 1
+                and isinstance(node.targets[0], ast.Name)):
+            raise ConfigError(f'{where}: a config file holds only `key = value` lines')
+        key = node.targets[0].id
+        annotation = _annotation(cls, key, where)
+        try:
+            value = ast.literal_eval(node.value)
+        except ValueError as error:
+            raise ConfigError(f'{where}: the value of {key} must be a plain literal, '
+                              f'not an expression') from error
+        given[key] = _coerce(value, annotation, f'{where}: {key}')
+    return given
+
+
+def _annotation(cls, key, where):
+    annotations = typing.get_type_hints(cls)
+    if key not in annotations:
+        near = difflib.get_close_matches(key, annotations, n=1, cutoff=0.4)
+        hint = f'did you mean {near[0]!r}?' if near else f'the keys are {", ".join(annotations)}'
+        raise ConfigError(f'{where}: there is no key {key!r}; {hint}')
+    return annotations[key]
+
+
+def _parse(text, annotation):
+    """A command-line value: taken as it stands for a string, as a Python literal otherwise."""
+    options = _options(annotation)
+    if text == 'None' and types.NoneType in options:
+        return None
+    if str in options or any(isinstance(option, str) for option in options):
+        return text
+    for option in options:
+        if typing.get_origin(option) is tuple and not text.startswith(('(', '[')):
+            item = typing.get_args(option)[0]
+            return tuple(_parse(part, item) for part in text.split(',') if part)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _coerce(value, annotation, where):
+    """`value` as `annotation` wants it, an int as a float, a list as a tuple; or ConfigError."""
+    for option in _options(annotation):
+        if typing.get_origin(option) is tuple and isinstance(value, (tuple, list)):
+            items = typing.get_args(option)
+            if items[-1] is Ellipsis:
+                items = items[:1] * len(value)
+            if len(items) == len(value):
+                return tuple(_coerce(v, item, where) for v, item in zip(value, items, strict=True))
+        elif option is float and type(value) in (int, float):
+            return float(value)
+        elif isinstance(option, str) and value == option:
+            return value
+        elif isinstance(option, type) and type(value) is (typing.get_origin(option) or option):
+            return value
+    raise ConfigError(f'{where} is {value!r}, a {type(value).__name__}; '
+                      f'wanted {_describe(annotation)}')
+
+
+def _options(annotation):
+    """The alternatives of an annotation: the members of a union, the strings of a Literal."""
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return tuple(o for arg in typing.get_args(annotation) for o in _options(arg))
+    if typing.get_origin(annotation) is typing.Literal:
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _describe(annotation):
+    names = {types.NoneType: 'None', str: 'a string', int: 'an int', float: 'a float',
+             bool: 'True or False', dict: 'a dict'}
+    def name(option):
+        if isinstance(option, str):
+            return repr(option)
+        return names.get(option) or str(option).replace('...', 'any number of them')
+    return ' or '.join(name(option) for option in _options(annotation))

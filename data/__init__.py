@@ -1,0 +1,128 @@
+"""Raw files to tokens or to questions. This file: finding files and reading rows out of them."""
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+
+class DataError(ValueError):
+    """A data file, row or tokenizer that cannot be used; the message names the place."""
+
+
+def fetch(source, patterns, revision=None):
+    """Files of a dataset: `source` if it is a file, else those in a folder or a hub dataset.
+
+    source:   a file, a folder, or a hub dataset name like 'allenai/tulu-3-sft-mixture'
+    patterns: globs; the first that matches anything in the folder decides
+    revision: the hub commit, tag or branch to read; pin it, datasets change
+    Returns a sorted list of paths; raises DataError.
+    """
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        if source.startswith(('/', '.', '~')) or source.count('/') != 1:
+            raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
+        path = _download(source, patterns, revision)
+    for pattern in patterns:
+        found = sorted(p for p in path.glob(pattern) if p.is_file())
+        if found:
+            return found
+    raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}')
+
+
+def _download(name, patterns, revision):
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(name, repo_type='dataset', revision=revision,
+                                      allow_patterns=list(patterns)))
+    except Exception as error:  # the hub raises many kinds, of its own and of its HTTP client
+        reason = str(error).strip().split('\n')[0]
+        raise DataError(f'cannot get the dataset {name} from the hub ({type(error).__name__}: '
+                        f'{reason}); check the name and the network, or give a local file'
+                        ) from error
+
+
+def read_rows(path):
+    """Yields (place, row) from a .json list, .jsonl, .csv or .parquet file, plain or gzipped.
+
+    `place` is 'file:line' (row number for parquet and JSON lists, counted from 1). A row is a dict,
+    or a list of strings for a csv; a line that does not parse comes as the DataError itself, so
+    that the caller can stop or skip. An unreadable file raises DataError.
+    """
+    path = Path(path)
+    suffixes = [s for s in path.suffixes if s != '.gz']
+    kind = suffixes[-1] if suffixes else ''
+    try:
+        if kind == '.parquet':
+            yield from _parquet_rows(path)
+            return
+        opener = gzip.open if path.suffix == '.gz' else open
+        with opener(path, 'rt', encoding='utf-8', newline='' if kind == '.csv' else None) as file:
+            if kind == '.jsonl':
+                yield from _jsonl_rows(path, file)
+            elif kind == '.json':
+                yield from _json_list(path, file)
+            elif kind == '.csv':
+                reader = csv.reader(file)
+                for row in reader:
+                    yield f'{path}:{reader.line_num}', row
+            else:
+                raise DataError(f'{path}: unknown kind of file; .json, .jsonl, .csv and .parquet '
+                                f'are read, each also with .gz')
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise DataError(f'cannot read {path}: {error}') from error
+
+
+def count_rows(paths):
+    """About how many rows `read_rows` will give, for a progress bar; a .json list is parsed."""
+    total = 0
+    for path in map(Path, paths):
+        if '.parquet' in path.suffixes:
+            import pyarrow.parquet
+            total += pyarrow.parquet.read_metadata(path).num_rows
+        elif '.json' in path.suffixes:
+            total += sum(1 for _ in read_rows(path))
+        else:
+            opener = gzip.open if path.suffix == '.gz' else open
+            with opener(path, 'rb') as file:
+                total += sum(block.count(b'\n') for block in iter(lambda: file.read(1 << 20), b''))
+    return total
+
+
+def _jsonl_rows(path, file):
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        place = f'{path}:{number}'
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            row = DataError(f'{place}: broken JSON: {error}')
+        yield place, row
+
+
+def _json_list(path, file):
+    try:
+        rows = json.load(file)
+    except json.JSONDecodeError as error:
+        raise DataError(f'{path}:{error.lineno}: broken JSON: {error}') from error
+    if not isinstance(rows, list):
+        raise DataError(f'{path}: a .json file must hold a list of rows; one row a line is .jsonl')
+    for number, row in enumerate(rows, 1):
+        yield f'{path}: row {number}', row
+
+
+def _parquet_rows(path):
+    import pyarrow
+    import pyarrow.parquet
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f'{path}: row {number}', row
+    except pyarrow.ArrowException as error:
+        raise DataError(f'{path}: not a readable parquet file: {error}') from error

@@ -1,0 +1,62 @@
+"""Instruction data: Alpaca, OpenHermes 2.5, Tulu 3 and any file of `messages`, tokenised once."""
+
+from data import DataError, fetch, read_rows
+from data.chat import encode_conversation
+from data.packing import tokenize_once
+
+# what to read of a folder or a hub dataset; the first pattern that matches decides
+PATTERNS = ('data/train-*.parquet', '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl',
+            '*.jsonl.gz', '*.json', '*.json.gz')
+# OpenHermes calls the roles otherwise
+ROLES = {'human': 'user', 'gpt': 'assistant', 'user': 'user', 'assistant': 'assistant',
+         'system': 'system'}
+
+
+def to_messages(row):
+    """One row of a known format as [{'role', 'content'}, ...]; raises DataError.
+
+    messages                      Tulu 3 and any chat JSONL
+    conversations (from, value)   OpenHermes 2.5, ShareGPT
+    instruction, input, output    Alpaca; an input that is not empty follows after a blank line
+    """
+    if not isinstance(row, dict):
+        raise DataError(f'a row must be an object with named fields, not {type(row).__name__}')
+    if 'messages' in row:
+        messages = row['messages']
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            raise DataError('"messages" must be a list of {"role", "content"}')
+        return messages
+    if 'conversations' in row:
+        turns = row['conversations']
+        if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
+            raise DataError('"conversations" must be a list of {"from", "value"}')
+        return [{'role': ROLES.get(t.get('from'), t.get('from')), 'content': t.get('value')}
+                for t in turns]
+    if 'instruction' in row and 'output' in row:
+        prompt = row['instruction']
+        if row.get('input'):
+            prompt = f'{prompt}\n\n{row["input"]}'
+        return [{'role': 'user', 'content': prompt},
+                {'role': 'assistant', 'content': row['output']}]
+    raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted messages, '
+                    f'conversations, or instruction and output')
+
+
+def load_conversations(source, tokenizer, *, template, max_length, add_bos, revision=None,
+                       cache_dir, on_bad_row='stop', workers=1):
+    """Sequences of the conversations in `source` (a file, a folder or a hub dataset).
+
+    Longer ones are cut at max_length tokens; one whose answer is cut away whole is a bad row.
+    """
+    files = fetch(source, PATTERNS, revision)
+
+    def encode(row):
+        ids, learnt = encode_conversation(to_messages(row), tokenizer, template, add_bos)
+        if not any(learnt[:max_length]):
+            raise DataError(f'the answer begins beyond max_length = {max_length} tokens')
+        return [(ids[:max_length], learnt[:max_length])]
+
+    rows = (item for file in files for item in read_rows(file))
+    settings = {'kind': 'instruct', 'tokenizer': tokenizer.fingerprint, 'template': template,
+                'max_length': max_length, 'add_bos': add_bos}
+    return tokenize_once(files, rows, encode, settings, cache_dir, on_bad_row, workers)

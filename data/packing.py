@@ -1,0 +1,180 @@
+"""Tokenised sequences on disk, and the packed rows of a training step.
+
+A cache folder holds `tokens.bin` (uint32) and `learnt.bin` (uint8), all sequences one behind the
+other, `offsets.npy` (where each begins, and the end) and `info.json`. It is written once under a
+temporary name and renamed, so a cache that exists is whole.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from data import DataError, count_rows
+
+FORMAT = 1  # of the cache; raise it when what is written changes
+IGNORE = -100
+
+
+class Sequences:
+    """Memory-mapped sequences: `seqs[i]` gives (tokens, learnt), two numpy arrays."""
+
+    def __init__(self, folder):
+        folder = Path(folder)
+        self.info = json.loads((folder / 'info.json').read_text(encoding='utf-8'))
+        self.offsets = np.load(folder / 'offsets.npy')
+        self.tokens = np.memmap(folder / 'tokens.bin', dtype=np.uint32, mode='r')
+        self.learnt = np.memmap(folder / 'learnt.bin', dtype=np.uint8, mode='r')
+
+    def __len__(self):
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i):
+        span = slice(self.offsets[i], self.offsets[i + 1])
+        return self.tokens[span], self.learnt[span]
+
+    @property
+    def lengths(self):
+        return np.diff(self.offsets)
+
+
+def tokenize_once(files, rows, encode, settings, cache_dir, on_bad_row='stop', workers=1):
+    """Sequences of every row, from the cache if `files` and `settings` were tokenised before.
+
+    files:    the raw files; their contents are part of the key
+    rows:     iterable of (place, row) from `read_rows`, read only when there is no cache
+    encode:   row -> list of (ids, learnt); may raise DataError. It runs in worker processes.
+    settings: dict of whatever else changes the result (tokenizer fingerprint, template, lengths)
+    on_bad_row: 'stop' raises the first DataError; 'skip' counts and goes on, with the first shown
+    """
+    digest = hashlib.sha256(json.dumps([FORMAT, settings, on_bad_row], sort_keys=True).encode())
+    for file in files:
+        with open(file, 'rb') as raw:
+            digest.update(hashlib.file_digest(raw, 'sha256').digest())
+    folder = Path(cache_dir) / digest.hexdigest()[:20]
+    if not folder.exists():
+        _tokenize(files, rows, encode, folder, settings, on_bad_row, workers)
+    sequences = Sequences(folder)
+    info = sequences.info
+    if info['bad_rows']:
+        print(f'{info["bad_rows"]} bad rows skipped, the first: {info["first_bad"]}')
+    if not len(sequences):
+        raise DataError(f'{", ".join(map(str, files))}: an empty dataset, nothing to train on '
+                        f'({info["rows"]} rows, {info["bad_rows"]} of them bad)')
+    return sequences
+
+
+def _tokenize(files, rows, encode, folder, settings, on_bad_row, workers):
+    part = folder.with_name(f'{folder.name}.{os.getpid()}.tmp')
+    part.mkdir(parents=True)
+    info = {'rows': 0, 'bad_rows': 0, 'first_bad': None, 'settings': settings}
+    offsets = [0]
+    try:
+        with open(part / 'tokens.bin', 'wb') as tokens, open(part / 'learnt.bin', 'wb') as learnt:
+            for outcome in tqdm(_encoded(rows, encode, workers), 'tokenising', count_rows(files),
+                                unit=' rows', mininterval=1, smoothing=0.05):
+                info['rows'] += 1
+                if isinstance(outcome, DataError):
+                    if on_bad_row == 'stop':
+                        raise DataError(f'{outcome}; --on_bad_row=skip leaves such rows out')
+                    info['bad_rows'] += 1
+                    info['first_bad'] = info['first_bad'] or str(outcome)
+                    continue
+                for ids, flags in outcome:
+                    tokens.write(np.asarray(ids, dtype=np.uint32).tobytes())
+                    learnt.write(np.asarray(flags, dtype=np.uint8).tobytes())
+                    offsets.append(offsets[-1] + len(ids))
+            if offsets[-1] == 0:  # an empty file cannot be memory-mapped
+                tokens.write(bytes(4))
+                learnt.write(bytes(1))
+        np.save(part / 'offsets.npy', np.asarray(offsets, dtype=np.int64))
+        (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
+        os.rename(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _encoded(rows, encode, workers):
+    """The outcome of `encode` for each row, in order: a list of sequences, or a DataError."""
+    if workers <= 1:
+        yield from map(_Guarded(encode), rows)
+        return
+    # fork: the tokenizer in `encode` is inherited, not pickled
+    context = multiprocessing.get_context('fork')
+    with context.Pool(workers, initializer=_keep, initargs=(_Guarded(encode),)) as pool:
+        yield from pool.imap(_call_kept, rows, chunksize=64)
+
+
+class _Guarded:
+    """Turns a bad row into a DataError that says where it stands, as a value."""
+
+    def __init__(self, encode):
+        self.encode = encode
+
+    def __call__(self, place_and_row):
+        place, row = place_and_row
+        if isinstance(row, DataError):
+            return row
+        try:
+            return self.encode(row)
+        except DataError as error:
+            return DataError(f'{place}: {error}')
+
+
+def _keep(function):
+    global _kept
+    _kept = function
+
+
+def _call_kept(row):
+    return _kept(row)
+
+
+# ------------------------------------------------------------------------------------------------
+# Packing
+# ------------------------------------------------------------------------------------------------
+
+def first_fit(lengths, row_length):
+    """Row of each sequence (int [n]) by first-fit decreasing; every length <= row_length."""
+    rows = np.zeros(len(lengths), dtype=np.int64)
+    space = np.full(len(lengths), row_length)  # at most one row a sequence
+    for i in np.argsort(-np.asarray(lengths), kind='stable'):
+        rows[i] = np.argmax(space >= lengths[i])
+        space[rows[i]] -= lengths[i]
+    return rows
+
+
+def pack(sequences, row_length):
+    """Packs (tokens, learnt) pairs into rows; returns a dict of arrays [rows, row_length].
+
+    tokens, positions (from 0 in each sequence), ends (see model.py), targets (the next token of
+    the same sequence where that one is learnt, else -100), and owner (which sequence, -1 padding).
+    """
+    row_of = first_fit([len(tokens) for tokens, _ in sequences], row_length)
+    shape = (row_of.max() + 1, row_length)
+    index = np.broadcast_to(np.arange(row_length), shape)
+    packed = {'tokens': np.zeros(shape, np.int64), 'positions': np.zeros(shape, np.int64),
+              'ends': index + 1,  # padding sees itself alone
+              'targets': np.full(shape, IGNORE, np.int64), 'owner': np.full(shape, -1, np.int64)}
+    used = np.zeros(shape[0], dtype=np.int64)
+    for i, (tokens, learnt) in enumerate(sequences):
+        row, begin = row_of[i], used[row_of[i]]
+        end = begin + len(tokens)
+        packed['tokens'][row, begin:end] = tokens
+        packed['positions'][row, begin:end] = np.arange(len(tokens))
+        packed['ends'][row, begin:end] = end
+        packed['targets'][row, begin:end - 1] = np.where(learnt[1:], tokens[1:].astype(np.int64),
+                                                         IGNORE)
+        packed['owner'][row, begin:end] = i
+        used[row] = end
+    return packed
+
+
+def epoch_order(n, epoch, seed):
+    """A permutation of n sequences that depends on the epoch and the seed alone."""
+    return np.random.default_rng([seed, epoch]).permutation(n)

@@ -1,0 +1,143 @@
+"""Llama 3's tiktoken files and sentencepiece files (Gemma, Mistral, Llama 2) behind one interface.
+
+Text never produces a control token: whoever wants one adds its id. `encode` takes plain text only,
+and what looks like `<|eot_id|>`, `[INST]` or `<start_of_turn>` in it becomes ordinary pieces.
+"""
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+
+from data import DataError
+
+# Llama 3's pre-tokenisation and the control tokens behind its 128,000 ranks (256 ids in all)
+LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+                  r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3_RANKS, LLAMA3_CONTROLS = 128_000, 256
+LLAMA3_NAMES = {0: '<|begin_of_text|>', 1: '<|end_of_text|>', 4: '<|finetune_right_pad_id|>',
+                6: '<|start_header_id|>', 7: '<|end_header_id|>', 8: '<|eom_id|>', 9: '<|eot_id|>',
+                10: '<|python_tag|>'}
+# Gemma's file declares these as user-defined symbols, which sentencepiece finds inside any text
+GEMMA_CONTROLS = rb'<start_of_turn>|<end_of_turn>|<mask>|<2mass>|\[@BOS@\]|<unused\d+>'
+# tiktoken's regular expression recurses on long runs without a break; whitespace and other
+# characters are cut into pieces of at most this many
+LONGEST_RUN = 25_000
+
+
+class TiktokenTokenizer:
+    """Llama 3.x, from its `tokenizer.model`: base64 ranks, one a line."""
+
+    def __init__(self, path):
+        import tiktoken
+        try:
+            lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
+            ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        except ValueError as error:
+            raise DataError(f'{path}: not a tiktoken file: {error}') from error
+        if len(ranks) != LLAMA3_RANKS:
+            raise DataError(f'{path}: {len(ranks)} ranks; only the Llama 3 file '
+                            f'({LLAMA3_RANKS} ranks) is known')
+        self.control_ids = {LLAMA3_NAMES.get(i, f'<|reserved_{i}|>'): LLAMA3_RANKS + i
+                            for i in range(LLAMA3_CONTROLS)}
+        self.n_vocab = LLAMA3_RANKS + LLAMA3_CONTROLS
+        self.bos_id = self.control_ids['<|begin_of_text|>']
+        self.eos_id = self.control_ids['<|end_of_text|>']
+        self._encoding = tiktoken.Encoding('llama3', pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks,
+                                           special_tokens=self.control_ids)
+
+    def encode(self, text, start=True):
+        """Ids of plain text, no BOS. `start` makes no difference here."""
+        pieces = re.findall(rf'\s{{1,{LONGEST_RUN}}}|\S{{1,{LONGEST_RUN}}}', text) \
+            if _has_long_run(text) else [text]
+        return [i for piece in pieces for i in self._encoding.encode_ordinary(piece)]
+
+    def decode(self, ids, start=True):
+        """The text of ids; control tokens show as their names. `start` makes no difference."""
+        return self._encoding.decode(list(ids))
+
+
+class SentencePieceTokenizer:
+    """Gemma, Mistral, Llama 2 and the demo's own model, from a sentencepiece `tokenizer.model`."""
+
+    def __init__(self, path):
+        import sentencepiece
+        # In the serialised model a piece reads: name, 0x15 and a float score, 0x18 and its type.
+        # Type 4 (user-defined) becomes 3 (control), which sentencepiece never reads from text.
+        raw = re.sub(rb'(\x0a.(?:' + GEMMA_CONTROLS + rb')\x15.{4}\x18)\x04', b'\\g<1>\x03',
+                     Path(path).read_bytes(), flags=re.DOTALL)
+        try:
+            model = sentencepiece.SentencePieceProcessor(model_proto=raw)
+        except RuntimeError as error:
+            raise DataError(f'{path}: neither a tiktoken nor a sentencepiece file: {error}'
+                            ) from error
+        self._model = model
+        # Llama 2's and Mistral's models put a space before whatever they encode. Text that goes on
+        # must not have it, so there it is encoded behind a newline, a piece that never joins.
+        leads_with_space = model.encode('a', out_type=str)[0].startswith('\u2581')
+        self._newline = model.encode('\n') if leads_with_space else []
+        self.n_vocab = model.get_piece_size()
+        self.bos_id, self.eos_id = model.bos_id(), model.eos_id()
+        self.control_ids = {model.id_to_piece(i): i for i in range(self.n_vocab)
+                            if model.is_control(i)}
+
+    def encode(self, text, start=True):
+        """Ids of plain text, no BOS.
+
+        start: the text begins after BOS or is a text of its own; Llama 2's and Mistral's models
+               then put a space before it. False: it continues what was encoded before.
+        """
+        if start or not self._newline:
+            return self._model.encode(text)
+        ids = self._model.encode('\n' + text)
+        if ids[:len(self._newline)] != self._newline:
+            raise DataError(f'this sentencepiece model joins a newline with {text[:20]!r}, so text '
+                            f'cannot be continued')
+        return ids[len(self._newline):]
+
+    def decode(self, ids, start=True):
+        """The text of ids; control tokens show as their names. `start` as in `encode`."""
+        names = {i: name for name, i in self.control_ids.items()}
+        parts, run = [], []
+        for i in [*ids, None]:
+            if i is not None and i not in names:
+                run.append(int(i))
+                continue
+            # decoded behind a newline too, or sentencepiece would drop a leading space
+            text = self._model.decode(self._newline + run)[1 if self._newline else 0:]
+            if start and run and self._newline:
+                text = text.removeprefix(' ')
+            start = start and not run and i == self.bos_id
+            parts += [text, names.get(i, '')]
+            run = []
+        return ''.join(parts)
+
+
+def load_tokenizer(folder):
+    """The tokenizer of a model folder, by what its file holds; raises DataError.
+
+    Looks for tokenizer.model, original/tokenizer.model (Llama 3 on the hub) and tokenizer.model.v*
+    (Mistral). The returned object has encode, decode, bos_id, eos_id, control_ids (name -> id),
+    n_vocab, and `fingerprint`, which changes when the file does.
+    """
+    folder = Path(folder)
+    found = [p for pattern in ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*')
+             for p in sorted(folder.glob(pattern))]
+    if not found:
+        hint = ''
+        if (folder / 'tokenizer.json').exists():
+            hint = ('; tokenizer.json is not read: take tokenizer.model from the same hub '
+                    'repository (for Llama 3 it is original/tokenizer.model)')
+        raise DataError(f'{folder} has no tokenizer.model{hint}')
+    raw = found[0].read_bytes()
+    tiktoken_like = re.match(rb'[A-Za-z0-9+/]+=* \d+\r?\n', raw)
+    tokenizer = (TiktokenTokenizer if tiktoken_like else SentencePieceTokenizer)(found[0])
+    tokenizer.fingerprint = hashlib.sha256(raw).hexdigest()[:16]
+    if tokenizer.bos_id < 0 or tokenizer.eos_id < 0:
+        raise DataError(f'{found[0]}: the model has no BOS or no EOS token')
+    return tokenizer
+
+
+def _has_long_run(text):
+    return len(text) > LONGEST_RUN and re.search(
+        rf'\s{{{LONGEST_RUN}}}|\S{{{LONGEST_RUN}}}', text) is not None

@@ -1,0 +1,1903 @@
+"""Everything that must hold: `python test_all.py` (or pytest with any of its options).
+
+Kernels run through Triton's interpreter where there is no GPU. Tests that want a GPU skip without
+one; those that read files which are not ours to ship (real tokenizers, real benchmarks) skip where
+../shared is missing.
+"""
+
+import os
+
+os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'error')
+os.environ.setdefault('HF_HUB_OFFLINE', '1')
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault('TRITON_INTERPRET', '1')  # before anything imports triton
+
+import base64
+import dataclasses
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from safetensors.torch import load_file, save_file
+
+import configs
+import evaluate
+import fused_ce
+import metrics
+import model as models
+import train
+from data import DataError, chat, instruct, packing, questions, text
+from data.tokenizer import load_tokenizer
+
+HERE = Path(__file__).parent
+DEVICES = ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason='needs a CUDA device'))]
+SHARED = HERE.parent / 'shared'
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(),
+                                  reason='needs ../shared: real tokenizers and benchmarks')
+
+
+# ------------------------------------------------------------------------------------------------
+# configs
+# ------------------------------------------------------------------------------------------------
+
+def config(tmp_path, content, *arguments):
+    path = tmp_path / 'experiment.py'
+    path.write_text(content)
+    return configs.load_config(train.TrainConfig, [str(path), *arguments])
+
+
+def test_config_file_then_command_line(tmp_path):
+    cfg = config(tmp_path, '"""why"""\nlr = 1\nmax_steps = 5\neval_tasks = ["mmlu"]\n',
+                 '--smoothing=0.1', '--max_steps=None', '--betas=0.9,0.95', '--dry_run',
+                 '--model=a=b', '--eval_tasks=mmlu,arc_easy:some/place')
+    assert cfg.lr == 1.0 and type(cfg.lr) is float
+    assert cfg.max_steps is None and cfg.betas == (0.9, 0.95) and cfg.dry_run is True
+    assert cfg.model == 'a=b' and cfg.eval_tasks == ('mmlu', 'arc_easy:some/place')
+    assert configs.load_config(train.TrainConfig, ['--lr=1']).lr == 1.0
+
+
+@pytest.mark.parametrize('content, argument, message', [
+    ('smothing = 0.1', '', "experiment.py:1: there is no key 'smothing'; did you mean 'smoothing'"),
+    ('', '--learningrate=1', "--learningrate: there is no key 'learningrate'"),
+    ('lr = 1\nepochs = "two"', '', "experiment.py:2: epochs is 'two', a str; wanted a float"),
+    ('', '--batch_size=1.5', '--batch_size is 1.5, a float; wanted an int'),
+    ('', '--lr=high', "--lr is 'high', a str; wanted a float"),
+    ('', '--schedule=step', "'step', a str; wanted 'linear' or 'cosine'"),
+    ('', '--add_bos=1', 'wanted True or False'),
+    ('', '--lr', '--lr: needs a value'),
+    ('lr = 2 * 1e-5', '', 'experiment.py:1: the value of lr must be a plain literal'),
+    ('import os', '', 'experiment.py:1: a config file holds only'),
+    ('lr = (', '', 'experiment.py:1: not valid Python'),
+    ('', 'configs/demo.py', 'a config file comes first'),
+])
+def test_config_errors(tmp_path, content, argument, message):
+    with pytest.raises(configs.ConfigError, match='.') as error:
+        config(tmp_path, content, *filter(None, [argument]))
+    assert message in str(error.value)
+
+
+def test_config_is_data_not_code(tmp_path):
+    with pytest.raises(configs.ConfigError):
+        config(tmp_path, f'model = open({str(tmp_path / "made")!r}, "w").name')
+    assert not (tmp_path / 'made').exists()
+
+
+def test_resolved_config_reads_back(tmp_path):
+    cfg = config(tmp_path, 'smoothing = 0.1\nruns = {"a": {"lr": 1e-3}}', '--max_steps=3')
+    assert config(tmp_path, configs.dump_config(cfg)) == cfg
+
+
+def test_shipped_configs_load():
+    shipped = sorted((HERE / 'configs').glob('[!_]*.py'))
+    assert {'demo', 'gemma2_ls01', 'llama3_8b_ls01', 'llama32_1b_ls01', 'mistral_7b_ls01',
+            'paper_openinstruct'} <= {path.stem for path in shipped}
+    for path in shipped:
+        train.expand_runs(configs.load_config(train.TrainConfig, [str(path)]))
+
+
+def test_command_line_wins_over_runs(tmp_path):
+    cfg = config(tmp_path, 'runs = {"a": {"lr": 1.0, "seed": 1}, "b": {"model": "{out_dir}/a"}}',
+                 '--lr=2', '--out_dir=place')
+    (a, first), (b, second) = train.expand_runs(cfg)
+    assert first.lr == second.lr == 2.0 and first.seed == 1
+    assert second.model == 'place/a' and first.out_dir == 'place/a'
+    with pytest.raises(configs.ConfigError, match="runs: a: .*did you mean 'smoothing'"):
+        train.expand_runs(config(tmp_path, 'runs = {"a": {"smothing": 0.1}}'))
+
+
+# ------------------------------------------------------------------------------------------------
+# tokenizers and chat templates
+# ------------------------------------------------------------------------------------------------
+
+CORPUS = ['The quick brown fox jumps over the lazy dog.', 'What is the colour of the sky? It is blue.',
+          'Question: one or two?', 'Answer: A', 'Antwort: zwölf Äpfel', 'user model assistant system'] * 20
+
+
+def sentencepiece_folder(folder, kind, pieces=400):
+    """A tokenizer with the settings of Gemma's file or of Llama 2's and Mistral's."""
+    special = {
+        'gemma': {'pad_id': 0, 'eos_id': 1, 'bos_id': 2, 'unk_id': 3, 'add_dummy_prefix': False,
+                  'user_defined_symbols': ['<start_of_turn>', '<end_of_turn>', '\n', '\n\n', '<b>']},
+        'mistral': {'control_symbols': ['[INST]', '[/INST]']},
+        'llama2': {},
+    }[kind]
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / 'tokenizer.model', 'wb') as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=pieces, model_type='bpe',
+            byte_fallback=True, normalization_rule_name='identity', minloglevel=2,
+            remove_extra_whitespaces=False, **special)
+    return folder
+
+
+def tiktoken_folder(folder):
+    """128,000 ranks in the format of Llama 3's file: the bytes, two real merges, and filling."""
+    tokens = [bytes([i]) for i in range(256)] + [b'us', b'er', b'user', b'<|']
+    filling = (b'\xff' + i.to_bytes(3, 'big') for i in range(128_000 - len(tokens)))
+    folder.mkdir(parents=True)
+    (folder / 'tokenizer.model').write_bytes(b''.join(
+        base64.b64encode(token) + b' %d\n' % rank
+        for rank, token in enumerate([*tokens, *filling])))
+    return folder
+
+
+@pytest.fixture(scope='session')
+def tokenizers(tmp_path_factory):
+    base = tmp_path_factory.mktemp('tokenizers')
+    folders = {kind: sentencepiece_folder(base / kind, kind)
+               for kind in ('gemma', 'mistral', 'llama2')}
+    folders['llama3'] = tiktoken_folder(base / 'llama3')
+    return {kind: load_tokenizer(folder) for kind, folder in folders.items()}
+
+
+HOSTILE = ('<|eot_id|><|begin_of_text|> <s></s> [INST] x [/INST] <start_of_turn>user\n<end_of_turn>'
+           '<bos><eos><pad><unk> <|end_of_text|>')
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+def test_text_never_makes_a_control_token(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    controls = set(tokenizer.control_ids.values())
+    assert {tokenizer.bos_id, tokenizer.eos_id} <= controls
+    for start in (True, False):
+        ids = tokenizer.encode(HOSTILE, start=start)
+        assert not controls & set(ids)
+        assert tokenizer.decode(ids).strip() == HOSTILE
+    assert not controls & set(tokenizer.encode(''.join(tokenizer.control_ids)))
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+def test_continued_text_has_no_extra_space(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    for first, second in (('user: ', 'blue'), ('The fox\n', 'jumps\n\nover'), ('fox', ' dog'),
+                          ('', 'sky')):
+        ids = tokenizer.encode(first) + tokenizer.encode(second, start=not first)
+        assert tokenizer.decode(ids) == first + second
+
+
+def test_gemma_keeps_harmless_symbols(tokenizers):
+    tokenizer = tokenizers['gemma']
+    assert len(tokenizer.encode('\n\n')) == 1 and len(tokenizer.encode('<b>')) == 1
+    assert len(tokenizer.encode('<start_of_turn>')) > 1
+
+
+def test_long_runs_are_cut(tokenizers):
+    long = 'a' * 60_000 + ' ' * 60_000
+    assert tokenizers['llama3'].decode(tokenizers['llama3'].encode(long)) == long
+
+
+def test_tokenizer_errors(tmp_path):
+    with pytest.raises(DataError, match='has no tokenizer.model'):
+        load_tokenizer(tmp_path)
+    (tmp_path / 'tokenizer.json').write_text('{}')
+    with pytest.raises(DataError, match='tokenizer.json is not read: take tokenizer.model'):
+        load_tokenizer(tmp_path)
+    (tmp_path / 'tokenizer.model').write_bytes(b'\x00\x01garbage')
+    with pytest.raises(DataError, match='neither a tiktoken nor a sentencepiece'):
+        load_tokenizer(tmp_path)
+    (tmp_path / 'tokenizer.model').write_bytes(b'IQ== 0\nIg== 1\n')
+    with pytest.raises(DataError, match='2 ranks; only the Llama 3 file'):
+        load_tokenizer(tmp_path)
+
+
+MESSAGES = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'The sky?'},
+            {'role': 'assistant', 'content': 'It is blue.'}, {'role': 'user', 'content': 'fox <|'},
+            {'role': 'assistant', 'content': '\njumps'}]
+RENDERED = {
+    'tulu': ('llama3', '<|begin_of_text|><|system|>\nBe brief.\n<|user|>\nThe sky?\n<|assistant|>\n'
+             '{It is blue.<|end_of_text|>\n}<|user|>\nfox <|\n<|assistant|>\n{\njumps<|end_of_text|>}'),
+    'llama3': ('llama3', '<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.'
+               '<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nThe sky?<|eot_id|>'
+               '<|start_header_id|>assistant<|end_header_id|>\n\n{It is blue.<|eot_id|>}'
+               '<|start_header_id|>user<|end_header_id|>\n\nfox <|<|eot_id|>'
+               '<|start_header_id|>assistant<|end_header_id|>\n\n{jumps<|eot_id|>}'),
+    'gemma': ('gemma', '<s><start_of_turn>user\nBe brief.\n\nThe sky?<end_of_turn>\n'
+              '<start_of_turn>model\n{It is blue.<end_of_turn>}\n<start_of_turn>user\nfox <|'
+              '<end_of_turn>\n<start_of_turn>model\n{jumps<end_of_turn>}\n'),
+    'mistral': ('mistral', '<s>[INST] Be brief.\n\nThe sky?[/INST]{ It is blue.</s>}[INST] fox <|'
+                '[/INST]{ \njumps</s>}'),
+}
+
+
+@pytest.mark.parametrize('template', chat.TEMPLATES)
+def test_templates_and_masks(tokenizers, template):
+    kind, expected = RENDERED[template]
+    tokenizer = tokenizers[kind]
+    ids, learnt = chat.encode_conversation(MESSAGES, tokenizer, template)
+    shown = ''
+    for flag, group in groupby_flag(ids, learnt):
+        piece = tokenizer.decode(group, start=not shown)
+        shown += '{' + piece + '}' if flag else piece
+    assert shown == expected
+    assert ids.count(tokenizer.bos_id) == 1
+    assert chat.encode_conversation(MESSAGES, tokenizer, template, add_bos=False)[0] == ids[1:]
+
+
+def groupby_flag(ids, learnt):
+    start = 0
+    for i in range(1, len(ids) + 1):
+        if i == len(ids) or learnt[i] != learnt[start]:
+            yield learnt[start], ids[start:i]
+            start = i
+
+
+def test_prompt_tokens_do_not_depend_on_the_answer(tokenizers):
+    # an answer that begins with a newline must not melt into the prompt's last newline
+    for answer in ('\n\nblue', ' blue', 'blue'):
+        ids, learnt = chat.encode_conversation(
+            [{'role': 'user', 'content': 'sky'}, {'role': 'assistant', 'content': answer}],
+            tokenizers['gemma'])
+        prompt = [i for i, flag in zip(ids, learnt, strict=True) if not flag]
+        assert prompt == [tokenizers['gemma'].bos_id] + tokenizers['gemma'].encode(
+            '<|user|>\nsky\n<|assistant|>\n')
+
+
+def test_template_needs_its_control_tokens(tokenizers):
+    with pytest.raises(DataError, match="has no <start_of_turn>.*template = 'tulu'"):
+        chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'gemma')
+
+
+@needs_shared
+def test_real_tokenizers_known_ids(tmp_path):
+    def real(name, file):
+        (tmp_path / name).mkdir()
+        shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / name / 'tokenizer.model')
+        return load_tokenizer(tmp_path / name)
+    llama3 = real('llama3', 'llama3_tokenizer.model')
+    assert (llama3.n_vocab, llama3.bos_id, llama3.eos_id) == (128256, 128000, 128001)
+    assert llama3.encode('<|user|>\n') == [27, 91, 882, 91, 397]
+    assert llama3.encode('<|assistant|>\n') == [27, 91, 78191, 91, 397]
+    assert llama3.control_ids['<|eot_id|>'] == 128009
+    mistral = real('mistral', 'mistral_mistral_instruct_tokenizer_240323.model.v3')
+    assert mistral.encode('\nhello') != mistral.encode('\nhello', start=False)
+    assert mistral.control_ids['[INST]'] == 3
+    for name, file, letter in (('llama2', 'llama2_tokenizer.model', 319),
+                               ('mistral1', 'mistral_tokenizer.model.v1', 330)):
+        tokenizer = real(name, file)
+        assert tokenizer.encode('Answer: A') == [*tokenizer.encode('Answer:'), letter]
+        assert tokenizer.encode('Answer: A', start=False)[-1] == letter
+    for tokenizer in (llama3, mistral):
+        assert not set(tokenizer.encode(HOSTILE)) & set(tokenizer.control_ids.values())
+
+
+# ------------------------------------------------------------------------------------------------
+# data: rows, instruction formats, cache, packing
+# ------------------------------------------------------------------------------------------------
+
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == '.parquet':
+        import pyarrow
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == '.json':
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    return path
+
+
+SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
+
+
+@pytest.mark.parametrize('name, row', [
+    ('alpaca.json', {'instruction': 'sky?', 'input': '', 'output': 'blue'}),
+    ('openhermes2_5.json', {'conversations': [{'from': 'human', 'value': 'sky?'},
+                                              {'from': 'gpt', 'value': 'blue'}], 'idx': 1}),
+    ('data/train-00000-of-00001.parquet', {'id': 'x', 'messages': SAME, 'source': 'y'}),
+    ('chat.jsonl', {'messages': SAME}),
+])
+def test_instruction_formats(tmp_path, tokenizers, name, row):
+    write_rows(tmp_path / name, [row] * 3)
+    tokenizer = tokenizers['gemma']
+    sequences = instruct.load_conversations(
+        str(tmp_path), tokenizer, template='tulu', max_length=64, add_bos=True,
+        cache_dir=tmp_path / 'cache')
+    assert len(sequences) == 3
+    tokens, learnt = sequences[2]
+    assert tokenizer.decode(tokens.tolist()) == '<s><|user|>\nsky?\n<|assistant|>\nblue</s>'
+    assert tokenizer.decode(tokens[learnt == 1].tolist()) == 'blue</s>'
+
+
+def test_alpaca_input_follows_the_instruction():
+    row = {'instruction': 'Add.', 'input': '1 2', 'output': '3'}
+    assert instruct.to_messages(row)[0]['content'] == 'Add.\n\n1 2'
+
+
+def conversations(path, tokenizer, **options):
+    settings = {'template': 'tulu', 'max_length': 64, 'add_bos': True,
+                'cache_dir': path.parent / 'cache'} | options
+    return instruct.load_conversations(str(path), tokenizer, **settings)
+
+
+def test_bad_rows_are_named_or_counted(tmp_path, tokenizers, capsys):
+    path = tmp_path / 'chat.jsonl'
+    good = json.dumps({'messages': SAME})
+    path.write_text(f'{good}\n{{"messages": [}}\n{good}\n{{"text": "x"}}\n')
+    with pytest.raises(DataError, match=r'chat.jsonl:2: broken JSON.*on_bad_row=skip'):
+        conversations(path, tokenizers['gemma'])
+    assert not list((tmp_path / 'cache').glob('*'))  # nothing half-written
+    for workers in (1, 2):
+        sequences = conversations(path, tokenizers['gemma'], on_bad_row='skip', workers=workers,
+                                  max_length=60 + workers)
+        assert len(sequences) == 2 and '2 bad rows skipped, the first' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('row, message', [
+    ({'messages': SAME[:1]}, 'no answer'), ({'messages': []}, 'without messages'),
+    ({'messages': [{'role': 'bot', 'content': 'x'}]}, "role 'bot'"),
+    ({'messages': [{'role': 'user', 'content': 3}]}, 'not text'),
+    ({'messages': 'x'}, 'must be a list'), ({}, 'wanted messages, conversations'),
+    ([1], 'named fields'),
+    ({'instruction': 'x ' * 99, 'output': 'y'}, 'begins beyond max_length = 64')])
+def test_bad_conversations(tmp_path, tokenizers, row, message):
+    path = write_rows(tmp_path / 'chat.jsonl', [row])
+    with pytest.raises(DataError, match=message) as error:
+        conversations(path, tokenizers['gemma'])
+    assert 'chat.jsonl:1: ' in str(error.value)
+
+
+def test_empty_and_missing_data(tmp_path, tokenizers):
+    path = write_rows(tmp_path / 'chat.jsonl', [])
+    with pytest.raises(DataError, match='an empty dataset'):
+        conversations(path, tokenizers['gemma'])
+    with pytest.raises(DataError, match='no file or folder at /nowhere'):
+        conversations(Path('/nowhere'), tokenizers['gemma'])
+    with pytest.raises(DataError, match='cannot get the dataset some/where from the hub'):
+        instruct.load_conversations('some/where', tokenizers['gemma'], template='tulu',
+                                    max_length=8, add_bos=True, cache_dir=tmp_path)
+
+
+def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
+    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
+    cache = tmp_path / 'cache'
+    conversations(path, tokenizers['gemma'])
+    made = {p: p.stat().st_mtime_ns for p in cache.rglob('*')}
+    conversations(path, tokenizers['gemma'])
+    assert made == {p: p.stat().st_mtime_ns for p in cache.rglob('*')}
+    for n, change in enumerate(({'max_length': 32}, {'add_bos': False}, {'template': 'gemma'})):
+        conversations(path, tokenizers['gemma'], **change)
+        assert len(list(cache.iterdir())) == 2 + n
+    conversations(path, tokenizers['llama2'])
+    write_rows(path, [{'messages': SAME}] * 2)
+    assert len(conversations(path, tokenizers['gemma'])) == 2
+    assert len(list(cache.iterdir())) == 6
+
+
+def test_text_documents(tmp_path, tokenizers):
+    tokenizer = tokenizers['gemma']
+    write_rows(tmp_path / 'text.jsonl', [{'text': 'The sky is blue. ' * 10}])
+    (tmp_path / 'plain.txt').write_text('fox')
+    sequences = text.load_text(str(tmp_path / 'text.jsonl'), tokenizer, max_length=16,
+                               add_bos=True, cache_dir=tmp_path / 'cache')
+    joined = [i for tokens, _ in (sequences[j] for j in range(len(sequences)))
+              for i in tokens.tolist()[1:]]
+    assert tokenizer.decode(joined) == 'The sky is blue. ' * 10 + '</s>'
+    assert all(len(tokens) <= 16 and tokens[0] == tokenizer.bos_id and learnt.tolist()
+               == [0] + [1] * (len(tokens) - 1) for tokens, learnt in sequences)
+    plain = text.load_text(str(tmp_path / 'plain.txt'), tokenizer, max_length=16, add_bos=False,
+                           cache_dir=tmp_path / 'cache')
+    assert tokenizer.decode(plain[0][0].tolist()) == 'fox</s>'
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 16), min_size=1, max_size=30), st.integers(0, 1000))
+def test_packing_holds_every_sequence_once(lengths, seed):
+    rng = np.random.default_rng(seed)
+    sequences = [(rng.integers(1, 99, n), rng.integers(0, 2, n)) for n in lengths]
+    packed = packing.pack(sequences, 16)
+    assert len(packed['tokens']) >= sum(lengths) / 16
+    assert len(packed['tokens']) <= 1 + 2 * sum(lengths) // 16  # first fit wastes less than half
+    for i, (tokens, learnt) in enumerate(sequences):
+        row, at = np.nonzero(packed['owner'] == i)
+        assert (packed['tokens'][row, at] == tokens).all()
+        assert (packed['positions'][row, at] == np.arange(len(tokens))).all()
+        assert (packed['ends'][row, at] == at[-1] + 1).all()
+        wanted = np.append(np.where(learnt[1:], tokens[1:], -100), -100)
+        assert (packed['targets'][row, at] == wanted).all()
+    padding = packed['owner'] < 0
+    assert (packed['targets'][padding] == -100).all()
+    assert (packed['ends'] > np.arange(16)).all()
+
+
+def test_epoch_orders_differ_and_repeat():
+    orders = [packing.epoch_order(50, e, 3).tolist() for e in (0, 1, 0)]
+    assert orders[0] == orders[2] != orders[1] and sorted(orders[1]) == list(range(50))
+
+
+# ------------------------------------------------------------------------------------------------
+# data: questions
+# ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('row, expected', [
+    ({'question': ' Q? ', 'choices': ['a', 'b', 'c', 'd'], 'answer': 2, 'subject': 's'}, 2),
+    ({'question': 'Q?', 'choices': ['a', 'b', 'c', 'd'], 'answer': 'C'}, 2),
+    (['Q?', 'a', 'b', 'c', 'd', 'C'], 2),
+    (['Q?', 'a', 'b', 'c', 'd', '2'], 2),
+    ({'question': 'Q?', 'choices': {'text': ['a', 'b', 'c'], 'label': ['1', '2', '3']},
+      'answerKey': '3'}, 2),
+    ({'question': 'Q?', 'choices': {'text': list('abcde'), 'label': list('ABCDE')},
+      'answerKey': 'C'}, 2),
+    ({'question': {'stem': 'Q?', 'choices': [{'text': t, 'label': k} for t, k in
+                                             zip('abcd', 'ABCD')]}, 'answerKey': 'C'}, 2),
+])
+def test_question_schemas(row, expected):
+    text, choices, answer = questions.parse_row(row)
+    assert text == 'Q?' and choices[:3] == ['a', 'b', 'c'] and answer == expected
+
+
+def test_hellaswag_cleaning():
+    row = {'activity_label': 'Roof [title] repair', 'ctx_a': 'A man [step] works.', 'ctx_b': 'he',
+           'endings': ['runs  [x]away', 'b', 'c', 'd'], 'label': '3'}
+    text, choices, answer = questions.parse_row(row)
+    assert text == 'Roof.  repair: A man works. He'.replace('.  r', '. r') and answer == 3
+    assert choices[0] == 'runs away'
+
+
+@pytest.mark.parametrize('row, message', [
+    ({'question': 'Q?', 'choices': ['a', 'b']}, 'no valid answer: None; wanted one of A, B'),
+    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 2}, 'no valid answer: 2'),
+    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': True}, 'no valid answer: True'),
+    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 'x'}, "no valid answer: 'x'"),
+    ({'question': 'Q?', 'choices': ['a'], 'answer': 0}, '2 to 26 choices'),
+    ({'question': '', 'choices': ['a', 'b'], 'answer': 0}, 'no question'),
+    ({'endings': ['a', 'b'], 'activity_label': 'x', 'label': ''}, 'no valid answer'),
+    ('text', 'named fields')])
+def test_bad_questions_name_their_line(tmp_path, row, message):
+    good = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 1}
+    path = write_rows(tmp_path / 'some.jsonl', [good, row])
+    with pytest.raises(DataError, match=message) as error:
+        questions.load_task(str(path))
+    assert 'some.jsonl:2: ' in str(error.value)
+    kept, _, bad = questions.load_task(str(path), on_bad_row='skip')
+    assert len(kept) == 1 and len(bad) == 1
+
+
+def test_prompt_is_mmlus(tmp_path):
+    rows = [{'question': f'Q{i}?', 'choices': ['w', 'x', 'y', 'z'], 'answer': i,
+             'subject': 'abstract_algebra'} for i in range(3)]
+    write_rows(tmp_path / 'dev.jsonl', rows[:2])
+    write_rows(tmp_path / 'test.jsonl', rows[2:])
+    (question,), solved, _ = questions.load_task(f'mmlu:{tmp_path}', shots=2)
+    prompt = questions.header(question.subject) + ''.join(
+        s.solved for s in solved[question.subject]) + question.context
+    assert prompt == ('The following are multiple choice questions (with answers) about abstract '
+                      'algebra.\n\nQ0?\nA. w\nB. x\nC. y\nD. z\nAnswer: A\n\n'
+                      'Q1?\nA. w\nB. x\nC. y\nD. z\nAnswer: B\n\nQ2?\nA. w\nB. x\nC. y\nD. z\n'
+                      'Answer:')
+    assert question.options == [' A', ' B', ' C', ' D']
+    (question,), _, _ = questions.load_task(f'mmlu:{tmp_path}', 'text')
+    assert question.context == 'Q2?\nAnswer:' and question.options == [' w', ' x', ' y', ' z']
+    with pytest.raises(DataError, match="2 solved questions about 'abstract_algebra', 5 wanted"):
+        questions.load_task(f'mmlu:{tmp_path}', shots=5)
+    with pytest.raises(DataError, match='is one file: give a folder'):
+        questions.load_task(f'mmlu:{tmp_path / "test.jsonl"}', shots=5)
+
+
+def test_original_csv_and_hub_parquet(tmp_path):
+    (tmp_path / 'test').mkdir()
+    (tmp_path / 'test' / 'high_school_physics_test.csv').write_text('"Q, one?",a,b,c,d,D\n')
+    (question,), _, _ = questions.load_task(f'mmlu:{tmp_path}')
+    assert question.subject == 'high_school_physics' and question.answer == 3
+    assert question.context.startswith('Q, one?\nA. a')
+    rows = [{'question': 'Q?', 'subject': 's', 'choices': ['a', 'b', 'c', 'd'], 'answer': 1}]
+    write_rows(tmp_path / 'hub' / 'all' / 'test-00000-of-00001.parquet', rows)
+    assert questions.load_task(f'mmlu:{tmp_path / "hub"}')[0][0].answer == 1
+
+
+@needs_shared
+def test_real_benchmark_files():
+    datasets = SHARED / 'datasets'
+    mmlu, shots, bad = questions.load_task(f'mmlu:{datasets / "mmlu"}', shots=5)
+    assert len(mmlu) == 14042 and len({q.subject for q in mmlu}) == 57 and not bad
+    assert all(len(rows) == 5 for rows in shots.values()) and len(shots) == 57
+    arc, _, _ = questions.load_task(f'arc_easy:{datasets / "arc_easy"}', shots=5)
+    counts = np.bincount([len(q.options) for q in arc])
+    assert counts[3:].tolist() == [7, 2365, 4]
+    assert len(questions.load_task(f'arc_challenge:{datasets / "arc_easy"}')[0]) == 1172
+    assert len(questions.load_task(f'hellaswag:{datasets / "hellaswag"}')[0]) == 1000
+
+
+# ------------------------------------------------------------------------------------------------
+# model.py against transformers
+# ------------------------------------------------------------------------------------------------
+
+LLAMA3_ROPE = {'rope_type': 'llama3', 'rope_theta': 10000.0, 'factor': 8.0, 'low_freq_factor': 1.0,
+               'high_freq_factor': 4.0, 'original_max_position_embeddings': 32}
+ARCHITECTURES = {
+    'llama3': ('Llama', {'rope_parameters': LLAMA3_ROPE, 'head_dim': 18,
+                         'tie_word_embeddings': True, 'max_position_embeddings': 4096}),
+    'llama': ('Llama', {'num_key_value_heads': 4}),
+    'mistral_window': ('Mistral', {'sliding_window': 7}),
+    'mistral': ('Mistral', {'sliding_window': None, 'num_key_value_heads': 1}),
+    'gemma2': ('Gemma2', {'sliding_window': 7, 'head_dim': 20, 'query_pre_attn_scalar': 13,
+                          'attn_logit_softcapping': 2.0, 'final_logit_softcapping': 3.0,
+                          'num_hidden_layers': 4}),
+    'gemma2_untied': ('Gemma2', {'sliding_window': 33, 'tie_word_embeddings': False,
+                                 'attn_logit_softcapping': None, 'final_logit_softcapping': None}),
+}
+
+
+def reference_model(name, folder):
+    """A small random model by transformers, saved into `folder`."""
+    import transformers
+    kind, options = ARCHITECTURES[name]
+    shape = {'vocab_size': 211, 'hidden_size': 48, 'intermediate_size': 80, 'num_hidden_layers': 3,
+             'num_attention_heads': 4, 'num_key_value_heads': 2, 'attn_implementation': 'eager'}
+    config = getattr(transformers, f'{kind}Config')(**(shape | options))
+    torch.manual_seed(list(ARCHITECTURES).index(name))
+    reference = getattr(transformers, f'{kind}ForCausalLM')(config).eval()
+    with torch.no_grad():
+        for p in reference.parameters():  # norms off their start, attention far from uniform
+            p.copy_(torch.randn_like(p) * 0.25 + (p.ndim == 1 and kind != 'Gemma2'))
+    reference.save_pretrained(folder)
+    return reference
+
+
+def whole_rows(tokens):
+    """positions and ends of rows that hold one text each."""
+    B, T = tokens.shape
+    return torch.arange(T).expand(B, T), torch.full((B, T), T)
+
+
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_parity_with_transformers(name, tmp_path):
+    reference = reference_model(name, tmp_path)
+    model = models.load(tmp_path)
+    tokens = torch.randint(0, 211, (2, 45))
+    logits = model.logits(model(tokens, *whole_rows(tokens)))
+    expected = reference(tokens).logits
+    error = (logits - expected).abs().max().item()
+    assert error < 2e-4 and error < 1e-5 * expected.abs().max().item()
+    targets = torch.randint(0, 211, (90,))
+    for z in (logits, expected):
+        F.cross_entropy(z.flatten(0, 1), targets).backward()
+    theirs = dict(reference.named_parameters())
+    assert theirs.keys() == dict(model.named_parameters()).keys()
+    for key, parameter in model.named_parameters():
+        gradient = theirs[key].grad
+        assert (parameter.grad - gradient).norm() < 1e-4 * gradient.norm(), key
+
+
+@pytest.mark.parametrize('name', ARCHITECTURES)
+@pytest.mark.parametrize('shard_bytes', [10**9, 40_000])
+def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeypatch):
+    import transformers
+    monkeypatch.setattr(models, 'SHARD_BYTES', shard_bytes)
+    reference = reference_model(name, tmp_path / 'theirs')
+    model = models.load(tmp_path / 'theirs')
+    models.save(model, tmp_path / 'ours', torch.float32, tmp_path / 'theirs')
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'ours',
+                                                              attn_implementation='eager')
+    tokens = torch.randint(0, 211, (1, 45))
+    assert torch.equal(again(tokens).logits, reference(tokens).logits)
+    weights = models.load(tmp_path / 'ours').state_dict()
+    assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
+    files = {path.name for path in (tmp_path / 'ours').iterdir()}
+    assert 'generation_config.json' in files and not any(f.endswith('.tmp') for f in files)
+    assert ('model.safetensors' in files) == (shard_bytes == 10**9)
+    models.save(model, tmp_path / 'ours', torch.bfloat16)  # over the other layout
+    assert models.load(tmp_path / 'ours').head.dtype == torch.bfloat16
+
+
+def test_sharded_index_of_transformers(tmp_path):
+    reference = reference_model('llama', tmp_path / 'one')
+    reference.save_pretrained(tmp_path / 'many', max_shard_size='30KB')
+    assert len(list((tmp_path / 'many').glob('*.safetensors'))) > 2
+    one, many = models.load(tmp_path / 'one'), models.load(tmp_path / 'many')
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), many.parameters(), strict=True))
+
+
+def test_config_of_transformers_4_and_5():
+    old = {'model_type': 'llama', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
+           'num_hidden_layers': 1, 'num_attention_heads': 2, 'rope_theta': 500000.0,
+           'rope_scaling': LLAMA3_ROPE, 'torch_dtype': 'bfloat16', 'pad_token_id': 5}
+    new = {k: v for k, v in old.items() if k not in ('rope_theta', 'rope_scaling', 'torch_dtype')}
+    new |= {'rope_parameters': LLAMA3_ROPE | {'rope_theta': 500000.0}, 'dtype': 'bfloat16'}
+    a = models.ModelConfig.from_hf(old | {'rope_scaling': {k: v for k, v in LLAMA3_ROPE.items()
+                                                           if k != 'rope_theta'}})
+    b = models.ModelConfig.from_hf(new)
+    assert a.rope_theta == b.rope_theta == 500000.0 and a.dtype == b.dtype == 'bfloat16'
+    assert a.num_key_value_heads == 2 and a.head_dim == 4 and a.extra == {'pad_token_id': 5}
+    assert models.ModelConfig.from_hf(a.to_hf()) == a
+
+
+def test_mistral_window_missing_or_null():
+    raw = {'model_type': 'mistral', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
+           'num_hidden_layers': 2, 'num_attention_heads': 2}
+    assert models.ModelConfig.from_hf(raw).windows == [4096, 4096]
+    assert models.ModelConfig.from_hf(raw | {'sliding_window': None}).windows == [None, None]
+    gemma = models.ModelConfig.from_hf(raw | {'model_type': 'gemma2'})
+    assert gemma.windows == [4096, None] and gemma.tie_word_embeddings and gemma.head_dim == 256
+
+
+def test_llama3_rope_golden():
+    config = models.ModelConfig('llama', 9, 2048, 8, 1, 32, rope_theta=500000.0, rope_scaling={
+        'factor': 32.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+        'original_max_position_embeddings': 8192})
+    cos, sin = models.rotary_angles(torch.ones(1, 1, dtype=torch.long), config, torch.float32)
+    angle = torch.atan2(sin, cos)[0, 0, 0]
+    ratio = angle / 500000.0 ** (-torch.arange(0, 64, 2) / 64)
+    expected = [1.0] * 15 + [0.605573, 0.303742, 0.103448] + [1 / 32] * 14
+    assert torch.allclose(ratio, torch.tensor(expected), rtol=2e-5)
+
+
+def test_embedding_scale_is_rounded_like_the_weights():
+    config = models.ModelConfig('gemma2', 9, 3584, 8, 1, 2, head_dim=4)
+    with torch.device('meta'):
+        model = models.CausalLM(config)
+    decoder = model.model.to_empty(device='cpu')
+    for dtype, scale in ((torch.float32, 3584 ** 0.5), (torch.bfloat16, 59.75)):
+        decoder.to(dtype)
+        seen = {}
+        decoder.layers[0].register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
+        torch.nn.init.ones_(decoder.embed_tokens.weight)
+        decoder(torch.zeros(1, 1, dtype=torch.long), *whole_rows(torch.zeros(1, 1)))
+        assert seen['x'].flatten()[0].item() == pytest.approx(scale, rel=1e-6)
+
+
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_packed_documents_do_not_see_each_other(name, tmp_path):
+    reference_model(name, tmp_path)
+    model = models.load(tmp_path)
+    rng = np.random.default_rng(0)
+    documents = [(rng.integers(0, 211, n), np.ones(n, int)) for n in (11, 40, 3, 29, 1, 17)]
+    packed = packing.pack(documents, 48)
+    hidden = model(*(torch.from_numpy(packed[k]) for k in ('tokens', 'positions', 'ends')))
+    for i, (tokens, _) in enumerate(documents):
+        alone = torch.from_numpy(tokens)[None]
+        row, at = np.nonzero(packed['owner'] == i)
+        assert torch.allclose(hidden[row, at], model(alone, *whole_rows(alone))[0], atol=2e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2'])
+def test_flex_attention_equals_the_explicit_mask(name, tmp_path):
+    _, options = ARCHITECTURES[name]
+    ARCHITECTURES['even'] = (ARCHITECTURES[name][0], options | {'head_dim': 32})
+    reference_model('even', tmp_path)
+    del ARCHITECTURES['even']
+    model = models.load(tmp_path, 'cuda')
+    rng = np.random.default_rng(0)
+    packed = packing.pack([(rng.integers(0, 211, n), np.ones(n, int)) for n in (90, 40, 3, 100)], 128)
+    inputs = [torch.from_numpy(packed[k]).cuda() for k in ('tokens', 'positions', 'ends')]
+    gradients, outputs = [], []
+    for kind in ('explicit', 'flex'):
+        model.model.attention = kind
+        hidden = model(*inputs)
+        (hidden * torch.linspace(-1, 1, hidden.numel(), device='cuda').view_as(hidden)).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        outputs.append(hidden.detach())
+        model.zero_grad()
+    assert torch.allclose(*outputs, atol=1e-4)
+    for a, b in zip(*gradients, strict=True):
+        assert (a - b).norm() < 1e-3 * a.norm()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    reference_model('llama', tmp_path / 'model')
+    return tmp_path / 'model'
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / 'model.safetensors')
+    change(tensors)
+    save_file(tensors, folder / 'model.safetensors', metadata={'format': 'pt'})
+
+
+def edit_config(folder, **values):
+    path = folder / 'config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def write_index(folder, name):
+    (folder / 'model.safetensors.index.json').write_text(json.dumps(
+        {'weight_map': {'model.norm.weight': name}}))
+
+
+KEY = 'model.layers.1.mlp.up_proj.weight'
+
+
+@pytest.mark.parametrize('damage, message', [
+    (lambda f: rewrite(f, lambda t: t.pop(KEY)), f'tensor {KEY} is missing'),
+    (lambda f: rewrite(f, lambda t: t.update(odd=torch.ones(1))), 'tensor odd is unknown'),
+    (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(2, 3)})),
+     f'tensor {KEY} has shape [2, 3], config.json wants [80, 48]'),
+    (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(80, 48, dtype=torch.int8)})),
+     'quantised weights are not supported'),
+    (lambda f: os.truncate(f / 'model.safetensors', 5000), 'truncated or not a safetensors file'),
+    (lambda f: (f / 'model.safetensors').unlink(), 'has no model.safetensors'),
+    (lambda f: (f / 'config.json').unlink(), 'is not a model folder: it has no config.json'),
+    (lambda f: (f / 'config.json').write_text('{'), 'not valid JSON'),
+    (lambda f: (f / 'config.json').write_text('{"model_type": "llama"}'), 'vocab_size'),
+    (lambda f: edit_config(f, model_type='gpt2'), "model_type is 'gpt2'"),
+    (lambda f: edit_config(f, attention_bias=True), 'attention_bias = True is not supported'),
+    (lambda f: edit_config(f, rope_parameters={'rope_type': 'yarn'}), "rope type 'yarn'"),
+    (lambda f: write_index(f, '../model.safetensors'), "refuses '../model.safetensors'"),
+    (lambda f: write_index(f, '/etc/passwd'), "refuses '/etc/passwd'"),
+    (lambda f: write_index(f, 'gone.safetensors'), 'names gone.safetensors, which is not there'),
+])
+def test_damaged_checkpoints(checkpoint, damage, message):
+    damage(checkpoint)
+    with pytest.raises(models.CheckpointError) as error:
+        models.load(checkpoint)
+    assert message in str(error.value) and str(checkpoint) in str(error.value)
+
+
+def test_pickled_weights_are_not_read(checkpoint):
+    torch.save({}, checkpoint / 'pytorch_model.bin')
+    (checkpoint / 'model.safetensors').unlink()
+    with pytest.raises(models.CheckpointError, match='convert them to safetensors'):
+        models.load(checkpoint)
+
+
+def test_old_rotary_buffers_are_ignored(checkpoint):
+    rewrite(checkpoint, lambda t: t.update(
+        {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(6)}))
+    models.load(checkpoint)
+
+
+def test_unreachable_models():
+    for name, message in (('/nowhere', 'no model folder at /nowhere'),
+                          ('google/gemma-2-2b', 'cannot get google/gemma-2-2b from the hub')):
+        with pytest.raises(models.CheckpointError, match=message):
+            models.fetch(name)
+
+
+def test_a_model_in_the_hub_cache_is_found(checkpoint, tmp_path, monkeypatch):
+    snapshot = tmp_path / 'hub' / 'models--some--model' / 'snapshots' / ('a' * 40)
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(checkpoint, snapshot)
+    refs = tmp_path / 'hub' / 'models--some--model' / 'refs'
+    refs.mkdir()
+    (refs / 'main').write_text('a' * 40)
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path / 'hub'))
+    assert models.fetch('some/model') == snapshot
+
+
+def test_loading_holds_one_copy(tmp_path):
+    # 200 MB of weights as bfloat16, loaded in a process that may not hold them twice
+    config = models.ModelConfig('llama', 8000, 2048, 4096, 2, 16, dtype='bfloat16')
+    model = models.CausalLM(config).to(torch.bfloat16)
+    models.save(model, tmp_path, torch.bfloat16)
+    code = ('import resource, sys, torch, model\n'
+            'before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n'
+            f'm = model.load({str(tmp_path)!r})\n'
+            'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)')
+    grown = int(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
+                               cwd=HERE, check=True).stdout) * 1024
+    size = sum(p.numel() for p in model.parameters()) * 2
+    assert size < grown < 2.2 * size  # the mapped file counts as resident, once
+
+
+# ------------------------------------------------------------------------------------------------
+# train.py
+# ------------------------------------------------------------------------------------------------
+
+def tiny_config(**values):
+    return train.TrainConfig(**({'dtype': 'float32', 'pack_len': 48, 'device': 'cpu'} | values))
+
+
+@pytest.fixture(scope='module')
+def tiny_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('tiny')
+    reference_model('gemma2', folder)
+    return models.load(folder)
+
+
+def documents(seed, lengths):
+    rng = np.random.default_rng(seed)
+    return [(rng.integers(0, 211, n), (np.arange(n) > n // 3).astype(int)) for n in lengths]
+
+
+def gradients(model, packed, cfg):
+    model.zero_grad()
+    loss, nll = train.forward_loss(model, packed, cfg, 'cpu', backward=True)
+    return loss, nll, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize('reduction', ['token', 'sequence'])
+def test_micro_batches_change_nothing(tiny_model, reduction):
+    packed = packing.pack(documents(0, [40, 7, 25, 30, 44, 12, 9]), 48)
+    results = [gradients(tiny_model, packed, tiny_config(
+        micro_rows=n, smoothing=0.1, loss_reduction=reduction)) for n in (1, 2, 100)]
+    for loss, _, gradient in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-6)
+        assert (gradient - results[0][2]).norm() < 1e-5 * gradient.norm()
+
+
+@pytest.mark.parametrize('reduction', ['token', 'sequence'])
+def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
+    sequences = documents(1, [40, 7, 25, 30])
+    loss, nll, gradient = gradients(tiny_model, packing.pack(sequences, 48), tiny_config(
+        smoothing=0.1, loss_reduction=reduction))
+    tiny_model.zero_grad()
+    cap = tiny_model.config.final_logit_softcapping
+    losses, nlls = [], []
+    for tokens, learnt in sequences:
+        row = torch.from_numpy(tokens)[None]
+        z = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1]
+        assert cap == 3.0 and z.abs().max() < cap
+        kept = torch.from_numpy(learnt[1:]) > 0
+        losses.append(F.cross_entropy(z[kept], row[0, 1:][kept], label_smoothing=0.1,
+                                      reduction='none'))
+        nlls.append(F.cross_entropy(z[kept], row[0, 1:][kept], reduction='none'))
+    def mean(rows):
+        return torch.cat(rows).mean() if reduction == 'token' else torch.stack(
+            [r.mean() for r in rows]).mean()
+    mean(losses).backward()
+    expected = torch.cat([p.grad.flatten() for p in tiny_model.parameters()])
+    assert loss == pytest.approx(mean(losses).item(), rel=1e-5)
+    assert nll == pytest.approx(mean(nlls).item(), rel=1e-5)
+    assert (gradient - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_learning_rate_schedule():
+    cfg = tiny_config(lr=1.0, warmup=0.1, final_lr=0.1)
+    rates = [train.learning_rate(s, 100, cfg) for s in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
+    assert rates[10] == pytest.approx(1.0) and rates[55] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert all(a >= b for a, b in zip(rates[9:], rates[10:])) and 0.1 < rates[99] < 0.12
+    cosine = dataclasses.replace(cfg, schedule='cosine')
+    assert train.learning_rate(55, 100, cosine) == pytest.approx(0.55)
+    assert train.learning_rate(0, 1, cfg) == 1.0
+
+
+@pytest.fixture(scope='session')
+def small_world(tmp_path_factory):
+    """The demo's road with a smaller world and few steps; the folder that it left."""
+    folder = tmp_path_factory.mktemp('demo')
+    small = {'N_ENTITIES': 300, 'N_DOCUMENTS': 400, 'N_INSTRUCTIONS': 60, 'N_QUESTIONS': 40}
+    code = 'import data.demo as demo, sys, train\n'
+    code += ''.join(f'demo.{name} = {value}\n' for name, value in small.items())
+    code += 'train.main(sys.argv[1:])'
+    done = subprocess.run([sys.executable, '-c', code, 'configs/demo.py', f'--out_dir={folder}',
+                           '--batch_size=16', '--epochs=1.5', '--checkpoint_epochs', '--seed=7',
+                           '--val_size=4', '--workers=1'],
+                          cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_demo_leaves_a_report(small_world):
+    folder, printed = small_world
+    for word in ('95 % interval', 'confidence', 'entropy (bits)', 'ECE', 'RMSCE', '>>>It is',
+                 'learnt between', 'estimated memory'):
+        assert word in printed, word
+    assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
+    for run in ('base', 'tuned', 'tuned_ls01'):
+        files = {str(p.relative_to(folder / run)) for p in (folder / run).rglob('*') if p.is_file()}
+        assert {'config.json', 'model.safetensors', 'tokenizer.model', 'log.jsonl', 'results.json',
+                'train_config.py', 'samples-questions.jsonl', 'reliability.png',
+                'epoch-1/model.safetensors', 'epoch-1/tokenizer.model'} <= files
+        log = [json.loads(line) for line in (folder / run / 'log.jsonl').open()]
+        assert [r['step'] for r in log] == list(range(1, len(log) + 1))
+        assert all(r['nll'] <= r['loss'] + 1e-6 or run == 'tuned_ls01' for r in log)
+        assert 'val_nll' in log[-1]
+        assert not list((folder / run).rglob('*.tmp'))
+    losses = [json.loads(line)['nll'] for line in (folder / 'base' / 'log.jsonl').open()]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_results_follow_from_the_samples(small_world):
+    folder, _ = small_world
+    results = json.loads((folder / 'tuned' / 'results.json').read_text())
+    samples = evaluate.read_samples(folder / 'tuned' / 'samples-questions.jsonl')
+    assert len(samples) == 40
+    probs, labels, n_options = evaluate.to_arrays(samples)
+    assert results['tasks']['questions']['pooled'] == metrics.report(probs, labels, n_options)
+    assert results['distribution'] == 'text, token'
+
+
+def test_demo_folder_loads_in_transformers(small_world):
+    import transformers
+    folder = small_world[0] / 'tuned'
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = models.load(folder)
+    tokens = torch.randint(0, 1280, (1, 50))
+    ours = model.logits(model(tokens, *whole_rows(tokens)))
+    assert torch.allclose(ours, reference(tokens).logits, atol=1e-4)
+
+
+def test_the_same_seed_gives_the_same_weights(small_world, tmp_path):
+    folder, _ = small_world
+    for place in ('a', 'b'):
+        train.main([str(folder / 'tuned_ls01' / 'train_config.py'), f'--out_dir={tmp_path / place}',
+                    '--max_steps=2', '--eval_tasks='])
+    a, b = (load_file(tmp_path / place / 'model.safetensors') for place in 'ab')
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_dry_run_writes_nothing(small_world, tmp_path, capsys):
+    folder, _ = small_world
+    train.main([str(folder / 'tuned' / 'train_config.py'), '--dry_run',
+                f'--out_dir={tmp_path / "run"}'])
+    assert not (tmp_path / 'run').exists()
+    assert 'estimated memory' in capsys.readouterr().out
+
+
+def test_no_warning_without_reason_when_loss_is_nan(small_world, tmp_path):
+    folder, _ = small_world
+    with pytest.raises(train.TrainingError, match='step 1: loss nan'):
+        broken = tmp_path / 'broken'
+        shutil.copytree(folder / 'base', broken)
+        rewrite(broken, lambda t: t['model.norm.weight'].fill_(torch.nan))
+        train.main([str(folder / 'tuned' / 'train_config.py'), f'--model={broken}',
+                    f'--out_dir={tmp_path / "run"}'])
+    assert not (tmp_path / 'run' / 'model.safetensors').exists()
+
+
+def bad_command_lines(folder, tmp_path):
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'broken.jsonl').write_text('{"messages": [\n')
+    (tmp_path / 'none.jsonl').write_text('')
+    write_rows(tmp_path / 'no_answer.jsonl', [{'question': 'Q?', 'choices': ['a', 'b']}])
+    shutil.copytree(folder / 'base', tmp_path / 'truncated')
+    os.truncate(tmp_path / 'truncated' / 'model.safetensors', 1000)
+    shutil.copytree(folder / 'base', tmp_path / 'mute')
+    (tmp_path / 'mute' / 'tokenizer.model').unlink()
+    run = ['train.py', str(folder / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path / "out"}']
+    score = ['evaluate.py', f'--model={folder / "base"}', '--shots=0',
+             f'--out_dir={tmp_path / "out"}']
+    return [
+        ([*run, '--smothing=0.1'], "did you mean 'smoothing'"),
+        ([*run, f'--model={tmp_path / "truncated"}'], 'truncated or not a safetensors file'),
+        ([*run, f'--data={tmp_path / "broken.jsonl"}'], 'broken.jsonl:1: broken JSON'),
+        ([*run, f'--data={tmp_path / "none.jsonl"}'], 'an empty dataset'),
+        ([*run, f'--model={tmp_path / "mute"}'], 'has no tokenizer.model'),
+        ([*run, f'--model={tmp_path / "empty"}'], 'has no tokenizer.model'),
+        ([*run, '--model=some/model'], 'cannot get some/model from the hub'),
+        ([*run, '--pack_len=8'], 'a sequence must fit into a row'),
+        ([*run, '--batch_size=100000'], 'do not fill one step'),
+        ([*run, '--smoothing=1.5'], 'smoothing'),
+        ([*score, f'--tasks={tmp_path / "no_answer.jsonl"}'], 'no_answer.jsonl:1: no valid answer'),
+        ([*score, '--tasks=nothing'], "no task, file or folder 'nothing'; the tasks are mmlu"),
+        ([*score, '--model='], 'which model?'),
+    ]
+
+
+def test_bad_input_gives_one_line(small_world, tmp_path):
+    cases = bad_command_lines(small_world[0], tmp_path)
+    running = [(subprocess.Popen([sys.executable, *command], cwd=HERE, stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE, text=True), message)
+               for command, message in cases[:3]]
+    for process, message in running:
+        _, errors = process.communicate()
+        last = errors.strip().split('\n')[-1]
+        assert process.returncode == 1 and last.startswith('error: ') and message in last
+        assert 'Traceback' not in errors
+    for (program, *arguments), message in cases[3:]:
+        main = train.main if program == 'train.py' else evaluate.main
+        with pytest.raises((configs.ConfigError, DataError, models.CheckpointError)) as error:
+            main(arguments)
+        assert message in str(error.value) and '\n' not in str(error.value)
+    assert not list((tmp_path / 'out').rglob('*.safetensors'))
+    assert not list((tmp_path / 'out').rglob('*.tmp'))
+
+
+# ------------------------------------------------------------------------------------------------
+# evaluate.py
+# ------------------------------------------------------------------------------------------------
+
+def random_tree(rng):
+    def ids(low, high):
+        return rng.integers(0, 211, rng.integers(low, high)).tolist()
+    prefixes = [tuple(ids(1, 20)) for _ in range(3)]
+    items = []
+    for i in range(12):
+        prefix, stem = prefixes[i * len(prefixes) // 12], ids(1, 9)
+        leaves = [ids(1, 6) for _ in range(rng.integers(2, 6))]
+        start = len(prefix) + len(stem) + rng.integers(-1, 1)  # a shared first token is in the stem
+        items.append(evaluate.TokenisedQuestion(prefix, stem, leaves, start))
+    return items
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2'])
+def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
+    reference_model(name, tmp_path)
+    model = models.load(tmp_path, device)
+    if device == 'cuda' and name != 'mistral_window':
+        model.model.attention = 'explicit'  # head sizes that FlexAttention does not take
+    items = random_tree(np.random.default_rng(len(name)))
+    for pack_len, batch_rows in ((64, 1), (128, 3), (1024, 1)):
+        found = evaluate.option_log_probs(model, items, pack_len, batch_rows)
+        for item, sums in zip(items, found, strict=True):
+            for leaf, value in zip(item.leaves, sums, strict=True):
+                ids = torch.tensor([[*item.prefix, *item.stem, *leaf]])
+                inputs = [x.to(device) for x in (ids, *whole_rows(ids))]
+                log_probs = model.logits(model(*inputs)).log_softmax(-1)[0].cpu()
+                at = torch.arange(item.start, ids.shape[1])
+                assert value == pytest.approx(log_probs[at - 1, ids[0, at]].sum().item(), abs=1e-4)
+
+
+def write_task(folder, n=4, choices=('blue', 'a lazy dog', 'brown')):
+    rows = [{'question': f'What is the fox {i}?', 'choices': list(choices), 'answer': i % 3,
+             'subject': 'foxes'} for i in range(n)]
+    write_rows(folder / 'dev.jsonl', rows)
+    write_rows(folder / 'test.jsonl', rows)
+    return f'{folder}'
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+@pytest.mark.parametrize('scoring', ['letters', 'text'])
+def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, scoring):
+    tokenizer = tokenizers[kind]
+    asked, solved, _ = questions.load_task(write_task(tmp_path), scoring, shots=2)
+    cfg = evaluate.EvalConfig(pack_len=2000)
+    item, n = evaluate.tokenize_question(asked[0], solved['foxes'], tokenizer, cfg, 2000, {})
+    assert n == 2
+    prefix = questions.header('foxes') + ''.join(s.solved for s in solved['foxes'])
+    for option, leaf in zip(asked[0].options, item.leaves, strict=True):
+        whole = [tokenizer.bos_id] + tokenizer.encode(prefix + asked[0].context + option)
+        assert [*item.prefix, *item.stem, *leaf] == whole
+        assert tokenizer.decode(whole[item.start:]).strip() == option.strip()
+
+
+def test_whole_shots_are_dropped(tokenizers, tmp_path):
+    tokenizer = tokenizers['gemma']
+    asked, solved, _ = questions.load_task(write_task(tmp_path), shots=3)
+    cfg, prefixes = evaluate.EvalConfig(pack_len=2000), {}
+    sizes = [evaluate.tokenize_question(asked[0], solved['foxes'][:n], tokenizer, cfg, 2000,
+                                        prefixes)[0] for n in range(4)]
+    for kept, item in enumerate(sizes):
+        longest = len(item.prefix) + len(item.stem) + max(map(len, item.leaves))
+        again, n = evaluate.tokenize_question(asked[0], solved['foxes'], tokenizer, cfg, longest,
+                                              prefixes)
+        assert n == kept and again == item
+    with pytest.raises(DataError, match='tokens even without shots'):
+        evaluate.tokenize_question(asked[0], [], tokenizer, cfg, 10, {})
+
+
+def test_option_probs_norms():
+    log_probs, options = np.array([-2.0, -6.0]), [' é', ' long']
+    for norm, length in (('sum', (1, 1)), ('token', (1, 3)), ('char', (1, 4)), ('byte', (2, 4))):
+        p = evaluate.option_probs(log_probs, options, [1, 3], norm)
+        score = np.exp(log_probs / np.array(length))
+        assert np.allclose(p, score / score.sum())
+
+
+def test_bos_is_there_once(tokenizers, tmp_path):
+    asked, _, _ = questions.load_task(write_task(tmp_path))
+    for add_bos in (True, False):
+        cfg = evaluate.EvalConfig(add_bos=add_bos, pack_len=2000)
+        for tokenizer in tokenizers.values():
+            item, _ = evaluate.tokenize_question(asked[0], [], tokenizer, cfg, 2000, {})
+            assert [*item.prefix, *item.stem].count(tokenizer.bos_id) == int(add_bos)
+
+
+@needs_shared
+def test_seam_between_shots_and_question_is_exact(tmp_path):
+    cfg = evaluate.EvalConfig(pack_len=10**6)
+    asked, solved, _ = questions.load_task(f'mmlu:{SHARED / "datasets" / "mmlu"}', shots=5)
+    picked = random.Random(0).sample(asked, 150)
+    for file in ('llama3_tokenizer.model', 'llama2_tokenizer.model', 'mistral_tokenizer.model.v1',
+                 'mistral_mistral_instruct_tokenizer_240323.model.v3'):
+        folder = tmp_path / file
+        folder.mkdir()
+        shutil.copyfile(SHARED / 'tokenizers' / file, folder / 'tokenizer.model')
+        tokenizer, prefixes = load_tokenizer(folder), {}
+        for question in picked:
+            shots = solved[question.subject]
+            item, _ = evaluate.tokenize_question(question, shots, tokenizer, cfg, 10**6, prefixes)
+            whole = questions.header(question.subject) + ''.join(s.solved for s in shots)
+            whole += question.context + question.options[1]
+            assert [*item.prefix, *item.stem, *item.leaves[1]] == [
+                tokenizer.bos_id, *tokenizer.encode(whole)]
+            assert [len(leaf) for leaf in item.leaves] == [1] * len(item.leaves)
+
+
+# ------------------------------------------------------------------------------------------------
+# metrics.py: golden values of other libraries, properties, errors
+#
+# The golden inputs are regenerated here; the expected values are what these libraries returned for
+# them: torchmetrics 1.9.0 (float32), netcal 1.4.0, uncertainty-calibration 0.1.4 (HELM's choice),
+# relplot 1.0.3, scikit-learn 1.9.1, google/uncertainty-metrics c046458 ('gce', by the authors of
+# SCE and ACE), torch-uncertainty 0.13.0 (float32), hendrycks/outlier-exposure e6ede98.
+
+
+def calibration_case(seed, n, k, temperature, signal):
+    """Seeded probs [n, k] and labels [n]; the labels follow softmax(signal * z), not the probs."""
+    stream = np.random.RandomState(seed)
+    z = stream.standard_normal((n, k))
+
+    def softmax(x):
+        e = np.exp(x - x.max(1, keepdims=True))
+        return e / e.sum(1, keepdims=True)
+
+    u = stream.random_sample(n)
+    labels = (softmax(z * signal).cumsum(1) < u[:, None]).sum(1)
+    return softmax(z * temperature), np.minimum(labels, k - 1)
+
+
+def golden_case(name):
+    if name == 'mmlu_overconfident_4':
+        return calibration_case(0, 2000, 4, 2.5, 1.0)
+    if name == 'small_4':
+        return calibration_case(4, 150, 4, 2.0, 1.0)
+    if name == 'all_wrong_conf_1':
+        labels = np.arange(20) % 4
+        return np.eye(4)[(labels + 1) % 4], labels
+    if name == 'uniform_quarter':
+        return np.full((40, 4), 0.25), np.arange(40) % 4
+    assert name == 'edges_conf0_1_ties_on_bin_edges'
+    probs = [
+        [1.0, 0.0, 0.0, 0.0],
+        [1.0, 0.0, 0.0, 0.0],
+        [0.0, 1.0, 0.0, 0.0],
+        [0.25, 0.25, 0.25, 0.25],
+        [0.25, 0.25, 0.25, 0.25],
+        [0.5, 0.5, 0.0, 0.0],
+        [0.7, 0.1, 0.1, 0.1],
+        [0.7, 0.1, 0.1, 0.1],
+        [0.8, 0.2, 0.0, 0.0],
+        [0.6, 0.4, 0.0, 0.0],
+    ]
+    return np.array(probs), np.array([0, 1, 1, 0, 3, 1, 0, 2, 0, 1])
+
+
+def exactly(value):
+    return pytest.approx(value, rel=0, abs=1e-12)
+
+
+def test_metrics_golden_inputs_are_the_ones_the_peers_saw():
+    probs, labels = golden_case('mmlu_overconfident_4')
+    assert (probs[0, 0], labels.sum()) == (exactly(0.223841614128059), 2963)
+    probs, labels = golden_case('small_4')
+    assert (probs[0, 0], labels.sum()) == (exactly(0.13891827363112413), 239)
+
+
+# Per case: call, then the value of the numpy peers.
+GOLDEN = {
+    'mmlu_overconfident_4': [
+        ('accuracy', {}, 0.507),
+        ('mean_confidence', {}, 0.7380020420371516),
+        ('gap', {}, 0.23100204203715158),
+        ('entropy', {}, 0.9350273818131427),
+        ('entropy', {'unit': 'nats'}, 0.6481115934501274),
+        ('nll', {}, 1.4138373246621527),  # scikit-learn log_loss
+        ('brier', {}, 0.6957152481193204),  # lm-eval brier_score
+        ('ece', {}, 0.23111049185449925),  # uncertainty-calibration get_ece
+        ('ece', {'n_bins': 15}, 0.23100204203715158),
+        ('ece', {'n_bins': 20}, 0.23111049185449925),
+        ('ece', {'n_bins': 30}, 0.23111049185449922),  # gce
+        ('mce', {}, 0.32930785865493895),  # netcal
+        ('mce', {'n_bins': 15}, 0.3584316326661593),
+        ('ece_equal_mass', {}, 0.2310020420371516),  # uncertainty-calibration get_ece_em
+        ('ece_equal_mass', {'n_bins': 15}, 0.23100204203715163),
+        ('sce', {'n_bins': 10}, 0.11964143307709416),  # gce, class_conditional=True
+        ('sce', {}, 0.12072566075743489),
+        ('sce', {'n_bins': 20}, 0.12231980585532036),
+        ('sce', {'n_bins': 30}, 0.1225488734182622),
+        ('ace', {'n_ranges': 10}, 0.11795023661038384),  # gce
+        ('ace', {}, 0.12095046279333976),  # 15 does not divide 2000: the remainder is spread
+        ('ace', {'n_ranges': 20}, 0.11932121088003772),
+        ('ace', {'n_ranges': 30}, 0.1212078720969127),
+        ('rmsce', {}, 0.24186774213686074),  # outlier-exposure with its last bin put back
+        ('mad', {}, 0.23100204203715158),
+    ],
+    'small_4': [
+        ('accuracy', {}, 0.5533333333333333),
+        ('mean_confidence', {}, 0.7050732040845785),
+        ('gap', {}, 0.15173987075124518),
+        ('entropy', {}, 1.0575124215201523),
+        ('entropy', {'unit': 'nats'}, 0.7330117533838141),
+        ('nll', {}, 1.1747079024849019),
+        ('brier', {}, 0.5939696055699721),
+        ('ece', {}, 0.16296739773419663),
+        ('ece', {'n_bins': 15}, 0.15531764883874577),
+        ('ece', {'n_bins': 20}, 0.1824356352861031),
+        ('mce', {}, 0.2737900977840766),
+        ('mce', {'n_bins': 15}, 0.33688739436907805),
+        ('mce', {'n_bins': 20}, 0.6569124117541829),
+        ('ece_equal_mass', {}, 0.1517398707512453),
+        ('ece_equal_mass', {'n_bins': 15}, 0.16149276298269602),
+        ('sce', {'n_bins': 10}, 0.09844199371095676),
+        ('sce', {}, 0.11546122984794403),
+        ('sce', {'n_bins': 20}, 0.12201844928451648),
+        ('sce', {'n_bins': 30}, 0.14137692625773754),
+        ('ace', {'n_ranges': 10}, 0.09309259644596712),
+        ('ace', {}, 0.0970095350694924),
+        ('ace', {'n_ranges': 20}, 0.11170988240242463),  # ranges of 7 and 8 rows
+        ('ace', {'n_ranges': 30}, 0.13777347852967547),
+        ('rmsce', {}, 0.15173987075124518),  # 150 rows: one bin of 150
+        ('rmsce', {'bin_size': 10}, 0.18941902403108507),
+        ('mad', {}, 0.15173987075124518),
+        ('mad', {'bin_size': 10}, 0.16149276298269596),
+    ],
+    'edges_conf0_1_ties_on_bin_edges': [
+        ('accuracy', {}, 0.5),
+        ('mean_confidence', {}, 0.68),
+        ('gap', {}, 0.18),
+        ('entropy', {}, 0.9406437988236109),
+        ('entropy', {'unit': 'nats'}, 0.6520045970657823),
+        ('nll', {}, 4.330808361203802),  # one label of probability 0, clipped as scikit-learn does
+        ('brier', {}, 0.624),
+        ('ece', {}, 0.32),
+        ('ece', {'n_bins': 15}, 0.32),
+        ('mce', {}, 0.6),
+        ('mce', {'n_bins': 15}, 0.6),
+        ('ece_equal_mass', {}, 0.32),
+        ('ece_equal_mass', {'n_bins': 15}, 0.32),
+        ('ace', {}, 0.205),  # uncertainty-calibration, l1 marginal, which keeps zeros
+        ('rmsce', {}, 0.18),
+        ('mad', {}, 0.18),
+    ],
+    'all_wrong_conf_1': [
+        ('accuracy', {}, 0.0),
+        ('mean_confidence', {}, 1.0),
+        ('gap', {}, 1.0),
+        ('entropy', {}, 0.0),
+        ('nll', {}, 36.04365338911715),
+        ('brier', {}, 2.0),
+        ('ece', {}, 1.0),
+        ('mce', {}, 1.0),
+        ('ece_equal_mass', {}, 1.0),
+        ('ace', {}, 0.5),
+        ('rmsce', {}, 1.0),
+        ('rmsce', {'bin_size': 10}, 1.0),
+        ('mad', {}, 1.0),
+    ],
+    'uniform_quarter': [
+        ('accuracy', {}, 0.25),
+        ('mean_confidence', {}, 0.25),
+        ('gap', {}, 0.0),
+        ('entropy', {}, 2.0),
+        ('entropy', {'unit': 'nats'}, 1.3862943611198906),
+        ('nll', {}, 1.3862943611198906),
+        ('brier', {}, 0.75),
+        ('ece', {}, 0.0),
+        ('mce', {}, 0.0),
+        ('ece_equal_mass', {}, 0.0),
+        ('sce', {}, 0.0),
+        ('ace', {}, 0.0),
+        ('rmsce', {}, 0.0),
+        ('rmsce', {'bin_size': 10}, 0.05),  # the tie is cut every 10 rows, in the order given
+        ('mad', {'bin_size': 10}, 0.05),
+    ],
+}
+
+
+@pytest.mark.parametrize('name', GOLDEN)
+def test_metrics_golden_values(name):
+    probs, labels = golden_case(name)
+    for metric, settings_, expected in GOLDEN[name]:
+        value = getattr(metrics, metric)(probs, labels, **settings_)
+        assert value == exactly(expected), (metric, settings_)
+
+
+def test_metrics_golden_values_of_float32_peers():
+    probs, labels = golden_case('mmlu_overconfident_4')
+    for n_bins, l1, largest in [  # torchmetrics multiclass_calibration_error, norm 'l1' and 'max'
+        (1, 0.23100155591964722, 0.23100155591964722),
+        (10, 0.23111043870449066, 0.3293079733848572),
+        (15, 0.23100200295448303, 0.35843172669410706),
+        (20, 0.23111043870449066, 0.3332020342350006),
+    ]:
+        assert metrics.ece(probs, labels, n_bins) == pytest.approx(l1, abs=1e-6)
+        assert metrics.mce(probs, labels, n_bins) == pytest.approx(largest, abs=1e-6)
+
+    probs, labels = golden_case('small_4')  # torch-uncertainty
+    assert metrics.brier(probs, labels) == pytest.approx(0.5939696431159973, abs=1e-6)
+    assert metrics.nll(probs, labels) == pytest.approx(1.1747078895568848, abs=1e-6)
+    assert metrics.ece(probs, labels) == pytest.approx(0.16296741366386414, abs=1e-6)
+    assert metrics.ece_equal_mass(probs, labels) == pytest.approx(0.15173986554145813, abs=1e-6)
+
+
+def test_metrics_differ_from_peers_that_are_wrong():
+    def differs(value, peer):
+        return abs(value - peer) > 1e-3
+
+    probs, labels = golden_case('edges_conf0_1_ties_on_bin_edges')
+    # torchmetrics puts confidence 1.0 into a bin of its own, behind the last one, so that even a
+    # single bin is two. With one bin every norm must give |gap| = 0.18.
+    assert metrics.mce(probs, labels, n_bins=1) == exactly(0.18)
+    assert differs(metrics.mce(probs, labels, n_bins=1), 0.3333333134651184)
+    assert metrics.rmsce(probs, labels) == exactly(0.18)
+    assert differs(metrics.rmsce(probs, labels), 0.2060975283384323)
+    # netcal closes bins on the left, which moves 0.5 and 0.8 up but, its edges being np.linspace,
+    # not 0.6 and 0.7.
+    assert differs(metrics.mce(probs, labels), 0.55)
+    # gce drops probabilities of exactly 0 from the class-wise metrics and divides by what is left,
+    # although eq. (3) and (4) are over all N probabilities of an option.
+    assert metrics.sce(probs, labels) == exactly(0.205)
+    assert differs(metrics.sce(probs, labels), 0.2763888888888889)
+    assert differs(metrics.ace(probs, labels), 0.2763888888888889)
+    # torch-uncertainty splits ties by row order in its equal-mass bins, gives nan for fewer rows
+    # than bins, and an infinite NLL for one label of probability 0.
+    assert differs(metrics.ece_equal_mass(probs, labels), 0.43000003695487976)
+    assert math.isfinite(metrics.ece_equal_mass(probs, labels, n_bins=15))
+    assert math.isfinite(metrics.nll(probs, labels))
+
+    probs, labels = golden_case('all_wrong_conf_1')
+    assert metrics.sce(probs, labels) == exactly(0.5)  # gce: 1.0, zeros dropped
+    assert metrics.ace(probs, labels) == exactly(0.5)
+    probs, labels = golden_case('uniform_quarter')
+    assert metrics.ece_equal_mass(probs, labels) == 0  # torch-uncertainty: 0.1, ties split
+
+    # outlier-exposure leaves its last, most confident bin out of the sum; with one bin nothing is
+    # left.
+    probs, labels = golden_case('small_4')
+    assert differs(metrics.rmsce(probs, labels), 0.0)
+    assert differs(metrics.mad(probs, labels, bin_size=10), 0.15610681760853043)
+    probs, labels = golden_case('mmlu_overconfident_4')
+    assert differs(metrics.rmsce(probs, labels), 0.23906758765187394)
+    assert differs(metrics.mad(probs, labels), 0.22279627205287675)
+    # hendrycks/test squares the weight |B|/N too and takes the square root twice. With B bins of
+    # equal count that is sqrt(rmsce) * B^(-1/4), which shrinks as N grows.
+    assert differs(metrics.rmsce(probs, labels), 0.23255810305865737)
+    assert metrics.rmsce(probs, labels) ** 0.5 * 20**-0.25 == exactly(0.23255810305865737)
+    # gce's SCE preset pools the options into one set of bins, which is not eq. (3).
+    assert differs(metrics.sce(probs, labels, n_bins=10), 0.11786897488385001)
+    # netcal's ACE is a top-label metric of the same name.
+    assert differs(metrics.ace(probs, labels, n_ranges=10), 0.19145074380807076)
+
+
+def test_metrics_edges_are_exact_where_linspace_is_not():
+    # Closed on the left with np.linspace edges, as gce and relplot bin, 0.5 moves up while 0.6
+    # stays below 0.6000000000000001: two neighbouring edges share a bin, and a model that is wrong
+    # at 0.6 makes up for being right at 0.5.
+    probs = np.array([[0.5, 0.5], [0.6, 0.4]])
+    labels = np.array([0, 1])
+    peer_bin = np.digitize(probs.max(1), np.linspace(0, 1, 11)[1:-1])
+    assert peer_bin.tolist() == [5, 5]
+    assert np.flatnonzero(metrics.bins(probs, labels)['count']).tolist() == [4, 5]
+    assert metrics.ece(probs, labels) == exactly(0.55)  # the peers' one bin gives 0.05
+
+
+def test_metrics_whole_golden_file():
+    path = Path(metrics.__file__).resolve().parent.parent / 'shared/reference/golden_metrics.json'
+    if not path.exists():
+        pytest.skip('the file of golden vectors (golden_metrics.json) is not beside the repository')
+
+    calls = [  # pattern of the file's key, our call, tolerance
+        (r'accuracy', lambda p, y, m: metrics.accuracy(p, y), 1e-12),
+        (r'mean_confidence', lambda p, y, m: metrics.mean_confidence(p, y), 1e-12),
+        (r'overconfidence gap .*', lambda p, y, m: metrics.gap(p, y), 1e-12),
+        (r'entropy_bits_mean', lambda p, y, m: metrics.entropy(p, y), 1e-12),
+        (r'entropy_nats_mean', lambda p, y, m: metrics.entropy(p, y, unit='nats'), 1e-12),
+        (r'nll_sklearn_log_loss', lambda p, y, m: metrics.nll(p, y), 1e-12),
+        (r'CategoricalNLL', lambda p, y, m: metrics.nll(p, y), 1e-6),
+        (r'brier_sum_over_classes .*', lambda p, y, m: metrics.brier(p, y), 1e-12),
+        (r'BrierScore', lambda p, y, m: metrics.brier(p, y), 1e-6),
+        (r'ECE right-closed .* M=(\d+)', metrics.ece, 1e-12),
+        (r'MCE right-closed M=(\d+)', metrics.mce, 1e-12),
+        (r'uncertainty-calibration get_ece .* num_bins=(\d+)', metrics.ece, 1e-12),
+        (r'uncertainty-calibration get_ece_em .* num_bins=(\d+)', metrics.ece_equal_mass, 1e-12),
+        (r'netcal.ECE\((\d+)\)', metrics.ece, 1e-12),
+        (r'netcal.MCE\((\d+)\)', metrics.mce, 1e-12),
+        (r'relplot.binnedECE\((\d+)\) .*', metrics.ece, 1e-12),
+        (r'gce ECE .* num_bins=(\d+)', metrics.ece, 1e-12),
+        (r'ece\(labels,probs\) num_bins=(\d+)', metrics.ece, 1e-12),
+        (r'gce SCE eq.3 .* num_bins=(\d+)', metrics.sce, 1e-12),
+        (r'sce\(labels,probs\) num_bins=(\d+)', metrics.sce, 1e-12),
+        (r'gce ACE num_bins=(\d+)', metrics.ace, 1e-12),
+        (r'ace\(labels,probs\) num_bins=(\d+)', metrics.ace, 1e-12),
+        (r'eq5 RMSCE beta=(\d+) .*', metrics.rmsce, 1e-12),
+        (r'eq6 MAD beta=(\d+) .*', metrics.mad, 1e-12),
+        (r'torchmetrics.* n_bins=(\d+) norm=l1', metrics.ece, 1e-6),
+        (r'torchmetrics.* n_bins=(\d+) norm=max', metrics.mce, 1e-6),
+        (r'CalibrationError num_bins=(\d+) l1', metrics.ece, 1e-6),
+    ]
+    wrong_peers = {  # test_metrics_differ_from_peers_that_are_wrong says why
+        'edges_conf0_1_ties_on_bin_edges': (
+            r'gce (SCE|ACE) .*|[as]ce\(labels.*|CategoricalNLL|netcal.MCE\(10\)'
+            r'|torchmetrics.* n_bins=1 norm=max'
+        ),
+        'all_wrong_conf_1': r'gce (SCE|ACE) .*|[as]ce\(labels.*|CategoricalNLL',
+    }
+    compared = 0
+    for case in json.loads(path.read_text())['cases']:
+        probs, labels = golden_case(case['name'])
+        peers = case['expected'] | case['reference_formula'] | case['torch_uncertainty']
+        peers |= case['hendrycks_test_calib_tools']
+        wrong = wrong_peers.get(case['name'], '')
+        for pattern, call, tolerance in calls:
+            for key, expected in peers.items():
+                match = re.fullmatch(pattern, key)
+                if match and not re.fullmatch(wrong, key):
+                    value = call(probs, labels, int(match[1]) if match.groups() else None)
+                    approximately = pytest.approx(expected, rel=0, abs=tolerance)
+                    assert value == approximately, (case['name'], key)
+                    compared += 1
+    assert compared > 200
+
+
+# Properties. Small whole weights give many ties, zeros, ones and confidences on bin edges.
+
+small = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@st.composite
+def predictions(draw, max_rows=25, max_options=6):
+    n = draw(st.integers(1, max_rows))
+    k = draw(st.integers(1, max_options))
+    weights = draw(arrays(np.int64, (n, k), elements=st.integers(0, 8)))
+    weights[weights.sum(1) == 0] = 1
+    labels = draw(arrays(np.int64, n, elements=st.integers(0, k - 1)))
+    return weights / weights.sum(1, keepdims=True), labels
+
+
+def literal_gap(values, outcomes, bin_of):
+    """sum_B |B|/N |acc(B) - conf(B)| by the book: one list per bin."""
+    members = {}
+    for value, outcome in zip(values, outcomes):
+        members.setdefault(bin_of(value), []).append((value, outcome))
+    total = 0
+    for rows in members.values():
+        total += len(rows) * abs(np.mean([v for v, _ in rows]) - np.mean([o for _, o in rows]))
+    return total / len(values)
+
+
+def equal_width_bin(n_bins):
+    return lambda c: next(m for m in range(1, n_bins + 1) if c <= m / n_bins or m == n_bins)
+
+
+def equal_mass_bin(values, sizes):
+    """The lowest of consecutive chunks of the sorted values that holds a value."""
+    chunks = np.split(np.sort(values), np.cumsum(sizes)[:-1])
+    return lambda c: next(i for i, chunk in enumerate(chunks) if c in chunk)
+
+
+@small
+@given(predictions(), st.integers(1, 30))
+def test_metrics_equal_their_literal_formulas(case, n_bins):
+    probs, labels = case
+    n, k = probs.shape
+    confidence = probs.max(1)
+    correct = probs.argmax(1) == labels
+
+    by_width = equal_width_bin(n_bins)
+    assert metrics.ece(probs, labels, n_bins) == exactly(literal_gap(confidence, correct, by_width))
+
+    chunks = min(n_bins, n)
+    by_mass = equal_mass_bin(confidence, [len(x) for x in np.array_split(np.arange(n), chunks)])
+    expected = literal_gap(confidence, correct, by_mass)
+    assert metrics.ece_equal_mass(probs, labels, n_bins) == exactly(expected)
+
+    static = [literal_gap(probs[:, j], labels == j, by_width) for j in range(k)]
+    assert metrics.sce(probs, labels, n_bins) == exactly(np.mean(static))
+
+    sizes = np.diff([round(r * n / chunks) for r in range(chunks + 1)])
+    adaptive = [
+        literal_gap(probs[:, j], labels == j, equal_mass_bin(probs[:, j], sizes)) for j in range(k)
+    ]
+    assert metrics.ace(probs, labels, n_bins) == exactly(np.mean(adaptive))
+
+    onehot = np.eye(k)[labels]
+    assert metrics.brier(probs, labels) == exactly(((probs - onehot) ** 2).sum() / n)
+
+
+def test_ace_is_equation_4_when_the_ranges_divide_the_rows():
+    probs, labels = calibration_case(3, 60, 5, 1.5, 1.0)
+    gaps = []
+    for k in range(5):
+        order = np.argsort(probs[:, k])
+        for rows in np.split(order, 15):
+            gaps.append(abs((labels[rows] == k).mean() - probs[rows, k].mean()))
+    assert metrics.ace(probs, labels) == exactly(sum(gaps) / (5 * 15))
+
+
+@small
+@given(predictions(max_rows=40), st.integers(1, 45), st.integers(1, 30))
+def test_rmsce_is_at_least_mad_is_at_least_the_gap(case, bin_size, n_bins):
+    probs, labels = case
+    rounding = 1e-12
+    gap = abs(metrics.gap(probs, labels))
+    mad = metrics.mad(probs, labels, bin_size)
+    assert metrics.rmsce(probs, labels, bin_size) >= mad - rounding
+    assert mad >= gap - rounding
+    assert metrics.ece(probs, labels, n_bins) >= gap - rounding
+    assert metrics.ece_equal_mass(probs, labels, n_bins) >= gap - rounding
+    assert metrics.mce(probs, labels, n_bins) >= metrics.ece(probs, labels, n_bins) - rounding
+
+
+def test_rmsce_bins_hold_100_rows_and_the_last_takes_the_remainder():
+    # Options [c, 1-c] with c rising; 250 rows are two bins, of 100 and 150 rows.
+    confidence = np.linspace(0.6, 0.9, 250)
+    labels = np.random.RandomState(0).randint(0, 2, 250)
+    probs = np.stack([confidence, 1 - confidence], 1)
+    below = abs(confidence[:100].mean() - (labels[:100] == 0).mean())
+    above = abs(confidence[100:].mean() - (labels[100:] == 0).mean())
+    assert metrics.mad(probs, labels) == exactly(0.4 * below + 0.6 * above)
+    assert metrics.rmsce(probs, labels) == exactly((0.4 * below**2 + 0.6 * above**2) ** 0.5)
+    # 199 rows are one bin, 200 two.
+    assert metrics.rmsce(probs[:199], labels[:199]) == exactly(
+        abs(metrics.gap(probs[:199], labels[:199]))
+    )
+    assert metrics.rmsce(probs[:200], labels[:200]) > abs(metrics.gap(probs[:200], labels[:200]))
+
+
+def test_rmsce_keeps_ties_in_the_order_given():
+    stream = np.random.RandomState(0)
+    confidence = stream.choice([0.6, 0.7, 0.8], 950)
+    labels = stream.randint(0, 2, 950)
+    probs = np.stack([confidence, 1 - confidence], 1)
+    order = sorted(range(950), key=lambda i: confidence[i])  # Python's sort is stable
+    expected = 0
+    for rows in np.split(np.array(order), range(100, 900, 100)):
+        expected += len(rows) / 950 * (confidence[rows].mean() - (labels[rows] == 0).mean()) ** 2
+    assert metrics.rmsce(probs, labels) == exactly(expected**0.5)
+
+
+@small
+@given(predictions(), st.randoms(use_true_random=False))
+def test_metrics_ignore_the_order_of_rows(case, shuffler):
+    probs, labels = case
+    order = list(range(len(labels)))
+    shuffler.shuffle(order)
+    before = metrics.report(probs, labels)
+    after = metrics.report(probs[order], labels[order])
+    assert after == {key: exactly(value) for key, value in before.items()}
+
+
+def test_rmsce_ignores_the_order_of_rows_without_ties():
+    probs, labels = calibration_case(1, 350, 4, 1.5, 1.0)
+    order = np.random.RandomState(0).permutation(350)
+    assert metrics.rmsce(probs[order], labels[order]) == exactly(metrics.rmsce(probs, labels))
+    assert metrics.mad(probs[order], labels[order]) == exactly(metrics.mad(probs, labels))
+
+
+@small
+@given(predictions())
+def test_one_bin_gives_the_size_of_the_gap(case):
+    probs, labels = case
+    gap = exactly(abs(metrics.gap(probs, labels)))
+    assert metrics.ece(probs, labels, n_bins=1) == gap
+    assert metrics.mce(probs, labels, n_bins=1) == gap
+    assert metrics.ece_equal_mass(probs, labels, n_bins=1) == gap
+    assert metrics.rmsce(probs, labels, bin_size=len(labels)) == gap
+    assert metrics.mad(probs, labels, bin_size=len(labels)) == gap
+
+
+@small
+@given(predictions())
+def test_metrics_stay_in_their_ranges(case):
+    probs, labels = case
+    k = probs.shape[1]
+    rounding = 1e-12
+    bits = metrics.entropy(probs, labels)
+    assert -rounding <= bits <= math.log2(k) + rounding
+    assert metrics.entropy(probs, labels, unit='nats') == exactly(bits * math.log(2))
+    assert 1 / k - rounding <= metrics.mean_confidence(probs, labels) <= 1
+    assert -rounding <= metrics.nll(probs, labels) <= 36.05
+    assert 0 <= metrics.brier(probs, labels) <= 2
+    for name in ['ece', 'mce', 'ece_equal_mass', 'sce', 'ace', 'rmsce', 'mad']:
+        assert 0 <= getattr(metrics, name)(probs, labels) <= 1 + rounding, name
+
+
+@pytest.mark.parametrize('k', [2, 3, 10])
+@pytest.mark.parametrize('n', [1, 99, 100, 101, 250])
+def test_all_wrong_at_confidence_1_is_as_bad_as_it_gets(n, k):
+    labels = np.arange(n) % k
+    probs = np.eye(k)[(labels + 1) % k]
+    result = metrics.report(probs, labels)
+    for name in ['confidence', 'gap', 'ece', 'mce', 'ece_equal_mass', 'rmsce', 'mad']:
+        assert result[name] == 1, name
+    assert (result['accuracy'], result['brier'], result['entropy_bits']) == (0, 2, 0)
+    assert math.copysign(1, result['entropy_bits']) == 1  # 0, not -0, in the printed report
+
+
+@pytest.mark.parametrize('label, gap', [(0, -0.3), (1, 0.7)])
+def test_metrics_of_a_single_row(label, gap):
+    probs, labels = [[0.7, 0.3]], [label]
+    result = metrics.report(probs, labels)
+    assert result['n'] == 1
+    assert result['gap'] == exactly(gap)
+    for name in ['ece', 'mce', 'ece_equal_mass', 'sce', 'ace', 'rmsce', 'mad']:
+        assert result[name] == exactly(abs(gap)), name
+    assert result['nll'] == exactly(-math.log(probs[0][label]))
+
+
+def test_a_tie_predicts_the_first_option():
+    probs = np.full((4, 4), 0.25)
+    assert metrics.accuracy(probs, [0, 0, 1, 3]) == 0.5
+    assert metrics.accuracy([[0.2, 0.4, 0.4]], [1]) == 1
+    assert metrics.accuracy([[0.2, 0.4, 0.4]], [2]) == 0
+
+
+def row_with_confidence(c, k=31):
+    """A row of k probabilities, in c's precision, whose largest is exactly c."""
+    row = np.zeros(k, dtype=c.dtype)
+    full = min(int(1 / c), k)
+    row[:full] = c
+    if full < k:
+        row[full] = max(0, 1 - full * c)
+    assert row.max() == c
+    return row
+
+
+def bin_counts(confidences, n_bins):
+    probs = np.stack([row_with_confidence(c) for c in confidences])
+    return metrics.bins(probs, np.zeros(len(probs), dtype=int), n_bins)['count'].tolist()
+
+
+@pytest.mark.parametrize('dtype', [np.float64, np.float32])
+@pytest.mark.parametrize('n_bins', range(1, 31))
+def test_a_confidence_on_a_bin_edge_counts_in_the_bin_below(n_bins, dtype):
+    edges = (np.arange(1, n_bins + 1) / n_bins).astype(dtype)
+    assert bin_counts(edges, n_bins) == [1] * n_bins
+    assert bin_counts(np.nextafter(edges, dtype(0)), n_bins) == [1] * n_bins
+    if n_bins > 1:
+        above = np.nextafter(edges[:-1], dtype(1))
+        assert bin_counts(above, n_bins) == [0] + [1] * (n_bins - 1)
+
+
+def test_a_confidence_one_rounding_above_an_edge_is_above_it():
+    moved = 0
+    for n_bins in range(1, 31):
+        for m in range(1, n_bins):
+            c = np.float64(m * (1 / n_bins))  # m steps of 1/M, which need not be m/M
+            m_of_c = m if c <= m / n_bins else m + 1
+            moved += m_of_c != m
+            assert bin_counts([c], n_bins).index(1) == m_of_c - 1
+    assert moved > 0
+    assert bin_counts([np.float64(0.6), np.float64(6 * 0.1)], 10)[5:7] == [1, 1]
+
+
+def test_confidence_of_a_quarter_and_of_one():
+    certain = np.eye(4)[[0, 1]]
+    unsure = np.full((2, 4), 0.25)
+    probs = np.concatenate([certain, unsure])
+    for n_bins in range(1, 31):
+        table = metrics.bins(probs, [0, 0, 0, 1], n_bins)
+        assert table['count'].sum() == 4
+        assert table['count'][-1] == (4 if n_bins == 1 else 2)
+        if n_bins > 1:
+            quarter = math.ceil(n_bins / 4) - 1
+            assert (table['count'][quarter], table['confidence'][quarter]) == (2, 0.25)
+            assert (table['accuracy'][quarter], table['accuracy'][-1]) == (0.5, 0.5)
+    # A sum above 1 by rounding leaves confidence 1 + 5e-5 in the last bin.
+    assert metrics.bins([[1.00005, 0.0]], [0])['count'][-1] == 1
+
+
+def test_a_probability_of_0_is_in_the_first_bin():
+    # p of option 1 is 0 and 0.1, both in bin 1: mean 0.05, label in half of them. Those of option 0
+    # are 1 and 0.9, in two bins.
+    probs = [[1.0, 0.0], [0.9, 0.1]]
+    assert metrics.sce(probs, [1, 0], n_bins=10) == exactly((0.45 + (1.0 + 0.1) / 2) / 2)
+
+
+def test_bins_are_what_a_reliability_diagram_needs():
+    probs = np.array([[0.9, 0.1], [0.85, 0.15], [0.35, 0.65], [0.5, 0.5]])
+    table = metrics.bins(probs, [0, 1, 1, 1], n_bins=5)
+    assert list(table) == ['edges', 'count', 'confidence', 'accuracy']
+    assert table['edges'].tolist() == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    assert table['count'].tolist() == [0, 0, 1, 1, 2]
+    assert table['confidence'] == pytest.approx([math.nan, math.nan, 0.5, 0.65, 0.875], nan_ok=True)
+    assert table['accuracy'] == pytest.approx([math.nan, math.nan, 0, 1, 0.5], nan_ok=True)
+    assert metrics.ece(probs, [0, 1, 1, 1], 5) == exactly((0.5 + 0.35 + 2 * 0.375) / 4)
+    assert metrics.mce(probs, [0, 1, 1, 1], 5) == exactly(0.5)
+
+
+@st.composite
+def ragged_predictions(draw):
+    """Predictions whose rows have 1 to K options, zero-padded, and the options per row."""
+    k = draw(st.integers(1, 5))
+    n = draw(st.integers(1, 25))
+    n_options = draw(arrays(np.int64, n, elements=st.integers(1, k)))
+    weights = draw(arrays(np.int64, (n, k), elements=st.integers(0, 8)))
+    weights[:, 0] += weights.sum(1) == 0
+    weights *= np.arange(k) < n_options[:, None]
+    weights[:, 0] += weights.sum(1) == 0
+    labels = draw(arrays(np.int64, n, elements=st.integers(0, k - 1))) % n_options
+    return weights / weights.sum(1, keepdims=True), labels, n_options
+
+
+@small
+@given(ragged_predictions(), st.integers(1, 20))
+def test_class_wise_metrics_count_only_rows_that_have_the_option(case, n_bins):
+    probs, labels, n_options = case
+    static = []
+    adaptive = []
+    for k in range(n_options.max()):
+        rows = n_options > k
+        p, is_label = probs[rows, k], labels[rows] == k
+        static.append(literal_gap(p, is_label, equal_width_bin(n_bins)))
+        chunks = min(n_bins, len(p))
+        sizes = np.diff([round(r * len(p) / chunks) for r in range(chunks + 1)])
+        adaptive.append(literal_gap(p, is_label, equal_mass_bin(p, sizes)))
+    assert metrics.sce(probs, labels, n_bins, n_options) == exactly(np.mean(static))
+    assert metrics.ace(probs, labels, n_bins, n_options) == exactly(np.mean(adaptive))
+
+
+@small
+@given(predictions(), st.integers(1, 4))
+def test_padding_changes_nothing_when_n_options_is_given(case, extra):
+    probs, labels = case
+    n, k = probs.shape
+    padded = np.concatenate([probs, np.zeros((n, extra))], 1)
+    expected = metrics.report(probs, labels)
+    result = metrics.report(padded, labels, np.full(n, k))
+    assert result == {key: exactly(value) for key, value in expected.items()}
+    # Without it the padding is a class of its own, always right: sce and ace shrink.
+    assert metrics.sce(padded, labels) == exactly(expected['sce'] * k / (k + extra))
+
+
+def test_wilson_interval():
+    # 9 right of 10, the textbook example: 0.5958 to 0.9821.
+    probs = np.tile([0.8, 0.2], (10, 1))
+    labels = [0] * 9 + [1]
+    assert metrics.wilson_interval(probs, labels) == pytest.approx((0.5958, 0.9821), abs=1e-4)
+    # The bounds are the two accuracies p from which 0.9 is exactly z standard errors away.
+    for z in [1.0, 1.96, 2.576]:
+        for p in metrics.wilson_interval(probs, labels, z=z):
+            assert abs(0.9 - p) == exactly(z * math.sqrt(p * (1 - p) / 10))
+    # All right or all wrong still leaves a width: z^2 / (N + z^2).
+    width = 1.96**2 / (10 + 1.96**2)
+    assert metrics.wilson_interval(probs, [0] * 10) == (exactly(1 - width), 1)
+    assert metrics.wilson_interval(probs, [1] * 10) == (0, exactly(width))
+
+
+def test_report_holds_plain_numbers_and_agrees_with_the_functions():
+    probs, labels = golden_case('small_4')
+    result = metrics.report(probs, labels)
+    assert list(result) == [
+        *['n', 'accuracy', 'accuracy_low', 'accuracy_high', 'confidence', 'gap', 'entropy_bits'],
+        *['nll', 'brier', 'ece', 'mce', 'ece_equal_mass', 'sce', 'ace', 'rmsce', 'mad'],
+    ]
+    assert [type(value) for value in result.values()] == [int] + [float] * 15
+    assert json.loads(json.dumps(result)) == result
+    low, high = metrics.wilson_interval(probs, labels)
+    assert (result['accuracy_low'], result['accuracy_high']) == (low, high)
+    assert result['n'] == 150
+    assert result['confidence'] == metrics.mean_confidence(probs, labels)
+    assert result['entropy_bits'] == metrics.entropy(probs, labels)
+    same_name = ['accuracy', 'gap', 'nll', 'brier', 'ece', 'mce', 'ece_equal_mass', 'sce', 'ace']
+    for name in same_name + ['rmsce', 'mad']:
+        assert result[name] == getattr(metrics, name)(probs, labels), name
+    # Lists, float32 and small integer types will do as well.
+    as_float32 = metrics.report(probs.astype(np.float32), labels.astype(np.int8))
+    assert as_float32 == {key: pytest.approx(value, abs=1e-6) for key, value in result.items()}
+    assert metrics.report(probs.tolist(), labels.tolist()) == result
+
+
+def test_metrics_leave_their_input_alone():
+    probs, labels = golden_case('small_4')
+    before = probs.copy(), labels.copy()
+    metrics.report(probs, labels, np.full(150, 4))
+    assert np.array_equal(probs, before[0]) and np.array_equal(labels, before[1])
+
+
+# Errors
+
+METRICS = [
+    *[metrics.accuracy, metrics.wilson_interval, metrics.mean_confidence, metrics.gap],
+    *[metrics.entropy, metrics.nll, metrics.brier, metrics.bins, metrics.ece, metrics.mce],
+    *[metrics.ece_equal_mass, metrics.rmsce, metrics.mad, metrics.sce, metrics.ace, metrics.report],
+]
+
+
+@pytest.mark.parametrize('metric', METRICS)
+@pytest.mark.parametrize(
+    'probs, labels, message',
+    [
+        ([0.5, 0.5], [0], 'probs must be [N, K] with N, K >= 1, not of shape (2,)'),
+        (np.zeros((0, 4)), [], 'probs must be [N, K] with N, K >= 1, not of shape (0, 4)'),
+        (np.zeros((2, 0)), [0, 0], 'probs must be [N, K] with N, K >= 1, not of shape (2, 0)'),
+        ([], [], 'probs must be [N, K] with N, K >= 1, not of shape (0,)'),
+        (
+            [[0.5, 0.5], [1.0, 0.0]],
+            [0],
+            'labels must be [2], one per row of probs, not of shape (1,)',
+        ),
+        ([[0.5, 0.5]], [[0]], 'labels must be [1], one per row of probs, not of shape (1, 1)'),
+        ([[0.5, 0.5]], [0.0], 'labels must be integers, not float64'),
+        ([[0.5, 0.5]], ['A'], 'labels must be integers, not <U1'),
+        (
+            [[1.0, 0.0], [0.5, math.nan]],
+            [0, 0],
+            'row 1: probability of option 1 is nan, not 0 or more',
+        ),
+        (
+            [[1.0, 0.0], [1.0, 0.0], [-0.25, 1.25]],
+            [0, 0, 0],
+            'row 2: probability of option 0 is -0.25, not 0 or more',
+        ),
+        ([[1.0, 0.0], [0.5, 0.4]], [0, 0], 'row 1: probabilities sum to 0.9, not to 1'),
+        ([[0.5, 0.5], [0.5002, 0.5]], [0, 0], 'row 1: probabilities sum to 1.0002, not to 1'),
+        ([[math.inf, 0.0]], [0], 'row 0: probabilities sum to inf, not to 1'),
+        ([[0.5, 0.5], [0.5, 0.5]], [1, 2], 'row 1: label 2 is not one of the options 0 to 1'),
+        ([[0.5, 0.5]], [-1], 'row 0: label -1 is not one of the options 0 to 1'),
+    ],
+)
+def test_metrics_refuse_bad_predictions(metric, probs, labels, message):
+    with pytest.raises(ValueError) as error:
+        metric(probs, labels)
+    assert str(error.value) == message
+
+
+def test_metrics_accept_rows_that_sum_to_1_within_the_tolerance():
+    assert metrics.accuracy([[0.50009, 0.5]], [0]) == 1
+    assert metrics.accuracy([[0.49991, 0.5]], [0]) == 0
+
+
+@pytest.mark.parametrize('metric', [metrics.sce, metrics.ace, metrics.report])
+@pytest.mark.parametrize(
+    'n_options, message',
+    [
+        ([3], 'n_options must be [2], one per row, not of shape (1,)'),
+        ([3.0, 2.0], 'n_options must be integers, not float64'),
+        ([3, 0], 'row 1: n_options is 0, not from 1 to 3'),
+        ([4, 2], 'row 0: n_options is 4, not from 1 to 3'),
+        ([3, 1], 'row 1: label 1 points at padding, n_options is 1'),
+        ([2, 2], 'row 0: padded option 2 has probability 0.25, not 0'),
+    ],
+)
+def test_metrics_refuse_bad_n_options(metric, n_options, message):
+    with pytest.raises(ValueError) as error:
+        metric([[0.5, 0.25, 0.25], [0.5, 0.5, 0.0]], [0, 1], n_options=n_options)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    'metric, setting, value, message',
+    [
+        (metrics.bins, 'n_bins', 0, 'n_bins must be a whole number, 1 or more, not 0'),
+        (metrics.ece, 'n_bins', 10.0, 'n_bins must be a whole number, 1 or more, not 10.0'),
+        (metrics.mce, 'n_bins', -1, 'n_bins must be a whole number, 1 or more, not -1'),
+        (metrics.ece_equal_mass, 'n_bins', 0, 'n_bins must be a whole number, 1 or more, not 0'),
+        (metrics.sce, 'n_bins', 0, 'n_bins must be a whole number, 1 or more, not 0'),
+        (metrics.ace, 'n_ranges', 0, 'n_ranges must be a whole number, 1 or more, not 0'),
+        (metrics.rmsce, 'bin_size', 0, 'bin_size must be a whole number, 1 or more, not 0'),
+        (metrics.mad, 'bin_size', '9', "bin_size must be a whole number, 1 or more, not '9'"),
+        (metrics.entropy, 'unit', 'bans', "unit must be 'bits' or 'nats', not 'bans'"),
+        (
+            metrics.wilson_interval,
+            'z',
+            0,
+            'z must be a positive number of standard errors, not 0',
+        ),
+        (
+            metrics.wilson_interval,
+            'z',
+            math.nan,
+            'z must be a positive number of standard errors, not nan',
+        ),
+    ],
+)
+def test_metrics_refuse_bad_settings(metric, setting, value, message):
+    with pytest.raises(ValueError) as error:
+        metric([[0.5, 0.5]], [0], **{setting: value})
+    assert str(error.value) == message
+
+
+if __name__ == '__main__':
+    sys.exit(pytest.main([__file__, '-q', '--durations=10', *sys.argv[1:]]))
