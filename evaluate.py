@@ -197,7 +197,8 @@ def evaluate_task(model, tokenizer, name, cfg):
     context = model.config.max_position_embeddings
     max_length = min(cfg.max_length or context, context)
     kept, tokenised, fewer, prefixes = [], [], 0, {}
-    for question in tqdm(questions, f'{name}: tokenising', unit=' questions', mininterval=1):
+    label = task_label(name)
+    for question in tqdm(questions, f'{label}: tokenising', unit=' questions', mininterval=1):
         try:
             item, shots = tokenize_question(question, solved.get(question.subject, []), tokenizer,
                                             cfg, max_length, prefixes)
@@ -212,7 +213,7 @@ def evaluate_task(model, tokenizer, name, cfg):
     if not kept:
         raise DataError(f'{name}: no question is left to score ({len(bad)} bad rows, '
                         f'the first: {bad[0]})')
-    log_probs = option_log_probs(model, tokenised, cfg.pack_len, cfg.batch_rows, name)
+    log_probs = option_log_probs(model, tokenised, cfg.pack_len, cfg.batch_rows, label)
     samples = []
     for question, item, sums in zip(kept, tokenised, log_probs, strict=True):
         if not np.isfinite(sums).all():

@@ -10,12 +10,12 @@ and softcap c:
     g_j  = dloss/da_j = (softmax(z)_j - q_j) (1 - (z_j / c)^2)
     dh   = W' g   and   dW = sum over tokens of g h'          two more products of 2DV each
 
-Smoothing takes one more sum in a pass that reads every logit anyway: it is exact and costs nothing.
+Smoothing takes one more sum in a pass that reads every logit anyway: exact, and next to free.
 
 Bytes. For 8,192 tokens of Gemma 2 (V = 256,000) the logits are 4 GB in bfloat16, and a plain
 implementation makes several copies of twice that in float32. Here tokens go through in chunks. A
 matrix product writes a chunk's logits; one kernel reads them twice, for the normaliser and for the
-gradient, and leaves g in their place; two products read g. Besides W and dW nothing has size V.
+gradient, and leaves g in their place; two products read g. Then the next chunk takes the space.
 
 Why chunks over tokens and not over the vocabulary: g needs the normaliser, and that needs all V
 logits of the token. A chunk that holds whole rows has it at once, so three products do; with slices
@@ -55,7 +55,8 @@ def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, softcap=Non
     reduction   'mean' over tokens not ignored, 'sum', or 'none' (target's shape, 0 where ignored)
     num_items   int or 0-d tensor that divides the sum in 'mean' instead of the number of tokens:
                 give a whole step's number, and the losses of its micro-batches add up to its mean
-    chunk_rows  tokens per chunk; by default what fits 1 GiB of logits (8 MiB on a CPU)
+    chunk_rows  tokens per chunk; by default what about 1 GiB of logits holds (8 MiB on a CPU), or
+                all, where that takes no more memory than chunks and their float32 dW
 
     Returns (loss, nll) in float32. nll is the plain negative log-likelihood in the same reduction,
     without gradient: losses under different smoothing cannot be compared, it can.

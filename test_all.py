@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 
 import base64
 import dataclasses
+import importlib.util
 import json
 import math
 import random
@@ -43,6 +44,7 @@ import model as models
 import train
 from data import DataError, chat, instruct, packing, questions, text
 from data.tokenizer import load_tokenizer
+from fused_ce import smoothed_cross_entropy, token_log_probs
 
 HERE = Path(__file__).parent
 DEVICES = ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(
@@ -125,15 +127,17 @@ def test_command_line_wins_over_runs(tmp_path):
 # tokenizers and chat templates
 # ------------------------------------------------------------------------------------------------
 
-CORPUS = ['The quick brown fox jumps over the lazy dog.', 'What is the colour of the sky? It is blue.',
-          'Question: one or two?', 'Answer: A', 'Antwort: zwölf Äpfel', 'user model assistant system'] * 20
+CORPUS = ['The quick brown fox jumps over the lazy dog.', 'Question: one or two?', 'Answer: A',
+          'What is the colour of the sky? It is blue.', 'Antwort: zwölf Äpfel',
+          'user model assistant system'] * 20
 
 
 def sentencepiece_folder(folder, kind, pieces=400):
     """A tokenizer with the settings of Gemma's file or of Llama 2's and Mistral's."""
     special = {
         'gemma': {'pad_id': 0, 'eos_id': 1, 'bos_id': 2, 'unk_id': 3, 'add_dummy_prefix': False,
-                  'user_defined_symbols': ['<start_of_turn>', '<end_of_turn>', '\n', '\n\n', '<b>']},
+                  'user_defined_symbols': ['<start_of_turn>', '<end_of_turn>', '\n', '\n\n',
+                                           '<b>']},
         'mistral': {'control_symbols': ['[INST]', '[/INST]']},
         'llama2': {},
     }[kind]
@@ -221,7 +225,8 @@ MESSAGES = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'conten
             {'role': 'assistant', 'content': '\njumps'}]
 RENDERED = {
     'tulu': ('llama3', '<|begin_of_text|><|system|>\nBe brief.\n<|user|>\nThe sky?\n<|assistant|>\n'
-             '{It is blue.<|end_of_text|>\n}<|user|>\nfox <|\n<|assistant|>\n{\njumps<|end_of_text|>}'),
+             '{It is blue.<|end_of_text|>\n}<|user|>\nfox <|\n<|assistant|>\n'
+             '{\njumps<|end_of_text|>}'),
     'llama3': ('llama3', '<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.'
                '<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nThe sky?<|eot_id|>'
                '<|start_header_id|>assistant<|end_header_id|>\n\n{It is blue.<|eot_id|>}'
@@ -663,10 +668,10 @@ def test_embedding_scale_is_rounded_like_the_weights():
     with torch.device('meta'):
         model = models.CausalLM(config)
     decoder = model.model.to_empty(device='cpu')
+    seen = {}
+    decoder.layers[0].register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
     for dtype, scale in ((torch.float32, 3584 ** 0.5), (torch.bfloat16, 59.75)):
         decoder.to(dtype)
-        seen = {}
-        decoder.layers[0].register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
         torch.nn.init.ones_(decoder.embed_tokens.weight)
         decoder(torch.zeros(1, 1, dtype=torch.long), *whole_rows(torch.zeros(1, 1)))
         assert seen['x'].flatten()[0].item() == pytest.approx(scale, rel=1e-6)
@@ -695,13 +700,15 @@ def test_flex_attention_equals_the_explicit_mask(name, tmp_path):
     del ARCHITECTURES['even']
     model = models.load(tmp_path, 'cuda')
     rng = np.random.default_rng(0)
-    packed = packing.pack([(rng.integers(0, 211, n), np.ones(n, int)) for n in (90, 40, 3, 100)], 128)
+    documents = [(rng.integers(0, 211, n), np.ones(n, int)) for n in (90, 40, 3, 100)]
+    packed = packing.pack(documents, 128)
     inputs = [torch.from_numpy(packed[k]).cuda() for k in ('tokens', 'positions', 'ends')]
     gradients, outputs = [], []
     for kind in ('explicit', 'flex'):
         model.model.attention = kind
         hidden = model(*inputs)
-        (hidden * torch.linspace(-1, 1, hidden.numel(), device='cuda').view_as(hidden)).sum().backward()
+        slope = torch.linspace(-1, 1, hidden.numel(), device='cuda')
+        (hidden.flatten() * slope).sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         outputs.append(hidden.detach())
         model.zero_grad()
@@ -1034,8 +1041,7 @@ def random_tree(rng):
 def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     reference_model(name, tmp_path)
     model = models.load(tmp_path, device)
-    if device == 'cuda' and name != 'mistral_window':
-        model.model.attention = 'explicit'  # head sizes that FlexAttention does not take
+    model.model.attention = 'explicit'  # FlexAttention does not take these odd head sizes
     items = random_tree(np.random.default_rng(len(name)))
     for pack_len, batch_rows in ((64, 1), (128, 3), (1024, 1)):
         found = evaluate.option_log_probs(model, items, pack_len, batch_rows)
@@ -1122,6 +1128,552 @@ def test_seam_between_shots_and_question_is_exact(tmp_path):
             assert [*item.prefix, *item.stem, *item.leaves[1]] == [
                 tokenizer.bos_id, *tokenizer.encode(whole)]
             assert [len(leaf) for leaf in item.leaves] == [1] * len(item.leaves)
+
+
+# ------------------------------------------------------------------------------------------------
+# fused_ce.py: the smoothed cross-entropy against float64 autograd through F.cross_entropy
+#
+# The same tests run three times: in plain torch, through the Triton kernel in Triton's interpreter
+# (which needs TRITON_INTERPRET=1 before triton is imported) and on the GPU, where there is one.
+# ------------------------------------------------------------------------------------------------
+
+numpy_warns = pytest.mark.filterwarnings('ignore::RuntimeWarning')    # the interpreter's exp(1000)
+
+
+@pytest.fixture(params=['torch', 'interpreter', 'cuda'])
+def ce_device(request, monkeypatch):
+    """The device to put tensors on, once for each implementation."""
+    if request.param == 'cuda':
+        if not torch.cuda.is_available():
+            pytest.skip('needs a CUDA device')
+        monkeypatch.setattr(torch.backends.cuda.matmul, 'allow_tf32', False)
+    if request.param == 'interpreter':
+        if fused_ce.triton is None:
+            pytest.skip('triton is not installed')
+        if os.environ.get('TRITON_INTERPRET') != '1':
+            pytest.skip('the kernel is compiled for the GPU and tested there')
+        monkeypatch.setattr(fused_ce, '_use_triton', lambda x: True)
+    monkeypatch.setattr(fused_ce, 'BLOCK', 256)     # so that small rows take several blocks
+    return 'cuda' if request.param == 'cuda' else 'cpu'
+
+
+def ce_inputs(N, D, V, device='cpu', dtype=torch.float32, ignored=0.2, std=1.0, seed=0):
+    """hidden, weight (logits of standard deviation `std`) and targets, some of them ignored."""
+    make = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(N, D, generator=make) * std
+    weight = torch.randn(V, D, generator=make) / D ** 0.5
+    target = torch.randint(0, V, (N,), generator=make)
+    target[torch.rand(N, generator=make) < ignored] = -100
+    target[:1] = V - 1      # one counts, always
+    hidden, weight = hidden.to(device, dtype), weight.to(device, dtype)
+    return hidden.requires_grad_(), weight.requires_grad_(), target.to(device)
+
+
+def ce_reference(hidden, weight, target, smoothing=0.0, softcap=None, dtype=torch.float64, **kw):
+    """Loss, dh and dW by autograd through all logits at once, the products in `dtype`."""
+    hidden = hidden.detach().to(dtype).requires_grad_()
+    weight = weight.detach().to(dtype).requires_grad_()
+    z = hidden @ weight.T
+    z = z if dtype == torch.float64 else z.float()
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    loss = F.cross_entropy(z, target, label_smoothing=smoothing, **kw)
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def ce_ours(hidden, weight, target, **kw):
+    hidden.grad = weight.grad = None
+    loss, nll = smoothed_cross_entropy(hidden, weight, target, **kw)
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def off(a, b):
+    """Relative error of a in the Euclidean norm."""
+    a, b = a.detach().double(), b.detach().double()
+    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
+def assert_close(ours, reference, limit=1e-5):
+    for name, a, b in zip(('loss', 'dh', 'dW'), ours, reference, strict=True):
+        assert off(a, b) < limit, f'{name} is off by {off(a, b):.1e}'
+
+
+@pytest.mark.parametrize('softcap', [None, 5.0, 30.0])
+@pytest.mark.parametrize('smoothing', [0.0, 0.1, 1.0])
+@pytest.mark.parametrize('N, D, V', [(1, 64, 17), (7, 31, 123), (252, 123, 507)])
+def test_ce_equals_torch(ce_device, N, D, V, smoothing, softcap):
+    if fused_ce._use_triton(torch.empty(0)):    # the interpreter takes 20 ms a row
+        N = min(N, 7)
+    hidden, weight, target = ce_inputs(N, D, V, ce_device, std=3.0)
+    kw = dict(smoothing=smoothing, softcap=softcap)
+    assert_close(ce_ours(hidden, weight, target, **kw), ce_reference(hidden, weight, target, **kw))
+    loss, nll = smoothed_cross_entropy(hidden, weight, target, **kw)
+    assert off(nll, ce_reference(hidden, weight, target, softcap=softcap)[0]) < 1e-5
+    assert loss.dtype == nll.dtype == torch.float32 and not nll.requires_grad
+    total = ce_ours(hidden, weight, target, reduction='sum', **kw)
+    assert_close(total, ce_reference(hidden, weight, target, reduction='sum', **kw))
+
+
+def test_ce_chunks_do_not_matter(ce_device):
+    hidden, weight, target = ce_inputs(11, 24, 70, ce_device)
+    whole = ce_ours(hidden, weight, target, smoothing=0.1, softcap=5.0, chunk_rows=100)
+    for rows in (1, 4, 8):
+        parts = ce_ours(hidden, weight, target, smoothing=0.1, softcap=5.0, chunk_rows=rows)
+        assert_close(parts, whole, 2e-6)
+
+
+def test_ce_default_chunks_fit_the_budget():
+    def rows(n, V, D, dtype=torch.bfloat16, need_dw=True, param=None):
+        weight = torch.empty(V, D, device='meta', dtype=param or dtype)
+        return fused_ce._default_chunk_rows(n, weight, dtype, need_dw)
+
+    assert rows(8192, 256000, 2304) == 2048     # four chunks under 1 GiB
+    assert rows(8192, 128256, 4096) == 8192     # one, no larger than two and a float32 dW
+    assert rows(8192, 128256, 4096, need_dw=False) == 4096
+    assert rows(8192, 128256, 4096, param=torch.float32) == 4096
+    assert rows(8193, 256000, 2304) == 1664     # five alike, not four and one token
+    assert rows(0, 32, 8) == 1
+
+
+def test_ce_ignored_tokens_are_dropped(ce_device):
+    hidden, weight, target = ce_inputs(9, 16, 40, ce_device, ignored=0.0)
+    drop = torch.tensor([1, 2, 6], device=ce_device)
+    keep = torch.tensor([0, 3, 4, 5, 7, 8], device=ce_device)
+    target = target.clamp_max(38)
+    for ignore_index in (-100, 0, 39):
+        target = target.masked_fill(target == ignore_index, 5)
+        loss, dh, dw = ce_reference(hidden[keep], weight, target[keep], smoothing=0.1)
+        masked = target.index_fill(0, drop, ignore_index)
+        with torch.no_grad():
+            hidden[drop] = float('nan')     # what is ignored cannot spread
+        ours = ce_ours(hidden, weight, masked, smoothing=0.1, ignore_index=ignore_index)
+        assert_close((ours[0], ours[1][keep], ours[2]), (loss, dh, dw))
+        assert ours[1][drop].eq(0).all()
+
+
+@pytest.mark.parametrize('reduction', ['mean', 'sum', 'none'])
+@pytest.mark.parametrize('N', [0, 3])
+def test_ce_no_token_counts(ce_device, N, reduction):
+    hidden, weight, _ = ce_inputs(N, 8, 20, ce_device)
+    target = torch.full((N,), -100, device=ce_device)
+    loss, nll = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, reduction=reduction)
+    assert loss.shape == nll.shape == (torch.Size([N]) if reduction == 'none' else torch.Size([]))
+    assert loss.eq(0).all() and nll.eq(0).all()
+    loss.sum().backward()
+    assert hidden.grad.eq(0).all() and weight.grad.eq(0).all()
+    for num_items in (0, 5, torch.tensor(0)):
+        loss, _ = smoothed_cross_entropy(hidden, weight, target, num_items=num_items)
+        assert loss.item() == 0
+
+
+def test_ce_first_and_last_label(ce_device):
+    hidden, weight, target = ce_inputs(4, 16, 300, ce_device)
+    for label in (0, 255, 256, 299):    # the edges of the vocabulary and of a block
+        target = torch.full_like(target, label)
+        assert_close(ce_ours(hidden, weight, target, smoothing=0.1),
+                     ce_reference(hidden, weight, target, smoothing=0.1))
+
+
+@pytest.mark.parametrize('label', [-1, 20, 2 ** 40])
+def test_ce_label_outside_the_vocabulary(ce_device, label):
+    hidden, weight, target = ce_inputs(3, 8, 20, ce_device)
+    target[1] = label
+    with pytest.raises(ValueError, match=rf'target {label} is neither in \[0, 20\)'):
+        smoothed_cross_entropy(hidden, weight, target)
+
+
+def test_ce_says_what_is_wrong():
+    hidden, weight, target = ce_inputs(3, 8, 20, ignored=0)
+
+    def message(h=hidden, w=weight, y=target, **kw):
+        with pytest.raises(ValueError) as error:
+            smoothed_cross_entropy(h, w, y, **kw)
+        return str(error.value)
+
+    for smoothing in (-0.1, 1.1, float('nan')):
+        assert 'smoothing must be in [0, 1]' in message(smoothing=smoothing)
+    for softcap in (0, -30.0, float('inf')):
+        assert 'softcap must be a positive number' in message(softcap=softcap)
+    assert '[3, 8] and [8, 20]' in message(w=weight.T)
+    assert 'leading shape of hidden, [3], got [2]' in message(y=target[:2])
+    assert 'integer token ids' in message(y=target.float())
+    assert 'hidden is torch.bfloat16 but weight is torch.float32' in message(h=hidden.bfloat16())
+    assert 'float32, bfloat16 or float16' in message(h=hidden.double(), w=weight.double())
+    assert "'mean', 'sum' or 'none'" in message(reduction='avg')
+    assert 'num_items' in message(reduction='sum', num_items=3)
+    assert 'num_items must be positive' in message(num_items=0)
+    assert 'chunk_rows' in message(chunk_rows=0)
+    with pytest.raises(ValueError, match=r'tokens holds 20, which is not in \[0, 20\)'):
+        token_log_probs(hidden, weight, torch.tensor([0]), torch.tensor([20]))
+    with pytest.raises(ValueError, match=r'rows holds 3'):
+        token_log_probs(hidden, weight, torch.tensor([3]), torch.tensor([0]))
+
+
+@numpy_warns
+@pytest.mark.parametrize('softcap', [None, 1.0, 30.0])
+def test_ce_huge_logits(ce_device, softcap):
+    hidden, weight, target = ce_inputs(5, 16, 300, ce_device, std=1e4, ignored=0)
+    kw = dict(smoothing=0.1, softcap=softcap)
+    loss, dh, dw = ce_ours(hidden, weight, target, **kw)
+    expected = ce_reference(hidden, weight, target, **kw)
+    assert off(loss, expected[0]) < 1e-5
+    for ours, wanted in ((dh, expected[1]), (dw, expected[2])):
+        # under a cap nearly every logit is saturated: the gradient goes to 0, and never to nan
+        assert (ours - wanted).abs().max() < 1e-5 * hidden.abs().max()
+
+
+def test_ce_shift_and_equal_logits(ce_device):
+    hidden, weight, target = ce_inputs(4, 16, 300, ce_device, ignored=0)
+    with torch.no_grad():
+        hidden[:, 0] = 1
+    shift = torch.zeros_like(weight)
+    shift[:, 0] = 100
+    before = ce_ours(hidden, weight, target, smoothing=0.1)
+    after = ce_ours(hidden, (weight + shift).detach().requires_grad_(), target, smoothing=0.1)
+    assert abs(before[0] - after[0]) < 1e-4 and off(after[2], before[2]) < 1e-4
+    flat, nll = smoothed_cross_entropy(hidden, torch.zeros_like(weight), target, smoothing=0.1)
+    assert abs(flat - math.log(300)) < 1e-5 and abs(nll - math.log(300)) < 1e-5
+
+
+@numpy_warns
+def test_ce_infinite_and_nan_logits(ce_device):
+    hidden, weight, target = ce_inputs(3, 8, 300, ce_device, ignored=0)
+    hidden, weight = hidden.detach().abs(), weight.detach()
+    weight[:270] = float('-inf')        # a whole block, and some of the next
+    target.fill_(280)
+    hard, _ = smoothed_cross_entropy(hidden, weight, target)
+    assert off(hard, ce_reference(hidden, weight, target)[0]) < 1e-5
+    assert smoothed_cross_entropy(hidden, weight, target, smoothing=0.1)[0] == float('inf')
+    hidden[1, 2] = float('nan')
+    loss, _ = smoothed_cross_entropy(hidden, weight[270:], target - 270, reduction='none')
+    assert loss.isnan().tolist() == [False, True, False]
+
+
+@numpy_warns
+def test_ce_small_cap_beside_the_row_end(ce_device):
+    # a masked logit is -inf, but -softcap if the mask comes before the cap: it would then count
+    for V in (257, 300):
+        hidden, weight, target = ce_inputs(4, 16, V, ce_device, ignored=0)
+        for smoothing in (0.0, 0.1):
+            kw = dict(smoothing=smoothing, softcap=1.0)
+            assert_close(ce_ours(hidden, weight, target, **kw),
+                         ce_reference(hidden, weight, target, **kw))
+
+
+@pytest.mark.parametrize('reduction', ['sum', 'none'])
+def test_ce_logit_gradient_sums_to_zero(ce_device, reduction):
+    logits, _, target = ce_inputs(4, 300, 300, ce_device, std=4.0, ignored=0)
+    identity = torch.eye(300, device=ce_device)     # hidden is the logits, dh their gradient
+    loss, _ = smoothed_cross_entropy(logits, identity, target, smoothing=0.1, reduction=reduction)
+    loss.sum().backward()
+    assert logits.grad.sum(1).abs().max() < 1e-6
+
+
+def test_ce_label_entry_keeps_its_digits(ce_device):
+    # as p_y nears 1 - smoothing + smoothing / V, the label's gradient is a small difference
+    V, smoothing = 300, 0.1
+    identity = torch.eye(V, device=ce_device)
+    for p in (0.5, 0.85, 0.9, 0.9003, 0.95, 0.9999):
+        logits = torch.zeros(1, V, device=ce_device)
+        logits[0, 7] = math.log(p / (1 - p) * (V - 1))
+        logits = logits.bfloat16().requires_grad_()
+        target = torch.tensor([7], device=ce_device)
+        loss, _ = smoothed_cross_entropy(logits, identity.bfloat16(), target, smoothing=smoothing)
+        loss.backward()
+        expected = logits.detach().double().softmax(1) - smoothing / V
+        expected[0, 7] -= 1 - smoothing
+        assert abs(logits.grad[0, 7] - expected[0, 7]) < 2 ** -7 * abs(expected[0, 7]) + 1e-6
+
+
+def test_ce_unlikely_tokens_are_pulled_up(ce_device):
+    # dW of a token with no probability is the uniform term alone, to the last digit it has
+    hidden, weight, target = ce_inputs(6, 16, 300, ce_device, ignored=0)
+    target = target.clamp_max(199)
+    with torch.no_grad():
+        hidden[:, 0] = 10
+        weight[200:] = 0
+        weight[200:, 0] = -20
+    _, _, dw = ce_ours(hidden, weight, target, smoothing=0.1)
+    uniform = -0.1 / 300 * hidden.detach().double().mean(0)
+    assert off(dw[200:], uniform.expand(100, -1)) < 1e-6
+
+
+def test_ce_smoothing_is_rank_one_without_cap(ce_device):
+    hidden, weight, target = ce_inputs(6, 16, 300, ce_device, ignored=0)
+    smooth = ce_ours(hidden, weight, target, smoothing=0.1)
+    hard, _ = smoothed_cross_entropy(hidden, weight, target)
+    hidden.grad = weight.grad = None
+    composed = hard + 0.1 * (hidden * (weight[target] - weight.mean(0))).sum(1).mean()
+    composed.backward()
+    assert_close(smooth, (composed, hidden.grad, weight.grad))
+
+
+def test_ce_full_smoothing_forgets_the_label(ce_device):
+    hidden, weight, target = ce_inputs(4, 16, 40, ce_device, ignored=0)
+    assert_close(ce_ours(hidden, weight, target, smoothing=1.0),
+                 ce_ours(hidden, weight, (target + 1) % 40, smoothing=1.0), 1e-6)
+
+
+def test_ce_any_layout(ce_device):
+    B, T, D, V = 2, 4, 16, 40
+    hidden, weight, target = ce_inputs(B * T, D, V, ce_device)
+    expected = ce_ours(hidden, weight, target, smoothing=0.1)
+    # [B, T, D] with columns that are rows of something else, int32 labels with a stride
+    rows = hidden.detach().view(B, T, D).transpose(0, 1).contiguous().requires_grad_()
+    columns = weight.detach().T.contiguous().requires_grad_()
+    labels = torch.stack([target.view(B, T)] * 2, dim=-1).int()[..., 0]
+    loss, _ = smoothed_cross_entropy(rows.transpose(0, 1), columns.T, labels, smoothing=0.1)
+    loss.backward()
+    dh = rows.grad.transpose(0, 1).reshape(B * T, D)
+    assert_close((loss, dh, columns.grad.T), expected, 1e-6)
+    # the usual shift by one
+    wide = torch.cat([hidden.detach().view(B, T, D)] * 2, dim=1)[:, :T].requires_grad_()
+    per_token, _ = smoothed_cross_entropy(wide[:, :-1], weight, target.view(B, T)[:, 1:],
+                                          reduction='none')
+    assert per_token.shape == (B, T - 1)
+
+
+def test_ce_upstream_gradient(ce_device):
+    hidden, weight, target = ce_inputs(5, 16, 40, ce_device, dtype=torch.bfloat16)
+    for chunk_rows in (100, 2):
+        _, dh, dw = ce_ours(hidden, weight, target, smoothing=0.1, chunk_rows=chunk_rows)
+        for factor in (1 / 3, -7.3, 0.0):
+            hidden.grad = weight.grad = None
+            loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1,
+                                             chunk_rows=chunk_rows)
+            (factor * loss).backward()
+            # twice the rounding of bfloat16, and no common factor of rounding
+            assert off(hidden.grad, factor * dh.double()) < 4e-3
+            assert off(weight.grad, factor * dw.double()) < 4e-3
+            drift = (weight.grad.double() * dw.double()).sum() / dw.double().square().sum()
+            assert abs(drift - factor) <= 1e-3 * abs(factor)
+
+
+def test_ce_one_gradient_per_token(ce_device):
+    hidden, weight, target = ce_inputs(8, 16, 40, ce_device)
+    kw = dict(smoothing=0.1, softcap=5.0)
+    upstream = torch.linspace(-2, 3, 8, device=ce_device)
+    loss, nll = smoothed_cross_entropy(hidden, weight, target, reduction='none', chunk_rows=3, **kw)
+    loss.backward(upstream)
+    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    expected = F.cross_entropy(5 * torch.tanh(h @ w.T / 5), target, reduction='none',
+                               label_smoothing=0.1)
+    expected.backward(upstream.double())
+    assert_close((loss, hidden.grad, weight.grad), (expected, h.grad, w.grad))
+    assert loss[target == -100].eq(0).all() and nll[target == -100].eq(0).all()
+    loss, _ = smoothed_cross_entropy(hidden, weight, target, reduction='none', **kw)
+    hidden.grad = weight.grad = None
+    loss.sum().backward()       # an expanded upstream gradient
+    total = (loss.sum(), hidden.grad, weight.grad)
+    assert_close(total, ce_ours(hidden, weight, target, reduction='sum', **kw), 1e-6)
+
+
+@pytest.mark.parametrize('reduction', ['mean', 'none'])
+def test_ce_backward_twice(ce_device, reduction):
+    hidden, weight, target = ce_inputs(4, 16, 40, ce_device)
+    loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, reduction=reduction)
+    (loss.sum() * 0.5).backward(retain_graph=True)
+    dh, dw = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    (loss.sum() * 0.5).backward()
+    assert torch.equal(hidden.grad, dh) and torch.equal(weight.grad, dw)
+    loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, reduction=reduction)
+    with pytest.raises(RuntimeError, match='no second derivative'):
+        torch.autograd.grad(loss.sum(), hidden, create_graph=True)
+
+
+@pytest.mark.parametrize('reduction', ['mean', 'none'])
+def test_ce_frozen_inputs_cost_no_product(ce_device, reduction, monkeypatch):
+    hidden, weight, target = ce_inputs(5, 16, 40, ce_device)
+    loss, dh, dw = ce_reference(hidden, weight, target, smoothing=0.1)
+    products = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, 'mm', lambda *a, **kw: products.append(1) or mm(*a, **kw))
+
+    def run(train_hidden, train_weight):
+        products.clear()
+        h = hidden.detach().requires_grad_(train_hidden)
+        w = weight.detach().requires_grad_(train_weight)
+        ours, _ = smoothed_cross_entropy(h, w, target, smoothing=0.1, reduction=reduction)
+        ours = ours if reduction == 'mean' else ours.sum() / (target != -100).sum()
+        assert off(ours, loss) < 1e-5
+        if ours.requires_grad:
+            ours.backward()
+        return h.grad, w.grad, len(products)
+
+    again = 1 if reduction == 'none' else 0     # the logits a second time
+    h_grad, w_grad, count = run(True, True)
+    assert off(h_grad, dh) < 1e-5 and off(w_grad, dw) < 1e-5 and count == 3 + again
+    h_grad, w_grad, count = run(True, False)
+    assert off(h_grad, dh) < 1e-5 and w_grad is None and count == 2 + again
+    h_grad, w_grad, count = run(False, True)
+    assert h_grad is None and off(w_grad, dw) < 1e-5 and count == 2 + again
+    assert run(False, False) == (None, None, 1)
+    with torch.no_grad():
+        assert run(True, True) == (None, None, 1)
+    with torch.inference_mode():
+        assert run(False, False) == (None, None, 1)
+
+
+def test_ce_tied_weight(ce_device):
+    _, weight, target = ce_inputs(5, 16, 40, ce_device, ignored=0)
+    tokens = torch.tensor([3, 1, 4, 1, 5], device=ce_device)
+    loss, _ = smoothed_cross_entropy(weight[tokens].sin(), weight, target, smoothing=0.1)
+    loss.backward()
+    w = weight.detach().double().requires_grad_()
+    F.cross_entropy(w[tokens].sin() @ w.T, target, label_smoothing=0.1).backward()
+    assert off(weight.grad, w.grad) < 1e-5
+
+
+def test_ce_micro_batches_add_up(ce_device):
+    hidden, weight, target = ce_inputs(12, 16, 40, ce_device, ignored=0.4)
+    whole = ce_ours(hidden, weight, target, smoothing=0.1)
+    for num_items in ((target != -100).sum().item(), (target != -100).sum()):
+        hidden.grad = weight.grad = None
+        total = 0
+        for part in torch.arange(12, device=ce_device).view(4, 3):
+            loss, _ = smoothed_cross_entropy(hidden[part], weight, target[part], smoothing=0.1,
+                                             num_items=num_items)
+            loss.backward()
+            total += loss.detach()
+        assert_close((total, hidden.grad, weight.grad), whole, 1e-6)
+
+
+@pytest.mark.parametrize('chunk_rows', [100, 4])
+def test_ce_autocast(ce_device, chunk_rows):
+    hidden, weight, target = ce_inputs(10, 64, 300, ce_device)
+    with torch.autocast(ce_device, dtype=torch.bfloat16):
+        mixed = smoothed_cross_entropy(hidden.bfloat16(), weight, target, smoothing=0.1)[0]
+        ours = ce_ours(hidden, weight, target, smoothing=0.1, chunk_rows=chunk_rows)
+        log_probs = token_log_probs(hidden, weight, torch.arange(10, device=ce_device),
+                                    target.clamp_min(0))
+    assert ours[1].dtype == ours[2].dtype == log_probs.dtype == torch.float32
+    assert_close(ours, ce_reference(hidden, weight, target, smoothing=0.1), 2e-2)
+    assert off(mixed, ours[0]) < 1e-5
+    assert not torch.equal(ours[2], ours[2].bfloat16().float())     # dW kept its digits
+
+
+@pytest.mark.parametrize('chunk_rows', [100, 4])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('softcap', [None, 5.0])
+def test_ce_half_precision_is_as_good_as_torch(ce_device, dtype, softcap, chunk_rows):
+    hidden, weight, target = ce_inputs(12, 64, 300, ce_device, dtype, std=3.0)
+    kw = dict(smoothing=0.1, softcap=softcap)
+    exact = ce_reference(hidden, weight, target, **kw)
+    torch_s = ce_reference(hidden, weight, target, dtype=dtype, **kw)
+    ours = ce_ours(hidden, weight, target, chunk_rows=chunk_rows, **kw)
+    assert ours[1].dtype == ours[2].dtype == dtype
+    # the interpreter cuts bfloat16 off where the GPU rounds: at most twice the error
+    limit = 2.0 if fused_ce._use_triton(torch.empty(0)) else 1.2
+    for a, b, c in zip(ours, torch_s, exact, strict=True):
+        assert off(a, c) < limit * off(b, c) + 1e-4
+
+
+def test_ce_float16_does_not_underflow(ce_device):
+    # smoothing / V / N is 3e-10 here, below float16, whose gradients a loss scale brings back
+    hidden, weight, target = ce_inputs(6, 16, 300, ce_device, torch.float16, ignored=0)
+    target = target.clamp_max(199)
+    with torch.no_grad():
+        hidden[:, 0] = 10
+        weight[200:] = 0
+        weight[200:, 0] = -20
+    loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, num_items=2 ** 20)
+    (loss * 2 ** 16).backward()
+    uniform = -0.1 / 300 * hidden.detach().double().sum(0) / 2 ** 4
+    assert off(weight.grad[200:], uniform.expand(100, -1)) < 1e-2
+
+
+def test_ce_float16_does_not_overflow(ce_device):
+    # one label for all tokens: the gradients of its row add up to far more than their mean
+    hidden = torch.full((40, 16), 30.0, device=ce_device).half().requires_grad_()
+    weight = torch.zeros(20, 16, device=ce_device).half().requires_grad_()
+    target = torch.full((40,), 5, device=ce_device)
+    assert_close(ce_ours(hidden, weight, target), ce_reference(hidden, weight, target), 1e-3)
+
+
+def test_ce_same_bits_twice(ce_device):
+    hidden, weight, target = ce_inputs(9, 32, 300, ce_device, torch.bfloat16)
+    first = ce_ours(hidden, weight, target, smoothing=0.1, softcap=30.0, chunk_rows=4)
+    second = ce_ours(hidden, weight, target, smoothing=0.1, softcap=30.0, chunk_rows=4)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('softcap', [None, 5.0])
+def test_token_log_probs(ce_device, dtype, softcap, monkeypatch):
+    hidden, weight, _ = ce_inputs(20, 32, 300, ce_device, dtype, std=8.0)
+    rows = torch.tensor([7, 3, 3, 3, 19, 7, 0, 11, 3], device=ce_device)
+    tokens = torch.tensor([0, 299, 5, 5, 17, 100, 3, 256, 1], device=ce_device)
+    z = hidden.detach().double() @ weight.detach().double().T
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    expected = z.log_softmax(1)[rows, tokens]
+    products = []
+    mm_float32 = fused_ce._mm_float32
+    monkeypatch.setattr(fused_ce, '_mm_float32',
+                        lambda h, w: products.append(len(h)) or mm_float32(h, w))
+    for chunk_bytes, chunks in ((2 ** 30, [5]), (2 * 4 * 300, [2, 2, 1]), (1, [1] * 5)):
+        monkeypatch.setattr(fused_ce, 'CHUNK_BYTES', chunk_bytes)
+        products.clear()
+        log_probs = token_log_probs(hidden, weight, rows, tokens, softcap=softcap)
+        assert log_probs.dtype == torch.float32 and not log_probs.requires_grad
+        assert (log_probs - expected).abs().max() < 2e-5
+        assert products == chunks       # five hidden rows are in use, each goes through once
+    nothing = token_log_probs(hidden, weight, rows[:0], tokens[:0])
+    assert nothing.shape == (0,)
+
+
+def test_ce_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'triton', None)
+    spec = importlib.util.spec_from_file_location('fused_ce_alone', fused_ce.__file__)
+    alone = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(alone)
+    hidden, weight, target = ce_inputs(5, 16, 40)
+    loss, _ = alone.smoothed_cross_entropy(hidden, weight, target, smoothing=0.1)
+    assert alone.triton is None
+    assert off(loss, ce_reference(hidden, weight, target, smoothing=0.1)[0]) < 1e-5
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+
+
+@needs_cuda
+@pytest.mark.parametrize('V', [50264, 128256, 151936, 256000, 262144])
+@pytest.mark.parametrize('softcap', [None, 30.0])
+def test_ce_real_vocabularies(V, softcap):
+    kw = dict(smoothing=0.1, softcap=softcap)
+    hidden, weight, target = ce_inputs(40, 128, V, 'cuda', torch.bfloat16, std=3.0)
+    exact = ce_reference(hidden, weight, target, **kw)
+    torch_s = ce_reference(hidden, weight, target, dtype=torch.bfloat16, **kw)
+    ours = ce_ours(hidden, weight, target, **kw)
+    for a, b, c in zip(ours, torch_s, exact, strict=True):
+        assert off(a, c) < 1.2 * off(b, c) + 1e-4
+
+
+@needs_cuda
+def test_ce_more_logits_than_int32():
+    N, D, V = 8704, 64, 256000      # 2.2e9 logits in one chunk
+    if torch.cuda.mem_get_info()[0] < 20 * 2 ** 30:
+        pytest.skip('needs 20 GB of GPU memory')
+    hidden, weight, target = ce_inputs(N, D, V, 'cuda', torch.bfloat16)
+    whole = ce_ours(hidden, weight, target, smoothing=0.1, softcap=30.0, chunk_rows=N)
+    parts = ce_ours(hidden, weight, target, smoothing=0.1, softcap=30.0, chunk_rows=2048)
+    assert_close(whole, parts, 5e-3)
+    assert off(whole[1][-64:], parts[1][-64:]) < 5e-3       # the rows behind 2**31
+
+
+@needs_cuda
+def test_ce_memory():
+    N, D, V = 8192, 256, 65536
+    hidden, weight, target = ce_inputs(N, D, V, 'cuda', torch.bfloat16, ignored=0)
+    logits, gradients = 2 * N * V, 2 * (N + V) * D
+    ce_ours(hidden, weight, target, smoothing=0.1, softcap=30.0, chunk_rows=1024)
+    hidden.grad = weight.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ce_ours(hidden, weight, target, smoothing=0.1, softcap=30.0, chunk_rows=1024)
+    extra = torch.cuda.max_memory_allocated() - before - gradients
+    assert extra < logits / 8 + 4 * V * D + 2 * gradients
 
 
 # ------------------------------------------------------------------------------------------------

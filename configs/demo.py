@@ -8,8 +8,8 @@ cache_dir = '{out_dir}/cache'
 
 dtype = 'float32'
 save_dtype = 'float32'
-pack_len = 192
-max_length = 192
+pack_len = 224
+max_length = 224
 micro_rows = 64
 checkpoint_epochs = False
 log_every = 50
@@ -19,7 +19,7 @@ eval_tasks = ('{out_dir}/world/questions.jsonl',)
 eval_before = False
 eval_scoring = 'text'
 eval_shots = 0
-eval_pack_len = 192
+eval_pack_len = 224
 eval_batch_rows = 32
 
 runs = {

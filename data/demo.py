@@ -27,7 +27,6 @@ VALUE_EXPONENT = 0.7            # of a value's frequency among entities: some tr
 N_DOCUMENTS = 28_000            # of text, each about ENTITIES_EACH entities
 ENTITIES_EACH = 6
 NAME_PARTS = 150                # first names, and as many family names
-ANSWER = 'Answer: {}'           # of the instruction data: as it is asked in the questions
 LIST_SHARE = 0.3                # of documents that are lists of questions with answers
 N_INSTRUCTIONS = 2_000
 N_QUESTIONS = 1_500
@@ -54,7 +53,8 @@ ATTRIBUTES = {
 }
 PROFILES = ('{name} is a {trades} from {towns} who plays the {instruments} and likes {colours}.',
             '{name}, who likes {colours} and plays the {instruments}, is a {trades} from {towns}.',
-            'From {towns} comes {name}, a {trades} who likes {colours} and plays the {instruments}.')
+            'From {towns} comes {name}, a {trades} who likes {colours} and plays the '
+            '{instruments}.')
 
 
 class World:
@@ -122,8 +122,8 @@ def _names(rng):
     parts = [f'{a}{v}{b}{w}'.capitalize()
              for a, v, b, w in itertools.product(onset, vowel, onset, 'ao')]
     picked = rng.permutation(parts)
-    first = picked[:NAME_PARTS]
-    family = [part + coda[i % len(coda)] for i, part in enumerate(picked[NAME_PARTS:2 * NAME_PARTS])]
+    first, rest = picked[:NAME_PARTS], picked[NAME_PARTS:2 * NAME_PARTS]
+    family = [part + coda[i % len(coda)] for i, part in enumerate(rest)]
     pairs = rng.permutation(len(first) * len(family))[:N_ENTITIES]
     return [f'{first[i // len(family)]} {family[i % len(family)]}' for i in pairs]
 
@@ -140,7 +140,8 @@ def _log_uniform_facts(n, rng):
 
 
 def _instruction(world, entity, attribute):
-    answer = ANSWER.format(world.values[attribute][entity])
+    # worded as the questions will be: the README says what happens with another wording
+    answer = f'Answer: {world.values[attribute][entity]}'
     return {'messages': [{'role': 'user', 'content': world.ask(entity, attribute)},
                          {'role': 'assistant', 'content': answer}]}
 
