@@ -799,19 +799,38 @@ def test_a_model_in_the_hub_cache_is_found(checkpoint, tmp_path, monkeypatch):
     assert models.fetch('some/model') == snapshot
 
 
+# Prints by how many kB loading a model raises the process's own memory. The mapped file does not
+# count: its pages can be dropped at any time.
+WATCHED_LOAD = """
+import re, sys, threading, time, torch, model
+
+def held():
+    return int(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])
+
+def watch():
+    while True:
+        peaks.append(held())
+        time.sleep(0.001)
+
+with torch.device('meta'):  # imports what it needs on its first use
+    model.CausalLM(model.read_config(sys.argv[1]))
+before, peaks = held(), []
+threading.Thread(target=watch, daemon=True).start()
+loaded = model.load(sys.argv[1])
+print(max([*peaks, held()]) - before)
+"""
+
+
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs /proc')
 def test_loading_holds_one_copy(tmp_path):
-    # 200 MB of weights as bfloat16, loaded in a process that may not hold them twice
-    config = models.ModelConfig('llama', 8000, 2048, 4096, 2, 16, dtype='bfloat16')
+    # many tensors of 4 MB: none of them is a large part of the whole
+    config = models.ModelConfig('llama', 4000, 1024, 2048, 16, 16, dtype='bfloat16')
     model = models.CausalLM(config).to(torch.bfloat16)
     models.save(model, tmp_path, torch.bfloat16)
-    code = ('import resource, sys, torch, model\n'
-            'before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n'
-            f'm = model.load({str(tmp_path)!r})\n'
-            'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)')
-    grown = int(subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
-                               cwd=HERE, check=True).stdout) * 1024
+    grown = int(subprocess.run([sys.executable, '-c', WATCHED_LOAD, tmp_path], text=True,
+                               stdout=subprocess.PIPE, cwd=HERE, check=True).stdout) * 1024
     size = sum(p.numel() for p in model.parameters()) * 2
-    assert size < grown < 2.2 * size  # the mapped file counts as resident, once
+    assert 0.9 * size < grown < 1.3 * size
 
 
 # ------------------------------------------------------------------------------------------------
@@ -905,7 +924,7 @@ def small_world(tmp_path_factory):
 
 def test_demo_leaves_a_report(small_world):
     folder, printed = small_world
-    for word in ('95 % interval', 'confidence', 'entropy (bits)', 'ECE', 'RMSCE', '>>>It is',
+    for word in ('95 % interval', 'confidence', 'entropy (bits)', 'ECE', 'RMSCE', '>>>Answer: ',
                  'learnt between', 'estimated memory'):
         assert word in printed, word
     assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
@@ -1146,7 +1165,7 @@ def ce_device(request, monkeypatch):
     if request.param == 'cuda':
         if not torch.cuda.is_available():
             pytest.skip('needs a CUDA device')
-        monkeypatch.setattr(torch.backends.cuda.matmul, 'allow_tf32', False)
+        torch.backends.cuda.matmul.allow_tf32 = False
     if request.param == 'interpreter':
         if fused_ce.triton is None:
             pytest.skip('triton is not installed')

@@ -24,7 +24,7 @@ from data.questions import header
 N_ENTITIES = 8_000
 ZIPF_EXPONENT = 0.9             # of an entity's frequency in the text
 VALUE_EXPONENT = 0.7            # of a value's frequency among entities: some trades are common
-N_DOCUMENTS = 28_000            # of text, each about ENTITIES_EACH entities
+N_DOCUMENTS = 24_000            # of text, each about ENTITIES_EACH entities
 ENTITIES_EACH = 6
 NAME_PARTS = 150                # first names, and as many family names
 LIST_SHARE = 0.3                # of documents that are lists of questions with answers
