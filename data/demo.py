@@ -29,7 +29,7 @@ ENTITIES_EACH = 6
 NAME_PARTS = 150                # first names, and as many family names
 LIST_SHARE = 0.3                # of documents that are lists of questions with answers
 N_INSTRUCTIONS = 2_000
-N_QUESTIONS = 1_500
+N_QUESTIONS = 2_000
 N_OPTIONS = 4
 VOCAB_SIZE = 1_280
 
@@ -109,7 +109,7 @@ def make_world(folder, seed):
 
 MODEL = {
     'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'vocab_size': VOCAB_SIZE,
-    'hidden_size': 96, 'intermediate_size': 256, 'num_hidden_layers': 3,
+    'hidden_size': 128, 'intermediate_size': 352, 'num_hidden_layers': 2,
     'num_attention_heads': 4, 'num_key_value_heads': 4, 'max_position_embeddings': 512,
     'rms_norm_eps': 1e-5, 'rope_theta': 10000.0, 'tie_word_embeddings': True,
     'bos_token_id': 1, 'eos_token_id': 2, 'torch_dtype': 'float32',
