@@ -8,6 +8,7 @@ are float32 from the logits on. Writes results.json, samples-<task>.jsonl and re
 """
 
 import json
+import math
 import os
 import platform
 import sys
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 import metrics
 import model as models
-from configs import ConfigError, load_config
+from configs import ConfigError, load_config, require_range
 from data import DataError, read_rows
 from data.questions import TASKS, header, load_task
 from data.tokenizer import load_tokenizer
@@ -295,19 +296,24 @@ def write_text(path, text):
     os.replace(part, path)
 
 
-COLUMNS = (('n', 'questions', '{:d}'), ('accuracy', 'accuracy', '{:.3f}'),
-           ('interval', '95 % interval', '{}'), ('confidence', 'confidence', '{:.3f}'),
-           ('entropy_bits', 'entropy (bits)', '{:.3f}'), ('ece', 'ECE', '{:.3f}'),
-           ('rmsce', 'RMSCE', '{:.3f}'))
+# key in a report, or 'interval' of the accuracy; title; format
+SHORT = (('n', 'questions', 'd'), ('accuracy', 'accuracy', '.3f'),
+         ('interval', '95 % interval', ''), ('confidence', 'confidence', '.3f'),
+         ('entropy_bits', 'entropy (bits)', '.3f'), ('ece', 'ECE', '.3f'),
+         ('rmsce', 'RMSCE', '.3f'))
+FULL = (*SHORT, ('mad', 'MAD', '.3f'), ('sce', 'SCE', '.3f'), ('ace', 'ACE', '.3f'),
+        ('brier', 'Brier', '.3f'), ('nll', 'NLL', '.3f'))
 
 
-def table(reports, columns=COLUMNS):
-    """A text table of [(row name, dict as of metrics.report)]."""
+def table(reports, columns):
+    """A text table of [(row name, dict as of metrics.report)]; what a report lacks stays empty."""
     cells = [['', *(title for _, title, _ in columns)]]
     for name, report in reports:
-        interval = f'{report["accuracy_low"]:.3f}-{report["accuracy_high"]:.3f}'
-        values = report | {'interval': interval}
-        cells.append([name, *(fmt.format(values[key]) for key, _, fmt in columns)])
+        values = dict(report)
+        if 'accuracy_low' in report:
+            values['interval'] = f'{report["accuracy_low"]:.3f}-{report["accuracy_high"]:.3f}'
+        cells.append([name, *(format(values[key], spec) if key in values else ''
+                              for key, _, spec in columns)])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ['  '.join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths)))
              for r in cells]
@@ -370,6 +376,8 @@ def pick_dtype(dtype, device):
 
 def main(argv):
     cfg = load_config(EvalConfig, argv)
+    require_range(cfg, 0, math.inf, 'shots')
+    require_range(cfg, 1, math.inf, 'limit', 'batch_rows', 'max_length', 'pack_len')
     if not cfg.model:
         raise ConfigError('which model? --model=out/run or --model=google/gemma-2-2b')
     device = pick_device(cfg.device)
@@ -380,10 +388,12 @@ def main(argv):
     out_dir = cfg.out_dir or (folder if local else Path('out/eval') / cfg.model.replace('/', '--'))
     results = evaluate(model, tokenizer, cfg, out_dir)
     for name, result in results['tasks'].items():
-        rows = [*result['subjects'].items()] if len(result['subjects']) > 1 else []
+        rows = [('pooled', result['pooled'])]
+        if len(result['subjects']) > 1:
+            rows = [*result['subjects'].items(), *rows, ('macro', result['macro'])]
         print(f'\n{name} ({results["distribution"]}; the model gives all options together '
               f'{result["mass"]:.3f} of its probability)')
-        print(table([*rows, ('pooled', result['pooled'])]))
+        print(table(rows, FULL))
         if result['bad_rows']:
             print(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
         if result['fewer_shots']:
@@ -396,3 +406,5 @@ if __name__ == '__main__':
         main(sys.argv[1:])
     except (ConfigError, DataError, models.CheckpointError) as error:
         sys.exit(f'error: {error}')
+    except torch.OutOfMemoryError:
+        sys.exit('error: out of GPU memory; lower --batch_rows or --pack_len')

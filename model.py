@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm import tqdm
 
 SHARD_BYTES = 5_000_000_000
 # what transformers and vLLM want beside the weights; copied from the base model's folder
@@ -468,7 +469,8 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
         if keys:
             more = f' (and {len(keys) - 1} more)' if len(keys) > 1 else ''
             raise CheckpointError(f'{folder}: tensor {min(keys)}{more} {problem}')
-    for path in sorted(set(files.values())):
+    shards = sorted(set(files.values()))
+    for path in tqdm(shards, 'loading', unit=' shards', disable=len(shards) == 1):
         with _open(path) as tensors:
             for key in (k for k, f in files.items() if f == path):
                 _put(model, key, tensors, path, device, dtype)

@@ -895,6 +895,19 @@ def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
     assert (gradient - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_dropout(tmp_path):
+    reference_model('mistral_window', tmp_path)
+    tokens = torch.randint(0, 211, (1, 30))
+    plain = models.load(tmp_path)(tokens, *whole_rows(tokens))
+    for rates in ((0.5, 0.0), (0.0, 0.5)):
+        model = models.load(tmp_path, 'cpu', None, *rates)
+        assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), plain)
+        a, b = (model.train()(tokens, *whole_rows(tokens)) for _ in range(2))
+        assert not torch.allclose(a, b) and not torch.allclose(a, plain)
+    with pytest.raises(configs.ConfigError, match='does not work with FlexAttention'):
+        train.make_model(tiny_config(attn_dropout=0.1, attention='flex'), tmp_path, 'cpu')
+
+
 def test_learning_rate_schedule():
     cfg = tiny_config(lr=1.0, warmup=0.1, final_lr=0.1)
     rates = [train.learning_rate(s, 100, cfg) for s in range(100)]
@@ -1012,7 +1025,8 @@ def bad_command_lines(folder, tmp_path):
         ([*run, '--model=some/model'], 'cannot get some/model from the hub'),
         ([*run, '--pack_len=8'], 'a sequence must fit into a row'),
         ([*run, '--batch_size=100000'], 'do not fill one step'),
-        ([*run, '--smoothing=1.5'], 'smoothing'),
+        ([*run, '--smoothing=1.5'], 'smoothing = 1.5; it must be between 0 and 1'),
+        ([*score, '--tasks=mmlu', '--shots=-1'], 'shots = -1; it must be at least 0'),
         ([*score, f'--tasks={tmp_path / "no_answer.jsonl"}'], 'no_answer.jsonl:1: no valid answer'),
         ([*score, '--tasks=nothing'], "no task, file or folder 'nothing'; the tasks are mmlu"),
         ([*score, '--model='], 'which model?'),

@@ -23,15 +23,15 @@ import torch
 from tqdm import tqdm
 
 import model as models
-from configs import ConfigError, dump_config, load_config, override
+from configs import ConfigError, dump_config, load_config, override, require_range
 from data import DataError
 from data.demo import make_world
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack
 from data.text import load_text
 from data.tokenizer import load_tokenizer
-from evaluate import (EvalConfig, draw_reliability, evaluate, pick_device, pick_dtype, read_samples,
-                      table, task_label, to_arrays, write_text)
+from evaluate import (SHORT, EvalConfig, draw_reliability, evaluate, pick_device, pick_dtype,
+                      read_samples, table, task_label, to_arrays, write_text)
 from fused_ce import smoothed_cross_entropy
 
 
@@ -92,7 +92,7 @@ class TrainConfig:
     device: str = 'auto'
     seed: int = 0
     log_every: int = 1                        # steps between printed lines; log.jsonl has them all
-    dry_run: bool = False                     # print sizes, do two steps, write nothing
+    dry_run: bool = False                     # print sizes, do two steps, write no run folder
     # several runs in one: name -> the keys that differ; each has its folder out_dir/name.
     # '{out_dir}' in a string stands for the common folder
     runs: dict = field(default_factory=dict)
@@ -101,20 +101,12 @@ class TrainConfig:
 
 def check(cfg):
     """Raises ConfigError for a value that no run can use."""
-    least = {'batch_size': 1, 'pack_len': 2, 'max_length': 2, 'micro_rows': 1, 'log_every': 1,
-             'val_every': 1, 'val_size': 0, 'workers': 0, 'max_steps': 1, 'eval_shots': 0,
-             'eval_limit': 1, 'eval_batch_rows': 1, 'eps': 0, 'weight_decay': 0, 'grad_clip': 0}
-    share = ('smoothing', 'warmup', 'final_lr', 'attn_dropout', 'resid_dropout')
-    for key, low in least.items():
-        value = getattr(cfg, key)
-        if value is not None and value < low:
-            raise ConfigError(f'{key} = {value}; it must be at least {low}')
-    for key in share:
-        if not 0 <= getattr(cfg, key) <= 1:
-            raise ConfigError(f'{key} = {getattr(cfg, key)}; it must be between 0 and 1')
-    for key in ('lr', 'epochs'):
-        if not getattr(cfg, key) > 0:
-            raise ConfigError(f'{key} = {getattr(cfg, key)}; it must be positive')
+    require_range(cfg, 1, math.inf, 'batch_size', 'micro_rows', 'log_every', 'val_every',
+                  'max_steps', 'eval_limit', 'eval_batch_rows')
+    require_range(cfg, 2, math.inf, 'pack_len', 'max_length', 'eval_pack_len')
+    require_range(cfg, 0, math.inf, 'val_size', 'workers', 'eval_shots', 'epochs', 'lr', 'eps',
+                  'weight_decay', 'grad_clip')
+    require_range(cfg, 0, 1, 'smoothing', 'warmup', 'final_lr', 'attn_dropout', 'resid_dropout')
     if cfg.pack_len < cfg.max_length:
         raise ConfigError(f'pack_len = {cfg.pack_len} is shorter than max_length = '
                           f'{cfg.max_length}: a sequence must fit into a row')
@@ -234,25 +226,24 @@ def train(cfg):
     folder = models.fetch(cfg.model, cfg.revision)
     tokenizer = load_tokenizer(folder)
     sequences, kept, held_out = load_sequences(cfg, tokenizer)
+    results = {}
+    if cfg.eval_tasks and cfg.eval_before and not cfg.dry_run:
+        results['before'] = report(cfg, folder, tokenizer, device, out_dir / 'before')
     model = make_model(cfg, folder, device)
     if tokenizer.n_vocab > model.config.vocab_size:
         raise ConfigError(f'{folder}: the tokenizer has {tokenizer.n_vocab} pieces, the model '
                           f'{model.config.vocab_size}')
     steps = int(len(kept) * cfg.epochs) // cfg.batch_size
-    steps = 2 if cfg.dry_run else min(steps, cfg.max_steps or steps)
+    steps = min(steps, cfg.max_steps or steps)
     print_sizes(cfg, model, sequences, kept, steps)
     show_example(sequences[kept[epoch_order(len(kept), 0, cfg.seed)[0]]], tokenizer, cfg.template)
-    results = {}
-    if not cfg.dry_run:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        write_text(out_dir / 'train_config.py', dump_config(cfg))
-        if cfg.eval_tasks and cfg.eval_before:
-            results['before'] = report(cfg, folder, tokenizer, device, out_dir / 'before')
-    with (contextlib.nullcontext() if cfg.dry_run
-          else open(out_dir / 'log.jsonl', 'w', encoding='utf-8')) as log:
-        optimize(cfg, model, sequences, kept, held_out, steps, device, log, folder)
     if cfg.dry_run:
+        optimize(cfg, model, sequences, kept, held_out, min(steps, 2), device, None, folder)
         return results
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_text(out_dir / 'train_config.py', dump_config(cfg))
+    with open(out_dir / 'log.jsonl', 'w', encoding='utf-8') as log:
+        optimize(cfg, model, sequences, kept, held_out, steps, device, log, folder)
     models.save(model, out_dir, getattr(torch, cfg.save_dtype), folder)
     del model  # the report reads what was saved: the weights that people will use
     if cfg.eval_tasks:
@@ -277,7 +268,10 @@ def make_model(cfg, folder, device):
 
 
 def optimize(cfg, model, sequences, kept, held_out, steps, device, log, folder):
-    """The training loop. Writes one JSON object a step to `log`, and checkpoints at epochs."""
+    """The training loop. Writes one JSON object a step to `log`, and checkpoints at epochs.
+
+    Without a log it is a dry run and writes nothing.
+    """
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW([{'params': matrices, 'weight_decay': cfg.weight_decay},
@@ -317,7 +311,7 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, log, folder):
             log.write(json.dumps(record) + '\n')
             log.flush()
         epoch, before = ((step + i) * cfg.batch_size // len(kept) for i in (1, 0))
-        if cfg.checkpoint_epochs and epoch > before and not last and not cfg.dry_run:
+        if log and cfg.checkpoint_epochs and epoch > before and not last:
             save_epoch(cfg, model, epoch, folder)
     if device.startswith('cuda'):
         print(f'peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB')
@@ -394,7 +388,8 @@ def compare(cfg, rows, out_dir):
     """
     for task in map(task_label, cfg.eval_tasks):
         print(f'\n{task} ({rows[0][1]["distribution"]})')
-        print(table([(name, results['tasks'][task]['pooled']) for name, results, _ in rows]))
+        print(table([(name, results['tasks'][task]['pooled']) for name, results, _ in rows],
+                    SHORT))
         panels = [(name, *to_arrays(read_samples(Path(folder) / f'samples-{task}.jsonl'))[:2])
                   for name, _, folder in rows]
         picture = Path(out_dir) / f'reliability-{task}.png'
@@ -417,6 +412,9 @@ def main(argv):
         if results:
             compare(cfg, [(k, r, folders[k]) for k, r in results.items()], cfg.out_dir)
         return
+    if cfg.dry_run:
+        print(f'dry run: only the first of {len(runs)} runs, the others may need its result')
+        runs = runs[:1]
     rows = []
     for name, run in runs:
         print(f'\n=== {name}')
@@ -432,3 +430,6 @@ if __name__ == '__main__':
         main(sys.argv[1:])
     except (ConfigError, DataError, models.CheckpointError, TrainingError) as error:
         sys.exit(f'error: {error}')
+    except torch.OutOfMemoryError:
+        sys.exit('error: out of GPU memory; lower --micro_rows, then --pack_len and --max_length. '
+                 '--dry_run prints what weights and optimizer need at least')

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import math
 import types
 import typing
 from pathlib import Path
@@ -56,6 +57,15 @@ def override(config, values, where):
         place = f'{where}: {key}'
         checked[key] = _coerce(value, _annotation(type(config), key, place), place)
     return dataclasses.replace(config, **checked)
+
+
+def require_range(config, low, high, *keys):
+    """Raises ConfigError unless low <= value <= high for each of `keys` that is not None."""
+    for key in keys:
+        value = getattr(config, key)
+        if value is not None and not low <= value <= high:
+            wanted = f'at least {low}' if high == math.inf else f'between {low} and {high}'
+            raise ConfigError(f'{key} = {value}; it must be {wanted}')
 
 
 def dump_config(config):
