@@ -1021,7 +1021,7 @@ def bad_command_lines(folder, tmp_path):
         ([*run, f'--data={tmp_path / "broken.jsonl"}'], 'broken.jsonl:1: broken JSON'),
         ([*run, f'--data={tmp_path / "none.jsonl"}'], 'an empty dataset'),
         ([*run, f'--model={tmp_path / "mute"}'], 'has no tokenizer.model'),
-        ([*run, f'--model={tmp_path / "empty"}'], 'has no tokenizer.model'),
+        ([*run, f'--model={tmp_path / "empty"}'], 'is not a model folder: it has no config.json'),
         ([*run, '--model=some/model'], 'cannot get some/model from the hub'),
         ([*run, '--pack_len=8'], 'a sequence must fit into a row'),
         ([*run, '--batch_size=100000'], 'do not fill one step'),

@@ -224,15 +224,15 @@ def train(cfg):
     device, out_dir = pick_device(cfg.device), Path(cfg.out_dir)
     torch.manual_seed(cfg.seed)
     folder = models.fetch(cfg.model, cfg.revision)
-    tokenizer = load_tokenizer(folder)
+    model_config, tokenizer = models.read_config(folder), load_tokenizer(folder)
+    if tokenizer.n_vocab > model_config.vocab_size:
+        raise ConfigError(f'{folder}: the tokenizer has {tokenizer.n_vocab} pieces, the model '
+                          f'{model_config.vocab_size}')
     sequences, kept, held_out = load_sequences(cfg, tokenizer)
     results = {}
     if cfg.eval_tasks and cfg.eval_before and not cfg.dry_run:
         results['before'] = report(cfg, folder, tokenizer, device, out_dir / 'before')
     model = make_model(cfg, folder, device)
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise ConfigError(f'{folder}: the tokenizer has {tokenizer.n_vocab} pieces, the model '
-                          f'{model.config.vocab_size}')
     steps = int(len(kept) * cfg.epochs) // cfg.batch_size
     steps = min(steps, cfg.max_steps or steps)
     print_sizes(cfg, model, sequences, kept, steps)

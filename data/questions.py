@@ -89,7 +89,7 @@ def load_task(name, scoring='letters', *, shots=0, limit=None, revision=None, on
     if shots:
         if Path(source).is_file():
             raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that '
-                            f'also holds {task.shots[-1]}, or use --shots=0')
+                            f'also holds {" or ".join(task.shots)}, or use 0 shots')
         shot_files = fetch(source, task.shots, revision)
         for question in _read(task, shot_files, scoring, 'stop', None)[0]:
             kept = solved.setdefault(question.subject, [])
@@ -98,7 +98,7 @@ def load_task(name, scoring='letters', *, shots=0, limit=None, revision=None, on
         for subject in {q.subject for q in questions}:
             if len(solved.get(subject, [])) < shots:
                 raise DataError(f'{source}: {len(solved.get(subject, []))} solved questions about '
-                                f'{subject!r}, {shots} wanted; lower --shots')
+                                f'{subject!r}, {shots} wanted; take fewer shots')
     return questions, solved, bad
 
 
