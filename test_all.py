@@ -2485,4 +2485,5 @@ def test_metrics_refuse_bad_settings(metric, setting, value, message):
 
 
 if __name__ == '__main__':
-    sys.exit(pytest.main([__file__, '-q', '--durations=10', *sys.argv[1:]]))
+    quiet = ['-q', '--durations=10', '-W', 'ignore::pytest.PytestAssertRewriteWarning']
+    sys.exit(pytest.main([__file__, *quiet, *sys.argv[1:]]))

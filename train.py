@@ -137,9 +137,9 @@ def load_sequences(cfg, tokenizer):
     return sequences, kept, held_out
 
 
-def show_example(sequences, tokenizer, template):
-    """Prints the first training example, what is learnt marked."""
-    tokens, learnt = sequences
+def show_example(example, tokenizer):
+    """Prints one training example, (tokens, learnt), what is learnt marked."""
+    tokens, learnt = example
     print('first example, what is learnt between >>> and <<<:')
     text, start = '', 0
     for i in range(1, len(tokens) + 1):
@@ -236,7 +236,7 @@ def train(cfg):
     steps = int(len(kept) * cfg.epochs) // cfg.batch_size
     steps = min(steps, cfg.max_steps or steps)
     print_sizes(cfg, model, sequences, kept, steps)
-    show_example(sequences[kept[epoch_order(len(kept), 0, cfg.seed)[0]]], tokenizer, cfg.template)
+    show_example(sequences[kept[epoch_order(len(kept), 0, cfg.seed)[0]]], tokenizer)
     if cfg.dry_run:
         optimize(cfg, model, sequences, kept, held_out, min(steps, 2), device, None, folder)
         return results
