@@ -11,8 +11,9 @@ import json
 import math
 import os
 import platform
+import re
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +23,7 @@ from tqdm import tqdm
 
 import metrics
 import model as models
-from configs import ConfigError, load_config, require_range
+from configs import ConfigError, load_config, read_assignments, require_range
 from data import DataError, read_rows
 from data.questions import TASKS, header, load_task
 from data.tokenizer import load_tokenizer
@@ -39,7 +40,7 @@ class EvalConfig:
     scoring: Literal['letters', 'text'] = 'letters'
     norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # of an option's log-probability
     limit: int | None = None                  # score only the first questions of each task
-    add_bos: bool = True
+    add_bos: bool | None = None               # None: as the model was trained here, else one BOS
     max_length: int | None = None             # longest prompt in tokens; None: the model's context
     pack_len: int = 4096                      # tokens in a packed row
     batch_rows: int = 1                       # rows in a forward pass
@@ -86,13 +87,14 @@ def tokenize_question(question, solved, tokenizer, cfg, max_length, prefixes):
         key = question.subject, n
         if key not in prefixes:
             text = header(question.subject) + ''.join(shot.solved for shot in solved[:n])
-            bos = [tokenizer.bos_id] if cfg.add_bos else []
+            bos = [] if cfg.add_bos is False else [tokenizer.bos_id]
             prefixes[key] = tuple(bos + tokenizer.encode(text))
         prefix = prefixes[key]
         if len(prefix) + longest <= max_length and len(prefix) + tree <= cfg.pack_len:
             return TokenisedQuestion(prefix, stem, leaves, len(prefix) + len(context)), n
-    raise DataError(f'question {question.id} has {len(prefix) + longest} tokens even without shots;'
-                    f' max_length is {max_length}, pack_len {cfg.pack_len}')
+    raise DataError(f'question {question.id} even without shots has a prompt of '
+                    f'{len(prefix) + longest} tokens (the model or max_length allows {max_length}) '
+                    f'and {len(prefix) + tree} with all its options (pack_len is {cfg.pack_len})')
 
 
 def pack_trees(questions, pack_len):
@@ -169,8 +171,7 @@ def option_log_probs(model, questions, pack_len, batch_rows=1, label=''):
                   for b, row in enumerate(batch) for q, k, at, token in row['wanted']]
         at, token = (torch.tensor(column, device=device)
                      for column in ([w[2] for w in wanted], [w[3] for w in wanted]))
-        found, index = at.unique(return_inverse=True)
-        log_probs = token_log_probs(hidden[found], head, index, token, softcap=cap).tolist()
+        log_probs = token_log_probs(hidden, head, at, token, softcap=cap).tolist()
         for (q, k, _, _), log_prob in zip(wanted, log_probs, strict=True):
             sums[q][k] += log_prob
     model.train(was_training)
@@ -191,15 +192,28 @@ def option_probs(log_probs, options, n_tokens, norm):
     return weight / weight.sum()
 
 
-def evaluate_task(model, tokenizer, name, cfg):
-    """(samples, notes): one dict a question, as written to samples-<task>.jsonl, and counts."""
-    questions, solved, bad = load_task(name, cfg.scoring, shots=cfg.shots, limit=cfg.limit,
-                                       revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
+def load_tasks(cfg):
+    """{label: what load_task gives} for every task of `cfg`; all of them, before any model work."""
+    labels = [task_label(name) for name in cfg.tasks]
+    for label in labels:
+        if not label or labels.count(label) > 1:
+            raise ConfigError(f'tasks = {cfg.tasks}: {labels.count(label)} of them would be called '
+                              f'{label!r} in the results; rename a file or evaluate them apart')
+    return {label: load_task(name, cfg.scoring, shots=cfg.shots, limit=cfg.limit,
+                             revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
+            for label, name in zip(labels, cfg.tasks, strict=True)}
+
+
+def evaluate_task(model, tokenizer, name, task, cfg):
+    """(samples, notes): one dict a question, as written to samples-<task>.jsonl, and counts.
+
+    task: (questions, shots by subject, bad rows), as `load_task` gives them
+    """
+    questions, solved, bad = task
     context = model.config.max_position_embeddings
     max_length = min(cfg.max_length or context, context)
     kept, tokenised, fewer, prefixes = [], [], 0, {}
-    label = task_label(name)
-    for question in tqdm(questions, f'{label}: tokenising', unit=' questions', mininterval=1):
+    for question in tqdm(questions, f'{name}: tokenising', unit=' questions', mininterval=1):
         try:
             item, shots = tokenize_question(question, solved.get(question.subject, []), tokenizer,
                                             cfg, max_length, prefixes)
@@ -214,7 +228,7 @@ def evaluate_task(model, tokenizer, name, cfg):
     if not kept:
         raise DataError(f'{name}: no question is left to score ({len(bad)} bad rows, '
                         f'the first: {bad[0]})')
-    log_probs = option_log_probs(model, tokenised, cfg.pack_len, cfg.batch_rows, label)
+    log_probs = option_log_probs(model, tokenised, cfg.pack_len, cfg.batch_rows, name)
     samples = []
     for question, item, sums in zip(kept, tokenised, log_probs, strict=True):
         if not np.isfinite(sums).all():
@@ -266,18 +280,24 @@ def evaluate(model, tokenizer, cfg, out_dir):
     """Scores every task of `cfg`, writes the files into `out_dir`, returns the results dict."""
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
+    tasks = load_tasks(cfg)
     results = {'config': asdict(cfg), 'distribution': f'{cfg.scoring}, {cfg.norm}',
                'versions': {'python': platform.python_version(), 'torch': torch.__version__,
                             'numpy': np.__version__},
                'tasks': {}}
     panels = []
-    for name in cfg.tasks:
-        samples, notes = evaluate_task(model, tokenizer, name, cfg)
-        label = task_label(name)
+    for label, task in tasks.items():
+        samples, notes = evaluate_task(model, tokenizer, label, task, cfg)
         lines = ''.join(json.dumps(sample, ensure_ascii=False) + '\n' for sample in samples)
         write_text(out_dir / f'samples-{label}.jsonl', lines)
         results['tasks'][label] = summarize(samples) | notes
         panels.append((label, *to_arrays(samples)[:2]))
+        if notes['bad_rows']:
+            print(f'{label}: {notes["bad_rows"]} bad rows left out, the first: '
+                  f'{notes["first_bad"]}')
+        if notes['fewer_shots']:
+            print(f'{label}: {notes["fewer_shots"]} questions had fewer than {cfg.shots} shots: '
+                  f'too long')
     write_text(out_dir / 'results.json', json.dumps(results, indent=1, ensure_ascii=False) + '\n')
     draw_reliability(out_dir / 'reliability.png', panels)
     return results
@@ -363,6 +383,8 @@ def draw_reliability(path, panels, n_bins=10):
 def pick_device(device):
     if device == 'auto':
         return 'cuda' if torch.cuda.is_available() else 'cpu'
+    if not re.fullmatch(r'cpu|cuda(:\d+)?', device):
+        raise ConfigError(f"device = {device!r}; wanted 'auto', 'cpu', 'cuda' or 'cuda:0'")
     if device.startswith('cuda') and not torch.cuda.is_available():
         raise ConfigError(f'device = {device!r}, but this machine has no CUDA device')
     return device
@@ -374,6 +396,21 @@ def pick_dtype(dtype, device):
     return getattr(torch, dtype)
 
 
+def load_model_tokenizer(folder):
+    """The tokenizer of a model folder, checked against the size of the model's vocabulary."""
+    vocab_size, tokenizer = models.read_config(folder).vocab_size, load_tokenizer(folder)
+    if tokenizer.n_vocab > vocab_size:
+        raise ConfigError(f'{folder}: the tokenizer has {tokenizer.n_vocab} pieces, the model '
+                          f'{vocab_size}')
+    return tokenizer
+
+
+def trained_with_bos(folder):
+    """What add_bos was when the model in `folder` was trained here; True for any other model."""
+    path = Path(folder) / 'train_config.py'
+    return read_assignments(path).get('add_bos', (True, ''))[0] if path.exists() else True
+
+
 def main(argv):
     cfg = load_config(EvalConfig, argv)
     require_range(cfg, 0, math.inf, 'shots')
@@ -381,9 +418,14 @@ def main(argv):
     if not cfg.model:
         raise ConfigError('which model? --model=out/run or --model=google/gemma-2-2b')
     device = pick_device(cfg.device)
+    if not cfg.tasks:
+        raise ConfigError('which tasks? --tasks=mmlu,arc_easy or --tasks=my_questions.jsonl')
     folder = models.fetch(cfg.model, cfg.revision)
+    if cfg.add_bos is None:
+        cfg = replace(cfg, add_bos=trained_with_bos(folder))
+    tokenizer = load_model_tokenizer(folder)
+    load_tasks(cfg)  # whatever is wrong with them is said before the model is loaded
     model = models.load(folder, device, pick_dtype(cfg.dtype, device))
-    tokenizer = load_tokenizer(folder)
     local = Path(cfg.model).is_dir()
     out_dir = cfg.out_dir or (folder if local else Path('out/eval') / cfg.model.replace('/', '--'))
     results = evaluate(model, tokenizer, cfg, out_dir)
@@ -394,17 +436,13 @@ def main(argv):
         print(f'\n{name} ({results["distribution"]}; the model gives all options together '
               f'{result["mass"]:.3f} of its probability)')
         print(table(rows, FULL))
-        if result['bad_rows']:
-            print(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
-        if result['fewer_shots']:
-            print(f'{result["fewer_shots"]} questions had fewer shots than {cfg.shots}: too long')
     print(f'\nwrote {out_dir}/results.json, samples-*.jsonl and reliability.png')
 
 
 if __name__ == '__main__':
     try:
         main(sys.argv[1:])
-    except (ConfigError, DataError, models.CheckpointError) as error:
+    except (ConfigError, DataError, models.CheckpointError, OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:
         sys.exit('error: out of GPU memory; lower --batch_rows or --pack_len')

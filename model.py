@@ -46,8 +46,15 @@ class CheckpointError(ValueError):
 # Configuration
 # ------------------------------------------------------------------------------------------------
 
+LLAMA3_ROPE_KEYS = {'factor', 'low_freq_factor', 'high_freq_factor',
+                    'original_max_position_embeddings'}
 ARCHITECTURES = {'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM',
                  'gemma2': 'Gemma2ForCausalLM'}
+# the keys that only some architectures have; elsewhere a stray one means nothing
+WINDOWED = {'sliding_window'}
+GEMMA_ONLY = {'layer_types', 'query_pre_attn_scalar', 'attn_logit_softcapping',
+              'final_logit_softcapping'}
+FOREIGN = {'llama': WINDOWED | GEMMA_ONLY, 'mistral': GEMMA_ONLY, 'gemma2': set()}
 # what transformers assumes when a config.json leaves the key out
 DEFAULTS = {
     'llama': {'num_key_value_heads': None, 'tie_word_embeddings': False},
@@ -58,9 +65,9 @@ DEFAULTS = {
                'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0},
 }
 # settings that would change the mathematics; any other value than these is refused
-ONLY = {'hidden_act': ('silu', 'gelu_pytorch_tanh'), 'hidden_activation': ('gelu_pytorch_tanh',),
-        'attention_bias': (False,), 'mlp_bias': (False,), 'pretraining_tp': (1,),
+ONLY = {'attention_bias': (False,), 'mlp_bias': (False,), 'pretraining_tp': (1,),
         'use_bidirectional_attention': (False,), 'quantization_config': ()}
+ACTIVATIONS = {'llama': 'silu', 'mistral': 'silu', 'gemma2': 'gelu_pytorch_tanh'}
 
 
 @dataclass
@@ -108,14 +115,18 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: dict, where: str = 'config.json') -> 'ModelConfig':
         """Reads the dict of a `config.json` of transformers 4 or 5; raises CheckpointError."""
-        kind = raw.get('model_type')
+        kind = raw.get('model_type') if isinstance(raw, dict) else None
         if kind not in ARCHITECTURES:
             raise CheckpointError(f'{where}: model_type is {kind!r}; this file reads '
                                   f'{", ".join(ARCHITECTURES)}')
         for key, allowed in ONLY.items():
             if raw.get(key) is not None and raw[key] not in allowed:
                 raise CheckpointError(f'{where}: {key} = {raw[key]!r} is not supported')
-        known = {f.name for f in fields(cls)} - {'extra'}
+        activation = raw.get('hidden_activation') or raw.get('hidden_act') or ACTIVATIONS[kind]
+        if activation != ACTIVATIONS[kind]:
+            raise CheckpointError(f'{where}: activation {activation!r}; {kind} has '
+                                  f'{ACTIVATIONS[kind]!r}')
+        known = {f.name for f in fields(cls)} - {'extra'} - FOREIGN[kind]
         values = DEFAULTS[kind] | {k: v for k, v in raw.items() if k in known}
         # transformers 5 keeps rotary settings together and calls the data type `dtype`
         rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
@@ -123,34 +134,29 @@ class ModelConfig:
         if scheme not in ('default', 'llama3'):
             raise CheckpointError(f'{where}: rope type {scheme!r} is not supported; '
                                   f"'default' and 'llama3' are")
+        if scheme == 'llama3' and not rope.keys() >= LLAMA3_ROPE_KEYS:
+            raise CheckpointError(f'{where}: rope scaling without '
+                                  f'{", ".join(LLAMA3_ROPE_KEYS - rope.keys())}')
         values['rope_theta'] = float(rope.get('rope_theta', raw.get('rope_theta', 10000.0)))
         values['rope_scaling'] = rope if scheme == 'llama3' else None
         values['dtype'] = raw.get('dtype') or raw.get('torch_dtype') or 'float32'
-        values['extra'] = {k: v for k, v in raw.items() if k not in known
+        values['extra'] = {k: v for k, v in raw.items() if k not in known | FOREIGN[kind]
                            and k not in ('rope_parameters', 'torch_dtype', 'architectures',
                                          'hidden_act', 'hidden_activation')}
-        try:
-            return cls(**values)
-        except TypeError:
-            required = ('vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers',
-                        'num_attention_heads')
-            missing = [k for k in required if k not in values]
-            raise CheckpointError(f'{where}: {", ".join(missing)} missing') from None
+        for key in ('vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers',
+                    'num_attention_heads'):
+            if not isinstance(values.get(key), int):
+                raise CheckpointError(f'{where}: {key} is {values.get(key)!r}; wanted an int')
+        return cls(**values)
 
     def to_hf(self) -> dict:
         """The dict of a `config.json` that transformers 4 and 5 and vLLM read."""
         values = asdict(self)
         extra = values.pop('extra')
         values['torch_dtype'] = values.pop('dtype')
-        if self.model_type == 'gemma2':
-            values['hidden_activation'] = 'gelu_pytorch_tanh'
-        else:
-            for key in ('layer_types', 'query_pre_attn_scalar', 'attn_logit_softcapping',
-                        'final_logit_softcapping'):
-                values.pop(key)
-            values['hidden_act'] = 'silu'
-        if self.model_type == 'llama':
-            values.pop('sliding_window')
+        values = {k: v for k, v in values.items() if k not in FOREIGN[self.model_type]}
+        key = 'hidden_activation' if self.model_type == 'gemma2' else 'hidden_act'
+        values[key] = ACTIVATIONS[self.model_type]
         return extra | {'architectures': [ARCHITECTURES[self.model_type]]} | values
 
 
@@ -277,7 +283,8 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
         x = self.embed_tokens(tokens)
         if self.embed_scale:
-            # rounded to the weights' type as transformers does: 9B in bfloat16 has 59.75, not 59.87
+            # rounded to the weights' type as transformers does: 59.8665 for the 9B model in float32
+            # (so in training here), 59.75 in bfloat16
             x = x * torch.tensor(self.embed_scale, dtype=x.dtype)
         flex = tokens.is_cuda if self.attention == 'auto' else self.attention == 'flex'
         T = tokens.shape[1]
@@ -433,8 +440,9 @@ def fetch(name: str, revision: str | None = None) -> Path:
                               f'`hf auth login`') from error
     except Exception as error:  # the hub raises many kinds, of its own and of its HTTP client
         reason = str(error).strip().split('\n')[0]
-        raise CheckpointError(f'cannot get {name} from the hub ({type(error).__name__}: {reason}); '
-                              f'check the name and the network, or give a local folder') from error
+        raise CheckpointError(f'there is no folder {name}, and getting {name} from the hub failed '
+                              f'({type(error).__name__}: {reason}); check the name and the network'
+                              ) from error
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -482,9 +490,10 @@ def weight_files(folder: Path) -> dict[str, Path]:
     index, single = folder / 'model.safetensors.index.json', folder / 'model.safetensors'
     if index.exists():
         try:
-            names = json.loads(index.read_text(encoding='utf-8'))['weight_map']
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise CheckpointError(f'{index}: not a safetensors index: {error}') from error
+            names = json.loads(index.read_text(encoding='utf-8'))['weight_map'].items()
+            names = {str(key): str(name) for key, name in names}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f'{index}: not a safetensors index: {error!r}') from error
         for name in sorted(set(names.values())):
             if not re.fullmatch(r'[\w.-]+\.safetensors', name):
                 raise CheckpointError(f'{index}: refuses {name!r}: a shard is a .safetensors file '

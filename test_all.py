@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 
 import base64
 import dataclasses
+import gzip
 import importlib.util
 import json
 import math
@@ -113,14 +114,31 @@ def test_shipped_configs_load():
         train.expand_runs(configs.load_config(train.TrainConfig, [str(path)]))
 
 
-def test_command_line_wins_over_runs(tmp_path):
-    cfg = config(tmp_path, 'runs = {"a": {"lr": 1.0, "seed": 1}, "b": {"model": "{out_dir}/a"}}',
-                 '--lr=2', '--out_dir=place')
-    (a, first), (b, second) = train.expand_runs(cfg)
-    assert first.lr == second.lr == 2.0 and first.seed == 1
+RUNS = 'runs = {"a": {"lr": 1.0, "seed": 1}, "b": {"model": "{out_dir}/a"}}'
+
+
+def test_runs_and_the_command_line(tmp_path):
+    cfg = config(tmp_path, RUNS, '--epochs=3', '--runs.a.lr=2', '--out_dir=place')
+    (_, first), (_, second) = train.expand_runs(cfg)
+    assert first.lr == 2.0 and second.lr == 2e-5 and first.seed == 1
+    assert first.epochs == second.epochs == 3.0
     assert second.model == 'place/a' and first.out_dir == 'place/a'
-    with pytest.raises(configs.ConfigError, match="runs: a: .*did you mean 'smoothing'"):
-        train.expand_runs(config(tmp_path, 'runs = {"a": {"smothing": 0.1}}'))
+
+
+@pytest.mark.parametrize('content, argument, message', [
+    (RUNS, '--lr=2', 'the runs a set lr themselves; say which one, as in --runs.a.lr='),
+    (RUNS, '--runs.c.lr=2', '--runs.c.lr: there is no runs.c in the config'),
+    (RUNS, '--runs.a.lr=x', "--runs.a.lr is 'x', a str; wanted a float"),
+    ('runs = {"a": {"smothing": 0.1}}', None, "did you mean 'smoothing'"),
+    ('runs = {"../a": {}}', None, "'../a' is not a name for a folder"),
+    ('runs = {1: {}}', None, '1 is not a name for a folder'),
+    ('runs = {"a": {"out_dir": "x"}}', None, 'out_dir is the same for all runs'),
+    ('runs = {"a": {"eval_tasks": ("mmlu",)}}', None, 'eval_tasks is the same for all runs'),
+])
+def test_bad_runs(tmp_path, content, argument, message):
+    with pytest.raises(configs.ConfigError) as error:
+        train.expand_runs(config(tmp_path, content, *filter(None, [argument])))
+    assert message in str(error.value)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -202,8 +220,12 @@ def test_gemma_keeps_harmless_symbols(tokenizers):
 
 
 def test_long_runs_are_cut(tokenizers):
-    long = 'a' * 60_000 + ' ' * 60_000
-    assert tokenizers['llama3'].decode(tokenizers['llama3'].encode(long)) == long
+    long, around = 'a' * 60_000 + ' ' * 60_000, 'The fox  jumps over.\n\n'
+    tokenizer = tokenizers['llama3']
+    ids = tokenizer.encode(around + long)
+    assert tokenizer.decode(ids) == around + long
+    before = tokenizer.encode(around)
+    assert ids[:len(before) - 1] == before[:-1]  # the text around the run is cut as ever
 
 
 def test_tokenizer_errors(tmp_path):
@@ -370,6 +392,8 @@ def test_bad_rows_are_named_or_counted(tmp_path, tokenizers, capsys):
     ({'messages': [{'role': 'user', 'content': 3}]}, 'not text'),
     ({'messages': 'x'}, 'must be a list'), ({}, 'wanted messages, conversations'),
     ([1], 'named fields'),
+    ({'messages': [{'role': 'user', 'content': '\ud83d'}]}, 'not valid Unicode'),
+    ({'conversations': [{'from': ['human'], 'value': 'x'}]}, 'not the fields of its format'),
     ({'instruction': 'x ' * 99, 'output': 'y'}, 'begins beyond max_length = 64')])
 def test_bad_conversations(tmp_path, tokenizers, row, message):
     path = write_rows(tmp_path / 'chat.jsonl', [row])
@@ -384,9 +408,20 @@ def test_empty_and_missing_data(tmp_path, tokenizers):
         conversations(path, tokenizers['gemma'])
     with pytest.raises(DataError, match='no file or folder at /nowhere'):
         conversations(Path('/nowhere'), tokenizers['gemma'])
-    with pytest.raises(DataError, match='cannot get the dataset some/where from the hub'):
+    with pytest.raises(DataError, match='getting the dataset some/where from the hub failed'):
         instruct.load_conversations('some/where', tokenizers['gemma'], template='tulu',
                                     max_length=8, add_bos=True, cache_dir=tmp_path)
+
+
+def test_truncated_data_files(tmp_path, tokenizers):
+    row = {'messages': SAME}
+    whole = gzip.compress(''.join(json.dumps(row) + '\n' for _ in range(50)).encode())
+    (tmp_path / 'chat.jsonl.gz').write_bytes(whole[:len(whole) // 2])
+    parquet = write_rows(tmp_path / 'chat.parquet', [row])
+    parquet.write_bytes(parquet.read_bytes()[:-10])
+    for path in (tmp_path / 'chat.jsonl.gz', parquet):
+        with pytest.raises(DataError, match=path.name):
+            conversations(path, tokenizers['gemma'])
 
 
 def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
@@ -483,6 +518,9 @@ def test_hellaswag_cleaning():
     ({'question': 'Q?', 'choices': ['a'], 'answer': 0}, '2 to 26 choices'),
     ({'question': '', 'choices': ['a', 'b'], 'answer': 0}, 'no question'),
     ({'endings': ['a', 'b'], 'activity_label': 'x', 'label': ''}, 'no valid answer'),
+    ({'endings': None, 'label': 0}, 'not the fields of its format'),
+    ({'question': '\ud83d?', 'choices': ['a', 'b'], 'answer': 0}, 'not valid Unicode'),
+    ({'question': 'Q?', 'choices': {'text': ['a', 'b']}, 'answerKey': 'A'}, 'not the fields'),
     ('text', 'named fields')])
 def test_bad_questions_name_their_line(tmp_path, row, message):
     good = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 1}
@@ -515,9 +553,18 @@ def test_prompt_is_mmlus(tmp_path):
         questions.load_task(f'mmlu:{tmp_path / "test.jsonl"}', shots=5)
 
 
+def test_dev_questions_are_not_scored(tmp_path):
+    rows = [{'question': f'Q{i}?', 'choices': ['w', 'x'], 'answer': 0} for i in range(5)]
+    write_rows(tmp_path / 'dev.jsonl', rows[:2])
+    write_rows(tmp_path / 'mine.jsonl', rows[2:])
+    asked, solved, _ = questions.load_task(str(tmp_path), shots=2)
+    assert [q.context[:2] for q in asked] == ['Q2', 'Q3', 'Q4']
+    assert [q.context[:2] for q in solved['various things']] == ['Q0', 'Q1']
+
+
 def test_original_csv_and_hub_parquet(tmp_path):
     (tmp_path / 'test').mkdir()
-    (tmp_path / 'test' / 'high_school_physics_test.csv').write_text('"Q, one?",a,b,c,d,D\n')
+    (tmp_path / 'test' / 'high_school_physics_test.csv').write_text('\ufeff"Q, one?",a,b,c,d,D\n\n')
     (question,), _, _ = questions.load_task(f'mmlu:{tmp_path}')
     assert question.subject == 'high_school_physics' and question.answer == 3
     assert question.context.startswith('Q, one?\nA. a')
@@ -643,6 +690,14 @@ def test_config_of_transformers_4_and_5():
     assert models.ModelConfig.from_hf(a.to_hf()) == a
 
 
+def test_keys_of_other_architectures_mean_nothing():
+    raw = {'model_type': 'llama', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
+           'num_hidden_layers': 2, 'num_attention_heads': 2, 'sliding_window': 4,
+           'attn_logit_softcapping': 5.0}
+    config = models.ModelConfig.from_hf(raw)
+    assert config.windows == [None, None] and config.attn_logit_softcapping is None
+
+
 def test_mistral_window_missing_or_null():
     raw = {'model_type': 'mistral', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
            'num_hidden_layers': 2, 'num_attention_heads': 2}
@@ -755,6 +810,10 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: (f / 'config.json').write_text('{'), 'not valid JSON'),
     (lambda f: (f / 'config.json').write_text('{"model_type": "llama"}'), 'vocab_size'),
     (lambda f: edit_config(f, model_type='gpt2'), "model_type is 'gpt2'"),
+    (lambda f: (f / 'config.json').write_text('[]'), 'model_type is None'),
+    (lambda f: edit_config(f, hidden_size=None), 'hidden_size is None; wanted an int'),
+    (lambda f: edit_config(f, hidden_act='gelu_pytorch_tanh'), "llama has 'silu'"),
+    (lambda f: edit_config(f, rope_parameters={'rope_type': 'llama3'}), 'rope scaling without'),
     (lambda f: edit_config(f, attention_bias=True), 'attention_bias = True is not supported'),
     (lambda f: edit_config(f, rope_parameters={'rope_type': 'yarn'}), "rope type 'yarn'"),
     (lambda f: write_index(f, '../model.safetensors'), "refuses '../model.safetensors'"),
@@ -783,7 +842,7 @@ def test_old_rotary_buffers_are_ignored(checkpoint):
 
 def test_unreachable_models():
     for name, message in (('/nowhere', 'no model folder at /nowhere'),
-                          ('google/gemma-2-2b', 'cannot get google/gemma-2-2b from the hub')):
+                          ('google/gemma-2-2b', 'getting google/gemma-2-2b from the hub failed')):
         with pytest.raises(models.CheckpointError, match=message):
             models.fetch(name)
 
@@ -895,7 +954,7 @@ def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
     assert (gradient - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_dropout(tmp_path):
+def test_dropout(tmp_path, monkeypatch):
     reference_model('mistral_window', tmp_path)
     tokens = torch.randint(0, 211, (1, 30))
     plain = models.load(tmp_path)(tokens, *whole_rows(tokens))
@@ -904,8 +963,9 @@ def test_dropout(tmp_path):
         assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), plain)
         a, b = (model.train()(tokens, *whole_rows(tokens)) for _ in range(2))
         assert not torch.allclose(a, b) and not torch.allclose(a, plain)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     with pytest.raises(configs.ConfigError, match='does not work with FlexAttention'):
-        train.make_model(tiny_config(attn_dropout=0.1, attention='flex'), tmp_path, 'cpu')
+        train.check(tiny_config(attn_dropout=0.1, max_length=48, device='cuda'))
 
 
 def test_learning_rate_schedule():
@@ -928,8 +988,9 @@ def small_world(tmp_path_factory):
     code += ''.join(f'demo.{name} = {value}\n' for name, value in small.items())
     code += 'train.main(sys.argv[1:])'
     done = subprocess.run([sys.executable, '-c', code, 'configs/demo.py', f'--out_dir={folder}',
-                           '--batch_size=16', '--epochs=1.5', '--checkpoint_epochs', '--seed=7',
-                           '--val_size=4', '--workers=1'],
+                           '--checkpoint_epochs', '--seed=7', '--val_size=4', '--workers=1',
+                           *(f'--runs.{run}.{value}' for run in ('base', 'tuned', 'tuned_ls01')
+                             for value in ('batch_size=16', 'epochs=1.5'))],
                           cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
@@ -984,6 +1045,24 @@ def test_the_same_seed_gives_the_same_weights(small_world, tmp_path):
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+def test_add_bos_is_remembered(small_world, tmp_path):
+    folder, _ = small_world
+    assert evaluate.trained_with_bos(folder / 'tuned') and evaluate.trained_with_bos(tmp_path)
+    train.main([str(folder / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
+                '--max_steps=1', '--eval_tasks=', '--add_bos=False'])
+    assert not evaluate.trained_with_bos(tmp_path)
+
+
+def test_a_new_run_clears_the_folder(small_world, tmp_path):
+    folder, _ = small_world
+    again = tmp_path / 'again'
+    shutil.copytree(folder / 'tuned', again)
+    train.main([str(folder / 'tuned' / 'train_config.py'), f'--out_dir={again}', '--overwrite',
+                '--max_steps=1', '--eval_tasks='])
+    assert not (again / 'epoch-1').exists() and not (again / 'results.json').exists()
+    assert len((again / 'log.jsonl').read_text().splitlines()) == 1
+
+
 def test_dry_run_writes_nothing(small_world, tmp_path, capsys):
     folder, _ = small_world
     train.main([str(folder / 'tuned' / 'train_config.py'), '--dry_run',
@@ -1022,7 +1101,7 @@ def bad_command_lines(folder, tmp_path):
         ([*run, f'--data={tmp_path / "none.jsonl"}'], 'an empty dataset'),
         ([*run, f'--model={tmp_path / "mute"}'], 'has no tokenizer.model'),
         ([*run, f'--model={tmp_path / "empty"}'], 'is not a model folder: it has no config.json'),
-        ([*run, '--model=some/model'], 'cannot get some/model from the hub'),
+        ([*run, '--model=some/model'], 'getting some/model from the hub failed'),
         ([*run, '--pack_len=8'], 'a sequence must fit into a row'),
         ([*run, '--batch_size=100000'], 'do not fill one step'),
         ([*run, '--smoothing=1.5'], 'smoothing = 1.5; it must be between 0 and 1'),
@@ -1030,6 +1109,15 @@ def bad_command_lines(folder, tmp_path):
         ([*score, f'--tasks={tmp_path / "no_answer.jsonl"}'], 'no_answer.jsonl:1: no valid answer'),
         ([*score, '--tasks=nothing'], "no task, file or folder 'nothing'; the tasks are mmlu"),
         ([*score, '--model='], 'which model?'),
+        ([*score, '--tasks='], 'which tasks?'),
+        ([*score, '--tasks=mmlu:a,mmlu:b'], "2 of them would be called 'mmlu'"),
+        ([*score, '--device=gpu'], "device = 'gpu'; wanted"),
+        ([*score, '--batch_rows=0'], 'batch_rows = 0; it must be at least 1'),
+        ([*run, '--betas=0.9,1.0'], 'each must be at least 0 and less than 1'),
+        ([*run, '--max_length=600', '--pack_len=600'], 'the context of'),
+        ([*run, '--eval_tasks=nothing'], "no task, file or folder 'nothing'"),
+        ([*run, f'--out_dir={folder / "base"}'], 'is the folder of the model itself'),
+        ([*run, f'--out_dir={folder / "tuned_ls01"}'], 'holds a finished run'),
     ]
 
 
@@ -1121,7 +1209,7 @@ def test_whole_shots_are_dropped(tokenizers, tmp_path):
         again, n = evaluate.tokenize_question(asked[0], solved['foxes'], tokenizer, cfg, longest,
                                               prefixes)
         assert n == kept and again == item
-    with pytest.raises(DataError, match='tokens even without shots'):
+    with pytest.raises(DataError, match='even without shots has a prompt of'):
         evaluate.tokenize_question(asked[0], [], tokenizer, cfg, 10, {})
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -29,9 +30,9 @@ from data.demo import make_world
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack
 from data.text import load_text
-from data.tokenizer import load_tokenizer
-from evaluate import (SHORT, EvalConfig, draw_reliability, evaluate, pick_device, pick_dtype,
-                      read_samples, table, task_label, to_arrays, write_text)
+from evaluate import (SHORT, EvalConfig, draw_reliability, evaluate, load_model_tokenizer,
+                      load_tasks, pick_device, pick_dtype, read_samples, table, task_label,
+                      to_arrays, write_text)
 from fused_ce import smoothed_cross_entropy
 
 
@@ -77,7 +78,7 @@ class TrainConfig:
     grad_clip: float = 1.0                    # largest gradient norm; 0: none
     # calibration report
     eval_tasks: tuple[str, ...] = ()          # as in evaluate.py; () for none
-    eval_before: bool = True                  # also before training
+    eval_before: bool = True                  # also before training; not for random weights
     eval_shots: int = 5
     eval_scoring: Literal['letters', 'text'] = 'letters'
     eval_norm: Literal['token', 'sum', 'char', 'byte'] = 'token'
@@ -86,6 +87,7 @@ class TrainConfig:
     eval_batch_rows: int = 1
     # running
     out_dir: str = 'out/run'
+    overwrite: bool = False                   # replace a finished run in out_dir
     checkpoint_epochs: bool = True            # keep the weights of each epoch in epoch-<n>/
     save_dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # of the weights on disk
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: bfloat16 on a GPU
@@ -105,11 +107,25 @@ def check(cfg):
                   'max_steps', 'eval_limit', 'eval_batch_rows')
     require_range(cfg, 2, math.inf, 'pack_len', 'max_length', 'eval_pack_len')
     require_range(cfg, 0, math.inf, 'val_size', 'workers', 'eval_shots', 'epochs', 'lr', 'eps',
-                  'weight_decay', 'grad_clip')
+                  'weight_decay', 'grad_clip', 'seed')
+    if not all(0 <= beta < 1 for beta in cfg.betas):
+        raise ConfigError(f'betas = {cfg.betas}; each must be at least 0 and less than 1')
     require_range(cfg, 0, 1, 'smoothing', 'warmup', 'final_lr', 'attn_dropout', 'resid_dropout')
     if cfg.pack_len < cfg.max_length:
         raise ConfigError(f'pack_len = {cfg.pack_len} is shorter than max_length = '
                           f'{cfg.max_length}: a sequence must fit into a row')
+    cuda = pick_device(cfg.device).startswith('cuda')
+    if cfg.attention == 'flex' and not cuda:
+        raise ConfigError("attention = 'flex' needs a CUDA device; 'auto' takes what there is")
+    if cfg.attn_dropout and (cfg.attention == 'flex' or cuda and cfg.attention == 'auto'):
+        raise ConfigError(f'attn_dropout = {cfg.attn_dropout} does not work with FlexAttention; '
+                          f"set attention = 'explicit' or attn_dropout = 0")
+    out_dir = Path(cfg.out_dir)
+    if out_dir.exists() and Path(cfg.model).exists() and out_dir.samefile(cfg.model):
+        raise ConfigError(f'out_dir = {cfg.out_dir} is the folder of the model itself')
+    if any(out_dir.glob('model*.safetensors')) and not (cfg.overwrite or cfg.dry_run):
+        raise ConfigError(f'{cfg.out_dir} holds a finished run; choose another --out_dir, or '
+                          f'--overwrite to replace it')
 
 
 class TrainingError(RuntimeError):
@@ -145,9 +161,11 @@ def show_example(example, tokenizer):
     for i in range(1, len(tokens) + 1):
         if i == len(tokens) or learnt[i] != learnt[start]:
             piece = tokenizer.decode(tokens[start:i].tolist(), start=start == 0)
+            if len(piece) > 1000:
+                piece = f'{piece[:500]} [... {len(piece) - 1000} characters ...] {piece[-500:]}'
             text += f'>>>{piece}<<<' if learnt[start] else piece
             start = i
-    print('    ' + text[:2000].replace('\n', '\n    '))
+    print('    ' + text.replace('\n', '\n    '))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -224,13 +242,17 @@ def train(cfg):
     device, out_dir = pick_device(cfg.device), Path(cfg.out_dir)
     torch.manual_seed(cfg.seed)
     folder = models.fetch(cfg.model, cfg.revision)
-    model_config, tokenizer = models.read_config(folder), load_tokenizer(folder)
-    if tokenizer.n_vocab > model_config.vocab_size:
-        raise ConfigError(f'{folder}: the tokenizer has {tokenizer.n_vocab} pieces, the model '
-                          f'{model_config.vocab_size}')
+    tokenizer = load_model_tokenizer(folder)
+    context = models.read_config(folder).max_position_embeddings
+    if cfg.max_length > context:
+        raise ConfigError(f'max_length = {cfg.max_length}, but the context of {cfg.model} is '
+                          f'{context} tokens')
+    load_tasks(eval_config(cfg, folder, out_dir))  # what is wrong with them is said before training
     sequences, kept, held_out = load_sequences(cfg, tokenizer)
     results = {}
-    if cfg.eval_tasks and cfg.eval_before and not cfg.dry_run:
+    if not cfg.dry_run:
+        clear(out_dir)
+    if cfg.eval_tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
         results['before'] = report(cfg, folder, tokenizer, device, out_dir / 'before')
     model = make_model(cfg, folder, device)
     steps = int(len(kept) * cfg.epochs) // cfg.batch_size
@@ -251,6 +273,16 @@ def train(cfg):
     return results
 
 
+def clear(out_dir):
+    """Removes what an earlier run left in `out_dir`: a folder never mixes two runs."""
+    for pattern in ('model*.safetensors*', 'log.jsonl', 'train_config.py', 'results.json',
+                    'samples-*.jsonl', 'reliability*.png'):
+        for path in out_dir.glob(pattern):
+            path.unlink()
+    for folder in (out_dir / 'before', *out_dir.glob('epoch-*')):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def make_model(cfg, folder, device):
     """The model to train, with float32 weights."""
     if cfg.from_scratch:
@@ -259,10 +291,6 @@ def make_model(cfg, folder, device):
         model.to(device)
     else:
         model = models.load(folder, device, torch.float32, cfg.attn_dropout, cfg.resid_dropout)
-    flex = cfg.attention == 'flex' or (cfg.attention == 'auto' and device.startswith('cuda'))
-    if cfg.attn_dropout and flex:
-        raise ConfigError(f'attn_dropout = {cfg.attn_dropout} does not work with FlexAttention; '
-                          f"set attention = 'explicit' or attn_dropout = 0")
     model.model.attention = cfg.attention
     return model.train()
 
@@ -330,12 +358,15 @@ def save_epoch(cfg, model, epoch, folder):
 def report(cfg, folder, tokenizer, device, out_dir):
     """Calibration of the model saved in `folder` on eval_tasks; files go to `out_dir`."""
     model = models.load(folder, device, pick_dtype(cfg.dtype, device))
-    eval_cfg = EvalConfig(model=str(folder), tasks=cfg.eval_tasks, shots=cfg.eval_shots,
-                          scoring=cfg.eval_scoring, norm=cfg.eval_norm, limit=cfg.eval_limit,
-                          add_bos=cfg.add_bos, pack_len=cfg.eval_pack_len,
-                          batch_rows=cfg.eval_batch_rows, on_bad_row=cfg.on_bad_row,
-                          dtype=cfg.dtype, device=device, out_dir=str(out_dir))
-    return evaluate(model, tokenizer, eval_cfg, out_dir)
+    return evaluate(model, tokenizer, eval_config(cfg, folder, out_dir), out_dir)
+
+
+def eval_config(cfg, folder, out_dir):
+    return EvalConfig(model=str(folder), tasks=cfg.eval_tasks, shots=cfg.eval_shots,
+                      scoring=cfg.eval_scoring, norm=cfg.eval_norm, limit=cfg.eval_limit,
+                      add_bos=cfg.add_bos, pack_len=cfg.eval_pack_len,
+                      batch_rows=cfg.eval_batch_rows, on_bad_row=cfg.on_bad_row,
+                      dtype=cfg.dtype, device=cfg.device, out_dir=str(out_dir))
 
 
 def print_sizes(cfg, model, sequences, kept, steps):
@@ -363,9 +394,14 @@ def print_sizes(cfg, model, sequences, kept, steps):
 def expand_runs(cfg):
     """[(name, config)] of the runs of `cfg`, all checked before the first one starts."""
     runs = []
+    common = {'runs', 'out_dir', 'demo_world', 'eval_tasks', 'dry_run'}
     for name, keys in cfg.runs.items():
+        if not (isinstance(name, str) and re.fullmatch(r'\w[\w.-]*', name)):
+            raise ConfigError(f'runs: {name!r} is not a name for a folder')
         if not isinstance(keys, dict):
             raise ConfigError(f'runs: {name!r} must be a dict of the keys that differ')
+        if common & keys.keys():
+            raise ConfigError(f'runs: {name}: {min(common & keys.keys())} is the same for all runs')
         run = fill_out_dir(override(cfg, keys, f'runs: {name}'), cfg.out_dir)
         runs.append((name, replace(run, runs={}, demo_world=None,
                                    out_dir=str(Path(cfg.out_dir) / name))))
@@ -415,10 +451,13 @@ def main(argv):
     if cfg.dry_run:
         print(f'dry run: only the first of {len(runs)} runs, the others may need its result')
         runs = runs[:1]
-    rows = []
+    rows, reported = [], set()
     for name, run in runs:
         print(f'\n=== {name}')
-        results = train(run)
+        results = train(replace(run, eval_before=run.eval_before and run.model not in reported))
+        if 'before' in results:
+            reported.add(run.model)
+            rows.append((run.model, results['before'], Path(run.out_dir) / 'before'))
         if 'after' in results:
             rows.append((name, results['after'], run.out_dir))
     if rows:
@@ -428,7 +467,7 @@ def main(argv):
 if __name__ == '__main__':
     try:
         main(sys.argv[1:])
-    except (ConfigError, DataError, models.CheckpointError, TrainingError) as error:
+    except (ConfigError, DataError, models.CheckpointError, TrainingError, OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:
         sys.exit('error: out of GPU memory; lower --micro_rows, then --pack_len and --max_length. '

@@ -37,16 +37,24 @@ def load_config(cls, argv):
                                   f'everything after it is --key=value')
             given.update(_read_file(cls, argument))
             continue
-        key, has_value, text = argument[2:].partition('=')
-        where = f'command line: --{key}'
+        name, has_value, text = argument[2:].partition('=')
+        where = f'command line: --{name}'
+        *path, key = name.split('.')  # --runs.tuned.lr=... reaches into the dict `runs`
         annotation = _annotation(cls, key, where)
         if not has_value and annotation is not bool:
-            raise ConfigError(f'{where}: needs a value, --{key}=...')
+            raise ConfigError(f'{where}: needs a value, --{name}=...')
         value = _parse(text, annotation) if has_value else True
-        for runs in (v for v in given.values() if isinstance(v, dict)):
-            for keys in (v for v in runs.values() if isinstance(v, dict)):
-                keys.pop(key, None)  # the command line also wins over what the runs set
-        given[key] = _coerce(value, annotation, where)
+        place = given
+        for part in path:
+            place = place.get(part) if isinstance(place, dict) else None
+        if not isinstance(place, dict):
+            raise ConfigError(f'{where}: there is no {".".join(path)} in the config')
+        inner = [n for runs in place.values() if isinstance(runs, dict)
+                 for n, keys in runs.items() if isinstance(keys, dict) and key in keys]
+        if inner:
+            raise ConfigError(f'{where}: the runs {", ".join(inner)} set {key} themselves; '
+                              f'say which one, as in --runs.{inner[0]}.{key}=...')
+        place[key] = _coerce(value, annotation, where)
     return cls(**given)
 
 
@@ -75,6 +83,12 @@ def dump_config(config):
 
 
 def _read_file(cls, path):
+    return {key: _coerce(value, _annotation(cls, key, where), f'{where}: {key}')
+            for key, (value, where) in read_assignments(path).items()}
+
+
+def read_assignments(path):
+    """{key: (value, 'file:line')} of a config file, whatever its keys are; raises ConfigError."""
     try:
         tree = ast.parse(Path(path).read_text(encoding='utf-8'))
     except OSError as error:
@@ -91,13 +105,12 @@ def _read_file(cls, path):
                 and isinstance(node.targets[0], ast.Name)):
             raise ConfigError(f'{where}: a config file holds only `key = value` lines')
         key = node.targets[0].id
-        annotation = _annotation(cls, key, where)
         try:
             value = ast.literal_eval(node.value)
         except ValueError as error:
             raise ConfigError(f'{where}: the value of {key} must be a plain literal, '
                               f'not an expression') from error
-        given[key] = _coerce(value, annotation, f'{where}: {key}')
+        given[key] = value, where
     return given
 
 

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import zlib
 from pathlib import Path
 
 
@@ -39,9 +40,20 @@ def _download(name, patterns, revision):
                                       allow_patterns=list(patterns)))
     except Exception as error:  # the hub raises many kinds, of its own and of its HTTP client
         reason = str(error).strip().split('\n')[0]
-        raise DataError(f'cannot get the dataset {name} from the hub ({type(error).__name__}: '
-                        f'{reason}); check the name and the network, or give a local file'
-                        ) from error
+        raise DataError(f'there is no file or folder {name}, and getting the dataset {name} from '
+                        f'the hub failed ({type(error).__name__}: {reason}); check the name and '
+                        f'the network') from error
+
+
+def require_text(value, what):
+    """`value` if it is a string that can be written as UTF-8; raises DataError naming `what`."""
+    if not isinstance(value, str):
+        raise DataError(f'{what} is not text but {type(value).__name__}')
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f'{what} is not valid Unicode: {error.reason}') from None
+    return value
 
 
 def read_rows(path):
@@ -59,36 +71,39 @@ def read_rows(path):
             yield from _parquet_rows(path)
             return
         opener = gzip.open if path.suffix == '.gz' else open
-        with opener(path, 'rt', encoding='utf-8', newline='' if kind == '.csv' else None) as file:
+        newline = '' if kind == '.csv' else None
+        with opener(path, 'rt', encoding='utf-8-sig', newline=newline) as file:
             if kind == '.jsonl':
                 yield from _jsonl_rows(path, file)
             elif kind == '.json':
                 yield from _json_list(path, file)
             elif kind == '.csv':
                 reader = csv.reader(file)
-                for row in reader:
+                for row in filter(None, reader):  # no blank lines
                     yield f'{path}:{reader.line_num}', row
             else:
                 raise DataError(f'{path}: unknown kind of file; .json, .jsonl, .csv and .parquet '
                                 f'are read, each also with .gz')
-    except (OSError, UnicodeDecodeError, EOFError) as error:
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error, csv.Error) as error:
         raise DataError(f'cannot read {path}: {error}') from error
 
 
 def count_rows(paths):
     """About how many rows `read_rows` will give, for a progress bar; a .json list is parsed."""
-    total = 0
-    for path in map(Path, paths):
-        if '.parquet' in path.suffixes:
-            import pyarrow.parquet
-            total += pyarrow.parquet.read_metadata(path).num_rows
-        elif '.json' in path.suffixes:
-            total += sum(1 for _ in read_rows(path))
-        else:
-            opener = gzip.open if path.suffix == '.gz' else open
-            with opener(path, 'rb') as file:
-                total += sum(block.count(b'\n') for block in iter(lambda: file.read(1 << 20), b''))
-    return total
+    return sum(_count(Path(path)) for path in paths)
+
+
+def _count(path):
+    if '.parquet' in path.suffixes:
+        return _open_parquet(path).metadata.num_rows
+    if '.json' in path.suffixes:
+        return sum(1 for _ in read_rows(path))
+    opener = gzip.open if path.suffix == '.gz' else open
+    try:
+        with opener(path, 'rb') as file:
+            return sum(block.count(b'\n') for block in iter(lambda: file.read(1 << 20), b''))
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f'cannot read {path}: {error}') from error
 
 
 def _jsonl_rows(path, file):
@@ -114,15 +129,18 @@ def _json_list(path, file):
         yield f'{path}: row {number}', row
 
 
-def _parquet_rows(path):
+def _open_parquet(path):
     import pyarrow
     import pyarrow.parquet
-    number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f'{path}: row {number}', row
-    except pyarrow.ArrowException as error:
+        return pyarrow.parquet.ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f'{path}: not a readable parquet file: {error}') from error
+
+
+def _parquet_rows(path):
+    number = 0
+    for batch in _open_parquet(path).iter_batches():
+        for row in batch.to_pylist():
+            number += 1
+            yield f'{path}: row {number}', row

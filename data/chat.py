@@ -5,7 +5,7 @@ that says whether it is learnt. Neighbouring text is encoded at once, but never 
 the flag: prompt and answer meet at the same token boundary in training as in generation.
 """
 
-from data import DataError
+from data import DataError, require_text
 
 ROLES = ('system', 'user', 'assistant')
 
@@ -50,8 +50,7 @@ def _check(messages):
     for message in messages:
         if message.get('role') not in ROLES:
             raise DataError(f'role {message.get("role")!r}; the roles are {", ".join(ROLES)}')
-        if not isinstance(message.get('content'), str):
-            raise DataError(f'the content of a {message["role"]} message is not text')
+        require_text(message.get('content'), f'the content of a {message["role"]} message')
     if not any(m['role'] == 'assistant' and m['content'].strip() for m in messages):
         raise DataError('no answer: there is no assistant message with text')
 

@@ -94,7 +94,11 @@ def _tokenize(files, rows, encode, folder, settings, on_bad_row, workers):
                 learnt.write(bytes(1))
         np.save(part / 'offsets.npy', np.asarray(offsets, dtype=np.int64))
         (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
-        os.rename(part, folder)
+        try:
+            os.rename(part, folder)
+        except OSError:  # another run may have made the same cache meanwhile
+            if not folder.exists():
+                raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -124,6 +128,8 @@ class _Guarded:
             return self.encode(row)
         except DataError as error:
             return DataError(f'{place}: {error}')
+        except (KeyError, TypeError, AttributeError) as error:
+            return DataError(f'{place}: not the fields of its format: {error!r}')
 
 
 def _keep(function):

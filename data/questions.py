@@ -10,7 +10,7 @@ import string
 from dataclasses import dataclass
 from pathlib import Path
 
-from data import DataError, fetch, read_rows
+from data import DataError, fetch, read_rows, require_text
 
 HEADER = 'The following are multiple choice questions (with answers) about {}.\n\n'
 LETTERS = string.ascii_uppercase
@@ -82,7 +82,11 @@ def load_task(name, scoring='letters', *, shots=0, limit=None, revision=None, on
             raise DataError(f'no task, file or folder {name!r}; the tasks are {", ".join(TASKS)}, '
                             f'each also as task:folder')
     source = place or task.hub
-    questions, bad = _read(task, fetch(source, task.test, revision), scoring, on_bad_row, limit)
+    files = fetch(source, task.test, revision)
+    if task is GENERIC and Path(source).is_dir():
+        solved_files = {f for pattern in task.shots for f in Path(source).glob(pattern)}
+        files = [file for file in files if file not in solved_files]
+    questions, bad = _read(task, files, scoring, on_bad_row, limit)
     if not questions:
         raise DataError(f'{source} has no questions ({len(bad)} bad rows)')
     solved = {}
@@ -118,8 +122,10 @@ def _read(task, files, scoring, on_bad_row, limit):
                 if _is_csv_header(row):
                     continue
                 questions.append(_to_question(row, task, file, place, scoring, len(questions)))
-            except DataError as error:
-                message = str(error) if place in str(error) else f'{place}: {error}'
+            except (DataError, KeyError, TypeError, AttributeError) as error:
+                message = str(error) if isinstance(error, DataError) else (
+                    f'not the fields of its format: {error!r}')
+                message = message if place in message else f'{place}: {message}'
                 if on_bad_row == 'stop':
                     raise DataError(f'{message}; --on_bad_row=skip leaves such rows out') from None
                 bad.append(message)
@@ -130,7 +136,7 @@ def _to_question(row, task, file, place, scoring, number):
     text, choices, answer = parse_row(row)
     subject = task.subject
     if isinstance(row, dict):
-        subject = row.get('subject') or row.get('category') or subject
+        subject = str(row.get('subject') or row.get('category') or subject)
         number = row.get('id', row.get('ind', number))
     elif match := re.match(r'(.+?)_(?:test|dev|val)\.csv', file.name):
         subject = match[1]
@@ -148,7 +154,7 @@ def parse_row(row):
     """(question, choices, index of the answer) of a row in any known schema; raises DataError.
 
     list of strings                     MMLU's headerless csv: question, options, letter
-    endings, ctx_a, ctx_b, label        HellaSwag, cleaned in the usual way
+    endings, ctx_a, ctx_b, label        HellaSwag, cleaned as usual, then stripped of outer spaces
     choices: {text, label}, answerKey   ARC on the hub: 3 to 5 options, letters or digits
     question: {stem, choices}           ARC as first published
     question, choices, answer           MMLU on the hub and generic: index or letter
@@ -177,11 +183,12 @@ def parse_row(row):
     else:
         question, choices, answer = row.get('question'), row.get('choices'), row.get('answer')
         labels = LETTERS
-    if not isinstance(question, str) or not question.strip():
+    if not question or not require_text(question, 'the question').strip():
         raise DataError('no question')
     if not isinstance(choices, (list, tuple)) or not 2 <= len(choices) <= len(LETTERS):
         raise DataError(f'a question needs 2 to {len(LETTERS)} choices')
-    return question.strip(), [str(c).strip() for c in choices], _index(answer, labels, len(choices))
+    choices = [require_text(str(choice), 'a choice').strip() for choice in choices]
+    return question.strip(), choices, _index(answer, labels, len(choices))
 
 
 def _index(answer, labels, n):

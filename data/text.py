@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from data import DataError, fetch, read_rows
+from data import DataError, fetch, read_rows, require_text
 from data.packing import tokenize_once
 
 PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt')
@@ -20,8 +20,8 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, cache_di
 
     def encode(row):
         text = row.get('text') if isinstance(row, dict) else None
-        if not isinstance(text, str) or not text.strip():
-            raise DataError('a row of text needs a "text" field that is not empty')
+        if not require_text(text, 'the field "text"').strip():
+            raise DataError('the field "text" is empty')
         ids = tokenizer.encode(text) + [tokenizer.eos_id]
         pieces = [bos + ids[i:i + step] for i in range(0, len(ids), step)]
         return [(piece, [0] * len(bos) + [1] * (len(piece) - len(bos))) for piece in pieces]

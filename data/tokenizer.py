@@ -20,9 +20,10 @@ LLAMA3_NAMES = {0: '<|begin_of_text|>', 1: '<|end_of_text|>', 4: '<|finetune_rig
                 10: '<|python_tag|>'}
 # Gemma's file declares these as user-defined symbols, which sentencepiece finds inside any text
 GEMMA_CONTROLS = rb'<start_of_turn>|<end_of_turn>|<mask>|<2mass>|\[@BOS@\]|<unused\d+>'
-# tiktoken's regular expression recurses on long runs without a break; whitespace and other
-# characters are cut into pieces of at most this many
+# tiktoken's regular expression recurses on long runs without a break, so a run of more than this
+# many spaces, or of other characters, is cut
 LONGEST_RUN = 25_000
+LONG_RUN = rf'\S{{{LONGEST_RUN}}}(?=\S)|\s{{{LONGEST_RUN}}}(?=\s)'
 
 
 class TiktokenTokenizer:
@@ -48,8 +49,8 @@ class TiktokenTokenizer:
 
     def encode(self, text, start=True):
         """Ids of plain text, no BOS. `start` makes no difference here."""
-        pieces = re.findall(rf'\s{{1,{LONGEST_RUN}}}|\S{{1,{LONGEST_RUN}}}', text) \
-            if _has_long_run(text) else [text]
+        cuts = [m.end() for m in re.finditer(LONG_RUN, text)] if len(text) > LONGEST_RUN else []
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         return [i for piece in pieces for i in self._encoding.encode_ordinary(piece)]
 
     def decode(self, ids, start=True):
@@ -130,14 +131,11 @@ def load_tokenizer(folder):
                     'repository (for Llama 3 it is original/tokenizer.model)')
         raise DataError(f'{folder} has no tokenizer.model{hint}')
     raw = found[0].read_bytes()
+    if not raw:
+        raise DataError(f'{found[0]} is empty; download it again')
     tiktoken_like = re.match(rb'[A-Za-z0-9+/]+=* \d+\r?\n', raw)
     tokenizer = (TiktokenTokenizer if tiktoken_like else SentencePieceTokenizer)(found[0])
     tokenizer.fingerprint = hashlib.sha256(raw).hexdigest()[:16]
     if tokenizer.bos_id < 0 or tokenizer.eos_id < 0:
         raise DataError(f'{found[0]}: the model has no BOS or no EOS token')
     return tokenizer
-
-
-def _has_long_run(text):
-    return len(text) > LONGEST_RUN and re.search(
-        rf'\s{{{LONGEST_RUN}}}|\S{{{LONGEST_RUN}}}', text) is not None
