@@ -1116,7 +1116,8 @@ def bad_command_lines(folder, tmp_path):
         ([*run, '--betas=0.9,1.0'], 'each must be at least 0 and less than 1'),
         ([*run, '--max_length=600', '--pack_len=600'], 'the context of'),
         ([*run, '--eval_tasks=nothing'], "no task, file or folder 'nothing'"),
-        ([*run, f'--out_dir={folder / "base"}'], 'is the folder of the model itself'),
+        ([*run, f'--out_dir={folder / "base"}'], 'itself'),
+        ([*run, f'--out_dir={folder}', '--overwrite'], 'itself'),
         ([*run, f'--out_dir={folder / "tuned_ls01"}'], 'holds a finished run'),
     ]
 

@@ -121,8 +121,8 @@ def check(cfg):
         raise ConfigError(f'attn_dropout = {cfg.attn_dropout} does not work with FlexAttention; '
                           f"set attention = 'explicit' or attn_dropout = 0")
     out_dir = Path(cfg.out_dir)
-    if out_dir.exists() and Path(cfg.model).exists() and out_dir.samefile(cfg.model):
-        raise ConfigError(f'out_dir = {cfg.out_dir} is the folder of the model itself')
+    if Path(cfg.model).is_dir() and Path(cfg.model).resolve().is_relative_to(out_dir.resolve()):
+        raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
     if any(out_dir.glob('model*.safetensors')) and not (cfg.overwrite or cfg.dry_run):
         raise ConfigError(f'{cfg.out_dir} holds a finished run; choose another --out_dir, or '
                           f'--overwrite to replace it')
