@@ -259,12 +259,15 @@ RENDERED = {
               '<end_of_turn>\n<start_of_turn>model\n{jumps<end_of_turn>}\n'),
     'mistral': ('mistral', '<s>[INST] Be brief.\n\nThe sky?[/INST]{ It is blue.</s>}[INST] fox <|'
                 '[/INST]{ \njumps</s>}'),
+    'mistral as text': ('llama2', '<s>[INST] Be brief.\n\nThe sky? [/INST]{ It is blue.</s>} '
+                        '[INST] fox <| [/INST]{ \njumps</s>}'),
 }
 
 
-@pytest.mark.parametrize('template', chat.TEMPLATES)
+@pytest.mark.parametrize('template', RENDERED)
 def test_templates_and_masks(tokenizers, template):
     kind, expected = RENDERED[template]
+    template = template.removesuffix(' as text')
     tokenizer = tokenizers[kind]
     ids, learnt = chat.encode_conversation(MESSAGES, tokenizer, template)
     shown = ''

@@ -98,12 +98,13 @@ def mistral(messages, tokenizer):
     """
     opening = tokenizer.control_ids.get('[INST]', '[INST]')
     closing = tokenizer.control_ids.get('[/INST]', ' [/INST]')
-    for message in _system_into_user(messages):
+    for i, message in enumerate(_system_into_user(messages)):
         if message['role'] == 'assistant':
             yield ' ' + message['content'], True
             yield tokenizer.eos_id, True
         else:
-            yield opening, False
+            # as text, a later turn begins with the space that its tokenizer puts before any text
+            yield ' [INST]' if i > 0 and opening == '[INST]' else opening, False
             yield ' ' + message['content'], False
             yield closing, False
 
