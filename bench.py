@@ -9,7 +9,6 @@ Each prints a table and writes it to out/bench_<name>.json.
 
 import importlib.metadata
 import json
-import os
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from configs import ConfigError, load_config
+from evaluate import write_text
 from fused_ce import smoothed_cross_entropy
 
 
@@ -211,14 +211,6 @@ def versions():
     return found
 
 
-def write_json(path, content):
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = path.with_name(path.name + '.tmp')
-    partial_file.write_text(json.dumps(content, indent=1) + '\n', encoding='utf-8')
-    os.replace(partial_file, path)
-
-
 BENCHMARKS = {'ce': bench_ce}
 
 
@@ -231,8 +223,9 @@ def main(argv):
         sys.exit('error: bench.py needs a CUDA device, and there is none')
     print(', '.join(f'{key} {value}' for key, value in versions().items()))
     tables = BENCHMARKS[name](config)
-    path = f'out/bench_{name}.json'
-    write_json(path, {'versions': versions(), 'tables': tables})
+    path = Path(f'out/bench_{name}.json')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps({'versions': versions(), 'tables': tables}, indent=1) + '\n')
     print(f'wrote {path}')
 
 

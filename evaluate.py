@@ -210,6 +210,7 @@ def evaluate_task(model, tokenizer, name, task, cfg):
     task: (questions, shots by subject, bad rows), as `load_task` gives them
     """
     questions, solved, bad = task
+    bad = list(bad)
     context = model.config.max_position_embeddings
     max_length = min(cfg.max_length or context, context)
     kept, tokenised, fewer, prefixes = [], [], 0, {}
@@ -276,11 +277,13 @@ def summarize(samples):
             'mass': float(np.mean([s['mass'] for s in samples]))}
 
 
-def evaluate(model, tokenizer, cfg, out_dir):
-    """Scores every task of `cfg`, writes the files into `out_dir`, returns the results dict."""
+def evaluate(model, tokenizer, tasks, cfg, out_dir):
+    """Scores `tasks`, as `load_tasks(cfg)` gives them; returns the results dict.
+
+    Writes results.json, samples-<task>.jsonl and reliability.png into `out_dir`.
+    """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
-    tasks = load_tasks(cfg)
     results = {'config': asdict(cfg), 'distribution': f'{cfg.scoring}, {cfg.norm}',
                'versions': {'python': platform.python_version(), 'torch': torch.__version__,
                             'numpy': np.__version__},
@@ -424,11 +427,11 @@ def main(argv):
     if cfg.add_bos is None:
         cfg = replace(cfg, add_bos=trained_with_bos(folder))
     tokenizer = load_model_tokenizer(folder)
-    load_tasks(cfg)  # whatever is wrong with them is said before the model is loaded
+    tasks = load_tasks(cfg)  # whatever is wrong with them is said before the model is loaded
     model = models.load(folder, device, pick_dtype(cfg.dtype, device))
     local = Path(cfg.model).is_dir()
     out_dir = cfg.out_dir or (folder if local else Path('out/eval') / cfg.model.replace('/', '--'))
-    results = evaluate(model, tokenizer, cfg, out_dir)
+    results = evaluate(model, tokenizer, tasks, cfg, out_dir)
     for name, result in results['tasks'].items():
         rows = [('pooled', result['pooled'])]
         if len(result['subjects']) > 1:

@@ -55,10 +55,10 @@ WINDOWED = {'sliding_window'}
 GEMMA_ONLY = {'layer_types', 'query_pre_attn_scalar', 'attn_logit_softcapping',
               'final_logit_softcapping'}
 FOREIGN = {'llama': WINDOWED | GEMMA_ONLY, 'mistral': GEMMA_ONLY, 'gemma2': set()}
-# what transformers assumes when a config.json leaves the key out
+# what transformers assumes when a config.json leaves the key out, beside ModelConfig's defaults
 DEFAULTS = {
-    'llama': {'num_key_value_heads': None, 'tie_word_embeddings': False},
-    'mistral': {'num_key_value_heads': 8, 'tie_word_embeddings': False, 'sliding_window': 4096,
+    'llama': {},
+    'mistral': {'num_key_value_heads': 8, 'sliding_window': 4096,
                 'max_position_embeddings': 131072},
     'gemma2': {'num_key_value_heads': 4, 'tie_word_embeddings': True, 'sliding_window': 4096,
                'head_dim': 256, 'query_pre_attn_scalar': 256, 'max_position_embeddings': 8192,

@@ -129,7 +129,7 @@ def check(cfg):
 
 
 class TrainingError(RuntimeError):
-    """The run cannot go on; the message says where it stopped and what is left on disk."""
+    """The run cannot go on; the message says at which step it stopped and why."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -247,13 +247,13 @@ def train(cfg):
     if cfg.max_length > context:
         raise ConfigError(f'max_length = {cfg.max_length}, but the context of {cfg.model} is '
                           f'{context} tokens')
-    load_tasks(eval_config(cfg, folder, out_dir))  # what is wrong with them is said before training
+    tasks = load_tasks(eval_config(cfg, folder, out_dir))  # what is wrong there is said first
     sequences, kept, held_out = load_sequences(cfg, tokenizer)
     results = {}
     if not cfg.dry_run:
         clear(out_dir)
     if cfg.eval_tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
-        results['before'] = report(cfg, folder, tokenizer, device, out_dir / 'before')
+        results['before'] = report(cfg, folder, tokenizer, tasks, device, out_dir / 'before')
     model = make_model(cfg, folder, device)
     steps = int(len(kept) * cfg.epochs) // cfg.batch_size
     steps = min(steps, cfg.max_steps or steps)
@@ -269,7 +269,7 @@ def train(cfg):
     models.save(model, out_dir, getattr(torch, cfg.save_dtype), folder)
     del model  # the report reads what was saved: the weights that people will use
     if cfg.eval_tasks:
-        results['after'] = report(cfg, out_dir, tokenizer, device, out_dir)
+        results['after'] = report(cfg, out_dir, tokenizer, tasks, device, out_dir)
     return results
 
 
@@ -355,10 +355,10 @@ def save_epoch(cfg, model, epoch, folder):
     os.rename(part, final)
 
 
-def report(cfg, folder, tokenizer, device, out_dir):
+def report(cfg, folder, tokenizer, tasks, device, out_dir):
     """Calibration of the model saved in `folder` on eval_tasks; files go to `out_dir`."""
     model = models.load(folder, device, pick_dtype(cfg.dtype, device))
-    return evaluate(model, tokenizer, eval_config(cfg, folder, out_dir), out_dir)
+    return evaluate(model, tokenizer, tasks, eval_config(cfg, folder, out_dir), out_dir)
 
 
 def eval_config(cfg, folder, out_dir):

@@ -121,7 +121,7 @@ def _read(task, files, scoring, on_bad_row, limit):
                     raise row
                 if _is_csv_header(row):
                     continue
-                questions.append(_to_question(row, task, file, place, scoring, len(questions)))
+                questions.append(_to_question(row, task, file, scoring, len(questions)))
             except (DataError, KeyError, TypeError, AttributeError) as error:
                 message = str(error) if isinstance(error, DataError) else (
                     f'not the fields of its format: {error!r}')
@@ -132,7 +132,7 @@ def _read(task, files, scoring, on_bad_row, limit):
     return questions, bad
 
 
-def _to_question(row, task, file, place, scoring, number):
+def _to_question(row, task, file, scoring, number):
     text, choices, answer = parse_row(row)
     subject = task.subject
     if isinstance(row, dict):
