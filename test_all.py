@@ -19,6 +19,7 @@ import base64
 import dataclasses
 import gzip
 import importlib.util
+import itertools
 import json
 import math
 import random
@@ -45,7 +46,7 @@ import model as models
 import train
 from data import DataError, chat, instruct, packing, questions, text
 from data.tokenizer import load_tokenizer
-from fused_ce import smoothed_cross_entropy, token_log_probs
+from fused_ce import smoothed_cross_entropy, token_log_probs, token_statistics
 
 HERE = Path(__file__).parent
 DEVICES = ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(
@@ -1276,6 +1277,8 @@ def ce_device(request, monkeypatch):
             pytest.skip('the kernel is compiled for the GPU and tested there')
         monkeypatch.setattr(fused_ce, '_use_triton', lambda x: True)
     monkeypatch.setattr(fused_ce, 'BLOCK', 256)     # so that small rows take several blocks
+    if request.param == 'interpreter':
+        monkeypatch.setattr(fused_ce, 'TILE', (16, 64, 32))
     return 'cuda' if request.param == 'cuda' else 'cpu'
 
 
@@ -1345,17 +1348,76 @@ def test_ce_chunks_do_not_matter(ce_device):
         assert_close(parts, whole, 2e-6)
 
 
-def test_ce_default_chunks_fit_the_budget():
-    def rows(n, V, D, dtype=torch.bfloat16, need_dw=True, param=None):
-        weight = torch.empty(V, D, device='meta', dtype=param or dtype)
-        return fused_ce._default_chunk_rows(n, weight, dtype, need_dw)
+CE_MODES = {    # name: options; the space that slices take is cut in ce_slices
+    'chunks': dict(chunk_rows=4),
+    'slices': dict(memory=1),
+    'none': dict(reduction='none', memory=1),
+}
 
-    assert rows(8192, 256000, 2304) == 2048     # four chunks under 1 GiB
-    assert rows(8192, 128256, 4096) == 8192     # one, no larger than two and a float32 dW
-    assert rows(8192, 128256, 4096, need_dw=False) == 4096
-    assert rows(8192, 128256, 4096, param=torch.float32) == 4096
-    assert rows(8193, 256000, 2304) == 1664     # five alike, not four and one token
-    assert rows(0, 32, 8) == 1
+
+@pytest.fixture
+def ce_slices(monkeypatch):
+    """Several slices of the vocabulary in several blocks of tokens, for inputs of test size."""
+    monkeypatch.setattr(fused_ce, 'MIN_SLICE', 64)
+    monkeypatch.setattr(fused_ce, '_slice_shape', lambda n, *_: (max(1, (n + 1) // 2), 64))
+
+
+def ce_mean(hidden, weight, target, mode, **kw):
+    """Mean loss, dh and dW in one of CE_MODES."""
+    hidden.grad = weight.grad = None
+    loss, _ = smoothed_cross_entropy(hidden, weight, target, **CE_MODES[mode], **kw)
+    loss = loss.sum() / (target != -100).sum() if mode == 'none' else loss
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize('mode', CE_MODES)
+@pytest.mark.parametrize('softcap', [None, 5.0])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_ce_modes_agree(ce_device, ce_slices, mode, softcap, dtype):
+    hidden, weight, target = ce_inputs(11, 24, 200, ce_device, dtype, std=3.0)
+    if dtype == torch.bfloat16 and fused_ce._use_triton(torch.empty(0)) and ce_device == 'cpu':
+        pytest.skip('the interpreter cuts bfloat16 off where the GPU rounds')
+    kw = dict(smoothing=0.1, softcap=softcap)
+    exact = ce_reference(hidden, weight, target, **kw)
+    ours = ce_mean(hidden, weight, target, mode, **kw)
+    if dtype == torch.float32:
+        assert_close(ours, exact)
+        return
+    torch_s = ce_reference(hidden, weight, target, dtype=dtype, **kw)
+    limit = 1.6 if mode == 'chunks' else 1.2        # three chunks round dW three times
+    for a, b, c in zip(ours, torch_s, exact, strict=True):
+        assert a.dtype in (dtype, torch.float32) and off(a, c) < limit * off(b, c) + 1e-4
+
+
+def test_ce_chunks_from_memory():
+    def plan(n, V, D, dtype=torch.bfloat16, need_dw=True, param=None, **kw):
+        weight = torch.empty(V, D, device='meta', dtype=param or dtype)
+        options = dict(memory=fused_ce.MEMORY, chunk_rows=None) | kw
+        call = fused_ce._Call(None, None, 0.1, None, dtype, with_gradient=True, **options)
+        return fused_ce._chunk_rows(n, weight, call, need_dw)
+
+    bf16, f32 = torch.bfloat16, torch.float32
+    gemma, llama, mistral = (256000, 2304), (128256, 4096), (32768, 4096)
+    assert plan(8192, *gemma) == (2048, bf16)       # 1.05 GB of logits, four chunks
+    assert plan(8192, *llama) == (4096, bf16)
+    assert plan(8192, *mistral) == (8192, bf16)     # 0.54 GB: all at once
+    assert plan(8192, *gemma, memory=2 ** 29) == (1024, bf16)
+    assert plan(8192, *gemma, memory=2 ** 28)[0] is None        # sixteen chunks: slices
+    assert plan(65536, *gemma, memory=3 * 10 ** 9)[1] == f32    # twelve, and room for a wide sum
+    assert plan(8193, *gemma) == (1664, bf16)       # five alike, not four and one token
+    assert plan(8192, *gemma, param=f32) == (2048, f32)
+    assert plan(8192, *gemma, need_dw=False, memory=2 ** 28) == (512, None)
+    assert plan(8192, *gemma, dtype=torch.float16)[0] is None   # a float32 dW does not fit
+    assert plan(8192, *mistral, dtype=torch.float16) == (8192, f32)
+    assert plan(0, 32, 8) == (1, bf16)
+    for memory in (0, 2 ** 27, 2 ** 29, 2 ** 31):
+        for n, (V, D) in itertools.product((1, 4096, 8192), (gemma, llama, mistral)):
+            weight = torch.empty(V, D, device='meta', dtype=bf16)
+            call = fused_ce._Call(torch.empty(0), None, 0.1, None, bf16, memory, None, True)
+            rows, width = fused_ce._slice_shape(n, weight, call, need_dh=True)
+            assert rows * (2 * D + 2 * width) <= (memory or fused_ce.LOW_MEMORY)
+            assert n <= 8 * rows and (width >= 4096 or width == V)
 
 
 def test_ce_ignored_tokens_are_dropped(ce_device):
@@ -1569,7 +1631,9 @@ def test_ce_upstream_gradient(ce_device):
             assert off(hidden.grad, factor * dh.double()) < 4e-3
             assert off(weight.grad, factor * dw.double()) < 4e-3
             drift = (weight.grad.double() * dw.double()).sum() / dw.double().square().sum()
-            assert abs(drift - factor) <= 1e-3 * abs(factor)
+            # the interpreter cuts bfloat16 off where the GPU rounds
+            limit = 4e-3 if fused_ce._use_triton(torch.empty(0)) else 1e-3
+            assert abs(drift - factor) <= limit * abs(factor)
 
 
 def test_ce_one_gradient_per_token(ce_device):
@@ -1599,7 +1663,7 @@ def test_ce_backward_twice(ce_device, reduction):
     dh, dw = hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
     (loss.sum() * 0.5).backward()
-    assert torch.equal(hidden.grad, dh) and torch.equal(weight.grad, dw)
+    assert off(hidden.grad, dh) < 1e-6 and off(weight.grad, dw) < 1e-6
     loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, reduction=reduction)
     with pytest.raises(RuntimeError, match='no second derivative'):
         torch.autograd.grad(loss.sum(), hidden, create_graph=True)
@@ -1610,8 +1674,9 @@ def test_ce_frozen_inputs_cost_no_product(ce_device, reduction, monkeypatch):
     hidden, weight, target = ce_inputs(5, 16, 40, ce_device)
     loss, dh, dw = ce_reference(hidden, weight, target, smoothing=0.1)
     products = []
-    mm = torch.mm
+    mm, addmm = torch.mm, torch.addmm
     monkeypatch.setattr(torch, 'mm', lambda *a, **kw: products.append(1) or mm(*a, **kw))
+    monkeypatch.setattr(torch, 'addmm', lambda *a, **kw: products.append(1) or addmm(*a, **kw))
 
     def run(train_hidden, train_weight):
         products.clear()
@@ -1730,19 +1795,118 @@ def test_token_log_probs(ce_device, dtype, softcap, monkeypatch):
     z = hidden.detach().double() @ weight.detach().double().T
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     expected = z.log_softmax(1)[rows, tokens]
-    products = []
-    mm_float32 = fused_ce._mm_float32
-    monkeypatch.setattr(fused_ce, '_mm_float32',
-                        lambda h, w: products.append(len(h)) or mm_float32(h, w))
-    for chunk_bytes, chunks in ((2 ** 30, [5]), (2 * 4 * 300, [2, 2, 1]), (1, [1] * 5)):
-        monkeypatch.setattr(fused_ce, 'CHUNK_BYTES', chunk_bytes)
-        products.clear()
+    used = []
+    statistics = fused_ce._statistics
+    monkeypatch.setattr(fused_ce, '_statistics',
+                        lambda h, *a, **kw: used.append(len(h)) or statistics(h, *a, **kw))
+    for chunk_bytes in (2 ** 30, 2 * 4 * 300, 1):       # of the plain path
+        monkeypatch.setattr(fused_ce, 'CPU_CHUNK_BYTES', chunk_bytes)
         log_probs = token_log_probs(hidden, weight, rows, tokens, softcap=softcap)
         assert log_probs.dtype == torch.float32 and not log_probs.requires_grad
         assert (log_probs - expected).abs().max() < 2e-5
-        assert products == chunks       # five hidden rows are in use, each goes through once
+        assert used.pop() == 5      # hidden rows in use, each goes through once
     nothing = token_log_probs(hidden, weight, rows[:0], tokens[:0])
     assert nothing.shape == (0,)
+
+
+@pytest.mark.parametrize('N, D, V', [(1, 8, 5), (7, 31, 300), (40, 64, 300)])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('softcap', [None, 5.0])
+def test_token_statistics(ce_device, N, D, V, dtype, softcap):
+    hidden, weight, target = ce_inputs(N, D, V, ce_device, dtype, std=8.0)
+    hidden, target = hidden.view(N, 1, D), target.view(N, 1)
+    z = hidden.detach().double() @ weight.detach().double().T
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    log_probs = z.log_softmax(-1)
+    ours = token_statistics(hidden, weight, target, smoothing=0.1, softcap=softcap)
+    nll = F.cross_entropy(z.flatten(0, 1), target.flatten(), reduction='none').view(N, 1)
+    loss = F.cross_entropy(z.flatten(0, 1), target.flatten(), reduction='none',
+                           label_smoothing=0.1).view(N, 1)
+    top_logit, top_token = z.max(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    for name, expected in (('loss', loss), ('nll', nll), ('lse', z.logsumexp(-1)),
+                           ('top_logit', top_logit), ('entropy', entropy)):
+        got = getattr(ours, name)
+        assert got.shape == (N, 1) and got.dtype == torch.float32 and not got.requires_grad
+        assert (got - expected).abs().max() < 1e-4, name
+    assert torch.equal(ours.top_token, top_token)
+    equal = torch.zeros_like(weight)
+    ours = token_statistics(hidden, equal, target)      # all logits equal
+    assert ours.top_token.eq(0).all()
+    assert (ours.entropy - math.log(V)).abs().max() < 1e-5
+
+
+def test_token_statistics_by_parts(ce_device, monkeypatch):
+    # float32 weights under autocast are converted a part at a time
+    hidden, weight, target = ce_inputs(9, 32, 300, ce_device)
+    with torch.autocast(ce_device, torch.bfloat16):
+        ours = token_statistics(hidden, weight, target, softcap=5.0)
+    exact = token_statistics(hidden.bfloat16(), weight.bfloat16(), target, softcap=5.0)
+    # the interpreter cuts bfloat16 off where torch rounds
+    limit = 2e-2 if ce_device == 'cpu' and fused_ce._use_triton(torch.empty(0)) else 1e-6
+    assert all(off(a, b) < limit for a, b in zip(ours, exact, strict=True))
+    with pytest.raises(ValueError, match='target 300 is neither'):
+        token_statistics(hidden, weight, torch.full((9,), 300))
+
+
+@pytest.mark.parametrize('reduction', ['mean', 'sum', 'none'])
+def test_ce_token_weight(ce_device, reduction):
+    hidden, weight, target = ce_inputs(9, 16, 40, ce_device)
+    token_weight = torch.rand(9, device=ce_device)
+    token_weight[3] = 0
+    loss, nll = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, reduction=reduction,
+                                       token_weight=token_weight)
+    loss.sum().backward()
+    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    each = F.cross_entropy(h @ w.T, target, label_smoothing=0.1, reduction='none') * token_weight
+    expected = each if reduction == 'none' else each.sum()
+    expected = expected / (target != -100).sum() if reduction == 'mean' else expected
+    expected.sum().backward()
+    assert_close((loss, hidden.grad, weight.grad), (expected, h.grad, w.grad))
+    plain = F.cross_entropy(h @ w.T, target, reduction='none') * token_weight
+    assert off(nll.sum() * (1 if reduction != 'mean' else (target != -100).sum()),
+               plain.sum()) < 1e-5
+    with pytest.raises(ValueError, match='token_weight must have the shape of target'):
+        smoothed_cross_entropy(hidden, weight, target, token_weight=token_weight[:3])
+
+
+def test_ce_target_anywhere(ce_device):
+    hidden, weight, target = ce_inputs(9, 16, 40, ce_device)
+    kw = dict(smoothing=0.1)
+    on_device = ce_ours(hidden, weight, target, **kw)
+    for other in (target.cpu(), target.int(), target.cpu().short()):
+        assert all(map(torch.equal, ce_ours(hidden, weight, other, **kw), on_device))
+    full = target.clamp_min(0)
+    assert all(map(torch.equal, ce_ours(hidden, weight, full, ignore_index=None, **kw),
+                   ce_ours(hidden, weight, full, **kw)))
+    with pytest.raises(ValueError, match='target -100 is neither'):
+        smoothed_cross_entropy(hidden, weight, target.cpu(), ignore_index=None)
+
+
+@pytest.mark.parametrize('device', ['cpu', 'cuda'])
+def test_ce_compiled_step(device):
+    if device == 'cuda' and not torch.cuda.is_available():
+        pytest.skip('needs a CUDA device')
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    body, head = torch.nn.Linear(8, 8, device=device), torch.nn.Linear(8, 50, device=device)
+
+    def step(x, target):
+        loss, nll = smoothed_cross_entropy(body(x).relu(), head.weight, target, smoothing=0.1)
+        return loss * 2, nll
+
+    x = torch.randn(12, 8, device=device)
+    targets = [torch.arange(12).masked_fill(torch.arange(12) < k, -100) for k in (0, 5, 9, 12)]
+    explained = torch._dynamo.explain(step)(x, targets[0])
+    assert explained.graph_break_count == 1
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend='eager')
+    compiled(x, targets[0])
+    with torch.compiler.set_stance('fail_on_recompile'):    # however many tokens are learnt
+        for target in targets:
+            loss, _ = compiled(x, target)
+            assert torch.equal(loss, step(x, target)[0])
+            loss.backward()
 
 
 def test_ce_without_triton(monkeypatch):
@@ -1785,17 +1949,92 @@ def test_ce_more_logits_than_int32():
 
 
 @needs_cuda
-def test_ce_memory():
-    N, D, V = 8192, 256, 65536
-    hidden, weight, target = ce_inputs(N, D, V, 'cuda', torch.bfloat16, ignored=0)
-    logits, gradients = 2 * N * V, 2 * (N + V) * D
-    ce_ours(hidden, weight, target, smoothing=0.1, softcap=30.0, chunk_rows=1024)
+@pytest.mark.parametrize('reduction', ['mean', 'none'])
+def test_ce_never_waits(reduction):
+    hidden, weight, target = ce_inputs(300, 64, 1000, 'cuda', torch.bfloat16)
+    all_learnt, host = target.clamp_min(0), target.cpu()
+    smoothed_cross_entropy(hidden, weight, host, smoothing=0.1)[0].backward()
+    cache = {name: len(kernel.device_caches[0][0]) for name, kernel in vars(fused_ce).items()
+             if hasattr(kernel, 'device_caches')}
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode('error')
+    try:
+        for i, (y, kw) in enumerate(((host, {}), (all_learnt, dict(ignore_index=None)))):
+            loss, nll = smoothed_cross_entropy(hidden, weight, y, smoothing=0.1 + i / 10, **kw,
+                                               softcap=None, reduction=reduction)
+            loss.sum().backward()
+            token_statistics(hidden, weight, host)
+    finally:
+        torch.cuda.set_sync_debug_mode('default')
+    if reduction == 'mean':     # nor is a kernel compiled again for another rate or count
+        for name, count in cache.items():
+            assert count == 0 or len(getattr(fused_ce, name).device_caches[0][0]) == count, name
+
+
+@needs_cuda
+@pytest.mark.parametrize('memory', [fused_ce.MEMORY, 2 ** 29, 0, 'one chunk', 'none'])
+def test_ce_at_full_size(memory):
+    """Gemma 2 2B: memory, and errors against float32 beside torch's own in bfloat16."""
+    N, D, V, softcap = 8192, 2304, 256000, 30.0
+    if torch.cuda.mem_get_info()[0] < 60 * 2 ** 30:
+        pytest.skip('needs 60 GB of GPU memory')
+    hidden, weight, target = ce_inputs(N, D, V, 'cuda', torch.bfloat16, ignored=0, std=3.0)
+    rows, columns = torch.arange(0, N, 61, device='cuda'), torch.arange(0, V, 997, device='cuda')
+    columns = torch.cat([columns, target[:64]])
+    options = {'one chunk': dict(chunk_rows=N), 'none': dict(reduction='none', memory=0)}.get(
+        memory, dict(memory=memory))
+
+    def pick(loss, dh, dw):
+        return loss.detach().double().item(), dh[rows].float(), dw[columns].float()
+
+    def run(loss_of):
+        hidden.grad = weight.grad = None
+        loss = loss_of()
+        loss.backward()
+        return pick(loss, hidden.grad, weight.grad)
+
+    def ours():
+        loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, softcap=softcap,
+                                         **options)
+        return loss.mean()
+
+    def eager():
+        z = softcap * torch.tanh((hidden @ weight.T).float() / softcap)
+        return F.cross_entropy(z, target, label_smoothing=0.1)
+
+    first, again = run(ours), None
     hidden.grad = weight.grad = None
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    ce_ours(hidden, weight, target, smoothing=0.1, softcap=30.0, chunk_rows=1024)
-    extra = torch.cuda.max_memory_allocated() - before - gradients
-    assert extra < logits / 8 + 4 * V * D + 2 * gradients
+    again = run(ours)
+    extra = torch.cuda.max_memory_allocated() - before - hidden.nbytes - weight.nbytes
+    assert first[0] == again[0] and all(map(torch.equal, first[1:], again[1:]))
+    limit = {'one chunk': 2 * N * V, 'none': 0, 0: 0}.get(memory, memory)
+    assert extra < max(limit, 160e6) + 2e6
+    with torch.no_grad():
+        h, w, loss = hidden.float(), weight.float(), 0
+        dh = torch.zeros(len(rows), D, device='cuda')
+        dw = torch.zeros(len(columns), D, device='cuda')
+        for start in range(0, N, 512):
+            y = target[start:start + 512, None]
+            z = softcap * torch.tanh(h[start:start + 512] @ w.T / softcap)
+            log_probs = z.log_softmax(1)
+            label = log_probs.gather(1, y)
+            loss -= (0.9 * label.sum() + 0.1 * log_probs.mean(1).sum()).double() / N
+            g = log_probs.exp_().sub_(0.1 / V)
+            g.scatter_add_(1, y, torch.full_like(y, -0.9, dtype=torch.float32))
+            g *= (1 - (z / softcap) ** 2) / N
+            dw += g[:, columns].T @ h[start:start + 512]
+            here = (rows >= start) & (rows < start + 512)
+            dh[here] = g[rows[here] - start] @ w
+        exact = loss.item(), dh, dw
+    theirs = run(eager)
+    assert abs(first[0] - exact[0]) <= 1.1 * abs(theirs[0] - exact[0]) + 1e-6
+    assert off(first[1], exact[1]) <= 1.1 * off(theirs[1], exact[1])
+    # dW of four and eight chunks is rounded as often; see _chunk_rows
+    dw_limit = {fused_ce.MEMORY: 1.5, 2 ** 29: 1.7}.get(memory, 1.1)
+    assert off(first[2], exact[2]) <= dw_limit * off(theirs[2], exact[2])
 
 
 # ------------------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ class TrainConfig:
     smoothing: float = 0.0                    # mass of the target spread over the vocabulary
     loss_reduction: Literal['token', 'sequence'] = 'token'  # mean over the step's tokens, or the
     #                                           mean of sequence means, as in older recipes
+    loss_memory: int | None = None            # MB of work space for the loss: fewer are slower;
+    #                                           None: 1100 on a GPU, 0: the least
     # optimizer
     epochs: float = 2.0
     max_steps: int | None = None              # stop earlier; the schedule is set to end there
@@ -107,7 +109,7 @@ def check(cfg):
                   'max_steps', 'eval_limit', 'eval_batch_rows')
     require_range(cfg, 2, math.inf, 'pack_len', 'max_length', 'eval_pack_len')
     require_range(cfg, 0, math.inf, 'val_size', 'workers', 'eval_shots', 'epochs', 'lr', 'eps',
-                  'weight_decay', 'grad_clip', 'seed')
+                  'weight_decay', 'grad_clip', 'seed', 'loss_memory')
     if not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f'betas = {cfg.betas}; each must be at least 0 and less than 1')
     require_range(cfg, 0, 1, 'smoothing', 'warmup', 'final_lr', 'attn_dropout', 'resid_dropout')
@@ -191,23 +193,20 @@ def forward_loss(model, packed, cfg, device, backward):
                 if pick_dtype(cfg.dtype, device) == torch.bfloat16 else contextlib.nullcontext())
     n_targets = int((packed['targets'] >= 0).sum())
     weights = sequence_weights(packed) if cfg.loss_reduction == 'sequence' else None
+    memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
     total = torch.zeros(2, device=device)
     for i in range(0, len(packed['tokens']), cfg.micro_rows):
         rows = slice(i, i + cfg.micro_rows)
-        tokens, positions, ends, targets = (
-            torch.from_numpy(packed[key][rows]).to(device, non_blocking=True)
-            for key in ('tokens', 'positions', 'ends', 'targets'))
+        tokens, positions, ends = (torch.from_numpy(packed[key][rows]).to(device, non_blocking=True)
+                                   for key in ('tokens', 'positions', 'ends'))
+        targets = torch.from_numpy(packed['targets'][rows])     # best on the CPU
+        options = ({'num_items': n_targets} if weights is None else
+                   {'reduction': 'sum', 'token_weight': torch.from_numpy(weights[rows])})
         with autocast:
-            hidden = model(tokens, positions, ends)
-            options = {'smoothing': cfg.smoothing, 'softcap': model.config.final_logit_softcapping}
-            if weights is None:
-                loss, nll = smoothed_cross_entropy(hidden, model.head, targets,
-                                                   num_items=n_targets, **options)
-            else:
-                weight = torch.from_numpy(weights[rows]).to(device)
-                losses, nlls = smoothed_cross_entropy(hidden, model.head, targets,
-                                                      reduction='none', **options)
-                loss, nll = (losses * weight).sum(), (nlls * weight).sum()
+            loss, nll = smoothed_cross_entropy(model(tokens, positions, ends), model.head, targets,
+                                               smoothing=cfg.smoothing,
+                                               softcap=model.config.final_logit_softcapping,
+                                               memory=memory, **options)
         if backward:
             loss.backward()
         total += torch.stack((loss.detach(), nll))
