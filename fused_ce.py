@@ -485,7 +485,8 @@ def _row_sums(logits, call, target, z_y, lse, sum_z):
     smoothed = call.smoothing > 0
     if _use_triton(logits):
         _row_sums_kernel[(n,)](logits, target, z_y, lse, sum_z, V, call.softcap,
-                               SMOOTHED=smoothed, TANH=_tanh(logits),
+                               SMOOTHED=smoothed, BOUNDED=_bounded(call.softcap),
+                               TANH=_tanh(logits),
                                BLOCK=min(BLOCK, triton.next_power_of_2(V)), num_warps=4)
         return
     z = logits.float() if call.softcap is None else _capped(logits.float(), call.softcap)
@@ -538,6 +539,11 @@ def _tanh(logits, exact=False):
     return 'fast' if logits.dtype == torch.bfloat16 and not exact else 'exact'
 
 
+def _bounded(softcap):
+    """Whether exp(z - softcap) stays in float32's range, so that no maximum has to be found."""
+    return softcap is not None and softcap <= 40
+
+
 def _statistics_triton(hidden, weight, target, z_y, softcap, exact, full):
     """_Statistics by a product whose programs each keep a block of tokens and walk over logits."""
     n, (V, D) = len(hidden), weight.shape
@@ -560,6 +566,7 @@ def _statistics_triton(hidden, weight, target, z_y, softcap, exact, full):
             TensorDescriptor.from_tensor(w, [columns, depth]),
             target, z_y, sums, top, n, D, len(w), first, per_split, splits * n, softcap,
             FULL=full, ROUND=None if exact else _TL_DTYPES[hidden.dtype],
+            BOUNDED=_bounded(softcap) and not full,
             # the interpreter would multiply the bits of bfloat16
             FACTOR=_TL_DTYPES[hidden.dtype if hidden.is_cuda else torch.float32],
             TANH=_tanh(hidden, exact), ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=8,
@@ -614,7 +621,7 @@ if triton is not None:
 
     @triton.jit
     def _row_sums_kernel(logits, target, z_y, lse, sum_z, V, softcap, SMOOTHED: tl.constexpr,
-                         TANH: tl.constexpr, BLOCK: tl.constexpr):
+                         BOUNDED: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr):
         """One program per row of logits."""
         row = tl.program_id(0).to(tl.int64)     # row * V passes 2**31
         logits += row * V
@@ -622,7 +629,7 @@ if triton is not None:
         label_z = tl.load(z_y + row)
         # The maximum starts finite, so that a block of -inf gives no inf - inf. The sums stay
         # spread over the block until the end.
-        maximum = -3.0e38
+        maximum = softcap if BOUNDED else -3.0e38
         exps = tl.zeros([BLOCK], tl.float32)
         zs = tl.zeros([BLOCK], tl.float32)
         for i in tl.range(0, V, BLOCK, num_stages=3):
@@ -630,16 +637,15 @@ if triton is not None:
             z = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
             if softcap is not None:
                 z = _tanh_of(z * (1 / softcap), TANH) * softcap
-            if (y >= i) & (y < i + BLOCK):
-                z = tl.where(j == y, label_z, z)
+            z = tl.where(j == y, label_z, z)    # no branches, or loads would not be pipelined
             if SMOOTHED:
-                zs += z     # past the end it is 0
-            if i + BLOCK > V:
-                z = tl.where(j < V, z, float('-inf'))
-            new_maximum = tl.maximum(maximum, tl.max(z))
-            exps = (exps * tl.exp2((maximum - new_maximum) * LOG2E)
-                    + tl.exp2((z - new_maximum) * LOG2E))
-            maximum = new_maximum
+                zs += z         # past the end it is 0
+            z = tl.where(j < V, z, float('-inf'))
+            if not BOUNDED:
+                new_maximum = tl.maximum(maximum, tl.max(z))
+                exps *= tl.exp2((maximum - new_maximum) * LOG2E)
+                maximum = new_maximum
+            exps += tl.exp2((z - maximum) * LOG2E)
         tl.store(lse + row, maximum + tl.log(tl.sum(exps)))
         if SMOOTHED:
             tl.store(sum_z + row, tl.sum(zs))
@@ -650,23 +656,19 @@ if triton is not None:
         """scale * g over a block of one row of logits, which begins at token `first`."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * width
-        start = tl.program_id(1) * BLOCK
-        j = start + tl.arange(0, BLOCK)
+        j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         z = tl.load(logits + j, mask=j < width, other=0.0).to(tl.float32)
         y = tl.load(target + row) - first
-        label_here = (y >= start) & (y < start + BLOCK)
         if softcap is not None:
             tanh = _tanh_of(z * (1 / softcap), TANH)
             z = tanh * softcap
-        if label_here:
-            z = tl.where(j == y, tl.load(z_y + row), z)
+        z = tl.where(j == y, tl.load(z_y + row), z)
         g = tl.exp2((z - tl.load(lse + row)) * LOG2E)
         # q_y is taken off in float32: as the model learns p_y comes near it, and the rounding of
         # either would drown what is left.
         if SMOOTHED:
             g -= smoothing / V
-        if label_here:
-            g = tl.where(j == y, g - (1 - smoothing), g)
+        g = tl.where(j == y, g - (1 - smoothing), g)
         if softcap is not None:
             g *= 1 - tanh * tanh
         g *= tl.load(scale + row)
@@ -675,7 +677,7 @@ if triton is not None:
     @triton.jit(do_not_specialize=['n', 'tiles_per_split', 'sums_stride'])
     def _statistics_kernel(hidden, weight, target, z_y, sums, top, n, D, V, first, tiles_per_split,
                            sums_stride, softcap, FULL: tl.constexpr, ROUND: tl.constexpr,
-                           FACTOR: tl.constexpr,
+                           BOUNDED: tl.constexpr, FACTOR: tl.constexpr,
                            TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                            DEPTH: tl.constexpr):
         """One program per block of tokens and share of the vocabulary, like a flash attention.
@@ -687,7 +689,7 @@ if triton is not None:
         row = block + tl.arange(0, ROWS)
         y = tl.load(target + row, mask=row < n, other=-1) - first
         label_z = tl.load(z_y + row, mask=row < n, other=0.0)
-        maximum = tl.full([ROWS], -3.0e38, tl.float32)
+        maximum = tl.full([ROWS], softcap if BOUNDED else -3.0e38, tl.float32)
         sum_exp = tl.zeros([ROWS], tl.float32)
         sum_z = tl.zeros([ROWS], tl.float32)
         sum_exp_z = tl.zeros([ROWS], tl.float32)
@@ -704,22 +706,27 @@ if triton is not None:
             if softcap is not None:
                 z = _tanh_of(z * (1 / softcap), TANH) * softcap
             j = start + tl.arange(0, COLUMNS)
-            if tl.max(tl.where((y >= start) & (y < start + COLUMNS), 1, 0)) > 0:
-                z = tl.where(j[None, :] == y[:, None], label_z[:, None], z)
+            if ROUND is not None:
+                if tl.max(tl.where((y >= start) & (y < start + COLUMNS), 1, 0)) > 0:
+                    z = tl.where(j[None, :] == y[:, None], label_z[:, None], z)
             sum_z += tl.sum(z, 1)           # columns past the end are 0
             if start + COLUMNS > V:         # finite, or 0 * -inf would get into sum_exp_z
                 z = tl.where(j[None, :] < V, z, -3.0e38)
-            tile_maximum = tl.max(z, 1)
-            new_maximum = tl.maximum(maximum, tile_maximum)
-            exps = tl.exp2((z - new_maximum[:, None]) * LOG2E)
-            shrunk = tl.exp2((maximum - new_maximum) * LOG2E)
-            sum_exp = sum_exp * shrunk + tl.sum(exps, 1)
+            if not BOUNDED:
+                tile_maximum = tl.max(z, 1)
+                new_maximum = tl.maximum(maximum, tile_maximum)
+                shrunk = tl.exp2((maximum - new_maximum) * LOG2E)
+                sum_exp *= shrunk
+                if FULL:
+                    sum_exp_z *= shrunk
+                    if tl.max(tile_maximum - maximum) > 0:
+                        token = tl.where(z == tile_maximum[:, None], j[None, :], 2147483647)
+                        top_token = tl.where(tile_maximum > maximum, tl.min(token, 1), top_token)
+                maximum = new_maximum
+            exps = tl.exp2((z - maximum[:, None]) * LOG2E)
+            sum_exp += tl.sum(exps, 1)
             if FULL:
-                sum_exp_z = sum_exp_z * shrunk + tl.sum(exps * z, 1)
-                if tl.max(tile_maximum - maximum) > 0:
-                    token = tl.min(tl.where(z == tile_maximum[:, None], j[None, :], 2147483647), 1)
-                    top_token = tl.where(tile_maximum > maximum, token, top_token)
-            maximum = new_maximum
+                sum_exp_z += tl.sum(exps * z, 1)
         sums += split * n + row
         tl.store(sums, maximum, mask=row < n)
         tl.store(sums + sums_stride, sum_exp, mask=row < n)

@@ -383,7 +383,8 @@ def print_sizes(cfg, model, sequences, kept, steps):
           f'{steps} steps of {cfg.batch_size} sequences, about '
           f'{lengths.mean() * cfg.batch_size:,.0f} tokens each')
     print(f'estimated memory: weights, gradients, optimizer {state / 2**30:.1f} GiB, activations '
-          f'{activations / 2**30:.1f} GiB, logits up to 1 GiB')
+          f'{activations / 2**30:.1f} GiB, loss about '
+          f'{(1100 if cfg.loss_memory is None else max(cfg.loss_memory, 156)) / 1000:.1f} GB')
 
 
 # ------------------------------------------------------------------------------------------------
