@@ -152,8 +152,23 @@ def ece(probs, labels, n_bins=10) -> float:
     Naeini et al. 2015. The bins are those of `bins`. The default of 10 follows Zhu et al. 2023, 'On
     the Calibration of Large Language Models and Alignment'; Guo et al. 2017 use 15. In [0, 1].
     """
-    table = bins(probs, labels, n_bins)
-    return _expected_gap(table['count'], table['confidence'], table['accuracy'])
+    return top_label_ece(*_top_label(probs, labels), n_bins)
+
+
+def top_label_ece(confidence, correct, n_bins=10) -> float:
+    """`ece` from the confidence float [N] in [0, 1] and correctness bool [N] of predictions alone.
+
+    For next-token prediction, where nobody keeps the other 256,000 probabilities.
+    """
+    _check_count('n_bins', n_bins)
+    confidence, correct = np.asarray(confidence), np.asarray(correct)
+    if confidence.ndim != 1 or confidence.shape != correct.shape or confidence.size == 0:
+        raise ValueError(f'confidence and correct must be [N] with N >= 1, not of shape '
+                         f'{confidence.shape} and {correct.shape}')
+    for row in np.flatnonzero(~((confidence >= 0) & (confidence <= 1 + SUM_TOLERANCE))):
+        raise ValueError(f'row {row}: confidence is {confidence[row]}, not from 0 to 1')
+    index = _equal_width(confidence, n_bins)
+    return _expected_gap(*_bin_means(index, n_bins, confidence, correct))
 
 
 def mce(probs, labels, n_bins=10) -> float:

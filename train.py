@@ -8,23 +8,31 @@ the calibration report.
 """
 
 import contextlib
+import datetime
+import importlib.util
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import sys
 import time
-from dataclasses import dataclass, field, fields, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
+import metrics
 import model as models
-from configs import ConfigError, dump_config, load_config, override, require_range
+import resume
+from configs import (ConfigError, dump_config, load_config, override, read_assignments,
+                     require_range)
 from data import DataError
 from data.demo import make_world
 from data.instruct import load_conversations
@@ -33,7 +41,9 @@ from data.text import load_text
 from evaluate import (SHORT, EvalConfig, draw_reliability, evaluate, load_model_tokenizer,
                       load_tasks, pick_device, pick_dtype, read_samples, table, task_label,
                       to_arrays, write_text)
-from fused_ce import smoothed_cross_entropy
+from fused_ce import smoothed_cross_entropy, token_statistics
+from optim import AdamW
+from resume import Stopped, TrainingError, rank, world
 
 
 @dataclass
@@ -45,6 +55,11 @@ class TrainConfig:
     attention: Literal['auto', 'flex', 'explicit'] = 'auto'  # auto: flex on CUDA
     attn_dropout: float = 0.0                 # on attention weights; needs attention='explicit'
     resid_dropout: float = 0.0                # on what attention and MLP add to the residual
+    lora: bool = False                        # train adapters, not the weights
+    lora_rank: int = 8
+    lora_alpha: float = 32.0                  # adapters are scaled by alpha / rank
+    lora_dropout: float = 0.1                 # on what enters an adapter
+    lora_targets: tuple[str, ...] = ('q_proj', 'v_proj')  # or k_, o_, gate_, up_, down_proj
     # data
     data: str = 'allenai/tulu-3-sft-mixture'  # a file, a folder, or a hub dataset
     data_revision: str | None = None          # pin it: datasets on the hub change
@@ -78,6 +93,16 @@ class TrainConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0                 # on matrices, not on norms
     grad_clip: float = 1.0                    # largest gradient norm; 0: none
+    # precision and memory
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of weights and products; auto:
+    #                                           bfloat16 on a GPU
+    master: Literal['exact', 'stochastic'] = 'exact'  # how bfloat16 weights are trained: with the
+    #                                           bits that float32 has more, moments and sums of
+    #                                           gradients float32 (14 bytes a weight, 16 with
+    #                                           micro-batches), or all in bfloat16, rounded at
+    #                                           random (8 bytes)
+    checkpoint_activations: bool = False      # compute blocks twice: a quarter slower, less memory
+    compile: bool = True                      # the blocks, on a GPU
     # calibration report
     eval_tasks: tuple[str, ...] = ()          # as in evaluate.py; () for none
     eval_before: bool = True                  # also before training; not for random weights
@@ -89,13 +114,16 @@ class TrainConfig:
     eval_batch_rows: int = 1
     # running
     out_dir: str = 'out/run'
-    overwrite: bool = False                   # replace a finished run in out_dir
+    overwrite: bool = False                   # replace the run in out_dir
+    resume: bool = False                      # go on with the run in out_dir, wherever it stopped
+    save_every: int | None = 500              # steps between checkpoints to go on from; None: only
+    #                                           when a signal stops the run
     checkpoint_epochs: bool = True            # keep the weights of each epoch in epoch-<n>/
     save_dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # of the weights on disk
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: bfloat16 on a GPU
     device: str = 'auto'
     seed: int = 0
     log_every: int = 1                        # steps between printed lines; log.jsonl has them all
+    tracker: Literal['none', 'wandb', 'tensorboard'] = 'none'  # also log there, if installed
     dry_run: bool = False                     # print sizes, do two steps, write no run folder
     # several runs in one: name -> the keys that differ; each has its folder out_dir/name.
     # '{out_dir}' in a string stands for the common folder
@@ -103,16 +131,29 @@ class TrainConfig:
     demo_world: str | None = None             # first generate the demo world into this folder
 
 
+# keys that may differ when a run goes on: the others decide what its weights become
+FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_every', 'tracker',
+             'cache_dir', 'workers', 'checkpoint_epochs', 'save_dtype', 'device', 'eval_batch_rows',
+             'eval_pack_len', 'dry_run', 'runs', 'demo_world'}
+
+
 def check(cfg):
     """Raises ConfigError for a value that no run can use."""
     require_range(cfg, 1, math.inf, 'batch_size', 'micro_rows', 'log_every', 'val_every',
-                  'max_steps', 'eval_limit', 'eval_batch_rows')
+                  'max_steps', 'eval_limit', 'eval_batch_rows', 'save_every', 'lora_rank')
     require_range(cfg, 2, math.inf, 'pack_len', 'max_length', 'eval_pack_len')
     require_range(cfg, 0, math.inf, 'val_size', 'workers', 'eval_shots', 'epochs', 'lr', 'eps',
-                  'weight_decay', 'grad_clip', 'seed', 'loss_memory')
+                  'weight_decay', 'grad_clip', 'seed', 'loss_memory', 'lora_alpha')
     if not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f'betas = {cfg.betas}; each must be at least 0 and less than 1')
-    require_range(cfg, 0, 1, 'smoothing', 'warmup', 'final_lr', 'attn_dropout', 'resid_dropout')
+    require_range(cfg, 0, 1, 'smoothing', 'warmup', 'final_lr', 'attn_dropout', 'resid_dropout',
+                  'lora_dropout')
+    if cfg.lora and (not cfg.lora_targets or set(cfg.lora_targets) - set(models.LORA_TARGETS)):
+        raise ConfigError(f'lora_targets = {cfg.lora_targets}; wanted some of '
+                          f'{", ".join(models.LORA_TARGETS)}')
+    if cfg.lora and cfg.from_scratch:
+        raise ConfigError('lora = True trains adapters of a model that knows something; '
+                          'from_scratch = True has none')
     if cfg.pack_len < cfg.max_length:
         raise ConfigError(f'pack_len = {cfg.pack_len} is shorter than max_length = '
                           f'{cfg.max_length}: a sequence must fit into a row')
@@ -122,16 +163,29 @@ def check(cfg):
     if cfg.attn_dropout and (cfg.attention == 'flex' or cuda and cfg.attention == 'auto'):
         raise ConfigError(f'attn_dropout = {cfg.attn_dropout} does not work with FlexAttention; '
                           f"set attention = 'explicit' or attn_dropout = 0")
+    if cfg.tracker != 'none' and not importlib.util.find_spec(cfg.tracker):
+        raise ConfigError(f"tracker = '{cfg.tracker}', which is not installed: "
+                          f'pip install {cfg.tracker}')
     out_dir = Path(cfg.out_dir)
     if Path(cfg.model).is_dir() and Path(cfg.model).resolve().is_relative_to(out_dir.resolve()):
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
-    if any(out_dir.glob('model*.safetensors')) and not (cfg.overwrite or cfg.dry_run):
-        raise ConfigError(f'{cfg.out_dir} holds a finished run; choose another --out_dir, or '
-                          f'--overwrite to replace it')
-
-
-class TrainingError(RuntimeError):
-    """The run cannot go on; the message says at which step it stopped and why."""
+    if cfg.resume and cfg.overwrite:
+        raise ConfigError('resume goes on with the run in out_dir, overwrite removes it: one of '
+                          'the two')
+    if cfg.resume and (out_dir / 'train_config.py').exists():
+        before = read_assignments(out_dir / 'train_config.py')
+        for key, value in asdict(cfg).items():
+            if key not in FREE_KEYS and key in before and before[key][0] != value:
+                raise ConfigError(f'resume: {out_dir} was begun with {key} = {before[key][0]!r}, '
+                                  f'not {value!r}; go on with that, or --overwrite to begin anew')
+    if not (cfg.resume or cfg.overwrite or cfg.dry_run):
+        if any(out_dir.glob('model*.safetensors')):
+            raise ConfigError(f'{cfg.out_dir} holds a finished run; choose another --out_dir, or '
+                              f'--overwrite to replace it')
+        if resume.checkpoints(out_dir):
+            raise ConfigError(f'{cfg.out_dir} holds a run that was interrupted after step '
+                              f'{list(resume.checkpoints(out_dir))[-1]}; --resume goes on with it, '
+                              f'--overwrite begins anew')
 
 
 # ------------------------------------------------------------------------------------------------
@@ -184,42 +238,85 @@ def sequence_weights(packed):
     return weights
 
 
-def forward_loss(model, packed, cfg, device, backward):
-    """(smoothed loss, NLL) of packed rows as floats, over micro-batches; gradients if `backward`.
+def micro_batches(packed, cfg, device):
+    """This process's share of packed rows, micro_rows at a time, as tensors.
+
+    Yields (the rows' indices, inputs of the model on `device`, targets on the CPU, where the loss
+    wants them).
+    """
+    rows = np.arange(rank(), len(packed['tokens']), world())
+    for i in range(0, len(rows), cfg.micro_rows):
+        some = rows[i:i + cfg.micro_rows]
+        inputs = [torch.from_numpy(packed[key][some]) for key in ('tokens', 'positions', 'ends')]
+        if device.startswith('cuda'):   # from pinned memory the host need not wait
+            inputs = [x.pin_memory().to(device, non_blocking=True) for x in inputs]
+        yield some, inputs, torch.from_numpy(packed['targets'][some])
+
+
+def rows_multiple(cfg, device):
+    """What the number of packed rows must be a multiple of: shapes are compiled once."""
+    return world() * (cfg.micro_rows if device.startswith('cuda') else 1)
+
+
+def forward_backward(model, packed, cfg, device):
+    """Gradients of a step's loss; returns its smoothed loss and NLL as a tensor [2] on `device`.
 
     The divisor is that of the whole step, so how it is split changes nothing but rounding.
     """
-    autocast = (torch.autocast(torch.device(device).type, torch.bfloat16)
-                if pick_dtype(cfg.dtype, device) == torch.bfloat16 else contextlib.nullcontext())
     n_targets = int((packed['targets'] >= 0).sum())
     weights = sequence_weights(packed) if cfg.loss_reduction == 'sequence' else None
     memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
     total = torch.zeros(2, device=device)
-    for i in range(0, len(packed['tokens']), cfg.micro_rows):
-        rows = slice(i, i + cfg.micro_rows)
-        tokens, positions, ends = (torch.from_numpy(packed[key][rows]).to(device, non_blocking=True)
-                                   for key in ('tokens', 'positions', 'ends'))
-        targets = torch.from_numpy(packed['targets'][rows])     # best on the CPU
+    for rows, inputs, targets in micro_batches(packed, cfg, device):
         options = ({'num_items': n_targets} if weights is None else
                    {'reduction': 'sum', 'token_weight': torch.from_numpy(weights[rows])})
-        with autocast:
-            loss, nll = smoothed_cross_entropy(model(tokens, positions, ends), model.head, targets,
-                                               smoothing=cfg.smoothing,
-                                               softcap=model.config.final_logit_softcapping,
-                                               memory=memory, **options)
-        if backward:
-            loss.backward()
+        loss, nll = smoothed_cross_entropy(model(*inputs), model.head, targets,
+                                           smoothing=cfg.smoothing, memory=memory,
+                                           softcap=model.config.final_logit_softcapping, **options)
+        (loss * world()).backward()     # gradients are averaged over processes
         total += torch.stack((loss.detach(), nll))
-    return total.tolist()
+    if world() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def train_step(model, optimizer, packed, cfg, device):
+    """One optimizer step; returns loss, NLL and gradient norm as a tensor [3] on `device`.
+
+    Nothing in it waits for the device.
+    """
+    optimizer.begin(-(-len(packed['tokens']) // (world() * cfg.micro_rows)))
+    losses = forward_backward(model, packed, cfg, device)
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in optimizer.gradients()]
+    norm = torch.stack(norms).square().sum()
+    if world() > 1:
+        dist.all_reduce(norm)
+    norm = norm.sqrt()
+    limit = cfg.grad_clip or math.inf
+    optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0))
+    return torch.cat((losses, norm[None]))
 
 
 @torch.no_grad()
-def validation_loss(model, sequences, held_out, cfg, device):
+def validation_loss(model, packed, cfg, device):
+    """{val_loss, val_nll, val_ece} of packed rows: means over tokens, ECE of the next token."""
     model.eval()
-    packed = pack([sequences[i] for i in held_out], cfg.pack_len)
-    loss, nll = forward_loss(model, packed, cfg, device, backward=False)
+    parts = []
+    for _, inputs, targets in micro_batches(packed, cfg, device):
+        s = token_statistics(model(*inputs), model.head, targets, smoothing=cfg.smoothing,
+                             softcap=model.config.final_logit_softcapping)
+        right = s.top_token.cpu() == targets
+        confidence = (s.top_logit - s.lse).exp().cpu()
+        learnt = targets >= 0
+        parts.append(torch.stack([x.cpu()[learnt].double() for x in (s.loss, s.nll, confidence,
+                                                                     right)]).numpy())
     model.train()
-    return loss, nll
+    if world() > 1:
+        model.reshard()
+    loss, nll, confidence, right = np.concatenate(
+        [part for parts in resume.gather(parts) for part in parts], axis=1)
+    return {'val_loss': loss.mean(), 'val_nll': nll.mean(),
+            'val_ece': metrics.top_label_ece(np.minimum(confidence, 1), right > 0)}
 
 
 def learning_rate(step, steps, cfg):
@@ -237,127 +334,263 @@ def learning_rate(step, steps, cfg):
 # ------------------------------------------------------------------------------------------------
 
 def train(cfg):
-    """Trains as `cfg` says; returns {'before' and 'after': results of evaluate()}, where asked."""
+    """Trains as `cfg` says; returns {'before' and 'after': results of evaluate()}, where asked.
+
+    With --resume what is there already is kept: reports, weights, the last checkpoint.
+    """
     device, out_dir = pick_device(cfg.device), Path(cfg.out_dir)
+    if cfg.dry_run:
+        return run(cfg, device, out_dir)
+    with contextlib.ExitStack() as stack:
+        if rank() == 0:
+            stack.enter_context(resume.lock(out_dir))
+            if not cfg.resume:
+                clear(out_dir)
+        return run(cfg, device, out_dir)
+
+
+def run(cfg, device, out_dir):
     torch.manual_seed(cfg.seed)
-    folder = models.fetch(cfg.model, cfg.revision)
-    tokenizer = load_model_tokenizer(folder)
-    context = models.read_config(folder).max_position_embeddings
-    if cfg.max_length > context:
-        raise ConfigError(f'max_length = {cfg.max_length}, but the context of {cfg.model} is '
-                          f'{context} tokens')
-    tasks = load_tasks(eval_config(cfg, folder, out_dir))  # what is wrong there is said first
-    sequences, kept, held_out = load_sequences(cfg, tokenizer)
+    with first_process_first():
+        folder = models.fetch(cfg.model, cfg.revision)
+        tokenizer = load_model_tokenizer(folder)
+        context = models.read_config(folder).max_position_embeddings
+        if cfg.max_length > context:
+            raise ConfigError(f'max_length = {cfg.max_length}, but the context of {cfg.model} is '
+                              f'{context} tokens')
+        tasks = load_tasks(eval_config(cfg, folder, out_dir))  # what is wrong there is said first
+        sequences, kept, held_out = load_sequences(cfg, tokenizer)
     results = {}
-    if not cfg.dry_run:
-        clear(out_dir)
     if cfg.eval_tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
         results['before'] = report(cfg, folder, tokenizer, tasks, device, out_dir / 'before')
-    model = make_model(cfg, folder, device)
     steps = int(len(kept) * cfg.epochs) // cfg.batch_size
     steps = min(steps, cfg.max_steps or steps)
-    print_sizes(cfg, model, sequences, kept, steps)
-    show_example(sequences[kept[epoch_order(len(kept), 0, cfg.seed)[0]]], tokenizer)
-    if cfg.dry_run:
-        optimize(cfg, model, sequences, kept, held_out, min(steps, 2), device, None, folder)
-        return results
-    out_dir.mkdir(parents=True, exist_ok=True)
-    write_text(out_dir / 'train_config.py', dump_config(cfg))
-    with open(out_dir / 'log.jsonl', 'w', encoding='utf-8') as log:
-        optimize(cfg, model, sequences, kept, held_out, steps, device, log, folder)
-    models.save(model, out_dir, getattr(torch, cfg.save_dtype), folder)
-    del model  # the report reads what was saved: the weights that people will use
-    if cfg.eval_tasks:
+    if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file that is written
+        model = make_model(cfg, folder, device)
+        print_sizes(cfg, model, sequences, kept, steps)
+        show_example(sequences[kept[epoch_order(len(kept), 0, cfg.seed)[0]]], tokenizer)
+        optimize(cfg, model, sequences, kept, held_out, steps, device, folder)
+        del model  # the report reads what was saved: the weights that people will use
+    if cfg.eval_tasks and not cfg.dry_run:
         results['after'] = report(cfg, out_dir, tokenizer, tasks, device, out_dir)
     return results
 
 
 def clear(out_dir):
     """Removes what an earlier run left in `out_dir`: a folder never mixes two runs."""
-    for pattern in ('model*.safetensors*', 'log.jsonl', 'train_config.py', 'results.json',
-                    'samples-*.jsonl', 'reliability*.png'):
+    (out_dir / 'config.json').unlink(missing_ok=True)   # first: it says that the rest is whole
+    for pattern in ('model*.safetensors*', 'log.jsonl', 'loss.png', 'train_config.py',
+                    'results.json', 'samples-*.jsonl', 'reliability*.png'):
         for path in out_dir.glob(pattern):
             path.unlink()
-    for folder in (out_dir / 'before', *out_dir.glob('epoch-*')):
-        shutil.rmtree(folder, ignore_errors=True)
+    for pattern in ('before', 'adapter', 'epoch-*', 'resume-*', 'runs', 'wandb'):
+        for folder in out_dir.glob(pattern):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_model(cfg, folder, device):
-    """The model to train, with float32 weights."""
+    """The model to train, spread over the processes if there are several."""
+    dtype = pick_dtype(cfg.dtype, device)
     if cfg.from_scratch:
         model = models.CausalLM(models.read_config(folder), cfg.attn_dropout, cfg.resid_dropout)
         model.init_weights()
-        model.to(device)
+        model.to(device, dtype)
     else:
-        model = models.load(folder, device, torch.float32, cfg.attn_dropout, cfg.resid_dropout)
+        model = models.load(folder, device, dtype, cfg.attn_dropout, cfg.resid_dropout)
+    if cfg.lora:
+        models.add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets)
     model.model.attention = cfg.attention
+    model.model.checkpoint = cfg.checkpoint_activations
+    if cfg.compile and device.startswith('cuda'):
+        models.compile_blocks(model)
+    if world() > 1:
+        spread(model)
+        torch.manual_seed(cfg.seed + rank())    # dropout differs between processes
     return model.train()
 
 
-def optimize(cfg, model, sequences, kept, held_out, steps, device, log, folder):
-    """The training loop. Writes one JSON object a step to `log`, and checkpoints at epochs.
+def spread(model):
+    """Cuts weights, gradients and Adam moments over the processes: PyTorch's FSDP2."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
 
-    Without a log it is a dry run and writes nothing.
+
+def make_optimizer(model, cfg):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{'params': [p for p in trained if p.ndim >= 2], 'weight_decay': cfg.weight_decay},
+              {'params': [p for p in trained if p.ndim < 2], 'weight_decay': 0.0}]
+    return AdamW([group for group in groups if group['params']], cfg.lr, cfg.betas, cfg.eps,
+                 stochastic=cfg.master == 'stochastic', seed=cfg.seed)
+
+
+def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
+    """The training loop, from the last checkpoint if there is one, to the saved weights.
+
+    Writes one JSON object a step to log.jsonl. A dry run does two steps and writes nothing.
     """
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW([{'params': matrices, 'weight_decay': cfg.weight_decay},
-                                   {'params': vectors, 'weight_decay': 0.0}],
-                                  lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    optimizer, out_dir = make_optimizer(model, cfg), Path(cfg.out_dir)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    facts = {'steps': steps, 'sequences': len(kept), 'tokens': int(sequences.lengths[kept].sum())}
+    first = 0
+    if cfg.resume and not cfg.dry_run and resume.checkpoints(out_dir):
+        *_, checkpoint = resume.checkpoints(out_dir).values()
+        first = resume.restore(checkpoint, named, optimizer, facts)
+        print(f'going on after step {first}, from {checkpoint}')
     # sequences in the order they are used, epoch behind epoch: every step takes batch_size of them
     epochs = range(math.ceil(steps * cfg.batch_size / len(kept)))
     order = np.concatenate([kept[epoch_order(len(kept), e, cfg.seed)] for e in epochs])
-    bar = tqdm(range(steps), Path(cfg.out_dir).name, unit=' steps', mininterval=1)
-    for step in bar:
-        started = time.perf_counter()
+    multiple = rows_multiple(cfg, device)
+
+    def batch(step):
         chosen = order[step * cfg.batch_size:(step + 1) * cfg.batch_size]
-        packed = pack([sequences[i] for i in chosen], cfg.pack_len)
-        lr = learning_rate(step, steps, cfg)
-        for group in optimizer.param_groups:
-            group['lr'] = lr
-        loss, nll = forward_loss(model, packed, cfg, device, backward=True)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf).item()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(f'step {step + 1}: loss {loss}, gradient norm {norm}; the sequences'
-                                f' were {chosen.tolist()[:8]}...; lower lr or check the data')
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        seconds = time.perf_counter() - started
-        n_tokens, n_learnt = int((packed['owner'] >= 0).sum()), int((packed['targets'] >= 0).sum())
-        record = {'step': step + 1, 'loss': loss, 'nll': nll, 'lr': lr, 'grad_norm': norm,
-                  'tokens': n_tokens, 'learnt_tokens': n_learnt, 'tokens_per_s': n_tokens / seconds}
-        last = step + 1 == steps
-        if len(held_out) and ((step + 1) % cfg.val_every == 0 or last):
-            record['val_loss'], record['val_nll'] = validation_loss(model, sequences, held_out,
-                                                                    cfg, device)
-        if (step + 1) % cfg.log_every == 0 or last:
-            val = f'  val nll {record["val_nll"]:.4f}' if 'val_nll' in record else ''
-            bar.write(f'step {step + 1}/{steps}  loss {loss:.4f}  nll {nll:.4f}{val}  lr {lr:.2e}  '
-                      f'grad norm {norm:.2f}  {n_tokens / seconds:.0f} tokens/s')
-        if log:
-            log.write(json.dumps(record) + '\n')
-            log.flush()
-        epoch, before = ((step + i) * cfg.batch_size // len(kept) for i in (1, 0))
-        if log and cfg.checkpoint_epochs and epoch > before and not last:
-            save_epoch(cfg, model, epoch, folder)
+        return chosen, pack([sequences[i] for i in chosen], cfg.pack_len, multiple)
+
+    validation = pack([sequences[i] for i in held_out], cfg.pack_len,
+                      multiple) if len(held_out) else None
+    until = min(steps, 2) if cfg.dry_run else steps
+    log = contextlib.nullcontext() if cfg.dry_run or rank() else open_log(cfg, first)
+    track = start_tracker(cfg) if not (cfg.dry_run or rank()) else lambda record: None
+    bar = tqdm(range(first, until), out_dir.name, unit=' steps', mininterval=1, initial=first,
+               total=until, disable=rank() > 0)
+    with log, ThreadPoolExecutor(1) as pool, resume.StopSignals() as stop:
+        upcoming = pool.submit(batch, first)
+        for step in bar:
+            started = time.perf_counter()
+            chosen, packed = upcoming.result()
+            upcoming = pool.submit(batch, step + 1)     # while the device is busy
+            lr = learning_rate(step, steps, cfg)
+            for group in optimizer.param_groups:
+                group['lr'] = lr
+            loss, nll, norm = train_step(model, optimizer, packed, cfg, device).tolist()
+            done, last = step + 1, step + 1 == until
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise TrainingError(f'step {done}: loss {loss}, gradient norm {norm}; lower lr or '
+                                    f'check the data: the sequences were {chosen.tolist()} of '
+                                    f'{cfg.data}, counted from 0; {resume.remedy(out_dir)}')
+            seconds = time.perf_counter() - started
+            n_tokens = int((packed['owner'] >= 0).sum())
+            record = {'step': done, 'loss': loss, 'nll': nll, 'lr': lr, 'grad_norm': norm,
+                      'tokens': n_tokens, 'learnt_tokens': int((packed['targets'] >= 0).sum()),
+                      'tokens_per_s': n_tokens / seconds}
+            if validation and (done % cfg.val_every == 0 or last):
+                record |= validation_loss(model, validation, cfg, device)
+            if done % cfg.log_every == 0 or last:
+                val = (f'  val nll {record["val_nll"]:.4f} ECE {record["val_ece"]:.3f}'
+                       if 'val_nll' in record else '')
+                bar.write(f'step {done}/{steps}  loss {loss:.4f}  nll {nll:.4f}{val}  lr {lr:.2e}  '
+                          f'grad norm {norm:.2f}  {n_tokens / seconds:.0f} tokens/s')
+            if cfg.dry_run:
+                continue
+            if rank() == 0:
+                log.write(json.dumps(record) + '\n')
+                log.flush()
+                track(record)
+            epoch, before = ((step + i) * cfg.batch_size // len(kept) for i in (1, 0))
+            if cfg.checkpoint_epochs and epoch > before and not last:
+                save_epoch(cfg, model, optimizer, epoch, folder)
+            signalled = max(resume.gather(stop.number))
+            if not last and (signalled or cfg.save_every and done % cfg.save_every == 0):
+                resume.save(out_dir, done, named, optimizer, facts)
+            if signalled and not last:
+                raise Stopped(f'stopped by {signal.Signals(signalled).name} after step {done}; '
+                              f'--resume goes on from there', signalled)
     if device.startswith('cuda'):
         print(f'peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB')
+    if not cfg.dry_run:
+        save_weights(cfg, model, optimizer, out_dir, folder)
+        if rank() == 0:
+            draw_loss(out_dir)
+            for old in out_dir.glob('resume-*'):
+                shutil.rmtree(old, ignore_errors=True)
 
 
-def save_epoch(cfg, model, epoch, folder):
+def open_log(cfg, first):
+    """log.jsonl with the records of the first `first` steps; the config is put beside it."""
+    out_dir = Path(cfg.out_dir)
+    write_text(out_dir / 'train_config.py', dump_config(replace(cfg, resume=False)))
+    path, kept = out_dir / 'log.jsonl', []
+    if first:
+        lines = path.read_text(encoding='utf-8').splitlines(keepends=True)
+        kept = [line for line in lines
+                if line.endswith('}\n') and json.loads(line)['step'] <= first]
+    write_text(path, ''.join(kept))
+    return open(path, 'a', encoding='utf-8')
+
+
+def start_tracker(cfg):
+    """A function that also sends each step's record to where `cfg.tracker` says."""
+    if cfg.tracker == 'wandb':
+        import wandb
+        run = wandb.init(project='nanocal', name=Path(cfg.out_dir).name, dir=cfg.out_dir,
+                         config=asdict(cfg))
+        return lambda record: run.log(record, step=record['step'])
+    if cfg.tracker == 'tensorboard':
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(Path(cfg.out_dir) / 'runs')
+        return lambda record: [writer.add_scalar(k, v, record['step']) for k, v in record.items()]
+    return lambda record: None
+
+
+def save_weights(cfg, model, optimizer, out_dir, folder):
+    """Weights in Hugging Face layout; of LoRA merged, and the adapters alone in adapter/."""
+    common = {'full': optimizer.master, 'write': rank() == 0}
+    try:
+        if cfg.lora:
+            models.save_adapter(model, out_dir / 'adapter', cfg.model, **common)
+        models.save(model, out_dir, getattr(torch, cfg.save_dtype), folder, **common)
+    except (OSError, models.CheckpointError) as error:
+        raise TrainingError(f'saving the weights to {out_dir} failed: {error}; '
+                            f'{resume.remedy(cfg.out_dir)}') from error
+
+
+def save_epoch(cfg, model, optimizer, epoch, folder):
     """Writes out_dir/epoch-<n>/ whole: under a temporary name, then renamed."""
     final = Path(cfg.out_dir) / f'epoch-{epoch}'
     part = final.with_name(f'{final.name}.tmp')
-    shutil.rmtree(part, ignore_errors=True)
-    models.save(model, part, getattr(torch, cfg.save_dtype), folder)
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(part, final)
+    if rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+    save_weights(cfg, model, optimizer, part, folder)
+    if rank() == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(part, final)
+
+
+def draw_loss(out_dir):
+    """The run's course, from log.jsonl to loss.png."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    with open(out_dir / 'log.jsonl', encoding='utf-8') as lines:
+        log = [json.loads(line) for line in lines]
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1),
+                                         layout='constrained')
+    for key, title, style in (('loss', 'smoothed loss', '-'), ('nll', 'NLL', '-'),
+                              ('val_nll', 'NLL, held out', 'o-')):
+        points = [(r['step'], r[key]) for r in log if key in r]
+        if points and not (key == 'loss' and all(r['loss'] == r['nll'] for r in log)):
+            top.plot(*zip(*points, strict=True), style, label=title, linewidth=1, markersize=4)
+    top.set(ylabel='nats a token', title=out_dir.name)
+    top.legend(frameon=False)
+    bottom.plot([r['step'] for r in log], [r['grad_norm'] for r in log], color='grey', linewidth=1)
+    bottom.set(xlabel='step', ylabel='gradient norm', yscale='log')
+    part = out_dir / 'loss.png.tmp'
+    figure.savefig(part, format='png', dpi=150)
+    plt.close(figure)
+    os.replace(part, out_dir / 'loss.png')
 
 
 def report(cfg, folder, tokenizer, tasks, device, out_dir):
     """Calibration of the model saved in `folder` on eval_tasks; files go to `out_dir`."""
-    model = models.load(folder, device, pick_dtype(cfg.dtype, device))
-    return evaluate(model, tokenizer, tasks, eval_config(cfg, folder, out_dir), out_dir)
+    results = out_dir / 'results.json'
+    if rank() == 0 and not (cfg.resume and results.exists()):
+        model = models.load(folder, device, pick_dtype(cfg.dtype, device))
+        evaluate(model, tokenizer, tasks, eval_config(cfg, folder, out_dir), out_dir)
+    if world() > 1:
+        dist.barrier()
+    return json.loads(results.read_text(encoding='utf-8'))
 
 
 def eval_config(cfg, folder, out_dir):
@@ -369,22 +602,42 @@ def eval_config(cfg, folder, out_dir):
 
 
 def print_sizes(cfg, model, sequences, kept, steps):
-    n_parameters = sum(p.numel() for p in model.parameters())
-    lengths = sequences.lengths[kept]
-    c, compute_bytes = model.config, pick_dtype(cfg.dtype, str(model.head.device)).itemsize
-    # float32 weights, gradients and two Adam moments; rounded copies for the products
-    state = n_parameters * (16 + (compute_bytes if compute_bytes < 4 else 0))
-    # what the backward pass of a block keeps: about a dozen activations of width D and four of the
-    # MLP's, for every token of a micro-batch
-    kept_width = 12 * c.hidden_size + 4 * c.intermediate_size
-    activations = (cfg.micro_rows * cfg.pack_len * c.num_hidden_layers * kept_width * compute_bytes)
-    print(f'{c.model_type}, {n_parameters:,} parameters; {len(kept):,} sequences, '
+    lengths, c = sequences.lengths[kept], model.config
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    width = model.head.dtype.itemsize
+    # weights; then for each trained one what the optimizer keeps, and its gradient
+    if cfg.lora or width == 4:
+        each = 12
+    else:
+        each = 6 if cfg.master == 'stochastic' else 12
+    tokens = cfg.micro_rows * cfg.pack_len
+    # what the backward pass of a block keeps of a token: five activations of width D, queries, keys
+    # and values, and two of the MLP; with checkpointing the input alone, and one block
+    block = 5 * c.hidden_size + 2 * c.intermediate_size + c.head_dim * (
+        2 * c.num_attention_heads + 2 * c.num_key_value_heads)
+    layers = c.num_hidden_layers
+    activations = tokens * width * (layers * c.hidden_size + 2 * block
+                                    if cfg.checkpoint_activations else layers * block)
+    adapters = f' ({trained:,} of them trained)' if trained < total else ''
+    print(f'{c.model_type}, {total:,} parameters{adapters}; {len(kept):,} sequences, '
           f'{lengths.sum():,} tokens (mean {lengths.mean():.0f}, longest {lengths.max()}); '
           f'{steps} steps of {cfg.batch_size} sequences, about '
           f'{lengths.mean() * cfg.batch_size:,.0f} tokens each')
-    print(f'estimated memory: weights, gradients, optimizer {state / 2**30:.1f} GiB, activations '
+    print(f'estimated memory of one process: weights, gradients, optimizer '
+          f'{(total * width + trained * each) / world() / 2**30:.1f} GiB, activations '
           f'{activations / 2**30:.1f} GiB, loss about '
           f'{(1100 if cfg.loss_memory is None else max(cfg.loss_memory, 156)) / 1000:.1f} GB')
+
+
+@contextlib.contextmanager
+def first_process_first():
+    """What is in it runs in the first process, then in the others, which find its files."""
+    if rank() > 0:
+        dist.barrier()
+    yield
+    if rank() == 0 and world() > 1:
+        dist.barrier()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -441,11 +694,13 @@ def main(argv):
     for run in [run for _, run in runs] or [cfg]:
         check(run)
     if cfg.demo_world:
-        make_world(cfg.demo_world, cfg.seed)
+        with first_process_first():
+            if rank() == 0:
+                make_world(cfg.demo_world, cfg.seed)
     if not runs:
         results = train(cfg)
         folders = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}
-        if results:
+        if results and rank() == 0:
             compare(cfg, [(k, r, folders[k]) for k, r in results.items()], cfg.out_dir)
         return
     if cfg.dry_run:
@@ -460,15 +715,40 @@ def main(argv):
             rows.append((run.model, results['before'], Path(run.out_dir) / 'before'))
         if 'after' in results:
             rows.append((name, results['after'], run.out_dir))
-    if rows:
+    if rows and rank() == 0:
         compare(runs[-1][1], rows, cfg.out_dir)
 
 
+def join_processes():
+    """Under torchrun: one process a GPU, or on the CPU through gloo; only the first one prints."""
+    if 'TORCHELASTIC_RUN_ID' not in os.environ:
+        return
+    backend = 'gloo'
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+        backend = 'cpu:gloo,cuda:nccl'
+    # the others wait while the first one tokenises and evaluates
+    dist.init_process_group(backend, timeout=datetime.timedelta(days=2))
+    if rank() > 0:
+        sys.stdout = open(os.devnull, 'w')
+
+
 if __name__ == '__main__':
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
+        join_processes()
         main(sys.argv[1:])
     except (ConfigError, DataError, models.CheckpointError, TrainingError, OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:
-        sys.exit('error: out of GPU memory; lower --micro_rows, then --pack_len and --max_length. '
-                 '--dry_run prints what weights and optimizer need at least')
+        sys.exit('error: out of GPU memory; --checkpoint_activations, --micro_rows=1 and a shorter '
+                 "--pack_len lower what a forward pass takes, --master=stochastic what weights do. "
+                 '--dry_run prints both')
+    except Stopped as stopped:
+        print(stopped)
+        sys.exit(128 + stopped.signal)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

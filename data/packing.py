@@ -155,14 +155,17 @@ def first_fit(lengths, row_length):
     return rows
 
 
-def pack(sequences, row_length):
+def pack(sequences, row_length, multiple=1):
     """Packs (tokens, learnt) pairs into rows; returns a dict of arrays [rows, row_length].
+
+    Rows of padding make their number a multiple of `multiple`.
 
     tokens, positions (from 0 in each sequence), ends (see model.py), targets (the next token of
     the same sequence where that one is learnt, else -100), and owner (which sequence, -1 padding).
     """
     row_of = first_fit([len(tokens) for tokens, _ in sequences], row_length)
-    shape = (row_of.max() + 1, row_length)
+    n_rows = -(-(row_of.max() + 1) // multiple) * multiple
+    shape = (n_rows, row_length)
     index = np.broadcast_to(np.arange(row_length), shape)
     packed = {'tokens': np.zeros(shape, np.int64), 'positions': np.zeros(shape, np.int64),
               'ends': index + 1,  # padding sees itself alone

@@ -1,0 +1,173 @@
+"""AdamW that loses nothing to bfloat16.
+
+A bfloat16 weight has 8 significant bits: at a learning rate of 5e-6 a weight above 0.0026 stays
+where it is, since its update is less than half the distance to the next number. Two ways out:
+
+    exact        an int16 beside each weight holds what float32 has more; the two together are the
+                 float32 master. The moments are float32: 12 bytes a weight, and its gradient.
+    stochastic   weights and moments are bfloat16 and rounded up or down at random, so that they are
+                 right on average. 6 bytes a weight, and its gradient.
+
+Float32 weights are updated as they are. This file imports nothing of ours.
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class AdamW(torch.optim.Optimizer):
+    """The update of torch.optim.AdamW, computed in float32 whatever the weights are.
+
+    `stochastic`: see above; it concerns bfloat16 weights only. Parameters may be DTensors; each
+    process then updates its part. The loss's gradients are summed in `.grad`, or, between
+    `begin(micro_batches)` and `step`, in float32 where that is exact and there is more than one.
+
+    Source: Loshchilov and Hutter 2019, algorithm 2, with the learning rate on the decay as well.
+    """
+
+    def __init__(self, params, lr: float, betas=(0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 0.0, stochastic: bool = False, seed: int = 0):
+        super().__init__(params, {'lr': lr, 'weight_decay': weight_decay})
+        self.betas, self.eps, self.stochastic, self.seed = betas, eps, stochastic, seed
+        self.steps = 0
+        self.sums = {}              # parameter -> its gradient, summed in float32
+        self.summing = False
+        for p in self.parameters():
+            half = p.dtype == torch.bfloat16
+            moments = torch.bfloat16 if half and stochastic else torch.float32
+            self.state[p] = {name: torch.zeros_like(p, dtype=moments, requires_grad=False)
+                             for name in ('exp_avg', 'exp_avg_sq')}
+            if half and not stochastic:
+                self.state[p]['low_bits'] = torch.zeros_like(p, dtype=torch.int16,
+                                                             requires_grad=False)
+                p.register_post_accumulate_grad_hook(self._add)
+
+    def parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group['params']]
+
+    def begin(self, micro_batches: int):
+        """Before the first backward pass of a step: says how many there will be.
+
+        Each pass makes bfloat16 gradients. One is used as it is; several are summed in float32, so
+        that a sum, too, has been rounded once per summand and no more. 'stochastic' has no room for
+        that and sums them in bfloat16.
+        """
+        self.summing = micro_batches > 1
+
+    def _add(self, p: Tensor):
+        if not self.summing:
+            return
+        if p in self.sums:
+            self.sums[p] += _local(p.grad)
+        else:
+            self.sums[p] = _local(p.grad).float()
+        p.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """The step's gradients, of this process's part of each parameter."""
+        if self.sums and self.summing:
+            return [self.sums[p] if p in self.sums else _local(p.grad) for p in self.parameters()]
+        return [_local(p.grad) for p in self.parameters()]
+
+    @torch.no_grad()
+    def step(self, scale: Tensor):
+        """One update with the gradients times `scale` (0-dim tensor), which then are forgotten."""
+        self.steps += 1
+        beta1, beta2 = self.betas
+        gradients = iter(self.gradients())
+        update = _compiled_update() if scale.is_cuda else _update
+        for group in self.param_groups:
+            lr = group['lr']
+            numbers = torch.tensor([
+                1 - beta1, beta2, 1 - beta2, lr / (1 - beta1 ** self.steps),
+                1 / math.sqrt(1 - beta2 ** self.steps), self.eps, 1 - lr * group['weight_decay']])
+            if scale.is_cuda:
+                numbers = numbers.pin_memory().to(scale.device, non_blocking=True)
+            for i, p in enumerate(group['params']):
+                state = self.state[p]
+                tensors = [_local(state[name]).view(-1) for name in ('exp_avg', 'exp_avg_sq')]
+                w, low, seed = _local(p).view(-1), None, None
+                if 'low_bits' in state:
+                    w, low = w.view(torch.int16), _local(state['low_bits']).view(-1)
+                elif p.dtype == torch.bfloat16:
+                    seed = torch.tensor(hash((self.seed, self.steps, i, _rank())) % 2 ** 31,
+                                        dtype=torch.int32)
+                update(w, low, next(gradients).reshape(-1), *tensors, numbers, scale, seed)
+        self.zero_grad()
+
+    def zero_grad(self, set_to_none: bool = True):
+        super().zero_grad(set_to_none)
+        for total in self.sums.values():
+            total.zero_()
+
+    def master(self, p: Tensor) -> Tensor:
+        """The float32 weight that is trained: `p` with its missing bits, whole on every process."""
+        low = self.state.get(p, {}).get('low_bits')
+        p = p.detach()
+        if isinstance(p, DTensor):
+            p, low = p.full_tensor(), low if low is None else low.full_tensor()
+        return p.float() if low is None else _join(p.view(torch.int16), low)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _join(high: Tensor, low: Tensor) -> Tensor:
+    return ((high.int() << 16) + low.int()).view(torch.float32)
+
+
+def _update(w, low, g, m, v, numbers, scale, seed):
+    """Updates w, low, m and v, all flat, in place.
+
+    Exact: w and low are int16, the halves of the master. The upper one is the master rounded to the
+    nearest bfloat16, not cut off, which would shrink all weights: so the lower one has a sign.
+    Stochastic: `seed` is a 0-dim int32 tensor.
+    """
+    gain1, beta2, gain2, step_size, root2, eps, decay = numbers.unbind()
+    g = g.float() * scale
+    new_m = m.float() + gain1 * (g - m.float())
+    new_v = beta2 * v.float() + gain2 * g * g
+    x = w.float() if low is None else _join(w, low)
+    x = x * decay - step_size * new_m / (new_v.sqrt() * root2 + eps)
+    if low is not None:
+        bits = x.view(torch.int32)
+        high = (bits + 0x8000) >> 16
+        low.copy_(bits - (high << 16))
+        w.copy_(high)
+    elif seed is not None:
+        noise = _noise(torch.arange(len(w), dtype=torch.int32, device=w.device) ^ seed)
+        x = _round(x, noise)
+        new_v = _round(new_v, noise >> 16)
+        new_m = _round(new_m, (noise * 0x2c1b3c6d) >> 16)
+    m.copy_(new_m)
+    v.copy_(new_v)
+    if low is None:
+        w.copy_(x)
+
+
+@functools.cache
+def _compiled_update():
+    # one kernel; `dynamic` for all sizes
+    return torch.compile(_update, dynamic=True)
+
+
+def _noise(x: Tensor) -> Tensor:
+    """A 32-bit hash of each int32 (Wellons's lowbias32): cheap, and the same on every device."""
+    x = (x ^ ((x >> 16) & 0xffff)) * 0x7feb352d
+    x = (x ^ ((x >> 15) & 0x1ffff)) * -0x7b935975
+    return x ^ ((x >> 16) & 0xffff)
+
+
+def _round(x: Tensor, noise: Tensor) -> Tensor:
+    """Float32 x, up or down to bfloat16: the nearer, the more often. Uses the lower 16 bits."""
+    bits = (x.view(torch.int32) + (noise & 0xffff)) & -0x10000
+    return bits.view(torch.float32).to(torch.bfloat16)

@@ -1,0 +1,202 @@
+"""What lets a training run survive: checkpoints to go on from, a lock, and a gentle stop.
+
+out_dir/resume-<step>/ holds, in safetensors, all that the next step depends on: the trained weights
+with the bits that float32 has more, the Adam moments, the random states. Data positions and
+learning rates follow from the step. A folder is written under a temporary name and renamed, and
+the one before it removed after that, so there is a whole one at any moment.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from model import CheckpointError, write_tensors
+
+FILE_BYTES = 4_000_000_000
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message says at which step it stopped and why."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and has saved what --resume needs; `signal` is the number."""
+
+    def __init__(self, message, number):
+        super().__init__(message)
+        self.signal = number
+
+
+def rank():
+    """This process's number among those that torchrun started; 0 without torchrun."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world():
+    """The number of processes that torchrun started; 1 without torchrun."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def lock(folder):
+    """Makes the folder this process's own until the returned file is closed; TrainingError."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    file = open(Path(folder) / '.lock', 'w')
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)    # gone with the process, however it ends
+    except BlockingIOError:
+        file.close()
+        raise TrainingError(f'{folder}: another run is writing there; choose another '
+                            f'--out_dir') from None
+    return file
+
+
+class StopSignals:
+    """Within it the first SIGINT or SIGTERM is noted in `number`; a second one ends at once."""
+
+    def __enter__(self):
+        self.number = 0
+        self.before = {s: signal.signal(s, self.note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def note(self, number, _):
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = number
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def checkpoints(out_dir):
+    """{step: folder} of the checkpoints in `out_dir`, the newest last."""
+    found = {int(p.name[7:]): p for p in Path(out_dir).glob('resume-*')
+             if re.fullmatch(r'resume-\d+', p.name)}
+    return dict(sorted(found.items()))
+
+
+def remedy(out_dir):
+    """How to go on after an error, as the end of a sentence."""
+    found = checkpoints(out_dir)
+    if not found:
+        return 'there is no checkpoint yet'
+    step, folder = found.popitem()
+    return f'the last good checkpoint is {folder}, after step {step}: --resume goes on from there'
+
+
+def save(out_dir, step, named, optimizer, facts):
+    """Writes out_dir/resume-<step>/ and removes the older ones.
+
+    named: {name: trained parameter}; facts: what must be the same when going on, for JSON. All
+    processes take part, the first one writes. Raises TrainingError where that fails.
+    """
+    out_dir = Path(out_dir)
+    final, part = out_dir / f'resume-{step}', out_dir / f'resume-{step}.tmp'
+    random = gather(random_state(next(iter(named.values())).device))
+    files, names = [{}], []
+
+    def flush():
+        if rank() == 0:
+            names.append(f'state-{len(names) + 1:05d}.safetensors')
+            write_tensors(part / names[-1], files[0])
+        files[0] = {}
+
+    try:
+        if rank() == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        for key, tensor in _tensors(named, optimizer):
+            files[0][key] = _whole(tensor).cpu().contiguous()
+            if sum(t.nbytes for t in files[0].values()) > FILE_BYTES:
+                flush()
+        for r, states in enumerate(random):
+            files[0] |= {f'random.{r}.{device}': state for device, state in states.items()}
+        flush()
+        if rank() == 0:
+            content = {'step': step, 'optimizer_steps': optimizer.steps, 'files': names} | facts
+            (part / 'state.json').write_text(json.dumps(content, indent=1), encoding='utf-8')
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(part, final)
+    except (OSError, CheckpointError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise TrainingError(f'step {step}: saving {final} failed: {error}; '
+                            f'{remedy(out_dir)}') from error
+    if rank() == 0:
+        for old in out_dir.glob('resume-*'):
+            if old != final:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def restore(folder, named, optimizer, facts):
+    """Puts a checkpoint into parameters and optimizer; returns its step. Raises TrainingError."""
+    try:
+        content = json.loads((folder / 'state.json').read_text(encoding='utf-8'))
+        for key, value in facts.items():
+            if content[key] != value:
+                raise TrainingError(f'{folder}: {key} was {content[key]}, now it is {value}; go on '
+                                    f'with what the run began with, or --overwrite to begin anew')
+        wanted = dict(_tensors(named, optimizer))
+        device = next(iter(named.values())).device
+        states = {}
+        for name in content['files']:
+            with safe_open(folder / name, framework='pt') as tensors:
+                for key in tensors.keys():
+                    if key.startswith('random.'):
+                        states[key] = tensors.get_tensor(key)
+                    else:
+                        _fill(wanted.pop(key), tensors.get_tensor(key))
+    except (OSError, ValueError, KeyError) as error:
+        raise TrainingError(f'{folder}: not a whole checkpoint ({error!r}); remove it to go on '
+                            f'from an older one, or to begin anew') from error
+    if wanted:
+        raise TrainingError(f'{folder}: {min(wanted)} is missing; remove it to go on from an older '
+                            f'one, or to begin anew')
+    optimizer.steps = content['optimizer_steps']
+    if f'random.{rank()}.cpu' in states:
+        torch.set_rng_state(states[f'random.{rank()}.cpu'])
+    if f'random.{rank()}.cuda' in states and device.type == 'cuda':
+        torch.cuda.set_rng_state(states[f'random.{rank()}.cuda'], device)
+    return content['step']
+
+
+def random_state(device):
+    states = {'cpu': torch.get_rng_state()}
+    return states | ({'cuda': torch.cuda.get_rng_state(device)} if device.type == 'cuda' else {})
+
+
+def gather(value):
+    """[value of process 0, value of process 1, ...]"""
+    values = [value] * world()
+    if world() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _tensors(named, optimizer):
+    for name, parameter in named.items():
+        yield f'{name}.weight', parameter
+        for key, tensor in optimizer.state[parameter].items():
+            yield f'{name}.{key}', tensor
+
+
+def _whole(tensor):
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _fill(target, whole):
+    target = target.detach()
+    if isinstance(target, DTensor):
+        whole = distribute_tensor(whole.to(target.device), target.device_mesh, target.placements,
+                                  src_data_rank=None).to_local()
+        target = target.to_local()
+    target.copy_(whole)
