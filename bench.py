@@ -1,10 +1,13 @@
 """Benchmarks beside peers, on one CUDA device.
 
     python bench.py ce --shape=gemma2_2b
+    python bench.py train --shape=llama32_1b --data=alpaca.jsonl --tokenizer=Llama-3.2-1B
     python bench.py plot out/bench_ce.json
 
-    ce    the smoothed cross-entropy of the output layer, forward and backward, in bfloat16
-    plot  draws that file again
+    ce      the smoothed cross-entropy of the output layer, forward and backward, in bfloat16
+    train   whole training steps beside Hugging Face models, random weights: 2048-token documents,
+            and with `data` and `tokenizer` real conversations
+    plot    draws one of these files again
 
 Each benchmark prints tables and writes them to out/bench_<name>.json.
 """
@@ -13,7 +16,9 @@ import gc
 import importlib.metadata
 import json
 import statistics
+import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,23 +26,31 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+import model as models
+import train
 from configs import ConfigError, load_config
-from evaluate import write_text
+from data.instruct import load_conversations
+from data.packing import pack
+from evaluate import load_model_tokenizer, write_text
 from fused_ce import smoothed_cross_entropy, token_statistics
 
 
 @dataclass
 class BenchConfig:
-    shape: Literal['all', 'gemma2_2b', 'llama31_8b', 'mistral_7b'] = 'all'  # output layer
+    shape: Literal['all', 'gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'] = 'all'
     cap: Literal['both', 'model', 'none'] = 'both'      # with the model's softcap, without, or both
     softmax: Literal['both', 'zipf', 'flat'] = 'both'   # how the logits are distributed
     n: int = 8192               # tokens, all of which carry loss
     smoothing: float = 0.1      # in [0, 1]
     rounds: int = 3             # every method is timed in each, in turn; the median counts
+    data: str | None = None     # train: conversations, as in train.py
+    tokenizer: str | None = None    # train: a folder with the tokenizer for them
+    only: str | None = None     # train: methods whose name holds this
 
 
 SHAPES = {      # D, V, softcap
     'gemma2_2b': (2304, 256000, 30.0),
+    'llama32_1b': (2048, 128256, None),
     'llama31_8b': (4096, 128256, None),
     'mistral_7b': (4096, 32768, None),
 }
@@ -400,10 +413,251 @@ def draw_ce(path):
 
 
 # ------------------------------------------------------------------------------------------------
+# train
+# ------------------------------------------------------------------------------------------------
+
+LLAMA3 = {'model_type': 'llama', 'vocab_size': 128256, 'num_attention_heads': 32,
+          'num_key_value_heads': 8, 'rms_norm_eps': 1e-5, 'max_position_embeddings': 131072,
+          'rope_theta': 5e5}
+CONFIGS = {     # as in config.json
+    'gemma2_2b': {'model_type': 'gemma2', 'vocab_size': 256000, 'hidden_size': 2304,
+                  'intermediate_size': 9216, 'num_hidden_layers': 26, 'num_attention_heads': 8,
+                  'num_key_value_heads': 4, 'head_dim': 256, 'hidden_activation':
+                  'gelu_pytorch_tanh', 'tie_word_embeddings': True},
+    'llama32_1b': LLAMA3 | {'hidden_size': 2048, 'intermediate_size': 8192, 'head_dim': 64,
+                            'num_hidden_layers': 16, 'tie_word_embeddings': True},
+    'llama31_8b': LLAMA3 | {'hidden_size': 4096, 'intermediate_size': 14336, 'head_dim': 128,
+                            'num_hidden_layers': 32, 'tie_word_embeddings': False},
+    'mistral_7b': {'model_type': 'mistral', 'vocab_size': 32768, 'hidden_size': 4096,
+                   'intermediate_size': 14336, 'num_hidden_layers': 32, 'num_attention_heads': 32,
+                   'num_key_value_heads': 8, 'head_dim': 128, 'sliding_window': None,
+                   'rms_norm_eps': 1e-5, 'rope_theta': 1e6, 'max_position_embeddings': 32768,
+                   'tie_word_embeddings': False},
+}
+ROWS, LENGTH, BATCH = 4, 2048, 128      # documents of full rows; sequences of a step of real data
+PEAK = 989e12                           # FLOP/s of an H100 or H200 in bfloat16
+# name: options of hf_step. FlexAttention and SDPA are used where they do what the model wants
+PEERS = {
+    'HF sdpa, Liger': dict(attention='sdpa', liger=True),
+    'HF sdpa, compile': dict(attention='sdpa', compiled=True),
+    'HF flex, compile': dict(attention='flex_attention', compiled=True),
+}
+GEMMA_PEERS = {
+    'HF eager, Liger': dict(attention='eager', liger=True),
+    'HF flex, Liger': dict(attention='flex_attention', liger=True),
+    'HF flex, compile': dict(attention='flex_attention', compiled=True),
+}
+TRAIN_OURS = {      # keys of TrainConfig
+    'ours': {},
+    'ours, 2 micro-batches': dict(micro_rows=ROWS // 2),
+    'ours, stochastic': dict(master='stochastic'),
+    'ours, stochastic, checkpointed, 2 micro-batches':
+        dict(master='stochastic', checkpoint_activations=True, micro_rows=ROWS // 2),
+    'ours, LoRA, checkpointed': dict(lora=True, checkpoint_activations=True),
+}
+PADDED = {'HF padded, 8 a batch': dict(attention='sdpa', padded=8)} | {
+    f'HF padded, {n} a batch, Liger': dict(attention='sdpa', liger=True, padded=n)
+    for n in (8, 16, 32)}
+PACKED = {'ours, packed': dict(pack_len=4096, max_length=4096, micro_rows=2)}
+
+
+def bench_train(config):
+    """One table a model: tokens/s, model FLOP utilisation, peak memory of whole steps."""
+    if (config.data is None) != (config.tokenizer is None):
+        raise ConfigError('data and tokenizer: both or none')
+    tables = []
+    for name in list(CONFIGS) if config.shape == 'all' else [config.shape]:
+        peers = GEMMA_PEERS if name == 'gemma2_2b' else PEERS
+        kinds = [('2048-token documents', peers, TRAIN_OURS)]
+        if config.data and name.startswith('llama'):
+            kinds.append((Path(config.data).name, PADDED, PACKED))
+        for data, peers, ours in kinds:
+            table = {'shape': name, 'data': data, 'results': {}}
+            for method, options in (peers | ours).items():
+                if (config.only or '') in method:
+                    real = (config.data, config.tokenizer) if data != kinds[0][0] else None
+                    table['results'][method] = in_own_process(
+                        dict(shape=name, ours=method in ours, real=real, options=options))
+                    print(f'{name}, {data}: {method}: {table["results"][method]}', flush=True)
+            tables.append(table)
+            print_train_table(table)
+    return tables
+
+
+def in_own_process(spec):
+    """What measure_train says of `spec`, in a fresh process: Liger patches modules for good."""
+    done = subprocess.run([sys.executable, __file__, 'one', json.dumps(spec)],
+                          capture_output=True, text=True)
+    if done.returncode and spec['ours']:
+        raise RuntimeError(done.stderr)
+    if done.returncode:     # a peer's
+        return {'failed': done.stderr.strip().split('\n')[-1][:300]}
+    return json.loads(done.stdout.strip().split('\n')[-1])
+
+
+def measure_train(spec):
+    """Time of a step after those that compile, and what it held at most."""
+    raw = CONFIGS[spec['shape']]
+    torch.manual_seed(0)
+    batches = real_batches(*spec['real']) if spec['real'] else full_rows(raw['vocab_size'])
+    model, step = (our_step if spec['ours'] else hf_step)(raw, **spec['options'])
+    n, warm = len(batches), 4
+    for i in range(warm):
+        step(batches[i % n])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    graphs, rates, steps = compiled_graphs(), [], 5
+    for start in range(warm, warm + 3 * steps, steps):
+        some = [batches[i % n] for i in range(start, start + steps)]
+        started = time.perf_counter()
+        for batch in some:
+            step(batch)
+        torch.cuda.synchronize()
+        rates.append(sum(len(ids) for batch in some for ids, _ in batch)
+                     / (time.perf_counter() - started))
+    rate = statistics.median(rates)
+    return {'tokens_per_s': round(rate), 'spread': round(max(rates) / min(rates) - 1, 3),
+            'mfu': round(rate * flops_per_token(raw, batches) / PEAK, 4),
+            'peak_gib': round(torch.cuda.max_memory_allocated() / 2 ** 30, 1),
+            'new_graphs': compiled_graphs() - graphs}
+
+
+def compiled_graphs():
+    return torch._dynamo.utils.counters['stats']['unique_graphs']
+
+
+def flops_per_token(raw, batches):
+    """Of forward and backward: 6 a weight that is multiplied; causal attention counted at half."""
+    D, L, hd = raw['hidden_size'], raw['num_hidden_layers'], raw['head_dim']
+    H, K = raw['num_attention_heads'], raw['num_key_value_heads']
+    weights = L * (D * hd * (2 * H + 2 * K) + 3 * D * raw['intermediate_size'])
+    lengths = [len(ids) for batch in batches for ids, _ in batch]
+    seen = sum(n * n for n in lengths) / sum(lengths)
+    return 6 * (weights + D * raw['vocab_size']) + 6 * L * H * hd * seen
+
+
+def full_rows(V):
+    ids = torch.randint(0, V, (2, ROWS, LENGTH)).numpy()
+    return [[(row, row >= 0) for row in batch] for batch in ids]
+
+
+def real_batches(data, tokenizer):
+    """Steps of BATCH conversations in random order, as (tokens, learnt)."""
+    sequences = load_conversations(data, load_model_tokenizer(Path(tokenizer)), template='tulu',
+                                   max_length=4096, add_bos=True, revision=None, workers=8,
+                                   cache_dir='out/cache', on_bad_row='stop')
+    order = torch.randperm(len(sequences)).tolist()
+    return [[sequences[i] for i in order[start:start + BATCH]]
+            for start in range(0, len(order) - BATCH + 1, BATCH)]
+
+
+def our_step(raw, **options):
+    cfg = train.TrainConfig(**({'pack_len': LENGTH, 'max_length': LENGTH, 'micro_rows': ROWS,
+                                'smoothing': 0.1, 'dtype': 'bfloat16'} | options))
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device('cuda'):
+        model = models.CausalLM(models.ModelConfig.from_hf(raw))
+        model.init_weights()
+    torch.set_default_dtype(torch.float32)
+    model = train.prepare(model, cfg, 'cuda').train()
+    optimizer = train.make_optimizer(model, cfg)
+    multiple = train.rows_multiple(cfg, 'cuda')
+
+    def step(batch):
+        return train.train_step(model, optimizer, pack(batch, cfg.pack_len, multiple), cfg, 'cuda')
+    return model, step
+
+
+def hf_step(raw, attention, liger=False, compiled=False, padded=None):
+    """A Hugging Face model in bfloat16 with fused AdamW in bfloat16, clipping at 1.
+
+    padded: sequences in a forward pass, padded to the longest; None: all rows at once.
+    """
+    import transformers
+    if liger:
+        import liger_kernel.transformers as kernels
+        getattr(kernels, f'apply_liger_kernel_to_{raw["model_type"]}')()
+    config = transformers.AutoConfig.for_model(**raw, use_cache=False)
+    with torch.device('cuda'):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    call = torch.compile(model) if compiled else model
+
+    def losses(batch):
+        if not padded:
+            ids = torch.stack([torch.from_numpy(ids) for ids, _ in batch]).cuda()
+            yield call(input_ids=ids, labels=ids).loss
+            return
+        n_learnt = sum(int(learnt[1:].sum()) for _, learnt in batch)
+        for start in range(0, len(batch), padded):
+            some = batch[start:start + padded]
+            shape = len(some), max(len(ids) for ids, _ in some)
+            ids, labels, mask = (torch.full(shape, value) for value in (0, -100, 0))
+            for i, (tokens, learnt) in enumerate(some):
+                row = torch.from_numpy(tokens.astype('int64'))
+                ids[i, :len(row)], mask[i, :len(row)] = row, 1
+                labels[i, :len(row)] = row.where(torch.from_numpy(learnt > 0), -100)
+            yield call(input_ids=ids.cuda(), attention_mask=mask.cuda(), labels=labels.cuda(),
+                       num_items_in_batch=n_learnt).loss
+
+    def step(batch):
+        for loss in losses(batch):
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return model, step
+
+
+def print_train_table(table):
+    good = {k: r for k, r in table['results'].items() if 'failed' not in r}
+    best = max((r['tokens_per_s'] for k, r in good.items() if k.startswith('HF')), default=None)
+    print(f'\n{table["shape"]}, {table["data"]}, bfloat16\n'
+          f'{"":50}{"tokens/s":>9}{"x best HF":>10}{"MFU":>7}{"GiB":>7}{"new graphs":>11}')
+    for name, row in table['results'].items():
+        if 'failed' in row:
+            print(f'{name:50}  {row["failed"][:90]}')
+            continue
+        ratio = f'{row["tokens_per_s"] / best:10.3f}' if best else f'{"":10}'
+        print(f'{name:50}{row["tokens_per_s"]:9}{ratio}{row["mfu"]:7.3f}'
+              f'{row["peak_gib"]:7.1f}{row["new_graphs"]:11}')
+
+
+def draw_train(path):
+    """Tokens/s of each method beside each other, one panel a table."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    content = json.loads(path.read_text(encoding='utf-8'))
+    tables = content['tables']
+    figure, axes = plt.subplots(-(-len(tables) // 2), min(2, len(tables)), squeeze=False,
+                                figsize=(12, 3.2 * -(-len(tables) // 2)), layout='constrained')
+    for axis in axes.flat[len(tables):]:
+        axis.axis('off')
+    for axis, table in zip(axes.flat, tables):
+        rows = [(k, r) for k, r in reversed(table['results'].items()) if 'failed' not in r]
+        colours = ['#4878a8' if name.startswith('ours') else '#bbbbbb' for name, _ in rows]
+        bars = axis.barh([name for name, _ in rows], [r['tokens_per_s'] for _, r in rows],
+                         color=colours)
+        axis.bar_label(bars, [f' {r["tokens_per_s"]:,}, {r["peak_gib"]:.0f} GiB' for _, r in rows],
+                       fontsize=7)
+        axis.tick_params(labelsize=7)
+        axis.set_title(f'{table["shape"]}, {table["data"]}: tokens/s', fontsize=9)
+        axis.margins(x=0.25)
+    found = content['versions']
+    figure.suptitle(f'Training steps in bfloat16 on one {found["device"]}, torch {found["torch"]}',
+                    fontsize=10)
+    figure.savefig(path.with_suffix('.png'), dpi=130)
+    print(f'wrote {path.with_suffix(".png")}')
+
+
+# ------------------------------------------------------------------------------------------------
 
 def versions():
     found = {'device': torch.cuda.get_device_name(), 'torch': torch.__version__}
-    for package in ('triton', 'liger-kernel', 'cut-cross-entropy'):
+    for package in ('triton', 'transformers', 'liger-kernel', 'cut-cross-entropy'):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -411,12 +665,16 @@ def versions():
     return found
 
 
-BENCHMARKS = {'ce': (bench_ce, draw_ce)}
+BENCHMARKS = {'ce': (bench_ce, draw_ce), 'train': (bench_train, draw_train)}
 
 
 def main(argv):
     if len(argv) == 2 and argv[0] == 'plot':
-        return draw_ce(Path(argv[1]))
+        path = Path(argv[1])
+        return BENCHMARKS[path.stem.removeprefix('bench_')][1](path)
+    if len(argv) == 2 and argv[0] == 'one':
+        print(json.dumps(measure_train(json.loads(argv[1]))))
+        return None
     if not argv or argv[0] not in BENCHMARKS:
         sys.exit(f'usage: python bench.py {"|".join(BENCHMARKS)} [--key=value ...], or '
                  'python bench.py plot out/bench_ce.json')

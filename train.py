@@ -250,6 +250,9 @@ def micro_batches(packed, cfg, device):
         inputs = [torch.from_numpy(packed[key][some]) for key in ('tokens', 'positions', 'ends')]
         if device.startswith('cuda'):   # from pinned memory the host need not wait
             inputs = [x.pin_memory().to(device, non_blocking=True) for x in inputs]
+        owner = packed['owner'][some]
+        if ((owner == owner[:, :1]) | (owner < 0)).all():   # each row one document
+            inputs[2] = None
         yield some, inputs, torch.from_numpy(packed['targets'][some])
 
 
@@ -287,7 +290,7 @@ def train_step(model, optimizer, packed, cfg, device):
     """
     optimizer.begin(-(-len(packed['tokens']) // (world() * cfg.micro_rows)))
     losses = forward_backward(model, packed, cfg, device)
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in optimizer.gradients()]
+    norms = torch._foreach_norm(optimizer.gradients(), dtype=torch.float32)     # in few launches
     norm = torch.stack(norms).square().sum()
     if world() > 1:
         dist.all_reduce(norm)
@@ -389,7 +392,6 @@ def clear(out_dir):
 
 
 def make_model(cfg, folder, device):
-    """The model to train, spread over the processes if there are several."""
     dtype = pick_dtype(cfg.dtype, device)
     if cfg.from_scratch:
         model = models.CausalLM(models.read_config(folder), cfg.attn_dropout, cfg.resid_dropout)
@@ -397,6 +399,11 @@ def make_model(cfg, folder, device):
         model.to(device, dtype)
     else:
         model = models.load(folder, device, dtype, cfg.attn_dropout, cfg.resid_dropout)
+    return prepare(model, cfg, device)
+
+
+def prepare(model, cfg, device):
+    """`model` with adapters, checkpointing, compilation and processes as `cfg` says."""
     if cfg.lora:
         models.add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets)
     model.model.attention = cfg.attention
@@ -455,46 +462,63 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
     track = start_tracker(cfg) if not (cfg.dry_run or rank()) else lambda record: None
     bar = tqdm(range(first, until), out_dir.name, unit=' steps', mininterval=1, initial=first,
                total=until, disable=rank() > 0)
+    clock = time.perf_counter()
+    unread = []     # the step that the device may still be busy with
+
+    def read():
+        """Waits for the unread step, checks and logs it."""
+        nonlocal clock
+        for record, packed, chosen, stats in unread:
+            loss, nll, norm = stats.tolist()
+            step = record['step']
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise TrainingError(f'step {step}: loss {loss}, gradient norm {norm}; lower lr or '
+                                    f'check the data: the sequences were {chosen.tolist()} of '
+                                    f'{cfg.data}, counted from 0; {resume.remedy(out_dir)}')
+            seconds, clock = time.perf_counter() - clock, time.perf_counter()
+            n_tokens = int((packed['owner'] >= 0).sum())
+            record |= {'loss': loss, 'nll': nll, 'grad_norm': norm, 'tokens': n_tokens,
+                       'learnt_tokens': int((packed['targets'] >= 0).sum()),
+                       'tokens_per_s': n_tokens / seconds}
+            if validation and (step % cfg.val_every == 0 or step == until):
+                record |= validation_loss(model, validation, cfg, device)
+            if step % cfg.log_every == 0 or step == until:
+                val = (f'  val nll {record["val_nll"]:.4f} ECE {record["val_ece"]:.3f}'
+                       if 'val_nll' in record else '')
+                bar.write(f'step {step}/{steps}  loss {loss:.4f}  nll {nll:.4f}{val}  '
+                          f'lr {record["lr"]:.2e}  grad norm {norm:.2f}  '
+                          f'{n_tokens / seconds:.0f} tokens/s')
+            if not (cfg.dry_run or rank()):
+                log.write(json.dumps(record) + '\n')
+                log.flush()
+                track(record)
+        unread.clear()
+
     with log, ThreadPoolExecutor(1) as pool, resume.StopSignals() as stop:
         upcoming = pool.submit(batch, first)
         for step in bar:
-            started = time.perf_counter()
             chosen, packed = upcoming.result()
             upcoming = pool.submit(batch, step + 1)     # while the device is busy
             lr = learning_rate(step, steps, cfg)
             for group in optimizer.param_groups:
                 group['lr'] = lr
-            loss, nll, norm = train_step(model, optimizer, packed, cfg, device).tolist()
-            done, last = step + 1, step + 1 == until
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise TrainingError(f'step {done}: loss {loss}, gradient norm {norm}; lower lr or '
-                                    f'check the data: the sequences were {chosen.tolist()} of '
-                                    f'{cfg.data}, counted from 0; {resume.remedy(out_dir)}')
-            seconds = time.perf_counter() - started
-            n_tokens = int((packed['owner'] >= 0).sum())
-            record = {'step': done, 'loss': loss, 'nll': nll, 'lr': lr, 'grad_norm': norm,
-                      'tokens': n_tokens, 'learnt_tokens': int((packed['targets'] >= 0).sum()),
-                      'tokens_per_s': n_tokens / seconds}
-            if validation and (done % cfg.val_every == 0 or last):
-                record |= validation_loss(model, validation, cfg, device)
-            if done % cfg.log_every == 0 or last:
-                val = (f'  val nll {record["val_nll"]:.4f} ECE {record["val_ece"]:.3f}'
-                       if 'val_nll' in record else '')
-                bar.write(f'step {done}/{steps}  loss {loss:.4f}  nll {nll:.4f}{val}  lr {lr:.2e}  '
-                          f'grad norm {norm:.2f}  {n_tokens / seconds:.0f} tokens/s')
-            if cfg.dry_run:
-                continue
-            if rank() == 0:
-                log.write(json.dumps(record) + '\n')
-                log.flush()
-                track(record)
+            stats = train_step(model, optimizer, packed, cfg, device)
+            read()
+            done = step + 1
+            unread.append(({'step': done, 'lr': lr}, packed, chosen, stats))
             epoch, before = ((step + i) * cfg.batch_size // len(kept) for i in (1, 0))
-            if cfg.checkpoint_epochs and epoch > before and not last:
-                save_epoch(cfg, model, optimizer, epoch, folder)
+            epoch_ends = cfg.checkpoint_epochs and epoch > before
             signalled = max(resume.gather(stop.number))
-            if not last and (signalled or cfg.save_every and done % cfg.save_every == 0):
+            save = cfg.save_every and done % cfg.save_every == 0
+            if done == until or done % cfg.val_every == 0 or epoch_ends or save or signalled:
+                read()
+            if cfg.dry_run or done == until:
+                continue
+            if epoch_ends:
+                save_epoch(cfg, model, optimizer, epoch, folder)
+            if save or signalled:
                 resume.save(out_dir, done, named, optimizer, facts)
-            if signalled and not last:
+            if signalled:
                 raise Stopped(f'stopped by {signal.Signals(signalled).name} after step {done}; '
                               f'--resume goes on from there', signalled)
     if device.startswith('cuda'):
