@@ -524,9 +524,10 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
     if device.startswith('cuda'):
         print(f'peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB')
     if not cfg.dry_run:
-        save_weights(cfg, model, optimizer, out_dir, folder)
         if rank() == 0:
             draw_loss(out_dir)
+        save_weights(cfg, model, optimizer, out_dir, folder)
+        if rank() == 0:
             for old in out_dir.glob('resume-*'):
                 shutil.rmtree(old, ignore_errors=True)
 
