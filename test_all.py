@@ -24,9 +24,12 @@ import json
 import math
 import random
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -1199,13 +1202,407 @@ def test_dry_run_writes_nothing(small_world, tmp_path, capsys):
 
 def test_a_nan_loss_stops_the_run(small_world, tmp_path):
     folder, _ = small_world
-    with pytest.raises(train.TrainingError, match='step 1: loss nan'):
+    with pytest.raises(train.TrainingError, match=r'step 1: loss nan.* the sequences were \[\d+, .*'
+                       'there is no checkpoint yet'):
         broken = tmp_path / 'broken'
         shutil.copytree(folder / 'base', broken)
         rewrite(broken, lambda t: t['model.norm.weight'].fill_(torch.nan))
         train.main([str(folder / 'tuned' / 'train_config.py'), f'--model={broken}',
                     f'--out_dir={tmp_path / "run"}'])
     assert not (tmp_path / 'run' / 'model.safetensors').exists()
+
+
+def run_train(*arguments, limit=None, wait=True):
+    """train.py in a process of its own; `limit`: the largest file it can write, in bytes."""
+    def restrict():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    process = subprocess.Popen([sys.executable, 'train.py', *map(str, arguments)], cwd=HERE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=restrict if limit else None)
+    if not wait:
+        return process
+    printed, errors = process.communicate()
+    return process.returncode, printed, errors.strip().split('\n')[-1]
+
+
+def steps_done(folder):
+    log = folder / 'log.jsonl'
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def await_steps(process, folder, n):
+    """Waits until `n` steps are logged, or the process has ended."""
+    while process.poll() is None and steps_done(folder) < n:
+        time.sleep(0.01)
+
+
+def same_weights(a, b):
+    a, b = (load_file(folder / 'model.safetensors') for folder in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(scope='module')
+def long_run(small_world, tmp_path_factory):
+    """(arguments of a run whose every random state matters, the folder of it undisturbed)"""
+    folder = tmp_path_factory.mktemp('long') / 'whole'
+    arguments = [small_world[0] / 'tuned' / 'train_config.py', '--eval_tasks=', '--epochs=80',
+                 '--save_every=7', '--resid_dropout=0.1', '--attn_dropout=0.1', '--val_every=1000',
+                 '--checkpoint_epochs=False', '--device=cpu']
+    code, _, error = run_train(*arguments, f'--out_dir={folder}')
+    assert code == 0, error
+    return arguments, folder
+
+
+def test_ten_kills_change_nothing(long_run, tmp_path):
+    arguments, whole = long_run
+    chance = random.Random()
+    kills, out = 0, tmp_path / 'run'
+    while kills < 10:
+        process = run_train(*arguments, f'--out_dir={out}', '--resume', wait=False)
+        before = steps_done(out)
+        # at any moment: sometimes before the first step, mostly during or after a few of them
+        await_steps(process, out, 1 if before == 0 else 0)
+        if chance.random() < 0.8:
+            found = list(resume.checkpoints(out))
+            await_steps(process, out, max([before, *found]) + 1 if before else 1)
+        time.sleep(chance.uniform(0, 0.4))
+        process.kill()
+        process.communicate()
+        kills += 1
+        assert len(resume.checkpoints(out)) <= 2 or (out / 'config.json').exists()
+    code, _, error = run_train(*arguments, f'--out_dir={out}', '--resume')
+    assert code == 0, error
+    assert same_weights(out, whole)
+    records = [[{k: v for k, v in json.loads(line).items() if k != 'tokens_per_s'}
+                for line in (folder / 'log.jsonl').open()] for folder in (out, whole)]
+    assert records[0] == records[1]
+    assert not resume.checkpoints(out) and (out / 'loss.png').read_bytes().startswith(b'\x89PNG')
+    assert not list(out.rglob('*.tmp'))
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_signals_save_and_leave(long_run, tmp_path, number):
+    arguments, whole = long_run
+    process = run_train(*arguments, f'--out_dir={tmp_path}', '--save_every=None', wait=False)
+    await_steps(process, tmp_path, 3)
+    process.send_signal(number)
+    printed, errors = process.communicate()
+    assert process.returncode == 128 + number and 'Traceback' not in errors
+    [step] = resume.checkpoints(tmp_path)
+    assert f'after step {step}; --resume goes on' in printed and step == steps_done(tmp_path)
+    code, _, error = run_train(*arguments, f'--out_dir={tmp_path}')
+    assert code == 1 and f'interrupted after step {step}; --resume goes on with it' in error
+    code, _, error = run_train(*arguments, f'--out_dir={tmp_path}', '--resume', '--lr=0.1')
+    assert code == 1 and 'was begun with lr = 0.001, not 0.1' in error
+    code, printed, error = run_train(*arguments, f'--out_dir={tmp_path}', '--resume',
+                                     '--save_every=None')
+    assert code == 0 and f'going on after step {step}' in printed, error
+    assert same_weights(tmp_path, whole)
+    # nothing is left to do
+    code, printed, _ = run_train(*arguments, f'--out_dir={tmp_path}', '--resume')
+    assert code == 0 and 'step ' not in printed
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(long_run, tmp_path):
+    arguments, whole = long_run
+    process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)
+    await_steps(process, tmp_path, 8)
+    process.kill()
+    process.communicate()
+    [*_, before] = resume.checkpoints(tmp_path).values()
+    files = {p: p.read_bytes() for p in before.iterdir()}
+    code, _, error = run_train(*arguments, f'--out_dir={tmp_path}', '--resume', limit=500_000)
+    assert code == 1 and re.match(r'error: step \d+: saving .*resume-\d+ failed: ', error)
+    assert f'the last good checkpoint is {before}' in error
+    assert files == {p: p.read_bytes() for p in before.iterdir()}
+    assert not list(tmp_path.glob('*.tmp'))
+    assert run_train(*arguments, f'--out_dir={tmp_path}', '--resume')[0] == 0
+    assert same_weights(tmp_path, whole)
+
+
+def test_a_disk_that_fills_up_at_the_end(small_world, tmp_path):
+    code, _, error = run_train(small_world[0] / 'tuned' / 'train_config.py', '--eval_tasks=',
+                               '--checkpoint_epochs=False', f'--out_dir={tmp_path}', limit=500_000)
+    assert code == 1 and 'saving the weights' in error
+    assert not (tmp_path / 'config.json').exists() and not list(tmp_path.glob('*.tmp'))
+
+
+def test_two_runs_in_one_folder(long_run, tmp_path):
+    arguments, _ = long_run
+    process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)
+    await_steps(process, tmp_path, 1)
+    for option in ('--resume', '--overwrite'):
+        code, _, error = run_train(*arguments, f'--out_dir={tmp_path}', option)
+        assert code == 1 and 'another run is writing there; choose another --out_dir' in error
+    assert process.poll() is None, 'the first one must have been running all the time'
+    process.kill()
+    process.communicate()
+
+
+def test_damaged_resume_checkpoints(long_run, tmp_path):
+    arguments, _ = long_run
+    process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)
+    await_steps(process, tmp_path, 8)
+    process.kill()
+    process.communicate()
+    [*_, folder] = resume.checkpoints(tmp_path).values()
+    (folder.with_name('resume-100000.tmp')).mkdir()       # half written: not looked at
+    whole = (folder / 'state.json').read_text()
+    for content, message in ((whole[:50], 'not a whole checkpoint'),
+                             (whole.replace('state-00001', 'state-00009'), 'not a whole'),
+                             (whole.replace('"sequences": ', '"sequences": 1'),
+                              'sequences was 1')):
+        (folder / 'state.json').write_text(content)
+        with pytest.raises(train.TrainingError, match=message):
+            train.main([*map(str, arguments), f'--out_dir={tmp_path}', '--resume'])
+
+
+def test_a_finished_run_only_reports_what_is_missing(small_world, tmp_path, monkeypatch):
+    again = tmp_path / 'again'
+    shutil.copytree(small_world[0] / 'tuned', again)
+    config = [str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={again}', '--resume']
+    before = json.loads((again / 'results.json').read_text())['tasks']
+    (again / 'results.json').unlink()
+    monkeypatch.setattr(train, 'optimize', None)
+    train.main(config)
+    assert json.loads((again / 'results.json').read_text())['tasks'] == before
+    monkeypatch.setattr(train, 'evaluate', None)
+    train.main(config)
+
+
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+def test_rows_of_one_document_need_no_mask(name, tmp_path):
+    reference_model(name, tmp_path)
+    model = models.load(tmp_path)
+    packed = packing.pack(documents(2, [40, 31, 48]), 48)
+    tokens, positions, ends = (torch.from_numpy(packed[k]) for k in ('tokens', 'positions', 'ends'))
+    real = torch.from_numpy(packed['owner']) >= 0
+    masked, plain = (model(tokens, positions, e)[real] for e in (ends, None))
+    assert torch.allclose(masked, plain, atol=1e-5)
+    cfg = tiny_config()
+    given = [inputs[2] for _, inputs, _ in train.micro_batches(packed, cfg, 'cpu')]
+    assert given == [None] * 3
+    shared = packing.pack(documents(2, [40, 31, 17]), 48)
+    given = [inputs[2] is None for _, inputs, _ in train.micro_batches(shared, cfg, 'cpu')]
+    assert sorted(given) == [False, True]
+
+
+@pytest.mark.parametrize('name', ['llama', 'gemma2'])
+def test_checkpointed_activations_change_nothing(name, tmp_path):
+    reference_model(name, tmp_path)
+    packed = packing.pack(documents(3, [40, 31, 48, 9]), 48)
+    results = []
+    for again in (False, True):
+        model = models.load(tmp_path, 'cpu', None, 0.0, 0.2).train()
+        model.model.checkpoint = again
+        torch.manual_seed(5)
+        results.append(gradients(model, packed, tiny_config(smoothing=0.1)))
+    assert results[0][0] == results[1][0] and torch.equal(results[0][2], results[1][2])
+
+
+def test_validation_reports_the_next_tokens_ece(tiny_model):
+    packed = packing.pack(documents(4, [40, 31, 48, 9]), 48)
+    found = train.validation_loss(tiny_model, packed, tiny_config(smoothing=0.1), 'cpu')
+    confidence, right, nll = [], [], []
+    for tokens, learnt in documents(4, [40, 31, 48, 9]):
+        row = torch.from_numpy(tokens)[None]
+        p = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1].softmax(-1)
+        kept = torch.from_numpy(learnt[1:]) > 0
+        p, labels = p[kept].detach(), row[0, 1:][kept]
+        confidence += p.max(-1).values.tolist()
+        right += (p.argmax(-1) == labels).tolist()
+        nll += (-p.log().gather(1, labels[:, None]))[:, 0].tolist()
+    assert found['val_nll'] == pytest.approx(np.mean(nll), rel=1e-5)
+    assert found['val_ece'] == pytest.approx(metrics.top_label_ece(confidence, right), abs=1e-5)
+    assert found['val_loss'] > found['val_nll'] * 0.5
+
+
+def test_trackers_must_be_installed(monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(configs.ConfigError, match='pip install wandb'):
+        train.check(tiny_config(tracker='wandb', max_length=48))
+
+
+def test_two_processes_train_the_same(small_world, tmp_path):
+    """torchrun with two gloo processes: the weights of one process to rounding, resumable by it."""
+    config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval_tasks=', '--max_steps=4',
+              '--smoothing=0.1', '--micro_rows=2', '--device=cpu']
+    def two(folder, *more):
+        return subprocess.run(
+            [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
+             '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0', 'train.py',
+             *config, f'--out_dir={folder}', *more], cwd=HERE, capture_output=True, text=True)
+    code, _, error = run_train(*config, f'--out_dir={tmp_path / "one"}')
+    assert code == 0, error
+    done = two(tmp_path / 'two')
+    assert done.returncode == 0, done.stderr
+    base = load_file(small_world[0] / 'base' / 'model.safetensors')
+    one, two_ = (load_file(tmp_path / n / 'model.safetensors') for n in ('one', 'two'))
+    def apart(a, b):
+        return max(((a[k] - b[k]).norm() / (one[k] - base[k]).norm()).item() for k in one)
+    assert one.keys() == two_.keys() and apart(one, two_) < 1e-3
+    log = [[json.loads(line) for line in (tmp_path / n / 'log.jsonl').open()]
+           for n in ('one', 'two')]
+    for a, b in zip(*log, strict=True):
+        for key in ('loss', 'nll', 'grad_norm', 'tokens', 'learnt_tokens'):
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+    # LoRA, and a checkpoint of two that one goes on from
+    done = two(tmp_path / 'lora', '--lora')
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / 'lora' / 'adapter' / 'adapter_model.safetensors').exists()
+    code = ('import sys, train, resume\nsave = resume.save\n'
+            'def stop(*a): save(*a); sys.exit(9)\nresume.save = stop\n'
+            'train.join_processes(); train.main(sys.argv[1:])')
+    script = tmp_path / 'stop.py'
+    script.write_text(code)
+    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
+                    '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0', str(script), *config,
+                    f'--out_dir={tmp_path / "half"}', '--save_every=2'], cwd=HERE,
+                   capture_output=True, env=os.environ | {'PYTHONPATH': str(HERE)})
+    assert list(resume.checkpoints(tmp_path / 'half')) == [2]
+    code, _, error = run_train(*config, f'--out_dir={tmp_path / "half"}', '--resume')
+    assert code == 0, error
+    assert apart(one, load_file(tmp_path / 'half' / 'model.safetensors')) < 1e-3
+
+
+# LoRA
+
+def lora_model(folder, targets=models.LORA_TARGETS, dropout=0.0, seed=0):
+    """A model with adapters that do something."""
+    model = models.load(folder)
+    torch.manual_seed(seed)
+    models.add_lora(model, 4, 16.0, dropout, targets)
+    for name, p in model.named_parameters():
+        if 'lora_B' in name:
+            torch.nn.init.normal_(p, std=0.05)
+    return model
+
+
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+def test_lora(name, tmp_path):
+    reference_model(name, tmp_path / 'base')
+    tokens = torch.randint(0, 211, (2, 30))
+    plain = models.load(tmp_path / 'base')
+    hidden = plain(tokens, *whole_rows(tokens))
+    model = models.load(tmp_path / 'base')
+    models.add_lora(model, 8, 32.0, 0.1, ('q_proj', 'v_proj'))
+    assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), hidden)   # B begins at zero
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 4 * plain.config.num_hidden_layers
+    assert all(re.search(r'(q|v)_proj.lora_[AB].weight$', n) for n in trained)
+    a, b = (model.train()(tokens, *whole_rows(tokens)) for _ in range(2))
+    assert torch.equal(a, b)                        # dropout on what B, still zero, multiplies
+    model = lora_model(tmp_path / 'base')
+    adapted = model(tokens, *whole_rows(tokens))
+    assert not torch.allclose(adapted, hidden, atol=1e-2)
+    adapted.square().sum().backward()
+    assert all((p.grad is not None) == ('lora' in n) for n, p in model.named_parameters())
+    # dropout acts on what enters the adapter alone
+    some = lora_model(tmp_path / 'base', dropout=0.5).train()
+    a, b = (some(tokens, *whole_rows(tokens)) for _ in range(2))
+    assert not torch.allclose(a, b)
+    # merged, as anybody loads it
+    models.save(model, tmp_path / 'merged', torch.float32)
+    merged = models.load(tmp_path / 'merged')
+    assert torch.allclose(merged(tokens, *whole_rows(tokens)), adapted, atol=1e-4)
+    assert merged.state_dict().keys() == plain.state_dict().keys()
+    # one rounding: of the float32 sum
+    models.save(model, tmp_path / 'half', torch.bfloat16)
+    key = 'model.layers.1.self_attn.v_proj'
+    layer = model.get_submodule(key)
+    exact = layer.weight + 4 * (layer.lora_B.weight @ layer.lora_A.weight)
+    assert torch.equal(load_file(tmp_path / 'half' / 'model.safetensors')[f'{key}.weight'],
+                       exact.bfloat16())
+    with pytest.raises(ValueError, match="lora_targets = .'query',.; wanted some of q_proj"):
+        models.add_lora(plain, 8, 32.0, 0.1, ('query',))
+
+
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+def test_adapter_loads_in_peft(name, tmp_path):
+    import peft
+    import transformers
+    reference_model(name, tmp_path / 'base')
+    model = lora_model(tmp_path / 'base')
+    models.save_adapter(model, tmp_path / 'adapter', str(tmp_path / 'base'))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
+    reference = peft.PeftModel.from_pretrained(base, tmp_path / 'adapter').eval()
+    tokens = torch.randint(0, 211, (2, 30))
+    ours = model.logits(model(tokens, *whole_rows(tokens)))
+    assert torch.allclose(ours, reference(tokens).logits, atol=2e-4)
+    assert not torch.allclose(ours, reference.unload()(tokens).logits, atol=1e-2)
+
+
+def test_lora_run(small_world, tmp_path):
+    """What `train.py --lora` leaves: merged weights, and an adapter that makes them of the base."""
+    import peft
+    import transformers
+    train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
+                '--lora', '--lr=5e-3', '--checkpoint_epochs', '--checkpoint_activations'])
+    assert (tmp_path / 'results.json').exists() and (tmp_path / 'epoch-1' / 'adapter').is_dir()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(small_world[0] / 'base')
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / 'adapter').eval()
+    tokens = torch.randint(0, 1280, (1, 40))
+    assert torch.allclose(merged(tokens).logits, adapted(tokens).logits, atol=1e-3)
+    assert not torch.allclose(merged(tokens).logits, adapted.unload()(tokens).logits, atol=1e-2)
+    ours = models.load(tmp_path)
+    assert torch.allclose(ours.logits(ours(tokens, *whole_rows(tokens))), merged(tokens).logits,
+                          atol=1e-3)
+
+
+# on the GPU
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+@pytest.mark.parametrize('master', ['exact', 'stochastic'])
+def test_compiled_steps(name, master, tmp_path):
+    """Compiled bfloat16 steps go where float32 ones go; no batch of another make compiles anew."""
+    reference_model(name, tmp_path)
+    rng = np.random.default_rng(0)
+    batches = [documents(i, rng.integers(5, 128, rng.integers(6, 20))) for i in range(8)]
+    runs = []
+    for dtype, device in (('float32', 'cpu'), ('bfloat16', 'cuda')):
+        cfg = tiny_config(dtype=dtype, pack_len=128, micro_rows=2, master=master, lr=1e-3,
+                          smoothing=0.1, device=device)
+        model = train.make_model(cfg, tmp_path, device)
+        optimizer = train.make_optimizer(model, cfg)
+        losses = []
+        for i, batch in enumerate(batches):
+            packed = packing.pack(batch, 128, train.rows_multiple(cfg, device))
+            with torch.compiler.set_stance('fail_on_recompile' if i > 3 else 'default'):
+                losses.append(train.train_step(model, optimizer, packed, cfg, device).tolist())
+        runs.append(np.array(losses))
+    assert np.allclose(runs[0], runs[1], rtol=0.03)
+    assert np.allclose(runs[0][:, :2], runs[1][:, :2], rtol=0.003)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('head_dim, softcap', [(64, None), (128, None), (256, 50.0)])
+def test_tuned_attention(head_dim, softcap):
+    """The block sizes of HOPPER_OPTIONS in bfloat16, beside the explicit mask in float32."""
+    T, heads, kv = 600, 8, 4
+    packed = packing.pack(documents(0, [300, 200, 250, 90, 40, 600]), T)
+    positions, ends = (torch.from_numpy(packed[k]).cuda() for k in ('positions', 'ends'))
+    make = torch.Generator('cuda').manual_seed(0)
+    q, k, v, g = (torch.randn(len(ends), n, T, head_dim, generator=make, device='cuda')
+                  for n in (heads, kv, kv, heads))
+    q = 3 * q
+    results = []
+    for dtype, windows in ((torch.float32, (None, 100)), (torch.bfloat16, (None, 100))):
+        for window in windows:
+            x = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+            if dtype == torch.float32:
+                x = [t.bfloat16().float().detach().requires_grad_() for t in (q, k, v)]
+                mask, attend = models.explicit_mask(positions, ends, window), models.attend_explicit
+            else:
+                mask = models.flex_mask(positions, ends, window,
+                                        models.flex_options(head_dim, x[0]))
+                attend = models.attend_flex
+            y = attend(*x, mask, head_dim ** -0.5, softcap, 0.0)
+            y.backward(g.bfloat16().to(dtype))
+            results.append([y, *(t.grad for t in x)])
+    for right, ours in zip(results[:2], results[2:]):
+        assert all((a - b).norm() < 0.01 * a.norm() for a, b in zip(right, ours))
 
 
 def bad_command_lines(folder, tmp_path):
