@@ -205,6 +205,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * hd, D, bias=False)
         self.scale = (config.query_pre_attn_scalar or hd) ** -0.5
         self.softcap = config.attn_logit_softcapping
+        self.score_mod = _cap_scores(self.softcap) if self.softcap else None
         self.dropout = dropout
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask) -> Tensor:
@@ -214,8 +215,10 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         dropout = self.dropout if self.training else 0.0
-        attend = attend_flex if isinstance(mask, tuple) else attend_explicit
-        y = attend(q, k, v, mask, self.scale, self.softcap, dropout)
+        if isinstance(mask, tuple):
+            y = attend_flex(q, k, v, mask, self.scale, self.score_mod, dropout)
+        else:
+            y = attend_explicit(q, k, v, mask, self.scale, self.softcap, dropout)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -455,15 +458,15 @@ def flex_options(head_dim: int, x: Tensor) -> dict:
     return HOPPER_OPTIONS.get(head_dim, {}) if hopper and x.dtype == torch.bfloat16 else {}
 
 
-def attend_flex(q, k, v, mask, scale, softcap, dropout):
+def attend_flex(q, k, v, mask, scale, score_mod, dropout):
+    """The same with the mask of `flex_mask`, and `_cap_scores(softcap)` or None for the cap."""
     if dropout:
         raise ValueError('FlexAttention has no dropout: set attn_dropout = 0, or '
                          "attention = 'explicit' for the slower path that has it")
     block_mask, options = mask
     attend = flex_attention if torch.compiler.is_compiling() else _compiled_flex()[1]
-    return attend(q, k, v, score_mod=_cap_scores(softcap) if softcap else None,
-                  block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
-                  kernel_options=options)
+    return attend(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale,
+                  enable_gqa=q.shape[1] != k.shape[1], kernel_options=options)
 
 
 def compile_blocks(model):

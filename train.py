@@ -26,6 +26,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 import metrics
@@ -102,7 +103,7 @@ class TrainConfig:
     #                                           micro-batches), or all in bfloat16, rounded at
     #                                           random (8 bytes)
     checkpoint_activations: bool = False      # compute blocks twice: a quarter slower, less memory
-    compile: bool = True                      # the blocks, on a GPU
+    compile: bool = True                      # the blocks, on a GPU in bfloat16
     # calibration report
     eval_tasks: tuple[str, ...] = ()          # as in evaluate.py; () for none
     eval_before: bool = True                  # also before training; not for random weights
@@ -408,7 +409,8 @@ def prepare(model, cfg, device):
         models.add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets)
     model.model.attention = cfg.attention
     model.model.checkpoint = cfg.checkpoint_activations
-    if cfg.compile and device.startswith('cuda'):
+    # Triton 3.6 cannot compile some float32 blocks; FlexAttention is compiled either way
+    if cfg.compile and device.startswith('cuda') and model.head.dtype == torch.bfloat16:
         models.compile_blocks(model)
     if world() > 1:
         spread(model)
@@ -419,10 +421,11 @@ def prepare(model, cfg, device):
 def spread(model):
     """Cuts weights, gradients and Adam moments over the processes: PyTorch's FSDP2."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    options = {'mesh': init_device_mesh(model.head.device.type, (world(),)),
+               'mp_policy': MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for layer in model.model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
 
 
 def make_optimizer(model, cfg):
@@ -748,9 +751,9 @@ def join_processes():
     """Under torchrun: one process a GPU, or on the CPU through gloo; only the first one prints."""
     if 'TORCHELASTIC_RUN_ID' not in os.environ:
         return
-    backend = 'gloo'
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+    backend, local_rank = 'gloo', int(os.environ['LOCAL_RANK'])
+    if local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank)
         backend = 'cpu:gloo,cuda:nccl'
     # the others wait while the first one tokenises and evaluates
     dist.init_process_group(backend, timeout=datetime.timedelta(days=2))
