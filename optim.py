@@ -144,10 +144,10 @@ def _update(w, low, g, m, v, numbers, scale, seed):
         low.copy_(bits - (high << 16))
         w.copy_(high)
     elif seed is not None:
-        noise = _noise(torch.arange(len(w), dtype=torch.int32, device=w.device) ^ seed)
-        x = _round(x, noise)
-        new_v = _round(new_v, noise >> 16)
-        new_m = _round(new_m, (noise * 0x2c1b3c6d) >> 16)
+        noise = _noise(torch.arange(len(w), dtype=torch.int32, device=w.device), seed)
+        # 16 bits each; those that the first moment shares with a neighbour are low ones of one
+        x, new_m, new_v = (_round(y, noise >> shift)
+                           for y, shift in ((x, 0), (new_m, 8), (new_v, 16)))
     m.copy_(new_m)
     v.copy_(new_v)
     if low is None:
@@ -160,10 +160,11 @@ def _compiled_update():
     return torch.compile(_update, dynamic=True)
 
 
-def _noise(x: Tensor) -> Tensor:
-    """A 32-bit hash of each int32 (Wellons's lowbias32): cheap, and the same on every device."""
-    x = (x ^ ((x >> 16) & 0xffff)) * 0x7feb352d
-    x = (x ^ ((x >> 15) & 0x1ffff)) * -0x7b935975
+def _noise(index: Tensor, seed: Tensor) -> Tensor:
+    """32 random bits for each int32 index: a hash of few operations, since updates wait for it."""
+    # the masks make the shifts logical: int32 keeps its sign, and the top bits would cancel
+    x = (index ^ seed) * -0x61c88647
+    x = (x ^ ((x >> 15) & 0x1ffff)) * 0x7feb352d
     return x ^ ((x >> 16) & 0xffff)
 
 

@@ -972,15 +972,34 @@ def test_master_bits():
 def test_stochastic_rounding_is_right_on_average():
     x = torch.tensor([1.0, 1.0 + 2 ** -9, -(1.0 + 3 * 2 ** -10), 3e-39, 0.0]).repeat(100_000, 1)
     index = torch.arange(x.numel(), dtype=torch.int32).view_as(x)
-    rounded = optim._round(x, optim._noise(index ^ 12345)).double()
+    rounded = optim._round(x, optim._noise(index, torch.tensor(12345).int())).double()
     assert ((rounded == 1).all(0) == torch.tensor([True, False, False, False, False])).all()
     assert torch.allclose(rounded.mean(0), x[0].double(), rtol=1e-4)
     assert len(rounded[:, 1].unique()) == 2 and (rounded[:, 4] == 0).all()
-    spread = optim._noise(torch.arange(2 ** 20, dtype=torch.int32))
-    for bits in (spread & 0xffff, (spread >> 16) & 0xffff, ((spread * 0x2c1b3c6d) >> 16) & 0xffff):
-        assert abs(bits.double().mean() / 0xffff - 0.5) < 0.002
-        counts = torch.bincount(bits.long() >> 8, minlength=256).double()
-        assert (counts / counts.mean() - 1).abs().max() < 0.08
+
+
+def test_rounding_noise_is_random():
+    """Along the weights, and for one weight along the steps, whose seeds are hashes."""
+    seeds = [hash((0, step, 3, 0)) % 2 ** 31 for step in range(2 ** 12)]
+    along_steps = optim._noise(torch.tensor(77).int(), torch.tensor(seeds).int())
+    for noise in (optim._noise(torch.arange(2 ** 20).int(), torch.tensor(seed).int())
+                  for seed in (0, 1, seeds[5])):
+        check_random(noise)
+    for index in (0, 1, 12345):
+        check_random(optim._noise(torch.tensor(index).int(), torch.tensor(seeds).int()))
+    assert len(along_steps.unique()) > 4000
+
+
+def check_random(noise):
+    n = len(noise)
+    parts = [((noise >> shift) & 0xffff).double() / 0xffff - 0.5 for shift in (0, 8, 16)]
+    for x in parts:
+        assert abs(x.mean()) < 5 * (1 / 12 / n) ** 0.5
+        assert x.var().item() == pytest.approx(1 / 12, rel=5 * (0.8 / n) ** 0.5)
+        for lag in (1, 2, 3, 64, 1024):     # neighbours, and rows of a matrix
+            assert abs((x[lag:] * x[:-lag]).mean()) * 12 < 5 / (n - lag) ** 0.5, lag
+    for a, b in itertools.combinations(parts, 2):
+        assert abs((a * b).mean()) * 12 < 0.01 + 5 / n ** 0.5
 
 
 def test_gradients_of_micro_batches_are_summed_in_float32():
