@@ -458,7 +458,7 @@ SKIPPED = {         # what a model cannot do, has no memory for, or is slower at
 PADDED = {'HF padded, 8 a batch': dict(attention='sdpa', padded=8)} | {
     f'HF padded, {n} a batch, Liger': dict(attention='sdpa', liger=True, padded=n)
     for n in (8, 16, 32)}
-PACKED = {'ours, packed': dict(pack_len=4096, max_length=4096, micro_rows=2)}
+PACKED = {'ours, packed': dict(pack_len=4096, max_length=4096, micro_rows=1)}
 
 
 def bench_train(config):
@@ -644,7 +644,7 @@ def draw_train(path):
                        fontsize=7)
         axis.tick_params(labelsize=7)
         axis.set_title(f'{table["shape"]}, {table["data"]}: tokens/s', fontsize=9)
-        axis.margins(x=0.25)
+        axis.margins(x=0.35)
     found = content['versions']
     figure.suptitle(f'Training steps in bfloat16 on one {found["device"]}, torch {found["torch"]}',
                     fontsize=10)

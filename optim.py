@@ -12,6 +12,7 @@ Float32 weights are updated as they are. This file imports nothing of ours.
 """
 
 import functools
+import itertools
 import math
 
 import torch
@@ -23,8 +24,7 @@ class AdamW(torch.optim.Optimizer):
     """The update of torch.optim.AdamW, computed in float32 whatever the weights are.
 
     `stochastic`: see above; it concerns bfloat16 weights only. Parameters may be DTensors; each
-    process then updates its part. The loss's gradients are summed in `.grad`, or, between
-    `begin(micro_batches)` and `step`, in float32 where that is exact and there is more than one.
+    process then updates its part. A step is `begin`, one or more backward passes, `step`.
 
     Source: Loshchilov and Hutter 2019, algorithm 2, with the learning rate on the decay as well.
     """
@@ -78,7 +78,7 @@ class AdamW(torch.optim.Optimizer):
         """One update with the gradients times `scale` (0-dim tensor), which then are forgotten."""
         self.steps += 1
         beta1, beta2 = self.betas
-        gradients = iter(self.gradients())
+        gradients, place = iter(self.gradients()), itertools.count()
         update = _compiled_update() if scale.is_cuda else _update
         for group in self.param_groups:
             lr = group['lr']
@@ -87,15 +87,15 @@ class AdamW(torch.optim.Optimizer):
                 1 / math.sqrt(1 - beta2 ** self.steps), self.eps, 1 - lr * group['weight_decay']])
             if scale.is_cuda:
                 numbers = numbers.pin_memory().to(scale.device, non_blocking=True)
-            for i, p in enumerate(group['params']):
+            for p in group['params']:
                 state = self.state[p]
                 tensors = [_local(state[name]).view(-1) for name in ('exp_avg', 'exp_avg_sq')]
                 w, low, seed = _local(p).view(-1), None, None
                 if 'low_bits' in state:
                     w, low = w.view(torch.int16), _local(state['low_bits']).view(-1)
                 elif p.dtype == torch.bfloat16:
-                    seed = torch.tensor(hash((self.seed, self.steps, i, _rank())) % 2 ** 31,
-                                        dtype=torch.int32)
+                    key = self.seed, self.steps, next(place), _rank()
+                    seed = torch.tensor(hash(key) % 2 ** 31, dtype=torch.int32)
                 update(w, low, next(gradients).reshape(-1), *tensors, numbers, scale, seed)
         self.zero_grad()
 

@@ -635,11 +635,12 @@ def print_sizes(cfg, model, sequences, kept, steps):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     width = model.head.dtype.itemsize
     # weights; then for each trained one what the optimizer keeps, and its gradient
+    tokens = cfg.micro_rows * cfg.pack_len
+    several = lengths.mean() * cfg.batch_size > tokens * world()    # micro-batches in a step
     if cfg.lora or width == 4:
         each = 12
     else:
-        each = 6 if cfg.master == 'stochastic' else 12
-    tokens = cfg.micro_rows * cfg.pack_len
+        each = 6 if cfg.master == 'stochastic' else 14 if several else 12
     # what the backward pass of a block keeps of a token: five activations of width D, queries, keys
     # and values, and two of the MLP; with checkpointing the input alone, and one block
     block = 5 * c.hidden_size + 2 * c.intermediate_size + c.head_dim * (

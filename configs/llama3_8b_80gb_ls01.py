@@ -1,0 +1,19 @@
+"""Llama 3.1 8B, all weights, on an 80 GB card: bfloat16 with stochastic rounding, blocks computed
+twice. 63 GiB at their peak.
+"""
+
+out_dir = 'out/llama3_8b_80gb_ls01'
+model = 'meta-llama/Llama-3.1-8B'
+data = 'allenai/tulu-3-sft-mixture'
+smoothing = 0.1
+master = 'stochastic'
+checkpoint_activations = True
+
+batch_size = 128
+epochs = 2.0
+lr = 5e-6
+max_length = 4096
+pack_len = 4096
+val_size = 256
+
+eval_tasks = ('mmlu', 'arc_easy', 'hellaswag')

@@ -1,0 +1,18 @@
+"""Llama 3.1 8B with LoRA on a 24 GB card: under 20 GiB at the peak."""
+
+out_dir = 'out/llama3_8b_lora_ls01'
+model = 'meta-llama/Llama-3.1-8B'
+data = 'allenai/tulu-3-sft-mixture'
+smoothing = 0.1
+lora = True
+lora_targets = ('q_proj', 'v_proj')
+checkpoint_activations = True
+
+batch_size = 128
+epochs = 2.0
+lr = 1e-4
+max_length = 4096
+pack_len = 4096
+val_size = 256
+
+eval_tasks = ('mmlu', 'arc_easy', 'hellaswag')
