@@ -444,9 +444,9 @@ PEERS = {           # options of hf_step
 TRAIN_OURS = {      # keys of TrainConfig
     'ours': {},
     'ours, 2 micro-batches': dict(micro_rows=ROWS // 2),
-    'ours, stochastic': dict(master='stochastic'),
+    'ours, stochastic': dict(master_weights='stochastic'),
     'ours, stochastic, checkpointed, 2 micro-batches':
-        dict(master='stochastic', checkpoint_activations=True, micro_rows=ROWS // 2),
+        dict(master_weights='stochastic', checkpoint_activations=True, micro_rows=ROWS // 2),
     'ours, LoRA, checkpointed': dict(lora=True, checkpoint_activations=True),
 }
 SKIPPED = {         # what a model cannot do, has no memory for, or is slower at than at the others

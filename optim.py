@@ -109,7 +109,7 @@ class AdamW(torch.optim.Optimizer):
         low = self.state.get(p, {}).get('low_bits')
         p = p.detach()
         if isinstance(p, DTensor):
-            p, low = p.full_tensor(), low if low is None else low.full_tensor()
+            p, low = p.full_tensor(), None if low is None else low.int().full_tensor()
         return p.float() if low is None else _join(p.view(torch.int16), low)
 
 

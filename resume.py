@@ -190,7 +190,11 @@ def _tensors(named, optimizer):
 
 def _whole(tensor):
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.dtype == torch.int16:     # which NCCL cannot send
+        return tensor.int().full_tensor().short()
+    return tensor.full_tensor()
 
 
 def _fill(target, whole):

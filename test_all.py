@@ -1465,6 +1465,14 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     for a, b in zip(*log, strict=True):
         for key in ('loss', 'nll', 'grad_norm', 'tokens', 'learnt_tokens'):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
+    # bfloat16 weights with the bits that float32 has more
+    half = ['--dtype=bfloat16', '--save_dtype=float32']
+    code, _, error = run_train(*config, f'--out_dir={tmp_path / "one_half"}', *half)
+    assert code == 0, error
+    done = two(tmp_path / 'two_half', *half)
+    assert done.returncode == 0, done.stderr
+    assert apart(*(load_file(tmp_path / n / 'model.safetensors')
+                   for n in ('one_half', 'two_half'))) < 0.1
     # LoRA, and a checkpoint of two that one goes on from
     done = two(tmp_path / 'lora', '--lora')
     assert done.returncode == 0, done.stderr
@@ -1582,8 +1590,8 @@ def test_compiled_steps(name, master, tmp_path):
     batches = [documents(i, rng.integers(5, 128, rng.integers(6, 20))) for i in range(8)]
     runs = []
     for dtype, device in (('float32', 'cpu'), ('bfloat16', 'cuda')):
-        cfg = tiny_config(dtype=dtype, pack_len=128, micro_rows=2, master=master, lr=1e-3,
-                          smoothing=0.1, device=device)
+        cfg = tiny_config(dtype=dtype, pack_len=128, micro_rows=2, lr=1e-3, smoothing=0.1,
+                          master_weights=master, device=device)
         model = train.make_model(cfg, tmp_path, device)
         optimizer = train.make_optimizer(model, cfg)
         losses = []

@@ -97,10 +97,10 @@ class TrainConfig:
     # precision and memory
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of weights and products; auto:
     #                                           bfloat16 on a GPU
-    master: Literal['exact', 'stochastic'] = 'exact'  # how bfloat16 weights are trained: with the
+    master_weights: Literal['exact', 'stochastic'] = 'exact'  # of bfloat16 weights: kept with the
     #                                           bits that float32 has more, moments and sums of
     #                                           gradients float32 (14 bytes a weight, 16 with
-    #                                           micro-batches), or all in bfloat16, rounded at
+    #                                           micro-batches); or all in bfloat16, rounded at
     #                                           random (8 bytes)
     checkpoint_activations: bool = False      # compute blocks twice: a quarter slower, less memory
     compile: bool = True                      # the blocks, on a GPU in bfloat16
@@ -433,7 +433,7 @@ def make_optimizer(model, cfg):
     groups = [{'params': [p for p in trained if p.ndim >= 2], 'weight_decay': cfg.weight_decay},
               {'params': [p for p in trained if p.ndim < 2], 'weight_decay': 0.0}]
     return AdamW([group for group in groups if group['params']], cfg.lr, cfg.betas, cfg.eps,
-                 stochastic=cfg.master == 'stochastic', seed=cfg.seed)
+                 stochastic=cfg.master_weights == 'stochastic', seed=cfg.seed)
 
 
 def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
@@ -640,7 +640,7 @@ def print_sizes(cfg, model, sequences, kept, steps):
     if cfg.lora or width == 4:
         each = 12
     else:
-        each = 6 if cfg.master == 'stochastic' else 14 if several else 12
+        each = 6 if cfg.master_weights == 'stochastic' else 14 if several else 12
     # what the backward pass of a block keeps of a token: five activations of width D, queries, keys
     # and values, and two of the MLP; with checkpointing the input alone, and one block
     block = 5 * c.hidden_size + 2 * c.intermediate_size + c.head_dim * (
@@ -767,12 +767,14 @@ if __name__ == '__main__':
     try:
         join_processes()
         main(sys.argv[1:])
+        if world() > 1:
+            dist.barrier()      # none may leave while another is still talking to it
     except (ConfigError, DataError, models.CheckpointError, TrainingError, OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:
         sys.exit('error: out of GPU memory; --checkpoint_activations, --micro_rows=1 and a shorter '
-                 "--pack_len lower what a forward pass takes, --master=stochastic what weights do. "
-                 '--dry_run prints both')
+                 '--pack_len lower what a forward pass takes, --master_weights=stochastic what '
+                 'weights do. --dry_run prints both')
     except Stopped as stopped:
         print(stopped)
         sys.exit(128 + stopped.signal)

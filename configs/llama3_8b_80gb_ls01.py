@@ -6,7 +6,7 @@ out_dir = 'out/llama3_8b_80gb_ls01'
 model = 'meta-llama/Llama-3.1-8B'
 data = 'allenai/tulu-3-sft-mixture'
 smoothing = 0.1
-master = 'stochastic'
+master_weights = 'stochastic'
 checkpoint_activations = True
 
 batch_size = 128
