@@ -501,7 +501,8 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
         upcoming = pool.submit(batch, first)
         for step in bar:
             chosen, packed = upcoming.result()
-            upcoming = pool.submit(batch, step + 1)     # while the device is busy
+            if step + 1 < until:
+                upcoming = pool.submit(batch, step + 1)     # while the device is busy
             lr = learning_rate(step, steps, cfg)
             for group in optimizer.param_groups:
                 group['lr'] = lr
