@@ -1389,6 +1389,28 @@ def test_a_finished_run_only_reports_what_is_missing(small_world, tmp_path, monk
     train.main(config)
 
 
+def test_several_runs_go_on_where_they_stopped(small_world, tmp_path, monkeypatch):
+    (tmp_path / 'two.py').write_text((small_world[0] / 'tuned' / 'train_config.py').read_text()
+                                     .replace('runs = {}', "runs = {'a': {}, 'b': {'lr': 1e-4}}"))
+    lines = (tmp_path / 'two.py').read_text().splitlines()
+    (tmp_path / 'two.py').write_text('\n'.join(
+        line for line in lines if not line.startswith(('lr =', 'eval_before =', 'out_dir ='))))
+    command = [str(tmp_path / 'two.py'), f'--out_dir={tmp_path / "out"}', '--eval_before']
+    train.main(command)
+    results = (tmp_path / 'out' / 'a' / 'before' / 'results.json').read_text()
+    assert not (tmp_path / 'out' / 'b' / 'before').exists()     # the same model
+    weights = (tmp_path / 'out' / 'b' / 'model.safetensors').read_bytes()
+    for name in ('config.json', 'model.safetensors', 'results.json'):
+        (tmp_path / 'out' / 'b' / name).unlink()
+    optimize, trained = train.optimize, []
+    monkeypatch.setattr(train, 'optimize', lambda cfg, *rest: (trained.append(cfg.lr),
+                                                               optimize(cfg, *rest)))
+    train.main([*command, '--resume'])
+    assert trained == [1e-4]
+    assert (tmp_path / 'out' / 'b' / 'model.safetensors').read_bytes() == weights
+    assert (tmp_path / 'out' / 'a' / 'before' / 'results.json').read_text() == results
+
+
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
 def test_rows_of_one_document_need_no_mask(name, tmp_path):
     reference_model(name, tmp_path)

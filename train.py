@@ -134,8 +134,8 @@ class TrainConfig:
 
 # keys that may differ when a run goes on: the others decide what its weights become
 FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_every', 'tracker',
-             'cache_dir', 'workers', 'checkpoint_epochs', 'save_dtype', 'device', 'eval_batch_rows',
-             'eval_pack_len', 'dry_run', 'runs', 'demo_world'}
+             'cache_dir', 'workers', 'checkpoint_epochs', 'save_dtype', 'device', 'eval_before',
+             'eval_batch_rows', 'eval_pack_len', 'dry_run', 'runs', 'demo_world'}
 
 
 def check(cfg):
