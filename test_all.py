@@ -486,6 +486,16 @@ def test_packing_holds_every_sequence_once(lengths, seed):
     assert (packed['ends'] > np.arange(16)).all()
 
 
+def test_rows_come_in_multiples():
+    sequences = documents(0, [40, 7, 25, 30, 44])
+    few, many = (packing.pack(sequences, 48, multiple) for multiple in (1, 5))
+    n = len(few['tokens'])
+    assert n == 4 and len(many['tokens']) == 5
+    assert all((many[key][:n] == few[key]).all() for key in few)
+    assert (many['owner'][n:] == -1).all() and (many['targets'][n:] < 0).all()
+    assert (many['ends'][n:] == np.arange(48) + 1).all()
+
+
 def test_epoch_orders_differ_and_repeat():
     orders = [packing.epoch_order(50, e, 3).tolist() for e in (0, 1, 0)]
     assert orders[0] == orders[2] != orders[1] and sorted(orders[1]) == list(range(50))
@@ -1555,6 +1565,10 @@ def test_lora(name, tmp_path):
     merged = models.load(tmp_path / 'merged')
     assert torch.allclose(merged(tokens, *whole_rows(tokens)), adapted, atol=1e-4)
     assert merged.state_dict().keys() == plain.state_dict().keys()
+    import transformers
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / 'merged', attn_implementation='eager')
+    assert torch.allclose(reference(tokens).logits, model.logits(adapted), atol=2e-4)
     # one rounding: of the float32 sum
     models.save(model, tmp_path / 'half', torch.bfloat16)
     key = 'model.layers.1.self_attn.v_proj'
@@ -1586,7 +1600,8 @@ def test_lora_run(small_world, tmp_path):
     import peft
     import transformers
     train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
-                '--lora', '--lr=5e-3', '--checkpoint_epochs', '--checkpoint_activations'])
+                '--lora', '--lr=5e-3', '--checkpoint_epochs', '--checkpoint_activations',
+                '--device=cpu'])
     assert (tmp_path / 'results.json').exists() and (tmp_path / 'epoch-1' / 'adapter').is_dir()
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     base = transformers.AutoModelForCausalLM.from_pretrained(small_world[0] / 'base')
@@ -3156,6 +3171,21 @@ def test_a_confidence_one_rounding_above_an_edge_is_above_it():
             assert bin_counts([c], n_bins).index(1) == m_of_c - 1
     assert moved > 0
     assert bin_counts([np.float64(0.6), np.float64(6 * 0.1)], 10)[5:7] == [1, 1]
+
+
+def test_ece_from_confidences_alone():
+    rng = np.random.default_rng(0)
+    probs = rng.dirichlet(np.ones(4), 500)
+    labels = rng.integers(0, 4, 500)
+    assert metrics.top_label_ece(probs.max(1), probs.argmax(1) == labels, 15) == metrics.ece(
+        probs, labels, 15)
+    assert metrics.top_label_ece([0.1, 0.1], [False, True]) == pytest.approx(0.4)
+    for confidence, correct, message in (
+            ([0.5, 1.2], [True, True], 'row 1: confidence is 1.2'),
+            ([0.5, math.nan], [True, True], 'row 1: confidence is nan'),
+            ([0.5], [True, True], 'must be .N. with N >= 1'), ([], [], 'N >= 1')):
+        with pytest.raises(ValueError, match=message):
+            metrics.top_label_ece(confidence, correct)
 
 
 def test_confidence_of_a_quarter_and_of_one():
