@@ -89,14 +89,16 @@ class AdamW(torch.optim.Optimizer):
                 numbers = numbers.pin_memory().to(scale.device, non_blocking=True)
             for p in group['params']:
                 state = self.state[p]
-                tensors = [_local(state[name]).view(-1) for name in ('exp_avg', 'exp_avg_sq')]
-                w, low, seed = _local(p).view(-1), None, None
+                # a constant width lets the kernel read 16 bytes at a time, whatever the length
+                shape = (-1, 1024 if _local(p).numel() % 1024 == 0 else 1)
+                tensors = [_local(state[name]).view(shape) for name in ('exp_avg', 'exp_avg_sq')]
+                w, low, seed = _local(p).view(shape), None, None
                 if 'low_bits' in state:
-                    w, low = w.view(torch.int16), _local(state['low_bits']).view(-1)
+                    w, low = w.view(torch.int16), _local(state['low_bits']).view(shape)
                 elif p.dtype == torch.bfloat16:
                     key = self.seed, self.steps, next(place), _rank()
                     seed = torch.tensor(hash(key) % 2 ** 31, dtype=torch.int32)
-                update(w, low, next(gradients).reshape(-1), *tensors, numbers, scale, seed)
+                update(w, low, next(gradients).reshape(shape), *tensors, numbers, scale, seed)
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True):
@@ -126,7 +128,7 @@ def _join(high: Tensor, low: Tensor) -> Tensor:
 
 
 def _update(w, low, g, m, v, numbers, scale, seed):
-    """Updates w, low, m and v, all flat, in place.
+    """Updates w, low, m and v, matrices of one shape like g, in place.
 
     Exact: w and low are int16, the halves of the master. The upper one is the master rounded to the
     nearest bfloat16, not cut off, which would shrink all weights: so the lower one has a sign.
@@ -144,7 +146,8 @@ def _update(w, low, g, m, v, numbers, scale, seed):
         low.copy_(bits - (high << 16))
         w.copy_(high)
     elif seed is not None:
-        noise = _noise(torch.arange(len(w), dtype=torch.int32, device=w.device), seed)
+        index = torch.arange(w.numel(), dtype=torch.int32, device=w.device).view(w.shape)
+        noise = _noise(index, seed)
         # 16 bits each; those that the first moment shares with a neighbour are low ones of one
         x, new_m, new_v = (_round(y, noise >> shift)
                            for y, shift in ((x, 0), (new_m, 8), (new_v, 16)))
@@ -156,8 +159,8 @@ def _update(w, low, g, m, v, numbers, scale, seed):
 
 @functools.cache
 def _compiled_update():
-    # one kernel; `dynamic` for all sizes
-    return torch.compile(_update, dynamic=True)
+    # one kernel, once for the first length and once for all others
+    return torch.compile(_update)
 
 
 def _noise(index: Tensor, seed: Tensor) -> Tensor:

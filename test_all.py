@@ -1637,7 +1637,8 @@ def test_compiled_steps(name, master, tmp_path):
             with torch.compiler.set_stance('fail_on_recompile' if i > 3 else 'default'):
                 losses.append(train.train_step(model, optimizer, packed, cfg, device).tolist())
         runs.append(np.array(losses))
-    assert np.allclose(runs[0], runs[1], rtol=0.03)
+    # a norm of gradients at weights that were rounded at random, summed in bfloat16
+    assert np.allclose(runs[0], runs[1], rtol=0.03 if master == 'exact' else 0.1)
     assert np.allclose(runs[0][:, :2], runs[1][:, :2], rtol=0.003)
 
 
