@@ -2,9 +2,11 @@
 
     python bench.py ce --shape=gemma2_2b
     python bench.py train --shape=llama32_1b --data=alpaca.jsonl --tokenizer=Llama-3.2-1B
+    python bench.py eval --data=mmlu --tokenizer=Llama-3.2-1B
     python bench.py plot out/bench_ce.json
 
     ce      the smoothed cross-entropy of the output layer, forward and backward, in bfloat16
+    eval    5-shot MMLU, from its files to results.json, beside a Hugging Face loop
     train   whole training steps beside Hugging Face models, random weights: 2048-token documents,
             and with `data` and `tokenizer` real conversations
     plot    draws one of these files again
@@ -15,11 +17,13 @@ Each benchmark prints tables and writes them to out/bench_<name>.json.
 import gc
 import importlib.metadata
 import json
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,8 +35,10 @@ import train
 from configs import ConfigError, load_config
 from data.instruct import load_conversations
 from data.packing import pack
-from evaluate import load_model_tokenizer, write_text
+from evaluate import (EvalConfig, evaluate, load_model_tokenizer, load_tasks, option_log_probs,
+                      prepare, tokenize_questions)
 from fused_ce import smoothed_cross_entropy, token_statistics
+from results import write_text
 
 
 @dataclass
@@ -43,8 +49,10 @@ class BenchConfig:
     n: int = 8192               # tokens, all of which carry loss
     smoothing: float = 0.1      # in [0, 1]
     rounds: int = 3             # every method is timed in each, in turn; the median counts
-    data: str | None = None     # train: conversations, as in train.py
-    tokenizer: str | None = None    # train: a folder with the tokenizer for them
+    # train: conversations, as in train.py; eval: a folder or hub dataset with MMLU's files
+    data: str | None = None
+    tokenizer: str | None = None    # a folder with the tokenizer for `data`
+    sample: int = 1024          # eval: questions that the Hugging Face loop is timed on
     only: str | None = None     # train: methods, by '|', instead of all of them
 
 
@@ -550,15 +558,19 @@ def real_batches(data, tokenizer):
             for start in range(0, len(order) - BATCH + 1, BATCH)]
 
 
-def our_step(raw, **options):
-    cfg = train.TrainConfig(**({'pack_len': LENGTH, 'max_length': LENGTH, 'micro_rows': ROWS,
-                                'smoothing': 0.1, 'dtype': 'bfloat16'} | options))
+def our_model(raw):
     torch.set_default_dtype(torch.bfloat16)
     with torch.device('cuda'):
         model = models.CausalLM(models.ModelConfig.from_hf(raw))
         model.init_weights()
     torch.set_default_dtype(torch.float32)
-    model = train.prepare(model, cfg, 'cuda').train()
+    return model
+
+
+def our_step(raw, **options):
+    cfg = train.TrainConfig(**({'pack_len': LENGTH, 'max_length': LENGTH, 'micro_rows': ROWS,
+                                'smoothing': 0.1, 'dtype': 'bfloat16'} | options))
+    model = train.prepare(our_model(raw), cfg, 'cuda').train()
     optimizer = train.make_optimizer(model, cfg)
     multiple = train.rows_multiple(cfg, 'cuda')
 
@@ -653,6 +665,169 @@ def draw_train(path):
 
 
 # ------------------------------------------------------------------------------------------------
+# eval
+# ------------------------------------------------------------------------------------------------
+
+EVAL_PEERS = {      # attention of Hugging Face's model, prompts in a batch
+    'gemma2_2b': ('flex_attention', 16), 'llama32_1b': ('sdpa', 32), 'llama31_8b': ('sdpa', 32),
+    'mistral_7b': ('sdpa', 32)}
+
+
+def bench_eval(config):
+    """5-shot MMLU in questions a second: ours with everything, the peer's forward passes alone."""
+    if config.data is None or config.tokenizer is None:
+        raise ConfigError('eval wants --data, a folder with MMLU, and --tokenizer, a folder')
+    rate = matrix_rate()
+    print(f'matrix rate {rate / 1e12:.0f} TFLOP/s')
+    tables = []
+    for name in list(EVAL_PEERS) if config.shape == 'all' else [config.shape]:
+        raw = CONFIGS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, 'config.json').write_text(json.dumps(raw))
+            for file in Path(config.tokenizer).glob('tokenizer.model*'):
+                shutil.copyfile(file, Path(folder, file.name))
+            table = {'shape': name, 'matrix_rate': rate,
+                     'results': {'ours': our_eval(raw, folder, config.data, rate)}}
+        gc.collect()
+        torch.cuda.empty_cache()
+        lengths = table['results']['ours'].pop('lengths')
+        try:
+            table['results']['Hugging Face'] = hf_eval(raw, *EVAL_PEERS[name], lengths,
+                                                       config.sample)
+        except Exception as error:      # a peer's
+            table['results']['Hugging Face'] = {
+                'failed': f'{type(error).__name__}: {str(error).splitlines()[0]}'}
+        gc.collect()
+        torch.cuda.empty_cache()
+        tables.append(table)
+        print_eval_table(table)
+    return tables
+
+
+def matrix_rate():
+    """FLOP/s of a product of two 8192 x 8192 matrices in bfloat16."""
+    from triton.testing import do_bench
+    a, b = (torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192 ** 3 / do_bench(lambda: a @ b, return_mode='median') * 1e3
+
+
+def our_eval(raw, folder, data, rate):
+    """From MMLU's files to results.json, after a few questions that compile; then a profile."""
+    cfg = EvalConfig(model=folder, tasks=(f'mmlu:{data}',), dtype='bfloat16', device='cuda',
+                     out_dir=f'{folder}/out', overwrite=True)
+    tokenizer, model = load_model_tokenizer(Path(folder)), our_model(raw).eval()
+    prepare(model, cfg)
+    work = load_tasks(cfg)['mmlu']
+    trees = [tree for _, tree in tokenize_questions(work.items, work.solved, tokenizer, cfg, 8192)]
+    started = time.perf_counter()
+    option_log_probs(model, trees[:16], pack_len=16384, trim=False)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - started
+    torch.cuda.reset_peak_memory_stats()
+    graphs, started = compiled_graphs(), time.perf_counter()
+    tasks = load_tasks(cfg)
+    reading = time.perf_counter() - started
+    results = evaluate(folder, tokenizer, tasks, cfg, cfg.out_dir, model)
+    seconds = time.perf_counter() - started
+    scoring = results['tasks']['mmlu']['seconds']
+    peak = torch.cuda.max_memory_allocated()
+    graphs = compiled_graphs() - graphs
+    prefixes = {tree.prefix for tree in trees}
+    tokens = sum(tree.size - len(tree.prefix) for tree in trees) + sum(map(len, prefixes))
+    rows = -(-tokens // 16384)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        some = replace(work, items=work.items[:4000])
+        evaluate(folder, tokenizer, {'mmlu': some}, cfg, cfg.out_dir, model)
+    kernels = sorted((e.time_range.start, e.time_range.end) for e in profile.events()
+                     if e.device_type == torch.autograd.DeviceType.CUDA)
+    busy, end = 0, 0
+    for begin, stop in kernels:
+        busy, end = busy + max(0, stop - max(begin, end)), max(end, stop)
+    flops = 2 * (sum(p.numel() for p in model.parameters())
+                 - raw['vocab_size'] * raw['hidden_size'] * (2 - raw['tie_word_embeddings']))
+    return {'questions_per_s': len(trees) / seconds, 'seconds': seconds, 'reading_s': reading,
+            'scoring_s': scoring, 'results_s': seconds - reading - scoring, 'compile_s': first,
+            'tokens': tokens, 'rows': rows, 'of_matrix_rate': flops * tokens / scoring / rate,
+            'gpu_busy': busy / (kernels[-1][1] - kernels[0][0]), 'new_graphs': graphs,
+            'peak_gib': peak / 2 ** 30,
+            'lengths': [len(tree.prefix) + len(tree.stem) for tree in trees]}
+
+
+def hf_eval(raw, attention, batch, lengths, sample):
+    """What lm-evaluation-harness does: sorted by length, padded, a forward pass a question."""
+    import transformers
+    config = transformers.AutoConfig.for_model(**raw, use_cache=False)
+    with torch.device('cuda'):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention).eval()
+    make = torch.Generator().manual_seed(0)
+    picked = torch.randperm(len(lengths), generator=make)[:sample].tolist()
+    some = sorted((lengths[i] for i in picked), reverse=True)
+
+    @torch.no_grad()
+    def run(lengths):
+        for i in range(0, len(lengths), batch):
+            rows = torch.tensor(lengths[i:i + batch], device='cuda')
+            ids = torch.randint(0, raw['vocab_size'], (len(rows), lengths[i]), device='cuda')
+            log_probs = torch.log_softmax(model(input_ids=ids).logits, -1)
+            log_probs[torch.arange(len(rows)), rows - 1, 32:36].float().cpu()
+            del log_probs
+    run(some[:2 * batch])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    run(some)
+    torch.cuda.synchronize()
+    rate = len(some) / (time.perf_counter() - started)
+    return {'questions_per_s': rate, 'seconds': len(lengths) / rate, 'attention': attention,
+            'peak_gib': torch.cuda.max_memory_allocated() / 2 ** 30}
+
+
+def print_eval_table(table):
+    ours, peer = table['results']['ours'], table['results']['Hugging Face']
+    print(f'\n{table["shape"]}, 5-shot MMLU, bfloat16\n'
+          f'ours          {ours["questions_per_s"]:8.1f} questions/s, all in '
+          f'{ours["seconds"]:.1f} s (reading {ours["reading_s"]:.1f}, scoring '
+          f'{ours["scoring_s"]:.1f}, metrics and files {ours["results_s"]:.1f}; compiling before '
+          f'{ours["compile_s"]:.1f})\n'
+          f'              {ours["tokens"]} tokens, {ours["of_matrix_rate"]:.1%} of the matrix rate '
+          f'while scoring, GPU busy {ours["gpu_busy"]:.1%}, peak {ours["peak_gib"]:.1f} GiB, new '
+          f'graphs {ours["new_graphs"]}')
+    if 'failed' in peer:
+        print(f'Hugging Face  {peer["failed"][:90]}')
+        return
+    print(f'Hugging Face  {peer["questions_per_s"]:8.1f} questions/s, all in '
+          f'{peer["seconds"]:.1f} s, {peer["attention"]}, peak {peer["peak_gib"]:.1f} GiB\n'
+          f'ours / theirs {ours["questions_per_s"] / peer["questions_per_s"]:.2f}', flush=True)
+
+
+def draw_eval(path):
+    """Seconds for the test set, ours beside the peer's."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    content = json.loads(path.read_text(encoding='utf-8'))
+    figure, axis = plt.subplots(figsize=(8, 3.2), layout='constrained')
+    bars, labels = [], []
+    for table in reversed(content['tables']):
+        for name, row in reversed(table['results'].items()):
+            if 'failed' not in row:
+                bars.append((row['seconds'], name == 'ours'))
+                labels.append(f'{table["shape"]}: {name}')
+    drawn = axis.barh(range(len(bars)), [seconds for seconds, _ in bars],
+                      color=['#4878a8' if ours else '#bbbbbb' for _, ours in bars])
+    axis.bar_label(drawn, [f' {seconds:.1f}' for seconds, _ in bars], fontsize=8)
+    axis.set_yticks(range(len(bars)), labels, fontsize=8)
+    axis.set(xlabel='seconds, 14,042 questions with 5 shots')
+    axis.margins(x=0.12)
+    found = content['versions']
+    figure.suptitle(f'MMLU in bfloat16 on one {found["device"]}, torch {found["torch"]}',
+                    fontsize=10)
+    figure.savefig(path.with_suffix('.png'), dpi=130)
+    print(f'wrote {path.with_suffix(".png")}')
+
+
+# ------------------------------------------------------------------------------------------------
 
 def versions():
     found = {'device': torch.cuda.get_device_name(), 'torch': torch.__version__}
@@ -664,7 +839,8 @@ def versions():
     return found
 
 
-BENCHMARKS = {'ce': (bench_ce, draw_ce), 'train': (bench_train, draw_train)}
+BENCHMARKS = {'ce': (bench_ce, draw_ce), 'eval': (bench_eval, draw_eval),
+              'train': (bench_train, draw_train)}
 
 
 def main(argv):

@@ -1,19 +1,26 @@
-"""How well does a model know what it knows? Scores the options of multiple-choice questions.
+"""How well does a model know what it knows? Scores options of questions, tokens and entities.
 
     python evaluate.py --model=out/run --tasks=mmlu,arc_easy,hellaswag --shots=5
+    python evaluate.py --compare out/base out/sft out/ls01
 
 Prompts that share a beginning share its tokens: a packed row holds [prefix | question | options |
 question | options | ...] as a tree, and each token sees only its own ancestors. Log-probabilities
-are float32 from the logits on. Writes results.json, samples-<task>.jsonl and reliability.png.
+are float32 from the logits on. What is scored goes to samples.jsonl at once; an interrupted run
+goes on from there. results.json, .md, .csv and the pictures are computed from it (results.py).
 """
 
+import hashlib
 import json
 import math
 import os
 import platform
+import queue
 import re
+import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+import threading
+import time
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,367 +28,703 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import metrics
 import model as models
+import results as reporting
 from configs import ConfigError, load_config, read_assignments, require_range
-from data import DataError, read_rows
-from data.questions import TASKS, header, load_task
+from data import DataError
+from data.probes import INSTRUCTIONS, load_texts
+from data.questions import TASKS, load_task
 from data.tokenizer import load_tokenizer
-from fused_ce import token_log_probs
+from fused_ce import token_log_probs, token_statistics
 
 
 @dataclass
 class EvalConfig:
     model: str = ''                           # a folder in Hugging Face layout, or a hub name
     revision: str | None = None               # the hub revision of the model
-    tasks: tuple[str, ...] = ('mmlu',)        # mmlu, arc_easy, ..., task:folder, or a JSONL file
+    # mmlu, global_mmlu, ..., clm, facts, each also as task:folder-or-file; or a file of questions
+    tasks: tuple[str, ...] = ('mmlu',)
     data_revision: str | None = None          # the hub revision of the tasks' datasets
+    languages: tuple[str, ...] = ('all',)     # of multilingual tasks
+    preset: Literal['mmlu', 'harness'] = 'mmlu'     # prompts; harness: lm-evaluation-harness's
+    header: Literal['english', 'native'] = 'english'
     shots: int = 5                            # solved questions before each question
-    scoring: Literal['letters', 'text'] = 'letters'
+    scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
     norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # of an option's log-probability
-    limit: int | None = None                  # score only the first questions of each task
+    instruct: bool = False                    # clm and facts: with the paper's instruction
+    limit: int | None = None                  # score only the first questions of each language
     add_bos: bool | None = None               # None: as the model was trained here, else one BOS
     max_length: int | None = None             # longest prompt in tokens; None: the model's context
-    pack_len: int = 4096                      # tokens in a packed row
+    temperature: Literal['none', 'fit'] = 'none'    # fit: temperature and Platt scaling beside raw
+    n_bootstrap: int = 1000                   # resamples for the intervals; 0: none
+    pack_len: int | None = None               # tokens in a packed row; None: 16384 on a GPU, 4096
     batch_rows: int = 1                       # rows in a forward pass
+    compile: bool = True                      # the decoder blocks, on a GPU in bfloat16
+    deterministic: bool = False               # each question alone: the same bits in any company
     on_bad_row: Literal['stop', 'skip'] = 'stop'
+    seed: int = 0                             # of clm's positions and of the bootstrap
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
     device: str = 'auto'
     out_dir: str | None = None                # None: the model's folder; out/eval/ for a hub name
+    overwrite: bool = False                   # forget samples made with other settings
+
+
+# what samples depend on, and what must therefore not change in a folder
+SETTINGS = ('preset', 'header', 'shots', 'scoring', 'instruct', 'add_bos', 'max_length',
+            'deterministic', 'seed', 'dtype')
 
 
 # ------------------------------------------------------------------------------------------------
-# From questions to packed rows
+# From questions to trees
 # ------------------------------------------------------------------------------------------------
 
 @dataclass
-class TokenisedQuestion:
-    """prefix + stem + leaves[k] is the prompt with option k; the option begins at token starts."""
-    prefix: tuple[int, ...]     # shared with other questions: header and shots
+class Tree:
+    """prefix + stem + leaves[k] is a prompt with option k; the option begins at token `start`.
+
+    Without leaves the tokens at the places `wanted` of prefix + stem are predicted, each from those
+    before it.
+    """
+    prefix: tuple[int, ...]     # shared with other trees: header and shots
     stem: list[int]             # shared by the options
-    leaves: list[list[int]]
-    start: int                  # index of the first scored token in each of the prompts
+    leaves: list[list[int]] = field(default_factory=list)
+    start: int = 0
+    wanted: list[int] = field(default_factory=list)
+    shots: int = 0
 
     @property
-    def tree_size(self):
-        return len(self.stem) + sum(map(len, self.leaves))
+    def size(self):
+        return len(self.prefix) + len(self.stem) + sum(map(len, self.leaves))
+
+    @property
+    def n_tokens(self):
+        """The number of scored tokens of each option."""
+        before = len(self.prefix) + len(self.stem) - self.start
+        return [before + len(leaf) for leaf in self.leaves]
+
+    @property
+    def n_scored(self):
+        return len(self.wanted) + sum(self.n_tokens)
+
+    @property
+    def fingerprint(self):
+        """Of all that is asked: a sample with another one is of another question."""
+        digest = hashlib.blake2b(digest_size=6)
+        for ids in (self.prefix, self.stem, *self.leaves, (self.start, *self.wanted)):
+            digest.update(np.array([*ids, -1], dtype=np.int32).tobytes())
+        return digest.hexdigest()
 
 
-def tokenize_question(question, solved, tokenizer, cfg, max_length, prefixes):
-    """The question with as many of the `solved` shots as fit; whole shots are dropped, never cut.
+def tokenize_questions(questions, solved, tokenizer, cfg, max_length):
+    """Yields (question, Tree or DataError), each with as many shots as fit; never a part of one.
 
-    Context and option are encoded jointly and cut where the context's own tokens end. The seam
-    between shots and question is fixed: shots end in a blank line, where no tokenizer joins.
+    solved: shots by `Question.group`. Context and option are encoded jointly and cut where the
+    context's own tokens end. The seam between shots and question is fixed: shots end in a blank
+    line, where no tokenizer joins.
     """
-    context = tokenizer.encode(question.context, start=False)
-    prompts = [tokenizer.encode(question.context + option, start=False)
-               for option in question.options]
-    for option, ids in zip(question.options, prompts, strict=True):
-        if ids[:len(context)] != context or len(ids) == len(context):
-            raise DataError(f'question {question.id}: option {option!r} does not begin at a token '
-                            f'boundary after {question.context[-20:]!r}')
-    shared = len(os.path.commonprefix(prompts))
-    stem, leaves = prompts[0][:shared], [ids[shared:] for ids in prompts]
-    longest, tree = max(map(len, prompts)), shared + sum(map(len, leaves))
-    for n in range(len(solved), -1, -1):
-        key = question.subject, n
+    prefixes, encode = {}, OptionEncoder(tokenizer)
+
+    def prefix(question, n):
+        key = question.header, question.group, n
         if key not in prefixes:
-            text = header(question.subject) + ''.join(shot.solved for shot in solved[:n])
+            text = question.header + ''.join(s.solved for s in solved.get(question.group, [])[:n])
             bos = [] if cfg.add_bos is False else [tokenizer.bos_id]
-            prefixes[key] = tuple(bos + tokenizer.encode(text))
-        prefix = prefixes[key]
-        if len(prefix) + longest <= max_length and len(prefix) + tree <= cfg.pack_len:
-            return TokenisedQuestion(prefix, stem, leaves, len(prefix) + len(context)), n
-    raise DataError(f'question {question.id} even without shots has a prompt of '
-                    f'{len(prefix) + longest} tokens (the model or max_length allows {max_length}) '
-                    f'and {len(prefix) + tree} with all its options (pack_len is {cfg.pack_len})')
+            prefixes[key] = tuple(bos + tokenizer.encode(text)) if text else tuple(bos)
+        return prefixes[key]
+
+    def tree(question):
+        for n in range(len(solved.get(question.group, [])), -1, -1):
+            before = prefix(question, n)
+            # with neither header nor shots the question begins the text
+            context, prompts = encode(question, starts=not (n or question.header))
+            longest = len(before) + max(map(len, prompts))
+            if longest <= max_length:
+                stem = os.path.commonprefix(prompts)
+                return Tree(before, stem, [ids[len(stem):] for ids in prompts],
+                            len(before) + len(context), shots=n)
+        raise DataError(f'question {question.id} even without shots has a prompt of {longest} '
+                        f'tokens; the model or max_length allows {max_length}')
+
+    for i in range(0, len(questions), 64):
+        some = questions[i:i + 64]
+        encode.ahead([q.context for q in some if q.header or solved.get(q.group)])
+        for question in some:
+            try:
+                yield question, tree(question)
+            except DataError as error:
+                yield question, error
 
 
-def pack_trees(questions, pack_len):
-    """Yields packed rows: dict of tokens, positions, ends (lists of pack_len ints; see model.py)
-    and `wanted`: (question, option, row index that predicts the token, token) for scored tokens.
+class OptionEncoder:
+    """Tokens of a question's context and of context + option, each encoded as a whole.
 
-    Questions keep their order; a prefix is written once for those that follow each other in a row.
+    No tokenizer joins a line break with what follows, so of `context + option` only the last line
+    is encoded again for each option, if the context does end in the tokens of its last line.
     """
-    row = None
-    for q, item in enumerate(questions):
-        shared = row is not None and row['prefix'] == item.prefix
-        size = item.tree_size + (0 if shared else len(item.prefix))
-        if row is None or len(row['tokens']) + size > pack_len:
-            if row is not None:
-                yield _pad(row, pack_len)
-            row = {'tokens': [], 'positions': [], 'ends': [], 'wanted': [], 'prefix': None}
-            shared = False
-        if not shared:
-            row['prefix'] = item.prefix
-            row['prefix_at'] = _append(row, item.prefix, 0)
-        stem_at = _append(row, item.stem, len(item.prefix))
-        leaves_at = []
-        for leaf in item.leaves:
-            leaves_at.append(_append(row, leaf, len(item.prefix) + len(item.stem)))
-        end = len(row['tokens'])
-        row['ends'][row['prefix_at'].start:row['prefix_at'].stop] = [end] * len(item.prefix)
-        row['ends'][stem_at.start:stem_at.stop] = [end] * len(item.stem)
-        for k, leaf_at in enumerate(leaves_at):
-            path = [*row['prefix_at'], *stem_at, *leaf_at]
-            row['wanted'] += [(q, k, path[i - 1], row['tokens'][path[i]])
-                              for i in range(item.start, len(path))]
-    if row is not None:
-        yield _pad(row, pack_len)
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.contexts, self.lines = tokenizer, {}, {}
+
+    def ahead(self, contexts):
+        """Encodes the contexts of questions to come, those that begin no text, in one batch."""
+        self.contexts = dict(zip(contexts, self.tokenizer.encode_batch(contexts, start=False)))
+
+    def __call__(self, question, starts):
+        """(tokens of the context, [tokens of context + option]); starts: they begin the text."""
+        context = None if starts else self.contexts.get(question.context)
+        if context is None:
+            context = self.tokenizer.encode(question.context, start=starts)
+        head, newline, line = question.context.rpartition('\n')
+        tail = self.line(line) if newline else []
+        if tail and context[-len(tail):] == tail:
+            prompts = [context[:-len(tail)] + self.line(line + o) for o in question.options]
+        else:
+            prompts = [self.tokenizer.encode(question.context + option, start=starts)
+                       for option in question.options]
+        for option, ids in zip(question.options, prompts, strict=True):
+            if len(ids) <= len(context) or ids[:len(context)] != context:
+                raise DataError(f'question {question.id}: option {option!r} does not begin at a '
+                                f'token boundary after {question.context[-20:]!r}')
+        return context, prompts
+
+    def line(self, text):
+        """Tokens of a text behind a line break; short ones, such as letters, come again."""
+        if len(text) > 20:
+            return self.tokenizer.encode(text, start=False)
+        if text not in self.lines:
+            self.lines[text] = self.tokenizer.encode(text, start=False)
+        return self.lines[text]
 
 
-def _append(row, ids, position):
-    """Appends tokens that end with themselves; returns their row indices."""
-    begin = len(row['tokens'])
-    end = begin + len(ids)
-    row['tokens'] += ids
-    row['positions'] += range(position, position + len(ids))
-    row['ends'] += [end] * len(ids)
-    return range(begin, end)
+def tokenize_texts(kind, texts, tokenizer, cfg, max_length):
+    """Yields (Text, Tree or DataError): clm's random position, or the first token of each entity.
+
+    A text is cut after `max_length` tokens. An entity whose text is encoded across its beginning is
+    left out; the space before it counts as its own.
+    """
+    for text in texts:
+        lead = f'{INSTRUCTIONS[kind]} ' if cfg.instruct else ''
+        bos = [] if cfg.add_bos is False else [tokenizer.bos_id]
+        ids = tokenizer.encode(lead + text.text)
+        kept = (bos + ids)[:max_length]
+        first = len(bos) + len(tokenizer.encode(lead.rstrip())) if lead else len(bos) + 1
+        if kind == 'clm':
+            if first >= len(kept):
+                yield text, DataError(f'text {text.id}: {len(ids)} tokens leave nothing to predict')
+                continue
+            # by the text itself, so that its company does not matter
+            digest = hashlib.blake2b(text.text.encode(), digest_size=8).digest()
+            random = np.random.default_rng([cfg.seed, int.from_bytes(digest, 'little')])
+            places = [int(random.integers(first, len(kept)))]
+        else:
+            places = set()
+            for begin, _ in text.spans:
+                before = lead + text.text[:begin]
+                before = before[:-1] if before.endswith(' ') else before
+                head = tokenizer.encode(before) if before else []
+                place = len(bos) + len(head)
+                if head and ids[:len(head)] == head and first <= place < len(kept):
+                    places.add(place)
+            if not places:
+                yield text, DataError(f'text {text.id}: no entity begins at a token boundary with '
+                                      f'text before it')
+                continue
+            places = sorted(places)
+        yield text, Tree((), kept[:places[-1] + 1], wanted=places)
 
 
-def _pad(row, pack_len):
-    used = len(row['tokens'])
-    row['tokens'] += [0] * (pack_len - used)
-    row['positions'] += [0] * (pack_len - used)
-    row['ends'] += range(used + 1, pack_len + 1)
-    return row
+# ------------------------------------------------------------------------------------------------
+# From trees to packed rows
+# ------------------------------------------------------------------------------------------------
+
+class Row:
+    """A packed row under construction: what model.py takes, and `scored`: (tree, option or number,
+    row index that predicts the token, token)."""
+
+    def __init__(self):
+        self.tokens, self.positions, self.ends, self.scored = [], [], [], []
+        self.prefix = self.prefix_at = None
+
+    def append(self, ids, position):
+        """Appends tokens that end with themselves; returns their row indices."""
+        begin = len(self.tokens)
+        end = begin + len(ids)
+        self.tokens += ids
+        self.positions += range(position, position + len(ids))
+        self.ends += [end] * len(ids)
+        return range(begin, end)
+
+    def end_here(self, at):
+        self.ends[at.start:at.stop] = [len(self.tokens)] * len(at)
+
+    def add(self, index, tree, options):
+        """Appends the tree with those of its options; its prefix only if the row's last differs."""
+        if self.prefix != tree.prefix:
+            self.prefix, self.prefix_at = tree.prefix, self.append(tree.prefix, 0)
+        before = len(tree.prefix)
+        stem_at = self.append(tree.stem, before)
+        trunk = [*self.prefix_at, *stem_at]
+        leaves_at = [self.append(tree.leaves[k], len(trunk)) for k in options]
+        self.end_here(self.prefix_at)
+        self.end_here(stem_at)
+        for k, leaf_at in zip(options, leaves_at, strict=True):
+            path = [*trunk[tree.start - 1:], *leaf_at]
+            self.scored += [(index, k, path[i - 1], self.tokens[path[i]])
+                            for i in range(1, len(path))]
+        self.scored += [(index, n, trunk[place - 1], self.tokens[trunk[place]])
+                        for n, place in enumerate(tree.wanted)]
+
+    def padded(self, length):
+        """(int64 [3, length]: tokens, positions, ends; scored)"""
+        used = len(self.tokens)
+        arrays = np.zeros((3, length), dtype=np.int64)
+        arrays[:, :used] = self.tokens, self.positions, self.ends
+        arrays[2, used:] = np.arange(used + 1, length + 1)
+        return arrays, self.scored
+
+
+def pack_trees(trees, pack_len, alone=False):
+    """Yields (arrays, scored) of packed rows from an iterable of (index, Tree), in order.
+
+    A prefix is written once for trees that follow each other in a row. Options that do not fit
+    beside the others go to another row with the stem again; a prompt longer than pack_len gets a
+    row of a multiple of it. `alone`: each tree has a row whose length depends on nothing else.
+    """
+    row = Row()
+    for index, tree in trees:
+        if alone:
+            row = Row()
+            row.add(index, tree, range(len(tree.leaves)))
+            yield row.padded(max(128, 1 << (len(row.tokens) - 1).bit_length()))
+            continue
+        stem, options = len(tree.stem), list(range(len(tree.leaves)))
+        while True:
+            prefix = 0 if row.prefix == tree.prefix else len(tree.prefix)
+            room = pack_len - len(row.tokens) - prefix - stem
+            if not row.tokens:      # an empty row takes one option, whatever its length
+                room = max(room, len(tree.leaves[options[0]]) if options else 0)
+            n, used = 0, 0
+            while n < len(options) and used + len(tree.leaves[options[n]]) <= room:
+                used += len(tree.leaves[options[n]])
+                n += 1
+            # a question is parted only where a whole row would not hold it
+            fits = n == len(options) and room >= 0
+            if row.tokens and not fits:
+                yield row.padded(_multiple(len(row.tokens), pack_len))
+                row = Row()
+                continue
+            row.add(index, tree, options[:n])
+            options = options[n:]
+            if not options:
+                break
+            yield row.padded(_multiple(len(row.tokens), pack_len))
+            row = Row()
+    if row.tokens and not alone:
+        yield row.padded(_multiple(len(row.tokens), pack_len))
+
+
+def _multiple(n, of):
+    return -(-n // of) * of
+
+
+def batches(rows, batch_rows, trim):
+    """Yields (arrays [3, B, T], scored with flat indices) of rows of one length; `trim` cuts T."""
+    batch = []
+    for row in rows:
+        if batch and (len(batch) == batch_rows or row[0].shape != batch[0][0].shape):
+            yield _batch(batch, trim)
+            batch = []
+        batch.append(row)
+    if batch:
+        yield _batch(batch, trim)
+
+
+def _batch(rows, trim):
+    arrays = np.stack([arrays for arrays, _ in rows], 1)
+    if trim:
+        # padding ends behind itself and nothing else does so at position 0
+        padding = (arrays[2] == np.arange(1, arrays.shape[2] + 1)) & (arrays[1] == 0)
+        arrays = arrays[:, :, :max(1, int((~padding).any(0).nonzero()[0].max()) + 1)]
+    T = arrays.shape[2]
+    scored = [(tree, k, b * T + at, token)
+              for b, (_, scored) in enumerate(rows) for tree, k, at, token in scored]
+    return arrays, scored
+
+
+def prefetch(items, depth=4):
+    """The items of an iterable, made in a thread while the caller is busy with those before."""
+    ready, done = queue.Queue(depth), threading.Event()
+
+    def put(item):
+        while not done.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                pass
+
+    def work():
+        try:
+            for item in items:
+                put((item, None))
+                if done.is_set():
+                    return
+            put((None, StopIteration()))
+        except BaseException as error:
+            put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        done.set()
 
 
 # ------------------------------------------------------------------------------------------------
 # Scoring
 # ------------------------------------------------------------------------------------------------
 
-@torch.inference_mode()
-def option_log_probs(model, questions, pack_len, batch_rows=1, label=''):
-    """Summed float32 log-probability of every option: list of float64 arrays [K], one a question.
+def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statistics=False,
+          trim=True):
+    """Yields (index, numbers, values) of trees, an iterable of (index, Tree), as they are done.
+
+    load: gives the model, and is called when there is something to score. numbers int [M] tells
+    which option, or which wanted place, each scored token belongs to; values float32 [M, 1] is its
+    log-probability, or [M, 4] with `statistics`: log-probability, top token, the top token's
+    log-probability, entropy in nats. `trim` cuts the padding off, where shapes may vary.
     """
-    sums = [np.zeros(len(item.leaves)) for item in questions]
-    rows = list(pack_trees(questions, pack_len))
+    left = {}
+
+    def counted():
+        for index, tree in trees:
+            left[index] = tree.n_scored, [], []
+            yield index, tree
+
+    def collect(launched):
+        found, event, scored = launched
+        if event is not None:
+            event.synchronize()
+        found = found.numpy()
+        for (index, k, _, _), value in zip(scored, found, strict=True):
+            n, numbers, values = left[index]
+            numbers.append(k)
+            values.append(value)
+            if len(values) == n:
+                del left[index]
+                yield index, np.array(numbers), np.array(values)
+
+    rows = pack_trees(counted(), pack_len, deterministic)
+    model, launched, before = None, None, None
+    try:
+        for arrays, scored in prefetch(batches(rows, 1 if deterministic else batch_rows,
+                                               trim and not deterministic)):
+            if model is None:
+                model = load()
+                before = model.training
+                model.eval()
+            # the host reads a batch while the device is at work on the next
+            last, launched = launched, _launch(model, arrays, scored, statistics)
+            if last is not None:
+                yield from collect(last)
+        if launched is not None:
+            yield from collect(launched)
+    finally:
+        if model is not None:
+            model.train(before)
+
+
+@torch.no_grad()
+def _launch(model, arrays, scored, statistics):
+    """(values [M, 1 or 4] on their way to the CPU, CUDA event or None, scored)"""
     device, head, cap = model.head.device, model.head, model.config.final_logit_softcapping
-    was_training = model.training
-    model.eval()
-    for i in tqdm(range(0, len(rows), batch_rows), f'{label}: scoring', unit=' batches',
-                  mininterval=1):
-        batch = rows[i:i + batch_rows]
-        tensors = [torch.tensor([row[key] for row in batch], device=device)
-                   for key in ('tokens', 'positions', 'ends')]
-        hidden = model(*tensors).flatten(0, 1)
-        wanted = [(q, k, b * pack_len + at, token)
-                  for b, row in enumerate(batch) for q, k, at, token in row['wanted']]
-        at, token = (torch.tensor(column, device=device)
-                     for column in ([w[2] for w in wanted], [w[3] for w in wanted]))
-        log_probs = token_log_probs(hidden, head, at, token, softcap=cap).tolist()
-        for (q, k, _, _), log_prob in zip(wanted, log_probs, strict=True):
-            sums[q][k] += log_prob
-    model.train(was_training)
+    packed = torch.from_numpy(np.ascontiguousarray(arrays))
+    if device.type == 'cuda':
+        packed = packed.pin_memory()
+    hidden = model(*packed.to(device, non_blocking=True)).flatten(0, 1)
+    at, token = (torch.tensor([s[i] for s in scored]) for i in (2, 3))
+    if statistics:
+        found = token_statistics(hidden[at.to(device)], head, token, softcap=cap)
+        values = torch.stack([-found.nll, found.top_token.float(), found.top_logit - found.lse,
+                              found.entropy], 1)
+    else:
+        values = token_log_probs(hidden, head, at, token, softcap=cap)[:, None]
+    if device.type != 'cuda':
+        return values, None, scored
+    # without waiting: the memory is the host's, and the event says when it is filled
+    landed = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    landed.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return landed, event, scored
+
+
+def option_log_probs(model, trees, **options):
+    """Summed log-probability of every option: list of float64 arrays [K], one a tree.
+
+    options: as of `score`
+    """
+    sums = [np.zeros(len(tree.leaves)) for tree in trees]
+    for index, numbers, values in score(lambda: model, enumerate(trees), **options):
+        np.add.at(sums[index], numbers, values[:, 0].astype(np.float64))
     return sums
 
 
-def option_probs(log_probs, options, n_tokens, norm):
-    """Distribution over the options [K]: softmax of the log-probabilities divided by length.
+# ------------------------------------------------------------------------------------------------
+# Tasks
+# ------------------------------------------------------------------------------------------------
 
-    token: mean over tokens, the inverse perplexity normalised; sum: as it is; char and byte: over
-    the option's characters or UTF-8 bytes without the leading space.
-    """
-    length = {'token': n_tokens, 'sum': np.ones(len(options)),
-              'char': [len(o) - 1 for o in options],
-              'byte': [len(o.encode()) - 1 for o in options]}[norm]
-    score = log_probs / np.maximum(length, 1)
-    weight = np.exp(score - score.max())
-    return weight / weight.sum()
+@dataclass
+class Work:
+    """What a task asks: questions with their shots, or texts."""
+    kind: str                   # 'questions', 'clm' or 'facts'
+    items: list                 # Question or Text
+    bad: list[str]
+    solved: dict = field(default_factory=dict)
+    held: list = field(default_factory=list)        # validation questions
 
 
 def load_tasks(cfg):
-    """{label: what load_task gives} for every task of `cfg`; all of them, before any model work."""
+    """{label: Work} for every task of `cfg`; all of them, before any model work."""
     labels = [task_label(name) for name in cfg.tasks]
     for label in labels:
         if not label or labels.count(label) > 1:
             raise ConfigError(f'tasks = {cfg.tasks}: {labels.count(label)} of them would be called '
                               f'{label!r} in the results; rename a file or evaluate them apart')
-    return {label: load_task(name, cfg.scoring, shots=cfg.shots, limit=cfg.limit,
-                             revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
-            for label, name in zip(labels, cfg.tasks, strict=True)}
-
-
-def evaluate_task(model, tokenizer, name, task, cfg):
-    """(samples, notes): one dict a question, as written to samples-<task>.jsonl, and counts.
-
-    task: (questions, shots by subject, bad rows), as `load_task` gives them
-    """
-    questions, solved, bad = task
-    bad = list(bad)
-    context = model.config.max_position_embeddings
-    max_length = min(cfg.max_length or context, context)
-    kept, tokenised, fewer, prefixes = [], [], 0, {}
-    for question in tqdm(questions, f'{name}: tokenising', unit=' questions', mininterval=1):
-        try:
-            item, shots = tokenize_question(question, solved.get(question.subject, []), tokenizer,
-                                            cfg, max_length, prefixes)
-        except DataError as error:
-            if cfg.on_bad_row == 'stop':
-                raise DataError(f'{name}: {error}; --on_bad_row=skip leaves it out') from None
-            bad.append(str(error))
+    found = {}
+    for label, name in zip(labels, cfg.tasks, strict=True):
+        if label in INSTRUCTIONS and name.partition(':')[0] == label:
+            found[label] = Work(label, *load_texts(name, limit=cfg.limit,
+                                                   revision=cfg.data_revision,
+                                                   on_bad_row=cfg.on_bad_row))
             continue
-        kept.append(question)
-        tokenised.append(item)
-        fewer += shots < cfg.shots
-    if not kept:
-        raise DataError(f'{name}: no question is left to score ({len(bad)} bad rows, '
-                        f'the first: {bad[0]})')
-    log_probs = option_log_probs(model, tokenised, cfg.pack_len, cfg.batch_rows, name)
-    samples = []
-    for question, item, sums in zip(kept, tokenised, log_probs, strict=True):
-        if not np.isfinite(sums).all():
-            raise DataError(f'{name}: question {question.id}: log-probability {sums.tolist()}; '
-                            f'the model gives NaN or infinite logits')
-        n_tokens = [len(item.prefix) + len(item.stem) + len(leaf) - item.start
-                    for leaf in item.leaves]
-        probs = option_probs(sums, question.options, n_tokens, cfg.norm)
-        samples.append({'id': question.id, 'subject': question.subject, 'answer': question.answer,
-                        'options': question.options, 'log_probs': sums.tolist(),
-                        'n_tokens': n_tokens, 'probs': probs.tolist(),
-                        'mass': float(np.exp(sums).sum())})
-    return samples, {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None,
-                     'fewer_shots': fewer}
-
-
-# ------------------------------------------------------------------------------------------------
-# Results
-# ------------------------------------------------------------------------------------------------
-
-def to_arrays(samples):
-    """(probs [N, K] padded with zeros, labels [N], n_options [N]) of samples."""
-    n_options = np.array([len(s['probs']) for s in samples])
-    probs = np.zeros((len(samples), n_options.max()))
-    for i, sample in enumerate(samples):
-        probs[i, :n_options[i]] = sample['probs']
-    return probs, np.array([s['answer'] for s in samples]), n_options
-
-
-def read_samples(path):
-    """The samples written by `evaluate`, as a list of dicts."""
-    return [row for _, row in read_rows(path)]
-
-
-def summarize(samples):
-    """Metrics pooled over all questions, for each subject, and their macro mean over subjects."""
-    subjects = {}
-    for sample in samples:
-        subjects.setdefault(sample['subject'], []).append(sample)
-    by_subject = {s: metrics.report(*to_arrays(rows)) for s, rows in sorted(subjects.items())}
-    pooled = metrics.report(*to_arrays(samples))
-    macro = {key: float(np.mean([r[key] for r in by_subject.values()]))
-             for key in pooled if key != 'n' and not key.startswith('accuracy_')}
-    return {'pooled': pooled, 'macro': macro, 'subjects': by_subject,
-            'mass': float(np.mean([s['mass'] for s in samples]))}
-
-
-def evaluate(model, tokenizer, tasks, cfg, out_dir):
-    """Scores `tasks`, as `load_tasks(cfg)` gives them; returns the results dict.
-
-    Writes results.json, samples-<task>.jsonl and reliability.png into `out_dir`.
-    """
-    out_dir = Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    results = {'config': asdict(cfg), 'distribution': f'{cfg.scoring}, {cfg.norm}',
-               'versions': {'python': platform.python_version(), 'torch': torch.__version__,
-                            'numpy': np.__version__},
-               'tasks': {}}
-    panels = []
-    for label, task in tasks.items():
-        samples, notes = evaluate_task(model, tokenizer, label, task, cfg)
-        lines = ''.join(json.dumps(sample, ensure_ascii=False) + '\n' for sample in samples)
-        write_text(out_dir / f'samples-{label}.jsonl', lines)
-        results['tasks'][label] = summarize(samples) | notes
-        panels.append((label, *to_arrays(samples)[:2]))
-        if notes['bad_rows']:
-            print(f'{label}: {notes["bad_rows"]} bad rows left out, the first: '
-                  f'{notes["first_bad"]}')
-        if notes['fewer_shots']:
-            print(f'{label}: {notes["fewer_shots"]} questions had fewer than {cfg.shots} shots: '
-                  f'too long')
-    write_text(out_dir / 'results.json', json.dumps(results, indent=1, ensure_ascii=False) + '\n')
-    draw_reliability(out_dir / 'reliability.png', panels)
-    return results
+        options = dict(preset=cfg.preset, scoring=cfg.scoring, header=cfg.header,
+                       languages=cfg.languages, revision=cfg.data_revision,
+                       on_bad_row=cfg.on_bad_row)
+        questions, solved, bad = load_task(name, shots=cfg.shots, limit=cfg.limit, **options)
+        found[label] = Work('questions', questions, bad, solved)
+        if cfg.temperature == 'fit':
+            found[label].held = load_task(name, split='validation', **options)[0]
+    return found
 
 
 def task_label(name):
     """'mmlu:some/folder' -> 'mmlu', 'some/questions.jsonl' -> 'questions': for file names."""
     kind, _, _ = name.partition(':')
-    return kind if kind in TASKS else Path(name).name.split('.')[0]
+    return kind if kind in TASKS or kind in INSTRUCTIONS else Path(name).name.split('.')[0]
 
 
-def write_text(path, text):
-    """Writes a file whole: under a temporary name, then renamed."""
-    part = Path(f'{path}.tmp')
-    part.write_text(text, encoding='utf-8')
-    os.replace(part, path)
+def score_task(load, context, tokenizer, label, work, cfg, done, write):
+    """Scores what is not in `done` and hands each sample to `write`; returns (keys, bad rows).
 
-
-# key in a report, or 'interval' of the accuracy; title; format
-SHORT = (('n', 'questions', 'd'), ('accuracy', 'accuracy', '.3f'),
-         ('interval', '95 % interval', ''), ('confidence', 'confidence', '.3f'),
-         ('entropy_bits', 'entropy (bits)', '.3f'), ('ece', 'ECE', '.3f'),
-         ('rmsce', 'RMSCE', '.3f'))
-FULL = (*SHORT, ('mad', 'MAD', '.3f'), ('sce', 'SCE', '.3f'), ('ace', 'ACE', '.3f'),
-        ('brier', 'Brier', '.3f'), ('nll', 'NLL', '.3f'))
-
-
-def table(reports, columns):
-    """A text table of [(row name, dict as of metrics.report)]; what a report lacks stays empty."""
-    cells = [['', *(title for _, title, _ in columns)]]
-    for name, report in reports:
-        values = dict(report)
-        if 'accuracy_low' in report:
-            values['interval'] = f'{report["accuracy_low"]:.3f}-{report["accuracy_high"]:.3f}'
-        cells.append([name, *(format(values[key], spec) if key in values else ''
-                              for key, _, spec in columns)])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ['  '.join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths)))
-             for r in cells]
-    return '\n'.join([lines[0], '-' * len(lines[0]), *lines[1:]])
-
-
-def draw_reliability(path, panels, n_bins=10):
-    """Reliability diagrams side by side, PNG: panels = [(title, probs [N, K], labels [N]), ...].
-
-    Bars: accuracy of the questions whose confidence falls into the bin; the gap to the diagonal is
-    shaded. Below: the share of questions in each bin.
+    keys: of all samples that this task asks for, scored now or before
+    done: {(task, split, language, id): fingerprint of what was asked}
     """
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(2, len(panels), figsize=(3.6 * len(panels), 4.6), squeeze=False,
-                                sharex=True, sharey='row', height_ratios=(3, 1),
-                                layout='constrained')
-    for column, (title, probs, labels) in enumerate(panels):
-        top, bottom = axes[:, column]
-        bins = metrics.bins(probs, labels, n_bins)
-        used = bins['count'] > 0
-        left, width = np.arange(n_bins)[used] / n_bins, 1 / n_bins
-        accuracy, confidence = bins['accuracy'][used], bins['confidence'][used]
-        top.bar(left, accuracy, width, align='edge', color='#4878a8', edgecolor='white')
-        top.bar(left, confidence - accuracy, width, bottom=accuracy, align='edge', color='#d1605e',
-                alpha=0.35, label='gap to confidence')
-        top.plot((0, 1), (0, 1), color='black', linewidth=1, linestyle='--')
-        top.set_title(f'{title}\naccuracy {metrics.accuracy(probs, labels):.3f}, confidence '
-                      f'{metrics.mean_confidence(probs, labels):.3f}\nECE '
-                      f'{metrics.ece(probs, labels, n_bins):.3f}', fontsize=9)
-        top.set(xlim=(0, 1), ylim=(0, 1))
-        bottom.bar(left, bins['count'][used] / len(labels), width, align='edge', color='#888888',
-                   edgecolor='white')
-        bottom.set_xlabel('confidence')
-    axes[0, 0].set_ylabel('accuracy')
-    axes[1, 0].set_ylabel('share')
-    axes[0, 0].legend(loc='upper left', fontsize=8, frameon=False)
-    part = f'{path}.tmp'
-    figure.savefig(part, format='png', dpi=150)
-    plt.close(figure)
-    os.replace(part, path)
+    max_length = min(cfg.max_length or context, context)
+    items, bad, keys, asked = [*work.items, *work.held], list(work.bad), [], {}
+    bar = tqdm(total=len(items), desc=label, unit=' ' + ('questions' if work.kind == 'questions'
+                                                        else 'texts'), mininterval=1)
+
+    def trees():
+        if work.kind == 'questions':
+            tokenised = tokenize_questions(items, work.solved, tokenizer, cfg, max_length)
+        else:
+            tokenised = tokenize_texts(work.kind, items, tokenizer, cfg, max_length)
+        for index, (item, tree) in enumerate(tokenised):
+            if isinstance(tree, DataError):
+                if cfg.on_bad_row == 'stop':
+                    raise DataError(f'{label}: {tree}; --on_bad_row=skip leaves it out')
+                bad.append(str(tree))
+                bar.update()
+                continue
+            split = 'validation' if index >= len(work.items) else 'test'
+            key, name = (label, split, item.language, item.id), tree.fingerprint
+            keys.append(key)
+            if done.get(key) == name:
+                bar.update()
+                continue
+            asked[index] = key, name, item, tree
+            yield index, tree
+
+    try:
+        for index, numbers, values in score(
+                load, trees(), cfg.pack_len, cfg.batch_rows, cfg.deterministic,
+                statistics=work.kind != 'questions', trim=not cfg.device.startswith('cuda')):
+            key, name, item, tree = asked.pop(index)
+            common = dict(zip(('task', 'split', 'language', 'id'), key)) | {'prompt': name}
+            make = question_sample if work.kind == 'questions' else text_samples
+            if not np.isfinite(values).all():
+                raise DataError(f'{label}: {work.kind.rstrip("s")} {item.id}: log-probability '
+                                f'{values[:, 0].tolist()}; the model gives NaN or infinite logits')
+            for sample in make(item, tree, numbers, values):
+                write(common | sample)
+            bar.update()
+    finally:
+        bar.close()
+    return keys, bad
+
+
+def question_sample(question, tree, numbers, values):
+    sums = np.zeros(len(tree.leaves))
+    np.add.at(sums, numbers, values[:, 0].astype(np.float64))
+    return [{'subject': question.subject, 'category': question.category, 'shots': tree.shots,
+             'answer': question.answer, 'options': question.options, 'log_probs': sums.tolist(),
+             'n_tokens': tree.n_tokens}]
+
+
+def text_samples(text, tree, numbers, values):
+    path = [*tree.prefix, *tree.stem]
+    order = np.argsort(numbers)
+    return [{'id': f'{text.id}:{tree.wanted[n]}' if len(tree.wanted) > 1 else text.id,
+             'text': text.id, 'position': tree.wanted[n], 'token': path[tree.wanted[n]],
+             'top_token': int(top), 'correct': bool(int(top) == path[tree.wanted[n]]),
+             'confidence': min(1.0, math.exp(top_log_prob)), 'log_prob': float(log_prob),
+             'entropy': float(entropy), 'of': len(tree.wanted)}
+            for n, (log_prob, top, top_log_prob, entropy) in zip(numbers[order], values[order])]
 
 
 # ------------------------------------------------------------------------------------------------
+# A run
+# ------------------------------------------------------------------------------------------------
+
+def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
+    """Scores `tasks`, as `load_tasks(cfg)` gives them, with the model in `folder`, or `model`.
+
+    Goes on from `out_dir`/samples.jsonl. Writes that, eval_config.json, results.json, .md, .csv and
+    reliability.png into `out_dir`; returns the results dict.
+    """
+    device = pick_device(cfg.device)
+    cfg = replace(cfg, device=device, dtype=str(pick_dtype(cfg.dtype, device)).split('.')[-1],
+                  pack_len=cfg.pack_len or (16384 if device.startswith('cuda') else 4096),
+                  add_bos=trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos)
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    identity = {'model': model_fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
+    done = open_samples(out_dir, cfg, identity)
+    context = models.read_config(folder).max_position_embeddings
+    loaded = [model] if model else []
+
+    def load():
+        if not loaded:
+            loaded.append(models.load(folder, device, pick_dtype(cfg.dtype, device)))
+            prepare(loaded[0], cfg)
+        return loaded[0]
+
+    found, wanted = {}, {}
+    with open(out_dir / 'samples.jsonl', 'a', encoding='utf-8') as file:
+        def write(sample):
+            file.write(json.dumps(sample, ensure_ascii=False) + '\n')
+            if time.monotonic() - write.last > 1:     # a kill costs a second's work
+                file.flush()
+                write.last = time.monotonic()
+        write.last = time.monotonic()
+        for label, work in tasks.items():
+            started = time.perf_counter()
+            keys, bad = score_task(load, context, tokenizer, label, work, cfg, done, write)
+            wanted[label] = set(keys)
+            found[label] = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None,
+                            'seconds': round(time.perf_counter() - started, 2)}
+            if not keys:
+                raise DataError(f'{label}: nothing is left to score ({len(bad)} bad rows'
+                                f'{f", the first: {bad[0]}" if bad else ""})')
+    loaded.clear()      # its memory, before the metrics
+    panels, samples = {}, {}
+    for sample in reporting.read_samples(out_dir / 'samples.jsonl'):
+        samples.setdefault(sample['task'], {})[sample_key(sample), sample['id']] = sample
+    for label, work in tasks.items():
+        rows = [s for (key, _), s in samples[label].items() if key in wanted[label]]
+        found[label] = reporting.summarize(
+            rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, fit=cfg.temperature == 'fit',
+            seed=cfg.seed) | found[label]
+        if work.kind == 'questions':
+            found[label]['fewer_shots'] = sum(s['shots'] < cfg.shots for s in rows)
+        rows = [s for s in rows if s['split'] == 'test']
+        languages = reporting.split_languages(rows)
+        panels[label] = reporting.predictions(rows, cfg.norm), {
+            language: reporting.predictions(some, cfg.norm)
+            for language, some in sorted(languages.items()) if len(languages) > 1}
+    scoring = {'auto': 'letters' if cfg.preset == 'mmlu' else 'as the harness'}.get(cfg.scoring,
+                                                                                  cfg.scoring)
+    results = {'config': asdict(cfg) | {'model': str(cfg.model)}, 'preset': cfg.preset,
+               'distribution': f'{cfg.preset}, {cfg.shots} shots, {scoring}, {cfg.norm}',
+               'seed': cfg.seed, 'versions': versions(), 'identity': identity, 'tasks': found}
+    reporting.save(results, panels, out_dir)
+    return results
+
+
+def prepare(model, cfg):
+    """Compiles the blocks where that pays: on a GPU, in bfloat16, with rows of one length."""
+    if cfg.compile and not cfg.deterministic and model.head.is_cuda and cfg.dtype == 'bfloat16':
+        models.compile_blocks(model)
+
+
+def sample_key(sample):
+    """The question or text that a sample belongs to."""
+    return (sample['task'], sample['split'], sample['language'],
+            sample.get('text', sample['id']))
+
+
+def open_samples(out_dir, cfg, identity):
+    """{key: fingerprint} of the samples in `out_dir`, which must be of the same model and settings.
+
+    Drops a last line that a crash has cut off. Raises ConfigError.
+    """
+    settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
+    path, config = out_dir / 'samples.jsonl', out_dir / 'eval_config.json'
+    if cfg.overwrite:
+        path.unlink(missing_ok=True)
+    if path.exists():
+        try:
+            old = json.loads(config.read_text(encoding='utf-8'))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f'{path} is there, but {config} cannot be read ({error}), so what '
+                              f'its samples are is not known; --overwrite replaces them') from None
+        if old != settings:
+            key = next(k for k in [*settings, *old] if settings.get(k) != old.get(k))
+            raise ConfigError(f'{path} holds samples with another {key}: {old.get(key)!r}, now '
+                              f'{settings.get(key)!r}; give another --out_dir, or --overwrite them')
+    else:
+        reporting.write_text(config, json.dumps(settings, indent=1) + '\n')
+        return {}
+    with open(path, 'rb+') as file:
+        content = file.read()
+        if content and not content.endswith(b'\n'):
+            file.truncate(content.rfind(b'\n') + 1)
+    found = {}
+    for sample in reporting.read_samples(path):
+        found.setdefault((sample_key(sample), sample['prompt'], sample.get('of', 1)), set()).add(
+            sample['id'])
+    # facts: a text is done when all its entities are
+    return {key: prompt for (key, prompt, of), ids in found.items() if len(ids) == of}
+
+
+def model_fingerprint(folder):
+    """Of the weights: their files' sizes and a megabyte from both ends of each."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in [Path(folder) / 'config.json', *sorted(Path(folder).glob('*.safetensors'))]:
+        with open(file, 'rb') as content:
+            size = content.seek(0, os.SEEK_END)
+            for start in (0, max(0, size - 2 ** 20)):
+                content.seek(start)
+                digest.update(content.read(2 ** 20))
+            digest.update(f'{file.name} {size}'.encode())
+    return digest.hexdigest()
+
+
+def versions():
+    """Of what computed the numbers, and the commit where this is a checkout of git."""
+    done = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True,
+                          cwd=Path(__file__).parent, text=True)
+    commit = done.stdout.strip() if done.returncode == 0 else None
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return {'nanocal': commit, 'python': platform.python_version(), 'torch': torch.__version__,
+            'numpy': np.__version__, 'device': device}
+
 
 def pick_device(device):
     if device == 'auto':
@@ -414,32 +757,48 @@ def trained_with_bos(folder):
     return read_assignments(path).get('add_bos', (True, ''))[0] if path.exists() else True
 
 
-def main(argv):
-    cfg = load_config(EvalConfig, argv)
-    require_range(cfg, 0, math.inf, 'shots')
-    require_range(cfg, 1, math.inf, 'limit', 'batch_rows', 'max_length', 'pack_len')
-    if not cfg.model:
-        raise ConfigError('which model? --model=out/run or --model=google/gemma-2-2b')
-    device = pick_device(cfg.device)
+def check(cfg):
+    require_range(cfg, 0, math.inf, 'shots', 'n_bootstrap', 'seed')
+    require_range(cfg, 1, math.inf, 'limit', 'batch_rows', 'max_length')
+    require_range(cfg, 16, math.inf, 'pack_len')
     if not cfg.tasks:
         raise ConfigError('which tasks? --tasks=mmlu,arc_easy or --tasks=my_questions.jsonl')
+    if not cfg.languages:
+        raise ConfigError('which languages? --languages=all or --languages=en,de')
+
+
+def main(argv):
+    if argv[:1] == ['--compare']:
+        folders = [a for a in argv[1:] if not a.startswith('--')]
+        options = load_config(EvalConfig, [a for a in argv[1:] if a.startswith('--')])
+        given = {a[2:].partition('=')[0] for a in argv[1:] if a.startswith('--')}
+        if given - {'norm', 'n_bootstrap', 'seed', 'out_dir'}:
+            raise ConfigError(f'--compare goes with --norm, --n_bootstrap, --seed and --out_dir, '
+                              f'not with {", ".join(sorted(given))}')
+        reporting.compare(folders, options.out_dir or 'out/compare',
+                          norm=options.norm if 'norm' in given else None,
+                          n_bootstrap=options.n_bootstrap, seed=options.seed)
+        return
+    cfg = load_config(EvalConfig, argv)
+    check(cfg)
+    if not cfg.model:
+        raise ConfigError('which model? --model=out/run or --model=google/gemma-2-2b')
+    pick_device(cfg.device)
     folder = models.fetch(cfg.model, cfg.revision)
-    if cfg.add_bos is None:
-        cfg = replace(cfg, add_bos=trained_with_bos(folder))
     tokenizer = load_model_tokenizer(folder)
     tasks = load_tasks(cfg)  # whatever is wrong with them is said before the model is loaded
-    model = models.load(folder, device, pick_dtype(cfg.dtype, device))
     local = Path(cfg.model).is_dir()
     out_dir = cfg.out_dir or (folder if local else Path('out/eval') / cfg.model.replace('/', '--'))
-    results = evaluate(model, tokenizer, tasks, cfg, out_dir)
+    results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
     for name, result in results['tasks'].items():
-        rows = [('pooled', result['pooled'])]
-        if len(result['subjects']) > 1:
-            rows = [*result['subjects'].items(), *rows, ('macro', result['macro'])]
-        print(f'\n{name} ({results["distribution"]}; the model gives all options together '
-              f'{result["mass"]:.3f} of its probability)')
-        print(table(rows, FULL))
-    print(f'\nwrote {out_dir}/results.json, samples-*.jsonl and reliability.png')
+        rows = [(row, report) for _, row, report in reporting.report_rows(result)]
+        print(f'\n{reporting.heading(name, result, results["distribution"])}')
+        print(reporting.table(rows))
+        if result['bad_rows']:
+            print(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
+        if result.get('fewer_shots'):
+            print(f'{result["fewer_shots"]} questions had fewer than {cfg.shots} shots: too long')
+    print(f'\nwrote samples.jsonl, results.json, .md, .csv and reliability.png to {out_dir}')
 
 
 if __name__ == '__main__':

@@ -164,8 +164,9 @@ def token_log_probs(hidden, weight, rows, tokens, *, softcap=None):
     """log p(tokens[i] | hidden[rows[i]]) as float32 [M], without gradient, for evaluation.
 
     hidden [N, D] and weight [V, D] as above. rows [M] index hidden and may repeat (the K letters of
-    one question); each row in use meets the output matrix once. tokens [M] are in [0, V). The
-    logits are float32, as in token_statistics. Raises ValueError.
+    one question); each row in use meets the output matrix once. tokens [M] are in [0, V). Where
+    both are on the CPU, the host does not wait for the device. The logits are float32, as in
+    token_statistics. Raises ValueError.
     """
     dtype = _check_layer(hidden, weight, softcap)
     if hidden.dim() != 2 or rows.dim() != 1 or rows.shape != tokens.shape:
@@ -176,6 +177,7 @@ def token_log_probs(hidden, weight, rows, tokens, *, softcap=None):
         if len(outside):
             raise ValueError(f'{name} holds {outside[0].item()}, which is not in [0, {limit})')
     used, place = rows.unique(return_inverse=True)      # used[place] = rows
+    used, place, rows, tokens = (_on_device(x, hidden.device) for x in (used, place, rows, tokens))
     lse = _statistics(hidden[used], weight, torch.zeros_like(used), dtype, softcap, exact=True).lse
     return _label_logits(hidden, weight, rows, tokens, dtype, softcap) - lse[place]
 

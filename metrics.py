@@ -8,7 +8,11 @@ Every metric takes
     n_options  int [N]        sce, ace and report only: how many options each question has.
                               Without it every question has all K.
 
-and returns a Python float, unless its docstring says otherwise. The docstrings write
+and returns a Python float, unless its docstring says otherwise. Those that look at nothing but the
+prediction also take its confidence, float [N], in place of probs and whether it is right, bool [N],
+in place of labels: for next-token prediction, where nobody keeps the other 256,000 probabilities.
+
+The docstrings write
 
     p_ik  probability of option k in row i
     c_i   = max_k p_ik, the confidence
@@ -152,21 +156,8 @@ def ece(probs, labels, n_bins=10) -> float:
     Naeini et al. 2015. The bins are those of `bins`. The default of 10 follows Zhu et al. 2023, 'On
     the Calibration of Large Language Models and Alignment'; Guo et al. 2017 use 15. In [0, 1].
     """
-    return top_label_ece(*_top_label(probs, labels), n_bins)
-
-
-def top_label_ece(confidence, correct, n_bins=10) -> float:
-    """`ece` from the confidence float [N] in [0, 1] and correctness bool [N] of predictions alone.
-
-    For next-token prediction, where nobody keeps the other 256,000 probabilities.
-    """
     _check_count('n_bins', n_bins)
-    confidence, correct = np.asarray(confidence), np.asarray(correct)
-    if confidence.ndim != 1 or confidence.shape != correct.shape or confidence.size == 0:
-        raise ValueError(f'confidence and correct must be [N] with N >= 1, not of shape '
-                         f'{confidence.shape} and {correct.shape}')
-    for row in np.flatnonzero(~((confidence >= 0) & (confidence <= 1 + SUM_TOLERANCE))):
-        raise ValueError(f'row {row}: confidence is {confidence[row]}, not from 0 to 1')
+    confidence, correct = _top_label(probs, labels)
     index = _equal_width(confidence, n_bins)
     return _expected_gap(*_bin_means(index, n_bins, confidence, correct))
 
@@ -190,11 +181,8 @@ def ece_equal_mass(probs, labels, n_bins=10) -> float:
     """
     _check_count('n_bins', n_bins)
     confidence, correct = _top_label(probs, labels)
-    n = len(confidence)
-    n_bins = min(n_bins, n)
-    m = np.arange(1, n_bins + 1)
-    ends = m * (n // n_bins) + np.minimum(m, n % n_bins)
-    index = _equal_mass(confidence, ends)
+    n_bins = min(n_bins, len(confidence))
+    index = _equal_mass(confidence, _chunk_ends(len(confidence), n_bins))
     return _expected_gap(*_bin_means(index, n_bins, confidence, correct))
 
 
@@ -259,10 +247,8 @@ def ace(probs, labels, n_ranges=15, n_options=None) -> float:
     _check_count('n_ranges', n_ranges)
     errors = []
     for p, is_label in _by_option(probs, labels, n_options):
-        n = len(p)
-        n_bins = min(n_ranges, n)
-        ends = np.round(np.linspace(0, n, n_bins + 1)[1:]).astype(int)
-        index = _equal_mass(p, ends)
+        n_bins = min(n_ranges, len(p))
+        index = _equal_mass(p, _rounded_ends(len(p), n_bins))
         errors.append(_expected_gap(*_bin_means(index, n_bins, p, is_label)))
     return float(np.mean(errors))
 
@@ -273,27 +259,266 @@ def ace(probs, labels, n_ranges=15, n_options=None) -> float:
 def report(probs, labels, n_options=None) -> dict[str, int | float]:
     """Every metric above at its defaults, as plain Python numbers that json.dumps accepts.
 
-    accuracy_low and accuracy_high are the 95 % Wilson interval; nll is in nats.
+    accuracy_low and accuracy_high are the 95 % Wilson interval; nll is in nats. From a confidence
+    [N], those metrics that need no more.
     """
     accuracy_low, accuracy_high = wilson_interval(probs, labels)
-    return {
+    prediction = {
         'n': len(labels),
         'accuracy': accuracy(probs, labels),
         'accuracy_low': accuracy_low,
         'accuracy_high': accuracy_high,
         'confidence': mean_confidence(probs, labels),
         'gap': gap(probs, labels),
-        'entropy_bits': entropy(probs, labels),
-        'nll': nll(probs, labels),
-        'brier': brier(probs, labels),
         'ece': ece(probs, labels),
         'mce': mce(probs, labels),
         'ece_equal_mass': ece_equal_mass(probs, labels),
-        'sce': sce(probs, labels, n_options=n_options),
-        'ace': ace(probs, labels, n_options=n_options),
         'rmsce': rmsce(probs, labels),
         'mad': mad(probs, labels),
     }
+    if np.ndim(probs) == 1:
+        return prediction
+    return prediction | {
+        'entropy_bits': entropy(probs, labels),
+        'nll': nll(probs, labels),
+        'brier': brier(probs, labels),
+        'sce': sce(probs, labels, n_options=n_options),
+        'ace': ace(probs, labels, n_options=n_options),
+    }
+
+
+# Resampling
+
+
+def bootstrap(probs, labels, n_options=None, *, n_resamples=1000, seed=0) -> dict[str, np.ndarray]:
+    """The metrics of `report` on `n_resamples` samples of N rows, drawn with replacement.
+
+    Returns {metric: float64 [n_resamples]}; percentiles 2.5 and 97.5 of these are the percentile
+    interval of Efron 1979. A resample is a count for each row, so means are products of a matrix of
+    counts, and a metric of sorted rows needs cumulative sums and no sorting. About
+    n_resamples x N x 20 steps; memory for a few million numbers.
+    """
+    _check_count('n_resamples', n_resamples)
+    confidence, correct = _top_label(probs, labels)
+    n = len(confidence)
+    gaps = confidence.astype(np.float64) - correct
+    columns = {'accuracy': correct, 'confidence': confidence, 'gap': gaps}
+    fixed = [('ece', _equal_width(confidence, 10), 10, gaps)]       # bins that do not move
+    sorted_by = [('confidence', confidence, gaps)]
+    has_option = []
+    if np.ndim(probs) == 2:
+        probs, labels = _check(probs, labels)
+        n_options = _check_options(n_options, probs, labels)
+        p = probs.astype(np.float64)
+        p_label = p[np.arange(n), labels]
+        columns['entropy_bits'] = -(p * np.log2(np.where(p > 0, p, 1))).sum(1)
+        columns['nll'] = -np.log(np.maximum(p_label, NLL_FLOOR))
+        columns['brier'] = (p**2).sum(1) - 2 * p_label + 1
+        for k in range(n_options.max()):
+            # rows that lack the option are in no bin and sort last, weightless
+            has = n_options > k
+            has_option.append(has)
+            gaps_k = np.where(has, p[:, k] - (labels == k), 0)
+            fixed.append((f'sce {k}', np.where(has, _equal_width(probs[:, k], 15), 15), 16, gaps_k))
+            sorted_by.append((f'ace {k}', np.where(has, probs[:, k], np.inf), gaps_k))
+    design = [np.stack(list(columns.values()), 1).astype(np.float64)]
+    design += [gap_of[:, None] * (index[:, None] == np.arange(width))
+               for _, index, width, gap_of in fixed]
+    design = np.hstack([*design, fixed[0][1][:, None] == np.arange(10),
+                        *(has[:, None] for has in has_option)])
+    orders = [(name, *_sorted_ties(values, gap_of)) for name, values, gap_of in sorted_by]
+    random, found = np.random.default_rng(seed), []
+    chunk = max(1, min(n_resamples, 300_000 // n))
+    room = np.empty((2, chunk, n))      # memory asked for anew would cost as much as the sums
+    # products in blocks so small that no library takes several cores for one: several such
+    # processes would then wait for each other
+    blocks = -(-n // 128)
+    design = np.pad(design, ((0, 128 * blocks - n), (0, 0))).reshape(blocks, 128, -1)
+    padded = np.zeros((-(-chunk // 16) * 16, 128 * blocks))
+    for start in range(0, n_resamples, chunk):
+        size = min(chunk, n_resamples - start)
+        drawn = random.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
+        counts = padded[:size, :n]
+        counts[:] = np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)
+        products = padded.reshape(-1, 16, blocks, 128).swapaxes(1, 2) @ design
+        sums = products.sum(1).reshape(len(padded), -1)[:size]
+        values = {name: sums[:, i] / n for i, name in enumerate(columns)}
+        at = len(columns)
+        for name, _, width, _ in fixed:
+            values[name] = np.abs(sums[:, at:at + width]).sum(1)
+            if name == 'ece':
+                start_of_bins = sums.shape[1] - len(has_option) - 10
+                in_bin = sums[:, start_of_bins:start_of_bins + 10]
+                values['mce'] = (np.abs(sums[:, at:at + 10]) / np.maximum(in_bin, 1)).max(1)
+            at += width
+        having = sums[:, at + 10:].astype(int)      # drawn rows that have option k
+        for name, order, gap_of, last_tie in orders:
+            # of the sorted rows: how many were drawn so far, and the sum of their gaps
+            cumulative, gap_sums = room[:, :size]
+            np.take(counts, order, axis=1, out=gap_sums, mode='clip')
+            np.cumsum(gap_sums, 1, out=cumulative)
+            gap_sums *= gap_of
+            np.cumsum(gap_sums, 1, out=gap_sums)
+            if name == 'confidence':
+                ends = _chunk_ends(np.full((size, 1), n), 10)
+                values['ece_equal_mass'] = _tied_bins(cumulative, gap_sums, last_tie, ends) / n
+                values['rmsce'], values['mad'] = _split_bins(cumulative, gap_sums, gap_of, 100)
+            else:
+                ends = _rounded_ends(having[:, int(name[4:]), None], 15)
+                values[name] = _tied_bins(cumulative, gap_sums, last_tie, ends)
+        values['ece'] = values['ece'] / n
+        for kind in ('sce', 'ace') if has_option else ():
+            of_option = np.stack([values.pop(f'{kind} {k}') for k in range(len(has_option))], 1)
+            values[kind] = (of_option / np.maximum(having, 1)).sum(1) / (having > 0).sum(1)
+        found.append(values)
+    return {name: np.concatenate([values[name] for values in found]) for name in found[0]}
+
+
+def _sorted_ties(values, gaps):
+    """(order that sorts values, gaps in that order, index there of the last equal value)."""
+    order = np.argsort(values, kind='stable')
+    ordered = values[order]
+    return order, gaps[order], np.searchsorted(ordered, ordered, side='right') - 1
+
+
+def _tied_bins(cumulative, sums, last_tie, ends):
+    """sum_B |sum of gaps in B| per resample, from numbers of drawn rows and sums of gaps, both
+    [R, N] and cumulative; bins end after the first ends [R, M] drawn rows, or after the last that
+    ties with the one there."""
+    at = last_tie[_places(cumulative, np.maximum(ends, 1))]
+    edges = np.take_along_axis(sums, at, 1)
+    return np.abs(np.diff(edges, axis=1, prepend=0)).sum(1)
+
+
+def _split_bins(cumulative, sums, gaps, bin_size):
+    """(rmsce, mad) per resample, from the same and the gaps [N] of the sorted rows."""
+    n = len(gaps)
+    n_bins = max(1, n // bin_size)
+    ends = np.append(np.arange(1, n_bins) * bin_size, n)
+    size = np.diff(ends, prepend=0)
+    at = _places(cumulative, np.broadcast_to(ends, (len(sums), n_bins)))
+    # a row drawn several times may be cut: take back what of it is beyond the end
+    beyond = np.take_along_axis(cumulative, at, 1) - ends
+    edges = np.take_along_axis(sums, at, 1) - beyond * gaps[at]
+    in_bin = np.diff(edges, axis=1, prepend=0)
+    return np.sqrt((in_bin**2 / size).sum(1) / n), np.abs(in_bin).sum(1) / n
+
+
+def _places(cumulative, ends):
+    """For each row of both, the first index where `cumulative` reaches each end; [R, len(ends)]."""
+    resamples, n = cumulative.shape
+    if n > 1000:
+        return np.stack([np.searchsorted(*row) for row in zip(cumulative, ends)])
+    apart = (np.arange(resamples) * (n + 1))[:, None]      # one ascending row of all
+    place = np.searchsorted((cumulative + apart).ravel(), (ends + apart).ravel())
+    return place.reshape(ends.shape) - np.arange(resamples)[:, None] * n
+
+
+def student_t(differences) -> tuple[float, float, float]:
+    """(mean, t, two-sided p) of paired differences float [N], N >= 2, against a mean of zero.
+
+    Student 1908: t = mean / (s / sqrt(N)) with N - 1 degrees of freedom. For groups such as
+    languages, one difference each. Without any spread t is infinite and p 0, or nan for zeros.
+    """
+    x = np.asarray(differences, dtype=np.float64)
+    if x.ndim != 1 or len(x) < 2 or not np.isfinite(x).all():
+        raise ValueError(f'differences must be [N], finite, N >= 2, got {x.shape}')
+    mean, spread = x.mean(), x.std(ddof=1) / np.sqrt(len(x))
+    if spread == 0:
+        return float(mean), float(np.sign(mean) * np.inf if mean else np.nan), 0.0 if mean else 1.0
+    t, freedom = mean / spread, len(x) - 1
+    # p = I_w(freedom / 2, 1 / 2) with w = freedom / (freedom + t^2). With sin^2 for the variable
+    # the integral of the beta function is that of cos^(freedom - 1), smooth, from angle to pi / 2
+    angle = np.arctan(abs(t) / np.sqrt(freedom))
+    nodes, weights = np.polynomial.legendre.leggauss(200)
+
+    def area(low, high):
+        u = low + (high - low) * (nodes + 1) / 2
+        return (np.cos(u) ** (freedom - 1) * weights).sum() * (high - low) / 2
+    return float(mean), float(t), float(area(angle, np.pi / 2) / area(0, np.pi / 2))
+
+
+# Calibration after training
+
+
+def fit_temperature(scores, labels) -> float:
+    """The temperature T > 0 whose softmax(scores / T) gives the labels the least NLL.
+
+    scores float [N, K], logits or log-probabilities; -inf where a question lacks an option. Guo et
+    al. 2017. The NLL is convex in 1/T; T is searched between 0.001 and 1000, its ends included.
+    """
+    scores, labels = _check_scores(scores, labels)
+    right = scores[np.arange(len(labels)), labels]
+    finite = np.where(np.isfinite(scores), scores, 0)
+
+    def slope(t):           # of the NLL in 1/T
+        return ((softmax(scores, t) * finite).sum(1) - right).mean()
+    low, high = np.log(1e-3), np.log(1e3)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if slope(np.exp(middle)) < 0 else (middle, high)
+    return float(np.exp((low + high) / 2))
+
+
+def softmax(scores, temperature=1.0) -> np.ndarray:
+    """softmax(scores / temperature), float64 [N, K]; a score of -inf gets 0."""
+    z = np.asarray(scores, dtype=np.float64) / temperature
+    z = np.exp(z - z.max(-1, keepdims=True))
+    return z / z.sum(-1, keepdims=True)
+
+
+def fit_platt(confidence, correct) -> tuple[float, float]:
+    """(a, b) of Platt scaling: sigmoid(a logit(c) + b) is the chance that the prediction is right.
+
+    confidence float [N] in [0, 1], correct bool [N]. Platt 1999, with its targets (n1 + 1) /
+    (n1 + 2) and 1 / (n0 + 2) for 1 and 0, which keep a and b finite; Newton's method.
+    """
+    x, correct = _logit(confidence), np.asarray(correct, dtype=bool)
+    if x.ndim != 1 or x.shape != correct.shape or not len(x):
+        raise ValueError(f'confidence and correct must be [N] with N >= 1, not of shape '
+                         f'{x.shape} and {correct.shape}')
+    n1 = correct.sum()
+    target = np.where(correct, (n1 + 1) / (n1 + 2), 1 / (len(x) - n1 + 2))
+    design, ab = np.stack([x, np.ones_like(x)], 1), np.array([1.0, 0.0])
+
+    def loss(ab):
+        z = design @ ab
+        return (np.logaddexp(0, z) - target * z).sum() + 1e-9 * ab @ ab
+    for _ in range(100):
+        p = 1 / (1 + np.exp(-design @ ab))
+        gradient = design.T @ (p - target) + 2e-9 * ab
+        hessian = (design * (p * (1 - p))[:, None]).T @ design + 2e-9 * np.eye(2)
+        step = np.linalg.solve(hessian, gradient)
+        while loss(ab - step) > loss(ab) and np.abs(step).max() > 1e-12:
+            step = step / 2
+        ab = ab - step
+        if np.abs(step).max() < 1e-10:
+            break
+    return float(ab[0]), float(ab[1])
+
+
+def apply_platt(confidence, a, b) -> np.ndarray:
+    """sigmoid(a logit(c) + b), float64 [N]."""
+    return 1 / (1 + np.exp(-(a * _logit(confidence) + b)))
+
+
+def _logit(confidence):
+    c = np.clip(np.asarray(confidence, dtype=np.float64), 1e-12, 1 - 1e-12)
+    return np.log(c) - np.log1p(-c)
+
+
+def _check_scores(scores, labels):
+    scores, labels = np.asarray(scores, dtype=np.float64), np.asarray(labels)
+    if scores.ndim != 2 or scores.size == 0 or labels.shape != (len(scores),):
+        raise ValueError(f'scores must be [N, K] and labels [N], not of shape {scores.shape} and '
+                         f'{labels.shape}')
+    for row in np.flatnonzero(np.isnan(scores).any(1) | ~np.isfinite(scores.max(1))):
+        raise ValueError(f'row {row}: the scores are {scores[row]}')
+    outside = (labels < 0) | (labels >= scores.shape[1])
+    missing = ~np.isfinite(scores[np.arange(len(labels)), np.where(outside, 0, labels)])
+    for row in np.flatnonzero(outside | missing):
+        raise ValueError(f'row {row}: label {labels[row]} is not one of its options')
+    return scores, labels
 
 
 # Binning
@@ -301,6 +526,8 @@ def report(probs, labels, n_options=None) -> dict[str, int | float]:
 
 def _top_label(probs, labels):
     """Confidence [N] in probs' precision, and whether the prediction is right, bool [N]."""
+    if np.ndim(probs) == 1:
+        return _check_predictions(np.asarray(probs), np.asarray(labels))
     probs, labels = _check(probs, labels)
     return probs.max(1), probs.argmax(1) == labels
 
@@ -318,6 +545,17 @@ def _equal_width(values, n_bins):
     """Bin 0..n_bins-1 of each value: ((m-1)/M, m/M], and 0 in the first."""
     edges = (np.arange(1, n_bins) / n_bins).astype(values.dtype)
     return np.searchsorted(edges, values, side='left')
+
+
+def _chunk_ends(n, n_bins):
+    """Where n rows are cut into n_bins chunks, the first n mod n_bins of them one row longer."""
+    m = np.arange(1, n_bins + 1)
+    return m * (n // n_bins) + np.minimum(m, n % n_bins)
+
+
+def _rounded_ends(n, n_bins):
+    """Where n rows are cut into n_bins ranges, at round(r n / n_bins)."""
+    return np.round(np.arange(1, n_bins + 1) * (n / n_bins)).astype(int)
 
 
 def _equal_mass(values, ends):
@@ -380,6 +618,20 @@ def _check(probs, labels):
     for row in np.flatnonzero((labels < 0) | (labels >= k)):
         raise ValueError(f'row {row}: label {labels[row]} is not one of the options 0 to {k - 1}')
     return probs, labels
+
+
+def _check_predictions(confidence, correct):
+    if confidence.shape != correct.shape or confidence.size == 0:
+        raise ValueError(f'confidence and correct must be [N] with N >= 1, not of shape '
+                         f'{confidence.shape} and {correct.shape}')
+    if correct.dtype != bool:
+        raise ValueError(f'with a confidence [N] goes bool [N], right or wrong, not '
+                         f'{correct.dtype}')
+    for row in np.flatnonzero(~((confidence >= 0) & (confidence <= 1 + SUM_TOLERANCE))):
+        raise ValueError(f'row {row}: confidence is {confidence[row]}, not from 0 to 1')
+    if not np.issubdtype(confidence.dtype, np.floating):
+        confidence = confidence.astype(np.float64)
+    return confidence, correct
 
 
 def _check_options(n_options, probs, labels):

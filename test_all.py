@@ -47,6 +47,7 @@ import fused_ce
 import metrics
 import model as models
 import optim
+import results
 import resume
 import train
 from data import DataError, chat, instruct, packing, questions, text
@@ -516,10 +517,19 @@ def test_epoch_orders_differ_and_repeat():
       'answerKey': 'C'}, 2),
     ({'question': {'stem': 'Q?', 'choices': [{'text': t, 'label': k} for t, k in
                                              zip('abcd', 'ABCD')]}, 'answerKey': 'C'}, 2),
+    ({'question': 'Q?', 'option_a': 'a', 'option_b': 'b', 'option_c': 'c', 'option_d': 'd',
+      'answer': 'C', 'sample_id': 'x/test/1'}, 2),
+    ({'question': 'Q?', 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'option_3': 'c',
+      'option_4': None, 'answer': 'D', 'answer_index': 3}, 2),
+    ({'': '0', 'question': 'Q?', 'a': 'a', 'b': 'b', 'c': 'c', 'd': 'd', 'answer': 'C'}, 2),
+    ({'Question': 'Q?', 'A': 'a', 'B': 'b', 'C': 'c', 'D': 'd', 'Answer': 'C'}, 2),
+    ({'question': 'Q?', 'options': ['a', 'b', 'c', 'N/A', 'N/A'], 'answer': 'C',
+      'answer_index': 2}, 2),
+    ({'question': 'Q?', 'choice0': 'a', 'choice1': 'b', 'choice2': 'c', 'answer': '2'}, 2),
 ])
 def test_question_schemas(row, expected):
     text, choices, answer = questions.parse_row(row)
-    assert text == 'Q?' and choices[:3] == ['a', 'b', 'c'] and answer == expected
+    assert text.strip() == 'Q?' and choices[:3] == ['a', 'b', 'c'] and answer == expected
 
 
 def test_hellaswag_cleaning():
@@ -536,6 +546,9 @@ def test_hellaswag_cleaning():
     ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': True}, 'no valid answer: True'),
     ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 'x'}, "no valid answer: 'x'"),
     ({'question': 'Q?', 'choices': ['a'], 'answer': 0}, '2 to 26 choices'),
+    ({'question': 'Q?', 'choices': ['a', ' '], 'answer': 0}, 'choice B is empty'),
+    ({'question': 'Q?', 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'answer': 'B'},
+     "no valid answer: 'B'; wanted one of A, C"),
     ({'question': '', 'choices': ['a', 'b'], 'answer': 0}, 'no question'),
     ({'endings': ['a', 'b'], 'activity_label': 'x', 'label': ''}, 'no valid answer'),
     ({'endings': None, 'label': 0}, 'not the fields of its format'),
@@ -558,14 +571,15 @@ def test_prompt_is_mmlus(tmp_path):
     write_rows(tmp_path / 'dev.jsonl', rows[:2])
     write_rows(tmp_path / 'test.jsonl', rows[2:])
     (question,), solved, _ = questions.load_task(f'mmlu:{tmp_path}', shots=2)
-    prompt = questions.header(question.subject) + ''.join(
-        s.solved for s in solved[question.subject]) + question.context
+    prompt = question.header + ''.join(
+        s.solved for s in solved[question.group]) + question.context
     assert prompt == ('The following are multiple choice questions (with answers) about abstract '
                       'algebra.\n\nQ0?\nA. w\nB. x\nC. y\nD. z\nAnswer: A\n\n'
                       'Q1?\nA. w\nB. x\nC. y\nD. z\nAnswer: B\n\nQ2?\nA. w\nB. x\nC. y\nD. z\n'
                       'Answer:')
     assert question.options == [' A', ' B', ' C', ' D']
-    (question,), _, _ = questions.load_task(f'mmlu:{tmp_path}', 'text')
+    assert question.category == 'STEM'
+    (question,), _, _ = questions.load_task(f'mmlu:{tmp_path}', scoring='text')
     assert question.context == 'Q2?\nAnswer:' and question.options == [' w', ' x', ' y', ' z']
     with pytest.raises(DataError, match="2 solved questions about 'abstract_algebra', 5 wanted"):
         questions.load_task(f'mmlu:{tmp_path}', shots=5)
@@ -579,7 +593,7 @@ def test_dev_questions_are_not_scored(tmp_path):
     write_rows(tmp_path / 'mine.jsonl', rows[2:])
     asked, solved, _ = questions.load_task(str(tmp_path), shots=2)
     assert [q.context[:2] for q in asked] == ['Q2', 'Q3', 'Q4']
-    assert [q.context[:2] for q in solved['various things']] == ['Q0', 'Q1']
+    assert [q.context[:2] for q in solved['', 'various things']] == ['Q0', 'Q1']
 
 
 def test_original_csv_and_hub_parquet(tmp_path):
@@ -1163,7 +1177,7 @@ def test_demo_leaves_a_report(small_world):
     for run in ('base', 'tuned', 'tuned_ls01'):
         files = {str(p.relative_to(folder / run)) for p in (folder / run).rglob('*') if p.is_file()}
         assert {'config.json', 'model.safetensors', 'tokenizer.model', 'log.jsonl', 'results.json',
-                'train_config.py', 'samples-questions.jsonl', 'reliability.png',
+                'results.md', 'results.csv', 'train_config.py', 'samples.jsonl', 'reliability.png',
                 'epoch-1/model.safetensors', 'epoch-1/tokenizer.model'} <= files
         log = [json.loads(line) for line in (folder / run / 'log.jsonl').open()]
         assert [r['step'] for r in log] == list(range(1, len(log) + 1))
@@ -1176,12 +1190,19 @@ def test_demo_leaves_a_report(small_world):
 
 def test_results_follow_from_the_samples(small_world):
     folder, _ = small_world
-    results = json.loads((folder / 'tuned' / 'results.json').read_text())
-    samples = evaluate.read_samples(folder / 'tuned' / 'samples-questions.jsonl')
+    written = json.loads((folder / 'tuned' / 'results.json').read_text())
+    samples = results.read_samples(folder / 'tuned' / 'samples.jsonl')
     assert len(samples) == 40
-    probs, labels, n_options = evaluate.to_arrays(samples)
-    assert results['tasks']['questions']['pooled'] == metrics.report(probs, labels, n_options)
-    assert results['distribution'] == 'text, token'
+    found = results.predictions(samples, 'token')
+    pooled = written['tasks']['questions']['pooled']
+    report = metrics.report(found.probs, found.labels, found.n_options)
+    assert report == pytest.approx({key: pooled[key] for key in report})
+    assert written['distribution'] == 'mmlu, 0 shots, text, token'
+    again = results.summarize(samples[::-1], 'token', seed=7)
+    assert {k: written['tasks']['questions'][k] for k in again} == again
+    for key, (low, high) in pooled['intervals'].items():
+        assert low <= high and (key in ('mce', 'ece', 'sce', 'ace', 'ece_equal_mass')  # biased
+                                or low <= pooled[key] <= high), key
 
 
 def test_demo_folder_loads_in_transformers(small_world):
@@ -1464,7 +1485,7 @@ def test_validation_reports_the_next_tokens_ece(tiny_model):
         right += (p.argmax(-1) == labels).tolist()
         nll += (-p.log().gather(1, labels[:, None]))[:, 0].tolist()
     assert found['val_nll'] == pytest.approx(np.mean(nll), rel=1e-5)
-    assert found['val_ece'] == pytest.approx(metrics.top_label_ece(confidence, right), abs=1e-5)
+    assert found['val_ece'] == pytest.approx(metrics.ece(confidence, right), abs=1e-5)
     assert found['val_loss'] > found['val_nll'] * 0.5
 
 
@@ -1735,17 +1756,29 @@ def test_bad_input_gives_one_line(small_world, tmp_path):
 # evaluate.py
 # ------------------------------------------------------------------------------------------------
 
-def random_tree(rng):
+def random_trees(rng):
     def ids(low, high):
         return rng.integers(0, 211, rng.integers(low, high)).tolist()
     prefixes = [tuple(ids(1, 20)) for _ in range(3)]
-    items = []
+    trees = []
     for i in range(12):
         prefix, stem = prefixes[i * len(prefixes) // 12], ids(1, 9)
         leaves = [ids(1, 6) for _ in range(rng.integers(2, 6))]
         start = len(prefix) + len(stem) + rng.integers(-1, 1)  # a shared first token is in the stem
-        items.append(evaluate.TokenisedQuestion(prefix, stem, leaves, start))
-    return items
+        trees.append(evaluate.Tree(prefix, stem, leaves, start))
+    return trees
+
+
+def plain_log_probs(model, tree, device):
+    """Of each option, by one sequence for each."""
+    sums = []
+    for leaf in tree.leaves:
+        ids = torch.tensor([[*tree.prefix, *tree.stem, *leaf]])
+        log_probs = model.logits(model(*(x.to(device) for x in (ids, *whole_rows(ids)))))
+        log_probs = log_probs.log_softmax(-1)[0].cpu()
+        at = torch.arange(tree.start, ids.shape[1])
+        sums.append(log_probs[at - 1, ids[0, at]].sum().item())
+    return sums
 
 
 @pytest.mark.parametrize('device', DEVICES)
@@ -1754,16 +1787,64 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     reference_model(name, tmp_path)
     model = models.load(tmp_path, device)
     model.model.attention = 'explicit'  # FlexAttention does not take these odd head sizes
-    items = random_tree(np.random.default_rng(len(name)))
-    for pack_len, batch_rows in ((64, 1), (128, 3), (1024, 1)):
-        found = evaluate.option_log_probs(model, items, pack_len, batch_rows)
-        for item, sums in zip(items, found, strict=True):
-            for leaf, value in zip(item.leaves, sums, strict=True):
-                ids = torch.tensor([[*item.prefix, *item.stem, *leaf]])
-                inputs = [x.to(device) for x in (ids, *whole_rows(ids))]
-                log_probs = model.logits(model(*inputs)).log_softmax(-1)[0].cpu()
-                at = torch.arange(item.start, ids.shape[1])
-                assert value == pytest.approx(log_probs[at - 1, ids[0, at]].sum().item(), abs=1e-4)
+    trees = random_trees(np.random.default_rng(len(name)))
+    right = [plain_log_probs(model, tree, device) for tree in trees]
+    # rows of 40 part questions, those of 16 are shorter than some prompts
+    for options in ({'pack_len': 16}, {'pack_len': 40}, {'pack_len': 64}, {'deterministic': True},
+                    {'pack_len': 128, 'batch_rows': 3}, {'pack_len': 1024, 'trim': False}):
+        found = evaluate.option_log_probs(model, trees, **options)
+        for ours, theirs in zip(found, right, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_deterministic_means_the_same_bits(tmp_path):
+    reference_model('gemma2', tmp_path)
+    model = models.load(tmp_path)
+    trees = random_trees(np.random.default_rng(0))
+    alone = [evaluate.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
+    order = np.random.default_rng(1).permutation(len(trees))
+    found = evaluate.option_log_probs(model, [trees[i] for i in order], pack_len=64, batch_rows=4,
+                                      deterministic=True)
+    assert all(np.array_equal(alone[i], sums) for i, sums in zip(order, found, strict=True))
+
+
+def test_wanted_tokens_of_a_text(tmp_path):
+    """Log-probability, top token, its log-probability and entropy, packed beside other texts."""
+    reference_model('llama', tmp_path)
+    model = models.load(tmp_path)
+    rng = np.random.default_rng(0)
+    trees = [evaluate.Tree((), rng.integers(0, 211, n).tolist(), wanted=[1, n // 2, n - 1])
+             for n in (9, 30, 17)]
+    for index, numbers, values in evaluate.score(lambda: model, enumerate(trees), 64,
+                                                 statistics=True):
+        tree = trees[index]
+        ids = torch.tensor([tree.stem])
+        log_probs = model.logits(model(ids, *whole_rows(ids))).log_softmax(-1)[0].detach()
+        for n, (log_prob, top, top_log_prob, entropy) in zip(numbers, values, strict=True):
+            row = log_probs[tree.wanted[n] - 1]
+            assert top == row.argmax()
+            assert [log_prob, top_log_prob, entropy] == pytest.approx(
+                [float(x) for x in (row[tree.stem[tree.wanted[n]]], row.max(),
+                                    -(row.exp() * row).sum())], abs=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+def test_trees_in_bfloat16(name, tmp_path):
+    """Compiled FlexAttention over packed trees: no further off than one sequence per option."""
+    torch._dynamo.reset()
+    reference_model(name, tmp_path, head_dim=32)
+    exact, half = models.load(tmp_path), models.load(tmp_path, 'cuda', torch.bfloat16)
+    trees = random_trees(np.random.default_rng(3))
+    with torch.no_grad():
+        right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
+        plain = [np.array(plain_log_probs(half, tree, 'cuda')) for tree in trees]
+    models.compile_blocks(half)
+    packed = evaluate.option_log_probs(half, trees, pack_len=512, trim=False)
+    off = [np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
+                           for i in range(len(trees))]) for found in (plain, packed)]
+    assert np.sqrt((off[1] ** 2).mean()) < 1.3 * np.sqrt((off[0] ** 2).mean())
+    assert np.abs(off[1]).max() < 0.02
 
 
 def write_task(folder, n=4, choices=('blue', 'a lazy dog', 'brown')):
@@ -1774,40 +1855,63 @@ def write_task(folder, n=4, choices=('blue', 'a lazy dog', 'brown')):
     return f'{folder}'
 
 
+def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
+    found = next(iter(evaluate.tokenize_questions(asked, solved, tokenizer,
+                                                  evaluate.EvalConfig(**keys), max_length)))[1]
+    if isinstance(found, DataError):
+        raise found
+    return found
+
+
 @pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
-@pytest.mark.parametrize('scoring', ['letters', 'text'])
-def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, scoring):
+@pytest.mark.parametrize('options', [dict(scoring='letters'), dict(scoring='text'),
+                                     dict(preset='harness')])
+def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, options):
     tokenizer = tokenizers[kind]
-    asked, solved, _ = questions.load_task(write_task(tmp_path), scoring, shots=2)
-    cfg = evaluate.EvalConfig(pack_len=2000)
-    item, n = evaluate.tokenize_question(asked[0], solved['foxes'], tokenizer, cfg, 2000, {})
-    assert n == 2
-    prefix = questions.header('foxes') + ''.join(s.solved for s in solved['foxes'])
-    for option, leaf in zip(asked[0].options, item.leaves, strict=True):
+    asked, solved, _ = questions.load_task(write_task(tmp_path), shots=2, **options)
+    tree = first_tree(asked, solved, tokenizer)
+    assert tree.shots == 2
+    prefix = asked[0].header + ''.join(s.solved for s in solved['', 'foxes'])
+    for option, leaf in zip(asked[0].options, tree.leaves, strict=True):
         whole = [tokenizer.bos_id] + tokenizer.encode(prefix + asked[0].context + option)
-        assert [*item.prefix, *item.stem, *leaf] == whole
-        assert tokenizer.decode(whole[item.start:]).strip() == option.strip()
+        assert [*tree.prefix, *tree.stem, *leaf] == whole
+        assert tokenizer.decode(whole[tree.start:]).strip() == option.strip()
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+def test_a_question_may_begin_the_text(tokenizers, kind):
+    """Without header and shots, as in the harness; and where every shot had to be dropped."""
+    tokenizer = tokenizers[kind]
+    question = questions.Question('1', 'A fox runs and', [' sleeps.', ' eats a hen.'], 1, 's')
+    for solved, max_length in (({}, 2000), ({('', 's'): [question]}, 30)):
+        tree = first_tree([question], solved, tokenizer, max_length)
+        for option, leaf in zip(question.options, tree.leaves, strict=True):
+            assert [*tree.prefix, *tree.stem, *leaf] == [
+                tokenizer.bos_id, *tokenizer.encode(question.context + option)]
 
 
 def test_whole_shots_are_dropped(tokenizers, tmp_path):
     tokenizer = tokenizers['gemma']
     asked, solved, _ = questions.load_task(write_task(tmp_path), shots=3)
-    cfg, prefixes = evaluate.EvalConfig(pack_len=2000), {}
-    sizes = [evaluate.tokenize_question(asked[0], solved['foxes'][:n], tokenizer, cfg, 2000,
-                                        prefixes)[0] for n in range(4)]
-    for kept, item in enumerate(sizes):
-        longest = len(item.prefix) + len(item.stem) + max(map(len, item.leaves))
-        again, n = evaluate.tokenize_question(asked[0], solved['foxes'], tokenizer, cfg, longest,
-                                              prefixes)
-        assert n == kept and again == item
+    shots = solved['', 'foxes']
+    sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
+    for kept, tree in enumerate(sizes):
+        longest = len(tree.prefix) + len(tree.stem) + max(map(len, tree.leaves))
+        assert first_tree(asked, solved, tokenizer, longest) == tree and tree.shots == kept
     with pytest.raises(DataError, match='even without shots has a prompt of'):
-        evaluate.tokenize_question(asked[0], [], tokenizer, cfg, 10, {})
+        first_tree(asked, {}, tokenizer, 10)
 
 
-def test_option_probs_norms():
+def test_options_that_cannot_be_scored(tokenizers):
+    bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n')
+    with pytest.raises(DataError, match="question 7: option '' does not begin at a token boundary"):
+        first_tree([bad], {}, tokenizers['llama3'])
+
+
+def test_option_scores_norms():
     log_probs, options = np.array([-2.0, -6.0]), [' é', ' long']
     for norm, length in (('sum', (1, 1)), ('token', (1, 3)), ('char', (1, 4)), ('byte', (2, 4))):
-        p = evaluate.option_probs(log_probs, options, [1, 3], norm)
+        p = metrics.softmax(results.option_scores(log_probs, options, [1, 3], norm))
         score = np.exp(log_probs / np.array(length))
         assert np.allclose(p, score / score.sum())
 
@@ -1815,31 +1919,34 @@ def test_option_probs_norms():
 def test_bos_is_there_once(tokenizers, tmp_path):
     asked, _, _ = questions.load_task(write_task(tmp_path))
     for add_bos in (True, False):
-        cfg = evaluate.EvalConfig(add_bos=add_bos, pack_len=2000)
         for tokenizer in tokenizers.values():
-            item, _ = evaluate.tokenize_question(asked[0], [], tokenizer, cfg, 2000, {})
-            assert [*item.prefix, *item.stem].count(tokenizer.bos_id) == int(add_bos)
+            tree = first_tree(asked, {}, tokenizer, add_bos=add_bos)
+            assert [*tree.prefix, *tree.stem].count(tokenizer.bos_id) == int(add_bos)
 
 
 @needs_shared
-def test_seam_between_shots_and_question_is_exact(tmp_path):
-    cfg = evaluate.EvalConfig(pack_len=10**6)
-    asked, solved, _ = questions.load_task(f'mmlu:{SHARED / "datasets" / "mmlu"}', shots=5)
-    picked = random.Random(0).sample(asked, 150)
-    for file in ('llama3_tokenizer.model', 'llama2_tokenizer.model', 'mistral_tokenizer.model.v1',
-                 'mistral_mistral_instruct_tokenizer_240323.model.v3'):
-        folder = tmp_path / file
-        folder.mkdir()
-        shutil.copyfile(SHARED / 'tokenizers' / file, folder / 'tokenizer.model')
-        tokenizer, prefixes = load_tokenizer(folder), {}
-        for question in picked:
-            shots = solved[question.subject]
-            item, _ = evaluate.tokenize_question(question, shots, tokenizer, cfg, 10**6, prefixes)
-            whole = questions.header(question.subject) + ''.join(s.solved for s in shots)
-            whole += question.context + question.options[1]
-            assert [*item.prefix, *item.stem, *item.leaves[1]] == [
-                tokenizer.bos_id, *tokenizer.encode(whole)]
-            assert [len(leaf) for leaf in item.leaves] == [1] * len(item.leaves)
+@pytest.mark.parametrize('file', ['llama3_tokenizer.model', 'llama2_tokenizer.model',
+                                  'mistral_tokenizer.model.v1',
+                                  'mistral_mistral_instruct_tokenizer_240323.model.v3'])
+def test_seams_on_real_questions(file, tmp_path):
+    """Prefix, question and options in pieces are the whole prompt's tokens, in every format."""
+    datasets = SHARED / 'datasets'
+    shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
+    tokenizer = load_tokenizer(tmp_path)
+    for name, options in ((f'mmlu:{datasets / "mmlu"}', dict(shots=5)),
+                          (f'arc_easy:{datasets / "arc_easy"}', dict(shots=2, preset='harness')),
+                          (f'hellaswag:{datasets / "hellaswag"}', dict(preset='harness')),
+                          (f'xcopa:{datasets / "xcopa"}', dict(preset='harness', shots=1)),
+                          (f'xcopa:{datasets / "xcopa"}', dict(scoring='text')),
+                          (str(datasets / 'mmlu_pro' / 'mmlu_pro_sample.jsonl'), {})):
+        asked, solved, _ = questions.load_task(name, **options)
+        picked = random.Random(0).sample(asked, 100)
+        for q, tree in evaluate.tokenize_questions(picked, solved, tokenizer, evaluate.EvalConfig(),
+                                                   10**6):
+            before = q.header + ''.join(s.solved for s in solved.get(q.group, []))
+            for option, leaf in zip(q.options, tree.leaves, strict=True):
+                assert [*tree.prefix, *tree.stem, *leaf] == [
+                    tokenizer.bos_id, *tokenizer.encode(before + q.context + option)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -3178,15 +3285,15 @@ def test_ece_from_confidences_alone():
     rng = np.random.default_rng(0)
     probs = rng.dirichlet(np.ones(4), 500)
     labels = rng.integers(0, 4, 500)
-    assert metrics.top_label_ece(probs.max(1), probs.argmax(1) == labels, 15) == metrics.ece(
+    assert metrics.ece(probs.max(1), probs.argmax(1) == labels, 15) == metrics.ece(
         probs, labels, 15)
-    assert metrics.top_label_ece([0.1, 0.1], [False, True]) == pytest.approx(0.4)
+    assert metrics.ece([0.1, 0.1], [False, True]) == pytest.approx(0.4)
     for confidence, correct, message in (
             ([0.5, 1.2], [True, True], 'row 1: confidence is 1.2'),
             ([0.5, math.nan], [True, True], 'row 1: confidence is nan'),
             ([0.5], [True, True], 'must be .N. with N >= 1'), ([], [], 'N >= 1')):
         with pytest.raises(ValueError, match=message):
-            metrics.top_label_ece(confidence, correct)
+            metrics.ece(confidence, correct)
 
 
 def test_confidence_of_a_quarter_and_of_one():

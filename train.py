@@ -39,11 +39,11 @@ from data.demo import make_world
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack
 from data.text import load_text
-from evaluate import (SHORT, EvalConfig, draw_reliability, evaluate, load_model_tokenizer,
-                      load_tasks, pick_device, pick_dtype, read_samples, table, task_label,
-                      to_arrays, write_text)
+from evaluate import (EvalConfig, evaluate, load_model_tokenizer, load_tasks, pick_device,
+                      pick_dtype, task_label)
 from fused_ce import smoothed_cross_entropy, token_statistics
 from optim import AdamW
+from results import SHORT, draw_reliability, predictions, read_samples, table, write_text
 from resume import Stopped, TrainingError, rank, world
 
 
@@ -108,10 +108,11 @@ class TrainConfig:
     eval_tasks: tuple[str, ...] = ()          # as in evaluate.py; () for none
     eval_before: bool = True                  # also before training; not for random weights
     eval_shots: int = 5
-    eval_scoring: Literal['letters', 'text'] = 'letters'
+    eval_preset: Literal['mmlu', 'harness'] = 'mmlu'
+    eval_scoring: Literal['auto', 'letters', 'text'] = 'auto'
     eval_norm: Literal['token', 'sum', 'char', 'byte'] = 'token'
     eval_limit: int | None = None
-    eval_pack_len: int = 4096
+    eval_pack_len: int | None = None
     eval_batch_rows: int = 1
     # running
     out_dir: str = 'out/run'
@@ -320,7 +321,7 @@ def validation_loss(model, packed, cfg, device):
     loss, nll, confidence, right = np.concatenate(
         [part for parts in resume.gather(parts) for part in parts], axis=1)
     return {'val_loss': loss.mean(), 'val_nll': nll.mean(),
-            'val_ece': metrics.top_label_ece(np.minimum(confidence, 1), right > 0)}
+            'val_ece': metrics.ece(np.minimum(confidence, 1), right > 0)}
 
 
 def learning_rate(step, steps, cfg):
@@ -366,7 +367,7 @@ def run(cfg, device, out_dir):
         sequences, kept, held_out = load_sequences(cfg, tokenizer)
     results = {}
     if cfg.eval_tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
-        results['before'] = report(cfg, folder, tokenizer, tasks, device, out_dir / 'before')
+        results['before'] = report(cfg, folder, tokenizer, tasks, out_dir / 'before')
     steps = int(len(kept) * cfg.epochs) // cfg.batch_size
     steps = min(steps, cfg.max_steps or steps)
     if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file that is written
@@ -376,7 +377,7 @@ def run(cfg, device, out_dir):
         optimize(cfg, model, sequences, kept, held_out, steps, device, folder)
         del model  # the report reads what was saved: the weights that people will use
     if cfg.eval_tasks and not cfg.dry_run:
-        results['after'] = report(cfg, out_dir, tokenizer, tasks, device, out_dir)
+        results['after'] = report(cfg, out_dir, tokenizer, tasks, out_dir)
     return results
 
 
@@ -384,7 +385,7 @@ def clear(out_dir):
     """Removes what an earlier run left in `out_dir`: a folder never mixes two runs."""
     (out_dir / 'config.json').unlink(missing_ok=True)   # first: it says that the rest is whole
     for pattern in ('model*.safetensors*', 'log.jsonl', 'loss.png', 'train_config.py',
-                    'results.json', 'samples-*.jsonl', 'reliability*.png'):
+                    'results.*', 'samples.jsonl', 'eval_config.json', 'reliability*.png'):
         for path in out_dir.glob(pattern):
             path.unlink()
     for pattern in ('before', 'adapter', 'epoch-*', 'resume-*', 'runs', 'wandb'):
@@ -611,12 +612,11 @@ def draw_loss(out_dir):
     os.replace(part, out_dir / 'loss.png')
 
 
-def report(cfg, folder, tokenizer, tasks, device, out_dir):
+def report(cfg, folder, tokenizer, tasks, out_dir):
     """Calibration of the model saved in `folder` on eval_tasks; files go to `out_dir`."""
     results = out_dir / 'results.json'
     if rank() == 0 and not (cfg.resume and results.exists()):
-        model = models.load(folder, device, pick_dtype(cfg.dtype, device))
-        evaluate(model, tokenizer, tasks, eval_config(cfg, folder, out_dir), out_dir)
+        evaluate(folder, tokenizer, tasks, eval_config(cfg, folder, out_dir), out_dir)
     if world() > 1:
         dist.barrier()
     return json.loads(results.read_text(encoding='utf-8'))
@@ -624,10 +624,11 @@ def report(cfg, folder, tokenizer, tasks, device, out_dir):
 
 def eval_config(cfg, folder, out_dir):
     return EvalConfig(model=str(folder), tasks=cfg.eval_tasks, shots=cfg.eval_shots,
-                      scoring=cfg.eval_scoring, norm=cfg.eval_norm, limit=cfg.eval_limit,
-                      add_bos=cfg.add_bos, pack_len=cfg.eval_pack_len,
-                      batch_rows=cfg.eval_batch_rows, on_bad_row=cfg.on_bad_row,
-                      dtype=cfg.dtype, device=cfg.device, out_dir=str(out_dir))
+                      preset=cfg.eval_preset, scoring=cfg.eval_scoring, norm=cfg.eval_norm,
+                      limit=cfg.eval_limit, add_bos=cfg.add_bos, pack_len=cfg.eval_pack_len,
+                      batch_rows=cfg.eval_batch_rows, compile=cfg.compile,
+                      on_bad_row=cfg.on_bad_row, seed=cfg.seed, dtype=cfg.dtype, device=cfg.device,
+                      out_dir=str(out_dir), overwrite=True)
 
 
 def print_sizes(cfg, model, sequences, kept, steps):
@@ -709,7 +710,8 @@ def compare(cfg, rows, out_dir):
         print(f'\n{task} ({rows[0][1]["distribution"]})')
         print(table([(name, results['tasks'][task]['pooled']) for name, results, _ in rows],
                     SHORT))
-        panels = [(name, *to_arrays(read_samples(Path(folder) / f'samples-{task}.jsonl'))[:2])
+        panels = [(name, predictions([s for s in read_samples(Path(folder) / 'samples.jsonl')
+                                      if s['task'] == task], cfg.eval_norm))
                   for name, _, folder in rows]
         picture = Path(out_dir) / f'reliability-{task}.png'
         draw_reliability(picture, panels)

@@ -3,6 +3,8 @@
 import csv
 import gzip
 import json
+import os
+import shutil
 import zlib
 from pathlib import Path
 
@@ -15,7 +17,8 @@ def fetch(source, patterns, revision=None):
     """Files of a dataset: `source` if it is a file, else those in a folder or a hub dataset.
 
     source:   a file, a folder, or a hub dataset name like 'allenai/tulu-3-sft-mixture'
-    patterns: globs; the first that matches anything in the folder decides
+    patterns: globs; the first that matches anything in the folder decides. With '*.zip' among them
+              an archive that the hub has instead is unpacked first
     revision: the hub commit, tag or branch to read; pin it, datasets change
     Returns a sorted list of paths; raises DataError.
     """
@@ -36,8 +39,14 @@ def fetch(source, patterns, revision=None):
 def _download(name, patterns, revision):
     from huggingface_hub import snapshot_download
     try:
-        return Path(snapshot_download(name, repo_type='dataset', revision=revision,
-                                      allow_patterns=list(patterns)))
+        folder = Path(snapshot_download(name, repo_type='dataset', revision=revision,
+                                        allow_patterns=list(patterns)))
+        for archive in folder.glob('*.zip'):
+            unpacked = archive.with_suffix('')
+            if not unpacked.exists():
+                shutil.unpack_archive(archive, f'{unpacked}.tmp')
+                os.replace(f'{unpacked}.tmp', unpacked)
+        return folder
     except Exception as error:  # the hub raises many kinds, of its own and of its HTTP client
         reason = str(error).strip().split('\n')[0]
         raise DataError(f'there is no file or folder {name}, and getting the dataset {name} from '

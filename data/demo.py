@@ -19,7 +19,7 @@ import numpy as np
 import sentencepiece
 from tqdm import tqdm
 
-from data.questions import header
+from data.questions import HEADER
 
 N_ENTITIES = 8_000
 ZIPF_EXPONENT = 0.9             # of an entity's frequency in the text
@@ -83,7 +83,7 @@ class World:
             attribute = list(ATTRIBUTES)[rng.integers(len(ATTRIBUTES))]
             solved = (f'{self.ask(e, attribute)}\nAnswer: {self.values[attribute][e]}\n\n'
                       for e in entities)
-            return header(attribute) + ''.join(solved).rstrip()
+            return f'{HEADER.format(attribute)}\n\n{"".join(solved)}'.rstrip()
         return ' '.join(self.profile(entity, rng) for entity in entities)
 
 

@@ -26,13 +26,14 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, cache_di
         pieces = [bos + ids[i:i + step] for i in range(0, len(ids), step)]
         return [(piece, [0] * len(bos) + [1] * (len(piece) - len(bos))) for piece in pieces]
 
-    rows = (item for file in files for item in _documents(file))
+    rows = (item for file in files for item in documents(file))
     settings = {'kind': 'text', 'tokenizer': tokenizer.fingerprint, 'max_length': max_length,
                 'add_bos': add_bos}
     return tokenize_once(files, rows, encode, settings, cache_dir, on_bad_row, workers)
 
 
-def _documents(path):
+def documents(path):
+    """`read_rows`, and a .txt file as one row."""
     if Path(path).suffix != '.txt':
         yield from read_rows(path)
         return

@@ -53,6 +53,12 @@ class TiktokenTokenizer:
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         return [i for piece in pieces for i in self._encoding.encode_ordinary(piece)]
 
+    def encode_batch(self, texts, start=True):
+        """`encode` of each text, in several threads."""
+        if max(map(len, texts), default=0) > LONGEST_RUN:
+            return [self.encode(text) for text in texts]
+        return self._encoding.encode_ordinary_batch(texts)
+
     def decode(self, ids, start=True):
         """The text of ids; control tokens show as their names. `start` makes no difference."""
         return self._encoding.decode(list(ids))
@@ -90,7 +96,16 @@ class SentencePieceTokenizer:
         """
         if start or not self._newline:
             return self._model.encode(text)
-        ids = self._model.encode('\n' + text)
+        return self._continued(text, self._model.encode('\n' + text))
+
+    def encode_batch(self, texts, start=True):
+        """`encode` of each text, in several threads."""
+        if start or not self._newline:
+            return self._model.encode(texts)
+        found = self._model.encode(['\n' + text for text in texts])
+        return [self._continued(*pair) for pair in zip(texts, found, strict=True)]
+
+    def _continued(self, text, ids):
         if ids[:len(self._newline)] != self._newline:
             raise DataError(f'this sentencepiece model joins a newline with {text[:20]!r}, so text '
                             f'cannot be continued')
@@ -118,8 +133,8 @@ def load_tokenizer(folder):
     """The tokenizer of a model folder, by what its file holds; raises DataError.
 
     Looks for tokenizer.model, original/tokenizer.model (Llama 3 on the hub) and tokenizer.model.v*
-    (Mistral). The returned object has encode, decode, bos_id, eos_id, control_ids (name -> id),
-    n_vocab, and `fingerprint`, which changes when the file does.
+    (Mistral). The returned object has encode, encode_batch, decode, bos_id, eos_id, control_ids
+    (name -> id), n_vocab, and `fingerprint`, which changes when the file does.
     """
     folder = Path(folder)
     found = [p for pattern in ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*')

@@ -1,0 +1,571 @@
+"""What samples say: metrics with intervals, tables, reliability diagrams, comparisons of runs.
+
+Everything here is computed from the saved samples, without a model: results.json follows from
+samples.jsonl, and `compare` is the papers' table of several runs.
+"""
+
+import csv
+import io
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import metrics
+from configs import ConfigError, read_assignments
+from data import DataError, read_rows
+
+# key in a report, title, format
+SHORT = (('n', 'questions', 'd'), ('accuracy', 'accuracy', '.3f'),
+         ('interval', '95 % interval', ''), ('confidence', 'confidence', '.3f'),
+         ('entropy_bits', 'entropy (bits)', '.3f'), ('ece', 'ECE', '.3f'),
+         ('rmsce', 'RMSCE', '.3f'))
+FULL = (*SHORT, ('mad', 'MAD', '.3f'), ('sce', 'SCE', '.3f'), ('ace', 'ACE', '.3f'),
+        ('brier', 'Brier', '.3f'), ('nll', 'NLL', '.3f'))
+# of a comparison, and which is better: more (1), less (-1) or neither (0)
+COMPARED = (('accuracy', 'accuracy', 1), ('entropy_bits', 'entropy (bits)', 0), ('ece', 'ECE', -1),
+            ('rmsce', 'RMS', -1))
+
+
+# ------------------------------------------------------------------------------------------------
+# Samples
+# ------------------------------------------------------------------------------------------------
+
+class Predictions(NamedTuple):
+    """What the metrics take: of questions, or of single tokens with their confidence alone."""
+    probs: np.ndarray                   # [N, K]; confidence [N] of tokens
+    labels: np.ndarray                  # int [N]; bool [N], right or wrong
+    n_options: np.ndarray | None = None
+    scores: np.ndarray | None = None    # [N, K] log-probabilities as normed, -inf for no option
+
+    def at(self, rows):
+        return Predictions(*(None if x is None else x[rows] for x in self))
+
+    def report(self):
+        return metrics.report(self.probs, self.labels, self.n_options)
+
+    def bootstrap(self, n_resamples, seed):
+        return metrics.bootstrap(self.probs, self.labels, self.n_options, n_resamples=n_resamples,
+                                 seed=seed)
+
+    def top(self):
+        """(confidence [N], right or wrong bool [N])"""
+        if self.probs.ndim == 1:
+            return self.probs, self.labels
+        return self.probs.max(1), self.probs.argmax(1) == self.labels
+
+
+def read_samples(path):
+    """The samples in `path`, as a list of dicts; a last line cut off by a crash is left out."""
+    rows = [row for _, row in read_rows(path)]
+    if rows and isinstance(rows[-1], DataError):
+        rows.pop()
+    for row in rows:
+        if isinstance(row, DataError):
+            raise row
+    return rows
+
+
+def predictions(samples, norm):
+    """Predictions of samples, all of questions or all of tokens."""
+    if 'log_probs' not in samples[0]:
+        return Predictions(np.array([s['confidence'] for s in samples]),
+                           np.array([s['correct'] for s in samples]))
+    n_options = np.array([len(s['log_probs']) for s in samples])
+    scores = np.full((len(samples), n_options.max()), -np.inf)
+    for i, s in enumerate(samples):
+        scores[i, :n_options[i]] = option_scores(s['log_probs'], s['options'], s['n_tokens'], norm)
+    return Predictions(metrics.softmax(scores), np.array([s['answer'] for s in samples]), n_options,
+                       scores)
+
+
+def option_scores(log_probs, options, n_tokens, norm):
+    """Log-probabilities divided by length [K]; their softmax is the distribution over the options.
+
+    token: mean over tokens, the inverse perplexity normalised; sum: as it is; char and byte: over
+    the option's characters or UTF-8 bytes without the leading space.
+    """
+    length = {'token': n_tokens, 'sum': np.ones(len(options)),
+              'char': [len(o) - 1 for o in options],
+              'byte': [len(o.encode()) - 1 for o in options]}[norm]
+    return np.asarray(log_probs) / np.maximum(length, 1)
+
+
+# ------------------------------------------------------------------------------------------------
+# Numbers
+# ------------------------------------------------------------------------------------------------
+
+def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
+    """What the samples of one task say, in any order.
+
+    {'pooled', 'macro': reports; 'languages', 'categories', 'subjects': {name: report} where there
+    are several; 'mass' of the options together; with `fit`, 'post_hoc'}. A report is what
+    metrics.report gives and `intervals`, {metric: [low, high]}, 95 % by bootstrap over questions.
+    macro is the mean over languages, or over subjects where there is one language.
+    """
+    samples = sorted(samples, key=_key)
+    held = [s for s in samples if s.get('split') == 'validation']
+    samples = [s for s in samples if s.get('split') != 'validation']
+    everything = predictions(samples, norm)
+    groups = {(): everything}
+    for kind in ('language', 'category', 'subject'):
+        rows = {}
+        for i, sample in enumerate(samples):
+            rows.setdefault(sample.get(kind) or '', []).append(i)
+        if len(rows) > 1:
+            groups |= {(kind, name): everything.at(rows[name]) for name in sorted(rows)}
+    resampled = resample(groups, n_bootstrap, seed)
+    reports = {key: with_intervals(group.report(), resampled.get(key))
+               for key, group in groups.items()}
+    found = {'pooled': reports[()]}
+    for plural, kind in (('languages', 'language'), ('categories', 'category'),
+                         ('subjects', 'subject')):
+        of_kind = {key[1]: report for key, report in reports.items() if key and key[0] == kind}
+        if of_kind:
+            found[plural] = of_kind
+            if 'macro' not in found and kind != 'category':
+                found['macro'] = mean_report(of_kind.values(),
+                                             [resampled.get((kind, name)) for name in of_kind])
+    if 'log_probs' in samples[0]:
+        found['mass'] = float(np.mean([np.exp(s['log_probs']).sum() for s in samples]))
+    if fit:
+        found['post_hoc'] = post_hoc(everything, predictions(held, norm) if held else None,
+                                     n_bootstrap, seed)
+    return found
+
+
+def _key(sample):
+    return (sample.get('split', ''), sample['task'], sample.get('language', ''), sample['id'])
+
+
+def resample(groups, n_bootstrap, seed):
+    """{key: metrics.bootstrap of that group}; empty for n_bootstrap 0.
+
+    In processes, as DataLoader's workers are made, for more than a moment's work. A group's
+    resamples are drawn in parts that depend on its size alone, so that the same rows give the same
+    numbers on any machine.
+    """
+    if not n_bootstrap:
+        return {}
+    jobs = []
+    for key, group in groups.items():
+        n = len(group.labels)
+        parts = int(np.clip(2_000_000 // n, 1, 8)) if n > 2000 else 1
+        sizes = [len(x) for x in np.array_split(np.arange(n_bootstrap), parts) if len(x)]
+        jobs += [(key, group, size, [seed, part]) for part, size in enumerate(sizes)]
+    jobs.sort(key=_size)
+    cores, work = len(os.sched_getaffinity(0)), sum(len(g.labels) for g in groups.values())
+    if cores == 1 or work * n_bootstrap < 3_000_000:
+        done = [_resample(job) for job in jobs]
+    else:
+        with multiprocessing.get_context('fork').Pool(min(cores, 16)) as pool:
+            done = pool.map(_resample, jobs, chunksize=1)
+    found = {}
+    for (key, *_), values in zip(jobs, done, strict=True):
+        found.setdefault(key, []).append(values)
+    return {key: {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            for key, parts in found.items()}
+
+
+def _size(job):
+    return -len(job[1].labels) * job[2]     # the largest first
+
+
+def _resample(job):
+    return job[1].bootstrap(*job[2:])
+
+
+def with_intervals(report, resampled):
+    if resampled is None:
+        return report
+    intervals = {name: np.percentile(values, (2.5, 97.5)).tolist()
+                 for name, values in resampled.items()}
+    return report | {'intervals': intervals}
+
+
+def mean_report(reports, resampled):
+    """The plain mean of reports; its intervals are those of the mean of resampled groups."""
+    reports = list(reports)
+    keys = [key for key in reports[0] if key not in ('n', 'intervals', 'accuracy_low',
+                                                     'accuracy_high')]
+    mean = {'groups': len(reports)} | {k: float(np.mean([r[k] for r in reports])) for k in keys}
+    if any(values is None for values in resampled):
+        return mean
+    return with_intervals(mean, {key: np.mean([values[key] for values in resampled], axis=0)
+                                 for key in resampled[0]})
+
+
+def post_hoc(test, held, n_bootstrap, seed):
+    """Temperature and Platt scaling of `test`, fitted on `held` or crosswise on its two halves.
+
+    {'fitted_on', 'temperature': [T], 'platt': [[a, b]], 'reports': {'temperature': of the scaled
+    distribution, 'platt': of the scaled confidence of the same predictions}}. Crosswise there are
+    two values: the first fitted on one half and applied to the other.
+    """
+    n = len(test.labels)
+    if held is not None:
+        parts, place = [(held, np.arange(n))], f'{len(held.labels)} validation questions'
+    else:
+        if n < 2:
+            raise DataError('--temperature=fit needs two questions or more')
+        shuffled = np.random.default_rng(seed).permutation(n)
+        halves = np.array_split(shuffled, 2)
+        parts = [(test.at(fit), use) for fit, use in (halves, halves[::-1])]
+        place = 'the other half of the questions'
+    found = {'fitted_on': place, 'platt': []}
+    confidence, correct = test.top()
+    platt, scaled = np.empty(n), np.zeros_like(test.probs)
+    if test.scores is not None:
+        found['temperature'] = []
+    for fit, use in parts:
+        a, b = metrics.fit_platt(*fit.top())
+        found['platt'].append([a, b])
+        platt[use] = metrics.apply_platt(confidence[use], a, b)
+        if test.scores is not None:
+            temperature = metrics.fit_temperature(fit.scores, fit.labels)
+            found['temperature'].append(temperature)
+            scaled[use] = metrics.softmax(test.scores[use], temperature)
+    groups = {'platt': Predictions(platt, correct)}
+    if test.scores is not None:
+        groups['temperature'] = Predictions(scaled, test.labels, test.n_options, test.scores)
+    resampled = resample(groups, n_bootstrap, seed)
+    found['reports'] = {name: with_intervals(group.report(), resampled.get(name))
+                        for name, group in sorted(groups.items(), reverse=True)}
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
+# Files and tables
+# ------------------------------------------------------------------------------------------------
+
+def write_text(path, text):
+    """Writes a file whole: under a temporary name, then renamed."""
+    part = Path(f'{path}.tmp')
+    part.write_text(text, encoding='utf-8')
+    os.replace(part, path)
+
+
+def save(results, panels, out_dir):
+    """results.json, results.md, results.csv, reliability.png, and a grid for several languages.
+
+    panels: {task: (Predictions, {language: Predictions})}
+    """
+    out_dir = Path(out_dir)
+    write_text(out_dir / 'results.csv', to_csv(results))
+    write_text(out_dir / 'results.md', to_markdown(results))
+    draw_reliability(out_dir / 'reliability.png', [(task, p) for task, (p, _) in panels.items()])
+    for task, (_, languages) in panels.items():
+        if languages:
+            draw_reliability(out_dir / f'reliability-{task}-languages.png', languages.items(),
+                             columns=7)
+    # last: where it is, the others are
+    write_text(out_dir / 'results.json', json.dumps(results, indent=1, ensure_ascii=False) + '\n')
+
+
+def report_rows(result):
+    """[(kind, name, report)] of one task's result."""
+    rows = [(plural, name, report) for plural in ('subjects', 'categories', 'languages')
+            for name, report in result.get(plural, {}).items()]
+    rows.append(('pooled', 'pooled', result['pooled']))
+    if 'macro' in result:
+        rows.append(('macro', 'macro', result['macro']))
+    for name, report in result.get('post_hoc', {}).get('reports', {}).items():
+        rows.append(('post_hoc', f'{name} scaling', report))
+    return rows
+
+
+def heading(task, result, distribution):
+    """One line on how the numbers of a task came about."""
+    text = f'{task} ({distribution}' if 'mass' in result else f'{task} (top token'
+    if 'mass' in result:
+        text += f'; the model gives all options together {result["mass"]:.3f} of its probability'
+    if 'post_hoc' in result:
+        fitted = result['post_hoc']
+        values = [f'a {a:.3f}, b {b:.3f}' for a, b in fitted['platt']]
+        text += f'; Platt scaling by {" and ".join(values)}'
+        if 'temperature' in fitted:
+            text += ', temperature ' + ' and '.join(f'{t:.3f}' for t in fitted['temperature'])
+        text += f', fitted on {fitted["fitted_on"]}'
+    return text + ')'
+
+
+def cells(rows, columns):
+    """[[text]] of [(name, report)] under a header; what a report lacks stays empty."""
+    found = [['', *(title for _, title, _ in columns)]]
+    for name, report in rows:
+        values = dict(report)
+        if 'accuracy_low' in report:
+            values['interval'] = f'{report["accuracy_low"]:.3f}-{report["accuracy_high"]:.3f}'
+        elif 'intervals' in report:
+            values['interval'] = '{:.3f}-{:.3f}'.format(*report['intervals']['accuracy'])
+        found.append([name, *(format(values[key], spec) if key in values else ''
+                              for key, _, spec in columns)])
+    used = [any(column[1:]) for column in zip(*found, strict=True)]
+    return [[text for text, use in zip(row, used, strict=True) if use] for row in found]
+
+
+def table(rows, columns=FULL):
+    """A text table of [(row name, report)]."""
+    return aligned(cells(rows, columns))
+
+
+def aligned(found):
+    widths = [max(map(len, column)) for column in zip(*found, strict=True)]
+    lines = ['  '.join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths)))
+             for r in found]
+    return '\n'.join([lines[0], '-' * len(lines[0]), *lines[1:]])
+
+
+def markdown(found):
+    lines = ['| ' + ' | '.join(row) + ' |' for row in found]
+    return '\n'.join([lines[0], '|' + '---|' * len(found[0]), *lines[1:]]) + '\n'
+
+
+def to_markdown(results):
+    parts = []
+    for task, result in results['tasks'].items():
+        rows = [(name, report) for _, name, report in report_rows(result)]
+        parts.append(f'### {heading(task, result, results["distribution"])}\n\n'
+                     + markdown(cells(rows, FULL)))
+    return '\n'.join(parts)
+
+
+def to_csv(results):
+    """One line a report: every metric and the ends of its interval."""
+    lines, names = [], []
+    for task, result in results['tasks'].items():
+        for kind, name, report in report_rows(result):
+            line = {'task': task, 'kind': kind, 'name': name}
+            for key, value in report.items():
+                if key != 'intervals':
+                    line[key] = value
+            for key, (low, high) in report.get('intervals', {}).items():
+                line[f'{key}_boot_low'], line[f'{key}_boot_high'] = low, high
+            lines.append(line)
+            names += [key for key in line if key not in names]
+    return csv_text(names, lines)
+
+
+def csv_text(names, lines):
+    file = io.StringIO()
+    writer = csv.DictWriter(file, names, lineterminator='\n')
+    writer.writeheader()
+    writer.writerows(lines)
+    return file.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------
+# Pictures
+# ------------------------------------------------------------------------------------------------
+
+def draw_reliability(path, panels, n_bins=10, columns=5):
+    """Reliability diagrams side by side, PNG: panels = [(title, Predictions), ...].
+
+    Bars: accuracy of the questions whose confidence falls into the bin; the gap to the diagonal is
+    shaded. Below: the share of questions in each bin. More than `columns` panels take several rows.
+    """
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    panels = list(panels)
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(2 * rows, columns, figsize=(3.6 * columns, 4.6 * rows),
+                                squeeze=False, sharex=True, height_ratios=(3, 1) * rows,
+                                layout='constrained')
+    highest = 0
+    for i, (title, found) in enumerate(panels):
+        top, bottom = axes[i // columns * 2:, i % columns][:2]
+        bins = metrics.bins(found.probs, found.labels, n_bins)
+        used = bins['count'] > 0
+        left, width = np.arange(n_bins)[used] / n_bins, 1 / n_bins
+        accuracy, confidence = bins['accuracy'][used], bins['confidence'][used]
+        top.bar(left, accuracy, width, align='edge', color='#4878a8', edgecolor='white')
+        top.bar(left, confidence - accuracy, width, bottom=accuracy, align='edge', color='#d1605e',
+                alpha=0.35, label='gap to confidence')
+        top.plot((0, 1), (0, 1), color='black', linewidth=1, linestyle='--')
+        report = {name: f(found.probs, found.labels) for name, f in (
+            ('accuracy', metrics.accuracy), ('confidence', metrics.mean_confidence),
+            ('ECE', metrics.ece))}
+        top.set_title('{}\naccuracy {:.3f}, confidence {:.3f}\nECE {:.3f}'.format(
+            title, *report.values()), fontsize=9)
+        top.set(xlim=(0, 1), ylim=(0, 1))
+        shares = bins['count'][used] / len(found.labels)
+        highest = max(highest, shares.max())
+        bottom.bar(left, shares, width, align='edge', color='#888888', edgecolor='white')
+        if i % columns == 0:
+            top.set_ylabel('accuracy')
+            bottom.set_ylabel('share')
+        else:
+            top.tick_params(labelleft=False)
+            bottom.tick_params(labelleft=False)
+        if i + columns >= len(panels):
+            bottom.set_xlabel('confidence')
+            bottom.tick_params(labelbottom=True)
+    for i in range(rows * columns):
+        top, bottom = axes[i // columns * 2:, i % columns][:2]
+        bottom.set_ylim(0, 1.05 * highest)
+        if i >= len(panels):
+            top.axis('off')
+            bottom.axis('off')
+    axes[0, 0].legend(loc='upper left', fontsize=8, frameon=False)
+    part = f'{path}.tmp'
+    figure.savefig(part, format='png', dpi=150 if rows == 1 else 80)
+    plt.close(figure)
+    os.replace(part, path)
+
+
+# ------------------------------------------------------------------------------------------------
+# Several runs
+# ------------------------------------------------------------------------------------------------
+
+def compare(folders, out_dir, *, norm=None, n_bootstrap=1000, seed=0):
+    """The papers' table of several runs, from their samples; prints it and writes it to `out_dir`.
+
+    For every task and language: accuracy, entropy, ECE and RMS of each run, the best one marked;
+    then each run's difference to the first, with a paired bootstrap over the questions that both
+    answered, and Student's t over languages where there are several. norm: None, as in the runs.
+    Writes compare.md, compare.csv, and a reliability diagram of all runs for each task.
+    """
+    if len(folders) < 2:
+        raise ConfigError('compare wants two folders or more, each with samples.jsonl')
+    if len({Path(f).resolve() for f in folders}) < len(folders):
+        raise ConfigError('compare: a folder is named twice')
+    runs = [read_run(folder, norm) for folder in folders]
+    named = label_runs(folders)
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    tasks = [task for task in runs[0]['samples'] if all(task in r['samples'] for r in runs)]
+    if not tasks:
+        raise DataError('these runs have no task in common: ' + '; '.join(
+            f'{name}: {", ".join(run["samples"])}' for name, run in zip(named, runs)))
+    lines, texts = [], []
+    for task in tasks:
+        print_task, pairs = [], []
+        by_language = [split_languages(run['samples'][task]) for run in runs]
+        languages = [x for x in by_language[0] if all(x in other for other in by_language)]
+        groups = [*languages, None] if len(languages) > 1 else [None]
+        found = [{} for _ in runs]          # of each run {language or None: (keys, Predictions)}
+        for run, of_run in zip(runs, found, strict=True):
+            for language in groups:
+                rows = [s for s in run['samples'][task] if language in (None, s.get('language'))]
+                of_run[language] = [_key(s)[2:] for s in rows], predictions(rows, run['norm'])
+        reports = [{g: p.report() for g, (_, p) in of_run.items()} for of_run in found]
+        for group in groups:
+            best = {key: _best([r[group].get(key) for r in reports], sign)
+                    for key, _, sign in COMPARED}
+            for i, (name, run) in enumerate(zip(named, runs, strict=True)):
+                report = reports[i][group]
+                values = [f'{report[key]:.3f}{" *" if i in best[key] else "  "}'
+                          if key in report else '' for key, _, _ in COMPARED]
+                language = 'pooled' if group is None else group
+                print_task.append([name, run['model'], task, run['smoothing'], language,
+                                   str(report['n']), *values])
+                lines.append({'run': name, 'model': run['model'], 'dataset': task,
+                              'smoothing': run['smoothing'], 'language': language} | report)
+        for name, of_run, report in list(zip(named, found, reports, strict=True))[1:]:
+            pairs += difference(f'{name} - {named[0]}', found[0], of_run, reports[0], report,
+                                groups, n_bootstrap, seed)
+        head = ['run', 'model', 'dataset', 'smoothing', 'language', 'questions',
+                *(title for _, title, _ in COMPARED)]
+        pair_head = ['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p']
+        distribution = ', '.join(dict.fromkeys(run['distribution'] for run in runs))
+        print(f'\n{task} ({distribution})\n{aligned([head, *print_task])}\n\n'
+              f'{aligned([pair_head, *pairs])}')
+        texts.append(f'### {task} ({distribution})\n\n{markdown([head, *print_task])}\n'
+                     f'{markdown([pair_head, *pairs])}')
+        draw_reliability(out_dir / f'reliability-{task}.png',
+                         [(name, of_run[None][1]) for name, of_run in zip(named, found)])
+    write_text(out_dir / 'compare.md', '\n'.join(texts))
+    write_text(out_dir / 'compare.csv', csv_text(list(lines[0]), lines))
+    print(f'\nwrote compare.md, compare.csv and reliability-*.png to {out_dir}')
+
+
+def read_run(folder, norm=None):
+    """The samples of a run by task, and what its configuration says of model and smoothing."""
+    folder = Path(folder)
+    for name in ('samples.jsonl', 'results.json'):
+        if not (folder / name).exists():
+            raise DataError(f'{folder} has no {name}: evaluate there first')
+    try:
+        results = json.loads((folder / 'results.json').read_text(encoding='utf-8'))
+        config = results['config']
+    except (ValueError, KeyError) as error:
+        raise DataError(f'{folder / "results.json"}: not the results of evaluate.py: {error!r}'
+                        ) from error
+    samples = {}
+    for sample in read_samples(folder / 'samples.jsonl'):
+        if sample.get('split') != 'validation':
+            samples.setdefault(sample['task'], []).append(sample)
+    for rows in samples.values():
+        rows.sort(key=_key)
+    # the run's own configuration, or that of the model that was evaluated
+    trained = next((f / 'train_config.py' for f in (folder, Path(config['model']))
+                    if (f / 'train_config.py').exists()), None)
+    values = read_assignments(trained) if trained else {}
+    model, smoothing = (values.get(key, (None, ''))[0] for key in ('model', 'smoothing'))
+    return {'samples': samples, 'norm': norm or config['norm'],
+            'distribution': f'{results["distribution"].rpartition(", ")[0]}, '
+                            f'{norm or config["norm"]}',
+            'model': Path(str(model or config['model'])).name,
+            'smoothing': '' if smoothing is None else str(smoothing)}
+
+
+def label_runs(folders):
+    """Short names of folders: the last part, or as many as tell them apart."""
+    paths = [Path(f).resolve().parts for f in folders]
+    for n in range(1, max(map(len, paths)) + 1):
+        names = ['/'.join(parts[-n:]) for parts in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def split_languages(samples):
+    found = {}
+    for sample in samples:
+        found.setdefault(sample.get('language', ''), []).append(sample)
+    return found
+
+
+def _best(values, sign):
+    """Indices of the best of values."""
+    if not sign or any(v is None for v in values):
+        return set()
+    best = max(v * sign for v in values)
+    return {i for i, v in enumerate(values) if v * sign == best}
+
+
+def difference(name, first, other, first_reports, other_reports, groups, n_bootstrap, seed):
+    """Rows of a table: other - first in each metric, over questions and over languages."""
+    keys, a = first[None]
+    other_keys, b = other[None]
+    shared = set(keys) & set(other_keys)
+    if len(shared) < 2:
+        return [[name, 'questions', str(len(shared)), '', '', '', '']]
+    a = a.at(np.array([key in shared for key in keys]))
+    b = b.at(np.array([key in shared for key in other_keys]))
+    reports = [p.report() for p in (a, b)]
+    # the same draws for both: seed and number of questions are the same
+    drawn = resample({0: a, 1: b}, n_bootstrap, seed)
+    rows = []
+    for key, title, _ in COMPARED:
+        if key not in reports[0] or not n_bootstrap:
+            continue
+        d = drawn[1][key] - drawn[0][key]
+        low, high = np.percentile(d, (2.5, 97.5))
+        share = min(1.0, 2 * (1 + min((d <= 0).sum(), (d >= 0).sum())) / (1 + len(d)))
+        rows.append([name, 'questions', str(len(shared)), title,
+                     f'{reports[1][key] - reports[0][key]:+.4f}', f'{low:+.4f} {high:+.4f}',
+                     f'{share:.3f}'])
+    languages = [g for g in groups if g is not None]
+    for key, title, _ in COMPARED if len(languages) > 1 else ():
+        if key in first_reports[None]:
+            mean, t, p = metrics.student_t([other_reports[g][key] - first_reports[g][key]
+                                            for g in languages])
+            rows.append([name, f'{len(languages)} languages', '', title, f'{mean:+.4f}',
+                         f't = {t:.2f}', f'{p:.2g}'])
+    return rows
