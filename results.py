@@ -40,16 +40,26 @@ class Predictions(NamedTuple):
     labels: np.ndarray                  # int [N]; bool [N], right or wrong
     n_options: np.ndarray | None = None
     scores: np.ndarray | None = None    # [N, K] log-probabilities as normed, -inf for no option
+    nll: np.ndarray | None = None       # of tokens [N], nats; and the entropy over the vocabulary
+    entropy_bits: np.ndarray | None = None
 
     def at(self, rows):
         return Predictions(*(None if x is None else x[rows] for x in self))
 
     def report(self):
-        return metrics.report(self.probs, self.labels, self.n_options)
+        means = {} if self.nll is None else {'entropy_bits': float(self.entropy_bits.mean()),
+                                             'nll': float(self.nll.mean())}
+        return metrics.report(self.probs, self.labels, self.n_options) | means
 
     def bootstrap(self, n_resamples, seed):
-        return metrics.bootstrap(self.probs, self.labels, self.n_options, n_resamples=n_resamples,
-                                 seed=seed)
+        found = metrics.bootstrap(self.probs, self.labels, self.n_options, n_resamples=n_resamples,
+                                  seed=seed)
+        if self.nll is not None:
+            random, n = np.random.default_rng(seed), len(self.nll)
+            drawn = [random.integers(n, size=n) for _ in range(n_resamples)]
+            found['entropy_bits'] = np.array([self.entropy_bits[rows].mean() for rows in drawn])
+            found['nll'] = np.array([self.nll[rows].mean() for rows in drawn])
+        return found
 
     def top(self):
         """(confidence [N], right or wrong bool [N])"""
@@ -73,7 +83,9 @@ def predictions(samples, norm):
     """Predictions of samples, all of questions or all of tokens."""
     if 'log_probs' not in samples[0]:
         return Predictions(np.array([s['confidence'] for s in samples]),
-                           np.array([s['correct'] for s in samples]))
+                           np.array([s['correct'] for s in samples]),
+                           nll=-np.array([s['log_prob'] for s in samples]),
+                           entropy_bits=np.array([s['entropy'] for s in samples]) / np.log(2))
     n_options = np.array([len(s['log_probs']) for s in samples])
     scores = np.full((len(samples), n_options.max()), -np.inf)
     for i, s in enumerate(samples):

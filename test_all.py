@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault('TRITON_INTERPRET', '1')  # before anything imports triton
 
 import base64
+import csv
 import dataclasses
 import gzip
 import importlib.util
@@ -1947,6 +1948,355 @@ def test_seams_on_real_questions(file, tmp_path):
             for option, leaf in zip(q.options, tree.leaves, strict=True):
                 assert [*tree.prefix, *tree.stem, *leaf] == [
                     tokenizer.bos_id, *tokenizer.encode(before + q.context + option)]
+
+
+@pytest.fixture(scope='module')
+def scored_folder(tmp_path_factory):
+    """A tiny Llama with a sentencepiece tokenizer, and a task of 3 languages with shots."""
+    folder = tmp_path_factory.mktemp('scored')
+    sentencepiece_folder(folder / 'model', 'mistral')
+    reference_model('llama', folder / 'model', vocab_size=load_tokenizer(folder / 'model').n_vocab)
+    rng = random.Random(0)
+    words = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
+    for language in ('de', 'en', 'sw'):
+        for split, n in (('dev', 6), ('test', 40)):
+            rows = [{'sample_id': f'{split}/{i}', 'subject': ('anatomy', 'sociology')[i % 2],
+                     'question': ' '.join(rng.sample(words, 4)) + '?', 'answer': 'ABCD'[i % 4],
+                     **{f'option_{c}': rng.choice(words) for c in 'abcd'}} for i in range(n)]
+            write_rows(folder / 'data' / f'{language}_{split}.jsonl', rows)
+    return folder
+
+
+def scored(folder, out, *arguments, tasks='global_mmlu'):
+    evaluate.main([f'--model={folder / "model"}', f'--tasks={tasks}:{folder / "data"}',
+                   f'--out_dir={out}', '--shots=2', '--n_bootstrap=50', *arguments])
+    return json.loads((out / 'results.json').read_text())
+
+
+def test_languages_and_groups(scored_folder, tmp_path, capsys):
+    found = scored(scored_folder, tmp_path / 'all')
+    result = found['tasks']['global_mmlu']
+    assert set(result['languages']) == {'de', 'en', 'sw'}
+    assert set(result['subjects']) == {'anatomy', 'sociology'}
+    assert set(result['categories']) == {'STEM', 'social sciences'}
+    assert result['pooled']['n'] == 120 and result['macro']['groups'] == 3
+    assert result['macro']['ece'] == pytest.approx(
+        np.mean([r['ece'] for r in result['languages'].values()]))
+    assert found['versions']['torch'] == torch.__version__ and found['seed'] == 0
+    for name in ('reliability.png', 'reliability-global_mmlu-languages.png'):
+        assert (tmp_path / 'all' / name).read_bytes().startswith(b'\x89PNG')
+    with open(tmp_path / 'all' / 'results.csv') as file:
+        lines = file.read().split('\n')
+    assert len(lines) == 1 + 2 + 2 + 3 + 1 + 1 + 1 and 'ece_boot_low' in lines[0]
+    assert '| macro |' in (tmp_path / 'all' / 'results.md').read_text()
+    one = scored(scored_folder, tmp_path / 'one', '--languages=sw')['tasks']['global_mmlu']
+    same = result['languages']['sw']
+    assert {k: one['pooled'][k] for k in ('n', 'accuracy')} == {k: same[k] for k in (
+        'n', 'accuracy')} and one['pooled']['nll'] == pytest.approx(same['nll'])
+    with pytest.raises(DataError, match="no language 'swa'; did you mean 'sw'"):
+        scored(scored_folder, tmp_path / 'none', '--languages=swa')
+
+
+def test_company_changes_nothing_but_rounding(scored_folder, tmp_path):
+    """Another order of rows, row length or batch: the same samples, bit by bit if asked for."""
+    turned = tmp_path / 'turned'
+    shutil.copytree(scored_folder / 'model', turned / 'model')
+    for path in (scored_folder / 'data').glob('*.jsonl'):
+        rows = path.read_text().splitlines()
+        (turned / 'data').mkdir(exist_ok=True)
+        (turned / 'data' / path.name).write_text('\n'.join(
+            rows if 'dev' in path.name else rows[::-1]))
+
+    def samples(folder, name, *arguments):
+        scored(folder, tmp_path / name, *arguments)
+        rows = results.read_samples(tmp_path / name / 'samples.jsonl')
+        return {(r['language'], r['id']): r for r in rows}
+    plain = samples(scored_folder, 'a')
+    other = samples(turned, 'b', '--pack_len=200', '--batch_rows=3')
+    assert plain.keys() == other.keys() and list(plain) != list(other)
+    for key, row in plain.items():
+        assert row['log_probs'] == pytest.approx(other[key]['log_probs'], abs=1e-4)
+        assert {**row, 'log_probs': 0} == {**other[key], 'log_probs': 0}
+    exact = samples(scored_folder, 'c', '--deterministic')
+    assert exact == samples(turned, 'd', '--deterministic', '--pack_len=200', '--batch_rows=3')
+
+
+def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, capsys):
+    whole = scored(scored_folder, tmp_path / 'whole')
+    samples = (tmp_path / 'whole' / 'samples.jsonl').read_text()
+    # a process killed while it writes a line
+    shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
+    (tmp_path / 'cut' / 'results.json').unlink()
+    (tmp_path / 'cut' / 'samples.jsonl').write_text(samples[:len(samples) // 2])
+    launched, launch = [], evaluate._launch
+    monkeypatch.setattr(evaluate, '_launch', lambda model, arrays, rows, statistics: (
+        launched.append(len({tree for tree, *_ in rows})), launch(model, arrays, rows, statistics)
+    )[1])
+    again = scored(scored_folder, tmp_path / 'cut')
+    assert sum(launched) == 120 - samples[:len(samples) // 2].count('\n')
+    pooled = (found['tasks']['global_mmlu']['pooled'] for found in (whole, again))
+    assert np.allclose(*([report[k] for k in ('accuracy', 'confidence', 'ece', 'nll')]
+                         for report in pooled), atol=1e-4)
+    rows = results.read_samples(tmp_path / 'cut' / 'samples.jsonl')
+    assert len(rows) == len({(r['language'], r['id']) for r in rows}) == 120
+    # all is there: another normalisation needs no model, and gives the same results twice
+    monkeypatch.setattr(models, 'load', None)
+    assert scored(scored_folder, tmp_path / 'whole')['tasks']['global_mmlu']['pooled'] == (
+        whole['tasks']['global_mmlu']['pooled'])
+    flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')
+    assert flat['distribution'] == 'mmlu, 2 shots, letters, sum'
+    for option in ('--shots=1', '--scoring=text', '--preset=harness', '--seed=3'):
+        with pytest.raises(configs.ConfigError, match='holds samples with another '
+                                                      + option[2:].split('=')[0]):
+            scored(scored_folder, tmp_path / 'whole', option)
+    monkeypatch.undo()
+    # another question under a known id is another question
+    shutil.copytree(scored_folder, tmp_path / 'changed')
+    path = tmp_path / 'changed' / 'data' / 'sw_test.jsonl'
+    path.write_text(path.read_text().replace('?', ' then?', 1))
+    scored(tmp_path / 'changed', tmp_path / 'whole')
+    rows = results.read_samples(tmp_path / 'whole' / 'samples.jsonl')
+    assert len(rows) == 121
+    assert json.loads((tmp_path / 'whole' / 'results.json').read_text())['tasks']['global_mmlu'][
+        'pooled']['n'] == 120
+    # another model's samples are not mixed in
+    weights = load_file(tmp_path / 'changed' / 'model' / 'model.safetensors')
+    save_file({k: 1.1 * x for k, x in weights.items()},
+              tmp_path / 'changed' / 'model' / 'model.safetensors')
+    with pytest.raises(configs.ConfigError, match='holds samples with another model'):
+        scored(tmp_path / 'changed', tmp_path / 'whole')
+    assert scored(tmp_path / 'changed', tmp_path / 'whole', '--overwrite')['tasks']['global_mmlu'][
+        'pooled']['n'] == 120
+
+
+def test_a_killed_evaluation_is_whole_in_the_end(scored_folder, tmp_path):
+    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old'], 'answer': i % 3}
+            for i in range(1500)]
+    path = write_rows(tmp_path / 'many.jsonl', rows)
+    command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
+               f'--tasks={path}', '--pack_len=128', '--n_bootstrap=0', f'--out_dir={tmp_path}']
+    samples, kills = tmp_path / 'samples.jsonl', 0
+    for wait in (0.0, 1.1):
+        process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)
+        size = samples.stat().st_size if samples.exists() else 0
+        while process.poll() is None and not (samples.exists() and samples.stat().st_size > size):
+            time.sleep(0.01)
+        time.sleep(wait)
+        kills += process.poll() is None
+        process.kill()
+        process.wait()
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = results.read_samples(samples)
+    assert len(found) == len({r['id'] for r in found}) == 1500 and kills
+
+
+def test_temperature_and_platt_scaling(scored_folder, tmp_path):
+    found = scored(scored_folder, tmp_path / 'halves', '--temperature=fit')['tasks']['global_mmlu']
+    fitted = found['post_hoc']
+    assert fitted['fitted_on'] == 'the other half of the questions'
+    assert len(fitted['temperature']) == len(fitted['platt']) == 2
+    assert fitted['reports']['temperature']['accuracy'] == found['pooled']['accuracy']
+    # labels unrelated to the questions: both learn how little is known
+    assert fitted['reports']['temperature']['ece'] < found['pooled']['ece'] + 0.05
+    # MMLU's validation split is neither scored nor shown
+    rows = [{'question': f'q{i} fox?', 'choices': ['blue', 'lazy', 'old', 'dog'], 'answer': i % 4,
+             'subject': 'anatomy'} for i in range(60)]
+    shutil.copytree(scored_folder / 'model', tmp_path / 'mmlu' / 'model')
+    for split, some in (('dev', rows[:2]), ('test', rows[2:30]), ('validation', rows[30:])):
+        write_rows(tmp_path / 'mmlu' / 'data' / f'{split}.jsonl', some)
+    found = scored(tmp_path / 'mmlu', tmp_path / 'out', '--temperature=fit', tasks='mmlu')
+    assert found['tasks']['mmlu']['post_hoc']['fitted_on'] == '30 validation questions'
+    assert found['tasks']['mmlu']['pooled']['n'] == 28
+    assert len(found['tasks']['mmlu']['post_hoc']['temperature']) == 1
+
+
+def test_compare(scored_folder, tmp_path, capsys):
+    scored(scored_folder, tmp_path / 'a')
+    shutil.copytree(tmp_path / 'a', tmp_path / 'sharp')
+    sharp = results.read_samples(tmp_path / 'a' / 'samples.jsonl')
+    for sample in sharp:
+        sample['log_probs'] = [5 * x for x in sample['log_probs']]
+    (tmp_path / 'sharp' / 'samples.jsonl').write_text(''.join(json.dumps(s) + '\n' for s in sharp))
+    (tmp_path / 'sharp' / 'train_config.py').write_text("model = 'some/base'\nsmoothing = 0.1\n")
+    capsys.readouterr()
+    evaluate.main(['--compare', str(tmp_path / 'a'), str(tmp_path / 'sharp'), '--n_bootstrap=200',
+                   f'--out_dir={tmp_path / "out"}'])
+    printed = capsys.readouterr().out
+    assert (tmp_path / 'out' / 'reliability-global_mmlu.png').exists()
+    with open(tmp_path / 'out' / 'compare.csv') as file:
+        rows = list(csv.DictReader(file))
+    assert [r['language'] for r in rows[:8]] == ['de', 'de', 'en', 'en', 'sw', 'sw', 'pooled',
+                                                 'pooled']
+    assert rows[1]['smoothing'] == '0.1' and rows[1]['model'] == 'base'
+    first, second = rows[6:]
+    assert first['accuracy'] == second['accuracy'] and float(first['ece']) < float(second['ece'])
+    lines = [line.split() for line in printed.split('\n') if line.startswith('sharp - a')]
+    assert len(lines) == 8      # four metrics, over questions and over languages
+    accuracy, _, ece, _ = (line for line in lines if line[3] == 'questions')
+    assert accuracy[6:] == ['+0.0000', '+0.0000', '+0.0000', '1.000']
+    assert float(ece[6]) == pytest.approx(float(second['ece']) - float(first['ece']), abs=1e-4)
+    assert float(ece[-1]) < 0.05
+    found = metrics.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
+                               for i in (0, 2, 4)])
+    assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
+        line[6:10] for line in lines if line[4] == 'languages']
+    for folders, message in (([tmp_path / 'a'], 'two folders or more'),
+                             ([tmp_path / 'a', tmp_path], 'has no samples.jsonl'),
+                             ([tmp_path / 'a', tmp_path / 'a'], 'named twice')):
+        with pytest.raises((configs.ConfigError, DataError), match=message):
+            evaluate.main(['--compare', *map(str, folders)])
+    with pytest.raises(configs.ConfigError, match='not with shots'):
+        evaluate.main(['--compare', str(tmp_path / 'a'), str(tmp_path / 'sharp'), '--shots=0'])
+
+
+def test_bad_questions_are_counted_or_stop(scored_folder, tmp_path, capsys):
+    good = {'question': 'the quick brown fox?', 'choices': ['dog', 'old'], 'answer': 0}
+    rows = [good, good | {'choices': ['', 'dog']}, good | {'question': 'lazy dog ' * 300},
+            good | {'answer': 'Q'}]
+    path = write_rows(tmp_path / 'mixed.jsonl', rows)
+    common = [f'--model={scored_folder / "model"}', f'--tasks={path}', '--shots=0',
+              '--max_length=200']
+    with pytest.raises(DataError, match='mixed.jsonl:2: choice A is empty; --on_bad_row=skip'):
+        evaluate.main([*common, f'--out_dir={tmp_path / "stop"}'])
+    evaluate.main([*common, f'--out_dir={tmp_path / "skip"}', '--on_bad_row=skip'])
+    result = json.loads((tmp_path / 'skip' / 'results.json').read_text())['tasks']['mixed']
+    assert result['bad_rows'] == 3 and result['pooled']['n'] == 1
+    assert '3 bad rows left out, the first: ' in capsys.readouterr().out
+    write_rows(tmp_path / 'mixed.jsonl', rows[2:3])
+    with pytest.raises(DataError, match='even without shots has a prompt of .* max_length allows'):
+        evaluate.main([*common, f'--out_dir={tmp_path / "long"}'])
+
+
+def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
+    words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()
+    rows = [{'id': f't{i}', 'text': ' '.join(words[i:] + words[:i])} for i in range(12)]
+    write_rows(tmp_path / 'texts.jsonl', rows)
+    entity = [row | {'spans': [[row['text'].index(w), row['text'].index(w) + len(w)]
+                               for w in ('dog', 'fox', 'dog')]} for row in rows]
+    write_rows(tmp_path / 'facts.jsonl', entity)
+    trex = [{'docid': 'x', 'text': 'a lazy dog', 'entities': [{'boundaries': [7, 10]},
+                                                              {'boundaries': [0, 1]}]}]
+    (tmp_path / 'trex.json').write_text(json.dumps(trex))
+
+    def run(*arguments):
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        evaluate.main([f'--model={scored_folder / "model"}', f'--out_dir={out}', *arguments])
+        return json.loads((out / 'results.json').read_text())['tasks'], results.read_samples(
+            out / 'samples.jsonl')
+    tasks, samples = run(f'--tasks=clm:{tmp_path / "texts.jsonl"},facts:{tmp_path / "facts.jsonl"}')
+    assert tasks['clm']['pooled']['n'] == 12 and tasks['facts']['pooled']['n'] >= 22
+    assert tasks['clm']['pooled'].keys() >= {'accuracy', 'ece', 'rmsce', 'entropy_bits', 'nll'}
+    tokenizer, model = load_tokenizer(scored_folder / 'model'), models.load(scored_folder / 'model')
+    for sample in samples:
+        text = next(r['text'] for r in rows if r['id'] == sample['text'])
+        ids = [tokenizer.bos_id, *tokenizer.encode(text)]
+        assert sample['token'] == ids[sample['position']]
+        tokens = torch.tensor([ids[:sample['position']]])
+        probs = model.logits(model(tokens, *whole_rows(tokens)))[0, -1].softmax(-1)
+        assert sample['top_token'] == probs.argmax()
+        assert sample['confidence'] == pytest.approx(probs.max().item(), abs=1e-5)
+        if sample['task'] == 'facts':   # the entity, from its beginning on
+            rest = tokenizer.decode(ids[sample['position']:], start=False).strip()
+            assert rest.startswith(('dog', 'fox'))
+    again = run(f'--tasks=clm:{tmp_path / "texts.jsonl"}', '--limit=5')[1]
+    assert {s['id']: s['position'] for s in again}.items() <= {
+        s['id']: s['position'] for s in samples if s['task'] == 'clm'}.items()
+    _, told = run(f'--tasks=facts:{tmp_path / "trex.json"}', '--instruct')
+    assert [s['id'] for s in told] == ['x:9', 'x:12'] or len(told) == 2
+    with pytest.raises(DataError, match='facts: where are the texts'):
+        run('--tasks=facts')
+    write_rows(tmp_path / 'bad.jsonl', [{'text': 'a dog', 'spans': [[2, 9]]}])
+    with pytest.raises(DataError, match=r'bad.jsonl:1: span \[2, 9\] is not'):
+        run(f'--tasks=facts:{tmp_path / "bad.jsonl"}')
+
+
+HARNESS = """
+import datasets, json, sys, torch, transformers, lm_eval
+from lm_eval.models.huggingface import HFLM
+
+model, data, calls = sys.argv[1], json.load(open(sys.argv[2])), json.loads(sys.argv[3])
+
+def load_dataset(path, name=None, **options):
+    rows = data[path]
+    rows = rows.get(name) or rows['']
+    return datasets.DatasetDict({split: datasets.Dataset.from_list(r) for split, r in rows.items()})
+datasets.load_dataset = load_dataset
+tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+lm = HFLM(transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+          tokenizer=tokenizer, batch_size=8, device='cpu')
+found = {}
+for tasks, shots in calls:
+    results = lm_eval.simple_evaluate(lm, tasks=tasks, num_fewshot=shots, log_samples=True,
+                                      bootstrap_iters=0)
+    for task, samples in results['samples'].items():
+        samples.sort(key=lambda s: s['doc_id'])
+        found[task] = [[r[0] if isinstance(r[0], float) else r[0][0] for r in s['filtered_resps']]
+                       if not isinstance(s['filtered_resps'][0][0], list) else
+                       [r[0][0] for r in s['filtered_resps']] for s in samples]
+json.dump({'versions': [lm_eval.__version__, transformers.__version__], 'found': found},
+          open(sys.argv[4], 'w'))
+"""
+
+
+@needs_shared
+@pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs lm-eval')
+@pytest.mark.parametrize('name, file', [
+    ('llama', 'llama2_tokenizer.model'), ('mistral', 'mistral_tokenizer.model.v1'),
+    ('gemma2', 'llama2_tokenizer.model')])
+def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
+    """Every option of real rows, in float32, with lm-evaluation-harness's own tasks and model."""
+    folder = tmp_path / 'model'
+    folder.mkdir()
+    shutil.copyfile(SHARED / 'tokenizers' / file, folder / 'tokenizer.model')
+    reference_model(name, folder, vocab_size=32000, max_position_embeddings=4096, head_dim=16)
+    import transformers
+    transformers.LlamaTokenizer.from_pretrained(folder, add_bos_token=True).save_pretrained(folder)
+    datasets, rng = SHARED / 'datasets', random.Random(0)
+
+    def rows(path):
+        with gzip.open(datasets / path, 'rt') as lines:
+            return [json.loads(line) for line in lines]
+    # transformers parts two spaces otherwise than the sentencepiece model does
+    xcopa = [json.loads(line) for line in open(datasets / 'xcopa' / 'test.sw.jsonl')
+             if '  ' not in line]
+    mmlu, dev = rows('mmlu/test.jsonl.gz'), rows('mmlu/dev.jsonl.gz')
+    picked = {'mmlu/dev.jsonl': dev, 'xcopa/test.sw.jsonl': rng.sample(xcopa, 20),
+              'mmlu/test.jsonl': rng.sample([r for r in mmlu if r['subject'] == 'anatomy'], 12),
+              'arc/ARC-Easy-test.jsonl': rng.sample(rows('arc_easy/ARC-Easy-test.jsonl.gz'), 25),
+              'hellaswag/hellaswag_val.jsonl': rng.sample(rows(
+                  'hellaswag/hellaswag_val_1000.jsonl.gz'), 25)}
+    for place, some in picked.items():
+        write_rows(tmp_path / place, some)
+    arc, hellaswag = picked['arc/ARC-Easy-test.jsonl'], picked['hellaswag/hellaswag_val.jsonl']
+    anatomy = [row for row in dev if row['subject'] == 'anatomy']
+    content = {'cais/mmlu': {'anatomy': {'test': picked['mmlu/test.jsonl'], 'dev': anatomy}},
+               'allenai/ai2_arc': {'ARC-Easy': {k: arc for k in ('train', 'validation', 'test')}},
+               'Rowan/hellaswag': {'': {'train': hellaswag, 'validation': hellaswag}},
+               'cambridgeltl/xcopa': {'sw': {k: picked['xcopa/test.sw.jsonl']
+                                             for k in ('validation', 'test')}}}
+    (tmp_path / 'data.json').write_text(json.dumps(content))
+    (tmp_path / 'harness.py').write_text(HARNESS)
+    calls = [(['mmlu_anatomy'], 5), (['arc_easy', 'hellaswag', 'xcopa_sw'], 0)]
+    # elsewhere: its package `evaluate` has the name of our file
+    done = subprocess.run([sys.executable, 'harness.py', folder, 'data.json', json.dumps(calls),
+                           'found.json'], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, 'HF_DATASETS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1'})
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = json.loads((tmp_path / 'found.json').read_text())
+    print('lm-eval {}, transformers {}'.format(*theirs['versions']))
+    for task, place, shots in (('mmlu_anatomy', f'mmlu:{tmp_path / "mmlu"}', 5),
+                               ('arc_easy', f'arc_easy:{tmp_path / "arc"}', 0),
+                               ('hellaswag', f'hellaswag:{tmp_path / "hellaswag"}', 0),
+                               ('xcopa_sw', f'xcopa:{tmp_path / "xcopa"}', 0)):
+        out = tmp_path / f'out-{task}'
+        evaluate.main([f'--model={folder}', f'--tasks={place}', f'--shots={shots}',
+                       '--preset=harness', f'--out_dir={out}', '--n_bootstrap=0'])
+        ours = [s['log_probs'] for s in results.read_samples(out / 'samples.jsonl')]
+        assert len(ours) == len(theirs['found'][task]) > 10
+        for a, b in zip(ours, theirs['found'][task], strict=True):
+            assert a == pytest.approx(b, abs=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------
