@@ -615,7 +615,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
             prepare(loaded[0], cfg)
         return loaded[0]
 
-    found, wanted = {}, {}
+    found, wanted, seconds = {}, {}, {}
     with open(out_dir / 'samples.jsonl', 'a', encoding='utf-8') as file:
         def write(sample):
             file.write(json.dumps(sample, ensure_ascii=False) + '\n')
@@ -627,8 +627,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
             started = time.perf_counter()
             keys, bad = score_task(load, context, tokenizer, label, work, cfg, done, write)
             wanted[label] = set(keys)
-            found[label] = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None,
-                            'seconds': round(time.perf_counter() - started, 2)}
+            seconds[label] = round(time.perf_counter() - started, 2)
+            found[label] = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None}
             if not keys:
                 raise DataError(f'{label}: nothing is left to score ({len(bad)} bad rows'
                                 f'{f", the first: {bad[0]}" if bad else ""})')
@@ -652,7 +652,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
                                                                                   cfg.scoring)
     results = {'config': asdict(cfg) | {'model': str(cfg.model)}, 'preset': cfg.preset,
                'distribution': f'{cfg.preset}, {cfg.shots} shots, {scoring}, {cfg.norm}',
-               'seed': cfg.seed, 'versions': versions(), 'identity': identity, 'tasks': found}
+               'seed': cfg.seed, 'versions': versions(), 'identity': identity,
+               'scoring_seconds': seconds, 'tasks': found}
     reporting.save(results, panels, out_dir)
     return results
 

@@ -263,28 +263,31 @@ def report(probs, labels, n_options=None) -> dict[str, int | float]:
     [N], those metrics that need no more.
     """
     accuracy_low, accuracy_high = wilson_interval(probs, labels)
-    prediction = {
+    found = {
         'n': len(labels),
         'accuracy': accuracy(probs, labels),
         'accuracy_low': accuracy_low,
         'accuracy_high': accuracy_high,
         'confidence': mean_confidence(probs, labels),
         'gap': gap(probs, labels),
+    }
+    if np.ndim(probs) == 2:
+        found |= {
+            'entropy_bits': entropy(probs, labels),
+            'nll': nll(probs, labels),
+            'brier': brier(probs, labels),
+        }
+    found |= {
         'ece': ece(probs, labels),
         'mce': mce(probs, labels),
         'ece_equal_mass': ece_equal_mass(probs, labels),
-        'rmsce': rmsce(probs, labels),
-        'mad': mad(probs, labels),
     }
-    if np.ndim(probs) == 1:
-        return prediction
-    return prediction | {
-        'entropy_bits': entropy(probs, labels),
-        'nll': nll(probs, labels),
-        'brier': brier(probs, labels),
-        'sce': sce(probs, labels, n_options=n_options),
-        'ace': ace(probs, labels, n_options=n_options),
-    }
+    if np.ndim(probs) == 2:
+        found |= {
+            'sce': sce(probs, labels, n_options=n_options),
+            'ace': ace(probs, labels, n_options=n_options),
+        }
+    return found | {'rmsce': rmsce(probs, labels), 'mad': mad(probs, labels)}
 
 
 # Resampling
@@ -526,7 +529,7 @@ def _check_scores(scores, labels):
 
 def _top_label(probs, labels):
     """Confidence [N] in probs' precision, and whether the prediction is right, bool [N]."""
-    if np.ndim(probs) == 1:
+    if np.ndim(probs) == 1 and np.asarray(labels).dtype == bool:
         return _check_predictions(np.asarray(probs), np.asarray(labels))
     probs, labels = _check(probs, labels)
     return probs.max(1), probs.argmax(1) == labels
@@ -624,9 +627,6 @@ def _check_predictions(confidence, correct):
     if confidence.shape != correct.shape or confidence.size == 0:
         raise ValueError(f'confidence and correct must be [N] with N >= 1, not of shape '
                          f'{confidence.shape} and {correct.shape}')
-    if correct.dtype != bool:
-        raise ValueError(f'with a confidence [N] goes bool [N], right or wrong, not '
-                         f'{correct.dtype}')
     for row in np.flatnonzero(~((confidence >= 0) & (confidence <= 1 + SUM_TOLERANCE))):
         raise ValueError(f'row {row}: confidence is {confidence[row]}, not from 0 to 1')
     if not np.issubdtype(confidence.dtype, np.floating):

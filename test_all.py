@@ -3641,9 +3641,68 @@ def test_ece_from_confidences_alone():
     for confidence, correct, message in (
             ([0.5, 1.2], [True, True], 'row 1: confidence is 1.2'),
             ([0.5, math.nan], [True, True], 'row 1: confidence is nan'),
-            ([0.5], [True, True], 'must be .N. with N >= 1'), ([], [], 'N >= 1')):
+            ([0.5], [True, True], 'must be .N. with N >= 1'), ([], [], 'N, K >= 1'),
+            ([0.5], [1], 'probs must be .N, K.')):
         with pytest.raises(ValueError, match=message):
             metrics.ece(confidence, correct)
+
+
+@pytest.mark.parametrize('n, K', [(1, 3), (7, 4), (150, 4), (250, 2), (1205, 5)])
+@pytest.mark.parametrize('ragged, ties', [(False, False), (True, True), (True, False)])
+def test_bootstrap_is_the_report_of_resampled_rows(n, K, ragged, ties):
+    rng = np.random.default_rng(n)
+    n_options = np.maximum(2, rng.integers(2, K + 1, n)) if ragged else np.full(n, K)
+    n_options[0] = K
+    weight = rng.choice([0.5, 1, 2], (n, K)) if ties else rng.random((n, K))
+    probs = np.where(np.arange(K) < n_options[:, None], weight, 0)
+    probs /= probs.sum(1, keepdims=True)
+    labels = rng.integers(0, n_options)
+    found = metrics.bootstrap(probs, labels, n_options, n_resamples=8, seed=3)
+    drawn = np.random.default_rng(3).integers(n, size=(8, n))
+    for i, rows in enumerate(np.sort(drawn, 1)):
+        report = metrics.report(probs[rows], labels[rows], n_options[rows])
+        for metric, values in found.items():
+            assert values[i] == pytest.approx(report[metric], abs=1e-9), metric
+    assert found.keys() == report.keys() - {'n', 'accuracy_low', 'accuracy_high'}
+    correct = probs.argmax(1) == labels
+    alone = metrics.bootstrap(probs.max(1), correct, n_resamples=8, seed=3)
+    assert all(np.allclose(values, found[metric]) for metric, values in alone.items())
+
+
+@pytest.mark.parametrize('x, t, p', [
+    ([1, 2, 3, 4], 3.8729833, 0.0304663), ([0.1, -0.2, 0.3], 0.4588315, 0.6913933),
+    ([1.0, 3.0], 2.0, 0.2951672)])
+def test_student_t(x, t, p):        # by scipy.stats.ttest_1samp
+    mean, found_t, found_p = metrics.student_t(x)
+    assert (mean, found_t, found_p) == pytest.approx((np.mean(x), t, p), abs=1e-6)
+
+
+def test_student_t_without_spread():
+    assert metrics.student_t([2, 2, 2])[1:] == (math.inf, 0.0)
+    assert metrics.student_t([0, 0])[2] == 1.0
+    with pytest.raises(ValueError, match='N >= 2'):
+        metrics.student_t([1])
+
+
+def test_scaling_finds_what_was_done():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(20000, 4)) * 3
+    scores[::3, 3] = -np.inf
+    labels = (scores / 2.5 + rng.gumbel(size=scores.shape)).argmax(1)     # softmax(scores / 2.5)
+    temperature = metrics.fit_temperature(scores, labels)
+    assert temperature == pytest.approx(2.5, rel=0.05)
+    rows = np.arange(len(labels))
+    losses = [-np.log(metrics.softmax(scores, t)[rows, labels]).mean()
+              for t in (temperature, temperature * 1.01, temperature / 1.01)]
+    assert min(losses) == losses[0]
+    confidence = metrics.softmax(scores).max(1)
+    right = rng.random(len(labels)) < metrics.apply_platt(confidence, 0.7, -0.3)
+    assert metrics.fit_platt(confidence, right) == pytest.approx((0.7, -0.3), abs=0.05)
+    assert all(map(math.isfinite, metrics.fit_platt([0.9, 1.0], [True, True])))
+    for bad, message in (([[0.0, math.nan]], 'row 0: the scores'),
+                         ([[0.0, -math.inf]], 'row 0: label 1 is not')):
+        with pytest.raises(ValueError, match=message):
+            metrics.fit_temperature(bad, [1])
 
 
 def test_confidence_of_a_quarter_and_of_one():
