@@ -809,3 +809,5 @@ if __name__ == '__main__':
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:
         sys.exit('error: out of GPU memory; lower --batch_rows or --pack_len')
+    except KeyboardInterrupt:
+        sys.exit('stopped; what is scored is kept, the same command goes on from there')

@@ -597,6 +597,43 @@ def test_dev_questions_are_not_scored(tmp_path):
     assert [q.context[:2] for q in solved['', 'various things']] == ['Q0', 'Q1']
 
 
+def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
+    """CMMLU's csv files with a header, in a zip file, subjects by file name."""
+    def download(name, repo_type, revision, allow_patterns):
+        assert (name, repo_type) == ('haonan-li/cmmlu', 'dataset') and '*.zip' in allow_patterns
+        return str(tmp_path / 'snapshot')
+    for split, n in (('dev', 2), ('test', 3)):
+        path = tmp_path / 'content' / split / 'agronomy.csv'
+        path.parent.mkdir(parents=True)
+        path.write_text(',Question,A,B,C,D,Answer\n' + ''.join(
+            f'{i},问题{split}{i},甲,乙,丙,丁,{"ABCD"[i]}\n' for i in range(n)))
+    (tmp_path / 'snapshot').mkdir()
+    shutil.make_archive(tmp_path / 'snapshot' / 'cmmlu_v1_0_1', 'zip', tmp_path / 'content')
+    monkeypatch.setattr('huggingface_hub.snapshot_download', download)
+    for _ in range(2):
+        asked, solved, _ = questions.load_task('cmmlu', shots=2, header='native')
+        assert [q.answer for q in asked] == [0, 1, 2] and len(solved['', 'agronomy']) == 2
+        assert asked[0].header.startswith('以下是关于农学的') and asked[0].subject == 'agronomy'
+        assert asked[1].context == '问题test1\nA. 甲\nB. 乙\nC. 丙\nD. 丁\n答案：'
+
+
+@pytest.mark.parametrize('arguments, message', [
+    (dict(preset='harness'), 'lets the model write its answer to mmlu_prox'),
+    (dict(languages=('xx',)), "mmlu_prox has no language 'xx'; it has af, ar"),
+    (dict(languages=('sw',)), 'holds nothing that matches sw/test-')])
+def test_multilingual_refusals(tmp_path, arguments, message):
+    row = {'question_id': 1, 'question': 'Q?', 'option_0': 'a', 'option_1': 'b', 'answer': 'B'}
+    write_rows(tmp_path / 'de' / 'test-00000-of-00001.parquet', [row])
+    with pytest.raises(DataError, match=message):
+        questions.load_task(f'mmlu_prox:{tmp_path}', **arguments)
+    (question,), _, _ = questions.load_task(f'mmlu_prox:{tmp_path}', header='native')
+    assert question.language == 'de' and question.context.endswith('\nAntwort:')
+    assert question.header == ('Im Folgenden sind Multiple-Choice-Fragen (mit Antworten) zu '
+                               'various things.\n\n')
+    with pytest.raises(DataError, match='mmlu publishes no header of its own'):
+        questions.load_task(f'mmlu:{tmp_path}', header='native')
+
+
 def test_original_csv_and_hub_parquet(tmp_path):
     (tmp_path / 'test').mkdir()
     (tmp_path / 'test' / 'high_school_physics_test.csv').write_text('\ufeff"Q, one?",a,b,c,d,D\n\n')
