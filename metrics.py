@@ -61,15 +61,17 @@ def wilson_interval(probs, labels, z=1.96) -> tuple[float, float]:
     if not 0 < z < np.inf:
         raise ValueError(f'z must be a positive number of standard errors, not {z!r}')
 
-    mean = accuracy(probs, labels)
-    n = len(probs)
+    low, high = _wilson(accuracy(probs, labels), len(probs), z)
+    return float(low), float(high)
+
+
+def _wilson(mean, n, z):
     centre = mean + z**2 / (2 * n)
     half_width = z * np.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
     scale = 1 + z**2 / n
-    # The bounds are inside [0, 1] in exact arithmetic; min and max take off the rounding.
-    low = max(0.0, float((centre - half_width) / scale))
-    high = min(1.0, float((centre + half_width) / scale))
-    return low, high
+    # the bounds are inside [0, 1] in exact arithmetic; this takes off the rounding
+    low, high = (centre - half_width) / scale, (centre + half_width) / scale
+    return np.maximum(0, low), np.minimum(1, high)
 
 
 def mean_confidence(probs, labels) -> float:
@@ -86,22 +88,36 @@ def gap(probs, labels) -> float:
     return mean_confidence(probs, labels) - accuracy(probs, labels)
 
 
-def entropy(probs, labels, unit='bits') -> float:
+def entropy(probs, labels, unit='bits', n_options=None) -> float:
     """Mean entropy of the rows, -1/N sum_i sum_k p_ik log p_ik, with 0 log 0 = 0.
 
     unit 'bits' (log2, the default: the published tables of Huang et al. exceed ln K, so they are in
-    bits) or 'nats'. In [0, log K]; padded options add nothing. Labels do not enter, and are taken
-    so that every metric is called alike. Raises ValueError for another unit.
+    bits), 'nats', or 'share': of log K_i, which n_options gives and without it is K, in [0, 1]; a
+    row with one option counts 0. In [0, log K]; padded options add nothing. Labels do not enter,
+    and are taken so that every metric is called alike. Raises ValueError for another unit.
     """
-    logs = {'bits': np.log2, 'nats': np.log}
-    if unit not in logs:
-        raise ValueError(f"unit must be 'bits' or 'nats', not {unit!r}")
-
+    if unit not in ('bits', 'nats', 'share'):
+        raise ValueError(f"unit must be 'bits', 'nats' or 'share', not {unit!r}")
     probs, labels = _check(probs, labels)
-    p = probs.astype(np.float64)
-    log_p = logs[unit](np.where(p > 0, p, 1))
-    # Subtracted from 0.0 and not negated, so that a model sure of everything gets 0 and not -0.
-    return float(0.0 - (p * log_p).sum(1).mean())
+    nats = _row_entropy(probs)
+    if unit == 'share':
+        largest = np.log(_check_options(n_options, probs, labels))
+        nats = nats / np.where(largest > 0, largest, 1)
+    return float(nats.mean() / (np.log(2) if unit == 'bits' else 1))
+
+
+def _row_entropy(probs):
+    """Nats [N], a block of rows at a time: the whole would take three more arrays like probs."""
+    nats = np.empty(len(probs))
+    for rows in _blocks(probs):
+        p = probs[rows].astype(np.float64)
+        # subtracted from 0.0 and not negated, so that a model sure of everything gets 0 and not -0
+        nats[rows] = 0.0 - (p * np.log(np.where(p > 0, p, 1))).sum(1)
+    return nats
+
+
+def _blocks(probs):
+    return [slice(i, i + 65536) for i in range(0, len(probs), 65536)]
 
 
 def nll(probs, labels) -> float:
@@ -123,9 +139,41 @@ def brier(probs, labels) -> float:
     their number of options.
     """
     probs, labels = _check(probs, labels)
-    error = probs.astype(np.float64)
-    error[np.arange(len(labels)), labels] -= 1
-    return float((error**2).sum(1).mean())
+    total = 0.0
+    for rows in _blocks(probs):
+        error = probs[rows].astype(np.float64)
+        error[np.arange(len(error)), labels[rows]] -= 1
+        total += (error**2).sum()
+    return float(total / len(labels))
+
+
+def murphy(probs, labels, n_bins=10) -> dict[str, float]:
+    """Murphy's decomposition of the prediction's Brier score, 1/N sum_i (c_i - a_i)^2.
+
+        brier = reliability - resolution + uncertainty + within_bin
+        reliability  sum_B |B|/N (conf(B) - acc(B))^2          how far confidence is off
+        resolution   sum_B |B|/N (acc(B) - acc)^2              how far confidence tells rows apart
+        uncertainty  acc (1 - acc)
+        within_bin   1/N sum_B sum_i (c_i - conf(B))^2 - 2 (c_i - conf(B)) (a_i - acc(B))
+
+    Murphy 1973; the last term is Stephenson et al. 2008's WBV - WBC, without which the identity
+    holds only for confidences that are equal within a bin. Bins are those of `bins`. Returns the
+    five by these names.
+    """
+    _check_count('n_bins', n_bins)
+    confidence, correct = _top_label(probs, labels)
+    confidence = confidence.astype(np.float64)
+    index = _equal_width(_top_label(probs, labels)[0], n_bins)
+    count, conf, acc = _bin_means(index, n_bins, confidence, correct)
+    share, mean = count / count.sum(), correct.mean()
+    c, a = confidence - conf[index], correct - acc[index]
+    return {
+        'brier': float(((confidence - correct) ** 2).mean()),
+        'reliability': float(np.nansum(share * (conf - acc) ** 2)),
+        'resolution': float(np.nansum(share * (acc - mean) ** 2)),
+        'uncertainty': float(mean * (1 - mean)),
+        'within_bin': float((c**2 - 2 * c * a).mean()),
+    }
 
 
 # Top-label calibration
@@ -139,15 +187,19 @@ def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
     precision; np.linspace yields 0.6000000000000001 for 6/10, and a float32 0.1 exceeds the float64
     one, and either would move such a row. A confidence above 1 by rounding is in the last bin.
 
-    Returns {'edges': float [M+1], 'count': int [M], 'confidence': float [M], 'accuracy': float [M]}
-    in ascending order, with conf(B) and acc(B) nan where a bin is empty.
+    Returns {'edges': float [M+1], 'count': int [M], 'confidence': float [M], 'accuracy': float [M],
+    'low', 'high': float [M], the accuracy's 95 % Wilson interval} in ascending order, all but the
+    count nan where a bin is empty.
     """
     _check_count('n_bins', n_bins)
     confidence, correct = _top_label(probs, labels)
     index = _equal_width(confidence, n_bins)
     count, mean, accuracy = _bin_means(index, n_bins, confidence, correct)
     edges = np.arange(n_bins + 1) / n_bins
-    return {'edges': edges, 'count': count, 'confidence': mean, 'accuracy': accuracy}
+    with np.errstate(invalid='ignore', divide='ignore'):
+        low, high = _wilson(accuracy, count, 1.96)
+    return {'edges': edges, 'count': count, 'confidence': mean, 'accuracy': accuracy,
+            'low': low, 'high': high}
 
 
 def ece(probs, labels, n_bins=10) -> float:
@@ -171,6 +223,58 @@ def mce(probs, labels, n_bins=10) -> float:
     return float(np.nanmax(np.abs(table['accuracy'] - table['confidence'])))
 
 
+def mce_bin(probs, labels, n_bins=10) -> tuple[float, int]:
+    """(`mce`, the number of rows in its bin): of the lowest such bin, where several are equal."""
+    table = bins(probs, labels, n_bins)
+    at = int(np.nanargmax(np.abs(table['accuracy'] - table['confidence'])))
+    return mce(probs, labels, n_bins), int(table['count'][at])
+
+
+def ece_sweep(probs, labels) -> float:
+    """Expected calibration error with as many bins of equal count as keep accuracy monotonic.
+
+    Roelofs et al. 2022. b = 2, 3, ... chunks of the rows sorted by confidence (the first N mod b
+    one row longer); the last b before acc(B) falls anywhere counts, 1 if there is none, 10,000 at
+    most. Rows of one confidence stay in one chunk, the lowest.
+    """
+    confidence, correct = _top_label(probs, labels)
+    n, best = len(confidence), None
+    order = np.argsort(confidence, kind='stable')
+    ordered = confidence[order]
+    last_tie = np.searchsorted(ordered, ordered, side='right')
+    right = np.append(0, np.cumsum(correct[order]))
+    gaps = np.append(0, np.cumsum(ordered.astype(np.float64) - correct[order]))
+    tie_ends = np.unique(np.append(0, last_tie))
+    of_tie = np.diff(right[tie_ends]) / np.diff(tie_ends)
+    if (np.diff(of_tie) >= 0).all():    # then so are the accuracies of any chunks
+        return float(np.abs(np.diff(gaps[tie_ends])).sum() / n)
+    for n_bins in range(1, min(n, 10_000) + 1):
+        ends = np.unique(np.append(0, last_tie[_chunk_ends(n, n_bins) - 1]))
+        accuracies = np.diff(right[ends]) / np.diff(ends)
+        if (np.diff(accuracies) < 0).any():
+            break
+        best = np.abs(np.diff(gaps[ends])).sum() / n
+    return float(best)
+
+
+def ece_debiased(probs, labels, n_bins=15) -> float:
+    """Debiased root mean square calibration error over `n_bins` bins of equal count.
+
+        sqrt(max(0, sum_B |B|/N ((acc(B) - conf(B))^2 - acc(B) (1 - acc(B)) / (|B| - 1))))
+
+    Broecker 2012, Kumar et al. 2019; the debiased top-label error of uncertainty-calibration. A bin
+    of one row counts 0. Bins are those of `ece_equal_mass`.
+    """
+    _check_count('n_bins', n_bins)
+    confidence, correct = _top_label(probs, labels)
+    ends = _chunk_ends(len(confidence), min(n_bins, len(confidence)))
+    count, conf, acc = _bin_means(_equal_mass(confidence, ends), len(ends), confidence, correct)
+    several = count > 1
+    count, conf, acc = count[several], conf[several], acc[several]
+    squares = count * ((acc - conf) ** 2 - acc * (1 - acc) / (count - 1))
+    return float(np.sqrt(max(0.0, squares.sum() / len(confidence))))
+
+
 def ece_equal_mass(probs, labels, n_bins=10) -> float:
     """Expected calibration error, eq. (2), over bins of equal count.
 
@@ -192,8 +296,9 @@ def rmsce(probs, labels, bin_size=100) -> float:
     Hendrycks et al. 2019. Rows sorted by confidence fill max(1, floor(N / bin_size)) bins of
     bin_size rows, and the last, most confident bin also takes the remainder: fewer than 2 bin_size
     rows are one bin, and the result is then |gap|. The published code leaves the last bin out of
-    the sum while dividing by N; here it counts. The sort is stable, so rows of equal confidence
-    stay in the order given, and a tie across two bins makes the result depend on that order.
+    the sum while dividing by N (`rmsce_hendrycks`); here it counts. The sort is stable, so rows of
+    equal confidence stay in the order given, and a tie across two bins makes the result depend on
+    that order, as it does in that code.
     """
     count, confidence, accuracy = _adaptive_bins(probs, labels, bin_size)
     return float(np.sqrt((count * (accuracy - confidence) ** 2).sum() / count.sum()))
@@ -205,6 +310,227 @@ def mad(probs, labels, bin_size=100) -> float:
     Hendrycks et al. 2019, over exactly the bins of `rmsce`. Always |gap| <= mad <= rmsce.
     """
     return _expected_gap(*_adaptive_bins(probs, labels, bin_size))
+
+
+def rmsce_hendrycks(probs, labels, bin_size=100) -> float:
+    """RMSCE as the code of Hendrycks et al. 2019 computes it, without the most confident bin.
+
+    outlier-exposure's calib_err(p='2'), copied by HLE and others: bins of bin_size rows by a stable
+    sort, the last one with the remainder, left out of the sum but not of N. So confident rows
+    count nothing, and with fewer than two bins the result is 0 (that code raises IndexError below
+    bin_size rows). Ties are split in the order given. For comparison only; use `rmsce`.
+    """
+    count, of_gap = _all_but_last(probs, labels, bin_size)
+    return float(np.sqrt((count * of_gap**2).sum() / len(probs)))
+
+
+def mad_hendrycks(probs, labels, bin_size=100) -> float:
+    """MAD as the same code computes it (p='1'): see `rmsce_hendrycks`. Use `mad`."""
+    count, of_gap = _all_but_last(probs, labels, bin_size)
+    return float((count * np.abs(of_gap)).sum() / len(probs))
+
+
+def _all_but_last(probs, labels, bin_size):
+    _check_count('bin_size', bin_size)
+    confidence, correct = _top_label(probs, labels)
+    n_bins = max(0, len(confidence) // bin_size - 1)
+    order = np.argsort(confidence, kind='stable')[:n_bins * bin_size]
+    gaps = confidence[order].astype(np.float64) - correct[order]
+    return np.full(n_bins, bin_size), gaps.reshape(n_bins, bin_size).mean(1)
+
+
+def rms_mmlu_repo(probs, labels, bin_size=100) -> float:
+    """What `rmsce` of the MMLU repository's calib_tools.py returns: (sum_B (|B|/N gap(B))^2)^(1/4).
+
+    Not a root mean square: the weight is squared with the gap, and the root is taken twice, in
+    get_calibration_error and again in update_state. With B = N / bin_size equal bins it is
+    sqrt(RMSCE) B^(-1/4), so it shrinks as N grows and cannot be compared across numbers of
+    questions. max(1, floor(N / bin_size)) bins of equal count, cut as in `ace`.
+
+    Very probably it is the column 'RMS' of Huang et al.: there RMS is below ECE in 396 of 1260 rows
+    (a root mean square never is), simulated models of the same ECE and N give the same values, and
+    between tables by language and pooled over 42 the mean falls by 2.49, where 42^(1/4) = 2.55.
+    That is inference; pooled rows of low ECE do not fit.
+    """
+    _check_count('bin_size', bin_size)
+    confidence, correct = _top_label(probs, labels)
+    n = len(confidence)
+    ends = _rounded_ends(n, max(1, n // bin_size))
+    count, conf, acc = _bin_means(_equal_mass(confidence, ends), len(ends), confidence, correct)
+    return float(np.nansum((count / n * (acc - conf)) ** 2) ** 0.25)
+
+
+# Without bins
+
+
+def ks_error(probs, labels) -> float:
+    """Kolmogorov-Smirnov calibration error, max_j |sum_{i <= j} (a_i - c_i)| / N by ascending c.
+
+    Gupta et al. 2021. Rows of one confidence enter together, so row order does not matter.
+    """
+    confidence, correct = _top_label(probs, labels)
+    ordered, sums = _sorted_sums(confidence, correct)
+    at_tie_ends = np.append(ordered[1:] != ordered[:-1], True)
+    return float(np.abs(sums[at_tie_ends]).max() / len(confidence))
+
+
+def smooth_ece(probs, labels) -> float:
+    """Smooth ECE: the mean absolute residual after smoothing with a Gaussian as wide as the result.
+
+    Blasiok & Nakkiran 2023. a_i - c_i and the rows themselves are put on [0, 1] at c_i and
+    smoothed, reflected at both ends; the result is the sum of |smoothed residual| over that of the
+    smoothed rows. Of the widths k / 1024 the least counts that the result does not exceed. Equal to
+    relplot's smECE to 1e-4: its Gaussian, too, ends half a unit from its centre, and is read at
+    max(200, 10 / width) points from 0 to 1. No bins to choose.
+    """
+    confidence, correct = _top_label(probs, labels)
+    residual = correct - confidence.astype(np.float64)
+
+    def smoothed(width):
+        cells = 2 * max(500, round(5 / width))
+        kernel = np.exp(-((np.linspace(-0.5, 0.5, cells + 1) / width) ** 2) / 2)
+        mesh, size = np.linspace(0, 1, max(200, round(10 / width))), 4 * cells + 1
+        kernel, found = np.fft.rfft(kernel, size), []
+        for weight in (residual, None):
+            x = _on_grid(confidence, weight, cells + 1)
+            reflected = np.concatenate([x[::-1][:-1], x, x[::-1][1:]])
+            spread = np.fft.irfft(np.fft.rfft(reflected, size) * kernel, size)
+            start = cells + cells // 2
+            found.append(np.interp(mesh, np.linspace(0, 1, cells + 1),
+                                   spread[start:start + cells + 1]))
+        return np.abs(found[0]).sum() / found[1].sum()
+    low, high = 0.0, 1.0
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle < smoothed(middle) else (low, middle)
+    return float(smoothed(high))
+
+
+def kde_ece(probs, labels) -> float:
+    """Kernel-density ECE: the integral of |z p(z) - acc(z) p(z)| over confidence z.
+
+    Zhang et al. 2020 (d = 1). p(z) and acc(z) p(z) are density estimates of all rows and of the
+    right ones, with the triweight kernel, reflected at 0 and 1, on a grid of 8192 cells. The
+    kernel's standard deviation is 1.06 s N^(-1/5), s that of the confidences, at least 0.001.
+    """
+    confidence, correct = _top_label(probs, labels)
+    confidence = confidence.astype(np.float64)
+    n, cells = len(confidence), 8192
+    width = max(1e-3, 1.06 * confidence.std() * n**-0.2)
+    distance = np.arange(2 * cells)
+    distance = np.minimum(distance, 2 * cells - distance) / cells / (3 * width)    # variance 1/9
+    kernel = np.clip(1 - distance**2, 0, None) ** 3
+    kernel = np.fft.rfft(kernel / kernel.sum())
+    density = []
+    for weight in (None, correct.astype(float)):
+        mass = _on_grid(confidence, weight, cells + 1)
+        mass[[0, -1]] *= 2          # reflected onto themselves
+        both = np.fft.rfft(np.concatenate([mass, mass[-2:0:-1]]))
+        density.append(np.fft.irfft(both * kernel, 2 * cells)[:cells + 1])
+    gap = np.abs(np.linspace(0, 1, cells + 1) * density[0] - density[1])
+    return float((gap.sum() - (gap[0] + gap[-1]) / 2) / n)
+
+
+def mmce(probs, labels) -> float:
+    """Maximum mean calibration error, sqrt(sum_ij r_i r_j exp(-|c_i - c_j| / 0.4)) / N, r = a - c.
+
+    Kumar et al. 2018, with their kernel. For confidences in order the kernel is a product of
+    exponentials, so the double sum is a cumulative one: O(N log N), where others hold N x N.
+    """
+    confidence, correct = _top_label(probs, labels)
+    order = np.argsort(confidence, kind='stable')
+    c = confidence[order].astype(np.float64)
+    r = correct[order] - c
+    before = np.cumsum(r * np.exp(c / 0.4)) * np.exp(-c / 0.4) - r
+    return float(np.sqrt(max(0.0, (r * r + 2 * r * before).sum())) / len(c))
+
+
+def _on_grid(x, weight, points):
+    """Sums of weight [N] (None: of ones) at `points` points from 0 to 1, [points]; each weight is
+    shared by the two points next to its x."""
+    place = np.clip(np.asarray(x, dtype=np.float64), 0, 1) * (points - 1)
+    left = np.minimum(place.astype(int), points - 2)
+    share = place - left
+    if weight is None:
+        weight = 1.0
+    return (np.bincount(left, weight * (1 - share), points)
+            + np.bincount(left + 1, weight * share, points))
+
+
+def _sorted_sums(confidence, correct):
+    """(confidence, cumulative a - c) in ascending order of confidence."""
+    order = np.argsort(confidence, kind='stable')
+    return confidence[order], np.cumsum(correct[order] - confidence[order].astype(np.float64))
+
+
+# Ranking and abstention
+
+
+def auroc(probs, labels) -> float:
+    """Area under the ROC of confidence for being right: P(c_right > c_wrong) + P(equal) / 2.
+
+    Hendrycks & Gimpel 2017. nan where all rows are right or all are wrong.
+    """
+    confidence, correct = _top_label(probs, labels)
+    n_right = int(correct.sum())
+    if n_right in (0, len(correct)):
+        return float('nan')
+    _, index, count = np.unique(confidence, return_inverse=True, return_counts=True)
+    rank = np.cumsum(count) - (count - 1) / 2      # of tied rows the mean
+    below = rank[index][correct].sum() - n_right * (n_right + 1) / 2
+    return float(below / (n_right * (len(correct) - n_right)))
+
+
+def aurc(probs, labels) -> float:
+    """Area under the risk-coverage curve: the mean over k of the error among the k most confident.
+
+    Geifman & El-Yaniv 2017. Over all orders of rows that tie on average, so that row order does not
+    matter: four rows of one confidence, one of them right, give 0.75.
+    """
+    return float((1 - _accuracy_of_top(probs, labels)).mean())
+
+
+def excess_aurc(probs, labels) -> float:
+    """`aurc` minus that of the same rows in the best order, all right ones first.
+
+    Geifman et al. 2019, with the sum for the best order and not its integral. In [0, 1].
+    """
+    curve = _accuracy_of_top(probs, labels)
+    k = np.arange(1, len(curve) + 1)
+    n_right = round(curve[-1] * len(curve))
+    return float((np.minimum(k, n_right) / k - curve).mean())
+
+
+def accuracy_at_coverage(probs, labels, coverage=0.5) -> float:
+    """Accuracy of the ceil(coverage N) most confident rows; ties as in `aurc`. coverage in (0, 1].
+    """
+    if not 0 < coverage <= 1:
+        raise ValueError(f'coverage must be above 0 and at most 1, not {coverage!r}')
+    curve = _accuracy_of_top(probs, labels)
+    return float(curve[int(np.ceil(coverage * len(curve) - 1e-9)) - 1])
+
+
+def coverage_at_accuracy(probs, labels, wanted=0.9) -> float:
+    """The largest share k / N of most confident rows that are right with `wanted` accuracy or more.
+
+    0 where no number of rows is; ties as in `aurc`. wanted in [0, 1].
+    """
+    if not 0 <= wanted <= 1:
+        raise ValueError(f'wanted must be from 0 to 1, not {wanted!r}')
+    curve = _accuracy_of_top(probs, labels)
+    enough = np.flatnonzero(curve >= wanted - 1e-12)
+    return float((enough[-1] + 1) / len(curve)) if len(enough) else 0.0
+
+
+def _accuracy_of_top(probs, labels):
+    """[N]: the expected accuracy of the k most confident rows, tied ones in random order."""
+    confidence, correct = _top_label(probs, labels)
+    order = np.argsort(-confidence, kind='stable')
+    ordered = confidence[order]
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+    count = np.diff(np.append(starts, len(ordered)))
+    of_group = np.add.reduceat(correct[order].astype(np.float64), starts) / count
+    return np.cumsum(np.repeat(of_group, count)) / np.arange(1, len(ordered) + 1)
 
 
 # Class-wise calibration: every probability counts, not only the largest of its row. acc(B) is then
@@ -230,15 +556,15 @@ def sce(probs, labels, n_bins=15, n_options=None) -> float:
     return float(np.mean(errors))
 
 
-def ace(probs, labels, n_ranges=15, n_options=None) -> float:
+def ace(probs, labels, n_ranges=15, n_options=None, equal_weights=False) -> float:
     """Adaptive calibration error, 1/K sum_k sum_r |B_rk|/N |acc(B_rk) - conf(B_rk)|.
 
     Nixon et al. 2019. For each option k the N probabilities p_ik are sorted and cut into R ranges
     of equal count, at round(r N / R), R being at most N. Equation (4) weighs every range by 1/R,
-    which is |B_rk|/N when R divides N and no tie crosses a cut. Here the weight is always |B_rk|/N,
-    as in the authors' code, so that a range that a remainder or a tie made small counts as little
-    as it holds. Ties are never split (all go to the lowest range that holds one), so row order does
-    not matter.
+    which is |B_rk|/N when R divides N and no tie crosses a cut. Here the weight is |B_rk|/N, as in
+    the authors' code, so that a range that a remainder or a tie made small counts as little as it
+    holds; with equal_weights it is 1/R as written. Ties are never split (all go to the lowest range
+    that holds one), so row order does not matter.
 
     Probabilities of 0 count; the authors' code drops them and divides by what is left, which is
     TACE. n_options restricts option k to the rows that have it, as in `sce`. Not the top-label
@@ -249,6 +575,31 @@ def ace(probs, labels, n_ranges=15, n_options=None) -> float:
     for p, is_label in _by_option(probs, labels, n_options):
         n_bins = min(n_ranges, len(p))
         index = _equal_mass(p, _rounded_ends(len(p), n_bins))
+        count, conf, acc = _bin_means(index, n_bins, p, is_label)
+        if equal_weights:
+            errors.append(np.nansum(np.abs(acc - conf)) / n_bins)
+        else:
+            errors.append(_expected_gap(count, conf, acc))
+    return float(np.mean(errors))
+
+
+def tace(probs, labels, n_ranges=15, threshold=0.01, n_options=None) -> float:
+    """Thresholded adaptive calibration error: `ace` over the probabilities above `threshold` alone.
+
+    Nixon et al. 2019, who advise it for a hundred options and more. As in the authors' code each
+    option's mean is over the probabilities that are left, and so is larger than `ace`; an option
+    of which none is left counts 0.
+    """
+    _check_count('n_ranges', n_ranges)
+    errors = []
+    for p, is_label in _by_option(probs, labels, n_options):
+        kept = p > threshold
+        p, is_label = p[kept], is_label[kept]
+        if not len(p):
+            errors.append(0.0)
+            continue
+        n_bins = min(n_ranges, len(p))
+        index = _equal_mass(p, _rounded_ends(len(p), n_bins))
         errors.append(_expected_gap(*_bin_means(index, n_bins, p, is_label)))
     return float(np.mean(errors))
 
@@ -256,38 +607,69 @@ def ace(probs, labels, n_ranges=15, n_options=None) -> float:
 # Everything at once
 
 
-def report(probs, labels, n_options=None) -> dict[str, int | float]:
+class Report(dict):
+    """{metric: number}, which prints as a table."""
+
+    def __str__(self):
+        return '\n'.join(f'{name:24}{value:>12}' if isinstance(value, int) else
+                         f'{name:24}{value:12.4f}' for name, value in self.items())
+
+
+def report(probs, labels, n_options=None) -> Report:
     """Every metric above at its defaults, as plain Python numbers that json.dumps accepts.
 
-    accuracy_low and accuracy_high are the 95 % Wilson interval; nll is in nats. From a confidence
-    [N], those metrics that need no more.
+    accuracy_low and accuracy_high are the 95 % Wilson interval; nll is in nats; mce_count is the
+    size of mce's bin; reliability, resolution, uncertainty and within_bin are `murphy`'s. auroc is
+    nan where it is not defined. From a confidence [N], those metrics that need no more.
     """
-    accuracy_low, accuracy_high = wilson_interval(probs, labels)
-    found = {
-        'n': len(labels),
-        'accuracy': accuracy(probs, labels),
-        'accuracy_low': accuracy_low,
-        'accuracy_high': accuracy_high,
-        'confidence': mean_confidence(probs, labels),
-        'gap': gap(probs, labels),
-    }
-    if np.ndim(probs) == 2:
+    confidence, correct = _top_label(probs, labels)
+    # sorted once, since sorting what is sorted costs little; ties stay in the order given
+    order = np.argsort(confidence, kind='stable')
+    top = confidence[order], correct[order]
+    found = Report(n=len(correct), accuracy=accuracy(*top))
+    found['accuracy_low'], found['accuracy_high'] = wilson_interval(*top)
+    found |= {'confidence': mean_confidence(*top), 'gap': gap(*top)}
+    whole = np.ndim(probs) == 2
+    if whole:
+        bits = entropy(probs, labels)
         found |= {
-            'entropy_bits': entropy(probs, labels),
+            'entropy_bits': bits,
+            'entropy_nats': bits * float(np.log(2)),
+            'entropy_share': entropy(probs, labels, 'share', n_options),
             'nll': nll(probs, labels),
             'brier': brier(probs, labels),
         }
     found |= {
-        'ece': ece(probs, labels),
-        'mce': mce(probs, labels),
-        'ece_equal_mass': ece_equal_mass(probs, labels),
+        'ece': ece(*top),
+        'ece_15': ece(*top, 15),
+        'mce': mce(*top),
+        'mce_count': mce_bin(*top)[1],
+        'ece_equal_mass': ece_equal_mass(*top),
+        'ece_sweep': ece_sweep(*top),
+        'ece_debiased': ece_debiased(*top),
     }
-    if np.ndim(probs) == 2:
+    if whole:
         found |= {
             'sce': sce(probs, labels, n_options=n_options),
             'ace': ace(probs, labels, n_options=n_options),
+            'tace': tace(probs, labels, n_options=n_options),
         }
-    return found | {'rmsce': rmsce(probs, labels), 'mad': mad(probs, labels)}
+    found |= {
+        'rmsce': rmsce(*top),
+        'mad': mad(*top),
+        'rmsce_hendrycks': rmsce_hendrycks(*top),
+        'mad_hendrycks': mad_hendrycks(*top),
+        'rms_mmlu_repo': rms_mmlu_repo(*top),
+        'ks_error': ks_error(*top),
+        'smooth_ece': smooth_ece(*top),
+        'kde_ece': kde_ece(*top),
+        'mmce': mmce(*top),
+        'auroc': auroc(*top),
+        'aurc': aurc(*top),
+        'excess_aurc': excess_aurc(*top),
+    }
+    parts = murphy(*top)
+    return Report(found | {'brier_top_label': parts.pop('brier')} | parts)
 
 
 # Resampling
@@ -417,6 +799,128 @@ def _places(cumulative, ends):
     return place.reshape(ends.shape) - np.arange(resamples)[:, None] * n
 
 
+def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method='percentile',
+             seed=0) -> tuple[float, float]:
+    """(low, high) of metric(probs, labels, *more) by resampling rows; any function of rows will do.
+
+    method 'percentile' (Efron 1979) or 'bca', bias-corrected and accelerated (Efron 1987), whose
+    acceleration is from a jackknife that leaves out one of up to 200 groups of rows. For `report`'s
+    metrics `bootstrap` is faster by far. more: arrays with a row for each of probs' rows, or None.
+    """
+    if method not in ('percentile', 'bca'):
+        raise ValueError(f"method must be 'percentile' or 'bca', not {method!r}")
+    if not 0 < level < 1:
+        raise ValueError(f'level must be between 0 and 1, not {level!r}')
+    _check_count('n_resamples', n_resamples)
+    arrays = [None if x is None else np.asarray(x) for x in (probs, labels, *more)]
+    n, random = len(arrays[0]), np.random.default_rng(seed)
+
+    def of(rows):
+        return metric(*(None if x is None else x[rows] for x in arrays))
+    values = np.sort([of(random.integers(n, size=n)) for _ in range(n_resamples)])
+    ends = np.array([(1 - level) / 2, (1 + level) / 2])
+    if method == 'bca':
+        value = of(slice(None))
+        below = ((values < value).mean() + (values <= value).mean()) / 2
+        bias = _normal_quantile(np.clip(below, 0.5 / n_resamples, 1 - 0.5 / n_resamples))
+        groups = np.array_split(random.permutation(n), min(n, 200))
+        left_out = np.array([of(np.delete(np.arange(n), g)) for g in groups if len(g) < n] or [0.0])
+        off = left_out.mean() - left_out
+        spread = (off**2).sum() ** 1.5
+        acceleration = (off**3).sum() / (6 * spread) if spread else 0.0
+        z = bias + np.array([_normal_quantile(e) for e in ends])
+        ends = np.array([_normal_share(bias + x / (1 - acceleration * x)) for x in z])
+    low, high = np.quantile(values, ends)
+    return float(low), float(high)
+
+
+def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, level=0.95, seed=0):
+    """(b - a, low, high, p) of a metric of two models' predictions for the same questions.
+
+    Rows are drawn for both at once. (low, high) is the percentile interval of the difference; the
+    two-sided p is twice the share of resamples on the rarer side of 0, (1 + count) / (1 + R).
+    """
+    a, b, labels = _check_pair(probs_a, probs_b, labels)
+    _check_count('n_resamples', n_resamples)
+    random, values = np.random.default_rng(seed), np.empty(n_resamples)
+    for i in range(n_resamples):
+        rows = random.integers(len(labels), size=len(labels))
+        values[i] = metric(b[rows], labels[rows]) - metric(a[rows], labels[rows])
+    low, high = np.quantile(values, ((1 - level) / 2, (1 + level) / 2))
+    rarer = min((values <= 0).sum(), (values >= 0).sum())
+    difference = metric(b, labels) - metric(a, labels)
+    return float(difference), float(low), float(high), float(min(1, 2 * (1 + rarer)
+                                                                / (1 + n_resamples)))
+
+
+def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, seed=0):
+    """(b - a, two-sided p): how often a difference as large comes from swapping a and b at random.
+
+    Each row's two predictions are swapped with probability 1/2, Fisher 1935; p is (1 + count) /
+    (1 + n_permutations).
+    """
+    a, b, labels = _check_pair(probs_a, probs_b, labels)
+    _check_count('n_permutations', n_permutations)
+    random, larger = np.random.default_rng(seed), 0
+    difference = metric(b, labels) - metric(a, labels)
+    for _ in range(n_permutations):
+        swap = random.random(len(labels)) < 0.5
+        if a.ndim == 2:
+            swap = swap[:, None]
+        other = metric(np.where(swap, a, b), labels) - metric(np.where(swap, b, a), labels)
+        larger += abs(other) >= abs(difference) - 1e-12
+    return float(difference), float((1 + larger) / (1 + n_permutations))
+
+
+def consistency_test(probs, labels, metric=ece, *, n_resamples=1000, seed=0) -> dict[str, float]:
+    """How large `metric` is for a model of these confidences that is perfectly calibrated.
+
+    Consistency resampling, Broecker & Smith 2007, and the test of Vaicenavicius et al. 2019: labels
+    are drawn from probs themselves. Returns {'observed', 'expected': mean under calibration,
+    'p95': its 95th percentile, 'p': (1 + how often it is at least the observed) / (1 + R)}. A
+    calibrated model with 4 options and 100 questions shows an ECE of 0.088 on average.
+    """
+    _check_count('n_resamples', n_resamples)
+    observed, random = metric(probs, labels), np.random.default_rng(seed)
+    probs = np.asarray(probs)
+    if probs.ndim == 1:
+        drawn = (random.random(probs.shape) < probs for _ in range(n_resamples))
+    else:
+        cumulative = np.cumsum(probs, 1, dtype=np.float64)
+        cumulative /= cumulative[:, -1:]
+        # an option of probability 0 is never drawn: its cumulative value is that of the one before
+        drawn = ((cumulative <= random.random((len(probs), 1))).sum(1) for _ in range(n_resamples))
+    values = np.array([metric(probs, labels) for labels in drawn])
+    return {'observed': float(observed), 'expected': float(values.mean()),
+            'p95': float(np.quantile(values, 0.95)),
+            'p': float((1 + (values >= observed - 1e-12).sum()) / (1 + n_resamples))}
+
+
+def _check_pair(a, b, labels):
+    a, b, labels = np.asarray(a), np.asarray(b), np.asarray(labels)
+    if a.shape != b.shape or len(a) != len(labels):
+        raise ValueError(f'both must predict the same rows, not be of shape {a.shape} and '
+                         f'{b.shape} for {len(labels)} labels')
+    return a, b, labels
+
+
+def _normal_share(z):
+    """The standard normal distribution function; error below 1e-12."""
+    # the integral of the density from 0 to z
+    nodes, weights = np.polynomial.legendre.leggauss(80)
+    z = float(np.clip(z, -9, 9))
+    u = z * (nodes + 1) / 2
+    return 0.5 + (np.exp(-(u**2) / 2) * weights).sum() * z / 2 / np.sqrt(2 * np.pi)
+
+
+def _normal_quantile(share):
+    low, high = -9.0, 9.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _normal_share(middle) < share else (low, middle)
+    return (low + high) / 2
+
+
 def student_t(differences) -> tuple[float, float, float]:
     """(mean, t, two-sided p) of paired differences float [N], N >= 2, against a mean of zero.
 
@@ -505,6 +1009,95 @@ def apply_platt(confidence, a, b) -> np.ndarray:
     return 1 / (1 + np.exp(-(a * _logit(confidence) + b)))
 
 
+def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
+    """(w [K], b [K]) of vector scaling, softmax(w * scores + b), with the least NLL.
+
+    Guo et al. 2017. scores float [N, K] as in `fit_temperature`. Damped Newton on the convex NLL
+    plus ridge (|w - 1|^2 + |b|^2), which decides between b that differ by a constant. Options have
+    places: meant for letters or classes, not for texts in random order.
+    """
+    scores, labels = _check_scores(scores, labels)
+    n, K = scores.shape
+    has = np.isfinite(scores)
+    x = np.where(has, scores, 0)
+    wb, start = np.concatenate([np.ones(K), np.zeros(K)]), np.repeat((1.0, 0.0), K)
+    target = np.arange(K) == labels[:, None]
+
+    def log_probs(wb):
+        z = np.where(has, wb[:K] * x + wb[K:], -np.inf)
+        z = z - z.max(1, keepdims=True)
+        return z - np.log(np.exp(z).sum(1, keepdims=True))
+
+    def loss(wb):
+        return -log_probs(wb)[np.arange(n), labels].mean() + ridge * ((wb - start) ** 2).sum()
+    for _ in range(100):
+        p = np.exp(log_probs(wb))
+        error = p - target
+        gradient = np.concatenate([(error * x).mean(0), error.mean(0)]) + 2 * ridge * (wb - start)
+        design = np.concatenate([p * x, p], 1)
+        hessian = -design.T @ design / n + 2 * ridge * np.eye(2 * K)
+        for i, row in enumerate((p * x * x, p * x, p)):
+            diagonal = row.mean(0)
+            for block in ((0, 0),) if i == 0 else ((0, K), (K, 0)) if i == 1 else ((K, K),):
+                hessian[block[0] + np.arange(K), block[1] + np.arange(K)] += diagonal
+        step = np.linalg.solve(hessian, gradient)
+        while loss(wb - step) > loss(wb) and np.abs(step).max() > 1e-12:
+            step = step / 2
+        wb = wb - step
+        if np.abs(step).max() < 1e-9:
+            break
+    return wb[:K], wb[K:]
+
+
+def apply_vector(scores, w, b) -> np.ndarray:
+    """softmax(w * scores + b), float64 [N, K]; a score of -inf keeps probability 0."""
+    scores = np.asarray(scores, dtype=np.float64)
+    has = np.isfinite(scores)
+    return softmax(np.where(has, w * np.where(has, scores, 0) + b, -np.inf))
+
+
+def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
+    """Histogram binning: acc(B) of each bin of `bins`, its middle where it is empty; [n_bins].
+
+    Zadrozny & Elkan 2001, for the confidence of the prediction.
+    """
+    _check_count('n_bins', n_bins)
+    confidence, correct = _check_predictions(np.asarray(confidence), np.asarray(correct, bool))
+    _, _, acc = _bin_means(_equal_width(confidence, n_bins), n_bins, confidence, correct)
+    return np.where(np.isnan(acc), (np.arange(n_bins) + 0.5) / n_bins, acc)
+
+
+def apply_histogram(confidence, values) -> np.ndarray:
+    """The value of each confidence's bin, float64 [N]."""
+    return values[_equal_width(np.asarray(confidence, dtype=np.float64), len(values))]
+
+
+def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
+    """(x, y), both ascending, of the non-decreasing step function nearest to `correct`.
+
+    Isotonic regression, Zadrozny & Elkan 2002, by pooling adjacent violators. x are the ends of the
+    pools, so that `apply_isotonic` gives what scikit-learn's IsotonicRegression predicts.
+    """
+    confidence, correct = _check_predictions(np.asarray(confidence), np.asarray(correct, bool))
+    x, index, weight = np.unique(confidence.astype(np.float64), return_inverse=True,
+                                 return_counts=True)
+    pools = []      # [mean, weight, first, last]
+    for i, (total, count) in enumerate(zip(np.bincount(index, correct), weight)):
+        pools.append([total / count, count, i, i])
+        while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
+            mean, count, _, last = pools.pop()
+            before = pools[-1]
+            before[0] = (before[0] * before[1] + mean * count) / (before[1] + count)
+            before[1], before[3] = before[1] + count, last
+    ends = [(x[at], mean) for mean, _, first, last in pools for at in sorted({first, last})]
+    return np.array([a for a, _ in ends]), np.array([b for _, b in ends])
+
+
+def apply_isotonic(confidence, x, y) -> np.ndarray:
+    """The fitted value, float64 [N]; between two x a straight line, beyond them the nearest y."""
+    return np.interp(np.asarray(confidence, dtype=np.float64), x, y)
+
+
 def _logit(confidence):
     c = np.clip(np.asarray(confidence, dtype=np.float64), 1e-12, 1 - 1e-12)
     return np.log(c) - np.log1p(-c)
@@ -563,7 +1156,10 @@ def _rounded_ends(n, n_bins):
 
 def _equal_mass(values, ends):
     """Bin of each value when the sorted values are cut after the first ends[0], ends[1], ... N."""
-    largest_in_bin = np.sort(values)[ends - 1]
+    ends = np.asarray(ends)
+    few = len(ends) < 50        # then a partition is faster than a sort
+    ordered = np.partition(values, np.unique(ends - 1)) if few else np.sort(values)
+    largest_in_bin = ordered[ends - 1]
     return np.searchsorted(largest_in_bin, values, side='left')
 
 
@@ -663,3 +1259,53 @@ def _check_options(n_options, probs, labels):
 def _check_count(name, value):
     if not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f'{name} must be a whole number, 1 or more, not {value!r}')
+
+
+def _main(path):
+    """Prints the report of a file of predictions, one JSON object a line.
+
+    {probs, answer}, or {log_probs, answer} whose softmax counts, each divided by its n_tokens where
+    they are given, or {confidence, correct}. `label` does for `answer`; rows with split
+    'validation' are left out, and each `task` is reported by itself.
+    """
+    import json
+    tasks = {}
+    with open(path, encoding='utf-8') as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                if row.get('split') == 'validation':
+                    continue
+                if 'confidence' in row:
+                    values, label = row['confidence'], bool(row['correct'])
+                else:
+                    label = row['answer'] if 'answer' in row else row['label']
+                    values = row.get('probs')
+                    if values is None:
+                        scores = np.divide(row['log_probs'], row.get('n_tokens', 1))
+                        values = softmax(scores[None])[0]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise SystemExit(f'error: {path}:{number}: {error!r}; wanted an object with probs '
+                                 f'or log_probs and answer, or confidence and correct') from None
+            tasks.setdefault(row.get('task', ''), []).append((values, label))
+    for task, rows in tasks.items():
+        labels = np.array([label for _, label in rows])
+        if np.ndim(rows[0][0]) == 0:
+            found = report(np.array([values for values, _ in rows], dtype=float), labels)
+        else:
+            n_options = np.array([len(values) for values, _ in rows])
+            probs = np.zeros((len(rows), n_options.max()))
+            for i, (values, _) in enumerate(rows):
+                probs[i, :len(values)] = values
+            found = report(probs, labels, n_options)
+        print(f'{task}\n{found}\n' if task else found)
+
+
+if __name__ == '__main__':
+    import sys
+    if len(sys.argv) != 2:
+        sys.exit('usage: python metrics.py samples.jsonl')
+    try:
+        _main(sys.argv[1])
+    except (ValueError, OSError) as error:
+        sys.exit(f'error: {sys.argv[1]}: {error}')

@@ -7,6 +7,7 @@ samples.jsonl, and `compare` is the papers' table of several runs.
 import csv
 import io
 import json
+import math
 import multiprocessing
 import os
 from pathlib import Path
@@ -203,11 +204,26 @@ def mean_report(reports, resampled):
     reports = list(reports)
     keys = [key for key in reports[0] if key not in ('n', 'intervals', 'accuracy_low',
                                                      'accuracy_high')]
-    mean = {'groups': len(reports)} | {k: float(np.mean([r[k] for r in reports])) for k in keys}
+    mean = {'groups': len(reports)} | {k: _mean([r[k] for r in reports]) for k in keys}
     if any(values is None for values in resampled):
         return mean
     return with_intervals(mean, {key: np.mean([values[key] for values in resampled], axis=0)
                                  for key in resampled[0]})
+
+
+def _mean(values):
+    """Of those that are defined: AUROC is not where a subject is all right."""
+    values = np.array(values, dtype=float)
+    return float(values[~np.isnan(values)].mean()) if (~np.isnan(values)).any() else math.nan
+
+
+def _json(value):
+    """`value` with null for nan, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _json(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_json(x) for x in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def post_hoc(test, held, n_bootstrap, seed):
@@ -274,7 +290,8 @@ def save(results, panels, out_dir):
             draw_reliability(out_dir / f'reliability-{task}-languages.png', languages.items(),
                              columns=7)
     # last: where it is, the others are
-    write_text(out_dir / 'results.json', json.dumps(results, indent=1, ensure_ascii=False) + '\n')
+    write_text(out_dir / 'results.json', json.dumps(_json(results), indent=1, ensure_ascii=False)
+               + '\n')
 
 
 def report_rows(result):

@@ -772,6 +772,11 @@ if __name__ == '__main__':
         main(sys.argv[1:])
         if world() > 1:
             dist.barrier()      # none may leave while another is still talking to it
+            dist.destroy_process_group()
+            # at the interpreter's own end gloo's threads now and then abort the process
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
     except (ConfigError, DataError, models.CheckpointError, TrainingError, OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:
