@@ -1,12 +1,14 @@
-"""Benchmarks beside peers, on one CUDA device.
+"""Benchmarks beside peers, on one CUDA device; metrics on the CPU.
 
     python bench.py ce --shape=gemma2_2b
     python bench.py train --shape=llama32_1b --data=alpaca.jsonl --tokenizer=Llama-3.2-1B
     python bench.py eval --data=mmlu --tokenizer=Llama-3.2-1B
+    python bench.py metrics
     python bench.py plot out/bench_ce.json
 
     ce      the smoothed cross-entropy of the output layer, forward and backward, in bfloat16
     eval    5-shot MMLU, from its files to results.json, beside a Hugging Face loop
+    metrics calibration metrics of random predictions, beside torchmetrics and netcal
     train   whole training steps beside Hugging Face models, random weights: 2048-token documents,
             and with `data` and `tokenizer` real conversations
     plot    draws one of these files again
@@ -27,9 +29,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+import metrics
 import model as models
 import train
 from configs import ConfigError, load_config
@@ -828,10 +832,69 @@ def draw_eval(path):
 
 
 # ------------------------------------------------------------------------------------------------
+# metrics
+# ------------------------------------------------------------------------------------------------
+
+def bench_metrics(config):
+    """Seconds for ours and for each peer that is installed, by size."""
+    return [metrics_table(n, k) for n, k in ((14_042, 4), (1_000_000, 10))]
+
+
+def metrics_table(n, k):
+    rng = np.random.default_rng(0)
+    probs = rng.dirichlet(np.full(k, 0.5), n)
+    labels = rng.integers(0, k, n)
+    calls = {
+        'report': {'ours': lambda: metrics.report(probs, labels)},
+        'bootstrap, 1000 resamples': {
+            'ours': lambda: metrics.bootstrap(probs, labels) if n < 10 ** 5 else None},
+        'ECE, 10 bins': {'ours': lambda: metrics.ece(probs, labels)},
+        'MCE, 10 bins': {'ours': lambda: metrics.mce(probs, labels)},
+    }
+    try:
+        from torchmetrics.functional.classification import multiclass_calibration_error
+        p, y = torch.from_numpy(probs), torch.from_numpy(labels)
+        for name, norm in ('ECE, 10 bins', 'l1'), ('MCE, 10 bins', 'max'):
+            calls[name]['torchmetrics'] = lambda norm=norm: multiclass_calibration_error(
+                p, y, num_classes=k, n_bins=10, norm=norm)
+    except ImportError:
+        print('torchmetrics is not installed')
+    try:
+        import netcal.metrics
+        calls['ECE, 10 bins']['netcal'] = lambda: netcal.metrics.ECE(10).measure(probs, labels)
+        calls['MCE, 10 bins']['netcal'] = lambda: netcal.metrics.MCE(10).measure(probs, labels)
+        if n < 10 ** 5:     # an n x n matrix
+            calls['MMCE'] = {'ours': lambda: metrics.mmce(probs, labels),
+                             'netcal': lambda: netcal.metrics.MMCE().measure(probs, labels)}
+    except ImportError:
+        print('netcal is not installed')
+    table = {'n': n, 'k': k, 'seconds': {}}
+    print(f'\n{n} x {k}, seconds')
+    for name, methods in calls.items():
+        table['seconds'][name] = {method: seconds(call) for method, call in methods.items()}
+        print(f'{name:28}' + '  '.join(f'{method} {time:.4f}' for method, time in
+                                       table['seconds'][name].items()), flush=True)
+    return table
+
+
+def seconds(call):
+    """The median of three calls after one."""
+    call()
+    found = []
+    for _ in range(3):
+        started = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - started)
+    return statistics.median(found)
+
+
+# ------------------------------------------------------------------------------------------------
 
 def versions():
-    found = {'device': torch.cuda.get_device_name(), 'torch': torch.__version__}
-    for package in ('triton', 'transformers', 'liger-kernel', 'cut-cross-entropy'):
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
+    found = {'device': device, 'torch': torch.__version__}
+    for package in ('triton', 'transformers', 'liger-kernel', 'cut-cross-entropy', 'torchmetrics',
+                    'netcal'):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -840,7 +903,7 @@ def versions():
 
 
 BENCHMARKS = {'ce': (bench_ce, draw_ce), 'eval': (bench_eval, draw_eval),
-              'train': (bench_train, draw_train)}
+              'metrics': (bench_metrics, None), 'train': (bench_train, draw_train)}
 
 
 def main(argv):
@@ -855,7 +918,7 @@ def main(argv):
                  'python bench.py plot out/bench_ce.json')
     name = argv[0]
     config = load_config(BenchConfig, argv[1:])
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and name != 'metrics':
         sys.exit('error: bench.py needs a CUDA device, and there is none')
     print(', '.join(f'{key} {value}' for key, value in versions().items()))
     bench, draw = BENCHMARKS[name]
@@ -864,7 +927,8 @@ def main(argv):
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps({'versions': versions(), 'tables': tables}, indent=1) + '\n')
     print(f'wrote {path}')
-    draw(path)
+    if draw:
+        draw(path)
 
 
 if __name__ == '__main__':

@@ -10,6 +10,7 @@ import json
 import math
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -170,7 +171,9 @@ def resample(groups, n_bootstrap, seed):
         sizes = [len(x) for x in np.array_split(np.arange(n_bootstrap), parts) if len(x)]
         jobs += [(key, group, size, [seed, part]) for part, size in enumerate(sizes)]
     jobs.sort(key=_size)
-    cores, work = len(os.sched_getaffinity(0)), sum(len(g.labels) for g in groups.values())
+    # forking is safe on Linux alone
+    cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1
+    work = sum(len(g.labels) for g in groups.values())
     if cores == 1 or work * n_bootstrap < 3_000_000:
         done = [_resample(job) for job in jobs]
     else:
