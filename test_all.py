@@ -3954,7 +3954,10 @@ def test_bins_are_what_a_reliability_diagram_needs():
     assert table['edges'].tolist() == [0, 0.2, 0.4, 0.6, 0.8, 1]
     assert table['count'].tolist() == [0, 0, 1, 1, 2]
     assert table['confidence'] == pytest.approx([math.nan, math.nan, 0.5, 0.65, 0.875], nan_ok=True)
-    assert table['accuracy', 'low', 'high'] == pytest.approx([math.nan, math.nan, 0, 1, 0.5], nan_ok=True)
+    assert table['accuracy'] == pytest.approx([math.nan, math.nan, 0, 1, 0.5], nan_ok=True)
+    assert (table['low'][4], table['high'][4]) == pytest.approx(metrics.wilson_interval(
+        np.array([0.9, 0.9]), np.array([True, False])))
+    assert np.isnan(table['low'][0])
     assert metrics.ece(probs, [0, 1, 1, 1], 5) == exactly((0.5 + 0.35 + 2 * 0.375) / 4)
     assert metrics.mce(probs, [0, 1, 1, 1], 5) == exactly(0.5)
 
