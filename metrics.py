@@ -389,7 +389,8 @@ def smooth_ece(probs, labels) -> float:
     def smoothed(width):
         cells = 2 * max(500, round(5 / width))
         kernel = np.exp(-((np.linspace(-0.5, 0.5, cells + 1) / width) ** 2) / 2)
-        mesh, size = np.linspace(0, 1, max(200, round(10 / width))), 4 * cells + 1
+        mesh = np.linspace(0, 1, max(200, round(10 / width)))
+        size = 1 << (4 * cells).bit_length()        # a power of two: fast, and nothing wraps around
         kernel, found = np.fft.rfft(kernel, size), []
         for weight in (residual, None):
             x = _on_grid(confidence, weight, cells + 1)

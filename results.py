@@ -131,9 +131,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
             rows.setdefault(sample.get(kind) or '', []).append(i)
         if len(rows) > 1:
             groups |= {(kind, name): everything.at(rows[name]) for name in sorted(rows)}
-    resampled = resample(groups, n_bootstrap, seed)
-    reports = {key: with_intervals(group.report(), resampled.get(key))
-               for key, group in groups.items()}
+    reports, resampled = measure(groups, n_bootstrap, seed)
     found = {'pooled': reports[()]}
     for plural, kind in (('languages', 'language'), ('categories', 'category'),
                          ('subjects', 'subject')):
@@ -155,43 +153,41 @@ def _key(sample):
     return (sample.get('split', ''), sample['task'], sample.get('language', ''), sample['id'])
 
 
-def resample(groups, n_bootstrap, seed):
-    """{key: metrics.bootstrap of that group}; empty for n_bootstrap 0.
+def measure(groups, n_bootstrap, seed):
+    """({key: report with intervals}, {key: metrics.bootstrap}) of {key: Predictions}.
 
     In processes, as DataLoader's workers are made, for more than a moment's work. A group's
     resamples are drawn in parts that depend on its size alone, so that the same rows give the same
-    numbers on any machine.
+    numbers on any machine. Without n_bootstrap there are no intervals, and the second is empty.
     """
-    if not n_bootstrap:
-        return {}
-    jobs = []
+    jobs = [(key, group, None, None) for key, group in groups.items()]      # its report
     for key, group in groups.items():
         n = len(group.labels)
         parts = int(np.clip(2_000_000 // n, 1, 8)) if n > 2000 else 1
         sizes = [len(x) for x in np.array_split(np.arange(n_bootstrap), parts) if len(x)]
         jobs += [(key, group, size, [seed, part]) for part, size in enumerate(sizes)]
-    jobs.sort(key=_size)
+    jobs.sort(key=lambda job: -len(job[1].labels) * (job[2] or 100))        # the largest first
     # forking is safe on Linux alone
     cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1
-    work = sum(len(g.labels) for g in groups.values())
-    if cores == 1 or work * n_bootstrap < 3_000_000:
-        done = [_resample(job) for job in jobs]
+    if cores == 1 or sum(len(g.labels) for g in groups.values()) * n_bootstrap < 3_000_000:
+        done = [_measure(job) for job in jobs]
     else:
         with multiprocessing.get_context('fork').Pool(min(cores, 16)) as pool:
-            done = pool.map(_resample, jobs, chunksize=1)
-    found = {}
-    for (key, *_), values in zip(jobs, done, strict=True):
-        found.setdefault(key, []).append(values)
-    return {key: {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            for key, parts in found.items()}
+            done = pool.map(_measure, jobs, chunksize=1)
+    reports, found = {}, {}
+    for (key, _, size, draw), values in zip(jobs, done, strict=True):
+        if size is None:
+            reports[key] = values
+        else:
+            found.setdefault(key, {})[draw[1]] = values
+    resampled = {key: {name: np.concatenate([parts[i][name] for i in range(len(parts))])
+                       for name in parts[0]} for key, parts in found.items()}
+    return {key: with_intervals(reports[key], resampled.get(key)) for key in groups}, resampled
 
 
-def _size(job):
-    return -len(job[1].labels) * job[2]     # the largest first
-
-
-def _resample(job):
-    return job[1].bootstrap(*job[2:])
+def _measure(job):
+    _, group, size, seed = job
+    return group.report() if size is None else group.bootstrap(size, seed)
 
 
 def with_intervals(report, resampled):
@@ -262,9 +258,7 @@ def post_hoc(test, held, n_bootstrap, seed):
     groups = {'platt': Predictions(platt, correct)}
     if test.scores is not None:
         groups['temperature'] = Predictions(scaled, test.labels, test.n_options, test.scores)
-    resampled = resample(groups, n_bootstrap, seed)
-    found['reports'] = {name: with_intervals(group.report(), resampled.get(name))
-                        for name, group in sorted(groups.items(), reverse=True)}
+    found['reports'] = measure(dict(sorted(groups.items(), reverse=True)), n_bootstrap, seed)[0]
     return found
 
 
@@ -580,9 +574,8 @@ def difference(name, first, other, first_reports, other_reports, groups, n_boots
         return [[name, 'questions', str(len(shared)), '', '', '', '']]
     a = a.at(np.array([key in shared for key in keys]))
     b = b.at(np.array([key in shared for key in other_keys]))
-    reports = [p.report() for p in (a, b)]
     # the same draws for both: seed and number of questions are the same
-    drawn = resample({0: a, 1: b}, n_bootstrap, seed)
+    reports, drawn = measure({0: a, 1: b}, n_bootstrap, seed)
     rows = []
     for key, title, _ in COMPARED:
         if key not in reports[0] or not n_bootstrap:
