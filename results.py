@@ -6,6 +6,7 @@ samples.jsonl, and `compare` is the papers' table of several runs.
 
 import csv
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -452,8 +453,9 @@ def compare(folders, out_dir, *, norm=None, n_bootstrap=1000, seed=0):
     """The papers' table of several runs, from their samples; prints it and writes it to `out_dir`.
 
     For every task and language: accuracy, entropy, ECE and RMS of each run, the best one marked;
-    then each run's difference to the first, with a paired bootstrap over the questions that both
-    answered, and Student's t over languages where there are several. norm: None, as in the runs.
+    then each run's difference to those before it, with a paired bootstrap over the questions that
+    both answered, and Student's t over languages where there are several. norm: None, as in the
+    runs.
     Writes compare.md, compare.csv, and a reliability diagram of all runs for each task.
     """
     if len(folders) < 2:
@@ -492,9 +494,9 @@ def compare(folders, out_dir, *, norm=None, n_bootstrap=1000, seed=0):
                                    str(report['n']), *values])
                 lines.append({'run': name, 'model': run['model'], 'dataset': task,
                               'smoothing': run['smoothing'], 'language': language} | report)
-        for name, of_run, report in list(zip(named, found, reports, strict=True))[1:]:
-            pairs += difference(f'{name} - {named[0]}', found[0], of_run, reports[0], report,
-                                groups, n_bootstrap, seed)
+        for i, j in itertools.combinations(range(len(runs)), 2):
+            pairs += difference(f'{named[j]} - {named[i]}', found[i], found[j], reports[i],
+                                reports[j], groups, n_bootstrap, seed)
         head = ['run', 'model', 'dataset', 'smoothing', 'language', 'questions',
                 *(title for _, title, _ in COMPARED)]
         pair_head = ['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p']
