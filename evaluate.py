@@ -57,7 +57,7 @@ class EvalConfig:
     max_length: int | None = None             # longest prompt in tokens; None: the model's context
     temperature: Literal['none', 'fit'] = 'none'    # fit: temperature and Platt scaling beside raw
     n_bootstrap: int = 1000                   # resamples for the intervals; 0: none
-    pack_len: int | None = None               # tokens in a packed row; None: 16384 on a GPU, 4096
+    pack_len: int | None = None               # tokens in a packed row; None: 16384 (CPU: 4096)
     batch_rows: int = 1                       # rows in a forward pass
     compile: bool = True                      # the decoder blocks, on a GPU in bfloat16
     deterministic: bool = False               # each question alone: the same bits in any company
@@ -69,9 +69,10 @@ class EvalConfig:
     overwrite: bool = False                   # forget samples made with other settings
 
 
-# what samples depend on, and what must therefore not change in a folder
+# what samples depend on, and what must therefore not change in a folder; what clm asks for depends
+# on the seed too, but a sample names what it was asked
 SETTINGS = ('preset', 'header', 'shots', 'scoring', 'instruct', 'add_bos', 'max_length',
-            'deterministic', 'seed', 'dtype')
+            'deterministic', 'dtype')
 
 
 # ------------------------------------------------------------------------------------------------

@@ -2082,7 +2082,7 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
         whole['tasks']['global_mmlu']['pooled'])
     flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')
     assert flat['distribution'] == 'mmlu, 2 shots, letters, sum'
-    for option in ('--shots=1', '--scoring=text', '--preset=harness', '--seed=3'):
+    for option in ('--shots=1', '--scoring=text', '--preset=harness', '--deterministic'):
         with pytest.raises(configs.ConfigError, match='holds samples with another '
                                                       + option[2:].split('=')[0]):
             scored(scored_folder, tmp_path / 'whole', option)
@@ -2241,7 +2241,17 @@ def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
     assert {s['id']: s['position'] for s in again}.items() <= {
         s['id']: s['position'] for s in samples if s['task'] == 'clm'}.items()
     _, told = run(f'--tasks=facts:{tmp_path / "trex.json"}', '--instruct')
-    assert [s['id'] for s in told] == ['x:9', 'x:12'] or len(told) == 2
+    assert len(told) == 2 and all(s['id'] == f'x:{s["position"]}' for s in told)
+    # another seed asks for other tokens, and is not taken for what was asked before
+    out = [f'--model={scored_folder / "model"}', f'--out_dir={tmp_path / "seeds"}',
+           f'--tasks=clm:{tmp_path / "texts.jsonl"}']
+    evaluate.main([*out, '--seed=1'])
+    evaluate.main([*out, '--seed=2'])
+    count = json.loads((tmp_path / 'seeds' / 'results.json').read_text())['tasks']['clm']['pooled']
+    positions = {}
+    for sample in results.read_samples(tmp_path / 'seeds' / 'samples.jsonl'):
+        positions.setdefault(sample['id'], []).append(sample['position'])
+    assert count['n'] == 12 == len(positions) and any(len(p) == 2 for p in positions.values())
     with pytest.raises(DataError, match='facts: where are the texts'):
         run('--tasks=facts')
     write_rows(tmp_path / 'bad.jsonl', [{'text': 'a dog', 'spans': [[2, 9]]}])
