@@ -1773,9 +1773,11 @@ def bad_command_lines(folder, tmp_path):
 
 def test_bad_input_gives_one_line(small_world, tmp_path):
     cases = bad_command_lines(small_world[0], tmp_path)
-    running = [(subprocess.Popen([sys.executable, *command], cwd=HERE, stdout=subprocess.PIPE,
-                                 stderr=subprocess.PIPE, text=True), message)
-               for command, message in cases[:3]]
+    # each in a folder of its own: two runs in one are refused, as another test says
+    running = [(subprocess.Popen([sys.executable, *command, f'--out_dir={tmp_path}/out/{i}'],
+                                 cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                 text=True), message)
+               for i, (command, message) in enumerate(cases[:3])]
     for process, message in running:
         _, errors = process.communicate()
         last = errors.strip().split('\n')[-1]
