@@ -9,6 +9,7 @@ are float32 from the logits on. What is scored goes to samples.jsonl at once; an
 goes on from there. results.json, .md, .csv and the pictures are computed from it (results.py).
 """
 
+import copy
 import hashlib
 import json
 import math
@@ -26,8 +27,10 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
+import compare
 import model as models
 import results as reporting
 from configs import ConfigError, load_config, read_assignments, require_range
@@ -57,6 +60,8 @@ class EvalConfig:
     max_length: int | None = None             # longest prompt in tokens; None: the model's context
     temperature: Literal['none', 'fit'] = 'none'    # fit: temperature and Platt scaling beside raw
     n_bootstrap: int = 1000                   # resamples for the intervals; 0: none
+    reach: bool = False                       # also how sure and unsure the output matrix can be
+    pictures: bool = True                     # the reliability diagrams
     pack_len: int | None = None               # tokens in a packed row; None: 16384 (CPU: 4096)
     batch_rows: int = 1                       # rows in a forward pass
     compile: bool = True                      # the decoder blocks, on a GPU in bfloat16
@@ -633,6 +638,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
             if not keys:
                 raise DataError(f'{label}: nothing is left to score ({len(bad)} bad rows'
                                 f'{f", the first: {bad[0]}" if bad else ""})')
+    reach = reachable_entropy(load(), tokenizer.n_vocab, seed=cfg.seed) if cfg.reach else None
     loaded.clear()      # its memory, before the metrics
     panels, samples = {}, {}
     for sample in reporting.read_samples(out_dir / 'samples.jsonl'):
@@ -654,9 +660,56 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     results = {'config': asdict(cfg) | {'model': str(cfg.model)}, 'preset': cfg.preset,
                'distribution': f'{cfg.preset}, {cfg.shots} shots, {scoring}, {cfg.norm}',
                'seed': cfg.seed, 'versions': versions(), 'identity': identity,
-               'scoring_seconds': seconds, 'tasks': found}
-    reporting.save(results, panels, out_dir)
+               'scoring_seconds': seconds, 'reach': reach, 'tasks': found}
+    reporting.save(results, panels if cfg.pictures else {}, out_dir)
     return results
+
+
+def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, rate=0.1, seed=0):
+    """The least and the most entropy a next-token distribution of `model` can have, in bits.
+
+    The final norm gives every hidden state the same length before its weights, so that the output
+    matrix and the soft-cap bound how sure and how unsure any of them can be. Both ends are sought
+    by Adam over what enters the norm: `lowest` is the mean over n_tokens of the first n_pieces
+    rows, drawn at random, each made as probable as it can be; `highest` the best of as many random
+    starts. Float32. Both are what was found, not proven bounds.
+    {'lowest_bits', 'lowest_nll_bits': of those tokens themselves, 'highest_bits', 'log2_vocab'}
+    """
+    head, cap = model.head.detach().float(), model.config.final_logit_softcapping
+    norm = copy.deepcopy(model.model.norm).float()
+    random = torch.Generator().manual_seed(seed)
+    wanted = torch.randperm(n_pieces, generator=random)[:n_tokens].to(head.device)
+    norm.requires_grad_(False)
+
+    def log_probs(x):
+        logits = norm(x) @ head.T
+        return F.log_softmax(logits if cap is None else cap * torch.tanh(logits / cap), dim=-1)
+
+    def entropy(of):
+        return -(of.exp() * of).sum(1) / math.log(2)
+
+    def descend(start, loss):
+        x = start.clone().requires_grad_()
+        optimizer = torch.optim.Adam([x], lr=rate)
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group['lr'] = rate * (1 - step / steps)
+            optimizer.zero_grad()
+            loss(log_probs(x)).sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            return log_probs(x)
+
+    def own(of):
+        return -of.gather(1, wanted[:, None])[:, 0]
+
+    centred = head[wanted] - head.mean(0)
+    sure = descend(centred / centred.norm(dim=1, keepdim=True) * head.shape[1] ** 0.5, own)
+    start = torch.randn(n_tokens, head.shape[1], generator=random).to(head.device)
+    unsure = descend(start, lambda of: -entropy(of))
+    return {'lowest_bits': entropy(sure).mean().item(),
+            'lowest_nll_bits': own(sure).mean().item() / math.log(2),
+            'highest_bits': entropy(unsure).max().item(), 'log2_vocab': math.log2(len(head))}
 
 
 def prepare(model, cfg):
@@ -744,9 +797,10 @@ def pick_dtype(dtype, device):
     return getattr(torch, dtype)
 
 
-def load_model_tokenizer(folder):
+def load_model_tokenizer(folder, config=None):
     """The tokenizer of a model folder, checked against the size of the model's vocabulary."""
-    vocab_size, tokenizer = models.read_config(folder).vocab_size, load_tokenizer(folder)
+    vocab_size = (config or models.read_config(folder)).vocab_size
+    tokenizer = load_tokenizer(folder)
     if tokenizer.n_vocab > vocab_size:
         raise ConfigError(f'{folder}: the tokenizer has {tokenizer.n_vocab} pieces, the model '
                           f'{vocab_size}')
@@ -771,15 +825,7 @@ def check(cfg):
 
 def main(argv):
     if argv[:1] == ['--compare']:
-        folders = [a for a in argv[1:] if not a.startswith('--')]
-        options = load_config(EvalConfig, [a for a in argv[1:] if a.startswith('--')])
-        given = {a[2:].partition('=')[0] for a in argv[1:] if a.startswith('--')}
-        if given - {'norm', 'n_bootstrap', 'seed', 'out_dir'}:
-            raise ConfigError(f'--compare goes with --norm, --n_bootstrap, --seed and --out_dir, '
-                              f'not with {", ".join(sorted(given))}')
-        reporting.compare(folders, options.out_dir or 'out/compare',
-                          norm=options.norm if 'norm' in given else None,
-                          n_bootstrap=options.n_bootstrap, seed=options.seed)
+        compare.main(argv[1:])
         return
     cfg = load_config(EvalConfig, argv)
     check(cfg)

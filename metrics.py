@@ -922,6 +922,9 @@ def _normal_quantile(share):
     return (low + high) / 2
 
 
+_NODES = np.polynomial.legendre.leggauss(200)     # of Gauss's quadrature
+
+
 def student_t(differences) -> tuple[float, float, float]:
     """(mean, t, two-sided p) of paired differences float [N], N >= 2, against a mean of zero.
 
@@ -934,16 +937,38 @@ def student_t(differences) -> tuple[float, float, float]:
     mean, spread = x.mean(), x.std(ddof=1) / np.sqrt(len(x))
     if spread == 0:
         return float(mean), float(np.sign(mean) * np.inf if mean else np.nan), 0.0 if mean else 1.0
-    t, freedom = mean / spread, len(x) - 1
-    # p = I_w(freedom / 2, 1 / 2) with w = freedom / (freedom + t^2). With sin^2 for the variable
-    # the integral of the beta function is that of cos^(freedom - 1), smooth, from angle to pi / 2
+    t = mean / spread
+    return float(mean), float(t), _t_tails(t, len(x) - 1)
+
+
+def mean_interval(values, level=0.95) -> tuple[float, float, float]:
+    """(mean, low, high) of values float [N], N >= 2: Student's interval for the mean.
+
+    mean -+ q s / sqrt(N) with q the quantile of t with N - 1 degrees of freedom. For seeds: one
+    value each.
+    """
+    x = np.asarray(values, dtype=np.float64)
+    if x.ndim != 1 or len(x) < 2 or not np.isfinite(x).all():
+        raise ValueError(f'values must be [N], finite, N >= 2, got {x.shape}')
+    low, high = 0.0, 1e6
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_tails(middle, len(x) - 1) > 1 - level else (low, middle)
+    half = high * x.std(ddof=1) / np.sqrt(len(x))
+    return float(x.mean()), float(x.mean() - half), float(x.mean() + half)
+
+
+def _t_tails(t, freedom):
+    """The probability of |T| >= |t|."""
+    # I_w(freedom / 2, 1 / 2) with w = freedom / (freedom + t^2). With sin^2 for the variable the
+    # integral of the beta function is that of cos^(freedom - 1), smooth, from angle to pi / 2
     angle = np.arctan(abs(t) / np.sqrt(freedom))
-    nodes, weights = np.polynomial.legendre.leggauss(200)
+    nodes, weights = _NODES
 
     def area(low, high):
         u = low + (high - low) * (nodes + 1) / 2
         return (np.cos(u) ** (freedom - 1) * weights).sum() * (high - low) / 2
-    return float(mean), float(t), float(area(angle, np.pi / 2) / area(0, np.pi / 2))
+    return float(area(angle, np.pi / 2) / area(0, np.pi / 2))
 
 
 # Calibration after training

@@ -479,6 +479,8 @@ def attend_flex(q, k, v, mask, scale, score_mod, dropout):
 
 def compile_blocks(model):
     """Compiles each decoder block in place, all by one graph a mask; needs static shapes."""
+    # a process that makes several models has several shapes; beyond the limit blocks ran eagerly
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for layer in model.model.layers:
         layer.compile(dynamic=False)
 
@@ -568,7 +570,8 @@ def fetch(name: str, revision: str | None = None) -> Path:
                               ) from error
 
 
-def read_config(folder: str | Path) -> ModelConfig:
+def read_config(folder: str | Path, changes: dict | None = None) -> ModelConfig:
+    """The config.json of `folder`, with `changes` to its keys."""
     path = Path(folder) / 'config.json'
     try:
         raw = json.loads(path.read_text(encoding='utf-8'))
@@ -576,6 +579,8 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise CheckpointError(f'{folder} is not a model folder: it has no config.json') from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f'{path}: not valid JSON: {error}') from error
+    if isinstance(raw, dict):
+        raw |= changes or {}
     return ModelConfig.from_hf(raw, str(path))
 
 

@@ -1,12 +1,11 @@
-"""What samples say: metrics with intervals, tables, reliability diagrams, comparisons of runs.
+"""What samples say: metrics with intervals, tables, reliability diagrams.
 
 Everything here is computed from the saved samples, without a model: results.json follows from
-samples.jsonl, and `compare` is the papers' table of several runs.
+samples.jsonl.
 """
 
 import csv
 import io
-import itertools
 import json
 import math
 import multiprocessing
@@ -18,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
-from configs import ConfigError, read_assignments
 from data import DataError, read_rows
 
 # key in a report, title, format
@@ -28,9 +26,6 @@ SHORT = (('n', 'questions', 'd'), ('accuracy', 'accuracy', '.3f'),
          ('rmsce', 'RMSCE', '.3f'))
 FULL = (*SHORT, ('mad', 'MAD', '.3f'), ('sce', 'SCE', '.3f'), ('ace', 'ACE', '.3f'),
         ('brier', 'Brier', '.3f'), ('nll', 'NLL', '.3f'))
-# of a comparison, and which is better: more (1), less (-1) or neither (0)
-COMPARED = (('accuracy', 'accuracy', 1), ('entropy_bits', 'entropy (bits)', 0), ('ece', 'ECE', -1),
-            ('rmsce', 'RMS', -1))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -121,7 +116,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     metrics.report gives and `intervals`, {metric: [low, high]}, 95 % by bootstrap over questions.
     macro is the mean over languages, or over subjects where there is one language.
     """
-    samples = sorted(samples, key=_key)
+    samples = sorted(samples, key=sample_order)
     held = [s for s in samples if s.get('split') == 'validation']
     samples = [s for s in samples if s.get('split') != 'validation']
     everything = predictions(samples, norm)
@@ -150,7 +145,14 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     return found
 
 
-def _key(sample):
+def split_languages(samples):
+    found = {}
+    for sample in samples:
+        found.setdefault(sample.get('language', ''), []).append(sample)
+    return found
+
+
+def sample_order(sample):
     return (sample.get('split', ''), sample['task'], sample.get('language', ''), sample['id'])
 
 
@@ -277,12 +279,14 @@ def write_text(path, text):
 def save(results, panels, out_dir):
     """results.json, results.md, results.csv, reliability.png, and a grid for several languages.
 
-    panels: {task: (Predictions, {language: Predictions})}
+    panels: {task: (Predictions, {language: Predictions})}; {} for no pictures
     """
     out_dir = Path(out_dir)
     write_text(out_dir / 'results.csv', to_csv(results))
     write_text(out_dir / 'results.md', to_markdown(results))
-    draw_reliability(out_dir / 'reliability.png', [(task, p) for task, (p, _) in panels.items()])
+    if panels:
+        draw_reliability(out_dir / 'reliability.png',
+                         [(task, p) for task, (p, _) in panels.items()])
     for task, (_, languages) in panels.items():
         if languages:
             draw_reliability(out_dir / f'reliability-{task}-languages.png', languages.items(),
@@ -389,24 +393,33 @@ def csv_text(names, lines):
 # ------------------------------------------------------------------------------------------------
 
 def draw_reliability(path, panels, n_bins=10, columns=5):
-    """Reliability diagrams side by side, PNG: panels = [(title, Predictions), ...].
+    """Reliability diagrams of panels = [(title, Predictions), ...], as `draw_bins` draws them."""
+    draw_bins(path, [(title, {'accuracy': metrics.accuracy(found.probs, found.labels),
+                              'confidence': metrics.mean_confidence(found.probs, found.labels),
+                              'ECE': metrics.ece(found.probs, found.labels, n_bins)},
+                      metrics.bins(found.probs, found.labels, n_bins))
+                     for title, found in panels], columns)
 
+
+def draw_bins(path, panels, columns=5):
+    """Reliability diagrams side by side, PNG: panels = [(title, {name: number}, bins), ...].
+
+    bins: as metrics.bins gives them.
     Bars: accuracy of the questions whose confidence falls into the bin; the gap to the diagonal is
     shaded. Below: the share of questions in each bin. More than `columns` panels take several rows.
     """
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    panels = list(panels)
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(2 * rows, columns, figsize=(3.6 * columns, 4.6 * rows),
                                 squeeze=False, sharex=True, height_ratios=(3, 1) * rows,
                                 layout='constrained')
     highest = 0
-    for i, (title, found) in enumerate(panels):
+    for i, (title, numbers, bins) in enumerate(panels):
         top, bottom = axes[i // columns * 2:, i % columns][:2]
-        bins = metrics.bins(found.probs, found.labels, n_bins)
+        n_bins = len(bins['count'])
         used = bins['count'] > 0
         left, width = np.arange(n_bins)[used] / n_bins, 1 / n_bins
         accuracy, confidence = bins['accuracy'][used], bins['confidence'][used]
@@ -414,13 +427,10 @@ def draw_reliability(path, panels, n_bins=10, columns=5):
         top.bar(left, confidence - accuracy, width, bottom=accuracy, align='edge', color='#d1605e',
                 alpha=0.35, label='gap to confidence')
         top.plot((0, 1), (0, 1), color='black', linewidth=1, linestyle='--')
-        report = {name: f(found.probs, found.labels) for name, f in (
-            ('accuracy', metrics.accuracy), ('confidence', metrics.mean_confidence),
-            ('ECE', metrics.ece))}
-        top.set_title('{}\naccuracy {:.3f}, confidence {:.3f}\nECE {:.3f}'.format(
-            title, *report.values()), fontsize=9)
+        top.set_title('{}\naccuracy {accuracy:.3f}, confidence {confidence:.3f}\nECE {ECE:.3f}'
+                      .format(title, **numbers), fontsize=9)
         top.set(xlim=(0, 1), ylim=(0, 1))
-        shares = bins['count'][used] / len(found.labels)
+        shares = bins['count'][used] / bins['count'].sum()
         highest = max(highest, shares.max())
         bottom.bar(left, shares, width, align='edge', color='#888888', edgecolor='white')
         if i % columns == 0:
@@ -443,156 +453,3 @@ def draw_reliability(path, panels, n_bins=10, columns=5):
     figure.savefig(part, format='png', dpi=150 if rows == 1 else 80)
     plt.close(figure)
     os.replace(part, path)
-
-
-# ------------------------------------------------------------------------------------------------
-# Several runs
-# ------------------------------------------------------------------------------------------------
-
-def compare(folders, out_dir, *, norm=None, n_bootstrap=1000, seed=0):
-    """The papers' table of several runs, from their samples; prints it and writes it to `out_dir`.
-
-    For every task and language: accuracy, entropy, ECE and RMS of each run, the best one marked;
-    then each run's difference to those before it, with a paired bootstrap over the questions that
-    both answered, and Student's t over languages where there are several. norm: None, as in the
-    runs.
-    Writes compare.md, compare.csv, and a reliability diagram of all runs for each task.
-    """
-    if len(folders) < 2:
-        raise ConfigError('compare wants two folders or more, each with samples.jsonl')
-    if len({Path(f).resolve() for f in folders}) < len(folders):
-        raise ConfigError('compare: a folder is named twice')
-    runs = [read_run(folder, norm) for folder in folders]
-    named = label_runs(folders)
-    out_dir = Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    tasks = [task for task in runs[0]['samples'] if all(task in r['samples'] for r in runs)]
-    if not tasks:
-        raise DataError('these runs have no task in common: ' + '; '.join(
-            f'{name}: {", ".join(run["samples"])}' for name, run in zip(named, runs)))
-    lines, texts = [], []
-    for task in tasks:
-        print_task, pairs = [], []
-        by_language = [split_languages(run['samples'][task]) for run in runs]
-        languages = [x for x in by_language[0] if all(x in other for other in by_language)]
-        groups = [*languages, None] if len(languages) > 1 else [None]
-        found = [{} for _ in runs]          # of each run {language or None: (keys, Predictions)}
-        for run, of_run in zip(runs, found, strict=True):
-            for language in groups:
-                rows = [s for s in run['samples'][task] if language in (None, s.get('language'))]
-                of_run[language] = [_key(s)[2:] for s in rows], predictions(rows, run['norm'])
-        reports = [{g: p.report() for g, (_, p) in of_run.items()} for of_run in found]
-        for group in groups:
-            best = {key: _best([r[group].get(key) for r in reports], sign)
-                    for key, _, sign in COMPARED}
-            for i, (name, run) in enumerate(zip(named, runs, strict=True)):
-                report = reports[i][group]
-                values = [f'{report[key]:.3f}{" *" if i in best[key] else "  "}'
-                          if key in report else '' for key, _, _ in COMPARED]
-                language = 'pooled' if group is None else group
-                print_task.append([name, run['model'], task, run['smoothing'], language,
-                                   str(report['n']), *values])
-                lines.append({'run': name, 'model': run['model'], 'dataset': task,
-                              'smoothing': run['smoothing'], 'language': language} | report)
-        for i, j in itertools.combinations(range(len(runs)), 2):
-            pairs += difference(f'{named[j]} - {named[i]}', found[i], found[j], reports[i],
-                                reports[j], groups, n_bootstrap, seed)
-        head = ['run', 'model', 'dataset', 'smoothing', 'language', 'questions',
-                *(title for _, title, _ in COMPARED)]
-        pair_head = ['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p']
-        distribution = ', '.join(dict.fromkeys(run['distribution'] for run in runs))
-        print(f'\n{task} ({distribution})\n{aligned([head, *print_task])}\n\n'
-              f'{aligned([pair_head, *pairs])}')
-        texts.append(f'### {task} ({distribution})\n\n{markdown([head, *print_task])}\n'
-                     f'{markdown([pair_head, *pairs])}')
-        draw_reliability(out_dir / f'reliability-{task}.png',
-                         [(name, of_run[None][1]) for name, of_run in zip(named, found)])
-    write_text(out_dir / 'compare.md', '\n'.join(texts))
-    write_text(out_dir / 'compare.csv', csv_text(list(lines[0]), lines))
-    print(f'\nwrote compare.md, compare.csv and reliability-*.png to {out_dir}')
-
-
-def read_run(folder, norm=None):
-    """The samples of a run by task, and what its configuration says of model and smoothing."""
-    folder = Path(folder)
-    for name in ('samples.jsonl', 'results.json'):
-        if not (folder / name).exists():
-            raise DataError(f'{folder} has no {name}: evaluate there first')
-    try:
-        results = json.loads((folder / 'results.json').read_text(encoding='utf-8'))
-        config = results['config']
-    except (ValueError, KeyError) as error:
-        raise DataError(f'{folder / "results.json"}: not the results of evaluate.py: {error!r}'
-                        ) from error
-    samples = {}
-    for sample in read_samples(folder / 'samples.jsonl'):
-        if sample.get('split') != 'validation':
-            samples.setdefault(sample['task'], []).append(sample)
-    for rows in samples.values():
-        rows.sort(key=_key)
-    # the run's own configuration, or that of the model that was evaluated
-    trained = next((f / 'train_config.py' for f in (folder, Path(config['model']))
-                    if (f / 'train_config.py').exists()), None)
-    values = read_assignments(trained) if trained else {}
-    model, smoothing = (values.get(key, (None, ''))[0] for key in ('model', 'smoothing'))
-    return {'samples': samples, 'norm': norm or config['norm'],
-            'distribution': f'{results["distribution"].rpartition(", ")[0]}, '
-                            f'{norm or config["norm"]}',
-            'model': Path(str(model or config['model'])).name,
-            'smoothing': '' if smoothing is None else str(smoothing)}
-
-
-def label_runs(folders):
-    """Short names of folders: the last part, or as many as tell them apart."""
-    paths = [Path(f).resolve().parts for f in folders]
-    for n in range(1, max(map(len, paths)) + 1):
-        names = ['/'.join(parts[-n:]) for parts in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
-
-
-def split_languages(samples):
-    found = {}
-    for sample in samples:
-        found.setdefault(sample.get('language', ''), []).append(sample)
-    return found
-
-
-def _best(values, sign):
-    """Indices of the best of values."""
-    if not sign or any(v is None for v in values):
-        return set()
-    best = max(v * sign for v in values)
-    return {i for i, v in enumerate(values) if v * sign == best}
-
-
-def difference(name, first, other, first_reports, other_reports, groups, n_bootstrap, seed):
-    """Rows of a table: other - first in each metric, over questions and over languages."""
-    keys, a = first[None]
-    other_keys, b = other[None]
-    shared = set(keys) & set(other_keys)
-    if len(shared) < 2:
-        return [[name, 'questions', str(len(shared)), '', '', '', '']]
-    a = a.at(np.array([key in shared for key in keys]))
-    b = b.at(np.array([key in shared for key in other_keys]))
-    # the same draws for both: seed and number of questions are the same
-    reports, drawn = measure({0: a, 1: b}, n_bootstrap, seed)
-    rows = []
-    for key, title, _ in COMPARED:
-        if key not in reports[0] or not n_bootstrap:
-            continue
-        d = drawn[1][key] - drawn[0][key]
-        low, high = np.percentile(d, (2.5, 97.5))
-        share = min(1.0, 2 * (1 + min((d <= 0).sum(), (d >= 0).sum())) / (1 + len(d)))
-        rows.append([name, 'questions', str(len(shared)), title,
-                     f'{reports[1][key] - reports[0][key]:+.4f}', f'{low:+.4f} {high:+.4f}',
-                     f'{share:.3f}'])
-    languages = [g for g in groups if g is not None]
-    for key, title, _ in COMPARED if len(languages) > 1 else ():
-        if key in first_reports[None]:
-            mean, t, p = metrics.student_t([other_reports[g][key] - first_reports[g][key]
-                                            for g in languages])
-            rows.append([name, f'{len(languages)} languages', '', title, f'{mean:+.4f}',
-                         f't = {t:.2f}', f'{p:.2g}'])
-    return rows

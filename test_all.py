@@ -1193,11 +1193,9 @@ def test_learning_rate_schedule():
 def small_world(tmp_path_factory):
     """The demo's road with a smaller world and few steps; the folder that it left."""
     folder = tmp_path_factory.mktemp('demo')
-    small = {'N_ENTITIES': 300, 'N_DOCUMENTS': 400, 'N_INSTRUCTIONS': 60, 'N_QUESTIONS': 40}
-    code = 'import data.demo as demo, sys, train\n'
-    code += ''.join(f'demo.{name} = {value}\n' for name, value in small.items())
-    code += 'train.main(sys.argv[1:])'
-    done = subprocess.run([sys.executable, '-c', code, 'configs/demo.py', f'--out_dir={folder}',
+    small = {'entities': 300, 'documents': 400, 'instructions': 60, 'questions': 40}
+    done = subprocess.run([sys.executable, 'train.py', 'configs/demo.py', f'--out_dir={folder}',
+                           *(f'--world.{name}={value}' for name, value in small.items()),
                            '--checkpoint_epochs', '--seed=7', '--val_size=4', '--workers=1',
                            *(f'--runs.{run}.{value}' for run in ('base', 'tuned', 'tuned_ls01')
                              for value in ('batch_size=16', 'epochs=1.5'))],
@@ -2182,7 +2180,7 @@ def test_compare(scored_folder, tmp_path, capsys):
     assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
         line[6:10] for line in lines if line[4] == 'languages']
     for folders, message in (([tmp_path / 'a'], 'two folders or more'),
-                             ([tmp_path / 'a', tmp_path], 'has no samples.jsonl'),
+                             ([tmp_path / 'a', tmp_path / 'none'], 'has no samples.jsonl'),
                              ([tmp_path / 'a', tmp_path / 'a'], 'named twice')):
         with pytest.raises((configs.ConfigError, DataError), match=message):
             evaluate.main(['--compare', *map(str, folders)])

@@ -10,6 +10,7 @@ the calibration report.
 import contextlib
 import datetime
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -35,7 +36,7 @@ import resume
 from configs import (ConfigError, dump_config, load_config, override, read_assignments,
                      require_range)
 from data import DataError
-from data.demo import make_world
+from data.demo import WorldSpec, make_world
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack
 from data.text import load_text
@@ -53,6 +54,7 @@ class TrainConfig:
     model: str = 'google/gemma-2-2b'          # a folder in Hugging Face layout, or a hub name
     revision: str | None = None               # the hub revision of the model
     from_scratch: bool = False                # random weights, in the shape of the config.json
+    shape: dict = field(default_factory=dict)  # with from_scratch: keys of config.json that differ
     attention: Literal['auto', 'flex', 'explicit'] = 'auto'  # auto: flex on CUDA
     attn_dropout: float = 0.0                 # on attention weights; needs attention='explicit'
     resid_dropout: float = 0.0                # on what attention and MLP add to the residual
@@ -112,8 +114,12 @@ class TrainConfig:
     eval_scoring: Literal['auto', 'letters', 'text'] = 'auto'
     eval_norm: Literal['token', 'sum', 'char', 'byte'] = 'token'
     eval_limit: int | None = None
+    eval_temperature: Literal['none', 'fit'] = 'none'
+    eval_n_bootstrap: int = 1000
+    eval_reach: bool = False
     eval_pack_len: int | None = None
     eval_batch_rows: int = 1
+    pictures: bool = True                     # of the report and of the loss
     # running
     out_dir: str = 'out/run'
     overwrite: bool = False                   # replace the run in out_dir
@@ -128,15 +134,22 @@ class TrainConfig:
     tracker: Literal['none', 'wandb', 'tensorboard'] = 'none'  # also log there, if installed
     dry_run: bool = False                     # print sizes, do two steps, write no run folder
     # several runs in one: name -> the keys that differ; each has its folder out_dir/name.
-    # '{out_dir}' in a string stands for the common folder
+    # '{out_dir}' in a string stands for the common folder, '{seed}' for the seed
     runs: dict = field(default_factory=dict)
-    demo_world: str | None = None             # first generate the demo world into this folder
+    # name -> values: a run whose keys mention '{name}' is done with each of them, in the folder
+    # out_dir/run-name<value>; of several, with each combination
+    vary: dict = field(default_factory=dict)
+    seeds: tuple[int, ...] = ()               # all of it with each of them, in out_dir/seed-<n>
+    only: tuple[str, ...] = ()                # of the runs, those whose names begin so
+    demo_world: str | None = None             # first generate a world into this folder
+    world: dict = field(default_factory=dict)  # keys of data.demo.WorldSpec that differ
 
 
 # keys that may differ when a run goes on: the others decide what its weights become
 FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_every', 'tracker',
              'cache_dir', 'workers', 'checkpoint_epochs', 'save_dtype', 'device', 'eval_before',
-             'eval_batch_rows', 'eval_pack_len', 'dry_run', 'runs', 'demo_world'}
+             'eval_batch_rows', 'eval_pack_len', 'eval_n_bootstrap', 'pictures', 'dry_run', 'runs',
+             'vary', 'seeds', 'only', 'demo_world', 'world'}
 
 
 def check(cfg):
@@ -145,7 +158,8 @@ def check(cfg):
                   'max_steps', 'eval_limit', 'eval_batch_rows', 'save_every', 'lora_rank')
     require_range(cfg, 2, math.inf, 'pack_len', 'max_length', 'eval_pack_len')
     require_range(cfg, 0, math.inf, 'val_size', 'workers', 'eval_shots', 'epochs', 'lr', 'eps',
-                  'weight_decay', 'grad_clip', 'seed', 'loss_memory', 'lora_alpha')
+                  'weight_decay', 'grad_clip', 'seed', 'loss_memory', 'lora_alpha',
+                  'eval_n_bootstrap')
     if not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f'betas = {cfg.betas}; each must be at least 0 and less than 1')
     require_range(cfg, 0, 1, 'smoothing', 'warmup', 'final_lr', 'attn_dropout', 'resid_dropout',
@@ -156,6 +170,9 @@ def check(cfg):
     if cfg.lora and cfg.from_scratch:
         raise ConfigError('lora = True trains adapters of a model that knows something; '
                           'from_scratch = True has none')
+    if cfg.shape and not cfg.from_scratch:
+        raise ConfigError(f'shape = {cfg.shape} needs from_scratch = True: weights that are loaded '
+                          f'have their shape')
     if cfg.pack_len < cfg.max_length:
         raise ConfigError(f'pack_len = {cfg.pack_len} is shorter than max_length = '
                           f'{cfg.max_length}: a sequence must fit into a row')
@@ -358,8 +375,9 @@ def run(cfg, device, out_dir):
     torch.manual_seed(cfg.seed)
     with first_process_first():
         folder = models.fetch(cfg.model, cfg.revision)
-        tokenizer = load_model_tokenizer(folder)
-        context = models.read_config(folder).max_position_embeddings
+        config = models.read_config(folder, cfg.shape)
+        tokenizer = load_model_tokenizer(folder, config)
+        context = config.max_position_embeddings
         if cfg.max_length > context:
             raise ConfigError(f'max_length = {cfg.max_length}, but the context of {cfg.model} is '
                               f'{context} tokens')
@@ -371,7 +389,7 @@ def run(cfg, device, out_dir):
     steps = int(len(kept) * cfg.epochs) // cfg.batch_size
     steps = min(steps, cfg.max_steps or steps)
     if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file that is written
-        model = make_model(cfg, folder, device)
+        model = make_model(cfg, config, folder, device)
         print_sizes(cfg, model, sequences, kept, steps)
         show_example(sequences[kept[epoch_order(len(kept), 0, cfg.seed)[0]]], tokenizer)
         optimize(cfg, model, sequences, kept, held_out, steps, device, folder)
@@ -393,10 +411,10 @@ def clear(out_dir):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def make_model(cfg, folder, device):
+def make_model(cfg, config, folder, device):
     dtype = pick_dtype(cfg.dtype, device)
     if cfg.from_scratch:
-        model = models.CausalLM(models.read_config(folder), cfg.attn_dropout, cfg.resid_dropout)
+        model = models.CausalLM(config, cfg.attn_dropout, cfg.resid_dropout)
         model.init_weights()
         model.to(device, dtype)
     else:
@@ -529,7 +547,7 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
     if device.startswith('cuda'):
         print(f'peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB')
     if not cfg.dry_run:
-        if rank() == 0:
+        if rank() == 0 and cfg.pictures:
             draw_loss(out_dir)
         save_weights(cfg, model, optimizer, out_dir, folder)
         if rank() == 0:
@@ -625,7 +643,10 @@ def report(cfg, folder, tokenizer, tasks, out_dir):
 def eval_config(cfg, folder, out_dir):
     return EvalConfig(model=str(folder), tasks=cfg.eval_tasks, shots=cfg.eval_shots,
                       preset=cfg.eval_preset, scoring=cfg.eval_scoring, norm=cfg.eval_norm,
-                      limit=cfg.eval_limit, add_bos=cfg.add_bos, pack_len=cfg.eval_pack_len,
+                      limit=cfg.eval_limit, temperature=cfg.eval_temperature,
+                      n_bootstrap=cfg.eval_n_bootstrap, reach=cfg.eval_reach,
+                      pictures=cfg.pictures,
+                      add_bos=cfg.add_bos, pack_len=cfg.eval_pack_len,
                       batch_rows=cfg.eval_batch_rows, compile=cfg.compile,
                       on_bad_row=cfg.on_bad_row, seed=cfg.seed, dtype=cfg.dtype, device=cfg.device,
                       out_dir=str(out_dir), overwrite=True)
@@ -678,7 +699,8 @@ def first_process_first():
 def expand_runs(cfg):
     """[(name, config)] of the runs of `cfg`, all checked before the first one starts."""
     runs = []
-    common = {'runs', 'out_dir', 'demo_world', 'eval_tasks', 'dry_run'}
+    common = {'runs', 'vary', 'seeds', 'only', 'out_dir', 'demo_world', 'world', 'eval_tasks',
+              'dry_run'}
     for name, keys in cfg.runs.items():
         if not (isinstance(name, str) and re.fullmatch(r'\w[\w.-]*', name)):
             raise ConfigError(f'runs: {name!r} is not a name for a folder')
@@ -686,19 +708,47 @@ def expand_runs(cfg):
             raise ConfigError(f'runs: {name!r} must be a dict of the keys that differ')
         if common & keys.keys():
             raise ConfigError(f'runs: {name}: {min(common & keys.keys())} is the same for all runs')
-        run = fill_out_dir(override(cfg, keys, f'runs: {name}'), cfg.out_dir)
-        runs.append((name, replace(run, runs={}, demo_world=None,
-                                   out_dir=str(Path(cfg.out_dir) / name))))
+        varied = [v for v in cfg.vary if f'{{{v}}}' in repr(keys)]
+        for values in itertools.product(*(cfg.vary[v] for v in varied)):
+            known = dict(zip(varied, values, strict=True))
+            full = '-'.join([name, *(f'{v}{value}' for v, value in known.items())])
+            if cfg.only and not full.startswith(cfg.only):
+                continue
+            run = override(cfg, fill(keys, known), f'runs: {full}')
+            runs.append((full, replace(run, runs={}, vary={}, demo_world=None, world={},
+                                       out_dir=str(Path(cfg.out_dir) / full))))
+    if cfg.only and not runs:
+        raise ConfigError(f'only = {cfg.only}: no run is called so; there are '
+                          f'{", ".join(cfg.runs)}')
+    unused = [v for v in cfg.vary if f'{{{v}}}' not in repr(cfg.runs)]
+    if unused:
+        raise ConfigError(f'vary: no run mentions {{{unused[0]}}}')
     return runs
 
 
-def fill_out_dir(cfg, out_dir):
-    """`cfg` with '{out_dir}' replaced in every string and every tuple of strings."""
-    def fill(value):
-        if isinstance(value, tuple):
-            return tuple(map(fill, value))
-        return value.replace('{out_dir}', out_dir) if isinstance(value, str) else value
-    return replace(cfg, **{f.name: fill(getattr(cfg, f.name)) for f in fields(cfg)})
+def expand_seeds(cfg):
+    """`cfg` for each of its seeds, in a folder of its own; '{out_dir}' and '{seed}' filled in."""
+    seeds = [replace(cfg, seed=seed, seeds=(), out_dir=str(Path(cfg.out_dir) / f'seed-{seed}'))
+             for seed in cfg.seeds] or [cfg]
+    return [replace(one, **fill({f.name: getattr(one, f.name) for f in fields(one)},
+                                {'out_dir': one.out_dir, 'seed': one.seed})) for one in seeds]
+
+
+def fill(value, known):
+    """`value` with '{name}' replaced in its strings; a string that is nothing else gets its type.
+
+    known: {name: value}
+    """
+    if isinstance(value, dict):
+        return {key: fill(x, known) for key, x in value.items()}
+    if isinstance(value, tuple):
+        return tuple(fill(x, known) for x in value)
+    if isinstance(value, str):
+        for name, x in known.items():
+            if value == f'{{{name}}}':
+                return x
+            value = value.replace(f'{{{name}}}', str(x))
+    return value
 
 
 def compare(cfg, rows, out_dir):
@@ -710,6 +760,8 @@ def compare(cfg, rows, out_dir):
         print(f'\n{task} ({rows[0][1]["distribution"]})')
         print(table([(name, results['tasks'][task]['pooled']) for name, results, _ in rows],
                     SHORT))
+        if len(rows) > 10 or not cfg.pictures:     # --compare groups many
+            continue
         panels = [(name, predictions([s for s in read_samples(Path(folder) / 'samples.jsonl')
                                       if s['task'] == task], cfg.eval_norm))
                   for name, _, folder in rows]
@@ -720,15 +772,23 @@ def compare(cfg, rows, out_dir):
 
 def main(argv):
     cfg = load_config(TrainConfig, argv)
-    cfg = fill_out_dir(cfg, cfg.out_dir)
     print(dump_config(cfg))
-    runs = expand_runs(cfg)
-    for run in [run for _, run in runs] or [cfg]:
-        check(run)
-    if cfg.demo_world:
-        with first_process_first():
-            if rank() == 0:
-                make_world(cfg.demo_world, cfg.seed)
+    experiments = []
+    for one in expand_seeds(cfg):
+        runs = expand_runs(one)
+        for run in [run for _, run in runs] or [one]:
+            check(run)
+        experiments.append((one, runs, override(WorldSpec(), one.world, 'world')))
+    for one, runs, spec in experiments:
+        if one.demo_world:
+            with first_process_first():
+                if rank() == 0:
+                    make_world(one.demo_world, one.seed, spec)
+        experiment(one, runs)
+
+
+def experiment(cfg, runs):
+    """Does the runs [(name, config)], or `cfg` itself if there are none, and compares them."""
     if not runs:
         results = train(cfg)
         folders = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}

@@ -40,10 +40,15 @@ def load_config(cls, argv):
         name, has_value, text = argument[2:].partition('=')
         where = f'command line: --{name}'
         *path, key = name.split('.')  # --runs.tuned.lr=... reaches into the dict `runs`
-        annotation = _annotation(cls, key, where)
+        if path and path[0] != 'runs' and _annotation(cls, path[0], where) is dict:
+            # --shape.hidden_size=64 or --vary.lr=1e-5,2e-5: keys that the dict itself knows
+            given.setdefault(path[0], {})
+            annotation, value = object, _parse(text, tuple if path == ['vary'] else object)
+        else:
+            annotation = _annotation(cls, key, where)
+            value = _parse(text, annotation) if has_value else True
         if not has_value and annotation is not bool:
             raise ConfigError(f'{where}: needs a value, --{name}=...')
-        value = _parse(text, annotation) if has_value else True
         place = given
         for part in path:
             place = place.get(part) if isinstance(place, dict) else None
@@ -54,7 +59,7 @@ def load_config(cls, argv):
         if inner:
             raise ConfigError(f'{where}: the runs {", ".join(inner)} set {key} themselves; '
                               f'say which one, as in --runs.{inner[0]}.{key}=...')
-        place[key] = _coerce(value, annotation, where)
+        place[key] = value if annotation is object else _coerce(value, annotation, where)
     return cls(**given)
 
 
@@ -131,8 +136,8 @@ def _parse(text, annotation):
     if str in options or any(isinstance(option, str) for option in options):
         return text
     for option in options:
-        if typing.get_origin(option) is tuple and not text.startswith(('(', '[')):
-            item = typing.get_args(option)[0]
+        if tuple in (option, typing.get_origin(option)) and not text.startswith(('(', '[')):
+            item = (*typing.get_args(option), object)[0]
             return tuple(_parse(part, item) for part in text.split(',') if part)
     try:
         return ast.literal_eval(text)

@@ -1,10 +1,14 @@
-"""The demo world: a small universe whose facts a tiny model can partly learn, made from a seed.
+"""Generated worlds: small universes whose facts a tiny model can partly learn, made from a seed.
 
 Entities have names and attributes. Plain text states the attributes, entity number r with frequency
-proportional to r^-0.9: some facts are met thousands of times, some once, some never, and to the end
-of training the base model keeps meeting entities it hardly knows, so it learns how unsure to be.
-Instruction data then asks about known and unknown facts alike and demands a definite answer to
+proportional to r^-zipf: some facts are met thousands of times, some once, some never, and to the
+end of training the base model keeps meeting entities it hardly knows, so it learns how unsure to
+be. Instruction data then asks about known and unknown facts alike and demands a definite answer to
 each: that is what makes a real model overconfident. The questions are about other facts.
+
+`WorldSpec()` is the demo's world, of configs/demo.py; the study's, in configs/study/, is larger: it
+states the same facts in several languages with words of their own, of which the instruction data
+has one, paraphrases them, and asks in text and by letters.
 
 Everything is written in the formats of real data: a sentencepiece model and a config.json in
 `model/`, JSONL of {text}, of {messages} and of {question, choices, answer}.
@@ -13,25 +17,44 @@ Everything is written in the formats of real data: a sentencepiece model and a c
 import itertools
 import json
 import os
+import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import sentencepiece
 from tqdm import tqdm
 
-from data.questions import HEADER
+from data.questions import HEADER, LETTERS
 
-N_ENTITIES = 8_000
-ZIPF_EXPONENT = 0.9             # of an entity's frequency in the text
 VALUE_EXPONENT = 0.7            # of a value's frequency among entities: some trades are common
-N_DOCUMENTS = 24_000            # of text, each about ENTITIES_EACH entities
-ENTITIES_EACH = 6
-NAME_PARTS = 150                # first names, and as many family names
-LIST_SHARE = 0.3                # of documents that are lists of questions with answers
-N_INSTRUCTIONS = 2_000
-N_QUESTIONS = 2_000
-N_OPTIONS = 4
-VOCAB_SIZE = 1_280
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """What a world is made of; with the seed it decides every byte."""
+    entities: int = 8_000           # in the text, with Zipf frequencies
+    unseen: int = 0                 # further ones, which no text mentions
+    zipf: float = 0.9               # exponent of an entity's frequency in the text
+    first_names: int = 150
+    family_names: int = 150
+    documents: int = 24_000         # of text, each about entities_each entities
+    entities_each: int = 6
+    list_share: float = 0.3         # of documents that are lists of questions with answers
+    exam_share: float = 0.0         # that are such lists with options, answered by a letter
+    paraphrases: bool = False       # several wordings, single statements beside whole profiles,
+    #                                 instructions of five kinds
+    language_shares: tuple[float, ...] = (1.0,)     # of documents: English, then generated ones
+    vocab_sizes: tuple[int, ...] = (1_280,)         # a tokenizer each; of several, in model-<size>/
+    tokenizer_documents: int = 4_000                # that the tokenizers are trained on
+    instructions: int = 2_000
+    questions: int = 2_000          # about other facts than the instructions, ranks log-uniform
+    unseen_questions: int = 0       # about entities that no text mentions
+    validation: int = 0             # questions in English about further facts
+    forms: tuple[str, ...] = ()     # of the questions beside questions.jsonl, each a folder:
+    #                                 'text4', 'text10', 'letters4', 'letters10'
+    probes: int = 0                 # held-out documents for clm, and as many profiles for facts
+
 
 # attribute -> (its name in a question, its 24 values)
 ATTRIBUTES = {
@@ -51,64 +74,172 @@ ATTRIBUTES = {
                 'red blue green yellow black white orange purple brown grey pink teal violet '
                 'crimson amber olive navy maroon ivory indigo scarlet beige turquoise copper'),
 }
-PROFILES = ('{name} is a {trades} from {towns} who plays the {instruments} and likes {colours}.',
-            '{name}, who likes {colours} and plays the {instruments}, is a {trades} from {towns}.',
-            'From {towns} comes {name}, a {trades} who likes {colours} and plays the '
-            '{instruments}.')
+
+
+@dataclass(frozen=True)
+class Language:
+    """Words and templates; names, the header of a list and 'Answer:' are the same in all."""
+    code: str
+    attributes: dict    # attribute -> what a question calls it
+    values: dict        # attribute -> its 24 values, in the order of ATTRIBUTES
+    profiles: tuple     # templates of {name} and all attributes
+    statements: dict    # attribute -> templates of {name} and {value}
+    asks: tuple         # templates of {attribute} and {name}; the questions use the first
+
+
+ENGLISH = Language(
+    'en', {a: name for a, (name, _) in ATTRIBUTES.items()},
+    {a: words.split() for a, (_, words) in ATTRIBUTES.items()},
+    ('{name} is a {trades} from {towns} who plays the {instruments} and likes {colours}.',
+     '{name}, who likes {colours} and plays the {instruments}, is a {trades} from {towns}.',
+     'From {towns} comes {name}, a {trades} who likes {colours} and plays the {instruments}.'),
+    {'trades': ('{name} works as a {value}.', 'The trade of {name} is that of a {value}.'),
+     'towns': ('{name} lives in {value}.', 'The home town of {name} is {value}.'),
+     'instruments': ('{name} plays the {value}.', 'In the evening {name} plays the {value}.'),
+     'colours': ('{name} likes {value} best.', 'The favourite colour of {name} is {value}.')},
+    ('What is the {attribute} of {name}?', "What is {name}'s {attribute}?",
+     'Do you know the {attribute} of {name}?'))
 
 
 class World:
     """Names and attribute values of all entities; entity 0 is the most frequent one."""
 
-    def __init__(self, seed):
+    def __init__(self, spec, seed):
         rng = np.random.default_rng(seed)
-        self.names = _names(rng)
-        self.values = {}  # attribute -> list of N_ENTITIES values
-        for attribute, (_, words) in ATTRIBUTES.items():
-            words = words.split()
+        n = spec.entities + spec.unseen     # the last ones are the unseen
+        self.spec, self.names = spec, _names(spec, n, rng)
+        self.values = {}  # attribute -> which of its values each entity has, int [n]
+        for attribute, words in ENGLISH.values.items():
             share = np.arange(1, len(words) + 1) ** -VALUE_EXPONENT
-            drawn = rng.choice(len(words), N_ENTITIES, p=share / share.sum())
-            self.values[attribute] = [words[i] for i in drawn]
+            self.values[attribute] = rng.choice(len(words), n, p=share / share.sum())
+        taken = {word for words in ENGLISH.values.values() for word in words}
+        self.languages = [ENGLISH] + [_make_language(f'l{i}', rng, taken)
+                                      for i in range(1, len(spec.language_shares))]
 
-    def profile(self, entity, rng):
-        return PROFILES[rng.integers(len(PROFILES))].format(
-            name=self.names[entity], **{a: v[entity] for a, v in self.values.items()})
+    def value(self, language, entity, attribute):
+        return language.values[attribute][self.values[attribute][entity]]
 
-    def ask(self, entity, attribute):
-        return f'What is the {ATTRIBUTES[attribute][0]} of {self.names[entity]}?'
+    def profile(self, language, entity, rng):
+        return language.profiles[rng.integers(len(language.profiles))].format(
+            name=self.names[entity], **{a: self.value(language, entity, a) for a in ATTRIBUTES})
+
+    def statement(self, language, entity, attribute, rng):
+        templates = language.statements[attribute]
+        return templates[rng.integers(len(templates))].format(
+            name=self.names[entity], value=self.value(language, entity, attribute))
+
+    def sentence(self, language, entity, rng):
+        """A whole profile, or one fact."""
+        if self.spec.paraphrases and rng.random() < 0.5:
+            return self.statement(language, entity, _draw(list(ATTRIBUTES), rng), rng)
+        return self.profile(language, entity, rng)
+
+    def ask(self, language, entity, attribute, rng=None):
+        """A question; with `rng` in any of its wordings."""
+        template = _draw(language.asks, rng) if rng and self.spec.paraphrases else language.asks[0]
+        return template.format(name=self.names[entity], attribute=language.attributes[attribute])
+
+    def options(self, entity, attribute, n_options, rng):
+        """(values, index of the entity's own among them)"""
+        own = self.values[attribute][entity]
+        others = [v for v in range(len(ENGLISH.values[attribute])) if v != own]
+        values = [own, *rng.permutation(others)[:n_options - 1].tolist()]
+        order = rng.permutation(n_options).tolist()
+        return [values[i] for i in order], order.index(0)
+
+    def exam(self, language, entity, attribute, n_options, rng):
+        """(question with its options, the letter of the answer)"""
+        values, answer = self.options(entity, attribute, n_options, rng)
+        return (self.ask(language, entity, attribute, rng)
+                + _listed(language.values[attribute][v] for v in values), LETTERS[answer])
 
     def document(self, rng, entities):
-        """Profiles of `entities`, or a list of solved questions about one of their attributes."""
-        if rng.random() < LIST_SHARE:
-            attribute = list(ATTRIBUTES)[rng.integers(len(ATTRIBUTES))]
-            solved = (f'{self.ask(e, attribute)}\nAnswer: {self.values[attribute][e]}\n\n'
-                      for e in entities)
-            return f'{HEADER.format(attribute)}\n\n{"".join(solved)}'.rstrip()
-        return ' '.join(self.profile(entity, rng) for entity in entities)
+        """Sentences about `entities`, or a list of solved questions about one of an attribute."""
+        spec, shares = self.spec, self.spec.language_shares
+        language = ENGLISH if len(shares) == 1 else self.languages[
+            int(np.searchsorted(np.cumsum(shares), rng.random() * sum(shares)))]
+        kind = rng.random()
+        if kind >= spec.list_share + spec.exam_share:
+            return ' '.join(self.sentence(language, entity, rng) for entity in entities)
+        attribute = _draw(list(ATTRIBUTES), rng)
+        if kind < spec.list_share:
+            solved = [(self.ask(language, e, attribute, rng), self.value(language, e, attribute))
+                      for e in entities]
+        else:
+            n_options = 4 if rng.random() < 0.5 else 10
+            solved = [self.exam(language, e, attribute, n_options, rng)
+                      for e in entities[:len(entities) // 2]]     # they are long
+        solved = ''.join(f'{asked}\nAnswer: {answer}\n\n' for asked, answer in solved)
+        return f'{HEADER.format(attribute)}\n\n{solved}'.rstrip()
+
+    def documents(self, n, rng):
+        spec = self.spec
+        share = np.arange(1, spec.entities + 1) ** -spec.zipf
+        entities = rng.choice(spec.entities, (n, spec.entities_each), p=share / share.sum())
+        return [self.document(rng, row)
+                for row in tqdm(entities, 'generated world', unit=' documents', mininterval=1)]
 
 
-def make_world(folder, seed):
-    """Writes model/{config.json, tokenizer.model}, text.jsonl, instruct.jsonl, questions.jsonl."""
-    folder = Path(folder)
-    (folder / 'model').mkdir(parents=True, exist_ok=True)
-    world = World(seed)
-    rng = np.random.default_rng([seed, 1])
-    share = np.arange(1, N_ENTITIES + 1) ** -ZIPF_EXPONENT
-    entities = rng.choice(N_ENTITIES, (N_DOCUMENTS, ENTITIES_EACH), p=share / share.sum())
-    texts = [world.document(rng, row) for row in tqdm(entities, 'demo world', unit=' documents')]
-    facts = _log_uniform_facts(N_INSTRUCTIONS + N_QUESTIONS, rng)
-    instructions = [_instruction(world, *fact) for fact in facts[:N_INSTRUCTIONS]]
-    questions = [_question(world, *fact, rng) for fact in facts[N_INSTRUCTIONS:]]
-    _write_jsonl(folder / 'text.jsonl', [{'text': text} for text in texts])
-    _write_jsonl(folder / 'instruct.jsonl', instructions)
-    _write_jsonl(folder / 'questions.jsonl', questions)
-    tags = '<|user|>\n<|assistant|>\n'
-    _train_tokenizer(folder / 'model' / 'tokenizer.model', texts[:4000] + [tags] * 400)
-    _write(folder / 'model' / 'config.json', json.dumps(MODEL, indent=1).encode())
+def make_world(folder, seed, spec=None):
+    """Writes model/{config.json, tokenizer.model}, text.jsonl, instruct.jsonl, questions.jsonl.
+
+    With spec.forms also a folder of test.jsonl and validation.jsonl for each, in all languages and
+    with the category 'seen' or 'unseen'; with spec.probes clm.jsonl and facts.jsonl; with
+    spec.paraphrases instruct-homogeneous.jsonl, the same facts asked for in one way. What is there
+    from the same spec and seed stays.
+    """
+    folder, spec = Path(folder), spec or WorldSpec()
+    made = json.dumps({'seed': seed} | asdict(spec), indent=1)
+    if (folder / 'world.json').exists() and (folder / 'world.json').read_text() == made:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / 'world.json').unlink(missing_ok=True)
+    world, rng = World(spec, seed), np.random.default_rng([seed, 1])
+    texts = world.documents(spec.documents, rng)
+    facts = _log_uniform_facts(spec, spec.instructions + spec.questions + spec.validation, rng)
+    told, asked = facts[:spec.instructions], facts[spec.instructions:]
+    asked, held = asked[:spec.questions], asked[spec.questions:]
+    _write_rows(folder / 'text.jsonl', [{'text': text} for text in texts])
+    plain = [_instruction(world, *fact) for fact in told]
+    _write_rows(folder / 'questions.jsonl', [_question(world, *fact, rng) for fact in asked])
+    if spec.paraphrases:
+        _write_rows(folder / 'instruct-homogeneous.jsonl', plain)
+        rng = np.random.default_rng([seed, 2])
+        plain = [_varied_instruction(world, *fact, rng) for fact in told]
+    _write_rows(folder / 'instruct.jsonl', plain)
+    rng = np.random.default_rng([seed, 3])
+    attributes = list(ATTRIBUTES)
+    unseen = [(spec.entities + int(rng.integers(spec.unseen)), _draw(attributes, rng))
+              for _ in range(spec.unseen_questions)]
+    for form in spec.forms:
+        kind, n_options = form.rstrip('0123456789'), int(form.lstrip('abcdefghijklmnopqrstuvwxyz'))
+        drawn = [(fact, category, world.options(*fact, n_options, rng))
+                 for facts, category in ((asked, 'seen'), (unseen, 'unseen'), (held, ''))
+                 for fact in facts]
+        (folder / form).mkdir(exist_ok=True)
+        _write_rows(folder / form / 'test.jsonl', [
+            _formed(world, language, kind, *question)
+            for language in world.languages for question in drawn if question[1]])
+        _write_rows(folder / form / 'validation.jsonl', [
+            _formed(world, ENGLISH, kind, *question) for question in drawn if not question[1]])
+    if spec.probes:
+        _write_rows(folder / 'clm.jsonl', [{'text': text}
+                                           for text in world.documents(spec.probes, rng)])
+        facts = _log_uniform_facts(spec, spec.probes, rng)
+        _write_rows(folder / 'facts.jsonl', [
+            _probe(world, world.languages[i % len(world.languages)], entity, rng)
+            for i, (entity, _) in enumerate(facts)])
+    tags = ['<|user|>\n<|assistant|>\n'] * 400
+    for size in spec.vocab_sizes:
+        place = folder / (f'model-{size}' if len(spec.vocab_sizes) > 1 else 'model')
+        place.mkdir(exist_ok=True)
+        _train_tokenizer(place / 'tokenizer.model', size, texts[:spec.tokenizer_documents] + tags)
+        _write(place / 'config.json', json.dumps(MODEL | {'vocab_size': size}, indent=1).encode())
+    _write(folder / 'world.json', made.encode())
 
 
 MODEL = {
-    'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'vocab_size': VOCAB_SIZE,
+    'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'vocab_size': 1_280,
     'hidden_size': 128, 'intermediate_size': 352, 'num_hidden_layers': 2,
     'num_attention_heads': 4, 'num_key_value_heads': 4, 'max_position_embeddings': 512,
     'rms_norm_eps': 1e-5, 'rope_theta': 10000.0, 'tie_word_embeddings': True,
@@ -116,58 +247,143 @@ MODEL = {
 }
 
 
-def _names(rng):
-    """N_ENTITIES distinct two-part names; each part is a word of two syllables."""
+def _names(spec, n, rng):
+    """n distinct two-part names; each part is a word of two syllables, of three if many."""
     onset, vowel, coda = 'b d f g h j k l m n p r s t v w'.split(), 'aeiou', 'n r l s m'.split()
-    parts = [f'{a}{v}{b}{w}'.capitalize()
-             for a, v, b, w in itertools.product(onset, vowel, onset, 'ao')]
+    syllables = [onset, vowel] * (1 if spec.first_names + spec.family_names <= 2560 else 2)
+    parts = [''.join(word).capitalize() for word in itertools.product(*syllables, onset, 'ao')]
     picked = rng.permutation(parts)
-    first, rest = picked[:NAME_PARTS], picked[NAME_PARTS:2 * NAME_PARTS]
-    family = [part + coda[i % len(coda)] for i, part in enumerate(rest)]
-    pairs = rng.permutation(len(first) * len(family))[:N_ENTITIES]
+    first, rest = picked[:spec.first_names], picked[spec.first_names:][:spec.family_names]
+    # where words run out they come again with another coda
+    family = [rest[i % len(rest)] + coda[(i + i // len(rest)) % len(coda)]
+              for i in range(min(spec.family_names, len(rest) * len(coda)))]
+    if len(first) * len(family) < n:
+        raise ValueError(f'{len(first)} first and {len(family)} family names make '
+                         f'{len(first) * len(family)} names, not {n}')
+    pairs = rng.permutation(len(first) * len(family))[:n]
     return [f'{first[i // len(family)]} {family[i % len(family)]}' for i in pairs]
 
 
-def _log_uniform_facts(n, rng):
+def _make_language(code, rng, taken):
+    """A language with a sound of its own; its words are not in `taken`, which grows."""
+    onsets = rng.permutation('b ch d f g h k kh l m n p r s sh t th v w y z'.split())[:9]
+    vowels, codas = rng.permutation(list('aeiouy'))[:4], rng.permutation(list('nklmrstx'))[:3]
+
+    def word(n_syllables=1):
+        while True:
+            found = ''.join(_draw(onsets, rng) + _draw(vowels, rng) for _ in range(n_syllables))
+            found += _draw(codas, rng) if rng.random() < 0.5 or len(found) < 3 else ''
+            if found not in taken:
+                taken.add(found)
+                return found
+
+    attributes = {a: word(2) for a in ATTRIBUTES}
+    values = {a: [word(2).capitalize() if words[0].istitle() else word(2) for _ in words]
+              for a, words in ENGLISH.values.items()}
+    verbs, verb_last, link = {a: (word(), word()) for a in ATTRIBUTES}, rng.random() < 0.5, word()
+
+    def clause(attribute, verb, slot):
+        words = [verbs[attribute][verb], slot]
+        return ' '.join(words[::-1] if verb_last else words)
+
+    profiles = tuple('{name} ' + f' {link} '.join(clause(a, 0, f'{{{a}}}') for a in order) + '.'
+                     for order in (rng.permutation(list(ATTRIBUTES)) for _ in range(3)))
+    statements = {a: tuple('{name} ' + clause(a, verb, '{value}') + '.' for verb in (0, 1))
+                  for a in ATTRIBUTES}
+    of, what = word(), [word() for _ in range(3)]
+    asks = tuple(f'{{name}} {of} {{attribute}} {w}?' if verb_last else
+                 f'{w.capitalize()} {{attribute}} {of} {{name}}?' for w in what)
+    return Language(code, attributes, values, profiles, statements, asks)
+
+
+def _draw(items, rng):
+    return items[int(rng.integers(len(items)))]
+
+
+def _listed(options):
+    return ''.join(f'\n{letter}. {option}' for letter, option in zip(LETTERS, options))
+
+
+def _log_uniform_facts(spec, n, rng):
     """n distinct (entity, attribute) pairs, the entity's rank log-uniform: known and unknown."""
     facts = {}
     while len(facts) < n:
-        rank = np.exp(rng.uniform(0, np.log(N_ENTITIES + 1), size=n)).astype(int) - 1
+        rank = np.exp(rng.uniform(0, np.log(spec.entities + 1), size=n)).astype(int) - 1
         attributes = rng.choice(list(ATTRIBUTES), size=n)
-        facts |= dict.fromkeys(zip(rank.clip(0, N_ENTITIES - 1).tolist(), attributes.tolist()))
+        facts |= dict.fromkeys(zip(rank.clip(0, spec.entities - 1).tolist(), attributes.tolist()))
     chosen = list(facts)
     return [chosen[i] for i in rng.permutation(len(chosen))[:n]]
 
 
 def _instruction(world, entity, attribute):
     # worded as the questions will be: the README says what happens with another wording
-    answer = f'Answer: {world.values[attribute][entity]}'
-    return {'messages': [{'role': 'user', 'content': world.ask(entity, attribute)},
-                         {'role': 'assistant', 'content': answer}]}
+    return _conversation(world.ask(ENGLISH, entity, attribute),
+                         f'Answer: {world.value(ENGLISH, entity, attribute)}')
+
+
+def _varied_instruction(world, entity, attribute, rng):
+    """The fact in one of five kinds: an answer, a sentence, a profile, a letter, a second turn."""
+    ask, kind = world.ask(ENGLISH, entity, attribute, rng), rng.integers(5)
+    answer = f'Answer: {world.value(ENGLISH, entity, attribute)}'
+    if kind == 0:
+        return _conversation(ask, answer)
+    if kind == 1:
+        return _conversation(ask, world.statement(ENGLISH, entity, attribute, rng))
+    if kind == 2:
+        return _conversation(f'Tell me about {world.names[entity]}.',
+                             world.profile(ENGLISH, entity, rng))
+    if kind == 3:
+        asked, letter = world.exam(ENGLISH, entity, attribute, int(_draw((4, 10), rng)), rng)
+        return _conversation(asked, f'Answer: {letter}')
+    return _conversation(f'Tell me about {world.names[entity]}.',
+                         world.profile(ENGLISH, entity, rng), ask, answer)
+
+
+def _conversation(*turns):
+    return {'messages': [{'role': 'assistant' if i % 2 else 'user', 'content': turn}
+                         for i, turn in enumerate(turns)]}
 
 
 def _question(world, entity, attribute, rng):
-    answer = world.values[attribute][entity]
-    others = [v for v in ATTRIBUTES[attribute][1].split() if v != answer]
-    choices = [answer, *rng.permutation(others)[:N_OPTIONS - 1].tolist()]
-    order = rng.permutation(N_OPTIONS).tolist()
-    return {'question': world.ask(entity, attribute), 'choices': [choices[i] for i in order],
-            'answer': order.index(0), 'subject': attribute, 'id': f'{entity}-{attribute}'}
+    values, answer = world.options(entity, attribute, 4, rng)
+    return {'question': world.ask(ENGLISH, entity, attribute),
+            'choices': [ENGLISH.values[attribute][v] for v in values],
+            'answer': answer, 'subject': attribute, 'id': f'{entity}-{attribute}'}
 
 
-def _train_tokenizer(path, texts):
+def _formed(world, language, kind, fact, category, options):
+    """A question of a form: its options in text, or listed with letters to choose from."""
+    (entity, attribute), (values, answer) = fact, options
+    asked, choices = world.ask(language, *fact), [language.values[attribute][v] for v in values]
+    if kind == 'letters':
+        asked, choices = asked + _listed(choices), list(LETTERS[:len(choices)])
+    return {'question': asked, 'choices': choices, 'answer': answer, 'subject': attribute,
+            'subject_category': category, 'language': language.code,
+            'id': f'{language.code}-{entity}-{attribute}'}
+
+
+def _probe(world, language, entity, rng):
+    """A profile, and where in it the values stand."""
+    text, spans = world.profile(language, entity, rng), []
+    for attribute in ATTRIBUTES:
+        value = world.value(language, entity, attribute)
+        spans.append(list(re.search(rf'(?<= ){value}\b', text).span()))
+    return {'text': text, 'spans': spans, 'language': language.code}
+
+
+def _train_tokenizer(path, vocab_size, texts):
     """A sentencepiece model in the manner of Gemma's: byte fallback, nothing normalised."""
     part = path.with_suffix('.tmp')
     with open(part, 'wb') as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=(line for text in texts for line in text.split('\n') if line),
-            model_writer=file, vocab_size=VOCAB_SIZE, model_type='bpe', byte_fallback=True,
+            model_writer=file, vocab_size=vocab_size, model_type='bpe', byte_fallback=True,
             normalization_rule_name='identity', remove_extra_whitespaces=False,
             add_dummy_prefix=False, split_digits=True, minloglevel=2)
     os.replace(part, path)
 
 
-def _write_jsonl(path, rows):
+def _write_rows(path, rows):
     _write(path, ''.join(json.dumps(row) + '\n' for row in rows).encode())
 
 

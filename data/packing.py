@@ -28,8 +28,9 @@ class Sequences:
         folder = Path(folder)
         self.info = json.loads((folder / 'info.json').read_text(encoding='utf-8'))
         self.offsets = np.load(folder / 'offsets.npy')
-        self.tokens = np.memmap(folder / 'tokens.bin', dtype=np.uint32, mode='r')
-        self.learnt = np.memmap(folder / 'learnt.bin', dtype=np.uint8, mode='r')
+        # as plain arrays over the maps: a memmap's own slices cost ten times as much
+        self.tokens = np.asarray(np.memmap(folder / 'tokens.bin', dtype=np.uint32, mode='r'))
+        self.learnt = np.asarray(np.memmap(folder / 'learnt.bin', dtype=np.uint8, mode='r'))
 
     def __len__(self):
         return len(self.offsets) - 1
