@@ -11,7 +11,7 @@ cache_dir = '{out_dir}/cache'
 world = {
     'entities': 1_000_000, 'unseen': 10_000, 'zipf': 1.0,
     'first_names': 1_000, 'family_names': 1_200,
-    'documents': 600_000, 'entities_each': 6, 'list_share': 0.2, 'exam_share': 0.25,
+    'documents': 400_000, 'entities_each': 6, 'list_share': 0.2, 'exam_share': 0.25,
     'paraphrases': True, 'language_shares': (0.4, 0.3, 0.2, 0.1),
     'vocab_sizes': (4_096,), 'tokenizer_documents': 20_000,
     'instructions': 4_000, 'questions': 1_000, 'unseen_questions': 400, 'validation': 400,
