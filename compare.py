@@ -2,7 +2,7 @@
 
     python evaluate.py --compare out/base out/sft out/ls01
     python evaluate.py --compare out/study/smoothing --where=language=en --x=smoothing --by=lr
-    python evaluate.py --compare assets/study/smoothing/compare.csv --x=smoothing --by=lr
+    python evaluate.py --compare configs/figures/smoothing.py
 
 Runs of one seed are compared question by question. Where seeds differ they are what is drawn from:
 means with Student's interval over seeds and paired differences between runs of the same seed. A
@@ -16,7 +16,7 @@ import math
 import multiprocessing
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -31,11 +31,15 @@ from results import (aligned, csv_text, draw_bins, draw_reliability, markdown, m
 # metric, title, and which is better: more (1), less (-1) or neither (0)
 COMPARED = (('accuracy', 'accuracy', 1), ('entropy_bits', 'entropy (bits)', 0), ('ece', 'ECE', -1),
             ('rmsce', 'RMS', -1))
-TITLES = {'accuracy': 'accuracy', 'confidence': 'confidence', 'entropy_bits': 'entropy (bits)',
-          'ece': 'ECE', 'rmsce': 'RMSCE', 'rms_mmlu_repo': "RMS as in MMLU's repository",
+TITLES = {'accuracy': 'accuracy', 'confidence': 'confidence', 'gap': 'confidence - accuracy',
+          'entropy_bits': 'entropy (bits)', 'ece': 'ECE', 'rmsce': 'RMSCE',
+          'rms_mmlu_repo': "RMS of MMLU's code", 'reach_lowest_bits': 'least entropy (bits)',
+          'reach_highest_bits': 'most entropy (bits)',
           'brier': 'Brier', 'nll': 'NLL (nats)', 'auroc': 'AUROC', 'smooth_ece': 'smooth ECE'}
+# columns that every line over seeds has
+FIXED = ('run', 'kind', 'seed', 'task', 'language', 'category', 'scaling')
 # what a compare.csv over seeds says of each run, beside its settings
-KEPT = ('n', *TITLES)
+KEPT = ('n', *(name for name in TITLES if not name.startswith('reach')))
 # settings of a run that say where it is, not what it is
 PLACES = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'seeds', 'runs', 'vary', 'demo_world',
           'world', 'cache_dir', 'eval_tasks', 'shape', 'workers', 'device', 'dry_run', 'only',
@@ -44,6 +48,7 @@ PLACES = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'seeds', 'runs', 'v
 
 @dataclass
 class CompareConfig:
+    sources: tuple[str, ...] = ()             # folders and files, beside those named first
     norm: Literal['token', 'sum', 'char', 'byte'] | None = None     # None: as in the runs
     n_bootstrap: int = 1000                   # resamples of questions, where seeds do not differ
     seed: int = 0                             # of the bootstrap
@@ -53,16 +58,22 @@ class CompareConfig:
     # setting of training or of the model that differs
     where: tuple[str, ...] = ()
     x: str = 'kind'                           # column along the axis
-    by: str | None = None                     # column with a line for each value
-    panel: str = 'task'                       # column with a panel for each value
+    by: tuple[str, ...] = ()                  # columns: a line for each of their values
+    panel: tuple[str, ...] = ('task',)        # columns: a panel for each of their values
     metrics: tuple[str, ...] = ('ece', 'accuracy')
-    reference: str | None = None              # kind drawn as a band, such as 'base'
+    reference: tuple[str, ...] = ()           # kinds drawn as a band, such as 'base'
     reliability: bool = False                 # also diagrams, all seeds together
 
 
+OVER_SEEDS = {'where', 'x', 'by', 'panel', 'metrics', 'reference', 'reliability'}
+
+
 def main(argv):
-    sources = [a for a in argv if not a.startswith('--')]
-    cfg = load_config(CompareConfig, [a for a in argv if a.startswith('--')])
+    named = [a for a in argv if not a.startswith('--')]
+    options = [a for a in argv if a.startswith('--')]
+    files = [a for a in named if a.endswith('.py')]
+    cfg = load_config(CompareConfig, files + options)
+    sources = [*(a for a in named if a not in files), *cfg.sources]
     require_range(cfg, 0, math.inf, 'n_bootstrap', 'seed')
     folders = find_runs([s for s in sources if not s.endswith('.csv')])
     files = [s for s in sources if s.endswith('.csv')]
@@ -70,7 +81,9 @@ def main(argv):
         raise ConfigError('compare: a folder is named twice')
     if len(folders) + 2 * len(files) < 2:
         raise ConfigError('compare wants two folders or more, each with samples.jsonl')
-    if files or len({read_settings(folder)['seed'] for folder in folders}) > 1:
+    asked = any(getattr(cfg, f.name) != getattr(CompareConfig(), f.name)
+                for f in fields(cfg) if f.name in OVER_SEEDS)
+    if files or asked or len({read_settings(folder)['seed'] for folder in folders}) > 1:
         compare_seeds(folders, files, cfg)
     else:
         compare_questions(folders, cfg)
@@ -187,7 +200,7 @@ def read_settings(folder):
             'smoothing': '' if smoothing is None else str(smoothing),
             'seed': values.get('seed', seed), 'norm': config['norm'],
             'distribution': results['distribution'], 'reach': results.get('reach') or {},
-            'settings': {k: Path(v).name if k == 'data' else v
+            'settings': {k: Path(v).stem if k == 'data' else v
                          for k, v in values.items() if k not in PLACES} | {
                 k: v for k, v in (shape or {}).items() if isinstance(v, (int, float, str))
                 or k == 'final_logit_softcapping'}}
@@ -254,26 +267,30 @@ def compare_seeds(folders, files, cfg):
     """
     lines = [line for file in files for line in read_lines(file)] + collect(folders, cfg.norm)
     lines = [line for line in lines if kept(line, cfg.where, lines)]
-    out_dir = Path(cfg.out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
+    if not lines:
+        raise ConfigError('where leaves no line')
     bins = {key_of(line): line.pop('bins') for line in lines if 'bins' in line}
     columns = list(dict.fromkeys(key for line in lines for key in line))
-    # settings that are the same in all runs of a kind say nothing
-    columns = [c for c in columns if c in FIXED or c in KEPT or c.startswith('reach')
-               or c == 'temperature' or len({(line['kind'], line.get(c, '')) for line in lines})
-               > len({line['kind'] for line in lines})]
-    lines = [{c: line.get(c, '') for c in columns} for line in lines]
-    for name in {cfg.x, cfg.by, cfg.panel} - {None}:
+    named = (*cfg.panel, *cfg.by, cfg.x)
+    for name in named:
         if name not in columns:
-            raise ConfigError(f'there is no column {name!r} that differs; the columns are '
-                              f'{", ".join(columns)}')
+            raise ConfigError(f'there is no column {name!r}; the columns are {", ".join(columns)}')
+    # settings that are the same in all runs of a kind say nothing
+    kinds = {line['kind'] for line in lines}
+    asked = {*named, *(rule.partition('=')[0] for rule in cfg.where)}
+    columns = [c for c in columns if c in (*FIXED, *KEPT, *asked, 'temperature')
+               or c.startswith('reach')
+               or len({(line['kind'], line.get(c, '')) for line in lines}) > len(kinds)]
+    lines = [{c: line.get(c, '') for c in columns} for line in lines]
     shown = lines
     for name, usual in (('language', 'all'), ('category', 'all'), ('scaling', 'none')):
-        if name not in (cfg.x, cfg.by, cfg.panel) and not any(
+        if name not in named and not any(
                 rule.startswith(f'{name}=') for rule in cfg.where):
             shown = [line for line in shown if line[name] == usual]
-    write_text(out_dir / 'compare.csv', csv_text(columns, lines))
     series, reference = group(shown, cfg)
+    out_dir = Path(cfg.out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_text(out_dir / 'compare.csv', csv_text(columns, lines))
     print(f'{len(lines)} lines of {len({line["run"] for line in lines})} runs and '
           f'{len({line["seed"] for line in lines})} seeds\n')
     found = seed_table(series, reference, cfg)
@@ -283,11 +300,8 @@ def compare_seeds(folders, files, cfg):
     if cfg.reliability:
         for file in files:
             bins |= read_bins(Path(file).with_name('bins.csv'))
-        draw_pooled(out_dir, series, reference, bins)
+        draw_pooled(out_dir, series, reference, bins, cfg)
     print(f'\nwrote compare.csv, compare.md and compare.png to {out_dir}')
-
-
-FIXED = ('run', 'kind', 'seed', 'task', 'language', 'category', 'scaling')
 
 
 def key_of(line):
@@ -316,7 +330,9 @@ def read_lines(file):
         missing = sorted(set(FIXED) - (lines[0].keys() if lines else set()))
         raise DataError(f'{file}: no lines of runs over seeds; it lacks {", ".join(missing)}')
     for number, line in enumerate(lines, 2):
-        for key in set(KEPT) & line.keys():
+        for key in line:
+            if key not in KEPT and not key.startswith('reach_'):
+                continue
             try:
                 line[key] = float(line[key]) if line[key] != '' else ''
             except ValueError as error:
@@ -338,7 +354,7 @@ def collect(folders, norm):
 def run_lines(folder, norm):
     run, name = read_run(folder, norm), Path(folder).name
     first = {'run': name, 'kind': name.split('-')[0], 'seed': str(run['seed'])}
-    reach = {f'reach_{key}': f'{value:.5g}' for key, value in run['reach'].items()}
+    reach = {f'reach_{key}': float(f'{value:.5g}') for key, value in run['reach'].items()}
     settings = {key: str(value) for key, value in run['settings'].items()}
     lines = []
     for task, samples in run['samples'].items():
@@ -368,16 +384,17 @@ def run_lines(folder, norm):
 
 def group(lines, cfg):
     """({panel: {by: {x: {seed: line}}}}, {panel: {seed: line} of the reference})"""
-    lines, aside = [x for x in lines if x['kind'] != cfg.reference], [
-        x for x in lines if x['kind'] == cfg.reference]
+    aside = [line for line in lines if line['kind'] in cfg.reference]
+    lines = [line for line in lines if line['kind'] not in cfg.reference]
     if cfg.reference and not aside:
-        raise ConfigError(f'reference = {cfg.reference!r}, but the kinds are '
+        raise ConfigError(f'reference = {cfg.reference}, but the kinds are '
                           f'{", ".join(sorted({line["kind"] for line in lines}))}')
-    if not lines:
-        raise ConfigError('where leaves no line')
+    wanted = {rule.partition('=')[0]: rule.partition('=')[2].split('|') for rule in cfg.where}
 
     def ordered(name, values):
         found = list(dict.fromkeys(values))
+        if name in wanted:
+            return sorted(found, key=wanted[name].index)
         try:
             return sorted(found, key=lambda v: -math.inf if v in ('None', '') else float(v))
         except ValueError:
@@ -394,17 +411,20 @@ def group(lines, cfg):
                                   f'{", ".join(differ) or "them: they are the same"}')
         return found
 
-    names = [cfg.panel, cfg.by, cfg.x]
-    values = [ordered(name, (line[name] for line in lines)) if name else [None] for name in names]
-    series, reference = {}, {}
-    for panel, by, x in itertools.product(*values):
-        some = by_seed(line for line in lines if all(
-            name is None or line[name] == value
-            for name, value in zip(names, (panel, by, x), strict=True)))
+    def place(line, names):
+        return tuple(line[name] for name in names)
+
+    named = (*cfg.panel, *cfg.by, cfg.x)
+    values = [ordered(name, (line[name] for line in lines)) for name in named]
+    series, reference, width = {}, {}, len(cfg.panel)
+    for found in itertools.product(*values):
+        some = by_seed(line for line in lines if place(line, named) == found)
         if some:
-            series.setdefault(panel, {}).setdefault(by, {})[x] = some
+            panel, by = found[:width], found[width:-1]
+            series.setdefault(panel, {}).setdefault(by, {})[found[-1]] = some
     for panel in series:
-        reference[panel] = by_seed([x for x in aside if x[cfg.panel] == panel] or aside)
+        # a column of training, such as lr, says nothing of where a base model belongs
+        reference[panel] = by_seed([x for x in aside if place(x, cfg.panel) == panel] or aside)
     return series, reference
 
 
@@ -415,22 +435,22 @@ def values_of(lines, metric):
 
 def seed_table(series, reference, cfg):
     """Cells: mean and half of its 95 % interval, and the same of paired differences, with p."""
-    head = [name for name in (cfg.panel, cfg.by, cfg.x) if name] + ['seeds']
+    head = [*cfg.panel, *cfg.by, cfg.x, 'seeds']
+    base = cfg.reference[0] if len(cfg.reference) == 1 else 'reference' if cfg.reference else ''
     for metric in cfg.metrics:
         title = TITLES.get(metric, metric)
-        head += [title] + ([f'{title} - {cfg.reference}'] if cfg.reference else []) + [
-            f'{title} - first']
+        head += [title] + ([f'{title} - {base}'] if base else []) + [f'{title} - first']
     found = [head]
     for panel, lines_of_by in series.items():
-        rows = [(cfg.reference, cfg.reference, reference[panel])] if reference[panel] else []
+        rows = [((base,) * len(cfg.by), base, reference[panel])] if reference[panel] else []
         rows += [(by, x, lines) for by, of_x in lines_of_by.items() for x, lines in of_x.items()]
         for by, x, lines in rows:
-            cells = [panel] + ([str(by)] if cfg.by else []) + [str(x), str(len(lines))]
+            cells = [*panel, *by, x, str(len(lines))]
             for metric in cfg.metrics:
                 values = values_of(lines, metric)
                 cells.append(plus_minus(values.values(), '.3f'))
-                others = [reference[panel]] if cfg.reference else []
-                others.append(next(iter(lines_of_by[by].values())) if by in lines_of_by else lines)
+                others = [reference[panel]] if base else []
+                others += [lines if x == base else next(iter(lines_of_by[by].values()))]
                 cells += [paired(values, values_of(other, metric)) if other is not lines else ''
                           for other in others]
             found.append(cells)
@@ -453,6 +473,12 @@ def paired(values, others):
     return f'{plus_minus(d, "+.3f")}, p {metrics.student_t(d)[2]:.1g}'
 
 
+def titled(names, values):
+    """'lr 0.001, smoothing 0.1'; a task or a category says what it is by itself."""
+    return ', '.join(v if n in ('task', 'category', 'kind', 'run') else f'{n} {v}'
+                     for n, v in zip(names, values, strict=True))
+
+
 def draw_series(path, series, reference, cfg):
     """Means over seeds with their 95 % intervals: a row a metric, a column a panel."""
     import matplotlib
@@ -471,7 +497,8 @@ def draw_series(path, series, reference, cfg):
             band = list(values_of(reference[panel], metric).values())
             if band:
                 mean, low, high = metrics.mean_interval(band) if len(band) > 1 else band * 3
-                ax.axhline(mean, color='black', linestyle='--', linewidth=1, label=cfg.reference)
+                ax.axhline(mean, color='black', linestyle='--', linewidth=1,
+                           label=cfg.reference[0] if len(cfg.reference) == 1 else 'reference')
                 ax.axhspan(low, high, color='black', alpha=0.1, linewidth=0)
             for k, (by, colour) in enumerate(zip(bys, colours, strict=True)):
                 points = [(xs.index(x), list(values_of(lines, metric).values()))
@@ -484,32 +511,36 @@ def draw_series(path, series, reference, cfg):
                 mean, low, high = np.array([v for _, v in points]).T
                 ax.errorbar(at, mean, (mean - low, high - mean), marker='o', markersize=4,
                             linewidth=1.2, capsize=2, color=colour,
-                            label=f'{cfg.by} {by}' if cfg.by else None)
-            ax.set_xticks(range(len(xs)), [str(x) for x in xs])
+                            label=titled(cfg.by, by) or None)
+            ax.set_xticks(range(len(xs)), xs)
+            if max(map(len, xs)) > 8:
+                ax.set_xticks(range(len(xs)), xs, rotation=15, horizontalalignment='right')
             ax.grid(axis='y', alpha=0.3)
             if row == 0:
-                ax.set_title(f'{cfg.panel} {panel}', fontsize=10)
+                ax.set_title(titled(cfg.panel, panel), fontsize=10)
             if row == len(cfg.metrics) - 1:
                 ax.set_xlabel(cfg.x)
             if column == 0:
                 ax.set_ylabel(TITLES.get(metric, metric))
     handles, labels = axes[0, 0].get_legend_handles_labels()
     if labels:
-        figure.legend(handles, labels, loc='outside lower center', ncols=min(len(labels), 6),
-                      frameon=False, fontsize=9)
+        width = 0.075 * max(map(len, labels)) + 0.6       # inches of an entry, about
+        figure.legend(handles, labels, loc='outside lower center', frameon=False, fontsize=9,
+                      ncols=max(1, min(len(labels), int(figure.get_figwidth() / width))))
     part = f'{path}.tmp'
     figure.savefig(part, format='png', dpi=110)
     plt.close(figure)
     os.replace(part, path)
 
 
-def draw_pooled(out_dir, series, reference, bins):
+def draw_pooled(out_dir, series, reference, bins, cfg):
     """reliability.png, the questions of all seeds together, and bins.csv, from which it follows."""
     panels, rows = [], []
     for panel, of_by in series.items():
-        shown = [('', reference[panel])] if reference[panel] else []
-        shown += [(' '.join(str(v) for v in (by, x) if v is not None), lines)
-                  for by, of_x in of_by.items() for x, lines in of_x.items()]
+        shown = [(next(iter(reference[panel].values()))['kind'], reference[panel])
+                 ] if reference[panel] else []
+        shown += [(titled(('kind', *cfg.by, cfg.x), (next(iter(lines.values()))['kind'], *by, x)),
+                   lines) for by, of_x in of_by.items() for x, lines in of_x.items()]
         for title, lines in shown:
             some = {key_of(line): bins.get(key_of(line)) for line in lines.values()}
             missing = [key for key, b in some.items() if b is None]
@@ -526,10 +557,9 @@ def draw_pooled(out_dir, series, reference, bins):
                 / np.maximum(count, 1) for key in ('confidence', 'accuracy')}
             numbers = {name: np.mean([line[key] for line in lines.values()]) for name, key in (
                 ('accuracy', 'accuracy'), ('confidence', 'confidence'), ('ECE', 'ece'))}
-            kind = next(iter(lines.values()))['kind']
-            panels.append((f'{panel}: {title or kind}', numbers, pooled))
+            panels.append((f'{titled(cfg.panel, panel)}: {title}', numbers, pooled))
     write_text(out_dir / 'bins.csv', csv_text(list(rows[0]), rows))
-    draw_bins(out_dir / 'reliability.png', panels, columns=4)
+    draw_bins(out_dir / 'reliability.png', panels, columns=len(panels) // len(series))
 
 
 def read_bins(path):

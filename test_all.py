@@ -16,9 +16,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault('TRITON_INTERPRET', '1')  # before anything imports triton
 
 import base64
+import collections
 import csv
 import dataclasses
 import gzip
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -42,6 +44,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from safetensors.torch import load_file, save_file
 
+import compare
 import configs
 import evaluate
 import fused_ce
@@ -52,6 +55,8 @@ import results
 import resume
 import train
 from data import DataError, chat, instruct, packing, questions, text
+from data.demo import World, WorldSpec, make_world
+from data.questions import load_task
 from data.tokenizer import load_tokenizer
 from fused_ce import smoothed_cross_entropy, token_log_probs, token_statistics
 from optim import AdamW
@@ -121,6 +126,46 @@ def test_shipped_configs_load():
             'paper_openinstruct'} <= {path.stem for path in shipped}
     for path in shipped:
         train.expand_runs(configs.load_config(train.TrainConfig, [str(path)]))
+    for path in (HERE / 'configs' / 'study').glob('*.py'):
+        cfg = configs.load_config(train.TrainConfig, [str(path)])
+        for one in train.expand_seeds(cfg):
+            configs.override(WorldSpec(), one.world, 'world')
+            for _, run in train.expand_runs(one):
+                train.check(run)
+                assert '{' not in repr((run.model, run.data, run.eval_tasks))
+
+
+def test_vary_and_seeds(tmp_path):
+    cfg = config(tmp_path, '''
+seeds = (3, 5)
+model = '{out_dir}/base-D{D}'
+vary = {'D': (64, 256), 'cap': (None, 30.0), 's': (0.0, 0.1)}
+runs = {
+    'base': {'from_scratch': True, 'shape': {'hidden_size': '{D}', 'x': ('{cap}', 'c{cap}')}},
+    'tuned': {'model': '{out_dir}/base-D{D}-cap{cap}', 'smoothing': '{s}', 'cache_dir': '{seed}/c'},
+}''', '--out_dir=place', '--vary.D=64,', '--vary.cap=None,30.0')
+    three, five = train.expand_seeds(cfg)
+    assert (three.seed, five.seed, five.out_dir) == (3, 5, 'place/seed-5')
+    runs = dict(train.expand_runs(five))
+    assert list(runs) == ['base-D64-capNone', 'base-D64-cap30.0'] + [
+        f'tuned-D64-cap{c}-s{s}' for c in (None, 30.0) for s in (0.0, 0.1)]
+    assert runs['base-D64-capNone'].shape == {'hidden_size': 64, 'x': (None, 'cNone')}
+    last = runs['tuned-D64-cap30.0-s0.1']
+    assert (last.model, last.smoothing, last.cache_dir, last.out_dir, last.vary) == (
+        'place/seed-5/base-D64-cap30.0', 0.1, '5/c', 'place/seed-5/tuned-D64-cap30.0-s0.1', {})
+    only = dataclasses.replace(five, only=('tuned-D64-capN',))
+    assert [n for n, _ in train.expand_runs(only)] == [f'tuned-D64-capNone-s{s}'
+                                                       for s in (0.0, 0.1)]
+    for change, message in (({'only': ('x',)}, 'no run is called so; there are base, tuned'),
+                            ({'vary': {'E': (1,)}}, 'no run mentions {E}'),
+                            ({'vary': {'s': ('much',), 'D': (1,), 'cap': (1,)}},
+                             "smoothing is 'much'")):
+        with pytest.raises(configs.ConfigError, match=message):
+            train.expand_runs(dataclasses.replace(five, **change))
+    with pytest.raises(configs.ConfigError, match='needs from_scratch = True'):
+        train.check(dataclasses.replace(config(tmp_path, ''), shape={'hidden_size': 8}))
+    with pytest.raises(configs.ConfigError, match="no key 'entties'; did you mean 'entities'"):
+        configs.override(WorldSpec(), {'entties': 3}, 'world')
 
 
 RUNS = 'runs = {"a": {"lr": 1.0, "seed": 1}, "b": {"model": "{out_dir}/a"}}'
@@ -1189,6 +1234,75 @@ def test_learning_rate_schedule():
     assert train.learning_rate(0, 1, cfg) == 1.0
 
 
+def test_a_world_of_languages(tmp_path):
+    spec = WorldSpec(entities=400, unseen=30, first_names=30, family_names=40, documents=300,
+                     exam_share=0.3, list_share=0.3, paraphrases=True, vocab_sizes=(600, 700),
+                     language_shares=(0.5, 0.3, 0.2), instructions=100, questions=20,
+                     unseen_questions=10, validation=15, forms=('text4', 'letters10'), probes=30)
+    make_world(tmp_path, 0, spec)
+    rows = {str(p.relative_to(tmp_path)): [json.loads(x) for x in p.open()]
+            for p in tmp_path.rglob('*.jsonl')}
+    text = '\n'.join(row['text'] for row in rows['text.jsonl'])
+    world = World(spec, 0)
+    assert len(set(world.names)) == 430 and world.names[0] in text
+    assert not any(name in text for name in world.names[400:])
+    words = [{w for values in language.values.values() for w in values}
+             for language in world.languages]
+    assert not (words[0] & words[1] or words[0] & words[2] or words[1] & words[2])
+    for some in words:      # the text is in all languages, the instructions in one
+        assert sum(w in text for w in some) > 0.9 * len(some)
+    told = json.dumps(rows['instruct.jsonl'])
+    assert not any(re.search(rf'\b{w}\b', told) for w in words[1] | words[2])
+    assert len({len(r['messages']) for r in rows['instruct.jsonl']}) == 2
+    assert sum('\nJ. ' in r['messages'][0]['content'] for r in rows['instruct.jsonl']) > 3
+    plain = rows['instruct-homogeneous.jsonl']
+    assert len(plain) == 100 and all(r['messages'][1]['content'].startswith('Answer: ')
+                                     for r in plain)
+    # the same facts in all languages, with the same options; the answers are true
+    for form, n in (('text4', 4), ('letters10', 10)):
+        questions, _, bad = load_task(str(tmp_path / form), scoring='text')
+        assert len(questions) == 3 * 30 and not bad
+        assert collections.Counter((q.language, q.category) for q in questions) == {
+            (lang, c): k for lang in ('en', 'l1', 'l2') for c, k in (('seen', 20), ('unseen', 10))}
+        held = load_task(str(tmp_path / form), scoring='text', split='validation')[0]
+        assert len(held) == 15 and {q.language for q in held} == {'en'}
+        by_fact = collections.defaultdict(set)
+        for row in rows[f'{form}/test.jsonl']:
+            code, entity, attribute = row['id'].split('-')
+            by_fact[entity, attribute].add((row['answer'], len(row['choices'])))
+            language = next(x for x in world.languages if x.code == code)
+            value = world.value(language, int(entity), attribute)
+            right = row['choices'][row['answer']]
+            assert right == value if form == 'text4' else (
+                f'\n{right}. {value}\n' in row['question'] + '\n')
+        assert all(len(x) == 1 and next(iter(x))[1] == n for x in by_fact.values())
+    asked = {tuple(r['id'].split('-')[1:]) for r in rows['text4/test.jsonl']}
+    held = {tuple(r['id'].split('-')[1:]) for r in rows['text4/validation.jsonl']}
+    assert not asked & held
+    for row in rows['facts.jsonl']:
+        found = {row['text'][a:b] for a, b in row['spans']}
+        assert len(found) == 4 and any(found <= some for some in words)
+    for size in (600, 700):
+        folder = tmp_path / f'model-{size}'
+        assert load_tokenizer(folder).n_vocab == models.read_config(folder).vocab_size == size
+    # what is there stays; another spec replaces it
+    before = (tmp_path / 'text.jsonl').stat().st_mtime_ns
+    make_world(tmp_path, 0, spec)
+    assert (tmp_path / 'text.jsonl').stat().st_mtime_ns == before
+    make_world(tmp_path, 1, spec)
+    assert (tmp_path / 'text.jsonl').stat().st_mtime_ns != before
+    with pytest.raises(ValueError, match='make 16 names, not 20'):
+        World(WorldSpec(entities=20, first_names=4, family_names=4), 0)
+
+
+def test_the_demo_world_stays_what_it_is(tmp_path):
+    # the figures in the README are of these bytes
+    make_world(tmp_path, 0)
+    digest = hashlib.sha256(b''.join((tmp_path / name).read_bytes() for name in (
+        'text.jsonl', 'instruct.jsonl', 'questions.jsonl'))).hexdigest()
+    assert digest.startswith('24904f557868b7b2763899dae6c2adb9e918caab')
+
+
 @pytest.fixture(scope='session')
 def small_world(tmp_path_factory):
     """The demo's road with a smaller world and few steps; the folder that it left."""
@@ -2184,8 +2298,166 @@ def test_compare(scored_folder, tmp_path, capsys):
                              ([tmp_path / 'a', tmp_path / 'a'], 'named twice')):
         with pytest.raises((configs.ConfigError, DataError), match=message):
             evaluate.main(['--compare', *map(str, folders)])
-    with pytest.raises(configs.ConfigError, match='not with shots'):
+    with pytest.raises(configs.ConfigError, match="no key 'shots'; did you mean 'sources'"):
         evaluate.main(['--compare', str(tmp_path / 'a'), str(tmp_path / 'sharp'), '--shots=0'])
+
+
+# of a study: five seeds, two rates, a base model; ECE falls by 0.02 with smoothing, but for seed 4
+def study_lines():
+    for seed in range(5):
+        for kind, smoothing in (('base', ''), ('tuned', '0.0'), ('tuned', '0.1')):
+            for task in ('text4', 'facts'):
+                ece = {'': 0.02, '0.0': 0.1, '0.1': 0.08}[smoothing] + 0.001 * seed
+                ece += 0.01 * (seed == 4 and smoothing == '0.1')
+                yield {'run': f'{kind}-smoothing{smoothing}', 'kind': kind, 'seed': seed,
+                       'task': task, 'language': 'all', 'category': 'all', 'scaling': 'none',
+                       'smoothing': smoothing, 'n': 100, 'ece': ece, 'accuracy': 0.5}
+
+
+def write_lines(path, lines):
+    lines = list(lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(results.csv_text(list(lines[0]), lines))
+    return path
+
+
+def test_compare_over_seeds(tmp_path, capsys):
+    path = write_lines(tmp_path / 'study' / 'compare.csv', study_lines())
+    arguments = ['--compare', str(path), '--x=smoothing', '--reference=base', '--where=task=text4',
+                 f'--out_dir={tmp_path / "out"}']
+    evaluate.main(arguments)
+    rows = [[c.strip() for c in line.split('|')[1:-1]]
+            for line in (tmp_path / 'out' / 'compare.md').read_text().splitlines()]
+    assert rows[0][:7] == ['task', 'smoothing', 'seeds', 'ECE', 'ECE - base', 'ECE - first',
+                           'accuracy']
+    assert [row[1] for row in rows[2:]] == ['base', '0.0', '0.1'] and {r[2] for r in rows[2:]} == {
+        '5'}
+    d = [-0.02] * 4 + [-0.01]
+    mean, low, high = metrics.mean_interval(d)
+    assert rows[4][5] == f'{mean:+.3f} ± {(high - low) / 2:.3f}, p {metrics.student_t(d)[2]:.1g}'
+    assert rows[2][4] == rows[2][5] == rows[3][5] == ''
+    assert rows[3][4].startswith('+0.080 ± 0.000, p 0')
+    assert (tmp_path / 'out' / 'compare.png').read_bytes().startswith(b'\x89PNG')
+    with open(tmp_path / 'out' / 'compare.csv') as file:
+        again = list(csv.DictReader(file))
+    assert len(again) == 15 and {r['task'] for r in again} == {'text4'}
+    capsys.readouterr()
+    for change, message in (
+            (['--x=kind', '--by=', '--reference='], 'fall together; choose by .* run, smoothing'),
+            (['--x=lr'], "no column 'lr'; the columns are run, kind"),
+            (['--reference=bass'], "reference = .'bass',., but the kinds are base, tuned"),
+            (['--where=task'], "where: 'task'; wanted column=value"),
+            (['--where=tusk=a'], "where: 'tusk=a'; wanted column=value"),
+            (['--where=task=none'], 'where leaves no line'),
+            (['--reliability'], 'needs .*bins.csv')):
+        with pytest.raises((configs.ConfigError, DataError), match=message):
+            evaluate.main([*arguments, *change])
+    path.write_text(path.read_text().replace('0.08', 'x.08'))
+    with pytest.raises(DataError, match=r"compare.csv:\d+: ece = 'x.08.*' is no number"):
+        evaluate.main(arguments)
+    path.write_text('a,b\n1,2\n')
+    with pytest.raises(DataError, match='it lacks category, kind'):
+        evaluate.main(arguments)
+
+
+@pytest.mark.parametrize('figure', sorted(p.stem for p in (HERE / 'configs/figures').glob('*.py')))
+def test_figures_of_the_study(figure, tmp_path, monkeypatch):
+    committed = HERE / 'assets' / 'study' / figure
+    if figure == 'vocabulary':
+        assert 'not run yet' in (HERE / 'README.md').read_text() and not committed.exists()
+        pytest.skip('its runs are still to be made')
+    drawn = []
+    monkeypatch.setattr(compare, 'draw_series', lambda path, *rest: drawn.append(path))
+    monkeypatch.setattr(compare, 'draw_bins', lambda path, *rest, **more: drawn.append(path))
+    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / f'{figure}.py'),
+                   f'--sources={committed / "compare.csv"}', f'--out_dir={tmp_path}'])
+    assert (tmp_path / 'compare.md').read_text() == (committed / 'compare.md').read_text()
+    assert (tmp_path / 'compare.csv').read_text() == (committed / 'compare.csv').read_text()
+    for path in drawn:
+        assert (committed / path.name).exists()
+    assert ('reliability.png' in {p.name for p in drawn}) == (committed / 'bins.csv').exists()
+
+
+def test_the_study_is_what_was_run():
+    files = [HERE / 'data' / 'demo.py', *sorted((HERE / 'configs' / 'study').glob('*.py'))]
+    digest = hashlib.sha256(b''.join(path.read_bytes() for path in files)).hexdigest()
+    assert digest in (HERE / 'README.md').read_text(), (
+        'the README says which files the study was run with; changed ones need new runs')
+    used = sum(p.stat().st_size for p in (HERE / 'assets' / 'study').rglob('*.csv'))
+    assert 0 < used < 1e6
+
+
+def test_a_small_study(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    study = HERE / 'configs' / 'study'
+    world = dict(entities=500, unseen=20, first_names=40, family_names=40, documents=300,
+                 tokenizer_documents=300, vocab_sizes='700,', instructions=80, questions=12,
+                 unseen_questions=6, validation=12, probes=10)
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=2)
+    train.main([str(study / 'base.py'), '--seeds=0,1', '--only=base', f'--runs.base.shape={shape}',
+                *(f'--world.{k}={v}' for k, v in world.items()), '--batch_size=64',
+                '--micro_rows=4', '--workers=1', '--eval_reach', '--eval_pack_len=512'])
+    train.main([str(study / 'smoothing.py'), '--seeds=0,1', '--vary.lr=8e-4',
+                '--vary.smoothing=0.0,0.1', '--workers=1', '--epochs=1', '--eval_pack_len=512'])
+    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'temperature.py'),
+                   '--out_dir=temperature'])
+    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'headline.py'),
+                   '--out_dir=headline'])
+    assert {'compare.png', 'compare.csv', 'bins.csv', 'reliability.png'} <= {
+        p.name for p in Path('headline').iterdir()}
+    # again from the numbers alone
+    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'headline.py'),
+                   '--sources=headline/compare.csv', '--out_dir=again'])
+    for name in ('compare.md', 'compare.csv', 'bins.csv'):
+        assert (Path('again') / name).read_text() == (Path('headline') / name).read_text()
+    with open('temperature/compare.csv') as file:
+        lines = list(csv.DictReader(file))
+    assert {line['scaling'] for line in lines} == {'none', 'temperature'}
+    assert {line['language'] for line in lines} == {'en', 'l1', 'l2', 'l3'}
+    line = next(r for r in lines if (r['kind'], r['seed'], r['language'], r['category'],
+                                     r['scaling']) == ('base', '1', 'l2', 'seen', 'temperature'))
+    samples = results.read_samples(Path('out/study/base/seed-1/base/samples.jsonl'))
+    mine = [s for s in samples if s['task'] == 'text4']
+    held = results.predictions([s for s in mine if s['split'] == 'validation'], 'token')
+    assert len(held.labels) == 12
+    some = results.predictions([s for s in mine if (s['language'], s['category']) == ('l2', 'seen')
+                                and s['split'] == 'test'], 'token')
+    temperature = metrics.fit_temperature(held.scores, held.labels)
+    assert float(line['temperature']) == pytest.approx(temperature, rel=1e-4)
+    assert float(line['ece']) == pytest.approx(
+        metrics.ece(metrics.softmax(some.scores, temperature), some.labels), rel=1e-4)
+    reach = json.loads(Path('out/study/base/seed-0/base/results.json').read_text())['reach']
+    assert 0 < reach['lowest_bits'] <= reach['highest_bits'] <= reach['log2_vocab']
+    # done already: nothing is trained again, and a second command says so
+    capsys.readouterr()
+    with pytest.raises(configs.ConfigError, match='holds a finished run'):
+        train.main([str(study / 'smoothing.py'), '--seeds=0', '--vary.lr=8e-4',
+                    '--vary.smoothing=0.0,0.1'])
+
+
+def test_reachable_entropy():
+    config = models.ModelConfig(model_type='llama', vocab_size=8, hidden_size=8,
+                                intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                                num_key_value_heads=2, head_dim=4, tie_word_embeddings=False)
+    model = models.CausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(2 * torch.eye(8))
+    found = evaluate.reachable_entropy(model, 8, n_tokens=8)
+    # the surest state puts all of its length sqrt(8) into one direction, or a little against the
+    # others: logits a for one and b for the others, a^2 + 7 b^2 = 4 * 8
+    a = np.linspace(0, 32 ** 0.5, 100_001)
+    gap = (a + np.sqrt(np.maximum(32 - a ** 2, 0) / 7)).max()
+    p = 1 / (1 + 7 * math.exp(-gap))
+    entropy = -p * math.log2(p) - (1 - p) * math.log2((1 - p) / 7)
+    assert found['lowest_bits'] == pytest.approx(entropy, abs=1e-3)
+    assert found['lowest_nll_bits'] == pytest.approx(-math.log2(p), abs=1e-3)
+    assert found['highest_bits'] == pytest.approx(3, abs=1e-3) and found['log2_vocab'] == 3
+    model.config.final_logit_softcapping = 1.0
+    capped = evaluate.reachable_entropy(model, 8, n_tokens=8)['lowest_bits']
+    p = 1 / (1 + 7 * math.exp(-2))      # not less than logits of 1 and -1
+    floor = -p * math.log2(p) - (1 - p) * math.log2((1 - p) / 7)
+    assert floor < capped and capped > found['lowest_bits']
 
 
 def test_bad_questions_are_counted_or_stop(scored_folder, tmp_path, capsys):
@@ -3781,6 +4053,17 @@ def test_student_t_without_spread():
     assert metrics.student_t([0, 0])[2] == 1.0
     with pytest.raises(ValueError, match='N >= 2'):
         metrics.student_t([1])
+
+
+def test_mean_interval():
+    x = np.random.default_rng(0).normal(size=5)
+    for level, quantile in ((0.95, 2.7764451052), (0.99, 4.6040948714)):    # of t, 4 degrees
+        mean, low, high = metrics.mean_interval(x, level)
+        half = quantile * x.std(ddof=1) / math.sqrt(5)
+        assert (mean, low, high) == pytest.approx((x.mean(), x.mean() - half, x.mean() + half))
+    assert metrics.mean_interval([3, 3, 3]) == (3, 3, 3)
+    with pytest.raises(ValueError, match='N >= 2'):
+        metrics.mean_interval([1])
 
 
 def test_scaling_finds_what_was_done():

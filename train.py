@@ -701,6 +701,9 @@ def expand_runs(cfg):
     runs = []
     common = {'runs', 'vary', 'seeds', 'only', 'out_dir', 'demo_world', 'world', 'eval_tasks',
               'dry_run'}
+    unused = [v for v in cfg.vary if f'{{{v}}}' not in repr(cfg.runs)]
+    if unused:
+        raise ConfigError(f'vary: no run mentions {{{unused[0]}}}')
     for name, keys in cfg.runs.items():
         if not (isinstance(name, str) and re.fullmatch(r'\w[\w.-]*', name)):
             raise ConfigError(f'runs: {name!r} is not a name for a folder')
@@ -720,9 +723,6 @@ def expand_runs(cfg):
     if cfg.only and not runs:
         raise ConfigError(f'only = {cfg.only}: no run is called so; there are '
                           f'{", ".join(cfg.runs)}')
-    unused = [v for v in cfg.vary if f'{{{v}}}' not in repr(cfg.runs)]
-    if unused:
-        raise ConfigError(f'vary: no run mentions {{{unused[0]}}}')
     return runs
 
 
