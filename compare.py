@@ -40,6 +40,7 @@ TITLES = {'accuracy': 'accuracy', 'confidence': 'confidence', 'gap': 'confidence
 FIXED = ('run', 'kind', 'seed', 'task', 'language', 'category', 'scaling')
 # what a compare.csv over seeds says of each run, beside its settings
 KEPT = ('n', *(name for name in TITLES if not name.startswith('reach')))
+SHORT = {'final_logit_softcapping': 'cap', 'hidden_size': 'D', 'unused_rows': 'unused'}
 # settings of a run that say where it is, not what it is
 PLACES = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'seeds', 'runs', 'vary', 'demo_world',
           'world', 'cache_dir', 'eval_tasks', 'shape', 'workers', 'device', 'dry_run', 'only',
@@ -354,8 +355,13 @@ def collect(folders, norm):
 def run_lines(folder, norm):
     run, name = read_run(folder, norm), Path(folder).name
     first = {'run': name, 'kind': name.split('-')[0], 'seed': str(run['seed'])}
-    reach = {f'reach_{key}': float(f'{value:.5g}') for key, value in run['reach'].items()}
     settings = {key: str(value) for key, value in run['settings'].items()}
+    reach = {}
+    for key, value in run['reach'].items():
+        if key == 'unused_rows':
+            settings[key] = str(value)
+        else:
+            reach[f'reach_{key}'] = float(f'{value:.5g}')
     lines = []
     for task, samples in run['samples'].items():
         everything = predictions(samples, run['norm'])
@@ -475,7 +481,7 @@ def paired(values, others):
 
 def titled(names, values):
     """'lr 0.001, smoothing 0.1'; a task or a category says what it is by itself."""
-    return ', '.join(v if n in ('task', 'category', 'kind', 'run') else f'{n} {v}'
+    return ', '.join(v if n in ('task', 'category', 'kind', 'run') else f'{SHORT.get(n, n)} {v}'
                      for n, v in zip(names, values, strict=True))
 
 

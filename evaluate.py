@@ -673,8 +673,8 @@ def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, rate=0.1, seed
     by Adam over what enters the norm: `lowest` is the mean over n_tokens of the first n_pieces
     rows, drawn at random, each made as probable as it can be; `highest` the best of as many random
     starts. Float32. Both are what was found, not proven bounds.
-    {'pieces': n_pieces, 'lowest_bits', 'lowest_nll_bits': of those tokens themselves,
-    'highest_bits', 'log2_vocab'}
+    {'unused_rows', 'lowest_bits', 'lowest_nll_bits': of those tokens themselves, 'highest_bits',
+    'log2_vocab'}
     """
     head, cap = model.head.detach().float(), model.config.final_logit_softcapping
     norm = copy.deepcopy(model.model.norm).float()
@@ -708,7 +708,7 @@ def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, rate=0.1, seed
     sure = descend(centred / centred.norm(dim=1, keepdim=True) * head.shape[1] ** 0.5, own)
     start = torch.randn(n_tokens, head.shape[1], generator=random).to(head.device)
     unsure = descend(start, lambda of: -entropy(of))
-    return {'pieces': n_pieces, 'lowest_bits': entropy(sure).mean().item(),
+    return {'unused_rows': len(head) - n_pieces, 'lowest_bits': entropy(sure).mean().item(),
             'lowest_nll_bits': own(sure).mean().item() / math.log(2),
             'highest_bits': entropy(unsure).max().item(), 'log2_vocab': math.log2(len(head))}
 
