@@ -173,7 +173,7 @@ RUNS = 'runs = {"a": {"lr": 1.0, "seed": 1}, "b": {"model": "{out_dir}/a"}}'
 
 def test_runs_and_the_command_line(tmp_path):
     cfg = config(tmp_path, RUNS, '--epochs=3', '--runs.a.lr=2', '--out_dir=place')
-    (_, first), (_, second) = train.expand_runs(cfg)
+    (_, first), (_, second) = train.expand_runs(*train.expand_seeds(cfg))
     assert first.lr == 2.0 and second.lr == 2e-5 and first.seed == 1
     assert first.epochs == second.epochs == 3.0
     assert second.model == 'place/a' and first.out_dir == 'place/a'
