@@ -14,9 +14,7 @@ import itertools
 import json
 import math
 import multiprocessing
-import os
-import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -25,8 +23,9 @@ import numpy as np
 import metrics
 from configs import ConfigError, load_config, read_assignments, require_range
 from data import DataError
-from results import (aligned, csv_text, draw_bins, draw_reliability, markdown, measure, predictions,
-                     read_samples, sample_order, split_languages, write_text)
+from results import (aligned, csv_text, draw_bins, draw_reliability, forked_processes, markdown,
+                     measure, predictions, read_samples, sample_order, save_figure,
+                     split_languages, write_text)
 
 # metric, title, and which is better: more (1), less (-1) or neither (0)
 COMPARED = (('accuracy', 'accuracy', 1), ('entropy_bits', 'entropy (bits)', 0), ('ece', 'ECE', -1),
@@ -82,8 +81,7 @@ def main(argv):
         raise ConfigError('compare: a folder is named twice')
     if len(folders) + 2 * len(files) < 2:
         raise ConfigError('compare wants two folders or more, each with samples.jsonl')
-    asked = any(getattr(cfg, f.name) != getattr(CompareConfig(), f.name)
-                for f in fields(cfg) if f.name in OVER_SEEDS)
+    asked = any(getattr(cfg, key) != getattr(CompareConfig(), key) for key in OVER_SEEDS)
     if files or asked or len({read_settings(folder)['seed'] for folder in folders}) > 1:
         compare_seeds(folders, files, cfg)
     else:
@@ -94,10 +92,10 @@ def find_runs(sources):
     """Folders of runs: those named, or the runs below a folder that is none."""
     found = []
     for source in map(Path, sources):
-        below = sorted(p.parent for p in source.rglob('results.json')
-                       if p.parent.name != 'before' and (p.parent / 'samples.jsonl').exists())
-        is_run = (source / 'results.json').exists() or not below
-        found += [source.resolve()] if is_run else [p.resolve() for p in below]
+        below = [] if (source / 'results.json').exists() else sorted(
+            p.parent.resolve() for p in source.rglob('results.json')
+            if p.parent.name != 'before' and (p.parent / 'samples.jsonl').exists())
+        found += below or [source.resolve()]
     return found
 
 
@@ -194,8 +192,9 @@ def read_settings(folder):
     places = [p for p in (folder, Path(config['model'])) if (p / 'train_config.py').exists()]
     values = {k: v for k, (v, _) in read_assignments(places[0] / 'train_config.py').items()
               } if places else {}
-    shape = places and (places[0] / 'config.json').exists() and json.loads(
-        (places[0] / 'config.json').read_text(encoding='utf-8'))
+    shape = {}
+    if places and (places[0] / 'config.json').exists():
+        shape = json.loads((places[0] / 'config.json').read_text(encoding='utf-8'))
     smoothing = values.get('smoothing')
     return {'model': Path(str(values.get('model') or config['model'])).name,
             'smoothing': '' if smoothing is None else str(smoothing),
@@ -203,7 +202,7 @@ def read_settings(folder):
             'distribution': results['distribution'], 'reach': results.get('reach') or {},
             'settings': {k: Path(v).stem if k == 'data' else v
                          for k, v in values.items() if k not in PLACES} | {
-                k: v for k, v in (shape or {}).items() if isinstance(v, (int, float, str))
+                k: v for k, v in shape.items() if isinstance(v, (int, float, str))
                 or k == 'final_logit_softcapping'}}
 
 
@@ -285,8 +284,7 @@ def compare_seeds(folders, files, cfg):
     lines = [{c: line.get(c, '') for c in columns} for line in lines]
     shown = lines
     for name, usual in (('language', 'all'), ('category', 'all'), ('scaling', 'none')):
-        if name not in named and not any(
-                rule.startswith(f'{name}=') for rule in cfg.where):
+        if name not in asked:
             shown = [line for line in shown if line[name] == usual]
     series, reference = group(shown, cfg)
     out_dir = Path(cfg.out_dir)
@@ -343,7 +341,7 @@ def read_lines(file):
 
 def collect(folders, norm):
     """Lines of every run: what it is, and its metrics by task, language, category and scaling."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1
+    cores = forked_processes()
     if cores > 1 and len(folders) > 4:
         with multiprocessing.get_context('fork').Pool(min(cores, 32)) as pool:
             found = pool.starmap(run_lines, [(folder, norm) for folder in folders], chunksize=1)
@@ -434,15 +432,21 @@ def group(lines, cfg):
     return series, reference
 
 
+def reference_name(cfg):
+    return cfg.reference[0] if len(cfg.reference) == 1 else 'reference' if cfg.reference else ''
+
+
 def values_of(lines, metric):
     return {seed: line[metric] for seed, line in lines.items()
             if isinstance(line.get(metric), float) and math.isfinite(line[metric])}
 
 
 def seed_table(series, reference, cfg):
-    """Cells: mean and half of its 95 % interval, and the same of paired differences, with p."""
-    head = [*cfg.panel, *cfg.by, cfg.x, 'seeds']
-    base = cfg.reference[0] if len(cfg.reference) == 1 else 'reference' if cfg.reference else ''
+    """Cells: mean and half of its 95 % interval, and the same of paired differences, with p.
+
+    The differences are to the reference of the panel, and to the first x of the same line.
+    """
+    head, base = [*cfg.panel, *cfg.by, cfg.x, 'seeds'], reference_name(cfg)
     for metric in cfg.metrics:
         title = TITLES.get(metric, metric)
         head += [title] + ([f'{title} - {base}'] if base else []) + [f'{title} - first']
@@ -479,6 +483,12 @@ def paired(values, others):
     return f'{plus_minus(d, "+.3f")}, p {metrics.student_t(d)[2]:.1g}'
 
 
+def mean_and_ends(values):
+    """(mean, low, high); of one seed three times its value."""
+    values = list(values)
+    return metrics.mean_interval(values) if len(values) > 1 else values * 3
+
+
 def titled(names, values):
     """'lr 0.001, smoothing 0.1'; a task or a category says what it is by itself."""
     return ', '.join(v if n in ('task', 'category', 'kind', 'run') else f'{SHORT.get(n, n)} {v}'
@@ -500,17 +510,16 @@ def draw_series(path, series, reference, cfg):
     for column, (panel, of_by) in enumerate(series.items()):
         for row, metric in enumerate(cfg.metrics):
             ax = axes[row, column]
-            band = list(values_of(reference[panel], metric).values())
+            band = values_of(reference[panel], metric)
             if band:
-                mean, low, high = metrics.mean_interval(band) if len(band) > 1 else band * 3
+                mean, low, high = mean_and_ends(band.values())
                 ax.axhline(mean, color='black', linestyle='--', linewidth=1,
-                           label=cfg.reference[0] if len(cfg.reference) == 1 else 'reference')
+                           label=reference_name(cfg))
                 ax.axhspan(low, high, color='black', alpha=0.1, linewidth=0)
             for k, (by, colour) in enumerate(zip(bys, colours, strict=True)):
-                points = [(xs.index(x), list(values_of(lines, metric).values()))
+                points = [(xs.index(x), values_of(lines, metric).values())
                           for x, lines in of_by.get(by, {}).items()]
-                points = [(at, metrics.mean_interval(v) if len(v) > 1 else v * 3)
-                          for at, v in points if v]
+                points = [(at, mean_and_ends(values)) for at, values in points if values]
                 if not points:
                     continue
                 at = np.array([p for p, _ in points]) + 0.06 * (k - (len(bys) - 1) / 2)
@@ -518,9 +527,8 @@ def draw_series(path, series, reference, cfg):
                 ax.errorbar(at, mean, (mean - low, high - mean), marker='o', markersize=4,
                             linewidth=1.2, capsize=2, color=colour,
                             label=titled(cfg.by, by) or None)
-            ax.set_xticks(range(len(xs)), xs)
-            if max(map(len, xs)) > 8:
-                ax.set_xticks(range(len(xs)), xs, rotation=15, horizontalalignment='right')
+            long = {'rotation': 15, 'horizontalalignment': 'right'}
+            ax.set_xticks(range(len(xs)), xs, **(long if max(map(len, xs)) > 8 else {}))
             ax.grid(axis='y', alpha=0.3)
             if row == 0:
                 ax.set_title(titled(cfg.panel, panel), fontsize=10)
@@ -528,15 +536,14 @@ def draw_series(path, series, reference, cfg):
                 ax.set_xlabel(cfg.x)
             if column == 0:
                 ax.set_ylabel(TITLES.get(metric, metric))
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    if labels:
-        width = 0.075 * max(map(len, labels)) + 0.6       # inches of an entry, about
-        figure.legend(handles, labels, loc='outside lower center', frameon=False, fontsize=9,
-                      ncols=max(1, min(len(labels), int(figure.get_figwidth() / width))))
-    part = f'{path}.tmp'
-    figure.savefig(part, format='png', dpi=110)
-    plt.close(figure)
-    os.replace(part, path)
+    entries = {label: handle for ax in axes.flat
+               for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    if entries:
+        width = 0.075 * max(map(len, entries)) + 0.6      # inches of an entry, about
+        figure.legend(entries.values(), entries, loc='outside lower center', frameon=False,
+                      fontsize=9,
+                      ncols=max(1, min(len(entries), int(figure.get_figwidth() / width))))
+    save_figure(figure, path, 110)
 
 
 def draw_pooled(out_dir, series, reference, bins, cfg):

@@ -847,7 +847,11 @@ def main(argv):
             print(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
         if result.get('fewer_shots'):
             print(f'{result["fewer_shots"]} questions had fewer than {cfg.shots} shots: too long')
-    print(f'\nwrote samples.jsonl, results.json, .md, .csv and reliability.png to {out_dir}')
+    if results['reach']:
+        print('\nentropy in reach of the output matrix: {lowest_bits:.3f} to {highest_bits:.3f} of '
+              '{log2_vocab:.3f} bits'.format(**results['reach']))
+    picture = ' and reliability.png' if cfg.pictures else ''
+    print(f'\nwrote samples.jsonl, results.json, .md, .csv{picture} to {out_dir}')
 
 
 if __name__ == '__main__':

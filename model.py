@@ -479,7 +479,7 @@ def attend_flex(q, k, v, mask, scale, score_mod, dropout):
 
 def compile_blocks(model):
     """Compiles each decoder block in place, all by one graph a mask; needs static shapes."""
-    # a process that makes several models has several shapes; beyond the limit blocks ran eagerly
+    # a process may make models of several shapes; past the limit, 8 of old, blocks run eagerly
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for layer in model.model.layers:
         layer.compile(dynamic=False)

@@ -170,8 +170,7 @@ def measure(groups, n_bootstrap, seed):
         sizes = [len(x) for x in np.array_split(np.arange(n_bootstrap), parts) if len(x)]
         jobs += [(key, group, size, [seed, part]) for part, size in enumerate(sizes)]
     jobs.sort(key=lambda job: -len(job[1].labels) * (job[2] or 100))        # the largest first
-    # forking is safe on Linux alone
-    cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1
+    cores = forked_processes()
     if cores == 1 or sum(len(g.labels) for g in groups.values()) * n_bootstrap < 3_000_000:
         done = [_measure(job) for job in jobs]
     else:
@@ -186,6 +185,11 @@ def measure(groups, n_bootstrap, seed):
     resampled = {key: {name: np.concatenate([parts[i][name] for i in range(len(parts))])
                        for name in parts[0]} for key, parts in found.items()}
     return {key: with_intervals(reports[key], resampled.get(key)) for key in groups}, resampled
+
+
+def forked_processes():
+    """How many processes may share work: the cores; 1 but on Linux, where alone forking is safe."""
+    return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1
 
 
 def _measure(job):
@@ -449,7 +453,13 @@ def draw_bins(path, panels, columns=5):
             top.axis('off')
             bottom.axis('off')
     axes[0, 0].legend(loc='upper left', fontsize=8, frameon=False)
+    save_figure(figure, path, 150 if rows == 1 else 80)
+
+
+def save_figure(figure, path, dpi):
+    """Writes a PNG whole: under a temporary name, then renamed; the figure is closed."""
+    import matplotlib.pyplot as plt
     part = f'{path}.tmp'
-    figure.savefig(part, format='png', dpi=150 if rows == 1 else 80)
+    figure.savefig(part, format='png', dpi=dpi)
     plt.close(figure)
     os.replace(part, path)

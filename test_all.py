@@ -162,6 +162,18 @@ runs = {
                              "smoothing is 'much'")):
         with pytest.raises(configs.ConfigError, match=message):
             train.expand_runs(dataclasses.replace(five, **change))
+    assert train.fill({'a': ['{D}', 'x{D}']}, {'D': 3}) == {'a': [3, 'x3']}
+    with pytest.raises(configs.ConfigError, match='one of them twice'):
+        train.expand_seeds(dataclasses.replace(cfg, seeds=(1, 1)))
+    for arguments, message in ((['--demo_world=w', '--world.entities=30000'],
+                                'make 22500 names, not 30000'),
+                               (['--demo_world=w', '--world.documents=20', '--world.entities=50',
+                                 '--world.instructions=9', '--world.questions=9',
+                                 '--world.vocab_sizes=90000,'], 'Vocabulary size too high'),
+                               (['--world.entities=3'], 'needs demo_world')):
+        with pytest.raises(configs.ConfigError, match=message):
+            train.main([*(a.replace('=w', f'={tmp_path / "w"}') for a in arguments),
+                        f'--out_dir={tmp_path / "run"}'])
     with pytest.raises(configs.ConfigError, match='needs from_scratch = True'):
         train.check(dataclasses.replace(config(tmp_path, ''), shape={'hidden_size': 8}))
     with pytest.raises(configs.ConfigError, match="no key 'entties'; did you mean 'entities'"):
@@ -486,7 +498,8 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     cache = tmp_path / 'cache'
     conversations(path, tokenizers['gemma'])
     made = {p: p.stat().st_mtime_ns for p in cache.rglob('*')}
-    conversations(path, tokenizers['gemma'])
+    tokens, learnt = conversations(path, tokenizers['gemma'])[0]
+    assert type(tokens) is type(learnt) is np.ndarray   # a memmap's slices are slow to make
     assert made == {p: p.stat().st_mtime_ns for p in cache.rglob('*')}
     for n, change in enumerate(({'max_length': 32}, {'add_bos': False}, {'template': 'gemma'})):
         conversations(path, tokenizers['gemma'], **change)

@@ -44,7 +44,8 @@ from evaluate import (EvalConfig, evaluate, load_model_tokenizer, load_tasks, pi
                       pick_dtype, task_label)
 from fused_ce import smoothed_cross_entropy, token_statistics
 from optim import AdamW
-from results import SHORT, draw_reliability, predictions, read_samples, table, write_text
+from results import (SHORT, draw_reliability, predictions, read_samples, save_figure, table,
+                     write_text)
 from resume import Stopped, TrainingError, rank, world
 
 
@@ -624,10 +625,7 @@ def draw_loss(out_dir):
     top.legend(frameon=False)
     bottom.plot([r['step'] for r in log], [r['grad_norm'] for r in log], color='grey', linewidth=1)
     bottom.set(xlabel='step', ylabel='gradient norm', yscale='log')
-    part = out_dir / 'loss.png.tmp'
-    figure.savefig(part, format='png', dpi=150)
-    plt.close(figure)
-    os.replace(part, out_dir / 'loss.png')
+    save_figure(figure, out_dir / 'loss.png', 150)
 
 
 def report(cfg, folder, tokenizer, tasks, out_dir):
@@ -645,8 +643,7 @@ def eval_config(cfg, folder, out_dir):
                       preset=cfg.eval_preset, scoring=cfg.eval_scoring, norm=cfg.eval_norm,
                       limit=cfg.eval_limit, temperature=cfg.eval_temperature,
                       n_bootstrap=cfg.eval_n_bootstrap, reach=cfg.eval_reach,
-                      pictures=cfg.pictures,
-                      add_bos=cfg.add_bos, pack_len=cfg.eval_pack_len,
+                      pictures=cfg.pictures, add_bos=cfg.add_bos, pack_len=cfg.eval_pack_len,
                       batch_rows=cfg.eval_batch_rows, compile=cfg.compile,
                       on_bad_row=cfg.on_bad_row, seed=cfg.seed, dtype=cfg.dtype, device=cfg.device,
                       out_dir=str(out_dir), overwrite=True)
@@ -728,6 +725,8 @@ def expand_runs(cfg):
 
 def expand_seeds(cfg):
     """`cfg` for each of its seeds, in a folder of its own; '{out_dir}' and '{seed}' filled in."""
+    if len(set(cfg.seeds)) < len(cfg.seeds):
+        raise ConfigError(f'seeds = {cfg.seeds}: one of them twice would replace its own run')
     seeds = [replace(cfg, seed=seed, seeds=(), out_dir=str(Path(cfg.out_dir) / f'seed-{seed}'))
              for seed in cfg.seeds] or [cfg]
     return [replace(one, **fill({f.name: getattr(one, f.name) for f in fields(one)},
@@ -741,8 +740,8 @@ def fill(value, known):
     """
     if isinstance(value, dict):
         return {key: fill(x, known) for key, x in value.items()}
-    if isinstance(value, tuple):
-        return tuple(fill(x, known) for x in value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(fill(x, known) for x in value)
     if isinstance(value, str):
         for name, x in known.items():
             if value == f'{{{name}}}':
@@ -772,18 +771,23 @@ def compare(cfg, rows, out_dir):
 
 def main(argv):
     cfg = load_config(TrainConfig, argv)
-    print(dump_config(cfg))
     experiments = []
     for one in expand_seeds(cfg):
+        print(dump_config(one))
         runs = expand_runs(one)
         for run in [run for _, run in runs] or [one]:
             check(run)
+        if one.world and not one.demo_world:
+            raise ConfigError(f'world = {one.world} needs demo_world, the folder to make it in')
         experiments.append((one, runs, override(WorldSpec(), one.world, 'world')))
     for one, runs, spec in experiments:
         if one.demo_world:
             with first_process_first():
                 if rank() == 0:
-                    make_world(one.demo_world, one.seed, spec)
+                    try:
+                        make_world(one.demo_world, one.seed, spec)
+                    except (ValueError, RuntimeError) as error:     # sentencepiece's are the latter
+                        raise ConfigError(f'world = {one.world}: {error}') from error
         experiment(one, runs)
 
 
