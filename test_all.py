@@ -125,7 +125,8 @@ def test_shipped_configs_load():
     assert {'demo', 'gemma2_ls01', 'llama3_8b_ls01', 'llama32_1b_ls01', 'mistral_7b_ls01',
             'paper_openinstruct'} <= {path.stem for path in shipped}
     for path in shipped:
-        train.expand_runs(configs.load_config(train.TrainConfig, [str(path)]))
+        for one in train.expand_seeds(configs.load_config(train.TrainConfig, [str(path)])):
+            train.expand_runs(one)
     for path in (HERE / 'configs' / 'study').glob('*.py'):
         cfg = configs.load_config(train.TrainConfig, [str(path)])
         for one in train.expand_seeds(cfg):
@@ -159,9 +160,18 @@ runs = {
     for change, message in (({'only': ('x',)}, 'no run is called so; there are base, tuned'),
                             ({'vary': {'E': (1,)}}, 'no run mentions {E}'),
                             ({'vary': {'s': ('much',), 'D': (1,), 'cap': (1,)}},
-                             "smoothing is 'much'")):
+                             "smoothing is 'much'"),
+                            ({'vary': {'D': 64}}, 'D is 64; wanted values in a tuple, or a dict'),
+                            ({'vary': {'D': {64: 1}}}, 'wanted values in a tuple, or a dict'),
+                            ({'vary': {'D': (64,), 's': (0.1,)}},
+                             'runs: base-D64: vary gives nothing to put in for {cap}')):
         with pytest.raises(configs.ConfigError, match=message):
             train.expand_runs(dataclasses.replace(five, **change))
+    paired = dataclasses.replace(
+        five, vary={'D': {64: {'r': 1e-3}, 256: {'r': 2e-3}}, 's': (0.0, 0.1)},
+        runs={'a': {'lr': '{r}', 'model': 'm{D}', 'smoothing': '{s}'}})
+    assert [(n, r.lr, r.model, r.smoothing) for n, r in train.expand_runs(paired)] == [
+        (f'a-D{d}-s{s}', r, f'm{d}', s) for d, r in ((64, 1e-3), (256, 2e-3)) for s in (0.0, 0.1)]
     assert train.fill({'a': ['{D}', 'x{D}']}, {'D': 3}) == {'a': [3, 'x3']}
     with pytest.raises(configs.ConfigError, match='one of them twice'):
         train.expand_seeds(dataclasses.replace(cfg, seeds=(1, 1)))

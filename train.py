@@ -138,7 +138,8 @@ class TrainConfig:
     # '{out_dir}' in a string stands for the common folder, '{seed}' for the seed
     runs: dict = field(default_factory=dict)
     # name -> values: a run whose keys mention '{name}' is done with each of them, in the folder
-    # out_dir/run-name<value>; of several, with each combination
+    # out_dir/run-name<value>; of several, with each combination. In place of a tuple of values a
+    # dict: value -> {further name: what '{further name}' stands for beside that value}
     vary: dict = field(default_factory=dict)
     seeds: tuple[int, ...] = ()               # all of it with each of them, in out_dir/seed-<n>
     only: tuple[str, ...] = ()                # of the runs, those whose names begin so
@@ -320,6 +321,20 @@ def train_step(model, optimizer, packed, cfg, device):
     return torch.cat((losses, norm[None]))
 
 
+def copy_to_host(x):
+    """A function that waits for the tensor `x`, not for what was launched after it: its values."""
+    if not x.is_cuda:
+        return x.tolist
+    host, copied = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event()
+    host.copy_(x, non_blocking=True)
+    copied.record()
+
+    def values():
+        copied.synchronize()
+        return host.tolist()
+    return values
+
+
 @torch.no_grad()
 def validation_loss(model, packed, cfg, device):
     """{val_loss, val_nll, val_ece} of packed rows: means over tokens, ECE of the next token."""
@@ -492,7 +507,7 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
         """Waits for the unread step, checks and logs it."""
         nonlocal clock
         for record, packed, chosen, stats in unread:
-            loss, nll, norm = stats.tolist()
+            loss, nll, norm = stats()
             step = record['step']
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise TrainingError(f'step {step}: loss {loss}, gradient norm {norm}; lower lr or '
@@ -526,7 +541,7 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
             lr = learning_rate(step, steps, cfg)
             for group in optimizer.param_groups:
                 group['lr'] = lr
-            stats = train_step(model, optimizer, packed, cfg, device)
+            stats = copy_to_host(train_step(model, optimizer, packed, cfg, device))
             read()
             done = step + 1
             unread.append(({'step': done, 'lr': lr}, packed, chosen, stats))
@@ -698,9 +713,13 @@ def expand_runs(cfg):
     runs = []
     common = {'runs', 'vary', 'seeds', 'only', 'out_dir', 'demo_world', 'world', 'eval_tasks',
               'dry_run'}
-    unused = [v for v in cfg.vary if f'{{{v}}}' not in repr(cfg.runs)]
-    if unused:
-        raise ConfigError(f'vary: no run mentions {{{unused[0]}}}')
+    for v, values in cfg.vary.items():
+        if f'{{{v}}}' not in repr(cfg.runs):
+            raise ConfigError(f'vary: no run mentions {{{v}}}')
+        if not (isinstance(values, (tuple, list)) or isinstance(values, dict)
+                and all(isinstance(further, dict) for further in values.values())):
+            raise ConfigError(f'vary: {v} is {values!r}; wanted values in a tuple, or a dict of '
+                              f'value: {{name: what goes with it}}')
     for name, keys in cfg.runs.items():
         if not (isinstance(name, str) and re.fullmatch(r'\w[\w.-]*', name)):
             raise ConfigError(f'runs: {name!r} is not a name for a folder')
@@ -714,7 +733,13 @@ def expand_runs(cfg):
             full = '-'.join([name, *(f'{v}{value}' for v, value in known.items())])
             if cfg.only and not full.startswith(cfg.only):
                 continue
-            run = override(cfg, fill(keys, known), f'runs: {full}')
+            for v, value in list(known.items()):
+                if isinstance(cfg.vary[v], dict):
+                    known |= cfg.vary[v][value]
+            filled = fill(keys, known)
+            if left := re.search(r'{[A-Za-z_]\w*}', repr(filled)):
+                raise ConfigError(f'runs: {full}: vary gives nothing to put in for {left[0]}')
+            run = override(cfg, filled, f'runs: {full}')
             runs.append((full, replace(run, runs={}, vary={}, demo_world=None, world={},
                                        out_dir=str(Path(cfg.out_dir) / full))))
     if cfg.only and not runs:

@@ -18,19 +18,8 @@ world = {
     'forms': ('text4', 'letters4'), 'probes': 2_000,
 }
 
-model = '{out_dir}/world/model-512'
-from_scratch = True
-data = '{out_dir}/world/text.jsonl'
-data_kind = 'text'
-epochs = 1.0
-batch_size = 384
 pack_len = 1024
 max_length = 512
-micro_rows = 36
-schedule = 'cosine'
-final_lr = 0.05
-weight_decay = 0.1
-betas = (0.9, 0.95)
 checkpoint_epochs = False
 save_every = None
 log_every = 100
@@ -39,6 +28,7 @@ eval_tasks = ('{out_dir}/world/text4', '{out_dir}/world/letters4', 'clm:{out_dir
               'facts:{out_dir}/world/facts.jsonl')
 eval_before = False
 eval_scoring = 'text'
+eval_norm = 'sum'           # an option is one token or, with 512 pieces, several
 eval_shots = 0
 eval_temperature = 'fit'
 eval_n_bootstrap = 0
@@ -47,90 +37,44 @@ eval_reach = True
 
 # the learning rates are 0.5 / hidden_size of the base models and 0.2 / hidden_size of tuning
 vary = {
+    'D': {64: {'mlp': 192, 'heads': 1, 'base_lr': 8e-3, 'tuned_lr': 3.2e-3},
+          256: {'mlp': 704, 'heads': 4, 'base_lr': 2e-3, 'tuned_lr': 8e-4},
+          1024: {'mlp': 2816, 'heads': 16, 'base_lr': 5e-4, 'tuned_lr': 2e-4}},
     'V': (512, 4_096, 32_768, 262_144),
     'cap': (30.0, None),
     'smoothing': (0.0, 0.1),
 }
 runs = {
-    'base-D64': {
-        'lr': 8e-3, 'model': '{out_dir}/world/model-{V}',
-        'shape': {'model_type': 'gemma2', 'hidden_size': 64, 'intermediate_size': 192,
-                  'num_hidden_layers': 2, 'num_attention_heads': 1, 'num_key_value_heads': 1,
-                  'head_dim': 64, 'query_pre_attn_scalar': 64, 'sliding_window': 1024,
-                  'attn_logit_softcapping': 50.0, 'final_logit_softcapping': '{cap}'},
+    'base': {
+        'model': '{out_dir}/world/model-{V}', 'from_scratch': True, 'lr': '{base_lr}',
+        'shape': {'model_type': 'gemma2', 'hidden_size': '{D}', 'intermediate_size': '{mlp}',
+                  'num_hidden_layers': 2, 'num_attention_heads': '{heads}',
+                  'num_key_value_heads': '{heads}', 'head_dim': 64, 'query_pre_attn_scalar': 64,
+                  'sliding_window': 1024, 'attn_logit_softcapping': 50.0,
+                  'final_logit_softcapping': '{cap}'},
+        'data': '{out_dir}/world/text.jsonl', 'data_kind': 'text', 'epochs': 2.0,
+        'batch_size': 96, 'micro_rows': 11, 'schedule': 'cosine', 'final_lr': 0.05,
+        'weight_decay': 0.1, 'betas': (0.9, 0.95),
     },
-    'base-D64-unused': {
-        'lr': 8e-3, 'model': '{out_dir}/world/model-4096',
-        'shape': {'model_type': 'gemma2', 'hidden_size': 64, 'intermediate_size': 192,
-                  'num_hidden_layers': 2, 'num_attention_heads': 1, 'num_key_value_heads': 1,
-                  'head_dim': 64, 'query_pre_attn_scalar': 64, 'sliding_window': 1024,
-                  'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0,
-                  'vocab_size': 262_144},
+    'base-unused': {
+        'model': '{out_dir}/world/model-4096', 'from_scratch': True, 'lr': '{base_lr}',
+        'shape': {'model_type': 'gemma2', 'hidden_size': '{D}', 'intermediate_size': '{mlp}',
+                  'num_hidden_layers': 2, 'num_attention_heads': '{heads}',
+                  'num_key_value_heads': '{heads}', 'head_dim': 64, 'query_pre_attn_scalar': 64,
+                  'sliding_window': 1024, 'attn_logit_softcapping': 50.0,
+                  'final_logit_softcapping': 30.0, 'vocab_size': 262_144},
+        'data': '{out_dir}/world/text.jsonl', 'data_kind': 'text', 'epochs': 2.0,
+        'batch_size': 96, 'micro_rows': 11, 'schedule': 'cosine', 'final_lr': 0.05,
+        'weight_decay': 0.1, 'betas': (0.9, 0.95),
     },
-    'base-D256': {
-        'lr': 2e-3, 'model': '{out_dir}/world/model-{V}',
-        'shape': {'model_type': 'gemma2', 'hidden_size': 256, 'intermediate_size': 704,
-                  'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 4,
-                  'head_dim': 64, 'query_pre_attn_scalar': 64, 'sliding_window': 1024,
-                  'attn_logit_softcapping': 50.0, 'final_logit_softcapping': '{cap}'},
+    'tuned': {
+        'model': '{out_dir}/base-D{D}-V{V}-cap{cap}', 'lr': '{tuned_lr}',
+        'smoothing': '{smoothing}', 'data': '{out_dir}/world/instruct.jsonl', 'epochs': 3.0,
+        'batch_size': 64, 'micro_rows': 4,
     },
-    'base-D256-unused': {
-        'lr': 2e-3, 'model': '{out_dir}/world/model-4096',
-        'shape': {'model_type': 'gemma2', 'hidden_size': 256, 'intermediate_size': 704,
-                  'num_hidden_layers': 2, 'num_attention_heads': 4, 'num_key_value_heads': 4,
-                  'head_dim': 64, 'query_pre_attn_scalar': 64, 'sliding_window': 1024,
-                  'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0,
-                  'vocab_size': 262_144},
-    },
-    'base-D1024': {
-        'lr': 5e-4, 'model': '{out_dir}/world/model-{V}',
-        'shape': {'model_type': 'gemma2', 'hidden_size': 1024, 'intermediate_size': 2816,
-                  'num_hidden_layers': 2, 'num_attention_heads': 16, 'num_key_value_heads': 16,
-                  'head_dim': 64, 'query_pre_attn_scalar': 64, 'sliding_window': 1024,
-                  'attn_logit_softcapping': 50.0, 'final_logit_softcapping': '{cap}'},
-    },
-    'base-D1024-unused': {
-        'lr': 5e-4, 'model': '{out_dir}/world/model-4096',
-        'shape': {'model_type': 'gemma2', 'hidden_size': 1024, 'intermediate_size': 2816,
-                  'num_hidden_layers': 2, 'num_attention_heads': 16, 'num_key_value_heads': 16,
-                  'head_dim': 64, 'query_pre_attn_scalar': 64, 'sliding_window': 1024,
-                  'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0,
-                  'vocab_size': 262_144},
-    },
-    'tuned-D64': {
-        'model': '{out_dir}/base-D64-V{V}-cap{cap}', 'lr': 3.2e-3, 'smoothing': '{smoothing}',
-        'from_scratch': False, 'shape': {}, 'data': '{out_dir}/world/instruct.jsonl',
-        'data_kind': 'instruct', 'epochs': 3.0, 'batch_size': 64, 'micro_rows': 8,
-        'schedule': 'linear', 'final_lr': 0.0, 'weight_decay': 0.0, 'betas': (0.9, 0.999),
-    },
-    'tuned-D64-unused': {
-        'model': '{out_dir}/base-D64-unused', 'lr': 3.2e-3, 'smoothing': '{smoothing}',
-        'from_scratch': False, 'shape': {}, 'data': '{out_dir}/world/instruct.jsonl',
-        'data_kind': 'instruct', 'epochs': 3.0, 'batch_size': 64, 'micro_rows': 8,
-        'schedule': 'linear', 'final_lr': 0.0, 'weight_decay': 0.0, 'betas': (0.9, 0.999),
-    },
-    'tuned-D256': {
-        'model': '{out_dir}/base-D256-V{V}-cap{cap}', 'lr': 8e-4, 'smoothing': '{smoothing}',
-        'from_scratch': False, 'shape': {}, 'data': '{out_dir}/world/instruct.jsonl',
-        'data_kind': 'instruct', 'epochs': 3.0, 'batch_size': 64, 'micro_rows': 8,
-        'schedule': 'linear', 'final_lr': 0.0, 'weight_decay': 0.0, 'betas': (0.9, 0.999),
-    },
-    'tuned-D256-unused': {
-        'model': '{out_dir}/base-D256-unused', 'lr': 8e-4, 'smoothing': '{smoothing}',
-        'from_scratch': False, 'shape': {}, 'data': '{out_dir}/world/instruct.jsonl',
-        'data_kind': 'instruct', 'epochs': 3.0, 'batch_size': 64, 'micro_rows': 8,
-        'schedule': 'linear', 'final_lr': 0.0, 'weight_decay': 0.0, 'betas': (0.9, 0.999),
-    },
-    'tuned-D1024': {
-        'model': '{out_dir}/base-D1024-V{V}-cap{cap}', 'lr': 2e-4, 'smoothing': '{smoothing}',
-        'from_scratch': False, 'shape': {}, 'data': '{out_dir}/world/instruct.jsonl',
-        'data_kind': 'instruct', 'epochs': 3.0, 'batch_size': 64, 'micro_rows': 8,
-        'schedule': 'linear', 'final_lr': 0.0, 'weight_decay': 0.0, 'betas': (0.9, 0.999),
-    },
-    'tuned-D1024-unused': {
-        'model': '{out_dir}/base-D1024-unused', 'lr': 2e-4, 'smoothing': '{smoothing}',
-        'from_scratch': False, 'shape': {}, 'data': '{out_dir}/world/instruct.jsonl',
-        'data_kind': 'instruct', 'epochs': 3.0, 'batch_size': 64, 'micro_rows': 8,
-        'schedule': 'linear', 'final_lr': 0.0, 'weight_decay': 0.0, 'betas': (0.9, 0.999),
+    'tuned-unused': {
+        'model': '{out_dir}/base-unused-D{D}', 'lr': '{tuned_lr}', 'smoothing': '{smoothing}',
+        'data': '{out_dir}/world/instruct.jsonl', 'epochs': 3.0,
+        'batch_size': 64, 'micro_rows': 4,
     },
 }
