@@ -484,9 +484,12 @@ def paired(values, others):
 
 
 def mean_and_ends(values):
-    """(mean, low, high); of one seed three times its value."""
+    """(mean, low, high) to draw; of one or two seeds three times the mean.
+
+    The interval of two is 13 standard errors to each side: it would hide the rest of a picture.
+    """
     values = list(values)
-    return metrics.mean_interval(values) if len(values) > 1 else values * 3
+    return metrics.mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
 
 
 def titled(names, values):

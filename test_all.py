@@ -180,6 +180,11 @@ runs = {
                                (['--demo_world=w', '--world.documents=20', '--world.entities=50',
                                  '--world.instructions=9', '--world.questions=9',
                                  '--world.vocab_sizes=90000,'], 'Vocabulary size too high'),
+                               (['--demo_world=w', '--world.forms=("letter4",)'],
+                                "form 'letter4'; wanted 'text' or 'letters' and 2 to 24 options"),
+                               (['--demo_world=w', '--world.forms=("text25",)'], "form 'text25'"),
+                               (['--demo_world=w', '--world.unseen_questions=5'],
+                                'unseen_questions = 5 with unseen = 0'),
                                (['--world.entities=3'], 'needs demo_world')):
         with pytest.raises(configs.ConfigError, match=message):
             train.main([*(a.replace('=w', f'={tmp_path / "w"}') for a in arguments),
@@ -1263,6 +1268,9 @@ def test_a_world_of_languages(tmp_path):
                      language_shares=(0.5, 0.3, 0.2), instructions=100, questions=20,
                      unseen_questions=10, validation=15, forms=('text4', 'letters10'), probes=30)
     make_world(tmp_path, 0, spec)
+    # a change of these bytes asks for new runs of the study
+    digest = hashlib.sha256(b''.join(p.read_bytes() for p in sorted(tmp_path.rglob('*.jsonl'))))
+    assert digest.hexdigest().startswith('bf749dedab46cc5ef9468a4c80de6b79b93ac74279ea2594')
     rows = {str(p.relative_to(tmp_path)): [json.loads(x) for x in p.open()]
             for p in tmp_path.rglob('*.jsonl')}
     text = '\n'.join(row['text'] for row in rows['text.jsonl'])
@@ -1809,6 +1817,14 @@ def test_lora_run(small_world, tmp_path):
 
 
 # on the GPU
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_a_step_is_read_without_waiting_for_the_next():
+    values, later = train.copy_to_host(torch.arange(3.0, device='cuda')), torch.cuda.Event()
+    torch.cuda._sleep(2 * 10 ** 9)      # about a second of the next step
+    later.record()
+    assert values() == [0.0, 1.0, 2.0] and not later.query()
+
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])

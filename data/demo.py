@@ -186,9 +186,13 @@ def make_world(folder, seed, spec=None):
     With spec.forms also a folder of test.jsonl and validation.jsonl for each, in all languages and
     with the category 'seen' or 'unseen'; with spec.probes clm.jsonl and facts.jsonl; with
     spec.paraphrases instruct-homogeneous.jsonl, the same facts asked for in one way. What is there
-    from the same spec and seed stays.
+    from the same spec and seed stays. Raises ValueError for a spec that no world can be made of.
     """
     folder, spec = Path(folder), spec or WorldSpec()
+    forms = {form: _form(form) for form in spec.forms}
+    if spec.unseen_questions and not spec.unseen:
+        raise ValueError(f'unseen_questions = {spec.unseen_questions} with unseen = 0: there are '
+                         f'no such entities to ask about')
     made = json.dumps({'seed': seed} | asdict(spec), indent=1)
     if (folder / 'world.json').exists() and (folder / 'world.json').read_text() == made:
         return
@@ -211,8 +215,7 @@ def make_world(folder, seed, spec=None):
     attributes = list(ATTRIBUTES)
     unseen = [(spec.entities + int(rng.integers(spec.unseen)), _draw(attributes, rng))
               for _ in range(spec.unseen_questions)]
-    for form in spec.forms:
-        kind, n_options = form.rstrip('0123456789'), int(form.lstrip('abcdefghijklmnopqrstuvwxyz'))
+    for form, (kind, n_options) in forms.items():
         drawn = [(fact, category, world.options(*fact, n_options, rng))
                  for facts, category in ((asked, 'seen'), (unseen, 'unseen'), (held, ''))
                  for fact in facts]
@@ -245,6 +248,15 @@ MODEL = {
     'rms_norm_eps': 1e-5, 'rope_theta': 10000.0, 'tie_word_embeddings': True,
     'bos_token_id': 1, 'eos_token_id': 2, 'torch_dtype': 'float32',
 }
+
+
+def _form(form):
+    """('text' or 'letters', number of options) of 'letters10'."""
+    match, n_values = re.fullmatch(r'(text|letters)(\d+)', form), len(ENGLISH.values['trades'])
+    if not match or not 2 <= int(match[2]) <= n_values:
+        raise ValueError(f"form {form!r}; wanted 'text' or 'letters' and 2 to {n_values} options, "
+                         f"as in 'text4'")
+    return match[1], int(match[2])
 
 
 def _names(spec, n, rng):

@@ -7,4 +7,4 @@ where = ('task=clm', 'language=all', 'category=all', 'scaling=none', 'hidden_siz
 x = 'vocab_size'
 by = ('kind', 'smoothing', 'unused_rows')
 panel = ('hidden_size', 'final_logit_softcapping')
-metrics = ('ece', 'gap', 'entropy_bits', 'accuracy')
+metrics = ('ece', 'gap', 'entropy_bits', 'reach_lowest_bits', 'accuracy')
