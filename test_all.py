@@ -1476,7 +1476,7 @@ def same_weights(a, b):
 def long_run(small_world, tmp_path_factory):
     """(arguments of a run whose every random state matters, the folder of it undisturbed)"""
     folder = tmp_path_factory.mktemp('long') / 'whole'
-    arguments = [small_world[0] / 'tuned' / 'train_config.py', '--eval_tasks=', '--epochs=80',
+    arguments = [small_world[0] / 'tuned' / 'train_config.py', '--eval_tasks=', '--epochs=50',
                  '--save_every=7', '--resid_dropout=0.1', '--attn_dropout=0.1', '--val_every=1000',
                  '--checkpoint_epochs=False', '--device=cpu']
     code, _, error = run_train(*arguments, f'--out_dir={folder}')
@@ -1521,6 +1521,8 @@ def test_signals_save_and_leave(long_run, tmp_path, number):
     assert process.returncode == 128 + number and 'Traceback' not in errors
     [step] = resume.checkpoints(tmp_path)
     assert f'after step {step}; --resume goes on' in printed and step == steps_done(tmp_path)
+    if number == signal.SIGTERM:    # what follows is the same
+        return
     code, _, error = run_train(*arguments, f'--out_dir={tmp_path}')
     assert code == 1 and f'interrupted after step {step}; --resume goes on with it' in error
     code, _, error = run_train(*arguments, f'--out_dir={tmp_path}', '--resume', '--lr=0.1')
@@ -3021,9 +3023,9 @@ def test_ce_any_layout(ce_device):
 
 def test_ce_upstream_gradient(ce_device):
     hidden, weight, target = ce_inputs(5, 16, 40, ce_device, dtype=torch.bfloat16)
-    for chunk_rows in (100, 2):
+    for chunk_rows, factors in ((100, (1 / 3, -7.3, 0.0)), (2, (-7.3,))):
         _, dh, dw = ce_ours(hidden, weight, target, smoothing=0.1, chunk_rows=chunk_rows)
-        for factor in (1 / 3, -7.3, 0.0):
+        for factor in factors:
             hidden.grad = weight.grad = None
             loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1,
                                              chunk_rows=chunk_rows)
@@ -4173,12 +4175,12 @@ def test_intervals_cover_what_they_should():
     rng = np.random.default_rng(1)
     for method in ('percentile', 'bca'):
         covered = 0
-        for _ in range(60):
+        for _ in range(40):
             c = rng.uniform(0.5, 1, 80)
             right = rng.random(80) < c - 0.1
             low, high = metrics.interval(metrics.gap, c, right, n_resamples=200, method=method)
             covered += low <= 0.1 <= high
-        assert covered >= 51, method
+        assert covered >= 34, method
     # skewed: BCa moves the interval of a variance up
     x = rng.exponential(size=60)
     percentile, bca = (metrics.interval(lambda x, _: x.var(), x, x, method=m, n_resamples=2000)
