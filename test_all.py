@@ -2425,6 +2425,11 @@ def test_the_study_is_what_was_run():
     assert 0 < used < 1e6
 
 
+def test_no_whiskers_of_two_seeds():
+    assert compare.mean_and_ends([1.0, 3.0]) == [2.0, 2.0, 2.0]
+    assert compare.mean_and_ends([1.0, 2.0, 3.0]) == pytest.approx((2.0, -0.484138, 4.484138))
+
+
 def test_a_small_study(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     study = HERE / 'configs' / 'study'
