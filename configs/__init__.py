@@ -3,7 +3,7 @@
 The dataclass at the top of `train.py` (or `evaluate.py`, `bench.py`) lists every key with its
 type, default and meaning. A config file holds only `name = literal` lines: nothing in it is
 executed, any tool can read it, and a key that the dataclass does not have is an error, not a new
-global.
+global. `include = 'other.py'` takes what several files share from a file beside them.
 """
 
 import ast
@@ -93,7 +93,23 @@ def _read_file(cls, path):
 
 
 def read_assignments(path):
-    """{key: (value, 'file:line')} of a config file, whatever its keys are; raises ConfigError."""
+    """{key: (value, 'file:line')} of a config file, whatever its keys are; raises ConfigError.
+
+    `include = 'other.py'` puts the lines of a file of the same folder before its own, which win.
+    """
+    given = _read_lines(path)
+    if 'include' not in given:
+        return given
+    name, where = given.pop('include')
+    if not isinstance(name, str):
+        raise ConfigError(f'{where}: include is {name!r}; wanted the name of a file beside {path}')
+    included = _read_lines(Path(path).parent / name)
+    if 'include' in included:
+        raise ConfigError(f'{included["include"][1]}: a file that is included can include none')
+    return included | given
+
+
+def _read_lines(path):
     try:
         tree = ast.parse(Path(path).read_text(encoding='utf-8'))
     except OSError as error:
