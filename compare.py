@@ -13,7 +13,6 @@ import csv
 import itertools
 import json
 import math
-import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,7 +21,7 @@ import numpy as np
 
 import metrics
 from configs import ConfigError, load_config, read_assignments, require_range
-from data import DataError
+from data import DataError, forked_pool
 from results import (aligned, csv_text, draw_bins, draw_reliability, forked_processes, markdown,
                      measure, predictions, read_samples, sample_order, save_figure,
                      split_languages, write_text)
@@ -343,7 +342,7 @@ def collect(folders, norm):
     """Lines of every run: what it is, and its metrics by task, language, category and scaling."""
     cores = forked_processes()
     if cores > 1 and len(folders) > 4:
-        with multiprocessing.get_context('fork').Pool(min(cores, 32)) as pool:
+        with forked_pool(min(cores, 32)) as pool:
             found = pool.starmap(run_lines, [(folder, norm) for folder in folders], chunksize=1)
     else:
         found = [run_lines(folder, norm) for folder in folders]

@@ -8,7 +8,6 @@ import csv
 import io
 import json
 import math
-import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
-from data import DataError, read_rows
+from data import DataError, forked_pool, read_rows
 
 # key in a report, title, format
 SHORT = (('n', 'questions', 'd'), ('accuracy', 'accuracy', '.3f'),
@@ -174,7 +173,7 @@ def measure(groups, n_bootstrap, seed):
     if cores == 1 or sum(len(g.labels) for g in groups.values()) * n_bootstrap < 3_000_000:
         done = [_measure(job) for job in jobs]
     else:
-        with multiprocessing.get_context('fork').Pool(min(cores, 16)) as pool:
+        with forked_pool(min(cores, 16)) as pool:
             done = pool.map(_measure, jobs, chunksize=1)
     reports, found = {}, {}
     for (key, _, size, draw), values in zip(jobs, done, strict=True):

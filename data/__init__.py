@@ -1,16 +1,40 @@
 """Raw files to tokens or to questions. This file: finding files and reading rows out of them."""
 
+import contextlib
 import csv
 import gzip
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import zlib
 from pathlib import Path
 
 
 class DataError(ValueError):
     """A data file, row or tokenizer that cannot be used; the message names the place."""
+
+
+@contextlib.contextmanager
+def forked_pool(processes, initializer=None, *arguments):
+    """A multiprocessing.Pool of forked processes, in each of which initializer(*arguments) has run.
+
+    The arguments are inherited, not pickled. SIGTERM ends a worker at once, whatever handler the
+    process that forks has: Pool ends its workers by it, and one that was just about to wait for a
+    task would wait for ever, for a handler in Python that never gets to run.
+    """
+    with multiprocessing.get_context('fork').Pool(
+            processes, _begin_worker, (initializer, arguments)) as pool:
+        yield pool
+        pool.close()
+        pool.join()
+
+
+def _begin_worker(initializer, arguments):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if initializer:
+        initializer(*arguments)
 
 
 def fetch(source, patterns, revision=None):

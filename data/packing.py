@@ -7,7 +7,6 @@ temporary name and renamed, so a cache that exists is whole.
 
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data import DataError, count_rows
+from data import DataError, count_rows, forked_pool
 
 FORMAT = 1  # of the cache; raise it when what is written changes
 IGNORE = -100
@@ -109,9 +108,7 @@ def _encoded(rows, encode, workers):
     if workers <= 1:
         yield from map(_Guarded(encode), rows)
         return
-    # fork: the tokenizer in `encode` is inherited, not pickled
-    context = multiprocessing.get_context('fork')
-    with context.Pool(workers, initializer=_keep, initargs=(_Guarded(encode),)) as pool:
+    with forked_pool(workers, _keep, _Guarded(encode)) as pool:     # with the tokenizer in `encode`
         yield from pool.imap(_call_kept, rows, chunksize=64)
 
 
