@@ -283,23 +283,30 @@ def compare_seeds(folders, files, cfg):
     lines = [{c: line.get(c, '') for c in columns} for line in lines]
     shown = lines
     for name, usual in (('language', 'all'), ('category', 'all'), ('scaling', 'none')):
-        if name not in asked:
-            shown = [line for line in shown if line[name] == usual]
+        if name in asked:
+            continue
+        found = {}
+        for line in shown:
+            found.setdefault(line['task'], set()).add(line[name])
+        for task, values in found.items():
+            if len(values) > 1 and usual not in values:
+                raise ConfigError(f'where: no line of {task} has {name}={usual}; choose '
+                                  f'{name}={"|".join(sorted(values))}')
+        shown = [line for line in shown if line[name] == usual or len(found[line['task']]) == 1]
     series, reference = group(shown, cfg)
     out_dir = Path(cfg.out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     write_text(out_dir / 'compare.csv', csv_text(columns, lines))
-    print(f'{len(lines)} lines of {len({line["run"] for line in lines})} runs and '
-          f'{len({line["seed"] for line in lines})} seeds\n')
-    found = seed_table(series, reference, cfg)
-    print(aligned(found))
-    write_text(out_dir / 'compare.md', markdown(found))
+    table = seed_table(series, reference, cfg)
+    write_text(out_dir / 'compare.md', markdown(table))
     draw_series(out_dir / 'compare.png', series, reference, cfg)
     if cfg.reliability:
         for file in files:
             bins |= read_bins(Path(file).with_name('bins.csv'))
         draw_pooled(out_dir, series, reference, bins, cfg)
-    print(f'\nwrote compare.csv, compare.md and compare.png to {out_dir}')
+    print(f'{len(lines)} lines of {len({line["run"] for line in lines})} runs and '
+          f'{len({line["seed"] for line in lines})} seeds\n\n{aligned(table)}\n\n'
+          f'wrote compare.csv, compare.md and compare.png to {out_dir}')
 
 
 def key_of(line):

@@ -1463,6 +1463,17 @@ def test_dry_run_writes_nothing(small_world, tmp_path, capsys):
     assert 'estimated memory' in capsys.readouterr().out
 
 
+def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
+    clock, hours = time.perf_counter, []
+    monkeypatch.setattr(time, 'perf_counter', lambda: clock() + 3600 * len(hours))
+    monkeypatch.setattr(train, 'validation_loss',
+                        lambda *_: hours.append(1) or {'val_nll': 0.0, 'val_ece': 0.0})
+    train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
+                '--max_steps=4', '--val_every=1', '--eval_tasks=', '--device=cpu'])
+    records = [json.loads(line) for line in (tmp_path / 'log.jsonl').open()]
+    assert len(hours) == 4 and all(0 < r['tokens'] / r['tokens_per_s'] < 3600 for r in records)
+
+
 def test_a_nan_loss_stops_the_run(small_world, tmp_path):
     folder, _ = small_world
     with pytest.raises(train.TrainingError, match=r'step 1: loss nan.* the sequences were \[\d+, .*'
@@ -1852,10 +1863,12 @@ def test_lora_run(small_world, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_a_step_is_read_without_waiting_for_the_next():
-    values, later = train.copy_to_host(torch.arange(3.0, device='cuda')), torch.cuda.Event()
+    first, later = train.HostCopy(torch.arange(3.0, device='cuda')), torch.cuda.Event()
     torch.cuda._sleep(2 * 10 ** 9)      # about a second of the next step
     later.record()
-    assert values() == [0.0, 1.0, 2.0] and not later.query()
+    assert first.values() == [0.0, 1.0, 2.0] and not later.query()
+    second = train.HostCopy(torch.ones((), device='cuda'))
+    assert 0.5 < second.seconds_after(first) < 2 and later.query()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
@@ -2423,6 +2436,17 @@ def test_compare_over_seeds(tmp_path, capsys):
             (['--reliability'], 'needs .*bins.csv')):
         with pytest.raises((configs.ConfigError, DataError), match=message):
             evaluate.main([*arguments, *change])
+    lines = list(study_lines())
+    one, two = ([line | {'language': choice[i % len(choice)] if line['task'] == 'text4' else 'all'}
+                 for i, line in enumerate(lines)] for choice in (['en'], ['de', 'en', 'en']))
+    write_lines(path, one)      # the only language of this task need not be named
+    evaluate.main(arguments)
+    assert '| text4 | 0.1 | 5 |' in (tmp_path / 'out' / 'compare.md').read_text()
+    write_lines(path, two)
+    with pytest.raises(configs.ConfigError, match='no line of text4 has language=all; choose '
+                                                  r'language=de\|en'):
+        evaluate.main(arguments)
+    write_lines(path, lines)
     path.write_text(path.read_text().replace('0.08', 'x.08'))
     with pytest.raises(DataError, match=r"compare.csv:\d+: ece = 'x.08.*' is no number"):
         evaluate.main(arguments)
@@ -2484,38 +2508,43 @@ def test_what_the_readme_says_of_claim_3():
         return (f'{mean:+.{digits}f} ± {(high - low) / 2:.{digits}f}',
                 f'p {metrics.student_t(effect)[2]:.1g}')
 
-    def ece_of(figure, task):
-        """A function: the ECE of a kind of run, [sizes, rows, seeds], nan where none was run."""
+    def ece_of(figure, task, softcap='30.0'):
+        """A function: the ECE of a kind of run, [sizes, rows, seeds]."""
         with open(HERE / 'assets' / 'study' / figure / 'compare.csv') as file:
             ece = {(int(r['hidden_size']), int(r['vocab_size']), r['unused_rows'] != '0', r['kind'],
                     r['smoothing'], r['seed']): float(r['ece']) for r in csv.DictReader(file)
-                   if r['task'] == task and r['final_logit_softcapping'] == '30.0'}
+                   if r['task'] == task and r['final_logit_softcapping'] == softcap}
         def of(kind, smoothing, unused=False, rows=rows):
-            return np.array([[[ece.get((d, v, unused, kind, smoothing, seed), np.nan)
-                               for seed in seeds] for v in rows] for d in sizes])
+            return np.array([[[ece[d, v, unused, kind, smoothing, seed] for seed in seeds]
+                              for v in rows] for d in sizes])
         return of
 
+    def trends(effect):
+        """By least squares: of the effect [sizes, rows, seeds] over rows, and over sizes."""
+        by_rows, by_sizes = (np.log2(x) - np.log2(x).mean() for x in (rows, sizes))
+        return (*tested(9 * np.einsum('dvs,v->s', effect, by_rows) / (3 * (by_rows ** 2).sum())),
+                *tested(4 * np.einsum('dvs,d->s', effect, by_sizes) / (4 * (by_sizes ** 2).sum())))
+
+    def interaction(effect, digits=3):
+        return tested(effect[0, 3] - effect[0, 0] - effect[2, 3] + effect[2, 0], digits)
+
     of = ece_of('vocabulary', 'clm')
-    tuned, left, base = of('tuned', '0.0'), of('tuned', '0.1'), of('base', '0.0')
-    unused = [of(k, s, True, rows[3:])[:, 0] for k, s in (('tuned', '0.0'), ('tuned', '0.1'),
-                                                          ('base', '0.0'))]
+    tuned, left, base = (np.concatenate((of(*run), of(*run, True, rows[3:])), axis=1)
+                         for run in (('tuned', '0.0'), ('tuned', '0.1'), ('base', '0.0')))
     for i, d in enumerate(sizes):
         cells = [f'{cell(tuned[i, j] - left[i, j])} of {(tuned - base)[i, j].mean():.3f}'
-                 for j in range(4)]
-        own = [x[i][np.isfinite(unused[0][i])] for x in unused]
-        of_unused = (cell(own[0] - own[1]) if len(own[0]) == 5
-                     else f'{(own[0] - own[1]).mean():.3f}')
-        cells.append(f'{of_unused} of {(own[0] - own[2]).mean():.3f}')
-        assert f'| {d} | {" | ".join(cells)}' in says
-        assert len(own[0]) == 5 or len(own[0]) == 2 and f'{cells[-1]} (two seeds) |' in says
-    effect = tuned - left
-    over_rows, over_sizes = (np.log2(x) - np.log2(x).mean() for x in (rows, sizes))
-    trend_rows, p_rows = tested(9 * np.einsum('dvs,v->s', effect, over_rows)
-                                / (3 * (over_rows ** 2).sum()))
-    trend_sizes, p_sizes = tested(4 * np.einsum('dvs,d->s', effect, over_sizes)
-                                  / (4 * (over_sizes ** 2).sum()))
-    assert f'({trend_rows} from 2^9 to 2^18, {p_rows})' in says
-    assert f'({trend_sizes} from 64 to 1,024, {p_sizes};' in says
+                 for j in range(5)]
+        assert f'| {d} | {" | ".join(cells)} |' in says
+    by_rows, p_rows, by_sizes, p_sizes = trends((tuned - left)[:, :4])
+    assert f'({by_rows} from 2^9 to 2^18, {p_rows})' in says
+    assert f'({by_sizes} from 64 to 1,024, {p_sizes};' in says
+    of = ece_of('vocabulary', 'clm', 'None')
+    effect = of('tuned', '0.0') - of('tuned', '0.1')
+    by_rows, p_rows, by_sizes, p_sizes = trends(effect)
+    changed, p = interaction(effect)
+    assert (f'takes {effect.mean(2).min():.3f} to {effect.mean(2).max():.3f}, more with more rows '
+            f'({by_rows}, {p_rows}), no less with a small hidden size ({by_sizes}, {p_sizes}), and '
+            f'the interaction is gone ({changed}, {p})') in says
     _, p = tested(left[0, 3] - left[2, 3])
     assert (f'{left[0, 3].mean():.3f} is left, against {left[2, 3].mean():.3f} at 1,024 ({p})'
             in says)
@@ -2525,11 +2554,27 @@ def test_what_the_readme_says_of_claim_3():
             ('vocabulary_questions', 'facts', 'first tokens of facts', 3)):
         of = ece_of(figure, task)
         effect = of('tuned', '0.0') - of('tuned', '0.1')
-        change, p = tested(effect[0, 3] - effect[0, 0] - effect[2, 3] + effect[2, 0], digits)
+        change, p = interaction(effect, digits)
         assert f'{change} for {name} ({p})' in says
         if task != 'clm':
             harm, p = tested(-effect[2, 0])
             assert f'{harm} for {"questions" if task == "text4" else "facts"}, {p}' in says
+
+
+def test_what_the_readme_says_of_size():
+    says = ' '.join((HERE / 'README.md').read_text().split())
+    for width, weights in ((128, 1), (256, 6), (512, 34), (1024, 210)):
+        cells = []
+        for figure, task in (('size', 'text4'), ('size_tokens', 'text4'), ('size_tokens', 'facts'),
+                             ('size_tokens', 'clm')):
+            with open(HERE / 'assets' / 'study' / figure / 'compare.csv') as file:
+                ece = {(r['smoothing'], r['seed']): float(r['ece']) for r in csv.DictReader(file)
+                       if (r['kind'], r['task'], r['hidden_size']) == ('tuned', task, str(width))}
+            tuned, smoothed = ([ece[s, seed] for seed in '01234'] for s in ('0.0', '0.1'))
+            mean, low, high = metrics.mean_interval(d := np.subtract(smoothed, tuned))
+            cells.append(f'{np.mean(tuned):.3f}, {mean:+.3f} ± {(high - low) / 2:.3f}, '
+                         f'p {metrics.student_t(d)[2]:.1g}')
+        assert f'| {weights} million | {" | ".join(cells)} |' in says
 
 
 def test_no_whiskers_of_two_seeds():

@@ -321,18 +321,31 @@ def train_step(model, optimizer, packed, cfg, device):
     return torch.cat((losses, norm[None]))
 
 
-def copy_to_host(x):
-    """A function that waits for the tensor `x`, not for what was launched after it: its values."""
-    if not x.is_cuda:
-        return x.tolist
-    host, copied = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event()
-    host.copy_(x, non_blocking=True)
-    copied.record()
+class HostCopy:
+    """A tensor's values on the host and the time when it was ready.
 
-    def values():
-        copied.synchronize()
-        return host.tolist()
-    return values
+    Asking waits for the tensor alone, not for what the device was given after it.
+    """
+
+    def __init__(self, x):
+        self.host, self.event, self.clock = x, None, time.perf_counter()
+        if x.is_cuda:
+            self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self.host.copy_(x, non_blocking=True)
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def values(self):
+        if self.event:
+            self.event.synchronize()
+        return self.host.tolist()
+
+    def seconds_after(self, earlier):
+        """Seconds from `earlier`'s being ready to this, by the device's clock where it has one."""
+        if not self.event:
+            return self.clock - earlier.clock
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1000
 
 
 @torch.no_grad()
@@ -500,20 +513,19 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
     track = start_tracker(cfg) if not (cfg.dry_run or rank()) else lambda record: None
     bar = tqdm(range(first, until), out_dir.name, unit=' steps', mininterval=1, initial=first,
                total=until, disable=rank() > 0)
-    clock = time.perf_counter()
-    unread = []     # the step that the device may still be busy with
+    unread, last = [], None     # the step that the device may still be busy with; the one before
 
     def read():
         """Waits for the unread step, checks and logs it."""
-        nonlocal clock
+        nonlocal last
         for record, packed, chosen, stats in unread:
-            loss, nll, norm = stats()
+            loss, nll, norm = stats.values()
             step = record['step']
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise TrainingError(f'step {step}: loss {loss}, gradient norm {norm}; lower lr or '
                                     f'check the data: the sequences were {chosen.tolist()} of '
                                     f'{cfg.data}, counted from 0; {resume.remedy(out_dir)}')
-            seconds, clock = time.perf_counter() - clock, time.perf_counter()
+            seconds, last = stats.seconds_after(last), stats
             n_tokens = int((packed['owner'] >= 0).sum())
             record |= {'loss': loss, 'nll': nll, 'grad_norm': norm, 'tokens': n_tokens,
                        'learnt_tokens': int((packed['targets'] >= 0).sum()),
@@ -541,7 +553,9 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
             lr = learning_rate(step, steps, cfg)
             for group in optimizer.param_groups:
                 group['lr'] = lr
-            stats = copy_to_host(train_step(model, optimizer, packed, cfg, device))
+            if not unread:      # the first, or nothing runs: a validation's time is not this step's
+                last = HostCopy(torch.zeros((), device=device))
+            stats = HostCopy(train_step(model, optimizer, packed, cfg, device))
             read()
             done = step + 1
             unread.append(({'step': done, 'lr': lr}, packed, chosen, stats))
