@@ -118,7 +118,7 @@ def compare_questions(folders, cfg):
     if not tasks:
         raise DataError('these runs have no task in common: ' + '; '.join(
             f'{name}: {", ".join(run["samples"])}' for name, run in zip(named, runs)))
-    lines, texts = [], []
+    lines, texts, shown = [], [], []
     for task in tasks:
         print_task, pairs = [], []
         by_language = [split_languages(run['samples'][task]) for run in runs]
@@ -150,15 +150,15 @@ def compare_questions(folders, cfg):
                 *(title for _, title, _ in COMPARED)]
         pair_head = ['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p']
         distribution = ', '.join(dict.fromkeys(run['distribution'] for run in runs))
-        print(f'\n{task} ({distribution})\n{aligned([head, *print_task])}\n\n'
-              f'{aligned([pair_head, *pairs])}')
+        shown.append(f'\n{task} ({distribution})\n{aligned([head, *print_task])}\n\n'
+                     f'{aligned([pair_head, *pairs])}')
         texts.append(f'### {task} ({distribution})\n\n{markdown([head, *print_task])}\n'
                      f'{markdown([pair_head, *pairs])}')
         draw_reliability(out_dir / f'reliability-{task}.png',
                          [(name, of_run[None][1]) for name, of_run in zip(named, found)])
     write_text(out_dir / 'compare.md', '\n'.join(texts))
     write_text(out_dir / 'compare.csv', csv_text(list(lines[0]), lines))
-    print(f'\nwrote compare.md, compare.csv and reliability-*.png to {out_dir}')
+    print(*shown, f'\nwrote compare.md, compare.csv and reliability-*.png to {out_dir}', sep='\n')
 
 
 def read_run(folder, norm=None):

@@ -17,6 +17,7 @@ import os
 import platform
 import queue
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -857,6 +858,10 @@ def main(argv):
 if __name__ == '__main__':
     try:
         main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:     # `| head` has read enough; files are written before tables are shown
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except (ConfigError, DataError, models.CheckpointError, OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:

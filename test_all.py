@@ -2405,6 +2405,18 @@ def write_lines(path, lines):
     return path
 
 
+def test_compare_into_a_closed_pipe(small_world, tmp_path):
+    """As `| head` leaves it: no error, and nothing of what is written is lost."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, 'evaluate.py', '--compare', small_world[0] / 'tuned',
+                           small_world[0] / 'tuned_ls01', f'--out_dir={tmp_path}',
+                           '--n_bootstrap=10'], cwd=HERE, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b'')
+    assert {'compare.md', 'compare.csv'} <= {p.name for p in tmp_path.iterdir()}
+
+
 def test_compare_over_seeds(tmp_path, capsys):
     path = write_lines(tmp_path / 'study' / 'compare.csv', study_lines())
     arguments = ['--compare', str(path), '--x=smoothing', '--reference=base', '--where=task=text4',
