@@ -859,7 +859,7 @@ if __name__ == '__main__':
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:     # `| head` has read enough; files are written before tables are shown
+    except BrokenPipeError:     # `| head` has read enough, and files are written before
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except (ConfigError, DataError, models.CheckpointError, OSError) as error:
