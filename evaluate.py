@@ -784,12 +784,22 @@ def versions():
 
 
 def pick_device(device):
+    """`device`, for 'auto' what this machine has.
+
+    A GPU named by its number is made the current one: kernels and events go there.
+    """
     if device == 'auto':
         return 'cuda' if torch.cuda.is_available() else 'cpu'
     if not re.fullmatch(r'cpu|cuda(:\d+)?', device):
         raise ConfigError(f"device = {device!r}; wanted 'auto', 'cpu', 'cuda' or 'cuda:0'")
     if device.startswith('cuda') and not torch.cuda.is_available():
         raise ConfigError(f'device = {device!r}, but this machine has no CUDA device')
+    if ':' in device:
+        number, there = int(device.partition(':')[2]), torch.cuda.device_count()
+        if number >= there:
+            raise ConfigError(f'device = {device!r}, but this machine has CUDA devices '
+                              f'0 to {there - 1}')
+        torch.cuda.set_device(number)
     return device
 
 

@@ -1840,6 +1840,18 @@ def test_adapter_loads_in_peft(name, tmp_path):
     assert not torch.allclose(ours, reference.unload()(tokens).logits, atol=1e-2)
 
 
+def test_a_gpu_named_by_number_is_the_current_one(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
+    assert evaluate.pick_device('cuda:1') == 'cuda:1' and chosen == [1]
+    assert evaluate.pick_device('auto') == evaluate.pick_device('cuda') == 'cuda'
+    assert evaluate.pick_device('cpu') == 'cpu' and chosen == [1]
+    with pytest.raises(configs.ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
+        evaluate.pick_device('cuda:2')
+
+
 def test_lora_run(small_world, tmp_path):
     """What `train.py --lora` leaves: merged weights, and an adapter that makes them of the base."""
     import peft
