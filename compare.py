@@ -281,19 +281,7 @@ def compare_seeds(folders, files, cfg):
                or c.startswith('reach')
                or len({(line['kind'], line.get(c, '')) for line in lines}) > len(kinds)]
     lines = [{c: line.get(c, '') for c in columns} for line in lines]
-    shown = lines
-    for name, usual in (('language', 'all'), ('category', 'all'), ('scaling', 'none')):
-        if name in asked:
-            continue
-        found = {}
-        for line in shown:
-            found.setdefault(line['task'], set()).add(line[name])
-        for task, values in found.items():
-            if len(values) > 1 and usual not in values:
-                raise ConfigError(f'where: no line of {task} has {name}={usual}; choose '
-                                  f'{name}={"|".join(sorted(values))}')
-        shown = [line for line in shown if line[name] == usual or len(found[line['task']]) == 1]
-    series, reference = group(shown, cfg)
+    series, reference = group(pooled(lines, asked), cfg)
     out_dir = Path(cfg.out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     write_text(out_dir / 'compare.csv', csv_text(columns, lines))
@@ -322,6 +310,25 @@ def kept(line, where, lines):
         if str(line.get(name, '')) not in values.split('|'):
             return False
     return True
+
+
+def pooled(lines, asked):
+    """The lines over all languages and categories, not scaled, but in columns that are `asked` for.
+
+    A task that has one language alone, say, is shown in that.
+    """
+    for name, usual in (('language', 'all'), ('category', 'all'), ('scaling', 'none')):
+        if name in asked:
+            continue
+        found = {}
+        for line in lines:
+            found.setdefault(line['task'], set()).add(line[name])
+        for task, values in found.items():
+            if len(values) > 1 and usual not in values:
+                raise ConfigError(f'where: no line of {task} has {name}={usual}; choose '
+                                  f'{name}={"|".join(sorted(values))}')
+        lines = [line for line in lines if line[name] == usual or len(found[line['task']]) == 1]
+    return lines
 
 
 def read_lines(file):

@@ -397,6 +397,34 @@ def prefetch(items, depth=4):
 # Scoring
 # ------------------------------------------------------------------------------------------------
 
+class HostCopy:
+    """A tensor's values on the host and the time when it was ready.
+
+    Asking waits for the tensor alone, not for what the device was given after it.
+    """
+
+    def __init__(self, x):
+        self.host, self.event, self.clock = x, None, time.perf_counter()
+        if x.is_cuda:
+            self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self.host.copy_(x, non_blocking=True)
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def values(self):
+        """The values as a numpy array."""
+        if self.event:
+            self.event.synchronize()
+        return self.host.numpy()
+
+    def seconds_after(self, earlier):
+        """Seconds from `earlier`'s being ready to this, by the device's clock where it has one."""
+        if not self.event:
+            return self.clock - earlier.clock
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
 def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statistics=False,
           trim=True):
     """Yields (index, numbers, values) of trees, an iterable of (index, Tree), as they are done.
@@ -414,11 +442,8 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
             yield index, tree
 
     def collect(launched):
-        found, event, scored = launched
-        if event is not None:
-            event.synchronize()
-        found = found.numpy()
-        for (index, k, _, _), value in zip(scored, found, strict=True):
+        copy, scored = launched
+        for (index, k, _, _), value in zip(scored, copy.values(), strict=True):
             n, numbers, values = left[index]
             numbers.append(k)
             values.append(value)
@@ -448,7 +473,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
 
 @torch.no_grad()
 def _launch(model, arrays, scored, statistics):
-    """(values [M, 1 or 4] on their way to the CPU, CUDA event or None, scored)"""
+    """(values [M, 1 or 4] as a HostCopy, scored)"""
     device, head, cap = model.head.device, model.head, model.config.final_logit_softcapping
     packed = torch.from_numpy(np.ascontiguousarray(arrays))
     if device.type == 'cuda':
@@ -461,14 +486,7 @@ def _launch(model, arrays, scored, statistics):
                               found.entropy], 1)
     else:
         values = token_log_probs(hidden, head, at, token, softcap=cap)[:, None]
-    if device.type != 'cuda':
-        return values, None, scored
-    # without waiting: the memory is the host's, and the event says when it is filled
-    landed = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    landed.copy_(values, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return landed, event, scored
+    return HostCopy(values), scored
 
 
 def option_log_probs(model, trees, **options):

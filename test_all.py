@@ -1840,18 +1840,6 @@ def test_adapter_loads_in_peft(name, tmp_path):
     assert not torch.allclose(ours, reference.unload()(tokens).logits, atol=1e-2)
 
 
-def test_a_gpu_named_by_number_is_the_current_one(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
-    assert evaluate.pick_device('cuda:1') == 'cuda:1' and chosen == [1]
-    assert evaluate.pick_device('auto') == evaluate.pick_device('cuda') == 'cuda'
-    assert evaluate.pick_device('cpu') == 'cpu' and chosen == [1]
-    with pytest.raises(configs.ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
-        evaluate.pick_device('cuda:2')
-
-
 def test_lora_run(small_world, tmp_path):
     """What `train.py --lora` leaves: merged weights, and an adapter that makes them of the base."""
     import peft
@@ -1875,11 +1863,11 @@ def test_lora_run(small_world, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_a_step_is_read_without_waiting_for_the_next():
-    first, later = train.HostCopy(torch.arange(3.0, device='cuda')), torch.cuda.Event()
+    first, later = evaluate.HostCopy(torch.arange(3.0, device='cuda')), torch.cuda.Event()
     torch.cuda._sleep(2 * 10 ** 9)      # about a second of the next step
     later.record()
-    assert first.values() == [0.0, 1.0, 2.0] and not later.query()
-    second = train.HostCopy(torch.ones((), device='cuda'))
+    assert first.values().tolist() == [0.0, 1.0, 2.0] and not later.query()
+    second = evaluate.HostCopy(torch.ones((), device='cuda'))
     assert 0.5 < second.seconds_after(first) < 2 and later.query()
 
 
@@ -1937,6 +1925,18 @@ def test_tuned_attention(head_dim, softcap):
             results.append([y, *(t.grad for t in x)])
     for right, ours in zip(results[:2], results[2:]):
         assert all((a - b).norm() < 0.01 * a.norm() for a, b in zip(right, ours))
+
+
+def test_a_gpu_named_by_number_is_the_current_one(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
+    assert evaluate.pick_device('cuda:1') == 'cuda:1' and chosen == [1]
+    assert evaluate.pick_device('auto') == evaluate.pick_device('cuda') == 'cuda'
+    assert evaluate.pick_device('cpu') == 'cpu' and chosen == [1]
+    with pytest.raises(configs.ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
+        evaluate.pick_device('cuda:2')
 
 
 def bad_command_lines(folder, tmp_path):
@@ -2589,15 +2589,14 @@ def test_what_the_readme_says_of_size():
     says = ' '.join((HERE / 'README.md').read_text().split())
     for width, weights in ((128, 1), (256, 6), (512, 34), (1024, 210)):
         cells = []
-        for figure, task in (('size', 'text4'), ('size_tokens', 'text4'), ('size_tokens', 'facts'),
-                             ('size_tokens', 'clm')):
+        for figure, task in (('size', 'text4'), ('size_all', 'text4'), ('size_all', 'facts'),
+                             ('size_all', 'clm')):
             with open(HERE / 'assets' / 'study' / figure / 'compare.csv') as file:
                 ece = {(r['smoothing'], r['seed']): float(r['ece']) for r in csv.DictReader(file)
                        if (r['kind'], r['task'], r['hidden_size']) == ('tuned', task, str(width))}
-            tuned, smoothed = ([ece[s, seed] for seed in '01234'] for s in ('0.0', '0.1'))
-            mean, low, high = metrics.mean_interval(d := np.subtract(smoothed, tuned))
-            cells.append(f'{np.mean(tuned):.3f}, {mean:+.3f} ± {(high - low) / 2:.3f}, '
-                         f'p {metrics.student_t(d)[2]:.1g}')
+            tuned, smoothed = ({seed: ece[s, seed] for seed in '01234'} for s in ('0.0', '0.1'))
+            mean = sum(tuned.values()) / 5
+            cells.append(f'{mean:.3f}, {compare.paired(smoothed, tuned)}')
         assert f'| {weights} million | {" | ".join(cells)} |' in says
 
 

@@ -18,7 +18,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -40,7 +39,7 @@ from data.demo import WorldSpec, make_world
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack
 from data.text import load_text
-from evaluate import (EvalConfig, evaluate, load_model_tokenizer, load_tasks, pick_device,
+from evaluate import (EvalConfig, HostCopy, evaluate, load_model_tokenizer, load_tasks, pick_device,
                       pick_dtype, task_label)
 from fused_ce import smoothed_cross_entropy, token_statistics
 from optim import AdamW
@@ -321,33 +320,6 @@ def train_step(model, optimizer, packed, cfg, device):
     return torch.cat((losses, norm[None]))
 
 
-class HostCopy:
-    """A tensor's values on the host and the time when it was ready.
-
-    Asking waits for the tensor alone, not for what the device was given after it.
-    """
-
-    def __init__(self, x):
-        self.host, self.event, self.clock = x, None, time.perf_counter()
-        if x.is_cuda:
-            self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            self.host.copy_(x, non_blocking=True)
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-
-    def values(self):
-        if self.event:
-            self.event.synchronize()
-        return self.host.tolist()
-
-    def seconds_after(self, earlier):
-        """Seconds from `earlier`'s being ready to this, by the device's clock where it has one."""
-        if not self.event:
-            return self.clock - earlier.clock
-        self.event.synchronize()
-        return earlier.event.elapsed_time(self.event) / 1000
-
-
 @torch.no_grad()
 def validation_loss(model, packed, cfg, device):
     """{val_loss, val_nll, val_ece} of packed rows: means over tokens, ECE of the next token."""
@@ -513,19 +485,18 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
     track = start_tracker(cfg) if not (cfg.dry_run or rank()) else lambda record: None
     bar = tqdm(range(first, until), out_dir.name, unit=' steps', mininterval=1, initial=first,
                total=until, disable=rank() > 0)
-    unread, last = [], None     # the step that the device may still be busy with; the one before
+    unread = []     # the step that the device may still be busy with
 
     def read():
         """Waits for the unread step, checks and logs it."""
-        nonlocal last
-        for record, packed, chosen, stats in unread:
-            loss, nll, norm = stats.values()
+        for record, packed, chosen, begun, ended in unread:
+            loss, nll, norm = ended.values().tolist()
             step = record['step']
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise TrainingError(f'step {step}: loss {loss}, gradient norm {norm}; lower lr or '
                                     f'check the data: the sequences were {chosen.tolist()} of '
                                     f'{cfg.data}, counted from 0; {resume.remedy(out_dir)}')
-            seconds, last = stats.seconds_after(last), stats
+            seconds = ended.seconds_after(begun)
             n_tokens = int((packed['owner'] >= 0).sum())
             record |= {'loss': loss, 'nll': nll, 'grad_norm': norm, 'tokens': n_tokens,
                        'learnt_tokens': int((packed['targets'] >= 0).sum()),
@@ -553,12 +524,12 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
             lr = learning_rate(step, steps, cfg)
             for group in optimizer.param_groups:
                 group['lr'] = lr
-            if not unread:      # the first, or nothing runs: a validation's time is not this step's
-                last = HostCopy(torch.zeros((), device=device))
-            stats = HostCopy(train_step(model, optimizer, packed, cfg, device))
+            # it begins as the step before ends, or now, if that was read: a validation came between
+            begun = unread[0][-1] if unread else HostCopy(torch.zeros((), device=device))
+            ended = HostCopy(train_step(model, optimizer, packed, cfg, device))
             read()
             done = step + 1
-            unread.append(({'step': done, 'lr': lr}, packed, chosen, stats))
+            unread.append(({'step': done, 'lr': lr}, packed, chosen, begun, ended))
             epoch, before = ((step + i) * cfg.batch_size // len(kept) for i in (1, 0))
             epoch_ends = cfg.checkpoint_epochs and epoch > before
             signalled = max(resume.gather(stop.number))

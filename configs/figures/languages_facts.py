@@ -1,10 +1,6 @@
 """Claim 2, first tokens of facts: en was tuned on, l1, l2 and l3 were not."""
 
-sources = ('out/study/base', 'out/study/smoothing')
+include = 'languages.py'
 out_dir = 'assets/study/languages_facts'
 where = ('kind=tuned|base', 'task=facts', 'language=en|l1|l2|l3', 'scaling=none',
          'lr=0.0008|0.002')
-x = 'smoothing'
-panel = ('language',)
-reference = ('base',)
-metrics = ('ece', 'gap', 'accuracy')
