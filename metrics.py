@@ -1328,7 +1328,9 @@ def _main(path):
 
 
 if __name__ == '__main__':
+    import signal
     import sys
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)   # `| head` ends it without a word
     if len(sys.argv) != 2:
         sys.exit('usage: python metrics.py samples.jsonl')
     try:

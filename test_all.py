@@ -2417,15 +2417,20 @@ def write_lines(path, lines):
     return path
 
 
-def test_compare_into_a_closed_pipe(small_world, tmp_path):
+def test_tables_into_a_closed_pipe(small_world, tmp_path):
     """As `| head` leaves it: no error, and nothing of what is written is lost."""
+    folder, _ = small_world
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run([sys.executable, 'evaluate.py', '--compare', small_world[0] / 'tuned',
-                           small_world[0] / 'tuned_ls01', f'--out_dir={tmp_path}',
-                           '--n_bootstrap=10'], cwd=HERE, stdout=write, stderr=subprocess.PIPE)
+    ends = []
+    for command in (['evaluate.py', '--compare', folder / 'tuned', folder / 'tuned_ls01',
+                     f'--out_dir={tmp_path}', '--n_bootstrap=10'],
+                    ['metrics.py', folder / 'tuned' / 'samples.jsonl']):
+        done = subprocess.run([sys.executable, *command], cwd=HERE, stdout=write,
+                              stderr=subprocess.PIPE)
+        ends.append((done.returncode, done.stderr))
     os.close(write)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b'')
+    assert ends == [(128 + signal.SIGPIPE, b''), (-signal.SIGPIPE, b'')]
     assert {'compare.md', 'compare.csv'} <= {p.name for p in tmp_path.iterdir()}
 
 
