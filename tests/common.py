@@ -1,0 +1,146 @@
+"""What tests of several rooms share: tiny models, tokenizers, tasks."""
+
+import base64
+import configs
+import json
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+import train
+
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+
+
+HERE = Path(__file__).parent.parent     # the repository
+
+
+DEVICES = ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason='needs a CUDA device'))]
+
+
+SHARED = HERE.parent / 'shared'
+
+
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(),
+                                  reason='needs ../shared: real tokenizers and benchmarks')
+
+
+def config(tmp_path, content, *arguments):
+    path = tmp_path / 'experiment.py'
+    path.write_text(content)
+    return configs.load_config(train.TrainConfig, [str(path), *arguments])
+
+
+CORPUS = ['The quick brown fox jumps over the lazy dog.', 'Question: one or two?', 'Answer: A',
+          'What is the colour of the sky? It is blue.', 'Antwort: zwölf Äpfel',
+          'user model assistant system'] * 20
+
+
+def sentencepiece_folder(folder, kind, pieces=400):
+    """A tokenizer with the settings of Gemma's file or of Llama 2's and Mistral's."""
+    special = {
+        'gemma': {'pad_id': 0, 'eos_id': 1, 'bos_id': 2, 'unk_id': 3, 'add_dummy_prefix': False,
+                  'user_defined_symbols': ['<start_of_turn>', '<end_of_turn>', '\n', '\n\n',
+                                           '<b>']},
+        'mistral': {'control_symbols': ['[INST]', '[/INST]']},
+        'llama2': {},
+    }[kind]
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / 'tokenizer.model', 'wb') as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=pieces, model_type='bpe',
+            byte_fallback=True, normalization_rule_name='identity', minloglevel=2,
+            remove_extra_whitespaces=False, **special)
+    return folder
+
+
+def tiktoken_folder(folder):
+    """128,000 ranks in the format of Llama 3's file: the bytes, two real merges, and filling."""
+    tokens = [bytes([i]) for i in range(256)] + [b'us', b'er', b'user', b'<|']
+    filling = (b'\xff' + i.to_bytes(3, 'big') for i in range(128_000 - len(tokens)))
+    folder.mkdir(parents=True)
+    (folder / 'tokenizer.model').write_bytes(b''.join(
+        base64.b64encode(token) + b' %d\n' % rank
+        for rank, token in enumerate([*tokens, *filling])))
+    return folder
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == '.parquet':
+        import pyarrow
+        import pyarrow.parquet
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == '.json':
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    return path
+
+
+LLAMA3_ROPE = {'rope_type': 'llama3', 'rope_theta': 10000.0, 'factor': 8.0, 'low_freq_factor': 1.0,
+               'high_freq_factor': 4.0, 'original_max_position_embeddings': 32}
+
+
+ARCHITECTURES = {
+    'llama3': ('Llama', {'rope_parameters': LLAMA3_ROPE, 'head_dim': 18,
+                         'tie_word_embeddings': True, 'max_position_embeddings': 4096}),
+    'llama': ('Llama', {'num_key_value_heads': 4}),
+    'mistral_window': ('Mistral', {'sliding_window': 7}),
+    'mistral': ('Mistral', {'sliding_window': None, 'num_key_value_heads': 1}),
+    'gemma2': ('Gemma2', {'sliding_window': 7, 'head_dim': 20, 'query_pre_attn_scalar': 13,
+                          'attn_logit_softcapping': 2.0, 'final_logit_softcapping': 3.0,
+                          'num_hidden_layers': 4}),
+    'gemma2_untied': ('Gemma2', {'sliding_window': 33, 'tie_word_embeddings': False,
+                                 'attn_logit_softcapping': None, 'final_logit_softcapping': None}),
+}
+
+
+def reference_model(name, folder, **more):
+    """A small random model by transformers, saved into `folder`; `more`: other config keys."""
+    import transformers
+    kind, options = ARCHITECTURES[name]
+    shape = {'vocab_size': 211, 'hidden_size': 48, 'intermediate_size': 80, 'num_hidden_layers': 3,
+             'num_attention_heads': 4, 'num_key_value_heads': 2, 'attn_implementation': 'eager'}
+    config = getattr(transformers, f'{kind}Config')(**(shape | options | more))
+    torch.manual_seed(list(ARCHITECTURES).index(name))
+    reference = getattr(transformers, f'{kind}ForCausalLM')(config).eval()
+    with torch.no_grad():
+        for p in reference.parameters():  # norms off their start, attention far from uniform
+            p.copy_(torch.randn_like(p) * 0.25 + (p.ndim == 1 and kind != 'Gemma2'))
+    reference.save_pretrained(folder)
+    return reference
+
+
+def whole_rows(tokens):
+    """positions and ends of rows that hold one text each."""
+    B, T = tokens.shape
+    return torch.arange(T).expand(B, T), torch.full((B, T), T)
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / 'model.safetensors')
+    change(tensors)
+    save_file(tensors, folder / 'model.safetensors', metadata={'format': 'pt'})
+
+
+def documents(seed, lengths):
+    rng = np.random.default_rng(seed)
+    return [(rng.integers(0, 211, n), (np.arange(n) > n // 3).astype(int)) for n in lengths]
+
+
+def gradients(model, packed, cfg):
+    model.zero_grad()
+    loss, nll = train.forward_backward(model, packed, cfg, 'cpu').tolist()
+    return loss, nll, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def off(a, b):
+    """Relative error of a in the Euclidean norm."""
+    a, b = a.detach().double(), b.detach().double()
+    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
+

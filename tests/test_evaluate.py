@@ -1,0 +1,871 @@
+"""evaluate.py"""
+
+import compare
+import configs
+import csv
+import dataclasses
+import evaluate
+import gzip
+import hashlib
+import importlib.util
+import json
+import math
+import metrics
+import model as models
+import numpy as np
+import os
+import pytest
+import random
+import results
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import torch
+import train
+from data import DataError, questions
+from data.tokenizer import load_tokenizer
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+
+from common import (
+    DEVICES, HERE, SHARED, needs_shared, reference_model, sentencepiece_folder,
+    whole_rows, write_rows)
+
+
+def random_trees(rng):
+    def ids(low, high):
+        return rng.integers(0, 211, rng.integers(low, high)).tolist()
+    prefixes = [tuple(ids(1, 20)) for _ in range(3)]
+    trees = []
+    for i in range(12):
+        prefix, stem = prefixes[i * len(prefixes) // 12], ids(1, 9)
+        leaves = [ids(1, 6) for _ in range(rng.integers(2, 6))]
+        start = len(prefix) + len(stem) + rng.integers(-1, 1)  # a shared first token is in the stem
+        trees.append(evaluate.Tree(prefix, stem, leaves, start))
+    return trees
+
+
+def plain_log_probs(model, tree, device):
+    """Of each option, by one sequence for each."""
+    sums = []
+    for leaf in tree.leaves:
+        ids = torch.tensor([[*tree.prefix, *tree.stem, *leaf]])
+        log_probs = model.logits(model(*(x.to(device) for x in (ids, *whole_rows(ids)))))
+        log_probs = log_probs.log_softmax(-1)[0].cpu()
+        at = torch.arange(tree.start, ids.shape[1])
+        sums.append(log_probs[at - 1, ids[0, at]].sum().item())
+    return sums
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2'])
+def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
+    reference_model(name, tmp_path)
+    model = models.load(tmp_path, device)
+    model.model.attention = 'explicit'  # FlexAttention does not take these odd head sizes
+    trees = random_trees(np.random.default_rng(len(name)))
+    right = [plain_log_probs(model, tree, device) for tree in trees]
+    # rows of 40 part questions, those of 16 are shorter than some prompts
+    for options in ({'pack_len': 16}, {'pack_len': 40}, {'pack_len': 64}, {'deterministic': True},
+                    {'pack_len': 128, 'batch_rows': 3}, {'pack_len': 1024, 'trim': False}):
+        found = evaluate.option_log_probs(model, trees, **options)
+        for ours, theirs in zip(found, right, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_deterministic_means_the_same_bits(tmp_path):
+    reference_model('gemma2', tmp_path)
+    model = models.load(tmp_path)
+    trees = random_trees(np.random.default_rng(0))
+    alone = [evaluate.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
+    order = np.random.default_rng(1).permutation(len(trees))
+    found = evaluate.option_log_probs(model, [trees[i] for i in order], pack_len=64, batch_rows=4,
+                                      deterministic=True)
+    assert all(np.array_equal(alone[i], sums) for i, sums in zip(order, found, strict=True))
+
+
+def test_wanted_tokens_of_a_text(tmp_path):
+    """Log-probability, top token, its log-probability and entropy, packed beside other texts."""
+    reference_model('llama', tmp_path)
+    model = models.load(tmp_path)
+    rng = np.random.default_rng(0)
+    trees = [evaluate.Tree((), rng.integers(0, 211, n).tolist(), wanted=[1, n // 2, n - 1])
+             for n in (9, 30, 17)]
+    for index, numbers, values in evaluate.score(lambda: model, enumerate(trees), 64,
+                                                 statistics=True):
+        tree = trees[index]
+        ids = torch.tensor([tree.stem])
+        log_probs = model.logits(model(ids, *whole_rows(ids))).log_softmax(-1)[0].detach()
+        for n, (log_prob, top, top_log_prob, entropy) in zip(numbers, values, strict=True):
+            row = log_probs[tree.wanted[n] - 1]
+            assert top == row.argmax()
+            assert [log_prob, top_log_prob, entropy] == pytest.approx(
+                [float(x) for x in (row[tree.stem[tree.wanted[n]]], row.max(),
+                                    -(row.exp() * row).sum())], abs=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+def test_trees_in_bfloat16(name, tmp_path):
+    """Compiled FlexAttention over packed trees: no further off than one sequence per option."""
+    torch._dynamo.reset()
+    reference_model(name, tmp_path, head_dim=32)
+    exact, half = models.load(tmp_path), models.load(tmp_path, 'cuda', torch.bfloat16)
+    trees = random_trees(np.random.default_rng(3))
+    with torch.no_grad():
+        right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
+        plain = [np.array(plain_log_probs(half, tree, 'cuda')) for tree in trees]
+    models.compile_blocks(half)
+    packed = evaluate.option_log_probs(half, trees, pack_len=512, trim=False)
+    off = [np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
+                           for i in range(len(trees))]) for found in (plain, packed)]
+    assert np.sqrt((off[1] ** 2).mean()) < 1.3 * np.sqrt((off[0] ** 2).mean())
+    assert np.abs(off[1]).max() < 0.02
+
+
+def write_task(folder, n=4, choices=('blue', 'a lazy dog', 'brown')):
+    rows = [{'question': f'What is the fox {i}?', 'choices': list(choices), 'answer': i % 3,
+             'subject': 'foxes'} for i in range(n)]
+    write_rows(folder / 'dev.jsonl', rows)
+    write_rows(folder / 'test.jsonl', rows)
+    return f'{folder}'
+
+
+def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
+    found = next(iter(evaluate.tokenize_questions(asked, solved, tokenizer,
+                                                  evaluate.EvalConfig(**keys), max_length)))[1]
+    if isinstance(found, DataError):
+        raise found
+    return found
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+@pytest.mark.parametrize('options', [dict(scoring='letters'), dict(scoring='text'),
+                                     dict(preset='harness')])
+def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, options):
+    tokenizer = tokenizers[kind]
+    asked, solved, _ = questions.load_task(write_task(tmp_path), shots=2, **options)
+    tree = first_tree(asked, solved, tokenizer)
+    assert tree.shots == 2
+    prefix = asked[0].header + ''.join(s.solved for s in solved['', 'foxes'])
+    for option, leaf in zip(asked[0].options, tree.leaves, strict=True):
+        whole = [tokenizer.bos_id] + tokenizer.encode(prefix + asked[0].context + option)
+        assert [*tree.prefix, *tree.stem, *leaf] == whole
+        assert tokenizer.decode(whole[tree.start:]).strip() == option.strip()
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+def test_a_question_may_begin_the_text(tokenizers, kind):
+    """Without header and shots, as in the harness; and where every shot had to be dropped."""
+    tokenizer = tokenizers[kind]
+    question = questions.Question('1', 'A fox runs and', [' sleeps.', ' eats a hen.'], 1, 's')
+    for solved, max_length in (({}, 2000), ({('', 's'): [question]}, 30)):
+        tree = first_tree([question], solved, tokenizer, max_length)
+        for option, leaf in zip(question.options, tree.leaves, strict=True):
+            assert [*tree.prefix, *tree.stem, *leaf] == [
+                tokenizer.bos_id, *tokenizer.encode(question.context + option)]
+
+
+def test_whole_shots_are_dropped(tokenizers, tmp_path):
+    tokenizer = tokenizers['gemma']
+    asked, solved, _ = questions.load_task(write_task(tmp_path), shots=3)
+    shots = solved['', 'foxes']
+    sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
+    for kept, tree in enumerate(sizes):
+        longest = len(tree.prefix) + len(tree.stem) + max(map(len, tree.leaves))
+        assert first_tree(asked, solved, tokenizer, longest) == tree and tree.shots == kept
+    with pytest.raises(DataError, match='even without shots has a prompt of'):
+        first_tree(asked, {}, tokenizer, 10)
+
+
+def test_options_that_cannot_be_scored(tokenizers):
+    bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n')
+    with pytest.raises(DataError, match="question 7: option '' does not begin at a token boundary"):
+        first_tree([bad], {}, tokenizers['llama3'])
+
+
+def test_option_scores_norms():
+    log_probs, options = np.array([-2.0, -6.0]), [' é', ' long']
+    for norm, length in (('sum', (1, 1)), ('token', (1, 3)), ('char', (1, 4)), ('byte', (2, 4))):
+        p = metrics.softmax(results.option_scores(log_probs, options, [1, 3], norm))
+        score = np.exp(log_probs / np.array(length))
+        assert np.allclose(p, score / score.sum())
+
+
+def test_bos_is_there_once(tokenizers, tmp_path):
+    asked, _, _ = questions.load_task(write_task(tmp_path))
+    for add_bos in (True, False):
+        for tokenizer in tokenizers.values():
+            tree = first_tree(asked, {}, tokenizer, add_bos=add_bos)
+            assert [*tree.prefix, *tree.stem].count(tokenizer.bos_id) == int(add_bos)
+
+
+@needs_shared
+@pytest.mark.parametrize('file', ['llama3_tokenizer.model', 'llama2_tokenizer.model',
+                                  'mistral_tokenizer.model.v1',
+                                  'mistral_mistral_instruct_tokenizer_240323.model.v3'])
+def test_seams_on_real_questions(file, tmp_path):
+    """Prefix, question and options in pieces are the whole prompt's tokens, in every format."""
+    datasets = SHARED / 'datasets'
+    shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
+    tokenizer = load_tokenizer(tmp_path)
+    for name, options in ((f'mmlu:{datasets / "mmlu"}', dict(shots=5)),
+                          (f'arc_easy:{datasets / "arc_easy"}', dict(shots=2, preset='harness')),
+                          (f'hellaswag:{datasets / "hellaswag"}', dict(preset='harness')),
+                          (f'xcopa:{datasets / "xcopa"}', dict(preset='harness', shots=1)),
+                          (f'xcopa:{datasets / "xcopa"}', dict(scoring='text')),
+                          (str(datasets / 'mmlu_pro' / 'mmlu_pro_sample.jsonl'), {})):
+        asked, solved, _ = questions.load_task(name, **options)
+        picked = random.Random(0).sample(asked, 100)
+        for q, tree in evaluate.tokenize_questions(picked, solved, tokenizer, evaluate.EvalConfig(),
+                                                   10**6):
+            before = q.header + ''.join(s.solved for s in solved.get(q.group, []))
+            for option, leaf in zip(q.options, tree.leaves, strict=True):
+                assert [*tree.prefix, *tree.stem, *leaf] == [
+                    tokenizer.bos_id, *tokenizer.encode(before + q.context + option)]
+
+
+@pytest.fixture(scope='module')
+def scored_folder(tmp_path_factory):
+    """A tiny Llama with a sentencepiece tokenizer, and a task of 3 languages with shots."""
+    folder = tmp_path_factory.mktemp('scored')
+    sentencepiece_folder(folder / 'model', 'mistral')
+    reference_model('llama', folder / 'model', vocab_size=load_tokenizer(folder / 'model').n_vocab)
+    rng = random.Random(0)
+    words = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
+    for language in ('de', 'en', 'sw'):
+        for split, n in (('dev', 6), ('test', 40)):
+            rows = [{'sample_id': f'{split}/{i}', 'subject': ('anatomy', 'sociology')[i % 2],
+                     'question': ' '.join(rng.sample(words, 4)) + '?', 'answer': 'ABCD'[i % 4],
+                     **{f'option_{c}': rng.choice(words) for c in 'abcd'}} for i in range(n)]
+            write_rows(folder / 'data' / f'{language}_{split}.jsonl', rows)
+    return folder
+
+
+def scored(folder, out, *arguments, tasks='global_mmlu'):
+    evaluate.main([f'--model={folder / "model"}', f'--tasks={tasks}:{folder / "data"}',
+                   f'--out_dir={out}', '--shots=2', '--n_bootstrap=50', *arguments])
+    return json.loads((out / 'results.json').read_text())
+
+
+def test_languages_and_groups(scored_folder, tmp_path, capsys):
+    found = scored(scored_folder, tmp_path / 'all')
+    result = found['tasks']['global_mmlu']
+    assert set(result['languages']) == {'de', 'en', 'sw'}
+    assert set(result['subjects']) == {'anatomy', 'sociology'}
+    assert set(result['categories']) == {'STEM', 'social sciences'}
+    assert result['pooled']['n'] == 120 and result['macro']['groups'] == 3
+    assert result['macro']['ece'] == pytest.approx(
+        np.mean([r['ece'] for r in result['languages'].values()]))
+    assert found['versions']['torch'] == torch.__version__ and found['seed'] == 0
+    for name in ('reliability.png', 'reliability-global_mmlu-languages.png'):
+        assert (tmp_path / 'all' / name).read_bytes().startswith(b'\x89PNG')
+    with open(tmp_path / 'all' / 'results.csv') as file:
+        lines = file.read().split('\n')
+    assert len(lines) == 1 + 2 + 2 + 3 + 1 + 1 + 1 and 'ece_boot_low' in lines[0]
+    assert '| macro |' in (tmp_path / 'all' / 'results.md').read_text()
+    one = scored(scored_folder, tmp_path / 'one', '--languages=sw')['tasks']['global_mmlu']
+    same = result['languages']['sw']
+    assert {k: one['pooled'][k] for k in ('n', 'accuracy')} == {k: same[k] for k in (
+        'n', 'accuracy')} and one['pooled']['nll'] == pytest.approx(same['nll'])
+    with pytest.raises(DataError, match="no language 'swa'; did you mean 'sw'"):
+        scored(scored_folder, tmp_path / 'none', '--languages=swa')
+
+
+def test_company_changes_nothing_but_rounding(scored_folder, tmp_path):
+    """Another order of rows, row length or batch: the same samples, bit by bit if asked for."""
+    turned = tmp_path / 'turned'
+    shutil.copytree(scored_folder / 'model', turned / 'model')
+    for path in (scored_folder / 'data').glob('*.jsonl'):
+        rows = path.read_text().splitlines()
+        (turned / 'data').mkdir(exist_ok=True)
+        (turned / 'data' / path.name).write_text('\n'.join(
+            rows if 'dev' in path.name else rows[::-1]))
+
+    def samples(folder, name, *arguments):
+        scored(folder, tmp_path / name, *arguments)
+        rows = results.read_samples(tmp_path / name / 'samples.jsonl')
+        return {(r['language'], r['id']): r for r in rows}
+    plain = samples(scored_folder, 'a')
+    other = samples(turned, 'b', '--pack_len=200', '--batch_rows=3')
+    assert plain.keys() == other.keys() and list(plain) != list(other)
+    for key, row in plain.items():
+        assert row['log_probs'] == pytest.approx(other[key]['log_probs'], abs=1e-4)
+        assert {**row, 'log_probs': 0} == {**other[key], 'log_probs': 0}
+    exact = samples(scored_folder, 'c', '--deterministic')
+    assert exact == samples(turned, 'd', '--deterministic', '--pack_len=200', '--batch_rows=3')
+
+
+def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, capsys):
+    whole = scored(scored_folder, tmp_path / 'whole')
+    samples = (tmp_path / 'whole' / 'samples.jsonl').read_text()
+    # a process killed while it writes a line
+    shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
+    (tmp_path / 'cut' / 'results.json').unlink()
+    (tmp_path / 'cut' / 'samples.jsonl').write_text(samples[:len(samples) // 2])
+    launched, launch = [], evaluate._launch
+    monkeypatch.setattr(evaluate, '_launch', lambda model, arrays, rows, statistics: (
+        launched.append(len({tree for tree, *_ in rows})), launch(model, arrays, rows, statistics)
+    )[1])
+    again = scored(scored_folder, tmp_path / 'cut')
+    assert sum(launched) == 120 - samples[:len(samples) // 2].count('\n')
+    pooled = (found['tasks']['global_mmlu']['pooled'] for found in (whole, again))
+    assert np.allclose(*([report[k] for k in ('accuracy', 'confidence', 'ece', 'nll')]
+                         for report in pooled), atol=1e-4)
+    rows = results.read_samples(tmp_path / 'cut' / 'samples.jsonl')
+    assert len(rows) == len({(r['language'], r['id']) for r in rows}) == 120
+    # all is there: another normalisation needs no model, and gives the same results twice
+    monkeypatch.setattr(models, 'load', None)
+    assert scored(scored_folder, tmp_path / 'whole')['tasks']['global_mmlu']['pooled'] == (
+        whole['tasks']['global_mmlu']['pooled'])
+    flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')
+    assert flat['distribution'] == 'mmlu, 2 shots, letters, sum'
+    for option in ('--shots=1', '--scoring=text', '--preset=harness', '--deterministic'):
+        with pytest.raises(configs.ConfigError, match='holds samples with another '
+                                                      + option[2:].split('=')[0]):
+            scored(scored_folder, tmp_path / 'whole', option)
+    monkeypatch.undo()
+    # another question under a known id is another question
+    shutil.copytree(scored_folder, tmp_path / 'changed')
+    path = tmp_path / 'changed' / 'data' / 'sw_test.jsonl'
+    path.write_text(path.read_text().replace('?', ' then?', 1))
+    scored(tmp_path / 'changed', tmp_path / 'whole')
+    rows = results.read_samples(tmp_path / 'whole' / 'samples.jsonl')
+    assert len(rows) == 121
+    assert json.loads((tmp_path / 'whole' / 'results.json').read_text())['tasks']['global_mmlu'][
+        'pooled']['n'] == 120
+    # another model's samples are not mixed in
+    weights = load_file(tmp_path / 'changed' / 'model' / 'model.safetensors')
+    save_file({k: 1.1 * x for k, x in weights.items()},
+              tmp_path / 'changed' / 'model' / 'model.safetensors')
+    with pytest.raises(configs.ConfigError, match='holds samples with another model'):
+        scored(tmp_path / 'changed', tmp_path / 'whole')
+    assert scored(tmp_path / 'changed', tmp_path / 'whole', '--overwrite')['tasks']['global_mmlu'][
+        'pooled']['n'] == 120
+
+
+def test_a_killed_evaluation_is_whole_in_the_end(scored_folder, tmp_path):
+    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old'], 'answer': i % 3}
+            for i in range(1500)]
+    path = write_rows(tmp_path / 'many.jsonl', rows)
+    command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
+               f'--tasks={path}', '--pack_len=128', '--n_bootstrap=0', f'--out_dir={tmp_path}']
+    samples, kills = tmp_path / 'samples.jsonl', 0
+    for wait in (0.0, 1.1):
+        process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)
+        size = samples.stat().st_size if samples.exists() else 0
+        while process.poll() is None and not (samples.exists() and samples.stat().st_size > size):
+            time.sleep(0.01)
+        time.sleep(wait)
+        kills += process.poll() is None
+        process.kill()
+        process.wait()
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = results.read_samples(samples)
+    assert len(found) == len({r['id'] for r in found}) == 1500 and kills
+
+
+def test_temperature_and_platt_scaling(scored_folder, tmp_path):
+    found = scored(scored_folder, tmp_path / 'halves', '--temperature=fit')['tasks']['global_mmlu']
+    fitted = found['post_hoc']
+    assert fitted['fitted_on'] == 'the other half of the questions'
+    assert len(fitted['temperature']) == len(fitted['platt']) == 2
+    assert fitted['reports']['temperature']['accuracy'] == found['pooled']['accuracy']
+    # labels unrelated to the questions: both learn how little is known
+    assert fitted['reports']['temperature']['ece'] < found['pooled']['ece'] + 0.05
+    # MMLU's validation split is neither scored nor shown
+    rows = [{'question': f'q{i} fox?', 'choices': ['blue', 'lazy', 'old', 'dog'], 'answer': i % 4,
+             'subject': 'anatomy'} for i in range(60)]
+    shutil.copytree(scored_folder / 'model', tmp_path / 'mmlu' / 'model')
+    for split, some in (('dev', rows[:2]), ('test', rows[2:30]), ('validation', rows[30:])):
+        write_rows(tmp_path / 'mmlu' / 'data' / f'{split}.jsonl', some)
+    found = scored(tmp_path / 'mmlu', tmp_path / 'out', '--temperature=fit', tasks='mmlu')
+    assert found['tasks']['mmlu']['post_hoc']['fitted_on'] == '30 validation questions'
+    assert found['tasks']['mmlu']['pooled']['n'] == 28
+    assert len(found['tasks']['mmlu']['post_hoc']['temperature']) == 1
+
+
+def test_compare(scored_folder, tmp_path, capsys):
+    scored(scored_folder, tmp_path / 'a')
+    shutil.copytree(tmp_path / 'a', tmp_path / 'sharp')
+    sharp = results.read_samples(tmp_path / 'a' / 'samples.jsonl')
+    for sample in sharp:
+        sample['log_probs'] = [5 * x for x in sample['log_probs']]
+    (tmp_path / 'sharp' / 'samples.jsonl').write_text(''.join(json.dumps(s) + '\n' for s in sharp))
+    (tmp_path / 'sharp' / 'train_config.py').write_text("model = 'some/base'\nsmoothing = 0.1\n")
+    capsys.readouterr()
+    evaluate.main(['--compare', str(tmp_path / 'a'), str(tmp_path / 'sharp'), '--n_bootstrap=200',
+                   f'--out_dir={tmp_path / "out"}'])
+    printed = capsys.readouterr().out
+    assert (tmp_path / 'out' / 'reliability-global_mmlu.png').exists()
+    with open(tmp_path / 'out' / 'compare.csv') as file:
+        rows = list(csv.DictReader(file))
+    assert [r['language'] for r in rows[:8]] == ['de', 'de', 'en', 'en', 'sw', 'sw', 'pooled',
+                                                 'pooled']
+    assert rows[1]['smoothing'] == '0.1' and rows[1]['model'] == 'base'
+    first, second = rows[6:]
+    assert first['accuracy'] == second['accuracy'] and float(first['ece']) < float(second['ece'])
+    lines = [line.split() for line in printed.split('\n') if line.startswith('sharp - a')]
+    assert len(lines) == 8      # four metrics, over questions and over languages
+    accuracy, _, ece, _ = (line for line in lines if line[3] == 'questions')
+    assert accuracy[6:] == ['+0.0000', '+0.0000', '+0.0000', '1.000']
+    assert float(ece[6]) == pytest.approx(float(second['ece']) - float(first['ece']), abs=1e-4)
+    assert float(ece[-1]) < 0.05
+    found = metrics.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
+                               for i in (0, 2, 4)])
+    assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
+        line[6:10] for line in lines if line[4] == 'languages']
+    for folders, message in (([tmp_path / 'a'], 'two folders or more'),
+                             ([tmp_path / 'a', tmp_path / 'none'], 'has no samples.jsonl'),
+                             ([tmp_path / 'a', tmp_path / 'a'], 'named twice')):
+        with pytest.raises((configs.ConfigError, DataError), match=message):
+            evaluate.main(['--compare', *map(str, folders)])
+    with pytest.raises(configs.ConfigError, match="no key 'shots'; did you mean 'sources'"):
+        evaluate.main(['--compare', str(tmp_path / 'a'), str(tmp_path / 'sharp'), '--shots=0'])
+
+
+# of a study: five seeds, two rates, a base model; ECE falls by 0.02 with smoothing, but for seed 4
+def study_lines():
+    for seed in range(5):
+        for kind, smoothing in (('base', ''), ('tuned', '0.0'), ('tuned', '0.1')):
+            for task in ('text4', 'facts'):
+                ece = {'': 0.02, '0.0': 0.1, '0.1': 0.08}[smoothing] + 0.001 * seed
+                ece += 0.01 * (seed == 4 and smoothing == '0.1')
+                yield {'run': f'{kind}-smoothing{smoothing}', 'kind': kind, 'seed': seed,
+                       'task': task, 'language': 'all', 'category': 'all', 'scaling': 'none',
+                       'smoothing': smoothing, 'n': 100, 'ece': ece, 'accuracy': 0.5}
+
+
+def write_lines(path, lines):
+    lines = list(lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(results.csv_text(list(lines[0]), lines))
+    return path
+
+
+def test_tables_into_a_closed_pipe(small_world, tmp_path):
+    """As `| head` leaves it: no error, and nothing of what is written is lost."""
+    folder, _ = small_world
+    read, write = os.pipe()
+    os.close(read)
+    ends = []
+    for command in (['evaluate.py', '--compare', folder / 'tuned', folder / 'tuned_ls01',
+                     f'--out_dir={tmp_path}', '--n_bootstrap=10'],
+                    ['metrics.py', folder / 'tuned' / 'samples.jsonl']):
+        done = subprocess.run([sys.executable, *command], cwd=HERE, stdout=write,
+                              stderr=subprocess.PIPE)
+        ends.append((done.returncode, done.stderr))
+    os.close(write)
+    assert ends == [(128 + signal.SIGPIPE, b''), (-signal.SIGPIPE, b'')]
+    assert {'compare.md', 'compare.csv'} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_compare_over_seeds(tmp_path, capsys):
+    path = write_lines(tmp_path / 'study' / 'compare.csv', study_lines())
+    arguments = ['--compare', str(path), '--x=smoothing', '--reference=base', '--where=task=text4',
+                 f'--out_dir={tmp_path / "out"}']
+    evaluate.main(arguments)
+    rows = [[c.strip() for c in line.split('|')[1:-1]]
+            for line in (tmp_path / 'out' / 'compare.md').read_text().splitlines()]
+    assert rows[0][:7] == ['task', 'smoothing', 'seeds', 'ECE', 'ECE - base', 'ECE - first',
+                           'accuracy']
+    assert [row[1] for row in rows[2:]] == ['base', '0.0', '0.1'] and {r[2] for r in rows[2:]} == {
+        '5'}
+    d = [-0.02] * 4 + [-0.01]
+    mean, low, high = metrics.mean_interval(d)
+    assert rows[4][5] == f'{mean:+.3f} ± {(high - low) / 2:.3f}, p {metrics.student_t(d)[2]:.1g}'
+    assert rows[2][4] == rows[2][5] == rows[3][5] == ''
+    assert rows[3][4].startswith('+0.080 ± 0.000, p 0')
+    assert (tmp_path / 'out' / 'compare.png').read_bytes().startswith(b'\x89PNG')
+    with open(tmp_path / 'out' / 'compare.csv') as file:
+        again = list(csv.DictReader(file))
+    assert len(again) == 15 and {r['task'] for r in again} == {'text4'}
+    capsys.readouterr()
+    for change, message in (
+            (['--x=kind', '--by=', '--reference='], 'fall together; choose by .* run, smoothing'),
+            (['--x=lr'], "no column 'lr'; the columns are run, kind"),
+            (['--reference=bass'], "reference = .'bass',., but the kinds are base, tuned"),
+            (['--where=task'], "where: 'task'; wanted column=value"),
+            (['--where=tusk=a'], "where: 'tusk=a'; wanted column=value"),
+            (['--where=task=none'], 'where leaves no line'),
+            (['--reliability'], 'needs .*bins.csv')):
+        with pytest.raises((configs.ConfigError, DataError), match=message):
+            evaluate.main([*arguments, *change])
+    lines = list(study_lines())
+    one, two = ([line | {'language': choice[i % len(choice)] if line['task'] == 'text4' else 'all'}
+                 for i, line in enumerate(lines)] for choice in (['en'], ['de', 'en', 'en']))
+    write_lines(path, one)      # the only language of this task need not be named
+    evaluate.main(arguments)
+    assert '| text4 | 0.1 | 5 |' in (tmp_path / 'out' / 'compare.md').read_text()
+    write_lines(path, two)
+    with pytest.raises(configs.ConfigError, match='no line of text4 has language=all; choose '
+                                                  r'language=de\|en'):
+        evaluate.main(arguments)
+    write_lines(path, lines)
+    path.write_text(path.read_text().replace('0.08', 'x.08'))
+    with pytest.raises(DataError, match=r"compare.csv:\d+: ece = 'x.08.*' is no number"):
+        evaluate.main(arguments)
+    path.write_text('a,b\n1,2\n')
+    with pytest.raises(DataError, match='it lacks category, kind'):
+        evaluate.main(arguments)
+
+
+@pytest.mark.parametrize('figure', sorted(p.stem for p in (HERE / 'configs/figures').glob('*.py')))
+def test_figures_of_the_study(figure, tmp_path, monkeypatch):
+    committed = HERE / 'assets' / 'study' / figure
+    drawn = []
+    monkeypatch.setattr(compare, 'draw_series', lambda path, *rest: drawn.append(path))
+    monkeypatch.setattr(compare, 'draw_bins', lambda path, *rest, **more: drawn.append(path))
+    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / f'{figure}.py'),
+                   f'--sources={committed / "compare.csv"}', f'--out_dir={tmp_path}'])
+    assert (tmp_path / 'compare.md').read_text() == (committed / 'compare.md').read_text()
+    assert (tmp_path / 'compare.csv').read_text() == (committed / 'compare.csv').read_text()
+    for path in drawn:
+        assert (committed / path.name).exists()
+    assert ('reliability.png' in {p.name for p in drawn}) == (committed / 'bins.csv').exists()
+
+
+def test_the_study_is_what_was_run():
+    files = [HERE / 'data' / 'demo.py', *sorted((HERE / 'configs' / 'study').glob('*.py'))]
+    digest = hashlib.sha256(b''.join(path.read_bytes() for path in files)).hexdigest()
+    assert digest in (HERE / 'README.md').read_text(), (
+        'the README says which files the study was run with; changed ones need new runs')
+    used = sum(p.stat().st_size for p in (HERE / 'assets' / 'study').rglob('*.csv'))
+    assert 0 < used < 1e6
+    # however the files are written: every setting of every run, of the commits the README names
+    default, found = train.TrainConfig(), {}
+    for path in files[1:]:
+        cfg = configs.load_config(train.TrainConfig, [str(path)])
+        runs = [(one.seed, one.world, one.demo_world, name,
+                 {f.name: getattr(run, f.name) for f in dataclasses.fields(run)
+                  if getattr(run, f.name) != getattr(default, f.name)})
+                for one in train.expand_seeds(cfg) for name, run in train.expand_runs(one)]
+        if runs:
+            found[path.stem] = len(runs), hashlib.sha256(repr(runs).encode()).hexdigest()[:16]
+    assert found == {
+        'architectures': (30, '0e030a0b7ac97a0d'), 'base': (30, 'b64794aec134b36a'),
+        'epochs': (40, '964c9d040ba9c990'), 'homogeneous': (10, 'ea5c565964e7bcc9'),
+        'lora': (20, '5d837f7a81498592'), 'size': (30, 'c8cc4aa1ec1c5eaf'),
+        'smoothing': (120, '388324abbd506713'), 'vocabulary': (405, 'ddfc050a846d36f2')}
+
+
+def test_what_the_readme_says_of_claim_3():
+    """What no single table has: costs beside effects, trends, the claim's interaction."""
+    says = ' '.join((HERE / 'README.md').read_text().split())
+    sizes, rows, seeds = (64, 256, 1024), (512, 4_096, 32_768, 262_144), '01234'
+
+    def cell(effect):
+        mean, low, high = metrics.mean_interval(effect)
+        return f'{mean:.3f} ± {(high - low) / 2:.3f}'
+
+    def tested(effect, digits=3):
+        mean, low, high = metrics.mean_interval(effect)
+        return (f'{mean:+.{digits}f} ± {(high - low) / 2:.{digits}f}',
+                f'p {metrics.student_t(effect)[2]:.1g}')
+
+    def ece_of(figure, task, softcap='30.0'):
+        """A function: the ECE of a kind of run, [sizes, rows, seeds]."""
+        with open(HERE / 'assets' / 'study' / figure / 'compare.csv') as file:
+            ece = {(int(r['hidden_size']), int(r['vocab_size']), r['unused_rows'] != '0', r['kind'],
+                    r['smoothing'], r['seed']): float(r['ece']) for r in csv.DictReader(file)
+                   if r['task'] == task and r['final_logit_softcapping'] == softcap}
+        def of(kind, smoothing, unused=False, rows=rows):
+            return np.array([[[ece[d, v, unused, kind, smoothing, seed] for seed in seeds]
+                              for v in rows] for d in sizes])
+        return of
+
+    def trends(effect):
+        """By least squares: of the effect [sizes, rows, seeds] over rows, and over sizes."""
+        by_rows, by_sizes = (np.log2(x) - np.log2(x).mean() for x in (rows, sizes))
+        return (*tested(9 * np.einsum('dvs,v->s', effect, by_rows) / (3 * (by_rows ** 2).sum())),
+                *tested(4 * np.einsum('dvs,d->s', effect, by_sizes) / (4 * (by_sizes ** 2).sum())))
+
+    def interaction(effect, digits=3):
+        return tested(effect[0, 3] - effect[0, 0] - effect[2, 3] + effect[2, 0], digits)
+
+    of = ece_of('vocabulary', 'clm')
+    tuned, left, base = (np.concatenate((of(*run), of(*run, True, rows[3:])), axis=1)
+                         for run in (('tuned', '0.0'), ('tuned', '0.1'), ('base', '0.0')))
+    for i, d in enumerate(sizes):
+        cells = [f'{cell(tuned[i, j] - left[i, j])} of {(tuned - base)[i, j].mean():.3f}'
+                 for j in range(5)]
+        assert f'| {d} | {" | ".join(cells)} |' in says
+    by_rows, p_rows, by_sizes, p_sizes = trends((tuned - left)[:, :4])
+    assert f'({by_rows} from 2^9 to 2^18, {p_rows})' in says
+    assert f'({by_sizes} from 64 to 1,024, {p_sizes};' in says
+    of = ece_of('vocabulary', 'clm', 'None')
+    effect = of('tuned', '0.0') - of('tuned', '0.1')
+    by_rows, p_rows, by_sizes, p_sizes = trends(effect)
+    changed, p = interaction(effect)
+    assert (f'takes {effect.mean(2).min():.3f} to {effect.mean(2).max():.3f}, more with more rows '
+            f'({by_rows}, {p_rows}), no less with a small hidden size ({by_sizes}, {p_sizes}), and '
+            f'the interaction is gone ({changed}, {p})') in says
+    _, p = tested(left[0, 3] - left[2, 3])
+    assert (f'{left[0, 3].mean():.3f} is left, against {left[2, 3].mean():.3f} at 1,024 ({p})'
+            in says)
+    for figure, task, name, digits in (
+            ('vocabulary', 'clm', 'next tokens', 3),
+            ('vocabulary_questions', 'text4', 'questions', 2),
+            ('vocabulary_questions', 'facts', 'first tokens of facts', 3)):
+        of = ece_of(figure, task)
+        effect = of('tuned', '0.0') - of('tuned', '0.1')
+        change, p = interaction(effect, digits)
+        assert f'{change} for {name} ({p})' in says
+        if task != 'clm':
+            harm, p = tested(-effect[2, 0])
+            assert f'{harm} for {"questions" if task == "text4" else "facts"}, {p}' in says
+
+
+def test_what_the_readme_says_of_size():
+    says = ' '.join((HERE / 'README.md').read_text().split())
+    for width, weights in ((128, 1), (256, 6), (512, 34), (1024, 210)):
+        cells = []
+        for figure, task in (('size', 'text4'), ('size_all', 'text4'), ('size_all', 'facts'),
+                             ('size_all', 'clm')):
+            with open(HERE / 'assets' / 'study' / figure / 'compare.csv') as file:
+                ece = {(r['smoothing'], r['seed']): float(r['ece']) for r in csv.DictReader(file)
+                       if (r['kind'], r['task'], r['hidden_size']) == ('tuned', task, str(width))}
+            tuned, smoothed = ({seed: ece[s, seed] for seed in '01234'} for s in ('0.0', '0.1'))
+            mean = sum(tuned.values()) / 5
+            cells.append(f'{mean:.3f}, {compare.paired(smoothed, tuned)}')
+        assert f'| {weights} million | {" | ".join(cells)} |' in says
+
+
+def test_no_whiskers_of_two_seeds():
+    assert compare.mean_and_ends([1.0, 3.0]) == [2.0, 2.0, 2.0]
+    assert compare.mean_and_ends([1.0, 2.0, 3.0]) == pytest.approx((2.0, -0.484138, 4.484138))
+
+
+def test_a_small_study(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    study = HERE / 'configs' / 'study'
+    world = dict(entities=500, unseen=20, first_names=40, family_names=40, documents=300,
+                 tokenizer_documents=300, vocab_sizes='700,', instructions=80, questions=12,
+                 unseen_questions=6, validation=12, probes=10)
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=2)
+    train.main([str(study / 'base.py'), '--seeds=0,1', '--only=base', f'--runs.base.shape={shape}',
+                *(f'--world.{k}={v}' for k, v in world.items()), '--batch_size=64',
+                '--micro_rows=4', '--workers=1', '--eval_reach', '--eval_pack_len=512'])
+    train.main([str(study / 'smoothing.py'), '--seeds=0,1', '--vary.lr=8e-4',
+                '--vary.smoothing=0.0,0.1', '--workers=1', '--epochs=1', '--eval_pack_len=512'])
+    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'temperature.py'),
+                   '--out_dir=temperature'])
+    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'headline.py'),
+                   '--out_dir=headline'])
+    assert {'compare.png', 'compare.csv', 'bins.csv', 'reliability.png'} <= {
+        p.name for p in Path('headline').iterdir()}
+    # again from the numbers alone
+    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'headline.py'),
+                   '--sources=headline/compare.csv', '--out_dir=again'])
+    for name in ('compare.md', 'compare.csv', 'bins.csv'):
+        assert (Path('again') / name).read_text() == (Path('headline') / name).read_text()
+    with open('temperature/compare.csv') as file:
+        lines = list(csv.DictReader(file))
+    assert {line['scaling'] for line in lines} == {'none', 'temperature'}
+    assert {line['language'] for line in lines} == {'en', 'l1', 'l2', 'l3'}
+    line = next(r for r in lines if (r['kind'], r['seed'], r['language'], r['category'],
+                                     r['scaling']) == ('base', '1', 'l2', 'seen', 'temperature'))
+    samples = results.read_samples(Path('out/study/base/seed-1/base/samples.jsonl'))
+    mine = [s for s in samples if s['task'] == 'text4']
+    held = results.predictions([s for s in mine if s['split'] == 'validation'], 'token')
+    assert len(held.labels) == 12
+    some = results.predictions([s for s in mine if (s['language'], s['category']) == ('l2', 'seen')
+                                and s['split'] == 'test'], 'token')
+    temperature = metrics.fit_temperature(held.scores, held.labels)
+    assert float(line['temperature']) == pytest.approx(temperature, rel=1e-4)
+    assert float(line['ece']) == pytest.approx(
+        metrics.ece(metrics.softmax(some.scores, temperature), some.labels), rel=1e-4)
+    reach = json.loads(Path('out/study/base/seed-0/base/results.json').read_text())['reach']
+    assert 0 < reach['lowest_bits'] <= reach['highest_bits'] <= reach['log2_vocab']
+    # done already: nothing is trained again, and a second command says so
+    capsys.readouterr()
+    with pytest.raises(configs.ConfigError, match='holds a finished run'):
+        train.main([str(study / 'smoothing.py'), '--seeds=0', '--vary.lr=8e-4',
+                    '--vary.smoothing=0.0,0.1'])
+
+
+def test_reachable_entropy():
+    config = models.ModelConfig(model_type='llama', vocab_size=8, hidden_size=8,
+                                intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                                num_key_value_heads=2, head_dim=4, tie_word_embeddings=False)
+    model = models.CausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(2 * torch.eye(8))
+    found = evaluate.reachable_entropy(model, 8, n_tokens=8)
+    # the surest state puts all of its length sqrt(8) into one direction, or a little against the
+    # others: logits a for one and b for the others, a^2 + 7 b^2 = 4 * 8
+    a = np.linspace(0, 32 ** 0.5, 100_001)
+    gap = (a + np.sqrt(np.maximum(32 - a ** 2, 0) / 7)).max()
+    p = 1 / (1 + 7 * math.exp(-gap))
+    entropy = -p * math.log2(p) - (1 - p) * math.log2((1 - p) / 7)
+    assert found['lowest_bits'] == pytest.approx(entropy, abs=1e-3)
+    assert found['lowest_nll_bits'] == pytest.approx(-math.log2(p), abs=1e-3)
+    assert found['highest_bits'] == pytest.approx(3, abs=1e-3) and found['log2_vocab'] == 3
+    model.config.final_logit_softcapping = 1.0
+    capped = evaluate.reachable_entropy(model, 8, n_tokens=8)['lowest_bits']
+    p = 1 / (1 + 7 * math.exp(-2))      # not less than logits of 1 and -1
+    floor = -p * math.log2(p) - (1 - p) * math.log2((1 - p) / 7)
+    assert floor < capped and capped > found['lowest_bits']
+
+
+def test_bad_questions_are_counted_or_stop(scored_folder, tmp_path, capsys):
+    good = {'question': 'the quick brown fox?', 'choices': ['dog', 'old'], 'answer': 0}
+    rows = [good, good | {'choices': ['', 'dog']}, good | {'question': 'lazy dog ' * 300},
+            good | {'answer': 'Q'}]
+    path = write_rows(tmp_path / 'mixed.jsonl', rows)
+    common = [f'--model={scored_folder / "model"}', f'--tasks={path}', '--shots=0',
+              '--max_length=200']
+    with pytest.raises(DataError, match='mixed.jsonl:2: choice A is empty; --on_bad_row=skip'):
+        evaluate.main([*common, f'--out_dir={tmp_path / "stop"}'])
+    evaluate.main([*common, f'--out_dir={tmp_path / "skip"}', '--on_bad_row=skip'])
+    result = json.loads((tmp_path / 'skip' / 'results.json').read_text())['tasks']['mixed']
+    assert result['bad_rows'] == 3 and result['pooled']['n'] == 1
+    assert '3 bad rows left out, the first: ' in capsys.readouterr().out
+    write_rows(tmp_path / 'mixed.jsonl', rows[2:3])
+    with pytest.raises(DataError, match='even without shots has a prompt of .* max_length allows'):
+        evaluate.main([*common, f'--out_dir={tmp_path / "long"}'])
+
+
+def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
+    words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()
+    rows = [{'id': f't{i}', 'text': ' '.join(words[i:] + words[:i])} for i in range(12)]
+    write_rows(tmp_path / 'texts.jsonl', rows)
+    entity = [row | {'spans': [[row['text'].index(w), row['text'].index(w) + len(w)]
+                               for w in ('dog', 'fox', 'dog')]} for row in rows]
+    write_rows(tmp_path / 'facts.jsonl', entity)
+    trex = [{'docid': 'x', 'text': 'a lazy dog', 'entities': [{'boundaries': [7, 10]},
+                                                              {'boundaries': [0, 1]}]}]
+    (tmp_path / 'trex.json').write_text(json.dumps(trex))
+
+    def run(*arguments):
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        evaluate.main([f'--model={scored_folder / "model"}', f'--out_dir={out}', *arguments])
+        return json.loads((out / 'results.json').read_text())['tasks'], results.read_samples(
+            out / 'samples.jsonl')
+    tasks, samples = run(f'--tasks=clm:{tmp_path / "texts.jsonl"},facts:{tmp_path / "facts.jsonl"}')
+    assert tasks['clm']['pooled']['n'] == 12 and tasks['facts']['pooled']['n'] >= 22
+    assert tasks['clm']['pooled'].keys() >= {'accuracy', 'ece', 'rmsce', 'entropy_bits', 'nll'}
+    tokenizer, model = load_tokenizer(scored_folder / 'model'), models.load(scored_folder / 'model')
+    for sample in samples:
+        text = next(r['text'] for r in rows if r['id'] == sample['text'])
+        ids = [tokenizer.bos_id, *tokenizer.encode(text)]
+        assert sample['token'] == ids[sample['position']]
+        tokens = torch.tensor([ids[:sample['position']]])
+        probs = model.logits(model(tokens, *whole_rows(tokens)))[0, -1].softmax(-1)
+        assert sample['top_token'] == probs.argmax()
+        assert sample['confidence'] == pytest.approx(probs.max().item(), abs=1e-5)
+        if sample['task'] == 'facts':   # the entity, from its beginning on
+            rest = tokenizer.decode(ids[sample['position']:], start=False).strip()
+            assert rest.startswith(('dog', 'fox'))
+    again = run(f'--tasks=clm:{tmp_path / "texts.jsonl"}', '--limit=5')[1]
+    assert {s['id']: s['position'] for s in again}.items() <= {
+        s['id']: s['position'] for s in samples if s['task'] == 'clm'}.items()
+    _, told = run(f'--tasks=facts:{tmp_path / "trex.json"}', '--instruct')
+    assert len(told) == 2 and all(s['id'] == f'x:{s["position"]}' for s in told)
+    # another seed asks for other tokens, and is not taken for what was asked before
+    out = [f'--model={scored_folder / "model"}', f'--out_dir={tmp_path / "seeds"}',
+           f'--tasks=clm:{tmp_path / "texts.jsonl"}']
+    evaluate.main([*out, '--seed=1'])
+    evaluate.main([*out, '--seed=2'])
+    count = json.loads((tmp_path / 'seeds' / 'results.json').read_text())['tasks']['clm']['pooled']
+    positions = {}
+    for sample in results.read_samples(tmp_path / 'seeds' / 'samples.jsonl'):
+        positions.setdefault(sample['id'], []).append(sample['position'])
+    assert count['n'] == 12 == len(positions) and any(len(p) == 2 for p in positions.values())
+    with pytest.raises(DataError, match='facts: where are the texts'):
+        run('--tasks=facts')
+    write_rows(tmp_path / 'bad.jsonl', [{'text': 'a dog', 'spans': [[2, 9]]}])
+    with pytest.raises(DataError, match=r'bad.jsonl:1: span \[2, 9\] is not'):
+        run(f'--tasks=facts:{tmp_path / "bad.jsonl"}')
+
+
+HARNESS = """
+import datasets, json, sys, torch, transformers, lm_eval
+from lm_eval.models.huggingface import HFLM
+
+model, data, calls = sys.argv[1], json.load(open(sys.argv[2])), json.loads(sys.argv[3])
+
+def load_dataset(path, name=None, **options):
+    rows = data[path]
+    rows = rows.get(name) or rows['']
+    return datasets.DatasetDict({split: datasets.Dataset.from_list(r) for split, r in rows.items()})
+datasets.load_dataset = load_dataset
+tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+lm = HFLM(transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+          tokenizer=tokenizer, batch_size=8, device='cpu')
+found = {}
+for tasks, shots in calls:
+    results = lm_eval.simple_evaluate(lm, tasks=tasks, num_fewshot=shots, log_samples=True,
+                                      bootstrap_iters=0)
+    for task, samples in results['samples'].items():
+        samples.sort(key=lambda s: s['doc_id'])
+        found[task] = [[r[0] if isinstance(r[0], float) else r[0][0] for r in s['filtered_resps']]
+                       if not isinstance(s['filtered_resps'][0][0], list) else
+                       [r[0][0] for r in s['filtered_resps']] for s in samples]
+json.dump({'versions': [lm_eval.__version__, transformers.__version__], 'found': found},
+          open(sys.argv[4], 'w'))
+"""
+
+
+@needs_shared
+@pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs lm-eval')
+@pytest.mark.parametrize('name, file', [
+    ('llama', 'llama2_tokenizer.model'), ('mistral', 'mistral_tokenizer.model.v1'),
+    ('gemma2', 'llama2_tokenizer.model')])
+def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
+    """Every option of real rows, in float32, with lm-evaluation-harness's own tasks and model."""
+    folder = tmp_path / 'model'
+    folder.mkdir()
+    shutil.copyfile(SHARED / 'tokenizers' / file, folder / 'tokenizer.model')
+    reference_model(name, folder, vocab_size=32000, max_position_embeddings=4096, head_dim=16)
+    import transformers
+    transformers.LlamaTokenizer.from_pretrained(folder, add_bos_token=True).save_pretrained(folder)
+    datasets, rng = SHARED / 'datasets', random.Random(0)
+
+    def rows(path):
+        with gzip.open(datasets / path, 'rt') as lines:
+            return [json.loads(line) for line in lines]
+    # transformers parts two spaces otherwise than the sentencepiece model does
+    xcopa = [json.loads(line) for line in open(datasets / 'xcopa' / 'test.sw.jsonl')
+             if '  ' not in line]
+    mmlu, dev = rows('mmlu/test.jsonl.gz'), rows('mmlu/dev.jsonl.gz')
+    picked = {'mmlu/dev.jsonl': dev, 'xcopa/test.sw.jsonl': rng.sample(xcopa, 20),
+              'mmlu/test.jsonl': rng.sample([r for r in mmlu if r['subject'] == 'anatomy'], 12),
+              'arc/ARC-Easy-test.jsonl': rng.sample(rows('arc_easy/ARC-Easy-test.jsonl.gz'), 25),
+              'hellaswag/hellaswag_val.jsonl': rng.sample(rows(
+                  'hellaswag/hellaswag_val_1000.jsonl.gz'), 25)}
+    for place, some in picked.items():
+        write_rows(tmp_path / place, some)
+    arc, hellaswag = picked['arc/ARC-Easy-test.jsonl'], picked['hellaswag/hellaswag_val.jsonl']
+    anatomy = [row for row in dev if row['subject'] == 'anatomy']
+    content = {'cais/mmlu': {'anatomy': {'test': picked['mmlu/test.jsonl'], 'dev': anatomy}},
+               'allenai/ai2_arc': {'ARC-Easy': {k: arc for k in ('train', 'validation', 'test')}},
+               'Rowan/hellaswag': {'': {'train': hellaswag, 'validation': hellaswag}},
+               'cambridgeltl/xcopa': {'sw': {k: picked['xcopa/test.sw.jsonl']
+                                             for k in ('validation', 'test')}}}
+    (tmp_path / 'data.json').write_text(json.dumps(content))
+    (tmp_path / 'harness.py').write_text(HARNESS)
+    calls = [(['mmlu_anatomy'], 5), (['arc_easy', 'hellaswag', 'xcopa_sw'], 0)]
+    # elsewhere: its package `evaluate` has the name of our file
+    done = subprocess.run([sys.executable, 'harness.py', folder, 'data.json', json.dumps(calls),
+                           'found.json'], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, 'HF_DATASETS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1'})
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = json.loads((tmp_path / 'found.json').read_text())
+    print('lm-eval {}, transformers {}'.format(*theirs['versions']))
+    for task, place, shots in (('mmlu_anatomy', f'mmlu:{tmp_path / "mmlu"}', 5),
+                               ('arc_easy', f'arc_easy:{tmp_path / "arc"}', 0),
+                               ('hellaswag', f'hellaswag:{tmp_path / "hellaswag"}', 0),
+                               ('xcopa_sw', f'xcopa:{tmp_path / "xcopa"}', 0)):
+        out = tmp_path / f'out-{task}'
+        evaluate.main([f'--model={folder}', f'--tasks={place}', f'--shots={shots}',
+                       '--preset=harness', f'--out_dir={out}', '--n_bootstrap=0'])
+        ours = [s['log_probs'] for s in results.read_samples(out / 'samples.jsonl')]
+        assert len(ours) == len(theirs['found'][task]) > 10
+        for a, b in zip(ours, theirs['found'][task], strict=True):
+            assert a == pytest.approx(b, abs=1e-4)

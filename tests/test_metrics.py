@@ -1,0 +1,1048 @@
+"""metrics.py: golden values of other libraries, properties, errors"""
+
+import itertools
+import json
+import math
+import metrics
+import numpy as np
+import pytest
+import re
+import subprocess
+import sys
+from hypothesis import given, settings, strategies as st
+from hypothesis.extra.numpy import arrays
+from pathlib import Path
+
+from common import HERE, write_rows
+
+small = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def calibration_case(seed, n, k, temperature, signal):
+    """Seeded probs [n, k] and labels [n]; the labels follow softmax(signal * z), not the probs."""
+    stream = np.random.RandomState(seed)
+    z = stream.standard_normal((n, k))
+
+    def softmax(x):
+        e = np.exp(x - x.max(1, keepdims=True))
+        return e / e.sum(1, keepdims=True)
+
+    u = stream.random_sample(n)
+    labels = (softmax(z * signal).cumsum(1) < u[:, None]).sum(1)
+    return softmax(z * temperature), np.minimum(labels, k - 1)
+
+
+def golden_case(name):
+    if name == 'mmlu_overconfident_4':
+        return calibration_case(0, 2000, 4, 2.5, 1.0)
+    if name == 'small_4':
+        return calibration_case(4, 150, 4, 2.0, 1.0)
+    if name == 'all_wrong_conf_1':
+        labels = np.arange(20) % 4
+        return np.eye(4)[(labels + 1) % 4], labels
+    if name == 'uniform_quarter':
+        return np.full((40, 4), 0.25), np.arange(40) % 4
+    assert name == 'edges_conf0_1_ties_on_bin_edges'
+    probs = [
+        [1.0, 0.0, 0.0, 0.0],
+        [1.0, 0.0, 0.0, 0.0],
+        [0.0, 1.0, 0.0, 0.0],
+        [0.25, 0.25, 0.25, 0.25],
+        [0.25, 0.25, 0.25, 0.25],
+        [0.5, 0.5, 0.0, 0.0],
+        [0.7, 0.1, 0.1, 0.1],
+        [0.7, 0.1, 0.1, 0.1],
+        [0.8, 0.2, 0.0, 0.0],
+        [0.6, 0.4, 0.0, 0.0],
+    ]
+    return np.array(probs), np.array([0, 1, 1, 0, 3, 1, 0, 2, 0, 1])
+
+
+def exactly(value):
+    return pytest.approx(value, rel=0, abs=1e-12)
+
+
+def test_metrics_golden_inputs_are_the_ones_the_peers_saw():
+    probs, labels = golden_case('mmlu_overconfident_4')
+    assert (probs[0, 0], labels.sum()) == (exactly(0.223841614128059), 2963)
+    probs, labels = golden_case('small_4')
+    assert (probs[0, 0], labels.sum()) == (exactly(0.13891827363112413), 239)
+
+
+# Per case: call, then the value of the numpy peers.
+GOLDEN = {
+    'mmlu_overconfident_4': [
+        ('accuracy', {}, 0.507),
+        ('mean_confidence', {}, 0.7380020420371516),
+        ('gap', {}, 0.23100204203715158),
+        ('entropy', {}, 0.9350273818131427),
+        ('entropy', {'unit': 'nats'}, 0.6481115934501274),
+        ('nll', {}, 1.4138373246621527),  # scikit-learn log_loss
+        ('brier', {}, 0.6957152481193204),  # lm-eval brier_score
+        ('ece', {}, 0.23111049185449925),  # uncertainty-calibration get_ece
+        ('ece', {'n_bins': 15}, 0.23100204203715158),
+        ('ece', {'n_bins': 20}, 0.23111049185449925),
+        ('ece', {'n_bins': 30}, 0.23111049185449922),  # gce
+        ('mce', {}, 0.32930785865493895),  # netcal
+        ('mce', {'n_bins': 15}, 0.3584316326661593),
+        ('ece_equal_mass', {}, 0.2310020420371516),  # uncertainty-calibration get_ece_em
+        ('ece_equal_mass', {'n_bins': 15}, 0.23100204203715163),
+        ('sce', {'n_bins': 10}, 0.11964143307709416),  # gce, class_conditional=True
+        ('sce', {}, 0.12072566075743489),
+        ('sce', {'n_bins': 20}, 0.12231980585532036),
+        ('sce', {'n_bins': 30}, 0.1225488734182622),
+        ('ace', {'n_ranges': 10}, 0.11795023661038384),  # gce
+        ('ace', {}, 0.12095046279333976),  # 15 does not divide 2000: the remainder is spread
+        ('ace', {'n_ranges': 20}, 0.11932121088003772),
+        ('ace', {'n_ranges': 30}, 0.1212078720969127),
+        ('rmsce', {}, 0.24186774213686074),  # outlier-exposure with its last bin put back
+        ('mad', {}, 0.23100204203715158),
+    ],
+    'small_4': [
+        ('accuracy', {}, 0.5533333333333333),
+        ('mean_confidence', {}, 0.7050732040845785),
+        ('gap', {}, 0.15173987075124518),
+        ('entropy', {}, 1.0575124215201523),
+        ('entropy', {'unit': 'nats'}, 0.7330117533838141),
+        ('nll', {}, 1.1747079024849019),
+        ('brier', {}, 0.5939696055699721),
+        ('ece', {}, 0.16296739773419663),
+        ('ece', {'n_bins': 15}, 0.15531764883874577),
+        ('ece', {'n_bins': 20}, 0.1824356352861031),
+        ('mce', {}, 0.2737900977840766),
+        ('mce', {'n_bins': 15}, 0.33688739436907805),
+        ('mce', {'n_bins': 20}, 0.6569124117541829),
+        ('ece_equal_mass', {}, 0.1517398707512453),
+        ('ece_equal_mass', {'n_bins': 15}, 0.16149276298269602),
+        ('sce', {'n_bins': 10}, 0.09844199371095676),
+        ('sce', {}, 0.11546122984794403),
+        ('sce', {'n_bins': 20}, 0.12201844928451648),
+        ('sce', {'n_bins': 30}, 0.14137692625773754),
+        ('ace', {'n_ranges': 10}, 0.09309259644596712),
+        ('ace', {}, 0.0970095350694924),
+        ('ace', {'n_ranges': 20}, 0.11170988240242463),  # ranges of 7 and 8 rows
+        ('ace', {'n_ranges': 30}, 0.13777347852967547),
+        ('rmsce', {}, 0.15173987075124518),  # 150 rows: one bin of 150
+        ('rmsce', {'bin_size': 10}, 0.18941902403108507),
+        ('mad', {}, 0.15173987075124518),
+        ('mad', {'bin_size': 10}, 0.16149276298269596),
+    ],
+    'edges_conf0_1_ties_on_bin_edges': [
+        ('accuracy', {}, 0.5),
+        ('mean_confidence', {}, 0.68),
+        ('gap', {}, 0.18),
+        ('entropy', {}, 0.9406437988236109),
+        ('entropy', {'unit': 'nats'}, 0.6520045970657823),
+        ('nll', {}, 4.330808361203802),  # one label of probability 0, clipped as scikit-learn does
+        ('brier', {}, 0.624),
+        ('ece', {}, 0.32),
+        ('ece', {'n_bins': 15}, 0.32),
+        ('mce', {}, 0.6),
+        ('mce', {'n_bins': 15}, 0.6),
+        ('ece_equal_mass', {}, 0.32),
+        ('ece_equal_mass', {'n_bins': 15}, 0.32),
+        ('ace', {}, 0.205),  # uncertainty-calibration, l1 marginal, which keeps zeros
+        ('rmsce', {}, 0.18),
+        ('mad', {}, 0.18),
+    ],
+    'all_wrong_conf_1': [
+        ('accuracy', {}, 0.0),
+        ('mean_confidence', {}, 1.0),
+        ('gap', {}, 1.0),
+        ('entropy', {}, 0.0),
+        ('nll', {}, 36.04365338911715),
+        ('brier', {}, 2.0),
+        ('ece', {}, 1.0),
+        ('mce', {}, 1.0),
+        ('ece_equal_mass', {}, 1.0),
+        ('ace', {}, 0.5),
+        ('rmsce', {}, 1.0),
+        ('rmsce', {'bin_size': 10}, 1.0),
+        ('mad', {}, 1.0),
+    ],
+    'uniform_quarter': [
+        ('accuracy', {}, 0.25),
+        ('mean_confidence', {}, 0.25),
+        ('gap', {}, 0.0),
+        ('entropy', {}, 2.0),
+        ('entropy', {'unit': 'nats'}, 1.3862943611198906),
+        ('nll', {}, 1.3862943611198906),
+        ('brier', {}, 0.75),
+        ('ece', {}, 0.0),
+        ('mce', {}, 0.0),
+        ('ece_equal_mass', {}, 0.0),
+        ('sce', {}, 0.0),
+        ('ace', {}, 0.0),
+        ('rmsce', {}, 0.0),
+        ('rmsce', {'bin_size': 10}, 0.05),  # the tie is cut every 10 rows, in the order given
+        ('mad', {'bin_size': 10}, 0.05),
+        ('aurc', {}, 0.75),     # tied rows in no order; peers take the one given: 0.70, 0.78
+        ('auroc', {}, 0.5),
+        ('ks_error', {}, 0.0),
+    ],
+}
+
+
+@pytest.mark.parametrize('name', GOLDEN)
+def test_metrics_golden_values(name):
+    probs, labels = golden_case(name)
+    for metric, settings_, expected in GOLDEN[name]:
+        value = getattr(metrics, metric)(probs, labels, **settings_)
+        assert value == exactly(expected), (metric, settings_)
+
+
+def test_metrics_golden_values_of_float32_peers():
+    probs, labels = golden_case('mmlu_overconfident_4')
+    for n_bins, l1, largest in [  # torchmetrics multiclass_calibration_error, norm 'l1' and 'max'
+        (1, 0.23100155591964722, 0.23100155591964722),
+        (10, 0.23111043870449066, 0.3293079733848572),
+        (15, 0.23100200295448303, 0.35843172669410706),
+        (20, 0.23111043870449066, 0.3332020342350006),
+    ]:
+        assert metrics.ece(probs, labels, n_bins) == pytest.approx(l1, abs=1e-6)
+        assert metrics.mce(probs, labels, n_bins) == pytest.approx(largest, abs=1e-6)
+
+    probs, labels = golden_case('small_4')  # torch-uncertainty
+    assert metrics.brier(probs, labels) == pytest.approx(0.5939696431159973, abs=1e-6)
+    assert metrics.nll(probs, labels) == pytest.approx(1.1747078895568848, abs=1e-6)
+    assert metrics.ece(probs, labels) == pytest.approx(0.16296741366386414, abs=1e-6)
+    assert metrics.ece_equal_mass(probs, labels) == pytest.approx(0.15173986554145813, abs=1e-6)
+
+
+def test_metrics_differ_from_peers_that_are_wrong():
+    def differs(value, peer):
+        return abs(value - peer) > 1e-3
+
+    probs, labels = golden_case('edges_conf0_1_ties_on_bin_edges')
+    # torchmetrics puts confidence 1.0 into a bin of its own, behind the last one, so that even a
+    # single bin is two. With one bin every norm must give |gap| = 0.18.
+    assert metrics.mce(probs, labels, n_bins=1) == exactly(0.18)
+    assert differs(metrics.mce(probs, labels, n_bins=1), 0.3333333134651184)
+    assert metrics.rmsce(probs, labels) == exactly(0.18)
+    assert differs(metrics.rmsce(probs, labels), 0.2060975283384323)
+    # netcal closes bins on the left, which moves 0.5 and 0.8 up but, its edges being np.linspace,
+    # not 0.6 and 0.7.
+    assert differs(metrics.mce(probs, labels), 0.55)
+    # gce drops probabilities of exactly 0 from the class-wise metrics and divides by what is left,
+    # although eq. (3) and (4) are over all N probabilities of an option.
+    assert metrics.sce(probs, labels) == exactly(0.205)
+    assert differs(metrics.sce(probs, labels), 0.2763888888888889)
+    assert differs(metrics.ace(probs, labels), 0.2763888888888889)
+    # torch-uncertainty splits ties by row order in its equal-mass bins, gives nan for fewer rows
+    # than bins, and an infinite NLL for one label of probability 0.
+    assert differs(metrics.ece_equal_mass(probs, labels), 0.43000003695487976)
+    assert math.isfinite(metrics.ece_equal_mass(probs, labels, n_bins=15))
+    assert math.isfinite(metrics.nll(probs, labels))
+
+    probs, labels = golden_case('all_wrong_conf_1')
+    assert metrics.sce(probs, labels) == exactly(0.5)  # gce: 1.0, zeros dropped
+    assert metrics.ace(probs, labels) == exactly(0.5)
+    probs, labels = golden_case('uniform_quarter')
+    assert metrics.ece_equal_mass(probs, labels) == 0  # torch-uncertainty: 0.1, ties split
+
+    # outlier-exposure leaves its last, most confident bin out of the sum; with one bin nothing is
+    # left.
+    probs, labels = golden_case('small_4')
+    assert differs(metrics.rmsce(probs, labels), 0.0)
+    assert differs(metrics.mad(probs, labels, bin_size=10), 0.15610681760853043)
+    probs, labels = golden_case('mmlu_overconfident_4')
+    assert differs(metrics.rmsce(probs, labels), 0.23906758765187394)
+    assert differs(metrics.mad(probs, labels), 0.22279627205287675)
+    # hendrycks/test squares the weight |B|/N too and takes the square root twice. With B bins of
+    # equal count that is sqrt(rmsce) * B^(-1/4), which shrinks as N grows.
+    assert differs(metrics.rmsce(probs, labels), 0.23255810305865737)
+    assert metrics.rmsce(probs, labels) ** 0.5 * 20**-0.25 == exactly(0.23255810305865737)
+    # gce's SCE preset pools the options into one set of bins, which is not eq. (3).
+    assert differs(metrics.sce(probs, labels, n_bins=10), 0.11786897488385001)
+    # netcal's ACE is a top-label metric of the same name.
+    assert differs(metrics.ace(probs, labels, n_ranges=10), 0.19145074380807076)
+
+
+def test_metrics_edges_are_exact_where_linspace_is_not():
+    # Closed on the left with np.linspace edges, as gce and relplot bin, 0.5 moves up while 0.6
+    # stays below 0.6000000000000001: two neighbouring edges share a bin, and a model that is wrong
+    # at 0.6 makes up for being right at 0.5.
+    probs = np.array([[0.5, 0.5], [0.6, 0.4]])
+    labels = np.array([0, 1])
+    peer_bin = np.digitize(probs.max(1), np.linspace(0, 1, 11)[1:-1])
+    assert peer_bin.tolist() == [5, 5]
+    assert np.flatnonzero(metrics.bins(probs, labels)['count']).tolist() == [4, 5]
+    assert metrics.ece(probs, labels) == exactly(0.55)  # the peers' one bin gives 0.05
+
+
+def test_metrics_whole_golden_file():
+    path = Path(metrics.__file__).resolve().parent.parent / 'shared/reference/golden_metrics.json'
+    if not path.exists():
+        pytest.skip('the file of golden vectors (golden_metrics.json) is not beside the repository')
+
+    calls = [  # pattern of the file's key, our call, tolerance
+        (r'accuracy', lambda p, y, m: metrics.accuracy(p, y), 1e-12),
+        (r'mean_confidence', lambda p, y, m: metrics.mean_confidence(p, y), 1e-12),
+        (r'overconfidence gap .*', lambda p, y, m: metrics.gap(p, y), 1e-12),
+        (r'entropy_bits_mean', lambda p, y, m: metrics.entropy(p, y), 1e-12),
+        (r'entropy_nats_mean', lambda p, y, m: metrics.entropy(p, y, unit='nats'), 1e-12),
+        (r'nll_sklearn_log_loss', lambda p, y, m: metrics.nll(p, y), 1e-12),
+        (r'CategoricalNLL', lambda p, y, m: metrics.nll(p, y), 1e-6),
+        (r'brier_sum_over_classes .*', lambda p, y, m: metrics.brier(p, y), 1e-12),
+        (r'BrierScore', lambda p, y, m: metrics.brier(p, y), 1e-6),
+        (r'ECE right-closed .* M=(\d+)', metrics.ece, 1e-12),
+        (r'MCE right-closed M=(\d+)', metrics.mce, 1e-12),
+        (r'uncertainty-calibration get_ece .* num_bins=(\d+)', metrics.ece, 1e-12),
+        (r'uncertainty-calibration get_ece_em .* num_bins=(\d+)', metrics.ece_equal_mass, 1e-12),
+        (r'netcal.ECE\((\d+)\)', metrics.ece, 1e-12),
+        (r'netcal.MCE\((\d+)\)', metrics.mce, 1e-12),
+        (r'relplot.binnedECE\((\d+)\) .*', metrics.ece, 1e-12),
+        (r'gce ECE .* num_bins=(\d+)', metrics.ece, 1e-12),
+        (r'ece\(labels,probs\) num_bins=(\d+)', metrics.ece, 1e-12),
+        (r'gce SCE eq.3 .* num_bins=(\d+)', metrics.sce, 1e-12),
+        (r'sce\(labels,probs\) num_bins=(\d+)', metrics.sce, 1e-12),
+        (r'gce ACE num_bins=(\d+)', metrics.ace, 1e-12),
+        (r'ace\(labels,probs\) num_bins=(\d+)', metrics.ace, 1e-12),
+        (r'eq5 RMSCE beta=(\d+) .*', metrics.rmsce, 1e-12),
+        (r'eq6 MAD beta=(\d+) .*', metrics.mad, 1e-12),
+        (r'torchmetrics.* n_bins=(\d+) norm=l1', metrics.ece, 1e-6),
+        (r'torchmetrics.* n_bins=(\d+) norm=max', metrics.mce, 1e-6),
+        (r'CalibrationError num_bins=(\d+) l1', metrics.ece, 1e-6),
+        (r'uncertainty-calibration l2 top-label debiased 15 .*',
+         lambda p, y, m: metrics.ece_debiased(p, y), 1e-12),
+        (r'ECE-sweep equal-mass l1 .*', lambda p, y, m: metrics.ece_sweep(p, y), 1e-12),
+        (r'relplot.smECE', lambda p, y, m: metrics.smooth_ece(p, y), 1e-4),
+        (r'netcal.MMCE', lambda p, y, m: metrics.mmce(p, y), 1e-12),
+        (r'KS top-label .*', lambda p, y, m: metrics.ks_error(p, y), 1e-12),
+        (r'gce TACE threshold=0.01 num_bins=(\d+)', metrics.tace, 1e-12),
+        (r'tace\(labels,probs\) num_bins=(\d+)', metrics.tace, 1e-12),
+        (r'hendrycks calib_err p=2 beta=(\d+) .*', metrics.rmsce_hendrycks, 1e-12),
+        (r'hendrycks calib_err p=1 beta=(\d+) .*', metrics.mad_hendrycks, 1e-12),
+        (r'rmsce\(labels,probs\)', lambda p, y, m: metrics.rms_mmlu_repo(p, y), 1e-12),
+        (r'AUROC .*', lambda p, y, m: metrics.auroc(p, y), 1e-12),
+        (r'AURC mean .*', lambda p, y, m: metrics.aurc(p, y), 1e-12),
+        (r'E-AURC .*', lambda p, y, m: metrics.excess_aurc(p, y), 1e-12),
+        (r'uncertainty-calibration selective_cov_acc_area',
+         lambda p, y, m: 1 - metrics.aurc(p, y), 1e-12),
+        *((rf'selective_accuracy@coverage={c} .*',
+           lambda p, y, m, c=c: metrics.accuracy_at_coverage(p, y, c), 1e-12)
+          for c in (0.5, 0.8, 0.9, 1.0)),
+        *((rf'Murphy (M=10 )?{name}.*', lambda p, y, m, key=key: metrics.murphy(p, y)[key], 1e-12)
+          for name, key in (('reliability', 'reliability'), ('resolution', 'resolution'),
+                            ('uncertainty', 'uncertainty'), ('within', 'within_bin'))),
+        (r'brier_top_label .*', lambda p, y, m: metrics.murphy(p, y)['brier'], 1e-12),
+    ]
+    wrong_peers = {  # test_metrics_differ_from_peers_that_are_wrong says why
+        'edges_conf0_1_ties_on_bin_edges': (
+            r'gce (SCE|ACE) .*|[as]ce\(labels.*|CategoricalNLL|netcal.MCE\(10\)'
+            r'|torchmetrics.* n_bins=1 norm=max'
+            # the order of tied rows decides there
+            r'|E?-?AURC .*|uncertainty-calibration sel.*|selective_accuracy@coverage=0.[59] .*'
+        ),
+        'uniform_quarter': r'E?-?AURC .*|uncertainty-calibration sel.*|KS top-label .*',
+        'all_wrong_conf_1': r'gce (SCE|ACE) .*|[as]ce\(labels.*|CategoricalNLL',
+    }
+    compared = 0
+    for case in json.loads(path.read_text())['cases']:
+        probs, labels = golden_case(case['name'])
+        peers = case['expected'] | case['reference_formula'] | case['torch_uncertainty']
+        peers |= case['hendrycks_test_calib_tools']
+        wrong = wrong_peers.get(case['name'], '')
+        for pattern, call, tolerance in calls:
+            for key, expected in peers.items():
+                match = re.fullmatch(pattern, key)
+                if isinstance(expected, str) or expected is None:    # 'raises IndexError: ...'
+                    continue
+                if match and not re.fullmatch(wrong, key):
+                    number = match[1] if match.groups() else None
+                    value = call(probs, labels, int(number) if number and number.isdigit()
+                                 else None)
+                    approximately = pytest.approx(expected, rel=0, abs=tolerance)
+                    assert value == approximately, (case['name'], key)
+                    compared += 1
+    assert compared > 300
+
+
+@st.composite
+def predictions(draw, max_rows=25, max_options=6):
+    n = draw(st.integers(1, max_rows))
+    k = draw(st.integers(1, max_options))
+    weights = draw(arrays(np.int64, (n, k), elements=st.integers(0, 8)))
+    weights[weights.sum(1) == 0] = 1
+    labels = draw(arrays(np.int64, n, elements=st.integers(0, k - 1)))
+    return weights / weights.sum(1, keepdims=True), labels
+
+
+def literal_gap(values, outcomes, bin_of):
+    """sum_B |B|/N |acc(B) - conf(B)| by the book: one list per bin."""
+    members = {}
+    for value, outcome in zip(values, outcomes):
+        members.setdefault(bin_of(value), []).append((value, outcome))
+    total = 0
+    for rows in members.values():
+        total += len(rows) * abs(np.mean([v for v, _ in rows]) - np.mean([o for _, o in rows]))
+    return total / len(values)
+
+
+def equal_width_bin(n_bins):
+    return lambda c: next(m for m in range(1, n_bins + 1) if c <= m / n_bins or m == n_bins)
+
+
+def equal_mass_bin(values, sizes):
+    """The lowest of consecutive chunks of the sorted values that holds a value."""
+    chunks = np.split(np.sort(values), np.cumsum(sizes)[:-1])
+    return lambda c: next(i for i, chunk in enumerate(chunks) if c in chunk)
+
+
+@small
+@given(predictions(), st.integers(1, 30))
+def test_metrics_equal_their_literal_formulas(case, n_bins):
+    probs, labels = case
+    n, k = probs.shape
+    confidence = probs.max(1)
+    correct = probs.argmax(1) == labels
+
+    by_width = equal_width_bin(n_bins)
+    assert metrics.ece(probs, labels, n_bins) == exactly(literal_gap(confidence, correct, by_width))
+
+    chunks = min(n_bins, n)
+    by_mass = equal_mass_bin(confidence, [len(x) for x in np.array_split(np.arange(n), chunks)])
+    expected = literal_gap(confidence, correct, by_mass)
+    assert metrics.ece_equal_mass(probs, labels, n_bins) == exactly(expected)
+
+    static = [literal_gap(probs[:, j], labels == j, by_width) for j in range(k)]
+    assert metrics.sce(probs, labels, n_bins) == exactly(np.mean(static))
+
+    sizes = np.diff([round(r * n / chunks) for r in range(chunks + 1)])
+    adaptive = [
+        literal_gap(probs[:, j], labels == j, equal_mass_bin(probs[:, j], sizes)) for j in range(k)
+    ]
+    assert metrics.ace(probs, labels, n_bins) == exactly(np.mean(adaptive))
+
+    onehot = np.eye(k)[labels]
+    assert metrics.brier(probs, labels) == exactly(((probs - onehot) ** 2).sum() / n)
+
+
+def test_ace_is_equation_4_when_the_ranges_divide_the_rows():
+    probs, labels = calibration_case(3, 60, 5, 1.5, 1.0)
+    gaps = []
+    for k in range(5):
+        order = np.argsort(probs[:, k])
+        for rows in np.split(order, 15):
+            gaps.append(abs((labels[rows] == k).mean() - probs[rows, k].mean()))
+    assert metrics.ace(probs, labels) == exactly(sum(gaps) / (5 * 15))
+
+
+@small
+@given(predictions(max_rows=40), st.integers(1, 45), st.integers(1, 30))
+def test_rmsce_is_at_least_mad_is_at_least_the_gap(case, bin_size, n_bins):
+    probs, labels = case
+    rounding = 1e-12
+    gap = abs(metrics.gap(probs, labels))
+    mad = metrics.mad(probs, labels, bin_size)
+    assert metrics.rmsce(probs, labels, bin_size) >= mad - rounding
+    assert mad >= gap - rounding
+    assert metrics.ece(probs, labels, n_bins) >= gap - rounding
+    assert metrics.ece_equal_mass(probs, labels, n_bins) >= gap - rounding
+    assert metrics.mce(probs, labels, n_bins) >= metrics.ece(probs, labels, n_bins) - rounding
+
+
+def test_rmsce_bins_hold_100_rows_and_the_last_takes_the_remainder():
+    # Options [c, 1-c] with c rising; 250 rows are two bins, of 100 and 150 rows.
+    confidence = np.linspace(0.6, 0.9, 250)
+    labels = np.random.RandomState(0).randint(0, 2, 250)
+    probs = np.stack([confidence, 1 - confidence], 1)
+    below = abs(confidence[:100].mean() - (labels[:100] == 0).mean())
+    above = abs(confidence[100:].mean() - (labels[100:] == 0).mean())
+    assert metrics.mad(probs, labels) == exactly(0.4 * below + 0.6 * above)
+    assert metrics.rmsce(probs, labels) == exactly((0.4 * below**2 + 0.6 * above**2) ** 0.5)
+    # 199 rows are one bin, 200 two.
+    assert metrics.rmsce(probs[:199], labels[:199]) == exactly(
+        abs(metrics.gap(probs[:199], labels[:199]))
+    )
+    assert metrics.rmsce(probs[:200], labels[:200]) > abs(metrics.gap(probs[:200], labels[:200]))
+
+
+def test_rmsce_keeps_ties_in_the_order_given():
+    stream = np.random.RandomState(0)
+    confidence = stream.choice([0.6, 0.7, 0.8], 950)
+    labels = stream.randint(0, 2, 950)
+    probs = np.stack([confidence, 1 - confidence], 1)
+    order = sorted(range(950), key=lambda i: confidence[i])  # Python's sort is stable
+    expected = 0
+    for rows in np.split(np.array(order), range(100, 900, 100)):
+        expected += len(rows) / 950 * (confidence[rows].mean() - (labels[rows] == 0).mean()) ** 2
+    assert metrics.rmsce(probs, labels) == exactly(expected**0.5)
+
+
+@small
+@given(predictions(), st.randoms(use_true_random=False))
+def test_metrics_ignore_the_order_of_rows(case, shuffler):
+    probs, labels = case
+    order = list(range(len(labels)))
+    shuffler.shuffle(order)
+    before = metrics.report(probs, labels)
+    after = metrics.report(probs[order], labels[order])
+    for key, value in before.items():
+        if 'hendrycks' not in key:      # whose ties stay in the order given
+            assert after[key] == pytest.approx(value, rel=0, abs=1e-12, nan_ok=True), key
+
+
+def test_rmsce_ignores_the_order_of_rows_without_ties():
+    probs, labels = calibration_case(1, 350, 4, 1.5, 1.0)
+    order = np.random.RandomState(0).permutation(350)
+    assert metrics.rmsce(probs[order], labels[order]) == exactly(metrics.rmsce(probs, labels))
+    assert metrics.mad(probs[order], labels[order]) == exactly(metrics.mad(probs, labels))
+
+
+@small
+@given(predictions())
+def test_one_bin_gives_the_size_of_the_gap(case):
+    probs, labels = case
+    gap = exactly(abs(metrics.gap(probs, labels)))
+    assert metrics.ece(probs, labels, n_bins=1) == gap
+    assert metrics.mce(probs, labels, n_bins=1) == gap
+    assert metrics.ece_equal_mass(probs, labels, n_bins=1) == gap
+    assert metrics.rmsce(probs, labels, bin_size=len(labels)) == gap
+    assert metrics.mad(probs, labels, bin_size=len(labels)) == gap
+
+
+@small
+@given(predictions())
+def test_metrics_stay_in_their_ranges(case):
+    probs, labels = case
+    k = probs.shape[1]
+    rounding = 1e-12
+    bits = metrics.entropy(probs, labels)
+    assert -rounding <= bits <= math.log2(k) + rounding
+    assert metrics.entropy(probs, labels, unit='nats') == exactly(bits * math.log(2))
+    assert 1 / k - rounding <= metrics.mean_confidence(probs, labels) <= 1
+    assert -rounding <= metrics.nll(probs, labels) <= 36.05
+    assert 0 <= metrics.brier(probs, labels) <= 2
+    for name in ['ece', 'mce', 'ece_equal_mass', 'ece_sweep', 'ece_debiased', 'sce', 'ace', 'tace',
+                 'rmsce', 'mad', 'rmsce_hendrycks', 'mad_hendrycks', 'rms_mmlu_repo', 'ks_error',
+                 'smooth_ece', 'kde_ece', 'mmce', 'aurc', 'excess_aurc']:
+        assert -rounding <= getattr(metrics, name)(probs, labels) <= 1 + rounding, name
+    gap = abs(metrics.gap(probs, labels))
+    for name in ['ks_error', 'ece_sweep']:
+        assert getattr(metrics, name)(probs, labels) >= gap - 1e-9, name
+    parts = metrics.murphy(probs, labels)
+    assert parts['brier'] == exactly(parts['reliability'] - parts['resolution']
+                                     + parts['uncertainty'] + parts['within_bin'])
+    assert metrics.ace(probs, labels, equal_weights=True) <= 1 + rounding
+    share = metrics.entropy(probs, labels, unit='share')
+    assert share == exactly(bits / math.log2(k) if k > 1 else 0)
+    curve = [metrics.accuracy_at_coverage(probs, labels, c) for c in (0.3, 1)]
+    assert curve[1] == exactly(metrics.accuracy(probs, labels))
+    covered = metrics.coverage_at_accuracy(probs, labels, 0.5)
+    assert covered == 0 or metrics.accuracy_at_coverage(probs, labels, covered) >= 0.5 - rounding
+
+
+@pytest.mark.parametrize('k', [2, 3, 10])
+@pytest.mark.parametrize('n', [1, 99, 100, 101, 250])
+def test_all_wrong_at_confidence_1_is_as_bad_as_it_gets(n, k):
+    labels = np.arange(n) % k
+    probs = np.eye(k)[(labels + 1) % k]
+    result = metrics.report(probs, labels)
+    for name in ['confidence', 'gap', 'ece', 'mce', 'ece_equal_mass', 'rmsce', 'mad']:
+        assert result[name] == 1, name
+    assert (result['accuracy'], result['brier'], result['entropy_bits']) == (0, 2, 0)
+    assert math.copysign(1, result['entropy_bits']) == 1  # 0, not -0, in the printed report
+
+
+@pytest.mark.parametrize('label, gap', [(0, -0.3), (1, 0.7)])
+def test_metrics_of_a_single_row(label, gap):
+    probs, labels = [[0.7, 0.3]], [label]
+    result = metrics.report(probs, labels)
+    assert result['n'] == 1
+    assert result['gap'] == exactly(gap)
+    for name in ['ece', 'mce', 'ece_equal_mass', 'sce', 'ace', 'rmsce', 'mad']:
+        assert result[name] == exactly(abs(gap)), name
+    assert result['nll'] == exactly(-math.log(probs[0][label]))
+
+
+def test_a_tie_predicts_the_first_option():
+    probs = np.full((4, 4), 0.25)
+    assert metrics.accuracy(probs, [0, 0, 1, 3]) == 0.5
+    assert metrics.accuracy([[0.2, 0.4, 0.4]], [1]) == 1
+    assert metrics.accuracy([[0.2, 0.4, 0.4]], [2]) == 0
+
+
+def row_with_confidence(c, k=31):
+    """A row of k probabilities, in c's precision, whose largest is exactly c."""
+    row = np.zeros(k, dtype=c.dtype)
+    full = min(int(1 / c), k)
+    row[:full] = c
+    if full < k:
+        row[full] = max(0, 1 - full * c)
+    assert row.max() == c
+    return row
+
+
+def bin_counts(confidences, n_bins):
+    probs = np.stack([row_with_confidence(c) for c in confidences])
+    return metrics.bins(probs, np.zeros(len(probs), dtype=int), n_bins)['count'].tolist()
+
+
+@pytest.mark.parametrize('dtype', [np.float64, np.float32])
+@pytest.mark.parametrize('n_bins', range(1, 31))
+def test_a_confidence_on_a_bin_edge_counts_in_the_bin_below(n_bins, dtype):
+    edges = (np.arange(1, n_bins + 1) / n_bins).astype(dtype)
+    assert bin_counts(edges, n_bins) == [1] * n_bins
+    assert bin_counts(np.nextafter(edges, dtype(0)), n_bins) == [1] * n_bins
+    if n_bins > 1:
+        above = np.nextafter(edges[:-1], dtype(1))
+        assert bin_counts(above, n_bins) == [0] + [1] * (n_bins - 1)
+
+
+def test_a_confidence_one_rounding_above_an_edge_is_above_it():
+    moved = 0
+    for n_bins in range(1, 31):
+        for m in range(1, n_bins):
+            c = np.float64(m * (1 / n_bins))  # m steps of 1/M, which need not be m/M
+            m_of_c = m if c <= m / n_bins else m + 1
+            moved += m_of_c != m
+            assert bin_counts([c], n_bins).index(1) == m_of_c - 1
+    assert moved > 0
+    assert bin_counts([np.float64(0.6), np.float64(6 * 0.1)], 10)[5:7] == [1, 1]
+
+
+def test_ece_from_confidences_alone():
+    rng = np.random.default_rng(0)
+    probs = rng.dirichlet(np.ones(4), 500)
+    labels = rng.integers(0, 4, 500)
+    assert metrics.ece(probs.max(1), probs.argmax(1) == labels, 15) == metrics.ece(
+        probs, labels, 15)
+    assert metrics.ece([0.1, 0.1], [False, True]) == pytest.approx(0.4)
+    for confidence, correct, message in (
+            ([0.5, 1.2], [True, True], 'row 1: confidence is 1.2'),
+            ([0.5, math.nan], [True, True], 'row 1: confidence is nan'),
+            ([0.5], [True, True], 'must be .N. with N >= 1'), ([], [], 'N, K >= 1'),
+            ([0.5], [1], 'probs must be .N, K.')):
+        with pytest.raises(ValueError, match=message):
+            metrics.ece(confidence, correct)
+
+
+@pytest.mark.parametrize('n, K', [(1, 3), (7, 4), (150, 4), (250, 2), (1205, 5)])
+@pytest.mark.parametrize('ragged, ties', [(False, False), (True, True), (True, False)])
+def test_bootstrap_is_the_report_of_resampled_rows(n, K, ragged, ties):
+    rng = np.random.default_rng(n)
+    n_options = np.maximum(2, rng.integers(2, K + 1, n)) if ragged else np.full(n, K)
+    n_options[0] = K
+    weight = rng.choice([0.5, 1, 2], (n, K)) if ties else rng.random((n, K))
+    probs = np.where(np.arange(K) < n_options[:, None], weight, 0)
+    probs /= probs.sum(1, keepdims=True)
+    labels = rng.integers(0, n_options)
+    found = metrics.bootstrap(probs, labels, n_options, n_resamples=8, seed=3)
+    drawn = np.random.default_rng(3).integers(n, size=(8, n))
+    for i, rows in enumerate(np.sort(drawn, 1)):
+        report = metrics.report(probs[rows], labels[rows], n_options[rows])
+        for metric, values in found.items():
+            assert values[i] == pytest.approx(report[metric], abs=1e-9), metric
+    assert found.keys() == {
+        'accuracy', 'confidence', 'gap', 'entropy_bits', 'nll', 'brier', 'ece', 'mce', 'sce', 'ace',
+        'ece_equal_mass', 'rmsce', 'mad'}
+    correct = probs.argmax(1) == labels
+    alone = metrics.bootstrap(probs.max(1), correct, n_resamples=8, seed=3)
+    assert all(np.allclose(values, found[metric]) for metric, values in alone.items())
+
+
+@pytest.mark.parametrize('x, t, p', [
+    ([1, 2, 3, 4], 3.8729833, 0.0304663), ([0.1, -0.2, 0.3], 0.4588315, 0.6913933),
+    ([1.0, 3.0], 2.0, 0.2951672)])
+def test_student_t(x, t, p):        # by scipy.stats.ttest_1samp
+    mean, found_t, found_p = metrics.student_t(x)
+    assert (mean, found_t, found_p) == pytest.approx((np.mean(x), t, p), abs=1e-6)
+
+
+def test_student_t_without_spread():
+    assert metrics.student_t([2, 2, 2])[1:] == (math.inf, 0.0)
+    assert metrics.student_t([0, 0])[2] == 1.0
+    with pytest.raises(ValueError, match='N >= 2'):
+        metrics.student_t([1])
+
+
+def test_mean_interval():
+    x = np.random.default_rng(0).normal(size=5)
+    for level, quantile in ((0.95, 2.7764451052), (0.99, 4.6040948714)):    # of t, 4 degrees
+        mean, low, high = metrics.mean_interval(x, level)
+        half = quantile * x.std(ddof=1) / math.sqrt(5)
+        assert (mean, low, high) == pytest.approx((x.mean(), x.mean() - half, x.mean() + half))
+    assert metrics.mean_interval([3, 3, 3]) == (3, 3, 3)
+    with pytest.raises(ValueError, match='N >= 2'):
+        metrics.mean_interval([1])
+
+
+def test_scaling_finds_what_was_done():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(20000, 4)) * 3
+    scores[::3, 3] = -np.inf
+    labels = (scores / 2.5 + rng.gumbel(size=scores.shape)).argmax(1)     # softmax(scores / 2.5)
+    temperature = metrics.fit_temperature(scores, labels)
+    assert temperature == pytest.approx(2.5, rel=0.05)
+    rows = np.arange(len(labels))
+    losses = [-np.log(metrics.softmax(scores, t)[rows, labels]).mean()
+              for t in (temperature, temperature * 1.01, temperature / 1.01)]
+    assert min(losses) == losses[0]
+    confidence = metrics.softmax(scores).max(1)
+    right = rng.random(len(labels)) < metrics.apply_platt(confidence, 0.7, -0.3)
+    assert metrics.fit_platt(confidence, right) == pytest.approx((0.7, -0.3), abs=0.05)
+    assert all(map(math.isfinite, metrics.fit_platt([0.9, 1.0], [True, True])))
+    for bad, message in (([[0.0, math.nan]], 'row 0: the scores'),
+                         ([[0.0, -math.inf]], 'row 0: label 1 is not')):
+        with pytest.raises(ValueError, match=message):
+            metrics.fit_temperature(bad, [1])
+
+
+def test_mmce_and_auroc_by_all_pairs():
+    probs, labels = calibration_case(2, 300, 3, 1.5, 1.0)
+    probs = np.round(probs * 20) + 1e-9
+    probs /= probs.sum(1, keepdims=True)
+    c, right = probs.max(1), probs.argmax(1) == labels
+    r = right - c
+    pairs = np.exp(-np.abs(c[:, None] - c) / 0.4)
+    assert metrics.mmce(probs, labels) == exactly(np.sqrt(r @ pairs @ r) / 300)
+    above = c[right][:, None] - c[~right]
+    assert metrics.auroc(probs, labels) == exactly((above > 0).mean() + (above == 0).mean() / 2)
+    assert math.isnan(metrics.auroc([[1.0, 0.0]], [0]))
+
+
+def test_aurc_is_the_mean_over_orders_of_tied_rows():
+    confidence = np.array([0.9, 0.7, 0.7, 0.7, 0.6, 0.6])
+    correct = np.array([True, False, True, True, False, True])
+    risks = []
+    for order in itertools.permutations(range(6)):
+        if (np.diff(confidence[list(order)]) <= 0).all():
+            wrong = np.cumsum(~correct[list(order)])
+            risks.append((wrong / np.arange(1, 7)).mean())
+    assert len(risks) == 12 and metrics.aurc(confidence, correct) == exactly(np.mean(risks))
+
+
+def test_kde_ece_of_many_rows_is_the_true_error():
+    rng = np.random.default_rng(0)
+    c = rng.uniform(0.3, 0.9, 200_000)
+    assert metrics.kde_ece(c, rng.random(len(c)) < c) < 0.01
+    assert metrics.kde_ece(c, rng.random(len(c)) < c - 0.2) == pytest.approx(0.2, abs=0.01)
+    assert metrics.smooth_ece(c, rng.random(len(c)) < c - 0.2) == pytest.approx(0.2, abs=0.01)
+
+
+def test_a_calibrated_model_shows_an_error_by_chance():
+    rng = np.random.default_rng(0)
+    probs = metrics.softmax(rng.normal(size=(100, 4)) * 1.5)
+    labels = (probs.cumsum(1) < rng.random((100, 1))).sum(1)
+    found = metrics.consistency_test(probs, labels, n_resamples=500)
+    assert 0.06 < found['expected'] < 0.12 and found['p95'] > found['expected']
+    assert found['p'] > 0.01
+    wrong = (probs.argmax(1) + 1) % 4
+    assert metrics.consistency_test(probs, wrong, n_resamples=500)['p'] == exactly(1 / 501)
+    alone = metrics.consistency_test(probs.max(1), probs.argmax(1) == labels, n_resamples=500)
+    assert alone['expected'] == pytest.approx(found['expected'], abs=0.01)
+
+
+def test_intervals_cover_what_they_should():
+    """Percentile and BCa intervals of the mean confidence's gap, over samples of a known one."""
+    rng = np.random.default_rng(1)
+    for method in ('percentile', 'bca'):
+        covered = 0
+        for _ in range(60):
+            c = rng.uniform(0.5, 1, 80)
+            right = rng.random(80) < c - 0.1
+            low, high = metrics.interval(metrics.gap, c, right, n_resamples=200, method=method)
+            covered += low <= 0.1 <= high
+        assert covered >= 51, method
+    # skewed: BCa moves the interval of a variance up
+    x = rng.exponential(size=60)
+    percentile, bca = (metrics.interval(lambda x, _: x.var(), x, x, method=m, n_resamples=2000)
+                       for m in ('percentile', 'bca'))
+    assert bca[0] > percentile[0] and bca[1] > percentile[1]
+    with pytest.raises(ValueError, match="'percentile' or 'bca'"):
+        metrics.interval(metrics.ece, [[1.0, 0.0]], [0], method='normal')
+
+
+def test_paired_tests_tell_models_apart():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(800, 4)) * 1.5
+    labels = (scores + rng.gumbel(size=scores.shape)).argmax(1)
+    right, sharp = metrics.softmax(scores), metrics.softmax(3 * scores)
+    difference, low, high, p = metrics.paired_bootstrap(metrics.ece, right, sharp, labels,
+                                                        n_resamples=200)
+    assert low < difference < high and low > 0 and p == exactly(2 / 201)
+    assert metrics.permutation_test(metrics.ece, right, sharp, labels, n_permutations=200)[1] < 0.02
+    other = right + 1e-3 * rng.random(right.shape)
+    other /= other.sum(1, keepdims=True)
+    assert metrics.permutation_test(metrics.nll, right, other, labels, n_permutations=200)[1] > 0
+    same = metrics.paired_bootstrap(metrics.ece, right, right, labels, n_resamples=50)
+    assert same == (0, 0, 0, 1)
+    with pytest.raises(ValueError, match='the same rows'):
+        metrics.permutation_test(metrics.ece, right, right[:5], labels)
+
+
+def test_other_scalings():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(6000, 3)) * 2
+    scores[::4, 2] = -np.inf
+    bias = np.array([0.8, -0.3, 0.0])
+    labels = (scores * [0.5, 1.0, 2.0] + bias + rng.gumbel(size=scores.shape)).argmax(1)
+    w, b = metrics.fit_vector(scores, labels)
+    assert w == pytest.approx([0.5, 1.0, 2.0], rel=0.15)
+    assert b - b[2] == pytest.approx(bias, abs=0.2)
+    probs = metrics.apply_vector(scores, w, b)
+    assert probs.sum(1) == pytest.approx(1) and (probs[::4, 2] == 0).all()
+    assert metrics.nll(probs, labels) < metrics.nll(metrics.softmax(scores), labels)
+    c = metrics.softmax(scores).max(1)
+    right = rng.random(len(c)) < c ** 2
+    values = metrics.fit_histogram(c, right, 10)
+    assert metrics.ece(metrics.apply_histogram(c, values), right, 1000) < 0.01
+    assert values[0] == exactly(0.05)       # an empty bin
+    x, y = metrics.fit_isotonic(c, right)
+    fitted = metrics.apply_isotonic(c, x, y)
+    assert (np.diff(y) >= 0).all() and (np.diff(x) > 0).all()
+    assert np.abs(fitted - c ** 2).mean() < 0.03 and fitted.mean() == pytest.approx(right.mean())
+    x, y = metrics.fit_isotonic([0.1, 0.2, 0.3, 0.4, 0.4], [True, False, False, True, False])
+    assert metrics.apply_isotonic([0.05, 0.1, 0.3, 0.35, 0.4, 0.9], x, y) == pytest.approx(
+        [1 / 3, 1 / 3, 1 / 3, 5 / 12, 1 / 2, 1 / 2])
+
+
+def test_metrics_as_a_program(tmp_path):
+    rows = [{'probs': [0.7, 0.3], 'label': 0}, {'log_probs': [-1.0, -2.0, -4.0], 'answer': 1,
+                                                'n_tokens': [1, 1, 2]},
+            {'probs': [0.5, 0.5], 'answer': 1, 'split': 'validation'}]
+    path = write_rows(tmp_path / 'samples.jsonl', rows)
+
+    def run():
+        return subprocess.run([sys.executable, 'metrics.py', path], cwd=HERE, capture_output=True,
+                              text=True)
+    done = run()
+    assert done.returncode == 0, done.stderr
+    p = np.exp([-1, -2, -2])
+    nll = metrics.report([[0.7, 0.3, 0], p / p.sum()], [0, 1], [2, 3])['nll']
+    lines = [line.split() for line in done.stdout.split('\n')]
+    assert ['nll', f'{nll:.4f}'] in lines and ['n', '2'] in lines
+    write_rows(tmp_path / 'samples.jsonl', [{'confidence': 0.6, 'correct': True, 'task': 'clm'}])
+    assert run().stdout.startswith('clm\nn ')
+    write_rows(tmp_path / 'samples.jsonl', [{'probs': [0.7, 0.3], 'answer': 0}, {'probs': [1]}])
+    assert 'samples.jsonl:2: ' in run().stderr and run().returncode == 1
+
+
+def test_confidence_of_a_quarter_and_of_one():
+    certain = np.eye(4)[[0, 1]]
+    unsure = np.full((2, 4), 0.25)
+    probs = np.concatenate([certain, unsure])
+    for n_bins in range(1, 31):
+        table = metrics.bins(probs, [0, 0, 0, 1], n_bins)
+        assert table['count'].sum() == 4
+        assert table['count'][-1] == (4 if n_bins == 1 else 2)
+        if n_bins > 1:
+            quarter = math.ceil(n_bins / 4) - 1
+            assert (table['count'][quarter], table['confidence'][quarter]) == (2, 0.25)
+            assert (table['accuracy'][quarter], table['accuracy'][-1]) == (0.5, 0.5)
+    # A sum above 1 by rounding leaves confidence 1 + 5e-5 in the last bin.
+    assert metrics.bins([[1.00005, 0.0]], [0])['count'][-1] == 1
+
+
+def test_a_probability_of_0_is_in_the_first_bin():
+    # p of option 1 is 0 and 0.1, both in bin 1: mean 0.05, label in half of them. Those of option 0
+    # are 1 and 0.9, in two bins.
+    probs = [[1.0, 0.0], [0.9, 0.1]]
+    assert metrics.sce(probs, [1, 0], n_bins=10) == exactly((0.45 + (1.0 + 0.1) / 2) / 2)
+
+
+def test_bins_are_what_a_reliability_diagram_needs():
+    probs = np.array([[0.9, 0.1], [0.85, 0.15], [0.35, 0.65], [0.5, 0.5]])
+    table = metrics.bins(probs, [0, 1, 1, 1], n_bins=5)
+    assert list(table) == ['edges', 'count', 'confidence', 'accuracy', 'low', 'high']
+    assert table['edges'].tolist() == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    assert table['count'].tolist() == [0, 0, 1, 1, 2]
+    assert table['confidence'] == pytest.approx([math.nan, math.nan, 0.5, 0.65, 0.875], nan_ok=True)
+    assert table['accuracy'] == pytest.approx([math.nan, math.nan, 0, 1, 0.5], nan_ok=True)
+    assert (table['low'][4], table['high'][4]) == pytest.approx(metrics.wilson_interval(
+        np.array([0.9, 0.9]), np.array([True, False])))
+    assert np.isnan(table['low'][0])
+    assert metrics.ece(probs, [0, 1, 1, 1], 5) == exactly((0.5 + 0.35 + 2 * 0.375) / 4)
+    assert metrics.mce(probs, [0, 1, 1, 1], 5) == exactly(0.5)
+
+
+@st.composite
+def ragged_predictions(draw):
+    """Predictions whose rows have 1 to K options, zero-padded, and the options per row."""
+    k = draw(st.integers(1, 5))
+    n = draw(st.integers(1, 25))
+    n_options = draw(arrays(np.int64, n, elements=st.integers(1, k)))
+    weights = draw(arrays(np.int64, (n, k), elements=st.integers(0, 8)))
+    weights[:, 0] += weights.sum(1) == 0
+    weights *= np.arange(k) < n_options[:, None]
+    weights[:, 0] += weights.sum(1) == 0
+    labels = draw(arrays(np.int64, n, elements=st.integers(0, k - 1))) % n_options
+    return weights / weights.sum(1, keepdims=True), labels, n_options
+
+
+@small
+@given(ragged_predictions(), st.integers(1, 20))
+def test_class_wise_metrics_count_only_rows_that_have_the_option(case, n_bins):
+    probs, labels, n_options = case
+    static = []
+    adaptive = []
+    for k in range(n_options.max()):
+        rows = n_options > k
+        p, is_label = probs[rows, k], labels[rows] == k
+        static.append(literal_gap(p, is_label, equal_width_bin(n_bins)))
+        chunks = min(n_bins, len(p))
+        sizes = np.diff([round(r * len(p) / chunks) for r in range(chunks + 1)])
+        adaptive.append(literal_gap(p, is_label, equal_mass_bin(p, sizes)))
+    assert metrics.sce(probs, labels, n_bins, n_options) == exactly(np.mean(static))
+    assert metrics.ace(probs, labels, n_bins, n_options) == exactly(np.mean(adaptive))
+
+
+@small
+@given(predictions(), st.integers(1, 4))
+def test_padding_changes_nothing_when_n_options_is_given(case, extra):
+    probs, labels = case
+    n, k = probs.shape
+    padded = np.concatenate([probs, np.zeros((n, extra))], 1)
+    expected = metrics.report(probs, labels)
+    result = metrics.report(padded, labels, np.full(n, k))
+    for key, value in expected.items():
+        assert result[key] == pytest.approx(value, rel=0, abs=1e-12, nan_ok=True), key
+    # Without it the padding is a class of its own, always right: sce and ace shrink.
+    assert metrics.sce(padded, labels) == exactly(expected['sce'] * k / (k + extra))
+
+
+def test_wilson_interval():
+    # 9 right of 10, the textbook example: 0.5958 to 0.9821.
+    probs = np.tile([0.8, 0.2], (10, 1))
+    labels = [0] * 9 + [1]
+    assert metrics.wilson_interval(probs, labels) == pytest.approx((0.5958, 0.9821), abs=1e-4)
+    # The bounds are the two accuracies p from which 0.9 is exactly z standard errors away.
+    for z in [1.0, 1.96, 2.576]:
+        for p in metrics.wilson_interval(probs, labels, z=z):
+            assert abs(0.9 - p) == exactly(z * math.sqrt(p * (1 - p) / 10))
+    # All right or all wrong still leaves a width: z^2 / (N + z^2).
+    width = 1.96**2 / (10 + 1.96**2)
+    assert metrics.wilson_interval(probs, [0] * 10) == (exactly(1 - width), 1)
+    assert metrics.wilson_interval(probs, [1] * 10) == (0, exactly(width))
+
+
+def test_report_holds_plain_numbers_and_agrees_with_the_functions():
+    probs, labels = golden_case('small_4')
+    result = metrics.report(probs, labels)
+    whole = {'n', 'mce_count'}
+    assert all(type(value) is (int if key in whole else float) for key, value in result.items())
+    assert json.loads(json.dumps(result)) == result
+    assert all(line.split()[0] in result for line in str(result).split('\n'))
+    low, high = metrics.wilson_interval(probs, labels)
+    assert (result['accuracy_low'], result['accuracy_high']) == (low, high)
+    assert result['n'] == 150
+    assert result['confidence'] == exactly(metrics.mean_confidence(probs, labels))
+    assert result['entropy_bits'] == metrics.entropy(probs, labels)
+    same_name = ['accuracy', 'gap', 'nll', 'brier', 'ece', 'mce', 'ece_equal_mass', 'sce', 'ace']
+    same_name += ['rmsce', 'mad', 'tace', 'ece_sweep', 'ece_debiased', 'rmsce_hendrycks', 'mmce',
+                  'rms_mmlu_repo', 'ks_error', 'smooth_ece', 'kde_ece', 'auroc', 'aurc']
+    for name in same_name:
+        assert result[name] == exactly(getattr(metrics, name)(probs, labels)), name
+    # Lists, float32 and small integer types will do as well.
+    as_float32 = metrics.report(probs.astype(np.float32), labels.astype(np.int8))
+    assert as_float32 == {key: pytest.approx(value, abs=1e-6) for key, value in result.items()}
+    assert metrics.report(probs.tolist(), labels.tolist()) == result
+
+
+def test_metrics_leave_their_input_alone():
+    probs, labels = golden_case('small_4')
+    before = probs.copy(), labels.copy()
+    metrics.report(probs, labels, np.full(150, 4))
+    assert np.array_equal(probs, before[0]) and np.array_equal(labels, before[1])
+
+
+METRICS = [
+    *[metrics.accuracy, metrics.wilson_interval, metrics.mean_confidence, metrics.gap],
+    *[metrics.entropy, metrics.nll, metrics.brier, metrics.bins, metrics.ece, metrics.mce],
+    *[metrics.ece_equal_mass, metrics.rmsce, metrics.mad, metrics.sce, metrics.ace, metrics.report],
+]
+
+
+@pytest.mark.parametrize('metric', METRICS)
+@pytest.mark.parametrize(
+    'probs, labels, message',
+    [
+        ([0.5, 0.5], [0], 'probs must be [N, K] with N, K >= 1, not of shape (2,)'),
+        (np.zeros((0, 4)), [], 'probs must be [N, K] with N, K >= 1, not of shape (0, 4)'),
+        (np.zeros((2, 0)), [0, 0], 'probs must be [N, K] with N, K >= 1, not of shape (2, 0)'),
+        ([], [], 'probs must be [N, K] with N, K >= 1, not of shape (0,)'),
+        (
+            [[0.5, 0.5], [1.0, 0.0]],
+            [0],
+            'labels must be [2], one per row of probs, not of shape (1,)',
+        ),
+        ([[0.5, 0.5]], [[0]], 'labels must be [1], one per row of probs, not of shape (1, 1)'),
+        ([[0.5, 0.5]], [0.0], 'labels must be integers, not float64'),
+        ([[0.5, 0.5]], ['A'], 'labels must be integers, not <U1'),
+        (
+            [[1.0, 0.0], [0.5, math.nan]],
+            [0, 0],
+            'row 1: probability of option 1 is nan, not 0 or more',
+        ),
+        (
+            [[1.0, 0.0], [1.0, 0.0], [-0.25, 1.25]],
+            [0, 0, 0],
+            'row 2: probability of option 0 is -0.25, not 0 or more',
+        ),
+        ([[1.0, 0.0], [0.5, 0.4]], [0, 0], 'row 1: probabilities sum to 0.9, not to 1'),
+        ([[0.5, 0.5], [0.5002, 0.5]], [0, 0], 'row 1: probabilities sum to 1.0002, not to 1'),
+        ([[math.inf, 0.0]], [0], 'row 0: probabilities sum to inf, not to 1'),
+        ([[0.5, 0.5], [0.5, 0.5]], [1, 2], 'row 1: label 2 is not one of the options 0 to 1'),
+        ([[0.5, 0.5]], [-1], 'row 0: label -1 is not one of the options 0 to 1'),
+    ],
+)
+def test_metrics_refuse_bad_predictions(metric, probs, labels, message):
+    with pytest.raises(ValueError) as error:
+        metric(probs, labels)
+    assert str(error.value) == message
+
+
+def test_metrics_accept_rows_that_sum_to_1_within_the_tolerance():
+    assert metrics.accuracy([[0.50009, 0.5]], [0]) == 1
+    assert metrics.accuracy([[0.49991, 0.5]], [0]) == 0
+
+
+@pytest.mark.parametrize('metric', [metrics.sce, metrics.ace, metrics.report])
+@pytest.mark.parametrize(
+    'n_options, message',
+    [
+        ([3], 'n_options must be [2], one per row, not of shape (1,)'),
+        ([3.0, 2.0], 'n_options must be integers, not float64'),
+        ([3, 0], 'row 1: n_options is 0, not from 1 to 3'),
+        ([4, 2], 'row 0: n_options is 4, not from 1 to 3'),
+        ([3, 1], 'row 1: label 1 points at padding, n_options is 1'),
+        ([2, 2], 'row 0: padded option 2 has probability 0.25, not 0'),
+    ],
+)
+def test_metrics_refuse_bad_n_options(metric, n_options, message):
+    with pytest.raises(ValueError) as error:
+        metric([[0.5, 0.25, 0.25], [0.5, 0.5, 0.0]], [0, 1], n_options=n_options)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    'metric, setting, value, message',
+    [
+        (metrics.bins, 'n_bins', 0, 'n_bins must be a whole number, 1 or more, not 0'),
+        (metrics.ece, 'n_bins', 10.0, 'n_bins must be a whole number, 1 or more, not 10.0'),
+        (metrics.mce, 'n_bins', -1, 'n_bins must be a whole number, 1 or more, not -1'),
+        (metrics.ece_equal_mass, 'n_bins', 0, 'n_bins must be a whole number, 1 or more, not 0'),
+        (metrics.sce, 'n_bins', 0, 'n_bins must be a whole number, 1 or more, not 0'),
+        (metrics.ace, 'n_ranges', 0, 'n_ranges must be a whole number, 1 or more, not 0'),
+        (metrics.rmsce, 'bin_size', 0, 'bin_size must be a whole number, 1 or more, not 0'),
+        (metrics.mad, 'bin_size', '9', "bin_size must be a whole number, 1 or more, not '9'"),
+        (metrics.entropy, 'unit', 'bans', "unit must be 'bits', 'nats' or 'share', not 'bans'"),
+        (
+            metrics.wilson_interval,
+            'z',
+            0,
+            'z must be a positive number of standard errors, not 0',
+        ),
+        (
+            metrics.wilson_interval,
+            'z',
+            math.nan,
+            'z must be a positive number of standard errors, not nan',
+        ),
+    ],
+)
+def test_metrics_refuse_bad_settings(metric, setting, value, message):
+    with pytest.raises(ValueError) as error:
+        metric([[0.5, 0.5]], [0], **{setting: value})
+    assert str(error.value) == message

@@ -1,0 +1,273 @@
+"""model.py against transformers"""
+
+import json
+import model as models
+import numpy as np
+import os
+import pytest
+import shutil
+import subprocess
+import sys
+import torch
+import torch.nn.functional as F
+from data import packing
+from pathlib import Path
+
+from common import (
+    ARCHITECTURES, HERE, LLAMA3_ROPE, reference_model, rewrite,
+    whole_rows)
+
+
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_parity_with_transformers(name, tmp_path):
+    reference = reference_model(name, tmp_path)
+    model = models.load(tmp_path)
+    tokens = torch.randint(0, 211, (2, 45))
+    logits = model.logits(model(tokens, *whole_rows(tokens)))
+    expected = reference(tokens).logits
+    error = (logits - expected).abs().max().item()
+    assert error < 2e-4 and error < 1e-5 * expected.abs().max().item()
+    targets = torch.randint(0, 211, (90,))
+    for z in (logits, expected):
+        F.cross_entropy(z.flatten(0, 1), targets).backward()
+    theirs = dict(reference.named_parameters())
+    assert theirs.keys() == dict(model.named_parameters()).keys()
+    for key, parameter in model.named_parameters():
+        gradient = theirs[key].grad
+        assert (parameter.grad - gradient).norm() < 1e-4 * gradient.norm(), key
+
+
+@pytest.mark.parametrize('name', ARCHITECTURES)
+@pytest.mark.parametrize('shard_bytes', [10**9, 40_000])
+def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeypatch):
+    import transformers
+    monkeypatch.setattr(models, 'SHARD_BYTES', shard_bytes)
+    reference = reference_model(name, tmp_path / 'theirs')
+    model = models.load(tmp_path / 'theirs')
+    models.save(model, tmp_path / 'ours', torch.float32, tmp_path / 'theirs')
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'ours',
+                                                              attn_implementation='eager')
+    tokens = torch.randint(0, 211, (1, 45))
+    assert torch.equal(again(tokens).logits, reference(tokens).logits)
+    weights = models.load(tmp_path / 'ours').state_dict()
+    assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
+    files = {path.name for path in (tmp_path / 'ours').iterdir()}
+    assert 'generation_config.json' in files and not any(f.endswith('.tmp') for f in files)
+    assert ('model.safetensors' in files) == (shard_bytes == 10**9)
+    models.save(model, tmp_path / 'ours', torch.bfloat16)  # over the other layout
+    assert models.load(tmp_path / 'ours').head.dtype == torch.bfloat16
+
+
+def test_sharded_index_of_transformers(tmp_path):
+    reference = reference_model('llama', tmp_path / 'one')
+    reference.save_pretrained(tmp_path / 'many', max_shard_size='30KB')
+    assert len(list((tmp_path / 'many').glob('*.safetensors'))) > 2
+    one, many = models.load(tmp_path / 'one'), models.load(tmp_path / 'many')
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), many.parameters(), strict=True))
+
+
+def test_config_of_transformers_4_and_5():
+    old = {'model_type': 'llama', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
+           'num_hidden_layers': 1, 'num_attention_heads': 2, 'rope_theta': 500000.0,
+           'rope_scaling': LLAMA3_ROPE, 'torch_dtype': 'bfloat16', 'pad_token_id': 5}
+    new = {k: v for k, v in old.items() if k not in ('rope_theta', 'rope_scaling', 'torch_dtype')}
+    new |= {'rope_parameters': LLAMA3_ROPE | {'rope_theta': 500000.0}, 'dtype': 'bfloat16'}
+    a = models.ModelConfig.from_hf(old | {'rope_scaling': {k: v for k, v in LLAMA3_ROPE.items()
+                                                           if k != 'rope_theta'}})
+    b = models.ModelConfig.from_hf(new)
+    assert a.rope_theta == b.rope_theta == 500000.0 and a.dtype == b.dtype == 'bfloat16'
+    assert a.num_key_value_heads == 2 and a.head_dim == 4 and a.extra == {'pad_token_id': 5}
+    assert models.ModelConfig.from_hf(a.to_hf()) == a
+
+
+def test_keys_of_other_architectures_mean_nothing():
+    raw = {'model_type': 'llama', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
+           'num_hidden_layers': 2, 'num_attention_heads': 2, 'sliding_window': 4,
+           'attn_logit_softcapping': 5.0}
+    config = models.ModelConfig.from_hf(raw)
+    assert config.windows == [None, None] and config.attn_logit_softcapping is None
+
+
+def test_mistral_window_missing_or_null():
+    raw = {'model_type': 'mistral', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
+           'num_hidden_layers': 2, 'num_attention_heads': 2}
+    assert models.ModelConfig.from_hf(raw).windows == [4096, 4096]
+    assert models.ModelConfig.from_hf(raw | {'sliding_window': None}).windows == [None, None]
+    gemma = models.ModelConfig.from_hf(raw | {'model_type': 'gemma2'})
+    assert gemma.windows == [4096, None] and gemma.tie_word_embeddings and gemma.head_dim == 256
+
+
+def test_llama3_rope_golden():
+    config = models.ModelConfig('llama', 9, 2048, 8, 1, 32, rope_theta=500000.0, rope_scaling={
+        'factor': 32.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+        'original_max_position_embeddings': 8192})
+    cos, sin = models.rotary_angles(torch.ones(1, 1, dtype=torch.long), config, torch.float32)
+    angle = torch.atan2(sin, cos)[0, 0, 0]
+    ratio = angle / 500000.0 ** (-torch.arange(0, 64, 2) / 64)
+    expected = [1.0] * 15 + [0.605573, 0.303742, 0.103448] + [1 / 32] * 14
+    assert torch.allclose(ratio, torch.tensor(expected), rtol=2e-5)
+
+
+def test_embedding_scale_is_rounded_like_the_weights():
+    config = models.ModelConfig('gemma2', 9, 3584, 8, 1, 2, head_dim=4)
+    with torch.device('meta'):
+        model = models.CausalLM(config)
+    decoder = model.model.to_empty(device='cpu')
+    seen = {}
+    decoder.layers[0].register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
+    for dtype, scale in ((torch.float32, 3584 ** 0.5), (torch.bfloat16, 59.75)):
+        decoder.to(dtype)
+        torch.nn.init.ones_(decoder.embed_tokens.weight)
+        decoder(torch.zeros(1, 1, dtype=torch.long), *whole_rows(torch.zeros(1, 1)))
+        assert seen['x'].flatten()[0].item() == pytest.approx(scale, rel=1e-6)
+
+
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_packed_documents_do_not_see_each_other(name, tmp_path):
+    reference_model(name, tmp_path)
+    model = models.load(tmp_path)
+    rng = np.random.default_rng(0)
+    documents = [(rng.integers(0, 211, n), np.ones(n, int)) for n in (11, 40, 3, 29, 1, 17)]
+    packed = packing.pack(documents, 48)
+    hidden = model(*(torch.from_numpy(packed[k]) for k in ('tokens', 'positions', 'ends')))
+    for i, (tokens, _) in enumerate(documents):
+        alone = torch.from_numpy(tokens)[None]
+        row, at = np.nonzero(packed['owner'] == i)
+        assert torch.allclose(hidden[row, at], model(alone, *whole_rows(alone))[0], atol=2e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2'])
+def test_flex_attention_equals_the_explicit_mask(name, tmp_path):
+    reference_model(name, tmp_path, head_dim=32)  # FlexAttention wants a power of two
+    model = models.load(tmp_path, 'cuda')
+    rng = np.random.default_rng(0)
+    documents = [(rng.integers(0, 211, n), np.ones(n, int)) for n in (90, 40, 3, 100)]
+    packed = packing.pack(documents, 128)
+    inputs = [torch.from_numpy(packed[k]).cuda() for k in ('tokens', 'positions', 'ends')]
+    gradients, outputs = [], []
+    for kind in ('explicit', 'flex'):
+        model.model.attention = kind
+        hidden = model(*inputs)
+        slope = torch.linspace(-1, 1, hidden.numel(), device='cuda')
+        (hidden.flatten() * slope).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        outputs.append(hidden.detach())
+        model.zero_grad()
+    assert torch.allclose(*outputs, atol=1e-4)
+    for a, b in zip(*gradients, strict=True):
+        assert (a - b).norm() < 1e-3 * a.norm()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    reference_model('llama', tmp_path / 'model')
+    return tmp_path / 'model'
+
+
+def edit_config(folder, **values):
+    path = folder / 'config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def write_index(folder, name):
+    (folder / 'model.safetensors.index.json').write_text(json.dumps(
+        {'weight_map': {'model.norm.weight': name}}))
+
+
+KEY = 'model.layers.1.mlp.up_proj.weight'
+
+
+@pytest.mark.parametrize('damage, message', [
+    (lambda f: rewrite(f, lambda t: t.pop(KEY)), f'tensor {KEY} is missing'),
+    (lambda f: rewrite(f, lambda t: t.update(odd=torch.ones(1))), 'tensor odd is unknown'),
+    (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(2, 3)})),
+     f'tensor {KEY} has shape [2, 3], config.json wants [80, 48]'),
+    (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(80, 48, dtype=torch.int8)})),
+     'quantised weights are not supported'),
+    (lambda f: os.truncate(f / 'model.safetensors', 5000), 'truncated or not a safetensors file'),
+    (lambda f: (f / 'model.safetensors').unlink(), 'has no model.safetensors'),
+    (lambda f: (f / 'config.json').unlink(), 'is not a model folder: it has no config.json'),
+    (lambda f: (f / 'config.json').write_text('{'), 'not valid JSON'),
+    (lambda f: (f / 'config.json').write_text('{"model_type": "llama"}'), 'vocab_size'),
+    (lambda f: edit_config(f, model_type='gpt2'), "model_type is 'gpt2'"),
+    (lambda f: (f / 'config.json').write_text('[]'), 'model_type is None'),
+    (lambda f: edit_config(f, hidden_size=None), 'hidden_size is None; wanted an int'),
+    (lambda f: edit_config(f, hidden_act='gelu_pytorch_tanh'), "llama has 'silu'"),
+    (lambda f: edit_config(f, rope_parameters={'rope_type': 'llama3'}), 'rope scaling without'),
+    (lambda f: edit_config(f, attention_bias=True), 'attention_bias = True is not supported'),
+    (lambda f: edit_config(f, rope_parameters={'rope_type': 'yarn'}), "rope type 'yarn'"),
+    (lambda f: write_index(f, '../model.safetensors'), "refuses '../model.safetensors'"),
+    (lambda f: write_index(f, '/etc/passwd'), "refuses '/etc/passwd'"),
+    (lambda f: write_index(f, 'gone.safetensors'), 'names gone.safetensors, which is not there'),
+])
+def test_damaged_checkpoints(checkpoint, damage, message):
+    damage(checkpoint)
+    with pytest.raises(models.CheckpointError) as error:
+        models.load(checkpoint)
+    assert message in str(error.value) and str(checkpoint) in str(error.value)
+
+
+def test_pickled_weights_are_not_read(checkpoint):
+    torch.save({}, checkpoint / 'pytorch_model.bin')
+    (checkpoint / 'model.safetensors').unlink()
+    with pytest.raises(models.CheckpointError, match='convert them to safetensors'):
+        models.load(checkpoint)
+
+
+def test_old_rotary_buffers_are_ignored(checkpoint):
+    rewrite(checkpoint, lambda t: t.update(
+        {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(6)}))
+    models.load(checkpoint)
+
+
+def test_unreachable_models():
+    for name, message in (('/nowhere', 'no model folder at /nowhere'),
+                          ('google/gemma-2-2b', 'getting google/gemma-2-2b from the hub failed')):
+        with pytest.raises(models.CheckpointError, match=message):
+            models.fetch(name)
+
+
+def test_a_model_in_the_hub_cache_is_found(checkpoint, tmp_path, monkeypatch):
+    snapshot = tmp_path / 'hub' / 'models--some--model' / 'snapshots' / ('a' * 40)
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(checkpoint, snapshot)
+    refs = tmp_path / 'hub' / 'models--some--model' / 'refs'
+    refs.mkdir()
+    (refs / 'main').write_text('a' * 40)
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path / 'hub'))
+    assert models.fetch('some/model') == snapshot
+
+
+# Prints by how many kB loading a model raises the process's own memory. The mapped file does not
+# count: its pages can be dropped at any time.
+WATCHED_LOAD = """
+import re, sys, threading, time, torch, model
+
+def held():
+    return int(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])
+
+def watch():
+    while True:
+        peaks.append(held())
+        time.sleep(0.001)
+
+with torch.device('meta'):  # imports what it needs on its first use
+    model.CausalLM(model.read_config(sys.argv[1]))
+before, peaks = held(), []
+threading.Thread(target=watch, daemon=True).start()
+loaded = model.load(sys.argv[1])
+print(max([*peaks, held()]) - before)
+"""
+
+
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs /proc')
+def test_loading_holds_one_copy(tmp_path):
+    # many tensors of 4 MB: none of them is a large part of the whole
+    config = models.ModelConfig('llama', 4000, 1024, 2048, 16, 16, dtype='bfloat16')
+    model = models.CausalLM(config).to(torch.bfloat16)
+    models.save(model, tmp_path, torch.bfloat16)
+    grown = int(subprocess.run([sys.executable, '-c', WATCHED_LOAD, tmp_path], text=True,
+                               stdout=subprocess.PIPE, cwd=HERE, check=True).stdout) * 1024
+    size = sum(p.numel() for p in model.parameters()) * 2
+    assert 0.9 * size < grown < 1.3 * size

@@ -1,0 +1,144 @@
+"""optim.py"""
+
+import itertools
+import optim
+import pytest
+import torch
+from optim import AdamW
+
+
+ONE = torch.tensor(1.0)
+
+
+def moves(kind, steps=1000, n=4096, gradient=None, lr=5e-6):
+    """How far each of n weights moved in `steps` of AdamW; kind says in what precision."""
+    start = (torch.randn(n, generator=torch.Generator().manual_seed(3)) * 0.02).bfloat16()
+    half = kind in ('exact', 'stochastic', 'plain bfloat16')
+    p = torch.nn.Parameter(start.clone() if half else start.to(
+        torch.float64 if kind == 'float64' else torch.float32))
+    options = {'lr': lr, 'weight_decay': 0.01}
+    ours = kind in ('exact', 'stochastic', 'float32')
+    optimizer = (AdamW([p], stochastic=kind == 'stochastic', **options) if ours else
+                 torch.optim.AdamW([p], **options))
+    noise = torch.Generator().manual_seed(1)
+    slope = torch.randn(n, generator=noise) * 0.3
+    for _ in range(steps):
+        g = slope + torch.randn(n, generator=noise)
+        if gradient:
+            g = g + gradient(p.detach().double(), start.double()).float()
+        p.grad = g.bfloat16().to(p.dtype)
+        optimizer.step(*([ONE] if ours else []))
+    return (optimizer.master(p) if ours else p).detach().double() - start.double()
+
+
+@pytest.mark.parametrize('gradient', [None, lambda w, start: 3e2 * (w - start)])
+def test_bfloat16_weights_follow_the_float32_run(gradient):
+    """1000 steps at lr 5e-6, on given gradients and on such as depend on the weights."""
+    right = moves('float64', gradient=gradient)
+    def error(kind):
+        return ((moves(kind, gradient=gradient) - right).norm() / right.norm()).item()
+    assert error('float32') < 2e-3
+    assert error('exact') < (2e-3 if gradient is None else 0.1)
+    assert error('stochastic') < 0.5
+    assert error('plain bfloat16') > 0.6
+    # what stochastic rounding loses is noise, not progress
+    moved = moves('stochastic', gradient=gradient)
+    assert moved @ right / (right @ right) == pytest.approx(1, abs=0.05)
+    plain = moves('plain bfloat16', gradient=gradient)
+    assert plain @ right / (right @ right) < 0.4
+
+
+def test_exact_master_is_the_float32_run_bit_for_bit():
+    assert torch.equal(moves('exact', 200), moves('float32', 200))
+    ours, theirs = moves('float32', 200), moves('torch float32', 200)
+    assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+
+def test_master_bits():
+    """Both halves of every kind of float32 come back; the upper one is the nearest bfloat16."""
+    bits = torch.randint(-2 ** 31, 2 ** 31, (100_000,), dtype=torch.int64).int()
+    bits = torch.cat((bits, bits & ~0xffff, (bits & ~0xffff) | 0x8000, bits & 0x7fffff))
+    x = bits.view(torch.float32)
+    x = x[x.isfinite() & (x.abs() < 1e38)].clone()
+    bits = x.view(torch.int32)
+    high = (bits + 0x8000) >> 16            # ties away from zero, or the rest would not fit int16
+    p = torch.nn.Parameter(high.short().view(torch.bfloat16))
+    assert torch.equal(p.data[bits & 0xffff != 0x8000], x.bfloat16()[bits & 0xffff != 0x8000])
+    optimizer = AdamW([p], lr=0.0)
+    optimizer.state[p]['low_bits'].copy_(bits - (high << 16))
+    assert torch.equal(optimizer.master(p), x)
+    p.grad = torch.zeros_like(p)
+    optimizer.step(ONE)
+    assert torch.equal(optimizer.master(p), x)
+    assert torch.equal(p.data.view(torch.int16), high.short())
+
+
+def test_stochastic_rounding_is_right_on_average():
+    x = torch.tensor([1.0, 1.0 + 2 ** -9, -(1.0 + 3 * 2 ** -10), 3e-39, 0.0]).repeat(100_000, 1)
+    index = torch.arange(x.numel(), dtype=torch.int32).view_as(x)
+    rounded = optim._round(x, optim._noise(index, torch.tensor(12345).int())).double()
+    assert ((rounded == 1).all(0) == torch.tensor([True, False, False, False, False])).all()
+    assert torch.allclose(rounded.mean(0), x[0].double(), rtol=1e-4)
+    assert len(rounded[:, 1].unique()) == 2 and (rounded[:, 4] == 0).all()
+
+
+def test_rounding_noise_is_random():
+    """Along the weights, and for one weight along the steps, whose seeds are hashes."""
+    seeds = [hash((0, step, 3, 0)) % 2 ** 31 for step in range(2 ** 12)]
+    along_steps = optim._noise(torch.tensor(77).int(), torch.tensor(seeds).int())
+    for noise in (optim._noise(torch.arange(2 ** 20).int(), torch.tensor(seed).int())
+                  for seed in (0, 1, seeds[5])):
+        check_random(noise)
+    for index in (0, 1, 12345):
+        check_random(optim._noise(torch.tensor(index).int(), torch.tensor(seeds).int()))
+    assert len(along_steps.unique()) > 4000
+
+
+def check_random(noise):
+    n = len(noise)
+    parts = [((noise >> shift) & 0xffff).double() / 0xffff - 0.5 for shift in (0, 8, 16)]
+    for x in parts:
+        assert abs(x.mean()) < 5 * (1 / 12 / n) ** 0.5
+        assert x.var().item() == pytest.approx(1 / 12, rel=5 * (0.8 / n) ** 0.5)
+        for lag in (1, 2, 3, 64, 1024):     # neighbours, and rows of a matrix
+            assert abs((x[lag:] * x[:-lag]).mean()) * 12 < 5 / (n - lag) ** 0.5, lag
+    for a, b in itertools.combinations(parts, 2):
+        assert abs((a * b).mean()) * 12 < 0.01 + 5 / n ** 0.5
+
+
+def test_gradients_of_micro_batches_are_summed_in_float32():
+    p = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    parts = torch.randn(32, 1000).bfloat16()
+    exact = parts.double().sum(0)
+    def error(stochastic):
+        optimizer = AdamW([p], lr=0.0, stochastic=stochastic)
+        for _ in range(2):      # the second step must begin from nothing
+            optimizer.begin(len(parts))
+            for part in parts:
+                (p * part).sum().backward()
+            [total] = [g.double() for g in optimizer.gradients()]
+            optimizer.step(ONE)
+        assert p.grad is None and not any(s.any() for s in optimizer.sums.values())
+        return ((total - exact).norm() / exact.norm()).item()
+    assert error(stochastic=True) > 1e-3        # before the hook of the other one is there
+    assert error(stochastic=False) < 1e-6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('dtype, stochastic', [(torch.float32, False), (torch.bfloat16, False),
+                                               (torch.bfloat16, True)])
+def test_optimizer_on_the_gpu(dtype, stochastic):
+    ends = []
+    for device in ('cpu', 'cuda'):
+        make = torch.Generator().manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(*shape, generator=make).to(device, dtype))
+                  for shape in ((64, 100), (7,), (1000, 33))]
+        optimizer = AdamW(params, lr=1e-3, weight_decay=0.1, stochastic=stochastic)
+        for _ in range(5):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=make).to(device, dtype)
+            optimizer.step(ONE.to(device) / 3)
+        ends.append(torch.cat([optimizer.master(p).cpu().flatten() for p in params]))
+    # rounding at random may fall on the other side where the last bit of an update differs
+    differ = (ends[0] - ends[1]).abs() > 1e-6
+    assert differ.double().mean() < (0.01 if stochastic else 1e-9)

@@ -1,0 +1,159 @@
+"""data: questions"""
+
+import numpy as np
+import pytest
+import shutil
+from data import DataError, questions
+
+from common import SHARED, needs_shared, write_rows
+
+
+@pytest.mark.parametrize('row, expected', [
+    ({'question': ' Q? ', 'choices': ['a', 'b', 'c', 'd'], 'answer': 2, 'subject': 's'}, 2),
+    ({'question': 'Q?', 'choices': ['a', 'b', 'c', 'd'], 'answer': 'C'}, 2),
+    (['Q?', 'a', 'b', 'c', 'd', 'C'], 2),
+    (['Q?', 'a', 'b', 'c', 'd', '2'], 2),
+    ({'question': 'Q?', 'choices': {'text': ['a', 'b', 'c'], 'label': ['1', '2', '3']},
+      'answerKey': '3'}, 2),
+    ({'question': 'Q?', 'choices': {'text': list('abcde'), 'label': list('ABCDE')},
+      'answerKey': 'C'}, 2),
+    ({'question': {'stem': 'Q?', 'choices': [{'text': t, 'label': k} for t, k in
+                                             zip('abcd', 'ABCD')]}, 'answerKey': 'C'}, 2),
+    ({'question': 'Q?', 'option_a': 'a', 'option_b': 'b', 'option_c': 'c', 'option_d': 'd',
+      'answer': 'C', 'sample_id': 'x/test/1'}, 2),
+    ({'question': 'Q?', 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'option_3': 'c',
+      'option_4': None, 'answer': 'D', 'answer_index': 3}, 2),
+    ({'': '0', 'question': 'Q?', 'a': 'a', 'b': 'b', 'c': 'c', 'd': 'd', 'answer': 'C'}, 2),
+    ({'Question': 'Q?', 'A': 'a', 'B': 'b', 'C': 'c', 'D': 'd', 'Answer': 'C'}, 2),
+    ({'question': 'Q?', 'options': ['a', 'b', 'c', 'N/A', 'N/A'], 'answer': 'C',
+      'answer_index': 2}, 2),
+    ({'question': 'Q?', 'choice0': 'a', 'choice1': 'b', 'choice2': 'c', 'answer': '2'}, 2),
+])
+def test_question_schemas(row, expected):
+    text, choices, answer = questions.parse_row(row)
+    assert text.strip() == 'Q?' and choices[:3] == ['a', 'b', 'c'] and answer == expected
+
+
+def test_hellaswag_cleaning():
+    row = {'activity_label': 'Roof [title] repair', 'ctx_a': 'A man [step] works.', 'ctx_b': 'he',
+           'endings': ['runs  [x]away', 'b', 'c', 'd'], 'label': '3'}
+    text, choices, answer = questions.parse_row(row)
+    assert text == 'Roof.  repair: A man works. He'.replace('.  r', '. r') and answer == 3
+    assert choices[0] == 'runs away'
+
+
+@pytest.mark.parametrize('row, message', [
+    ({'question': 'Q?', 'choices': ['a', 'b']}, 'no valid answer: None; wanted one of A, B'),
+    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 2}, 'no valid answer: 2'),
+    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': True}, 'no valid answer: True'),
+    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 'x'}, "no valid answer: 'x'"),
+    ({'question': 'Q?', 'choices': ['a'], 'answer': 0}, '2 to 26 choices'),
+    ({'question': 'Q?', 'choices': ['a', ' '], 'answer': 0}, 'choice B is empty'),
+    ({'question': 'Q?', 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'answer': 'B'},
+     "no valid answer: 'B'; wanted one of A, C"),
+    ({'question': '', 'choices': ['a', 'b'], 'answer': 0}, 'no question'),
+    ({'endings': ['a', 'b'], 'activity_label': 'x', 'label': ''}, 'no valid answer'),
+    ({'endings': None, 'label': 0}, 'not the fields of its format'),
+    ({'question': '\ud83d?', 'choices': ['a', 'b'], 'answer': 0}, 'not valid Unicode'),
+    ({'question': 'Q?', 'choices': {'text': ['a', 'b']}, 'answerKey': 'A'}, 'not the fields'),
+    ('text', 'named fields')])
+def test_bad_questions_name_their_line(tmp_path, row, message):
+    good = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 1}
+    path = write_rows(tmp_path / 'some.jsonl', [good, row])
+    with pytest.raises(DataError, match=message) as error:
+        questions.load_task(str(path))
+    assert 'some.jsonl:2: ' in str(error.value)
+    kept, _, bad = questions.load_task(str(path), on_bad_row='skip')
+    assert len(kept) == 1 and len(bad) == 1
+
+
+def test_prompt_is_mmlus(tmp_path):
+    rows = [{'question': f'Q{i}?', 'choices': ['w', 'x', 'y', 'z'], 'answer': i,
+             'subject': 'abstract_algebra'} for i in range(3)]
+    write_rows(tmp_path / 'dev.jsonl', rows[:2])
+    write_rows(tmp_path / 'test.jsonl', rows[2:])
+    (question,), solved, _ = questions.load_task(f'mmlu:{tmp_path}', shots=2)
+    prompt = question.header + ''.join(
+        s.solved for s in solved[question.group]) + question.context
+    assert prompt == ('The following are multiple choice questions (with answers) about abstract '
+                      'algebra.\n\nQ0?\nA. w\nB. x\nC. y\nD. z\nAnswer: A\n\n'
+                      'Q1?\nA. w\nB. x\nC. y\nD. z\nAnswer: B\n\nQ2?\nA. w\nB. x\nC. y\nD. z\n'
+                      'Answer:')
+    assert question.options == [' A', ' B', ' C', ' D']
+    assert question.category == 'STEM'
+    (question,), _, _ = questions.load_task(f'mmlu:{tmp_path}', scoring='text')
+    assert question.context == 'Q2?\nAnswer:' and question.options == [' w', ' x', ' y', ' z']
+    with pytest.raises(DataError, match="2 solved questions about 'abstract_algebra', 5 wanted"):
+        questions.load_task(f'mmlu:{tmp_path}', shots=5)
+    with pytest.raises(DataError, match='is one file: give a folder'):
+        questions.load_task(f'mmlu:{tmp_path / "test.jsonl"}', shots=5)
+
+
+def test_dev_questions_are_not_scored(tmp_path):
+    rows = [{'question': f'Q{i}?', 'choices': ['w', 'x'], 'answer': 0} for i in range(5)]
+    write_rows(tmp_path / 'dev.jsonl', rows[:2])
+    write_rows(tmp_path / 'mine.jsonl', rows[2:])
+    asked, solved, _ = questions.load_task(str(tmp_path), shots=2)
+    assert [q.context[:2] for q in asked] == ['Q2', 'Q3', 'Q4']
+    assert [q.context[:2] for q in solved['', 'various things']] == ['Q0', 'Q1']
+
+
+def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
+    """CMMLU's csv files with a header, in a zip file, subjects by file name."""
+    def download(name, repo_type, revision, allow_patterns):
+        assert (name, repo_type) == ('haonan-li/cmmlu', 'dataset') and '*.zip' in allow_patterns
+        return str(tmp_path / 'snapshot')
+    for split, n in (('dev', 2), ('test', 3)):
+        path = tmp_path / 'content' / split / 'agronomy.csv'
+        path.parent.mkdir(parents=True)
+        path.write_text(',Question,A,B,C,D,Answer\n' + ''.join(
+            f'{i},问题{split}{i},甲,乙,丙,丁,{"ABCD"[i]}\n' for i in range(n)))
+    (tmp_path / 'snapshot').mkdir()
+    shutil.make_archive(tmp_path / 'snapshot' / 'cmmlu_v1_0_1', 'zip', tmp_path / 'content')
+    monkeypatch.setattr('huggingface_hub.snapshot_download', download)
+    for _ in range(2):
+        asked, solved, _ = questions.load_task('cmmlu', shots=2, header='native')
+        assert [q.answer for q in asked] == [0, 1, 2] and len(solved['', 'agronomy']) == 2
+        assert asked[0].header.startswith('以下是关于农学的') and asked[0].subject == 'agronomy'
+        assert asked[1].context == '问题test1\nA. 甲\nB. 乙\nC. 丙\nD. 丁\n答案：'
+
+
+@pytest.mark.parametrize('arguments, message', [
+    (dict(preset='harness'), 'lets the model write its answer to mmlu_prox'),
+    (dict(languages=('xx',)), "mmlu_prox has no language 'xx'; it has af, ar"),
+    (dict(languages=('sw',)), 'holds nothing that matches sw/test-')])
+def test_multilingual_refusals(tmp_path, arguments, message):
+    row = {'question_id': 1, 'question': 'Q?', 'option_0': 'a', 'option_1': 'b', 'answer': 'B'}
+    write_rows(tmp_path / 'de' / 'test-00000-of-00001.parquet', [row])
+    with pytest.raises(DataError, match=message):
+        questions.load_task(f'mmlu_prox:{tmp_path}', **arguments)
+    (question,), _, _ = questions.load_task(f'mmlu_prox:{tmp_path}', header='native')
+    assert question.language == 'de' and question.context.endswith('\nAntwort:')
+    assert question.header == ('Im Folgenden sind Multiple-Choice-Fragen (mit Antworten) zu '
+                               'various things.\n\n')
+    with pytest.raises(DataError, match='mmlu publishes no header of its own'):
+        questions.load_task(f'mmlu:{tmp_path}', header='native')
+
+
+def test_original_csv_and_hub_parquet(tmp_path):
+    (tmp_path / 'test').mkdir()
+    (tmp_path / 'test' / 'high_school_physics_test.csv').write_text('\ufeff"Q, one?",a,b,c,d,D\n\n')
+    (question,), _, _ = questions.load_task(f'mmlu:{tmp_path}')
+    assert question.subject == 'high_school_physics' and question.answer == 3
+    assert question.context.startswith('Q, one?\nA. a')
+    rows = [{'question': 'Q?', 'subject': 's', 'choices': ['a', 'b', 'c', 'd'], 'answer': 1}]
+    write_rows(tmp_path / 'hub' / 'all' / 'test-00000-of-00001.parquet', rows)
+    assert questions.load_task(f'mmlu:{tmp_path / "hub"}')[0][0].answer == 1
+
+
+@needs_shared
+def test_real_benchmark_files():
+    datasets = SHARED / 'datasets'
+    mmlu, shots, bad = questions.load_task(f'mmlu:{datasets / "mmlu"}', shots=5)
+    assert len(mmlu) == 14042 and len({q.subject for q in mmlu}) == 57 and not bad
+    assert all(len(rows) == 5 for rows in shots.values()) and len(shots) == 57
+    arc, _, _ = questions.load_task(f'arc_easy:{datasets / "arc_easy"}', shots=5)
+    counts = np.bincount([len(q.options) for q in arc])
+    assert counts[3:].tolist() == [7, 2365, 4]
+    assert len(questions.load_task(f'arc_challenge:{datasets / "arc_easy"}')[0]) == 1172
+    assert len(questions.load_task(f'hellaswag:{datasets / "hellaswag"}')[0]) == 1000

@@ -1,0 +1,794 @@
+"""train.py"""
+
+import collections
+import configs
+import dataclasses
+import evaluate
+import hashlib
+import importlib.util
+import json
+import metrics
+import model as models
+import numpy as np
+import os
+import pytest
+import random
+import re
+import resource
+import results
+import resume
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import torch
+import torch.nn.functional as F
+import train
+from data import DataError, packing
+from data.demo import World, WorldSpec, make_world
+from data.questions import load_task
+from data.tokenizer import load_tokenizer
+from safetensors.torch import load_file
+
+from common import (
+    HERE, documents, gradients, reference_model, rewrite, whole_rows, write_rows)
+
+
+def tiny_config(**values):
+    return train.TrainConfig(**({'dtype': 'float32', 'pack_len': 48, 'device': 'cpu'} | values))
+
+
+@pytest.fixture(scope='module')
+def tiny_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('tiny')
+    reference_model('gemma2', folder)
+    return models.load(folder)
+
+
+@pytest.mark.parametrize('reduction', ['token', 'sequence'])
+def test_micro_batches_change_nothing(tiny_model, reduction):
+    packed = packing.pack(documents(0, [40, 7, 25, 30, 44, 12, 9]), 48)
+    results = [gradients(tiny_model, packed, tiny_config(
+        micro_rows=n, smoothing=0.1, loss_reduction=reduction)) for n in (1, 2, 100)]
+    for loss, _, gradient in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-6)
+        assert (gradient - results[0][2]).norm() < 1e-5 * gradient.norm()
+
+
+@pytest.mark.parametrize('reduction', ['token', 'sequence'])
+def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
+    sequences = documents(1, [40, 7, 25, 30])
+    loss, nll, gradient = gradients(tiny_model, packing.pack(sequences, 48), tiny_config(
+        smoothing=0.1, loss_reduction=reduction))
+    tiny_model.zero_grad()
+    cap = tiny_model.config.final_logit_softcapping
+    losses, nlls = [], []
+    for tokens, learnt in sequences:
+        row = torch.from_numpy(tokens)[None]
+        z = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1]
+        assert cap == 3.0 and z.abs().max() < cap
+        kept = torch.from_numpy(learnt[1:]) > 0
+        losses.append(F.cross_entropy(z[kept], row[0, 1:][kept], label_smoothing=0.1,
+                                      reduction='none'))
+        nlls.append(F.cross_entropy(z[kept], row[0, 1:][kept], reduction='none'))
+    def mean(rows):
+        return torch.cat(rows).mean() if reduction == 'token' else torch.stack(
+            [r.mean() for r in rows]).mean()
+    mean(losses).backward()
+    expected = torch.cat([p.grad.flatten() for p in tiny_model.parameters()])
+    assert loss == pytest.approx(mean(losses).item(), rel=1e-5)
+    assert nll == pytest.approx(mean(nlls).item(), rel=1e-5)
+    assert (gradient - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_dropout(tmp_path, monkeypatch):
+    reference_model('mistral_window', tmp_path)
+    tokens = torch.randint(0, 211, (1, 30))
+    plain = models.load(tmp_path)(tokens, *whole_rows(tokens))
+    for rates in ((0.5, 0.0), (0.0, 0.5)):
+        model = models.load(tmp_path, 'cpu', None, *rates)
+        assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), plain)
+        a, b = (model.train()(tokens, *whole_rows(tokens)) for _ in range(2))
+        assert not torch.allclose(a, b) and not torch.allclose(a, plain)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    with pytest.raises(configs.ConfigError, match='does not work with FlexAttention'):
+        train.check(tiny_config(attn_dropout=0.1, max_length=48, device='cuda'))
+
+
+def test_learning_rate_schedule():
+    cfg = tiny_config(lr=1.0, warmup=0.1, final_lr=0.1)
+    rates = [train.learning_rate(s, 100, cfg) for s in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
+    assert rates[10] == pytest.approx(1.0) and rates[55] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert all(a >= b for a, b in zip(rates[9:], rates[10:])) and 0.1 < rates[99] < 0.12
+    cosine = dataclasses.replace(cfg, schedule='cosine')
+    assert train.learning_rate(55, 100, cosine) == pytest.approx(0.55)
+    assert train.learning_rate(0, 1, cfg) == 1.0
+
+
+def test_a_world_of_languages(tmp_path):
+    spec = WorldSpec(entities=400, unseen=30, first_names=30, family_names=40, documents=300,
+                     exam_share=0.3, list_share=0.3, paraphrases=True, vocab_sizes=(600, 700),
+                     language_shares=(0.5, 0.3, 0.2), instructions=100, questions=20,
+                     unseen_questions=10, validation=15, forms=('text4', 'letters10'), probes=30)
+    make_world(tmp_path, 0, spec)
+    # a change of these bytes asks for new runs of the study
+    digest = hashlib.sha256(b''.join(p.read_bytes() for p in sorted(tmp_path.rglob('*.jsonl'))))
+    assert digest.hexdigest().startswith('bf749dedab46cc5ef9468a4c80de6b79b93ac74279ea2594')
+    rows = {str(p.relative_to(tmp_path)): [json.loads(x) for x in p.open()]
+            for p in tmp_path.rglob('*.jsonl')}
+    text = '\n'.join(row['text'] for row in rows['text.jsonl'])
+    world = World(spec, 0)
+    assert len(set(world.names)) == 430 and world.names[0] in text
+    assert not any(name in text for name in world.names[400:])
+    words = [{w for values in language.values.values() for w in values}
+             for language in world.languages]
+    assert not (words[0] & words[1] or words[0] & words[2] or words[1] & words[2])
+    for some in words:      # the text is in all languages, the instructions in one
+        assert sum(w in text for w in some) > 0.9 * len(some)
+    told = json.dumps(rows['instruct.jsonl'])
+    assert not any(re.search(rf'\b{w}\b', told) for w in words[1] | words[2])
+    assert len({len(r['messages']) for r in rows['instruct.jsonl']}) == 2
+    assert sum('\nJ. ' in r['messages'][0]['content'] for r in rows['instruct.jsonl']) > 3
+    plain = rows['instruct-homogeneous.jsonl']
+    assert len(plain) == 100 and all(r['messages'][1]['content'].startswith('Answer: ')
+                                     for r in plain)
+    # the same facts in all languages, with the same options; the answers are true
+    for form, n in (('text4', 4), ('letters10', 10)):
+        questions, _, bad = load_task(str(tmp_path / form), scoring='text')
+        assert len(questions) == 3 * 30 and not bad
+        assert collections.Counter((q.language, q.category) for q in questions) == {
+            (lang, c): k for lang in ('en', 'l1', 'l2') for c, k in (('seen', 20), ('unseen', 10))}
+        held = load_task(str(tmp_path / form), scoring='text', split='validation')[0]
+        assert len(held) == 15 and {q.language for q in held} == {'en'}
+        by_fact = collections.defaultdict(set)
+        for row in rows[f'{form}/test.jsonl']:
+            code, entity, attribute = row['id'].split('-')
+            by_fact[entity, attribute].add((row['answer'], len(row['choices'])))
+            language = next(x for x in world.languages if x.code == code)
+            value = world.value(language, int(entity), attribute)
+            right = row['choices'][row['answer']]
+            assert right == value if form == 'text4' else (
+                f'\n{right}. {value}\n' in row['question'] + '\n')
+        assert all(len(x) == 1 and next(iter(x))[1] == n for x in by_fact.values())
+    asked = {tuple(r['id'].split('-')[1:]) for r in rows['text4/test.jsonl']}
+    held = {tuple(r['id'].split('-')[1:]) for r in rows['text4/validation.jsonl']}
+    assert not asked & held
+    for row in rows['facts.jsonl']:
+        found = {row['text'][a:b] for a, b in row['spans']}
+        assert len(found) == 4 and any(found <= some for some in words)
+    for size in (600, 700):
+        folder = tmp_path / f'model-{size}'
+        assert load_tokenizer(folder).n_vocab == models.read_config(folder).vocab_size == size
+    # what is there stays; another spec replaces it
+    before = (tmp_path / 'text.jsonl').stat().st_mtime_ns
+    make_world(tmp_path, 0, spec)
+    assert (tmp_path / 'text.jsonl').stat().st_mtime_ns == before
+    make_world(tmp_path, 1, spec)
+    assert (tmp_path / 'text.jsonl').stat().st_mtime_ns != before
+    with pytest.raises(ValueError, match='make 16 names, not 20'):
+        World(WorldSpec(entities=20, first_names=4, family_names=4), 0)
+
+
+def test_the_demo_world_stays_what_it_is(tmp_path):
+    # the figures in the README are of these bytes
+    make_world(tmp_path, 0)
+    digest = hashlib.sha256(b''.join((tmp_path / name).read_bytes() for name in (
+        'text.jsonl', 'instruct.jsonl', 'questions.jsonl'))).hexdigest()
+    assert digest.startswith('24904f557868b7b2763899dae6c2adb9e918caab')
+
+
+def test_demo_leaves_a_report(small_world):
+    folder, printed = small_world
+    for word in ('95 % interval', 'confidence', 'entropy (bits)', 'ECE', 'RMSCE', '>>>Answer: ',
+                 'learnt between', 'estimated memory'):
+        assert word in printed, word
+    assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
+    for run in ('base', 'tuned', 'tuned_ls01'):
+        files = {str(p.relative_to(folder / run)) for p in (folder / run).rglob('*') if p.is_file()}
+        assert {'config.json', 'model.safetensors', 'tokenizer.model', 'log.jsonl', 'results.json',
+                'results.md', 'results.csv', 'train_config.py', 'samples.jsonl', 'reliability.png',
+                'epoch-1/model.safetensors', 'epoch-1/tokenizer.model'} <= files
+        log = [json.loads(line) for line in (folder / run / 'log.jsonl').open()]
+        assert [r['step'] for r in log] == list(range(1, len(log) + 1))
+        assert all(r['nll'] <= r['loss'] + 1e-6 or run == 'tuned_ls01' for r in log)
+        assert 'val_nll' in log[-1]
+        assert not list((folder / run).rglob('*.tmp'))
+    losses = [json.loads(line)['nll'] for line in (folder / 'base' / 'log.jsonl').open()]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_results_follow_from_the_samples(small_world):
+    folder, _ = small_world
+    written = json.loads((folder / 'tuned' / 'results.json').read_text())
+    samples = results.read_samples(folder / 'tuned' / 'samples.jsonl')
+    assert len(samples) == 40
+    found = results.predictions(samples, 'token')
+    pooled = written['tasks']['questions']['pooled']
+    report = metrics.report(found.probs, found.labels, found.n_options)
+    assert report == pytest.approx({key: pooled[key] for key in report})
+    assert written['distribution'] == 'mmlu, 0 shots, text, token'
+    again = results.summarize(samples[::-1], 'token', seed=7)
+    assert {k: written['tasks']['questions'][k] for k in again} == again
+    for key, (low, high) in pooled['intervals'].items():
+        assert low <= high and (key in ('mce', 'ece', 'sce', 'ace', 'ece_equal_mass')  # biased
+                                or low <= pooled[key] <= high), key
+
+
+def test_demo_folder_loads_in_transformers(small_world):
+    import transformers
+    folder = small_world[0] / 'tuned'
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = models.load(folder)
+    tokens = torch.randint(0, 1280, (1, 50))
+    ours = model.logits(model(tokens, *whole_rows(tokens)))
+    assert torch.allclose(ours, reference(tokens).logits, atol=1e-4)
+
+
+def test_the_same_seed_gives_the_same_weights(small_world, tmp_path):
+    folder, _ = small_world
+    for place in ('a', 'b'):
+        train.main([str(folder / 'tuned_ls01' / 'train_config.py'), f'--out_dir={tmp_path / place}',
+                    '--max_steps=2', '--eval_tasks='])
+    a, b = (load_file(tmp_path / place / 'model.safetensors') for place in 'ab')
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_add_bos_is_remembered(small_world, tmp_path):
+    folder, _ = small_world
+    assert evaluate.trained_with_bos(folder / 'tuned') and evaluate.trained_with_bos(tmp_path)
+    train.main([str(folder / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
+                '--max_steps=1', '--eval_tasks=', '--add_bos=False'])
+    assert not evaluate.trained_with_bos(tmp_path)
+
+
+def test_a_new_run_clears_the_folder(small_world, tmp_path):
+    folder, _ = small_world
+    again = tmp_path / 'again'
+    shutil.copytree(folder / 'tuned', again)
+    train.main([str(folder / 'tuned' / 'train_config.py'), f'--out_dir={again}', '--overwrite',
+                '--max_steps=1', '--eval_tasks='])
+    assert not (again / 'epoch-1').exists() and not (again / 'results.json').exists()
+    assert len((again / 'log.jsonl').read_text().splitlines()) == 1
+
+
+def test_dry_run_writes_nothing(small_world, tmp_path, capsys):
+    folder, _ = small_world
+    train.main([str(folder / 'tuned' / 'train_config.py'), '--dry_run',
+                f'--out_dir={tmp_path / "run"}'])
+    assert not (tmp_path / 'run').exists()
+    assert 'estimated memory' in capsys.readouterr().out
+
+
+def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
+    clock, hours = time.perf_counter, []
+    monkeypatch.setattr(time, 'perf_counter', lambda: clock() + 3600 * len(hours))
+    monkeypatch.setattr(train, 'validation_loss',
+                        lambda *_: hours.append(1) or {'val_nll': 0.0, 'val_ece': 0.0})
+    train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
+                '--max_steps=4', '--val_every=1', '--eval_tasks=', '--device=cpu'])
+    records = [json.loads(line) for line in (tmp_path / 'log.jsonl').open()]
+    assert len(hours) == 4 and all(0 < r['tokens'] / r['tokens_per_s'] < 3600 for r in records)
+
+
+def test_a_nan_loss_stops_the_run(small_world, tmp_path):
+    folder, _ = small_world
+    with pytest.raises(train.TrainingError, match=r'step 1: loss nan.* the sequences were \[\d+, .*'
+                       'there is no checkpoint yet'):
+        broken = tmp_path / 'broken'
+        shutil.copytree(folder / 'base', broken)
+        rewrite(broken, lambda t: t['model.norm.weight'].fill_(torch.nan))
+        train.main([str(folder / 'tuned' / 'train_config.py'), f'--model={broken}',
+                    f'--out_dir={tmp_path / "run"}'])
+    assert not (tmp_path / 'run' / 'model.safetensors').exists()
+
+
+def run_train(*arguments, limit=None, wait=True):
+    """train.py in a process of its own; `limit`: the largest file it can write, in bytes."""
+    def restrict():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    process = subprocess.Popen([sys.executable, 'train.py', *map(str, arguments)], cwd=HERE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=restrict if limit else None)
+    if not wait:
+        return process
+    printed, errors = process.communicate()
+    return process.returncode, printed, errors.strip().split('\n')[-1]
+
+
+def steps_done(folder):
+    log = folder / 'log.jsonl'
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def await_steps(process, folder, n):
+    """Waits until `n` steps are logged, or the process has ended."""
+    while process.poll() is None and steps_done(folder) < n:
+        time.sleep(0.01)
+
+
+def same_weights(a, b):
+    a, b = (load_file(folder / 'model.safetensors') for folder in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(scope='module')
+def long_run(small_world, tmp_path_factory):
+    """(arguments of a run whose every random state matters, the folder of it undisturbed)"""
+    folder = tmp_path_factory.mktemp('long') / 'whole'
+    arguments = [small_world[0] / 'tuned' / 'train_config.py', '--eval_tasks=', '--epochs=80',
+                 '--save_every=7', '--resid_dropout=0.1', '--attn_dropout=0.1', '--val_every=1000',
+                 '--checkpoint_epochs=False', '--device=cpu']
+    code, _, error = run_train(*arguments, f'--out_dir={folder}')
+    assert code == 0, error
+    return arguments, folder
+
+
+def test_ten_kills_change_nothing(long_run, tmp_path):
+    arguments, whole = long_run
+    chance = random.Random()
+    kills, out = 0, tmp_path / 'run'
+    while kills < 10:
+        process = run_train(*arguments, f'--out_dir={out}', '--resume', wait=False)
+        before = steps_done(out)
+        # at any moment: sometimes before the first step, mostly during or after a few of them
+        await_steps(process, out, 1 if before == 0 else 0)
+        if chance.random() < 0.8:
+            found = list(resume.checkpoints(out))
+            await_steps(process, out, max([before, *found]) + 1 if before else 1)
+        time.sleep(chance.uniform(0, 0.4))
+        process.kill()
+        process.communicate()
+        kills += 1
+        assert len(resume.checkpoints(out)) <= 2 or (out / 'config.json').exists()
+    code, _, error = run_train(*arguments, f'--out_dir={out}', '--resume')
+    assert code == 0, error
+    assert same_weights(out, whole)
+    records = [[{k: v for k, v in json.loads(line).items() if k != 'tokens_per_s'}
+                for line in (folder / 'log.jsonl').open()] for folder in (out, whole)]
+    assert records[0] == records[1]
+    assert not resume.checkpoints(out) and (out / 'loss.png').read_bytes().startswith(b'\x89PNG')
+    assert not list(out.rglob('*.tmp'))
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_signals_save_and_leave(long_run, tmp_path, number):
+    arguments, whole = long_run
+    process = run_train(*arguments, f'--out_dir={tmp_path}', '--save_every=None', wait=False)
+    await_steps(process, tmp_path, 3)
+    process.send_signal(number)
+    printed, errors = process.communicate()
+    assert process.returncode == 128 + number and 'Traceback' not in errors
+    [step] = resume.checkpoints(tmp_path)
+    assert f'after step {step}; --resume goes on' in printed and step == steps_done(tmp_path)
+    code, _, error = run_train(*arguments, f'--out_dir={tmp_path}')
+    assert code == 1 and f'interrupted after step {step}; --resume goes on with it' in error
+    code, _, error = run_train(*arguments, f'--out_dir={tmp_path}', '--resume', '--lr=0.1')
+    assert code == 1 and 'was begun with lr = 0.001, not 0.1' in error
+    code, printed, error = run_train(*arguments, f'--out_dir={tmp_path}', '--resume',
+                                     '--save_every=None')
+    assert code == 0 and f'going on after step {step}' in printed, error
+    assert same_weights(tmp_path, whole)
+    # nothing is left to do
+    code, printed, _ = run_train(*arguments, f'--out_dir={tmp_path}', '--resume')
+    assert code == 0 and 'step ' not in printed
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(long_run, tmp_path):
+    arguments, whole = long_run
+    process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)
+    await_steps(process, tmp_path, 8)
+    process.kill()
+    process.communicate()
+    [*_, before] = resume.checkpoints(tmp_path).values()
+    files = {p: p.read_bytes() for p in before.iterdir()}
+    code, _, error = run_train(*arguments, f'--out_dir={tmp_path}', '--resume', limit=500_000)
+    assert code == 1 and re.match(r'error: step \d+: saving .*resume-\d+ failed: ', error)
+    assert f'the last good checkpoint is {before}' in error
+    assert files == {p: p.read_bytes() for p in before.iterdir()}
+    assert not list(tmp_path.glob('*.tmp'))
+    assert run_train(*arguments, f'--out_dir={tmp_path}', '--resume')[0] == 0
+    assert same_weights(tmp_path, whole)
+
+
+def test_a_disk_that_fills_up_at_the_end(small_world, tmp_path):
+    code, _, error = run_train(small_world[0] / 'tuned' / 'train_config.py', '--eval_tasks=',
+                               '--checkpoint_epochs=False', f'--out_dir={tmp_path}', limit=500_000)
+    assert code == 1 and 'saving the weights' in error
+    assert not (tmp_path / 'config.json').exists() and not list(tmp_path.glob('*.tmp'))
+
+
+def test_two_runs_in_one_folder(long_run, tmp_path):
+    arguments, _ = long_run
+    process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)
+    await_steps(process, tmp_path, 1)
+    for option in ('--resume', '--overwrite'):
+        code, _, error = run_train(*arguments, f'--out_dir={tmp_path}', option)
+        assert code == 1 and 'another run is writing there; choose another --out_dir' in error
+    assert process.poll() is None, 'the first one must have been running all the time'
+    process.kill()
+    process.communicate()
+
+
+def test_damaged_resume_checkpoints(long_run, tmp_path):
+    arguments, _ = long_run
+    process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)
+    await_steps(process, tmp_path, 8)
+    process.kill()
+    process.communicate()
+    [*_, folder] = resume.checkpoints(tmp_path).values()
+    (folder.with_name('resume-100000.tmp')).mkdir()       # half written: not looked at
+    whole = (folder / 'state.json').read_text()
+    for content, message in ((whole[:50], 'not a whole checkpoint'),
+                             (whole.replace('state-00001', 'state-00009'), 'not a whole'),
+                             (whole.replace('"sequences": ', '"sequences": 1'),
+                              'sequences was 1')):
+        (folder / 'state.json').write_text(content)
+        with pytest.raises(train.TrainingError, match=message):
+            train.main([*map(str, arguments), f'--out_dir={tmp_path}', '--resume'])
+
+
+def test_a_finished_run_only_reports_what_is_missing(small_world, tmp_path, monkeypatch):
+    again = tmp_path / 'again'
+    shutil.copytree(small_world[0] / 'tuned', again)
+    config = [str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={again}', '--resume']
+    before = json.loads((again / 'results.json').read_text())['tasks']
+    (again / 'results.json').unlink()
+    monkeypatch.setattr(train, 'optimize', None)
+    train.main(config)
+    assert json.loads((again / 'results.json').read_text())['tasks'] == before
+    monkeypatch.setattr(train, 'evaluate', None)
+    train.main(config)
+
+
+def test_several_runs_go_on_where_they_stopped(small_world, tmp_path, monkeypatch):
+    (tmp_path / 'two.py').write_text((small_world[0] / 'tuned' / 'train_config.py').read_text()
+                                     .replace('runs = {}', "runs = {'a': {}, 'b': {'lr': 1e-4}}"))
+    lines = (tmp_path / 'two.py').read_text().splitlines()
+    (tmp_path / 'two.py').write_text('\n'.join(
+        line for line in lines if not line.startswith(('lr =', 'eval_before =', 'out_dir ='))))
+    command = [str(tmp_path / 'two.py'), f'--out_dir={tmp_path / "out"}', '--eval_before']
+    train.main(command)
+    results = (tmp_path / 'out' / 'a' / 'before' / 'results.json').read_text()
+    assert not (tmp_path / 'out' / 'b' / 'before').exists()     # the same model
+    weights = (tmp_path / 'out' / 'b' / 'model.safetensors').read_bytes()
+    for name in ('config.json', 'model.safetensors', 'results.json'):
+        (tmp_path / 'out' / 'b' / name).unlink()
+    optimize, trained = train.optimize, []
+    monkeypatch.setattr(train, 'optimize', lambda cfg, *rest: (trained.append(cfg.lr),
+                                                               optimize(cfg, *rest)))
+    train.main([*command, '--resume'])
+    assert trained == [1e-4]
+    assert (tmp_path / 'out' / 'b' / 'model.safetensors').read_bytes() == weights
+    assert (tmp_path / 'out' / 'a' / 'before' / 'results.json').read_text() == results
+
+
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+def test_rows_of_one_document_need_no_mask(name, tmp_path):
+    reference_model(name, tmp_path)
+    model = models.load(tmp_path)
+    packed = packing.pack(documents(2, [40, 31, 48]), 48)
+    tokens, positions, ends = (torch.from_numpy(packed[k]) for k in ('tokens', 'positions', 'ends'))
+    real = torch.from_numpy(packed['owner']) >= 0
+    masked, plain = (model(tokens, positions, e)[real] for e in (ends, None))
+    assert torch.allclose(masked, plain, atol=1e-5)
+    cfg = tiny_config()
+    given = [inputs[2] for _, inputs, _ in train.micro_batches(packed, cfg, 'cpu')]
+    assert given == [None] * 3
+    shared = packing.pack(documents(2, [40, 31, 17]), 48)
+    given = [inputs[2] is None for _, inputs, _ in train.micro_batches(shared, cfg, 'cpu')]
+    assert sorted(given) == [False, True]
+
+
+@pytest.mark.parametrize('name', ['llama', 'gemma2'])
+def test_checkpointed_activations_change_nothing(name, tmp_path):
+    reference_model(name, tmp_path)
+    packed = packing.pack(documents(3, [40, 31, 48, 9]), 48)
+    results = []
+    for again in (False, True):
+        model = models.load(tmp_path, 'cpu', None, 0.0, 0.2).train()
+        model.model.checkpoint = again
+        torch.manual_seed(5)
+        results.append(gradients(model, packed, tiny_config(smoothing=0.1)))
+    assert results[0][0] == results[1][0] and torch.equal(results[0][2], results[1][2])
+
+
+def test_validation_reports_the_next_tokens_ece(tiny_model):
+    packed = packing.pack(documents(4, [40, 31, 48, 9]), 48)
+    found = train.validation_loss(tiny_model, packed, tiny_config(smoothing=0.1), 'cpu')
+    confidence, right, nll = [], [], []
+    for tokens, learnt in documents(4, [40, 31, 48, 9]):
+        row = torch.from_numpy(tokens)[None]
+        p = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1].softmax(-1)
+        kept = torch.from_numpy(learnt[1:]) > 0
+        p, labels = p[kept].detach(), row[0, 1:][kept]
+        confidence += p.max(-1).values.tolist()
+        right += (p.argmax(-1) == labels).tolist()
+        nll += (-p.log().gather(1, labels[:, None]))[:, 0].tolist()
+    assert found['val_nll'] == pytest.approx(np.mean(nll), rel=1e-5)
+    assert found['val_ece'] == pytest.approx(metrics.ece(confidence, right), abs=1e-5)
+    assert found['val_loss'] > found['val_nll'] * 0.5
+
+
+def test_trackers_must_be_installed(monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(configs.ConfigError, match='pip install wandb'):
+        train.check(tiny_config(tracker='wandb', max_length=48))
+
+
+def test_two_processes_train_the_same(small_world, tmp_path):
+    """torchrun with two gloo processes: the weights of one process to rounding, resumable by it."""
+    config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval_tasks=', '--max_steps=4',
+              '--smoothing=0.1', '--micro_rows=2', '--device=cpu']
+    def two(folder, *more):
+        return subprocess.run(
+            [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
+             '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0', 'train.py',
+             *config, f'--out_dir={folder}', *more], cwd=HERE, capture_output=True, text=True)
+    code, _, error = run_train(*config, f'--out_dir={tmp_path / "one"}')
+    assert code == 0, error
+    done = two(tmp_path / 'two')
+    assert done.returncode == 0, done.stderr
+    base = load_file(small_world[0] / 'base' / 'model.safetensors')
+    one, two_ = (load_file(tmp_path / n / 'model.safetensors') for n in ('one', 'two'))
+    def apart(a, b):
+        return max(((a[k] - b[k]).norm() / (one[k] - base[k]).norm()).item() for k in one)
+    assert one.keys() == two_.keys() and apart(one, two_) < 1e-3
+    log = [[json.loads(line) for line in (tmp_path / n / 'log.jsonl').open()]
+           for n in ('one', 'two')]
+    for a, b in zip(*log, strict=True):
+        for key in ('loss', 'nll', 'grad_norm', 'tokens', 'learnt_tokens'):
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+    # bfloat16 weights with the bits that float32 has more
+    half = ['--dtype=bfloat16', '--save_dtype=float32']
+    code, _, error = run_train(*config, f'--out_dir={tmp_path / "one_half"}', *half)
+    assert code == 0, error
+    done = two(tmp_path / 'two_half', *half)
+    assert done.returncode == 0, done.stderr
+    assert apart(*(load_file(tmp_path / n / 'model.safetensors')
+                   for n in ('one_half', 'two_half'))) < 0.1
+    # LoRA, and a checkpoint of two that one goes on from
+    done = two(tmp_path / 'lora', '--lora')
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / 'lora' / 'adapter' / 'adapter_model.safetensors').exists()
+    code = ('import sys, train, resume\nsave = resume.save\n'
+            'def stop(*a): save(*a); sys.exit(9)\nresume.save = stop\n'
+            'train.join_processes(); train.main(sys.argv[1:])')
+    script = tmp_path / 'stop.py'
+    script.write_text(code)
+    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
+                    '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0', str(script), *config,
+                    f'--out_dir={tmp_path / "half"}', '--save_every=2'], cwd=HERE,
+                   capture_output=True, env=os.environ | {'PYTHONPATH': str(HERE)})
+    assert list(resume.checkpoints(tmp_path / 'half')) == [2]
+    code, _, error = run_train(*config, f'--out_dir={tmp_path / "half"}', '--resume')
+    assert code == 0, error
+    assert apart(one, load_file(tmp_path / 'half' / 'model.safetensors')) < 1e-3
+
+
+def lora_model(folder, targets=models.LORA_TARGETS, dropout=0.0, seed=0):
+    """A model with adapters that do something."""
+    model = models.load(folder)
+    torch.manual_seed(seed)
+    models.add_lora(model, 4, 16.0, dropout, targets)
+    for name, p in model.named_parameters():
+        if 'lora_B' in name:
+            torch.nn.init.normal_(p, std=0.05)
+    return model
+
+
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+def test_lora(name, tmp_path):
+    reference_model(name, tmp_path / 'base')
+    tokens = torch.randint(0, 211, (2, 30))
+    plain = models.load(tmp_path / 'base')
+    hidden = plain(tokens, *whole_rows(tokens))
+    model = models.load(tmp_path / 'base')
+    models.add_lora(model, 8, 32.0, 0.1, ('q_proj', 'v_proj'))
+    assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), hidden)   # B begins at zero
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 4 * plain.config.num_hidden_layers
+    assert all(re.search(r'(q|v)_proj.lora_[AB].weight$', n) for n in trained)
+    a, b = (model.train()(tokens, *whole_rows(tokens)) for _ in range(2))
+    assert torch.equal(a, b)                        # dropout on what B, still zero, multiplies
+    model = lora_model(tmp_path / 'base')
+    adapted = model(tokens, *whole_rows(tokens))
+    assert not torch.allclose(adapted, hidden, atol=1e-2)
+    adapted.square().sum().backward()
+    assert all((p.grad is not None) == ('lora' in n) for n, p in model.named_parameters())
+    # dropout acts on what enters the adapter alone
+    some = lora_model(tmp_path / 'base', dropout=0.5).train()
+    a, b = (some(tokens, *whole_rows(tokens)) for _ in range(2))
+    assert not torch.allclose(a, b)
+    # merged, as anybody loads it
+    models.save(model, tmp_path / 'merged', torch.float32)
+    merged = models.load(tmp_path / 'merged')
+    assert torch.allclose(merged(tokens, *whole_rows(tokens)), adapted, atol=1e-4)
+    assert merged.state_dict().keys() == plain.state_dict().keys()
+    import transformers
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / 'merged', attn_implementation='eager')
+    assert torch.allclose(reference(tokens).logits, model.logits(adapted), atol=2e-4)
+    # one rounding: of the float32 sum
+    models.save(model, tmp_path / 'half', torch.bfloat16)
+    key = 'model.layers.1.self_attn.v_proj'
+    layer = model.get_submodule(key)
+    exact = layer.weight + 4 * (layer.lora_B.weight @ layer.lora_A.weight)
+    assert torch.equal(load_file(tmp_path / 'half' / 'model.safetensors')[f'{key}.weight'],
+                       exact.bfloat16())
+    with pytest.raises(ValueError, match="lora_targets = .'query',.; wanted some of q_proj"):
+        models.add_lora(plain, 8, 32.0, 0.1, ('query',))
+
+
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+def test_adapter_loads_in_peft(name, tmp_path):
+    import peft
+    import transformers
+    reference_model(name, tmp_path / 'base')
+    model = lora_model(tmp_path / 'base')
+    models.save_adapter(model, tmp_path / 'adapter', str(tmp_path / 'base'))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
+    reference = peft.PeftModel.from_pretrained(base, tmp_path / 'adapter').eval()
+    tokens = torch.randint(0, 211, (2, 30))
+    ours = model.logits(model(tokens, *whole_rows(tokens)))
+    assert torch.allclose(ours, reference(tokens).logits, atol=2e-4)
+    assert not torch.allclose(ours, reference.unload()(tokens).logits, atol=1e-2)
+
+
+def test_lora_run(small_world, tmp_path):
+    """What `train.py --lora` leaves: merged weights, and an adapter that makes them of the base."""
+    import peft
+    import transformers
+    train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
+                '--lora', '--lr=5e-3', '--checkpoint_epochs', '--checkpoint_activations',
+                '--device=cpu'])
+    assert (tmp_path / 'results.json').exists() and (tmp_path / 'epoch-1' / 'adapter').is_dir()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(small_world[0] / 'base')
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / 'adapter').eval()
+    tokens = torch.randint(0, 1280, (1, 40))
+    assert torch.allclose(merged(tokens).logits, adapted(tokens).logits, atol=1e-3)
+    assert not torch.allclose(merged(tokens).logits, adapted.unload()(tokens).logits, atol=1e-2)
+    ours = models.load(tmp_path)
+    assert torch.allclose(ours.logits(ours(tokens, *whole_rows(tokens))), merged(tokens).logits,
+                          atol=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_a_step_is_read_without_waiting_for_the_next():
+    first, later = evaluate.HostCopy(torch.arange(3.0, device='cuda')), torch.cuda.Event()
+    torch.cuda._sleep(2 * 10 ** 9)      # about a second of the next step
+    later.record()
+    assert first.values().tolist() == [0.0, 1.0, 2.0] and not later.query()
+    second = evaluate.HostCopy(torch.ones((), device='cuda'))
+    assert 0.5 < second.seconds_after(first) < 2 and later.query()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+@pytest.mark.parametrize('master', ['exact', 'stochastic'])
+def test_compiled_steps(name, master, tmp_path):
+    """Compiled bfloat16 steps go where float32 ones go; no batch of another make compiles anew."""
+    torch._dynamo.reset()
+    reference_model(name, tmp_path, head_dim=32)  # FlexAttention wants a power of two
+    rng = np.random.default_rng(0)
+    batches = [documents(i, rng.integers(5, 128, rng.integers(6, 20))) for i in range(8)]
+    runs = []
+    for dtype, device in (('float32', 'cpu'), ('bfloat16', 'cuda')):
+        cfg = tiny_config(dtype=dtype, pack_len=128, micro_rows=2, lr=1e-3, smoothing=0.1,
+                          master_weights=master, device=device)
+        model = train.make_model(cfg, tmp_path, device)
+        optimizer = train.make_optimizer(model, cfg)
+        losses = []
+        for i, batch in enumerate(batches):
+            packed = packing.pack(batch, 128, train.rows_multiple(cfg, device))
+            with torch.compiler.set_stance('fail_on_recompile' if i > 3 else 'default'):
+                losses.append(train.train_step(model, optimizer, packed, cfg, device).tolist())
+        runs.append(np.array(losses))
+    # a norm of gradients at weights that were rounded at random, summed in bfloat16
+    assert np.allclose(runs[0], runs[1], rtol=0.03 if master == 'exact' else 0.1)
+    assert np.allclose(runs[0][:, :2], runs[1][:, :2], rtol=0.003)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('head_dim, softcap', [(64, None), (128, None), (256, 50.0)])
+def test_tuned_attention(head_dim, softcap):
+    """The block sizes of HOPPER_OPTIONS in bfloat16, beside the explicit mask in float32."""
+    T, heads, kv = 600, 8, 4
+    packed = packing.pack(documents(0, [300, 200, 250, 90, 40, 600]), T)
+    positions, ends = (torch.from_numpy(packed[k]).cuda() for k in ('positions', 'ends'))
+    make = torch.Generator('cuda').manual_seed(0)
+    q, k, v, g = (torch.randn(len(ends), n, T, head_dim, generator=make, device='cuda')
+                  for n in (heads, kv, kv, heads))
+    q = 3 * q
+    results = []
+    torch._dynamo.reset()       # other tests may have used up the number of variants
+    for dtype in (torch.float32, torch.bfloat16):
+        for window in (None, 100):
+            x = [t.bfloat16().to(dtype).requires_grad_() for t in (q, k, v)]
+            if dtype == torch.float32:
+                mask = models.explicit_mask(positions, ends, window)
+                y = models.attend_explicit(*x, mask, head_dim ** -0.5, softcap, 0.0)
+            else:
+                mask = models.flex_mask(positions, ends, window,
+                                        models.flex_options(head_dim, x[0]))
+                cap = models._cap_scores(softcap) if softcap else None
+                y = models.attend_flex(*x, mask, head_dim ** -0.5, cap, 0.0)
+            y.backward(g.bfloat16().to(dtype))
+            results.append([y, *(t.grad for t in x)])
+    for right, ours in zip(results[:2], results[2:]):
+        assert all((a - b).norm() < 0.01 * a.norm() for a, b in zip(right, ours))
+
+
+def test_a_gpu_named_by_number_is_the_current_one(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
+    assert evaluate.pick_device('cuda:1') == 'cuda:1' and chosen == [1]
+    assert evaluate.pick_device('auto') == evaluate.pick_device('cuda') == 'cuda'
+    assert evaluate.pick_device('cpu') == 'cpu' and chosen == [1]
+    with pytest.raises(configs.ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
+        evaluate.pick_device('cuda:2')
+
+
+def bad_command_lines(folder, tmp_path):
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'broken.jsonl').write_text('{"messages": [\n')
+    (tmp_path / 'none.jsonl').write_text('')
+    write_rows(tmp_path / 'no_answer.jsonl', [{'question': 'Q?', 'choices': ['a', 'b']}])
+    shutil.copytree(folder / 'base', tmp_path / 'truncated')
+    os.truncate(tmp_path / 'truncated' / 'model.safetensors', 1000)
+    shutil.copytree(folder / 'base', tmp_path / 'mute')
+    (tmp_path / 'mute' / 'tokenizer.model').unlink()
+    run = ['train.py', str(folder / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path / "out"}']
+    score = ['evaluate.py', f'--model={folder / "base"}', '--shots=0',
+             f'--out_dir={tmp_path / "out"}']
+    return [
+        ([*run, '--smothing=0.1'], "did you mean 'smoothing'"),
+        ([*run, f'--model={tmp_path / "truncated"}'], 'truncated or not a safetensors file'),
+        ([*run, f'--data={tmp_path / "broken.jsonl"}'], 'broken.jsonl:1: broken JSON'),
+        ([*run, f'--data={tmp_path / "none.jsonl"}'], 'an empty dataset'),
+        ([*run, f'--model={tmp_path / "mute"}'], 'has no tokenizer.model'),
+        ([*run, f'--model={tmp_path / "empty"}'], 'is not a model folder: it has no config.json'),
+        ([*run, '--model=some/model'], 'getting some/model from the hub failed'),
+        ([*run, '--pack_len=8'], 'a sequence must fit into a row'),
+        ([*run, '--batch_size=100000'], 'do not fill one step'),
+        ([*run, '--smoothing=1.5'], 'smoothing = 1.5; it must be between 0 and 1'),
+        ([*score, '--tasks=mmlu', '--shots=-1'], 'shots = -1; it must be at least 0'),
+        ([*score, f'--tasks={tmp_path / "no_answer.jsonl"}'], 'no_answer.jsonl:1: no valid answer'),
+        ([*score, '--tasks=nothing'], "no task, file or folder 'nothing'; the tasks are mmlu"),
+        ([*score, '--model='], 'which model?'),
+        ([*score, '--tasks='], 'which tasks?'),
+        ([*score, '--tasks=mmlu:a,mmlu:b'], "2 of them would be called 'mmlu'"),
+        ([*score, '--device=gpu'], "device = 'gpu'; wanted"),
+        ([*score, '--batch_rows=0'], 'batch_rows = 0; it must be at least 1'),
+        ([*run, '--betas=0.9,1.0'], 'each must be at least 0 and less than 1'),
+        ([*run, '--max_length=600', '--pack_len=600'], 'the context of'),
+        ([*run, '--eval_tasks=nothing'], "no task, file or folder 'nothing'"),
+        ([*run, f'--out_dir={folder / "base"}'], 'itself'),
+        ([*run, f'--out_dir={folder}', '--overwrite'], 'itself'),
+        ([*run, f'--out_dir={folder / "tuned_ls01"}'], 'holds a finished run'),
+    ]
+
+
+def test_bad_input_gives_one_line(small_world, tmp_path):
+    cases = bad_command_lines(small_world[0], tmp_path)
+    # each in a folder of its own: two runs in one are refused, as another test says
+    running = [(subprocess.Popen([sys.executable, *command, f'--out_dir={tmp_path}/out/{i}'],
+                                 cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                 text=True), message)
+               for i, (command, message) in enumerate(cases[:3])]
+    for process, message in running:
+        _, errors = process.communicate()
+        last = errors.strip().split('\n')[-1]
+        assert process.returncode == 1 and last.startswith('error: ') and message in last
+        assert 'Traceback' not in errors
+    for (program, *arguments), message in cases[3:]:
+        main = train.main if program == 'train.py' else evaluate.main
+        with pytest.raises((configs.ConfigError, DataError, models.CheckpointError)) as error:
+            main(arguments)
+        assert message in str(error.value) and '\n' not in str(error.value)
+    assert not list((tmp_path / 'out').rglob('*.safetensors'))
+    assert not list((tmp_path / 'out').rglob('*.tmp'))
