@@ -559,6 +559,9 @@ def load_tasks(cfg):
         found[label] = Work('questions', questions, bad, solved)
         if cfg.temperature == 'fit':
             found[label].held = load_task(name, split='validation', **options)[0]
+    for label, work in found.items():
+        if cfg.temperature == 'fit' and len(work.items) < 2 and not work.held:
+            raise DataError(f'{label}: temperature = fit needs two {work.unit} or more')
     for name, work in zip(cfg.tasks, found.values(), strict=True):
         work.source = task_source(name)
     return found
@@ -830,7 +833,8 @@ def open_folder(out_dir, tasks, cfg, identity):
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
     sources = {label: {'source': work.source, 'questions': work.fingerprint}
                for label, work in tasks.items()}
-    known = read_settings(out_dir, settings) if samples.exists() or results.exists() else {}
+    begun = results.exists() or samples.exists() and samples.stat().st_size
+    known = read_settings(out_dir, settings) if begun else {}
     for label, now in sources.items():
         before = known.get(label, now)
         if now['source'] != before['source'] and now['questions'] != before['questions']:

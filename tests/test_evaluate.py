@@ -507,6 +507,16 @@ def test_weights_that_give_nan(scored_folder, tmp_path):
         evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}')
 
 
+def test_a_run_that_scored_nothing_leaves_the_folder_free(scored_folder, tmp_path):
+    task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
+    with pytest.raises(DataError, match='foxes: question 0 .* max_length allows 3'):
+        evaluate_words(scored_folder, out, f'--tasks={task}', '--max_length=3')
+    assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
+        'n'] == 5
+    with pytest.raises(DataError, match='foxes: temperature = fit needs two questions or more'):
+        evaluate_words(scored_folder, out, f'--tasks={task}', '--limit=1', '--temperature=fit')
+
+
 def test_an_out_dir_that_cannot_be(scored_folder, tmp_path):
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
     for out in (task, task / 'deeper', Path('/proc/nowhere')):
