@@ -6,6 +6,7 @@ learning rates follow from the step. A folder is written under a temporary name 
 the one before it removed after that, so there is a whole one at any moment.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from configs import ConfigError
 from model import CheckpointError, write_tensors
 
 FILE_BYTES = 4_000_000_000
@@ -57,6 +59,62 @@ def lock(folder):
         raise TrainingError(f'{folder}: another run is writing there; choose another '
                             f'--out_dir') from None
     return file
+
+
+LIST = 'written.json'
+
+
+def written_files(folder):
+    """Relative paths of the files in `folder` that this program wrote; None if it has no list."""
+    path = Path(folder) / LIST
+    try:
+        return list(json.loads(path.read_text(encoding='utf-8'))['files'])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f'{path}: not a list of the files that a run wrote ({error!r}); move '
+                          f'the folder away or choose another --out_dir') from error
+
+
+def claim(folder, *names):
+    """Put files that are about to be written on the folder's list; `names` are relative to it.
+
+    Raises ConfigError for a file that exists and is not on the list: somebody else wrote it.
+    """
+    folder, names = Path(folder), [Path(name).as_posix() for name in names]
+    listed = written_files(folder) or []
+    for name in names:
+        if name not in listed and (folder / name).exists():
+            raise ConfigError(f'{folder / name} was not written by a run of this folder and is not '
+                              f'replaced; move it away or choose another --out_dir')
+    new = [name for name in names if name not in listed]
+    if new:
+        _write_list(folder, listed + new)
+
+
+def discard(folder, under=''):
+    """Delete the listed files of `folder` (those below its subfolder `under`), and no others.
+
+    Subfolders that this leaves empty go too.
+    """
+    folder, listed = Path(folder), written_files(folder) or []
+    gone = [name for name in listed if name.startswith(f'{under}/' if under else '')]
+    # what says that the rest is complete goes first
+    for name in sorted(gone, key=lambda name: Path(name).name not in ('config.json', 'state.json')):
+        (folder / name).unlink(missing_ok=True)
+    for parent in sorted({p for name in gone for p in Path(name).parents} - {Path('.')},
+                         key=lambda p: -len(p.parts)):
+        with contextlib.suppress(OSError):      # holds a file that is not ours
+            (folder / parent).rmdir()
+    if gone:
+        _write_list(folder, [name for name in listed if name not in gone])
+
+
+def _write_list(folder, names):
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f'{LIST}.tmp'
+    part.write_text(json.dumps({'files': names}, indent=0) + '\n', encoding='utf-8')
+    os.replace(part, folder / LIST)
 
 
 class StopSignals:
