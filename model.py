@@ -656,7 +656,7 @@ def add_lora(model: CausalLM, rank: int, alpha: float, dropout: float, targets: 
 
 
 def save_adapter(model: CausalLM, folder: str | Path, base: str, full=None,
-                 write=True) -> list[str]:
+                 write=True, claim=None) -> list[str]:
     """Writes the adapters alone, as the folder that `peft` loads beside the model `base`.
 
     Returns the names of the files, relative to `folder`.
@@ -674,6 +674,8 @@ def save_adapter(model: CausalLM, folder: str | Path, base: str, full=None,
               'bias': 'none', 'fan_in_fan_out': False, 'inference_mode': True}
     names = ['adapter_model.safetensors', 'adapter_config.json']
     if write:
+        if claim:
+            claim(*names)
         folder.mkdir(parents=True, exist_ok=True)
         write_tensors(folder / 'adapter_model.safetensors.tmp', tensors)
         (folder / 'adapter_config.json.tmp').write_text(json.dumps(config, indent=2) + '\n',
@@ -913,7 +915,7 @@ def _open(path: Path):
 
 
 def save(model: CausalLM, folder: str | Path, dtype: torch.dtype, side_files: Path | None = None,
-         full=None, write=True) -> list[str]:
+         full=None, write=True, claim=None) -> list[str]:
     """Writes config and weights as `dtype` in the Hugging Face layout, shards of 5 GB at most.
 
     `side_files`: the base model's folder, from which tokenizer and generation files are copied.
@@ -922,7 +924,8 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype, side_files: Pa
     then, and one of them writes (`write`). LoRA is merged, in float32.
     All files get temporary names first and are renamed together once every byte is written,
     config.json last: a folder that has it is whole. No other file is touched. Returns the names of
-    the files, relative to `folder`. Raises CheckpointError or OSError.
+    the files, relative to `folder`; `claim(*names)` is called with them before any is written.
+    Raises CheckpointError or OSError.
     """
     folder = Path(folder)
     full = full or Tensor.detach
@@ -958,6 +961,8 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype, side_files: Pa
     copied = {k: v for k, v in copied.items() if v.resolve() != (folder / k).resolve()}
     written = [*names, *copied, *reversed(texts)]
     if write:
+        if claim:
+            claim(*written)
         folder.mkdir(parents=True, exist_ok=True)
     try:
         for name, keys in zip(names, shards, strict=True):
