@@ -608,7 +608,7 @@ class Progress:
             self.printed = now
 
 
-def score_task(load, context, tokenizer, label, work, cfg, done, write):
+def score_task(load, folder, context, tokenizer, label, work, cfg, done, write):
     """Score what is not in `done` and hand each sample to `write`; return (wanted, bad rows).
 
     wanted: {(key, prompt)} of all that this task asks, scored now or before
@@ -647,15 +647,22 @@ def score_task(load, context, tokenizer, label, work, cfg, done, write):
             common = dict(zip(('task', 'split', 'language', 'id'), key)) | {'prompt': name}
             make = question_sample if work.kind == 'questions' else text_samples
             if not np.isfinite(values).all():
-                raise models.CheckpointError(
-                    f'{label}: the model gives NaN or infinite logits for {work.unit[:-1]} '
-                    f'{item.id}: check the weights in {cfg.model}')
+                raise models.CheckpointError(bad_logits(f'{label}: {work.unit[:-1]} {item.id}',
+                                                        folder))
             for sample in make(item, tree, numbers, values):
                 write(common | sample)
             progress.update()
     finally:
         progress.bar.close()
     return wanted, bad
+
+
+def bad_logits(place, folder):
+    """The message for NaN or infinite logits: which tensor is damaged, if one is."""
+    name = models.nonfinite_tensor(folder)
+    reason = f'{name} in {folder} holds NaN or infinity: download or train the model again' if name \
+        else f'the weights in {folder} are finite, so its activations overflow: try --dtype=float32'
+    return f'{place}: the model gives NaN or infinite logits; {reason}'
 
 
 # what every sample has, and what one of a question or of a text has beside it
@@ -703,7 +710,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
                   add_bos=trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos)
     out_dir = Path(out_dir)
     config = models.read_config(folder)
-    identity = {'model': model_fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
+    identity = {'model': models.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
     loaded = [model] if model else []
 
     def load():
@@ -712,8 +719,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
             prepare(loaded[0], cfg)
         return loaded[0]
 
-    if cfg.overwrite:
-        load()      # weights that cannot be loaded must not cost the samples that are there
+    if not model:
+        models.check_weights(folder, config)    # before --overwrite deletes anything
     resume.claim(out_dir, *output_files(tasks, cfg))
     earlier, done = open_folder(out_dir, tasks, cfg, identity)
     announce(config, tasks, cfg, done)
@@ -721,8 +728,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     with SampleFile(out_dir / 'samples.jsonl') as file:
         for label, work in tasks.items():
             started = time.perf_counter()
-            wanted[label], bad = score_task(load, config.max_position_embeddings, tokenizer, label,
-                                            work, cfg, done, file.write)
+            wanted[label], bad = score_task(load, folder, config.max_position_embeddings,
+                                            tokenizer, label, work, cfg, done, file.write)
             found[label] = describe(work, cfg) | {
                 'scoring_seconds': round(time.perf_counter() - started, 2),
                 'bad_rows': len(bad), 'first_bad': bad[0] if bad else None}
@@ -1016,19 +1023,6 @@ def prepare(model, cfg):
     """Compiles the blocks where that pays: on a GPU, in bfloat16, with rows of one length."""
     if cfg.compile and not cfg.deterministic and model.head.is_cuda and cfg.dtype == 'bfloat16':
         models.compile_blocks(model)
-
-
-def model_fingerprint(folder):
-    """Of the weights: their files' sizes and a megabyte from both ends of each."""
-    digest = hashlib.blake2b(digest_size=8)
-    for file in [Path(folder) / 'config.json', *sorted(Path(folder).glob('*.safetensors'))]:
-        with open(file, 'rb') as content:
-            size = content.seek(0, os.SEEK_END)
-            for start in (0, max(0, size - 2 ** 20)):
-                content.seek(start)
-                digest.update(content.read(2 ** 20))
-            digest.update(f'{file.name} {size}'.encode())
-    return digest.hexdigest()
 
 
 def versions():

@@ -503,7 +503,8 @@ def test_weights_that_give_nan(scored_folder, tmp_path):
     rewrite(tmp_path / 'model', lambda tensors: tensors['model.layers.1.mlp.up_proj.weight'][
         3].fill_(math.nan))
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    with pytest.raises(models.CheckpointError, match='NaN or infinite logits .* check the weights'):
+    with pytest.raises(models.CheckpointError, match='foxes: question 0: .* NaN or infinite '
+                       r'logits; model.layers.1.mlp.up_proj.weight in .* holds NaN'):
         evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}')
 
 
