@@ -33,6 +33,7 @@ def forked_pool(processes, initializer=None, *arguments):
 
 def _begin_worker(initializer, arguments):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)    # Ctrl-C: the parent ends its workers
     if initializer:
         initializer(*arguments)
 

@@ -567,6 +567,28 @@ def test_progress_without_a_terminal(capsys, monkeypatch):
         'foxes: 62 of 100 questions, 0.8 per second, 00:45 left']
 
 
+@pytest.mark.skipif(results.forked_processes() < 2, reason='needs two cores')
+def test_interrupt_while_intervals_are_drawn(scored_folder, tmp_path):
+    """Ctrl-C goes to the worker processes too: one line all the same, and an end."""
+    task, out = write_words(tmp_path / 'foxes.jsonl', 4000, 'fox'), tmp_path / 'out'
+    model = scored_folder / 'model'
+    tokenizer = load_tokenizer(model)
+    cfg = evaluate.EvalConfig(str(model), tasks=(str(task),), shots=0, n_bootstrap=0,
+                              pictures=False, out_dir=str(out))
+    evaluate.evaluate(model, tokenizer, evaluate.load_tasks(cfg), cfg, out)
+    process = subprocess.Popen([sys.executable, 'evaluate.py', f'--model={model}', '--shots=0',
+                                f'--tasks={task}', f'--out_dir={out}', '--n_bootstrap=200000'],
+                               cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               start_new_session=True)
+    children = Path(f'/proc/{process.pid}/task/{process.pid}/children')
+    while process.poll() is None and len(children.read_text().split()) < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
+
+
 def test_usage(capsys):
     for arguments in ([], ['--help']):
         with pytest.raises(SystemExit) as end:
