@@ -570,7 +570,7 @@ def test_progress_without_a_terminal(capsys, monkeypatch):
 @pytest.mark.skipif(results.forked_processes() < 2, reason='needs two cores')
 def test_interrupt_while_intervals_are_drawn(scored_folder, tmp_path):
     """Ctrl-C goes to the worker processes too: one line all the same, and an end."""
-    task, out = write_words(tmp_path / 'foxes.jsonl', 4000, 'fox'), tmp_path / 'out'
+    task, out = write_words(tmp_path / 'foxes.jsonl', 100, 'fox'), tmp_path / 'out'
     model = scored_folder / 'model'
     tokenizer = load_tokenizer(model)
     cfg = evaluate.EvalConfig(str(model), tasks=(str(task),), shots=0, n_bootstrap=0,
