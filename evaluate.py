@@ -640,6 +640,9 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
             prepare(loaded[0], cfg)
         return loaded[0]
 
+    scoring = {'auto': 'letters' if cfg.preset == 'mmlu' else 'as the harness'}.get(cfg.scoring,
+                                                                                  cfg.scoring)
+    distribution = f'{cfg.preset}, {cfg.shots} shots, {scoring}, {cfg.norm}'
     found, wanted, seconds = {}, {}, {}
     with open(out_dir / 'samples.jsonl', 'a', encoding='utf-8') as file:
         def write(sample):
@@ -653,7 +656,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
             keys, bad = score_task(load, context, tokenizer, label, work, cfg, done, write)
             wanted[label] = set(keys)
             seconds[label] = round(time.perf_counter() - started, 2)
-            found[label] = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None}
+            found[label] = {'distribution': distribution, 'norm': cfg.norm,
+                            'bad_rows': len(bad), 'first_bad': bad[0] if bad else None}
             if not keys:
                 raise DataError(f'{label}: nothing is left to score ({len(bad)} bad rows'
                                 f'{f", the first: {bad[0]}" if bad else ""})')
@@ -674,10 +678,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
         panels[label] = reporting.predictions(rows, cfg.norm), {
             language: reporting.predictions(some, cfg.norm)
             for language, some in sorted(languages.items()) if len(languages) > 1}
-    scoring = {'auto': 'letters' if cfg.preset == 'mmlu' else 'as the harness'}.get(cfg.scoring,
-                                                                                  cfg.scoring)
     results = {'config': asdict(cfg) | {'model': str(cfg.model)}, 'preset': cfg.preset,
-               'distribution': f'{cfg.preset}, {cfg.shots} shots, {scoring}, {cfg.norm}',
                'seed': cfg.seed, 'versions': versions(), 'identity': identity,
                'scoring_seconds': seconds, 'reach': reach, 'tasks': found}
     reporting.save(results, panels if cfg.pictures else {}, out_dir)
@@ -869,13 +870,7 @@ def main(argv):
     out_dir = cfg.out_dir or (folder if local else Path('out/eval') / cfg.model.replace('/', '--'))
     results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
     for name, result in results['tasks'].items():
-        rows = [(row, report) for _, row, report in reporting.report_rows(result)]
-        print(f'\n{reporting.heading(name, result, results["distribution"])}')
-        print(reporting.table(rows))
-        if result['bad_rows']:
-            print(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
-        if result.get('fewer_shots'):
-            print(f'{result["fewer_shots"]} questions had fewer than {cfg.shots} shots: too long')
+        print(f'\n{reporting.task_text(name, result)}')
     if results['reach']:
         print('\nentropy in reach of the output matrix: {lowest_bits:.3f} to {highest_bits:.3f} of '
               '{log2_vocab:.3f} bits'.format(**results['reach']))

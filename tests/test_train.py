@@ -208,7 +208,7 @@ def test_results_follow_from_the_samples(small_world):
     pooled = written['tasks']['questions']['pooled']
     report = metrics.report(found.probs, found.labels, found.n_options)
     assert report == pytest.approx({key: pooled[key] for key in report})
-    assert written['distribution'] == 'mmlu, 0 shots, text, token'
+    assert written['tasks']['questions']['distribution'] == 'mmlu, 0 shots, text, token'
     again = results.summarize(samples[::-1], 'token', seed=7)
     assert {k: written['tasks']['questions'][k] for k in again} == again
     for key, (low, high) in pooled['intervals'].items():
