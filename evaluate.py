@@ -1110,7 +1110,7 @@ def main(argv):
     with lock_output(out_dir):
         results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
     for name in tasks:
-        show(name, results['tasks'][name])
+        print(f'\n{reporting.task_text(name, results["tasks"][name])}')
     if results['reach']:
         print('\nentropy in reach of the output matrix: {lowest_bits:.3f} to {highest_bits:.3f} of '
               '{log2_vocab:.3f} bits'.format(**results['reach']))
@@ -1130,17 +1130,6 @@ def lock_output(out_dir):
     except OSError as error:
         raise ConfigError(f'{out_dir} cannot be written ({error.strerror}); give another '
                           f'--out_dir') from error
-
-
-def show(name, result):
-    """Print the table of one task and what was left out."""
-    rows = [(row, report) for _, row, report in reporting.report_rows(result)]
-    print(f'\n{reporting.heading(name, result, result["distribution"])}')
-    print(reporting.table(rows))
-    if result['bad_rows']:
-        print(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
-    if result.get('fewer_shots'):
-        print(f'{result["fewer_shots"]} questions had fewer than {result["shots"]} shots: too long')
 
 
 USAGE = """\
