@@ -444,6 +444,8 @@ def _row_sums(logits, h, w, target, s, softcap):
 def _gradient(logits, target, s, coefficients, scale, softcap):
     """Leaves scale * dloss/dlogits [n, V] in the place of logits, which come before the cap."""
     n, V = logits.shape
+    unknown = ', '.join(map(repr, coefficients.keys() - set('abcef')))
+    _require(not unknown, f'the coefficients are a, b, c, e and f, got {unknown}')
     numbers = [coefficients.get(name) for name in 'abcef']
     if _use_triton(logits):
         numbers = (x.float().expand(n).contiguous() if isinstance(x, Tensor) else
