@@ -45,7 +45,7 @@ from data import DataError, read_rows
 from data.probes import INSTRUCTIONS, load_texts
 from data.questions import TASKS, load_task
 from data.tokenizer import load_tokenizer
-from fused_ce import token_log_probs, token_statistics
+from fused_ce import token_statistics
 
 
 @dataclass
@@ -491,8 +491,25 @@ def _launch(model, arrays, scored, statistics):
         values = torch.stack([-found.nll, found.top_token.float(), found.top_logit - found.lse,
                               found.entropy], 1)
     else:
-        values = token_log_probs(hidden, head, at, token, softcap=cap)[:, None]
+        values = token_log_probs(hidden, head, at, token, cap)[:, None]
     return HostCopy(values), scored
+
+
+@torch.no_grad()
+def token_log_probs(hidden, head, at, tokens, softcap):
+    """log p(tokens[i] | hidden[at[i]]) as float32 [M]. Each row in use meets the head once.
+
+    hidden [N, D], head [V, D]; at [M], whose places may repeat, and tokens [M] are on the CPU.
+    """
+    used, place = at.unique(return_inverse=True)        # used[place] = at
+    indices = torch.cat((at, tokens, place, used))
+    if hidden.is_cuda:
+        indices = indices.pin_memory().to(hidden.device, non_blocking=True)
+    at, tokens, place, rows = indices.split([len(at)] * 3 + [len(used)])
+    lse = token_statistics(hidden[rows], head, torch.zeros_like(used), softcap=softcap).lse
+    logits = (hidden[at].float() * head[tokens].float()).sum(1)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return logits - lse[place]
 
 
 def option_log_probs(model, trees, **options):
