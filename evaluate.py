@@ -565,14 +565,15 @@ def load_tasks(cfg):
     found = {}
     for label, name in zip(labels, cfg.tasks, strict=True):
         if label in INSTRUCTIONS and name.partition(':')[0] == label:
-            found[label] = Work(label, *load_texts(name, limit=cfg.limit,
-                                                   revision=cfg.data_revision,
-                                                   on_bad_row=cfg.on_bad_row))
+            texts, bad, _ = load_texts(name, limit=cfg.limit, seed=cfg.seed,
+                                       revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
+            found[label] = Work(label, texts, bad)
             continue
         options = dict(preset=cfg.preset, scoring=cfg.scoring, header=cfg.header,
                        languages=cfg.languages, revision=cfg.data_revision,
                        on_bad_row=cfg.on_bad_row)
-        questions, solved, bad = load_task(name, shots=cfg.shots, limit=cfg.limit, **options)
+        questions, solved, bad, _ = load_task(name, shots=cfg.shots, limit=cfg.limit,
+                                              seed=cfg.seed, **options)
         found[label] = Work('questions', questions, bad, solved)
         if cfg.temperature == 'fit':
             found[label].held = load_task(name, split='validation', **options)[0]

@@ -148,7 +148,7 @@ def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
                                      dict(preset='harness')])
 def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, options):
     tokenizer = tokenizers[kind]
-    asked, solved, _ = questions.load_task(write_task(tmp_path), shots=2, **options)
+    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=2, **options)
     tree = first_tree(asked, solved, tokenizer)
     assert tree.shots == 2
     prefix = asked[0].header + ''.join(s.solved for s in solved['', 'foxes'])
@@ -172,7 +172,7 @@ def test_a_question_may_begin_the_text(tokenizers, kind):
 
 def test_whole_shots_are_dropped(tokenizers, tmp_path):
     tokenizer = tokenizers['gemma']
-    asked, solved, _ = questions.load_task(write_task(tmp_path), shots=3)
+    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=3)
     shots = solved['', 'foxes']
     sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
     for kept, tree in enumerate(sizes):
@@ -189,7 +189,7 @@ def test_options_that_cannot_be_scored(tokenizers):
 
 
 def test_bos_is_there_once(tokenizers, tmp_path):
-    asked, _, _ = questions.load_task(write_task(tmp_path))
+    asked, _, _, _ = questions.load_task(write_task(tmp_path))
     for add_bos in (True, False):
         for tokenizer in tokenizers.values():
             tree = first_tree(asked, {}, tokenizer, add_bos=add_bos)
@@ -211,7 +211,7 @@ def test_seams_on_real_questions(file, tmp_path):
                           (f'xcopa:{datasets / "xcopa"}', dict(preset='harness', shots=1)),
                           (f'xcopa:{datasets / "xcopa"}', dict(scoring='text')),
                           (str(datasets / 'mmlu_pro' / 'mmlu_pro_sample.jsonl'), {})):
-        asked, solved, _ = questions.load_task(name, **options)
+        asked, solved, _, _ = questions.load_task(name, **options)
         picked = random.Random(0).sample(asked, 100)
         for q, tree in evaluate.tokenize_questions(picked, solved, tokenizer, evaluate.EvalConfig(),
                                                    10**6):
