@@ -41,6 +41,7 @@ def forked_pool(processes, initializer=None, *arguments):
 
 def _begin_worker(initializer, arguments):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)    # Ctrl-C: the parent ends its workers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     if initializer:
         initializer(*arguments)
