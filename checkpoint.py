@@ -108,7 +108,7 @@ FIELDS = {
     'pretraining_tp': _one_of(1, None), 'use_bidirectional_attention': _one_of(False, None),
     'is_causal': _one_of(True), 'partial_rotary_factor': _one_of(1.0, None),
     'per_layer_config': NULL, 'quantization_config': NULL,
-    'rope_parameters': OBJECT, 'rope_scaling': OBJECT,
+    'rope_parameters': OBJECT, 'rope_scaling': OBJECT, 'nanocal': OBJECT,
 }
 FLOATS = {'rms_norm_eps', 'initializer_range', 'attn_logit_softcapping', 'final_logit_softcapping'}
 # keys that may not be null, although they may in other architectures
@@ -121,6 +121,8 @@ LLAMA3_ROPE = {'factor': _number(1, 1e6), 'low_freq_factor': _number(1e-6, 1e6),
 ROPE_FIELDS = LLAMA3_ROPE | {'rope_type': ROPE_TYPE, 'type': ROPE_TYPE,
                              'rope_theta': FIELDS['rope_theta'],
                              'partial_rotary_factor': _one_of(1.0)}
+# our own block `nanocal`: logits = softcap * tanh(hidden @ head.T / (temperature * softcap))
+NANOCAL_FIELDS = {'softcap': CAP, 'temperature': _number(1e-3, 1e3)}
 ROPE_BLOCKS = ('rope_parameters', 'rope_scaling')   # of transformers 5 and 4
 
 
@@ -178,12 +180,20 @@ def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
     activation = dict.fromkeys(('hidden_act', 'hidden_activation'), _one_of(ACTIVATIONS[kind]))
     rules = {k: rule for k, rule in (FIELDS | activation).items() if k not in FOREIGN[kind]}
     _check_values(raw, rules, where)
-    names = {f.name for f in fields(ModelConfig)} - {'extra'} - FOREIGN[kind]
+    names = {f.name for f in fields(ModelConfig)} - {'extra', 'temperature'} - FOREIGN[kind]
     values = DEFAULTS[kind] | {k: v for k, v in raw.items() if k in names}
     values['rope_theta'], values['rope_scaling'] = _resolve_rope(raw, where)
     values['dtype'] = raw.get('dtype') or raw.get('torch_dtype') or 'float32'
     values['extra'] = {k: v for k, v in raw.items() if k not in names | FOREIGN[kind] and k not in
-                       (*ROPE_BLOCKS, 'torch_dtype', 'architectures', *activation)}
+                       (*ROPE_BLOCKS, 'nanocal', 'torch_dtype', 'architectures', *activation)}
+    block = raw.get('nanocal') or {}
+    _check_values(block, NANOCAL_FIELDS, where, 'nanocal.', strict=True)
+    values['temperature'] = float(block.get('temperature', 1.0))
+    if 'softcap' in block:
+        if kind == 'gemma2':
+            raise CheckpointError(f'{where}: nanocal.softcap is for other models; gemma2 has '
+                                  f'final_logit_softcapping')
+        values['final_logit_softcapping'] = block['softcap']
     for key in ('vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers',
                 'num_attention_heads'):
         if key not in values:
@@ -203,6 +213,12 @@ def config_to_hf(config: ModelConfig) -> dict:
     values, kind = asdict(config), config.model_type
     extra = values.pop('extra')
     values['torch_dtype'] = values.pop('dtype')
+    block = {} if config.temperature == 1 else {'temperature': config.temperature}
+    del values['temperature']
+    if config.final_logit_softcapping and 'final_logit_softcapping' in FOREIGN[kind]:
+        block['softcap'] = config.final_logit_softcapping
+    if block:
+        values['nanocal'] = block
     if config.layer_types is None:      # transformers takes a Mistral with this key for a Ministral
         del values['layer_types']
     values = {k: v for k, v in values.items() if k not in FOREIGN[kind]}
@@ -210,7 +226,11 @@ def config_to_hf(config: ModelConfig) -> dict:
     return extra | {'architectures': [ARCHITECTURES[kind]]} | values
 
 
-def _check_values(values, rules, where, prefix=''):
+def _check_values(values, rules, where, prefix='', strict=False):
+    """Raise CheckpointError for a value that breaks its rule and, if strict, for any other key."""
+    for key in values.keys() - rules.keys() if strict else ():
+        raise CheckpointError(f'{where}: {prefix}{key} is not supported; the keys are '
+                              f'{", ".join(rules)}')
     for key in sorted(values.keys() & rules.keys()):
         description, valid = rules[key]
         if not valid(values[key]):
@@ -249,10 +269,8 @@ def _resolve_rope(raw, where):
 
 def _resolve_rope_block(raw, key, where):
     block = raw[key]
-    for name in block.keys() - ROPE_FIELDS.keys():      # such as the name of a layer type
-        raise CheckpointError(f'{where}: {key}.{name} is not supported; the keys are '
-                              f'{", ".join(ROPE_FIELDS)}')
-    _check_values(block, ROPE_FIELDS, where, f'{key}.')
+    # strict: transformers also has blocks with one scheme per layer type
+    _check_values(block, ROPE_FIELDS, where, f'{key}.', strict=True)
     kind = block.get('rope_type', block.get('type', 'default'))
     _check_equal(f'{key}.type', block.get('type', kind), f'{key}.rope_type', kind, where)
     for name in ('rope_theta', 'original_max_position_embeddings'):     # also beside the block
@@ -515,6 +533,9 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
                 _write_json(folder / f'{name}.tmp', content)
             for name in names:
                 os.replace(folder / f'{name}.tmp', folder / name)
+            if 'nanocal' in texts['config.json']:
+                print(f'note: only this program applies {texts["config.json"]["nanocal"]}, the key '
+                      f'nanocal in {folder / "config.json"}; transformers and vLLM will not')
     finally:
         for name in names if write else ():
             (folder / f'{name}.tmp').unlink(missing_ok=True)

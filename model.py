@@ -11,8 +11,8 @@ isolated. In evaluation, rows hold trees: a shared prefix ends where its last de
 question where its last option ends, and an option at its own end. For padding, ends[j] = j.
 `ends` may be None if each row is one document, perhaps followed by padding: no mask is needed then.
 
-The model returns hidden states instead of logits: the loss decides what to do with the output
-matrix `model.head` and with the soft-cap. State-dict keys are those of Hugging Face, so reading and
+The model returns hidden states instead of logits: the loss multiplies them by the output matrix
+`model.head` and applies `model.softcap`. State-dict keys are those of Hugging Face, so reading and
 writing checkpoints (checkpoint.py) renames nothing.
 """
 
@@ -52,6 +52,7 @@ class ModelConfig:
     bos_token_id: int | list | None = None
     eos_token_id: int | list | None = None
     dtype: str = 'float32'                          # of the weights on disk
+    temperature: float = 1.0                        # divides the logits, before they are capped
     extra: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -231,7 +232,8 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """`model(tokens, positions, ends)`, int [B, T] each, gives the hidden states [B, T, D].
 
-    `ends` may be None: see the top of this file.
+    `ends` may be None: see the top of this file. The logits are cap * tanh(hidden @ head.T / cap)
+    with cap = `softcap`. The temperature is in the hidden states already: they are divided by it.
     """
 
     def __init__(self, config: ModelConfig):
@@ -247,14 +249,24 @@ class CausalLM(nn.Module):
         tied = self.config.tie_word_embeddings
         return self.model.embed_tokens.weight if tied else self.lm_head.weight
 
+    @property
+    def softcap(self) -> float | None:
+        """The bound of the logits, None if they are not capped."""
+        return self.config.final_logit_softcapping
+
+    @property
+    def temperature(self) -> float:
+        """What `forward` divides the hidden states by, and so the logits before the cap."""
+        return self.config.temperature
+
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
-        return self.model(tokens, positions, ends)
+        hidden = self.model(tokens, positions, ends)
+        return hidden if self.temperature == 1 else hidden / self.temperature
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Capped logits [..., V] in float32. They are large: for tests and single positions."""
         z = F.linear(hidden.float(), self.head.float())
-        cap = self.config.final_logit_softcapping
-        return cap * torch.tanh(z / cap) if cap else z
+        return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
     def init_weights(self, generator: torch.Generator | None = None):
         """Draw weights for training from scratch: normal, smaller for what adds to the residual."""

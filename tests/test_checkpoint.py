@@ -296,6 +296,41 @@ def test_changes_that_are_refused(folder, changes, message):
         checkpoint.read_config(folder, changes)
 
 
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
+    """logits = cap * tanh(h W' / (T cap)) after a round trip through config.json."""
+    reference_model(name, tmp_path / 'plain')
+    plain = checkpoint.load(tmp_path / 'plain')
+    tokens = torch.randint(0, 211, (1, 45))
+    z = torch.nn.functional.linear(plain(tokens, *whole_rows(tokens)), plain.head)
+    checkpoint.save(plain, tmp_path / 'same', torch.float32)
+    assert 'note' not in capsys.readouterr().out
+    plain.config.final_logit_softcapping, plain.config.temperature = 3.0, 1.5
+    checkpoint.save(plain, tmp_path / 'ours', torch.float32)
+    assert 'transformers and vLLM will not' in capsys.readouterr().out
+    written = json.loads((tmp_path / 'ours' / 'config.json').read_text())
+    softcap = {} if name == 'gemma2' else {'softcap': 3.0}
+    assert written['nanocal'] == {'temperature': 1.5} | softcap
+    assert written.get('final_logit_softcapping') == (3.0 if name == 'gemma2' else None)
+    model = checkpoint.load(tmp_path / 'ours')
+    assert (model.softcap, model.temperature) == (3.0, 1.5) and 'nanocal' not in model.config.extra
+    logits = model.logits(model(tokens, *whole_rows(tokens)))
+    assert torch.allclose(logits, 3 * torch.tanh(z / (1.5 * 3)), atol=1e-5)
+
+
+@pytest.mark.parametrize('name, block, message', [
+    ('llama', {'softcap': 0}, 'nanocal.softcap = 0 is not supported'),
+    ('llama', {'temperature': None}, 'nanocal.temperature = None is not supported'),
+    ('llama', {'cap': 30.0}, 'nanocal.cap is not supported; the keys are softcap, temperature'),
+    ('llama', 'yes', "nanocal = 'yes' is not supported"),
+    ('gemma2', {'softcap': 30.0}, 'gemma2 has final_logit_softcapping')])
+def test_blocks_of_our_own_that_are_refused(name, block, message, tmp_path):
+    reference_model(name, tmp_path)
+    edit_config(tmp_path, nanocal=block)
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        checkpoint.read_config(tmp_path)
+
+
 def test_tied_embeddings_beside_an_output_matrix(tmp_path):
     reference_model('llama3', tmp_path)
     plain = checkpoint.load(tmp_path).head

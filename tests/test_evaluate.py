@@ -864,7 +864,8 @@ def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
     tasks, samples = run(f'--tasks=clm:{tmp_path / "texts.jsonl"},facts:{tmp_path / "facts.jsonl"}')
     assert tasks['clm']['pooled']['n'] == 12 and tasks['facts']['pooled']['n'] >= 22
     assert tasks['clm']['pooled'].keys() >= {'accuracy', 'ece', 'rmsce', 'entropy_bits', 'nll'}
-    tokenizer, model = load_tokenizer(scored_folder / 'model'), checkpoint.load(scored_folder / 'model')
+    tokenizer = load_tokenizer(scored_folder / 'model')
+    model = checkpoint.load(scored_folder / 'model')
     for sample in samples:
         text = next(r['text'] for r in rows if r['id'] == sample['text'])
         ids = [tokenizer.bos_id, *tokenizer.encode(text)]
