@@ -50,6 +50,8 @@ MEMORY = 1_100_000_000      # bytes of work space on a GPU
 CPU_CHUNK_BYTES = 2 ** 23   # on a CPU a chunk is fast while it stays in the cache
 LOW_PRECISION_SUMS = 8      # chunks whose dW may be summed in bfloat16: see _chunk_rows
 LOW_MEMORY = 156_000_000    # what memory=0 stands for: 8,192 tokens of Gemma 2 2B in one block
+INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64,  # what int64 can hold
+            torch.uint8, torch.uint16, torch.uint32}
 BLOCK = 2048                # logits of a row that one program of four warps holds at a time
 TILE = 128, 256, 64         # tokens, logits and part of D in the product of _statistics_kernel
 MIN_SLICE = 4096            # tokens of the vocabulary: narrower ones waste the float32 sum of dh
@@ -101,7 +103,8 @@ def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, softcap=Non
     assertion.
     """
     dtype = _check_layer(hidden, weight, softcap)
-    _check_loss(hidden, target, smoothing, reduction, num_items, token_weight, memory, chunk_rows)
+    _check_loss(hidden, target, smoothing, ignore_index, reduction, num_items, token_weight, memory,
+                chunk_rows)
     shape, device = target.shape, hidden.device
     hidden = hidden.reshape(-1, weight.shape[1])
     rows, target = _learnt_rows(target.reshape(-1), len(weight), ignore_index, device)
@@ -144,9 +147,9 @@ def token_statistics(hidden, weight, target, *, smoothing=0.0, softcap=None, ign
     of 8; otherwise a chunk of tokens at a time is held.
     """
     dtype = _check_layer(hidden, weight, softcap)
-    _check_loss(hidden, target, smoothing)
+    _check_loss(hidden, target, smoothing, ignore_index)
     shape, device = target.shape, hidden.device
-    target = target.reshape(-1)
+    target = target.reshape(-1).long()
     ignored = torch.zeros_like(target, dtype=torch.bool)
     if ignore_index is not None:
         ignored = target == ignore_index
@@ -771,13 +774,15 @@ def _check_layer(hidden, weight, softcap):
     return hidden.dtype
 
 
-def _check_loss(hidden, target, smoothing, reduction='mean', num_items=None, token_weight=None,
-                memory=None, chunk_rows=None):
+def _check_loss(hidden, target, smoothing, ignore_index, reduction='mean', num_items=None,
+                token_weight=None, memory=None, chunk_rows=None):
     if target.shape != hidden.shape[:-1]:
         raise ValueError(f'target must have the leading shape of hidden, '
                          f'{list(hidden.shape[:-1])}, got {list(target.shape)}')
-    if target.is_floating_point() or target.dtype == torch.bool:
-        raise ValueError(f'target must hold integer token ids, got {target.dtype}')
+    if target.dtype not in INTEGERS:
+        raise ValueError(f'target must hold integer token ids that fit int64, got {target.dtype}')
+    if ignore_index is not None and not isinstance(ignore_index, int):
+        raise ValueError(f'ignore_index must be an int or None, got {ignore_index!r}')
     if not 0 <= smoothing <= 1:
         raise ValueError(f'smoothing must be in [0, 1], got {smoothing}')
     if reduction not in ('mean', 'sum', 'none'):
@@ -798,6 +803,7 @@ def _learnt_rows(target, V, ignore_index, device):
 
     target [N] is checked where it is. Only a target that is not on the CPU makes the host wait.
     """
+    target = target.long()      # before it is compared: in uint8, -100 is 156
     if ignore_index is None:
         learnt = None
         outside = (target < 0) | (target >= V)

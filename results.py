@@ -74,25 +74,28 @@ def read_samples(path):
     """Return the samples in `path` in the order of the file, as a list of dicts.
 
     A last line cut off by a crash is left out; a line that repeats an earlier one counts once.
-    Raises DataError with file and line for any other damaged line, and for two samples of the same
-    prompt that differ.
+    Raises DataError with file and line for any other damaged line, and for a sample that differs
+    from the last one of the same question and prompt.
     """
     rows = list(read_rows(path))
     if rows and isinstance(rows[-1][1], DataError) and not _ends_with_newline(path):
         rows.pop()
-    seen = {}
+    samples, last = [], {}
     for place, row in rows:
         if isinstance(row, DataError):
             raise row
         if wrong := _sample_error(row):
             raise DataError(f'{place}: not a sample of evaluate.py: {wrong}')
-        key = (*sample_order(row), row.get('prompt'))
-        first_place, first = seen.setdefault(key, (place, row))
-        if row != first:
-            raise DataError(f'{place}: differs from {first_place}, which is of the same question '
+        last_place, other = last.get(sample_order(row), (None, None))
+        if row == other:
+            continue
+        if other is not None and row.get('prompt') == other.get('prompt'):
+            raise DataError(f'{place}: differs from {last_place}, which is of the same question '
                             f'({row["task"]} {row["id"]}); two processes wrote this file, or it '
                             f'was edited: remove one of the two lines')
-    return [row for _, row in seen.values()]
+        last[sample_order(row)] = place, row
+        samples.append(row)
+    return samples
 
 
 def _ends_with_newline(path):
@@ -124,9 +127,10 @@ def _is_number(value):
 
 
 def last_asked(samples):
-    """The samples without those of questions that a later sample asks with another prompt."""
+    """Of each question or text the samples of the prompt that was scored last, each once."""
     prompts = {_question(s): s.get('prompt') for s in samples}
-    return [s for s in samples if s.get('prompt') == prompts[_question(s)]]
+    return list({(_question(s), s['id']): s for s in samples
+                 if s.get('prompt') == prompts[_question(s)]}.values())
 
 
 def _question(sample):
@@ -391,7 +395,7 @@ def setting(task, result):
     if 'distribution' not in result:
         raise DataError(f'the results of {task} do not say how it was scored: they are of an '
                         f'earlier version; evaluate again')
-    how = f'preset {result["distribution"]}' if 'mass' in result else 'top token'
+    how = f'preset {result["distribution"]}' if 'mass' in result else result['distribution']
     if sample := result.get('sample'):
         how += f'; sample of {sample["questions"]:,} of {sample["of"]:,} questions'
     return f'{task} ({how})'
@@ -419,8 +423,8 @@ def notes(result):
         lines.append(f'{result["bad_rows"]} bad rows left out, the first: '
                      f'{result["first_bad"]}')
     if result.get('fewer_shots'):
-        lines.append(f'{result["fewer_shots"]} questions had fewer shots: their prompts were too '
-                     f'long')
+        lines.append(f'{result["fewer_shots"]} questions had fewer than {result["shots"]} shots: '
+                     f'their prompts were too long')
     if result.get('duplicate_options'):
         lines.append(f'{result["duplicate_options"]} questions list the same option twice')
     return lines

@@ -1,6 +1,10 @@
 """What tests of several rooms share: tiny models, tokenizers, tasks."""
 
 import base64
+import resource
+import subprocess
+import sys
+import time
 import configs
 import json
 import numpy as np
@@ -143,7 +147,33 @@ def off(a, b):
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
+def run_train(*arguments, limit=None, wait=True):
+    """train.py in a process of its own; `limit`: the largest file it can write, in bytes."""
+    def restrict():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    process = subprocess.Popen([sys.executable, 'train.py', *map(str, arguments)], cwd=HERE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=restrict if limit else None)
+    if not wait:
+        return process
+    printed, errors = process.communicate()
+    return process.returncode, printed, errors.strip().split('\n')[-1]
 
+
+def steps_done(folder):
+    log = folder / 'log.jsonl'
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def await_steps(process, folder, n):
+    """Waits until `n` steps are logged, or the process has ended."""
+    while process.poll() is None and steps_done(folder) < n:
+        time.sleep(0.01)
+
+
+def same_weights(a, b):
+    a, b = (load_file(folder / 'model.safetensors') for folder in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=('',), held=0,

@@ -174,7 +174,7 @@ def test_tasks_not_in_common(tmp_path, capsys):
             rows = [token | {'id': f't{i}', 'correct': i % 2 == 0} for i in range(9)]
             if task == 'arc':
                 rows = results.read_samples(c / 'samples.jsonl')
-            entry = {'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token',
+            entry = {'distribution': 'top token', 'norm': 'token',
                      'pooled': {'n': len(rows)}}
             content['tasks'] = {task: entry} | content['tasks']
             with open(folder / 'samples.jsonl') as file:

@@ -16,7 +16,9 @@ import numpy as np
 import os
 import pytest
 import random
+import resource
 import results
+import resume
 import shutil
 import signal
 import subprocess
@@ -30,7 +32,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from common import (
-    DEVICES, HERE, SHARED, needs_shared, reference_model, sentencepiece_folder,
+    DEVICES, HERE, SHARED, needs_shared, reference_model, rewrite, sentencepiece_folder,
     whole_rows, write_rows)
 
 
@@ -318,9 +320,11 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
         with pytest.raises(configs.ConfigError, match='holds samples with another '
                                                       + option[2:].split('=')[0]):
             scored(scored_folder, tmp_path / 'whole', option)
+    # the same files in another place are the same task
+    shutil.copytree(scored_folder, tmp_path / 'changed')
+    scored(tmp_path / 'changed', tmp_path / 'whole')
     monkeypatch.undo()
     # another question under a known id is another question
-    shutil.copytree(scored_folder, tmp_path / 'changed')
     path = tmp_path / 'changed' / 'data' / 'sw_test.jsonl'
     path.write_text(path.read_text().replace('?', ' then?', 1))
     scored(tmp_path / 'changed', tmp_path / 'whole')
@@ -336,6 +340,235 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
         scored(tmp_path / 'changed', tmp_path / 'whole')
     assert scored(tmp_path / 'changed', tmp_path / 'whole', '--overwrite')['tasks']['global_mmlu'][
         'pooled']['n'] == 120
+
+
+def write_words(path, n, word):
+    """A task of n questions with three options; `word` makes it differ from others."""
+    return write_rows(path, [{'question': f'the quick {word} {i}?', 'answer': i % 3,
+                              'choices': ['blue', 'lazy', 'old']} for i in range(n)])
+
+
+def evaluate_words(scored_folder, out, *arguments):
+    evaluate.main([f'--model={scored_folder / "model"}', f'--out_dir={out}', '--shots=0',
+                   '--n_bootstrap=20', *arguments])
+    return json.loads((out / 'results.json').read_text())
+
+
+def test_a_folder_holds_every_task_scored_there(scored_folder, tmp_path, capsys, monkeypatch):
+    out, foxes = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 30, 'fox')
+    stones = write_words(tmp_path / 'stones.jsonl', 20, 'stone')
+    drawn = []
+    draw = results.draw_reliability
+    monkeypatch.setattr(results, 'draw_reliability', lambda path, panels, *rest, **more: (
+        drawn.append([title for title, _ in panels]), draw(path, panels, *rest, **more))[1])
+    first = evaluate_words(scored_folder, out, f'--tasks={foxes}')
+    both = evaluate_words(scored_folder, out, f'--tasks={stones}', '--norm=sum', '--limit=12')
+    assert list(both['tasks']) == ['foxes', 'stones'] and drawn[-1] == ['foxes', 'stones']
+    assert both['tasks']['foxes'] == first['tasks']['foxes']
+    assert both['tasks']['stones']['pooled']['n'] == 12
+    said = {label: [task[key] for key in ('distribution', 'norm', 'shots', 'limit')]
+            for label, task in both['tasks'].items()}
+    assert said == {'foxes': ['mmlu, 0 shots, letters, token', 'token', 0, None],
+                    'stones': ['mmlu, 0 shots, letters, sum', 'sum', 0, 12]}
+    for name in ('results.md', 'results.csv'):
+        text = (out / name).read_text()
+        assert 'foxes' in text and 'stones' in text
+    # the first again with another norm: its result is replaced, that of the other stays
+    again = evaluate_words(scored_folder, out, f'--tasks={foxes}', '--norm=sum')
+    assert again['tasks']['stones'] == both['tasks']['stones']
+    assert again['tasks']['foxes']['norm'] == 'sum'
+    # another file that would have the same name in the results
+    other = write_words(tmp_path / 'other' / 'foxes.jsonl', 10, 'dog')
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    with pytest.raises(configs.ConfigError, match=r'holds foxes of .*foxes.jsonl, and .*other.* has'
+                                                  ' other questions'):
+        evaluate_words(scored_folder, out, f'--tasks={other}')
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert evaluate_words(scored_folder, out, f'--tasks={other}', '--overwrite')['tasks'].keys() == {
+        'foxes'}
+
+
+def test_files_of_others_are_kept(scored_folder, tmp_path):
+    """What an evaluation did not write is neither replaced nor deleted, also by --overwrite."""
+    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    for name in ('samples.jsonl', 'results.csv', 'results.json', 'eval_config.json',
+                 'reliability.png'):
+        out = tmp_path / f'out-{name}'
+        out.mkdir()
+        (out / name).write_text('mine')
+        for option in ((), ('--overwrite',)):
+            with pytest.raises(configs.ConfigError, match=f'{name} was not written by a run'):
+                evaluate_words(scored_folder, out, f'--tasks={task}', *option)
+        assert (out / name).read_text() == 'mine'
+        assert {p.name for p in out.iterdir()} <= {name, '.lock'}
+    out = tmp_path / 'out'
+    evaluate_words(scored_folder, out, f'--tasks={task}')
+    (out / 'results.py').write_text('mine')
+    (out / 'reliability-of-mine.png').write_text('mine')
+    evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite')
+    assert (out / 'results.py').read_text() == (out / 'reliability-of-mine.png').read_text() == (
+        'mine')
+
+
+def test_overwrite_deletes_after_all_is_checked(scored_folder, tmp_path):
+    out, task = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    evaluate_words(scored_folder, out, f'--tasks={task}')
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    shutil.copytree(scored_folder / 'model', tmp_path / 'broken')
+    rewrite(tmp_path / 'broken', lambda tensors: tensors.pop('model.norm.weight'))
+    shutil.copytree(tmp_path / 'broken', tmp_path / 'empty')
+    (tmp_path / 'empty' / 'tokenizer.model').unlink()
+    for arguments in (['--tasks=foxs.jsonl'], ['--batch_rows=0'],
+                      [f'--model={tmp_path / "broken"}'], [f'--model={tmp_path / "empty"}'],
+                      ['--device=gpu'], [f'--tasks={task}', '--shots=3']):
+        with pytest.raises((configs.ConfigError, DataError, models.CheckpointError)):
+            evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite', *arguments)
+        assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_two_at_once_on_one_folder(scored_folder, tmp_path):
+    task, out = write_words(tmp_path / 'foxes.jsonl', 40, 'fox'), tmp_path / 'out'
+    command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
+               f'--tasks={task}', '--n_bootstrap=0', f'--out_dir={out}']
+    with resume.lock(out):
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ''
+    assert done.stderr.strip().count('\n') == 0 and 'another run is writing there' in done.stderr
+    assert not (out / 'samples.jsonl').exists()
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('content', ['[]', '{"a"', '{}', '', '{"tasks": 3}'])
+def test_damaged_eval_config(scored_folder, tmp_path, content):
+    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
+    (tmp_path / 'out' / 'eval_config.json').write_text(content)
+    with pytest.raises(configs.ConfigError, match='eval_config.json cannot be read .*--overwrite'):
+        evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
+    found = evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}', '--overwrite')
+    assert found['tasks']['foxes']['pooled']['n'] == 5
+
+
+def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
+    task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
+    whole = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
+    for content in ('[]', '{"tasks": [1]}', '{"tasks": {"foxes": {}}}', 'junk'):
+        (out / 'results.json').write_text(content)
+        with pytest.raises(configs.ConfigError, match='results.json is not what .*; remove it'):
+            evaluate_words(scored_folder, out, f'--tasks={task}')
+    (out / 'results.json').unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(models, 'load', None)     # as the message says: without the model
+        again = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
+    assert again['foxes']['pooled'] == whole['foxes']['pooled']
+    lines = (out / 'samples.jsonl').read_text().splitlines()
+    for broken in (lines[2][:40], '5', '{}', '[]', lines[2].replace('"log_probs"', '"log"')):
+        (out / 'samples.jsonl').write_text('\n'.join([*lines[:2], broken, *lines[3:], '']))
+        with pytest.raises(DataError, match=r'samples.jsonl:3.*: not a sample .*delete this line'):
+            evaluate_words(scored_folder, out, f'--tasks={task}')
+    (out / 'samples.jsonl').write_text('\n'.join([*lines[:2], *lines[3:], '']))
+    assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
+        'accuracy'] == whole['foxes']['pooled']['accuracy']
+
+
+def test_a_full_disk_names_the_file_and_loses_nothing(scored_folder, tmp_path):
+    task, out = write_words(tmp_path / 'foxes.jsonl', 400, 'fox'), tmp_path / 'out'
+    command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
+               f'--tasks={task}', '--n_bootstrap=0', f'--out_dir={out}', '--pack_len=256']
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE,
+                                                                (20_000, 20_000)))
+    assert done.returncode == 1
+    assert done.stderr.strip().split('\n')[-1].startswith(
+        f'error: {out / "samples.jsonl"} cannot be written: File too large')
+    assert 'Traceback' not in done.stderr
+    n = (out / 'samples.jsonl').read_text().count('\n')
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0 and n > 10 and f'{n} scored earlier' in done.stdout, done.stderr
+    ids = [sample['id'] for sample in results.read_samples(out / 'samples.jsonl')]
+    assert len(ids) == len(set(ids)) == 400
+
+
+def test_weights_that_give_nan(scored_folder, tmp_path):
+    shutil.copytree(scored_folder / 'model', tmp_path / 'model')
+    rewrite(tmp_path / 'model', lambda tensors: tensors['model.layers.1.mlp.up_proj.weight'][
+        3].fill_(math.nan))
+    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    with pytest.raises(models.CheckpointError, match='NaN or infinite logits .* check the weights'):
+        evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}')
+
+
+def test_an_out_dir_that_cannot_be(scored_folder, tmp_path):
+    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    for out in (task, task / 'deeper', Path('/proc/nowhere')):
+        with pytest.raises(configs.ConfigError, match='cannot be written .* give another'):
+            evaluate_words(scored_folder, out, f'--tasks={task}')
+
+
+def test_home_in_paths(scored_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    shutil.copytree(scored_folder / 'model', tmp_path / 'model')
+    write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    shutil.copytree(scored_folder / 'data', tmp_path / 'data')
+    evaluate.main(['--model=~/model', '--tasks=~/foxes.jsonl,global_mmlu:~/data', '--shots=0',
+                   '--n_bootstrap=0', '--out_dir=~/out', '--limit=3'])
+    found = json.loads((tmp_path / 'out' / 'results.json').read_text())['tasks']
+    assert found['foxes']['source'] == str(tmp_path / 'foxes.jsonl')
+    assert found['global_mmlu']['source'] == f'global_mmlu:{tmp_path / "data"}'
+
+
+def test_what_is_printed(scored_folder, tmp_path):
+    """Device and dtype that 'auto' chose, progress in lines of their own, a quiet end at `head`."""
+    task = write_words(tmp_path / 'foxes.jsonl', 60, 'fox')
+    model = scored_folder / 'model'
+    common = [sys.executable, 'evaluate.py', f'--model={model}', '--shots=0', f'--tasks={task}',
+              '--n_bootstrap=0', '--device=cpu']
+    done = subprocess.run([*common, f'--out_dir={tmp_path / "a"}'], cwd=HERE, text=True,
+                          capture_output=True)
+    lines = done.stdout.split('\n')
+    assert lines[0] == f'{model} (llama) in float32 on cpu'
+    assert lines[1] == 'foxes: 60 questions, mmlu, 0 shots, letters, token'
+    assert done.stderr == ''        # no bar, and too short for a line of progress
+    shell = ' '.join([*common, f'--out_dir={tmp_path / "b"}', '| head -n 1'])
+    done = subprocess.run(['bash', '-c', shell], cwd=HERE, text=True, capture_output=True)
+    assert done.stdout == f'{lines[0]}\n' and done.stderr == ''
+
+
+def test_progress_without_a_terminal(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
+    progress = evaluate.Progress('foxes', 100, 'questions', interval=30)
+    for i in range(90):
+        clock[0] += 1
+        progress.update(scored=i >= 10)
+    printed = capsys.readouterr()
+    assert printed.out == '' and printed.err.splitlines() == [
+        'foxes: 31 of 100 questions, 0.7 per second, 01:41 left',
+        'foxes: 62 of 100 questions, 0.8 per second, 00:45 left']
+
+
+def test_usage(capsys):
+    for arguments in ([], ['--help']):
+        with pytest.raises(SystemExit) as end:
+            evaluate.main(arguments)
+        text = f'{end.value.code or ""}{capsys.readouterr().out}'
+        for part in ('usage: python evaluate.py --model=', '--compare', 'example: ', 'arc_easy'):
+            assert part in text
+
+
+@pytest.mark.parametrize('wait', [0.3, 1.0])
+def test_interrupt_in_the_first_second(scored_folder, tmp_path, wait):
+    task = write_words(tmp_path / 'foxes.jsonl', 20000, 'fox')
+    process = subprocess.Popen([sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}',
+                                f'--tasks={task}', '--shots=0', f'--out_dir={tmp_path / "out"}'],
+                               cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while b'evaluate.py' not in Path(f'/proc/{process.pid}/cmdline').read_bytes():
+        time.sleep(0.001)
+    time.sleep(wait)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
 
 
 def test_a_killed_evaluation_is_whole_in_the_end(scored_folder, tmp_path):

@@ -631,6 +631,26 @@ def test_ce_target_anywhere(ce_device):
         smoothed_cross_entropy(hidden, weight, target.cpu(), ignore_index=None)
 
 
+@pytest.mark.parametrize('dtype', [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32])
+def test_ce_ignore_index_in_a_narrow_target(ce_device, dtype):
+    hidden, weight, target = ce_inputs(5, 16, 300, ce_device, ignored=0)
+    target = (target % 100).index_fill(0, torch.tensor([2], device=ce_device), 100)
+    expected = ce_ours(hidden, weight, target, smoothing=0.1)
+    # in uint8, -100 is 156: that label must not count as ignored
+    narrow = ce_ours(hidden, weight, target.to(dtype), smoothing=0.1)
+    assert all(map(torch.equal, narrow, expected))
+    if dtype == torch.uint8:
+        target[2] = 156
+        assert all(map(torch.equal, ce_ours(hidden, weight, target.to(dtype)),
+                       ce_ours(hidden, weight, target)))
+        assert torch.equal(token_statistics(hidden, weight, target.to(dtype)).nll,
+                           token_statistics(hidden, weight, target).nll)
+    with pytest.raises(ValueError, match='fit int64, got torch.uint64'):
+        smoothed_cross_entropy(hidden, weight, target.to(torch.uint64))
+    with pytest.raises(ValueError, match='ignore_index must be an int or None'):
+        smoothed_cross_entropy(hidden, weight, target, ignore_index=1.5)
+
+
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
 def test_ce_compiled_step(device):
     if device == 'cuda' and not torch.cuda.is_available():

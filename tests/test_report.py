@@ -50,6 +50,10 @@ def test_a_sample_listed_twice(tmp_path):
     assert len(results.read_samples(path)) == 3
     assert results.last_asked(results.read_samples(path)) == [
         question(1), question(0, prompt='new')]
+    # asked once more with the first prompt: what is scored now counts, to its last digits
+    again = question(0, log_probs=[-1.00001, -2.0])
+    write_rows(path, [question(0), question(0, prompt='new'), again])
+    assert results.last_asked(results.read_samples(path)) == [again]
     write_rows(path, [question(0), question(1), question(0, log_probs=[-1.5, -2.0])])
     with pytest.raises(DataError, match=r'samples.jsonl:3: differs from .*samples.jsonl:1, .*q0'):
         results.read_samples(path)
@@ -124,9 +128,9 @@ def test_each_task_says_how_it_was_scored():
 
 def test_notes_below_a_table():
     assert results.notes(result()) == []
-    noted = result(duplicate_options=9, fewer_shots=2, bad_rows=1, first_bad='x.csv:3: no answer')
+    noted = result(duplicate_options=9, fewer_shots=2, shots=5, bad_rows=1, first_bad='x.csv:3: no answer')
     text = results.task_text('mmlu', noted)
-    for line in ('9 questions list the same option twice', '2 questions had fewer shots',
+    for line in ('9 questions list the same option twice', '2 questions had fewer than 5 shots',
                  '1 bad rows left out, the first: x.csv:3: no answer'):
         assert f'\n{line}' in text
         assert f'\n{line}' in results.to_markdown({'tasks': {'mmlu': noted}})
