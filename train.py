@@ -207,9 +207,12 @@ def check(cfg):
 
 
 # what a run writes into its folder, beside its checkpoints
-RUN_FILES = ('train_config.py', 'config.json', 'model*.safetensors*', 'log.jsonl*', 'loss.png',
-             'adapter/*', 'epoch-*/*', 'resume-*/*', 'before/*', 'results.*', 'samples.jsonl',
-             'eval_config.json', 'reliability*.png', *models.SIDE_FILES)
+MODEL_FILES = ('config.json', 'model*.safetensors*', *models.SIDE_FILES)
+REPORT_FILES = ('results.json', 'results.md', 'results.csv', 'samples.jsonl', 'eval_config.json',
+                'reliability*.png')
+RUN_FILES = ('train_config.py', 'log.jsonl', 'loss.png', 'adapter/adapter_*', 'resume-*/state*',
+             *MODEL_FILES, *REPORT_FILES, *(f'epoch-*/{name}' for name in MODEL_FILES),
+             *(f'before/{name}' for name in REPORT_FILES))
 
 
 def check_folder(cfg):
@@ -228,8 +231,7 @@ def check_folder(cfg):
             f'{resume.LIST}, the list of files that a run wrote, so nothing in it is touched; '
             f'choose another --out_dir, or move that folder away')
     listed = {*(written or ()), *(f'before/{name}' for name in
-                                  resume.written_files(out_dir / 'before') or ()),
-              f'before/{resume.LIST}'}
+                                  resume.written_files(out_dir / 'before') or ())}
     for path in sorted(p for pattern in RUN_FILES for p in out_dir.glob(pattern)):
         name = path.relative_to(out_dir).as_posix()
         if name not in listed and not path.is_dir() and name.removesuffix('.tmp') not in listed:
@@ -698,7 +700,7 @@ def save_epoch(cfg, model, optimizer, epoch, folder):
 
 
 def draw_loss(out_dir):
-    """Draw log.jsonl as loss.png; a picture that cannot be drawn is a warning."""
+    """loss.png, from log.jsonl; a picture that cannot be drawn is a warning."""
     try:
         resume.claim(out_dir, 'loss.png')
         _draw_loss(out_dir)
@@ -707,6 +709,7 @@ def draw_loss(out_dir):
 
 
 def _draw_loss(out_dir):
+    """Draw loss, NLL and gradient norm by step, from log.jsonl to loss.png."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
