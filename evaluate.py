@@ -6,7 +6,7 @@
 Prompts that share a beginning share its tokens: a packed row holds [prefix | question | options |
 question | options | ...] as a tree, and each token sees only its own ancestors. Log-probabilities
 are float32 from the logits on. What is scored goes to samples.jsonl at once; an interrupted run
-goes on from there. results.json, .md, .csv and the pictures are computed from it (results.py).
+goes on from there. results.json, .md, .csv and the pictures are computed from it (report.py).
 """
 
 import os
@@ -39,7 +39,7 @@ from tqdm import tqdm
 import compare
 import model as models
 import resume
-import results as reporting
+import report as reporting
 from configs import ConfigError, load_config, read_assignments, require_range
 from data import DataError, read_rows
 from data.probes import INSTRUCTIONS, load_texts
@@ -741,7 +741,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
                'distribution': distribution('questions', cfg), 'seed': cfg.seed,
                'versions': versions(), 'identity': identity, 'reach': reach,
                'tasks': earlier | found}
-    reporting.save(results, draw_panels(results['tasks'], samples, found) if cfg.pictures else {},
+    reporting.write_results(results, draw_panels(results['tasks'], samples, found) if cfg.pictures else {},
                    out_dir)
     return results
 
@@ -766,7 +766,7 @@ def distribution(kind, cfg):
 
 
 def draw_panels(tasks, samples, found):
-    """What reporting.save draws: {task: (Predictions, {language: Predictions})}.
+    """What report.write_results draws: {task: (Predictions, {language: Predictions})}.
 
     The diagrams by language are drawn of the tasks in `found` alone: the others are there. A task
     evaluated earlier is left out where its samples have become others than its results are of.

@@ -49,8 +49,8 @@ from evaluate import (EvalConfig, HostCopy, evaluate, load_model_tokenizer, load
                       pick_dtype, task_label)
 from fused_ce import smoothed_cross_entropy, token_statistics
 from optim import AdamW
-from results import (SHORT, draw_reliability, figure_title, predictions, read_samples, save_figure,
-                     setting, table, write_text)
+from report import (SHORT, draw_reliability, figure_title, predictions, read_samples, save_figure,
+                    table, task_title, write_text)
 from resume import Stopped, TrainingError, rank, world
 
 
@@ -879,7 +879,7 @@ def compare(cfg, rows, out_dir):
     rows: [(name, results of evaluate, folder that holds its samples)]
     """
     for task in map(task_label, cfg.eval_tasks):
-        print(f'\n{setting(task, rows[0][1]["tasks"][task])}')
+        print(f'\n{task_title(task, rows[0][1]["tasks"][task])}')
         print(table([(name, results['tasks'][task]['pooled']) for name, results, _ in rows],
                     SHORT, 'run'))
         if len(rows) > 10 or not cfg.pictures:     # --compare groups many
