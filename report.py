@@ -241,7 +241,7 @@ def measure(groups, n_bootstrap, seed):
 
 
 def forked_processes():
-    """How many processes may share work: the cores on Linux; 1 elsewhere: forking is unsafe there."""
+    """How many processes may share work: all cores on Linux; elsewhere forking is unsafe, so 1."""
     return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1
 
 
@@ -419,6 +419,24 @@ def task_text(task, result):
     return '\n'.join([heading(task, result), table(rows), *notes(result)])
 
 
+def show_reports(rows, out_dir, pictures=True):
+    """Print one table per task and draw reliability-<task>.png of all rows side by side.
+
+    rows: [(name, results of evaluate.evaluate, folder that holds its samples)]
+    """
+    for task, result in rows[0][1]['tasks'].items():
+        entries = [(name, results['tasks'][task], folder) for name, results, folder in rows
+                   if task in results['tasks']]
+        print(f'\n{task_title(task, result)}')
+        print(table([(name, entry['pooled']) for name, entry, _ in entries], SHORT, 'run'))
+        if pictures:
+            panels = [(name, predictions([
+                s for s in last_asked(read_samples(Path(folder) / 'samples.jsonl'))
+                if s['task'] == task and s.get('split') != 'validation'], entry['norm']))
+                for name, entry, folder in entries]
+            draw_reliability(Path(out_dir) / f'reliability-{task}.png', panels)
+
+
 def to_markdown(results):
     """Heading, table and notes of every task, in Markdown."""
     parts = []
@@ -495,7 +513,7 @@ def write_text(path, text):
 
 
 # ------------------------------------------------------------------------------------------------
-# Reliability diagrams
+# Pictures
 # ------------------------------------------------------------------------------------------------
 
 # the gap between accuracy and confidence, by its sign: label and color
@@ -575,6 +593,46 @@ def _draw_panel(top, bottom, title, numbers, bins):
     top.set(xlim=(0, 1), ylim=(0, 1))
     bottom.bar(left, bins['count'][used] / n, width, align='edge', color='#888888',
                edgecolor='white')
+
+
+def draw_loss(out_dir):
+    """Draw loss, NLL and gradient norm by step, from log.jsonl to loss.png."""
+    out_dir = Path(out_dir)
+    with warn_on_failure(out_dir / 'loss.png'):
+        import matplotlib
+        matplotlib.use('Agg')
+        import matplotlib.pyplot as plt
+        with open(out_dir / 'log.jsonl', encoding='utf-8') as lines:
+            log = [json.loads(line) for line in lines]
+        figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5), sharex=True,
+                                             height_ratios=(3, 1), layout='constrained')
+        style = {'linewidth': 1, 'markersize': 4}
+        marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
+        for key, label, mark in (('loss', 'smoothed loss', marker), ('nll', 'NLL', marker),
+                                 ('val_nll', 'NLL, held out', 'o')):
+            points = [(r['step'], r[key]) for r in log if key in r]
+            if points and not (key == 'loss' and all(r['loss'] == r['nll'] for r in log)):
+                top.plot(*zip(*points, strict=True), marker=mark, label=label, **style)
+        top.set_ylabel('nats per token')
+        top.set_title(figure_title(out_dir.name, 70), fontsize=10)
+        top.legend(frameon=False)
+        norms = [(r['step'], r['grad_norm']) for r in log if 0 < r['grad_norm'] < math.inf]
+        bottom.plot(*(np.array(norms).T if norms else ((), ())), marker=marker, color='grey',
+                    **style)
+        bottom.set(xlabel='step', ylabel='gradient\nnorm')
+        tick_log_axis(bottom, [norm for _, norm in norms])
+        save_figure(figure, out_dir / 'loss.png', 150)
+
+
+def tick_log_axis(ax, values):
+    """Whole steps along x; along a logarithmic y so few numbers that no two overlap."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
+    low, high = min(values, default=1) / 2, max(values, default=1) * 2      # holds a tick
+    ax.set(yscale='log', ylim=(low, high))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,)))
+    ax.yaxis.set_major_formatter('{x:g}')
+    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def figure_title(text, width):

@@ -559,7 +559,7 @@ def test_progress_without_a_terminal(capsys, monkeypatch):
         'foxes: 62 of 100 questions, 0.8 per second, 00:45 left']
 
 
-@pytest.mark.skipif(results.forked_processes() < 2, reason='needs two cores')
+@pytest.mark.skipif(report.forked_processes() < 2, reason='needs two cores')
 def test_interrupt_while_intervals_are_drawn(scored_folder, tmp_path):
     """Ctrl-C goes to the worker processes too: one line all the same, and an end."""
     task, out = write_words(tmp_path / 'foxes.jsonl', 100, 'fox'), tmp_path / 'out'

@@ -9,8 +9,7 @@ import pytest
 
 import metrics
 import report
-import train
-from common import write_rows
+from common import write_rows, write_run
 from data import DataError
 
 
@@ -195,8 +194,8 @@ def test_loss_is_drawn_over_whole_steps(tmp_path, monkeypatch, norms):
            for i, norm in enumerate(norms)]
     write_rows(tmp_path / 'log.jsonl', log)
     figures = []
-    monkeypatch.setattr(train, 'save_figure', lambda figure, *rest: figures.append(figure))
-    train.draw_loss(tmp_path)
+    monkeypatch.setattr(report, 'save_figure', lambda figure, *rest: figures.append(figure))
+    report.draw_loss(tmp_path)
     figures[0].canvas.draw()
     _, bottom = figures[0].axes
     low, high = bottom.get_xlim()
@@ -207,3 +206,34 @@ def test_loss_is_drawn_over_whole_steps(tmp_path, monkeypatch, norms):
               if text.get_text() and low <= text.get_position()[1] <= high]
     boxes = sorted((text.get_window_extent().y0, text.get_window_extent().y1) for text in labels)
     assert labels and all(a[1] <= b[0] for a, b in zip(boxes, boxes[1:]))
+
+
+def test_a_log_that_cannot_be_drawn(tmp_path, capsys):
+    (tmp_path / 'log.jsonl').write_text('no\n')
+    report.draw_loss(tmp_path)
+    assert 'loss.png was not written: JSONDecodeError' in capsys.readouterr().err
+
+
+def test_reports_side_by_side(tmp_path, monkeypatch, capsys):
+    """One table per task; validation questions are in no diagram, nor tasks of one run alone."""
+    folders = [write_run(tmp_path / name, sharpness=sharpness, held=9)
+               for name, sharpness in (('before', 1.0), ('after', 2.0))]
+    rows = []
+    for folder in folders:
+        samples = report.read_samples(folder / 'samples.jsonl')
+        rows.append((folder.name, {'tasks': {'mmlu': report.summarize(
+            samples, 'token', n_bootstrap=10) | {'norm': 'token', 'distribution': 'mmlu, x'}}},
+            folder))
+    rows[1][1]['tasks']['arc'] = {}
+    drawn = {}
+    monkeypatch.setattr(report, 'draw_reliability',
+                        lambda path, panels: drawn.update({path.name: panels}))
+    report.show_reports(rows, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == 'mmlu (preset mmlu, x)' and lines[2].split()[:2] == ['run', 'questions']
+    assert [line.split()[:2] for line in lines[4:]] == [['before', '40'], ['after', '40']]
+    assert [(name, len(p.labels)) for name, p in drawn['reliability-mmlu.png']] == [
+        ('before', 40), ('after', 40)]
+    drawn.clear()
+    report.show_reports(rows, tmp_path, pictures=False)
+    assert not drawn
