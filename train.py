@@ -39,7 +39,7 @@ import checkpoint
 import metrics
 import model as models
 import resume
-from checkpoint import pick_device, pick_dtype
+from checkpoint import load_model_tokenizer, pick_device, pick_dtype
 from configs import (ConfigError, dump_config, load_config, override, read_assignments,
                      require_range)
 from data import DataError
@@ -47,12 +47,10 @@ from data.demo import WorldSpec, make_world
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack
 from data.text import load_text
-from evaluate import (EvalConfig, HostCopy, evaluate, load_model_tokenizer, load_tasks,
-                      task_label)
+from evaluate import EvalConfig, HostCopy, evaluate, load_tasks
 from fused_ce import smoothed_cross_entropy, token_statistics
 from optim import AdamW
-from results import (SHORT, draw_reliability, figure_title, predictions, read_samples, save_figure,
-                     setting, table, write_text)
+from report import draw_loss, show_reports, write_text
 from resume import Stopped, TrainingError, rank, world
 
 
@@ -601,6 +599,7 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
         if rank() == 0:
             resume.discard_checkpoints(out_dir)
             if cfg.pictures:
+                resume.claim(out_dir, 'loss.png')
                 draw_loss(out_dir)
 
 
@@ -696,50 +695,6 @@ def save_epoch(cfg, model, optimizer, epoch, folder):
     save_weights(cfg, model, optimizer, Path(cfg.out_dir) / f'epoch-{epoch}', folder)
 
 
-def draw_loss(out_dir):
-    """loss.png, from log.jsonl; a picture that cannot be drawn is a warning."""
-    try:
-        resume.claim(out_dir, 'loss.png')
-        _draw_loss(out_dir)
-    except Exception as error:      # matplotlib's can be any kind
-        print(f'warning: {out_dir / "loss.png"} was not drawn: {error!r}')
-
-
-def _draw_loss(out_dir):
-    """Draw loss, NLL and gradient norm by step, from log.jsonl to loss.png."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
-    with open(out_dir / 'log.jsonl', encoding='utf-8') as lines:
-        log = [json.loads(line) for line in lines]
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1),
-                                         layout='constrained')
-    marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
-    for key, title, style in (('loss', 'smoothed loss', marker), ('nll', 'NLL', marker),
-                              ('val_nll', 'NLL, held out', 'o')):
-        points = [(r['step'], r[key]) for r in log if key in r]
-        if points and not (key == 'loss' and all(r['loss'] == r['nll'] for r in log)):
-            top.plot(*zip(*points, strict=True), marker=style, label=title, linewidth=1,
-                     markersize=4)
-    top.set(ylabel='nats per token')
-    top.set_title(figure_title(out_dir.name, 70), fontsize=10)
-    top.legend(frameon=False)
-    norms = [(r['step'], r['grad_norm']) for r in log if 0 < r['grad_norm'] < math.inf]
-    bottom.plot([step for step, _ in norms], [norm for _, norm in norms], marker=marker,
-                color='grey', linewidth=1)
-    # the limits hold a tick, however close the norms are
-    low = min((norm for _, norm in norms), default=1) / 2
-    high = max((norm for _, norm in norms), default=1) * 2
-    bottom.set(xlabel='step', ylabel='gradient\nnorm', yscale='log', ylim=(low, high))
-    bottom.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,)))
-    bottom.yaxis.set_major_formatter('{x:g}')
-    bottom.yaxis.set_minor_formatter(NullFormatter())
-    bottom.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1,
-                                                steps=(1, 2, 5, 10)))
-    save_figure(figure, out_dir / 'loss.png', 150)
-
-
 def report(cfg, folder, tokenizer, tasks, out_dir):
     """Calibration of the model saved in `folder` on eval_tasks; files go to `out_dir`."""
     path = out_dir / 'results.json'
@@ -760,7 +715,7 @@ def eval_config(cfg, folder, out_dir):
     return EvalConfig(model=str(folder), tasks=cfg.eval_tasks, shots=cfg.eval_shots,
                       preset=cfg.eval_preset, scoring=cfg.eval_scoring, norm=cfg.eval_norm,
                       limit=cfg.eval_limit, temperature=cfg.eval_temperature,
-                      n_bootstrap=cfg.eval_n_bootstrap, reach=cfg.eval_reach,
+                      n_bootstrap=cfg.eval_n_bootstrap,
                       pictures=cfg.pictures, add_bos=cfg.add_bos, pack_len=cfg.eval_pack_len,
                       batch_rows=cfg.eval_batch_rows, compile=cfg.compile,
                       on_bad_row=cfg.on_bad_row, seed=cfg.seed, dtype=cfg.dtype, device=cfg.device,
@@ -870,25 +825,6 @@ def fill(value, known):
     return value
 
 
-def compare(cfg, rows, out_dir):
-    """Prints one table a task and draws the reliability diagrams side by side.
-
-    rows: [(name, results of evaluate, folder that holds its samples)]
-    """
-    for task in map(task_label, cfg.eval_tasks):
-        print(f'\n{setting(task, rows[0][1]["tasks"][task])}')
-        print(table([(name, results['tasks'][task]['pooled']) for name, results, _ in rows],
-                    SHORT, 'run'))
-        if len(rows) > 10 or not cfg.pictures:     # --compare groups many
-            continue
-        panels = [(name, predictions([s for s in read_samples(Path(folder) / 'samples.jsonl')
-                                      if s['task'] == task], cfg.eval_norm))
-                  for name, _, folder in rows]
-        picture = Path(out_dir) / f'reliability-{task}.png'
-        draw_reliability(picture, panels)
-        print(f'wrote {picture}')
-
-
 def main(argv):
     if not argv:
         raise ConfigError(f'which experiment? {USAGE}')
@@ -920,7 +856,8 @@ def experiment(cfg, runs):
         results = train(cfg)
         folders = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}
         if results and rank() == 0:
-            compare(cfg, [(k, r, folders[k]) for k, r in results.items()], cfg.out_dir)
+            show_reports([(k, r, folders[k]) for k, r in results.items()], cfg.out_dir,
+                         cfg.pictures)
         return
     if cfg.dry_run:
         print(f'dry run: only the first of {len(runs)} runs, the others may need its result')
@@ -935,7 +872,7 @@ def experiment(cfg, runs):
         if 'after' in results:
             rows.append((name, results['after'], run.out_dir))
     if rows and rank() == 0:
-        compare(runs[-1][1], rows, cfg.out_dir)
+        show_reports(rows, cfg.out_dir, cfg.pictures)
 
 
 def join_processes():
