@@ -312,7 +312,7 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     rows = results.read_samples(tmp_path / 'cut' / 'samples.jsonl')
     assert len(rows) == len({(r['language'], r['id']) for r in rows}) == 120
     # all is there: another normalisation needs no model, and gives the same results twice
-    monkeypatch.setattr(models, 'load', None)
+    monkeypatch.setattr(checkpoint, 'load', None)
     assert scored(scored_folder, tmp_path / 'whole')['tasks']['global_mmlu']['pooled'] == (
         whole['tasks']['global_mmlu']['pooled'])
     flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')
@@ -460,7 +460,7 @@ def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
             evaluate_words(scored_folder, out, f'--tasks={task}')
     (out / 'results.json').unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(models, 'load', None)     # as the message says: without the model
+        patch.setattr(checkpoint, 'load', None)     # as the message says: without the model
         again = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
     assert again['foxes']['pooled'] == whole['foxes']['pooled']
     lines = (out / 'samples.jsonl').read_text().splitlines()
