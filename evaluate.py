@@ -384,13 +384,16 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
 def resolve(cfg, folder, config):
     """`cfg` with what 'auto' and None stand for here."""
     device, context = pick_device(cfg.device), config.max_position_embeddings
-    add_bos = cfg.add_bos
-    if add_bos is None:     # as it was when the model was trained here
-        path = Path(folder) / 'train_config.py'
-        add_bos = read_assignments(path).get('add_bos', (True, ''))[0] if path.exists() else True
     return replace(cfg, device=device, dtype=str(pick_dtype(cfg.dtype, device)).split('.')[-1],
                    pack_len=cfg.pack_len or (16384 if device.startswith('cuda') else 4096),
-                   add_bos=add_bos, max_length=min(cfg.max_length or context, context))
+                   add_bos=trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos,
+                   max_length=min(cfg.max_length or context, context))
+
+
+def trained_with_bos(folder):
+    """The add_bos with which the model in `folder` was trained here; True for any other model."""
+    path = Path(folder) / 'train_config.py'
+    return read_assignments(path).get('add_bos', (True, ''))[0] if path.exists() else True
 
 
 def load_for_scoring(folder, cfg):
