@@ -840,8 +840,8 @@ def test_bad_questions_are_counted_or_stop(scored_folder, tmp_path, capsys):
     assert result['bad_rows'] == 3 and result['pooled']['n'] == 1
     assert '3 bad rows left out, the first: ' in capsys.readouterr().out
     write_rows(tmp_path / 'mixed.jsonl', rows[2:3])
-    with pytest.raises(DataError, match='mixed.jsonl:1: even without shots the prompt has .* tokens; '
-                                        '.* max_length allows 200'):
+    with pytest.raises(DataError, match='mixed.jsonl:1: even without shots the prompt has .* '
+                                        'tokens; .* max_length allows 200'):
         evaluate.main([*common, f'--out_dir={tmp_path / "long"}'])
 
 
