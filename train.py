@@ -41,7 +41,7 @@ import resume
 from configs import (ConfigError, dump_config, load_config, override, read_assignments,
                      require_range)
 from data import DataError
-from data.demo import WorldSpec, make_world
+from data.world import WorldSpec, make_world
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack
 from data.text import load_text
@@ -153,7 +153,7 @@ class TrainConfig:
     seeds: tuple[int, ...] = ()               # all of it with each of them, in out_dir/seed-<n>
     only: tuple[str, ...] = ()                # of the runs, those whose names begin so
     demo_world: str | None = None             # first generate a world into this folder
-    world: dict = field(default_factory=dict)  # keys of data.demo.WorldSpec that differ
+    world: dict = field(default_factory=dict)  # keys of data.world.WorldSpec that differ
 
 
 # keys that may differ when a run goes on: the others decide what its weights become
