@@ -21,8 +21,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from checkpoint import CheckpointError, write_tensors
 from configs import ConfigError
-from model import CheckpointError, write_tensors
 
 FILE_BYTES = 4_000_000_000
 # what a resumed run must have in common with the run that wrote the checkpoint

@@ -35,9 +35,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
+import checkpoint
 import metrics
 import model as models
 import resume
+from checkpoint import pick_device, pick_dtype
 from configs import (ConfigError, dump_config, load_config, override, read_assignments,
                      require_range)
 from data import DataError
@@ -45,8 +47,8 @@ from data.world import WorldSpec, make_world
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack
 from data.text import load_text
-from evaluate import (EvalConfig, HostCopy, evaluate, load_model_tokenizer, load_tasks, pick_device,
-                      pick_dtype, task_label)
+from evaluate import (EvalConfig, HostCopy, evaluate, load_model_tokenizer, load_tasks,
+                      task_label)
 from fused_ce import smoothed_cross_entropy, token_statistics
 from optim import AdamW
 from results import (SHORT, draw_reliability, figure_title, predictions, read_samples, save_figure,
@@ -66,8 +68,6 @@ class TrainConfig:
     from_scratch: bool = False                # random weights, in the shape of the config.json
     shape: dict = field(default_factory=dict)  # with from_scratch: keys of config.json that differ
     attention: Literal['auto', 'flex', 'explicit'] = 'auto'  # auto: flex on CUDA
-    attn_dropout: float = 0.0                 # on attention weights; needs attention='explicit'
-    resid_dropout: float = 0.0                # on what attention and MLP add to the residual
     lora: bool = False                        # train adapters, not the weights
     lora_rank: int = 8
     lora_alpha: float = 32.0                  # adapters are scaled by alpha / rank
@@ -173,8 +173,7 @@ def check(cfg):
                   'eval_n_bootstrap')
     if not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f'betas = {cfg.betas}; each must be at least 0 and less than 1')
-    require_range(cfg, 0, 1, 'smoothing', 'warmup', 'final_lr', 'attn_dropout', 'resid_dropout',
-                  'lora_dropout')
+    require_range(cfg, 0, 1, 'smoothing', 'warmup', 'final_lr', 'lora_dropout')
     if cfg.lora and (not cfg.lora_targets or set(cfg.lora_targets) - set(models.LORA_TARGETS)):
         raise ConfigError(f'lora_targets = {cfg.lora_targets}; wanted some of '
                           f'{", ".join(models.LORA_TARGETS)}')
@@ -190,9 +189,6 @@ def check(cfg):
     cuda = pick_device(cfg.device).startswith('cuda')
     if cfg.attention == 'flex' and not cuda:
         raise ConfigError("attention = 'flex' needs a CUDA device; 'auto' takes what there is")
-    if cfg.attn_dropout and (cfg.attention == 'flex' or cuda and cfg.attention == 'auto'):
-        raise ConfigError(f'attn_dropout = {cfg.attn_dropout} does not work with FlexAttention; '
-                          f"set attention = 'explicit' or attn_dropout = 0")
     if cfg.tracker != 'none' and not importlib.util.find_spec(cfg.tracker):
         raise ConfigError(f"tracker = '{cfg.tracker}', which is not installed: "
                           f'pip install {cfg.tracker}')
@@ -207,7 +203,7 @@ def check(cfg):
 
 
 # what a run writes into its folder, beside its checkpoints
-MODEL_FILES = ('config.json', 'model*.safetensors*', *models.SIDE_FILES)
+MODEL_FILES = ('config.json', 'model*.safetensors*', *checkpoint.SIDE_FILES)
 REPORT_FILES = ('results.json', 'results.md', 'results.csv', 'samples.jsonl', 'eval_config.json',
                 'reliability*.png')
 RUN_FILES = ('train_config.py', 'log.jsonl', 'loss.png', 'adapter/adapter_*', 'resume-*/state*',
@@ -423,8 +419,8 @@ def train(cfg):
 def run(cfg, device, out_dir):
     torch.manual_seed(cfg.seed)
     with first_process_first():
-        folder = models.fetch(cfg.model, cfg.revision)
-        config = models.read_config(folder, cfg.shape)
+        folder = checkpoint.fetch(cfg.model, cfg.revision)
+        config = checkpoint.read_config(folder, cfg.shape)
         tokenizer = load_model_tokenizer(folder, config)
         context = config.max_position_embeddings
         if cfg.max_length > context:
@@ -433,7 +429,7 @@ def run(cfg, device, out_dir):
         tasks = load_tasks(eval_config(cfg, folder, out_dir))  # what is wrong there is said first
         sequences, kept, held_out = load_sequences(cfg, tokenizer)
         if not (cfg.from_scratch or cfg.dry_run):
-            models.check_weights(folder, config)
+            checkpoint.check_weights(folder, config)
     results = {}
     if cfg.overwrite and not cfg.dry_run and rank() == 0:   # now that everything is checked
         resume.discard(out_dir / 'before')
@@ -456,11 +452,11 @@ def run(cfg, device, out_dir):
 def make_model(cfg, config, folder, device):
     dtype = pick_dtype(cfg.dtype, device)
     if cfg.from_scratch:
-        model = models.CausalLM(config, cfg.attn_dropout, cfg.resid_dropout)
+        model = models.CausalLM(config)
         model.init_weights()
         model.to(device, dtype)
     else:
-        model = models.load(folder, device, dtype, cfg.attn_dropout, cfg.resid_dropout)
+        model = checkpoint.load(folder, device, dtype)
     return prepare(model, cfg, device)
 
 
@@ -506,7 +502,8 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     facts = {} if cfg.dry_run else {
         'steps': steps, 'sequences': len(kept), 'data': sequences.digest,
-        'model': model.config.to_hf() if cfg.from_scratch else models.fingerprint(folder)}
+        'model': (checkpoint.config_to_hf(model.config) if cfg.from_scratch else
+                  checkpoint.fingerprint(folder))}
     first = 0
     if cfg.resume and not cfg.dry_run:
         first = resume.restore(out_dir, named, optimizer, facts)
@@ -535,7 +532,7 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
             loss, nll, norm = ended.values().tolist()
             step = record['step']
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                bad = None if cfg.from_scratch else models.nonfinite_tensor(folder)
+                bad = None if cfg.from_scratch else checkpoint.nonfinite_tensor(folder)
                 cause = (f'the base model {cfg.model} has a value that is not finite in {bad}'
                          if bad else f'lower lr or check the data: the sequences were '
                          f'{chosen.tolist()} of {cfg.data}, counted from 0')
@@ -685,11 +682,11 @@ def save_weights(cfg, model, optimizer, out_dir, folder):
         return lambda *names: resume.claim(cfg.out_dir, *(below / name for name in names))
     try:
         if cfg.lora:
-            models.save_adapter(model, out_dir / 'adapter', cfg.model,
-                                claim=claim(out_dir / 'adapter'), **common)
-        models.save(model, out_dir, getattr(torch, cfg.save_dtype), folder, claim=claim(out_dir),
-                    **common)
-    except (OSError, models.CheckpointError, ConfigError) as error:
+            checkpoint.save_adapter(model, out_dir / 'adapter', cfg.model,
+                                    claim=claim(out_dir / 'adapter'), **common)
+        checkpoint.save(model, out_dir, getattr(torch, cfg.save_dtype), folder,
+                        claim=claim(out_dir), **common)
+    except (OSError, checkpoint.CheckpointError, ConfigError) as error:
         raise TrainingError(f'saving the weights to {out_dir} failed: {error}; '
                             f'{resume.remedy(cfg.out_dir)}') from error
 
@@ -972,7 +969,7 @@ if __name__ == '__main__':
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit('stopped: nobody reads the output any more (| head?); --resume goes on with the last '
                  'checkpoint, > train.log keeps the output')
-    except (ConfigError, DataError, models.CheckpointError, TrainingError, OSError) as error:
+    except (ConfigError, DataError, checkpoint.CheckpointError, TrainingError, OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:
         sys.exit('error: out of GPU memory; --checkpoint_activations, --micro_rows=1 and a shorter '
