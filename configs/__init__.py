@@ -1,4 +1,4 @@
-"""Read the settings of a program: a file of `key = value` lines, then `--key=value`, into a dataclass.
+"""Read settings: a file of `key = value` lines, then `--key=value` arguments, into a dataclass.
 
 The dataclass at the top of `train.py` (or `evaluate.py`, `compare.py`) lists every key with its
 type, default and meaning. A config file holds plain literals only: nothing in it is executed, any
@@ -72,7 +72,7 @@ def dump_config(config):
 
 
 def read_assignments(path):
-    """Return {key: (value, 'file:line')} of a config file, whatever its keys; raises ConfigError."""
+    """Return {key: (value, 'file:line')} of a config file with any keys; raises ConfigError."""
     try:
         raw = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
         tree = ast.parse(raw.decode('utf-8'))
@@ -119,24 +119,30 @@ def _assign(cls, values, name, text, where):
     key, _, inner = name.partition('.')
     annotation = _annotation(cls, key, where)
     record = next(filter(dataclasses.is_dataclass, _options(annotation)), None)
-    if text is None and annotation is not bool and not (inner and record):
-        raise ConfigError(f'{where}: needs a value, --{name}=...')
-    if not inner:
-        value = True if text is None else _parse(text, annotation)
-        values[key] = _coerce(value, annotation, where)
-        return
-    before = values[key] if key in values else _default(_fields(cls)[key])
-    if record:
+    before = values.get(key, _default(_fields(cls)[key]))
+    if before is None and dict in _options(annotation):
+        before = {}
+    if inner and record:
         changed = {k: getattr(before, k) for k in _fields(record)} if before else {}
         _assign(record, changed, inner, text, where)
         values[key] = _make(record, changed, where)
-        return
-    *parents, last = inner.split('.')   # keys that the dict itself knows
-    values[key] = place = dict(before or {})
-    for parent in parents:
-        place[parent] = place = dict(place.get(parent, {}))
-    place[last] = _parse(text, object)
-    _coerce(values[key], annotation, where)
+    elif text is None and (inner or annotation is not bool):
+        raise ConfigError(f'{where}: needs a value, {where.split()[-1]}=...')
+    elif inner:
+        values[key] = _with_key(before, key, inner, text, where)
+    else:
+        value = True if text is None else _parse(text, annotation)
+        values[key] = _coerce(value, annotation, where)
+
+
+def _with_key(table, key, inner, text, where):
+    """Return a copy of the dict `table`, the value of `key`, with its key `inner` set."""
+    if not isinstance(table, dict):
+        raise ConfigError(f'{where}: {key} has no keys of its own')
+    first, _, rest = inner.partition('.')
+    value = _with_key(table.get(first, {}), first, rest, text, where) if rest else (
+        _parse(text, object))
+    return {**table, first: value}
 
 
 def _fields(cls):

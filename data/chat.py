@@ -115,7 +115,7 @@ TEMPLATES = {'tulu': tulu, 'llama3': llama3, 'gemma': gemma, 'mistral': mistral}
 def _controls(tokenizer, *names):
     missing = [name for name in names if name not in tokenizer.control_ids]
     if missing:
-        raise DataError(f'this template needs {", ".join(missing)}, which the tokenizer has not; '
+        raise DataError(f'this template needs {", ".join(missing)}, which the tokenizer lacks; '
                         f"template = 'tulu' works with every tokenizer")
     return tokenizer.control_ids
 

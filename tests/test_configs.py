@@ -38,9 +38,9 @@ def test_config_file_then_command_line(tmp_path):
     ('import os', '', 'experiment.py:1: a config file holds only'),
     ('lr = (', '', 'experiment.py:1: not valid Python'),
     ('', 'configs/demo.py', 'a config file comes first'),
-    ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is set already at {}/experiment.py:1'),
+    ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is already set at {}/experiment.py:1'),
     ('shape = {"a": 1,\n"b": 2, "a": 3}', '',
-     "experiment.py:2: shape has the key 'a' already at {}/experiment.py:1"),
+     "experiment.py:2: shape already has the key 'a' at {}/experiment.py:1"),
     ('shape = {[]: 1}', '', 'the value of shape must be a plain literal'),
     ('lr = 1e999', '', 'lr is inf'),
     ('', f'--lr={"9" * 400}', 'wanted a float'),
@@ -72,6 +72,85 @@ class Small:
     places: dict = dataclasses.field(default_factory=dict)
     # said before
     kind: Literal['a', 'b'] = 'a'
+
+
+@dataclasses.dataclass
+class Report:
+    tasks: tuple[str, ...] = ('mmlu',)
+    shots: int = 5              # solved questions
+    rate: float | None = None
+
+
+@dataclasses.dataclass
+class Run:
+    name: str
+    eval: Report | None = None  # the report
+    first: Report = dataclasses.field(default_factory=Report)
+
+
+def load_run(tmp_path, content, *arguments):
+    (tmp_path / 'run.py').write_text(content)
+    return configs.load_config(Run, [str(tmp_path / 'run.py'), '--name=a', *arguments])
+
+
+def test_nested_records(tmp_path):
+    file = "eval = {'tasks': ['arc', 'mmlu'], 'rate': 1}"
+    assert load_run(tmp_path, '').eval is None
+    assert load_run(tmp_path, file).eval == Report(('arc', 'mmlu'), rate=1.0)
+    assert load_run(tmp_path, file, '--eval.shots=0', '--eval.tasks=a,b') == Run(
+        'a', Report(('a', 'b'), 0, 1.0))
+    assert load_run(tmp_path, '', '--eval.shots=0').eval == Report(shots=0)     # made from None
+    assert load_run(tmp_path, file, '--eval=None', '--first.rate=None', '--first.shots=1') == Run(
+        'a', None, Report(shots=1))
+    assert load_run(tmp_path, file, "--eval={'shots': 2}").eval == Report(shots=2)
+    assert load_run(tmp_path, file, '--eval.shots=0', '--eval={}').eval == Report()
+    for run in (load_run(tmp_path, file), load_run(tmp_path, ''),
+                Run('x' * 200, Report(('long name ' * 9,) * 9))):
+        dumped = configs.dump_config(run)
+        assert load_run(tmp_path, dumped, f'--name={run.name}') == run
+        values = configs.read_assignments(tmp_path / 'run.py')
+        assert {key: value for key, (value, _) in values.items()} == dataclasses.asdict(run)
+
+
+@pytest.mark.parametrize('content, argument, message', [
+    ("eval = {'shots': 1,\n'tsks': ()}", '', "run.py:1: eval: there is no key 'tsks'; did you mean"
+                                             " 'tasks'?"),
+    ("\neval = {'shots': '5'}", '', "run.py:2: eval: shots is '5', a str; wanted an int"),
+    ("eval = {3: 1}", '', "eval: there is no key 3; the keys are tasks, shots, rate"),
+    ("eval = {'shots': 1, 'shots': 2}", '', "run.py:1: eval already has the key 'shots'"),
+    ('eval = 3', '', 'eval is 3, a int; wanted a dict of the keys of Report or None'),
+    ('', '--eval.shot=3', "--eval.shot: there is no key 'shot'; did you mean 'shots'?"),
+    ('', '--eval.shots=x', "--eval.shots is 'x', a str; wanted an int"),
+    ('', '--eval.shots', '--eval.shots: needs a value'),
+    ('', '--eval', '--eval: needs a value'),
+    ('', '--first=None', "--first is None, a NoneType; wanted a dict of the keys of Report"),
+    ('', '--eval.shots.x=1', '--eval.shots.x: shots has no keys of its own'),
+    ('', '--name.x=1', '--name.x: name has no keys of its own'),
+    ('', '--=1', "there is no key ''"),
+])
+def test_errors_in_nested_records(tmp_path, content, argument, message):
+    with pytest.raises(configs.ConfigError) as error:
+        load_run(tmp_path, content, *filter(None, [argument]))
+    assert message in str(error.value)
+
+
+def test_any_dataclass_will_do(capsys):
+    with pytest.raises(configs.ConfigError, match='name has no default and needs a value'):
+        configs.load_config(Run, [])
+    with pytest.raises(SystemExit):
+        configs.load_config(Run, ['-h'])
+    out = capsys.readouterr().out
+    assert '  --eval.shots=5 ' in out and '  --first.tasks=mmlu ' in out
+    assert '(a dict of the keys of Report or None) the report' in out
+
+
+def test_dict_keys_on_the_command_line(tmp_path):
+    cfg = config(tmp_path, 'shape = {"hidden_size": 8, "rope": {"factor": 2.0}}',
+                 '--shape.vocab_size=10', '--shape.rope.factor=4.0', '--shape.rope.type=linear')
+    assert cfg.shape == {'hidden_size': 8, 'rope': {'factor': 4.0, 'type': 'linear'},
+                         'vocab_size': 10}
+    with pytest.raises(configs.ConfigError, match='hidden_size has no keys of its own'):
+        config(tmp_path, 'shape = {"hidden_size": 8}', '--shape.hidden_size.x=1')
 
 
 def test_help(capsys):
@@ -117,7 +196,7 @@ def test_workers_end_by_sigterm():
                 raise DataError('bad')
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_worker_that_is_ended_at_once(tmp_path):

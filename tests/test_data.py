@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import resource
 import shutil
-from data import DataError, draw, instruct, packing, probes, read_rows, text
+from data import DataError, cache, draw, instruct, packing, probes, read_rows, text
 from data.world import WorldSpec, make_world
 from hypothesis import given, settings, strategies as st
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_empty_and_missing_data(tmp_path, tokenizers):
         conversations(path, tokenizers['gemma'])
     with pytest.raises(DataError, match='no file or folder at /nowhere'):
         conversations(Path('/nowhere'), tokenizers['gemma'])
-    with pytest.raises(DataError, match='getting the dataset some/where from the hub failed'):
+    with pytest.raises(DataError, match='downloading the dataset some/where from the hub failed'):
         instruct.load_conversations('some/where', tokenizers['gemma'], template='tulu',
                                     max_length=8, add_bos=True, cache_dir=tmp_path)
 
@@ -145,8 +145,8 @@ def test_no_sequence_is_eos_alone(tmp_path, tokenizers, add_bos):
         assert tokenizer.decode([i for p in pieces[:-1] for i in p][:n]) == 'The sky is blue. ' * 8
 
 
-def damage(way, cache):
-    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+def damage(way, cache_dir):
+    (folder,) = (path for path in cache_dir.iterdir() if path.is_dir())
     tokens = folder / 'tokens.bin'
     if way == 'truncated tokens':
         tokens.write_bytes(tokens.read_bytes()[:-8])
@@ -155,9 +155,9 @@ def damage(way, cache):
         raw[5] ^= 1
         tokens.write_bytes(raw)
     elif way == 'flipped mask':
-        raw = bytearray((folder / packing.FILES[1]).read_bytes())
+        raw = bytearray((folder / 'loss_mask.bin').read_bytes())
         raw[3] ^= 1
-        (folder / packing.FILES[1]).write_bytes(raw)
+        (folder / 'loss_mask.bin').write_bytes(raw)
     elif way == 'junk info':
         (folder / 'info.json').write_text('{"rows": 2')
     elif way == 'a list as info':
@@ -206,8 +206,8 @@ def test_digest_depends_on_tokens_mask_and_order(tmp_path, tokenizers):
     assert digests[0] == digests[3] and len(set(digests)) == 4
     one = text.load_text(str(write_rows(tmp_path / 'a.jsonl', [{'text': 'fox'}])),
                          tokenizers['gemma'], max_length=8, add_bos=True, cache_dir=tmp_path / 'c')
-    assert packing._digest(one.offsets, one.tokens, one.loss_mask) == one.digest
-    assert packing._digest(one.offsets, one.tokens, 1 - one.loss_mask) != one.digest
+    assert cache._digest(one.offsets, one.tokens, one.loss_mask) == one.digest
+    assert cache._digest(one.offsets, one.tokens, 1 - one.loss_mask) != one.digest
 
 
 def test_a_file_of_another_kind_has_a_cache_of_its_own(tmp_path, tokenizers):

@@ -121,7 +121,7 @@ def test_prompt_tokens_do_not_depend_on_the_answer(tokenizers):
 
 
 def test_template_needs_its_control_tokens(tokenizers):
-    with pytest.raises(DataError, match="has no <start_of_turn>.*template = 'tulu'"):
+    with pytest.raises(DataError, match="needs <start_of_turn>, .*template = 'tulu'"):
         chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'gemma')
 
 
