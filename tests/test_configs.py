@@ -9,7 +9,6 @@ import subprocess
 import sys
 import train
 from data import DataError, forked_pool
-from data.world import WorldSpec
 from typing import Literal
 
 from common import HERE, config
