@@ -28,7 +28,7 @@ class DemoConfig:
     seed: int = 0               # of the world, the initial weights and the order of the data
 
 
-def configs(demo):
+def runs(demo):
     """Return {name: TrainConfig} of the three runs, in the order in which they need each other."""
     world = f'{demo.out_dir}/world'
     # what the three runs share; a key that is not named here keeps its default in train.py
@@ -64,7 +64,7 @@ def main(argv):
     # text, conversations and questions about 8,000 entities, all of it decided by the seed
     make_world(f'{demo.out_dir}/world', demo.seed)
     reports = {}
-    for name, cfg in configs(demo).items():
+    for name, cfg in runs(demo).items():
         print(f'\n=== {name}')
         results = train(replace(cfg, resume=True))      # resume skips what is finished
         reports[name] = results['after'], cfg.out_dir
