@@ -39,7 +39,7 @@ from data.instruct import load_conversations
 from data.packing import epoch_order, pack
 from data.text import load_text
 from evaluate import EvalConfig, check_eval_config, evaluate, load_tasks
-from fused_ce import smoothed_cross_entropy, token_statistics
+from fused_ce import fused_loss, parse_loss, smoothing, token_statistics
 from log import StepLog, peak_memory, print_sizes, show_example
 from model import LORA_TARGETS, CausalLM, add_lora, compile_blocks
 from optim import AdamW
@@ -79,6 +79,7 @@ class TrainConfig:
     pack_len: int = 4096                      # tokens per packed row; >= max_length
     micro_rows: int = 1                       # rows per forward pass; does not change the result
     # loss
+    loss: str = 'cross_entropy()'             # or 'focal(2) + z_loss(1e-4)': see docs/losses.md
     smoothing: float = 0.0                    # mass of the target spread over the vocabulary
     loss_reduction: Literal['token', 'sequence'] = 'token'  # mean over the supervised tokens of a
     #                                           step, or mean of sequence means as in older recipes
@@ -157,6 +158,7 @@ def check_config(cfg):
     if cfg.tracker != 'none' and not importlib.util.find_spec(cfg.tracker):
         raise ConfigError(f"tracker = '{cfg.tracker}', which is not installed: "
                           f'pip install {cfg.tracker}')
+    training_loss(cfg)
     if cfg.resume and cfg.overwrite:
         raise ConfigError('resume continues the run in out_dir, overwrite removes it; set one')
     if cfg.eval:
@@ -242,6 +244,14 @@ def micro_batches(packed, cfg, device):
         yield chosen, inputs, torch.from_numpy(packed['targets'][chosen])
 
 
+def training_loss(cfg):
+    """Return the loss that `loss` and `smoothing` say; raise ConfigError."""
+    try:
+        return parse_loss(cfg.loss) + smoothing(cfg.smoothing)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def forward_backward(model, packed, cfg, device):
     """Accumulate the gradients of a step; return its loss and plain NLL, a tensor [2] on `device`.
 
@@ -254,9 +264,9 @@ def forward_backward(model, packed, cfg, device):
     for rows, inputs, targets in micro_batches(packed, cfg, device):
         options = ({'num_items': n_targets} if weights is None else
                    {'reduction': 'sum', 'token_weight': torch.from_numpy(weights[rows])})
-        loss, nll = smoothed_cross_entropy(model(*inputs), model.head, targets,
-                                           smoothing=cfg.smoothing, memory=memory,
-                                           softcap=model.config.final_logit_softcapping, **options)
+        loss, nll = fused_loss(model(*inputs), model.head, targets, training_loss(cfg),
+                               softcap=model.config.final_logit_softcapping, memory=memory,
+                               **options)
         (loss * world_size()).backward()        # FSDP averages gradients over processes
         total += torch.stack((loss.detach(), nll))
     return sum_over_processes(total)
@@ -282,7 +292,7 @@ def validation_loss(model, packed, cfg, device):
     model.eval()
     parts = []
     for _, inputs, targets in micro_batches(packed, cfg, device):
-        s = token_statistics(model(*inputs), model.head, targets, smoothing=cfg.smoothing,
+        s = token_statistics(model(*inputs), model.head, targets, loss=training_loss(cfg),
                              softcap=model.config.final_logit_softcapping)
         columns = s.loss, s.nll, (s.top_logit - s.lse).exp(), s.top_token.cpu() == targets
         parts.append(torch.stack([x.cpu()[targets >= 0].double() for x in columns]).numpy())
