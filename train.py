@@ -394,7 +394,7 @@ def build_optimizer(model, cfg):
     groups = [{'params': [p for p in trained if p.ndim >= 2], 'weight_decay': cfg.weight_decay},
               {'params': [p for p in trained if p.ndim < 2], 'weight_decay': 0.0}]
     return AdamW([group for group in groups if group['params']], cfg.lr, cfg.betas, cfg.eps,
-                 stochastic=cfg.master_weights == 'stochastic', seed=cfg.seed)
+                 stochastic=cfg.master_weights == 'stochastic', seed=cfg.seed, rank=rank())
 
 
 def optimize(cfg, model, tokenizer, data, device, base):
