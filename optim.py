@@ -1,8 +1,8 @@
 """AdamW that loses nothing to bfloat16.
 
 A bfloat16 weight has 8 significant bits: at a learning rate of 5e-6 a weight above 0.0026 never
-changes, because its update is less than half the distance to the next bfloat16 number. There are two
-remedies:
+changes, because its update is less than half the distance to the next bfloat16 number. There are
+two remedies:
 
     exact        An int16 beside each weight holds the missing bits of float32; the two together are
                  the float32 master weight. The moments are float32: 12 bytes per weight, plus the
@@ -132,7 +132,7 @@ def _update(w, low, g, m, v, numbers, scale, seed):
     """Update w, low, m and v in place; all are matrices of the shape of g.
 
     Exact: w and low are int16, the two halves of the master. The upper half is the master rounded
-    to the nearest bfloat16, since truncation would shrink all weights; so the lower half has a sign.
+    to the nearest bfloat16, since truncation would shrink all weights; so the lower half is signed.
     Stochastic: `seed` is a 0-dim int32 tensor.
     """
     gain1, beta2, gain2, step_size, root2, eps, decay = numbers.unbind()

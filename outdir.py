@@ -27,8 +27,8 @@ def lock(folder):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise ConfigError(f'{folder}: another process is writing there; choose another --out_dir or '
-                          f'wait until it has ended') from None
+        raise ConfigError(f'{folder}: another process is writing there; choose another --out_dir '
+                          f'or wait until it has ended') from None
     return file
 
 

@@ -323,8 +323,8 @@ def train(cfg):
     """Do the run `cfg`; return {'before' and 'after': results of evaluate()}, where asked for.
 
     With resume=True, what is there already is kept: weights, reports, the last checkpoint. Raises
-    ConfigError, DataError, CheckpointError or TrainingError; nothing is replaced before model, data,
-    tasks and settings have been checked.
+    ConfigError, DataError, CheckpointError or TrainingError. Nothing is replaced before model,
+    data, tasks and settings have been checked.
     """
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
@@ -512,8 +512,8 @@ if __name__ == '__main__':
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:
         sys.exit('error: out of GPU memory; --checkpoint_activations, --micro_rows=1 and a shorter '
-                 '--pack_len need less for a forward pass, --master_weights=stochastic less for the '
-                 'weights')
+                 '--pack_len need less for a forward pass, --master_weights=stochastic less for '
+                 'the weights')
     except Stopped as stopped:
         print(stopped)
         sys.exit(128 + stopped.signal)
