@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import checkpoint
 import metrics
 import model as models
 import train
@@ -565,7 +566,7 @@ def real_batches(data, tokenizer):
 def our_model(raw):
     torch.set_default_dtype(torch.bfloat16)
     with torch.device('cuda'):
-        model = models.CausalLM(models.ModelConfig.from_hf(raw))
+        model = models.CausalLM(checkpoint.config_from_hf(raw))
         model.init_weights()
     torch.set_default_dtype(torch.float32)
     return model

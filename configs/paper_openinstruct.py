@@ -31,8 +31,6 @@ weight_decay = 0.0
 grad_clip = 1.0
 max_length = 4096
 pack_len = 4096
-attn_dropout = 0.0
-resid_dropout = 0.0
 seed = 42
 
 eval_tasks = ('mmlu', 'arc_easy', 'hellaswag')

@@ -1,6 +1,7 @@
 """evaluate.py"""
 
 import compare
+import checkpoint
 import configs
 import csv
 import dataclasses
@@ -65,7 +66,7 @@ def plain_log_probs(model, tree, device):
 @pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2'])
 def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     reference_model(name, tmp_path)
-    model = models.load(tmp_path, device)
+    model = checkpoint.load(tmp_path, device)
     model.model.attention = 'explicit'  # FlexAttention does not take these odd head sizes
     trees = random_trees(np.random.default_rng(len(name)))
     right = [plain_log_probs(model, tree, device) for tree in trees]
@@ -79,7 +80,7 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
 
 def test_deterministic_means_the_same_bits(tmp_path):
     reference_model('gemma2', tmp_path)
-    model = models.load(tmp_path)
+    model = checkpoint.load(tmp_path)
     trees = random_trees(np.random.default_rng(0))
     alone = [evaluate.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
     order = np.random.default_rng(1).permutation(len(trees))
@@ -91,7 +92,7 @@ def test_deterministic_means_the_same_bits(tmp_path):
 def test_wanted_tokens_of_a_text(tmp_path):
     """Log-probability, top token, its log-probability and entropy, packed beside other texts."""
     reference_model('llama', tmp_path)
-    model = models.load(tmp_path)
+    model = checkpoint.load(tmp_path)
     rng = np.random.default_rng(0)
     trees = [evaluate.Tree((), rng.integers(0, 211, n).tolist(), wanted=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
@@ -114,7 +115,7 @@ def test_trees_in_bfloat16(name, tmp_path):
     """Compiled FlexAttention over packed trees: no further off than one sequence per option."""
     torch._dynamo.reset()
     reference_model(name, tmp_path, head_dim=32)
-    exact, half = models.load(tmp_path), models.load(tmp_path, 'cuda', torch.bfloat16)
+    exact, half = checkpoint.load(tmp_path), checkpoint.load(tmp_path, 'cuda', torch.bfloat16)
     trees = random_trees(np.random.default_rng(3))
     with torch.no_grad():
         right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
@@ -311,7 +312,7 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     rows = results.read_samples(tmp_path / 'cut' / 'samples.jsonl')
     assert len(rows) == len({(r['language'], r['id']) for r in rows}) == 120
     # all is there: another normalisation needs no model, and gives the same results twice
-    monkeypatch.setattr(models, 'load', None)
+    monkeypatch.setattr(checkpoint, 'load', None)
     assert scored(scored_folder, tmp_path / 'whole')['tasks']['global_mmlu']['pooled'] == (
         whole['tasks']['global_mmlu']['pooled'])
     flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')
@@ -421,7 +422,7 @@ def test_overwrite_deletes_after_all_is_checked(scored_folder, tmp_path):
     for arguments in (['--tasks=foxs.jsonl'], ['--batch_rows=0'],
                       [f'--model={tmp_path / "broken"}'], [f'--model={tmp_path / "empty"}'],
                       ['--device=gpu'], [f'--tasks={task}', '--shots=3']):
-        with pytest.raises((configs.ConfigError, DataError, models.CheckpointError)):
+        with pytest.raises((configs.ConfigError, DataError, checkpoint.CheckpointError)):
             evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite', *arguments)
         assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
@@ -459,7 +460,7 @@ def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
             evaluate_words(scored_folder, out, f'--tasks={task}')
     (out / 'results.json').unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(models, 'load', None)     # as the message says: without the model
+        patch.setattr(checkpoint, 'load', None)     # as the message says: without the model
         again = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
     assert again['foxes']['pooled'] == whole['foxes']['pooled']
     lines = (out / 'samples.jsonl').read_text().splitlines()
@@ -495,7 +496,7 @@ def test_weights_that_give_nan(scored_folder, tmp_path):
     rewrite(tmp_path / 'model', lambda tensors: tensors['model.layers.1.mlp.up_proj.weight'][
         3].fill_(math.nan))
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    with pytest.raises(models.CheckpointError, match='foxes: question 0: .* NaN or infinite '
+    with pytest.raises(checkpoint.CheckpointError, match='foxes: question 0: .* NaN or infinite '
                        r'logits; model.layers.1.mlp.up_proj.weight in .* holds NaN'):
         evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}')
 
@@ -863,7 +864,8 @@ def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
     tasks, samples = run(f'--tasks=clm:{tmp_path / "texts.jsonl"},facts:{tmp_path / "facts.jsonl"}')
     assert tasks['clm']['pooled']['n'] == 12 and tasks['facts']['pooled']['n'] >= 22
     assert tasks['clm']['pooled'].keys() >= {'accuracy', 'ece', 'rmsce', 'entropy_bits', 'nll'}
-    tokenizer, model = load_tokenizer(scored_folder / 'model'), models.load(scored_folder / 'model')
+    tokenizer = load_tokenizer(scored_folder / 'model')
+    model = checkpoint.load(scored_folder / 'model')
     for sample in samples:
         text = next(r['text'] for r in rows if r['id'] == sample['text'])
         ids = [tokenizer.bos_id, *tokenizer.encode(text)]
