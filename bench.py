@@ -43,7 +43,7 @@ from data.packing import pack
 from evaluate import (EvalConfig, evaluate, load_model_tokenizer, load_tasks, option_log_probs,
                       prepare, tokenize_questions)
 from fused_ce import smoothed_cross_entropy, token_statistics
-from results import write_text
+from report import write_text
 
 
 @dataclass

@@ -6,7 +6,7 @@
 Prompts that share a beginning share its tokens: a packed row holds [prefix | question | options |
 question | options | ...] as a tree, and each token sees only its own ancestors. Log-probabilities
 are float32 from the logits on. What is scored goes to samples.jsonl at once; an interrupted run
-goes on from there. results.json, .md, .csv and the pictures are computed from it (results.py).
+goes on from there. results.json, .md, .csv and the pictures are computed from it (report.py).
 """
 
 import os
@@ -38,8 +38,8 @@ from tqdm import tqdm
 import checkpoint
 import compare
 import model as models
-import resume
-import results as reporting
+import outdir
+import report as reporting
 from checkpoint import pick_device, pick_dtype
 from configs import ConfigError, load_config, read_assignments, require_range
 from data import DataError, read_rows
@@ -740,7 +740,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
 
     if not model:
         checkpoint.check_weights(folder, config)    # before --overwrite deletes anything
-    resume.claim(out_dir, *output_files(tasks, cfg))
+    outdir.claim(out_dir, *output_files(tasks, cfg))
     earlier, done = open_folder(out_dir, tasks, cfg, identity)
     announce(config, tasks, cfg, done)
     found, wanted = {}, {}
@@ -770,7 +770,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
                'distribution': distribution('questions', cfg), 'seed': cfg.seed,
                'versions': versions(), 'identity': identity, 'reach': reach,
                'tasks': earlier | found}
-    reporting.save(results, draw_panels(results['tasks'], samples, found) if cfg.pictures else {},
+    reporting.write_results(results, draw_panels(results['tasks'], samples, found) if cfg.pictures else {},
                    out_dir)
     return results
 
@@ -795,7 +795,7 @@ def distribution(kind, cfg):
 
 
 def draw_panels(tasks, samples, found):
-    """What reporting.save draws: {task: (Predictions, {language: Predictions})}.
+    """What report.write_results draws: {task: (Predictions, {language: Predictions})}.
 
     The diagrams by language are drawn of the tasks in `found` alone: the others are there. A task
     evaluated earlier is left out where its samples have become others than its results are of.
@@ -852,7 +852,7 @@ def open_folder(out_dir, tasks, cfg, identity):
     deletes it, if an evaluation wrote it. Drops a last line that a crash has cut off.
     """
     if cfg.overwrite:
-        for name in resume.written_files(out_dir):
+        for name in outdir.written_files(out_dir):
             if name in (*OUTPUTS, DIAGRAM) or fnmatch(name, GRID.format('*')):
                 (out_dir / name).unlink(missing_ok=True)
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
@@ -1117,9 +1117,9 @@ def expand(name):
 
 
 def lock_output(out_dir):
-    """resume.lock, with a message for a folder that cannot be written."""
+    """outdir.lock, with a message for a folder that cannot be written."""
     try:
-        return resume.lock(out_dir)
+        return outdir.lock(out_dir)
     except OSError as error:
         raise ConfigError(f'{out_dir} cannot be written ({error.strerror}); give another '
                           f'--out_dir') from error

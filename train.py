@@ -45,7 +45,7 @@ from model import LORA_TARGETS, CausalLM, add_lora, compile_blocks
 from optim import AdamW
 from parallel import (abort_processes, barrier, first_process_first, gather, join_processes,
                       leave_processes, rank, shard, sum_over_processes, world_size)
-from report import draw_loss, print_report
+from report import draw_loss, show_reports
 from resume import Stopped, TrainingError
 
 
@@ -265,7 +265,7 @@ def forward_backward(model, packed, cfg, device):
         options = ({'num_items': n_targets} if weights is None else
                    {'reduction': 'sum', 'token_weight': torch.from_numpy(weights[rows])})
         loss, nll = fused_loss(model(*inputs), model.head, targets, training_loss(cfg),
-                               softcap=model.config.final_logit_softcapping, memory=memory,
+                               softcap=model.softcap, memory=memory,
                                **options)
         (loss * world_size()).backward()        # FSDP averages gradients over processes
         total += torch.stack((loss.detach(), nll))
@@ -293,7 +293,7 @@ def validation_loss(model, packed, cfg, device):
     parts = []
     for _, inputs, targets in micro_batches(packed, cfg, device):
         s = token_statistics(model(*inputs), model.head, targets, loss=training_loss(cfg),
-                             softcap=model.config.final_logit_softcapping)
+                             softcap=model.softcap)
         columns = s.loss, s.nll, (s.top_logit - s.lse).exp(), s.top_token.cpu() == targets
         parts.append(torch.stack([x.cpu()[targets >= 0].double() for x in columns]).numpy())
     model.train()
@@ -408,7 +408,8 @@ def optimize(cfg, model, tokenizer, data, device, base):
     show_example(sequences[kept[epoch_order(len(kept), 0, cfg.seed)[0]]], tokenizer)
     if not cfg.dry_run:
         facts = {'steps': steps, 'sequences': len(kept), 'data': sequences.digest,
-                 'model': checkpoint.fingerprint(base, model.config)}
+                 'model': (checkpoint.config_to_hf(model.config) if cfg.from_scratch
+                           else checkpoint.fingerprint(base))}
         if cfg.resume:
             first = resume.restore(out_dir, named, optimizer, facts)
     until = min(steps, 2) if cfg.dry_run else steps
@@ -447,6 +448,7 @@ def optimize(cfg, model, tokenizer, data, device, base):
         if rank() == 0:
             resume.discard_checkpoints(out_dir)
             if cfg.pictures:
+                outdir.claim(out_dir, 'loss.png')
                 draw_loss(out_dir)
 
 
@@ -493,8 +495,9 @@ def main(argv):
     cfg = load_config(TrainConfig, argv, usage=__doc__)
     results = train(cfg)
     if results and rank() == 0:
-        print_report({'before': (results.get('before'), Path(cfg.out_dir) / 'before'),
-                      'after': (results.get('after'), Path(cfg.out_dir))}, cfg.out_dir)
+        places = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}
+        show_reports([(name, result, places[name]) for name, result in results.items()],
+                     cfg.out_dir, cfg.eval.pictures)
 
 
 if __name__ == '__main__':
