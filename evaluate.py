@@ -1145,7 +1145,7 @@ if __name__ == '__main__':
     except BrokenPipeError:     # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
-    except (ConfigError, DataError, checkpoint.CheckpointError, resume.TrainingError,
+    except (ConfigError, DataError, checkpoint.CheckpointError,
             OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:

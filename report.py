@@ -18,6 +18,7 @@ import numpy as np
 
 import metrics
 from data import DataError, forked_pool, read_rows
+from outdir import claim, write_text
 
 # the columns of a table: key in a report, title, format
 SHORT = (('n', 'questions', 'd'), ('accuracy', 'accuracy', '.3f'),
@@ -434,6 +435,7 @@ def show_reports(rows, out_dir, pictures=True):
                 s for s in last_asked(read_samples(Path(folder) / 'samples.jsonl'))
                 if s['task'] == task and s.get('split') != 'validation'], entry['norm']))
                 for name, entry, folder in entries]
+            claim(out_dir, f'reliability-{task}.png')
             draw_reliability(Path(out_dir) / f'reliability-{task}.png', panels)
 
 
@@ -503,13 +505,6 @@ def warn_on_failure(name):
     except Exception as error:      # matplotlib raises many kinds
         print(f'warning: {name} was not written: {type(error).__name__}: {error}',
               file=sys.stderr)
-
-
-def write_text(path, text):
-    """Write a file under a temporary name, then rename it: it is never there in part."""
-    part = Path(f'{path}.tmp')
-    part.write_text(text, encoding='utf-8')
-    os.replace(part, path)
 
 
 # ------------------------------------------------------------------------------------------------
