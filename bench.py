@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import checkpoint
 import metrics
 import model as models
 import train
@@ -42,7 +43,7 @@ from data.packing import pack
 from evaluate import (EvalConfig, evaluate, load_model_tokenizer, load_tasks, option_log_probs,
                       prepare, tokenize_questions)
 from fused_ce import smoothed_cross_entropy, token_statistics
-from results import write_text
+from report import write_text
 
 
 @dataclass
@@ -565,7 +566,7 @@ def real_batches(data, tokenizer):
 def our_model(raw):
     torch.set_default_dtype(torch.bfloat16)
     with torch.device('cuda'):
-        model = models.CausalLM(models.ModelConfig.from_hf(raw))
+        model = models.CausalLM(checkpoint.config_from_hf(raw))
         model.init_weights()
     torch.set_default_dtype(torch.float32)
     return model

@@ -6,7 +6,7 @@
 Prompts that share a beginning share its tokens: a packed row holds [prefix | question | options |
 question | options | ...] as a tree, and each token sees only its own ancestors. Log-probabilities
 are float32 from the logits on. What is scored goes to samples.jsonl at once; an interrupted run
-goes on from there. results.json, .md, .csv and the pictures are computed from it (results.py).
+goes on from there. results.json, .md, .csv and the pictures are computed from it (report.py).
 """
 
 import os
@@ -21,7 +21,6 @@ import json
 import math
 import platform
 import queue
-import re
 import subprocess
 import sys
 import threading
@@ -36,10 +35,12 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import checkpoint
 import compare
 import model as models
-import resume
-import results as reporting
+import outdir
+import report as reporting
+from checkpoint import pick_device, pick_dtype
 from configs import ConfigError, load_config, read_assignments, require_range
 from data import DataError, read_rows
 from data.probes import INSTRUCTIONS, load_texts
@@ -665,7 +666,7 @@ def score_task(load, folder, context, tokenizer, label, work, cfg, done, write):
             common = dict(zip(('task', 'split', 'language', 'id'), key)) | {'prompt': name}
             make = question_sample if work.kind == 'questions' else text_samples
             if not np.isfinite(values).all():
-                raise models.CheckpointError(bad_logits(f'{label}: {work.unit[:-1]} {item.id}',
+                raise checkpoint.CheckpointError(bad_logits(f'{label}: {work.unit[:-1]} {item.id}',
                                                         folder))
             for sample in make(item, tree, numbers, values):
                 write(common | sample)
@@ -677,7 +678,7 @@ def score_task(load, folder, context, tokenizer, label, work, cfg, done, write):
 
 def bad_logits(place, folder):
     """The message for NaN or infinite logits: which tensor is damaged, if one is."""
-    name = models.nonfinite_tensor(folder)
+    name = checkpoint.nonfinite_tensor(folder)
     reason = f'{name} in {folder} holds NaN or infinity: download or train the model again' if name \
         else f'the weights in {folder} are finite, so its activations overflow: try --dtype=float32'
     return f'{place}: the model gives NaN or infinite logits; {reason}'
@@ -727,19 +728,19 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
                   pack_len=cfg.pack_len or (16384 if device.startswith('cuda') else 4096),
                   add_bos=trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos)
     out_dir = Path(out_dir)
-    config = models.read_config(folder)
-    identity = {'model': models.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
+    config = checkpoint.read_config(folder)
+    identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
     loaded = [model] if model else []
 
     def load():
         if not loaded:
-            loaded.append(models.load(folder, device, pick_dtype(cfg.dtype, device)))
+            loaded.append(checkpoint.load(folder, device, pick_dtype(cfg.dtype, device)))
             prepare(loaded[0], cfg)
         return loaded[0]
 
     if not model:
-        models.check_weights(folder, config)    # before --overwrite deletes anything
-    resume.claim(out_dir, *output_files(tasks, cfg))
+        checkpoint.check_weights(folder, config)    # before --overwrite deletes anything
+    outdir.claim(out_dir, *output_files(tasks, cfg))
     earlier, done = open_folder(out_dir, tasks, cfg, identity)
     announce(config, tasks, cfg, done)
     found, wanted = {}, {}
@@ -769,7 +770,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
                'distribution': distribution('questions', cfg), 'seed': cfg.seed,
                'versions': versions(), 'identity': identity, 'reach': reach,
                'tasks': earlier | found}
-    reporting.save(results, draw_panels(results['tasks'], samples, found) if cfg.pictures else {},
+    reporting.write_results(results, draw_panels(results['tasks'], samples, found) if cfg.pictures else {},
                    out_dir)
     return results
 
@@ -794,7 +795,7 @@ def distribution(kind, cfg):
 
 
 def draw_panels(tasks, samples, found):
-    """What reporting.save draws: {task: (Predictions, {language: Predictions})}.
+    """What report.write_results draws: {task: (Predictions, {language: Predictions})}.
 
     The diagrams by language are drawn of the tasks in `found` alone: the others are there. A task
     evaluated earlier is left out where its samples have become others than its results are of.
@@ -851,7 +852,7 @@ def open_folder(out_dir, tasks, cfg, identity):
     deletes it, if an evaluation wrote it. Drops a last line that a crash has cut off.
     """
     if cfg.overwrite:
-        for name in resume.written_files(out_dir):
+        for name in outdir.written_files(out_dir):
             if name in (*OUTPUTS, DIAGRAM) or fnmatch(name, GRID.format('*')):
                 (out_dir / name).unlink(missing_ok=True)
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
@@ -1053,35 +1054,9 @@ def versions():
             'numpy': np.__version__, 'device': device}
 
 
-def pick_device(device):
-    """`device`, for 'auto' what this machine has.
-
-    A GPU named by its number is made the current one: kernels and events go there.
-    """
-    if device == 'auto':
-        return 'cuda' if torch.cuda.is_available() else 'cpu'
-    if not re.fullmatch(r'cpu|cuda(:\d+)?', device):
-        raise ConfigError(f"device = {device!r}; wanted 'auto', 'cpu', 'cuda' or 'cuda:0'")
-    if device.startswith('cuda') and not torch.cuda.is_available():
-        raise ConfigError(f'device = {device!r}, but this machine has no CUDA device')
-    if ':' in device:
-        number, there = int(device.partition(':')[2]), torch.cuda.device_count()
-        if number >= there:
-            raise ConfigError(f'device = {device!r}, but this machine has CUDA devices '
-                              f'0 to {there - 1}')
-        torch.cuda.set_device(number)
-    return device
-
-
-def pick_dtype(dtype, device):
-    if dtype == 'auto':
-        return torch.bfloat16 if device.startswith('cuda') else torch.float32
-    return getattr(torch, dtype)
-
-
 def load_model_tokenizer(folder, config=None):
     """The tokenizer of a model folder, checked against the size of the model's vocabulary."""
-    vocab_size = (config or models.read_config(folder)).vocab_size
+    vocab_size = (config or checkpoint.read_config(folder)).vocab_size
     tokenizer = load_tokenizer(folder)
     if tokenizer.n_vocab > vocab_size:
         raise ConfigError(f'{folder}: the tokenizer has {tokenizer.n_vocab} pieces, the model '
@@ -1119,7 +1094,7 @@ def main(argv):
     if not cfg.model:
         raise ConfigError('which model? --model=out/run or --model=google/gemma-2-2b')
     pick_device(cfg.device)
-    folder = models.fetch(cfg.model, cfg.revision)
+    folder = checkpoint.fetch(cfg.model, cfg.revision)
     tokenizer = load_model_tokenizer(folder)
     tasks = load_tasks(cfg)  # whatever is wrong with them is said before the model is loaded
     local = Path(cfg.model).is_dir()
@@ -1142,9 +1117,9 @@ def expand(name):
 
 
 def lock_output(out_dir):
-    """resume.lock, with a message for a folder that cannot be written."""
+    """outdir.lock, with a message for a folder that cannot be written."""
     try:
-        return resume.lock(out_dir)
+        return outdir.lock(out_dir)
     except OSError as error:
         raise ConfigError(f'{out_dir} cannot be written ({error.strerror}); give another '
                           f'--out_dir') from error
@@ -1170,7 +1145,7 @@ if __name__ == '__main__':
     except BrokenPipeError:     # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
-    except (ConfigError, DataError, models.CheckpointError, resume.TrainingError,
+    except (ConfigError, DataError, checkpoint.CheckpointError,
             OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:

@@ -84,7 +84,8 @@ class StepLog:
 
     def begin(self):
         """A step begins where the one before it ends, or now, if that one has been read."""
-        self.began = self.unread[-1] if self.unread else HostCopy(torch.zeros((), device=self.device))
+        now = torch.zeros((), device=self.device)
+        self.began = self.unread[-1] if self.unread else HostCopy(now)
 
     def end(self, step, lr, chosen, packed, values):
         """Take the numbers of a step, a tensor on the device, and read those of the one before."""

@@ -82,11 +82,11 @@ def check_folder(cfg, free_keys):
     written = written_files(out_dir)
     if written is None and not is_empty(out_dir):
         raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the '
-                          f'list of the files that a run wrote, so nothing in it is touched; choose '
-                          f'another --out_dir, or move that folder away')
+                          f'list of the files that a run wrote, so nothing in it is touched; '
+                          f'choose another --out_dir, or move that folder away')
     if foreign := foreign_file(out_dir, RUN_FILES):
-        raise ConfigError(f'{foreign} was not written by a run, and a run would replace it; move it '
-                          f'away or choose another --out_dir')
+        raise ConfigError(f'{foreign} was not written by a run, and a run would replace it; move '
+                          f'it away or choose another --out_dir')
     before = out_dir / 'train_config.py'
     if cfg.resume and before.exists():
         values = read_assignments(before)

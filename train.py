@@ -39,13 +39,13 @@ from data.instruct import load_conversations
 from data.packing import epoch_order, pack
 from data.text import load_text
 from evaluate import EvalConfig, check_eval_config, evaluate, load_tasks
-from fused_ce import smoothed_cross_entropy, token_statistics
+from fused_ce import fused_loss, parse_loss, smoothing, token_statistics
 from log import StepLog, peak_memory, print_sizes, show_example
 from model import LORA_TARGETS, CausalLM, add_lora, compile_blocks
 from optim import AdamW
 from parallel import (abort_processes, barrier, first_process_first, gather, join_processes,
                       leave_processes, rank, shard, sum_over_processes, world_size)
-from report import draw_loss, print_report
+from report import draw_loss, show_reports
 from resume import Stopped, TrainingError
 
 
@@ -79,6 +79,7 @@ class TrainConfig:
     pack_len: int = 4096                      # tokens per packed row; >= max_length
     micro_rows: int = 1                       # rows per forward pass; does not change the result
     # loss
+    loss: str = 'cross_entropy()'             # or 'focal(2) + z_loss(1e-4)': see docs/losses.md
     smoothing: float = 0.0                    # mass of the target spread over the vocabulary
     loss_reduction: Literal['token', 'sequence'] = 'token'  # mean over the supervised tokens of a
     #                                           step, or mean of sequence means as in older recipes
@@ -157,6 +158,7 @@ def check_config(cfg):
     if cfg.tracker != 'none' and not importlib.util.find_spec(cfg.tracker):
         raise ConfigError(f"tracker = '{cfg.tracker}', which is not installed: "
                           f'pip install {cfg.tracker}')
+    training_loss(cfg)
     if cfg.resume and cfg.overwrite:
         raise ConfigError('resume continues the run in out_dir, overwrite removes it; set one')
     if cfg.eval:
@@ -242,6 +244,14 @@ def micro_batches(packed, cfg, device):
         yield chosen, inputs, torch.from_numpy(packed['targets'][chosen])
 
 
+def training_loss(cfg):
+    """Return the loss that `loss` and `smoothing` say; raise ConfigError."""
+    try:
+        return parse_loss(cfg.loss) + smoothing(cfg.smoothing)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def forward_backward(model, packed, cfg, device):
     """Accumulate the gradients of a step; return its loss and plain NLL, a tensor [2] on `device`.
 
@@ -254,9 +264,9 @@ def forward_backward(model, packed, cfg, device):
     for rows, inputs, targets in micro_batches(packed, cfg, device):
         options = ({'num_items': n_targets} if weights is None else
                    {'reduction': 'sum', 'token_weight': torch.from_numpy(weights[rows])})
-        loss, nll = smoothed_cross_entropy(model(*inputs), model.head, targets,
-                                           smoothing=cfg.smoothing, memory=memory,
-                                           softcap=model.config.final_logit_softcapping, **options)
+        loss, nll = fused_loss(model(*inputs), model.head, targets, training_loss(cfg),
+                               softcap=model.softcap, memory=memory,
+                               **options)
         (loss * world_size()).backward()        # FSDP averages gradients over processes
         total += torch.stack((loss.detach(), nll))
     return sum_over_processes(total)
@@ -282,8 +292,8 @@ def validation_loss(model, packed, cfg, device):
     model.eval()
     parts = []
     for _, inputs, targets in micro_batches(packed, cfg, device):
-        s = token_statistics(model(*inputs), model.head, targets, smoothing=cfg.smoothing,
-                             softcap=model.config.final_logit_softcapping)
+        s = token_statistics(model(*inputs), model.head, targets, loss=training_loss(cfg),
+                             softcap=model.softcap)
         columns = s.loss, s.nll, (s.top_logit - s.lse).exp(), s.top_token.cpu() == targets
         parts.append(torch.stack([x.cpu()[targets >= 0].double() for x in columns]).numpy())
     model.train()
@@ -313,8 +323,8 @@ def train(cfg):
     """Do the run `cfg`; return {'before' and 'after': results of evaluate()}, where asked for.
 
     With resume=True, what is there already is kept: weights, reports, the last checkpoint. Raises
-    ConfigError, DataError, CheckpointError or TrainingError; nothing is replaced before model, data,
-    tasks and settings have been checked.
+    ConfigError, DataError, CheckpointError or TrainingError. Nothing is replaced before model,
+    data, tasks and settings have been checked.
     """
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
@@ -384,7 +394,7 @@ def build_optimizer(model, cfg):
     groups = [{'params': [p for p in trained if p.ndim >= 2], 'weight_decay': cfg.weight_decay},
               {'params': [p for p in trained if p.ndim < 2], 'weight_decay': 0.0}]
     return AdamW([group for group in groups if group['params']], cfg.lr, cfg.betas, cfg.eps,
-                 stochastic=cfg.master_weights == 'stochastic', seed=cfg.seed)
+                 stochastic=cfg.master_weights == 'stochastic', seed=cfg.seed, rank=rank())
 
 
 def optimize(cfg, model, tokenizer, data, device, base):
@@ -398,7 +408,8 @@ def optimize(cfg, model, tokenizer, data, device, base):
     show_example(sequences[kept[epoch_order(len(kept), 0, cfg.seed)[0]]], tokenizer)
     if not cfg.dry_run:
         facts = {'steps': steps, 'sequences': len(kept), 'data': sequences.digest,
-                 'model': checkpoint.fingerprint(base, model.config)}
+                 'model': (checkpoint.config_to_hf(model.config) if cfg.from_scratch
+                           else checkpoint.fingerprint(base))}
         if cfg.resume:
             first = resume.restore(out_dir, named, optimizer, facts)
     until = min(steps, 2) if cfg.dry_run else steps
@@ -437,6 +448,7 @@ def optimize(cfg, model, tokenizer, data, device, base):
         if rank() == 0:
             resume.discard_checkpoints(out_dir)
             if cfg.pictures:
+                outdir.claim(out_dir, 'loss.png')
                 draw_loss(out_dir)
 
 
@@ -483,8 +495,9 @@ def main(argv):
     cfg = load_config(TrainConfig, argv, usage=__doc__)
     results = train(cfg)
     if results and rank() == 0:
-        print_report({'before': (results.get('before'), Path(cfg.out_dir) / 'before'),
-                      'after': (results.get('after'), Path(cfg.out_dir))}, cfg.out_dir)
+        places = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}
+        show_reports([(name, result, places[name]) for name, result in results.items()],
+                     cfg.out_dir, cfg.eval.pictures)
 
 
 if __name__ == '__main__':
@@ -502,8 +515,8 @@ if __name__ == '__main__':
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:
         sys.exit('error: out of GPU memory; --checkpoint_activations, --micro_rows=1 and a shorter '
-                 '--pack_len need less for a forward pass, --master_weights=stochastic less for the '
-                 'weights')
+                 '--pack_len need less for a forward pass, --master_weights=stochastic less for '
+                 'the weights')
     except Stopped as stopped:
         print(stopped)
         sys.exit(128 + stopped.signal)

@@ -74,7 +74,7 @@ def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0
             return log_probs(x)
 
     centered = head[tokens] - head.mean(0)
-    centered *= head.shape[1] ** 0.5 / centered.norm(dim=1, keepdim=True)
+    centered = centered / centered.norm(dim=1, keepdim=True) * head.shape[1] ** 0.5
     sure = minimize(token_nll, centered)
     start = torch.randn(n_tokens, head.shape[1], generator=generator).to(head.device)
     unsure = minimize(lambda log_p: -entropy(log_p), start)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import compare
 import configs
 import evaluate
 import metrics
-import results
+import report
 from common import HERE, write_rows, write_run
 from data import DataError
 
@@ -36,7 +35,7 @@ def csv_rows(path):
 def test_compare_over_questions(tmp_path, capsys):
     write_run(tmp_path / 'a', languages=('de', 'en', 'sw'), n=60)
     write_run(tmp_path / 'sharp', languages=('de', 'en', 'sw'), n=60, settings={'smoothing': 0.1})
-    sharp = results.read_samples(tmp_path / 'a' / 'samples.jsonl')
+    sharp = report.read_samples(tmp_path / 'a' / 'samples.jsonl')
     for sample in sharp:
         sample['log_probs'] = [5 * x for x in sample['log_probs']]
     write_rows(tmp_path / 'sharp' / 'samples.jsonl', sharp)
@@ -139,7 +138,7 @@ def test_tasks_scored_in_different_ways(tmp_path, capsys):
 
 def test_other_questions_are_not_paired(tmp_path, capsys):
     a, b = write_run(tmp_path / 'a', n=50), write_run(tmp_path / 'b', n=50)
-    samples = results.read_samples(b / 'samples.jsonl')
+    samples = report.read_samples(b / 'samples.jsonl')
     for sample in samples[:20]:     # the same id, but another question
         sample['answer'] = (sample['answer'] + 1) % 4
     for i, sample in enumerate(samples[20:25]):
@@ -153,7 +152,7 @@ def test_other_questions_are_not_paired(tmp_path, capsys):
 
 def test_questions_asked_again_count_once(tmp_path):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
-    old = [s | {'prompt': 'old', 'answer': 0} for s in results.read_samples(a / 'samples.jsonl')]
+    old = [s | {'prompt': 'old', 'answer': 0} for s in report.read_samples(a / 'samples.jsonl')]
     content = (a / 'samples.jsonl').read_text()
     for name, text in (('new', content), ('out', ''.join(json.dumps(s) + '\n' for s in old)
                                           + content)):
@@ -173,8 +172,8 @@ def test_tasks_not_in_common(tmp_path, capsys):
         for task in both:
             rows = [token | {'id': f't{i}', 'correct': i % 2 == 0} for i in range(9)]
             if task == 'arc':
-                rows = results.read_samples(c / 'samples.jsonl')
-            entry = {'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token',
+                rows = report.read_samples(c / 'samples.jsonl')
+            entry = {'distribution': 'top token', 'norm': 'token',
                      'pooled': {'n': len(rows)}}
             content['tasks'] = {task: entry} | content['tasks']
             with open(folder / 'samples.jsonl') as file:
@@ -221,7 +220,7 @@ def study_lines():
 
 def write_lines(path, lines):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(results.csv_text(list(lines)))
+    path.write_text(report.csv_text(list(lines)))
     return path
 
 
@@ -373,10 +372,10 @@ def test_reliability_over_seeds(tmp_path):
     run_compare(out / 'compare.csv', '--reliability', f'--out_dir={again}')
     assert (out / 'bins.csv').read_text() == (again / 'bins.csv').read_text()
     assert (again / 'reliability.png').read_bytes().startswith(b'\x89PNG')
-    one = compare.pooled_bins([b for key, b in compare.read_bins(out / 'bins.csv').items()
+    one = compare.pool_bins([b for key, b in compare.read_bins(out / 'bins.csv').items()
                                if key[0] == 'tuned-0.001-0.1'])
     assert one['count'].sum() == 80
-    rows = [results.predictions(results.read_samples(
+    rows = [report.predictions(report.read_samples(
         grid / f'seed-{seed}' / 'tuned-0.001-0.1' / 'samples.jsonl'), 'token') for seed in (0, 1)]
     right = metrics.bins(*(np.concatenate([getattr(p, key) for p in rows])
                            for key in ('probs', 'labels')))

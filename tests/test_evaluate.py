@@ -1,6 +1,7 @@
 """evaluate.py"""
 
 import compare
+import checkpoint
 import configs
 import csv
 import dataclasses
@@ -17,7 +18,7 @@ import os
 import pytest
 import random
 import resource
-import results
+import report
 import resume
 import shutil
 import signal
@@ -65,7 +66,7 @@ def plain_log_probs(model, tree, device):
 @pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2'])
 def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     reference_model(name, tmp_path)
-    model = models.load(tmp_path, device)
+    model = checkpoint.load(tmp_path, device)
     model.model.attention = 'explicit'  # FlexAttention does not take these odd head sizes
     trees = random_trees(np.random.default_rng(len(name)))
     right = [plain_log_probs(model, tree, device) for tree in trees]
@@ -79,7 +80,7 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
 
 def test_deterministic_means_the_same_bits(tmp_path):
     reference_model('gemma2', tmp_path)
-    model = models.load(tmp_path)
+    model = checkpoint.load(tmp_path)
     trees = random_trees(np.random.default_rng(0))
     alone = [evaluate.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
     order = np.random.default_rng(1).permutation(len(trees))
@@ -91,7 +92,7 @@ def test_deterministic_means_the_same_bits(tmp_path):
 def test_wanted_tokens_of_a_text(tmp_path):
     """Log-probability, top token, its log-probability and entropy, packed beside other texts."""
     reference_model('llama', tmp_path)
-    model = models.load(tmp_path)
+    model = checkpoint.load(tmp_path)
     rng = np.random.default_rng(0)
     trees = [evaluate.Tree((), rng.integers(0, 211, n).tolist(), wanted=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
@@ -114,7 +115,7 @@ def test_trees_in_bfloat16(name, tmp_path):
     """Compiled FlexAttention over packed trees: no further off than one sequence per option."""
     torch._dynamo.reset()
     reference_model(name, tmp_path, head_dim=32)
-    exact, half = models.load(tmp_path), models.load(tmp_path, 'cuda', torch.bfloat16)
+    exact, half = checkpoint.load(tmp_path), checkpoint.load(tmp_path, 'cuda', torch.bfloat16)
     trees = random_trees(np.random.default_rng(3))
     with torch.no_grad():
         right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
@@ -280,7 +281,7 @@ def test_company_changes_nothing_but_rounding(scored_folder, tmp_path):
 
     def samples(folder, name, *arguments):
         scored(folder, tmp_path / name, *arguments)
-        rows = results.read_samples(tmp_path / name / 'samples.jsonl')
+        rows = report.read_samples(tmp_path / name / 'samples.jsonl')
         return {(r['language'], r['id']): r for r in rows}
     plain = samples(scored_folder, 'a')
     other = samples(turned, 'b', '--pack_len=200', '--batch_rows=3')
@@ -308,10 +309,10 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     pooled = (found['tasks']['global_mmlu']['pooled'] for found in (whole, again))
     assert np.allclose(*([report[k] for k in ('accuracy', 'confidence', 'ece', 'nll')]
                          for report in pooled), atol=1e-4)
-    rows = results.read_samples(tmp_path / 'cut' / 'samples.jsonl')
+    rows = report.read_samples(tmp_path / 'cut' / 'samples.jsonl')
     assert len(rows) == len({(r['language'], r['id']) for r in rows}) == 120
     # all is there: another normalisation needs no model, and gives the same results twice
-    monkeypatch.setattr(models, 'load', None)
+    monkeypatch.setattr(checkpoint, 'load', None)
     assert scored(scored_folder, tmp_path / 'whole')['tasks']['global_mmlu']['pooled'] == (
         whole['tasks']['global_mmlu']['pooled'])
     flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')
@@ -328,7 +329,7 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     path = tmp_path / 'changed' / 'data' / 'sw_test.jsonl'
     path.write_text(path.read_text().replace('?', ' then?', 1))
     scored(tmp_path / 'changed', tmp_path / 'whole')
-    rows = results.read_samples(tmp_path / 'whole' / 'samples.jsonl')
+    rows = report.read_samples(tmp_path / 'whole' / 'samples.jsonl')
     assert len(rows) == 121
     assert json.loads((tmp_path / 'whole' / 'results.json').read_text())['tasks']['global_mmlu'][
         'pooled']['n'] == 120
@@ -358,8 +359,8 @@ def test_a_folder_holds_every_task_scored_there(scored_folder, tmp_path, capsys,
     out, foxes = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 30, 'fox')
     stones = write_words(tmp_path / 'stones.jsonl', 20, 'stone')
     drawn = []
-    draw = results.draw_reliability
-    monkeypatch.setattr(results, 'draw_reliability', lambda path, panels, *rest, **more: (
+    draw = report.draw_reliability
+    monkeypatch.setattr(report, 'draw_reliability', lambda path, panels, *rest, **more: (
         drawn.append([title for title, _ in panels]), draw(path, panels, *rest, **more))[1])
     first = evaluate_words(scored_folder, out, f'--tasks={foxes}')
     both = evaluate_words(scored_folder, out, f'--tasks={stones}', '--norm=sum', '--limit=12')
@@ -421,7 +422,7 @@ def test_overwrite_deletes_after_all_is_checked(scored_folder, tmp_path):
     for arguments in (['--tasks=foxs.jsonl'], ['--batch_rows=0'],
                       [f'--model={tmp_path / "broken"}'], [f'--model={tmp_path / "empty"}'],
                       ['--device=gpu'], [f'--tasks={task}', '--shots=3']):
-        with pytest.raises((configs.ConfigError, DataError, models.CheckpointError)):
+        with pytest.raises((configs.ConfigError, DataError, checkpoint.CheckpointError)):
             evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite', *arguments)
         assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
@@ -459,7 +460,7 @@ def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
             evaluate_words(scored_folder, out, f'--tasks={task}')
     (out / 'results.json').unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(models, 'load', None)     # as the message says: without the model
+        patch.setattr(checkpoint, 'load', None)     # as the message says: without the model
         again = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
     assert again['foxes']['pooled'] == whole['foxes']['pooled']
     lines = (out / 'samples.jsonl').read_text().splitlines()
@@ -486,7 +487,7 @@ def test_a_full_disk_names_the_file_and_loses_nothing(scored_folder, tmp_path):
     n = (out / 'samples.jsonl').read_text().count('\n')
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0 and n > 10 and f'{n} scored earlier' in done.stdout, done.stderr
-    ids = [sample['id'] for sample in results.read_samples(out / 'samples.jsonl')]
+    ids = [sample['id'] for sample in report.read_samples(out / 'samples.jsonl')]
     assert len(ids) == len(set(ids)) == 400
 
 
@@ -495,7 +496,7 @@ def test_weights_that_give_nan(scored_folder, tmp_path):
     rewrite(tmp_path / 'model', lambda tensors: tensors['model.layers.1.mlp.up_proj.weight'][
         3].fill_(math.nan))
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    with pytest.raises(models.CheckpointError, match='foxes: question 0: .* NaN or infinite '
+    with pytest.raises(checkpoint.CheckpointError, match='foxes: question 0: .* NaN or infinite '
                        r'logits; model.layers.1.mlp.up_proj.weight in .* holds NaN'):
         evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}')
 
@@ -559,7 +560,7 @@ def test_progress_without_a_terminal(capsys, monkeypatch):
         'foxes: 62 of 100 questions, 0.8 per second, 00:45 left']
 
 
-@pytest.mark.skipif(results.forked_processes() < 2, reason='needs two cores')
+@pytest.mark.skipif(report.forked_processes() < 2, reason='needs two cores')
 def test_interrupt_while_intervals_are_drawn(scored_folder, tmp_path):
     """Ctrl-C goes to the worker processes too: one line all the same, and an end."""
     task, out = write_words(tmp_path / 'foxes.jsonl', 100, 'fox'), tmp_path / 'out'
@@ -623,7 +624,7 @@ def test_a_killed_evaluation_is_whole_in_the_end(scored_folder, tmp_path):
         process.wait()
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = results.read_samples(samples)
+    found = report.read_samples(samples)
     assert len(found) == len({r['id'] for r in found}) == 1500 and kills
 
 
@@ -783,11 +784,11 @@ def test_a_small_study(tmp_path, monkeypatch, capsys):
     assert {line['language'] for line in lines} == {'en', 'l1', 'l2', 'l3'}
     line = next(r for r in lines if (r['kind'], r['seed'], r['language'], r['category'],
                                      r['scaling']) == ('base', '1', 'l2', 'seen', 'temperature'))
-    samples = results.read_samples(Path('out/study/base/seed-1/base/samples.jsonl'))
+    samples = report.read_samples(Path('out/study/base/seed-1/base/samples.jsonl'))
     mine = [s for s in samples if s['task'] == 'text4']
-    held = results.predictions([s for s in mine if s['split'] == 'validation'], 'token')
+    held = report.predictions([s for s in mine if s['split'] == 'validation'], 'token')
     assert len(held.labels) == 12
-    some = results.predictions([s for s in mine if (s['language'], s['category']) == ('l2', 'seen')
+    some = report.predictions([s for s in mine if (s['language'], s['category']) == ('l2', 'seen')
                                 and s['split'] == 'test'], 'token')
     temperature = metrics.fit_temperature(held.scores, held.labels)
     assert float(line['temperature']) == pytest.approx(temperature, rel=1e-4)
@@ -858,12 +859,13 @@ def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
     def run(*arguments):
         out = tmp_path / str(len(list(tmp_path.iterdir())))
         evaluate.main([f'--model={scored_folder / "model"}', f'--out_dir={out}', *arguments])
-        return json.loads((out / 'results.json').read_text())['tasks'], results.read_samples(
+        return json.loads((out / 'results.json').read_text())['tasks'], report.read_samples(
             out / 'samples.jsonl')
     tasks, samples = run(f'--tasks=clm:{tmp_path / "texts.jsonl"},facts:{tmp_path / "facts.jsonl"}')
     assert tasks['clm']['pooled']['n'] == 12 and tasks['facts']['pooled']['n'] >= 22
     assert tasks['clm']['pooled'].keys() >= {'accuracy', 'ece', 'rmsce', 'entropy_bits', 'nll'}
-    tokenizer, model = load_tokenizer(scored_folder / 'model'), models.load(scored_folder / 'model')
+    tokenizer = load_tokenizer(scored_folder / 'model')
+    model = checkpoint.load(scored_folder / 'model')
     for sample in samples:
         text = next(r['text'] for r in rows if r['id'] == sample['text'])
         ids = [tokenizer.bos_id, *tokenizer.encode(text)]
@@ -887,7 +889,7 @@ def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
     evaluate.main([*out, '--seed=2'])
     count = json.loads((tmp_path / 'seeds' / 'results.json').read_text())['tasks']['clm']['pooled']
     positions = {}
-    for sample in results.read_samples(tmp_path / 'seeds' / 'samples.jsonl'):
+    for sample in report.read_samples(tmp_path / 'seeds' / 'samples.jsonl'):
         positions.setdefault(sample['id'], []).append(sample['position'])
     assert count['n'] == 12 == len(positions) and any(len(p) == 2 for p in positions.values())
     with pytest.raises(DataError, match='facts: where are the texts'):
@@ -978,7 +980,7 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
         out = tmp_path / f'out-{task}'
         evaluate.main([f'--model={folder}', f'--tasks={place}', f'--shots={shots}',
                        '--preset=harness', f'--out_dir={out}', '--n_bootstrap=0'])
-        ours = [s['log_probs'] for s in results.read_samples(out / 'samples.jsonl')]
+        ours = [s['log_probs'] for s in report.read_samples(out / 'samples.jsonl')]
         assert len(ours) == len(theirs['found'][task]) > 10
         for a, b in zip(ours, theirs['found'][task], strict=True):
             assert a == pytest.approx(b, abs=1e-4)

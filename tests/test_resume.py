@@ -21,8 +21,8 @@ def long_run(small_world, tmp_path_factory):
     """(arguments of a run whose every random state matters, the folder of it undisturbed)"""
     folder = tmp_path_factory.mktemp('long') / 'whole'
     arguments = [small_world[0] / 'tuned' / 'train_config.py', '--eval_tasks=', '--epochs=80',
-                 '--save_every=7', '--resid_dropout=0.1', '--attn_dropout=0.1', '--val_every=1000',
-                 '--checkpoint_epochs=False', '--device=cpu']
+                 '--save_every=7', '--dtype=bfloat16', '--master_weights=stochastic',
+                 '--val_every=1000', '--checkpoint_epochs=False', '--device=cpu']
     code, _, error = run_train(*arguments, f'--out_dir={folder}')
     assert code == 0, error
     return arguments, folder

@@ -1,6 +1,7 @@
 """train.py"""
 
 import collections
+import checkpoint
 import configs
 import dataclasses
 import evaluate
@@ -8,12 +9,11 @@ import hashlib
 import importlib.util
 import json
 import metrics
-import model as models
 import numpy as np
 import os
 import pytest
 import re
-import results
+import report
 import resume
 import shutil
 import subprocess
@@ -29,7 +29,8 @@ from data.tokenizer import load_tokenizer
 from safetensors.torch import load_file
 
 from common import (
-    HERE, documents, gradients, reference_model, rewrite, run_train, whole_rows, write_rows)
+    HERE, documents, gradients, lora_model, reference_model, rewrite, run_train, whole_rows,
+    write_rows)
 
 
 def tiny_config(**values):
@@ -40,7 +41,7 @@ def tiny_config(**values):
 def tiny_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp('tiny')
     reference_model('gemma2', folder)
-    return models.load(folder)
+    return checkpoint.load(folder)
 
 
 @pytest.mark.parametrize('reduction', ['token', 'sequence'])
@@ -77,20 +78,6 @@ def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
     assert loss == pytest.approx(mean(losses).item(), rel=1e-5)
     assert nll == pytest.approx(mean(nlls).item(), rel=1e-5)
     assert (gradient - expected).norm() < 1e-5 * expected.norm()
-
-
-def test_dropout(tmp_path, monkeypatch):
-    reference_model('mistral_window', tmp_path)
-    tokens = torch.randint(0, 211, (1, 30))
-    plain = models.load(tmp_path)(tokens, *whole_rows(tokens))
-    for rates in ((0.5, 0.0), (0.0, 0.5)):
-        model = models.load(tmp_path, 'cpu', None, *rates)
-        assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), plain)
-        a, b = (model.train()(tokens, *whole_rows(tokens)) for _ in range(2))
-        assert not torch.allclose(a, b) and not torch.allclose(a, plain)
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    with pytest.raises(configs.ConfigError, match='does not work with FlexAttention'):
-        train.check(tiny_config(attn_dropout=0.1, max_length=48, device='cuda'))
 
 
 def test_learning_rate_schedule():
@@ -157,7 +144,7 @@ def test_a_world_of_languages(tmp_path):
         assert len(found) == 4 and any(found <= some for some in words)
     for size in (600, 700):
         folder = tmp_path / f'model-{size}'
-        assert load_tokenizer(folder).n_vocab == models.read_config(folder).vocab_size == size
+        assert load_tokenizer(folder).n_vocab == checkpoint.read_config(folder).vocab_size == size
     # what is there stays; another spec replaces it
     before = (tmp_path / 'text.jsonl').stat().st_mtime_ns
     make_world(tmp_path, 0, spec)
@@ -199,14 +186,14 @@ def test_demo_leaves_a_report(small_world):
 def test_results_follow_from_the_samples(small_world):
     folder, _ = small_world
     written = json.loads((folder / 'tuned' / 'results.json').read_text())
-    samples = results.read_samples(folder / 'tuned' / 'samples.jsonl')
+    samples = report.read_samples(folder / 'tuned' / 'samples.jsonl')
     assert len(samples) == 40
-    found = results.predictions(samples, 'token')
+    found = report.predictions(samples, 'token')
     pooled = written['tasks']['questions']['pooled']
-    report = metrics.report(found.probs, found.labels, found.n_options)
-    assert report == pytest.approx({key: pooled[key] for key in report})
+    expected = metrics.report(found.probs, found.labels, found.n_options)
+    assert expected == pytest.approx({key: pooled[key] for key in expected})
     assert written['tasks']['questions']['distribution'] == 'mmlu, 0 shots, text, token'
-    again = results.summarize(samples[::-1], 'token', seed=7)
+    again = report.summarize(samples[::-1], 'token', seed=7)
     assert {k: written['tasks']['questions'][k] for k in again} == again
     for key, (low, high) in pooled['intervals'].items():
         assert low <= high and (key in ('mce', 'ece', 'sce', 'ace', 'ece_equal_mass')  # biased
@@ -217,7 +204,7 @@ def test_demo_folder_loads_in_transformers(small_world):
     import transformers
     folder = small_world[0] / 'tuned'
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    model = models.load(folder)
+    model = checkpoint.load(folder)
     tokens = torch.randint(0, 1280, (1, 50))
     ours = model.logits(model(tokens, *whole_rows(tokens)))
     assert torch.allclose(ours, reference(tokens).logits, atol=1e-4)
@@ -306,7 +293,7 @@ def test_several_runs_go_on_where_they_stopped(small_world, tmp_path, monkeypatc
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
 def test_rows_of_one_document_need_no_mask(name, tmp_path):
     reference_model(name, tmp_path)
-    model = models.load(tmp_path)
+    model = checkpoint.load(tmp_path)
     packed = packing.pack(documents(2, [40, 31, 48]), 48)
     tokens, positions, ends = (torch.from_numpy(packed[k]) for k in ('tokens', 'positions', 'ends'))
     real = torch.from_numpy(packed['owner']) >= 0
@@ -326,7 +313,7 @@ def test_checkpointed_activations_change_nothing(name, tmp_path):
     packed = packing.pack(documents(3, [40, 31, 48, 9]), 48)
     results = []
     for again in (False, True):
-        model = models.load(tmp_path, 'cpu', None, 0.0, 0.2).train()
+        model = lora_model(tmp_path, dropout=0.2).train()
         model.model.checkpoint = again
         torch.manual_seed(5)
         results.append(gradients(model, packed, tiny_config(smoothing=0.1)))
@@ -406,75 +393,6 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     assert apart(one, load_file(tmp_path / 'half' / 'model.safetensors')) < 1e-3
 
 
-def lora_model(folder, targets=models.LORA_TARGETS, dropout=0.0, seed=0):
-    """A model with adapters that do something."""
-    model = models.load(folder)
-    torch.manual_seed(seed)
-    models.add_lora(model, 4, 16.0, dropout, targets)
-    for name, p in model.named_parameters():
-        if 'lora_B' in name:
-            torch.nn.init.normal_(p, std=0.05)
-    return model
-
-
-@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
-def test_lora(name, tmp_path):
-    reference_model(name, tmp_path / 'base')
-    tokens = torch.randint(0, 211, (2, 30))
-    plain = models.load(tmp_path / 'base')
-    hidden = plain(tokens, *whole_rows(tokens))
-    model = models.load(tmp_path / 'base')
-    models.add_lora(model, 8, 32.0, 0.1, ('q_proj', 'v_proj'))
-    assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), hidden)   # B begins at zero
-    trained = [n for n, p in model.named_parameters() if p.requires_grad]
-    assert len(trained) == 4 * plain.config.num_hidden_layers
-    assert all(re.search(r'(q|v)_proj.lora_[AB].weight$', n) for n in trained)
-    a, b = (model.train()(tokens, *whole_rows(tokens)) for _ in range(2))
-    assert torch.equal(a, b)                        # dropout on what B, still zero, multiplies
-    model = lora_model(tmp_path / 'base')
-    adapted = model(tokens, *whole_rows(tokens))
-    assert not torch.allclose(adapted, hidden, atol=1e-2)
-    adapted.square().sum().backward()
-    assert all((p.grad is not None) == ('lora' in n) for n, p in model.named_parameters())
-    # dropout acts on what enters the adapter alone
-    some = lora_model(tmp_path / 'base', dropout=0.5).train()
-    a, b = (some(tokens, *whole_rows(tokens)) for _ in range(2))
-    assert not torch.allclose(a, b)
-    # merged, as anybody loads it
-    models.save(model, tmp_path / 'merged', torch.float32)
-    merged = models.load(tmp_path / 'merged')
-    assert torch.allclose(merged(tokens, *whole_rows(tokens)), adapted, atol=1e-4)
-    assert merged.state_dict().keys() == plain.state_dict().keys()
-    import transformers
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / 'merged', attn_implementation='eager')
-    assert torch.allclose(reference(tokens).logits, model.logits(adapted), atol=2e-4)
-    # one rounding: of the float32 sum
-    models.save(model, tmp_path / 'half', torch.bfloat16)
-    key = 'model.layers.1.self_attn.v_proj'
-    layer = model.get_submodule(key)
-    exact = layer.weight + 4 * (layer.lora_B.weight @ layer.lora_A.weight)
-    assert torch.equal(load_file(tmp_path / 'half' / 'model.safetensors')[f'{key}.weight'],
-                       exact.bfloat16())
-    with pytest.raises(ValueError, match="lora_targets = .'query',.; wanted some of q_proj"):
-        models.add_lora(plain, 8, 32.0, 0.1, ('query',))
-
-
-@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
-def test_adapter_loads_in_peft(name, tmp_path):
-    import peft
-    import transformers
-    reference_model(name, tmp_path / 'base')
-    model = lora_model(tmp_path / 'base')
-    models.save_adapter(model, tmp_path / 'adapter', str(tmp_path / 'base'))
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
-    reference = peft.PeftModel.from_pretrained(base, tmp_path / 'adapter').eval()
-    tokens = torch.randint(0, 211, (2, 30))
-    ours = model.logits(model(tokens, *whole_rows(tokens)))
-    assert torch.allclose(ours, reference(tokens).logits, atol=2e-4)
-    assert not torch.allclose(ours, reference.unload()(tokens).logits, atol=1e-2)
-
-
 def test_lora_run(small_world, tmp_path):
     """What `train.py --lora` leaves: merged weights, and an adapter that makes them of the base."""
     import peft
@@ -489,7 +407,7 @@ def test_lora_run(small_world, tmp_path):
     tokens = torch.randint(0, 1280, (1, 40))
     assert torch.allclose(merged(tokens).logits, adapted(tokens).logits, atol=1e-3)
     assert not torch.allclose(merged(tokens).logits, adapted.unload()(tokens).logits, atol=1e-2)
-    ours = models.load(tmp_path)
+    ours = checkpoint.load(tmp_path)
     assert torch.allclose(ours.logits(ours(tokens, *whole_rows(tokens))), merged(tokens).logits,
                           atol=1e-3)
 
@@ -528,48 +446,6 @@ def test_compiled_steps(name, master, tmp_path):
     # a norm of gradients at weights that were rounded at random, summed in bfloat16
     assert np.allclose(runs[0], runs[1], rtol=0.03 if master == 'exact' else 0.1)
     assert np.allclose(runs[0][:, :2], runs[1][:, :2], rtol=0.003)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-@pytest.mark.parametrize('head_dim, softcap', [(64, None), (128, None), (256, 50.0)])
-def test_tuned_attention(head_dim, softcap):
-    """The block sizes of HOPPER_OPTIONS in bfloat16, beside the explicit mask in float32."""
-    T, heads, kv = 600, 8, 4
-    packed = packing.pack(documents(0, [300, 200, 250, 90, 40, 600]), T)
-    positions, ends = (torch.from_numpy(packed[k]).cuda() for k in ('positions', 'ends'))
-    make = torch.Generator('cuda').manual_seed(0)
-    q, k, v, g = (torch.randn(len(ends), n, T, head_dim, generator=make, device='cuda')
-                  for n in (heads, kv, kv, heads))
-    q = 3 * q
-    results = []
-    torch._dynamo.reset()       # other tests may have used up the number of variants
-    for dtype in (torch.float32, torch.bfloat16):
-        for window in (None, 100):
-            x = [t.bfloat16().to(dtype).requires_grad_() for t in (q, k, v)]
-            if dtype == torch.float32:
-                mask = models.explicit_mask(positions, ends, window)
-                y = models.attend_explicit(*x, mask, head_dim ** -0.5, softcap, 0.0)
-            else:
-                mask = models.flex_mask(positions, ends, window,
-                                        models.flex_options(head_dim, x[0]))
-                cap = models._cap_scores(softcap) if softcap else None
-                y = models.attend_flex(*x, mask, head_dim ** -0.5, cap, 0.0)
-            y.backward(g.bfloat16().to(dtype))
-            results.append([y, *(t.grad for t in x)])
-    for right, ours in zip(results[:2], results[2:]):
-        assert all((a - b).norm() < 0.01 * a.norm() for a, b in zip(right, ours))
-
-
-def test_a_gpu_named_by_number_is_the_current_one(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
-    assert evaluate.pick_device('cuda:1') == 'cuda:1' and chosen == [1]
-    assert evaluate.pick_device('auto') == evaluate.pick_device('cuda') == 'cuda'
-    assert evaluate.pick_device('cpu') == 'cpu' and chosen == [1]
-    with pytest.raises(configs.ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
-        evaluate.pick_device('cuda:2')
 
 
 def bad_command_lines(folder, tmp_path):
@@ -628,7 +504,7 @@ def test_bad_input_gives_one_line(small_world, tmp_path):
         main = train.main if program == 'train.py' else evaluate.main
         arguments = [a.replace(f'--out_dir={tmp_path / "out"}', f'--out_dir={tmp_path}/out/rest')
                      for a in arguments]
-        with pytest.raises((configs.ConfigError, DataError, models.CheckpointError)) as error:
+        with pytest.raises((configs.ConfigError, DataError, checkpoint.CheckpointError)) as error:
             main(arguments)
         assert message in str(error.value) and '\n' not in str(error.value)
     assert not list((tmp_path / 'out').rglob('*.safetensors'))
