@@ -20,6 +20,8 @@ from typing import Literal
 import numpy as np
 
 import metrics
+import scaling
+import stats
 from configs import ConfigError, load_config, read_assignments, require_range
 from data import DataError, forked_pool
 from results import (aligned, csv_text, draw_bins, draw_reliability, forked_processes, markdown,
@@ -247,7 +249,7 @@ def difference(name, first, other, first_reports, other_reports, groups, n_boots
     languages = [g for g in groups if g is not None]
     for key, title, _ in COMPARED if len(languages) > 1 else ():
         if key in first_reports[None]:
-            mean, t, p = metrics.student_t([other_reports[g][key] - first_reports[g][key]
+            mean, t, p = stats.student_t([other_reports[g][key] - first_reports[g][key]
                                             for g in languages])
             rows.append([name, f'{len(languages)} languages', '', title, f'{mean:+.4f}',
                          f't = {t:.2f}', f'{p:.2g}'])
@@ -379,7 +381,7 @@ def run_lines(folder, norm):
         scaled = {'none': (everything, {})}
         if run['held'].get(task) and everything.scores is not None:
             held = predictions(run['held'][task], run['norm'])
-            temperature = metrics.fit_temperature(held.scores, held.labels)
+            temperature = scaling.fit_temperature(held.scores, held.labels)
             scaled['temperature'] = (everything._replace(
                 probs=metrics.softmax(everything.scores, temperature)),
                 {'temperature': f'{temperature:.5g}'})
@@ -484,7 +486,7 @@ def plus_minus(values, spec):
     values = list(values)
     if len(values) < 2:
         return format(values[0], spec) if values else ''
-    mean, low, high = metrics.mean_interval(values)
+    mean, low, high = stats.mean_interval(values)
     return f'{mean:{spec}} ± {(high - low) / 2:.3f}'
 
 
@@ -493,7 +495,7 @@ def paired(values, others):
     d = [values[seed] - others[seed] for seed in values if seed in others]
     if len(d) < 2:
         return format(d[0], '+.3f') if d else ''
-    return f'{plus_minus(d, "+.3f")}, p {metrics.student_t(d)[2]:.1g}'
+    return f'{plus_minus(d, "+.3f")}, p {stats.student_t(d)[2]:.1g}'
 
 
 def mean_and_ends(values):
@@ -502,7 +504,7 @@ def mean_and_ends(values):
     The interval of two is 13 standard errors to each side: it would hide the rest of a picture.
     """
     values = list(values)
-    return metrics.mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
+    return stats.mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
 
 
 def titled(names, values):

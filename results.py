@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
+import scaling
+import stats
 from data import DataError, forked_pool, read_rows
 
 # key in a report, title, format
@@ -49,8 +51,8 @@ class Predictions(NamedTuple):
         return metrics.report(self.probs, self.labels, self.n_options) | means
 
     def bootstrap(self, n_resamples, seed):
-        found = metrics.bootstrap(self.probs, self.labels, self.n_options, n_resamples=n_resamples,
-                                  seed=seed)
+        found = stats.bootstrap(self.probs, self.labels, self.n_options, n_resamples=n_resamples,
+                                seed=seed)
         if self.nll is not None:
             random, n = np.random.default_rng(seed), len(self.nll)
             drawn = [random.integers(n, size=n) for _ in range(n_resamples)]
@@ -156,7 +158,7 @@ def sample_order(sample):
 
 
 def measure(groups, n_bootstrap, seed):
-    """({key: report with intervals}, {key: metrics.bootstrap}) of {key: Predictions}.
+    """({key: report with intervals}, {key: stats.bootstrap}) of {key: Predictions}.
 
     In processes, as DataLoader's workers are made, for more than a moment's work. A group's
     resamples are drawn in parts that depend on its size alone, so that the same rows give the same
@@ -254,11 +256,11 @@ def post_hoc(test, held, n_bootstrap, seed):
     if test.scores is not None:
         found['temperature'] = []
     for fit, use in parts:
-        a, b = metrics.fit_platt(*fit.top())
+        a, b = scaling.fit_platt(*fit.top())
         found['platt'].append([a, b])
-        platt[use] = metrics.apply_platt(confidence[use], a, b)
+        platt[use] = scaling.apply_platt(confidence[use], a, b)
         if test.scores is not None:
-            temperature = metrics.fit_temperature(fit.scores, fit.labels)
+            temperature = scaling.fit_temperature(fit.scores, fit.labels)
             found['temperature'].append(temperature)
             scaled[use] = metrics.softmax(test.scores[use], temperature)
     groups = {'platt': Predictions(platt, correct)}

@@ -19,8 +19,10 @@ import random
 import resource
 import results
 import resume
+import scaling
 import shutil
 import signal
+import stats
 import subprocess
 import sys
 import time
@@ -648,7 +650,7 @@ def test_compare(scored_folder, tmp_path, capsys):
     assert accuracy[6:] == ['+0.0000', '+0.0000', '+0.0000', '1.000']
     assert float(ece[6]) == pytest.approx(float(second['ece']) - float(first['ece']), abs=1e-4)
     assert float(ece[-1]) < 0.05
-    found = metrics.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
+    found = stats.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
                                for i in (0, 2, 4)])
     assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
         line[6:10] for line in lines if line[4] == 'languages']
@@ -709,8 +711,8 @@ def test_compare_over_seeds(tmp_path, capsys):
     assert [row[1] for row in rows[2:]] == ['base', '0.0', '0.1'] and {r[2] for r in rows[2:]} == {
         '5'}
     d = [-0.02] * 4 + [-0.01]
-    mean, low, high = metrics.mean_interval(d)
-    assert rows[4][5] == f'{mean:+.3f} ± {(high - low) / 2:.3f}, p {metrics.student_t(d)[2]:.1g}'
+    mean, low, high = stats.mean_interval(d)
+    assert rows[4][5] == f'{mean:+.3f} ± {(high - low) / 2:.3f}, p {stats.student_t(d)[2]:.1g}'
     assert rows[2][4] == rows[2][5] == rows[3][5] == ''
     assert rows[3][4].startswith('+0.080 ± 0.000, p 0')
     assert (tmp_path / 'out' / 'compare.png').read_bytes().startswith(b'\x89PNG')
@@ -792,13 +794,13 @@ def test_what_the_readme_says_of_claim_3():
     sizes, rows, seeds = (64, 256, 1024), (512, 4_096, 32_768, 262_144), '01234'
 
     def cell(effect):
-        mean, low, high = metrics.mean_interval(effect)
+        mean, low, high = stats.mean_interval(effect)
         return f'{mean:.3f} ± {(high - low) / 2:.3f}'
 
     def tested(effect, digits=3):
-        mean, low, high = metrics.mean_interval(effect)
+        mean, low, high = stats.mean_interval(effect)
         return (f'{mean:+.{digits}f} ± {(high - low) / 2:.{digits}f}',
-                f'p {metrics.student_t(effect)[2]:.1g}')
+                f'p {stats.student_t(effect)[2]:.1g}')
 
     def ece_of(figure, task, softcap='30.0'):
         """A function: the ECE of a kind of run, [sizes, rows, seeds]."""
@@ -909,7 +911,7 @@ def test_a_small_study(tmp_path, monkeypatch, capsys):
     assert len(held.labels) == 12
     some = results.predictions([s for s in mine if (s['language'], s['category']) == ('l2', 'seen')
                                 and s['split'] == 'test'], 'token')
-    temperature = metrics.fit_temperature(held.scores, held.labels)
+    temperature = scaling.fit_temperature(held.scores, held.labels)
     assert float(line['temperature']) == pytest.approx(temperature, rel=1e-4)
     assert float(line['ece']) == pytest.approx(
         metrics.ece(metrics.softmax(some.scores, temperature), some.labels), rel=1e-4)
