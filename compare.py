@@ -250,7 +250,7 @@ def difference(name, first, other, first_reports, other_reports, groups, n_boots
     for key, title, _ in COMPARED if len(languages) > 1 else ():
         if key in first_reports[None]:
             mean, t, p = stats.student_t([other_reports[g][key] - first_reports[g][key]
-                                            for g in languages])
+                                          for g in languages])
             rows.append([name, f'{len(languages)} languages', '', title, f'{mean:+.4f}',
                          f't = {t:.2f}', f'{p:.2g}'])
     return rows
@@ -392,10 +392,10 @@ def run_lines(folder, norm):
                              for a, b in zip(of_language, of_category, strict=True)])
             if not rows.any():
                 continue
-            for scaling, (some, more) in scaled.items():
+            for kind, (some, more) in scaled.items():
                 report = some.at(rows).report()
                 lines.append(first | {'task': task, 'language': language, 'category': category,
-                                      'scaling': scaling} | settings | reach | more
+                                      'scaling': kind} | settings | reach | more
                              | {key: float(f'{report[key]:.5g}') for key in KEPT if key in report}
                              | {'bins': metrics.bins(*some.at(rows)[:2])})
     return sorted(lines, key=key_of)

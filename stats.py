@@ -42,6 +42,9 @@ from metrics import (
 # cumulative sums in an order that is found once, and no sorting.
 
 
+MEANS = ('accuracy', 'confidence', 'gap', 'entropy_bits', 'nll', 'brier')
+
+
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
               seed=0) -> dict[str, np.ndarray]:
     """Return the metrics of `report` on `n_resamples` samples of N rows, drawn with replacement.
@@ -64,9 +67,9 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
 
     n, parts = len(correct), []
     chunk = max(1, min(n_resamples, 300_000 // n))
-    workspace = np.empty((2, chunk, n))     # new memory for each chunk would cost as much as the sums
+    workspace = np.empty((2, chunk, n))     # once: new memory would cost as much as the sums
     for counts, sums in _resample(columns, n, n_resamples, chunk, seed):
-        values = {name: x[:, 0] / n for name, x in sums.items() if x.shape[1] == 1}
+        values = {name: sums[name][:, 0] / n for name in MEANS if name in sums}
         values |= _equal_width_metrics(sums, n)
         values |= _sorted_metrics(counts, by_confidence, workspace)
         if by_option:
