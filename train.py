@@ -49,8 +49,8 @@ from evaluate import (EvalConfig, HostCopy, evaluate, load_model_tokenizer, load
                       pick_dtype, task_label)
 from fused_ce import smoothed_cross_entropy, token_statistics
 from optim import AdamW
-from results import (SHORT, draw_reliability, predictions, read_samples, save_figure, table,
-                     write_text)
+from results import (SHORT, draw_reliability, figure_title, predictions, read_samples, save_figure,
+                     setting, table, write_text)
 from resume import Stopped, TrainingError, rank, world
 
 
@@ -207,9 +207,12 @@ def check(cfg):
 
 
 # what a run writes into its folder, beside its checkpoints
-RUN_FILES = ('train_config.py', 'config.json', 'model*.safetensors*', 'log.jsonl*', 'loss.png',
-             'adapter/*', 'epoch-*/*', 'resume-*/*', 'before/*', 'results.*', 'samples.jsonl',
-             'eval_config.json', 'reliability*.png', *models.SIDE_FILES)
+MODEL_FILES = ('config.json', 'model*.safetensors*', *models.SIDE_FILES)
+REPORT_FILES = ('results.json', 'results.md', 'results.csv', 'samples.jsonl', 'eval_config.json',
+                'reliability*.png')
+RUN_FILES = ('train_config.py', 'log.jsonl', 'loss.png', 'adapter/adapter_*', 'resume-*/state*',
+             *MODEL_FILES, *REPORT_FILES, *(f'epoch-*/{name}' for name in MODEL_FILES),
+             *(f'before/{name}' for name in REPORT_FILES))
 
 
 def check_folder(cfg):
@@ -228,8 +231,7 @@ def check_folder(cfg):
             f'{resume.LIST}, the list of files that a run wrote, so nothing in it is touched; '
             f'choose another --out_dir, or move that folder away')
     listed = {*(written or ()), *(f'before/{name}' for name in
-                                  resume.written_files(out_dir / 'before') or ()),
-              f'before/{resume.LIST}'}
+                                  resume.written_files(out_dir / 'before') or ())}
     for path in sorted(p for pattern in RUN_FILES for p in out_dir.glob(pattern)):
         name = path.relative_to(out_dir).as_posix()
         if name not in listed and not path.is_dir() and name.removesuffix('.tmp') not in listed:
@@ -707,22 +709,37 @@ def draw_loss(out_dir):
 
 
 def _draw_loss(out_dir):
+    """Draw loss, NLL and gradient norm by step, from log.jsonl to loss.png."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
     with open(out_dir / 'log.jsonl', encoding='utf-8') as lines:
         log = [json.loads(line) for line in lines]
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1),
                                          layout='constrained')
-    for key, title, style in (('loss', 'smoothed loss', '-'), ('nll', 'NLL', '-'),
-                              ('val_nll', 'NLL, held out', 'o-')):
+    marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
+    for key, title, style in (('loss', 'smoothed loss', marker), ('nll', 'NLL', marker),
+                              ('val_nll', 'NLL, held out', 'o')):
         points = [(r['step'], r[key]) for r in log if key in r]
         if points and not (key == 'loss' and all(r['loss'] == r['nll'] for r in log)):
-            top.plot(*zip(*points, strict=True), style, label=title, linewidth=1, markersize=4)
-    top.set(ylabel='nats a token', title=out_dir.name)
+            top.plot(*zip(*points, strict=True), marker=style, label=title, linewidth=1,
+                     markersize=4)
+    top.set(ylabel='nats per token')
+    top.set_title(figure_title(out_dir.name, 70), fontsize=10)
     top.legend(frameon=False)
-    bottom.plot([r['step'] for r in log], [r['grad_norm'] for r in log], color='grey', linewidth=1)
-    bottom.set(xlabel='step', ylabel='gradient norm', yscale='log')
+    norms = [(r['step'], r['grad_norm']) for r in log if 0 < r['grad_norm'] < math.inf]
+    bottom.plot([step for step, _ in norms], [norm for _, norm in norms], marker=marker,
+                color='grey', linewidth=1)
+    # the limits hold a tick, however close the norms are
+    low = min((norm for _, norm in norms), default=1) / 2
+    high = max((norm for _, norm in norms), default=1) * 2
+    bottom.set(xlabel='step', ylabel='gradient\nnorm', yscale='log', ylim=(low, high))
+    bottom.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,)))
+    bottom.yaxis.set_major_formatter('{x:g}')
+    bottom.yaxis.set_minor_formatter(NullFormatter())
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1,
+                                                steps=(1, 2, 5, 10)))
     save_figure(figure, out_dir / 'loss.png', 150)
 
 
@@ -862,9 +879,9 @@ def compare(cfg, rows, out_dir):
     rows: [(name, results of evaluate, folder that holds its samples)]
     """
     for task in map(task_label, cfg.eval_tasks):
-        print(f'\n{task} ({rows[0][1]["distribution"]})')
+        print(f'\n{setting(task, rows[0][1]["tasks"][task])}')
         print(table([(name, results['tasks'][task]['pooled']) for name, results, _ in rows],
-                    SHORT))
+                    SHORT, 'run'))
         if len(rows) > 10 or not cfg.pictures:     # --compare groups many
             continue
         panels = [(name, predictions([s for s in read_samples(Path(folder) / 'samples.jsonl')

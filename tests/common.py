@@ -174,3 +174,34 @@ def await_steps(process, folder, n):
 def same_weights(a, b):
     a, b = (load_file(folder / 'model.safetensors') for folder in (a, b))
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=('',), held=0,
+              settings=None, result=None):
+    """Put what evaluate.py and train.py leave into `folder`: random answers to n questions.
+
+    settings: lines of train_config.py; result: more of the task's entry in results.json
+    """
+    random = np.random.default_rng([seed, int(1000 * sharpness)])
+    answers = np.random.default_rng(5).integers(4, size=n)      # the same questions in every run
+    samples = []
+    for language in languages:
+        for split, count in (('test', n), ('validation', held)):
+            for i in range(count):
+                logits = sharpness * random.normal(size=4)
+                logits[answers[i % n]] += 1
+                samples.append({
+                    'task': task, 'split': split, 'language': language, 'id': f'q{i}',
+                    'prompt': 'p', 'subject': 's', 'category': '', 'shots': 5,
+                    'answer': int(answers[i % n]), 'options': [' A', ' B', ' C', ' D'],
+                    'log_probs': (logits - np.log(np.exp(logits).sum())).tolist(),
+                    'n_tokens': [1] * 4})
+    write_rows(folder / 'samples.jsonl', samples)
+    entry = {'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token', 'mass': 0.9,
+             'pooled': {'n': n * len(languages)}} | (result or {})
+    (folder / 'results.json').write_text(json.dumps(
+        {'config': {'model': str(folder)}, 'seed': seed, 'tasks': {task: entry}}))
+    settings = {'model': 'some/base', 'seed': seed} | (settings or {})
+    (folder / 'train_config.py').write_text(
+        ''.join(f'{key} = {value!r}\n' for key, value in settings.items()))
+    return folder
