@@ -21,6 +21,8 @@ from typing import Literal
 import numpy as np
 
 import metrics
+import stats
+import scaling
 from configs import ConfigError, load_config, read_assignments, require_range
 from data import DataError, forked_pool
 from report import (aligned, csv_text, draw_bins, draw_reliability, forked_processes, last_asked,
@@ -322,7 +324,7 @@ def difference(name, first, other, first_reports, other_reports, cfg):
     languages = [language for language in first_reports if language is not None]
     for key, title, _ in COMPARED if languages else ():
         if key in first_reports[None]:
-            mean, t, p = metrics.student_t([other_reports[language][key]
+            mean, t, p = stats.student_t([other_reports[language][key]
                                             - first_reports[language][key]
                                             for language in languages])
             rows.append([name, f'{len(languages)} languages', '', title, f'{mean:+.4f}',
@@ -421,7 +423,7 @@ def scale(run, task):
     scaled = {'none': (plain, {})}
     if task in run.held_out and plain.scores is not None:
         held_out = predictions(run.held_out[task], norm)
-        temperature = metrics.fit_temperature(held_out.scores, held_out.labels)
+        temperature = scaling.fit_temperature(held_out.scores, held_out.labels)
         scores = plain.scores / temperature
         scaled['temperature'] = (plain._replace(probs=metrics.softmax(scores), scores=scores),
                                  {'temperature': f'{temperature:.5g}'})
@@ -658,7 +660,7 @@ def plus_minus(values, spec):
     values = list(values)
     if len(values) < 2:
         return format(values[0], spec) if values else ''
-    mean, low, high = metrics.mean_interval(values)
+    mean, low, high = stats.mean_interval(values)
     return f'{mean:{spec}} ± {(high - low) / 2:.3f}'
 
 
@@ -667,7 +669,7 @@ def paired(values, others):
     d = [values[seed] - others[seed] for seed in values if seed in others]
     if len(d) < 2:
         return format(d[0], '+.3f') if d else ''
-    return f'{plus_minus(d, "+.3f")}, p {metrics.student_t(d)[2]:.1g}'
+    return f'{plus_minus(d, "+.3f")}, p {stats.student_t(d)[2]:.1g}'
 
 
 def mean_and_ends(values):
@@ -676,7 +678,7 @@ def mean_and_ends(values):
     The interval of two seeds is 13 standard errors to each side: it would hide the rest.
     """
     values = list(values)
-    return metrics.mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
+    return stats.mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
 
 
 def titled(columns, values):
