@@ -42,10 +42,9 @@ METRICS = ('n', *(name for name in TITLES if not name.startswith('reach')))
 # columns whose values say by themselves what they are, and short names of others for a figure
 SELF_EVIDENT = ('task', 'category', 'kind', 'run')
 SHORT = {'final_logit_softcapping': 'cap', 'hidden_size': 'D', 'unused_rows': 'unused'}
-# settings of a run that say where it is, not what it is
-PLACES = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'seeds', 'runs', 'vary', 'demo_world',
-          'world', 'cache_dir', 'eval_tasks', 'shape', 'workers', 'device', 'dry_run', 'only',
-          'pictures'}
+# keys of train_config.py that say where a run was and what it used, not what it is
+PLACES = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'cache_dir', 'eval', 'eval_before',
+          'shape', 'workers', 'device', 'dry_run', 'pictures'}
 
 
 @dataclass
@@ -110,7 +109,7 @@ class Run:
     model: str              # the name of the model that was tuned, or that was evaluated
     smoothing: str          # '' if it was not trained here
     seed: int
-    reach: dict             # evaluate.reachable_entropy
+    reach: dict             # reach.json: the entropies that the output matrix can reach
     settings: dict          # of training, and the shape of the model
     results: dict           # {task: its entry in results.json}
     samples: dict = field(default_factory=dict)     # {task: [sample]}
@@ -161,7 +160,8 @@ def read_run(folder, norm=None):
                  if isinstance(value, (int, float, str)) or key == 'final_logit_softcapping'}
     return Run(folder, Path(str(training.get('model') or model)).name,
                str(training.get('smoothing', '')), training.get('seed', seed),
-               content.get('reach') or {}, settings,
+               read_json(folder / 'reach.json') if (folder / 'reach.json').exists() else {},
+               settings,
                {task: with_norm(result, norm) for task, result in results.items()})
 
 

@@ -49,7 +49,7 @@ from evaluate import (EvalConfig, HostCopy, evaluate, load_model_tokenizer, load
                       pick_dtype)
 from fused_ce import smoothed_cross_entropy, token_statistics
 from optim import AdamW
-from report import draw_loss, show_reports, write_text
+from report import draw_loss, print_report, write_text
 from resume import Stopped, TrainingError, rank, world
 
 
@@ -860,7 +860,7 @@ def experiment(cfg, runs):
         results = train(cfg)
         folders = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}
         if results and rank() == 0:
-            show_reports([(k, r, folders[k]) for k, r in results.items()], cfg.out_dir,
+            print_report({k: (r, folders[k]) for k, r in results.items()}, cfg.out_dir,
                          cfg.pictures)
         return
     if cfg.dry_run:
@@ -876,7 +876,7 @@ def experiment(cfg, runs):
         if 'after' in results:
             rows.append((name, results['after'], run.out_dir))
     if rows and rank() == 0:
-        show_reports(rows, cfg.out_dir, cfg.pictures)
+        print_report({name: run for name, *run in rows}, cfg.out_dir, cfg.pictures)
 
 
 def join_processes():
