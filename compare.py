@@ -346,9 +346,13 @@ def compare_seeds(runs, tables, cfg, out_dir):
         raise ConfigError(f'{out_dir / "compare.csv"} would lose the lines that `where` does not '
                           f'keep; give another --out_dir')
     bins = {name_of(line): line.pop('bins') for line in lines if 'bins' in line}
-    named = {*cfg.panel, *(cfg.by or ()), *((cfg.x,) if cfg.x else ())}
-    require_columns(named, cfg.metrics, lines)
-    named |= {rule.partition('=')[0] for rule in cfg.where}
+    names = set(map(name_of, lines))
+    if (tables or cfg.reliability) and len(names) < len(lines):
+        raise ConfigError('compare: a run is there twice, with the same name, seed and task; with '
+                          'a compare.csv or --reliability each has to have a name of its own')
+    axes = [*cfg.panel, *(cfg.by or ()), *((cfg.x,) if cfg.x else ())]
+    check_columns(axes, cfg.metrics, lines)
+    named = {*axes, *(rule.partition('=')[0] for rule in cfg.where)}
     lines = drop_constant_settings(lines, named)
     pooled = pool_lines(lines, named)
     cfg = replace(cfg, **choose_axes(pooled, cfg))
@@ -484,14 +488,17 @@ def apply_where(lines, where):
     return lines
 
 
-def require_columns(names, metric_names, lines):
-    """Raise ConfigError for an axis or a metric that no line has."""
+def check_columns(axes, metric_names, lines):
+    """Raise ConfigError for an axis or a metric that the lines do not have."""
     columns = columns_of(lines)
-    for name in names:
-        if name not in columns:
-            raise ConfigError(f'there is no column {name!r}; the columns are {", ".join(columns)}')
     numeric = [c for c in columns if any(isinstance(line.get(c), float) for line in lines)]
-    for name in metric_names:
+    for name in axes:
+        if name not in columns or name in numeric:
+            raise ConfigError(f'there is no column {name!r} to compare by; the columns are '
+                              f'{", ".join(c for c in columns if c not in numeric)}')
+        if axes.count(name) > 1:
+            raise ConfigError(f'the column {name} is named twice in panel, by and x')
+    for name in metric_names or ('',):
         if name not in numeric:
             raise ConfigError(f'there is no metric {name!r}; the metrics are {", ".join(numeric)}')
 

@@ -118,7 +118,7 @@ def test_a_damaged_run_is_named(tmp_path):
     write_run(b)
     with open(b / 'samples.jsonl', 'ab') as file:
         file.write(b'\xff\n')
-    fails('cannot read .*b/samples.jsonl')
+    fails('b/samples.jsonl:41: not UTF-8')
 
 
 def test_tasks_scored_in_different_ways(tmp_path, capsys):
@@ -263,7 +263,10 @@ def test_compare_over_seeds(tmp_path, capsys):
     capsys.readouterr()
     for change, message in (
             (['--x=kind', '--by=', '--reference='], 'fall together; choose by .* run, smoothing'),
-            (['--x=lr'], "no column 'lr'; the columns are run, kind"),
+            (['--x=lr'], "no column 'lr' to compare by; the columns are run, kind"),
+            (['--x=ece'], "no column 'ece' to compare by; the columns are run, kind"),
+            (['--by=smoothing'], 'column smoothing is named twice in panel, by and x'),
+            (['--metrics='], "no metric ''; the metrics are n, ece, accuracy"),
             (['--reference=bass'], "reference = .'bass',., but the kinds are base, tuned"),
             (['--where=task'], "where: 'task'; wanted column=value"),
             (['--where=tusk=a'], "where: 'tusk=a'; wanted column=value"),
@@ -352,6 +355,14 @@ def test_runs_that_are_the_same(tmp_path):
             write_run(tmp_path / place / f'seed-{seed}' / 'tuned', seed=seed)
     with pytest.raises(configs.ConfigError, match='two runs named tuned of seed 0 have the same'):
         run_compare(tmp_path / 'one', tmp_path / 'two', f'--out_dir={tmp_path / "out"}')
+
+
+def test_a_run_counts_once(tmp_path):
+    """Its folder and a compare.csv that was made from it are not two runs."""
+    grid, out = write_grid(tmp_path / 'grid'), f'--out_dir={tmp_path / "out"}'
+    run_compare(grid, out)
+    with pytest.raises(configs.ConfigError, match='a run is there twice'):
+        run_compare(grid, tmp_path / 'out' / 'compare.csv', f'--out_dir={tmp_path / "again"}')
 
 
 def test_a_table_is_not_cut_by_where(tmp_path):

@@ -79,6 +79,13 @@ def test_only_a_cut_line_is_left_out(tmp_path):
     path.write_text(path.read_text() + '\n')
     with pytest.raises(DataError, match='samples.jsonl:3: broken JSON'):
         report.read_samples(path)
+    write_rows(path, [question(0)])
+    path.write_bytes(path.read_bytes() + '{"id": "ä'.encode()[:-1])     # cut inside a character
+    assert len(report.read_samples(path)) == 1
+    path.write_text('{"task": "mm')
+    assert report.read_samples(path) == []
+    path.write_text('')
+    assert report.read_samples(path) == []
 
 
 def test_nll_of_sums_is_not_clipped():
