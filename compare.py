@@ -759,7 +759,8 @@ def draw_pooled(out_dir, groups, reference, bins, cfg):
                              pool_bins([bins[name_of(line)] for line in lines])))
     write_text(out_dir / 'bins.csv', csv_text(rows))
     with warn_on_failure(out_dir / 'reliability.png'):
-        draw_bins(out_dir / 'reliability.png', diagrams, columns=len(diagrams) // len(panels))
+        draw_bins(out_dir / 'reliability.png', diagrams,
+                  columns=min(6, len(diagrams) // len(panels)))
 
 
 BIN_KEYS = ('count', 'confidence', 'accuracy')
