@@ -422,21 +422,22 @@ def task_text(task, result):
     return '\n'.join([heading(task, result), table(rows), *notes(result)])
 
 
-def show_reports(rows, out_dir, pictures=True):
-    """Print one table per task and draw reliability-<task>.png of all rows side by side.
+def print_report(runs, out_dir, pictures=True):
+    """Print one table per task and draw reliability-<task>.png of all runs side by side.
 
-    rows: [(name, results of evaluate.evaluate, folder that holds its samples)]
+    runs: {name: (results of evaluate.evaluate or None, folder that holds its samples)}
     """
-    for task, result in rows[0][1]['tasks'].items():
-        entries = [(name, results['tasks'][task], folder) for name, results, folder in rows
-                   if task in results['tasks']]
-        print(f'\n{task_title(task, result)}')
-        print(table([(name, entry['pooled']) for name, entry, _ in entries], SHORT, 'run'))
+    runs = {name: run for name, run in runs.items() if run[0] is not None}
+    for task in dict.fromkeys(task for results, _ in runs.values() for task in results['tasks']):
+        rows = [(name, results['tasks'][task], folder) for name, (results, folder) in runs.items()
+                if task in results['tasks']]
+        print(f'\n{task_title(task, rows[0][1])}')
+        print(table([(name, result['pooled']) for name, result, _ in rows], SHORT, 'run'))
         if pictures:
             panels = [(name, predictions([
                 s for s in last_asked(read_samples(Path(folder) / 'samples.jsonl'))
-                if s['task'] == task and s.get('split') != 'validation'], entry['norm']))
-                for name, entry, folder in entries]
+                if s['task'] == task and s.get('split') != 'validation'], result['norm']))
+                for name, result, folder in rows]
             claim(out_dir, f'reliability-{task}.png')
             draw_reliability(Path(out_dir) / f'reliability-{task}.png', panels)
 

@@ -45,7 +45,7 @@ from model import LORA_TARGETS, CausalLM, add_lora, compile_blocks
 from optim import AdamW
 from parallel import (abort_processes, barrier, first_process_first, gather, join_processes,
                       leave_processes, rank, shard, sum_over_processes, world_size)
-from report import draw_loss, show_reports
+from report import draw_loss, print_report
 from resume import Stopped, TrainingError
 
 
@@ -496,7 +496,7 @@ def main(argv):
     results = train(cfg)
     if results and rank() == 0:
         places = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}
-        show_reports([(name, result, places[name]) for name, result in results.items()],
+        print_report({name: (result, places[name]) for name, result in results.items()},
                      cfg.out_dir, cfg.eval.pictures)
 
 
