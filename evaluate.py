@@ -45,7 +45,7 @@ from data import DataError, read_rows
 from data.probes import INSTRUCTIONS, load_texts
 from data.questions import TASKS, load_task
 from data.tokenizer import load_tokenizer
-from fused_ce import token_log_probs, token_statistics
+from fused_ce import token_statistics
 
 
 @dataclass
@@ -491,8 +491,25 @@ def _launch(model, arrays, scored, statistics):
         values = torch.stack([-found.nll, found.top_token.float(), found.top_logit - found.lse,
                               found.entropy], 1)
     else:
-        values = token_log_probs(hidden, head, at, token, softcap=cap)[:, None]
+        values = token_log_probs(hidden, head, at, token, cap)[:, None]
     return HostCopy(values), scored
+
+
+@torch.no_grad()
+def token_log_probs(hidden, head, at, tokens, softcap):
+    """log p(tokens[i] | hidden[at[i]]) as float32 [M]. Each row in use meets the head once.
+
+    hidden [N, D], head [V, D]; at [M], whose places may repeat, and tokens [M] are on the CPU.
+    """
+    used, place = at.unique(return_inverse=True)        # used[place] = at
+    indices = torch.cat((at, tokens, place, used))
+    if hidden.is_cuda:
+        indices = indices.pin_memory().to(hidden.device, non_blocking=True)
+    at, tokens, place, rows = indices.split([len(at)] * 3 + [len(used)])
+    lse = token_statistics(hidden[rows], head, torch.zeros_like(used), softcap=softcap).lse
+    logits = (hidden[at].float() * head[tokens].float()).sum(1)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return logits - lse[place]
 
 
 def option_log_probs(model, trees, **options):
@@ -548,17 +565,21 @@ def load_tasks(cfg):
     found = {}
     for label, name in zip(labels, cfg.tasks, strict=True):
         if label in INSTRUCTIONS and name.partition(':')[0] == label:
-            found[label] = Work(label, *load_texts(name, limit=cfg.limit,
-                                                   revision=cfg.data_revision,
-                                                   on_bad_row=cfg.on_bad_row))
+            texts, bad, _ = load_texts(name, limit=cfg.limit, seed=cfg.seed,
+                                       revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
+            found[label] = Work(label, texts, bad)
             continue
         options = dict(preset=cfg.preset, scoring=cfg.scoring, header=cfg.header,
                        languages=cfg.languages, revision=cfg.data_revision,
                        on_bad_row=cfg.on_bad_row)
-        questions, solved, bad = load_task(name, shots=cfg.shots, limit=cfg.limit, **options)
+        questions, solved, bad, _ = load_task(name, shots=cfg.shots, limit=cfg.limit,
+                                              seed=cfg.seed, **options)
         found[label] = Work('questions', questions, bad, solved)
         if cfg.temperature == 'fit':
             found[label].held = load_task(name, split='validation', **options)[0]
+    for label, work in found.items():
+        if cfg.temperature == 'fit' and len(work.items) < 2 and not work.held:
+            raise DataError(f'{label}: temperature = fit needs two {work.unit} or more')
     for name, work in zip(cfg.tasks, found.values(), strict=True):
         work.source = task_source(name)
     return found
@@ -605,7 +626,7 @@ class Progress:
             self.printed = now
 
 
-def score_task(load, context, tokenizer, label, work, cfg, done, write):
+def score_task(load, folder, context, tokenizer, label, work, cfg, done, write):
     """Score what is not in `done` and hand each sample to `write`; return (wanted, bad rows).
 
     wanted: {(key, prompt)} of all that this task asks, scored now or before
@@ -644,15 +665,22 @@ def score_task(load, context, tokenizer, label, work, cfg, done, write):
             common = dict(zip(('task', 'split', 'language', 'id'), key)) | {'prompt': name}
             make = question_sample if work.kind == 'questions' else text_samples
             if not np.isfinite(values).all():
-                raise models.CheckpointError(
-                    f'{label}: the model gives NaN or infinite logits for {work.unit[:-1]} '
-                    f'{item.id}: check the weights in {cfg.model}')
+                raise models.CheckpointError(bad_logits(f'{label}: {work.unit[:-1]} {item.id}',
+                                                        folder))
             for sample in make(item, tree, numbers, values):
                 write(common | sample)
             progress.update()
     finally:
         progress.bar.close()
     return wanted, bad
+
+
+def bad_logits(place, folder):
+    """The message for NaN or infinite logits: which tensor is damaged, if one is."""
+    name = models.nonfinite_tensor(folder)
+    reason = f'{name} in {folder} holds NaN or infinity: download or train the model again' if name \
+        else f'the weights in {folder} are finite, so its activations overflow: try --dtype=float32'
+    return f'{place}: the model gives NaN or infinite logits; {reason}'
 
 
 # what every sample has, and what one of a question or of a text has beside it
@@ -700,7 +728,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
                   add_bos=trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos)
     out_dir = Path(out_dir)
     config = models.read_config(folder)
-    identity = {'model': model_fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
+    identity = {'model': models.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
     loaded = [model] if model else []
 
     def load():
@@ -709,8 +737,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
             prepare(loaded[0], cfg)
         return loaded[0]
 
-    if cfg.overwrite:
-        load()      # weights that cannot be loaded must not cost the samples that are there
+    if not model:
+        models.check_weights(folder, config)    # before --overwrite deletes anything
     resume.claim(out_dir, *output_files(tasks, cfg))
     earlier, done = open_folder(out_dir, tasks, cfg, identity)
     announce(config, tasks, cfg, done)
@@ -718,8 +746,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     with SampleFile(out_dir / 'samples.jsonl') as file:
         for label, work in tasks.items():
             started = time.perf_counter()
-            wanted[label], bad = score_task(load, config.max_position_embeddings, tokenizer, label,
-                                            work, cfg, done, file.write)
+            wanted[label], bad = score_task(load, folder, config.max_position_embeddings,
+                                            tokenizer, label, work, cfg, done, file.write)
             found[label] = describe(work, cfg) | {
                 'scoring_seconds': round(time.perf_counter() - started, 2),
                 'bad_rows': len(bad), 'first_bad': bad[0] if bad else None}
@@ -830,7 +858,8 @@ def open_folder(out_dir, tasks, cfg, identity):
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
     sources = {label: {'source': work.source, 'questions': work.fingerprint}
                for label, work in tasks.items()}
-    known = read_settings(out_dir, settings) if samples.exists() or results.exists() else {}
+    begun = results.exists() or samples.exists() and samples.stat().st_size
+    known = read_settings(out_dir, settings) if begun else {}
     for label, now in sources.items():
         before = known.get(label, now)
         if now['source'] != before['source'] and now['questions'] != before['questions']:
@@ -1014,19 +1043,6 @@ def prepare(model, cfg):
         models.compile_blocks(model)
 
 
-def model_fingerprint(folder):
-    """Of the weights: their files' sizes and a megabyte from both ends of each."""
-    digest = hashlib.blake2b(digest_size=8)
-    for file in [Path(folder) / 'config.json', *sorted(Path(folder).glob('*.safetensors'))]:
-        with open(file, 'rb') as content:
-            size = content.seek(0, os.SEEK_END)
-            for start in (0, max(0, size - 2 ** 20)):
-                content.seek(start)
-                digest.update(content.read(2 ** 20))
-            digest.update(f'{file.name} {size}'.encode())
-    return digest.hexdigest()
-
-
 def versions():
     """Of what computed the numbers, and the commit where this is a checkout of git."""
     done = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True,
@@ -1112,7 +1128,7 @@ def main(argv):
     with lock_output(out_dir):
         results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
     for name in tasks:
-        show(name, results['tasks'][name])
+        print(f'\n{reporting.task_text(name, results["tasks"][name])}')
     if results['reach']:
         print('\nentropy in reach of the output matrix: {lowest_bits:.3f} to {highest_bits:.3f} of '
               '{log2_vocab:.3f} bits'.format(**results['reach']))
@@ -1132,17 +1148,6 @@ def lock_output(out_dir):
     except OSError as error:
         raise ConfigError(f'{out_dir} cannot be written ({error.strerror}); give another '
                           f'--out_dir') from error
-
-
-def show(name, result):
-    """Print the table of one task and what was left out."""
-    rows = [(row, report) for _, row, report in reporting.report_rows(result)]
-    print(f'\n{reporting.heading(name, result, result["distribution"])}')
-    print(reporting.table(rows))
-    if result['bad_rows']:
-        print(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
-    if result.get('fewer_shots'):
-        print(f'{result["fewer_shots"]} questions had fewer than {result["shots"]} shots: too long')
 
 
 USAGE = """\

@@ -1,39 +1,34 @@
-"""Label-smoothed cross-entropy of an output layer, without ever holding all the logits.
+"""Losses of an output layer that never hold all its logits: smoothed cross-entropy and others.
 
-For one token with hidden state h [D] and label y, and for the output matrix W [V, D], smoothing b
-and softcap c:
+For one token with hidden state h [D] and label y, output matrix W [V, D] and softcap c:
 
-    a    = W h                                      the logits [V]: 2DV operations
-    z    = c tanh(a / c)                            capped logits; z = a without a softcap
-    q_j  = (1 - b) [j = y] + b / V                  the smoothed label
-    loss = -sum_j q_j log softmax(z)_j = lse(z) - (1 - b) z_y - b mean(z)
-    g_j  = dloss/da_j = (softmax(z)_j - q_j) (1 - (z_j / c)^2)
-    dh   = W' g   and   dW = sum over tokens of g h'          two more products of 2DV each
+    z = c tanh(W h / c), or W h without a softcap      the logits [V]
+    p = softmax(z)
 
-Without a softcap mean(z) is h . mean(W): smoothing is a rank-one correction, and any cross-entropy
-can be smoothed from outside. The softcap ends that, so here smoothing is one more sum in a pass
-that reads every logit anyway: exact, and next to free.
+All losses below depend on the logits through a few sums over them, z_y, lse = log sum exp z,
+Z = sum z, S = sum p^2 and the entropy H, and their gradients have one form:
 
-Operations: three products, 6NDV in all; nothing exact can do with less. Bytes: for 8,192 tokens of
-Gemma 2 (V = 256,000) the logits are 4 GB in bfloat16, and plain torch makes several copies of
-twice that in float32. There are two ways not to hold them:
+    dloss/dz_j = p_j (a + b log p_j + c p_j) + e - f [j = y]
 
-Chunks of tokens, the default. A product writes a chunk's logits, one kernel reads them for the
-normaliser, a second one leaves g in their place, two products read g, and the next chunk takes the
-space. g needs the normaliser, and that needs all V logits of a token, which a chunk of whole rows
-has at once: three products do. The price is that dW is a sum over chunks, read and written with
-every one: few and large chunks are faster, and more exact. See `_chunk_rows`.
+where a, b, c, e and f are numbers of the token, made of the same sums. So one path serves them all,
+a chunk of tokens at a time: a product writes the chunk's logits, one kernel reads them for the sums,
+a few lines of torch on [n] vectors turn sums into coefficients, one kernel leaves the gradient in
+the logits' place, and two products read it for dh and dW. Three products, 6NDV operations: nothing
+exact can do with less. Of 8,192 tokens of Gemma 2 (V = 256,000) all logits are 4 GB in bfloat16,
+and plain torch makes several copies in float32; here only a chunk of them exists. What small chunks
+cost is the sum of dW over chunks: see `memory` in `fused_loss`.
 
-Slices of the vocabulary, where memory is short or the gradient of every token's loss is not known
-yet (reduction='none'). One kernel multiplies and reduces, its logits never leave the chip; in the
-backward pass every slice's logits are made again, a fourth product, and its rows of dW are finished
-at once.
-
-On a CUDA device the passes are Triton kernels and the products cuBLAS; elsewhere the same chunks go
-through plain torch. This file imports nothing of ours and can be copied into another project.
+The kernels are Triton and the products cuBLAS on a CUDA device; elsewhere the same chunks go through
+plain torch. This file imports nothing of ours and can be copied into another project.
 """
 
+import ast
+import difflib
+import functools
 import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -42,72 +37,212 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:     # on macOS, say: plain torch
     triton = None
 
-MEMORY = 1_100_000_000      # bytes of work space on a GPU
-CPU_CHUNK_BYTES = 2 ** 23   # on a CPU a chunk is fast while it stays in the cache
-LOW_PRECISION_SUMS = 8      # chunks whose dW may be summed in bfloat16: see _chunk_rows
-LOW_MEMORY = 156_000_000    # what memory=0 stands for: 8,192 tokens of Gemma 2 2B in one block
+MEMORY = {'cuda': 1_100_000_000, 'cpu': 2 ** 23}   # bytes of a chunk's logits; a CPU's cache
+LEAST_MEMORY = 2 ** 26      # what memory=0 stands for
+ROWS = 128                  # tokens: chunks are multiples of it, for whole tiles in the products
+BLOCK = 2048                # logits of a row that one program of four warps holds at a time
 INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64,  # what int64 can hold
             torch.uint8, torch.uint16, torch.uint32}
-BLOCK = 2048                # logits of a row that one program of four warps holds at a time
-TILE = 128, 256, 64         # tokens, logits and part of D in the product of _statistics_kernel
-MIN_SLICE = 4096            # tokens of the vocabulary: narrower ones waste the float32 sum of dh
 
 
-class TokenStatistics(NamedTuple):
-    """What `token_statistics` returns: float32 tensors of target's shape; top_token is int64."""
-    loss: Tensor        # smoothed; 0 where ignored
-    nll: Tensor         # -log p(target); 0 where ignored
-    lse: Tensor         # log of the sum of exp(logits)
-    top_logit: Tensor
-    top_token: Tensor   # the first, where several logits are equal
-    entropy: Tensor     # nats, over all V tokens
+# ---- Losses --------------------------------------------------------------------------------------
 
+class RowSums(NamedTuple):
+    """What a loss may depend on: float32 [n], None where no loss asks for it (`Loss.sums`)."""
+    V: int
+    z_y: Tensor                         # the label's logit
+    lse: Tensor                         # log sum exp z
+    sum_z: Tensor | None = None
+    sum_p2: Tensor | None = None        # sum of p^2
+    entropy: Tensor | None = None       # nats
+    top_logit: Tensor | None = None
+    top_token: Tensor | None = None     # int64; the first, where several logits are equal
+
+    @property
+    def nll(self):
+        return (self.lse - self.z_y).clamp_min(0)   # rounding could make it -1e-7
+
+    @property
+    def p_y(self):
+        return torch.exp(-self.nll)
+
+    @property
+    def not_p_y(self):      # 1 - p_y with all its digits where p_y is near 1
+        return -torch.expm1(-self.nll)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss per token, or a term to add to one. To make your own, return one of these."""
+    value: Callable             # of RowSums: [n]
+    coefficients: Callable      # of RowSums: {'a': number or [n], ...} of its gradient, 0 if absent
+    sums: tuple = ()            # the RowSums that both read, beside z_y and lse
+    whole: bool = True          # False: a term
+
+    def __add__(self, other):
+        _require(not (self.whole and other.whole), 'a sum of losses holds one whole loss, all others '
+                 'are terms (smoothing, z_loss, confidence_penalty): these two are whole')
+
+        def coefficients(s):
+            x, y = self.coefficients(s), other.coefficients(s)
+            return x | y | {name: x[name] + y[name] for name in x.keys() & y.keys()}
+        return Loss(lambda s: self.value(s) + other.value(s), coefficients, self.sums + other.sums,
+                    self.whole or other.whole)
+
+
+def _weighted(value, weight, *sums):
+    """A loss whose gradient is the cross-entropy's times a weight per token."""
+    def coefficients(s):
+        w = weight(s)
+        return {'a': w, 'f': w}
+    return Loss(value, coefficients, sums)
+
+
+def cross_entropy():
+    """-log p_y"""
+    return Loss(lambda s: s.nll, lambda s: {'a': 1, 'f': 1})
+
+
+def brier():
+    """sum_j (p_j - [j = y])^2 = S - 2 p_y + 1, in [0, 2]. Brier 1950."""
+    return Loss(lambda s: s.sum_p2 - 2 * s.p_y + 1,
+                lambda s: {'a': 2 * (s.p_y - s.sum_p2), 'c': 2, 'f': 2 * s.p_y}, ('sum_p2',))
+
+
+def spherical():
+    """The spherical score -p_y / sqrt(S), in [-1, 0]. Good 1971; Gneiting and Raftery 2007."""
+    return Loss(lambda s: -s.p_y * s.sum_p2.rsqrt(),
+                lambda s: {'c': s.p_y * s.sum_p2 ** -1.5, 'f': s.p_y * s.sum_p2.rsqrt()},
+                ('sum_p2',))
+
+
+def focal(gamma):
+    """-(1 - p_y)^gamma log p_y, gamma >= 0. Lin 2017; for calibration, Mukhoti 2020."""
+    _require(0 <= gamma < math.inf, f'focal: gamma must be at least 0, got {gamma}')
+    return _weighted(lambda s: s.not_p_y ** gamma * s.nll,
+                     lambda s: s.not_p_y ** gamma
+                     * (1 + gamma * s.p_y * s.nll / s.not_p_y.clamp_min(1e-30)))
+
+
+def gce(q):
+    """Generalized cross-entropy (1 - p_y^q) / q, q in (0, 1]; 1 - p_y if q = 1. Zhang 2018."""
+    _require(0 < q <= 1, f'gce: q must be in (0, 1], got {q}')
+    return _weighted(lambda s: -torch.expm1(-q * s.nll) / q, lambda s: torch.exp(-q * s.nll))
+
+
+def dft():
+    """-p_y log p_y whose weight p_y takes no gradient. Dynamic Fine-Tuning, Wu 2025."""
+    return _weighted(lambda s: s.p_y * s.nll, lambda s: s.p_y)
+
+
+def entropy_weighted(k):
+    """-H^k log p_y whose weight H^k takes no gradient, k >= 0. EAFT 2026, over its top 20."""
+    _require(0 <= k < math.inf, f'entropy_weighted: k must be at least 0, got {k}')
+    return _weighted(lambda s: s.entropy ** k * s.nll, lambda s: s.entropy ** k, 'entropy')
+
+
+def smoothing(s):
+    """Term s (z_y - Z / V), s in [0, 1]: makes cross_entropy() label smoothing. Szegedy 2016."""
+    _require(0 <= s <= 1, f'smoothing must be in [0, 1], got {s}')
+    if s == 0:      # not 0 * Z, which is nan where a logit is -inf
+        return Loss(lambda r: 0.0, lambda r: {}, whole=False)
+    return Loss(lambda r: s * (r.z_y - r.sum_z / r.V), lambda r: {'e': -s / r.V, 'f': -s},
+                ('sum_z',), whole=False)
+
+
+def z_loss(w):
+    """Term w lse^2, w >= 0, which keeps the normalizer near 1. PaLM 2022, with w = 1e-4."""
+    _require(0 <= w < math.inf, f'z_loss: w must be at least 0, got {w}')
+    return Loss(lambda s: w * s.lse.square(), lambda s: {'a': 2 * w * s.lse}, whole=False)
+
+
+def confidence_penalty(w):
+    """Term -w H: w > 0 rewards entropy (Pereyra 2017), w < 0 minimizes it."""
+    _require(math.isfinite(w), f'confidence_penalty: w must be a finite number, got {w}')
+    return Loss(lambda s: -w * s.entropy, lambda s: {'a': w * s.entropy, 'b': w},
+                ('entropy',), whole=False)
+
+
+LOSSES = {make.__name__: make for make in (
+    cross_entropy, brier, spherical, focal, gce, dft, entropy_weighted, smoothing, z_loss,
+    confidence_penalty)}
+
+
+def parse_loss(text):
+    """The loss that 'focal(2) + z_loss(1e-4)' names: calls of LOSSES with numbers, joined by +.
+
+    Raises ValueError, with the nearest name for an unknown one.
+    """
+    try:
+        nodes = [ast.parse(text.strip(), mode='eval').body]
+        while isinstance(nodes[0], ast.BinOp) and isinstance(nodes[0].op, ast.Add):
+            nodes[:1] = nodes[0].left, nodes[0].right
+        terms = []
+        for node in nodes:
+            _require(isinstance(node, ast.Call) and isinstance(node.func, ast.Name),
+                     "write a sum of calls, such as 'focal(2) + z_loss(1e-4)' or 'brier()'")
+            name, arguments = node.func.id, [ast.literal_eval(x) for x in node.args]
+            near = difflib.get_close_matches(name, LOSSES, 1, 0)
+            _require(name in LOSSES, f'there is no {name!r}; did you mean {near[0]!r}?')
+            _require(all(type(x) in (int, float) for x in arguments) and not node.keywords,
+                     f'the arguments of {name} are numbers without names')
+            terms.append(LOSSES[name](*arguments))
+        return _whole(functools.reduce(operator.add, terms))
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f'loss {text!r}: {error}') from None
+
+
+# ---- What to call ---------------------------------------------------------------------------------
 
 @torch.compiler.disable
-def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, softcap=None,
-                           ignore_index=-100, reduction='mean', num_items=None,
-                           token_weight=None, memory=None, chunk_rows=None):
-    """F.cross_entropy(cap(hidden @ weight.T), target, label_smoothing=smoothing), and the NLL.
+def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100, reduction='mean',
+               num_items=None, token_weight=None, memory=None):
+    """(loss, nll) of the logits cap(hidden @ weight.T), in float32.
 
-    hidden        [N, D], or any leading shape such as [B, T, D]; float32, bfloat16 or float16
-    weight        [V, D], the output matrix, of the same dtype; autocast casts both
+    hidden        [N, D], or any leading shape such as [B, T, D]; float32 or bfloat16
+    weight        [V, D], the output matrix, of the same dtype; autocast to bfloat16 casts both
     target        integers of hidden's leading shape, each in [0, V) or ignore_index
-    smoothing     mass moved from the label to the uniform distribution over all V, in [0, 1]
+    loss          a loss of this file, or a sum: focal(2) + z_loss(1e-4)
     softcap       logits become softcap * tanh(logits / softcap); None leaves them alone
     ignore_index  marks tokens without loss; None says that there are none
     reduction     'mean' over tokens not ignored, 'sum', or 'none' (target's shape, 0 where ignored)
     num_items     int or 0-d tensor that divides the sum in 'mean' instead of the number of tokens:
                   give a whole step's number, and the losses of its micro-batches add up to its mean
     token_weight  float tensor of target's shape that multiplies each token's loss in the sum
-    memory        bytes of work space to aim at, beyond inputs and gradients; 1.1 GB by default. In
-                  what is too little for eight chunks of tokens or fewer the gradients take four
-                  products instead of three; 0 takes the least (`_slice_shape`)
-    chunk_rows    tokens per chunk, instead of what memory allows
+    memory        bytes for the logits of a chunk, of 128 tokens or more, beyond inputs and gradients;
+                  0 stands for 64 MiB; 1.1 GB by default on a GPU, 8 MiB on a CPU
 
-    Returns (loss, nll) in float32. nll is the plain negative log-likelihood in the same reduction,
-    without gradient: losses under different smoothing cannot be compared, it can.
+    nll is the negative log-likelihood in the same reduction, without gradient: different losses
+    cannot be compared, it can.
 
-    Ignored tokens are dropped before the first product. If none is left, loss and gradients are 0
-    (torch says nan). A target on the CPU is best: then nothing ever waits for the device. For one
-    on a GPU the host has to fetch a count, once per call, unless ignore_index is None.
+    With little memory dW is summed over many chunks, each of which reads and writes it once more. In
+    float32 that sum is exact. In bfloat16 k chunks round k times, sqrt((k + 1) / 2) times the error
+    of one: measured with 8,192 tokens of Gemma 2 (V = 256,000), 1.0 times the error of plain torch
+    in bfloat16 at 1.1 GB (4 chunks), 1.1 at 500 MiB, 1.5 at 125 MiB and 1.9 at 64 MiB (64 chunks).
 
-    Gradients of 'mean' and 'sum' are computed in the forward pass, while the logits are at hand,
-    and handed over by the first backward pass. A second one computes them again, and so does every
-    one of 'none', where each token's upstream gradient must come first. There is no second
-    derivative: create_graph=True raises RuntimeError. An argument that does not fit raises
-    ValueError; a target out of range does too, but on a GPU with ignore_index=None it is a device
-    assertion.
+    Ignored tokens are dropped before the first product; if none is left, loss and gradients are 0.
+    Keep target on the CPU, and nothing waits for the device; for one on a GPU the host fetches a
+    count, once per call, unless ignore_index is None. Gradients of 'mean' and 'sum' are computed in
+    the forward pass and handed over by the first backward pass. A second one, and each of 'none',
+    whose upstream gradients come per token, computes them from the start.
+
+    Raises ValueError for an argument that does not fit, and RuntimeError for create_graph=True. On a
+    GPU with ignore_index=None, a target out of range is a device assertion.
     """
-    dtype = _check_layer(hidden, weight, softcap)
-    _check_loss(hidden, target, smoothing, ignore_index, reduction, num_items, token_weight, memory,
-                chunk_rows)
+    dtype = _check(hidden, weight, target, loss, softcap, ignore_index)
+    _require(memory is None or memory >= 0, f'memory must be a number of bytes, got {memory}')
+    _require(reduction in ('mean', 'sum', 'none'),
+             f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    _require(num_items is None or reduction == 'mean',
+             f"num_items divides in reduction 'mean' only, and this is {reduction!r}")
+    _require(token_weight is None or token_weight.shape == target.shape,
+             f'token_weight must have the shape of target, {list(target.shape)}')
     shape, device = target.shape, hidden.device
     hidden = hidden.reshape(-1, weight.shape[1])
-    rows, target = _learnt_rows(target.reshape(-1), len(weight), ignore_index, device)
+    rows, target = _supervised(target, len(weight), ignore_index, device)
     if token_weight is not None:
         token_weight = _on_device(token_weight.detach().float().reshape(-1), device)
     if rows is not None:
@@ -118,711 +253,443 @@ def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, softcap=Non
     if reduction != 'none':
         n = len(target)
         divisor = 1 if reduction == 'sum' or n == 0 else n if num_items is None else num_items
-        if not isinstance(divisor, Tensor) and divisor <= 0:
-            raise ValueError(f'num_items must be positive, got {divisor}')
-        scale = torch.ones(n, device=device) if scale is None else scale
-        scale = scale / (divisor.to(device, torch.float32).reshape(())
-                         if isinstance(divisor, Tensor) else divisor)
-    call = _Call(target, None if reduction == 'none' else scale, float(smoothing),
-                 softcap and float(softcap), dtype, memory, chunk_rows, torch.is_grad_enabled())
-    with torch.autocast(device.type, enabled=False):
-        loss, nll = _SmoothedCrossEntropy.apply(hidden, weight, call)
+        if isinstance(divisor, Tensor):
+            divisor = divisor.to(device, torch.float32).reshape(())
+        else:
+            _require(divisor > 0, f'num_items must be positive, got {divisor}')
+        scale = (torch.ones(n, device=device) if scale is None else scale) / divisor
+    value, nll = _FusedLoss.apply(hidden, weight, None if reduction == 'none' else scale,
+                                  torch.is_grad_enabled(), (target, loss, softcap, dtype, memory))
     if reduction != 'none':
-        return loss, (nll * scale).sum()
+        return value, (nll * scale).sum()
     if scale is not None:
-        loss, nll = loss * scale, nll * scale
+        value, nll = value * scale, nll * scale
     if rows is not None:
-        zeros = loss.new_zeros(shape.numel())
-        loss, nll = zeros.index_copy(0, rows, loss), zeros.index_copy(0, rows, nll)
-    return loss.view(shape), nll.view(shape)
+        zeros = value.new_zeros(shape.numel())
+        value, nll = zeros.index_copy(0, rows, value), zeros.index_copy(0, rows, nll)
+    return value.view(shape), nll.view(shape)
+
+
+def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, softcap=None,
+                           ignore_index=-100, reduction='mean', num_items=None,
+                           token_weight=None, memory=None):
+    """F.cross_entropy(cap(hidden @ weight.T), target, label_smoothing=smoothing), and the NLL.
+
+    This is `fused_loss` with cross_entropy() + smoothing(smoothing); see there.
+    """
+    return fused_loss(hidden, weight, target, cross_entropy() + LOSSES['smoothing'](smoothing),
+                      softcap=softcap, ignore_index=ignore_index, reduction=reduction,
+                      num_items=num_items, token_weight=token_weight, memory=memory)
+
+
+class TokenStatistics(NamedTuple):
+    """What `token_statistics` returns: float32 tensors of target's shape; top_token is int64."""
+    loss: Tensor        # 0 where ignored
+    nll: Tensor         # -log p(target); 0 where ignored
+    lse: Tensor         # log of the sum of exp(logits)
+    top_logit: Tensor
+    top_token: Tensor   # the first, where several logits are equal
+    entropy: Tensor     # nats, over all V tokens
 
 
 @torch.no_grad()
-def token_statistics(hidden, weight, target, *, smoothing=0.0, softcap=None, ignore_index=-100):
-    """Everything one product can say about each token's distribution, without gradient.
+@torch.compiler.disable
+def token_statistics(hidden, weight, target, *, smoothing=0.0, softcap=None, ignore_index=-100,
+                     loss=None):
+    """TokenStatistics of each token's distribution, from one product and without gradient.
 
-    Arguments as above; returns TokenStatistics. The logits are float32 whatever the inputs are:
-    between 16 and 32 bfloat16 moves in steps of 0.125, coarser than what a calibration metric
-    measures. They never leave the chip where the dtype is bfloat16 or float16 and D a multiple
-    of 8; otherwise a chunk of tokens at a time is held.
+    Arguments as of `fused_loss`. The loss is `loss`, by default cross_entropy(), with the term
+    smoothing(smoothing). The logits are float32 whatever the inputs are: between 16 and 32 bfloat16
+    moves in steps of 0.125, coarser than what a calibration metric measures.
     """
-    dtype = _check_layer(hidden, weight, softcap)
-    _check_loss(hidden, target, smoothing, ignore_index)
-    shape, device = target.shape, hidden.device
-    target = target.reshape(-1).long()
+    loss = (loss or cross_entropy()) + LOSSES['smoothing'](smoothing)
+    dtype = _check(hidden, weight, target, loss, softcap, ignore_index)
     ignored = torch.zeros_like(target, dtype=torch.bool)
     if ignore_index is not None:
-        ignored = target == ignore_index
-    _, target = _learnt_rows(target.masked_fill(ignored, 0), len(weight), None, device)
-    hidden, ignored = hidden.reshape(-1, weight.shape[1]), _on_device(ignored, device)
-    s = _statistics(hidden, weight, target, dtype, softcap, exact=True, full=True)
-    loss, nll = (x.masked_fill(ignored, 0)
-                 for x in _losses(s.lse, s.z_y, s.sum_z, smoothing, len(weight)))
-    return TokenStatistics(*(x.view(shape) for x in (loss, nll, s.lse, s.top, s.top_token,
-                                                     s.lse - s.mean_z)))
+        ignored = target.long() == ignore_index
+    _, labels = _supervised(target.long().masked_fill(ignored, 0), len(weight), None, hidden.device)
+    s, _, _ = _chunks(hidden.reshape(-1, weight.shape[1]), weight, None, (False, False), labels, loss,
+                      softcap, dtype, sums=('entropy', 'top_logit', 'top_token'))
+    ignored = _on_device(ignored.reshape(-1), hidden.device)
+    value, nll = (x.masked_fill(ignored, 0) for x in (loss.value(s), s.nll))
+    return TokenStatistics(*(x.view(target.shape) for x in (
+        value, nll, s.lse, s.top_logit, s.top_token, s.entropy)))
 
 
-@torch.no_grad()
-def token_log_probs(hidden, weight, rows, tokens, *, softcap=None):
-    """log p(tokens[i] | hidden[rows[i]]) as float32 [M], without gradient, for evaluation.
+# ---- The path -------------------------------------------------------------------------------------
 
-    hidden [N, D] and weight [V, D] as above. rows [M] index hidden and may repeat (the K letters of
-    one question); each row in use meets the output matrix once. tokens [M] are in [0, V). Where
-    both are on the CPU, the host does not wait for the device. The logits are float32, as in
-    token_statistics. Raises ValueError.
-    """
-    dtype = _check_layer(hidden, weight, softcap)
-    if hidden.dim() != 2 or rows.dim() != 1 or rows.shape != tokens.shape:
-        raise ValueError(f'hidden must be [N, D], rows and tokens [M], got {list(hidden.shape)}, '
-                         f'{list(rows.shape)} and {list(tokens.shape)}')
-    for name, index, limit in ('rows', rows, len(hidden)), ('tokens', tokens, len(weight)):
-        outside = index[(index < 0) | (index >= limit)]
-        if len(outside):
-            raise ValueError(f'{name} holds {outside[0].item()}, which is not in [0, {limit})')
-    used, place = rows.unique(return_inverse=True)      # used[place] = rows
-    used, place, rows, tokens = (_on_device(x, hidden.device) for x in (used, place, rows, tokens))
-    lse = _statistics(hidden[used], weight, torch.zeros_like(used), dtype, softcap, exact=True).lse
-    return _label_logits(hidden, weight, rows, tokens, dtype, softcap) - lse[place]
-
-
-# ------------------------------------------------------------------------------------------------
-# Autograd
-# ------------------------------------------------------------------------------------------------
-
-class _Call(NamedTuple):
-    """One call's n tokens, without those that are ignored, and its options."""
-    target: Tensor          # [n] int64, in [0, V)
-    scale: Tensor | None    # [n] float32, each token's factor in the sum; None: reduction='none'
-    smoothing: float
-    softcap: float | None
-    dtype: torch.dtype      # of the products
-    memory: int | None
-    chunk_rows: int | None
-    with_gradient: bool
-
-
-class _SmoothedCrossEntropy(torch.autograd.Function):
+class _FusedLoss(torch.autograd.Function):
     """The sum over tokens of scale * loss, or, if scale is None, each token's loss; and its NLL."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, call):
-        need = [call.with_gradient and needed for needed in ctx.needs_input_grad[:2]]
-        chunk_rows, sum_dtype = _chunk_rows(len(hidden), weight, call, need[1])
-        ctx.call, ctx.dtypes, ctx.gradients = call, (hidden.dtype, weight.dtype), None
-        if call.scale is None or chunk_rows is None or not any(need):
-            s = _statistics(hidden, weight, call.target, call.dtype, call.softcap)
-            lse, z_y, sum_z = s.lse, s.z_y, s.sum_z
-        else:
-            lse, z_y, sum_z, *ctx.gradients = _by_tokens(hidden, weight, call, need, chunk_rows,
-                                                         sum_dtype)
-        loss, nll = _losses(lse, z_y, sum_z, call.smoothing, len(weight))
-        ctx.save_for_backward(hidden, weight, lse, z_y)
+    def forward(ctx, hidden, weight, scale, with_gradient, call):
+        need = [with_gradient and needed for needed in ctx.needs_input_grad[:2]]
+        s, *gradients = _chunks(hidden, weight, scale, need, *call)
+        ctx.scale, ctx.call, ctx.gradients = scale, call, None if scale is None else gradients
+        ctx.save_for_backward(hidden, weight)
+        value, nll = call[1].value(s), s.nll
         ctx.mark_non_differentiable(nll)
-        return loss if call.scale is None else (loss * call.scale).sum(), nll
+        return value if scale is None else (value * scale).sum(), nll
 
     @staticmethod
     def backward(ctx, upstream, _):
         if torch.is_grad_enabled():
-            raise RuntimeError('smoothed_cross_entropy has no second derivative: call backward '
-                               'without create_graph=True')
-        upstream = upstream.float()
-        if ctx.gradients is None:
-            scale = upstream if ctx.call.scale is None else upstream * ctx.call.scale
-            dh, dw, power = _by_slices(*ctx.saved_tensors, ctx.call, scale,
-                                       ctx.needs_input_grad[:2])
-            upstream = scale.new_ones(())
-        else:
-            # Handed over, not copied: a copy would take another output matrix of memory.
-            (dh, dw, power), ctx.gradients = ctx.gradients, None
-        factor = upstream if power is None else upstream / power
-        return (*(x if x is None else _scaled(x, factor, dtype)
-                  for x, dtype in zip((dh, dw), ctx.dtypes)), None)
+            raise RuntimeError('fused_loss has no second derivative: call backward without '
+                               'create_graph=True')
+        factor, gradients, ctx.gradients = upstream.float(), ctx.gradients, None
+        if gradients is None:
+            scale = factor.contiguous() if ctx.scale is None else factor * ctx.scale
+            _, *gradients = _chunks(*ctx.saved_tensors, scale, ctx.needs_input_grad[:2], *ctx.call)
+            factor = None
+        return (*(None if g is None else _scaled(g, factor, x.dtype)
+                  for g, x in zip(gradients, ctx.saved_tensors, strict=True)), None, None, None)
 
 
-def _losses(lse, z_y, sum_z, smoothing, V):
-    """(loss, nll) of each token."""
-    nll = lse - z_y
-    return (nll + smoothing * (z_y - sum_z / V) if smoothing else nll.clone()), nll
+def _chunks(hidden, weight, scale, need, target, loss, softcap, dtype, memory=None, sums=()):
+    """RowSums of n tokens, and dh and dW of sum(scale * loss): the heart of this file.
+
+    hidden [n, D]; weight [V, D]; scale [n], or None, without gradients; need: whether dh and dW are
+    wanted, else they are None; target [n]; dtype: of the products. sums: RowSums to compute beside
+    those of the loss; with them the logits are float32.
+    """
+    n, V = len(hidden), len(weight)
+    need_dh, need_dw = (needed and scale is not None for needed in need)
+    softcap = softcap and float(softcap)
+    h, w = (x.to(dtype).contiguous() for x in (hidden, weight))
+    if sums and not h.is_cuda:      # a CPU has no product of bfloat16 with a float32 result
+        h, w = h.float(), w.float()
+    buffer = torch.empty(_chunk_rows(n, V, h, memory), V, device=h.device,
+                         dtype=torch.float32 if sums else dtype)
+    # Each by itself: kernels are compiled for the alignment of what they get.
+    s = RowSums(V, **{name: torch.zeros(n, device=h.device, dtype=torch.int64 if name == 'top_token'
+                                        else torch.float32)
+                      for name in {'z_y', 'lse', *loss.sums, *sums}})
+    dh = torch.empty_like(h) if need_dh else None
+    dw = torch.empty_like(w, dtype=weight.dtype) if need_dw else None
+    if need_dw and n == 0:
+        dw.zero_()
+    with torch.autocast(h.device.type, enabled=False):
+        for start in range(0, n, max(1, len(buffer))):
+            c = slice(start, start + len(buffer))
+            logits, rows = buffer[:n - start], RowSums(V, *(x if x is None else x[c] for x in s[1:]))
+            _product(h[c], w.T, logits)
+            _row_sums(logits, h[c], w, target[c], rows, softcap)
+            if need_dh or need_dw:
+                _gradient(logits, target[c], rows, loss.coefficients(rows), scale[c], softcap)
+            if need_dh:
+                _product(logits, w, dh[c])
+            if need_dw:
+                _product(logits.T, h[c], dw, add=start > 0)
+    return s, dh, dw
 
 
-def _lifted(scale, dtype):
-    """scale, and None; in float16, where smoothing / V / N would be 0, scale * power, power."""
-    if dtype != torch.float16 or len(scale) == 0:
-        return scale.contiguous(), None
-    largest = scale.abs().max().clamp_min(1e-30)
-    power = torch.exp2(8 - largest.log2().ceil())       # exact to multiply and divide by
-    return scale * power, power
+def _chunk_rows(n, V, h, memory):
+    """Tokens per chunk: all n, or a multiple of ROWS that makes chunks of about one size."""
+    memory = MEMORY.get(h.device.type, MEMORY['cpu']) if memory is None else memory
+    most = max(ROWS, (memory or LEAST_MEMORY) // (h.element_size() * V) // ROWS * ROWS)
+    chunks = max(1, math.ceil(n / most))
+    return min(n, math.ceil(n / chunks / ROWS) * ROWS)
+
+
+def _product(a, b, out, add=False):
+    """out = a @ b, or out += a @ b, summed in float32 and rounded once to out's dtype."""
+    options = {}
+    if out.dtype != a.dtype and a.is_cuda:
+        options = {'out_dtype': out.dtype}
+    elif out.dtype != a.dtype:
+        a, b = a.float(), b.float()
+    torch.addmm(out, a, b, out=out, **options) if add else torch.mm(a, b, out=out, **options)
 
 
 def _scaled(x, factor, dtype):
-    """x * factor in dtype, rounded once; in x's memory if it has that dtype."""
+    """x * factor in dtype, rounded once; in x's memory if it has that dtype. None stands for 1."""
+    if factor is None or (not x.is_cuda and factor == 1):
+        return x.to(dtype)
     if x.dtype == dtype and _use_triton(x):
-        _scale_kernel[(1024,)](x, factor, x.numel(), PROGRAMS=1024, BLOCK=4096)
-        return x
-    if x.device.type == 'cpu' and x.dtype == dtype and factor == 1:
+        _scale_kernel[(triton.cdiv(x.numel(), 16384),)](x, factor, x.numel(), BLOCK=16384)
         return x
     # One-dimensional, or torch would first round the float32 factor to a bfloat16 x's dtype.
-    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
-    return torch.mul(x, factor.view(1), out=out)
+    return torch.mul(x, factor.view(1), out=x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
 
 
-# ------------------------------------------------------------------------------------------------
-# Three products: chunks of tokens
-# ------------------------------------------------------------------------------------------------
+def _row_sums(logits, h, w, target, s, softcap):
+    """Fills s from logits [n, V] = h @ w.T, which come before the cap.
 
-def _chunk_rows(n, weight, call, need_dw):
-    """(tokens per chunk, dtype of the sum of dW); (None, _) where memory is too little for chunks.
-
-    In one chunk the product itself sums over the tokens, in float32, and rounds once. With more, dW
-    is a sum of products. In float32 it takes 4DV bytes, as much as 2D rows of bfloat16 logits, and
-    8DV of traffic with every chunk; float32 weights have no other. In bfloat16 it takes no memory,
-    being the gradient itself, and half the traffic, but k chunks round k times: sqrt((k + 1) / 2)
-    times the error of one rounding where the chunks' terms are independent. For eight chunks that
-    is 1.1 to 1.5 times the error of torch in bfloat16, which rounds logits, their gradient and dW;
-    more are not summed so. float16 is too narrow for any sum over tokens.
+    The label's logit is computed apart and takes its place in every sum: loss and gradient hang on
+    it more than on any other, and rounding it to bfloat16 is the largest error of plain torch.
     """
-    V, D = weight.shape
-    memory = _memory(call)
-    on_cpu = weight.device.type == 'cpu' and call.memory is None
-
-    def fitting(memory, least):
-        if call.chunk_rows is not None:
-            limit = call.chunk_rows
-        elif on_cpu:
-            limit = max(256, CPU_CHUNK_BYTES // (4 * V))
-        else:
-            limit = memory // (call.dtype.itemsize * V)
-            if n > limit:
-                limit = limit // 128 * 128      # whole tiles for the matrix products
-            if n > limit and limit < least:
-                return None
-        alike = math.ceil(n / max(1, math.ceil(n / max(1, limit))))
-        return max(1, min(limit, math.ceil(alike / 128) * 128))
-
-    if not need_dw:
-        return fitting(memory, 128), None
-    if weight.dtype == torch.float32:       # the sum is the gradient
-        return fitting(memory, 768), torch.float32
-    rows = fitting(memory, 128)
-    if rows is not None and weight.dtype == call.dtype == torch.bfloat16:
-        if n <= rows * (1 if on_cpu else LOW_PRECISION_SUMS):
-            return rows, torch.bfloat16
-    if call.chunk_rows is None and not on_cpu and memory < 4 * D * V:
-        return None, None
-    return fitting(memory - 2 * D * V, 768), torch.float32
-
-
-def _memory(call):
-    """Bytes to aim at."""
-    if call.memory is None:
-        return MEMORY if call.target.is_cuda else LOW_MEMORY
-    return call.memory or LOW_MEMORY
-
-
-def _by_tokens(hidden, weight, call, need, chunk_rows, sum_dtype):
-    """Sums and gradients, chunk by chunk of tokens: the heart of this file.
-
-    hidden [n, D], weight [V, D]; need, which gradients are wanted, (hidden's, weight's). Returns
-    lse, z_y and sum_z [n], dh [n, D] and dw [V, D] in sum_dtype, None where not wanted, and what
-    both have to be divided by, or None.
-    """
-    n, V = len(hidden), len(weight)
-    need_dh, need_dw = need
-    h, w = hidden.to(call.dtype).contiguous(), weight.to(call.dtype).contiguous()
-    scale, power = _lifted(call.scale, call.dtype)
-    # Each by itself: kernels are compiled for the alignment of what they get.
-    lse, z_y, sum_z = (torch.zeros(n, device=h.device) for _ in range(3))
-    dh = torch.empty_like(h) if need_dh else None
-    dw = torch.zeros if n == 0 else torch.empty
-    dw = dw(weight.shape, device=h.device, dtype=sum_dtype) if need_dw else None
-    buffer = torch.empty(min(n, chunk_rows), V, device=h.device, dtype=call.dtype)
-    for start in range(0, n, chunk_rows):
-        c = slice(start, start + chunk_rows)
-        target = call.target[c]
-        logits = torch.mm(h[c], w.T, out=buffer[:len(target)])
-        _label_logits(h[c], w, None, target, call.dtype, call.softcap, out=z_y[c])
-        _row_sums(logits, call, target, z_y[c], lse[c], sum_z[c])
-        g = _logit_gradient(logits, 0, V, call, target, z_y[c], lse[c], scale[c])
-        if need_dh:
-            torch.mm(g, w, out=dh[c])
-        if need_dw:
-            _add_product(dw, g.T, h[c], start == 0)
-    return lse, z_y, sum_z, dh, dw, power
-
-
-# ------------------------------------------------------------------------------------------------
-# Four products: slices of the vocabulary
-# ------------------------------------------------------------------------------------------------
-
-def _slice_shape(n, weight, call, need_dh):
-    """(tokens, tokens of the vocabulary) whose logits are alive at once.
-
-    dh is a sum over the slices, kept in float32: twice the bytes of the gradient that it becomes
-    in the end. Where memory does not hold that and MIN_SLICE logits for all n tokens, they go in
-    up to eight equal blocks, as _chunk_rows has up to eight chunks; with more tokens it is the
-    memory that grows.
-    """
-    V, D = weight.shape
-    memory = _memory(call)
-    item = call.dtype.itemsize
-    sum_bytes = (4 - item) * D if need_dh else 0
-    blocks = math.ceil(n * (sum_bytes + item * min(V, MIN_SLICE)) / memory)
-    if weight.dtype != torch.float32 and call.dtype != torch.bfloat16:
-        blocks = 1      # float16 is too narrow for a sum
-    rows = math.ceil(n / min(max(1, blocks), LOW_PRECISION_SUMS))
-    rows = min(n, math.ceil(rows / 128) * 128)
-    width = max(MIN_SLICE, (memory // max(1, rows) - sum_bytes) // item)
-    return rows, min(V, width // (MIN_SLICE // 4) * (MIN_SLICE // 4))
-
-
-def _by_slices(hidden, weight, lse, z_y, call, scale, need):
-    """dh and dw from a forward pass's sums and each token's factor: scale [n].
-
-    Returns dh [n, D], dw [V, D] and what both have to be divided by, or None.
-    """
-    n, (V, D) = len(hidden), weight.shape
-    need_dh, need_dw = need
-    scale, power = _lifted(scale, call.dtype)
-    rows, width = _slice_shape(n, weight, call, need_dh)
-    narrow = call.dtype == weight.dtype == torch.bfloat16
-    dw = torch.zeros if n == 0 else torch.empty
-    dw = dw(weight.shape, device=hidden.device,
-            dtype=weight.dtype if narrow else torch.float32) if need_dw else None
-    sum_dh = torch.empty(rows, D, device=hidden.device) if need_dh else None
-    buffer = torch.empty(rows * width, device=hidden.device, dtype=call.dtype)
-    dh = []
-    with torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, n, max(1, rows)):
-            c = slice(start, start + rows)
-            h, target = hidden[c].to(call.dtype).contiguous(), call.target[c]
-            for first in range(0, V, width):
-                v = slice(first, first + width)
-                w = weight[v].to(call.dtype)
-                logits = torch.mm(h, w.T, out=buffer[:len(h) * len(w)].view(len(h), len(w)))
-                g = _logit_gradient(logits, first, V, call, target, z_y[c], lse[c], scale[c])
-                if need_dw:
-                    _add_product(dw[v], g.T, h, start == 0)
-                if need_dh:
-                    _add_product(sum_dh[:len(h)], g, w, first == 0)
-            if need_dh:
-                if start + rows >= n:
-                    del buffer, logits, g       # dh takes its place
-                dh.append(sum_dh[:len(h)].to(call.dtype, copy=True))
-    if need_dh:
-        dh = torch.cat(dh) if len(dh) > 1 else dh[0] if dh else torch.zeros_like(hidden)
-    return dh if need_dh else None, dw, power
-
-
-def _add_product(out, a, b, first):
-    """out = a @ b, or out += a @ b, summed in float32 and rounded to out's dtype."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=0 if first else 1, out=out)
-    elif a.is_cuda:
-        torch.addmm(out, a, b, beta=0 if first else 1, out_dtype=out.dtype, out=out)
-    else:
-        torch.addmm(out, a.float(), b.float(), beta=0 if first else 1, out=out)
-
-
-# ------------------------------------------------------------------------------------------------
-# What a token's logits amount to
-# ------------------------------------------------------------------------------------------------
-
-class _Statistics(NamedTuple):
-    """Each [n]; float32 but top_token, int64. The last three only if full."""
-    z_y: Tensor             # the label's logit
-    lse: Tensor
-    sum_z: Tensor
-    top: Tensor | None = None
-    top_token: Tensor | None = None
-    mean_z: Tensor | None = None    # expectation of z under softmax(z)
-
-
-def _statistics(hidden, weight, target, dtype, softcap, exact=False, full=False):
-    """_Statistics of hidden [n, D] in one product, whose logits are not kept.
-
-    exact: the logits stay float32. Otherwise they are rounded to what a product in dtype writes,
-    to fit the gradient that is computed from that.
-    """
-    h = hidden.to(dtype).contiguous()
-    z_y = _label_logits(h, weight, None, target, dtype, softcap)
-    if _use_triton(h) and dtype != torch.float32 and h.shape[1] % 8 == 0 and len(h):
-        return _statistics_triton(h, weight, target, z_y, softcap, exact, full)
-    with torch.autocast(h.device.type, enabled=False):
-        w = weight.to(dtype).float() if exact else weight.to(dtype)
-        chunk_rows = max(1, (MEMORY // 4 if h.is_cuda else CPU_CHUNK_BYTES) // (4 * len(w)))
-        parts = []
-        for chunk, label, label_z in zip(*(x.split(chunk_rows) for x in (h, target, z_y))):
-            z = torch.mm(chunk.to(w.dtype), w.T).float()
-            z = z if softcap is None else _capped(z, softcap)
-            z.scatter_(1, label[:, None], label_z[:, None])
-            lse = z.logsumexp(1)
-            parts.append((lse, z.sum(1)))
-            if full:
-                parts[-1] += *z.max(1), ((z - lse[:, None]).exp_() * z).sum(1)
-    return _Statistics(z_y, *(torch.cat(column) for column in zip(*parts)))
-
-
-def _label_logits(hidden, weight, rows, tokens, dtype, softcap, out=None):
-    """out[i] = cap(hidden[rows[i]] . weight[tokens[i]]), float32 from the product on.
-
-    The loss and the gradient hang on this logit more than on any other: rounding it to bfloat16
-    is the largest error that the plain computation makes, and next to nothing to avoid.
-    """
-    if out is None:
-        out = torch.empty(len(tokens), device=hidden.device)
-    if _use_triton(hidden) and len(tokens):
-        _label_kernel[(len(tokens),)](hidden, weight, rows, tokens, out, hidden.shape[1],
-                                      *hidden.stride(), *weight.stride(), softcap,
-                                      ROUND=_TL_DTYPES[dtype], TANH=_tanh(hidden, exact=True),
-                                      BLOCK=1024)
-        return out
-    for i in range(0, len(tokens), 1024):
-        c = slice(i, i + 1024)
-        h = hidden[c] if rows is None else hidden[rows[c]]
-        z = (h.to(dtype).float() * weight[tokens[c]].to(dtype).float()).sum(1)
-        out[c] = z if softcap is None else _capped(z, softcap)
-    return out
-
-
-def _row_sums(logits, call, target, z_y, lse, sum_z):
-    """Fills lse and, if it counts, sum_z [n] from stored logits [n, V]."""
-    n, V = logits.shape
-    smoothed = call.smoothing > 0
+    V, D = w.shape
     if _use_triton(logits):
-        _row_sums_kernel[(n,)](logits, target, z_y, lse, sum_z, V, call.softcap,
-                               SMOOTHED=smoothed, BOUNDED=_bounded(call.softcap),
-                               TANH=_tanh(logits),
-                               BLOCK=min(BLOCK, triton.next_power_of_2(V)), num_warps=4)
+        _row_sums_kernel[(len(logits),)](
+            logits, h, w, target, *s[1:], V, D, softcap, FAST=_fast(logits),
+            BOUNDED=softcap is not None and softcap <= 35,
+            BLOCK=min(BLOCK, triton.next_power_of_2(V)), num_warps=4)
         return
-    z = logits.float() if call.softcap is None else _capped(logits.float(), call.softcap)
-    z.scatter_(1, target[:, None], z_y[:, None])
-    torch.logsumexp(z, 1, out=lse)
-    if smoothed:
-        torch.sum(z, 1, out=sum_z)
+    s.z_y.copy_(_capped((h.float() * w[target].float()).sum(1), softcap))
+    z = _capped(logits.float(), softcap).scatter_(1, target[:, None], s.z_y[:, None])
+    torch.logsumexp(z, 1, out=s.lse)
+    if s.sum_z is not None:
+        torch.sum(z, 1, out=s.sum_z)
+    if s.top_logit is not None:
+        torch.max(z, 1, out=(s.top_logit, s.top_token))
+    if s.sum_p2 is not None or s.entropy is not None:
+        log_p = z - s.lse[:, None]
+        p = log_p.exp()
+        if s.entropy is not None:
+            s.entropy.copy_((p * log_p.clamp_min(-1e4)).sum(1).neg_())      # 0 log 0 = 0
+        if s.sum_p2 is not None:
+            torch.sum(p.square_(), 1, out=s.sum_p2)
 
 
-def _logit_gradient(logits, first, V, call, target, z_y, lse, scale):
-    """scale * g over logits [n, width] of the tokens from `first` on, in their place."""
-    n, width = logits.shape
-    smoothing, softcap = call.smoothing, call.softcap
+def _gradient(logits, target, s, coefficients, scale, softcap):
+    """Leaves scale * dloss/dlogits [n, V] in the place of logits, which come before the cap."""
+    n, V = logits.shape
+    unknown = ', '.join(map(repr, coefficients.keys() - set('abcef')))
+    _require(not unknown, f'the coefficients are a, b, c, e and f, got {unknown}')
+    numbers = [coefficients.get(name) for name in 'abcef']
     if _use_triton(logits):
-        block = min(BLOCK, triton.next_power_of_2(width))
-        _gradient_kernel[(n, triton.cdiv(width, block))](
-            logits, target, z_y, lse, scale, first, width, V, smoothing, softcap,
-            SMOOTHED=smoothing > 0, TANH=_tanh(logits), BLOCK=block, num_warps=4)
-        return logits
-    row = ((target >= first) & (target < first + width)).nonzero().squeeze(1)
-    label = target[row] - first
-    z = logits.float() if softcap is None else _capped(logits.float(), softcap)
-    z[row, label] = z_y[row]
-    g = z.sub_(lse[:, None]).exp_() if softcap is None else (z - lse[:, None]).exp_()
-    if smoothing:
-        g.sub_(smoothing / V)
-    g[row, label] -= 1 - smoothing
+        numbers = (x.float().expand(n).contiguous() if isinstance(x, Tensor) else
+                   x if x is None else float(x) for x in numbers)
+        block = min(BLOCK, triton.next_power_of_2(V))
+        _gradient_kernel[(n, triton.cdiv(V, block))](
+            logits, target, s.z_y, s.lse, scale, *numbers, V, softcap, FAST=_fast(logits),
+            BLOCK=block, num_warps=4)
+        return
+    a, b, c, e, f = (x.expand(n)[:, None] if isinstance(x, Tensor) else x for x in numbers)
+    label = target[:, None]
+    z = _capped(logits.float(), softcap).scatter_(1, label, s.z_y[:, None])
+    log_p = z - s.lse[:, None]
+    g = log_p.exp()     # p
+    factor = 0.0 if a is None else a
+    if b is not None:
+        factor = factor + b * log_p.clamp_min(-1e4)
+    if c is not None:
+        factor = factor + c * g
+    g *= factor
+    if e is not None:
+        g += e
+    if f is not None:
+        g.scatter_(1, label, g.gather(1, label) - f)
     if softcap is not None:
-        g.mul_(z.div_(softcap).square_().neg_().add_(1))
-    g.mul_(scale[:, None])
-    return g if g.data_ptr() == logits.data_ptr() else logits.copy_(g)
+        g *= z.div_(softcap).square_().neg_().add_(1)
+    logits.copy_(g.mul_(scale[:, None]))
 
 
-def _capped(logits, softcap):
-    return torch.tanh(logits / softcap).mul_(softcap)
+def _capped(z, softcap):
+    return z if softcap is None else torch.tanh(z / softcap).mul_(softcap)
 
-
-# ------------------------------------------------------------------------------------------------
-# Triton kernels. Arithmetic is float32 throughout.
-# ------------------------------------------------------------------------------------------------
 
 def _use_triton(x):
     return triton is not None and x.is_cuda
 
 
-def _tanh(logits, exact=False):
-    """The hardware's tanh errs by 2**-11, where rounding to bfloat16 errs by 2**-8 already."""
-    if not logits.is_cuda:
-        return 'plain'
-    return 'fast' if logits.dtype == torch.bfloat16 and not exact else 'exact'
+def _fast(logits):
+    """Whether the hardware's tanh will do: it errs by 2**-11, rounding to bfloat16 by 2**-8."""
+    return logits.is_cuda and logits.dtype == torch.bfloat16
 
 
-def _bounded(softcap):
-    """Whether exp(z - softcap) stays in float32's range, so that no maximum has to be found."""
-    return softcap is not None and softcap <= 40
-
-
-def _statistics_triton(hidden, weight, target, z_y, softcap, exact, full):
-    """_Statistics by a product whose programs each keep a block of tokens and walk over logits."""
-    n, (V, D) = len(hidden), weight.shape
-    rows, columns, depth = TILE
-    blocks = triton.cdiv(n, rows)
-    processors = (torch.cuda.get_device_properties(hidden.device).multi_processor_count
-                  if hidden.is_cuda else 2)
-    # Weights of another dtype are converted a part at a time
-    step = V if weight.dtype == hidden.dtype and weight.is_contiguous() else 65536
-    parts = []
-    for first in range(0, V, step):
-        w = weight[first:first + step].to(hidden.dtype).contiguous()
-        tiles = triton.cdiv(len(w), columns)
-        per_split = triton.cdiv(tiles, min(tiles, max(1, processors // blocks)))
-        splits = triton.cdiv(tiles, per_split)
-        sums = torch.empty(4, splits, n, device=hidden.device)
-        top = torch.empty(splits, n, device=hidden.device, dtype=torch.int64)
-        _statistics_kernel[(blocks, splits)](
-            TensorDescriptor.from_tensor(hidden, [rows, depth]),
-            TensorDescriptor.from_tensor(w, [columns, depth]),
-            target, z_y, sums, top, n, D, len(w), first, per_split, splits * n, softcap,
-            FULL=full, ROUND=None if exact else _TL_DTYPES[hidden.dtype],
-            BOUNDED=_bounded(softcap) and not full,
-            # the interpreter would multiply the bits of bfloat16
-            FACTOR=_TL_DTYPES[hidden.dtype if hidden.is_cuda else torch.float32],
-            TANH=_tanh(hidden, exact), ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=8,
-            num_stages=3)
-        parts.append((sums, top))
-    maximum, sum_exp, sum_z, sum_exp_z = torch.cat([sums for sums, _ in parts], 1)
-    top_token = torch.cat([top for _, top in parts])
-    top, at = maximum.max(0)
-    share = (maximum - top).exp()
-    total = (sum_exp * share).sum(0)
-    return _Statistics(z_y, top + total.log(), sum_z.sum(0), top, top_token.gather(0, at[None])[0],
-                       (sum_exp_z * share).sum(0) / total)
-
+# ---- Triton kernels. Arithmetic is float32 throughout ---------------------------------------------
 
 if triton is not None:
-    _TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16,
-                  torch.float16: tl.float16}
     LOG2E = tl.constexpr(1.4426950408889634)
 
     @triton.jit
-    def _tanh_of(u, TANH: tl.constexpr):
-        """TANH is 'fast' or 'exact', or 'plain' in the interpreter."""
-        if TANH == 'fast':
-            t = tl.inline_asm_elementwise('tanh.approx.f32 $0, $1;', '=f,f', [u], dtype=tl.float32,
-                                          is_pure=True, pack=1)
+    def _capped_of(z, softcap, FAST: tl.constexpr):
+        if FAST:
+            t = tl.inline_asm_elementwise('tanh.approx.f32 $0, $1;', '=f,f', [z * (1 / softcap)],
+                                          dtype=tl.float32, is_pure=True, pack=1)
         else:   # holds at both ends, where exp2 gives inf and 0
-            e = tl.exp2(u * (2 * LOG2E)) + 1
-            if TANH == 'exact':
-                e = tl.inline_asm_elementwise('rcp.approx.ftz.f32 $0, $1;', '=f,f', [e],
-                                              dtype=tl.float32, is_pure=True, pack=1)
-            else:
-                e = 1 / e
-            t = 1 - 2 * e
-        return t
+            t = 1 - 2 / (tl.exp2(z * (2 * LOG2E / softcap)) + 1)
+        return t * softcap
 
     @triton.jit
-    def _label_kernel(hidden, weight, rows, tokens, out, D, h_row, h_column, w_row, w_column,
-                      softcap, ROUND: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr):
-        i = tl.program_id(0).to(tl.int64)
-        row = i if rows is None else tl.load(rows + i).to(tl.int64)
-        hidden += row * h_row
-        weight += tl.load(tokens + i).to(tl.int64) * w_row
-        z = 0.0
-        for start in range(0, D, BLOCK):
-            d = start + tl.arange(0, BLOCK)
-            h = tl.load(hidden + d * h_column, mask=d < D, other=0.0).to(ROUND).to(tl.float32)
-            w = tl.load(weight + d * w_column, mask=d < D, other=0.0).to(ROUND).to(tl.float32)
-            z += tl.sum(h * w)
-        if softcap is not None:
-            z = _tanh_of(z / softcap, TANH) * softcap
-        tl.store(out + i, z)
+    def _row_sums_kernel(logits, hidden, weight, target, z_y, lse, sum_z, sum_p2, entropy,
+                         top_logit, top_token, V, D, softcap, FAST: tl.constexpr,
+                         BOUNDED: tl.constexpr, BLOCK: tl.constexpr):
+        """One program per row of logits; a sum whose pointer is None is not computed.
 
-    @triton.jit
-    def _row_sums_kernel(logits, target, z_y, lse, sum_z, V, softcap, SMOOTHED: tl.constexpr,
-                         BOUNDED: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr):
-        """One program per row of logits."""
+        With x = z - maximum, the running maximum, it keeps the sums over j of exp x, exp 2x and
+        x exp x, spread over the block until the end. A new maximum rescales them. BOUNDED: |z| is
+        at most 35, so that sums of exp 2z stay in float32's range and the maximum can stay 0.
+        """
         row = tl.program_id(0).to(tl.int64)     # row * V passes 2**31
         logits += row * V
         y = tl.load(target + row)
-        label_z = tl.load(z_y + row)
-        # The maximum starts finite, so that a block of -inf gives no inf - inf. The sums stay
-        # spread over the block until the end.
-        maximum = softcap if BOUNDED else -3.0e38
+        dot = tl.zeros([1024], tl.float32)
+        for i in range(0, D, 1024):
+            d = i + tl.arange(0, 1024)
+            dot += (tl.load(hidden + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+                    * tl.load(weight + y * D + d, mask=d < D, other=0.0).to(tl.float32))
+        label_z = tl.sum(dot)
+        if softcap is not None:
+            label_z = _capped_of(label_z, softcap, False)
+        tl.store(z_y + row, label_z)
+
+        maximum = 0.0 if BOUNDED else -3.0e38   # finite: a block of -inf gives no inf - inf
         exps = tl.zeros([BLOCK], tl.float32)
+        squares = tl.zeros([BLOCK], tl.float32)
+        products = tl.zeros([BLOCK], tl.float32)
         zs = tl.zeros([BLOCK], tl.float32)
+        top = tl.full([BLOCK], float('-inf'), tl.float32)
+        top_j = tl.zeros([BLOCK], tl.int32)
         for i in tl.range(0, V, BLOCK, num_stages=3):
             j = i + tl.arange(0, BLOCK)
             z = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
             if softcap is not None:
-                z = _tanh_of(z * (1 / softcap), TANH) * softcap
+                z = _capped_of(z, softcap, FAST)
             z = tl.where(j == y, label_z, z)    # no branches, or loads would not be pipelined
-            if SMOOTHED:
+            if sum_z is not None:
                 zs += z         # past the end it is 0
             z = tl.where(j < V, z, float('-inf'))
+            if top_logit is not None:
+                top_j = tl.where(z > top, j, top_j)
+                top = tl.maximum(top, z)
             if not BOUNDED:
                 new_maximum = tl.maximum(maximum, tl.max(z))
-                exps *= tl.exp2((maximum - new_maximum) * LOG2E)
+                down = maximum - new_maximum
+                shrink = tl.exp2(down * LOG2E)
+                if entropy is not None:     # every x falls as the maximum rises
+                    products = (products + down * exps) * shrink
+                if sum_p2 is not None:
+                    squares *= shrink * shrink
+                exps *= shrink
                 maximum = new_maximum
-            exps += tl.exp2((z - maximum) * LOG2E)
-        tl.store(lse + row, maximum + tl.log(tl.sum(exps)))
-        if SMOOTHED:
+            x = z - maximum
+            exp = tl.exp2(x * LOG2E)
+            exps += exp
+            if sum_p2 is not None:
+                squares += exp * exp
+            if entropy is not None:
+                products += tl.where(exp > 0, exp * x, 0.0)     # not 0 * -inf
+        total = tl.sum(exps)
+        log_total = tl.log(total)
+        tl.store(lse + row, maximum + log_total)
+        if sum_z is not None:
             tl.store(sum_z + row, tl.sum(zs))
+        if sum_p2 is not None:
+            tl.store(sum_p2 + row, tl.sum(squares) / total / total)
+        if entropy is not None:
+            tl.store(entropy + row, log_total - tl.sum(products) / total)
+        if top_logit is not None:
+            highest = tl.max(top)
+            tl.store(top_logit + row, highest)
+            tl.store(top_token + row, tl.min(tl.where(top == highest, top_j, 2147483647)))
 
     @triton.jit
-    def _gradient_kernel(logits, target, z_y, lse, scale, first, width, V, smoothing, softcap,
-                         SMOOTHED: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr):
-        """scale * g over a block of one row of logits, which begins at token `first`."""
+    def _of_row(x, row):
+        """A coefficient: a number per row, one for all, or None for 0."""
+        if x is None:
+            value = 0.0
+        elif isinstance(x, float):      # in the interpreter
+            value = x
+        elif x.dtype.is_ptr():
+            value = tl.load(x + row)
+        else:
+            value = x
+        return value
+
+    @triton.jit
+    def _gradient_kernel(logits, target, z_y, lse, scale, a, b, c, e, f, V, softcap,
+                         FAST: tl.constexpr, BLOCK: tl.constexpr):
+        """scale (p (a + b log p + c p) + e - f [j = y]) dz/dlogit, over a block of one row."""
         row = tl.program_id(0).to(tl.int64)
-        logits += row * width
+        logits += row * V
         j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        z = tl.load(logits + j, mask=j < width, other=0.0).to(tl.float32)
-        y = tl.load(target + row) - first
+        z = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
+        y = tl.load(target + row)
         if softcap is not None:
-            tanh = _tanh_of(z * (1 / softcap), TANH)
-            z = tanh * softcap
+            z = _capped_of(z, softcap, FAST)
         z = tl.where(j == y, tl.load(z_y + row), z)
-        g = tl.exp2((z - tl.load(lse + row)) * LOG2E)
-        # q_y is taken off in float32: as the model learns p_y comes near it, and the rounding of
-        # either would drown what is left.
-        if SMOOTHED:
-            g -= smoothing / V
-        g = tl.where(j == y, g - (1 - smoothing), g)
+        log_p = z - tl.load(lse + row)
+        p = tl.exp2(log_p * LOG2E)
+        factor = _of_row(a, row)
+        if b is not None:
+            factor += _of_row(b, row) * tl.where(p > 0, log_p, 0.0)     # not 0 * -inf
+        if c is not None:
+            factor += _of_row(c, row) * p
+        # In float32: as the model learns, p_y comes near f, and rounding would drown what is left.
+        g = p * factor + _of_row(e, row)
+        g = tl.where(j == y, g - _of_row(f, row), g)
         if softcap is not None:
+            tanh = z * (1 / softcap)
             g *= 1 - tanh * tanh
         g *= tl.load(scale + row)
-        tl.store(logits + j, g.to(logits.dtype.element_ty), mask=j < width)
-
-    @triton.jit(do_not_specialize=['n', 'tiles_per_split', 'sums_stride'])
-    def _statistics_kernel(hidden, weight, target, z_y, sums, top, n, D, V, first, tiles_per_split,
-                           sums_stride, softcap, FULL: tl.constexpr, ROUND: tl.constexpr,
-                           BOUNDED: tl.constexpr, FACTOR: tl.constexpr,
-                           TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                           DEPTH: tl.constexpr):
-        """One program per block of tokens and share of the vocabulary, like a flash attention.
-
-        weight [V, D] begins at token `first`. sums [4, splits, n] get the maximum of z, and the
-        sums of exp(z - maximum), z, and exp(z - maximum) z; top [splits, n] the maximum's token.
-        """
-        block, split = tl.program_id(0) * ROWS, tl.program_id(1)
-        row = block + tl.arange(0, ROWS)
-        y = tl.load(target + row, mask=row < n, other=-1) - first
-        label_z = tl.load(z_y + row, mask=row < n, other=0.0)
-        maximum = tl.full([ROWS], softcap if BOUNDED else -3.0e38, tl.float32)
-        sum_exp = tl.zeros([ROWS], tl.float32)
-        sum_z = tl.zeros([ROWS], tl.float32)
-        sum_exp_z = tl.zeros([ROWS], tl.float32)
-        top_token = tl.zeros([ROWS], tl.int32)
-        begin = split * tiles_per_split * COLUMNS
-        end = tl.minimum(begin + tiles_per_split * COLUMNS, V)
-        for start in range(begin, end, COLUMNS):
-            z = tl.zeros([ROWS, COLUMNS], tl.float32)
-            for d in range(0, D, DEPTH):
-                z = tl.dot(hidden.load([block, d]).to(FACTOR),
-                           weight.load([start, d]).to(FACTOR).T, z)
-            if ROUND is not None:
-                z = z.to(ROUND).to(tl.float32)
-            if softcap is not None:
-                z = _tanh_of(z * (1 / softcap), TANH) * softcap
-            j = start + tl.arange(0, COLUMNS)
-            if ROUND is not None:
-                if tl.max(tl.where((y >= start) & (y < start + COLUMNS), 1, 0)) > 0:
-                    z = tl.where(j[None, :] == y[:, None], label_z[:, None], z)
-            sum_z += tl.sum(z, 1)           # columns past the end are 0
-            if start + COLUMNS > V:         # finite, or 0 * -inf would get into sum_exp_z
-                z = tl.where(j[None, :] < V, z, -3.0e38)
-            if not BOUNDED:
-                tile_maximum = tl.max(z, 1)
-                new_maximum = tl.maximum(maximum, tile_maximum)
-                shrunk = tl.exp2((maximum - new_maximum) * LOG2E)
-                sum_exp *= shrunk
-                if FULL:
-                    sum_exp_z *= shrunk
-                    if tl.max(tile_maximum - maximum) > 0:
-                        token = tl.where(z == tile_maximum[:, None], j[None, :], 2147483647)
-                        top_token = tl.where(tile_maximum > maximum, tl.min(token, 1), top_token)
-                maximum = new_maximum
-            exps = tl.exp2((z - maximum[:, None]) * LOG2E)
-            sum_exp += tl.sum(exps, 1)
-            if FULL:
-                sum_exp_z += tl.sum(exps * z, 1)
-        sums += split * n + row
-        tl.store(sums, maximum, mask=row < n)
-        tl.store(sums + sums_stride, sum_exp, mask=row < n)
-        tl.store(sums + 2 * sums_stride, sum_z, mask=row < n)
-        tl.store(sums + 3 * sums_stride, sum_exp_z, mask=row < n)
-        tl.store(top + split * n + row, (top_token + first).to(tl.int64), mask=row < n)
+        tl.store(logits + j, g.to(logits.dtype.element_ty), mask=j < V)
 
     @triton.jit
-    def _scale_kernel(x, factor, size, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    def _scale_kernel(x, factor, size, BLOCK: tl.constexpr):
         """x *= factor, in place; nothing is read where the factor is 1, as it mostly is."""
         factor = tl.load(factor)
         if factor != 1.0:
-            start = tl.program_id(0).to(tl.int64) * BLOCK
-            for i in range(0, tl.cdiv(size, PROGRAMS * BLOCK)):
-                i = start + tl.arange(0, BLOCK)
-                start += PROGRAMS * BLOCK
-                value = tl.load(x + i, mask=i < size).to(tl.float32)
-                tl.store(x + i, (value * factor).to(x.dtype.element_ty), mask=i < size)
+            i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(x + i, mask=i < size).to(tl.float32)
+            tl.store(x + i, (value * factor).to(x.dtype.element_ty), mask=i < size)
 
 
-# ------------------------------------------------------------------------------------------------
-# Arguments
-# ------------------------------------------------------------------------------------------------
+# ---- Arguments ------------------------------------------------------------------------------------
 
-def _check_layer(hidden, weight, softcap):
+def _require(holds, message):
+    if not holds:
+        raise ValueError(message)
+
+
+def _whole(loss):
+    _require(isinstance(loss, Loss), f'loss must be one of this file, such as brier(), got {loss!r}')
+    _require(loss.whole, 'the loss has terms only: add a whole one, as in cross_entropy() + '
+                         'z_loss(1e-4)')
+    return loss
+
+
+def _check(hidden, weight, target, loss, softcap, ignore_index):
     """Checks what both functions are given and returns the dtype of the matrix products."""
-    if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(f'hidden must be [..., D] and weight [V, D], got {list(hidden.shape)} and '
-                         f'{list(weight.shape)}')
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f'softcap must be a positive number or None, got {softcap}')
+    _require(weight.dim() == 2 and hidden.dim() >= 2 and hidden.shape[-1] == weight.shape[1],
+             f'hidden must be [..., D] and weight [V, D], got {list(hidden.shape)} and '
+             f'{list(weight.shape)}')
+    _require(target.shape == hidden.shape[:-1], f'target must have the leading shape of hidden, '
+             f'{list(hidden.shape[:-1])}, got {list(target.shape)}')
+    _require(target.dtype in INTEGERS,
+             f'target must hold integer token ids that fit int64, got {target.dtype}')
+    _require(ignore_index is None or isinstance(ignore_index, int),
+             f'ignore_index must be an int or None, got {ignore_index!r}')
+    _require(softcap is None or 0 < softcap < math.inf,
+             f'softcap must be a positive number or None, got {softcap}')
+    _whole(loss)
+    dtypes = {hidden.dtype, weight.dtype}
     if torch.is_autocast_enabled(hidden.device.type):
-        return torch.get_autocast_dtype(hidden.device.type)
-    if hidden.dtype != weight.dtype:
-        raise ValueError(f'hidden is {hidden.dtype} but weight is {weight.dtype}: convert one of '
-                         f'them, or call under torch.autocast')
-    if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f'hidden and weight must be float32, bfloat16 or float16, '
-                         f'got {hidden.dtype}')
-    return hidden.dtype
-
-
-def _check_loss(hidden, target, smoothing, ignore_index, reduction='mean', num_items=None,
-                token_weight=None, memory=None, chunk_rows=None):
-    if target.shape != hidden.shape[:-1]:
-        raise ValueError(f'target must have the leading shape of hidden, '
-                         f'{list(hidden.shape[:-1])}, got {list(target.shape)}')
-    if target.dtype not in INTEGERS:
-        raise ValueError(f'target must hold integer token ids that fit int64, got {target.dtype}')
-    if ignore_index is not None and not isinstance(ignore_index, int):
-        raise ValueError(f'ignore_index must be an int or None, got {ignore_index!r}')
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f'smoothing must be in [0, 1], got {smoothing}')
-    if reduction not in ('mean', 'sum', 'none'):
-        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if num_items is not None and reduction != 'mean':
-        raise ValueError(f"num_items divides in reduction 'mean' only, and this is {reduction!r}")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f'chunk_rows must be at least 1, got {chunk_rows}')
-    if token_weight is not None and token_weight.shape != target.shape:
-        raise ValueError(f'token_weight must have the shape of target, {list(target.shape)}, '
-                         f'got {list(token_weight.shape)}')
-    if memory is not None and memory < 0:
-        raise ValueError(f'memory must be a number of bytes, got {memory}')
-
-
-def _learnt_rows(target, V, ignore_index, device):
-    """(places of the tokens to learn, or None if that is all of them; their targets), on device.
-
-    target [N] is checked where it is. Only a target that is not on the CPU makes the host wait.
-    """
-    target = target.long()      # before it is compared: in uint8, -100 is 156
-    if ignore_index is None:
-        learnt = None
-        outside = (target < 0) | (target >= V)
-        if target.is_cuda:
-            torch._assert_async(~outside.any(), f'a target is not in [0, {V})')
-            return None, target.long()
-        n, n_outside = len(target), int(outside.sum())
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        dtypes.add(dtype)
     else:
-        learnt = target != ignore_index
-        outside = learnt & ((target < 0) | (target >= V))
-        n, n_outside = torch.stack((learnt.sum(), outside.sum())).tolist()
+        dtype = hidden.dtype
+        _require(len(dtypes) == 1, f'hidden is {hidden.dtype} but weight is {weight.dtype}: convert '
+                 f'one of them, or call under torch.autocast')
+    _require(torch.float16 not in dtypes, 'float16 is too narrow: the gradient of a smoothed label '
+             'over V = 256,000 tokens is below its least number. Use bfloat16 or float32')
+    _require(dtypes <= {torch.float32, torch.bfloat16},
+             f'hidden and weight must be float32 or bfloat16, got {hidden.dtype}')
+    return dtype
+
+
+def _supervised(target, V, ignore_index, device):
+    """(places of the tokens that carry loss, or None if that is all; their targets), on device.
+
+    target is checked where it is. Only one that is not on the CPU makes the host wait.
+    """
+    target = target.reshape(-1).long()      # before it is compared: in uint8, -100 is 156
+    supervised = torch.ones_like(target, dtype=torch.bool)
+    if ignore_index is not None:
+        supervised = target != ignore_index
+    outside = supervised & ((target < 0) | (target >= V))
+    if ignore_index is None and target.is_cuda:
+        torch._assert_async(~outside.any(), f'a target is not in [0, {V})')
+        return None, target
+    n, n_outside = torch.stack((supervised.sum(), outside.sum())).tolist()
     if n_outside:
         raise ValueError(f'target {target[outside][0].item()} is neither in [0, {V}), the rows of '
                          f'weight, nor ignore_index={ignore_index}')
-    rows = None
-    if n < len(target):
-        rows = torch.nonzero_static(learnt, size=n).squeeze(1)
-        target = target[rows]
-    return None if rows is None else _on_device(rows, device), _on_device(target.long(), device)
+    if n == len(target):
+        return None, _on_device(target, device)
+    rows = torch.nonzero_static(supervised, size=n).squeeze(1)
+    return _on_device(rows, device), _on_device(target[rows], device)
 
 
 def _on_device(x, device):

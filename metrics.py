@@ -28,13 +28,13 @@ holds a NaN or a negative number, or has a row further than 1e-4 from summing to
 not an integer array [N] or points outside the K options; and when n_options contradicts either. A
 bin count below 1 raises too.
 
-Ties: two probabilities are equal if they round to the same multiple of 2^-40 (9.1e-13). Every
-measure of the prediction or of single options rounds them first, and bin edges likewise, so the same
-prediction computed in two ways (softmax before or after a sum, another order of addition), which
-differs by about 1e-16, predicts the same option, falls in the same bin and ties with the same rows.
-The grid is binary because it keeps float16 and, above 2^-16, float32 values as they are, and because
-no fraction a/b with b < 4000 is within 1e-16 of where rounding turns; entropy, nll and brier, which
-are smooth, use probs as given.
+Ties: two probabilities are equal if they are the same to 12 decimals, two of less than float64
+precision if they are the same. Every measure of the prediction or of single options rounds them
+first, and bin edges likewise. So the same prediction computed in two ways (a sum in another order,
+softmax before or after a shift), which differs by about 1e-16, predicts the same option, falls in
+the same bin and ties with the same rows; without it both would be a matter of chance wherever a
+confidence is on an edge, such as 0.6, or occurs twice. Entropy, nll and brier, which have no jumps,
+use probs as given.
 
 Binned numbers depend on the number of bins, on how they are cut and on which side they are closed,
 and are biased upwards for small N: a perfectly calibrated 4-option model has a mean ECE of about
@@ -52,7 +52,7 @@ import sys
 
 import numpy as np
 
-TIE = 2.0**-40  # probabilities are compared as multiples of this
+TIE_DECIMALS = 12  # far above the noise of float64, 1e-16, far below what a model can mean
 SUM_TOLERANCE = 1e-4  # float32 softmax over ten options is off by about 1e-7
 NLL_FLOOR = np.finfo(np.float64).eps  # 2.2e-16: no row costs more than 36.04 nats
 
@@ -72,11 +72,9 @@ def wilson_interval(probs, labels, z=1.96) -> tuple[float, float]:
         (acc + z^2/2N ± z sqrt(acc (1 - acc)/N + z^2/4N^2)) / (1 + z^2/N)
 
     Wilson 1927. Unlike acc ± z sqrt(acc (1 - acc)/N) it stays inside [0, 1] and has a width when
-    all rows are right or all are wrong. Raises ValueError unless z is positive and finite.
+    all rows are right or all are wrong. Raises ValueError unless z is in (0, 1000].
     """
-    if not 0 < z < np.inf:
-        raise ValueError(f'z must be a positive number of standard errors, not {z!r}')
-
+    _check_range('z', z, 0, 1000, low_is_in=False)
     low, high = _wilson(accuracy(probs, labels), len(probs), z)
     return float(low), float(high)
 
@@ -115,9 +113,10 @@ def entropy(probs, labels, unit='bits', n_options=None) -> float:
     if unit not in ('bits', 'nats', 'share'):
         raise ValueError(f"unit must be 'bits', 'nats' or 'share', not {unit!r}")
     probs, labels = _check(probs, labels)
+    n_options = _check_options(n_options, probs, labels)
     nats = _row_entropy(probs)
     if unit == 'share':
-        largest = np.log(_check_options(n_options, probs, labels))
+        largest = np.log(n_options)
         nats = nats / np.where(largest > 0, largest, 1)
     return float(nats.mean() / (np.log(2) if unit == 'bits' else 1))
 
@@ -846,21 +845,23 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method=
     _check_range('level', level, 0, 1, low_is_in=False, high_is_in=False)
     _check_count('n_resamples', n_resamples)
     arrays = [None if x is None else np.asarray(x) for x in (probs, labels, *more)]
-    lengths = [len(x) for x in arrays if x is not None]
-    if min(lengths) != max(lengths) or not lengths[0]:
-        raise ValueError(f'every array needs a row for each of N >= 1, not {lengths} rows')
+    shapes = [x.shape for x in arrays if x is not None]
+    if not all(shapes) or len({shape[0] for shape in shapes}) > 1 or not shapes[0][0]:
+        raise ValueError(f'every array must have the same N >= 1 rows, not the shapes {shapes}')
     n, random = len(arrays[0]), np.random.default_rng(seed)
 
     def of(rows):
         return metric(*(None if x is None else x[rows] for x in arrays))
-    values = np.sort([of(random.integers(n, size=n)) for _ in range(n_resamples)])
+    values = [of(random.integers(n, size=n)) for _ in range(n_resamples)]
+    _check_defined(values)
     ends = np.array([(1 - level) / 2, (1 + level) / 2])
     if method == 'bca':
-        value = of(slice(None))
+        values, value = np.array(values), of(slice(None))
         below = ((values < value).mean() + (values <= value).mean()) / 2
         bias = _normal_quantile(np.clip(below, 0.5 / n_resamples, 1 - 0.5 / n_resamples))
         groups = np.array_split(random.permutation(n), min(n, 200))
         left_out = np.array([of(np.delete(np.arange(n), g)) for g in groups if len(g) < n] or [0.0])
+        _check_defined(left_out)
         off = left_out.mean() - left_out
         spread = (off**2).sum() ** 1.5
         acceleration = (off**3).sum() / (6 * spread) if spread else 0.0
@@ -874,6 +875,8 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method=
 def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, level=0.95, seed=0):
     """(b - a, low, high, p) of a metric of two models' predictions for the same questions.
 
+    probs_a and probs_b are [N, K]; or confidences [N], where both models are right in the same
+    rows, as before and after scaling.
     Rows are drawn for both at once. (low, high) is the percentile interval of the difference; the
     two-sided p is twice the share of resamples on the rarer side of 0, (1 + count) / (1 + R).
     """
@@ -884,6 +887,7 @@ def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, leve
     for i in range(n_resamples):
         rows = random.integers(len(labels), size=len(labels))
         values[i] = metric(b[rows], labels[rows]) - metric(a[rows], labels[rows])
+    _check_defined(values)
     low, high = np.quantile(values, ((1 - level) / 2, (1 + level) / 2))
     rarer = min((values <= 0).sum(), (values >= 0).sum())
     difference = metric(b, labels) - metric(a, labels)
@@ -899,14 +903,15 @@ def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, s
     """
     a, b, labels = _check_pair(probs_a, probs_b, labels)
     _check_count('n_permutations', n_permutations)
-    random, larger = np.random.default_rng(seed), 0
+    random, others = np.random.default_rng(seed), []
     difference = metric(b, labels) - metric(a, labels)
     for _ in range(n_permutations):
         swap = random.random(len(labels)) < 0.5
         if a.ndim == 2:
             swap = swap[:, None]
-        other = metric(np.where(swap, a, b), labels) - metric(np.where(swap, b, a), labels)
-        larger += abs(other) >= abs(difference) - 1e-12
+        others.append(metric(np.where(swap, a, b), labels) - metric(np.where(swap, b, a), labels))
+    _check_defined([difference, *others])
+    larger = (np.abs(others) >= abs(difference) - 1e-12).sum()
     return float(difference), float((1 + larger) / (1 + n_permutations))
 
 
@@ -919,6 +924,7 @@ def consistency_test(probs, labels, metric=ece, *, n_resamples=1000, seed=0) -> 
     calibrated model with 4 options and 100 questions shows an ECE of 0.088 on average.
     """
     _check_count('n_resamples', n_resamples)
+    top_label(probs, labels)    # for what it refuses
     observed, random = metric(probs, labels), np.random.default_rng(seed)
     probs = np.asarray(probs)
     if probs.ndim == 1:
@@ -929,9 +935,17 @@ def consistency_test(probs, labels, metric=ece, *, n_resamples=1000, seed=0) -> 
         # an option of probability 0 is never drawn: its cumulative value is that of the one before
         drawn = ((cumulative <= random.random((len(probs), 1))).sum(1) for _ in range(n_resamples))
     values = np.array([metric(probs, labels) for labels in drawn])
+    _check_defined([observed, *values])
     return {'observed': float(observed), 'expected': float(values.mean()),
             'p95': float(np.quantile(values, 0.95)),
             'p': float((1 + (values >= observed - 1e-12).sum()) / (1 + n_resamples))}
+
+
+def _check_defined(values):
+    missing = np.isnan(values).sum()
+    if missing:
+        raise ValueError(f'the metric is nan in {missing} of {len(values)} samples of the rows, as '
+                         f'auroc is where all are right; take one that is defined, or more rows')
 
 
 def _check_pair(a, b, labels):
@@ -968,7 +982,7 @@ def student_t(differences) -> tuple[float, float, float]:
     Student 1908: t = mean / (s / sqrt(N)) with N - 1 degrees of freedom. For groups such as
     languages, one difference each. Without any spread t is infinite and p 0, or nan for zeros.
     """
-    x = np.asarray(differences, dtype=np.float64)
+    x = _floats('differences', differences).astype(np.float64)
     if x.ndim != 1 or len(x) < 2 or not np.isfinite(x).all():
         raise ValueError(f'differences must be [N], finite, N >= 2, got {x.shape}')
     mean, spread = x.mean(), x.std(ddof=1) / np.sqrt(len(x))
@@ -985,10 +999,12 @@ def mean_interval(values, level=0.95) -> tuple[float, float, float]:
     value each.
     """
     _check_range('level', level, 0, 1, low_is_in=False, high_is_in=False)
-    x = np.asarray(values, dtype=np.float64)
+    x = _floats('values', values).astype(np.float64)
     if x.ndim != 1 or len(x) < 2 or not np.isfinite(x).all():
         raise ValueError(f'values must be [N], finite, N >= 2, got {x.shape}')
-    low, high = 0.0, 1e6
+    low, high = 0.0, 1.0
+    while _t_tails(high, len(x) - 1) > 1 - level and high < 1e15:
+        high *= 2
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if _t_tails(middle, len(x) - 1) > 1 - level else (low, middle)
@@ -1002,11 +1018,13 @@ def _t_tails(t, freedom):
     # integral of the beta function is that of cos^(freedom - 1), smooth, from angle to pi / 2
     angle = np.arctan(abs(t) / np.sqrt(freedom))
     nodes, weights = _NODES
+    # beyond 40 of its standard deviations it is 0, and few nodes would be left for the rest
+    end = min(np.pi / 2, 40 / np.sqrt(freedom))
 
     def area(low, high):
         u = low + (high - low) * (nodes + 1) / 2
         return (np.cos(u) ** (freedom - 1) * weights).sum() * (high - low) / 2
-    return float(area(angle, np.pi / 2) / area(0, np.pi / 2))
+    return float(area(min(angle, end), end) / area(0, end))
 
 
 # Calibration after training
@@ -1202,16 +1220,15 @@ def top_label(probs, labels) -> tuple[np.ndarray, np.ndarray]:
         confidence, correct = _check_predictions(probs, labels)
         return _round_to_tie(confidence), correct
     probs, labels = _check(probs, labels)
-    confidence = _round_to_tie(probs.max(1))
-    rounds_to_largest = (confidence.astype(np.float64) - TIE / 2).astype(probs.dtype)
-    return confidence, (probs >= rounds_to_largest[:, None]).argmax(1) == labels
+    largest = probs.max(1)
+    confidence = _round_to_tie(largest)
+    ties_with_largest = probs >= np.minimum(confidence - 10**-TIE_DECIMALS / 2, largest)[:, None]
+    return confidence, ties_with_largest.argmax(1) == labels
 
 
 def _round_to_tie(values):
-    """values to the nearest multiple of TIE in their own precision; see the top of the file."""
-    if values.dtype == np.float16:      # is one already, and 2^40 would overflow
-        return values
-    return np.rint(values * (1 / TIE)) * TIE
+    """values to 12 decimals if they are float64, else as they are; see the top of the file."""
+    return np.round(values, TIE_DECIMALS) if values.dtype == np.float64 else values
 
 
 def _sorted(probs, labels):
@@ -1288,14 +1305,14 @@ def _expected_gap(count, confidence, accuracy) -> float:
 
 
 def _array(name, values):
-    """values as an array; ValueError for masked entries and for rows of different length."""
+    """values as an array; ValueError for masked entries and for rows of unequal length."""
     if np.ma.is_masked(values):
         raise ValueError(f'{name} has masked entries, which would count as values: leave them out')
     try:
         return np.asarray(values)
     except ValueError:
-        raise ValueError(f'{name} has rows of different length: pad each with zeros on the right '
-                         f'and give n_options') from None
+        raise ValueError(f'{name} has rows of different length; pad the rows of probs with zeros '
+                         f'on the right and give n_options') from None
 
 
 def _floats(name, values):
@@ -1303,8 +1320,12 @@ def _floats(name, values):
     values = _array(name, values)
     if values.dtype.kind in 'OSUcmM':
         raise ValueError(f'{name} must be real numbers, not {values.dtype}')
-    is_float = values.dtype in (np.float16, np.float32, np.float64)
-    return values if is_float else values.astype(np.float64)
+    if values.dtype in (np.float16, np.float32, np.float64):
+        return values
+    try:
+        return values.astype(np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f'{name} must be real numbers, not {values.dtype}') from None
 
 
 def _check(probs, labels):
@@ -1382,7 +1403,7 @@ def _check_options(n_options, probs, labels):
     if n_options is None:
         return np.full(n, k)
 
-    n_options = np.asarray(n_options)
+    n_options = _array('n_options', n_options)
     if n_options.shape != (n,):
         raise ValueError(f'n_options must be [{n}], one per row, not of shape {n_options.shape}')
     if not np.issubdtype(n_options.dtype, np.integer):

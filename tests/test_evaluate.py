@@ -148,7 +148,7 @@ def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
                                      dict(preset='harness')])
 def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, options):
     tokenizer = tokenizers[kind]
-    asked, solved, _ = questions.load_task(write_task(tmp_path), shots=2, **options)
+    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=2, **options)
     tree = first_tree(asked, solved, tokenizer)
     assert tree.shots == 2
     prefix = asked[0].header + ''.join(s.solved for s in solved['', 'foxes'])
@@ -172,7 +172,7 @@ def test_a_question_may_begin_the_text(tokenizers, kind):
 
 def test_whole_shots_are_dropped(tokenizers, tmp_path):
     tokenizer = tokenizers['gemma']
-    asked, solved, _ = questions.load_task(write_task(tmp_path), shots=3)
+    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=3)
     shots = solved['', 'foxes']
     sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
     for kept, tree in enumerate(sizes):
@@ -189,7 +189,7 @@ def test_options_that_cannot_be_scored(tokenizers):
 
 
 def test_bos_is_there_once(tokenizers, tmp_path):
-    asked, _, _ = questions.load_task(write_task(tmp_path))
+    asked, _, _, _ = questions.load_task(write_task(tmp_path))
     for add_bos in (True, False):
         for tokenizer in tokenizers.values():
             tree = first_tree(asked, {}, tokenizer, add_bos=add_bos)
@@ -211,7 +211,7 @@ def test_seams_on_real_questions(file, tmp_path):
                           (f'xcopa:{datasets / "xcopa"}', dict(preset='harness', shots=1)),
                           (f'xcopa:{datasets / "xcopa"}', dict(scoring='text')),
                           (str(datasets / 'mmlu_pro' / 'mmlu_pro_sample.jsonl'), {})):
-        asked, solved, _ = questions.load_task(name, **options)
+        asked, solved, _, _ = questions.load_task(name, **options)
         picked = random.Random(0).sample(asked, 100)
         for q, tree in evaluate.tokenize_questions(picked, solved, tokenizer, evaluate.EvalConfig(),
                                                    10**6):
@@ -495,8 +495,19 @@ def test_weights_that_give_nan(scored_folder, tmp_path):
     rewrite(tmp_path / 'model', lambda tensors: tensors['model.layers.1.mlp.up_proj.weight'][
         3].fill_(math.nan))
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    with pytest.raises(models.CheckpointError, match='NaN or infinite logits .* check the weights'):
+    with pytest.raises(models.CheckpointError, match='foxes: question 0: .* NaN or infinite '
+                       r'logits; model.layers.1.mlp.up_proj.weight in .* holds NaN'):
         evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}')
+
+
+def test_a_run_that_scored_nothing_leaves_the_folder_free(scored_folder, tmp_path):
+    task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
+    with pytest.raises(DataError, match='foxes: question 0 .* max_length allows 3'):
+        evaluate_words(scored_folder, out, f'--tasks={task}', '--max_length=3')
+    assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
+        'n'] == 5
+    with pytest.raises(DataError, match='foxes: temperature = fit needs two questions or more'):
+        evaluate_words(scored_folder, out, f'--tasks={task}', '--limit=1', '--temperature=fit')
 
 
 def test_an_out_dir_that_cannot_be(scored_folder, tmp_path):
@@ -546,6 +557,28 @@ def test_progress_without_a_terminal(capsys, monkeypatch):
     assert printed.out == '' and printed.err.splitlines() == [
         'foxes: 31 of 100 questions, 0.7 per second, 01:41 left',
         'foxes: 62 of 100 questions, 0.8 per second, 00:45 left']
+
+
+@pytest.mark.skipif(results.forked_processes() < 2, reason='needs two cores')
+def test_interrupt_while_intervals_are_drawn(scored_folder, tmp_path):
+    """Ctrl-C goes to the worker processes too: one line all the same, and an end."""
+    task, out = write_words(tmp_path / 'foxes.jsonl', 100, 'fox'), tmp_path / 'out'
+    model = scored_folder / 'model'
+    tokenizer = load_tokenizer(model)
+    cfg = evaluate.EvalConfig(str(model), tasks=(str(task),), shots=0, n_bootstrap=0,
+                              pictures=False, out_dir=str(out))
+    evaluate.evaluate(model, tokenizer, evaluate.load_tasks(cfg), cfg, out)
+    process = subprocess.Popen([sys.executable, 'evaluate.py', f'--model={model}', '--shots=0',
+                                f'--tasks={task}', f'--out_dir={out}', '--n_bootstrap=200000'],
+                               cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               start_new_session=True)
+    children = Path(f'/proc/{process.pid}/task/{process.pid}/children')
+    while process.poll() is None and len(children.read_text().split()) < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
 
 
 def test_usage(capsys):

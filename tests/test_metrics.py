@@ -766,15 +766,70 @@ def test_settings_out_of_range(call, message, value):
 @pytest.mark.parametrize('probs, labels, message', [
     ([[0.5, 0.5], [1.0]], [0, 0], 'probs has rows of different length'),
     (np.array([[0.5, 0.5]], dtype=object), [0], 'probs must be real numbers, not object'),
+    (np.zeros((1, 2), dtype='f8, f8'), [0], 'probs must be real numbers, not .*f8'),
     ([['0.5', '0.5']], [0], 'probs must be real numbers, not <U3'),
     (np.array([[0.5, 0.5]], dtype=complex), [0], 'probs must be real numbers, not complex128'),
     (np.ma.masked_greater([[0.5, 0.5], [0.9, 0.1]], 0.8), [0, 0], 'probs has masked entries'),
     ([[0.5, 0.5]], [True], 'labels must be integers, not bool'),
+    ([[0.5, 0.5]], np.ma.array([0], mask=[True]), 'labels has masked entries'),
+    ([[0.5, 0.5], [0.5, 0.5]], [[0], [0, 1]], 'labels has rows of different length'),
 ])
 def test_arrays_that_hide_a_mistake(probs, labels, message):
     for metric in (metrics.ece, metrics.nll, metrics.sce, metrics.report, metrics.bootstrap):
         with pytest.raises(ValueError, match=message):
             metric(probs, labels)
+    for n_options, message in (([[2], [2, 1]], 'n_options has rows of different length'),
+                               (np.ma.array([2], mask=[True]), 'n_options has masked entries'),
+                               ([3], 'n_options is 3, not from 1 to 2')):
+        for metric in (metrics.entropy, metrics.sce, metrics.report, metrics.bootstrap):
+            with pytest.raises(ValueError, match=message):
+                metric([[0.5, 0.5]], [0], n_options=n_options)
+
+
+def test_a_metric_that_is_undefined_in_a_resample():
+    """auroc is nan where all rows are right; an interval or p from the rest would be wrong."""
+    probs, labels = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]), np.array([0, 0, 1])
+    for call in (lambda: metrics.interval(metrics.auroc, probs, labels),
+                 lambda: metrics.interval(metrics.auroc, probs, labels, method='bca'),
+                 lambda: metrics.paired_bootstrap(metrics.auroc, probs, probs, labels),
+                 lambda: metrics.permutation_test(metrics.auroc, probs, probs, [0, 0, 0]),
+                 lambda: metrics.consistency_test(probs, labels, metrics.auroc)):
+        with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):
+            call()
+
+
+def test_resampling_refuses_bad_rows():
+    for arrays_ in (([0.5, 0.6], [1]), ([], []), (0.5, 1)):
+        with pytest.raises(ValueError, match='the same N >= 1 rows'):
+            metrics.interval(metrics.ece, *arrays_)
+    with pytest.raises(ValueError, match='sum to 1.1'):
+        metrics.consistency_test([[0.5, 0.6]], [1], lambda probs, labels: 0.0)
+
+
+def test_bca_at_an_extreme_level():
+    c, correct = np.random.default_rng(0).random(30) ** 8, np.arange(30) % 2 == 0
+    previous = metrics.interval(metrics.gap, c, correct, n_resamples=200, method='bca')
+    for level in (0.999, 0.999999, 1 - 1e-12):
+        low, high = metrics.interval(metrics.gap, c, correct, level=level, n_resamples=200,
+                                     method='bca')
+        assert low <= previous[0] < previous[1] <= high
+        previous = low, high
+
+
+def test_student_t_of_many_and_of_few():
+    # with a million degrees of freedom and more it is the normal distribution
+    for n in (10**6, 10**8):
+        assert metrics._t_tails(2.0, n) == pytest.approx(math.erfc(math.sqrt(2)), rel=1e-5)
+    # two values: the Cauchy distribution, whose quantile is tan(pi level / 2)
+    for level in (0.9, 0.999, 1 - 1e-7):
+        half = math.tan(math.pi * level / 2) / 2
+        assert metrics.mean_interval([0, 1], level) == pytest.approx((0.5, 0.5 - half, 0.5 + half),
+                                                                     rel=1e-6)
+    for call in (metrics.student_t, metrics.mean_interval):
+        for bad, message in ((['1', '2'], 'must be real numbers'),
+                             (np.ma.array([1.0, 2, 900], mask=[0, 0, 1]), 'masked entries')):
+            with pytest.raises(ValueError, match=message):
+                call(bad)
 
 
 def test_arrays_of_any_layout_and_precision():
@@ -1278,13 +1333,13 @@ def test_metrics_refuse_bad_n_options(metric, n_options, message):
             metrics.wilson_interval,
             'z',
             0,
-            'z must be a positive number of standard errors, not 0',
+            'z must be a number in (0, 1000], not 0',
         ),
         (
             metrics.wilson_interval,
             'z',
             math.nan,
-            'z must be a positive number of standard errors, not nan',
+            'z must be a number in (0, 1000], not nan',
         ),
     ],
 )

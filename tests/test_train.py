@@ -133,7 +133,7 @@ def test_a_world_of_languages(tmp_path):
                                      for r in plain)
     # the same facts in all languages, with the same options; the answers are true
     for form, n in (('text4', 4), ('letters10', 10)):
-        questions, _, bad = load_task(str(tmp_path / form), scoring='text')
+        questions, _, bad, _ = load_task(str(tmp_path / form), scoring='text')
         assert len(questions) == 3 * 30 and not bad
         assert collections.Counter((q.language, q.category) for q in questions) == {
             (lang, c): k for lang in ('en', 'l1', 'l2') for c, k in (('seen', 20), ('unseen', 10))}
