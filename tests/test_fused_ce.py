@@ -934,6 +934,7 @@ def test_ce_never_waits(reduction):
     hidden, weight, target = ce_inputs(300, 64, 1000, 'cuda', torch.bfloat16)
     all_learnt, host = target.clamp_min(0), target.cpu()
     smoothed_cross_entropy(hidden, weight, host, smoothing=0.1)[0].backward()
+    token_statistics(hidden, weight, host)
     cache = {name: len(kernel.device_caches[0][0]) for name, kernel in vars(fused_ce).items()
              if hasattr(kernel, 'device_caches')}
     torch.cuda.synchronize()
