@@ -42,7 +42,7 @@ from configs import ConfigError, load_config
 from data.instruct import load_conversations
 from data.packing import pack
 from checkpoint import load_model_tokenizer
-from data.prompts import tokenize_questions
+from data.trees import tokenize_questions
 from evaluate import EvalConfig, evaluate, load_tasks, option_log_probs
 from fused_ce import smoothed_cross_entropy, token_statistics
 from report import write_text
