@@ -37,8 +37,9 @@ from configs import ConfigError, load_config, require_range
 from data import DataError
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack
+from data.tasks import load_tasks
 from data.text import load_text
-from evaluate import EvalConfig, check_eval_config, evaluate, load_tasks
+from evaluate import EvalConfig, check_eval_config, evaluate
 from fused_ce import fused_loss, parse_loss, smoothing, token_statistics
 from log import StepLog, peak_memory, print_sizes, show_example
 from model import LORA_TARGETS, CausalLM, add_lora, compile_blocks
