@@ -1,7 +1,11 @@
-"""Packed rows: whole sequences side by side in rows of equal length, which attention keeps apart.
+"""Packed rows of equal length: of documents for training, of token trees for evaluation.
 
 Token i of a row sees token j when j <= i < ends[j] (see model.py).
 """
+
+import hashlib
+import itertools
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -49,3 +53,151 @@ def pack(sequences, row_length, multiple=1):
 def epoch_order(n, epoch, seed):
     """Return a permutation of n sequences that depends only on the epoch and the seed."""
     return np.random.default_rng([seed, epoch]).permutation(n)
+
+
+# ------------------------------------------------------------------------------------------------
+# Rows of trees, for evaluation
+# ------------------------------------------------------------------------------------------------
+
+@dataclass
+class Tree:
+    """A prompt whose tokens several options share: prefix + stem + leaves[k] is option k's prompt.
+
+    Of option k the tokens from index `start` of that sequence on are scored. A tree without leaves
+    is a text: of prefix + stem the tokens at the indices `scored` are scored.
+    """
+    prefix: tuple[int, ...]     # shared with other trees: BOS, header and shots
+    stem: list[int]             # shared by the options: the question
+    leaves: list[list[int]] = field(default_factory=list)
+    start: int = 0
+    scored: list[int] = field(default_factory=list)
+    shots: int = 0
+
+    @property
+    def n_tokens(self):
+        """The number of scored tokens of each option."""
+        before = len(self.prefix) + len(self.stem) - self.start
+        return [before + len(leaf) for leaf in self.leaves]
+
+    @property
+    def n_scored(self):
+        """The number of scored tokens of the tree."""
+        return len(self.scored) + sum(self.n_tokens)
+
+    @property
+    def fingerprint(self):
+        """Hash of the scored tokens and of those before them; changes with the prompt."""
+        digest = hashlib.blake2b(digest_size=6)
+        for ids in (self.prefix, self.stem, *self.leaves, (self.start, *self.scored)):
+            digest.update(np.array([*ids, -1], dtype=np.int32).tobytes())
+        return digest.hexdigest()
+
+
+class Row:
+    """A packed row of trees that is being filled.
+
+    scored: a tuple for each scored token: (tree, option or place in Tree.scored, index in the row
+    of the token before it, which predicts it, the token itself)
+    """
+
+    def __init__(self):
+        self.tokens, self.positions, self.ends, self.scored = [], [], [], []
+        self.prefix = self.prefix_at = None
+
+    def append(self, ids, position):
+        """Append tokens, which begin at `position` of their prompt; return their row indices."""
+        begin = len(self.tokens)
+        end = begin + len(ids)
+        self.tokens += ids
+        self.positions += range(position, position + len(ids))
+        self.ends += [end] * len(ids)
+        return range(begin, end)
+
+    def extend(self, at):
+        """Let the tokens at the row indices `at` be seen by all that were appended since."""
+        self.ends[at.start:at.stop] = [len(self.tokens)] * len(at)
+
+    def add(self, index, tree, options):
+        """Append the tree with those of its options; its prefix only if the last one differs."""
+        if self.prefix != tree.prefix:
+            self.prefix, self.prefix_at = tree.prefix, self.append(tree.prefix, 0)
+        stem_at = self.append(tree.stem, len(tree.prefix))
+        trunk = [*self.prefix_at, *stem_at]
+        leaves_at = [self.append(tree.leaves[k], len(trunk)) for k in options]
+        self.extend(self.prefix_at)
+        self.extend(stem_at)
+        for k, leaf_at in zip(options, leaves_at, strict=True):
+            path = [*trunk[tree.start - 1:], *leaf_at]
+            self.scored += [(index, k, before, self.tokens[at])
+                            for before, at in itertools.pairwise(path)]
+        self.scored += [(index, n, trunk[place - 1], self.tokens[trunk[place]])
+                        for n, place in enumerate(tree.scored)]
+
+    def padded(self, length):
+        """(int64 [3, length]: tokens, positions, ends; scored)"""
+        n = len(self.tokens)
+        arrays = np.zeros((3, length), dtype=np.int64)
+        arrays[:, :n] = self.tokens, self.positions, self.ends
+        arrays[2, n:] = np.arange(n + 1, length + 1)    # padding sees itself alone
+        return arrays, self.scored
+
+
+def pack_trees(trees, row_length):
+    """Yield (arrays, scored) of packed rows, as `Row.padded` gives them, from (index, Tree) pairs.
+
+    A prefix is written once for trees that follow each other in a row. A question is split over
+    rows only if it does not fit into one: its stem is then repeated with the other options. A
+    prompt longer than row_length gets a row of a multiple of it.
+    """
+    row = Row()
+    for index, tree in trees:
+        options = list(range(len(tree.leaves)))
+        while True:
+            prefix = 0 if row.prefix == tree.prefix else len(tree.prefix)
+            room = row_length - len(row.tokens) - prefix - len(tree.stem)
+            if not row.tokens:      # an empty row takes one option, however long
+                room = max(room, len(tree.leaves[options[0]]) if options else 0)
+            ends = itertools.accumulate(len(tree.leaves[k]) for k in options)
+            n = sum(end <= room for end in ends)
+            fits = n == len(options) and room >= 0
+            if fits or not row.tokens:
+                row.add(index, tree, options[:n])
+                options = options[n:]
+            if fits:
+                break
+            yield row.padded(_round_up(len(row.tokens), row_length))
+            row = Row()
+    if row.tokens:
+        yield row.padded(_round_up(len(row.tokens), row_length))
+
+
+def pack_alone(trees):
+    """Yield (arrays, scored) like `pack_trees`, each tree in a row of its own.
+
+    The row's length, a power of two, depends on nothing but the tree.
+    """
+    for index, tree in trees:
+        row = Row()
+        row.add(index, tree, range(len(tree.leaves)))
+        yield row.padded(max(128, 1 << (len(row.tokens) - 1).bit_length()))
+
+
+def _round_up(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+def stack_rows(rows, batch_rows, trim):
+    """Yield (arrays [3, B, T], scored with indices into B * T) of `batch_rows` rows or fewer.
+
+    Rows of one batch have one length; `trim` cuts off the padding that all of them end in.
+    """
+    for _, of_length in itertools.groupby(rows, key=lambda row: row[0].shape):
+        while batch := list(itertools.islice(of_length, batch_rows)):
+            arrays = np.stack([arrays for arrays, _ in batch], 1)
+            if trim:
+                # padding ends at itself, and no other token at position 0 does
+                padding = (arrays[2] == np.arange(1, arrays.shape[2] + 1)) & (arrays[1] == 0)
+                arrays = arrays[:, :, :max(1, int((~padding).any(0).nonzero()[0].max()) + 1)]
+            T = arrays.shape[2]
+            yield arrays, [(tree, k, b * T + at, token)
+                           for b, (_, scored) in enumerate(batch) for tree, k, at, token in scored]

@@ -4,10 +4,14 @@ These are the two tasks beside multiple choice of Zhu et al. 2023, 'On the Calib
 Language Models and Alignment': causal language modeling (`clm`) and fact generation (`facts`).
 """
 
+import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from data import DataError, draw, fetch, parse_rows, require_text
+from data.packing import Tree
 from data.text import PATTERNS, documents
 
 WIKITEXT = 'Salesforce/wikitext'
@@ -78,3 +82,45 @@ def _to_text(kind, row, number):
                             f'characters')
         found.add(tuple(span))
     return Text(id, text, sorted(found), language)
+
+
+def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=False, seed=0):
+    """Yield (Text, Tree or DataError): clm scores a random token, facts the first of each entity.
+
+    A text is cut after `max_length` tokens. An entity is left out if its beginning falls inside a
+    token; the space before it counts as its own.
+    """
+    lead = f'{INSTRUCTIONS[kind]} ' if instruct else ''
+    bos = [tokenizer.bos_id] if add_bos else []
+    first = len(bos) + len(tokenizer.encode(lead.rstrip())) if lead else len(bos) + 1
+    for text in texts:
+        ids = (bos + tokenizer.encode(lead + text.text))[:max_length]
+        try:
+            scored = (_random_token(text, len(ids), first, seed) if kind == 'clm' else
+                      _entity_tokens(text, ids, bos, first, lead, tokenizer))
+        except DataError as error:
+            yield text, error
+            continue
+        yield text, Tree((), ids[:scored[-1] + 1], scored=scored)
+
+
+def _random_token(text, n_tokens, first, seed):
+    """[index of one token from `first` on], drawn by the text and the seed alone."""
+    if first >= n_tokens:
+        raise DataError(f'{text.place}: {n_tokens} tokens leave none to predict')
+    digest = hashlib.blake2b(text.text.encode(), digest_size=8).digest()
+    rng = np.random.default_rng([seed, int.from_bytes(digest, 'little')])
+    return [int(rng.integers(first, n_tokens))]
+
+
+def _entity_tokens(text, ids, bos, first, lead, tokenizer):
+    """The indices in `ids` where entities begin, in order."""
+    found = set()
+    for begin, _ in text.spans:
+        before = (lead + text.text[:begin]).removesuffix(' ')
+        head = bos + tokenizer.encode(before) if before else bos
+        if first <= len(head) < len(ids) and ids[:len(head)] == head:
+            found.add(len(head))
+    if not found:
+        raise DataError(f'{text.place}: no entity begins at a token boundary with text before it')
+    return sorted(found)

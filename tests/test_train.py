@@ -13,7 +13,7 @@ import numpy as np
 import os
 import pytest
 import re
-import results
+import report
 import resume
 import shutil
 import subprocess
@@ -186,14 +186,14 @@ def test_demo_leaves_a_report(small_world):
 def test_results_follow_from_the_samples(small_world):
     folder, _ = small_world
     written = json.loads((folder / 'tuned' / 'results.json').read_text())
-    samples = results.read_samples(folder / 'tuned' / 'samples.jsonl')
+    samples = report.read_samples(folder / 'tuned' / 'samples.jsonl')
     assert len(samples) == 40
-    found = results.predictions(samples, 'token')
+    found = report.predictions(samples, 'token')
     pooled = written['tasks']['questions']['pooled']
-    report = metrics.report(found.probs, found.labels, found.n_options)
-    assert report == pytest.approx({key: pooled[key] for key in report})
+    expected = metrics.report(found.probs, found.labels, found.n_options)
+    assert expected == pytest.approx({key: pooled[key] for key in expected})
     assert written['tasks']['questions']['distribution'] == 'mmlu, 0 shots, text, token'
-    again = results.summarize(samples[::-1], 'token', seed=7)
+    again = report.summarize(samples[::-1], 'token', seed=7)
     assert {k: written['tasks']['questions'][k] for k in again} == again
     for key, (low, high) in pooled['intervals'].items():
         assert low <= high and (key in ('mce', 'ece', 'sce', 'ace', 'ece_equal_mass')  # biased
