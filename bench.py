@@ -36,12 +36,13 @@ import torch.nn.functional as F
 import checkpoint
 import metrics
 import model as models
+import stats
 import train
 from configs import ConfigError, load_config
 from data.instruct import load_conversations
 from data.packing import pack
 from checkpoint import load_model_tokenizer
-from data.prompts import tokenize_questions
+from data.trees import tokenize_questions
 from evaluate import EvalConfig, evaluate, load_tasks, option_log_probs
 from fused_ce import smoothed_cross_entropy, token_statistics
 from report import write_text
@@ -851,7 +852,7 @@ def metrics_table(n, k):
     calls = {
         'report': {'ours': lambda: metrics.report(probs, labels)},
         'bootstrap, 1000 resamples': {
-            'ours': lambda: metrics.bootstrap(probs, labels) if n < 10 ** 5 else None},
+            'ours': lambda: stats.bootstrap(probs, labels) if n < 10 ** 5 else None},
         'ECE, 10 bins': {'ours': lambda: metrics.ece(probs, labels)},
         'MCE, 10 bins': {'ours': lambda: metrics.mce(probs, labels)},
     }

@@ -21,8 +21,12 @@ def lock(folder):
 
     The lock ends with the process, however that ends. Raises ConfigError if another one holds it.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    file = open(Path(folder) / LOCK, 'w')
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = open(Path(folder) / LOCK, 'w')
+    except OSError as error:
+        raise ConfigError(f'{folder} cannot be written ({error.strerror}); choose another '
+                          f'--out_dir') from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,10 +1,37 @@
-"""How sure, and how unsure, can the output layer of a model be at all?"""
+"""How sure, and how unsure, can the output layer of a model be at all?
+
+    python study/reach.py out/study/vocabulary/seed-0/base-D64-V512-cap30.0
+
+writes the answer to reach.json in the folder of the model; study/vocabulary.py does so after each
+run, and compare.py reads it.
+"""
 
 import copy
+import json
 import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.nn.functional as F
+
+import checkpoint
+import outdir
+
+
+def probe(folder, seed=0):
+    """Write what reachable_entropy finds for the model in `folder` to its reach.json, once."""
+    folder = Path(folder)
+    if (folder / 'reach.json').exists():
+        return
+    device = checkpoint.pick_device('auto')
+    model = checkpoint.load(folder, device, checkpoint.pick_dtype('auto', device))
+    n_pieces = checkpoint.load_model_tokenizer(folder, model.config).n_vocab
+    outdir.claim(folder, 'reach.json')
+    outdir.write_text(folder / 'reach.json', json.dumps(
+        reachable_entropy(model, n_pieces, seed=seed), indent=1) + '\n')
 
 
 def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0):
@@ -54,3 +81,9 @@ def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0
     return {'unused_rows': len(head) - n_pieces, 'lowest_bits': entropy(sure).mean().item(),
             'lowest_nll_bits': token_nll(sure).mean().item() / math.log(2),
             'highest_bits': entropy(unsure).max().item(), 'log2_vocab': math.log2(len(head))}
+
+
+if __name__ == '__main__':
+    for name in sys.argv[1:]:
+        probe(name)
+        print(name, (Path(name) / 'reach.json').read_text())
