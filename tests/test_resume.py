@@ -229,7 +229,7 @@ def test_weights_survive_a_picture_that_fails(small_world, tmp_path, monkeypatch
     train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
                 '--max_steps=1', '--eval=None'])
     assert (tmp_path / 'config.json').exists() and not (tmp_path / 'loss.png').exists()
-    assert "loss.png" in capsys.readouterr().out
+    assert "loss.png" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -194,7 +194,7 @@ def test_validation_reports_the_next_tokens_ece(tiny_model):
     for tokens, learnt in documents(4, [40, 31, 48, 9]):
         row = torch.from_numpy(tokens)[None]
         p = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1].softmax(-1)
-        kept = torch.from_numpy(loss_mask[1:]) > 0
+        kept = torch.from_numpy(learnt[1:]) > 0
         p, labels = p[kept].detach(), row[0, 1:][kept]
         confidence += p.max(-1).values.tolist()
         right += (p.argmax(-1) == labels).tolist()
