@@ -741,7 +741,8 @@ def our_eval(raw, folder, data, rate):
     peak = torch.cuda.max_memory_allocated()
     graphs = compiled_graphs() - graphs
     prefixes = {tree.prefix for tree in trees}
-    tokens = sum(tree.size - len(tree.prefix) for tree in trees) + sum(map(len, prefixes))
+    tokens = sum(map(len, prefixes)) + sum(
+        len(tree.stem) + sum(map(len, tree.leaves)) for tree in trees)
     rows = -(-tokens // 16384)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         some = replace(work, items=work.items[:4000])
