@@ -333,8 +333,9 @@ def draw(path):
         for name in rows.keys() - {name for names in lines.values() for name in names}:
             x, y = points([name])[0]
             ax.plot(x, y, 's', color='C7', ms=4)
-            ax.annotate(name, (x, y), xytext=(0, 5), textcoords='offset points', fontsize=6,
-                        ha='center')
+            below = name == 'torch.compile'     # close to another
+            ax.annotate(name, (x, y), xytext=(0, -10 if below else 5), fontsize=6, ha='center',
+                        textcoords='offset points')
         products = sum(table['products'])
         ax.axhline(products, color='grey', ls='--', lw=1, label='three products')
         D, V, softcap = SHAPES[shape]
