@@ -24,7 +24,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fused_ce import fused_loss, parse_loss, smoothed_cross_entropy, token_statistics
+from configs.loss import parse_loss
+from fused_ce import fused_loss, smoothed_cross_entropy, token_statistics
 
 SHAPES = {      # D, V, softcap
     'gemma2_2b': (2304, 256000, 30.0),

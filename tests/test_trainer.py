@@ -6,6 +6,8 @@ import pytest
 import torch
 from common import HERE, off, reference_model
 
+from fused_ce import brier, confidence_penalty, cross_entropy, focal, smoothing, z_loss
+
 transformers = pytest.importorskip('transformers')
 pytest.importorskip('accelerate')
 
@@ -40,7 +42,7 @@ def trainer_of(trainer_class, model, tmp_path, **options):
 def test_trainer_loss_is_the_models_own(trainer_class, tmp_path, name):
     """Loss and gradients of cross_entropy() are those that the model computes from its labels."""
     model = reference_model(name, tmp_path / 'model').train()
-    trainer = trainer_of(trainer_class, model, tmp_path, loss='cross_entropy()')
+    trainer = trainer_of(trainer_class, model, tmp_path, loss=cross_entropy())
     batch = {key: torch.stack([row[key] for row in sequences(3)]) for key in sequences(1)[0]}
     expected = model(**batch).loss
     expected.backward()
@@ -59,7 +61,7 @@ def test_trainer_steps_are_the_trainers_own(trainer_class, tmp_path, name):
     after = []
     for make in (trainer_class, transformers.Trainer):
         model = reference_model(name, tmp_path / 'model')
-        options = {'loss': 'cross_entropy()'} if make is trainer_class else {}
+        options = {'loss': cross_entropy()} if make is trainer_class else {}
         trainer = trainer_of(make, model, tmp_path, **options, arguments={
             'max_steps': 2, 'gradient_accumulation_steps': 3, 'seed': 1})
         before = {key: p.detach().clone() for key, p in model.named_parameters()}
@@ -69,8 +71,8 @@ def test_trainer_steps_are_the_trainers_own(trainer_class, tmp_path, name):
     assert after[0].norm() > 0 and off(after[0], after[1]) < 1e-3
 
 
-@pytest.mark.parametrize('loss', ['cross_entropy() + smoothing(0.1)', 'focal(2) + z_loss(1e-4)',
-                                  'brier() + confidence_penalty(0.1)'])
+@pytest.mark.parametrize('loss', [cross_entropy() + smoothing(0.1), focal(2) + z_loss(1e-4),
+                                  brier() + confidence_penalty(0.1)], ids='ABC')
 def test_trainer_lowers_each_loss(trainer_class, tmp_path, loss):
     model = reference_model('gemma2', tmp_path / 'model')
     trainer = trainer_of(trainer_class, model, tmp_path, loss=loss, arguments={
