@@ -35,6 +35,7 @@ import torch.nn.functional as F
 
 import metrics
 import model as models
+import stats
 import train
 from configs import ConfigError, load_config
 from data.instruct import load_conversations
@@ -847,7 +848,7 @@ def metrics_table(n, k):
     calls = {
         'report': {'ours': lambda: metrics.report(probs, labels)},
         'bootstrap, 1000 resamples': {
-            'ours': lambda: metrics.bootstrap(probs, labels) if n < 10 ** 5 else None},
+            'ours': lambda: stats.bootstrap(probs, labels) if n < 10 ** 5 else None},
         'ECE, 10 bins': {'ours': lambda: metrics.ece(probs, labels)},
         'MCE, 10 bins': {'ours': lambda: metrics.mce(probs, labels)},
     }

@@ -21,6 +21,8 @@ from typing import Literal
 import numpy as np
 
 import metrics
+import scaling
+import stats
 from configs import ConfigError, load_config, read_assignments, require_range
 from data import DataError, forked_pool
 from report import (aligned, csv_text, draw_bins, draw_reliability, forked_processes, last_asked,
@@ -322,9 +324,8 @@ def difference(name, first, other, first_reports, other_reports, cfg):
     languages = [language for language in first_reports if language is not None]
     for key, title, _ in COMPARED if languages else ():
         if key in first_reports[None]:
-            mean, t, p = metrics.student_t([other_reports[language][key]
-                                            - first_reports[language][key]
-                                            for language in languages])
+            mean, t, p = stats.student_t([other_reports[x][key] - first_reports[x][key]
+                                          for x in languages])
             rows.append([name, f'{len(languages)} languages', '', title, f'{mean:+.4f}',
                          f't = {t:.2f}', f'{p:.2g}'])
     return rows
@@ -391,8 +392,8 @@ def measure_runs(runs):
 def run_lines(run):
     """The lines of a run: its names, settings and metrics, and its 'bins' as metrics.bins."""
     read_run_samples(run)
-    name = run.folder.name
-    common = {'run': name, 'kind': name.split('-')[0], 'seed': str(run.seed)}
+    common = {'run': run.folder.name, 'kind': run.folder.name.split('-')[0],
+              'seed': str(run.seed)}
     settings = {key: str(value) for key, value in run.settings.items()}
     settings |= {key: str(value) for key, value in run.reach.items() if key == 'unused_rows'}
     reach = {f'reach_{key}': float(f'{value:.5g}') for key, value in run.reach.items()
@@ -408,10 +409,10 @@ def run_lines(run):
                 categories, categories if category == 'all' else [category])
             if not rows.any():
                 continue
-            for scaling, (of_all, temperature) in scaled.items():
+            for name, (of_all, temperature) in scaled.items():
                 report = of_all.at(rows).report()
                 lines.append(common | {'task': task, 'language': language, 'category': category,
-                                       'scaling': scaling} | how | temperature
+                                       'scaling': name} | how | temperature
                              | {key: float(f'{report[key]:.5g}') for key in METRICS
                                 if key in report}
                              | {'bins': metrics.bins(*of_all.at(rows)[:2])})
@@ -425,7 +426,7 @@ def scale(run, task):
     scaled = {'none': (plain, {})}
     if task in run.held_out and plain.scores is not None:
         held_out = predictions(run.held_out[task], norm)
-        temperature = metrics.fit_temperature(held_out.scores, held_out.labels)
+        temperature = scaling.fit_temperature(held_out.scores, held_out.labels)
         scores = plain.scores / temperature
         scaled['temperature'] = (plain._replace(probs=metrics.softmax(scores), scores=scores),
                                  {'temperature': f'{temperature:.5g}'})
@@ -665,7 +666,7 @@ def plus_minus(values, spec):
     values = list(values)
     if len(values) < 2:
         return format(values[0], spec) if values else ''
-    mean, low, high = metrics.mean_interval(values)
+    mean, low, high = stats.mean_interval(values)
     return f'{mean:{spec}} ± {(high - low) / 2:.3f}'
 
 
@@ -674,7 +675,7 @@ def paired(values, others):
     d = [values[seed] - others[seed] for seed in values if seed in others]
     if len(d) < 2:
         return format(d[0], '+.3f') if d else ''
-    return f'{plus_minus(d, "+.3f")}, p {metrics.student_t(d)[2]:.1g}'
+    return f'{plus_minus(d, "+.3f")}, p {stats.student_t(d)[2]:.1g}'
 
 
 def mean_and_ends(values):
@@ -683,7 +684,7 @@ def mean_and_ends(values):
     The interval of two seeds is 13 standard errors to each side: it would hide the rest.
     """
     values = list(values)
-    return metrics.mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
+    return stats.mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
 
 
 def titled(columns, values):

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
+import scaling
+import stats
 from data import DataError, forked_pool, read_rows
 
 # the columns of a table: key in a report, title, format
@@ -56,7 +58,7 @@ class Predictions(NamedTuple):
 
     def bootstrap(self, n_resamples, seed):
         """{metric: its values [n_resamples] on questions drawn with replacement}"""
-        values = metrics.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
+        values = stats.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
                                    n_resamples=n_resamples, seed=seed)
         if self.nll is not None:
             rng, n = np.random.default_rng(seed), len(self.nll)
@@ -293,14 +295,14 @@ def post_hoc(test, held_out, n_bootstrap, seed):
     confidence, correct = test.top()
     platt, parameters = np.empty(n), {'fitted_on': fitted_on, 'platt': []}
     for fit, use in parts:
-        a, b = metrics.fit_platt(*fit.top())
+        a, b = scaling.fit_platt(*fit.top())
         parameters['platt'].append([a, b])
-        platt[use] = metrics.apply_platt(confidence[use], a, b)
+        platt[use] = scaling.apply_platt(confidence[use], a, b)
     groups = {'platt': Predictions(platt, correct)}
     if test.scores is not None:
         scores, parameters['temperature'] = np.empty_like(test.scores), []
         for fit, use in parts:
-            temperature = metrics.fit_temperature(fit.scores, fit.labels)
+            temperature = scaling.fit_temperature(fit.scores, fit.labels)
             parameters['temperature'].append(temperature)
             scores[use] = test.scores[use] / temperature
         groups = {'temperature': Predictions(metrics.softmax(scores), test.labels, test.n_options,

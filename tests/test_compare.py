@@ -15,6 +15,7 @@ import configs
 import evaluate
 import metrics
 import report
+import stats
 from common import HERE, write_rows, write_run
 from data import DataError
 
@@ -56,7 +57,7 @@ def test_compare_over_questions(tmp_path, capsys):
     assert accuracy[6:] == ['+0.0000', '+0.0000', '+0.0000', '1.000']
     assert float(ece[6]) == pytest.approx(float(second['ece']) - float(first['ece']), abs=1e-4)
     assert float(ece[-1]) < 0.05
-    found = metrics.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
+    found = stats.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
                                for i in (0, 2, 4)])
     assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
         line[6:10] for line in lines if line[4] == 'languages']
@@ -253,8 +254,8 @@ def test_compare_over_seeds(tmp_path, capsys):
     assert [row[1] for row in rows[2:]] == ['base', '0.0', '0.1'] and {r[2] for r in rows[2:]} == {
         '5'}
     d = [-0.02] * 4 + [-0.01]
-    mean, low, high = metrics.mean_interval(d)
-    assert rows[4][5] == f'{mean:+.3f} ± {(high - low) / 2:.3f}, p {metrics.student_t(d)[2]:.1g}'
+    mean, low, high = stats.mean_interval(d)
+    assert rows[4][5] == f'{mean:+.3f} ± {(high - low) / 2:.3f}, p {stats.student_t(d)[2]:.1g}'
     assert rows[2][4] == rows[2][5] == rows[3][5] == ''
     assert rows[3][4].startswith('+0.080 ± 0.000, p 0')
     assert (tmp_path / 'out' / 'compare.png').read_bytes().startswith(b'\x89PNG')
