@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
-import stats
 import scaling
+import stats
 from data import DataError, forked_pool, read_rows
 from outdir import claim, write_text
 
