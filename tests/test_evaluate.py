@@ -22,6 +22,7 @@ import pytest
 import random
 import resource
 import report
+import outdir
 import shutil
 import signal
 import subprocess
