@@ -286,8 +286,9 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
 def bad_logits(place, folder):
     """The message for NaN or infinite logits: which tensor is damaged, if one is."""
     name = checkpoint.nonfinite_tensor(folder)
-    reason = f'{name} in {folder} holds NaN or infinity: download or train the model again' if name \
-        else f'the weights in {folder} are finite, so activations overflow: try --dtype=float32'
+    reason = f'the weights in {folder} are finite, so activations overflow: try --dtype=float32'
+    if name:
+        reason = f'{name} in {folder} holds NaN or infinity: download or train the model again'
     return f'{place}: the model gives NaN or infinite logits; {reason}'
 
 
