@@ -21,6 +21,8 @@ from typing import Literal
 import numpy as np
 
 import metrics
+import stats
+import scaling
 from configs import ConfigError, load_config, read_assignments, require_range
 from data import DataError, forked_pool
 from report import (aligned, csv_text, draw_bins, draw_reliability, forked_processes, last_asked,
@@ -42,10 +44,9 @@ METRICS = ('n', *(name for name in TITLES if not name.startswith('reach')))
 # columns whose values say by themselves what they are, and short names of others for a figure
 SELF_EVIDENT = ('task', 'category', 'kind', 'run')
 SHORT = {'final_logit_softcapping': 'cap', 'hidden_size': 'D', 'unused_rows': 'unused'}
-# settings of a run that say where it is, not what it is
-PLACES = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'seeds', 'runs', 'vary', 'demo_world',
-          'world', 'cache_dir', 'eval_tasks', 'shape', 'workers', 'device', 'dry_run', 'only',
-          'pictures'}
+# keys of train_config.py that say where a run was and what it used, not what it is
+PLACES = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'cache_dir', 'eval', 'eval_before',
+          'shape', 'workers', 'device', 'dry_run', 'pictures'}
 
 
 @dataclass
@@ -110,7 +111,7 @@ class Run:
     model: str              # the name of the model that was tuned, or that was evaluated
     smoothing: str          # '' if it was not trained here
     seed: int
-    reach: dict             # evaluate.reachable_entropy
+    reach: dict             # reach.json: the entropies that the output matrix can reach
     settings: dict          # of training, and the shape of the model
     results: dict           # {task: its entry in results.json}
     samples: dict = field(default_factory=dict)     # {task: [sample]}
@@ -161,7 +162,8 @@ def read_run(folder, norm=None):
                  if isinstance(value, (int, float, str)) or key == 'final_logit_softcapping'}
     return Run(folder, Path(str(training.get('model') or model)).name,
                str(training.get('smoothing', '')), training.get('seed', seed),
-               content.get('reach') or {}, settings,
+               read_json(folder / 'reach.json') if (folder / 'reach.json').exists() else {},
+               settings,
                {task: with_norm(result, norm) for task, result in results.items()})
 
 
@@ -322,7 +324,7 @@ def difference(name, first, other, first_reports, other_reports, cfg):
     languages = [language for language in first_reports if language is not None]
     for key, title, _ in COMPARED if languages else ():
         if key in first_reports[None]:
-            mean, t, p = metrics.student_t([other_reports[language][key]
+            mean, t, p = stats.student_t([other_reports[language][key]
                                             - first_reports[language][key]
                                             for language in languages])
             rows.append([name, f'{len(languages)} languages', '', title, f'{mean:+.4f}',
@@ -346,9 +348,13 @@ def compare_seeds(runs, tables, cfg, out_dir):
         raise ConfigError(f'{out_dir / "compare.csv"} would lose the lines that `where` does not '
                           f'keep; give another --out_dir')
     bins = {name_of(line): line.pop('bins') for line in lines if 'bins' in line}
-    named = {*cfg.panel, *(cfg.by or ()), *((cfg.x,) if cfg.x else ())}
-    require_columns(named, cfg.metrics, lines)
-    named |= {rule.partition('=')[0] for rule in cfg.where}
+    names = set(map(name_of, lines))
+    if (tables or cfg.reliability) and len(names) < len(lines):
+        raise ConfigError('compare: a run is there twice, with the same name, seed and task; with '
+                          'a compare.csv or --reliability each has to have a name of its own')
+    axes = [*cfg.panel, *(cfg.by or ()), *((cfg.x,) if cfg.x else ())]
+    check_columns(axes, cfg.metrics, lines)
+    named = {*axes, *(rule.partition('=')[0] for rule in cfg.where)}
     lines = drop_constant_settings(lines, named)
     pooled = pool_lines(lines, named)
     cfg = replace(cfg, **choose_axes(pooled, cfg))
@@ -404,10 +410,10 @@ def run_lines(run):
                 categories, categories if category == 'all' else [category])
             if not rows.any():
                 continue
-            for scaling, (of_all, temperature) in scaled.items():
+            for scaled_by, (of_all, temperature) in scaled.items():
                 report = of_all.at(rows).report()
                 lines.append(common | {'task': task, 'language': language, 'category': category,
-                                       'scaling': scaling} | how | temperature
+                                       'scaling': scaled_by} | how | temperature
                              | {key: float(f'{report[key]:.5g}') for key in METRICS
                                 if key in report}
                              | {'bins': metrics.bins(*of_all.at(rows)[:2])})
@@ -421,7 +427,7 @@ def scale(run, task):
     scaled = {'none': (plain, {})}
     if task in run.held_out and plain.scores is not None:
         held_out = predictions(run.held_out[task], norm)
-        temperature = metrics.fit_temperature(held_out.scores, held_out.labels)
+        temperature = scaling.fit_temperature(held_out.scores, held_out.labels)
         scores = plain.scores / temperature
         scaled['temperature'] = (plain._replace(probs=metrics.softmax(scores), scores=scores),
                                  {'temperature': f'{temperature:.5g}'})
@@ -484,14 +490,17 @@ def apply_where(lines, where):
     return lines
 
 
-def require_columns(names, metric_names, lines):
-    """Raise ConfigError for an axis or a metric that no line has."""
+def check_columns(axes, metric_names, lines):
+    """Raise ConfigError for an axis or a metric that the lines do not have."""
     columns = columns_of(lines)
-    for name in names:
-        if name not in columns:
-            raise ConfigError(f'there is no column {name!r}; the columns are {", ".join(columns)}')
     numeric = [c for c in columns if any(isinstance(line.get(c), float) for line in lines)]
-    for name in metric_names:
+    for name in axes:
+        if name not in columns or name in numeric:
+            raise ConfigError(f'there is no column {name!r} to compare by; the columns are '
+                              f'{", ".join(c for c in columns if c not in numeric)}')
+        if axes.count(name) > 1:
+            raise ConfigError(f'the column {name} is named twice in panel, by and x')
+    for name in metric_names or ('',):
         if name not in numeric:
             raise ConfigError(f'there is no metric {name!r}; the metrics are {", ".join(numeric)}')
 
@@ -658,7 +667,7 @@ def plus_minus(values, spec):
     values = list(values)
     if len(values) < 2:
         return format(values[0], spec) if values else ''
-    mean, low, high = metrics.mean_interval(values)
+    mean, low, high = stats.mean_interval(values)
     return f'{mean:{spec}} ± {(high - low) / 2:.3f}'
 
 
@@ -667,7 +676,7 @@ def paired(values, others):
     d = [values[seed] - others[seed] for seed in values if seed in others]
     if len(d) < 2:
         return format(d[0], '+.3f') if d else ''
-    return f'{plus_minus(d, "+.3f")}, p {metrics.student_t(d)[2]:.1g}'
+    return f'{plus_minus(d, "+.3f")}, p {stats.student_t(d)[2]:.1g}'
 
 
 def mean_and_ends(values):
@@ -676,7 +685,7 @@ def mean_and_ends(values):
     The interval of two seeds is 13 standard errors to each side: it would hide the rest.
     """
     values = list(values)
-    return metrics.mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
+    return stats.mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
 
 
 def titled(columns, values):
@@ -752,7 +761,8 @@ def draw_pooled(out_dir, groups, reference, bins, cfg):
                              pool_bins([bins[name_of(line)] for line in lines])))
     write_text(out_dir / 'bins.csv', csv_text(rows))
     with warn_on_failure(out_dir / 'reliability.png'):
-        draw_bins(out_dir / 'reliability.png', diagrams, columns=len(diagrams) // len(panels))
+        draw_bins(out_dir / 'reliability.png', diagrams,
+                  columns=min(6, len(diagrams) // len(panels)))
 
 
 BIN_KEYS = ('count', 'confidence', 'accuracy')

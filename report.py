@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
+import stats
+import scaling
 from data import DataError, forked_pool, read_rows
 from outdir import claim, write_text
 
@@ -57,7 +59,7 @@ class Predictions(NamedTuple):
 
     def bootstrap(self, n_resamples, seed):
         """{metric: its values [n_resamples] on questions drawn with replacement}"""
-        values = metrics.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
+        values = stats.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
                                    n_resamples=n_resamples, seed=seed)
         if self.nll is not None:
             rng, n = np.random.default_rng(seed), len(self.nll)
@@ -294,14 +296,14 @@ def post_hoc(test, held_out, n_bootstrap, seed):
     confidence, correct = test.top()
     platt, parameters = np.empty(n), {'fitted_on': fitted_on, 'platt': []}
     for fit, use in parts:
-        a, b = metrics.fit_platt(*fit.top())
+        a, b = scaling.fit_platt(*fit.top())
         parameters['platt'].append([a, b])
-        platt[use] = metrics.apply_platt(confidence[use], a, b)
+        platt[use] = scaling.apply_platt(confidence[use], a, b)
     groups = {'platt': Predictions(platt, correct)}
     if test.scores is not None:
         scores, parameters['temperature'] = np.empty_like(test.scores), []
         for fit, use in parts:
-            temperature = metrics.fit_temperature(fit.scores, fit.labels)
+            temperature = scaling.fit_temperature(fit.scores, fit.labels)
             parameters['temperature'].append(temperature)
             scores[use] = test.scores[use] / temperature
         groups = {'temperature': Predictions(metrics.softmax(scores), test.labels, test.n_options,
@@ -420,21 +422,22 @@ def task_text(task, result):
     return '\n'.join([heading(task, result), table(rows), *notes(result)])
 
 
-def show_reports(rows, out_dir, pictures=True):
-    """Print one table per task and draw reliability-<task>.png of all rows side by side.
+def print_report(runs, out_dir, pictures=True):
+    """Print one table per task and draw reliability-<task>.png of all runs side by side.
 
-    rows: [(name, results of evaluate.evaluate, folder that holds its samples)]
+    runs: {name: (results of evaluate.evaluate or None, folder that holds its samples)}
     """
-    for task, result in rows[0][1]['tasks'].items():
-        entries = [(name, results['tasks'][task], folder) for name, results, folder in rows
-                   if task in results['tasks']]
-        print(f'\n{task_title(task, result)}')
-        print(table([(name, entry['pooled']) for name, entry, _ in entries], SHORT, 'run'))
+    runs = {name: run for name, run in runs.items() if run[0] is not None}
+    for task in dict.fromkeys(task for results, _ in runs.values() for task in results['tasks']):
+        rows = [(name, results['tasks'][task], folder) for name, (results, folder) in runs.items()
+                if task in results['tasks']]
+        print(f'\n{task_title(task, rows[0][1])}')
+        print(table([(name, result['pooled']) for name, result, _ in rows], SHORT, 'run'))
         if pictures:
             panels = [(name, predictions([
                 s for s in last_asked(read_samples(Path(folder) / 'samples.jsonl'))
-                if s['task'] == task and s.get('split') != 'validation'], entry['norm']))
-                for name, entry, folder in entries]
+                if s['task'] == task and s.get('split') != 'validation'], result['norm']))
+                for name, result, folder in rows]
             claim(out_dir, f'reliability-{task}.png')
             draw_reliability(Path(out_dir) / f'reliability-{task}.png', panels)
 

@@ -37,15 +37,16 @@ from configs import ConfigError, load_config, require_range
 from data import DataError
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack
+from data.tasks import load_tasks
 from data.text import load_text
-from evaluate import EvalConfig, check_eval_config, evaluate, load_tasks
+from evaluate import EvalConfig, check_eval_config, evaluate
 from fused_ce import fused_loss, parse_loss, smoothing, token_statistics
 from log import StepLog, peak_memory, print_sizes, show_example
 from model import LORA_TARGETS, CausalLM, add_lora, compile_blocks
 from optim import AdamW
 from parallel import (abort_processes, barrier, first_process_first, gather, join_processes,
                       leave_processes, rank, shard, sum_over_processes, world_size)
-from report import draw_loss, show_reports
+from report import draw_loss, print_report
 from resume import Stopped, TrainingError
 
 
@@ -496,7 +497,7 @@ def main(argv):
     results = train(cfg)
     if results and rank() == 0:
         places = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}
-        show_reports([(name, result, places[name]) for name, result in results.items()],
+        print_report({name: (result, places[name]) for name, result in results.items()},
                      cfg.out_dir, cfg.eval.pictures)
 
 

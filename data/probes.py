@@ -1,7 +1,7 @@
-"""Texts whose tokens are to be predicted: at a random position, or where an entity begins.
+"""Texts in which a model predicts a token: at a random position, or where an entity begins.
 
-The two tasks beside multiple choice of Zhu et al. 2023, 'On the Calibration of Large Language
-Models and Alignment': causal language modelling (`clm`) and fact generation (`facts`).
+These are the two tasks beside multiple choice of Zhu et al. 2023, 'On the Calibration of Large
+Language Models and Alignment': causal language modeling (`clm`) and fact generation (`facts`).
 """
 
 import hashlib
@@ -15,35 +15,35 @@ from data.packing import Tree
 from data.text import PATTERNS, documents
 
 WIKITEXT = 'Salesforce/wikitext'
-# what an aligned model is told before the text (table 1 there)
+# the instruction of an aligned model before the text (table 1 of the paper)
 INSTRUCTIONS = {'clm': 'Finish this sentence:', 'facts': 'Finish this Wikipedia description:'}
 
 
 @dataclass
 class Text:
-    """A text, and for facts the (begin, end) characters of its entities."""
+    """A text, and for facts the [begin, end) character spans of its entities."""
     id: str
     text: str
     spans: list[tuple[int, int]]
     language: str = ''
     place: str = ''     # file and line or row, for messages
-    subject = ''        # texts have none
+    subject = ''        # for `draw`; texts have no subjects
 
 
 class LoadedTexts(NamedTuple):
-    """The texts of a task, messages of its bad rows, and how many texts `limit` chose from."""
-    texts: list
-    bad: list
-    total: int
+    """The texts of a task and what belongs to them."""
+    texts: list         # of Text
+    bad: list           # messages of bad rows
+    total: int          # number of texts before `limit`
 
 
 def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
-    """LoadedTexts of a task 'clm:place' or 'facts:place'; raises DataError.
+    """Return LoadedTexts(texts, bad, total) of 'clm:place' or 'facts:place'; raises DataError.
 
-    clm:   .txt files, or `text` fields of JSONL and parquet; `clm` alone is wikitext-2's test split
+    clm:   .txt files, or `text` fields of JSONL and parquet; 'clm' alone is wikitext-2's test split
     facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}), or JSONL
            of {text, spans: [[begin, end], ...]}
-    limit: only so many texts of each language, drawn by the seed
+    limit: take only so many texts per language, drawn by the seed
     """
     kind, _, place = name.partition(':')
     if not place and kind == 'facts':
@@ -66,7 +66,7 @@ def _to_text(kind, row, number):
     id = require_text(str(id), 'the id')
     language = require_text(str(row.get('language') or ''), 'the language')
     if kind == 'clm':
-        # wikitext's blank lines and headings are no texts
+        # skip wikitext's blank lines and headings
         return Text(id, text, [], language) if len(text.split()) > 3 else None
     spans = row.get('spans')
     if spans is None and isinstance(row.get('entities'), list):

@@ -1,87 +1,87 @@
-"""Questions with their shots to token trees, each option scored as a part of the whole prompt."""
+"""Prompts: a row's question and choices to a header, a context and the options to score.
 
-import os
+Two presets. `mmlu` is MMLU's prompt for every task, as in the papers: a header that names the
+subject, solved questions ('shots'), then the question; options are scored as letters (` A` after
+`Answer:`) or as their full text. `harness` is what lm-evaluation-harness 0.4 asks for each task.
+"""
+
+import json
+import string
+from pathlib import Path
 
 from data import DataError
-from data.packing import Tree
+
+HEADER = 'The following are multiple choice questions (with answers) about {}.'
+LETTERS = string.ascii_uppercase
+# texts that benchmarks publish in other languages: MMLU-ProX's headers, CMMLU's names of subjects,
+# XCOPA's connectives
+WORDING = json.loads((Path(__file__).parent / 'wording.json').read_text(encoding='utf-8'))
 
 
-def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length):
-    """Yield (question, Tree or DataError): each with as many whole shots as max_length allows.
+class Prompt:
+    """The prompt format of one task: its preset and its scoring ('letters' or 'text').
 
-    shots: {Question.group: solved questions}. Context and option are encoded together and cut where
-    the tokens of the context end. The seam between shots and question is fixed: shots end in a
-    blank line, where no tokenizer joins.
-    """
-    prefixes, encoder = {}, OptionEncoder(tokenizer)
-
-    def prefix(question, n):
-        key = question.header, question.group, n
-        if key not in prefixes:
-            text = question.header + ''.join(s.solved for s in shots.get(question.group, [])[:n])
-            bos = [tokenizer.bos_id] if add_bos else []
-            prefixes[key] = tuple(bos + tokenizer.encode(text)) if text else tuple(bos)
-        return prefixes[key]
-
-    def tree(question):
-        for n in range(len(shots.get(question.group, [])), -1, -1):
-            before = prefix(question, n)
-            # with neither header nor shots the question begins the text
-            context, prompts = encoder.encode(question, start=not (n or question.header))
-            longest = len(before) + max(map(len, prompts))
-            if longest <= max_length:
-                stem = os.path.commonprefix(prompts)
-                return Tree(before, stem, [ids[len(stem):] for ids in prompts],
-                            len(before) + len(context), shots=n)
-        raise DataError(f'{question.place}: even without shots the prompt has {longest} tokens; '
-                        f'the model or max_length allows {max_length}')
-
-    for i in range(0, len(questions), 64):
-        block = questions[i:i + 64]
-        encoder.prepare([q.context for q in block if q.header or shots.get(q.group)])
-        for question in block:
-            try:
-                yield question, tree(question)
-            except DataError as error:
-                yield question, error
-
-
-class OptionEncoder:
-    """Tokens of a question's context and of context + option, each as if encoded as a whole.
-
-    No tokenizer joins a line break with what follows. So if the context ends in the tokens of its
-    last line, only that line of `context + option` is encoded again for each option.
+    kind:    the task's name, '' for generic rows
+    harness: the task's format in lm-evaluation-harness, as in `questions.Task`
     """
 
-    def __init__(self, tokenizer):
-        self.tokenizer, self.contexts, self.lines = tokenizer, {}, {}
+    def __init__(self, kind, harness, preset='mmlu', scoring='auto', header='english'):
+        harness = harness if preset == 'harness' else None
+        if harness == '':
+            raise DataError(f'lm-evaluation-harness lets the model write its answer to {kind} and '
+                            f'has no probabilities of options; use --preset=mmlu')
+        usual = 'text' if harness in ('text', 'arc', 'xcopa') else 'letters'
+        if harness and scoring not in ('auto', usual):
+            raise DataError(f'--preset=harness scores {kind or "such questions"} by {usual}; leave '
+                            f'--scoring alone')
+        if header == 'native' and (harness or kind not in ('mmlu_prox', 'mmlu_prox_lite', 'cmmlu')):
+            raise DataError(f'--header=native: {kind or "this task"} publishes no header of its '
+                            f'own{" for the harness" if harness else ""}; mmlu_prox, '
+                            f'mmlu_prox_lite and cmmlu do')
+        self.kind, self.harness, self.native = kind, harness, header == 'native'
+        self.chinese = harness == 'cmmlu' or self.native and kind == 'cmmlu'
+        self.scoring = usual if scoring == 'auto' else scoring
 
-    def prepare(self, contexts):
-        """Encode contexts of the next questions in one batch; none of them begins a text."""
-        self.contexts = dict(zip(contexts, self.tokenizer.encode_batch(contexts, start=False)))
+    def header(self, subject, language):
+        """Return the text before the shots; it is empty or ends in a blank line."""
+        if self.harness in ('no header', 'text', 'arc', 'xcopa'):
+            return ''
+        if self.chinese:
+            name = WORDING['cmmlu_subjects'].get(subject, subject)
+            return f'以下是关于{name}的单项选择题，请直接给出正确答案的选项。\n\n'
+        text = _wording('headers', language)[0] if self.native else HEADER
+        return text.format(subject.replace('_', ' ')) + '\n\n'
 
-    def encode(self, question, start):
-        """(tokens of the context, [tokens of context + option]); start: they begin the text."""
-        context = None if start else self.contexts.get(question.context)
-        if context is None:
-            context = self.tokenizer.encode(question.context, start=start)
-        _, newline, line = question.context.rpartition('\n')
-        tail = self.encode_line(line) if newline else []
-        if tail and context[-len(tail):] == tail:
-            prompts = [context[:-len(tail)] + self.encode_line(line + o) for o in question.options]
-        else:
-            prompts = [self.tokenizer.encode(question.context + option, start=start)
-                       for option in question.options]
-        for option, ids in zip(question.options, prompts, strict=True):
-            if len(ids) <= len(context) or ids[:len(context)] != context:
-                raise DataError(f'{question.place}: option {option!r} does not begin at a token '
-                                f'boundary after {question.context[-20:]!r}')
-        return context, prompts
+    def ask(self, row, text, choices, language):
+        """Return (context, options) of a question and its choices; each option begins with a space.
 
-    def encode_line(self, text):
-        """Tokens of a text after a line break; short ones, such as letters, are remembered."""
-        if len(text) > 20:
-            return self.tokenizer.encode(text, start=False)
-        if text not in self.lines:
-            self.lines[text] = self.tokenizer.encode(text, start=False)
-        return self.lines[text]
+        row: the raw row, whose fields XCOPA's format needs
+        """
+        if not self.harness:    # the harness leaves white space as it is
+            choices = [choice.strip() for choice in choices]
+        if self.harness == 'xcopa':
+            link = _wording('xcopa', language)[row['question']]
+            return (f'{row["premise"].strip()[:-1]} {link}',
+                    [f' {choice[0].lower()}{choice[1:]}' for choice in choices])
+        answer = 'Answer:'
+        if self.chinese:
+            answer = '答案：'
+        elif self.native:
+            answer = _wording('headers', language)[1]
+        if self.scoring == 'text':
+            context = f'{text.strip()}\n{answer}'
+            if self.kind == 'hellaswag':    # the options continue its sentence
+                context = text.strip()
+            elif self.harness == 'arc':
+                context = f'Question: {text}\n{answer}'
+            return context, [f' {choice}' for choice in choices]
+        listed = ''.join(f'\n{letter}. {choice}' for letter, choice in zip(LETTERS, choices))
+        return (f'{text.strip()}{listed}\n{answer}',
+                [f' {letter}' for letter in LETTERS[:len(choices)]])
+
+
+def _wording(kind, language):
+    if language not in WORDING[kind]:
+        raise DataError(f'language {language!r} has no wording of its own; --languages= names the '
+                        f'language of a file, one of {", ".join(WORDING[kind])}')
+    return WORDING[kind][language]

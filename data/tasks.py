@@ -7,7 +7,7 @@ from pathlib import Path
 from configs import ConfigError
 from data import DataError, local_path
 from data.probes import INSTRUCTIONS, load_texts, tokenize_texts
-from data.prompts import tokenize_questions
+from data.trees import tokenize_questions
 from data.questions import TASKS, load_task
 
 

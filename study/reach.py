@@ -46,7 +46,7 @@ def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0
     Returns {'unused_rows', 'lowest_bits', 'lowest_nll_bits' (of those tokens), 'highest_bits',
     'log2_vocab'}.
     """
-    head, cap = model.head.detach().float(), model.config.final_logit_softcapping
+    head, cap = model.head.detach().float(), model.softcap
     norm = copy.deepcopy(model.model.norm).float().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randperm(n_pieces, generator=generator)[:n_tokens].to(head.device)

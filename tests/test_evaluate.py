@@ -12,6 +12,8 @@ import importlib.util
 import json
 import math
 import metrics
+import scaling
+import stats
 import model as models
 import numpy as np
 import os
@@ -678,13 +680,13 @@ def test_what_the_readme_says_of_claim_3():
     sizes, rows, seeds = (64, 256, 1024), (512, 4_096, 32_768, 262_144), '01234'
 
     def cell(effect):
-        mean, low, high = metrics.mean_interval(effect)
+        mean, low, high = stats.mean_interval(effect)
         return f'{mean:.3f} ± {(high - low) / 2:.3f}'
 
     def tested(effect, digits=3):
-        mean, low, high = metrics.mean_interval(effect)
+        mean, low, high = stats.mean_interval(effect)
         return (f'{mean:+.{digits}f} ± {(high - low) / 2:.{digits}f}',
-                f'p {metrics.student_t(effect)[2]:.1g}')
+                f'p {stats.student_t(effect)[2]:.1g}')
 
     def ece_of(figure, task, softcap='30.0'):
         """A function: the ECE of a kind of run, [sizes, rows, seeds]."""
@@ -790,7 +792,7 @@ def test_a_small_study(tmp_path, monkeypatch, capsys):
     assert len(held.labels) == 12
     some = report.predictions([s for s in mine if (s['language'], s['category']) == ('l2', 'seen')
                                 and s['split'] == 'test'], 'token')
-    temperature = metrics.fit_temperature(held.scores, held.labels)
+    temperature = scaling.fit_temperature(held.scores, held.labels)
     assert float(line['temperature']) == pytest.approx(temperature, rel=1e-4)
     assert float(line['ece']) == pytest.approx(
         metrics.ece(metrics.softmax(some.scores, temperature), some.labels), rel=1e-4)

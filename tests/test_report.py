@@ -79,6 +79,13 @@ def test_only_a_cut_line_is_left_out(tmp_path):
     path.write_text(path.read_text() + '\n')
     with pytest.raises(DataError, match='samples.jsonl:3: broken JSON'):
         report.read_samples(path)
+    write_rows(path, [question(0)])
+    path.write_bytes(path.read_bytes() + '{"id": "ä'.encode()[:-1])     # cut inside a character
+    assert len(report.read_samples(path)) == 1
+    path.write_text('{"task": "mm')
+    assert report.read_samples(path) == []
+    path.write_text('')
+    assert report.read_samples(path) == []
 
 
 def test_nll_of_sums_is_not_clipped():
@@ -215,25 +222,22 @@ def test_a_log_that_cannot_be_drawn(tmp_path, capsys):
 
 
 def test_reports_side_by_side(tmp_path, monkeypatch, capsys):
-    """One table per task; validation questions are in no diagram, nor tasks of one run alone."""
-    folders = [write_run(tmp_path / name, sharpness=sharpness, held=9)
-               for name, sharpness in (('before', 1.0), ('after', 2.0))]
-    rows = []
-    for folder in folders:
+    """One table per task; validation questions are in no diagram, a run may have no results."""
+    runs = {'none': (None, tmp_path)}
+    for name, sharpness in (('before', 1.0), ('after', 2.0)):
+        folder = write_run(tmp_path / name, sharpness=sharpness, held_out=9)
         samples = report.read_samples(folder / 'samples.jsonl')
-        rows.append((folder.name, {'tasks': {'mmlu': report.summarize(
-            samples, 'token', n_bootstrap=10) | {'norm': 'token', 'distribution': 'mmlu, x'}}},
-            folder))
-    rows[1][1]['tasks']['arc'] = {}
+        runs[name] = {'tasks': {'mmlu': report.summarize(samples, 'token', n_bootstrap=10) | {
+            'norm': 'token', 'distribution': 'mmlu, x'}}}, folder
     drawn = {}
     monkeypatch.setattr(report, 'draw_reliability',
                         lambda path, panels: drawn.update({path.name: panels}))
-    report.show_reports(rows, tmp_path)
+    report.print_report(runs, tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == 'mmlu (preset mmlu, x)' and lines[2].split()[:2] == ['run', 'questions']
     assert [line.split()[:2] for line in lines[4:]] == [['before', '40'], ['after', '40']]
     assert [(name, len(p.labels)) for name, p in drawn['reliability-mmlu.png']] == [
         ('before', 40), ('after', 40)]
     drawn.clear()
-    report.show_reports(rows, tmp_path, pictures=False)
+    report.print_report(runs, tmp_path, pictures=False)
     assert not drawn

@@ -7,7 +7,6 @@ import io
 import json
 import math
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pytest

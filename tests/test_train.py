@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 import train
 from data import DataError, packing
-from data.demo import World, WorldSpec, make_world
+from data.world import World, WorldSpec, make_world
 from data.questions import load_task
 from data.tokenizer import load_tokenizer
 from safetensors.torch import load_file

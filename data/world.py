@@ -1,17 +1,17 @@
-"""Generated worlds: small universes whose facts a tiny model can partly learn, made from a seed.
+"""Generated worlds: small universes of facts that a tiny model can partly learn, made from a seed.
 
-Entities have names and attributes. Plain text states the attributes, entity number r with frequency
-proportional to r^-zipf: some facts are met thousands of times, some once, some never, and to the
-end of training the base model keeps meeting entities it hardly knows, so it learns how unsure to
-be. Instruction data then asks about known and unknown facts alike and demands a definite answer to
-each: that is what makes a real model overconfident. The questions are about other facts.
+A world has entities with a name and four attributes. Plain text states the attributes of entity
+number r with frequency proportional to r^-zipf: some facts appear thousands of times, some once,
+some never. The base model keeps meeting entities that it hardly knows, so it learns how uncertain
+to be. Instruction data then asks about known and unknown facts alike and demands a definite answer
+to each, which is what makes a real model overconfident. The questions are about other facts.
 
-`WorldSpec()` is the demo's world, of configs/demo.py; the study's, in configs/study/, is larger: it
-states the same facts in several languages with words of their own, of which the instruction data
-has one, paraphrases them, and asks in text and by letters.
+`WorldSpec()` is the world of the demo. The study uses a larger one: it states the same facts in
+several languages with generated words, only one of which the instruction data uses, paraphrases
+them, and asks for an answer in text or by letter.
 
-Everything is written in the formats of real data: a sentencepiece model and a config.json in
-`model/`, JSONL of {text}, of {messages} and of {question, choices, answer}.
+All files have the formats of real data: a sentencepiece model and a config.json in `model/`, JSONL
+of {text}, of {messages} and of {question, choices, answer}.
 """
 
 import itertools
@@ -25,39 +25,39 @@ import numpy as np
 import sentencepiece
 from tqdm import tqdm
 
-from data import local_path, writing
-from data.questions import HEADER, LETTERS
+from data import DataError, local_path, writing
+from data.prompts import HEADER, LETTERS
 
 VALUE_EXPONENT = 0.7            # of a value's frequency among entities: some trades are common
 
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """What a world is made of; with the seed it decides every byte."""
-    entities: int = 8_000           # in the text, with Zipf frequencies
-    unseen: int = 0                 # further ones, which no text mentions
+    """The size and content of a world; together with the seed it decides every byte."""
+    entities: int = 8_000           # mentioned in the text, with Zipf frequencies
+    unseen: int = 0                 # further entities that no text mentions
     zipf: float = 0.9               # exponent of an entity's frequency in the text
     first_names: int = 150
     family_names: int = 150
     documents: int = 24_000         # of text, each about entities_each entities
     entities_each: int = 6
-    list_share: float = 0.3         # of documents that are lists of questions with answers
-    exam_share: float = 0.0         # that are such lists with options, answered by a letter
+    list_share: float = 0.3         # of documents that are lists of solved questions
+    exam_share: float = 0.0         # of documents that are such lists with options and letters
     paraphrases: bool = False       # several wordings, single statements beside whole profiles,
     #                                 instructions of five kinds
     language_shares: tuple[float, ...] = (1.0,)     # of documents: English, then generated ones
-    vocab_sizes: tuple[int, ...] = (1_280,)         # a tokenizer each; of several, in model-<size>/
+    vocab_sizes: tuple[int, ...] = (1_280,)         # one tokenizer each; several: in model-<size>/
     tokenizer_documents: int = 4_000                # that the tokenizers are trained on
     instructions: int = 2_000
-    questions: int = 2_000          # about other facts than the instructions, ranks log-uniform
+    questions: int = 2_000          # about other facts than the instructions; log-uniform ranks
     unseen_questions: int = 0       # about entities that no text mentions
     validation: int = 0             # questions in English about further facts
-    forms: tuple[str, ...] = ()     # of the questions beside questions.jsonl, each a folder:
+    forms: tuple[str, ...] = ()     # of the questions beside questions.jsonl, one folder each:
     #                                 'text4', 'text10', 'letters4', 'letters10'
     probes: int = 0                 # held-out documents for clm, and as many profiles for facts
 
 
-# attribute -> (its name in a question, its 24 values)
+# attribute -> (what a question calls it, its 24 values)
 ATTRIBUTES = {
     'trades': ('trade',
                'baker weaver smith miller potter tailor cooper mason glazier tanner brewer hunter '
@@ -79,13 +79,13 @@ ATTRIBUTES = {
 
 @dataclass(frozen=True)
 class Language:
-    """Words and templates; names, the header of a list and 'Answer:' are the same in all."""
+    """Words and templates. Names, the header of a list and 'Answer:' are the same in all."""
     code: str
     attributes: dict    # attribute -> what a question calls it
     values: dict        # attribute -> its 24 values, in the order of ATTRIBUTES
     profiles: tuple     # templates of {name} and all attributes
     statements: dict    # attribute -> templates of {name} and {value}
-    asks: tuple         # templates of {attribute} and {name}; the questions use the first
+    asks: tuple         # templates of {attribute} and {name}; the questions use the first one
 
 
 ENGLISH = Language(
@@ -107,9 +107,9 @@ class World:
 
     def __init__(self, spec, seed):
         rng = np.random.default_rng(seed)
-        n = spec.entities + spec.unseen     # the last ones are the unseen
+        n = spec.entities + spec.unseen     # the unseen ones come last
         self.spec, self.names = spec, _names(spec, n, rng)
-        self.values = {}  # attribute -> which of its values each entity has, int [n]
+        self.values = {}    # attribute -> int [n], the index of each entity's value
         for attribute, words in ENGLISH.values.items():
             share = np.arange(1, len(words) + 1) ** -VALUE_EXPONENT
             self.values[attribute] = rng.choice(len(words), n, p=share / share.sum())
@@ -130,18 +130,18 @@ class World:
             name=self.names[entity], value=self.value(language, entity, attribute))
 
     def sentence(self, language, entity, rng):
-        """A whole profile, or one fact."""
+        """Return a whole profile, or with paraphrases half the time one fact."""
         if self.spec.paraphrases and rng.random() < 0.5:
             return self.statement(language, entity, _draw(list(ATTRIBUTES), rng), rng)
         return self.profile(language, entity, rng)
 
     def ask(self, language, entity, attribute, rng=None):
-        """A question; with `rng` in any of its wordings."""
+        """Return a question; with `rng` and paraphrases in any of its wordings."""
         template = _draw(language.asks, rng) if rng and self.spec.paraphrases else language.asks[0]
         return template.format(name=self.names[entity], attribute=language.attributes[attribute])
 
     def options(self, entity, attribute, n_options, rng):
-        """(values, index of the entity's own among them)"""
+        """Return (indices of values, position of the entity's own value among them)."""
         own = self.values[attribute][entity]
         others = [v for v in range(len(ENGLISH.values[attribute])) if v != own]
         values = [own, *rng.permutation(others)[:n_options - 1].tolist()]
@@ -149,13 +149,13 @@ class World:
         return [values[i] for i in order], order.index(0)
 
     def exam(self, language, entity, attribute, n_options, rng):
-        """(question with its options, the letter of the answer)"""
+        """Return (question with lettered options, the letter of the answer)."""
         values, answer = self.options(entity, attribute, n_options, rng)
         return (self.ask(language, entity, attribute, rng)
                 + _listed(language.values[attribute][v] for v in values), LETTERS[answer])
 
     def document(self, rng, entities):
-        """Sentences about `entities`, or a list of solved questions about one of an attribute."""
+        """Return sentences about `entities`, or a list of solved questions about one attribute."""
         spec, shares = self.spec, self.spec.language_shares
         language = ENGLISH if len(shares) == 1 else self.languages[
             int(np.searchsorted(np.cumsum(shares), rng.random() * sum(shares)))]
@@ -169,8 +169,8 @@ class World:
         else:
             n_options = 4 if rng.random() < 0.5 else 10
             solved = [self.exam(language, e, attribute, n_options, rng)
-                      for e in entities[:len(entities) // 2]]     # they are long
-        solved = ''.join(f'{asked}\nAnswer: {answer}\n\n' for asked, answer in solved)
+                      for e in entities[:len(entities) // 2]]     # half as many: they are long
+        solved = ''.join(f'{question}\nAnswer: {answer}\n\n' for question, answer in solved)
         return f'{HEADER.format(attribute)}\n\n{solved}'.rstrip()
 
     def documents(self, n, rng):
@@ -183,65 +183,89 @@ class World:
 
 
 def make_world(folder, seed, spec=None):
-    """Writes model/{config.json, tokenizer.model}, text.jsonl, instruct.jsonl, questions.jsonl.
+    """Write model/{config.json, tokenizer.model}, text.jsonl, instruct.jsonl, questions.jsonl.
 
-    With spec.forms also a folder of test.jsonl and validation.jsonl for each, in all languages and
+    With spec.forms also one folder each with test.jsonl and validation.jsonl, in all languages and
     with the category 'seen' or 'unseen'; with spec.probes clm.jsonl and facts.jsonl; with
-    spec.paraphrases instruct-homogeneous.jsonl, the same facts asked for in one way. What is there
-    from the same spec and seed stays. Raises ValueError for a spec that no world can be made of.
+    spec.paraphrases instruct-homogeneous.jsonl, the same facts asked in a single wording. A folder
+    that already holds this world stays as it is. Raises ValueError for an impossible spec,
+    DataError for a folder that holds anything but a world.
     """
     folder, spec = local_path(folder), spec or WorldSpec()
-    forms = {form: _form(form) for form in spec.forms}
+    forms = {form: _parse_form(form) for form in spec.forms}
     if spec.unseen_questions and not spec.unseen:
         raise ValueError(f'unseen_questions = {spec.unseen_questions} with unseen = 0: there are '
                          f'no such entities to ask about')
-    made = json.dumps({'seed': seed} | asdict(spec), indent=1)
-    if (folder / 'world.json').exists() and (folder / 'world.json').read_text() == made:
+    mark, complete = folder / 'world.json', json.dumps({'seed': seed} | asdict(spec), indent=1)
+    if mark.exists() and mark.read_text(encoding='utf-8') == complete:
         return
+    if not mark.exists() and folder.exists() and any(folder.iterdir()):
+        raise DataError(f'{folder} is not empty and holds no world; choose another folder')
+    world = World(spec, seed)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    (folder / 'world.json').unlink(missing_ok=True)
-    world, rng = World(spec, seed), np.random.default_rng([seed, 1])
+    _write(mark, b'unfinished')
+    rng = np.random.default_rng([seed, 1])
     texts = world.documents(spec.documents, rng)
-    facts = _log_uniform_facts(spec, spec.instructions + spec.questions + spec.validation, rng)
-    told, asked = facts[:spec.instructions], facts[spec.instructions:]
-    asked, held = asked[:spec.questions], asked[spec.questions:]
     _write_rows(folder / 'text.jsonl', [{'text': text} for text in texts])
-    plain = [_instruction(world, *fact) for fact in told]
+    facts = _log_uniform_facts(spec, spec.instructions + spec.questions + spec.validation, rng)
+    instructed, rest = facts[:spec.instructions], facts[spec.instructions:]
+    asked, held_out = rest[:spec.questions], rest[spec.questions:]
     _write_rows(folder / 'questions.jsonl', [_question(world, *fact, rng) for fact in asked])
-    if spec.paraphrases:
-        _write_rows(folder / 'instruct-homogeneous.jsonl', plain)
-        rng = np.random.default_rng([seed, 2])
-        plain = [_varied_instruction(world, *fact, rng) for fact in told]
-    _write_rows(folder / 'instruct.jsonl', plain)
+    _write_instructions(folder, world, instructed, np.random.default_rng([seed, 2]))
     rng = np.random.default_rng([seed, 3])
-    attributes = list(ATTRIBUTES)
+    _write_forms(folder, world, forms, asked, held_out, rng)
+    if spec.probes:
+        _write_probes(folder, world, rng)
+    _write_models(folder, spec, texts)
+    _write(mark, complete.encode())
+
+
+def _write_instructions(folder, world, facts, rng):
+    rows = [_instruction(world, *fact) for fact in facts]
+    if world.spec.paraphrases:
+        _write_rows(folder / 'instruct-homogeneous.jsonl', rows)
+        rows = [_varied_instruction(world, *fact, rng) for fact in facts]
+    _write_rows(folder / 'instruct.jsonl', rows)
+
+
+def _write_forms(folder, world, forms, asked, held_out, rng):
+    """Write test.jsonl and validation.jsonl of each form of the questions."""
+    spec, attributes = world.spec, list(ATTRIBUTES)
     unseen = [(spec.entities + int(rng.integers(spec.unseen)), _draw(attributes, rng))
               for _ in range(spec.unseen_questions)]
     for form, (kind, n_options) in forms.items():
-        drawn = [(fact, category, world.options(*fact, n_options, rng))
-                 for facts, category in ((asked, 'seen'), (unseen, 'unseen'), (held, ''))
-                 for fact in facts]
-        (folder / form).mkdir(exist_ok=True)
+        seen, new, validation = ([(fact, category, world.options(*fact, n_options, rng))
+                                  for fact in facts] for facts, category in (
+            (asked, 'seen'), (unseen, 'unseen'), (held_out, '')))
+        with writing(folder / form):
+            (folder / form).mkdir(exist_ok=True)
         _write_rows(folder / form / 'test.jsonl', [
             _formed(world, language, kind, *question)
-            for language in world.languages for question in drawn if question[1]])
+            for language in world.languages for question in seen + new])
         _write_rows(folder / form / 'validation.jsonl', [
-            _formed(world, ENGLISH, kind, *question) for question in drawn if not question[1]])
-    if spec.probes:
-        _write_rows(folder / 'clm.jsonl', [{'text': text}
-                                           for text in world.documents(spec.probes, rng)])
-        facts = _log_uniform_facts(spec, spec.probes, rng)
-        _write_rows(folder / 'facts.jsonl', [
-            _probe(world, world.languages[i % len(world.languages)], entity, rng)
-            for i, (entity, _) in enumerate(facts)])
+            _formed(world, ENGLISH, kind, *question) for question in validation])
+
+
+def _write_probes(folder, world, rng):
+    """Write the held-out documents of clm and the profiles of facts."""
+    n = world.spec.probes
+    _write_rows(folder / 'clm.jsonl', [{'text': text} for text in world.documents(n, rng)])
+    entities = [entity for entity, _ in _log_uniform_facts(world.spec, n, rng)]
+    _write_rows(folder / 'facts.jsonl', [
+        _probe(world, world.languages[i % len(world.languages)], entity, rng)
+        for i, entity in enumerate(entities)])
+
+
+def _write_models(folder, spec, texts):
+    """Write a tokenizer and a config.json for each vocabulary size."""
     tags = ['<|user|>\n<|assistant|>\n'] * 400
     for size in spec.vocab_sizes:
         place = folder / (f'model-{size}' if len(spec.vocab_sizes) > 1 else 'model')
-        place.mkdir(exist_ok=True)
+        with writing(place):
+            place.mkdir(exist_ok=True)
         _train_tokenizer(place / 'tokenizer.model', size, texts[:spec.tokenizer_documents] + tags)
         _write(place / 'config.json', json.dumps(MODEL | {'vocab_size': size}, indent=1).encode())
-    _write(folder / 'world.json', made.encode())
 
 
 MODEL = {
@@ -253,8 +277,8 @@ MODEL = {
 }
 
 
-def _form(form):
-    """('text' or 'letters', number of options) of 'letters10'."""
+def _parse_form(form):
+    """Return ('letters', 10) for 'letters10'."""
     match, n_values = re.fullmatch(r'(text|letters)(\d+)', form), len(ENGLISH.values['trades'])
     if not match or not 2 <= int(match[2]) <= n_values:
         raise ValueError(f"form {form!r}; wanted 'text' or 'letters' and 2 to {n_values} options, "
@@ -263,13 +287,13 @@ def _form(form):
 
 
 def _names(spec, n, rng):
-    """n distinct two-part names; each part is a word of two syllables, of three if many."""
+    """Return n distinct two-part names; parts have two syllables, or three if many are needed."""
     onset, vowel, coda = 'b d f g h j k l m n p r s t v w'.split(), 'aeiou', 'n r l s m'.split()
     syllables = [onset, vowel] * (1 if spec.first_names + spec.family_names <= 2560 else 2)
     parts = [''.join(word).capitalize() for word in itertools.product(*syllables, onset, 'ao')]
     picked = rng.permutation(parts)
     first, rest = picked[:spec.first_names], picked[spec.first_names:][:spec.family_names]
-    # where words run out they come again with another coda
+    # when the words run out, they are used again with another coda
     family = [rest[i % len(rest)] + coda[(i + i // len(rest)) % len(coda)]
               for i in range(min(spec.family_names, len(rest) * len(coda)))]
     if len(first) * len(family) < n:
@@ -280,17 +304,17 @@ def _names(spec, n, rng):
 
 
 def _make_language(code, rng, taken):
-    """A language with a sound of its own; its words are not in `taken`, which grows."""
+    """Return a language with its own sounds and words; none is in the set `taken`, which grows."""
     onsets = rng.permutation('b ch d f g h k kh l m n p r s sh t th v w y z'.split())[:9]
     vowels, codas = rng.permutation(list('aeiouy'))[:4], rng.permutation(list('nklmrstx'))[:3]
 
     def word(n_syllables=1):
         while True:
-            found = ''.join(_draw(onsets, rng) + _draw(vowels, rng) for _ in range(n_syllables))
-            found += _draw(codas, rng) if rng.random() < 0.5 or len(found) < 3 else ''
-            if found not in taken:
-                taken.add(found)
-                return found
+            new = ''.join(_draw(onsets, rng) + _draw(vowels, rng) for _ in range(n_syllables))
+            new += _draw(codas, rng) if rng.random() < 0.5 or len(new) < 3 else ''
+            if new not in taken:
+                taken.add(new)
+                return new
 
     attributes = {a: word(2) for a in ATTRIBUTES}
     values = {a: [word(2).capitalize() if words[0].istitle() else word(2) for _ in words]
@@ -320,7 +344,8 @@ def _listed(options):
 
 
 def _log_uniform_facts(spec, n, rng):
-    """n distinct (entity, attribute) pairs, the entity's rank log-uniform: known and unknown."""
+    """Return n distinct (entity, attribute) pairs with log-uniform ranks: known and unknown ones.
+    """
     facts = {}
     while len(facts) < n:
         rank = np.exp(rng.uniform(0, np.log(spec.entities + 1), size=n)).astype(int) - 1
@@ -331,13 +356,13 @@ def _log_uniform_facts(spec, n, rng):
 
 
 def _instruction(world, entity, attribute):
-    # worded as the questions will be: the README says what happens with another wording
+    # in the wording of the questions; another wording trains a different kind of answer
     return _conversation(world.ask(ENGLISH, entity, attribute),
                          f'Answer: {world.value(ENGLISH, entity, attribute)}')
 
 
 def _varied_instruction(world, entity, attribute, rng):
-    """The fact in one of five kinds: an answer, a sentence, a profile, a letter, a second turn."""
+    """Return the fact as an answer, a sentence, a profile, a letter or a second turn."""
     ask, kind = world.ask(ENGLISH, entity, attribute, rng), rng.integers(5)
     answer = f'Answer: {world.value(ENGLISH, entity, attribute)}'
     if kind == 0:
@@ -348,8 +373,8 @@ def _varied_instruction(world, entity, attribute, rng):
         return _conversation(f'Tell me about {world.names[entity]}.',
                              world.profile(ENGLISH, entity, rng))
     if kind == 3:
-        asked, letter = world.exam(ENGLISH, entity, attribute, int(_draw((4, 10), rng)), rng)
-        return _conversation(asked, f'Answer: {letter}')
+        question, letter = world.exam(ENGLISH, entity, attribute, int(_draw((4, 10), rng)), rng)
+        return _conversation(question, f'Answer: {letter}')
     return _conversation(f'Tell me about {world.names[entity]}.',
                          world.profile(ENGLISH, entity, rng), ask, answer)
 
@@ -367,18 +392,18 @@ def _question(world, entity, attribute, rng):
 
 
 def _formed(world, language, kind, fact, category, options):
-    """A question of a form: its options in text, or listed with letters to choose from."""
+    """Return a question whose options are texts, or letters of options listed in the question."""
     (entity, attribute), (values, answer) = fact, options
-    asked, choices = world.ask(language, *fact), [language.values[attribute][v] for v in values]
+    text, choices = world.ask(language, *fact), [language.values[attribute][v] for v in values]
     if kind == 'letters':
-        asked, choices = asked + _listed(choices), list(LETTERS[:len(choices)])
-    return {'question': asked, 'choices': choices, 'answer': answer, 'subject': attribute,
+        text, choices = text + _listed(choices), list(LETTERS[:len(choices)])
+    return {'question': text, 'choices': choices, 'answer': answer, 'subject': attribute,
             'subject_category': category, 'language': language.code,
             'id': f'{language.code}-{entity}-{attribute}'}
 
 
 def _probe(world, language, entity, rng):
-    """A profile, and where in it the values stand."""
+    """Return a profile and the character spans of its values."""
     text, spans = world.profile(language, entity, rng), []
     for attribute in ATTRIBUTES:
         value = world.value(language, entity, attribute)
@@ -387,7 +412,7 @@ def _probe(world, language, entity, rng):
 
 
 def _train_tokenizer(path, vocab_size, texts):
-    """A sentencepiece model in the manner of Gemma's: byte fallback, nothing normalised."""
+    """Train a sentencepiece model with Gemma's settings: byte fallback, no normalization."""
     part = path.with_suffix('.tmp')
     with writing(path), open(part, 'wb') as file:
         sentencepiece.SentencePieceTrainer.train(
