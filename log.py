@@ -130,6 +130,7 @@ class StepLog:
                        f'nll {record["nll"]:.4f}{val}  lr {record["lr"]:.2e}  '
                        f'grad norm {record["grad_norm"]:.2f}  '
                        f'{record["tokens_per_s"]:.0f} tokens/s  {left} left')
+        sys.stdout.flush()      # for those who follow a redirected output
 
     def fail(self, step, loss, norm, chosen):
         bad = None if self.cfg.from_scratch else nonfinite_tensor(self.base)

@@ -438,8 +438,10 @@ def print_report(runs, out_dir, pictures=True):
                 s for s in last_asked(read_samples(Path(folder) / 'samples.jsonl'))
                 if s['task'] == task and s.get('split') != 'validation'], result['norm']))
                 for name, result, folder in rows]
-            claim(out_dir, f'reliability-{task}.png')
-            draw_reliability(Path(out_dir) / f'reliability-{task}.png', panels)
+            path = Path(out_dir) / f'reliability-{task}.png'
+            with warn_on_failure(path):
+                claim(out_dir, path.name)
+                draw_reliability(path, panels)
 
 
 def to_markdown(results):
@@ -597,6 +599,7 @@ def draw_loss(out_dir):
     """Draw loss, NLL and gradient norm by step, from log.jsonl to loss.png."""
     out_dir = Path(out_dir)
     with warn_on_failure(out_dir / 'loss.png'):
+        claim(out_dir, 'loss.png')
         import matplotlib
         matplotlib.use('Agg')
         import matplotlib.pyplot as plt

@@ -449,7 +449,6 @@ def optimize(cfg, model, tokenizer, data, device, base):
         if rank() == 0:
             resume.discard_checkpoints(out_dir)
             if cfg.pictures:
-                outdir.claim(out_dir, 'loss.png')
                 draw_loss(out_dir)
 
 

@@ -15,7 +15,7 @@ import pytest
 import random
 import resource
 import report
-import resume
+import outdir
 import shutil
 import signal
 import subprocess
@@ -426,7 +426,7 @@ def test_two_at_once_on_one_folder(scored_folder, tmp_path):
     task, out = write_words(tmp_path / 'foxes.jsonl', 40, 'fox'), tmp_path / 'out'
     command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
                f'--tasks={task}', '--n_bootstrap=0', f'--out_dir={out}']
-    with resume.lock(out):
+    with outdir.lock(out):
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ''
     assert done.stderr.strip().count('\n') == 0 and 'another run is writing there' in done.stderr
