@@ -512,12 +512,7 @@ def main(argv):
     local = Path(cfg.model).is_dir()
     out_dir = Path(cfg.out_dir).expanduser() if cfg.out_dir else (
         folder if local else Path('out/eval') / cfg.model.replace('/', '--'))
-    try:
-        lock = outdir.lock(out_dir)
-    except OSError as error:
-        raise ConfigError(f'{out_dir} cannot be written ({error.strerror}); give another '
-                          f'--out_dir') from error
-    with lock:
+    with outdir.lock(out_dir):
         results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
     for label in tasks:
         print(f'\n{report.task_text(label, results["tasks"][label])}')
