@@ -72,7 +72,7 @@ OURS = {        # name: options of smoothed_cross_entropy
     'ours, 512 MiB': dict(memory=512 * MIB),
     'ours, 128 MiB': dict(memory=128 * MIB),
     'ours, low memory': dict(memory=0),
-    'ours, one chunk': dict(chunk_rows=2 ** 30),
+    'ours, one chunk': dict(memory=2 ** 40),
     "ours, 'none'": dict(reduction='none', memory=0),
 }
 
