@@ -733,7 +733,7 @@ def our_eval(raw, folder, data, rate):
     reading = time.perf_counter() - started
     results = evaluate(folder, tokenizer, tasks, cfg, cfg.out_dir, model)
     seconds = time.perf_counter() - started
-    scoring = results['scoring_seconds']['mmlu']
+    scoring = results['tasks']['mmlu']['scoring_seconds']
     peak = torch.cuda.max_memory_allocated()
     graphs = compiled_graphs() - graphs
     prefixes = {tree.prefix for tree in trees}

@@ -9,20 +9,25 @@ are float32 from the logits on. What is scored goes to samples.jsonl at once; an
 goes on from there. results.json, .md, .csv and the pictures are computed from it (results.py).
 """
 
+import os
+import signal
+
+if __name__ == '__main__':      # Ctrl-C during the imports, which take seconds
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'stopped\n'), os._exit(130)))
+
 import copy
 import hashlib
 import json
 import math
-import os
 import platform
 import queue
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
@@ -33,9 +38,10 @@ from tqdm import tqdm
 
 import compare
 import model as models
+import resume
 import results as reporting
 from configs import ConfigError, load_config, read_assignments, require_range
-from data import DataError
+from data import DataError, read_rows
 from data.probes import INSTRUCTIONS, load_texts
 from data.questions import TASKS, load_task
 from data.tokenizer import load_tokenizer
@@ -529,48 +535,106 @@ class Work:
     bad: list[str]
     solved: dict = field(default_factory=dict)
     held: list = field(default_factory=list)        # validation questions
+    source: str = ''            # the task as it was named, a local path in full
+
+    @property
+    def unit(self):
+        return 'questions' if self.kind == 'questions' else 'texts'
+
+    @property
+    def fingerprint(self):
+        """Hash of every question or text; the same for a copy of the files elsewhere."""
+        digest = hashlib.blake2b(digest_size=8)
+        for item in (*self.items, *self.held):
+            content = {key: value for key, value in vars(item).items() if key != 'place'}
+            digest.update(repr(content).encode('utf-8', 'surrogatepass'))
+        return digest.hexdigest()
 
 
 def load_tasks(cfg):
     """{label: Work} for every task of `cfg`; all of them, before any model work."""
     labels = [task_label(name) for name in cfg.tasks]
-    for label in labels:
-        if not label or labels.count(label) > 1:
+    for name, label in zip(cfg.tasks, labels, strict=True):
+        if not label:
+            raise ConfigError(f'tasks: {name!r} gives no name for its results; rename the file or '
+                              f'folder')
+        if labels.count(label) > 1:
             raise ConfigError(f'tasks = {cfg.tasks}: {labels.count(label)} of them would be called '
-                              f'{label!r} in the results; rename a file or evaluate them apart')
+                              f'{label!r} in the results; rename a file, or evaluate one of them '
+                              f'with another --out_dir')
     found = {}
     for label, name in zip(labels, cfg.tasks, strict=True):
         if label in INSTRUCTIONS and name.partition(':')[0] == label:
-            found[label] = Work(label, *load_texts(name, limit=cfg.limit,
-                                                   revision=cfg.data_revision,
-                                                   on_bad_row=cfg.on_bad_row))
+            texts, bad, _ = load_texts(name, limit=cfg.limit, seed=cfg.seed,
+                                       revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
+            found[label] = Work(label, texts, bad)
             continue
         options = dict(preset=cfg.preset, scoring=cfg.scoring, header=cfg.header,
                        languages=cfg.languages, revision=cfg.data_revision,
                        on_bad_row=cfg.on_bad_row)
-        questions, solved, bad = load_task(name, shots=cfg.shots, limit=cfg.limit, **options)
+        questions, solved, bad, _ = load_task(name, shots=cfg.shots, limit=cfg.limit,
+                                              seed=cfg.seed, **options)
         found[label] = Work('questions', questions, bad, solved)
         if cfg.temperature == 'fit':
             found[label].held = load_task(name, split='validation', **options)[0]
+    for label, work in found.items():
+        if cfg.temperature == 'fit' and len(work.items) < 2 and not work.held:
+            raise DataError(f'{label}: temperature = fit needs two {work.unit} or more')
+    for name, work in zip(cfg.tasks, found.values(), strict=True):
+        work.source = task_source(name)
     return found
+
+
+def split_task(name):
+    """('mmlu', 'some/folder') of 'mmlu:some/folder'; ('', 'some/file') of a path alone."""
+    kind, _, place = name.partition(':')
+    return (kind, place) if kind in TASKS or kind in INSTRUCTIONS else ('', name)
+
+
+def task_source(name):
+    kind, place = split_task(name)
+    place = str(Path(place).resolve()) if place and Path(place).exists() else place
+    return f'{kind}:{place}' if kind and place else kind or place
 
 
 def task_label(name):
     """'mmlu:some/folder' -> 'mmlu', 'some/questions.jsonl' -> 'questions': for file names."""
-    kind, _, _ = name.partition(':')
-    return kind if kind in TASKS or kind in INSTRUCTIONS else Path(name).name.split('.')[0]
+    kind, place = split_task(name)
+    return kind or Path(place).name.split('.')[0]
 
 
-def score_task(load, context, tokenizer, label, work, cfg, done, write):
-    """Scores what is not in `done` and hands each sample to `write`; returns (keys, bad rows).
+class Progress:
+    """A progress bar on a terminal; elsewhere a line on standard error every `interval` seconds."""
 
-    keys: of all samples that this task asks for, scored now or before
-    done: {(task, split, language, id): fingerprint of what was asked}
+    def __init__(self, label, total, unit, interval=30.0):
+        self.label, self.total, self.unit, self.interval = label, total, unit, interval
+        self.bar = tqdm(total=total, desc=label, unit=f' {unit}', mininterval=1, disable=None)
+        self.count = self.scored = 0
+        self.started = self.printed = time.monotonic()
+
+    def update(self, scored=True):
+        """One more is done; `scored` is False for one that needed no model."""
+        self.count += 1
+        self.scored += scored
+        self.bar.update()
+        now = time.monotonic()
+        if self.bar.disable and now - self.printed > self.interval and self.scored:
+            rate = self.scored / (now - self.started)
+            left = tqdm.format_interval((self.total - self.count) / rate)
+            print(f'{self.label}: {self.count} of {self.total} {self.unit}, {rate:.1f} per second, '
+                  f'{left} left', file=sys.stderr, flush=True)
+            self.printed = now
+
+
+def score_task(load, folder, context, tokenizer, label, work, cfg, done, write):
+    """Score what is not in `done` and hand each sample to `write`; return (wanted, bad rows).
+
+    wanted: {(key, prompt)} of all that this task asks, scored now or before
+    done:   the same of what is scored already
     """
     max_length = min(cfg.max_length or context, context)
-    items, bad, keys, asked = [*work.items, *work.held], list(work.bad), [], {}
-    bar = tqdm(total=len(items), desc=label, unit=' ' + ('questions' if work.kind == 'questions'
-                                                        else 'texts'), mininterval=1)
+    items, bad, wanted, asked = [*work.items, *work.held], list(work.bad), set(), {}
+    progress = Progress(label, len(items), work.unit)
 
     def trees():
         if work.kind == 'questions':
@@ -582,13 +646,13 @@ def score_task(load, context, tokenizer, label, work, cfg, done, write):
                 if cfg.on_bad_row == 'stop':
                     raise DataError(f'{label}: {tree}; --on_bad_row=skip leaves it out')
                 bad.append(str(tree))
-                bar.update()
+                progress.update(scored=False)
                 continue
             split = 'validation' if index >= len(work.items) else 'test'
             key, name = (label, split, item.language, item.id), tree.fingerprint
-            keys.append(key)
-            if done.get(key) == name:
-                bar.update()
+            wanted.add((key, name))
+            if (key, name) in done:
+                progress.update(scored=False)
                 continue
             asked[index] = key, name, item, tree
             yield index, tree
@@ -601,14 +665,30 @@ def score_task(load, context, tokenizer, label, work, cfg, done, write):
             common = dict(zip(('task', 'split', 'language', 'id'), key)) | {'prompt': name}
             make = question_sample if work.kind == 'questions' else text_samples
             if not np.isfinite(values).all():
-                raise DataError(f'{label}: {work.kind.rstrip("s")} {item.id}: log-probability '
-                                f'{values[:, 0].tolist()}; the model gives NaN or infinite logits')
+                raise models.CheckpointError(bad_logits(f'{label}: {work.unit[:-1]} {item.id}',
+                                                        folder))
             for sample in make(item, tree, numbers, values):
                 write(common | sample)
-            bar.update()
+            progress.update()
     finally:
-        bar.close()
-    return keys, bad
+        progress.bar.close()
+    return wanted, bad
+
+
+def bad_logits(place, folder):
+    """The message for NaN or infinite logits: which tensor is damaged, if one is."""
+    name = models.nonfinite_tensor(folder)
+    reason = f'{name} in {folder} holds NaN or infinity: download or train the model again' if name \
+        else f'the weights in {folder} are finite, so its activations overflow: try --dtype=float32'
+    return f'{place}: the model gives NaN or infinite logits; {reason}'
+
+
+# what every sample has, and what one of a question or of a text has beside it
+COMMON_KEYS = 'task', 'split', 'language', 'id', 'prompt'
+QUESTION_KEYS = (*COMMON_KEYS, 'subject', 'category', 'shots', 'answer', 'options', 'log_probs',
+                 'n_tokens')
+TEXT_KEYS = (*COMMON_KEYS, 'text', 'position', 'token', 'top_token', 'correct', 'confidence',
+             'log_prob', 'entropy', 'of')
 
 
 def question_sample(question, tree, numbers, values):
@@ -635,20 +715,20 @@ def text_samples(text, tree, numbers, values):
 # ------------------------------------------------------------------------------------------------
 
 def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
-    """Scores `tasks`, as `load_tasks(cfg)` gives them, with the model in `folder`, or `model`.
+    """Score `tasks`, as `load_tasks(cfg)` gives them, with the model in `folder`, or `model`.
 
-    Goes on from `out_dir`/samples.jsonl. Writes that, eval_config.json, results.json, .md, .csv and
-    reliability.png into `out_dir`; returns the results dict.
+    Resumes from `out_dir`/samples.jsonl. Writes that, eval_config.json, results.json, .md, .csv and
+    the reliability diagrams into `out_dir`, beside the results of other tasks that were evaluated
+    there with the same model and settings; returns the results dict. The caller holds the folder's
+    lock. Raises ConfigError before it changes anything, also for a file that it did not write.
     """
     device = pick_device(cfg.device)
     cfg = replace(cfg, device=device, dtype=str(pick_dtype(cfg.dtype, device)).split('.')[-1],
                   pack_len=cfg.pack_len or (16384 if device.startswith('cuda') else 4096),
                   add_bos=trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos)
     out_dir = Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    identity = {'model': model_fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
-    done = open_samples(out_dir, cfg, identity)
-    context = models.read_config(folder).max_position_embeddings
+    config = models.read_config(folder)
+    identity = {'model': models.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
     loaded = [model] if model else []
 
     def load():
@@ -657,48 +737,256 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
             prepare(loaded[0], cfg)
         return loaded[0]
 
-    found, wanted, seconds = {}, {}, {}
-    with open(out_dir / 'samples.jsonl', 'a', encoding='utf-8') as file:
-        def write(sample):
-            file.write(json.dumps(sample, ensure_ascii=False) + '\n')
-            if time.monotonic() - write.last > 1:     # a kill costs a second's work
-                file.flush()
-                write.last = time.monotonic()
-        write.last = time.monotonic()
+    if not model:
+        models.check_weights(folder, config)    # before --overwrite deletes anything
+    resume.claim(out_dir, *output_files(tasks, cfg))
+    earlier, done = open_folder(out_dir, tasks, cfg, identity)
+    announce(config, tasks, cfg, done)
+    found, wanted = {}, {}
+    with SampleFile(out_dir / 'samples.jsonl') as file:
         for label, work in tasks.items():
             started = time.perf_counter()
-            keys, bad = score_task(load, context, tokenizer, label, work, cfg, done, write)
-            wanted[label] = set(keys)
-            seconds[label] = round(time.perf_counter() - started, 2)
-            found[label] = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None}
-            if not keys:
+            wanted[label], bad = score_task(load, folder, config.max_position_embeddings,
+                                            tokenizer, label, work, cfg, done, file.write)
+            found[label] = describe(work, cfg) | {
+                'scoring_seconds': round(time.perf_counter() - started, 2),
+                'bad_rows': len(bad), 'first_bad': bad[0] if bad else None}
+            if not wanted[label]:
                 raise DataError(f'{label}: nothing is left to score ({len(bad)} bad rows'
                                 f'{f", the first: {bad[0]}" if bad else ""})')
     reach = reachable_entropy(load(), tokenizer.n_vocab, seed=cfg.seed) if cfg.reach else None
     loaded.clear()      # its memory, before the metrics
-    panels, samples = {}, {}
-    for sample in reporting.read_samples(out_dir / 'samples.jsonl'):
-        samples.setdefault(sample['task'], {})[sample_key(sample), sample['id']] = sample
+    samples = samples_by_task(out_dir / 'samples.jsonl')
     for label, work in tasks.items():
-        rows = [s for (key, _), s in samples[label].items() if key in wanted[label]]
+        rows = [s for s in samples[label] if (sample_key(s), s['prompt']) in wanted[label]]
         found[label] = reporting.summarize(
             rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, fit=cfg.temperature == 'fit',
             seed=cfg.seed) | found[label]
         if work.kind == 'questions':
             found[label]['fewer_shots'] = sum(s['shots'] < cfg.shots for s in rows)
-        rows = [s for s in rows if s['split'] == 'test']
-        languages = reporting.split_languages(rows)
-        panels[label] = reporting.predictions(rows, cfg.norm), {
-            language: reporting.predictions(some, cfg.norm)
-            for language, some in sorted(languages.items()) if len(languages) > 1}
+        samples[label] = rows
+    results = {'config': asdict(cfg) | {'model': str(cfg.model)}, 'preset': cfg.preset,
+               'distribution': distribution('questions', cfg), 'seed': cfg.seed,
+               'versions': versions(), 'identity': identity, 'reach': reach,
+               'tasks': earlier | found}
+    reporting.save(results, draw_panels(results['tasks'], samples, found) if cfg.pictures else {},
+                   out_dir)
+    return results
+
+
+def describe(work, cfg):
+    """What a task's result says of how it came about."""
+    found = {'source': work.source, 'distribution': distribution(work.kind, cfg),
+             'selected_languages': cfg.languages, 'limit': cfg.limit, 'seed': cfg.seed,
+             'n_bootstrap': cfg.n_bootstrap, 'data_revision': cfg.data_revision}
+    if work.kind == 'questions':
+        found |= {'preset': cfg.preset, 'shots': cfg.shots, 'scoring': cfg.scoring}
+    return found | {'norm': cfg.norm}
+
+
+def distribution(kind, cfg):
+    """How probabilities come about, for the head of a table."""
+    if kind != 'questions':
+        return 'top token, with an instruction' if cfg.instruct else 'top token'
     scoring = {'auto': 'letters' if cfg.preset == 'mmlu' else 'as the harness'}.get(cfg.scoring,
                                                                                   cfg.scoring)
-    results = {'config': asdict(cfg) | {'model': str(cfg.model)}, 'preset': cfg.preset,
-               'distribution': f'{cfg.preset}, {cfg.shots} shots, {scoring}, {cfg.norm}',
-               'seed': cfg.seed, 'versions': versions(), 'identity': identity,
-               'scoring_seconds': seconds, 'reach': reach, 'tasks': found}
-    reporting.save(results, panels if cfg.pictures else {}, out_dir)
-    return results
+    return f'{cfg.preset}, {cfg.shots} shots, {scoring}, {cfg.norm}'
+
+
+def draw_panels(tasks, samples, found):
+    """What reporting.save draws: {task: (Predictions, {language: Predictions})}.
+
+    The diagrams by language are drawn of the tasks in `found` alone: the others are there. A task
+    evaluated earlier is left out where its samples have become others than its results are of.
+    """
+    panels = {}
+    for label, result in tasks.items():
+        rows = [s for s in samples.get(label, []) if s['split'] == 'test']
+        if len(rows) != result['pooled']['n']:
+            print(f'reliability.png leaves out {label}: of its {result["pooled"]["n"]} questions '
+                  f'samples.jsonl now holds {len(rows)}; evaluate {label} again to draw it')
+            continue
+        languages = reporting.split_languages(rows) if label in found else {}
+        panels[label] = reporting.predictions(rows, result['norm']), {
+            language: reporting.predictions(some, result['norm'])
+            for language, some in sorted(languages.items()) if len(languages) > 1}
+    return panels
+
+
+def announce(config, tasks, cfg, done):
+    """Print what is about to be scored, and on which device."""
+    name = torch.cuda.get_device_name(cfg.device) if cfg.device.startswith('cuda') else ''
+    print(f'{cfg.model} ({config.model_type}) in {cfg.dtype} on {cfg.device}'
+          f'{f", {name}" if name else ""}')
+    scored = {}
+    for key, _ in done:
+        scored[key[0]] = scored.get(key[0], 0) + 1
+    for label, work in tasks.items():
+        held = f' and {len(work.held)} for validation' if work.held else ''
+        there = f'; {scored[label]} scored earlier in this folder' if label in scored else ''
+        print(f'{label}: {len(work.items)} {work.unit}{held}, '
+              f'{distribution(work.kind, cfg)}{there}', flush=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# The folder of an evaluation
+# ------------------------------------------------------------------------------------------------
+
+OUTPUTS = 'samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv'
+DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
+
+
+def output_files(tasks, cfg):
+    """Names of all files that evaluating `tasks` writes."""
+    if not cfg.pictures:
+        return OUTPUTS
+    return *OUTPUTS, DIAGRAM, *(GRID.format(label) for label, work in tasks.items()
+                                if len({item.language for item in work.items}) > 1)
+
+
+def open_folder(out_dir, tasks, cfg, identity):
+    """({task: result} of earlier evaluations in `out_dir`, {(key, prompt)} of the scored samples).
+
+    What is there must be of the same model and settings, or ConfigError is raised; `overwrite`
+    deletes it, if an evaluation wrote it. Drops a last line that a crash has cut off.
+    """
+    if cfg.overwrite:
+        for name in resume.written_files(out_dir):
+            if name in (*OUTPUTS, DIAGRAM) or fnmatch(name, GRID.format('*')):
+                (out_dir / name).unlink(missing_ok=True)
+    samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
+    settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
+    sources = {label: {'source': work.source, 'questions': work.fingerprint}
+               for label, work in tasks.items()}
+    begun = results.exists() or samples.exists() and samples.stat().st_size
+    known = read_settings(out_dir, settings) if begun else {}
+    for label, now in sources.items():
+        before = known.get(label, now)
+        if now['source'] != before['source'] and now['questions'] != before['questions']:
+            raise ConfigError(f'{out_dir} holds {label} of {before["source"]}, and {now["source"]} '
+                              f'has other questions; rename the file, give another --out_dir, or '
+                              f'--overwrite all that was evaluated there')
+    earlier, done = read_results(results), scored_prompts(samples)
+    reporting.write_text(out_dir / 'eval_config.json',
+                         json.dumps(settings | {'tasks': known | sources}, indent=1) + '\n')
+    return earlier, done
+
+
+def read_settings(out_dir, settings):
+    """{task: its source} of what was evaluated in `out_dir`; ConfigError for other `settings`."""
+    path = out_dir / 'eval_config.json'
+    remedy = 'give another --out_dir, or --overwrite what was evaluated there'
+    try:
+        old = json.loads(path.read_text(encoding='utf-8'))
+        known = old.pop('tasks')
+        for task in known.values():
+            task['source'], task['questions']
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f'{path} cannot be read ({error!r}), so with which model and settings '
+                          f'the samples beside it were made is not known; {remedy}') from None
+    if old != settings:
+        key = next(k for k in [*settings, *old] if settings.get(k) != old.get(k))
+        raise ConfigError(f'{out_dir} holds samples with another {key}: {old.get(key)!r}, now '
+                          f'{settings.get(key)!r}; {remedy}')
+    return known
+
+
+def read_results(path):
+    """{task: result} of a results.json, {} if there is none; raises ConfigError."""
+    if not path.exists():
+        return {}
+    try:
+        tasks = json.loads(path.read_text(encoding='utf-8'))['tasks']
+        for result in tasks.values():
+            result['norm'], result['distribution'], result['pooled']['n']
+            for _, _, report in reporting.report_rows(result):
+                report.update({k: math.nan for k, v in report.items() if v is None})
+        return tasks
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f'{path} is not what evaluate.py wrote ({error!r}); remove it and '
+                          f'evaluate its tasks again: with samples.jsonl beside it that needs no '
+                          f'model') from None
+
+
+def sample_key(sample):
+    """The question or text that a sample belongs to."""
+    return (sample['task'], sample['split'], sample['language'],
+            sample.get('text', sample['id']))
+
+
+def scored_prompts(path):
+    """{(key, prompt)} of what is scored in samples.jsonl; raises DataError for a damaged line.
+
+    Drops a last line that a crash has cut off.
+    """
+    if not path.exists():
+        return set()
+    with open(path, 'rb+') as file:
+        content = file.read()
+        if content and not content.endswith(b'\n'):
+            file.truncate(content.rfind(b'\n') + 1)
+    found, last = {}, {}
+    for place, sample in read_rows(path):
+        try:
+            if isinstance(sample, DataError):
+                raise sample
+            missing = [key for key in (QUESTION_KEYS if 'options' in sample else TEXT_KEYS)
+                       if key not in sample]
+            if missing:
+                raise DataError(f'{place}: no {missing[0]!r}')
+            last[sample_key(sample)] = sample['prompt']
+            asked = sample_key(sample), sample['prompt'], sample.get('of', 1)
+            found.setdefault(asked, set()).add(sample['id'])
+        except (DataError, TypeError, AttributeError) as error:
+            message = str(error) if isinstance(error, DataError) else f'{place}: {error!r}'
+            raise DataError(f'{message}: not a sample that evaluate.py wrote; delete this line, '
+                            f'and its question is scored again') from None
+    # facts: a text is done when all its entities are
+    return {(key, prompt) for (key, prompt, of), ids in found.items()
+            if len(ids) == of and last[key] == prompt}
+
+
+def samples_by_task(path):
+    """{task: samples}: of each question or text what was asked last, and each sample once."""
+    found, last = {}, {}
+    for sample in reporting.read_samples(path):
+        key = sample_key(sample)
+        last[key] = sample['prompt']
+        found.setdefault(sample['task'], {})[key, sample['prompt'], sample['id']] = sample
+    return {task: [sample for (key, prompt, _), sample in of_task.items() if last[key] == prompt]
+            for task, of_task in found.items()}
+
+
+class SampleFile:
+    """samples.jsonl, opened to append; a kill costs a second's work. Raises ConfigError."""
+
+    def __init__(self, path):
+        self.path, self.lines, self.flushed = path, [], time.monotonic()
+        self.file = open(path, 'ab', buffering=0)   # what cannot be written is not tried again
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        try:
+            self.flush()
+        finally:
+            self.file.close()
+
+    def write(self, sample):
+        self.lines.append(json.dumps(sample, ensure_ascii=False) + '\n')
+        if time.monotonic() - self.flushed > 1:
+            self.flush()
+
+    def flush(self):
+        left, self.lines = ''.join(self.lines).encode(), []
+        try:
+            while left:
+                left = left[self.file.write(left):]
+        except OSError as error:
+            raise ConfigError(f'{self.path} cannot be written: {error.strerror}; what is in it is '
+                              f'kept, and the same command resumes from there') from error
+        self.flushed = time.monotonic()
 
 
 def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, rate=0.1, seed=0):
@@ -753,59 +1041,6 @@ def prepare(model, cfg):
     """Compiles the blocks where that pays: on a GPU, in bfloat16, with rows of one length."""
     if cfg.compile and not cfg.deterministic and model.head.is_cuda and cfg.dtype == 'bfloat16':
         models.compile_blocks(model)
-
-
-def sample_key(sample):
-    """The question or text that a sample belongs to."""
-    return (sample['task'], sample['split'], sample['language'],
-            sample.get('text', sample['id']))
-
-
-def open_samples(out_dir, cfg, identity):
-    """{key: fingerprint} of the samples in `out_dir`, which must be of the same model and settings.
-
-    Drops a last line that a crash has cut off. Raises ConfigError.
-    """
-    settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
-    path, config = out_dir / 'samples.jsonl', out_dir / 'eval_config.json'
-    if cfg.overwrite:
-        path.unlink(missing_ok=True)
-    if path.exists():
-        try:
-            old = json.loads(config.read_text(encoding='utf-8'))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f'{path} is there, but {config} cannot be read ({error}), so what '
-                              f'its samples are is not known; --overwrite replaces them') from None
-        if old != settings:
-            key = next(k for k in [*settings, *old] if settings.get(k) != old.get(k))
-            raise ConfigError(f'{path} holds samples with another {key}: {old.get(key)!r}, now '
-                              f'{settings.get(key)!r}; give another --out_dir, or --overwrite them')
-    else:
-        reporting.write_text(config, json.dumps(settings, indent=1) + '\n')
-        return {}
-    with open(path, 'rb+') as file:
-        content = file.read()
-        if content and not content.endswith(b'\n'):
-            file.truncate(content.rfind(b'\n') + 1)
-    found = {}
-    for sample in reporting.read_samples(path):
-        found.setdefault((sample_key(sample), sample['prompt'], sample.get('of', 1)), set()).add(
-            sample['id'])
-    # facts: a text is done when all its entities are
-    return {key: prompt for (key, prompt, of), ids in found.items() if len(ids) == of}
-
-
-def model_fingerprint(folder):
-    """Of the weights: their files' sizes and a megabyte from both ends of each."""
-    digest = hashlib.blake2b(digest_size=8)
-    for file in [Path(folder) / 'config.json', *sorted(Path(folder).glob('*.safetensors'))]:
-        with open(file, 'rb') as content:
-            size = content.seek(0, os.SEEK_END)
-            for start in (0, max(0, size - 2 ** 20)):
-                content.seek(start)
-                digest.update(content.read(2 ** 20))
-            digest.update(f'{file.name} {size}'.encode())
-    return digest.hexdigest()
 
 
 def versions():
@@ -874,8 +1109,13 @@ def main(argv):
     if argv[:1] == ['--compare']:
         compare.main(argv[1:])
         return
+    if not argv:
+        raise SystemExit(USAGE)
+    if '-h' in argv or '--help' in argv:
+        print(USAGE)
     cfg = load_config(EvalConfig, argv)
     check(cfg)
+    cfg = replace(cfg, model=os.path.expanduser(cfg.model), tasks=tuple(map(expand, cfg.tasks)))
     if not cfg.model:
         raise ConfigError('which model? --model=out/run or --model=google/gemma-2-2b')
     pick_device(cfg.device)
@@ -883,33 +1123,58 @@ def main(argv):
     tokenizer = load_model_tokenizer(folder)
     tasks = load_tasks(cfg)  # whatever is wrong with them is said before the model is loaded
     local = Path(cfg.model).is_dir()
-    out_dir = cfg.out_dir or (folder if local else Path('out/eval') / cfg.model.replace('/', '--'))
-    results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
-    for name, result in results['tasks'].items():
-        rows = [(row, report) for _, row, report in reporting.report_rows(result)]
-        print(f'\n{reporting.heading(name, result, results["distribution"])}')
-        print(reporting.table(rows))
-        if result['bad_rows']:
-            print(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
-        if result.get('fewer_shots'):
-            print(f'{result["fewer_shots"]} questions had fewer than {cfg.shots} shots: too long')
+    out_dir = Path(cfg.out_dir).expanduser() if cfg.out_dir else (
+        folder if local else Path('out/eval') / cfg.model.replace('/', '--'))
+    with lock_output(out_dir):
+        results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
+    for name in tasks:
+        print(f'\n{reporting.task_text(name, results["tasks"][name])}')
     if results['reach']:
         print('\nentropy in reach of the output matrix: {lowest_bits:.3f} to {highest_bits:.3f} of '
               '{log2_vocab:.3f} bits'.format(**results['reach']))
-    picture = ' and reliability.png' if cfg.pictures else ''
-    print(f'\nwrote samples.jsonl, results.json, .md, .csv{picture} to {out_dir}')
+    print(f'\nwrote samples.jsonl, results.json, results.md and results.csv to {out_dir}')
+
+
+def expand(name):
+    """A task with `~` in its place written out."""
+    kind, place = split_task(name)
+    return f'{kind}:{os.path.expanduser(place)}' if kind and place else os.path.expanduser(name)
+
+
+def lock_output(out_dir):
+    """resume.lock, with a message for a folder that cannot be written."""
+    try:
+        return resume.lock(out_dir)
+    except OSError as error:
+        raise ConfigError(f'{out_dir} cannot be written ({error.strerror}); give another '
+                          f'--out_dir') from error
+
+
+USAGE = """\
+usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=value ...]
+       python evaluate.py --compare FOLDER FOLDER [...]     runs that were evaluated, side by side
+
+example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
+
+The tasks are """ + ', '.join([*TASKS, *INSTRUCTIONS]) + """,
+each also as task:folder-or-file, and files of questions. --help lists the keys.
+"""
 
 
 if __name__ == '__main__':
+    stopped = 'stopped; what is scored is kept, and the same command resumes from there'
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:     # `| head` has read enough, and files are written before
+    except BrokenPipeError:     # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
-    except (ConfigError, DataError, models.CheckpointError, OSError) as error:
+    except (ConfigError, DataError, models.CheckpointError, resume.TrainingError,
+            OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:
         sys.exit('error: out of GPU memory; lower --batch_rows or --pack_len')
     except KeyboardInterrupt:
-        sys.exit('stopped; what is scored is kept, the same command goes on from there')
+        print(stopped, file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

@@ -9,8 +9,9 @@ Every metric takes
                               Without it every question has all K.
 
 and returns a Python float, unless its docstring says otherwise. Those that look at nothing but the
-prediction also take its confidence, float [N], in place of probs and whether it is right, bool [N],
-in place of labels: for next-token prediction, where nobody keeps the other 256,000 probabilities.
+prediction also take its confidence, float [N], in place of probs and whether it is right, bool or
+0/1 [N], in place of labels: for next-token prediction, where nobody keeps the other 256,000
+probabilities. One-dimensional probs are always confidences.
 
 The docstrings write
 
@@ -27,6 +28,14 @@ holds a NaN or a negative number, or has a row further than 1e-4 from summing to
 not an integer array [N] or points outside the K options; and when n_options contradicts either. A
 bin count below 1 raises too.
 
+Ties: two probabilities are equal if they are the same to 12 decimals, two of less than float64
+precision if they are the same. Every measure of the prediction or of single options rounds them
+first, and bin edges likewise. So the same prediction computed in two ways (a sum in another order,
+softmax before or after a shift), which differs by about 1e-16, predicts the same option, falls in
+the same bin and ties with the same rows; without it both would be a matter of chance wherever a
+confidence is on an edge, such as 0.6, or occurs twice. Entropy, nll and brier, which have no jumps,
+use probs as given.
+
 Binned numbers depend on the number of bins, on how they are cut and on which side they are closed,
 and are biased upwards for small N: a perfectly calibrated 4-option model has a mean ECE of about
 0.09 on 100 questions, 0.03 on 1000. Print the settings and N beside the number.
@@ -35,8 +44,15 @@ Equations (2) to (6) are numbered as in Huang et al., 'Investigating the Multili
 Effects of Language Model Instruction-Tuning', appendix A.
 """
 
+import argparse
+import json
+import re
+import signal
+import sys
+
 import numpy as np
 
+TIE_DECIMALS = 12  # far above the noise of float64, 1e-16, far below what a model can mean
 SUM_TOLERANCE = 1e-4  # float32 softmax over ten options is off by about 1e-7
 NLL_FLOOR = np.finfo(np.float64).eps  # 2.2e-16: no row costs more than 36.04 nats
 
@@ -46,7 +62,7 @@ NLL_FLOOR = np.finfo(np.float64).eps  # 2.2e-16: no row costs more than 36.04 na
 
 def accuracy(probs, labels) -> float:
     """Share of rows whose first most probable option is the label, 1/N sum_i a_i."""
-    _, correct = _top_label(probs, labels)
+    _, correct = top_label(probs, labels)
     return float(correct.mean())
 
 
@@ -56,11 +72,9 @@ def wilson_interval(probs, labels, z=1.96) -> tuple[float, float]:
         (acc + z^2/2N ± z sqrt(acc (1 - acc)/N + z^2/4N^2)) / (1 + z^2/N)
 
     Wilson 1927. Unlike acc ± z sqrt(acc (1 - acc)/N) it stays inside [0, 1] and has a width when
-    all rows are right or all are wrong. Raises ValueError unless z is positive and finite.
+    all rows are right or all are wrong. Raises ValueError unless z is in (0, 1000].
     """
-    if not 0 < z < np.inf:
-        raise ValueError(f'z must be a positive number of standard errors, not {z!r}')
-
+    _check_range('z', z, 0, 1000, low_is_in=False)
     low, high = _wilson(accuracy(probs, labels), len(probs), z)
     return float(low), float(high)
 
@@ -76,7 +90,7 @@ def _wilson(mean, n, z):
 
 def mean_confidence(probs, labels) -> float:
     """Mean probability of the predicted option, 1/N sum_i c_i. In [1/K, 1]."""
-    confidence, _ = _top_label(probs, labels)
+    confidence, _ = top_label(probs, labels)
     return float(confidence.mean(dtype=np.float64))
 
 
@@ -99,9 +113,10 @@ def entropy(probs, labels, unit='bits', n_options=None) -> float:
     if unit not in ('bits', 'nats', 'share'):
         raise ValueError(f"unit must be 'bits', 'nats' or 'share', not {unit!r}")
     probs, labels = _check(probs, labels)
+    n_options = _check_options(n_options, probs, labels)
     nats = _row_entropy(probs)
     if unit == 'share':
-        largest = np.log(_check_options(n_options, probs, labels))
+        largest = np.log(n_options)
         nats = nats / np.where(largest > 0, largest, 1)
     return float(nats.mean() / (np.log(2) if unit == 'bits' else 1))
 
@@ -120,15 +135,36 @@ def _blocks(probs):
     return [slice(i, i + 65536) for i in range(0, len(probs), 65536)]
 
 
-def nll(probs, labels) -> float:
+def nll(probs, labels, *, scores=None) -> float:
     """Negative log-likelihood of the labels in nats, -1/N sum_i log max(p_i,label, 2.2e-16).
 
     The floor is float64's machine epsilon, as in scikit-learn's log_loss: a label of probability 0
-    costs 36.04 nats where the exact value is infinite.
+    costs 36.04 nats where the exact value is infinite. scores float [N, K], logits or
+    log-probabilities whose softmax is probs, -inf where a row lacks an option, give the exact value
+    without a floor: 1/N sum_i (logsumexp(scores_i) - scores_i,label). Raises ValueError where
+    probs is not their softmax, to 1e-4, and where the label's own score is not finite.
     """
     probs, labels = _check(probs, labels)
-    p_label = probs[np.arange(len(labels)), labels].astype(np.float64)
-    return float(-np.log(np.maximum(p_label, NLL_FLOOR)).mean())
+    return float(_label_nll(probs, labels, scores).mean())
+
+
+def _label_nll(probs, labels, scores):
+    """Nats [N] of each row's label."""
+    rows = np.arange(len(labels))
+    if scores is None:
+        return -np.log(np.maximum(probs[rows, labels].astype(np.float64), NLL_FLOOR))
+    if np.shape(scores) != probs.shape:
+        raise ValueError(f'scores must be of the shape of probs, {probs.shape}, not '
+                         f'{np.shape(scores)}')
+    scores, labels = _check_scores(scores, labels)
+    z = scores - scores.max(1, keepdims=True)
+    exp = np.exp(z)
+    total = exp.sum(1)
+    differs = np.abs(exp / total[:, None] - probs) > SUM_TOLERANCE
+    for row, option in np.argwhere(differs):
+        raise ValueError(f'row {row}: the softmax of scores gives option {option} '
+                         f'{exp[row, option] / total[row]:.6g}, probs {probs[row, option]:.6g}')
+    return np.log(total) - z[rows, labels]
 
 
 def brier(probs, labels) -> float:
@@ -161,9 +197,9 @@ def murphy(probs, labels, n_bins=10) -> dict[str, float]:
     five by these names.
     """
     _check_count('n_bins', n_bins)
-    confidence, correct = _top_label(probs, labels)
+    confidence, correct = top_label(probs, labels)
+    index = _equal_width(confidence, n_bins)
     confidence = confidence.astype(np.float64)
-    index = _equal_width(_top_label(probs, labels)[0], n_bins)
     count, conf, acc = _bin_means(index, n_bins, confidence, correct)
     share, mean = count / count.sum(), correct.mean()
     c, a = confidence - conf[index], correct - acc[index]
@@ -183,16 +219,17 @@ def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
     """What a reliability diagram shows: the rows in `n_bins` bins of equal width by confidence.
 
     Bin m = 1..M holds ((m-1)/M, m/M]: closed on the right, and bin 1 also holds 0. A confidence
-    on an edge therefore counts in the bin below it. The edges are m/M rounded once, in probs' own
-    precision; np.linspace yields 0.6000000000000001 for 6/10, and a float32 0.1 exceeds the float64
-    one, and either would move such a row. A confidence above 1 by rounding is in the last bin.
+    on an edge therefore counts in the bin below it. The edges are m/M in probs' own precision, since
+    a float32 0.1 exceeds the float64 one and would move such a row; a confidence that ties with an
+    edge (0.6000000000000001, see the top of this file) is on it. A confidence above 1 by rounding
+    is in the last bin.
 
     Returns {'edges': float [M+1], 'count': int [M], 'confidence': float [M], 'accuracy': float [M],
     'low', 'high': float [M], the accuracy's 95 % Wilson interval} in ascending order, all but the
     count nan where a bin is empty.
     """
     _check_count('n_bins', n_bins)
-    confidence, correct = _top_label(probs, labels)
+    confidence, correct = top_label(probs, labels)
     index = _equal_width(confidence, n_bins)
     count, mean, accuracy = _bin_means(index, n_bins, confidence, correct)
     edges = np.arange(n_bins + 1) / n_bins
@@ -209,7 +246,7 @@ def ece(probs, labels, n_bins=10) -> float:
     the Calibration of Large Language Models and Alignment'; Guo et al. 2017 use 15. In [0, 1].
     """
     _check_count('n_bins', n_bins)
-    confidence, correct = _top_label(probs, labels)
+    confidence, correct = top_label(probs, labels)
     index = _equal_width(confidence, n_bins)
     return _expected_gap(*_bin_means(index, n_bins, confidence, correct))
 
@@ -237,14 +274,12 @@ def ece_sweep(probs, labels) -> float:
     one row longer); the last b before acc(B) falls anywhere counts, 1 if there is none, 10,000 at
     most. Rows of one confidence stay in one chunk, the lowest.
     """
-    confidence, correct = _top_label(probs, labels)
-    n, best = len(confidence), None
-    order = np.argsort(confidence, kind='stable')
-    ordered = confidence[order]
-    last_tie = np.searchsorted(ordered, ordered, side='right')
-    right = np.append(0, np.cumsum(correct[order]))
-    gaps = np.append(0, np.cumsum(ordered.astype(np.float64) - correct[order]))
-    tie_ends = np.unique(np.append(0, last_tie))
+    ordered, correct, tie_ends = _sorted(probs, labels)
+    n, best = len(ordered), None
+    tie_ends = np.append(0, tie_ends)
+    last_tie = np.repeat(tie_ends[1:], np.diff(tie_ends))
+    right = np.append(0, np.cumsum(correct))
+    gaps = np.append(0, np.cumsum(ordered - correct))
     of_tie = np.diff(right[tie_ends]) / np.diff(tie_ends)
     if (np.diff(of_tie) >= 0).all():    # then so are the accuracies of any chunks
         return float(np.abs(np.diff(gaps[tie_ends])).sum() / n)
@@ -266,7 +301,7 @@ def ece_debiased(probs, labels, n_bins=15) -> float:
     of one row counts 0. Bins are those of `ece_equal_mass`.
     """
     _check_count('n_bins', n_bins)
-    confidence, correct = _top_label(probs, labels)
+    confidence, correct = top_label(probs, labels)
     ends = _chunk_ends(len(confidence), min(n_bins, len(confidence)))
     count, conf, acc = _bin_means(_equal_mass(confidence, ends), len(ends), confidence, correct)
     several = count > 1
@@ -284,7 +319,7 @@ def ece_equal_mass(probs, labels, n_bins=10) -> float:
     lowest chunk that holds one of them, so row order does not matter and ties leave fewer bins.
     """
     _check_count('n_bins', n_bins)
-    confidence, correct = _top_label(probs, labels)
+    confidence, correct = top_label(probs, labels)
     n_bins = min(n_bins, len(confidence))
     index = _equal_mass(confidence, _chunk_ends(len(confidence), n_bins))
     return _expected_gap(*_bin_means(index, n_bins, confidence, correct))
@@ -332,10 +367,9 @@ def mad_hendrycks(probs, labels, bin_size=100) -> float:
 
 def _all_but_last(probs, labels, bin_size):
     _check_count('bin_size', bin_size)
-    confidence, correct = _top_label(probs, labels)
+    confidence, correct, _ = _sorted(probs, labels)
     n_bins = max(0, len(confidence) // bin_size - 1)
-    order = np.argsort(confidence, kind='stable')[:n_bins * bin_size]
-    gaps = confidence[order].astype(np.float64) - correct[order]
+    gaps = (confidence - correct)[:n_bins * bin_size]
     return np.full(n_bins, bin_size), gaps.reshape(n_bins, bin_size).mean(1)
 
 
@@ -353,7 +387,7 @@ def rms_mmlu_repo(probs, labels, bin_size=100) -> float:
     That is inference; pooled rows of low ECE do not fit.
     """
     _check_count('bin_size', bin_size)
-    confidence, correct = _top_label(probs, labels)
+    confidence, correct = top_label(probs, labels)
     n = len(confidence)
     ends = _rounded_ends(n, max(1, n // bin_size))
     count, conf, acc = _bin_means(_equal_mass(confidence, ends), len(ends), confidence, correct)
@@ -368,10 +402,9 @@ def ks_error(probs, labels) -> float:
 
     Gupta et al. 2021. Rows of one confidence enter together, so row order does not matter.
     """
-    confidence, correct = _top_label(probs, labels)
-    ordered, sums = _sorted_sums(confidence, correct)
-    at_tie_ends = np.append(ordered[1:] != ordered[:-1], True)
-    return float(np.abs(sums[at_tie_ends]).max() / len(confidence))
+    confidence, correct, ends = _sorted(probs, labels)
+    sums = np.cumsum(correct - confidence)
+    return float(np.abs(sums[ends - 1]).max() / len(confidence))
 
 
 def smooth_ece(probs, labels) -> float:
@@ -383,7 +416,7 @@ def smooth_ece(probs, labels) -> float:
     relplot's smECE to 1e-4: its Gaussian, too, ends half a unit from its centre, and is read at
     max(200, 10 / width) points from 0 to 1. No bins to choose.
     """
-    confidence, correct = _top_label(probs, labels)
+    confidence, correct = top_label(probs, labels)
     residual = correct - confidence.astype(np.float64)
 
     def smoothed(width):
@@ -403,7 +436,8 @@ def smooth_ece(probs, labels) -> float:
     low, high = 0.0, 1.0
     for _ in range(10):
         middle = (low + high) / 2
-        low, high = (middle, high) if middle < smoothed(middle) else (low, middle)
+        # the 1e-12 decides alike where the two are equal but for rounding
+        low, high = (middle, high) if middle + 1e-12 < smoothed(middle) else (low, middle)
     return float(smoothed(high))
 
 
@@ -414,7 +448,7 @@ def kde_ece(probs, labels) -> float:
     right ones, with the triweight kernel, reflected at 0 and 1, on a grid of 8192 cells. The
     kernel's standard deviation is 1.06 s N^(-1/5), s that of the confidences, at least 0.001.
     """
-    confidence, correct = _top_label(probs, labels)
+    confidence, correct = top_label(probs, labels)
     confidence = confidence.astype(np.float64)
     n, cells = len(confidence), 8192
     width = max(1e-3, 1.06 * confidence.std() * n**-0.2)
@@ -436,14 +470,14 @@ def mmce(probs, labels) -> float:
     """Maximum mean calibration error, sqrt(sum_ij r_i r_j exp(-|c_i - c_j| / 0.4)) / N, r = a - c.
 
     Kumar et al. 2018, with their kernel. For confidences in order the kernel is a product of
-    exponentials, so the double sum is a cumulative one: O(N log N), where others hold N x N.
+    exponentials, so the double sum is one of N squares, sum_i (1 - k_i^2) s_i^2 with k_i the kernel
+    of row i and the one below it (0 for the first) and s_i = sum_{j >= i} r_j exp(-(c_j - c_i) /
+    0.4): O(N log N), where others hold N x N, and no cancellation below the root.
     """
-    confidence, correct = _top_label(probs, labels)
-    order = np.argsort(confidence, kind='stable')
-    c = confidence[order].astype(np.float64)
-    r = correct[order] - c
-    before = np.cumsum(r * np.exp(c / 0.4)) * np.exp(-c / 0.4) - r
-    return float(np.sqrt(max(0.0, (r * r + 2 * r * before).sum())) / len(c))
+    c, correct, _ = _sorted(probs, labels)
+    s = np.cumsum(((correct - c) * np.exp(-c / 0.4))[::-1])[::-1] * np.exp(c / 0.4)
+    weight = np.append(1.0, -np.expm1(-2 * np.diff(c) / 0.4))
+    return float(np.sqrt((weight * s**2).sum()) / len(c))
 
 
 def _on_grid(x, weight, points):
@@ -458,12 +492,6 @@ def _on_grid(x, weight, points):
             + np.bincount(left + 1, weight * share, points))
 
 
-def _sorted_sums(confidence, correct):
-    """(confidence, cumulative a - c) in ascending order of confidence."""
-    order = np.argsort(confidence, kind='stable')
-    return confidence[order], np.cumsum(correct[order] - confidence[order].astype(np.float64))
-
-
 # Ranking and abstention
 
 
@@ -472,14 +500,13 @@ def auroc(probs, labels) -> float:
 
     Hendrycks & Gimpel 2017. nan where all rows are right or all are wrong.
     """
-    confidence, correct = _top_label(probs, labels)
-    n_right = int(correct.sum())
-    if n_right in (0, len(correct)):
+    _, correct, ends = _sorted(probs, labels)
+    right = np.diff(np.cumsum(correct)[ends - 1], prepend=0)    # of each group of tied rows
+    wrong = np.diff(ends, prepend=0) - right
+    if not right.any() or not wrong.any():
         return float('nan')
-    _, index, count = np.unique(confidence, return_inverse=True, return_counts=True)
-    rank = np.cumsum(count) - (count - 1) / 2      # of tied rows the mean
-    below = rank[index][correct].sum() - n_right * (n_right + 1) / 2
-    return float(below / (n_right * (len(correct) - n_right)))
+    below = np.cumsum(wrong) - wrong / 2
+    return float((right * below).sum() / (float(right.sum()) * wrong.sum()))
 
 
 def aurc(probs, labels) -> float:
@@ -505,8 +532,7 @@ def excess_aurc(probs, labels) -> float:
 def accuracy_at_coverage(probs, labels, coverage=0.5) -> float:
     """Accuracy of the ceil(coverage N) most confident rows; ties as in `aurc`. coverage in (0, 1].
     """
-    if not 0 < coverage <= 1:
-        raise ValueError(f'coverage must be above 0 and at most 1, not {coverage!r}')
+    _check_range('coverage', coverage, 0, 1, low_is_in=False)
     curve = _accuracy_of_top(probs, labels)
     return float(curve[int(np.ceil(coverage * len(curve) - 1e-9)) - 1])
 
@@ -516,8 +542,7 @@ def coverage_at_accuracy(probs, labels, wanted=0.9) -> float:
 
     0 where no number of rows is; ties as in `aurc`. wanted in [0, 1].
     """
-    if not 0 <= wanted <= 1:
-        raise ValueError(f'wanted must be from 0 to 1, not {wanted!r}')
+    _check_range('wanted', wanted, 0, 1)
     curve = _accuracy_of_top(probs, labels)
     enough = np.flatnonzero(curve >= wanted - 1e-12)
     return float((enough[-1] + 1) / len(curve)) if len(enough) else 0.0
@@ -525,13 +550,11 @@ def coverage_at_accuracy(probs, labels, wanted=0.9) -> float:
 
 def _accuracy_of_top(probs, labels):
     """[N]: the expected accuracy of the k most confident rows, tied ones in random order."""
-    confidence, correct = _top_label(probs, labels)
-    order = np.argsort(-confidence, kind='stable')
-    ordered = confidence[order]
-    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-    count = np.diff(np.append(starts, len(ordered)))
-    of_group = np.add.reduceat(correct[order].astype(np.float64), starts) / count
-    return np.cumsum(np.repeat(of_group, count)) / np.arange(1, len(ordered) + 1)
+    _, correct, ends = _sorted(probs, labels)
+    count = np.diff(ends, prepend=0)
+    of_group = np.diff(np.cumsum(correct)[ends - 1], prepend=0) / count
+    rows = np.repeat(of_group[::-1], count[::-1])
+    return np.cumsum(rows) / np.arange(1, len(rows) + 1)
 
 
 # Class-wise calibration: every probability counts, not only the largest of its row. acc(B) is then
@@ -592,9 +615,10 @@ def tace(probs, labels, n_ranges=15, threshold=0.01, n_options=None) -> float:
     of which none is left counts 0.
     """
     _check_count('n_ranges', n_ranges)
+    _check_range('threshold', threshold, 0, 1)
     errors = []
     for p, is_label in _by_option(probs, labels, n_options):
-        kept = p > threshold
+        kept = p > _round_to_tie(np.asarray(threshold, dtype=p.dtype))
         p, is_label = p[kept], is_label[kept]
         if not len(p):
             errors.append(0.0)
@@ -616,14 +640,15 @@ class Report(dict):
                          f'{name:24}{value:12.4f}' for name, value in self.items())
 
 
-def report(probs, labels, n_options=None) -> Report:
+def report(probs, labels, n_options=None, *, scores=None) -> Report:
     """Every metric above at its defaults, as plain Python numbers that json.dumps accepts.
 
     accuracy_low and accuracy_high are the 95 % Wilson interval; nll is in nats; mce_count is the
     size of mce's bin; reliability, resolution, uncertainty and within_bin are `murphy`'s. auroc is
-    nan where it is not defined. From a confidence [N], those metrics that need no more.
+    nan where it is not defined. From a confidence [N], those metrics that need no more. scores, as
+    `nll` takes them, give the exact nll.
     """
-    confidence, correct = _top_label(probs, labels)
+    confidence, correct = top_label(probs, labels)
     # sorted once, since sorting what is sorted costs little; ties stay in the order given
     order = np.argsort(confidence, kind='stable')
     top = confidence[order], correct[order]
@@ -631,13 +656,15 @@ def report(probs, labels, n_options=None) -> Report:
     found['accuracy_low'], found['accuracy_high'] = wilson_interval(*top)
     found |= {'confidence': mean_confidence(*top), 'gap': gap(*top)}
     whole = np.ndim(probs) == 2
+    if scores is not None and not whole:
+        raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
     if whole:
         bits = entropy(probs, labels)
         found |= {
             'entropy_bits': bits,
             'entropy_nats': bits * float(np.log(2)),
             'entropy_share': entropy(probs, labels, 'share', n_options),
-            'nll': nll(probs, labels),
+            'nll': nll(probs, labels, scores=scores),
             'brier': brier(probs, labels),
         }
     found |= {
@@ -676,7 +703,8 @@ def report(probs, labels, n_options=None) -> Report:
 # Resampling
 
 
-def bootstrap(probs, labels, n_options=None, *, n_resamples=1000, seed=0) -> dict[str, np.ndarray]:
+def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
+              seed=0) -> dict[str, np.ndarray]:
     """The metrics of `report` on `n_resamples` samples of N rows, drawn with replacement.
 
     Returns {metric: float64 [n_resamples]}; percentiles 2.5 and 97.5 of these are the percentile
@@ -685,28 +713,32 @@ def bootstrap(probs, labels, n_options=None, *, n_resamples=1000, seed=0) -> dic
     n_resamples x N x 20 steps; memory for a few million numbers.
     """
     _check_count('n_resamples', n_resamples)
-    confidence, correct = _top_label(probs, labels)
+    confidence, correct = top_label(probs, labels)
     n = len(confidence)
     gaps = confidence.astype(np.float64) - correct
     columns = {'accuracy': correct, 'confidence': confidence, 'gap': gaps}
     fixed = [('ece', _equal_width(confidence, 10), 10, gaps)]       # bins that do not move
     sorted_by = [('confidence', confidence, gaps)]
     has_option = []
+    if scores is not None and np.ndim(probs) != 2:
+        raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
     if np.ndim(probs) == 2:
         probs, labels = _check(probs, labels)
         n_options = _check_options(n_options, probs, labels)
         p = probs.astype(np.float64)
         p_label = p[np.arange(n), labels]
+        rounded = _round_to_tie(probs)
         columns['entropy_bits'] = -(p * np.log2(np.where(p > 0, p, 1))).sum(1)
-        columns['nll'] = -np.log(np.maximum(p_label, NLL_FLOOR))
+        columns['nll'] = _label_nll(probs, labels, scores)
         columns['brier'] = (p**2).sum(1) - 2 * p_label + 1
         for k in range(n_options.max()):
             # rows that lack the option are in no bin and sort last, weightless
             has = n_options > k
             has_option.append(has)
-            gaps_k = np.where(has, p[:, k] - (labels == k), 0)
-            fixed.append((f'sce {k}', np.where(has, _equal_width(probs[:, k], 15), 15), 16, gaps_k))
-            sorted_by.append((f'ace {k}', np.where(has, probs[:, k], np.inf), gaps_k))
+            p_k = rounded[:, k]
+            gaps_k = np.where(has, p_k.astype(np.float64) - (labels == k), 0)
+            fixed.append((f'sce {k}', np.where(has, _equal_width(p_k, 15), 15), 16, gaps_k))
+            sorted_by.append((f'ace {k}', np.where(has, p_k, np.inf), gaps_k))
     design = [np.stack(list(columns.values()), 1).astype(np.float64)]
     design += [gap_of[:, None] * (index[:, None] == np.arange(width))
                for _, index, width, gap_of in fixed]
@@ -810,27 +842,32 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method=
     """
     if method not in ('percentile', 'bca'):
         raise ValueError(f"method must be 'percentile' or 'bca', not {method!r}")
-    if not 0 < level < 1:
-        raise ValueError(f'level must be between 0 and 1, not {level!r}')
+    _check_range('level', level, 0, 1, low_is_in=False, high_is_in=False)
     _check_count('n_resamples', n_resamples)
     arrays = [None if x is None else np.asarray(x) for x in (probs, labels, *more)]
+    shapes = [x.shape for x in arrays if x is not None]
+    if not all(shapes) or len({shape[0] for shape in shapes}) > 1 or not shapes[0][0]:
+        raise ValueError(f'every array must have the same N >= 1 rows, not the shapes {shapes}')
     n, random = len(arrays[0]), np.random.default_rng(seed)
 
     def of(rows):
         return metric(*(None if x is None else x[rows] for x in arrays))
-    values = np.sort([of(random.integers(n, size=n)) for _ in range(n_resamples)])
+    values = [of(random.integers(n, size=n)) for _ in range(n_resamples)]
+    _check_defined(values)
     ends = np.array([(1 - level) / 2, (1 + level) / 2])
     if method == 'bca':
-        value = of(slice(None))
+        values, value = np.array(values), of(slice(None))
         below = ((values < value).mean() + (values <= value).mean()) / 2
         bias = _normal_quantile(np.clip(below, 0.5 / n_resamples, 1 - 0.5 / n_resamples))
         groups = np.array_split(random.permutation(n), min(n, 200))
         left_out = np.array([of(np.delete(np.arange(n), g)) for g in groups if len(g) < n] or [0.0])
+        _check_defined(left_out)
         off = left_out.mean() - left_out
         spread = (off**2).sum() ** 1.5
         acceleration = (off**3).sum() / (6 * spread) if spread else 0.0
         z = bias + np.array([_normal_quantile(e) for e in ends])
-        ends = np.array([_normal_share(bias + x / (1 - acceleration * x)) for x in z])
+        # beyond the pole of 1 - acceleration x the formula would swap the ends
+        ends = np.array([_normal_share(bias + x / max(1 - acceleration * x, 1e-3)) for x in z])
     low, high = np.quantile(values, ends)
     return float(low), float(high)
 
@@ -838,15 +875,19 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method=
 def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, level=0.95, seed=0):
     """(b - a, low, high, p) of a metric of two models' predictions for the same questions.
 
+    probs_a and probs_b are [N, K]; or confidences [N], where both models are right in the same
+    rows, as before and after scaling.
     Rows are drawn for both at once. (low, high) is the percentile interval of the difference; the
     two-sided p is twice the share of resamples on the rarer side of 0, (1 + count) / (1 + R).
     """
     a, b, labels = _check_pair(probs_a, probs_b, labels)
+    _check_range('level', level, 0, 1, low_is_in=False, high_is_in=False)
     _check_count('n_resamples', n_resamples)
     random, values = np.random.default_rng(seed), np.empty(n_resamples)
     for i in range(n_resamples):
         rows = random.integers(len(labels), size=len(labels))
         values[i] = metric(b[rows], labels[rows]) - metric(a[rows], labels[rows])
+    _check_defined(values)
     low, high = np.quantile(values, ((1 - level) / 2, (1 + level) / 2))
     rarer = min((values <= 0).sum(), (values >= 0).sum())
     difference = metric(b, labels) - metric(a, labels)
@@ -862,14 +903,15 @@ def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, s
     """
     a, b, labels = _check_pair(probs_a, probs_b, labels)
     _check_count('n_permutations', n_permutations)
-    random, larger = np.random.default_rng(seed), 0
+    random, others = np.random.default_rng(seed), []
     difference = metric(b, labels) - metric(a, labels)
     for _ in range(n_permutations):
         swap = random.random(len(labels)) < 0.5
         if a.ndim == 2:
             swap = swap[:, None]
-        other = metric(np.where(swap, a, b), labels) - metric(np.where(swap, b, a), labels)
-        larger += abs(other) >= abs(difference) - 1e-12
+        others.append(metric(np.where(swap, a, b), labels) - metric(np.where(swap, b, a), labels))
+    _check_defined([difference, *others])
+    larger = (np.abs(others) >= abs(difference) - 1e-12).sum()
     return float(difference), float((1 + larger) / (1 + n_permutations))
 
 
@@ -882,6 +924,7 @@ def consistency_test(probs, labels, metric=ece, *, n_resamples=1000, seed=0) -> 
     calibrated model with 4 options and 100 questions shows an ECE of 0.088 on average.
     """
     _check_count('n_resamples', n_resamples)
+    top_label(probs, labels)    # for what it refuses
     observed, random = metric(probs, labels), np.random.default_rng(seed)
     probs = np.asarray(probs)
     if probs.ndim == 1:
@@ -892,9 +935,17 @@ def consistency_test(probs, labels, metric=ece, *, n_resamples=1000, seed=0) -> 
         # an option of probability 0 is never drawn: its cumulative value is that of the one before
         drawn = ((cumulative <= random.random((len(probs), 1))).sum(1) for _ in range(n_resamples))
     values = np.array([metric(probs, labels) for labels in drawn])
+    _check_defined([observed, *values])
     return {'observed': float(observed), 'expected': float(values.mean()),
             'p95': float(np.quantile(values, 0.95)),
             'p': float((1 + (values >= observed - 1e-12).sum()) / (1 + n_resamples))}
+
+
+def _check_defined(values):
+    missing = np.isnan(values).sum()
+    if missing:
+        raise ValueError(f'the metric is nan in {missing} of {len(values)} samples of the rows, as '
+                         f'auroc is where all are right; take one that is defined, or more rows')
 
 
 def _check_pair(a, b, labels):
@@ -931,7 +982,7 @@ def student_t(differences) -> tuple[float, float, float]:
     Student 1908: t = mean / (s / sqrt(N)) with N - 1 degrees of freedom. For groups such as
     languages, one difference each. Without any spread t is infinite and p 0, or nan for zeros.
     """
-    x = np.asarray(differences, dtype=np.float64)
+    x = _floats('differences', differences).astype(np.float64)
     if x.ndim != 1 or len(x) < 2 or not np.isfinite(x).all():
         raise ValueError(f'differences must be [N], finite, N >= 2, got {x.shape}')
     mean, spread = x.mean(), x.std(ddof=1) / np.sqrt(len(x))
@@ -947,10 +998,13 @@ def mean_interval(values, level=0.95) -> tuple[float, float, float]:
     mean -+ q s / sqrt(N) with q the quantile of t with N - 1 degrees of freedom. For seeds: one
     value each.
     """
-    x = np.asarray(values, dtype=np.float64)
+    _check_range('level', level, 0, 1, low_is_in=False, high_is_in=False)
+    x = _floats('values', values).astype(np.float64)
     if x.ndim != 1 or len(x) < 2 or not np.isfinite(x).all():
         raise ValueError(f'values must be [N], finite, N >= 2, got {x.shape}')
-    low, high = 0.0, 1e6
+    low, high = 0.0, 1.0
+    while _t_tails(high, len(x) - 1) > 1 - level and high < 1e15:
+        high *= 2
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if _t_tails(middle, len(x) - 1) > 1 - level else (low, middle)
@@ -964,11 +1018,13 @@ def _t_tails(t, freedom):
     # integral of the beta function is that of cos^(freedom - 1), smooth, from angle to pi / 2
     angle = np.arctan(abs(t) / np.sqrt(freedom))
     nodes, weights = _NODES
+    # beyond 40 of its standard deviations it is 0, and few nodes would be left for the rest
+    end = min(np.pi / 2, 40 / np.sqrt(freedom))
 
     def area(low, high):
         u = low + (high - low) * (nodes + 1) / 2
         return (np.cos(u) ** (freedom - 1) * weights).sum() * (high - low) / 2
-    return float(area(angle, np.pi / 2) / area(0, np.pi / 2))
+    return float(area(min(angle, end), end) / area(0, end))
 
 
 # Calibration after training
@@ -994,9 +1050,16 @@ def fit_temperature(scores, labels) -> float:
 
 
 def softmax(scores, temperature=1.0) -> np.ndarray:
-    """softmax(scores / temperature), float64 [N, K]; a score of -inf gets 0."""
-    z = np.asarray(scores, dtype=np.float64) / temperature
-    z = np.exp(z - z.max(-1, keepdims=True))
+    """softmax(scores / temperature), float64 [N, K]; a score of -inf gets 0.
+
+    Raises ValueError unless temperature is positive and finite and each row's largest score finite.
+    """
+    _check_range('temperature', temperature, 0, np.inf, low_is_in=False, high_is_in=False)
+    z = _floats('scores', scores).astype(np.float64) / temperature
+    largest = z.max(-1, keepdims=True)
+    for row in np.argwhere(~np.isfinite(largest)):
+        raise ValueError(f'row {row[0]}: the largest score is {largest[tuple(row)]}, not finite')
+    z = np.exp(z - largest)
     return z / z.sum(-1, keepdims=True)
 
 
@@ -1006,11 +1069,8 @@ def fit_platt(confidence, correct) -> tuple[float, float]:
     confidence float [N] in [0, 1], correct bool [N]. Platt 1999, with its targets (n1 + 1) /
     (n1 + 2) and 1 / (n0 + 2) for 1 and 0, which keep a and b finite; Newton's method.
     """
-    x, correct = _logit(confidence), np.asarray(correct, dtype=bool)
-    if x.ndim != 1 or x.shape != correct.shape or not len(x):
-        raise ValueError(f'confidence and correct must be [N] with N >= 1, not of shape '
-                         f'{x.shape} and {correct.shape}')
-    n1 = correct.sum()
+    confidence, correct = _check_predictions(confidence, correct)
+    x, n1 = _logit(confidence), correct.sum()
     target = np.where(correct, (n1 + 1) / (n1 + 2), 1 / (len(x) - n1 + 2))
     design, ab = np.stack([x, np.ones_like(x)], 1), np.array([1.0, 0.0])
 
@@ -1032,7 +1092,10 @@ def fit_platt(confidence, correct) -> tuple[float, float]:
 
 def apply_platt(confidence, a, b) -> np.ndarray:
     """sigmoid(a logit(c) + b), float64 [N]."""
-    return 1 / (1 + np.exp(-(a * _logit(confidence) + b)))
+    for name, value in (('a', a), ('b', b)):
+        _check_range(name, value, -np.inf, np.inf, low_is_in=False, high_is_in=False)
+    z = a * _logit(_check_confidence(confidence)) + b
+    return np.exp(-np.logaddexp(0, -z))
 
 
 def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
@@ -1043,6 +1106,7 @@ def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
     places: meant for letters or classes, not for texts in random order.
     """
     scores, labels = _check_scores(scores, labels)
+    _check_range('ridge', ridge, 0, np.inf, low_is_in=False, high_is_in=False)
     n, K = scores.shape
     has = np.isfinite(scores)
     x = np.where(has, scores, 0)
@@ -1077,7 +1141,13 @@ def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
 
 def apply_vector(scores, w, b) -> np.ndarray:
     """softmax(w * scores + b), float64 [N, K]; a score of -inf keeps probability 0."""
-    scores = np.asarray(scores, dtype=np.float64)
+    scores, w, b = (_floats(name, x).astype(np.float64)
+                    for name, x in (('scores', scores), ('w', w), ('b', b)))
+    if scores.ndim != 2 or not w.shape == b.shape == scores.shape[1:]:
+        raise ValueError(f'scores must be [N, K], w and b [K], not of shape {scores.shape}, '
+                         f'{w.shape} and {b.shape}')
+    for row, option in np.argwhere(np.isnan(scores) | (scores == np.inf)):
+        raise ValueError(f'row {row}: the score of option {option} is {scores[row, option]}')
     has = np.isfinite(scores)
     return softmax(np.where(has, w * np.where(has, scores, 0) + b, -np.inf))
 
@@ -1088,14 +1158,18 @@ def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
     Zadrozny & Elkan 2001, for the confidence of the prediction.
     """
     _check_count('n_bins', n_bins)
-    confidence, correct = _check_predictions(np.asarray(confidence), np.asarray(correct, bool))
+    confidence, correct = _check_predictions(confidence, correct)
+    confidence = _round_to_tie(confidence)
     _, _, acc = _bin_means(_equal_width(confidence, n_bins), n_bins, confidence, correct)
     return np.where(np.isnan(acc), (np.arange(n_bins) + 0.5) / n_bins, acc)
 
 
 def apply_histogram(confidence, values) -> np.ndarray:
     """The value of each confidence's bin, float64 [N]."""
-    return values[_equal_width(np.asarray(confidence, dtype=np.float64), len(values))]
+    values = _floats('values', values)
+    if values.ndim != 1 or not len(values):
+        raise ValueError(f'values must be [n_bins], not of shape {values.shape}')
+    return values[_equal_width(_round_to_tie(_check_confidence(confidence)), len(values))]
 
 
 def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
@@ -1104,7 +1178,8 @@ def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
     Isotonic regression, Zadrozny & Elkan 2002, by pooling adjacent violators. x are the ends of the
     pools, so that `apply_isotonic` gives what scikit-learn's IsotonicRegression predicts.
     """
-    confidence, correct = _check_predictions(np.asarray(confidence), np.asarray(correct, bool))
+    confidence, correct = _check_predictions(confidence, correct)
+    confidence = _round_to_tie(confidence)
     x, index, weight = np.unique(confidence.astype(np.float64), return_inverse=True,
                                  return_counts=True)
     pools = []      # [mean, weight, first, last]
@@ -1121,51 +1196,63 @@ def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
 
 def apply_isotonic(confidence, x, y) -> np.ndarray:
     """The fitted value, float64 [N]; between two x a straight line, beyond them the nearest y."""
-    return np.interp(np.asarray(confidence, dtype=np.float64), x, y)
+    x, y = _floats('x', x), _floats('y', y)
+    if x.ndim != 1 or x.shape != y.shape or not len(x) or not (np.diff(x) > 0).all():
+        raise ValueError('x and y must be what fit_isotonic returned: [M] each, x ascending')
+    confidence = _round_to_tie(_check_confidence(confidence))
+    return np.interp(confidence.astype(np.float64), x, y)
 
 
 def _logit(confidence):
-    c = np.clip(np.asarray(confidence, dtype=np.float64), 1e-12, 1 - 1e-12)
+    c = np.clip(confidence.astype(np.float64), 1e-12, 1 - 1e-12)
     return np.log(c) - np.log1p(-c)
-
-
-def _check_scores(scores, labels):
-    scores, labels = np.asarray(scores, dtype=np.float64), np.asarray(labels)
-    if scores.ndim != 2 or scores.size == 0 or labels.shape != (len(scores),):
-        raise ValueError(f'scores must be [N, K] and labels [N], not of shape {scores.shape} and '
-                         f'{labels.shape}')
-    for row in np.flatnonzero(np.isnan(scores).any(1) | ~np.isfinite(scores.max(1))):
-        raise ValueError(f'row {row}: the scores are {scores[row]}')
-    outside = (labels < 0) | (labels >= scores.shape[1])
-    missing = ~np.isfinite(scores[np.arange(len(labels)), np.where(outside, 0, labels)])
-    for row in np.flatnonzero(outside | missing):
-        raise ValueError(f'row {row}: label {labels[row]} is not one of its options')
-    return scores, labels
 
 
 # Binning
 
 
-def _top_label(probs, labels):
-    """Confidence [N] in probs' precision, and whether the prediction is right, bool [N]."""
-    if np.ndim(probs) == 1 and np.asarray(labels).dtype == bool:
-        return _check_predictions(np.asarray(probs), np.asarray(labels))
+def top_label(probs, labels) -> tuple[np.ndarray, np.ndarray]:
+    """(confidence [N] in probs' precision, rounded for ties; whether the prediction is right, bool
+    [N]): what every measure of the prediction is computed from. The first of tied options counts.
+    """
+    probs = _array('probs', probs)
+    if probs.ndim == 1:
+        confidence, correct = _check_predictions(probs, labels)
+        return _round_to_tie(confidence), correct
     probs, labels = _check(probs, labels)
-    return probs.max(1), probs.argmax(1) == labels
+    largest = probs.max(1)
+    confidence = _round_to_tie(largest)
+    ties_with_largest = probs >= np.minimum(confidence - 10**-TIE_DECIMALS / 2, largest)[:, None]
+    return confidence, ties_with_largest.argmax(1) == labels
+
+
+def _round_to_tie(values):
+    """values to 12 decimals if they are float64, else as they are; see the top of the file."""
+    return np.round(values, TIE_DECIMALS) if values.dtype == np.float64 else values
+
+
+def _sorted(probs, labels):
+    """(confidence float64 [N], correct bool [N], ends): rows by ascending confidence, tied rows in
+    the order given; each group of tied rows stops before its index in ends."""
+    confidence, correct = top_label(probs, labels)
+    order = np.argsort(confidence, kind='stable')
+    ordered = confidence[order].astype(np.float64)
+    return ordered, correct[order], np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True)) + 1
 
 
 def _by_option(probs, labels, n_options):
-    """For each option k that a row has: p_ik, and [label_i = k], over the rows that have it."""
+    """For each option k that a row has: p_ik, rounded for ties, and [label_i = k], over the rows
+    that have it."""
     probs, labels = _check(probs, labels)
     n_options = _check_options(n_options, probs, labels)
     for k in range(n_options.max()):
         has_option = n_options > k
-        yield probs[has_option, k], labels[has_option] == k
+        yield _round_to_tie(probs[has_option, k]), labels[has_option] == k
 
 
 def _equal_width(values, n_bins):
-    """Bin 0..n_bins-1 of each value: ((m-1)/M, m/M], and 0 in the first."""
-    edges = (np.arange(1, n_bins) / n_bins).astype(values.dtype)
+    """Bin 0..n_bins-1 of each value, rounded for ties: ((m-1)/M, m/M], and 0 in the first."""
+    edges = _round_to_tie((np.arange(1, n_bins) / n_bins).astype(values.dtype))
     return np.searchsorted(edges, values, side='left')
 
 
@@ -1192,7 +1279,7 @@ def _equal_mass(values, ends):
 def _adaptive_bins(probs, labels, bin_size):
     """|B|, conf(B) and acc(B) of the bins that `rmsce` describes."""
     _check_count('bin_size', bin_size)
-    confidence, correct = _top_label(probs, labels)
+    confidence, correct = top_label(probs, labels)
     n = len(confidence)
     n_bins = max(1, n // bin_size)
     index = np.empty(n, dtype=int)
@@ -1217,20 +1304,36 @@ def _expected_gap(count, confidence, accuracy) -> float:
 # Input
 
 
+def _array(name, values):
+    """values as an array; ValueError for masked entries and for rows of unequal length."""
+    if np.ma.is_masked(values):
+        raise ValueError(f'{name} has masked entries, which would count as values: leave them out')
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise ValueError(f'{name} has rows of different length; pad the rows of probs with zeros '
+                         f'on the right and give n_options') from None
+
+
+def _floats(name, values):
+    """values as an array of real numbers, in the precision that they have up to float64."""
+    values = _array(name, values)
+    if values.dtype.kind in 'OSUcmM':
+        raise ValueError(f'{name} must be real numbers, not {values.dtype}')
+    if values.dtype in (np.float16, np.float32, np.float64):
+        return values
+    try:
+        return values.astype(np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f'{name} must be real numbers, not {values.dtype}') from None
+
+
 def _check(probs, labels):
     """probs float [N, K] and labels int [N] as arrays; ValueError for what no metric can use."""
-    probs = np.asarray(probs)
-    labels = np.asarray(labels)
-    if not np.issubdtype(probs.dtype, np.floating):
-        probs = probs.astype(np.float64)
+    probs = _floats('probs', probs)
     if probs.ndim != 2 or probs.size == 0:
         raise ValueError(f'probs must be [N, K] with N, K >= 1, not of shape {probs.shape}')
-
-    n, k = probs.shape
-    if labels.shape != (n,):
-        raise ValueError(f'labels must be [{n}], one per row of probs, not of shape {labels.shape}')
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError(f'labels must be integers, not {labels.dtype}')
+    labels = _check_labels(labels, *probs.shape)
 
     # Each loop below ends at the first row it finds.
     for row, option in np.argwhere(~(probs >= 0)):
@@ -1240,20 +1343,58 @@ def _check(probs, labels):
     total = probs.sum(1, dtype=np.float64)
     for row in np.flatnonzero(np.abs(total - 1) > SUM_TOLERANCE):
         raise ValueError(f'row {row}: probabilities sum to {total[row]:.6g}, not to 1')
-    for row in np.flatnonzero((labels < 0) | (labels >= k)):
-        raise ValueError(f'row {row}: label {labels[row]} is not one of the options 0 to {k - 1}')
     return probs, labels
 
 
-def _check_predictions(confidence, correct):
-    if confidence.shape != correct.shape or confidence.size == 0:
-        raise ValueError(f'confidence and correct must be [N] with N >= 1, not of shape '
-                         f'{confidence.shape} and {correct.shape}')
+def _check_labels(labels, n, k):
+    """labels int [n] as an array; ValueError for one that is not among k options."""
+    labels = _array('labels', labels)
+    if labels.shape != (n,):
+        raise ValueError(f'labels must be [{n}], one per row of probs, not of shape {labels.shape}')
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(f'labels must be integers, not {labels.dtype}')
+    for row in np.flatnonzero((labels < 0) | (labels >= k)):
+        raise ValueError(f'row {row}: label {labels[row]} is not one of the options 0 to {k - 1}')
+    return labels
+
+
+def _check_scores(scores, labels):
+    """scores float64 [N, K], -inf for a missing option, and labels int [N] as arrays."""
+    scores = _floats('scores', scores).astype(np.float64)
+    if scores.ndim != 2 or scores.size == 0 or np.shape(labels) != (len(scores),):
+        raise ValueError(f'scores must be [N, K] and labels [N], not of shape {scores.shape} and '
+                         f'{np.shape(labels)}')
+    labels = _check_labels(labels, *scores.shape)
+    for row in np.flatnonzero(~np.isfinite(scores.max(1))):     # nan, too, comes through max
+        raise ValueError(f'row {row}: the scores are {scores[row]}')
+    for row in np.flatnonzero(~np.isfinite(scores[np.arange(len(labels)), labels])):
+        raise ValueError(f'row {row}: label {labels[row]} is not one of its options, its score is '
+                         f'{scores[row, labels[row]]}')
+    return scores, labels
+
+
+def _check_confidence(confidence):
+    """confidence float [N] as an array; ValueError for one outside [0, 1]."""
+    confidence = _floats('confidence', confidence)
+    if confidence.ndim != 1:
+        raise ValueError(f'confidence must be [N], not of shape {confidence.shape}')
     for row in np.flatnonzero(~((confidence >= 0) & (confidence <= 1 + SUM_TOLERANCE))):
         raise ValueError(f'row {row}: confidence is {confidence[row]}, not from 0 to 1')
-    if not np.issubdtype(confidence.dtype, np.floating):
-        confidence = confidence.astype(np.float64)
-    return confidence, correct
+    return confidence
+
+
+def _check_predictions(confidence, correct):
+    """confidence float [N] and correct bool [N] as arrays; correct may be 0 and 1."""
+    if np.shape(confidence) != np.shape(correct) or np.size(confidence) == 0:
+        raise ValueError(f'confidence and correct must be [N] with N >= 1, not of shape '
+                         f'{np.shape(confidence)} and {np.shape(correct)}')
+    confidence, correct = _check_confidence(confidence), _array('correct', correct)
+    if correct.dtype.kind not in 'biuf':
+        raise ValueError(f'correct must be bool, or 0 and 1, not {correct.dtype}')
+    for row in np.flatnonzero((correct != 0) & (correct != 1)):
+        raise ValueError(f'row {row}: correct is {correct[row]}, not 0 or 1; one-dimensional probs '
+                         f'are confidences, and go with right or wrong in place of labels')
+    return confidence, correct.astype(bool)
 
 
 def _check_options(n_options, probs, labels):
@@ -1262,7 +1403,7 @@ def _check_options(n_options, probs, labels):
     if n_options is None:
         return np.full(n, k)
 
-    n_options = np.asarray(n_options)
+    n_options = _array('n_options', n_options)
     if n_options.shape != (n,):
         raise ValueError(f'n_options must be [{n}], one per row, not of shape {n_options.shape}')
     if not np.issubdtype(n_options.dtype, np.integer):
@@ -1283,57 +1424,132 @@ def _check_options(n_options, probs, labels):
 
 
 def _check_count(name, value):
-    if not isinstance(value, (int, np.integer)) or value < 1:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
         raise ValueError(f'{name} must be a whole number, 1 or more, not {value!r}')
 
 
-def _main(path):
-    """Prints the report of a file of predictions, one JSON object a line.
+def _check_range(name, value, low, high, low_is_in=True, high_is_in=True):
+    real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not (real and low <= value <= high and (low_is_in or value > low)
+            and (high_is_in or value < high)):
+        raise ValueError(f'{name} must be a number in {"[" if low_is_in else "("}{low}, {high}'
+                         f'{"]" if high_is_in else ")"}, not {value!r}')
 
-    {probs, answer}, or {log_probs, answer} whose softmax counts, each divided by its n_tokens where
-    they are given, or {confidence, correct}. `label` does for `answer`; rows with split
-    'validation' are left out, and each `task` is reported by itself.
-    """
-    import json
+
+# The program
+
+
+def _parse(row):
+    """(kind, values, label) of one line's object; kind is 'probs', 'log_probs' or 'confidence'."""
+    if not isinstance(row, dict):
+        raise ValueError(f'{row!r:.40} is not an object')
+    kind = next((key for key in ('probs', 'log_probs', 'confidence') if row.get(key) is not None),
+                None)
+    if kind is None:
+        raise ValueError('it has none of probs, log_probs and confidence')
+    if kind == 'confidence':
+        if row.get('correct') not in (0, 1):    # true and false are
+            raise ValueError(f'correct must be true or false, not {row.get("correct")!r}')
+        return kind, _json_numbers(kind, [row[kind]])[0], bool(row['correct'])
+    values = _json_numbers(kind, row[kind])
+    label = row['answer'] if 'answer' in row else row.get('label')
+    if type(label) is not int:
+        raise ValueError(f'answer must be the index of the right option, not {label!r}')
+    if kind == 'log_probs' and 'n_tokens' in row:
+        lengths = _json_numbers('n_tokens', row['n_tokens'])
+        if len(lengths) != len(values) or min(lengths, default=0) <= 0:
+            raise ValueError(f'n_tokens must be a number above 0 for each of the {len(values)} '
+                             f'log_probs, not {row["n_tokens"]}')
+        values = [value / length for value, length in zip(values, lengths)]
+    return kind, values, label
+
+
+def _json_numbers(key, values):
+    if not isinstance(values, list) or not all(type(x) in (int, float) for x in values):
+        raise ValueError(f'{key} must be numbers, not {values!r:.60}')
+    return [float(x) for x in values]
+
+
+def _read_tasks(path):
+    """{task: [(line number, kind, values, label)]}, without the rows of split 'validation'."""
     tasks = {}
-    with open(path, encoding='utf-8') as lines:
+    with open(path, 'rb') as lines:
         for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode('utf-8-sig'))
+                parsed = _parse(row)
+                task = row.get('task', '')
+                if not isinstance(task, str):
+                    raise ValueError(f'task must be a string, not {task!r:.40}')
                 if row.get('split') == 'validation':
                     continue
-                if 'confidence' in row:
-                    values, label = row['confidence'], bool(row['correct'])
-                else:
-                    label = row['answer'] if 'answer' in row else row['label']
-                    values = row.get('probs')
-                    if values is None:
-                        scores = np.divide(row['log_probs'], row.get('n_tokens', 1))
-                        values = softmax(scores[None])[0]
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise SystemExit(f'error: {path}:{number}: {error!r}; wanted an object with probs '
-                                 f'or log_probs and answer, or confidence and correct') from None
-            tasks.setdefault(row.get('task', ''), []).append((values, label))
-    for task, rows in tasks.items():
-        labels = np.array([label for _, label in rows])
-        if np.ndim(rows[0][0]) == 0:
-            found = report(np.array([values for values, _ in rows], dtype=float), labels)
-        else:
-            n_options = np.array([len(values) for values, _ in rows])
-            probs = np.zeros((len(rows), n_options.max()))
-            for i, (values, _) in enumerate(rows):
-                probs[i, :len(values)] = values
-            found = report(probs, labels, n_options)
-        print(f'{task}\n{found}\n' if task else found)
+                rows = tasks.setdefault(task, [])
+                if rows and (rows[0][1] == 'confidence') != (parsed[0] == 'confidence'):
+                    raise ValueError(f'{parsed[0]}, but line {rows[0][0]} of the same task has '
+                                     f'{rows[0][1]}: one task cannot have both')
+            except (ValueError, OverflowError, RecursionError) as error:
+                raise ValueError(f'{path}:{number}: {error}. Wanted: a JSON object with probs (or '
+                                 f'log_probs) and answer, or confidence and correct') from None
+            rows.append((number, *parsed))
+    if not tasks:
+        raise ValueError(f'{path}: no row to score')
+    return tasks
+
+
+def _report_of_rows(rows):
+    """The report of the rows of one task; log_probs give the exact nll."""
+    _, kinds, values, labels = zip(*rows)
+    if kinds[0] == 'confidence':
+        return report(np.array(values), np.array(labels))
+    n_options = np.array([len(x) for x in values])
+    probs = np.zeros((len(rows), max(n_options.max(), 1)))
+    scores = np.full(probs.shape, -np.inf)
+    for i, (kind, x) in enumerate(zip(kinds, values)):
+        if kind == 'probs':
+            probs[i, :len(x)] = x
+            scores[i, :len(x)] = np.log(np.maximum(x, NLL_FLOOR))
+        elif x:
+            scores[i, :len(x)] = x
+            if not np.isfinite(max(x)) or np.isnan(x).any():
+                raise ValueError(f'row {i}: the log_probs are {x}')
+            probs[i, :len(x)] = softmax(x)
+    return report(probs, np.array(labels), n_options, scores=scores if 'log_probs' in kinds else None)
+
+
+def main(arguments=None):
+    """Prints the report of a file of predictions, one JSON object a line; see --help."""
+    parser = argparse.ArgumentParser(
+        description='Print every calibration measure of a file of predictions.',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="""each line of the file is a JSON object of one of
+  {"probs": [0.7, 0.2, 0.1], "answer": 0}               answer: index of the right option
+  {"log_probs": [-3.1, -4.0], "answer": 1}              their softmax counts, each divided by its
+                                                        n_tokens where a list of these is given
+  {"confidence": 0.8, "correct": true}                  of the prediction alone
+label does for answer; lines with "split": "validation" are left out; each "task" is reported by
+itself.
+
+example: python metrics.py out/base/samples.jsonl""")
+    parser.add_argument('file', help='a .jsonl file, such as the samples.jsonl of evaluate.py')
+    path = parser.parse_args(arguments).file
+    try:
+        for task, rows in _read_tasks(path).items():
+            try:
+                found = _report_of_rows(rows)
+            except ValueError as error:
+                at = re.match(r'row (\d+): (.*)', str(error), re.DOTALL)
+                if not at:
+                    raise ValueError(f'{path}: {task}: {error}') from None
+                raise ValueError(f'{path}:{rows[int(at[1])][0]}: {at[2]}') from None
+            print(f'{task}\n{found}\n' if task else found)
+    except ValueError as error:
+        sys.exit(f'error: {error}')
+    except OSError as error:
+        sys.exit(f'error: {path}: {error.strerror}')
 
 
 if __name__ == '__main__':
-    import signal
-    import sys
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)   # `| head` ends it without a word
-    if len(sys.argv) != 2:
-        sys.exit('usage: python metrics.py samples.jsonl')
-    try:
-        _main(sys.argv[1])
-    except (ValueError, OSError) as error:
-        sys.exit(f'error: {sys.argv[1]}: {error}')
+    main()

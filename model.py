@@ -16,7 +16,9 @@ soft-cap `model.config.final_logit_softcapping`) is the loss's business. State-d
 Hugging Face keys, so nothing is renamed on the way in or out. This file imports nothing of ours.
 """
 
+import difflib
 import functools
+import hashlib
 import json
 import math
 import os
@@ -49,14 +51,12 @@ class CheckpointError(ValueError):
 # Configuration
 # ------------------------------------------------------------------------------------------------
 
-LLAMA3_ROPE_KEYS = {'factor', 'low_freq_factor', 'high_freq_factor',
-                    'original_max_position_embeddings'}
 ARCHITECTURES = {'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM',
                  'gemma2': 'Gemma2ForCausalLM'}
+ACTIVATIONS = {'llama': 'silu', 'mistral': 'silu', 'gemma2': 'gelu_pytorch_tanh'}
 # the keys that only some architectures have; elsewhere a stray one means nothing
-WINDOWED = {'sliding_window'}
-GEMMA_ONLY = {'layer_types', 'query_pre_attn_scalar', 'attn_logit_softcapping',
-              'final_logit_softcapping'}
+WINDOWED = {'sliding_window', 'layer_types'}
+GEMMA_ONLY = {'query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping'}
 FOREIGN = {'llama': WINDOWED | GEMMA_ONLY, 'mistral': GEMMA_ONLY, 'gemma2': set()}
 # what transformers assumes when a config.json leaves the key out, beside ModelConfig's defaults
 DEFAULTS = {
@@ -67,10 +67,131 @@ DEFAULTS = {
                'head_dim': 256, 'query_pre_attn_scalar': 256, 'max_position_embeddings': 8192,
                'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0},
 }
-# settings that would change the mathematics; any other value than these is refused
-ONLY = {'attention_bias': (False,), 'mlp_bias': (False,), 'pretraining_tp': (1,),
-        'use_bidirectional_attention': (False,), 'quantization_config': ()}
-ACTIVATIONS = {'llama': 'silu', 'mistral': 'silu', 'gemma2': 'gelu_pytorch_tanh'}
+
+
+def _whole(low, high=2**31 - 1):
+    return f'an integer from {low} to {high}', lambda v: type(v) is int and low <= v <= high
+
+
+def _real(low, high):
+    return (f'a number from {low:g} to {high:g}',
+            lambda v: type(v) in (int, float) and low <= v <= high)
+
+
+def _one_of(*values):
+    return (' or '.join(map(json.dumps, values)),
+            lambda v: any(type(v) is type(value) and v == value for value in values))
+
+
+def _list_of(item):
+    return (f'a list, each item {item[0]}',
+            lambda v: type(v) is list and v != [] and all(map(item[1], v)))
+
+
+def _either(one, other):
+    return f'{one[0]}, or {other[0]}', lambda v: one[1](v) or other[1](v)
+
+
+NULL, FLAG, TEXT = _one_of(None), _one_of(True, False), ('a string', lambda v: type(v) is str)
+TOKEN_IDS = _either(_whole(0), _either(_list_of(_whole(0)), NULL))
+CAP = _either(_real(1e-3, 1e6), NULL)
+# What every known key of a config.json may be: a description and a test. Values that would change
+# the mathematics in a way that is not computed here are left out, and so refused.
+FIELDS = {
+    'vocab_size': _whole(1), 'hidden_size': _whole(1, 2**20),
+    'intermediate_size': _whole(1, 2**24), 'num_hidden_layers': _whole(1, 10_000),
+    'num_attention_heads': _whole(1, 2**16),
+    'num_key_value_heads': _either(_whole(1, 2**16), NULL),
+    'head_dim': _either(_whole(2, 2**16), NULL), 'max_position_embeddings': _whole(1),
+    'rms_norm_eps': _real(1e-12, 1), 'rope_theta': _real(1, 1e30), 'tie_word_embeddings': FLAG,
+    'sliding_window': _either(_whole(1), NULL),
+    'layer_types': _either(_list_of(_one_of('sliding_attention', 'full_attention')), NULL),
+    'query_pre_attn_scalar': _whole(1), 'attn_logit_softcapping': CAP,
+    'final_logit_softcapping': CAP, 'initializer_range': _real(0, 1),
+    'bos_token_id': TOKEN_IDS, 'eos_token_id': TOKEN_IDS, 'pad_token_id': TOKEN_IDS,
+    'dtype': _either(_one_of('float32', 'bfloat16', 'float16', 'float64'), NULL),
+    'architectures': _either(_list_of(TEXT), NULL), 'transformers_version': _either(TEXT, NULL),
+    'use_cache': FLAG, 'attention_dropout': _real(0, 1),
+    'attention_bias': _one_of(False), 'mlp_bias': _one_of(False),
+    'pretraining_tp': _one_of(1, None), 'use_bidirectional_attention': _one_of(False, None),
+    'is_causal': _one_of(True), 'partial_rotary_factor': _one_of(1.0, None),
+    'per_layer_config': NULL, 'quantization_config': NULL,
+}
+FIELDS['torch_dtype'] = FIELDS['dtype']
+FLOATS = {'rms_norm_eps', 'initializer_range', 'attn_logit_softcapping', 'final_logit_softcapping'}
+# in these a null is an error, where other architectures have a meaning for it
+NOT_NULL = {'llama': set(), 'mistral': {'num_key_value_heads'},
+            'gemma2': {'num_key_value_heads', 'head_dim', 'sliding_window'}}
+ROPE_TYPE = _one_of('default', 'llama3')
+LLAMA3_ROPE = {'factor': _real(1, 1e6), 'low_freq_factor': _real(1e-6, 1e6),
+               'high_freq_factor': _real(1e-6, 1e6),
+               'original_max_position_embeddings': _whole(1)}
+ROPE_FIELDS = LLAMA3_ROPE | {'rope_type': ROPE_TYPE, 'type': ROPE_TYPE,
+                             'rope_theta': FIELDS['rope_theta'],
+                             'partial_rotary_factor': _one_of(1.0)}
+ROPE_BLOCKS = ('rope_parameters', 'rope_scaling')   # of transformers 5 and 4
+
+
+def _check_field(table, key, value, where, block=''):
+    wanted, valid = table[key]
+    if not valid(value):
+        raise CheckpointError(f'{where}: {block}{key} = {value!r} is not supported; it must be '
+                              f'{wanted}')
+
+
+def resolve_rope(raw: dict, where: str) -> tuple[float, dict | None]:
+    """(rope_theta, the 'llama3' scheme or None) of a config.json of transformers 4 or 5.
+
+    transformers 4 has rope_theta and rope_scaling, transformers 5 has both in rope_parameters.
+    Raises CheckpointError where they disagree, or for a scheme that is not computed here.
+    """
+    if 'rope_theta' in raw:
+        _check_field(FIELDS, 'rope_theta', raw['rope_theta'], where)
+    resolved = {}
+    for key in ROPE_BLOCKS:
+        block = {} if raw.get(key) is None else raw[key]
+        if not isinstance(block, dict):
+            raise CheckpointError(f'{where}: {key} = {block!r} is not supported; it must be an '
+                                  f'object or null')
+        for name, value in block.items():
+            if name not in ROPE_FIELDS:
+                raise CheckpointError(f'{where}: {key}.{name} is not supported; the keys are '
+                                      f'{", ".join(ROPE_FIELDS)}')
+            _check_field(ROPE_FIELDS, name, value, where, f'{key}.')
+        if block:
+            resolved[key] = _resolve_block(raw, key, block, where)
+    if len(resolved) == 2 and resolved['rope_parameters'] != resolved['rope_scaling']:
+        raise CheckpointError(f'{where}: rope_parameters = {raw["rope_parameters"]} and rope_scaling '
+                              f'= {raw["rope_scaling"]} disagree; remove the wrong one')
+    return next(iter(resolved.values()), (float(raw.get('rope_theta', 10000.0)), None))
+
+
+def _resolve_block(raw, key, block, where):
+    theta = raw.get('rope_theta', block.get('rope_theta', 10000.0))
+    if block.get('rope_theta', theta) != theta:
+        raise CheckpointError(f'{where}: rope_theta = {theta} and {key}.rope_theta = '
+                              f'{block["rope_theta"]} disagree; remove the wrong one')
+    scheme = block.get('rope_type', block.get('type', 'default'))
+    if block.get('type', scheme) != scheme:
+        raise CheckpointError(f'{where}: {key}.type = {block["type"]!r} and {key}.rope_type = '
+                              f'{scheme!r} disagree; remove the wrong one')
+    used = {name: block[name] for name in LLAMA3_ROPE if name in block}
+    if scheme == 'default':
+        if used:
+            raise CheckpointError(f"{where}: {key}.{min(used)} has no meaning for rope_type "
+                                  f"'default'; name the rope_type, or remove it")
+        return float(theta), None
+    if used.keys() != LLAMA3_ROPE.keys():
+        raise CheckpointError(f"{where}: {key} of rope_type 'llama3' without "
+                              f"{', '.join(sorted(LLAMA3_ROPE.keys() - used.keys()))}")
+    if used['high_freq_factor'] <= used['low_freq_factor']:
+        raise CheckpointError(f'{where}: {key}.high_freq_factor = {used["high_freq_factor"]} must '
+                              f'be greater than low_freq_factor = {used["low_freq_factor"]}')
+    outer = raw.get('original_max_position_embeddings', used['original_max_position_embeddings'])
+    if outer != used['original_max_position_embeddings']:
+        raise CheckpointError(f'{where}: original_max_position_embeddings = {outer!r} and that of '
+                              f'{key} disagree; remove the wrong one')
+    return float(theta), {'rope_type': 'llama3'} | used
 
 
 @dataclass
@@ -90,7 +211,7 @@ class ModelConfig:
     rope_scaling: dict | None = None                # the 'llama3' scheme or None
     tie_word_embeddings: bool = False
     sliding_window: int | None = None               # keys a token sees, itself included
-    layer_types: list[str] | None = None            # Gemma 2: 'sliding_attention' on even layers
+    layer_types: list[str] | None = None            # None: all alike; Gemma 2: even ones sliding
     query_pre_attn_scalar: float | None = None      # None: head_dim
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
@@ -119,44 +240,57 @@ class ModelConfig:
     def from_hf(cls, raw: dict, where: str = 'config.json') -> 'ModelConfig':
         """Reads the dict of a `config.json` of transformers 4 or 5; raises CheckpointError."""
         kind = raw.get('model_type') if isinstance(raw, dict) else None
-        if kind not in ARCHITECTURES:
-            raise CheckpointError(f'{where}: model_type is {kind!r}; this file reads '
+        if kind not in tuple(ARCHITECTURES):
+            raise CheckpointError(f'{where}: model_type is {kind!r}; this program reads '
                                   f'{", ".join(ARCHITECTURES)}')
-        for key, allowed in ONLY.items():
-            if raw.get(key) is not None and raw[key] not in allowed:
-                raise CheckpointError(f'{where}: {key} = {raw[key]!r} is not supported')
-        activation = raw.get('hidden_activation') or raw.get('hidden_act') or ACTIVATIONS[kind]
-        if activation != ACTIVATIONS[kind]:
-            raise CheckpointError(f'{where}: activation {activation!r}; {kind} has '
-                                  f'{ACTIVATIONS[kind]!r}')
+        for key in raw.keys() & FIELDS.keys() - FOREIGN[kind]:
+            _check_field(FIELDS, key, raw[key], where)
+        for key in ('hidden_activation', 'hidden_act'):
+            _check_field({key: _one_of(ACTIVATIONS[kind])}, key, raw.get(key, ACTIVATIONS[kind]),
+                         where)
         known = {f.name for f in fields(cls)} - {'extra'} - FOREIGN[kind]
         values = DEFAULTS[kind] | {k: v for k, v in raw.items() if k in known}
-        # transformers 5 keeps rotary settings together and calls the data type `dtype`
-        rope = raw.get('rope_parameters') or raw.get('rope_scaling') or {}
-        scheme = rope.get('rope_type', rope.get('type', 'default'))
-        if scheme not in ('default', 'llama3'):
-            raise CheckpointError(f'{where}: rope type {scheme!r} is not supported; '
-                                  f"'default' and 'llama3' are")
-        if scheme == 'llama3' and not rope.keys() >= LLAMA3_ROPE_KEYS:
-            raise CheckpointError(f'{where}: rope scaling without '
-                                  f'{", ".join(LLAMA3_ROPE_KEYS - rope.keys())}')
-        values['rope_theta'] = float(rope.get('rope_theta', raw.get('rope_theta', 10000.0)))
-        values['rope_scaling'] = rope if scheme == 'llama3' else None
+        values['rope_theta'], values['rope_scaling'] = resolve_rope(raw, where)
         values['dtype'] = raw.get('dtype') or raw.get('torch_dtype') or 'float32'
         values['extra'] = {k: v for k, v in raw.items() if k not in known | FOREIGN[kind]
                            and k not in ('rope_parameters', 'torch_dtype', 'architectures',
                                          'hidden_act', 'hidden_activation')}
         for key in ('vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers',
                     'num_attention_heads'):
-            if not isinstance(values.get(key), int):
-                raise CheckpointError(f'{where}: {key} is {values.get(key)!r}; wanted an int')
-        return cls(**values)
+            if key not in values:
+                raise CheckpointError(f'{where}: {key} is missing; it must be {FIELDS[key][0]}')
+        for key in FLOATS & values.keys():      # transformers refuses an integer there
+            values[key] = values[key] if values[key] is None else float(values[key])
+        for key in NOT_NULL[kind]:
+            if values[key] is None:
+                raise CheckpointError(f'{where}: {key} = None is not supported for {kind}')
+        config = cls(**values)
+        config.check(where)
+        return config
+
+    def check(self, where: str):
+        """Raises CheckpointError where the values do not fit each other."""
+        D, H, K = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
+        n_layers, n_types = self.num_hidden_layers, len(self.layer_types or ())
+        for problem, wrong in (
+                (f'hidden_size = {D} is not a multiple of num_attention_heads = {H}', D % H),
+                (f'num_attention_heads = {H} is not a multiple of num_key_value_heads = {K}', H % K),
+                (f'head_dim = {self.head_dim} is odd; rotary positions need pairs',
+                 self.head_dim % 2),
+                (f'layer_types has {n_types} items for num_hidden_layers = {n_layers}',
+                 n_types not in (0, n_layers)),
+                ('sliding_window = None beside layer_types; it must be an integer',
+                 self.layer_types is not None and self.sliding_window is None)):
+            if wrong:
+                raise CheckpointError(f'{where}: {problem}')
 
     def to_hf(self) -> dict:
         """The dict of a `config.json` that transformers 4 and 5 and vLLM read."""
         values = asdict(self)
         extra = values.pop('extra')
         values['torch_dtype'] = values.pop('dtype')
+        if self.layer_types is None:    # transformers takes a Mistral with this key for a Ministral
+            values.pop('layer_types')
         values = {k: v for k, v in values.items() if k not in FOREIGN[self.model_type]}
         key = 'hidden_activation' if self.model_type == 'gemma2' else 'hidden_act'
         values[key] = ACTIVATIONS[self.model_type]
@@ -521,8 +655,12 @@ def add_lora(model: CausalLM, rank: int, alpha: float, dropout: float, targets: 
                 setattr(owner, name, LoRALinear(getattr(owner, name), rank, alpha, dropout))
 
 
-def save_adapter(model: CausalLM, folder: str | Path, base: str, full=None, write=True):
-    """Writes the adapters alone, as the folder that `peft` loads beside the model `base`."""
+def save_adapter(model: CausalLM, folder: str | Path, base: str, full=None,
+                 write=True, claim=None) -> list[str]:
+    """Writes the adapters alone, as the folder that `peft` loads beside the model `base`.
+
+    Returns the names of the files, relative to `folder`.
+    """
     folder = Path(folder)
     adapted = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
     tensors = {f'base_model.model.{name}.{part}.weight':
@@ -534,13 +672,17 @@ def save_adapter(model: CausalLM, folder: str | Path, base: str, full=None, writ
               'r': rank, 'lora_alpha': some.scale * rank, 'lora_dropout': some.dropout.p,
               'target_modules': sorted({name.rpartition('.')[2] for name in adapted}),
               'bias': 'none', 'fan_in_fan_out': False, 'inference_mode': True}
+    names = ['adapter_model.safetensors', 'adapter_config.json']
     if write:
+        if claim:
+            claim(*names)
         folder.mkdir(parents=True, exist_ok=True)
         write_tensors(folder / 'adapter_model.safetensors.tmp', tensors)
         (folder / 'adapter_config.json.tmp').write_text(json.dumps(config, indent=2) + '\n',
                                                         encoding='utf-8')
-        for name in ('adapter_model.safetensors', 'adapter_config.json'):
+        for name in names:
             os.replace(folder / f'{name}.tmp', folder / name)
+    return names
 
 
 # ------------------------------------------------------------------------------------------------
@@ -549,8 +691,11 @@ def save_adapter(model: CausalLM, folder: str | Path, base: str, full=None, writ
 
 def fetch(name: str, revision: str | None = None) -> Path:
     """The folder of a model: `name` if it is one, else a snapshot from the Hugging Face hub."""
-    if Path(name).is_dir():
-        return Path(name)
+    path = Path(os.path.expanduser(name))
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(f'{name} is a file; a model is the folder that holds its config.json')
     if name.startswith(('/', '.', '~')) or name.count('/') != 1:
         raise CheckpointError(f'no model folder at {name}, and it is not a hub name '
                               f'like google/gemma-2-2b')
@@ -571,17 +716,48 @@ def fetch(name: str, revision: str | None = None) -> Path:
 
 
 def read_config(folder: str | Path, changes: dict | None = None) -> ModelConfig:
-    """The config.json of `folder`, with `changes` to its keys."""
-    path = Path(folder) / 'config.json'
+    """The config.json of `folder`, with `changes` to its keys.
+
+    Changes apply to the resolved value: {'rope_theta': 5e5} also where the file has it in
+    rope_parameters. Raises CheckpointError for a key that the architecture does not have.
+    """
+    path, changes = Path(folder) / 'config.json', changes or {}
     try:
         raw = json.loads(path.read_text(encoding='utf-8'))
     except FileNotFoundError:
-        raise CheckpointError(f'{folder} is not a model folder: it has no config.json') from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(_not_a_model(Path(folder))) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f'{path}: not valid JSON: {error}') from error
-    if isinstance(raw, dict):
-        raw |= changes or {}
-    return ModelConfig.from_hf(raw, str(path))
+    if not changes:
+        return ModelConfig.from_hf(raw, str(path))
+    ModelConfig.from_hf(raw, str(path))     # what is wrong with the file itself is said first
+    theta, scaling = resolve_rope(raw, str(path))
+    raw = {k: v for k, v in raw.items() if k not in ROPE_BLOCKS}
+    own = changes.get('rope_parameters') or changes.get('rope_scaling') or {}
+    raw |= {} if 'rope_parameters' in changes else {'rope_scaling': scaling}
+    raw['rope_theta'] = own.get('rope_theta', theta)
+    if 'torch_dtype' in changes:
+        raw.pop('dtype', None)
+    raw |= changes
+    kind = raw['model_type'] if raw['model_type'] in tuple(ARCHITECTURES) else 'llama'
+    known = (raw.keys() - changes.keys() | FIELDS.keys() | {*ROPE_BLOCKS, 'model_type'}
+             | {'hidden_act', 'hidden_activation'}) - FOREIGN[kind]
+    for key in changes:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f'; did you mean {near[0]!r}?' if near else ''
+            raise CheckpointError(f'shape: {kind} has no key {key!r} in its config.json{hint}')
+    return ModelConfig.from_hf(raw, f'{path} with shape = {changes}')
+
+
+def _not_a_model(folder):
+    adapter = folder / 'adapter_config.json'
+    if not adapter.exists():
+        return f'{folder} is not a model folder: it has no config.json'
+    merged = folder.resolve().parent
+    where = (f'the merged model is in {merged}' if (merged / 'config.json').exists() else
+             'merge them into the base model that adapter_config.json names')
+    return f'{folder} holds LoRA adapters alone, which are not a model; {where}'
 
 
 def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
@@ -589,28 +765,116 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     """A CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
     Tensors are read one at a time, so no second copy of the model is ever held. Raises
-    CheckpointError naming the tensor that is missing, unknown or misshaped, or the broken file.
+    CheckpointError as `check_weights` does.
     """
     config = read_config(folder)
     dtype = dtype or getattr(torch, config.dtype)
+    files = check_weights(folder, config)
     with torch.device('meta'):
         model = CausalLM(config, attn_dropout, resid_dropout)
-    wanted = dict(model.named_parameters())
-    files = weight_files(Path(folder))
-    # old Llama conversions carry rotary buffers, some tied checkpoints a copy of the embedding
-    files = {k: f for k, f in files.items() if k in wanted or not (
-        k.endswith('rotary_emb.inv_freq') or k == 'lm_head.weight')}
-    for problem, keys in (('is missing', wanted.keys() - files.keys()),
-                          ('is unknown to this architecture', files.keys() - wanted.keys())):
-        if keys:
-            more = f' (and {len(keys) - 1} more)' if len(keys) > 1 else ''
-            raise CheckpointError(f'{folder}: tensor {min(keys)}{more} {problem}')
     shards = sorted(set(files.values()))
     for path in tqdm(shards, 'loading', unit=' shards', disable=len(shards) == 1):
         with _open(path) as tensors:
             for key in (k for k, f in files.items() if f == path):
-                _put(model, key, tensors, path, device, dtype)
+                owner, _, name = key.rpartition('.')
+                # a copy of its own, never a view into the file, which may be replaced meanwhile
+                tensor = tensors.get_tensor(key).to(device, dtype, copy=True)
+                setattr(model.get_submodule(owner), name, nn.Parameter(tensor))
     return model
+
+
+def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
+    """{parameter: its safetensors file} of `folder`, checked from the files' headers alone.
+
+    Raises CheckpointError naming the tensor that is missing, unknown, misshaped or quantized, or
+    the broken file. An output matrix beside tied embeddings is read, and must equal them.
+    """
+    folder = Path(folder)
+    with torch.device('meta'):
+        shapes = {k: list(p.shape) for k, p in CausalLM(config).named_parameters()}
+    files = weight_files(folder)
+    if config.tie_word_embeddings and {HEAD, EMBEDDING} <= files.keys():
+        _check_tied(files)
+    # old Llama conversions carry rotary buffers, some tied checkpoints a copy of the embedding
+    files = {k: f for k, f in files.items() if k in shapes or not (
+        k.endswith('rotary_emb.inv_freq') or k == HEAD)}
+    for problem, keys in (('is missing', shapes.keys() - files.keys()),
+                          ('is unknown to this architecture', files.keys() - shapes.keys())):
+        if keys:
+            more = f' (and {len(keys) - 1} more)' if len(keys) > 1 else ''
+            raise CheckpointError(f'{folder}: tensor {min(keys)}{more} {problem}')
+    for path in sorted(set(files.values())):
+        with _open(path) as tensors:
+            present = set(tensors.keys())
+            for key in (k for k, f in files.items() if f == path):
+                if key not in present:
+                    raise CheckpointError(f'{path}: tensor {key} is missing, though the index puts '
+                                          f'it there')
+                tensor = tensors.get_slice(key)
+                if tensor.get_shape() != shapes[key]:
+                    raise CheckpointError(f'{path}: tensor {key} has shape {tensor.get_shape()}, '
+                                          f'config.json wants {shapes[key]}')
+                if tensor.get_dtype() not in ('F64', 'F32', 'F16', 'BF16'):
+                    raise CheckpointError(f'{path}: tensor {key} is {tensor.get_dtype()}; quantized '
+                                          f'weights are not supported')
+    return files
+
+
+HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
+
+
+def _check_tied(files):
+    with _open(files[HEAD]) as a, _open(files[EMBEDDING]) as b:
+        head, embedding = a.get_slice(HEAD), b.get_slice(EMBEDDING)
+        shape = head.get_shape()
+        if shape == embedding.get_shape() and all(      # some rows at a time: both may be large
+                torch.equal(head[i:i + 4096].float(), embedding[i:i + 4096].float())
+                for i in range(0, shape[0], 4096)):
+            return
+    raise CheckpointError(f'{files[HEAD]}: tensor {HEAD} differs from {EMBEDDING}, but '
+                          f'tie_word_embeddings = true in config.json says that they are one; set '
+                          f'it to false to use both, or remove {HEAD}')
+
+
+def nonfinite_tensor(folder: str | Path) -> str | None:
+    """The name of the first tensor of a model folder that holds NaN or infinity, None if none."""
+    for key, path in sorted(weight_files(Path(folder)).items()):
+        with _open(path) as tensors:
+            tensor = tensors.get_tensor(key)
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                return key
+    return None
+
+
+def fingerprint(folder: str | Path) -> str:
+    """A hash of a model folder: config.json as parsed, and of every tensor its name, type, shape
+    and 16 blocks of 4 KiB spread evenly over its bytes.
+
+    It does not depend on formatting or on how the tensors are spread over files. A model of 16 GB
+    takes less than a second from an SSD.
+    """
+    folder = Path(folder)
+    config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
+    digest = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8)
+    blocks = {}
+    files = weight_files(folder)
+    for path in sorted(set(files.values())):
+        with open(path, 'rb', buffering=0) as file:
+            size = int.from_bytes(file.read(8), 'little')
+            header = json.loads(file.read(size))
+            for key in (k for k, f in files.items() if f == path and k in header):
+                start, end = header[key]['data_offsets']
+                starts = range(start, end, 4096)
+                if len(starts) > 16:
+                    starts = [start + i * (end - start - 4096) // 15 for i in range(16)]
+                described = f'{key} {header[key]["dtype"]} {header[key]["shape"]}'.encode()
+                blocks[key] = hashlib.blake2b(described)
+                for at in starts:
+                    file.seek(8 + size + at)
+                    blocks[key].update(file.read(min(4096, end - at)))
+    for key in sorted(blocks):
+        digest.update(blocks[key].digest())
+    return digest.hexdigest()
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -629,6 +893,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
             if not (folder / name).exists():
                 raise CheckpointError(f'{index} names {name}, which is not there; '
                                       f'download it again')
+        if single.exists() and single.name not in names.values():
+            raise CheckpointError(f'{folder} holds two models: {single.name}, and the shards of '
+                                  f'{index.name}; remove the one that is out of date')
         return {key: folder / name for key, name in names.items()}
     if single.exists():
         with _open(single) as tensors:
@@ -647,26 +914,8 @@ def _open(path: Path):
                               f'download or save it again') from error
 
 
-def _put(model: CausalLM, key: str, tensors, path: Path, device, dtype: torch.dtype):
-    """Replaces the meta parameter `key` by the tensor of that name in an open file."""
-    owner_name, _, name = key.rpartition('.')
-    owner = model.get_submodule(owner_name)
-    shape = list(getattr(owner, name).shape)
-    if key not in tensors.keys():
-        raise CheckpointError(f'{path}: tensor {key} is missing, though the index puts it there')
-    if tensors.get_slice(key).get_shape() != shape:
-        raise CheckpointError(f'{path}: tensor {key} has shape {tensors.get_slice(key).get_shape()}'
-                              f', config.json wants {shape}')
-    tensor = tensors.get_tensor(key)
-    if not tensor.is_floating_point():
-        raise CheckpointError(f'{path}: tensor {key} is {tensor.dtype}; quantised weights are not '
-                              f'supported')
-    # a copy of its own, never a view into the file, which may be replaced while we train
-    setattr(owner, name, nn.Parameter(tensor.to(device, dtype, copy=True)))
-
-
 def save(model: CausalLM, folder: str | Path, dtype: torch.dtype, side_files: Path | None = None,
-         full=None, write=True):
+         full=None, write=True, claim=None) -> list[str]:
     """Writes config and weights as `dtype` in the Hugging Face layout, shards of 5 GB at most.
 
     `side_files`: the base model's folder, from which tokenizer and generation files are copied.
@@ -674,7 +923,9 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype, side_files: Pa
     if another has the missing bits, whole if it is spread over processes. All of these take part
     then, and one of them writes (`write`). LoRA is merged, in float32.
     All files get temporary names first and are renamed together once every byte is written,
-    config.json last: a folder that has it is whole. Raises CheckpointError or OSError.
+    config.json last: a folder that has it is whole. No other file is touched. Returns the names of
+    the files, relative to `folder`; `claim(*names)` is called with them before any is written.
+    Raises CheckpointError or OSError.
     """
     folder = Path(folder)
     full = full or Tensor.detach
@@ -710,6 +961,8 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype, side_files: Pa
     copied = {k: v for k, v in copied.items() if v.resolve() != (folder / k).resolve()}
     written = [*names, *copied, *reversed(texts)]
     if write:
+        if claim:
+            claim(*written)
         folder.mkdir(parents=True, exist_ok=True)
     try:
         for name, keys in zip(names, shards, strict=True):
@@ -717,7 +970,7 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype, side_files: Pa
             if write:
                 write_tensors(folder / f'{name}.tmp', tensors)
         if not write:
-            return
+            return [str(name) for name in written]
         for name, content in texts.items():
             (folder / f'{name}.tmp').write_text(json.dumps(content, indent=2) + '\n',
                                                 encoding='utf-8')
@@ -729,9 +982,7 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype, side_files: Pa
     finally:
         for name in written if write else ():
             (folder / f'{name}.tmp').unlink(missing_ok=True)
-    for old in folder.glob('model*.safetensors*'):  # shards of an earlier save in this folder
-        if old.name not in written:
-            old.unlink()
+    return [str(name) for name in written]
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]):

@@ -4,12 +4,14 @@ Everything here is computed from the saved samples, without a model: results.jso
 samples.jsonl.
 """
 
+import contextlib
 import csv
 import io
 import json
 import math
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,11 +48,11 @@ class Predictions(NamedTuple):
     def report(self):
         means = {} if self.nll is None else {'entropy_bits': float(self.entropy_bits.mean()),
                                              'nll': float(self.nll.mean())}
-        return metrics.report(self.probs, self.labels, self.n_options) | means
+        return metrics.report(self.probs, self.labels, self.n_options, scores=self.scores) | means
 
     def bootstrap(self, n_resamples, seed):
-        found = metrics.bootstrap(self.probs, self.labels, self.n_options, n_resamples=n_resamples,
-                                  seed=seed)
+        found = metrics.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
+                                  n_resamples=n_resamples, seed=seed)
         if self.nll is not None:
             random, n = np.random.default_rng(seed), len(self.nll)
             drawn = [random.integers(n, size=n) for _ in range(n_resamples)]
@@ -60,20 +62,75 @@ class Predictions(NamedTuple):
 
     def top(self):
         """(confidence [N], right or wrong bool [N])"""
-        if self.probs.ndim == 1:
-            return self.probs, self.labels
-        return self.probs.max(1), self.probs.argmax(1) == self.labels
+        return metrics.top_label(self.probs, self.labels)
+
+
+# what a sample of a question holds for every option, and what a sample of a token holds
+OPTION_KEYS = ('log_probs', 'options', 'n_tokens')
+TOKEN_KEYS = ('confidence', 'correct', 'log_prob', 'entropy')
 
 
 def read_samples(path):
-    """The samples in `path`, as a list of dicts; a last line cut off by a crash is left out."""
-    rows = [row for _, row in read_rows(path)]
-    if rows and isinstance(rows[-1], DataError):
+    """Return the samples in `path` in the order of the file, as a list of dicts.
+
+    A last line cut off by a crash is left out; a line that repeats an earlier one counts once.
+    Raises DataError with file and line for any other damaged line, and for two samples of the same
+    prompt that differ.
+    """
+    rows = list(read_rows(path))
+    if rows and isinstance(rows[-1][1], DataError) and not _ends_with_newline(path):
         rows.pop()
-    for row in rows:
+    seen = {}
+    for place, row in rows:
         if isinstance(row, DataError):
             raise row
-    return rows
+        if wrong := _sample_error(row):
+            raise DataError(f'{place}: not a sample of evaluate.py: {wrong}')
+        key = (*sample_order(row), row.get('prompt'))
+        first_place, first = seen.setdefault(key, (place, row))
+        if row != first:
+            raise DataError(f'{place}: differs from {first_place}, which is of the same question '
+                            f'({row["task"]} {row["id"]}); two processes wrote this file, or it '
+                            f'was edited: remove one of the two lines')
+    return [row for _, row in seen.values()]
+
+
+def _ends_with_newline(path):
+    with open(path, 'rb') as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b'\n'
+
+
+def _sample_error(row):
+    """What is wrong with a row of samples.jsonl; '' if nothing is."""
+    wanted = ['task', 'id', *((*OPTION_KEYS, 'answer') if 'log_probs' in row else TOKEN_KEYS)]
+    if missing := [key for key in wanted if key not in row]:
+        return f'it lacks {", ".join(missing)}'
+    if 'log_probs' not in row:
+        numbers = [row[key] for key in TOKEN_KEYS]
+        return '' if all(map(_is_number, numbers)) else f'{", ".join(TOKEN_KEYS)} must be numbers'
+    if not all(isinstance(row[key], list) for key in OPTION_KEYS) or not (
+            0 < len(row['log_probs']) == len(row['options']) == len(row['n_tokens'])):
+        return f'{", ".join(OPTION_KEYS)} must be lists with one value per option'
+    if not all(map(_is_number, row['log_probs'])):
+        return 'log_probs must be finite numbers'
+    if type(row['answer']) is not int or not 0 <= row['answer'] < len(row['options']):
+        return f'answer is {row["answer"]!r}; it must be a number below {len(row["options"])}'
+    return ''
+
+
+def _is_number(value):
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def last_asked(samples):
+    """The samples without those of questions that a later sample asks with another prompt."""
+    prompts = {_question(s): s.get('prompt') for s in samples}
+    return [s for s in samples if s.get('prompt') == prompts[_question(s)]]
+
+
+def _question(sample):
+    return (*sample_order(sample)[:3], sample.get('text', sample['id']))
 
 
 def predictions(samples, norm):
@@ -250,9 +307,9 @@ def post_hoc(test, held, n_bootstrap, seed):
         place = 'the other half of the questions'
     found = {'fitted_on': place, 'platt': []}
     confidence, correct = test.top()
-    platt, scaled = np.empty(n), np.zeros_like(test.probs)
+    platt, scaled = np.empty(n), None
     if test.scores is not None:
-        found['temperature'] = []
+        found['temperature'], scaled = [], np.empty_like(test.scores)
     for fit, use in parts:
         a, b = metrics.fit_platt(*fit.top())
         found['platt'].append([a, b])
@@ -260,10 +317,11 @@ def post_hoc(test, held, n_bootstrap, seed):
         if test.scores is not None:
             temperature = metrics.fit_temperature(fit.scores, fit.labels)
             found['temperature'].append(temperature)
-            scaled[use] = metrics.softmax(test.scores[use], temperature)
+            scaled[use] = test.scores[use] / temperature
     groups = {'platt': Predictions(platt, correct)}
     if test.scores is not None:
-        groups['temperature'] = Predictions(scaled, test.labels, test.n_options, test.scores)
+        groups['temperature'] = Predictions(metrics.softmax(scaled), test.labels, test.n_options,
+                                            scaled)
     found['reports'] = measure(dict(sorted(groups.items(), reverse=True)), n_bootstrap, seed)[0]
     return found
 
@@ -279,14 +337,30 @@ def write_text(path, text):
     os.replace(part, path)
 
 
+@contextlib.contextmanager
+def warn_on_failure(name):
+    """Print a warning if writing `name` fails inside; the run goes on without it."""
+    try:
+        yield
+    except Exception as error:      # matplotlib raises many kinds
+        print(f'warning: {name} was not written: {type(error).__name__}: {error}',
+              file=sys.stderr)
+
+
 def save(results, panels, out_dir):
-    """results.json, results.md, results.csv, reliability.png, and a grid for several languages.
+    """Write results.csv, .md and .json, reliability.png, and a grid for several languages.
 
     panels: {task: (Predictions, {language: Predictions})}; {} for no pictures
+    Only results.json has to succeed: a table or a picture that fails is a warning.
     """
     out_dir = Path(out_dir)
-    write_text(out_dir / 'results.csv', to_csv(results))
-    write_text(out_dir / 'results.md', to_markdown(results))
+    with warn_on_failure(out_dir / 'results.csv'):
+        write_text(out_dir / 'results.csv', to_csv(results))
+    with warn_on_failure(out_dir / 'results.md'):
+        write_text(out_dir / 'results.md', to_markdown(results))
+    # after the tables: a folder that has results.json has them
+    write_text(out_dir / 'results.json', json.dumps(_json(results), indent=1, ensure_ascii=False)
+               + '\n')
     if panels:
         draw_reliability(out_dir / 'reliability.png',
                          [(task, p) for task, (p, _) in panels.items()])
@@ -294,9 +368,6 @@ def save(results, panels, out_dir):
         if languages:
             draw_reliability(out_dir / f'reliability-{task}-languages.png', languages.items(),
                              columns=7)
-    # last: where it is, the others are
-    write_text(out_dir / 'results.json', json.dumps(_json(results), indent=1, ensure_ascii=False)
-               + '\n')
 
 
 def report_rows(result):
@@ -311,11 +382,26 @@ def report_rows(result):
     return rows
 
 
-def heading(task, result, distribution):
+def setting(task, result):
+    """What the numbers of a task mean: 'mmlu (preset mmlu, 5 shots, letters, token)'.
+
+    Says also if only a sample of the task was scored. Raises DataError where `result` is of an
+    earlier version, without its distribution.
+    """
+    if 'distribution' not in result:
+        raise DataError(f'the results of {task} do not say how it was scored: they are of an '
+                        f'earlier version; evaluate again')
+    how = f'preset {result["distribution"]}' if 'mass' in result else 'top token'
+    if sample := result.get('sample'):
+        how += f'; sample of {sample["questions"]:,} of {sample["of"]:,} questions'
+    return f'{task} ({how})'
+
+
+def heading(task, result):
     """One line on how the numbers of a task came about."""
-    text = f'{task} ({distribution}' if 'mass' in result else f'{task} (top token'
+    text = setting(task, result)[:-1]
     if 'mass' in result:
-        text += f'; the model gives all options together {result["mass"]:.3f} of its probability'
+        text += f'; the options together have probability {result["mass"]:.3f} of the model'
     if 'post_hoc' in result:
         fitted = result['post_hoc']
         values = [f'a {a:.3f}, b {b:.3f}' for a, b in fitted['platt']]
@@ -326,9 +412,29 @@ def heading(task, result, distribution):
     return text + ')'
 
 
-def cells(rows, columns):
+def notes(result):
+    """What a reader of a task's table should know besides, a line each."""
+    lines = []
+    if result.get('bad_rows'):
+        lines.append(f'{result["bad_rows"]} bad rows left out, the first: '
+                     f'{result["first_bad"]}')
+    if result.get('fewer_shots'):
+        lines.append(f'{result["fewer_shots"]} questions had fewer shots: their prompts were too '
+                     f'long')
+    if result.get('duplicate_options'):
+        lines.append(f'{result["duplicate_options"]} questions list the same option twice')
+    return lines
+
+
+def task_text(task, result):
+    """Heading, table and notes of a task, as text."""
+    rows = [(name, report) for _, name, report in report_rows(result)]
+    return '\n'.join([heading(task, result), table(rows), *notes(result)])
+
+
+def cells(rows, columns, first='group'):
     """[[text]] of [(name, report)] under a header; what a report lacks stays empty."""
-    found = [['', *(title for _, title, _ in columns)]]
+    found = [[first, *(title for _, title, _ in columns)]]
     for name, report in rows:
         values = dict(report)
         if 'accuracy_low' in report:
@@ -338,12 +444,13 @@ def cells(rows, columns):
         found.append([name, *(format(values[key], spec) if key in values else ''
                               for key, _, spec in columns)])
     used = [any(column[1:]) for column in zip(*found, strict=True)]
+    used[0] = True
     return [[text for text, use in zip(row, used, strict=True) if use] for row in found]
 
 
-def table(rows, columns=FULL):
-    """A text table of [(row name, report)]."""
-    return aligned(cells(rows, columns))
+def table(rows, columns=FULL, first='group'):
+    """A text table of [(row name, report)]; `first` is the title of the names."""
+    return aligned(cells(rows, columns, first))
 
 
 def aligned(found):
@@ -354,7 +461,7 @@ def aligned(found):
 
 
 def markdown(found):
-    lines = ['| ' + ' | '.join(row) + ' |' for row in found]
+    lines = ['| ' + ' | '.join(cell.replace('|', '\\|') for cell in row) + ' |' for row in found]
     return '\n'.join([lines[0], '|' + '---|' * len(found[0]), *lines[1:]]) + '\n'
 
 
@@ -362,30 +469,32 @@ def to_markdown(results):
     parts = []
     for task, result in results['tasks'].items():
         rows = [(name, report) for _, name, report in report_rows(result)]
-        parts.append(f'### {heading(task, result, results["distribution"])}\n\n'
-                     + markdown(cells(rows, FULL)))
+        parts.append(f'### {heading(task, result)}\n\n{markdown(cells(rows, FULL))}'
+                     + ''.join(f'\n{line}\n' for line in notes(result)))
     return '\n'.join(parts)
 
 
 def to_csv(results):
-    """One line a report: every metric and the ends of its interval."""
-    lines, names = [], []
+    """One line per report: every metric and the ends of its interval."""
+    lines = []
     for task, result in results['tasks'].items():
+        how = {'distribution': result['distribution']}
+        if 'sample' in result:
+            how['sample_of'] = result['sample']['of']
         for kind, name, report in report_rows(result):
-            line = {'task': task, 'kind': kind, 'name': name}
-            for key, value in report.items():
-                if key != 'intervals':
-                    line[key] = value
+            line = {'task': task, 'kind': kind, 'name': name} | how
+            line |= {key: value for key, value in report.items() if key != 'intervals'}
             for key, (low, high) in report.get('intervals', {}).items():
                 line[f'{key}_boot_low'], line[f'{key}_boot_high'] = low, high
             lines.append(line)
-            names += [key for key in line if key not in names]
-    return csv_text(names, lines)
+    return csv_text(lines)
 
 
-def csv_text(names, lines):
+def csv_text(lines):
+    """CSV of dicts; its columns are the keys of all of them, in the order in which they come."""
     file = io.StringIO()
-    writer = csv.DictWriter(file, names, lineterminator='\n')
+    writer = csv.DictWriter(file, list(dict.fromkeys(key for line in lines for key in line)),
+                            lineterminator='\n')
     writer.writeheader()
     writer.writerows(lines)
     return file.getvalue()
@@ -397,45 +506,39 @@ def csv_text(names, lines):
 
 def draw_reliability(path, panels, n_bins=10, columns=5):
     """Reliability diagrams of panels = [(title, Predictions), ...], as `draw_bins` draws them."""
-    draw_bins(path, [(title, {'accuracy': metrics.accuracy(found.probs, found.labels),
-                              'confidence': metrics.mean_confidence(found.probs, found.labels),
-                              'ECE': metrics.ece(found.probs, found.labels, n_bins)},
-                      metrics.bins(found.probs, found.labels, n_bins))
-                     for title, found in panels], columns)
+    with warn_on_failure(path):
+        draw_bins(path, [(title, {'accuracy': metrics.accuracy(found.probs, found.labels),
+                                  'confidence': metrics.mean_confidence(found.probs, found.labels),
+                                  'ECE': metrics.ece(found.probs, found.labels, n_bins)},
+                          metrics.bins(found.probs, found.labels, n_bins))
+                         for title, found in panels], columns)
 
 
 def draw_bins(path, panels, columns=5):
     """Reliability diagrams side by side, PNG: panels = [(title, {name: number}, bins), ...].
 
     bins: as metrics.bins gives them.
-    Bars: accuracy of the questions whose confidence falls into the bin; the gap to the diagonal is
-    shaded. Below: the share of questions in each bin. More than `columns` panels take several rows.
+    Bars: accuracy of the questions whose confidence falls into the bin, with its 95 % Wilson
+    interval; the gap to their mean confidence is shaded. Below: the share of questions in each bin.
+    More than `columns` panels take several rows.
     """
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(2 * rows, columns, figsize=(3.6 * columns, 4.6 * rows),
-                                squeeze=False, sharex=True, height_ratios=(3, 1) * rows,
-                                layout='constrained')
-    highest = 0
-    for i, (title, numbers, bins) in enumerate(panels):
+    figure, axes = plt.subplots(2 * rows, columns, squeeze=False, sharex=True,
+                                figsize=(max(3.6 * columns, 4.5), 4.6 * rows + 0.5),
+                                height_ratios=(3, 1) * rows, layout='constrained')
+    highest = max(float(bins['count'].max() / bins['count'].sum()) for _, _, bins in panels)
+    for i in range(rows * columns):
         top, bottom = axes[i // columns * 2:, i % columns][:2]
-        n_bins = len(bins['count'])
-        used = bins['count'] > 0
-        left, width = np.arange(n_bins)[used] / n_bins, 1 / n_bins
-        accuracy, confidence = bins['accuracy'][used], bins['confidence'][used]
-        top.bar(left, accuracy, width, align='edge', color='#4878a8', edgecolor='white')
-        top.bar(left, confidence - accuracy, width, bottom=accuracy, align='edge', color='#d1605e',
-                alpha=0.35, label='gap to confidence')
-        top.plot((0, 1), (0, 1), color='black', linewidth=1, linestyle='--')
-        top.set_title('{}\naccuracy {accuracy:.3f}, confidence {confidence:.3f}\nECE {ECE:.3f}'
-                      .format(title, **numbers), fontsize=9)
-        top.set(xlim=(0, 1), ylim=(0, 1))
-        shares = bins['count'][used] / bins['count'].sum()
-        highest = max(highest, shares.max())
-        bottom.bar(left, shares, width, align='edge', color='#888888', edgecolor='white')
+        if i >= len(panels):
+            top.axis('off')
+            bottom.axis('off')
+            continue
+        _draw_panel(top, bottom, *panels[i])
+        bottom.set_ylim(0, 1.05 * highest)
         if i % columns == 0:
             top.set_ylabel('accuracy')
             bottom.set_ylabel('share')
@@ -445,14 +548,45 @@ def draw_bins(path, panels, columns=5):
         if i + columns >= len(panels):
             bottom.set_xlabel('confidence')
             bottom.tick_params(labelbottom=True)
-    for i in range(rows * columns):
-        top, bottom = axes[i // columns * 2:, i % columns][:2]
-        bottom.set_ylim(0, 1.05 * highest)
-        if i >= len(panels):
-            top.axis('off')
-            bottom.axis('off')
-    axes[0, 0].legend(loc='upper left', fontsize=8, frameon=False)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', fontsize=8,
+                  frameon=False, ncols=1 if columns == 1 else 2 if columns < 4 else 5)
     save_figure(figure, path, 150 if rows == 1 else 80)
+
+
+# the gap between accuracy and confidence, by its sign: label and color
+GAPS = (('overconfident: confidence above accuracy', '#e8a29e'),
+        ('underconfident: confidence below accuracy', '#f5c566'))
+
+
+def _draw_panel(top, bottom, title, numbers, bins):
+    """One reliability diagram on the axes `top`, the shares of its bins on `bottom`."""
+    n_bins, count = len(bins['count']), bins['count'].sum()
+    used = bins['count'] > 0
+    left, width = np.arange(n_bins)[used] / n_bins, 1 / n_bins
+    accuracy, confidence, low, high = (bins[key][used] for key in (
+        'accuracy', 'confidence', 'low', 'high'))
+    top.bar(left, accuracy, width, align='edge', color='#4878a8', edgecolor='white',
+            label='accuracy of the bin')
+    for (label, color), gap in zip(GAPS, (confidence - accuracy, accuracy - confidence)):
+        # with a height of 0 in the other bins, so that every picture has both in its legend
+        top.bar(left, np.maximum(gap, 0), width, align='edge', color=color, label=label,
+                bottom=np.minimum(accuracy, confidence))
+    top.errorbar(left + width / 2, accuracy, (accuracy - low, high - accuracy), fmt='none',
+                 color='black', linewidth=1, capsize=2,
+                 label='95 % Wilson interval of the accuracy')
+    top.plot((0, 1), (0, 1), color='black', linewidth=1, linestyle='--',
+             label='perfect calibration')
+    top.set_title('{}\naccuracy {accuracy:.3f}, confidence {confidence:.3f}\n'
+                  'ECE {ECE:.3f}, n = {n:,}'.format(figure_title(title, 36), n=int(count),
+                                                    **numbers), fontsize=9)
+    top.set(xlim=(0, 1), ylim=(0, 1))
+    bottom.bar(left, bins['count'][used] / count, width, align='edge', color='#888888',
+               edgecolor='white')
+
+
+def figure_title(text, width):
+    """`text` in at most three lines of `width` characters, with no mathematics between $ signs."""
+    return '\n'.join(textwrap.wrap(text.replace('$', r'\$'), width, max_lines=3))
 
 
 def save_figure(figure, path, dpi):

@@ -7,17 +7,23 @@ holds the config, log.jsonl, the weights in Hugging Face layout with the tokeniz
 the calibration report.
 """
 
+import os
+import signal
+import sys
+
+if __name__ == '__main__':      # Ctrl-C while the libraries load, which takes seconds
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'stopped before it began\n'),
+                                             os._exit(128 + signal.SIGINT)))
+
 import contextlib
 import datetime
 import importlib.util
 import itertools
 import json
 import math
-import os
 import re
-import shutil
-import signal
-import sys
+import resource
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -43,9 +49,13 @@ from evaluate import (EvalConfig, HostCopy, evaluate, load_model_tokenizer, load
                       pick_dtype, task_label)
 from fused_ce import smoothed_cross_entropy, token_statistics
 from optim import AdamW
-from results import (SHORT, draw_reliability, predictions, read_samples, save_figure, table,
-                     write_text)
+from results import (SHORT, draw_reliability, figure_title, predictions, read_samples, save_figure,
+                     setting, table, write_text)
 from resume import Stopped, TrainingError, rank, world
+
+
+USAGE = ('python train.py configs/gemma2_ls01.py --lr=1e-5, or --help for all settings; '
+         'python evaluate.py --compare out/a out/b compares runs')
 
 
 @dataclass
@@ -192,20 +202,59 @@ def check(cfg):
     if cfg.resume and cfg.overwrite:
         raise ConfigError('resume goes on with the run in out_dir, overwrite removes it: one of '
                           'the two')
-    if cfg.resume and (out_dir / 'train_config.py').exists():
-        before = read_assignments(out_dir / 'train_config.py')
+    if not cfg.dry_run:
+        check_folder(cfg)
+
+
+# what a run writes into its folder, beside its checkpoints
+MODEL_FILES = ('config.json', 'model*.safetensors*', *models.SIDE_FILES)
+REPORT_FILES = ('results.json', 'results.md', 'results.csv', 'samples.jsonl', 'eval_config.json',
+                'reliability*.png')
+RUN_FILES = ('train_config.py', 'log.jsonl', 'loss.png', 'adapter/adapter_*', 'resume-*/state*',
+             *MODEL_FILES, *REPORT_FILES, *(f'epoch-*/{name}' for name in MODEL_FILES),
+             *(f'before/{name}' for name in REPORT_FILES))
+
+
+def check_folder(cfg):
+    """Raises ConfigError unless out_dir is free, or holds a run that is to be resumed or replaced.
+
+    Nothing is ever deleted or replaced that is not on the folder's list of files that runs wrote.
+    """
+    out_dir = Path(cfg.out_dir)
+    if out_dir.exists() and not out_dir.is_dir():
+        raise ConfigError(f'out_dir = {cfg.out_dir} is a file; a run needs a folder')
+    written = resume.written_files(out_dir)
+    there = sorted(p.name for p in out_dir.iterdir() if p.name != '.lock') if out_dir.exists() else []
+    if written is None and there:
+        raise ConfigError(
+            f'out_dir = {cfg.out_dir} is not empty (it holds {there[0]}) and has no '
+            f'{resume.LIST}, the list of files that a run wrote, so nothing in it is touched; '
+            f'choose another --out_dir, or move that folder away')
+    listed = {*(written or ()), *(f'before/{name}' for name in
+                                  resume.written_files(out_dir / 'before') or ())}
+    for path in sorted(p for pattern in RUN_FILES for p in out_dir.glob(pattern)):
+        name = path.relative_to(out_dir).as_posix()
+        if name not in listed and not path.is_dir() and name.removesuffix('.tmp') not in listed:
+            raise ConfigError(f'{path} was not written by a run, and a run would replace it; move '
+                              f'it away or choose another --out_dir')
+    before = out_dir / 'train_config.py'
+    if cfg.resume and before.exists():
+        values = read_assignments(before)
         for key, value in asdict(cfg).items():
-            if key not in FREE_KEYS and key in before and before[key][0] != value:
-                raise ConfigError(f'resume: {out_dir} was begun with {key} = {before[key][0]!r}, '
+            if key not in FREE_KEYS and key in values and values[key][0] != value:
+                raise ConfigError(f'resume: {out_dir} was begun with {key} = {values[key][0]!r}, '
                                   f'not {value!r}; go on with that, or --overwrite to begin anew')
-    if not (cfg.resume or cfg.overwrite or cfg.dry_run):
-        if any(out_dir.glob('model*.safetensors')):
+    if not (cfg.resume or cfg.overwrite) and written:
+        steps = list(resume.checkpoints(out_dir))
+        if (out_dir / 'config.json').exists():
             raise ConfigError(f'{cfg.out_dir} holds a finished run; choose another --out_dir, or '
                               f'--overwrite to replace it')
-        if resume.checkpoints(out_dir):
+        if steps:
             raise ConfigError(f'{cfg.out_dir} holds a run that was interrupted after step '
-                              f'{list(resume.checkpoints(out_dir))[-1]}; --resume goes on with it, '
-                              f'--overwrite begins anew')
+                              f'{steps[-1]}; --resume goes on with it, --overwrite begins anew')
+        raise ConfigError(f'{cfg.out_dir} holds {written[0]}, which an earlier run or evaluation '
+                          f'wrote; choose another --out_dir, or --overwrite to replace what is '
+                          f'listed in {resume.LIST}')
 
 
 # ------------------------------------------------------------------------------------------------
@@ -367,8 +416,7 @@ def train(cfg):
     with contextlib.ExitStack() as stack:
         if rank() == 0:
             stack.enter_context(resume.lock(out_dir))
-            if not cfg.resume:
-                clear(out_dir)
+            check_folder(cfg)       # again: now nobody else can change it
         return run(cfg, device, out_dir)
 
 
@@ -384,32 +432,25 @@ def run(cfg, device, out_dir):
                               f'{context} tokens')
         tasks = load_tasks(eval_config(cfg, folder, out_dir))  # what is wrong there is said first
         sequences, kept, held_out = load_sequences(cfg, tokenizer)
+        if not (cfg.from_scratch or cfg.dry_run):
+            models.check_weights(folder, config)
     results = {}
+    if cfg.overwrite and not cfg.dry_run and rank() == 0:   # now that everything is checked
+        resume.discard(out_dir / 'before')
+        resume.discard(out_dir)
     if cfg.eval_tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
         results['before'] = report(cfg, folder, tokenizer, tasks, out_dir / 'before')
     steps = int(len(kept) * cfg.epochs) // cfg.batch_size
     steps = min(steps, cfg.max_steps or steps)
     if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file that is written
         model = make_model(cfg, config, folder, device)
-        print_sizes(cfg, model, sequences, kept, steps)
+        print_sizes(cfg, model, sequences, kept, steps, device)
         show_example(sequences[kept[epoch_order(len(kept), 0, cfg.seed)[0]]], tokenizer)
         optimize(cfg, model, sequences, kept, held_out, steps, device, folder)
         del model  # the report reads what was saved: the weights that people will use
     if cfg.eval_tasks and not cfg.dry_run:
         results['after'] = report(cfg, out_dir, tokenizer, tasks, out_dir)
     return results
-
-
-def clear(out_dir):
-    """Removes what an earlier run left in `out_dir`: a folder never mixes two runs."""
-    (out_dir / 'config.json').unlink(missing_ok=True)   # first: it says that the rest is whole
-    for pattern in ('model*.safetensors*', 'log.jsonl', 'loss.png', 'train_config.py',
-                    'results.*', 'samples.jsonl', 'eval_config.json', 'reliability*.png'):
-        for path in out_dir.glob(pattern):
-            path.unlink()
-    for pattern in ('before', 'adapter', 'epoch-*', 'resume-*', 'runs', 'wandb'):
-        for folder in out_dir.glob(pattern):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_model(cfg, config, folder, device):
@@ -463,12 +504,12 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
     """
     optimizer, out_dir = make_optimizer(model, cfg), Path(cfg.out_dir)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    facts = {'steps': steps, 'sequences': len(kept), 'tokens': int(sequences.lengths[kept].sum())}
+    facts = {} if cfg.dry_run else {
+        'steps': steps, 'sequences': len(kept), 'data': sequences.digest,
+        'model': model.config.to_hf() if cfg.from_scratch else models.fingerprint(folder)}
     first = 0
-    if cfg.resume and not cfg.dry_run and resume.checkpoints(out_dir):
-        *_, checkpoint = resume.checkpoints(out_dir).values()
-        first = resume.restore(checkpoint, named, optimizer, facts)
-        print(f'going on after step {first}, from {checkpoint}')
+    if cfg.resume and not cfg.dry_run:
+        first = resume.restore(out_dir, named, optimizer, facts)
     # sequences in the order they are used, epoch behind epoch: every step takes batch_size of them
     epochs = range(math.ceil(steps * cfg.batch_size / len(kept)))
     order = np.concatenate([kept[epoch_order(len(kept), e, cfg.seed)] for e in epochs])
@@ -484,8 +525,9 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
     log = contextlib.nullcontext() if cfg.dry_run or rank() else open_log(cfg, first)
     track = start_tracker(cfg) if not (cfg.dry_run or rank()) else lambda record: None
     bar = tqdm(range(first, until), out_dir.name, unit=' steps', mininterval=1, initial=first,
-               total=until, disable=rank() > 0)
+               total=until, disable=rank() > 0 or None)     # None: no bar unless on a terminal
     unread = []     # the step that the device may still be busy with
+    started = time.monotonic()
 
     def read():
         """Waits for the unread step, checks and logs it."""
@@ -493,9 +535,12 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
             loss, nll, norm = ended.values().tolist()
             step = record['step']
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise TrainingError(f'step {step}: loss {loss}, gradient norm {norm}; lower lr or '
-                                    f'check the data: the sequences were {chosen.tolist()} of '
-                                    f'{cfg.data}, counted from 0; {resume.remedy(out_dir)}')
+                bad = None if cfg.from_scratch else models.nonfinite_tensor(folder)
+                cause = (f'the base model {cfg.model} has a value that is not finite in {bad}'
+                         if bad else f'lower lr or check the data: the sequences were '
+                         f'{chosen.tolist()} of {cfg.data}, counted from 0')
+                raise TrainingError(f'step {step}: loss {loss}, gradient norm {norm}; {cause}; '
+                                    f'{resume.remedy(out_dir)}')
             seconds = ended.seconds_after(begun)
             n_tokens = int((packed['owner'] >= 0).sum())
             record |= {'loss': loss, 'nll': nll, 'grad_norm': norm, 'tokens': n_tokens,
@@ -506,12 +551,20 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
             if step % cfg.log_every == 0 or step == until:
                 val = (f'  val nll {record["val_nll"]:.4f} ECE {record["val_ece"]:.3f}'
                        if 'val_nll' in record else '')
+                left = (time.monotonic() - started) / (step - first) * (until - step)
                 bar.write(f'step {step}/{steps}  loss {loss:.4f}  nll {nll:.4f}{val}  '
                           f'lr {record["lr"]:.2e}  grad norm {norm:.2f}  '
-                          f'{n_tokens / seconds:.0f} tokens/s')
+                          f'{n_tokens / seconds:.0f} tokens/s  '
+                          f'{datetime.timedelta(seconds=round(left))} left')
+            if step == first + 1:
+                bar.write(f'peak memory after the first step: {peak_memory(device):.2f} GiB')
             if not (cfg.dry_run or rank()):
-                log.write(json.dumps(record) + '\n')
-                log.flush()
+                try:
+                    log.write(json.dumps(record) + '\n')
+                    log.flush()
+                except OSError as error:
+                    raise TrainingError(f'{log.name}: {error.strerror}; '
+                                        f'{resume.remedy(out_dir)}') from error
                 track(record)
         unread.clear()
 
@@ -545,97 +598,165 @@ def optimize(cfg, model, sequences, kept, held_out, steps, device, folder):
             if signalled:
                 raise Stopped(f'stopped by {signal.Signals(signalled).name} after step {done}; '
                               f'--resume goes on from there', signalled)
-    if device.startswith('cuda'):
-        print(f'peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB')
+    print(f'peak memory {peak_memory(device):.2f} GiB')
     if not cfg.dry_run:
-        if rank() == 0 and cfg.pictures:
-            draw_loss(out_dir)
         save_weights(cfg, model, optimizer, out_dir, folder)
         if rank() == 0:
-            for old in out_dir.glob('resume-*'):
-                shutil.rmtree(old, ignore_errors=True)
+            resume.discard_checkpoints(out_dir)
+            if cfg.pictures:
+                draw_loss(out_dir)
+
+
+def peak_memory(device):
+    """GiB: of the GPU, or of this process where there is none."""
+    if device.startswith('cuda'):
+        return torch.cuda.max_memory_allocated() / 2 ** 30
+    unit = 1 if sys.platform == 'darwin' else 1024      # bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2 ** 30
 
 
 def open_log(cfg, first):
-    """log.jsonl with the records of the first `first` steps; the config is put beside it."""
+    """log.jsonl with the records of the first `first` steps; the config is put beside it.
+
+    What else an interrupted run's log holds, such as damaged lines, is kept in log.jsonl.damaged.
+    """
     out_dir = Path(cfg.out_dir)
+    path, kept, damaged = out_dir / 'log.jsonl', [], 0
+    resume.claim(out_dir, 'train_config.py', path.name)
     write_text(out_dir / 'train_config.py', dump_config(replace(cfg, resume=False)))
-    path, kept = out_dir / 'log.jsonl', []
     if first:
-        lines = path.read_text(encoding='utf-8').splitlines(keepends=True)
-        kept = [line for line in lines
-                if line.endswith('}\n') and json.loads(line)['step'] <= first]
+        lines = (path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
+                 if path.exists() else [])
+        for number, line in enumerate(lines, 1):
+            try:
+                if json.loads(line)['step'] <= first:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                damaged += number < len(lines)      # a crash may cut the last line off
+        if damaged:
+            resume.claim(out_dir, 'log.jsonl.damaged')
+            os.replace(path, out_dir / 'log.jsonl.damaged')
+        if damaged or len(kept) < first:
+            print(f'warning: {path} lacks {first - len(kept)} of the first {first} steps'
+                  + ('; what was found there is kept in log.jsonl.damaged' if damaged else ''))
     write_text(path, ''.join(kept))
     return open(path, 'a', encoding='utf-8')
 
 
 def start_tracker(cfg):
-    """A function that also sends each step's record to where `cfg.tracker` says."""
-    if cfg.tracker == 'wandb':
-        import wandb
-        run = wandb.init(project='nanocal', name=Path(cfg.out_dir).name, dir=cfg.out_dir,
-                         config=asdict(cfg))
-        return lambda record: run.log(record, step=record['step'])
-    if cfg.tracker == 'tensorboard':
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(Path(cfg.out_dir) / 'runs')
-        return lambda record: [writer.add_scalar(k, v, record['step']) for k, v in record.items()]
-    return lambda record: None
+    """A function that also sends each step's record to where `cfg.tracker` says.
+
+    A tracker that fails is a warning, once: the run goes on without it.
+    """
+    send = None
+    try:
+        if cfg.tracker == 'wandb':
+            import wandb
+            run = wandb.init(project='nanocal', name=Path(cfg.out_dir).name, dir=cfg.out_dir,
+                             config=asdict(cfg))
+            send = run.log
+        elif cfg.tracker == 'tensorboard':
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(Path(cfg.out_dir) / 'runs')
+
+            def send(record, step):
+                for key, value in record.items():
+                    writer.add_scalar(key, value, step)
+    except Exception as error:      # theirs can be any kind
+        print(f'warning: {cfg.tracker} could not be started, the run goes on without it: {error}')
+
+    def track(record):
+        nonlocal send
+        try:
+            if send:
+                send(record, step=record['step'])
+        except Exception as error:
+            print(f'warning: {cfg.tracker} failed, the run goes on without it: {error}')
+            send = None
+    return track
 
 
 def save_weights(cfg, model, optimizer, out_dir, folder):
     """Weights in Hugging Face layout; of LoRA merged, and the adapters alone in adapter/."""
     common = {'full': optimizer.master, 'write': rank() == 0}
+
+    def claim(place):
+        below = place.relative_to(cfg.out_dir)
+        return lambda *names: resume.claim(cfg.out_dir, *(below / name for name in names))
     try:
         if cfg.lora:
-            models.save_adapter(model, out_dir / 'adapter', cfg.model, **common)
-        models.save(model, out_dir, getattr(torch, cfg.save_dtype), folder, **common)
-    except (OSError, models.CheckpointError) as error:
+            models.save_adapter(model, out_dir / 'adapter', cfg.model,
+                                claim=claim(out_dir / 'adapter'), **common)
+        models.save(model, out_dir, getattr(torch, cfg.save_dtype), folder, claim=claim(out_dir),
+                    **common)
+    except (OSError, models.CheckpointError, ConfigError) as error:
         raise TrainingError(f'saving the weights to {out_dir} failed: {error}; '
                             f'{resume.remedy(cfg.out_dir)}') from error
 
 
 def save_epoch(cfg, model, optimizer, epoch, folder):
-    """Writes out_dir/epoch-<n>/ whole: under a temporary name, then renamed."""
-    final = Path(cfg.out_dir) / f'epoch-{epoch}'
-    part = final.with_name(f'{final.name}.tmp')
-    if rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)
-    save_weights(cfg, model, optimizer, part, folder)
-    if rank() == 0:
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(part, final)
+    """Writes out_dir/epoch-<n>/, config.json last: a folder that has it is complete."""
+    save_weights(cfg, model, optimizer, Path(cfg.out_dir) / f'epoch-{epoch}', folder)
 
 
 def draw_loss(out_dir):
-    """The run's course, from log.jsonl to loss.png."""
+    """loss.png, from log.jsonl; a picture that cannot be drawn is a warning."""
+    try:
+        resume.claim(out_dir, 'loss.png')
+        _draw_loss(out_dir)
+    except Exception as error:      # matplotlib's can be any kind
+        print(f'warning: {out_dir / "loss.png"} was not drawn: {error!r}')
+
+
+def _draw_loss(out_dir):
+    """Draw loss, NLL and gradient norm by step, from log.jsonl to loss.png."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
     with open(out_dir / 'log.jsonl', encoding='utf-8') as lines:
         log = [json.loads(line) for line in lines]
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1),
                                          layout='constrained')
-    for key, title, style in (('loss', 'smoothed loss', '-'), ('nll', 'NLL', '-'),
-                              ('val_nll', 'NLL, held out', 'o-')):
+    marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
+    for key, title, style in (('loss', 'smoothed loss', marker), ('nll', 'NLL', marker),
+                              ('val_nll', 'NLL, held out', 'o')):
         points = [(r['step'], r[key]) for r in log if key in r]
         if points and not (key == 'loss' and all(r['loss'] == r['nll'] for r in log)):
-            top.plot(*zip(*points, strict=True), style, label=title, linewidth=1, markersize=4)
-    top.set(ylabel='nats a token', title=out_dir.name)
+            top.plot(*zip(*points, strict=True), marker=style, label=title, linewidth=1,
+                     markersize=4)
+    top.set(ylabel='nats per token')
+    top.set_title(figure_title(out_dir.name, 70), fontsize=10)
     top.legend(frameon=False)
-    bottom.plot([r['step'] for r in log], [r['grad_norm'] for r in log], color='grey', linewidth=1)
-    bottom.set(xlabel='step', ylabel='gradient norm', yscale='log')
+    norms = [(r['step'], r['grad_norm']) for r in log if 0 < r['grad_norm'] < math.inf]
+    bottom.plot([step for step, _ in norms], [norm for _, norm in norms], marker=marker,
+                color='grey', linewidth=1)
+    # the limits hold a tick, however close the norms are
+    low = min((norm for _, norm in norms), default=1) / 2
+    high = max((norm for _, norm in norms), default=1) * 2
+    bottom.set(xlabel='step', ylabel='gradient\nnorm', yscale='log', ylim=(low, high))
+    bottom.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,)))
+    bottom.yaxis.set_major_formatter('{x:g}')
+    bottom.yaxis.set_minor_formatter(NullFormatter())
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1,
+                                                steps=(1, 2, 5, 10)))
     save_figure(figure, out_dir / 'loss.png', 150)
 
 
 def report(cfg, folder, tokenizer, tasks, out_dir):
     """Calibration of the model saved in `folder` on eval_tasks; files go to `out_dir`."""
-    results = out_dir / 'results.json'
-    if rank() == 0 and not (cfg.resume and results.exists()):
+    path = out_dir / 'results.json'
+
+    def complete():
+        try:
+            return tasks.keys() <= json.loads(path.read_text(encoding='utf-8'))['tasks'].keys()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+    if rank() == 0 and not (cfg.resume and complete()):
         evaluate(folder, tokenizer, tasks, eval_config(cfg, folder, out_dir), out_dir)
     if world() > 1:
         dist.barrier()
-    return json.loads(results.read_text(encoding='utf-8'))
+    return json.loads(path.read_text(encoding='utf-8'))
 
 
 def eval_config(cfg, folder, out_dir):
@@ -646,37 +767,29 @@ def eval_config(cfg, folder, out_dir):
                       pictures=cfg.pictures, add_bos=cfg.add_bos, pack_len=cfg.eval_pack_len,
                       batch_rows=cfg.eval_batch_rows, compile=cfg.compile,
                       on_bad_row=cfg.on_bad_row, seed=cfg.seed, dtype=cfg.dtype, device=cfg.device,
-                      out_dir=str(out_dir), overwrite=True)
+                      out_dir=str(out_dir))
 
 
-def print_sizes(cfg, model, sequences, kept, steps):
+def print_sizes(cfg, model, sequences, kept, steps, device):
+    """What the run is about to do; all settings are in the run's folder."""
     lengths, c = sequences.lengths[kept], model.config
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    width = model.head.dtype.itemsize
-    # weights; then for each trained one what the optimizer keeps, and its gradient
-    tokens = cfg.micro_rows * cfg.pack_len
-    several = lengths.mean() * cfg.batch_size > tokens * world()    # micro-batches in a step
-    if cfg.lora or width == 4:
-        each = 12
-    else:
-        each = 6 if cfg.master_weights == 'stochastic' else 14 if several else 12
-    # what the backward pass of a block keeps of a token: five activations of width D, queries, keys
-    # and values, and two of the MLP; with checkpointing the input alone, and one block
-    block = 5 * c.hidden_size + 2 * c.intermediate_size + c.head_dim * (
-        2 * c.num_attention_heads + 2 * c.num_key_value_heads)
-    layers = c.num_hidden_layers
-    activations = tokens * width * (layers * c.hidden_size + 2 * block
-                                    if cfg.checkpoint_activations else layers * block)
     adapters = f' ({trained:,} of them trained)' if trained < total else ''
-    print(f'{c.model_type}, {total:,} parameters{adapters}; {len(kept):,} sequences, '
-          f'{lengths.sum():,} tokens (mean {lengths.mean():.0f}, longest {lengths.max()}); '
-          f'{steps} steps of {cfg.batch_size} sequences, about '
+    name = torch.cuda.get_device_name(device) if device.startswith('cuda') else 'CPU'
+    print(f'device: {device} ({name}), {str(model.head.dtype).split(".")[-1]}')
+    print(f'model: {cfg.model}: {c.model_type}, {total:,} parameters{adapters}')
+    print(f'data: {cfg.data}: {len(kept):,} sequences, {lengths.sum():,} tokens '
+          f'(mean {lengths.mean():.0f}, longest {lengths.max()})')
+    print(f'steps: {steps} of {cfg.batch_size} sequences, about '
           f'{lengths.mean() * cfg.batch_size:,.0f} tokens each')
-    print(f'estimated memory of one process: weights, gradients, optimizer '
-          f'{(total * width + trained * each) / world() / 2**30:.1f} GiB, activations '
-          f'{activations / 2**30:.1f} GiB, loss about '
-          f'{(1100 if cfg.loss_memory is None else max(cfg.loss_memory, 156)) / 1000:.1f} GB')
+    used = steps * cfg.batch_size
+    rest = int(len(kept) * cfg.epochs) - used
+    if 0 < rest < cfg.batch_size:
+        print(f'unused: {rest} sequences at the end do not fill a step of {cfg.batch_size}')
+    if used < len(kept):
+        print(f'unused: {len(kept) - used:,} of {len(kept):,} sequences are never seen')
+    print(f'folder: {cfg.out_dir}')
 
 
 @contextlib.contextmanager
@@ -766,9 +879,9 @@ def compare(cfg, rows, out_dir):
     rows: [(name, results of evaluate, folder that holds its samples)]
     """
     for task in map(task_label, cfg.eval_tasks):
-        print(f'\n{task} ({rows[0][1]["distribution"]})')
+        print(f'\n{setting(task, rows[0][1]["tasks"][task])}')
         print(table([(name, results['tasks'][task]['pooled']) for name, results, _ in rows],
-                    SHORT))
+                    SHORT, 'run'))
         if len(rows) > 10 or not cfg.pictures:     # --compare groups many
             continue
         panels = [(name, predictions([s for s in read_samples(Path(folder) / 'samples.jsonl')
@@ -780,10 +893,13 @@ def compare(cfg, rows, out_dir):
 
 
 def main(argv):
+    if not argv:
+        raise ConfigError(f'which experiment? {USAGE}')
     cfg = load_config(TrainConfig, argv)
+    cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
+                          for key in ('out_dir', 'cache_dir', 'model', 'data')})
     experiments = []
     for one in expand_seeds(cfg):
-        print(dump_config(one))
         runs = expand_runs(one)
         for run in [run for _, run in runs] or [one]:
             check(run)
@@ -841,6 +957,7 @@ def join_processes():
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         join_processes()
         main(sys.argv[1:])
@@ -851,6 +968,10 @@ if __name__ == '__main__':
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit('stopped: nobody reads the output any more (| head?); --resume goes on with the last '
+                 'checkpoint, > train.log keeps the output')
     except (ConfigError, DataError, models.CheckpointError, TrainingError, OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:
@@ -861,6 +982,8 @@ if __name__ == '__main__':
         print(stopped)
         sys.exit(128 + stopped.signal)
     except KeyboardInterrupt:
+        print('stopped before a checkpoint could be saved; the same command begins again, --resume '
+              'goes on with an earlier checkpoint', file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     finally:
         if dist.is_initialized():

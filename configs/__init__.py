@@ -7,10 +7,14 @@ global. `include = 'other.py'` takes what several files share from a file beside
 """
 
 import ast
+import codecs
 import dataclasses
 import difflib
 import inspect
 import math
+import re
+import sys
+import textwrap
 import types
 import typing
 from pathlib import Path
@@ -20,14 +24,15 @@ class ConfigError(ValueError):
     """A key, a value or a config file that cannot be used; the message says what would be right."""
 
 
-def load_config(cls, argv):
+def load_config(cls, argv, usage=''):
     """Returns `cls(...)` from `argv` = ['configs/file.py', '--key=value', '--flag', ...].
 
-    The file is optional and comes first; later values win. `-h` or `--help` prints the dataclass's
-    source, comments included, and exits. Raises ConfigError.
+    The file is optional and comes first; later values win. `-h` or `--help` prints `usage` (or a
+    line of it and the docstring of the dataclass's module) and every key with its type, default
+    and comment, and exits. Raises ConfigError.
     """
     if '-h' in argv or '--help' in argv:
-        print(inspect.getsource(cls))
+        print(help_text(cls, usage))
         raise SystemExit(0)
     given = {}
     for i, argument in enumerate(argv):
@@ -61,6 +66,41 @@ def load_config(cls, argv):
                               f'say which one, as in --runs.{inner[0]}.{key}=...')
         place[key] = value if annotation is object else _coerce(value, annotation, where)
     return cls(**given)
+
+
+def help_text(cls, usage=''):
+    """What --help prints: the usage, then each key with its type, default and comment."""
+    module = sys.modules[cls.__module__]
+    lines = [usage.strip() or f'usage: python {Path(sys.argv[0]).name} [configs/file.py] '
+             f'[--key=value ...]\n\n{(module.__doc__ or "").strip()}', '\nkeys:']
+    above, beside = _comments(cls)
+    annotations = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        lines += [f'  # {comment}' for comment in above.get(field.name, ())]
+        default = field.default if field.default_factory is dataclasses.MISSING else (
+            field.default_factory())
+        if isinstance(default, tuple):
+            default = ','.join(map(str, default))
+        kind = f'({_describe(annotations[field.name])}) {beside.get(field.name, "")}'
+        lines.append(textwrap.fill(kind, 100, initial_indent=f'  --{field.name}={default}'.ljust(
+            35) + ' ', subsequent_indent=' ' * 36))
+    return '\n'.join(lines)
+
+
+def _comments(cls):
+    """({key: comment lines above it}, {key: comment beside it and on further lines under that})"""
+    above, beside, waiting, last = {}, {}, [], None
+    for line in inspect.getsource(cls).split('\n'):
+        if match := re.match(r'    (\w+):', line):
+            last = match[1]
+            above[last], waiting = waiting, []
+            beside[last] = line.partition('  # ')[2]
+        elif match := re.match(r'    #(\s+)(.*)', line):
+            if len(match[1]) > 4 and last:      # it goes on with the comment of the line above
+                beside[last] += f' {match[2]}'
+            else:
+                waiting.append(match[2])
+    return above, beside
 
 
 def override(config, values, where):
@@ -111,12 +151,16 @@ def read_assignments(path):
 
 def _read_lines(path):
     try:
-        tree = ast.parse(Path(path).read_text(encoding='utf-8'))
+        raw = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
+        tree = ast.parse(raw.decode('utf-8'))
     except OSError as error:
         raise ConfigError(f'cannot read the config file {path}: {error.strerror}') from error
-    except (SyntaxError, UnicodeDecodeError) as error:
-        line = getattr(error, 'lineno', None) or 1
-        raise ConfigError(f'{path}:{line}: not valid Python: {error}') from error
+    except UnicodeDecodeError as error:
+        line = 1 + raw.count(b'\n', 0, error.start)
+        raise ConfigError(f'{path}:{line}: not UTF-8: {error.reason}') from error
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        line, message = getattr(error, 'lineno', None) or 1, getattr(error, 'msg', error)
+        raise ConfigError(f'{path}:{line}: not valid Python: {message}') from error
     given = {}
     for node in tree.body:
         where = f'{path}:{node.lineno}'
@@ -126,13 +170,26 @@ def _read_lines(path):
                 and isinstance(node.targets[0], ast.Name)):
             raise ConfigError(f'{where}: a config file holds only `key = value` lines')
         key = node.targets[0].id
-        try:
-            value = ast.literal_eval(node.value)
-        except ValueError as error:
-            raise ConfigError(f'{where}: the value of {key} must be a plain literal, '
-                              f'not an expression') from error
-        given[key] = value, where
+        if key in given:
+            raise ConfigError(f'{where}: {key} is set already at {given[key][1]}; keep one of them')
+        given[key] = _literal(node.value, key, path), where
     return given
+
+
+def _literal(node, key, path):
+    for inner in ast.walk(node):
+        keys = [k for k in getattr(inner, 'keys', ()) if isinstance(k, ast.Constant)]
+        lines = {}
+        for k in keys:
+            if k.value in lines:
+                raise ConfigError(f'{path}:{k.lineno}: {key} has the key {k.value!r} already at '
+                                  f'{path}:{lines[k.value]}; keep one of them')
+            lines[k.value] = k.lineno
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise ConfigError(f'{path}:{node.lineno}: the value of {key} must be a plain literal, '
+                          f'not an expression') from error
 
 
 def _annotation(cls, key, where):
@@ -157,7 +214,7 @@ def _parse(text, annotation):
             return tuple(_parse(part, item) for part in text.split(',') if part)
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text
 
 
@@ -170,8 +227,9 @@ def _coerce(value, annotation, where):
                 items = items[:1] * len(value)
             if len(items) == len(value):
                 return tuple(_coerce(v, item, where) for v, item in zip(value, items, strict=True))
-        elif option is float and type(value) in (int, float):
-            return float(value)
+        elif option is float:
+            if type(value) in (int, float) and abs(value) <= sys.float_info.max:
+                return float(value)
         elif isinstance(option, str) and value == option:
             return value
         elif isinstance(option, type) and type(value) is (typing.get_origin(option) or option):
@@ -195,5 +253,9 @@ def _describe(annotation):
     def name(option):
         if isinstance(option, str):
             return repr(option)
-        return names.get(option) or str(option).replace('...', 'any number of them')
+        if typing.get_origin(option) is tuple:
+            items = typing.get_args(option)
+            n = '' if items[-1] is Ellipsis else f'{len(items)} '
+            return f'a tuple of {n}{items[0].__name__}'
+        return names.get(option) or str(option)
     return ' or '.join(name(option) for option in _options(annotation))

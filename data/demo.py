@@ -25,6 +25,7 @@ import numpy as np
 import sentencepiece
 from tqdm import tqdm
 
+from data import local_path, writing
 from data.questions import HEADER, LETTERS
 
 VALUE_EXPONENT = 0.7            # of a value's frequency among entities: some trades are common
@@ -177,7 +178,8 @@ class World:
         share = np.arange(1, spec.entities + 1) ** -spec.zipf
         entities = rng.choice(spec.entities, (n, spec.entities_each), p=share / share.sum())
         return [self.document(rng, row)
-                for row in tqdm(entities, 'generated world', unit=' documents', mininterval=1)]
+                for row in tqdm(entities, 'generated world', unit=' documents', mininterval=1,
+                                disable=None)]
 
 
 def make_world(folder, seed, spec=None):
@@ -188,7 +190,7 @@ def make_world(folder, seed, spec=None):
     spec.paraphrases instruct-homogeneous.jsonl, the same facts asked for in one way. What is there
     from the same spec and seed stays. Raises ValueError for a spec that no world can be made of.
     """
-    folder, spec = Path(folder), spec or WorldSpec()
+    folder, spec = local_path(folder), spec or WorldSpec()
     forms = {form: _form(form) for form in spec.forms}
     if spec.unseen_questions and not spec.unseen:
         raise ValueError(f'unseen_questions = {spec.unseen_questions} with unseen = 0: there are '
@@ -196,7 +198,8 @@ def make_world(folder, seed, spec=None):
     made = json.dumps({'seed': seed} | asdict(spec), indent=1)
     if (folder / 'world.json').exists() and (folder / 'world.json').read_text() == made:
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     (folder / 'world.json').unlink(missing_ok=True)
     world, rng = World(spec, seed), np.random.default_rng([seed, 1])
     texts = world.documents(spec.documents, rng)
@@ -386,7 +389,7 @@ def _probe(world, language, entity, rng):
 def _train_tokenizer(path, vocab_size, texts):
     """A sentencepiece model in the manner of Gemma's: byte fallback, nothing normalised."""
     part = path.with_suffix('.tmp')
-    with open(part, 'wb') as file:
+    with writing(path), open(part, 'wb') as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=(line for text in texts for line in text.split('\n') if line),
             model_writer=file, vocab_size=vocab_size, model_type='bpe', byte_fallback=True,
@@ -401,5 +404,6 @@ def _write_rows(path, rows):
 
 def _write(path, content):
     part = Path(f'{path}.tmp')
-    part.write_bytes(content)
-    os.replace(part, path)
+    with writing(path):
+        part.write_bytes(content)
+        os.replace(part, path)

@@ -1,6 +1,6 @@
 """Instruction data: Alpaca, OpenHermes 2.5, Tulu 3 and any file of `messages`, tokenised once."""
 
-from data import DataError, fetch, read_rows
+from data import DataError, fetch, read_rows, require_text
 from data.chat import encode_conversation
 from data.packing import tokenize_once
 
@@ -33,9 +33,9 @@ def to_messages(row):
         return [{'role': ROLES.get(t.get('from'), t.get('from')), 'content': t.get('value')}
                 for t in turns]
     if 'instruction' in row and 'output' in row:
-        prompt = row['instruction']
+        prompt = require_text(row['instruction'], 'the instruction')
         if row.get('input'):
-            prompt = f'{prompt}\n\n{row["input"]}'
+            prompt += '\n\n' + require_text(row['input'], 'the input')
         return [{'role': 'user', 'content': prompt},
                 {'role': 'assistant', 'content': row['output']}]
     raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted messages, '

@@ -1,35 +1,49 @@
 """Tokenised sequences on disk, and the packed rows of a training step.
 
 A cache folder holds `tokens.bin` (uint32) and `learnt.bin` (uint8), all sequences one behind the
-other, `offsets.npy` (where each begins, and the end) and `info.json`. It is written once under a
-temporary name and renamed, so a cache that exists is whole.
+other, `offsets.npy` (where each begins, and the end) and `info.json` with a hash of the three. It
+is written under a temporary name and renamed; one that its hash does not fit is written again.
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import uuid
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from data import DataError, count_rows, forked_pool
+from data import (BAD_ROW, DataError, count_rows, forked_pool, local_path, row_error, writing)
 
-FORMAT = 1  # of the cache; raise it when what is written changes
+FORMAT = 2  # of the cache; raise it when what is written changes
+FILES = ('tokens.bin', 'learnt.bin', 'offsets.npy', 'info.json')
 IGNORE = -100
 
 
 class Sequences:
-    """Memory-mapped sequences: `seqs[i]` gives (tokens, learnt), two numpy arrays."""
+    """Memory-mapped sequences: `seqs[i]` gives (tokens, learnt), two numpy arrays.
+
+    digest: of all tokens, of what is learnt and of the order. Raises DataError if the folder's
+    files are not what was written into it.
+    """
 
     def __init__(self, folder):
         folder = Path(folder)
-        self.info = json.loads((folder / 'info.json').read_text(encoding='utf-8'))
-        self.offsets = np.load(folder / 'offsets.npy')
-        # as plain arrays over the maps: a memmap's own slices cost ten times as much
-        self.tokens = np.asarray(np.memmap(folder / 'tokens.bin', dtype=np.uint32, mode='r'))
-        self.learnt = np.asarray(np.memmap(folder / 'learnt.bin', dtype=np.uint8, mode='r'))
+        try:
+            self.info = json.loads((folder / 'info.json').read_text(encoding='utf-8'))
+            self.offsets = np.load(folder / 'offsets.npy')
+            # as plain arrays over the maps: a memmap's own slices cost ten times as much
+            self.tokens = np.asarray(np.memmap(folder / 'tokens.bin', dtype=np.uint32, mode='r'))
+            self.learnt = np.asarray(np.memmap(folder / 'learnt.bin', dtype=np.uint8, mode='r'))
+            self.digest = _digest(self.offsets, self.tokens, self.learnt)
+            whole = self.info['digest'] == self.digest
+        except Exception as error:      # reading junk raises anything
+            raise DataError(f'the token cache {folder} is damaged ({error!r})') from error
+        if not whole:
+            raise DataError(f'the token cache {folder} is damaged (its hash differs)')
 
     def __len__(self):
         return len(self.offsets) - 1
@@ -43,23 +57,39 @@ class Sequences:
         return np.diff(self.offsets)
 
 
+def _digest(*arrays):
+    digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
+    for array in arrays:
+        digest.update(array)
+    return digest.hexdigest()
+
+
 def tokenize_once(files, rows, encode, settings, cache_dir, on_bad_row='stop', workers=1):
     """Sequences of every row, from the cache if `files` and `settings` were tokenised before.
 
-    files:    the raw files; their contents are part of the key
+    files:    the raw files; their kinds and contents are part of the key
     rows:     iterable of (place, row) from `read_rows`, read only when there is no cache
     encode:   row -> list of (ids, learnt); may raise DataError. It runs in worker processes.
     settings: dict of whatever else changes the result (tokenizer fingerprint, template, lengths)
     on_bad_row: 'stop' raises the first DataError; 'skip' counts and goes on, with the first shown
     """
-    digest = hashlib.sha256(json.dumps([FORMAT, settings, on_bad_row], sort_keys=True).encode())
+    kinds = [Path(file).suffix for file in files]
+    digest = hashlib.sha256(json.dumps([FORMAT, settings, on_bad_row, kinds],
+                                       sort_keys=True).encode())
     for file in files:
         with open(file, 'rb') as raw:
             digest.update(hashlib.file_digest(raw, 'sha256').digest())
-    folder = Path(cache_dir) / digest.hexdigest()[:20]
-    if not folder.exists():
-        _tokenize(files, rows, encode, folder, settings, on_bad_row, workers)
-    sequences = Sequences(folder)
+    folder = local_path(cache_dir) / digest.hexdigest()[:20]
+    sequences = None
+    if folder.exists():
+        try:
+            sequences = Sequences(folder)
+        except DataError as error:
+            print(f'{error}; the data is tokenised again')
+    if sequences is None:
+        with writing(folder):
+            _tokenize(files, rows, encode, folder, settings, on_bad_row, workers)
+        sequences = Sequences(folder)
     info = sequences.info
     if info['bad_rows']:
         print(f'{info["bad_rows"]} bad rows skipped, the first: {info["first_bad"]}')
@@ -70,14 +100,14 @@ def tokenize_once(files, rows, encode, settings, cache_dir, on_bad_row='stop', w
 
 
 def _tokenize(files, rows, encode, folder, settings, on_bad_row, workers):
-    part = folder.with_name(f'{folder.name}.{os.getpid()}.tmp')
+    part = folder.with_name(f'{folder.name}.{uuid.uuid4().hex[:8]}.tmp')
     part.mkdir(parents=True)
     info = {'rows': 0, 'bad_rows': 0, 'first_bad': None, 'settings': settings}
     offsets = [0]
     try:
         with open(part / 'tokens.bin', 'wb') as tokens, open(part / 'learnt.bin', 'wb') as learnt:
             for outcome in tqdm(_encoded(rows, encode, workers), 'tokenising', count_rows(files),
-                                unit=' rows', mininterval=1, smoothing=0.05):
+                                unit=' rows', mininterval=1, smoothing=0.05, disable=None):
                 info['rows'] += 1
                 if isinstance(outcome, DataError):
                     if on_bad_row == 'stop':
@@ -92,15 +122,25 @@ def _tokenize(files, rows, encode, folder, settings, on_bad_row, workers):
             if offsets[-1] == 0:  # an empty file cannot be memory-mapped
                 tokens.write(bytes(4))
                 learnt.write(bytes(1))
-        np.save(part / 'offsets.npy', np.asarray(offsets, dtype=np.int64))
+        offsets = np.asarray(offsets, dtype=np.int64)
+        np.save(part / 'offsets.npy', offsets)
+        info['digest'] = _digest(offsets, np.memmap(part / 'tokens.bin', np.uint32, 'r'),
+                                 np.memmap(part / 'learnt.bin', np.uint8, 'r'))
         (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
-        try:
-            os.rename(part, folder)
-        except OSError:  # another run may have made the same cache meanwhile
-            if not folder.exists():
-                raise
+        _install(part, folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _install(part, folder):
+    """Make `part` the folder, or put its files in place of a damaged cache's, and no others."""
+    try:
+        os.rename(part, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        for name in FILES:      # another run that makes the same cache writes the same bytes
+            os.replace(part / name, folder / name)
 
 
 def _encoded(rows, encode, workers):
@@ -124,10 +164,8 @@ class _Guarded:
             return row
         try:
             return self.encode(row)
-        except DataError as error:
-            return DataError(f'{place}: {error}')
-        except (KeyError, TypeError, AttributeError) as error:
-            return DataError(f'{place}: not the fields of its format: {error!r}')
+        except BAD_ROW as error:
+            return row_error(place, error)
 
 
 def _keep(function):

@@ -5,8 +5,9 @@ Models and Alignment': causal language modelling (`clm`) and fact generation (`f
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from data import DataError, fetch, require_text
+from data import DataError, draw, fetch, parse_rows, require_text
 from data.text import PATTERNS, documents
 
 WIKITEXT = 'Salesforce/wikitext'
@@ -21,50 +22,45 @@ class Text:
     text: str
     spans: list[tuple[int, int]]
     language: str = ''
+    place: str = ''     # file and line or row, for messages
+    subject = ''        # texts have none
 
 
-def load_texts(name, *, limit=None, revision=None, on_bad_row='stop'):
-    """(texts, bad rows) of a task 'clm:place' or 'facts:place'; raises DataError.
+class LoadedTexts(NamedTuple):
+    """The texts of a task, messages of its bad rows, and how many texts `limit` chose from."""
+    texts: list
+    bad: list
+    total: int
+
+
+def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
+    """LoadedTexts of a task 'clm:place' or 'facts:place'; raises DataError.
 
     clm:   .txt files, or `text` fields of JSONL and parquet; `clm` alone is wikitext-2's test split
     facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}), or JSONL
            of {text, spans: [[begin, end], ...]}
+    limit: only so many texts of each language, drawn by the seed
     """
     kind, _, place = name.partition(':')
     if not place and kind == 'facts':
         raise DataError('facts: where are the texts? --tasks=facts:folder-or-file, in the format '
                         'of T-REx or JSONL of {text, spans}')
     patterns = (*PATTERNS, '*.json') if place else ('wikitext-2-raw-v1/test-*.parquet',)
-    texts, bad, seen = [], [], {}
-    for file in fetch(place or WIKITEXT, patterns, revision):
-        for where, row in documents(file):
-            if limit is not None and len(texts) >= limit:
-                return texts, bad
-            try:
-                if isinstance(row, DataError):
-                    raise row
-                text = _to_text(kind, row, len(texts) + len(bad), where)
-                if text is None:
-                    continue
-                again = seen[text.id] = seen.get(text.id, 0) + 1
-                text.id += f'#{again}' if again > 1 else ''
-                texts.append(text)
-            except DataError as error:
-                message = str(error) if where in str(error) else f'{where}: {error}'
-                if on_bad_row == 'stop':
-                    raise DataError(f'{message}; --on_bad_row=skip leaves such rows out') from None
-                bad.append(message)
+    rows = (item for file in fetch(place or WIKITEXT, patterns, revision)
+            for item in documents(file))
+    texts, bad = parse_rows(rows, lambda row, number: _to_text(kind, row, number), on_bad_row)
     if not texts:
         raise DataError(f'{place or WIKITEXT} has no texts ({len(bad)} bad rows)')
-    return texts, bad
+    return LoadedTexts(draw(texts, limit, seed), bad, len(texts))
 
 
-def _to_text(kind, row, number, where):
+def _to_text(kind, row, number):
     if not isinstance(row, dict):
         raise DataError(f'a row must be an object with named fields, not {type(row).__name__}')
     text = require_text(row.get('text'), 'the field "text"')
-    id = str(row.get('id', row.get('docid', number)))
-    language = str(row.get('language') or '')
+    id = next((row[key] for key in ('id', 'docid') if row.get(key) is not None), number)
+    id = require_text(str(id), 'the id')
+    language = require_text(str(row.get('language') or ''), 'the language')
     if kind == 'clm':
         # wikitext's blank lines and headings are no texts
         return Text(id, text, [], language) if len(text.split()) > 3 else None

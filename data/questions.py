@@ -11,8 +11,9 @@ import re
 import string
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from data import DataError, fetch, read_rows, require_text
+from data import DataError, draw, fetch, local_path, parse_rows, read_rows, require_text
 
 HEADER = 'The following are multiple choice questions (with answers) about {}.'
 LETTERS = string.ascii_uppercase
@@ -118,6 +119,8 @@ class Question:
     header: str = ''            # ends in a blank line
     category: str = ''
     language: str = ''
+    duplicate_options: bool = False     # two of the choices are the same text
+    place: str = ''             # file and line or row, for messages
 
     @property
     def solved(self):
@@ -130,9 +133,18 @@ class Question:
         return self.language, self.subject
 
 
+class Loaded(NamedTuple):
+    """The questions of a task, their shots, messages of bad rows, and how many `limit` chose from.
+    """
+    questions: list     # of Question
+    shots: dict         # Question.group -> solved questions
+    bad: list           # of str
+    total: int
+
+
 def load_task(name, *, preset='mmlu', scoring='auto', header='english', languages=('all',), shots=0,
-              limit=None, revision=None, on_bad_row='stop', split='test'):
-    """(questions, shots by `Question.group`, bad rows) of `name`.
+              limit=None, seed=0, revision=None, on_bad_row='stop', split='test'):
+    """Loaded(questions, shots, bad, total) of `name`.
 
     name:      a task ('mmlu': from the hub), a task with a place ('mmlu:folder-or-file'), or just a
                file or folder of generic rows
@@ -141,106 +153,129 @@ def load_task(name, *, preset='mmlu', scoring='auto', header='english', language
     header:    'english', or 'native' where the benchmark publishes one in the question's language
     languages: of a multilingual benchmark; 'all' is all that it, or the local folder, has
     shots:     how many solved questions to keep for each subject, the first ones of the shots split
-    limit:     only the first `limit` questions (of each language)
-    split:     'test', or 'validation': [] if there is no such split
+    limit:     only so many questions of each language, drawn by `seed` evenly over the subjects
+    split:     'test', or 'validation': no questions if there is no such split
     Raises DataError for a row without a valid answer, or returns it among the bad rows ('skip').
     """
     kind, _, place = name.partition(':')
     task = TASKS.get(kind, GENERIC)
     if task is GENERIC:
-        place = name
-        if not Path(place).exists():
+        kind, place = '', name
+        if not local_path(place).exists():
             raise DataError(f'no task, file or folder {name!r}; the tasks are {", ".join(TASKS)}, '
                             f'each also as task:folder')
-    source = place or task.hub
-    prompt = Prompt(kind if task is not GENERIC else '', task, preset, scoring, header)
+    source = str(local_path(place)) if place else task.hub
+    if shots and Path(source).is_file():
+        raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that also '
+                        f'holds {" or ".join(task.shots)}, or use 0 shots')
+    prompt = Prompt(kind, task, preset, scoring, header)
     questions, solved, bad = [], {}, []
-    patterns = task.test if split == 'test' else task.validation
-    if not patterns or split != 'test' and Path(source).is_file():
-        return questions, solved, bad
     for language in _languages(task, source, kind, languages):
-        found = tuple(p.replace('{lang}', language) for p in patterns)
-        if split != 'test' and Path(source).is_dir() and not any(
-                p for pattern in found for p in Path(source).glob(pattern)):
-            continue
-        files = fetch(source, found, revision)
-        shot_patterns = tuple(p.replace('{lang}', language) for p in task.shots)
-        if task is GENERIC and Path(source).is_dir() and split == 'test':
-            others = {f for pattern in shot_patterns + task.validation
-                      for f in Path(source).glob(pattern)}
-            files = [file for file in files if file not in others]
-        asked, wrong = _read(prompt, files, language, on_bad_row, limit)
-        questions += asked if task is not GENERIC or languages == ('all',) else [
-            q for q in asked if q.language in languages]
+        files = _files_of(task, source, split, language, revision)
+        asked, wrong = _read(prompt, files, language, on_bad_row)
+        questions += asked
         bad += wrong
-        if shots:
-            if Path(source).is_file():
-                raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder '
-                                f'that also holds {" or ".join(task.shots)}, or use 0 shots')
-            shot_files = fetch(source, shot_patterns, revision)
-            for question in _read(prompt, shot_files, language, 'stop', None)[0]:
+        if shots and files:
+            shot_files = fetch(source, _patterns(task.shots, language), revision)
+            asked, wrong = _read(prompt, shot_files, language, on_bad_row)
+            bad += wrong
+            for question in asked:
                 kept = solved.setdefault(question.group, [])
                 if len(kept) < shots:
                     kept.append(question)
     if not questions and split == 'test':
         raise DataError(f'{source} has no questions ({len(bad)} bad rows)')
+    if task is GENERIC or task.languages and Path(source).is_file():
+        questions = _in_languages(questions, languages, source, split)
+    total, questions = len(questions), draw(questions, limit, seed)
     for group in {q.group for q in questions} if shots else ():
         if len(solved.get(group, [])) < shots:
             raise DataError(f'{source}: {len(solved.get(group, []))} solved questions about '
                             f'{group[1]!r}, {shots} wanted; take fewer shots')
-    return questions, solved, bad
+    return Loaded(questions, solved, bad, total)
+
+
+def _patterns(patterns, language):
+    return tuple(pattern.replace('{lang}', language) for pattern in patterns)
+
+
+def _files_of(task, source, split, language, revision):
+    """The files of a split in a language; none if a folder or the task has no validation split."""
+    patterns = _patterns(task.test if split == 'test' else task.validation, language)
+    if split != 'test':
+        if not patterns or Path(source).is_file():
+            return []
+        if Path(source).is_dir() and not any(any(Path(source).glob(p)) for p in patterns):
+            return []
+    files = fetch(source, patterns, revision)
+    if task is GENERIC and Path(source).is_dir() and split == 'test':
+        others = {file for pattern in task.shots + task.validation
+                  for file in Path(source).glob(pattern)}
+        files = [file for file in files if file not in others]
+    return files
 
 
 def _languages(task, source, kind, wanted):
-    """The languages to read of a benchmark, [''] where it has none."""
-    if not task.languages or Path(source).is_file():
-        return [wanted[0] if task.languages and wanted != ('all',) and len(wanted) == 1 else '']
+    """The languages to read of a benchmark, [''] where it has none or its rows name them."""
+    if not task.languages:
+        return ['']
     for language in wanted:
-        if language != 'all' and language not in task.languages:
-            near = difflib.get_close_matches(language, task.languages, 1)
-            raise DataError(f'{kind} has no language {language!r}'
-                            f'{f"; did you mean {near[0]!r}?" if near else ""}; it has '
-                            f'{", ".join(task.languages)}')
+        if language != 'all':
+            _require_language(language, task.languages, kind)
+    wanted = list(dict.fromkeys(wanted))
+    if Path(source).is_file():
+        return wanted if len(wanted) == 1 and wanted != ['all'] else ['']
     if 'all' not in wanted:
-        return list(wanted)
+        return wanted
     if not Path(source).is_dir():
         return list(task.languages)
-    here = [lang for lang in task.languages
-            if any(any(Path(source).glob(p.replace('{lang}', lang))) for p in task.test)]
+    here = [language for language in task.languages
+            if any(any(Path(source).glob(p)) for p in _patterns(task.test, language))]
     if not here:
         raise DataError(f'{source} holds no language of {kind}, nothing that matches '
                         f'{" or ".join(task.test)}')
     return here
 
 
-def _read(prompt, files, language, on_bad_row, limit):
-    questions, bad, seen = [], [], {}
+def _in_languages(questions, wanted, source, split):
+    """Of questions whose rows name their languages those in the wanted ones."""
+    if 'all' in wanted:
+        return questions
+    there = sorted({q.language for q in questions} - {''})
+    for language in wanted if split == 'test' else ():
+        _require_language(language, there, source)
+    return [q for q in questions if q.language in wanted]
+
+
+def _require_language(language, there, source):
+    if language in there:
+        return
+    if not there:
+        raise DataError(f'{source} has no language {language!r}: its rows have no field '
+                        f'"language"; leave --languages alone')
+    near = difflib.get_close_matches(language, there, 1)
+    raise DataError(f'{source} has no language {language!r}'
+                    f'{f"; did you mean {near[0]!r}?" if near else ""}; it has {", ".join(there)}')
+
+
+def _read(prompt, files, language, on_bad_row):
+    """(questions, messages of bad rows) of files."""
+    return parse_rows(_rows(files), lambda row, number: prompt.question(*row, language, number),
+                      on_bad_row)
+
+
+def _rows(files):
+    """Yields (place, (row, file) or DataError); a row of a csv with a header is a dict."""
     for file in files:
         columns = None
-        for place, row in read_rows(file):
-            if limit is not None and len(questions) >= limit:
-                return questions, bad
-            try:
-                if isinstance(row, DataError):
-                    raise row
-                if isinstance(row, list):
-                    if columns is None and _is_csv_header(row):
-                        columns = [name.strip().lower() for name in row]
-                        continue
-                    row = row if columns is None else dict(zip(columns, row))
-                question = prompt.question(row, file, language, len(questions) + len(bad))
-                again = seen[question.id] = seen.get(question.id, 0) + 1
-                if again > 1:       # ids name questions in the samples, so they must differ
-                    question.id = f'{question.id}#{again}'
-                questions.append(question)
-            except (DataError, KeyError, TypeError, AttributeError) as error:
-                message = str(error) if isinstance(error, DataError) else (
-                    f'not the fields of its format: {error!r}')
-                message = message if place in message else f'{place}: {message}'
-                if on_bad_row == 'stop':
-                    raise DataError(f'{message}; --on_bad_row=skip leaves such rows out') from None
-                bad.append(message)
-    return questions, bad
+        for n, (place, row) in enumerate(read_rows(file)):
+            if isinstance(row, list) and n == 0 and _is_csv_header(row):
+                columns = [name.strip().lower() for name in row]
+                continue
+            if isinstance(row, list) and columns:
+                row = dict(zip(columns, row)) if len(row) == len(columns) else DataError(
+                    f'{place}: {len(row)} columns; the header names {len(columns)}')
+            yield place, row if isinstance(row, DataError) else (row, file)
 
 
 class Prompt:
@@ -273,12 +308,16 @@ class Prompt:
             language = language or str(row.get('language') or '')
         else:
             subject = self._of_file(file, subject)
+        for what, value in (('id', str(number)), ('subject', subject), ('category', category),
+                            ('language', language)):
+            require_text(value, f'the {what}')
         strip = str if self.harness else str.strip     # the harness leaves options as they are
-        text, choices = text.strip(), [strip(choice) for choice in choices]
+        duplicates = len({choice.strip() for choice in choices}) < len(choices)
+        choices = [strip(choice) for choice in choices]
         context, options = self._ask(row, text, choices, language)
         return Question(str(number), context, options, answer, subject,
                         self._header(subject, language), category or CATEGORY.get(subject, ''),
-                        language)
+                        language, duplicates)
 
     def _of_file(self, file, subject):
         """The subject, where files are named after it."""
@@ -294,7 +333,7 @@ class Prompt:
         if self.harness == 'cmmlu' or self.native and self.kind == 'cmmlu':
             name = WORDING['cmmlu_subjects'].get(subject, subject)
             return f'以下是关于{name}的单项选择题，请直接给出正确答案的选项。\n\n'
-        text = WORDING['headers'][language][0] if self.native else HEADER
+        text = _wording('headers', language)[0] if self.native else HEADER
         return text.format(subject.replace('_', ' ')) + '\n\n'
 
     def _ask(self, row, text, choices, language):
@@ -303,19 +342,27 @@ class Prompt:
         if self.harness == 'cmmlu' or self.native and self.kind == 'cmmlu':
             answer = '答案：'
         elif self.native:
-            answer = WORDING['headers'][language][1]
+            answer = _wording('headers', language)[1]
         if self.harness == 'xcopa':
-            link = WORDING['xcopa'][language][row['question']]
+            link = _wording('xcopa', language)[row['question']]
             return (f'{row["premise"].strip()[:-1]} {link}',
                     [f' {choice[0].lower()}{choice[1:]}' for choice in choices])
         if self.scoring == 'text':
             # HellaSwag's options go on with the sentence
-            context = text if self.kind == 'hellaswag' else f'{text}\n{answer}'
+            context = text.strip() if self.kind == 'hellaswag' else f'{text.strip()}\n{answer}'
             if self.harness == 'arc':
-                context = f'Question: {row["question"]}\n{answer}'
+                context = f'Question: {text}\n{answer}'
             return context, [f' {choice}' for choice in choices]
         listed = ''.join(f'\n{letter}. {choice}' for letter, choice in zip(LETTERS, choices))
-        return f'{text}{listed}\n{answer}', [f' {letter}' for letter in LETTERS[:len(choices)]]
+        return (f'{text.strip()}{listed}\n{answer}',
+                [f' {letter}' for letter in LETTERS[:len(choices)]])
+
+
+def _wording(kind, language):
+    if language not in WORDING[kind]:
+        raise DataError(f'language {language!r} has no wording of its own; --languages= names the '
+                        f'language of a file, one of {", ".join(WORDING[kind])}')
+    return WORDING[kind][language]
 
 
 def parse_row(row):
@@ -338,8 +385,9 @@ def parse_row(row):
     elif not isinstance(row, dict):
         raise DataError(f'a row must be an object with named fields, not {type(row).__name__}')
     elif 'endings' in row:
-        question = _hellaswag_clean(f'{row.get("activity_label", "")}: {row.get("ctx_a", "")} '
-                                    f'{str(row.get("ctx_b", "")).capitalize()}')
+        label, a, b = (require_text(row.get(key, ''), f'the field "{key}"')
+                       for key in ('activity_label', 'ctx_a', 'ctx_b'))
+        question = _hellaswag_clean(f'{label}: {a} {b.capitalize()}')
         choices = [_hellaswag_clean(ending) for ending in row['endings']]
         answer, labels = row.get('label'), LETTERS
     elif 'premise' in row:
@@ -363,11 +411,18 @@ def parse_row(row):
         raise DataError('no question')
     if not isinstance(choices, (list, tuple)) or not 2 <= len(choices) <= len(LETTERS):
         raise DataError(f'a question needs 2 to {len(LETTERS)} choices')
-    choices = [require_text(str(choice), 'a choice') for choice in choices]
-    for number, choice in enumerate(choices):
-        if not choice.strip():
-            raise DataError(f'choice {LETTERS[number]} is empty')
+    choices = [_choice(choice, LETTERS[number]) for number, choice in enumerate(choices)]
     return question, choices, _index(answer, labels, len(choices))
+
+
+def _choice(value, letter):
+    if value is None or value != value:     # NaN is how pandas writes null
+        raise DataError(f'choice {letter} is null')
+    if not isinstance(value, (str, int, float)):
+        raise DataError(f'choice {letter} is not text but {type(value).__name__}')
+    if not require_text(str(value), f'choice {letter}').strip():
+        raise DataError(f'choice {letter} is empty')
+    return str(value)
 
 
 def _options(row):
@@ -396,7 +451,7 @@ def _index(answer, labels, n):
         index = answer
     elif isinstance(answer, str) and answer.strip() in list(labels[:n]):
         index = list(labels).index(answer.strip())
-    elif isinstance(answer, str) and digits and answer.strip().isdigit():
+    elif isinstance(answer, str) and digits and re.fullmatch('[0-9]{1,2}', answer.strip()):
         index = int(answer)
     if index is None or not 0 <= index < n:
         raise DataError(f'no valid answer: {answer!r}; wanted one of {", ".join(labels[:n])} '
@@ -405,7 +460,7 @@ def _index(answer, labels, n):
 
 
 def _is_csv_header(row):
-    names = [name.strip().lower() for name in row]
+    names = [name.strip().lower() for name in row if isinstance(name, str)]
     return 'question' in names and 'answer' in names
 
 

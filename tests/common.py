@@ -1,6 +1,10 @@
 """What tests of several rooms share: tiny models, tokenizers, tasks."""
 
 import base64
+import resource
+import subprocess
+import sys
+import time
 import configs
 import json
 import numpy as np
@@ -143,4 +147,61 @@ def off(a, b):
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
+def run_train(*arguments, limit=None, wait=True):
+    """train.py in a process of its own; `limit`: the largest file it can write, in bytes."""
+    def restrict():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    process = subprocess.Popen([sys.executable, 'train.py', *map(str, arguments)], cwd=HERE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=restrict if limit else None)
+    if not wait:
+        return process
+    printed, errors = process.communicate()
+    return process.returncode, printed, errors.strip().split('\n')[-1]
 
+
+def steps_done(folder):
+    log = folder / 'log.jsonl'
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def await_steps(process, folder, n):
+    """Waits until `n` steps are logged, or the process has ended."""
+    while process.poll() is None and steps_done(folder) < n:
+        time.sleep(0.01)
+
+
+def same_weights(a, b):
+    a, b = (load_file(folder / 'model.safetensors') for folder in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=('',), held=0,
+              settings=None, result=None):
+    """Put what evaluate.py and train.py leave into `folder`: random answers to n questions.
+
+    settings: lines of train_config.py; result: more of the task's entry in results.json
+    """
+    random = np.random.default_rng([seed, int(1000 * sharpness)])
+    answers = np.random.default_rng(5).integers(4, size=n)      # the same questions in every run
+    samples = []
+    for language in languages:
+        for split, count in (('test', n), ('validation', held)):
+            for i in range(count):
+                logits = sharpness * random.normal(size=4)
+                logits[answers[i % n]] += 1
+                samples.append({
+                    'task': task, 'split': split, 'language': language, 'id': f'q{i}',
+                    'prompt': 'p', 'subject': 's', 'category': '', 'shots': 5,
+                    'answer': int(answers[i % n]), 'options': [' A', ' B', ' C', ' D'],
+                    'log_probs': (logits - np.log(np.exp(logits).sum())).tolist(),
+                    'n_tokens': [1] * 4})
+    write_rows(folder / 'samples.jsonl', samples)
+    entry = {'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token', 'mass': 0.9,
+             'pooled': {'n': n * len(languages)}} | (result or {})
+    (folder / 'results.json').write_text(json.dumps(
+        {'config': {'model': str(folder)}, 'seed': seed, 'tasks': {task: entry}}))
+    settings = {'model': 'some/base', 'seed': seed} | (settings or {})
+    (folder / 'train_config.py').write_text(
+        ''.join(f'{key} = {value!r}\n' for key, value in settings.items()))
+    return folder

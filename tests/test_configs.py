@@ -2,12 +2,15 @@
 
 import configs
 import dataclasses
+import evaluate
 import pytest
 import signal
+import subprocess
 import sys
 import train
 from data import DataError, forked_pool
 from data.demo import WorldSpec
+from typing import Literal
 
 from common import HERE, config
 
@@ -35,11 +38,61 @@ def test_config_file_then_command_line(tmp_path):
     ('import os', '', 'experiment.py:1: a config file holds only'),
     ('lr = (', '', 'experiment.py:1: not valid Python'),
     ('', 'configs/demo.py', 'a config file comes first'),
+    ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is set already at {}/experiment.py:1'),
+    ('shape = {"a": 1,\n"b": 2, "a": 3}', '',
+     "experiment.py:2: shape has the key 'a' already at {}/experiment.py:1"),
+    ('shape = {[]: 1}', '', 'the value of shape must be a plain literal'),
+    ('lr = 1e999', '', 'lr is inf'),
+    ('', f'--lr={"9" * 400}', 'wanted a float'),
+    ('', '--shape={[]: 1}', 'wanted a dict'),
+    ('x = "' + '\\0', '', 'experiment.py:1: not valid Python'),
 ])
 def test_config_errors(tmp_path, content, argument, message):
     with pytest.raises(configs.ConfigError, match='.') as error:
         config(tmp_path, content, *filter(None, [argument]))
-    assert message in str(error.value)
+    assert message.replace('{}', str(tmp_path)) in str(error.value)
+
+
+def test_config_files_are_utf8(tmp_path):
+    path = tmp_path / 'experiment.py'
+    path.write_bytes(b'\xef\xbb\xbfmodel = "caf\xc3\xa9"\r\nlr = 1\r\n')
+    assert configs.load_config(train.TrainConfig, [str(path)]).model == 'caf\u00e9'
+    path.write_bytes(b'lr = 1\nmodel = "caf\xe9"\n')
+    with pytest.raises(configs.ConfigError, match='experiment.py:2: not UTF-8'):
+        configs.load_config(train.TrainConfig, [str(path)])
+
+
+@dataclasses.dataclass
+class Small:
+    """What test_help reads."""
+    # first part
+    name: str = 'x'             # what it is called
+    sizes: tuple[int, ...] = (1, 2)     # of its parts, a long comment that
+    #                             goes on in a second line
+    places: dict = dataclasses.field(default_factory=dict)
+    # said before
+    kind: Literal['a', 'b'] = 'a'
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        configs.load_config(Small, ['--name=y', '--help'],
+                            'usage: python small.py [--key=value ...]\n\n    python small.py')
+    out = capsys.readouterr().out
+    assert stopped.value.code == 0
+    lines = [' '.join(line.split()) for line in out.split('\n')]
+    assert lines == ['usage: python small.py [--key=value ...]', '', 'python small.py', '', 'keys:',
+                     '# first part', '--name=x (a string) what it is called',
+                     '--sizes=1,2 (a tuple of int) of its parts, a long comment that goes on in a',
+                     'second line', '--places={} (a dict)', '# said before',
+                     "--kind=a ('a' or 'b')", '']
+    for module, cls in ((train, train.TrainConfig), (evaluate, evaluate.EvalConfig)):
+        with pytest.raises(SystemExit):
+            configs.load_config(cls, ['-h'])
+        out = capsys.readouterr().out
+        assert out.startswith('usage: python ') and module.__doc__.strip() in out
+        assert all(f'\n  --{f.name}=' in out for f in dataclasses.fields(cls))
+        assert max(map(len, out.split('\n'))) <= 100 and 'def ' not in out
 
 
 def test_config_is_data_not_code(tmp_path):
@@ -64,6 +117,25 @@ def test_workers_end_by_sigterm():
                 raise DataError('bad')
     finally:
         signal.signal(signal.SIGTERM, before)
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_worker_that_is_ended_at_once(tmp_path):
+    """SIGTERM right after the fork ran the parent's handler; one pool in a few hundred hung."""
+    code = """
+import signal, sys
+from data import forked_pool
+signal.signal(signal.SIGTERM, lambda *_: print('the handler of the parent ran', flush=True))
+for _ in range(300):
+    try:
+        with forked_pool(2):
+            raise ValueError
+    except ValueError:
+        pass
+"""
+    done = subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True,
+                          timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
 
 
 def test_include(tmp_path):

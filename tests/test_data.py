@@ -4,7 +4,10 @@ import gzip
 import json
 import numpy as np
 import pytest
-from data import DataError, instruct, packing, text
+import resource
+import shutil
+from data import DataError, draw, instruct, packing, probes, read_rows, text
+from data.demo import WorldSpec, make_world
 from hypothesis import given, settings, strategies as st
 from pathlib import Path
 
@@ -114,18 +117,244 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
 
 def test_text_documents(tmp_path, tokenizers):
     tokenizer = tokenizers['gemma']
-    write_rows(tmp_path / 'text.jsonl', [{'text': 'The sky is blue. ' * 10}])
+    write_rows(tmp_path / 'text.jsonl', [{'text': 'The sky is blue. ' * 9}])
     (tmp_path / 'plain.txt').write_text('fox')
     sequences = text.load_text(str(tmp_path / 'text.jsonl'), tokenizer, max_length=16,
                                add_bos=True, cache_dir=tmp_path / 'cache')
     joined = [i for tokens, _ in (sequences[j] for j in range(len(sequences)))
               for i in tokens.tolist()[1:]]
-    assert tokenizer.decode(joined) == 'The sky is blue. ' * 10 + '</s>'
+    assert tokenizer.decode(joined) == 'The sky is blue. ' * 9 + '</s>'
     assert all(len(tokens) <= 16 and tokens[0] == tokenizer.bos_id and learnt.tolist()
                == [0] + [1] * (len(tokens) - 1) for tokens, learnt in sequences)
     plain = text.load_text(str(tmp_path / 'plain.txt'), tokenizer, max_length=16, add_bos=False,
                            cache_dir=tmp_path / 'cache')
     assert tokenizer.decode(plain[0][0].tolist()) == 'fox</s>'
+
+
+@pytest.mark.parametrize('add_bos', [True, False])
+def test_no_sequence_is_eos_alone(tmp_path, tokenizers, add_bos):
+    tokenizer = tokenizers['gemma']
+    n = len(tokenizer.encode('The sky is blue. ' * 8))
+    write_rows(tmp_path / 'text.jsonl', [{'text': 'The sky is blue. ' * 8}, {'text': 'fox'}])
+    for length in (n, n // 2):      # in pieces that the text fills: EOS would begin another
+        sequences = text.load_text(str(tmp_path / 'text.jsonl'), tokenizer, add_bos=add_bos,
+                                   max_length=length + add_bos, cache_dir=tmp_path / 'cache')
+        pieces = [sequences[i][0].tolist()[add_bos:] for i in range(len(sequences))]
+        assert min(map(len, pieces)) > 1 and pieces[-1] == [*tokenizer.encode('fox'),
+                                                            tokenizer.eos_id]
+        assert tokenizer.decode([i for p in pieces[:-1] for i in p][:n]) == 'The sky is blue. ' * 8
+
+
+def damage(way, cache):
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    tokens = folder / 'tokens.bin'
+    if way == 'truncated tokens':
+        tokens.write_bytes(tokens.read_bytes()[:-8])
+    elif way == 'flipped byte':
+        raw = bytearray(tokens.read_bytes())
+        raw[5] ^= 1
+        tokens.write_bytes(raw)
+    elif way == 'flipped mask':
+        raw = bytearray((folder / packing.FILES[1]).read_bytes())
+        raw[3] ^= 1
+        (folder / packing.FILES[1]).write_bytes(raw)
+    elif way == 'junk info':
+        (folder / 'info.json').write_text('{"rows": 2')
+    elif way == 'a list as info':
+        (folder / 'info.json').write_text('[]')
+    elif way == 'a file is missing':
+        tokens.unlink()
+    elif way == 'no file at all':
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif way == 'other offsets':
+        offsets = np.load(folder / 'offsets.npy')
+        offsets[1] += 3
+        np.save(folder / 'offsets.npy', offsets)
+    elif way == 'junk offsets':
+        (folder / 'offsets.npy').write_bytes(b'PK\x03\x04junk')
+    return folder
+
+
+@pytest.mark.parametrize('way', ['truncated tokens', 'flipped byte', 'flipped mask', 'junk info',
+                                 'a list as info', 'a file is missing', 'no file at all',
+                                 'other offsets', 'junk offsets'])
+def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, way):
+    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 2)
+    before = conversations(path, tokenizers['gemma'])
+    wanted = [x.tolist() for pair in before for x in pair]
+    folder = damage(way, tmp_path / 'cache')
+    (folder / 'mine.txt').write_text('not of the cache')
+    capsys.readouterr()
+    after = conversations(path, tokenizers['gemma'])
+    assert [x.tolist() for pair in after for x in pair] == wanted
+    assert after.digest == before.digest
+    out = capsys.readouterr().out
+    assert str(folder) in out and 'damaged' in out and out.count('\n') == 1
+    assert (folder / 'mine.txt').read_text() == 'not of the cache'
+    assert [p.name for p in (tmp_path / 'cache').iterdir()] == [folder.name]     # no leftovers
+    conversations(path, tokenizers['gemma'])
+    assert capsys.readouterr().out == ''
+
+
+def test_digest_depends_on_tokens_mask_and_order(tmp_path, tokenizers):
+    turns = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'},
+             {'role': 'assistant', 'content': 'fox'}]
+    rows = [{'messages': turns[:2]}, {'messages': [turns[0], turns[2]]}]
+    digests = [conversations(write_rows(tmp_path / 'chat.jsonl', some), tokenizers['gemma']).digest
+               for some in (rows, rows[::-1], rows[:1], rows, [rows[0], {'messages': turns}])]
+    assert digests[0] == digests[3] and len(set(digests)) == 4
+    one = text.load_text(str(write_rows(tmp_path / 'a.jsonl', [{'text': 'fox'}])),
+                         tokenizers['gemma'], max_length=8, add_bos=True, cache_dir=tmp_path / 'c')
+    assert packing._digest(one.offsets, one.tokens, one.learnt) == one.digest
+    assert packing._digest(one.offsets, one.tokens, 1 - one.learnt) != one.digest
+
+
+def test_a_file_of_another_kind_has_a_cache_of_its_own(tmp_path, tokenizers):
+    """The same bytes are two documents as .jsonl and one as .txt."""
+    rows = write_rows(tmp_path / 'a.jsonl', [{'text': 'fox'}, {'text': 'sky'}])
+    shutil.copyfile(rows, tmp_path / 'a.txt')
+    n = [len(text.load_text(str(path), tokenizers['gemma'], max_length=99, add_bos=True,
+                            cache_dir=tmp_path / 'cache')) for path in (rows, tmp_path / 'a.txt')]
+    assert n == [2, 1]
+
+
+def test_a_full_disk_names_the_place(tmp_path, tokenizers):
+    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 200)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(DataError, match=f'cannot write {tmp_path / "cache"}/.*: File too'):
+            conversations(path, tokenizers['gemma'])
+        with pytest.raises(DataError, match=f'cannot write {tmp_path / "world"}/.*: File too'):
+            make_world(tmp_path / 'world', 1, WorldSpec(entities=30, documents=99, instructions=9,
+                                                        questions=9))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / 'cache').iterdir())
+    (tmp_path / 'file').write_text('x')
+    with pytest.raises(DataError, match='cannot write .*file.*: Not a directory'):
+        conversations(path, tokenizers['gemma'], cache_dir=tmp_path / 'file')
+
+
+def test_home_is_expanded(tmp_path, tokenizers, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
+    assert len(conversations(Path('~/chat.jsonl'), tokenizers['gemma'],
+                             cache_dir='~/cache')) == 1
+    assert (tmp_path / 'cache').is_dir()
+    (tmp_path / 'plain.txt').write_text('The quick brown fox jumps')
+    assert len(probes.load_texts('clm:~/plain.txt').texts) == 1
+    with pytest.raises(DataError, match='~nobody-here/x'):
+        conversations(Path('~nobody-here/x'), tokenizers['gemma'])
+
+
+def test_no_bars_unless_a_terminal_reads_them(tmp_path, tokenizers, capfd):
+    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 50)
+    conversations(path, tokenizers['gemma'])
+    make_world(tmp_path / 'world', 1, WorldSpec(entities=30, documents=99, instructions=9,
+                                                questions=9, vocab_sizes=(400,)))
+    assert capfd.readouterr().err == ''
+
+
+BAD_UTF8 = b'{"text": "ok ok ok ok"}\n\n{"text": "caf\xe9"}\n{"text": "ok ok ok ok"}\n'
+
+
+@pytest.mark.parametrize('name, raw, message', [
+    ('a.jsonl', BAD_UTF8, 'a.jsonl:3: not UTF-8: .* 0xe9'),
+    ('a.jsonl.gz', gzip.compress(BAD_UTF8), 'a.jsonl.gz:3: not UTF-8'),
+    ('a.txt', b'one\ntwo\ncaf\xe9\n', 'a.txt:3: not UTF-8'),
+    ('a.json', b'[\n{"text": "caf\xe9"}]', 'a.json:2: not UTF-8'),
+    ('a.json', b'[\n{"text": }]', 'a.json:2: broken JSON'),
+    ('a.jsonl', b'{"text": "x"}\n{"text": ' + b'9' * 5000 + b'}', 'a.jsonl:2: unusable JSON'),
+    ('a.jsonl', b'{"text": "x"}\n' + b'[' * 200_000, 'a.jsonl:2: (unusable|broken) JSON'),
+    ('a.jsonl', b'', 'no texts|an empty dataset'),
+    ('a.txt', b'', 'a.txt: the field "text" is empty'),
+    ('a.jsonl', b'{"text": ""}', 'a.jsonl:1: the field "text" is empty'),
+    ('a.jsonl', b'{"text": null}', 'a.jsonl:1: the field "text" is not text but NoneType'),
+    ('a.jsonl', b'"fox"', 'a.jsonl:1: the field "text" is not text|named fields'),
+    ('a.jsonl', BAD_UTF8.decode('latin-1').encode('utf-16'), 'a.jsonl:1: not UTF-8'),
+    ('a.jsonl', b'{"text": "\\ud83d"}', 'a.jsonl:1: the field "text" is not valid Unicode'),
+    ('a.csv', b'text\nfox\n', 'a.csv:1: the field "text" is not text'),
+    ('a.jsonl.gz', b'not gzip', 'cannot read .*a.jsonl.gz'),
+])
+def test_unreadable_files_name_their_line(tmp_path, tokenizers, name, raw, message):
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(DataError, match=message):
+        text.load_text(str(tmp_path / name), tokenizers['gemma'], max_length=8, add_bos=True,
+                       cache_dir=tmp_path / 'cache')
+
+
+def test_a_bad_line_can_be_skipped(tmp_path, tokenizers):
+    (tmp_path / 'a.jsonl').write_bytes(BAD_UTF8)
+    sequences = text.load_text(str(tmp_path / 'a.jsonl'), tokenizers['gemma'], max_length=64,
+                               add_bos=True, cache_dir=tmp_path / 'cache', on_bad_row='skip')
+    assert len(sequences) == 2 and ':3: not UTF-8' in sequences.info['first_bad']
+    texts, bad, total = probes.load_texts(f'clm:{tmp_path / "a.jsonl"}', on_bad_row='skip')
+    assert [t.place for t in texts] == [f'{tmp_path / "a.jsonl"}:{n}' for n in (1, 4)]
+    assert total == 2 and len(bad) == 1
+
+
+def test_parquet_rows_that_are_not_utf8(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    raw = pyarrow.array([b'fox', b'caf\xe9', b'sky'], pyarrow.binary())
+    table = pyarrow.table({'text': pyarrow.Array.from_buffers(pyarrow.string(), 3, raw.buffers())})
+    pyarrow.parquet.write_table(table, tmp_path / 'a.parquet')
+    rows = [row for _, row in read_rows(tmp_path / 'a.parquet')]
+    assert rows[0] == {'text': 'fox'} and rows[2] == {'text': 'sky'}
+    assert isinstance(rows[1], DataError) and 'a.parquet: row 2: not UTF-8' in str(rows[1])
+
+
+def test_bom_and_crlf(tmp_path, tokenizers):
+    rows = {}
+    for name, raw in (('a.jsonl', b'\xef\xbb\xbf{"text": "fox"}\r\n\r\n{"text": "sky"}\r\n'),
+                      ('a.json', b'\xef\xbb\xbf[{"text": "fox"},\r\n{"text": "sky"}]'),
+                      ('a.csv', b'\xef\xbb\xbffox\r\n\r\nsky')):
+        (tmp_path / name).write_bytes(raw)
+        rows[name] = list(read_rows(tmp_path / name))
+    path = str(tmp_path / 'a.')
+    assert rows['a.jsonl'] == [(f'{path}jsonl:1', {'text': 'fox'}),
+                               (f'{path}jsonl:3', {'text': 'sky'})]
+    assert [row for _, row in rows['a.json']] == [{'text': 'fox'}, {'text': 'sky'}]
+    assert rows['a.csv'] == [(f'{path}csv:1', ['fox']), (f'{path}csv:3', ['sky'])]
+    (tmp_path / 'a.txt').write_bytes(b'\xef\xbb\xbffox\r\nsky\r')
+    ((_, row),) = text.documents(tmp_path / 'a.txt')
+    assert row == {'text': 'fox\nsky\n'}
+
+
+class Item:
+    def __init__(self, language, subject, id):
+        self.language, self.subject, self.id = language, subject, id
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from('de en'.split()), st.sampled_from('abc')), max_size=60),
+       st.integers(1, 20), st.integers(0, 9))
+def test_a_sample_is_drawn_evenly(pairs, limit, seed):
+    items = [Item(*pair, str(i)) for i, pair in enumerate(pairs)]
+    drawn = draw(items, limit, seed)
+    assert [i.id for i in drawn] == sorted((i.id for i in drawn), key=int)      # their own order
+    for language in 'de', 'en':
+        there, taken = ({s: sum(i.language == language and i.subject == s for i in some)
+                         for s in 'abc'} for some in (items, drawn))
+        assert sum(taken.values()) == min(limit, sum(there.values()))
+        most = max(taken.values())
+        assert all(taken[s] >= min(most - 1, there[s]) for s in 'abc')
+    again = draw(items[::-1], limit, seed)
+    assert {i.id for i in again} == {i.id for i in drawn}       # whatever the order of files
+    assert {i.id for i in draw(items, limit + 3, seed)} >= {i.id for i in drawn}
+    assert draw(items, None, seed) == items
+
+
+def test_a_sample_of_texts_is_drawn_by_the_seed(tmp_path):
+    path = write_rows(tmp_path / 'a.jsonl', [{'text': f'one two three {i}'} for i in range(50)])
+    first, same, other = (probes.load_texts(f'clm:{path}', limit=10, seed=seed)
+                          for seed in (1, 1, 2))
+    assert first.total == 50 and len(first.texts) == 10
+    ids = [[t.id for t in loaded.texts] for loaded in (first, same, other)]
+    assert ids[0] == ids[1] != ids[2] and ids[0] != [str(i) for i in range(10)]
+    assert first.texts[0].place == f'{path}:{int(ids[0][0]) + 1}'
 
 
 @settings(deadline=None, max_examples=40)

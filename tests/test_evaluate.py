@@ -16,7 +16,9 @@ import numpy as np
 import os
 import pytest
 import random
+import resource
 import results
+import resume
 import shutil
 import signal
 import subprocess
@@ -30,7 +32,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from common import (
-    DEVICES, HERE, SHARED, needs_shared, reference_model, sentencepiece_folder,
+    DEVICES, HERE, SHARED, needs_shared, reference_model, rewrite, sentencepiece_folder,
     whole_rows, write_rows)
 
 
@@ -146,7 +148,7 @@ def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
                                      dict(preset='harness')])
 def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, options):
     tokenizer = tokenizers[kind]
-    asked, solved, _ = questions.load_task(write_task(tmp_path), shots=2, **options)
+    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=2, **options)
     tree = first_tree(asked, solved, tokenizer)
     assert tree.shots == 2
     prefix = asked[0].header + ''.join(s.solved for s in solved['', 'foxes'])
@@ -170,7 +172,7 @@ def test_a_question_may_begin_the_text(tokenizers, kind):
 
 def test_whole_shots_are_dropped(tokenizers, tmp_path):
     tokenizer = tokenizers['gemma']
-    asked, solved, _ = questions.load_task(write_task(tmp_path), shots=3)
+    asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=3)
     shots = solved['', 'foxes']
     sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
     for kept, tree in enumerate(sizes):
@@ -186,16 +188,8 @@ def test_options_that_cannot_be_scored(tokenizers):
         first_tree([bad], {}, tokenizers['llama3'])
 
 
-def test_option_scores_norms():
-    log_probs, options = np.array([-2.0, -6.0]), [' é', ' long']
-    for norm, length in (('sum', (1, 1)), ('token', (1, 3)), ('char', (1, 4)), ('byte', (2, 4))):
-        p = metrics.softmax(results.option_scores(log_probs, options, [1, 3], norm))
-        score = np.exp(log_probs / np.array(length))
-        assert np.allclose(p, score / score.sum())
-
-
 def test_bos_is_there_once(tokenizers, tmp_path):
-    asked, _, _ = questions.load_task(write_task(tmp_path))
+    asked, _, _, _ = questions.load_task(write_task(tmp_path))
     for add_bos in (True, False):
         for tokenizer in tokenizers.values():
             tree = first_tree(asked, {}, tokenizer, add_bos=add_bos)
@@ -217,7 +211,7 @@ def test_seams_on_real_questions(file, tmp_path):
                           (f'xcopa:{datasets / "xcopa"}', dict(preset='harness', shots=1)),
                           (f'xcopa:{datasets / "xcopa"}', dict(scoring='text')),
                           (str(datasets / 'mmlu_pro' / 'mmlu_pro_sample.jsonl'), {})):
-        asked, solved, _ = questions.load_task(name, **options)
+        asked, solved, _, _ = questions.load_task(name, **options)
         picked = random.Random(0).sample(asked, 100)
         for q, tree in evaluate.tokenize_questions(picked, solved, tokenizer, evaluate.EvalConfig(),
                                                    10**6):
@@ -321,14 +315,16 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     assert scored(scored_folder, tmp_path / 'whole')['tasks']['global_mmlu']['pooled'] == (
         whole['tasks']['global_mmlu']['pooled'])
     flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')
-    assert flat['distribution'] == 'mmlu, 2 shots, letters, sum'
+    assert flat['tasks']['global_mmlu']['distribution'] == 'mmlu, 2 shots, letters, sum'
     for option in ('--shots=1', '--scoring=text', '--preset=harness', '--deterministic'):
         with pytest.raises(configs.ConfigError, match='holds samples with another '
                                                       + option[2:].split('=')[0]):
             scored(scored_folder, tmp_path / 'whole', option)
+    # the same files in another place are the same task
+    shutil.copytree(scored_folder, tmp_path / 'changed')
+    scored(tmp_path / 'changed', tmp_path / 'whole')
     monkeypatch.undo()
     # another question under a known id is another question
-    shutil.copytree(scored_folder, tmp_path / 'changed')
     path = tmp_path / 'changed' / 'data' / 'sw_test.jsonl'
     path.write_text(path.read_text().replace('?', ' then?', 1))
     scored(tmp_path / 'changed', tmp_path / 'whole')
@@ -344,6 +340,268 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
         scored(tmp_path / 'changed', tmp_path / 'whole')
     assert scored(tmp_path / 'changed', tmp_path / 'whole', '--overwrite')['tasks']['global_mmlu'][
         'pooled']['n'] == 120
+
+
+def write_words(path, n, word):
+    """A task of n questions with three options; `word` makes it differ from others."""
+    return write_rows(path, [{'question': f'the quick {word} {i}?', 'answer': i % 3,
+                              'choices': ['blue', 'lazy', 'old']} for i in range(n)])
+
+
+def evaluate_words(scored_folder, out, *arguments):
+    evaluate.main([f'--model={scored_folder / "model"}', f'--out_dir={out}', '--shots=0',
+                   '--n_bootstrap=20', *arguments])
+    return json.loads((out / 'results.json').read_text())
+
+
+def test_a_folder_holds_every_task_scored_there(scored_folder, tmp_path, capsys, monkeypatch):
+    out, foxes = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 30, 'fox')
+    stones = write_words(tmp_path / 'stones.jsonl', 20, 'stone')
+    drawn = []
+    draw = results.draw_reliability
+    monkeypatch.setattr(results, 'draw_reliability', lambda path, panels, *rest, **more: (
+        drawn.append([title for title, _ in panels]), draw(path, panels, *rest, **more))[1])
+    first = evaluate_words(scored_folder, out, f'--tasks={foxes}')
+    both = evaluate_words(scored_folder, out, f'--tasks={stones}', '--norm=sum', '--limit=12')
+    assert list(both['tasks']) == ['foxes', 'stones'] and drawn[-1] == ['foxes', 'stones']
+    assert both['tasks']['foxes'] == first['tasks']['foxes']
+    assert both['tasks']['stones']['pooled']['n'] == 12
+    said = {label: [task[key] for key in ('distribution', 'norm', 'shots', 'limit')]
+            for label, task in both['tasks'].items()}
+    assert said == {'foxes': ['mmlu, 0 shots, letters, token', 'token', 0, None],
+                    'stones': ['mmlu, 0 shots, letters, sum', 'sum', 0, 12]}
+    for name in ('results.md', 'results.csv'):
+        text = (out / name).read_text()
+        assert 'foxes' in text and 'stones' in text
+    # the first again with another norm: its result is replaced, that of the other stays
+    again = evaluate_words(scored_folder, out, f'--tasks={foxes}', '--norm=sum')
+    assert again['tasks']['stones'] == both['tasks']['stones']
+    assert again['tasks']['foxes']['norm'] == 'sum'
+    # another file that would have the same name in the results
+    other = write_words(tmp_path / 'other' / 'foxes.jsonl', 10, 'dog')
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    with pytest.raises(configs.ConfigError, match=r'holds foxes of .*foxes.jsonl, and .*other.* has'
+                                                  ' other questions'):
+        evaluate_words(scored_folder, out, f'--tasks={other}')
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert evaluate_words(scored_folder, out, f'--tasks={other}', '--overwrite')['tasks'].keys() == {
+        'foxes'}
+
+
+def test_files_of_others_are_kept(scored_folder, tmp_path):
+    """What an evaluation did not write is neither replaced nor deleted, also by --overwrite."""
+    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    for name in ('samples.jsonl', 'results.csv', 'results.json', 'eval_config.json',
+                 'reliability.png'):
+        out = tmp_path / f'out-{name}'
+        out.mkdir()
+        (out / name).write_text('mine')
+        for option in ((), ('--overwrite',)):
+            with pytest.raises(configs.ConfigError, match=f'{name} was not written by a run'):
+                evaluate_words(scored_folder, out, f'--tasks={task}', *option)
+        assert (out / name).read_text() == 'mine'
+        assert {p.name for p in out.iterdir()} <= {name, '.lock'}
+    out = tmp_path / 'out'
+    evaluate_words(scored_folder, out, f'--tasks={task}')
+    (out / 'results.py').write_text('mine')
+    (out / 'reliability-of-mine.png').write_text('mine')
+    evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite')
+    assert (out / 'results.py').read_text() == (out / 'reliability-of-mine.png').read_text() == (
+        'mine')
+
+
+def test_overwrite_deletes_after_all_is_checked(scored_folder, tmp_path):
+    out, task = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    evaluate_words(scored_folder, out, f'--tasks={task}')
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    shutil.copytree(scored_folder / 'model', tmp_path / 'broken')
+    rewrite(tmp_path / 'broken', lambda tensors: tensors.pop('model.norm.weight'))
+    shutil.copytree(tmp_path / 'broken', tmp_path / 'empty')
+    (tmp_path / 'empty' / 'tokenizer.model').unlink()
+    for arguments in (['--tasks=foxs.jsonl'], ['--batch_rows=0'],
+                      [f'--model={tmp_path / "broken"}'], [f'--model={tmp_path / "empty"}'],
+                      ['--device=gpu'], [f'--tasks={task}', '--shots=3']):
+        with pytest.raises((configs.ConfigError, DataError, models.CheckpointError)):
+            evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite', *arguments)
+        assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_two_at_once_on_one_folder(scored_folder, tmp_path):
+    task, out = write_words(tmp_path / 'foxes.jsonl', 40, 'fox'), tmp_path / 'out'
+    command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
+               f'--tasks={task}', '--n_bootstrap=0', f'--out_dir={out}']
+    with resume.lock(out):
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ''
+    assert done.stderr.strip().count('\n') == 0 and 'another run is writing there' in done.stderr
+    assert not (out / 'samples.jsonl').exists()
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('content', ['[]', '{"a"', '{}', '', '{"tasks": 3}'])
+def test_damaged_eval_config(scored_folder, tmp_path, content):
+    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
+    (tmp_path / 'out' / 'eval_config.json').write_text(content)
+    with pytest.raises(configs.ConfigError, match='eval_config.json cannot be read .*--overwrite'):
+        evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
+    found = evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}', '--overwrite')
+    assert found['tasks']['foxes']['pooled']['n'] == 5
+
+
+def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
+    task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
+    whole = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
+    for content in ('[]', '{"tasks": [1]}', '{"tasks": {"foxes": {}}}', 'junk'):
+        (out / 'results.json').write_text(content)
+        with pytest.raises(configs.ConfigError, match='results.json is not what .*; remove it'):
+            evaluate_words(scored_folder, out, f'--tasks={task}')
+    (out / 'results.json').unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(models, 'load', None)     # as the message says: without the model
+        again = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
+    assert again['foxes']['pooled'] == whole['foxes']['pooled']
+    lines = (out / 'samples.jsonl').read_text().splitlines()
+    for broken in (lines[2][:40], '5', '{}', '[]', lines[2].replace('"log_probs"', '"log"')):
+        (out / 'samples.jsonl').write_text('\n'.join([*lines[:2], broken, *lines[3:], '']))
+        with pytest.raises(DataError, match=r'samples.jsonl:3.*: not a sample .*delete this line'):
+            evaluate_words(scored_folder, out, f'--tasks={task}')
+    (out / 'samples.jsonl').write_text('\n'.join([*lines[:2], *lines[3:], '']))
+    assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
+        'accuracy'] == whole['foxes']['pooled']['accuracy']
+
+
+def test_a_full_disk_names_the_file_and_loses_nothing(scored_folder, tmp_path):
+    task, out = write_words(tmp_path / 'foxes.jsonl', 400, 'fox'), tmp_path / 'out'
+    command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
+               f'--tasks={task}', '--n_bootstrap=0', f'--out_dir={out}', '--pack_len=256']
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE,
+                                                                (20_000, 20_000)))
+    assert done.returncode == 1
+    assert done.stderr.strip().split('\n')[-1].startswith(
+        f'error: {out / "samples.jsonl"} cannot be written: File too large')
+    assert 'Traceback' not in done.stderr
+    n = (out / 'samples.jsonl').read_text().count('\n')
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0 and n > 10 and f'{n} scored earlier' in done.stdout, done.stderr
+    ids = [sample['id'] for sample in results.read_samples(out / 'samples.jsonl')]
+    assert len(ids) == len(set(ids)) == 400
+
+
+def test_weights_that_give_nan(scored_folder, tmp_path):
+    shutil.copytree(scored_folder / 'model', tmp_path / 'model')
+    rewrite(tmp_path / 'model', lambda tensors: tensors['model.layers.1.mlp.up_proj.weight'][
+        3].fill_(math.nan))
+    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    with pytest.raises(models.CheckpointError, match='foxes: question 0: .* NaN or infinite '
+                       r'logits; model.layers.1.mlp.up_proj.weight in .* holds NaN'):
+        evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}')
+
+
+def test_a_run_that_scored_nothing_leaves_the_folder_free(scored_folder, tmp_path):
+    task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
+    with pytest.raises(DataError, match='foxes: question 0 .* max_length allows 3'):
+        evaluate_words(scored_folder, out, f'--tasks={task}', '--max_length=3')
+    assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
+        'n'] == 5
+    with pytest.raises(DataError, match='foxes: temperature = fit needs two questions or more'):
+        evaluate_words(scored_folder, out, f'--tasks={task}', '--limit=1', '--temperature=fit')
+
+
+def test_an_out_dir_that_cannot_be(scored_folder, tmp_path):
+    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    for out in (task, task / 'deeper', Path('/proc/nowhere')):
+        with pytest.raises(configs.ConfigError, match='cannot be written .* give another'):
+            evaluate_words(scored_folder, out, f'--tasks={task}')
+
+
+def test_home_in_paths(scored_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    shutil.copytree(scored_folder / 'model', tmp_path / 'model')
+    write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    shutil.copytree(scored_folder / 'data', tmp_path / 'data')
+    evaluate.main(['--model=~/model', '--tasks=~/foxes.jsonl,global_mmlu:~/data', '--shots=0',
+                   '--n_bootstrap=0', '--out_dir=~/out', '--limit=3'])
+    found = json.loads((tmp_path / 'out' / 'results.json').read_text())['tasks']
+    assert found['foxes']['source'] == str(tmp_path / 'foxes.jsonl')
+    assert found['global_mmlu']['source'] == f'global_mmlu:{tmp_path / "data"}'
+
+
+def test_what_is_printed(scored_folder, tmp_path):
+    """Device and dtype that 'auto' chose, progress in lines of their own, a quiet end at `head`."""
+    task = write_words(tmp_path / 'foxes.jsonl', 60, 'fox')
+    model = scored_folder / 'model'
+    common = [sys.executable, 'evaluate.py', f'--model={model}', '--shots=0', f'--tasks={task}',
+              '--n_bootstrap=0', '--device=cpu']
+    done = subprocess.run([*common, f'--out_dir={tmp_path / "a"}'], cwd=HERE, text=True,
+                          capture_output=True)
+    lines = done.stdout.split('\n')
+    assert lines[0] == f'{model} (llama) in float32 on cpu'
+    assert lines[1] == 'foxes: 60 questions, mmlu, 0 shots, letters, token'
+    assert done.stderr == ''        # no bar, and too short for a line of progress
+    shell = ' '.join([*common, f'--out_dir={tmp_path / "b"}', '| head -n 1'])
+    done = subprocess.run(['bash', '-c', shell], cwd=HERE, text=True, capture_output=True)
+    assert done.stdout == f'{lines[0]}\n' and done.stderr == ''
+
+
+def test_progress_without_a_terminal(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
+    progress = evaluate.Progress('foxes', 100, 'questions', interval=30)
+    for i in range(90):
+        clock[0] += 1
+        progress.update(scored=i >= 10)
+    printed = capsys.readouterr()
+    assert printed.out == '' and printed.err.splitlines() == [
+        'foxes: 31 of 100 questions, 0.7 per second, 01:41 left',
+        'foxes: 62 of 100 questions, 0.8 per second, 00:45 left']
+
+
+@pytest.mark.skipif(results.forked_processes() < 2, reason='needs two cores')
+def test_interrupt_while_intervals_are_drawn(scored_folder, tmp_path):
+    """Ctrl-C goes to the worker processes too: one line all the same, and an end."""
+    task, out = write_words(tmp_path / 'foxes.jsonl', 100, 'fox'), tmp_path / 'out'
+    model = scored_folder / 'model'
+    tokenizer = load_tokenizer(model)
+    cfg = evaluate.EvalConfig(str(model), tasks=(str(task),), shots=0, n_bootstrap=0,
+                              pictures=False, out_dir=str(out))
+    evaluate.evaluate(model, tokenizer, evaluate.load_tasks(cfg), cfg, out)
+    process = subprocess.Popen([sys.executable, 'evaluate.py', f'--model={model}', '--shots=0',
+                                f'--tasks={task}', f'--out_dir={out}', '--n_bootstrap=200000'],
+                               cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               start_new_session=True)
+    children = Path(f'/proc/{process.pid}/task/{process.pid}/children')
+    while process.poll() is None and len(children.read_text().split()) < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
+
+
+def test_usage(capsys):
+    for arguments in ([], ['--help']):
+        with pytest.raises(SystemExit) as end:
+            evaluate.main(arguments)
+        text = f'{end.value.code or ""}{capsys.readouterr().out}'
+        for part in ('usage: python evaluate.py --model=', '--compare', 'example: ', 'arc_easy'):
+            assert part in text
+
+
+@pytest.mark.parametrize('wait', [0.3, 1.0])
+def test_interrupt_in_the_first_second(scored_folder, tmp_path, wait):
+    task = write_words(tmp_path / 'foxes.jsonl', 20000, 'fox')
+    process = subprocess.Popen([sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}',
+                                f'--tasks={task}', '--shots=0', f'--out_dir={tmp_path / "out"}'],
+                               cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while b'evaluate.py' not in Path(f'/proc/{process.pid}/cmdline').read_bytes():
+        time.sleep(0.001)
+    time.sleep(wait)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
 
 
 def test_a_killed_evaluation_is_whole_in_the_end(scored_folder, tmp_path):
@@ -387,146 +645,6 @@ def test_temperature_and_platt_scaling(scored_folder, tmp_path):
     assert found['tasks']['mmlu']['post_hoc']['fitted_on'] == '30 validation questions'
     assert found['tasks']['mmlu']['pooled']['n'] == 28
     assert len(found['tasks']['mmlu']['post_hoc']['temperature']) == 1
-
-
-def test_compare(scored_folder, tmp_path, capsys):
-    scored(scored_folder, tmp_path / 'a')
-    shutil.copytree(tmp_path / 'a', tmp_path / 'sharp')
-    sharp = results.read_samples(tmp_path / 'a' / 'samples.jsonl')
-    for sample in sharp:
-        sample['log_probs'] = [5 * x for x in sample['log_probs']]
-    (tmp_path / 'sharp' / 'samples.jsonl').write_text(''.join(json.dumps(s) + '\n' for s in sharp))
-    (tmp_path / 'sharp' / 'train_config.py').write_text("model = 'some/base'\nsmoothing = 0.1\n")
-    capsys.readouterr()
-    evaluate.main(['--compare', str(tmp_path / 'a'), str(tmp_path / 'sharp'), '--n_bootstrap=200',
-                   f'--out_dir={tmp_path / "out"}'])
-    printed = capsys.readouterr().out
-    assert (tmp_path / 'out' / 'reliability-global_mmlu.png').exists()
-    with open(tmp_path / 'out' / 'compare.csv') as file:
-        rows = list(csv.DictReader(file))
-    assert [r['language'] for r in rows[:8]] == ['de', 'de', 'en', 'en', 'sw', 'sw', 'pooled',
-                                                 'pooled']
-    assert rows[1]['smoothing'] == '0.1' and rows[1]['model'] == 'base'
-    first, second = rows[6:]
-    assert first['accuracy'] == second['accuracy'] and float(first['ece']) < float(second['ece'])
-    lines = [line.split() for line in printed.split('\n') if line.startswith('sharp - a')]
-    assert len(lines) == 8      # four metrics, over questions and over languages
-    accuracy, _, ece, _ = (line for line in lines if line[3] == 'questions')
-    assert accuracy[6:] == ['+0.0000', '+0.0000', '+0.0000', '1.000']
-    assert float(ece[6]) == pytest.approx(float(second['ece']) - float(first['ece']), abs=1e-4)
-    assert float(ece[-1]) < 0.05
-    found = metrics.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
-                               for i in (0, 2, 4)])
-    assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
-        line[6:10] for line in lines if line[4] == 'languages']
-    for folders, message in (([tmp_path / 'a'], 'two folders or more'),
-                             ([tmp_path / 'a', tmp_path / 'none'], 'has no samples.jsonl'),
-                             ([tmp_path / 'a', tmp_path / 'a'], 'named twice')):
-        with pytest.raises((configs.ConfigError, DataError), match=message):
-            evaluate.main(['--compare', *map(str, folders)])
-    with pytest.raises(configs.ConfigError, match="no key 'shots'; did you mean 'sources'"):
-        evaluate.main(['--compare', str(tmp_path / 'a'), str(tmp_path / 'sharp'), '--shots=0'])
-
-
-# of a study: five seeds, two rates, a base model; ECE falls by 0.02 with smoothing, but for seed 4
-def study_lines():
-    for seed in range(5):
-        for kind, smoothing in (('base', ''), ('tuned', '0.0'), ('tuned', '0.1')):
-            for task in ('text4', 'facts'):
-                ece = {'': 0.02, '0.0': 0.1, '0.1': 0.08}[smoothing] + 0.001 * seed
-                ece += 0.01 * (seed == 4 and smoothing == '0.1')
-                yield {'run': f'{kind}-smoothing{smoothing}', 'kind': kind, 'seed': seed,
-                       'task': task, 'language': 'all', 'category': 'all', 'scaling': 'none',
-                       'smoothing': smoothing, 'n': 100, 'ece': ece, 'accuracy': 0.5}
-
-
-def write_lines(path, lines):
-    lines = list(lines)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(results.csv_text(list(lines[0]), lines))
-    return path
-
-
-def test_tables_into_a_closed_pipe(small_world, tmp_path):
-    """As `| head` leaves it: no error, and nothing of what is written is lost."""
-    folder, _ = small_world
-    read, write = os.pipe()
-    os.close(read)
-    ends = []
-    for command in (['evaluate.py', '--compare', folder / 'tuned', folder / 'tuned_ls01',
-                     f'--out_dir={tmp_path}', '--n_bootstrap=10'],
-                    ['metrics.py', folder / 'tuned' / 'samples.jsonl']):
-        done = subprocess.run([sys.executable, *command], cwd=HERE, stdout=write,
-                              stderr=subprocess.PIPE)
-        ends.append((done.returncode, done.stderr))
-    os.close(write)
-    assert ends == [(128 + signal.SIGPIPE, b''), (-signal.SIGPIPE, b'')]
-    assert {'compare.md', 'compare.csv'} <= {p.name for p in tmp_path.iterdir()}
-
-
-def test_compare_over_seeds(tmp_path, capsys):
-    path = write_lines(tmp_path / 'study' / 'compare.csv', study_lines())
-    arguments = ['--compare', str(path), '--x=smoothing', '--reference=base', '--where=task=text4',
-                 f'--out_dir={tmp_path / "out"}']
-    evaluate.main(arguments)
-    rows = [[c.strip() for c in line.split('|')[1:-1]]
-            for line in (tmp_path / 'out' / 'compare.md').read_text().splitlines()]
-    assert rows[0][:7] == ['task', 'smoothing', 'seeds', 'ECE', 'ECE - base', 'ECE - first',
-                           'accuracy']
-    assert [row[1] for row in rows[2:]] == ['base', '0.0', '0.1'] and {r[2] for r in rows[2:]} == {
-        '5'}
-    d = [-0.02] * 4 + [-0.01]
-    mean, low, high = metrics.mean_interval(d)
-    assert rows[4][5] == f'{mean:+.3f} ± {(high - low) / 2:.3f}, p {metrics.student_t(d)[2]:.1g}'
-    assert rows[2][4] == rows[2][5] == rows[3][5] == ''
-    assert rows[3][4].startswith('+0.080 ± 0.000, p 0')
-    assert (tmp_path / 'out' / 'compare.png').read_bytes().startswith(b'\x89PNG')
-    with open(tmp_path / 'out' / 'compare.csv') as file:
-        again = list(csv.DictReader(file))
-    assert len(again) == 15 and {r['task'] for r in again} == {'text4'}
-    capsys.readouterr()
-    for change, message in (
-            (['--x=kind', '--by=', '--reference='], 'fall together; choose by .* run, smoothing'),
-            (['--x=lr'], "no column 'lr'; the columns are run, kind"),
-            (['--reference=bass'], "reference = .'bass',., but the kinds are base, tuned"),
-            (['--where=task'], "where: 'task'; wanted column=value"),
-            (['--where=tusk=a'], "where: 'tusk=a'; wanted column=value"),
-            (['--where=task=none'], 'where leaves no line'),
-            (['--reliability'], 'needs .*bins.csv')):
-        with pytest.raises((configs.ConfigError, DataError), match=message):
-            evaluate.main([*arguments, *change])
-    lines = list(study_lines())
-    one, two = ([line | {'language': choice[i % len(choice)] if line['task'] == 'text4' else 'all'}
-                 for i, line in enumerate(lines)] for choice in (['en'], ['de', 'en', 'en']))
-    write_lines(path, one)      # the only language of this task need not be named
-    evaluate.main(arguments)
-    assert '| text4 | 0.1 | 5 |' in (tmp_path / 'out' / 'compare.md').read_text()
-    write_lines(path, two)
-    with pytest.raises(configs.ConfigError, match='no line of text4 has language=all; choose '
-                                                  r'language=de\|en'):
-        evaluate.main(arguments)
-    write_lines(path, lines)
-    path.write_text(path.read_text().replace('0.08', 'x.08'))
-    with pytest.raises(DataError, match=r"compare.csv:\d+: ece = 'x.08.*' is no number"):
-        evaluate.main(arguments)
-    path.write_text('a,b\n1,2\n')
-    with pytest.raises(DataError, match='it lacks category, kind'):
-        evaluate.main(arguments)
-
-
-@pytest.mark.parametrize('figure', sorted(p.stem for p in (HERE / 'configs/figures').glob('*.py')))
-def test_figures_of_the_study(figure, tmp_path, monkeypatch):
-    committed = HERE / 'assets' / 'study' / figure
-    drawn = []
-    monkeypatch.setattr(compare, 'draw_series', lambda path, *rest: drawn.append(path))
-    monkeypatch.setattr(compare, 'draw_bins', lambda path, *rest, **more: drawn.append(path))
-    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / f'{figure}.py'),
-                   f'--sources={committed / "compare.csv"}', f'--out_dir={tmp_path}'])
-    assert (tmp_path / 'compare.md').read_text() == (committed / 'compare.md').read_text()
-    assert (tmp_path / 'compare.csv').read_text() == (committed / 'compare.csv').read_text()
-    for path in drawn:
-        assert (committed / path.name).exists()
-    assert ('reliability.png' in {p.name for p in drawn}) == (committed / 'bins.csv').exists()
 
 
 def test_the_study_is_what_was_run():
@@ -633,11 +751,6 @@ def test_what_the_readme_says_of_size():
             mean = sum(tuned.values()) / 5
             cells.append(f'{mean:.3f}, {compare.paired(smoothed, tuned)}')
         assert f'| {weights} million | {" | ".join(cells)} |' in says
-
-
-def test_no_whiskers_of_two_seeds():
-    assert compare.mean_and_ends([1.0, 3.0]) == [2.0, 2.0, 2.0]
-    assert compare.mean_and_ends([1.0, 2.0, 3.0]) == pytest.approx((2.0, -0.484138, 4.484138))
 
 
 def test_a_small_study(tmp_path, monkeypatch, capsys):

@@ -579,27 +579,86 @@ def bin_counts(confidences, n_bins):
     return metrics.bins(probs, np.zeros(len(probs), dtype=int), n_bins)['count'].tolist()
 
 
-@pytest.mark.parametrize('dtype', [np.float64, np.float32])
+@pytest.mark.parametrize('dtype', [np.float64, np.float32, np.float16])
 @pytest.mark.parametrize('n_bins', range(1, 31))
 def test_a_confidence_on_a_bin_edge_counts_in_the_bin_below(n_bins, dtype):
     edges = (np.arange(1, n_bins + 1) / n_bins).astype(dtype)
-    assert bin_counts(edges, n_bins) == [1] * n_bins
-    assert bin_counts(np.nextafter(edges, dtype(0)), n_bins) == [1] * n_bins
-    if n_bins > 1:
-        above = np.nextafter(edges[:-1], dtype(1))
-        assert bin_counts(above, n_bins) == [0] + [1] * (n_bins - 1)
+    right = np.ones(n_bins, dtype=bool)
+    assert metrics.bins(edges, right, n_bins)['count'].tolist() == [1] * n_bins
+    below = np.nextafter(edges, dtype(0))
+    assert metrics.bins(below, right, n_bins)['count'].tolist() == [1] * n_bins
+    if n_bins > 1:      # the float64 above an edge ties with it
+        above = edges[:-1] + 2e-12 if dtype == np.float64 else np.nextafter(edges[:-1], dtype(1))
+        counts = metrics.bins(above, right[1:], n_bins)['count'].tolist()
+        assert counts == [0] + [1] * (n_bins - 1)
 
 
-def test_a_confidence_one_rounding_above_an_edge_is_above_it():
+def test_a_confidence_one_rounding_above_an_edge_is_on_it():
     moved = 0
     for n_bins in range(1, 31):
         for m in range(1, n_bins):
             c = np.float64(m * (1 / n_bins))  # m steps of 1/M, which need not be m/M
-            m_of_c = m if c <= m / n_bins else m + 1
-            moved += m_of_c != m
-            assert bin_counts([c], n_bins).index(1) == m_of_c - 1
+            moved += c != m / n_bins
+            assert bin_counts([c], n_bins).index(1) == m - 1
     assert moved > 0
-    assert bin_counts([np.float64(0.6), np.float64(6 * 0.1)], 10)[5:7] == [1, 1]
+    assert bin_counts([np.float64(0.6), np.float64(6 * 0.1)], 10)[5] == 2
+
+
+def every_number(probs, labels, n_options=None):
+    """Each measure and each fit, {name: value or array}."""
+    found = dict(metrics.report(probs, labels, n_options))
+    found |= {f'murphy {k}': v for k, v in metrics.murphy(probs, labels).items()}
+    found |= {f'bins {k}': v for k, v in metrics.bins(probs, labels).items()}
+    found |= {'half': metrics.accuracy_at_coverage(probs, labels), 'top label': metrics.top_label(
+        probs, labels)[1], 'reached': metrics.coverage_at_accuracy(probs, labels, 0.5)}
+    found |= {f'resampled {k}': v for k, v in metrics.bootstrap(
+        probs, labels, n_options, n_resamples=3).items()}
+    if np.ndim(probs) == 1:
+        c = np.linspace(0, 1, 30)
+        x, y = metrics.fit_isotonic(probs, labels)
+        values = metrics.fit_histogram(probs, labels)
+        found |= {'isotonic x': x, 'isotonic y': y, 'isotonic': metrics.apply_isotonic(c, x, y),
+                  'isotonic at own': metrics.apply_isotonic(probs, x, y), 'histogram': values,
+                  'histogram at own': metrics.apply_histogram(probs, values)}
+    return found
+
+
+def assert_equal_numbers(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert np.shape(found[key]) == np.shape(value), key
+        assert found[key] == pytest.approx(value, rel=0, abs=1e-12, nan_ok=True), key
+
+
+@small
+@given(st.data())
+def test_noise_of_rounding_changes_no_number(data):
+    """Probabilities that differ by 1e-16 of themselves are the same: ties, edges, order, fits."""
+    probs, labels = data.draw(predictions())
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    noisy = probs * (1 + 1e-16 * rng.choice([-2, -1, 0, 1, 2], probs.shape))
+    assert_equal_numbers(every_number(noisy, labels), every_number(probs, labels))
+    c, correct = probs.max(1), probs.argmax(1) == labels
+    noisy = np.minimum(c * (1 + 1e-16 * rng.choice([-2, -1, 0, 1, 2], c.shape)), 1)
+    assert_equal_numbers(every_number(noisy, correct), every_number(c, correct))
+
+
+def test_what_ties():
+    below, above = 0.6 - 5e-17, 0.6 + 1.2e-16
+    assert below < above
+    correct = np.array([True, False])
+    for c in ([below, above], [above, below], [0.6, 0.6]):
+        assert metrics.bins(c, correct)['count'][5] == 2
+        assert metrics.ece_equal_mass(c, correct) == metrics.ks_error(c, correct) == exactly(0.1)
+        assert metrics.auroc(c, correct) == 0.5 and metrics.aurc(c, correct) == 0.5
+        x, y = metrics.fit_isotonic(c, correct)
+        assert len(x) == 1 and y == 0.5
+    # the first of tied options is predicted, though the second is larger by a rounding
+    assert metrics.accuracy([[0.4, 0.4 + 1e-16, 0.2]], [0]) == 1
+    assert metrics.accuracy([[0.4, 0.4 + 1e-11, 0.2]], [1]) == 1
+    # two rows 2e-12 apart are two
+    assert metrics.auroc([0.6, 0.6 + 2e-12], correct) == 0
+    assert metrics.tace([[0.99, 0.01], [0.99, 0.01 + 1e-17]], [1, 1]) == exactly(0.99 / 2)
 
 
 def test_ece_from_confidences_alone():
@@ -612,10 +671,187 @@ def test_ece_from_confidences_alone():
     for confidence, correct, message in (
             ([0.5, 1.2], [True, True], 'row 1: confidence is 1.2'),
             ([0.5, math.nan], [True, True], 'row 1: confidence is nan'),
-            ([0.5], [True, True], 'must be .N. with N >= 1'), ([], [], 'N, K >= 1'),
-            ([0.5], [1], 'probs must be .N, K.')):
+            ([0.5], [True, True], 'must be .N. with N >= 1'), ([], [], 'N >= 1'),
+            ([0.5, 0.5], [1, 2], 'row 1: correct is 2, not 0 or 1; one-dimensional probs are conf'),
+            ([0.5, 0.5], [1, -1], 'row 1: correct is -1'), ([0.5], [math.nan], 'correct is nan'),
+            ([0.5], ['false'], 'correct must be bool, or 0 and 1, not <U5'),
+            (['0.5'], [True], 'confidence must be real numbers, not <U3')):
+        for call in (metrics.ece, metrics.report, metrics.bootstrap, metrics.fit_platt,
+                     metrics.fit_histogram, metrics.fit_isotonic):
+            with pytest.raises(ValueError, match=message):
+                call(confidence, correct)
+
+
+TOP_LABEL = [
+    *[metrics.accuracy, metrics.wilson_interval, metrics.mean_confidence, metrics.gap],
+    *[metrics.murphy, metrics.bins, metrics.ece, metrics.mce, metrics.mce_bin, metrics.ece_sweep],
+    *[metrics.ece_debiased, metrics.ece_equal_mass, metrics.rmsce, metrics.mad, metrics.mmce],
+    *[metrics.rmsce_hendrycks, metrics.mad_hendrycks, metrics.rms_mmlu_repo, metrics.ks_error],
+    *[metrics.smooth_ece, metrics.kde_ece, metrics.auroc, metrics.aurc, metrics.excess_aurc],
+    *[metrics.accuracy_at_coverage, metrics.coverage_at_accuracy, metrics.report],
+    *[metrics.bootstrap, metrics.fit_platt, metrics.fit_histogram, metrics.fit_isotonic],
+]
+
+
+@pytest.mark.parametrize('metric', TOP_LABEL)
+@pytest.mark.parametrize('kind', [int, np.uint8, float, list])
+def test_correct_may_be_0_and_1(metric, kind):
+    rng = np.random.default_rng(0)
+    confidence, correct = rng.random(230), rng.random(230) < 0.6
+    same = correct.astype(int).tolist() if kind is list else correct.astype(kind)
+    np.testing.assert_equal(metric(confidence, same), metric(confidence, correct))
+
+
+@pytest.mark.parametrize('metric', [metrics.entropy, metrics.nll, metrics.brier, metrics.sce,
+                                    metrics.ace, metrics.tace])
+def test_what_needs_every_option_says_so(metric):
+    with pytest.raises(ValueError, match='probs must be .N, K. with N, K >= 1, not of shape .2,.'):
+        metric([0.5, 0.5], [True, False])
+
+
+@pytest.mark.parametrize('apply', [
+    lambda c: metrics.apply_platt(c, 1.0, 0.0), lambda c: metrics.apply_histogram(c, [0.2, 0.8]),
+    lambda c: metrics.apply_isotonic(c, [0.2, 0.8], [0.1, 0.9])])
+def test_scalings_refuse_what_is_no_confidence(apply):
+    assert apply([0.1, 0.9]).shape == (2,)
+    for confidence, message in (([0.5, 2.0], 'row 1: confidence is 2.0, not from 0 to 1'),
+                                ([-0.5], 'row 0: confidence is -0.5'), ([math.nan], 'is nan'),
+                                ([[0.5, 0.5]], 'must be .N., not of shape'),
+                                (['0.5'], 'real numbers')):
         with pytest.raises(ValueError, match=message):
-            metrics.ece(confidence, correct)
+            apply(confidence)
+
+
+def test_nll_of_scores_has_no_floor():
+    scores = np.array([[0.0, -60.0, -np.inf], [-1.0, -2.0, -3.0]])
+    labels, n_options = np.array([1, 2]), np.array([2, 3])
+    probs = metrics.softmax(scores)
+    exact = (60 + 2 + math.log(1 + math.exp(-1) + math.exp(-2))) / 2
+    assert metrics.nll(probs, labels) < exact - 10
+    assert metrics.nll(probs, labels, scores=scores) == exactly(exact)
+    assert metrics.nll(probs, labels, scores=scores + 1000) == pytest.approx(exact)
+    assert metrics.report(probs, labels, n_options, scores=scores)['nll'] == exactly(exact)
+    found = metrics.bootstrap(probs, labels, n_options, scores=scores, n_resamples=50)
+    assert set(found['nll'].round(9)) == {60.0, round(exact, 9), round(2 * exact - 60, 9)}
+    for bad, message in ((2 * scores, 'row 1: the softmax of scores gives option 0 0.8'),
+                         (scores[:, :2], 'scores must be of the shape of probs, (2, 3)'),
+                         (scores[:1], 'scores must be of the shape of probs, (2, 3), not (1, 3)'),
+                         (scores * np.nan, 'row 0: the scores are'),
+                         (np.where(scores == -60, -np.inf, scores), 'row 0: label 1 is not')):
+        for call in (metrics.nll, metrics.report, metrics.bootstrap):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                call(probs, labels, scores=bad)
+    for call in (metrics.report, metrics.bootstrap):
+        with pytest.raises(ValueError, match='not to a confidence'):
+            call([0.5], [True], scores=scores)
+
+
+@pytest.mark.parametrize('call, message', [
+    (lambda x: metrics.mean_interval([1, 2], x), 'level must be a number in (0, 1), not'),
+    (lambda x: metrics.interval(metrics.ece, [0.5], [1], level=x), 'level must be'),
+    (lambda x: metrics.paired_bootstrap(metrics.ece, [0.5], [0.6], [1], level=x), 'level must be'),
+    (lambda x: metrics.accuracy_at_coverage([0.5], [1], x), 'coverage must be a number in (0, 1]'),
+    (lambda x: metrics.coverage_at_accuracy([0.5], [1], x), 'wanted must be a number in [0, 1]'),
+    (lambda x: metrics.tace([[0.5, 0.5]], [1], threshold=x), 'threshold must be'),
+    (lambda x: metrics.softmax([[1.0, 2.0]], -1 if x == 2 else x), 'temperature must be'),
+    (lambda x: metrics.fit_vector([[1.0, 2.0]], [0], -1 if x == 2 else x), 'ridge must be'),
+    (lambda x: metrics.apply_platt([0.5], 1.0, math.inf if x in (2, -0.1) else x), 'b must be'),
+])
+@pytest.mark.parametrize('value', [2, -0.1, math.nan, '0.5', None, True])
+def test_settings_out_of_range(call, message, value):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(value)
+
+
+@pytest.mark.parametrize('probs, labels, message', [
+    ([[0.5, 0.5], [1.0]], [0, 0], 'probs has rows of different length'),
+    (np.array([[0.5, 0.5]], dtype=object), [0], 'probs must be real numbers, not object'),
+    (np.zeros((1, 2), dtype='f8, f8'), [0], 'probs must be real numbers, not .*f8'),
+    ([['0.5', '0.5']], [0], 'probs must be real numbers, not <U3'),
+    (np.array([[0.5, 0.5]], dtype=complex), [0], 'probs must be real numbers, not complex128'),
+    (np.ma.masked_greater([[0.5, 0.5], [0.9, 0.1]], 0.8), [0, 0], 'probs has masked entries'),
+    ([[0.5, 0.5]], [True], 'labels must be integers, not bool'),
+    ([[0.5, 0.5]], np.ma.array([0], mask=[True]), 'labels has masked entries'),
+    ([[0.5, 0.5], [0.5, 0.5]], [[0], [0, 1]], 'labels has rows of different length'),
+])
+def test_arrays_that_hide_a_mistake(probs, labels, message):
+    for metric in (metrics.ece, metrics.nll, metrics.sce, metrics.report, metrics.bootstrap):
+        with pytest.raises(ValueError, match=message):
+            metric(probs, labels)
+    for n_options, message in (([[2], [2, 1]], 'n_options has rows of different length'),
+                               (np.ma.array([2], mask=[True]), 'n_options has masked entries'),
+                               ([3], 'n_options is 3, not from 1 to 2')):
+        for metric in (metrics.entropy, metrics.sce, metrics.report, metrics.bootstrap):
+            with pytest.raises(ValueError, match=message):
+                metric([[0.5, 0.5]], [0], n_options=n_options)
+
+
+def test_a_metric_that_is_undefined_in_a_resample():
+    """auroc is nan where all rows are right; an interval or p from the rest would be wrong."""
+    probs, labels = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]), np.array([0, 0, 1])
+    for call in (lambda: metrics.interval(metrics.auroc, probs, labels),
+                 lambda: metrics.interval(metrics.auroc, probs, labels, method='bca'),
+                 lambda: metrics.paired_bootstrap(metrics.auroc, probs, probs, labels),
+                 lambda: metrics.permutation_test(metrics.auroc, probs, probs, [0, 0, 0]),
+                 lambda: metrics.consistency_test(probs, labels, metrics.auroc)):
+        with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):
+            call()
+
+
+def test_resampling_refuses_bad_rows():
+    for arrays_ in (([0.5, 0.6], [1]), ([], []), (0.5, 1)):
+        with pytest.raises(ValueError, match='the same N >= 1 rows'):
+            metrics.interval(metrics.ece, *arrays_)
+    with pytest.raises(ValueError, match='sum to 1.1'):
+        metrics.consistency_test([[0.5, 0.6]], [1], lambda probs, labels: 0.0)
+
+
+def test_bca_at_an_extreme_level():
+    c, correct = np.random.default_rng(0).random(30) ** 8, np.arange(30) % 2 == 0
+    previous = metrics.interval(metrics.gap, c, correct, n_resamples=200, method='bca')
+    for level in (0.999, 0.999999, 1 - 1e-12):
+        low, high = metrics.interval(metrics.gap, c, correct, level=level, n_resamples=200,
+                                     method='bca')
+        assert low <= previous[0] < previous[1] <= high
+        previous = low, high
+
+
+def test_student_t_of_many_and_of_few():
+    # with a million degrees of freedom and more it is the normal distribution
+    for n in (10**6, 10**8):
+        assert metrics._t_tails(2.0, n) == pytest.approx(math.erfc(math.sqrt(2)), rel=1e-5)
+    # two values: the Cauchy distribution, whose quantile is tan(pi level / 2)
+    for level in (0.9, 0.999, 1 - 1e-7):
+        half = math.tan(math.pi * level / 2) / 2
+        assert metrics.mean_interval([0, 1], level) == pytest.approx((0.5, 0.5 - half, 0.5 + half),
+                                                                     rel=1e-6)
+    for call in (metrics.student_t, metrics.mean_interval):
+        for bad, message in ((['1', '2'], 'must be real numbers'),
+                             (np.ma.array([1.0, 2, 900], mask=[0, 0, 1]), 'masked entries')):
+            with pytest.raises(ValueError, match=message):
+                call(bad)
+
+
+def test_arrays_of_any_layout_and_precision():
+    probs, labels = golden_case('small_4')
+    expected = pytest.approx(dict(metrics.report(probs, labels)), rel=0, abs=1e-12)
+    wide = np.zeros((300, 8))
+    wide[::2, ::2] = probs
+    assert metrics.report(wide[::2, ::2], labels) == expected
+    assert metrics.report(np.asfortranarray(probs), labels.astype(np.uint64)) == expected
+    assert metrics.report(np.ma.array(probs), labels) == expected
+    sharp = np.eye(4)[labels]
+    assert metrics.report(sharp.astype(int), labels)['ece'] == metrics.ece(sharp, labels) == 0
+    halves = np.array([[0.75, 0.25], [0.5, 0.5]])       # exact in float16
+    for dtype in (np.float16, np.float32, np.longdouble):
+        assert metrics.report(halves.astype(dtype), [0, 1]) == pytest.approx(
+            dict(metrics.report(halves, [0, 1])), abs=1e-12)
+
+
+def test_histogram_uses_one_set_of_edges_in_every_precision():
+    c = np.float32([0.1, 0.1, 0.15])        # float32's 0.1 is above the float64 one
+    values = metrics.fit_histogram(c, [True, True, False], 10)
+    assert metrics.apply_histogram(c, values).tolist() == [1, 1, 0]
 
 
 @pytest.mark.parametrize('n, K', [(1, 3), (7, 4), (150, 4), (250, 2), (1205, 5)])
@@ -798,25 +1034,90 @@ def test_other_scalings():
         [1 / 3, 1 / 3, 1 / 3, 5 / 12, 1 / 2, 1 / 2])
 
 
+def run_metrics(*arguments):
+    done = subprocess.run([sys.executable, 'metrics.py', *map(str, arguments)], cwd=HERE,
+                          capture_output=True, text=True)
+    assert 'Traceback' not in done.stderr
+    return done
+
+
 def test_metrics_as_a_program(tmp_path):
     rows = [{'probs': [0.7, 0.3], 'label': 0}, {'log_probs': [-1.0, -2.0, -4.0], 'answer': 1,
                                                 'n_tokens': [1, 1, 2]},
             {'probs': [0.5, 0.5], 'answer': 1, 'split': 'validation'}]
     path = write_rows(tmp_path / 'samples.jsonl', rows)
-
-    def run():
-        return subprocess.run([sys.executable, 'metrics.py', path], cwd=HERE, capture_output=True,
-                              text=True)
-    done = run()
+    done = run_metrics(path)
     assert done.returncode == 0, done.stderr
     p = np.exp([-1, -2, -2])
     nll = metrics.report([[0.7, 0.3, 0], p / p.sum()], [0, 1], [2, 3])['nll']
     lines = [line.split() for line in done.stdout.split('\n')]
     assert ['nll', f'{nll:.4f}'] in lines and ['n', '2'] in lines
-    write_rows(tmp_path / 'samples.jsonl', [{'confidence': 0.6, 'correct': True, 'task': 'clm'}])
-    assert run().stdout.startswith('clm\nn ')
-    write_rows(tmp_path / 'samples.jsonl', [{'probs': [0.7, 0.3], 'answer': 0}, {'probs': [1]}])
-    assert 'samples.jsonl:2: ' in run().stderr and run().returncode == 1
+    write_rows(path, [{'confidence': 0.6, 'correct': True, 'task': 'Sprachmodell ü'},
+                      {'probs': [1.0], 'answer': 0, 'task': 'mmlu'},
+                      {'confidence': 0.6, 'correct': 0, 'task': 'Sprachmodell ü'}])
+    done = run_metrics(path)
+    assert done.stdout.startswith('Sprachmodell ü\nn  ') and '\nmmlu\nn  ' in done.stdout
+    write_rows(path, [{'log_probs': [-80.0, -2.0], 'answer': 0}])
+    assert ['nll', '78.0000'] in [line.split() for line in run_metrics(path).stdout.split('\n')]
+
+
+def test_the_program_says_how_it_is_called():
+    done = run_metrics('--help')
+    assert done.returncode == 0 and done.stdout.startswith('usage: metrics.py')
+    assert '{"probs": [0.7, 0.2, 0.1], "answer": 0}' in done.stdout
+    assert 'example: python metrics.py ' in done.stdout
+    assert run_metrics().returncode == 2
+
+
+@pytest.mark.parametrize('lines, message', [
+    ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer must be the index'),
+    ('\n{"confidence": 0.6, "correct": "false"}', "2: correct must be true or false, not 'false'"),
+    ('{"confidence": 0.6}', '1: correct must be true or false, not None'),
+    ('{"confidence": 0.6, "correct": 2}', '1: correct must be true or false, not 2'),
+    ('{"confidence": 0.6, "correct": [1]}', '1: correct must be true or false, not [1]'),
+    ('{"confidence": true, "correct": true}', '1: confidence must be numbers'),
+    ('{"confidence": 1.6, "correct": true}', '1: confidence is 1.6, not from 0 to 1'),
+    ('{"confidence": 0.6, "correct": true}\n{"probs": [0.5, 0.5], "answer": 0}',
+     '2: probs, but line 1 of the same task has confidence'),
+    ('{"probs": [0.5, 0.5], "answer": 0}\n{"confidence": 0.6, "correct": true}',
+     '2: confidence, but line 1 of the same task has probs'),
+    ('', ' no row to score'), ('\n\n', ' no row to score'),
+    ('{"probs": [1.0], "answer": 0, "split": "validation"}', ' no row to score'),
+    ('{"probs": [0.5, NaN], "answer": 0}', '1: probability of option 1 is nan'),
+    ('{"probs": [Infinity], "answer": 0}', '1: probabilities sum to inf'),
+    ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
+     '3: probabilities sum to 1.4'),
+    ('{"probs": [0.5, 0.5], "answer": 2}', '1: label 2 is not one of'),
+    ('{"probs": [0.5, 0.5], "answer": 1}\n{"probs": [1.0], "answer": 1}', '2: label 1 points at'),
+    ('{"probs": [0.5, 0.5], "answer": true}', '1: answer must be the index'),
+    ('{"probs": [0.5, 0.5], "answer": 1.0}', '1: answer must be the index'),
+    ('{"probs": ["0.5", "0.5"], "answer": 1}', '1: probs must be numbers'),
+    ('{"probs": {"a": 1}, "answer": 0}', '1: probs must be numbers'),
+    ('{"probs": [[0.5, 0.5]], "answer": 0}', '1: probs must be numbers'),
+    ('{"probs": [], "answer": 0}', '1: probabilities sum to 0'),
+    ('{"log_probs": [], "answer": 0}', '1: probabilities sum to 0'),
+    ('{"log_probs": [-1, NaN], "answer": 0}', '1: the log_probs are'),
+    ('{"log_probs": [-1, -Infinity], "answer": 1}', '1: label 1 is not one of its options'),
+    ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
+    ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1]}', '1: n_tokens must be'),
+    ('{"probs": [1%s], "answer": 0}' % ('0' * 400), '1: int too large'),
+    ('[1]', '1: [1] is not an object'), ('{"answer": 1}', '1: it has none of probs'),
+    ('{"probs": [1.0], "answer": 0, "task": ["mmlu"]}', '1: task must be a string'),
+    ('{"probs": [1.0', '1: Expecting'), ('\xff\xfe', "1: 'utf"),
+])
+def test_the_program_names_the_line(tmp_path, lines, message):
+    path = tmp_path / 'some.jsonl'
+    path.write_bytes(lines.encode('latin-1'))
+    done = run_metrics(path)
+    assert done.returncode == 1 and done.stdout == ''
+    assert done.stderr.startswith(f'error: {path}:{message}'), done.stderr
+    assert done.stderr.count('\n') == 1
+
+
+def test_the_program_names_what_is_missing(tmp_path):
+    done = run_metrics(tmp_path / 'none.jsonl')
+    assert done.stderr == f'error: {tmp_path / "none.jsonl"}: No such file or directory\n'
+    assert run_metrics(tmp_path).returncode == 1
 
 
 def test_confidence_of_a_quarter_and_of_one():
@@ -958,10 +1259,10 @@ METRICS = [
 @pytest.mark.parametrize(
     'probs, labels, message',
     [
-        ([0.5, 0.5], [0], 'probs must be [N, K] with N, K >= 1, not of shape (2,)'),
+        (0.5, 0, 'probs must be [N, K] with N, K >= 1, not of shape ()'),
+        ([[[0.5, 0.5]]], [0], 'probs must be [N, K] with N, K >= 1, not of shape (1, 1, 2)'),
         (np.zeros((0, 4)), [], 'probs must be [N, K] with N, K >= 1, not of shape (0, 4)'),
         (np.zeros((2, 0)), [0, 0], 'probs must be [N, K] with N, K >= 1, not of shape (2, 0)'),
-        ([], [], 'probs must be [N, K] with N, K >= 1, not of shape (0,)'),
         (
             [[0.5, 0.5], [1.0, 0.0]],
             [0],
@@ -1032,13 +1333,13 @@ def test_metrics_refuse_bad_n_options(metric, n_options, message):
             metrics.wilson_interval,
             'z',
             0,
-            'z must be a positive number of standard errors, not 0',
+            'z must be a number in (0, 1000], not 0',
         ),
         (
             metrics.wilson_interval,
             'z',
             math.nan,
-            'z must be a positive number of standard errors, not nan',
+            'z must be a number in (0, 1000], not nan',
         ),
     ],
 )

@@ -56,6 +56,23 @@ def test_hellaswag_cleaning():
     ({'endings': None, 'label': 0}, 'not the fields of its format'),
     ({'question': '\ud83d?', 'choices': ['a', 'b'], 'answer': 0}, 'not valid Unicode'),
     ({'question': 'Q?', 'choices': {'text': ['a', 'b']}, 'answerKey': 'A'}, 'not the fields'),
+    ({'question': 'Q?', 'choices': ['a', None], 'answer': 0}, 'choice B is null'),
+    ({'question': 'Q?', 'choices': [float('nan'), 'b'], 'answer': 0}, 'choice A is null'),
+    ({'question': 'Q?', 'choices': {'text': ['a', None], 'label': ['A', 'B']}, 'answerKey': 'A'},
+     'choice B is null'),
+    ({'premise': 'P.', 'question': 'cause', 'choice1': 'a', 'choice2': None, 'label': 0},
+     'choice B is null'),
+    ({'question': 'Q?', 'choices': ['a', ['b']], 'answer': 0}, 'choice B is not text but list'),
+    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': '\u00b2'}, 'no valid answer'),
+    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': '9' * 9000}, 'no valid answer'),
+    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 10 ** 300}, 'no valid answer'),
+    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0, 'id': '\ud83d'},
+     'the id is not valid Unicode'),
+    ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0, 'subject': '\ud83d'},
+     'the subject is not valid Unicode'),
+    ({'activity_label': 'x', 'ctx_a': None, 'ctx_b': '', 'endings': ['a', 'b'], 'label': '0'},
+     'the field "ctx_a" is not text'),
+    ([1, 2, 3, 4], 'the question is not text'),
     ('text', 'named fields')])
 def test_bad_questions_name_their_line(tmp_path, row, message):
     good = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 1}
@@ -63,8 +80,128 @@ def test_bad_questions_name_their_line(tmp_path, row, message):
     with pytest.raises(DataError, match=message) as error:
         questions.load_task(str(path))
     assert 'some.jsonl:2: ' in str(error.value)
-    kept, _, bad = questions.load_task(str(path), on_bad_row='skip')
-    assert len(kept) == 1 and len(bad) == 1
+    kept, _, bad, total = questions.load_task(str(path), on_bad_row='skip')
+    assert len(kept) == 1 and len(bad) == 1 and total == 1
+    assert kept[0].place == f'{path}:1'
+
+
+def write_mmlu(folder, sizes):
+    """MMLU's csv files, with {subject: number of questions}."""
+    for subject, n in sizes.items():
+        path = folder / 'test' / f'{subject}_test.csv'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(''.join(f'{subject} {i}?,w,x,y,z,A\n' for i in range(n)))
+
+
+def test_a_limit_is_a_sample_over_the_subjects(tmp_path):
+    write_mmlu(tmp_path, {'abstract_algebra': 100, 'anatomy': 135, 'virology': 3, 'zoology': 400})
+    loaded = questions.load_task(f'mmlu:{tmp_path}', limit=100, seed=3)
+    subjects = [q.subject for q in loaded.questions]
+    assert loaded.total == 638 and len(loaded.questions) == 100
+    assert subjects.count('virology') == 3
+    assert {subjects.count(s) for s in set(subjects) - {'virology'}} == {32, 33}
+    whole = {q.id: q.context for q in questions.load_task(f'mmlu:{tmp_path}').questions}
+    assert all(whole[q.id] == q.context for q in loaded.questions)      # ids do not change
+    contexts = [q.context for q in loaded.questions]
+    assert contexts != [q.context for q in questions.load_task(
+        f'mmlu:{tmp_path}', limit=100, seed=4).questions]
+    assert contexts == [q.context for q in questions.load_task(
+        f'mmlu:{tmp_path}', limit=100, seed=3).questions]
+    letters, texts = (questions.load_task(f'mmlu:{tmp_path}', limit=20, scoring=scoring).questions
+                      for scoring in ('letters', 'text'))
+    assert [q.id for q in letters] == [q.id for q in texts]
+
+
+def test_a_limit_is_of_each_language(tmp_path):
+    for language in ('de', 'en'):
+        write_rows(tmp_path / language / 'test.jsonl', [
+            {'question': f'{i}?', 'option_0': 'a', 'option_1': 'b', 'answer': 'A', 'category':
+             'xy'[i % 2], 'question_id': i} for i in range(30)])
+    drawn = questions.load_task(f'mmlu_prox:{tmp_path}', limit=6).questions
+    german, english = ([q.id for q in drawn if q.language == x] for x in ('de', 'en'))
+    assert german == english and len(german) == 6
+    mixed = write_rows(tmp_path / 'mixed.jsonl', [
+        {'question': f'{i}?', 'choices': ['a', 'b'], 'answer': 0, 'language': language}
+        for language in ('de', 'en') for i in range(20)])
+    loaded = questions.load_task(str(mixed), limit=5)
+    assert [q.language for q in loaded.questions] == ['de'] * 5 + ['en'] * 5
+    assert loaded.total == 40
+
+
+def test_languages_that_are_not_there(tmp_path):
+    row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}
+    plain = write_rows(tmp_path / 'plain.jsonl', [row])
+    mixed = write_rows(tmp_path / 'folder' / 'test.jsonl', [row | {'language': x}
+                                                            for x in ('de', 'english', 'sw')])
+    for place in (mixed, mixed.parent):
+        with pytest.raises(DataError, match="no language 'klingon'; it has de, english, sw"):
+            questions.load_task(str(place), languages=('klingon',))
+        with pytest.raises(DataError, match="did you mean 'english'"):
+            questions.load_task(str(place), languages=('de', 'englisch'))
+        assert [q.language for q in questions.load_task(
+            str(place), languages=('sw', 'de', 'de')).questions] == ['de', 'sw']
+    with pytest.raises(DataError, match='plain.jsonl has no language .* no field "language"'):
+        questions.load_task(str(plain), languages=('klingon',))
+    with pytest.raises(DataError, match="mmlu_prox has no language 'klingon'; it has af, ar"):
+        questions.load_task(f'mmlu_prox:{plain}', languages=('klingon',))
+    (question,), _, _, _ = questions.load_task(f'mmlu_prox:{plain}', languages=('de',),
+                                               header='native')
+    assert question.language == 'de' and question.context.endswith('\nAntwort:')
+    with pytest.raises(DataError, match="plain.jsonl:1: language '' has no wording.*--languages="):
+        questions.load_task(f'mmlu_prox:{plain}', header='native')
+
+
+def test_home_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}
+    write_rows(tmp_path / 'place' / 'test.jsonl', [row])
+    for name in ('~/place', '~/place/test.jsonl', 'mmlu:~/place'):
+        assert len(questions.load_task(name).questions) == 1
+
+
+@pytest.mark.parametrize('scoring', ['letters', 'text'])
+def test_duplicate_options_are_marked(tmp_path, scoring):
+    choices = (['a', 'b'], ['a', ' a'], ['a', 'A'], ['a', 'b', 'b'])
+    path = write_rows(tmp_path / 'some.jsonl', [
+        {'question': 'Q?', 'choices': some, 'answer': 0} for some in choices])
+    loaded = questions.load_task(str(path), scoring=scoring)
+    assert [q.duplicate_options for q in loaded.questions] == [False, True, False, True]
+
+
+def test_ids_differ(tmp_path):
+    ids = ['x', 'x', 'x#2', 'x', 3, '3', None, {'a': 1}, '']
+    path = write_rows(tmp_path / 'some.jsonl', [
+        {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0, 'id': id} for id in ids])
+    found = [q.id for q in questions.load_task(str(path)).questions]
+    assert len(set(found)) == len(ids) and found[:2] == ['x', 'x#2'] and found[6] == '6'
+
+
+def test_csv_rows_fit_their_header(tmp_path):
+    path = tmp_path / 'some.csv'
+    path.write_text('question,A,B,C,D,answer\nQ?,a,b,c,d,B\nQ, and more?,a,b,c,d,B\n')
+    with pytest.raises(DataError, match='some.csv:3: 7 columns; the header names 6'):
+        questions.load_task(str(path))
+    path.write_text('Q?,a,b,c,d,B\n\nWhich?,question,answer,c,d,A\nQ?,a,b,c,d,B\n')
+    kept = questions.load_task(str(path)).questions
+    assert [q.place[-1] for q in kept] == ['1', '3', '4']    # only a first row can be a header
+
+
+def test_bad_shots_are_skipped_too(tmp_path):
+    row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}
+    write_rows(tmp_path / 'dev.jsonl', [row | {'answer': 7}, row])
+    write_rows(tmp_path / 'test.jsonl', [row])
+    with pytest.raises(DataError, match='dev.jsonl:1: no valid answer.*--on_bad_row=skip'):
+        questions.load_task(str(tmp_path), shots=1)
+    loaded = questions.load_task(str(tmp_path), shots=1, on_bad_row='skip')
+    assert len(loaded.bad) == 1 and len(loaded.shots['', 'various things']) == 1
+
+
+def test_arc_as_first_published_under_the_harness(tmp_path):
+    row = {'question': {'stem': ' Q?', 'choices': [{'text': t, 'label': k} for t, k in
+                                                   zip('abcd', 'ABCD')]}, 'answerKey': 'C'}
+    path = write_rows(tmp_path / 'ARC-Easy-Test.jsonl', [row])
+    (question,), *_ = questions.load_task(f'arc_easy:{path}', preset='harness')
+    assert question.context == 'Question:  Q?\nAnswer:'
 
 
 def test_prompt_is_mmlus(tmp_path):
@@ -72,7 +209,7 @@ def test_prompt_is_mmlus(tmp_path):
              'subject': 'abstract_algebra'} for i in range(3)]
     write_rows(tmp_path / 'dev.jsonl', rows[:2])
     write_rows(tmp_path / 'test.jsonl', rows[2:])
-    (question,), solved, _ = questions.load_task(f'mmlu:{tmp_path}', shots=2)
+    (question,), solved, _, _ = questions.load_task(f'mmlu:{tmp_path}', shots=2)
     prompt = question.header + ''.join(
         s.solved for s in solved[question.group]) + question.context
     assert prompt == ('The following are multiple choice questions (with answers) about abstract '
@@ -81,7 +218,7 @@ def test_prompt_is_mmlus(tmp_path):
                       'Answer:')
     assert question.options == [' A', ' B', ' C', ' D']
     assert question.category == 'STEM'
-    (question,), _, _ = questions.load_task(f'mmlu:{tmp_path}', scoring='text')
+    (question,), _, _, _ = questions.load_task(f'mmlu:{tmp_path}', scoring='text')
     assert question.context == 'Q2?\nAnswer:' and question.options == [' w', ' x', ' y', ' z']
     with pytest.raises(DataError, match="2 solved questions about 'abstract_algebra', 5 wanted"):
         questions.load_task(f'mmlu:{tmp_path}', shots=5)
@@ -93,7 +230,7 @@ def test_dev_questions_are_not_scored(tmp_path):
     rows = [{'question': f'Q{i}?', 'choices': ['w', 'x'], 'answer': 0} for i in range(5)]
     write_rows(tmp_path / 'dev.jsonl', rows[:2])
     write_rows(tmp_path / 'mine.jsonl', rows[2:])
-    asked, solved, _ = questions.load_task(str(tmp_path), shots=2)
+    asked, solved, _, _ = questions.load_task(str(tmp_path), shots=2)
     assert [q.context[:2] for q in asked] == ['Q2', 'Q3', 'Q4']
     assert [q.context[:2] for q in solved['', 'various things']] == ['Q0', 'Q1']
 
@@ -112,7 +249,7 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
     shutil.make_archive(tmp_path / 'snapshot' / 'cmmlu_v1_0_1', 'zip', tmp_path / 'content')
     monkeypatch.setattr('huggingface_hub.snapshot_download', download)
     for _ in range(2):
-        asked, solved, _ = questions.load_task('cmmlu', shots=2, header='native')
+        asked, solved, _, _ = questions.load_task('cmmlu', shots=2, header='native')
         assert [q.answer for q in asked] == [0, 1, 2] and len(solved['', 'agronomy']) == 2
         assert asked[0].header.startswith('以下是关于农学的') and asked[0].subject == 'agronomy'
         assert asked[1].context == '问题test1\nA. 甲\nB. 乙\nC. 丙\nD. 丁\n答案：'
@@ -127,7 +264,7 @@ def test_multilingual_refusals(tmp_path, arguments, message):
     write_rows(tmp_path / 'de' / 'test-00000-of-00001.parquet', [row])
     with pytest.raises(DataError, match=message):
         questions.load_task(f'mmlu_prox:{tmp_path}', **arguments)
-    (question,), _, _ = questions.load_task(f'mmlu_prox:{tmp_path}', header='native')
+    (question,), _, _, _ = questions.load_task(f'mmlu_prox:{tmp_path}', header='native')
     assert question.language == 'de' and question.context.endswith('\nAntwort:')
     assert question.header == ('Im Folgenden sind Multiple-Choice-Fragen (mit Antworten) zu '
                                'various things.\n\n')
@@ -138,7 +275,7 @@ def test_multilingual_refusals(tmp_path, arguments, message):
 def test_original_csv_and_hub_parquet(tmp_path):
     (tmp_path / 'test').mkdir()
     (tmp_path / 'test' / 'high_school_physics_test.csv').write_text('\ufeff"Q, one?",a,b,c,d,D\n\n')
-    (question,), _, _ = questions.load_task(f'mmlu:{tmp_path}')
+    (question,), _, _, _ = questions.load_task(f'mmlu:{tmp_path}')
     assert question.subject == 'high_school_physics' and question.answer == 3
     assert question.context.startswith('Q, one?\nA. a')
     rows = [{'question': 'Q?', 'subject': 's', 'choices': ['a', 'b', 'c', 'd'], 'answer': 1}]
@@ -149,10 +286,11 @@ def test_original_csv_and_hub_parquet(tmp_path):
 @needs_shared
 def test_real_benchmark_files():
     datasets = SHARED / 'datasets'
-    mmlu, shots, bad = questions.load_task(f'mmlu:{datasets / "mmlu"}', shots=5)
+    mmlu, shots, bad, _ = questions.load_task(f'mmlu:{datasets / "mmlu"}', shots=5)
+    assert sum(q.duplicate_options for q in mmlu) == 9
     assert len(mmlu) == 14042 and len({q.subject for q in mmlu}) == 57 and not bad
     assert all(len(rows) == 5 for rows in shots.values()) and len(shots) == 57
-    arc, _, _ = questions.load_task(f'arc_easy:{datasets / "arc_easy"}', shots=5)
+    arc, _, _, _ = questions.load_task(f'arc_easy:{datasets / "arc_easy"}', shots=5)
     counts = np.bincount([len(q.options) for q in arc])
     assert counts[3:].tolist() == [7, 2365, 4]
     assert len(questions.load_task(f'arc_challenge:{datasets / "arc_easy"}')[0]) == 1172

@@ -1,0 +1,410 @@
+"""compare.py"""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import compare
+import configs
+import evaluate
+import metrics
+import results
+from common import HERE, write_rows, write_run
+from data import DataError
+
+
+def run_compare(*arguments):
+    evaluate.main(['--compare', *map(str, arguments)])
+
+
+def csv_rows(path):
+    with open(path, encoding='utf-8') as file:
+        return list(csv.DictReader(file))
+
+
+# ------------------------------------------------------------------------------------------------
+# Over questions
+# ------------------------------------------------------------------------------------------------
+
+def test_compare_over_questions(tmp_path, capsys):
+    write_run(tmp_path / 'a', languages=('de', 'en', 'sw'), n=60)
+    write_run(tmp_path / 'sharp', languages=('de', 'en', 'sw'), n=60, settings={'smoothing': 0.1})
+    sharp = results.read_samples(tmp_path / 'a' / 'samples.jsonl')
+    for sample in sharp:
+        sample['log_probs'] = [5 * x for x in sample['log_probs']]
+    write_rows(tmp_path / 'sharp' / 'samples.jsonl', sharp)
+    run_compare(tmp_path / 'a', tmp_path / 'sharp', '--n_bootstrap=200',
+                f'--out_dir={tmp_path / "out"}')
+    printed = capsys.readouterr().out
+    assert '\nmmlu (preset mmlu, 5 shots, letters, token)\n' in printed
+    assert (tmp_path / 'out' / 'reliability-mmlu.png').exists()
+    rows = csv_rows(tmp_path / 'out' / 'compare.csv')
+    assert [r['language'] for r in rows[:8]] == ['de', 'de', 'en', 'en', 'sw', 'sw', 'pooled',
+                                                 'pooled']
+    assert rows[1]['smoothing'] == '0.1' and rows[1]['model'] == 'base'
+    first, second = rows[6:]
+    assert first['accuracy'] == second['accuracy'] and float(first['ece']) < float(second['ece'])
+    lines = [line.split() for line in printed.split('\n') if line.startswith('sharp - a')]
+    assert len(lines) == 8      # four metrics, over questions and over languages
+    accuracy, _, ece, _ = (line for line in lines if line[3] == 'questions')
+    assert accuracy[6:] == ['+0.0000', '+0.0000', '+0.0000', '1.000']
+    assert float(ece[6]) == pytest.approx(float(second['ece']) - float(first['ece']), abs=1e-4)
+    assert float(ece[-1]) < 0.05
+    found = metrics.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
+                               for i in (0, 2, 4)])
+    assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
+        line[6:10] for line in lines if line[4] == 'languages']
+    with pytest.raises(configs.ConfigError, match="no key 'shots'; did you mean 'sources'"):
+        run_compare(tmp_path / 'a', tmp_path / 'sharp', '--shots=0')
+
+
+def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'file').write_text('')
+    (tmp_path / 'list').mkdir()
+    for name, content in (('results.json', '[]'), ('samples.jsonl', '')):
+        (tmp_path / 'list' / name).write_text(content)
+    alone = tmp_path / 'alone'
+    alone.mkdir()
+    (alone / 'results.json').write_text((a / 'results.json').read_text())
+    out = f'--out_dir={tmp_path / "out"}'
+    for sources, message in (([a], 'needs two runs or more: .*; found .*/a'),
+                             ([], 'needs two runs or more'),
+                             ([a, tmp_path / 'none'], 'there is no folder .*/none'),
+                             ([a, tmp_path / 'file'], '/file is not a folder'),
+                             ([a, tmp_path / 'empty'], '/empty holds no run'),
+                             ([a, tmp_path / 'list'], 'list/results.json holds a list'),
+                             ([a, alone], 'alone has no samples.jsonl'),
+                             ([a, b, a], '/a is named twice'),
+                             ([tmp_path / 'none.csv', tmp_path / 'none.csv'], 'named twice'),
+                             ([a, b, f'--out_dir={tmp_path / "file"}'], 'out_dir = .*/file: ')):
+        with pytest.raises((configs.ConfigError, DataError), match=message):
+            run_compare(out, *sources)
+    assert not (tmp_path / 'out').exists()
+    # relative paths and ~
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('HOME', str(tmp_path))
+    run_compare('a', '~/b', '--out_dir=~/out', '--n_bootstrap=10')
+    assert (tmp_path / 'out' / 'compare.md').exists()
+
+
+def test_a_damaged_run_is_named(tmp_path):
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
+
+    def fails(message):
+        with pytest.raises((configs.ConfigError, DataError), match=message):
+            run_compare(a, b, f'--out_dir={tmp_path / "out"}')
+    (b / 'config.json').write_text('{')
+    fails('cannot read .*b/config.json')
+    (b / 'config.json').unlink()
+    (b / 'train_config.py').write_bytes(b'lr = "\xff"')
+    fails('b/train_config.py:1: not valid Python')
+    write_run(b, sharpness=2.0, result={'distribution': None})
+    entry = json.loads((b / 'results.json').read_text())
+    del entry['tasks']['mmlu']['distribution']
+    (b / 'results.json').write_text(json.dumps(entry))
+    fails('b/results.json does not say how mmlu was scored: .*; evaluate again')
+    (b / 'results.json').write_text('{"config": {}}')
+    fails("b/results.json: not the results of evaluate.py: KeyError.'model'")
+    write_run(b, result={'pooled': {'n': 7}})
+    fails('b/samples.jsonl has 40 samples of mmlu, but results.json was made of 7')
+    write_run(b)
+    with open(b / 'samples.jsonl', 'ab') as file:
+        file.write(b'\xff\n')
+    fails('cannot read .*b/samples.jsonl')
+
+
+def test_tasks_scored_in_different_ways(tmp_path, capsys):
+    a = write_run(tmp_path / 'a')
+    b = write_run(tmp_path / 'b', sharpness=2.0, result={
+        'distribution': 'harness, 0 shots, text, sum', 'norm': 'sum',
+        'sample': {'questions': 40, 'of': 90}})
+    run_compare(a, b, '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
+    title = ('mmlu: a (preset mmlu, 5 shots, letters, token), '
+             'b (preset harness, 0 shots, text, sum; sample of 40 of 90 questions)')
+    assert f'\n{title}\n' in capsys.readouterr().out
+    assert f'### {title}\n' in (tmp_path / 'out' / 'compare.md').read_text()
+    run_compare(a, b, '--norm=byte', '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
+    assert 'a (preset mmlu, 5 shots, letters, byte), b (preset harness, 0 shots, text, byte;' in (
+        capsys.readouterr().out)
+
+
+def test_other_questions_are_not_paired(tmp_path, capsys):
+    a, b = write_run(tmp_path / 'a', n=50), write_run(tmp_path / 'b', n=50)
+    samples = results.read_samples(b / 'samples.jsonl')
+    for sample in samples[:20]:     # the same id, but another question
+        sample['answer'] = (sample['answer'] + 1) % 4
+    for i, sample in enumerate(samples[20:25]):
+        sample['id'] = f'other {i}'
+    write_rows(b / 'samples.jsonl', samples)
+    run_compare(a, b, '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()
+            if line.startswith('b - a')]
+    assert {row[4] for row in rows} == {'25'}
+
+
+def test_questions_asked_again_count_once(tmp_path):
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
+    old = [s | {'prompt': 'old', 'answer': 0} for s in results.read_samples(a / 'samples.jsonl')]
+    content = (a / 'samples.jsonl').read_text()
+    for name, text in (('new', content), ('out', ''.join(json.dumps(s) + '\n' for s in old)
+                                          + content)):
+        (a / 'samples.jsonl').write_text(text)
+        run_compare(a, b, '--n_bootstrap=10', f'--out_dir={tmp_path / name}')
+    assert (tmp_path / 'new' / 'compare.csv').read_text() == (
+        tmp_path / 'out' / 'compare.csv').read_text()
+
+
+def test_tasks_not_in_common(tmp_path, capsys):
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
+    c = write_run(tmp_path / 'c', task='arc')
+    token = {'task': 'clm', 'id': 't', 'prompt': 'p', 'confidence': 0.5, 'correct': True,
+             'log_prob': -0.7, 'entropy': 1.0}
+    for folder, both in ((a, ['arc', 'clm']), (b, ['clm'])):
+        content = json.loads((folder / 'results.json').read_text())
+        for task in both:
+            rows = [token | {'id': f't{i}', 'correct': i % 2 == 0} for i in range(9)]
+            if task == 'arc':
+                rows = results.read_samples(c / 'samples.jsonl')
+            entry = {'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token',
+                     'pooled': {'n': len(rows)}}
+            content['tasks'] = {task: entry} | content['tasks']
+            with open(folder / 'samples.jsonl') as file:
+                rest = file.read()
+            (folder / 'samples.jsonl').write_text(
+                ''.join(json.dumps(row | {'task': task}) + '\n' for row in rows) + rest)
+        (folder / 'results.json').write_text(json.dumps(content))
+    run_compare(a, b, '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
+    said = capsys.readouterr().out
+    assert 'arc is left out: not every run has it' in said and '\nclm (top token)\n' in said
+    # the first task of the CSV has fewer metrics than the second
+    assert [r['brier'] != '' for r in csv_rows(tmp_path / 'out' / 'compare.csv')] == [
+        False, False, True, True]
+    with pytest.raises(DataError, match='no task in common: b: .*; c: arc'):
+        run_compare(b, c, f'--out_dir={tmp_path / "out"}')
+
+
+def test_a_picture_that_fails_costs_no_table(tmp_path, capsys):
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
+    for name in ('reliability-mmlu.png', 'compare.png'):
+        (tmp_path / 'out' / f'{name}.tmp').mkdir(parents=True)
+    run_compare(a, b, '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
+    run_compare(a, b, '--x=run', f'--out_dir={tmp_path / "out"}')
+    warned = capsys.readouterr().err
+    assert 'reliability-mmlu.png was not written' in warned
+    assert 'compare.png was not written' in warned
+
+
+# ------------------------------------------------------------------------------------------------
+# Over seeds
+# ------------------------------------------------------------------------------------------------
+
+# of a study: five seeds, two rates, a base model; ECE falls by 0.02 with smoothing, but for seed 4
+def study_lines():
+    for seed in range(5):
+        for kind, smoothing in (('base', ''), ('tuned', '0.0'), ('tuned', '0.1')):
+            for task in ('text4', 'facts'):
+                ece = {'': 0.02, '0.0': 0.1, '0.1': 0.08}[smoothing] + 0.001 * seed
+                ece += 0.01 * (seed == 4 and smoothing == '0.1')
+                yield {'run': f'{kind}-smoothing{smoothing}', 'kind': kind, 'seed': seed,
+                       'task': task, 'language': 'all', 'category': 'all', 'scaling': 'none',
+                       'smoothing': smoothing, 'n': 100, 'ece': ece, 'accuracy': 0.5}
+
+
+def write_lines(path, lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(results.csv_text(list(lines)))
+    return path
+
+
+def test_tables_into_a_closed_pipe(small_world, tmp_path):
+    """As `| head` leaves it: no error, and nothing of what is written is lost."""
+    folder, _ = small_world
+    read, write = os.pipe()
+    os.close(read)
+    ends = []
+    for command in (['evaluate.py', '--compare', folder / 'tuned', folder / 'tuned_ls01',
+                     f'--out_dir={tmp_path}', '--n_bootstrap=10'],
+                    ['metrics.py', folder / 'tuned' / 'samples.jsonl']):
+        done = subprocess.run([sys.executable, *command], cwd=HERE, stdout=write,
+                              stderr=subprocess.PIPE)
+        ends.append((done.returncode, done.stderr))
+    os.close(write)
+    assert ends == [(128 + signal.SIGPIPE, b''), (-signal.SIGPIPE, b'')]
+    assert {'compare.md', 'compare.csv'} <= {p.name for p in tmp_path.iterdir()}
+
+
+def test_compare_over_seeds(tmp_path, capsys):
+    path = write_lines(tmp_path / 'study' / 'compare.csv', study_lines())
+    arguments = [path, '--x=smoothing', '--reference=base', '--where=task=text4',
+                 f'--out_dir={tmp_path / "out"}']
+    run_compare(*arguments)
+    rows = [[c.strip() for c in line.split('|')[1:-1]]
+            for line in (tmp_path / 'out' / 'compare.md').read_text().splitlines()]
+    assert rows[0][:7] == ['task', 'smoothing', 'seeds', 'ECE', 'ECE minus that of base',
+                           'ECE minus that of smoothing 0.0', 'accuracy']
+    assert [row[1] for row in rows[2:]] == ['base', '0.0', '0.1'] and {r[2] for r in rows[2:]} == {
+        '5'}
+    d = [-0.02] * 4 + [-0.01]
+    mean, low, high = metrics.mean_interval(d)
+    assert rows[4][5] == f'{mean:+.3f} ± {(high - low) / 2:.3f}, p {metrics.student_t(d)[2]:.1g}'
+    assert rows[2][4] == rows[2][5] == rows[3][5] == ''
+    assert rows[3][4].startswith('+0.080 ± 0.000, p 0')
+    assert (tmp_path / 'out' / 'compare.png').read_bytes().startswith(b'\x89PNG')
+    again = csv_rows(tmp_path / 'out' / 'compare.csv')
+    assert len(again) == 15 and {r['task'] for r in again} == {'text4'}
+    capsys.readouterr()
+    for change, message in (
+            (['--x=kind', '--by=', '--reference='], 'fall together; choose by .* run, smoothing'),
+            (['--x=lr'], "no column 'lr'; the columns are run, kind"),
+            (['--reference=bass'], "reference = .'bass',., but the kinds are base, tuned"),
+            (['--where=task'], "where: 'task'; wanted column=value"),
+            (['--where=tusk=a'], "where: 'tusk=a'; wanted column=value"),
+            (['--where=task=none'], "where: 'task=none' leaves no line; task is facts, text4"),
+            (['--metrics=ece,acuracy'], "no metric 'acuracy'; the metrics are n, ece, accuracy"),
+            (['--reference=base,tuned'], 'leaves no other run to compare with'),
+            (['--reliability'], 'needs .*bins.csv')):
+        with pytest.raises((configs.ConfigError, DataError), match=message):
+            run_compare(*arguments, *change)
+    lines = list(study_lines())
+    one, two = ([line | {'language': choice[i % len(choice)] if line['task'] == 'text4' else 'all'}
+                 for i, line in enumerate(lines)] for choice in (['en'], ['de', 'en', 'en']))
+    write_lines(path, one)      # the only language of this task need not be named
+    run_compare(*arguments)
+    assert '| text4 | 0.1 | 5 |' in (tmp_path / 'out' / 'compare.md').read_text()
+    write_lines(path, two)
+    with pytest.raises(configs.ConfigError, match='no line of text4 has language=all; choose '
+                                                  r'language=de\|en'):
+        run_compare(*arguments)
+    write_lines(path, lines)
+    path.write_text(path.read_text().replace('0.08', 'x.08'))
+    with pytest.raises(DataError, match=r"compare.csv:\d+: ece = 'x.08.*' is not a number"):
+        run_compare(*arguments)
+    header, first, *_ = path.read_text().splitlines()
+    for content, message in (
+            (f'{header}\n{first},1\n', 'compare.csv:2: not as many cells as the header has'),
+            (f'{header}\n{first}\n{first[:20]}\n', 'compare.csv:3: not as many cells'),
+            (f'{header}\n', 'compare.csv has no lines below its header'),
+            ('', 'it lacks category, kind'), (f'{header}\n"{first}', 'cannot read')):
+        path.write_text(content)
+        with pytest.raises(DataError, match=message):
+            run_compare(*arguments)
+    path.write_bytes(header.encode() + b'\n\xff')
+    with pytest.raises(DataError, match='cannot read .*compare.csv'):
+        run_compare(*arguments)
+    path.write_text('a,b\n1,2\n')
+    with pytest.raises(DataError, match='it lacks category, kind'):
+        run_compare(*arguments)
+
+
+def write_grid(folder, seeds=(0, 1, 2)):
+    for seed in seeds:
+        for lr in (1e-4, 1e-3):
+            for smoothing in (0.0, 0.1):
+                write_run(folder / f'seed-{seed}' / f'tuned-{lr}-{smoothing}', seed=seed,
+                          sharpness=1 + 500 * lr + smoothing,
+                          settings={'lr': lr, 'batch_size': 32, 'smoothing': smoothing})
+    return folder
+
+
+def test_a_grid_is_shown_whole(tmp_path, capsys):
+    """Two settings differ: the first is x, the second `by`, and nothing has to be chosen."""
+    grid = write_grid(tmp_path / 'grid')
+    run_compare(grid, f'--out_dir={tmp_path / "out"}')
+    said = capsys.readouterr().out
+    assert '3 seeds; --x=lr --by=smoothing\n' in said
+    rows = [line.split()[:4] for line in said.splitlines() if line.startswith('mmlu')]
+    assert rows == [['mmlu', smoothing, lr, '3'] for smoothing in ('0.0', '0.1')
+                    for lr in ('0.0001', '0.001')]
+    assert 'ECE minus that of lr 0.0001' in said
+    # what is given stays; one of three seeds of a run is missing
+    (grid / 'seed-0' / 'tuned-0.001-0.1' / 'results.json').unlink()
+    run_compare(grid, '--x=smoothing', f'--out_dir={tmp_path / "out"}')
+    rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()
+            if line.startswith('mmlu')]
+    assert [row[1:] for row in rows] == [['0.0001', '0.0', '3'], ['0.0001', '0.1', '3'],
+                                         ['0.001', '0.0', '3'], ['0.001', '0.1', '2']]
+    # runs of several tasks, languages and kinds as well
+    write_run(grid / 'seed-0' / 'base', seed=0, settings={'lr': 1e-4, 'smoothing': 0.0})
+    run_compare(grid, f'--out_dir={tmp_path / "out"}')
+    assert '--x=lr --by=smoothing,kind\n' in capsys.readouterr().out
+
+
+def test_runs_scored_in_different_ways_are_told_apart(tmp_path, capsys):
+    for seed in range(3):
+        write_run(tmp_path / 'runs' / f'a-{seed}', seed=seed)
+        write_run(tmp_path / 'runs' / f'a-{seed}-sum', seed=seed, result={
+            'distribution': 'mmlu, 5 shots, letters, sum', 'norm': 'sum'})
+    run_compare(tmp_path / 'runs', f'--out_dir={tmp_path / "out"}')
+    assert '--x=distribution --by=\n' in capsys.readouterr().out
+
+
+def test_runs_that_are_the_same(tmp_path):
+    for seed in (0, 1):
+        for place in ('one', 'two'):
+            write_run(tmp_path / place / f'seed-{seed}' / 'tuned', seed=seed)
+    with pytest.raises(configs.ConfigError, match='two runs named tuned of seed 0 have the same'):
+        run_compare(tmp_path / 'one', tmp_path / 'two', f'--out_dir={tmp_path / "out"}')
+
+
+def test_a_table_is_not_cut_by_where(tmp_path):
+    """compare.csv is a source and would be written again without the lines of another task."""
+    path = write_lines(tmp_path / 'study' / 'compare.csv', study_lines())
+    content = path.read_text()
+    with pytest.raises(configs.ConfigError, match='would lose the lines .*; give another'):
+        run_compare(path, '--x=smoothing', '--where=task=facts', f'--out_dir={path.parent}')
+    assert path.read_text() == content
+    run_compare(path, '--x=smoothing', '--reference=base', f'--out_dir={path.parent}')
+    assert len(csv_rows(path)) == len(list(study_lines()))
+
+
+def test_reliability_over_seeds(tmp_path):
+    grid = write_grid(tmp_path / 'grid', seeds=(0, 1))
+    out, again = tmp_path / 'out', tmp_path / 'again'
+    run_compare(grid, '--reliability', f'--out_dir={out}')
+    run_compare(out / 'compare.csv', '--reliability', f'--out_dir={again}')
+    assert (out / 'bins.csv').read_text() == (again / 'bins.csv').read_text()
+    assert (again / 'reliability.png').read_bytes().startswith(b'\x89PNG')
+    one = compare.pooled_bins([b for key, b in compare.read_bins(out / 'bins.csv').items()
+                               if key[0] == 'tuned-0.001-0.1'])
+    assert one['count'].sum() == 80
+    rows = [results.predictions(results.read_samples(
+        grid / f'seed-{seed}' / 'tuned-0.001-0.1' / 'samples.jsonl'), 'token') for seed in (0, 1)]
+    right = metrics.bins(*(np.concatenate([getattr(p, key) for p in rows])
+                           for key in ('probs', 'labels')))
+    for key in ('low', 'high', 'count'):
+        assert np.allclose(one[key], right[key], equal_nan=True)
+    content = (out / 'bins.csv').read_text()
+    (out / 'bins.csv').write_text(content.replace(',none,5,', ',none,12,', 1))
+    with pytest.raises(DataError, match=r"bins.csv:\d+: bin = '12'; it must be 0 to 9"):
+        run_compare(out / 'compare.csv', '--reliability', f'--out_dir={again}')
+
+
+@pytest.mark.parametrize('figure', sorted(p.stem for p in (HERE / 'configs/figures').glob('*.py')))
+def test_figures_of_the_study(figure, tmp_path, monkeypatch):
+    committed = HERE / 'assets' / 'study' / figure
+    drawn = []
+    monkeypatch.setattr(compare, 'draw_series', lambda path, *rest: drawn.append(path))
+    monkeypatch.setattr(compare, 'draw_bins', lambda path, *rest, **more: drawn.append(path))
+    run_compare(HERE / 'configs' / 'figures' / f'{figure}.py',
+                f'--sources={committed / "compare.csv"}', f'--out_dir={tmp_path}')
+    assert (tmp_path / 'compare.md').read_text() == (committed / 'compare.md').read_text()
+    assert (tmp_path / 'compare.csv').read_text() == (committed / 'compare.csv').read_text()
+    for path in drawn:
+        assert (committed / path.name).exists()
+    assert ('reliability.png' in {p.name for p in drawn}) == (committed / 'bins.csv').exists()
+
+
+def test_no_whiskers_of_two_seeds():
+    assert compare.mean_and_ends([1.0, 3.0]) == [2.0, 2.0, 2.0]
+    assert compare.mean_and_ends([1.0, 2.0, 3.0]) == pytest.approx((2.0, -0.484138, 4.484138))
+
+
