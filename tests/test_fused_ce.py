@@ -836,7 +836,8 @@ def test_loss_refuses_what_is_no_loss():
             fused_loss(hidden, weight, target, wrong)
     nan, inf = float('nan'), float('inf')
     for make, wrong in ((smoothing, (-0.1, 1.1, nan)), (gce, (0, 1.1, nan)),
-                        (focal, (-1, nan, inf)), (entropy_weighted, (-1, nan)), (z_loss, (-1e-4, nan)),
+                        (focal, (-1, nan, inf)), (entropy_weighted, (-1, nan)),
+                        (z_loss, (-1e-4, nan)),
                         (confidence_penalty, (nan, inf))):
         for x in wrong:
             with pytest.raises(ValueError, match=f'{make.__name__}.*got'):
