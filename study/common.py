@@ -42,7 +42,7 @@ def evaluation(world, forms, **settings):
 
 
 def tuning(experiment, name, seed, root, base='base', **settings):
-    """Return the config that tunes the model `base` of base.py; `settings` are the ones that vary."""
+    """Return the config that tunes the model `base` of base.py; `settings` differ between runs."""
     source = seed_folder('base', seed, root)
     return TrainConfig(**{
         'model': f'{source}/{base}',
