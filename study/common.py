@@ -89,3 +89,5 @@ def main(runs, prepare=None, finish=None):
     except Stopped as stopped:
         print(stopped)
         sys.exit(128 + stopped.signal)
+    except KeyboardInterrupt:
+        sys.exit(130)
