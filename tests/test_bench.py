@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from common import sentencepiece_folder, write_rows
 
 import bench.eval
 import bench.metrics
 import bench.train
 from bench import common as bench_common
-from common import sentencepiece_folder, write_rows
 from configs import ConfigError
 
 TINY = {'model_type': 'llama', 'vocab_size': 512, 'hidden_size': 32, 'intermediate_size': 64,

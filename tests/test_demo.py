@@ -6,9 +6,9 @@ import sys
 from dataclasses import asdict, replace
 
 import pytest
+from common import HERE
 
 import demo
-from common import HERE
 from configs import ConfigError
 
 

@@ -1,29 +1,38 @@
 """train.py"""
 
-import checkpoint
-import configs
 import dataclasses
-import evaluate
 import importlib.util
 import json
-import metrics
-import numpy as np
 import os
-import pytest
-import report
-import resume
 import shutil
 import subprocess
 import sys
 import time
+
+import numpy as np
+import pytest
 import torch
-import train
-from data import DataError, packing
+from common import (
+    HERE,
+    documents,
+    gradients,
+    lora_model,
+    reference_model,
+    rewrite,
+    run_train,
+    whole_rows,
+    write_rows,
+)
 from safetensors.torch import load_file
 
-from common import (
-    HERE, documents, gradients, lora_model, reference_model, rewrite, run_train, whole_rows,
-    write_rows)
+import checkpoint
+import configs
+import evaluate
+import metrics
+import report
+import resume
+import train
+from data import DataError, packing
 
 
 def tiny_config(**values):
