@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from common import (
     HERE,
     documents,
@@ -37,6 +38,62 @@ from data import DataError, packing
 
 def tiny_config(**values):
     return train.TrainConfig(**({'dtype': 'float32', 'pack_len': 48, 'device': 'cpu'} | values))
+
+
+@pytest.fixture(scope='module')
+def tiny_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('tiny')
+    reference_model('gemma2', folder)
+    return checkpoint.load(folder)
+
+
+@pytest.mark.parametrize('reduction', ['token', 'sequence'])
+def test_micro_batches_change_nothing(tiny_model, reduction):
+    packed = packing.pack(documents(0, [40, 7, 25, 30, 44, 12, 9]), 48)
+    results = [gradients(tiny_model, packed, tiny_config(
+        micro_rows=n, smoothing=0.1, loss_reduction=reduction)) for n in (1, 2, 100)]
+    for loss, _, gradient in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-6)
+        assert (gradient - results[0][2]).norm() < 1e-5 * gradient.norm()
+
+
+
+@pytest.mark.parametrize('reduction', ['token', 'sequence'])
+def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
+    sequences = documents(1, [40, 7, 25, 30])
+    loss, nll, gradient = gradients(tiny_model, packing.pack(sequences, 48), tiny_config(
+        smoothing=0.1, loss_reduction=reduction))
+    tiny_model.zero_grad()
+    cap = tiny_model.config.final_logit_softcapping
+    losses, nlls = [], []
+    for tokens, loss_mask in sequences:
+        row = torch.from_numpy(tokens)[None]
+        z = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1]
+        assert cap == 3.0 and z.abs().max() < cap
+        kept = torch.from_numpy(loss_mask[1:]) > 0
+        losses.append(F.cross_entropy(z[kept], row[0, 1:][kept], label_smoothing=0.1,
+                                      reduction='none'))
+        nlls.append(F.cross_entropy(z[kept], row[0, 1:][kept], reduction='none'))
+    def mean(rows):
+        return torch.cat(rows).mean() if reduction == 'token' else torch.stack(
+            [r.mean() for r in rows]).mean()
+    mean(losses).backward()
+    expected = torch.cat([p.grad.flatten() for p in tiny_model.parameters()])
+    assert loss == pytest.approx(mean(losses).item(), rel=1e-5)
+    assert nll == pytest.approx(mean(nlls).item(), rel=1e-5)
+    assert (gradient - expected).norm() < 1e-5 * expected.norm()
+
+
+
+def test_learning_rate_schedule():
+    cfg = tiny_config(lr=1.0, warmup=0.1, final_lr=0.1)
+    rates = [train.learning_rate(s, 100, cfg) for s in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
+    assert rates[10] == pytest.approx(1.0) and rates[55] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert all(a >= b for a, b in zip(rates[9:], rates[10:])) and 0.1 < rates[99] < 0.12
+    cosine = dataclasses.replace(cfg, schedule='cosine')
+    assert train.learning_rate(55, 100, cosine) == pytest.approx(0.55)
+    assert train.learning_rate(0, 1, cfg) == 1.0
 
 
 def test_results_follow_from_the_samples(small_world):
@@ -122,6 +179,43 @@ def test_a_nan_loss_stops_the_run(small_world, tmp_path):
         train.main([str(folder / 'tuned' / 'train_config.py'), f'--model={broken}',
                     f'--out_dir={tmp_path / "run"}'])
     assert not (tmp_path / 'run' / 'model.safetensors').exists()
+
+
+def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
+    config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--max_steps=2', '--eval=None']
+    train.main([*config, f'--out_dir={tmp_path / "a"}', '--loss=focal(2) + z_loss(1e-4)',
+                '--smoothing=0.1', '--logit_softcap=20.0', '--logit_temperature=1.5'])
+    assert 'transformers and vLLM will not' in capsys.readouterr().out
+    saved = json.loads((tmp_path / 'a' / 'config.json').read_text())
+    assert saved['nanocal'] == {'softcap': 20.0, 'temperature': 1.5}
+    model = checkpoint.load(tmp_path / 'a')
+    assert (model.softcap, model.temperature) == (20.0, 1.5)
+    first = json.loads((tmp_path / 'a' / 'log.jsonl').read_text().splitlines()[0])
+    assert first['nll'] > 0 and first['loss'] != pytest.approx(first['nll'], rel=1e-3)
+    # the loss of the first step, from the base model's logits
+    cfg = configs.load_config(train.TrainConfig, [str(tmp_path / 'a' / 'train_config.py')])
+    base = checkpoint.load(cfg.model)
+    tokenizer = checkpoint.load_model_tokenizer(cfg.model)
+    sequences, kept, _ = train.load_sequences(cfg, tokenizer)
+    [(_, packed), _] = train.batches(cfg, sequences, kept, 0, 2, 1)
+    tokens, positions, ends, targets = (torch.from_numpy(packed[key]) for key in (
+        'tokens', 'positions', 'ends', 'targets'))
+    z = F.linear(base(tokens, positions, ends), base.head)[targets >= 0].double() / 1.5
+    z = 20 * torch.tanh(z / 20)
+    nll = F.cross_entropy(z, targets[targets >= 0], reduction='none')
+    p_y, lse = (-nll).exp(), z.logsumexp(1)
+    expected = ((1 - p_y) ** 2 * nll + 1e-4 * lse ** 2
+                + 0.1 * (z.gather(1, targets[targets >= 0][:, None])[:, 0] - z.mean(1))).mean()
+    assert first['nll'] == pytest.approx(nll.mean().item(), rel=1e-5)
+    assert first['loss'] == pytest.approx(expected.item(), rel=1e-5)
+    for bad, message in (('--loss=focl(2)', "did you mean 'focal'"),
+                         ('--loss=z_loss(1e-4)', 'whole'), ('--logit_temperature=0', 'between')):
+        with pytest.raises(configs.ConfigError, match=message):
+            train.main([*config, bad, f'--out_dir={tmp_path / "b"}'])
+    reference_model('gemma2', tmp_path / 'gemma')
+    with pytest.raises(configs.ConfigError, match='has a cap of 3.0; leave it out'):
+        train.logit_config(tiny_config(logit_softcap=9.0),
+                           checkpoint.read_config(tmp_path / 'gemma'))
 
 
 def test_a_sweep_skips_what_is_done(small_world, tmp_path, monkeypatch):
