@@ -74,7 +74,7 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
             assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-def test_deterministic_means_the_same_bits(tmp_path):
+def test_deterministic_scores_are_bitwise_equal(tmp_path):
     reference_model('gemma2', tmp_path)
     model = checkpoint.load(tmp_path)
     trees = random_trees(np.random.default_rng(0))
@@ -85,7 +85,7 @@ def test_deterministic_means_the_same_bits(tmp_path):
     assert all(np.array_equal(alone[i], sums) for i, sums in zip(order, found, strict=True))
 
 
-def test_wanted_tokens_of_a_text(tmp_path):
+def test_scored_tokens_of_a_text(tmp_path):
     """Log-probability, top token, its log-probability and entropy, packed beside other texts."""
     reference_model('llama', tmp_path)
     model = checkpoint.load(tmp_path)
@@ -265,7 +265,7 @@ def test_languages_and_groups(scored_folder, tmp_path, capsys):
         scored(scored_folder, tmp_path / 'none', '--languages=swa')
 
 
-def test_company_changes_nothing_but_rounding(scored_folder, tmp_path):
+def test_batch_composition_changes_nothing_but_rounding(scored_folder, tmp_path):
     """Another order of rows, row length or batch: the same samples, bit by bit if asked for."""
     turned = tmp_path / 'turned'
     shutil.copytree(scored_folder / 'model', turned / 'model')
@@ -289,7 +289,7 @@ def test_company_changes_nothing_but_rounding(scored_folder, tmp_path):
     assert exact == samples(turned, 'd', '--deterministic', '--pack_len=200', '--batch_rows=3')
 
 
-def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, capsys):
+def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, capsys):
     whole = scored(scored_folder, tmp_path / 'whole')
     samples = (tmp_path / 'whole' / 'samples.jsonl').read_text()
     # a process killed while it writes a line
