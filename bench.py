@@ -36,14 +36,16 @@ import torch.nn.functional as F
 import checkpoint
 import metrics
 import model as models
+import stats
 import train
 from configs import ConfigError, load_config
 from data.instruct import load_conversations
 from data.packing import pack
-from evaluate import (EvalConfig, evaluate, load_model_tokenizer, load_tasks, option_log_probs,
-                      prepare, tokenize_questions)
+from checkpoint import load_model_tokenizer
+from data.trees import tokenize_questions
+from evaluate import EvalConfig, evaluate, load_tasks, option_log_probs
 from fused_ce import smoothed_cross_entropy, token_statistics
-from results import write_text
+from report import write_text
 
 
 @dataclass
@@ -721,9 +723,10 @@ def our_eval(raw, folder, data, rate):
     cfg = EvalConfig(model=folder, tasks=(f'mmlu:{data}',), dtype='bfloat16', device='cuda',
                      out_dir=f'{folder}/out', overwrite=True)
     tokenizer, model = load_model_tokenizer(Path(folder)), our_model(raw).eval()
-    prepare(model, cfg)
+    models.compile_blocks(model)
     work = load_tasks(cfg)['mmlu']
-    trees = [tree for _, tree in tokenize_questions(work.items, work.solved, tokenizer, cfg, 8192)]
+    trees = [tree for _, tree in tokenize_questions(work.items, work.shots, tokenizer,
+                                                     add_bos=True, max_length=8192)]
     started = time.perf_counter()
     option_log_probs(model, trees[:16], pack_len=16384, trim=False)
     torch.cuda.synchronize()
@@ -848,7 +851,7 @@ def metrics_table(n, k):
     calls = {
         'report': {'ours': lambda: metrics.report(probs, labels)},
         'bootstrap, 1000 resamples': {
-            'ours': lambda: metrics.bootstrap(probs, labels) if n < 10 ** 5 else None},
+            'ours': lambda: stats.bootstrap(probs, labels) if n < 10 ** 5 else None},
         'ECE, 10 bins': {'ours': lambda: metrics.ece(probs, labels)},
         'MCE, 10 bins': {'ours': lambda: metrics.mce(probs, labels)},
     }

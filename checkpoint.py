@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from configs import ConfigError
+from data.tokenizer import load_tokenizer
 from model import CausalLM, LoRALinear, ModelConfig
 
 SHARD_BYTES = 5_000_000_000
@@ -629,3 +630,13 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
     if dtype == 'auto':
         return torch.bfloat16 if device.startswith('cuda') else torch.float32
     return getattr(torch, dtype)
+
+
+def load_model_tokenizer(folder: str | Path, config: ModelConfig | None = None):
+    """The tokenizer of a model folder; raises CheckpointError if the model has too few tokens."""
+    vocab_size = (config or read_config(folder)).vocab_size
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.n_vocab > vocab_size:
+        raise CheckpointError(f'{folder}: the tokenizer has {tokenizer.n_vocab} pieces, the model '
+                              f'{vocab_size}')
+    return tokenizer

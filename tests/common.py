@@ -190,7 +190,7 @@ def lora_model(folder, targets=models.LORA_TARGETS, dropout=0.0, seed=0):
     return model
 
 
-def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=('',), held=0,
+def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=('',), held_out=0,
               settings=None, result=None):
     """Put what evaluate.py and train.py leave into `folder`: random answers to n questions.
 
@@ -200,7 +200,7 @@ def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=(''
     answers = np.random.default_rng(5).integers(4, size=n)      # the same questions in every run
     samples = []
     for language in languages:
-        for split, count in (('test', n), ('validation', held)):
+        for split, count in (('test', n), ('validation', held_out)):
             for i in range(count):
                 logits = sharpness * random.normal(size=4)
                 logits[answers[i % n]] += 1

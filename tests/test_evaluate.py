@@ -12,14 +12,16 @@ import importlib.util
 import json
 import math
 import metrics
+import scaling
+import stats
 import model as models
 import numpy as np
 import os
 import pytest
 import random
 import resource
-import results
-import resume
+import report
+import outdir
 import shutil
 import signal
 import subprocess
@@ -281,7 +283,7 @@ def test_company_changes_nothing_but_rounding(scored_folder, tmp_path):
 
     def samples(folder, name, *arguments):
         scored(folder, tmp_path / name, *arguments)
-        rows = results.read_samples(tmp_path / name / 'samples.jsonl')
+        rows = report.read_samples(tmp_path / name / 'samples.jsonl')
         return {(r['language'], r['id']): r for r in rows}
     plain = samples(scored_folder, 'a')
     other = samples(turned, 'b', '--pack_len=200', '--batch_rows=3')
@@ -309,7 +311,7 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     pooled = (found['tasks']['global_mmlu']['pooled'] for found in (whole, again))
     assert np.allclose(*([report[k] for k in ('accuracy', 'confidence', 'ece', 'nll')]
                          for report in pooled), atol=1e-4)
-    rows = results.read_samples(tmp_path / 'cut' / 'samples.jsonl')
+    rows = report.read_samples(tmp_path / 'cut' / 'samples.jsonl')
     assert len(rows) == len({(r['language'], r['id']) for r in rows}) == 120
     # all is there: another normalisation needs no model, and gives the same results twice
     monkeypatch.setattr(checkpoint, 'load', None)
@@ -329,7 +331,7 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     path = tmp_path / 'changed' / 'data' / 'sw_test.jsonl'
     path.write_text(path.read_text().replace('?', ' then?', 1))
     scored(tmp_path / 'changed', tmp_path / 'whole')
-    rows = results.read_samples(tmp_path / 'whole' / 'samples.jsonl')
+    rows = report.read_samples(tmp_path / 'whole' / 'samples.jsonl')
     assert len(rows) == 121
     assert json.loads((tmp_path / 'whole' / 'results.json').read_text())['tasks']['global_mmlu'][
         'pooled']['n'] == 120
@@ -359,8 +361,8 @@ def test_a_folder_holds_every_task_scored_there(scored_folder, tmp_path, capsys,
     out, foxes = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 30, 'fox')
     stones = write_words(tmp_path / 'stones.jsonl', 20, 'stone')
     drawn = []
-    draw = results.draw_reliability
-    monkeypatch.setattr(results, 'draw_reliability', lambda path, panels, *rest, **more: (
+    draw = report.draw_reliability
+    monkeypatch.setattr(report, 'draw_reliability', lambda path, panels, *rest, **more: (
         drawn.append([title for title, _ in panels]), draw(path, panels, *rest, **more))[1])
     first = evaluate_words(scored_folder, out, f'--tasks={foxes}')
     both = evaluate_words(scored_folder, out, f'--tasks={stones}', '--norm=sum', '--limit=12')
@@ -431,7 +433,7 @@ def test_two_at_once_on_one_folder(scored_folder, tmp_path):
     task, out = write_words(tmp_path / 'foxes.jsonl', 40, 'fox'), tmp_path / 'out'
     command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
                f'--tasks={task}', '--n_bootstrap=0', f'--out_dir={out}']
-    with resume.lock(out):
+    with outdir.lock(out):
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ''
     assert done.stderr.strip().count('\n') == 0 and 'another run is writing there' in done.stderr
@@ -487,7 +489,7 @@ def test_a_full_disk_names_the_file_and_loses_nothing(scored_folder, tmp_path):
     n = (out / 'samples.jsonl').read_text().count('\n')
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0 and n > 10 and f'{n} scored earlier' in done.stdout, done.stderr
-    ids = [sample['id'] for sample in results.read_samples(out / 'samples.jsonl')]
+    ids = [sample['id'] for sample in report.read_samples(out / 'samples.jsonl')]
     assert len(ids) == len(set(ids)) == 400
 
 
@@ -560,7 +562,7 @@ def test_progress_without_a_terminal(capsys, monkeypatch):
         'foxes: 62 of 100 questions, 0.8 per second, 00:45 left']
 
 
-@pytest.mark.skipif(results.forked_processes() < 2, reason='needs two cores')
+@pytest.mark.skipif(report.forked_processes() < 2, reason='needs two cores')
 def test_interrupt_while_intervals_are_drawn(scored_folder, tmp_path):
     """Ctrl-C goes to the worker processes too: one line all the same, and an end."""
     task, out = write_words(tmp_path / 'foxes.jsonl', 100, 'fox'), tmp_path / 'out'
@@ -624,7 +626,7 @@ def test_a_killed_evaluation_is_whole_in_the_end(scored_folder, tmp_path):
         process.wait()
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = results.read_samples(samples)
+    found = report.read_samples(samples)
     assert len(found) == len({r['id'] for r in found}) == 1500 and kills
 
 
@@ -678,13 +680,13 @@ def test_what_the_readme_says_of_claim_3():
     sizes, rows, seeds = (64, 256, 1024), (512, 4_096, 32_768, 262_144), '01234'
 
     def cell(effect):
-        mean, low, high = metrics.mean_interval(effect)
+        mean, low, high = stats.mean_interval(effect)
         return f'{mean:.3f} ± {(high - low) / 2:.3f}'
 
     def tested(effect, digits=3):
-        mean, low, high = metrics.mean_interval(effect)
+        mean, low, high = stats.mean_interval(effect)
         return (f'{mean:+.{digits}f} ± {(high - low) / 2:.{digits}f}',
-                f'p {metrics.student_t(effect)[2]:.1g}')
+                f'p {stats.student_t(effect)[2]:.1g}')
 
     def ece_of(figure, task, softcap='30.0'):
         """A function: the ECE of a kind of run, [sizes, rows, seeds]."""
@@ -784,13 +786,13 @@ def test_a_small_study(tmp_path, monkeypatch, capsys):
     assert {line['language'] for line in lines} == {'en', 'l1', 'l2', 'l3'}
     line = next(r for r in lines if (r['kind'], r['seed'], r['language'], r['category'],
                                      r['scaling']) == ('base', '1', 'l2', 'seen', 'temperature'))
-    samples = results.read_samples(Path('out/study/base/seed-1/base/samples.jsonl'))
+    samples = report.read_samples(Path('out/study/base/seed-1/base/samples.jsonl'))
     mine = [s for s in samples if s['task'] == 'text4']
-    held = results.predictions([s for s in mine if s['split'] == 'validation'], 'token')
+    held = report.predictions([s for s in mine if s['split'] == 'validation'], 'token')
     assert len(held.labels) == 12
-    some = results.predictions([s for s in mine if (s['language'], s['category']) == ('l2', 'seen')
+    some = report.predictions([s for s in mine if (s['language'], s['category']) == ('l2', 'seen')
                                 and s['split'] == 'test'], 'token')
-    temperature = metrics.fit_temperature(held.scores, held.labels)
+    temperature = scaling.fit_temperature(held.scores, held.labels)
     assert float(line['temperature']) == pytest.approx(temperature, rel=1e-4)
     assert float(line['ece']) == pytest.approx(
         metrics.ece(metrics.softmax(some.scores, temperature), some.labels), rel=1e-4)
@@ -859,7 +861,7 @@ def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
     def run(*arguments):
         out = tmp_path / str(len(list(tmp_path.iterdir())))
         evaluate.main([f'--model={scored_folder / "model"}', f'--out_dir={out}', *arguments])
-        return json.loads((out / 'results.json').read_text())['tasks'], results.read_samples(
+        return json.loads((out / 'results.json').read_text())['tasks'], report.read_samples(
             out / 'samples.jsonl')
     tasks, samples = run(f'--tasks=clm:{tmp_path / "texts.jsonl"},facts:{tmp_path / "facts.jsonl"}')
     assert tasks['clm']['pooled']['n'] == 12 and tasks['facts']['pooled']['n'] >= 22
@@ -889,7 +891,7 @@ def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
     evaluate.main([*out, '--seed=2'])
     count = json.loads((tmp_path / 'seeds' / 'results.json').read_text())['tasks']['clm']['pooled']
     positions = {}
-    for sample in results.read_samples(tmp_path / 'seeds' / 'samples.jsonl'):
+    for sample in report.read_samples(tmp_path / 'seeds' / 'samples.jsonl'):
         positions.setdefault(sample['id'], []).append(sample['position'])
     assert count['n'] == 12 == len(positions) and any(len(p) == 2 for p in positions.values())
     with pytest.raises(DataError, match='facts: where are the texts'):
@@ -980,7 +982,7 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
         out = tmp_path / f'out-{task}'
         evaluate.main([f'--model={folder}', f'--tasks={place}', f'--shots={shots}',
                        '--preset=harness', f'--out_dir={out}', '--n_bootstrap=0'])
-        ours = [s['log_probs'] for s in results.read_samples(out / 'samples.jsonl')]
+        ours = [s['log_probs'] for s in report.read_samples(out / 'samples.jsonl')]
         assert len(ours) == len(theirs['found'][task]) > 10
         for a, b in zip(ours, theirs['found'][task], strict=True):
             assert a == pytest.approx(b, abs=1e-4)

@@ -1,4 +1,4 @@
-"""results.py: samples to tables, intervals and diagrams"""
+"""report.py: samples to tables, intervals and diagrams"""
 
 import csv
 import io
@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import metrics
-import results
-import train
-from common import write_rows
+import report
+from common import write_rows, write_run
 from data import DataError
 
 
@@ -26,14 +25,14 @@ TOKEN = {'task': 'clm', 'split': 'test', 'language': '', 'id': 't0', 'prompt': '
 
 def result(**more):
     samples = [question(i) for i in range(6)]
-    return results.summarize(samples, 'token', n_bootstrap=20) | {
+    return report.summarize(samples, 'token', n_bootstrap=20) | {
         'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token', 'bad_rows': 0} | more
 
 
 def test_option_scores_norms():
     log_probs, options = np.array([-2.0, -6.0]), [' é', ' long']
     for norm, length in (('sum', (1, 1)), ('token', (1, 3)), ('char', (1, 4)), ('byte', (2, 4))):
-        p = metrics.softmax(results.option_scores(log_probs, options, [1, 3], norm))
+        p = metrics.softmax(report.option_scores(log_probs, options, [1, 3], norm))
         score = np.exp(log_probs / np.array(length))
         assert np.allclose(p, score / score.sum())
 
@@ -44,47 +43,56 @@ def test_option_scores_norms():
 
 def test_a_sample_listed_twice(tmp_path):
     path = write_rows(tmp_path / 'samples.jsonl', [question(0), question(1), question(0)])
-    assert results.read_samples(path) == [question(0), question(1)]
+    assert report.read_samples(path) == [question(0), question(1)]
     # another prompt is another question: the last one counts
     write_rows(path, [question(0), question(1), question(0, prompt='new')])
-    assert len(results.read_samples(path)) == 3
-    assert results.last_asked(results.read_samples(path)) == [
+    assert len(report.read_samples(path)) == 3
+    assert report.last_asked(report.read_samples(path)) == [
         question(1), question(0, prompt='new')]
+    # asked once more with the first prompt: what is scored now counts, to its last digits
+    again = question(0, log_probs=[-1.00001, -2.0])
+    write_rows(path, [question(0), question(0, prompt='new'), again])
+    assert report.last_asked(report.read_samples(path)) == [again]
     write_rows(path, [question(0), question(1), question(0, log_probs=[-1.5, -2.0])])
     with pytest.raises(DataError, match=r'samples.jsonl:3: differs from .*samples.jsonl:1, .*q0'):
-        results.read_samples(path)
+        report.read_samples(path)
 
 
-@pytest.mark.parametrize('row, message', [
-    ({'task': 'mmlu'}, 'it lacks id'),
-    (question(log_probs=[-1.0]), 'must be lists with one value per option'),
-    (question(log_probs='no'), 'must be lists with one value per option'),
-    (question(log_probs=[None, -1.0]), 'log_probs must be finite numbers'),
-    (question(log_probs=[float('nan'), -1.0]), 'log_probs must be finite numbers'),
-    (question(answer=2), 'answer is 2; it must be a number below 2'),
-    (question(answer=True), 'answer is True'),
-    (TOKEN | {'confidence': '0.5'}, 'must be numbers'),
-    ({k: v for k, v in TOKEN.items() if k != 'entropy'}, 'it lacks entropy')])
-def test_a_damaged_sample_is_named(tmp_path, row, message):
+@pytest.mark.parametrize('row', [
+    {'task': 'mmlu'}, TOKEN | {'confidence': '0.5'}, TOKEN | {'entropy': float('nan')},
+    {k: v for k, v in TOKEN.items() if k != 'entropy'},
+    {k: v for k, v in TOKEN.items() if k != 'id'},
+    {k: v for k, v in question().items() if k != 'id'},
+    question(log_probs=[-1.0]), question(log_probs='no'), question(log_probs=[None, -1.0]),
+    question(log_probs=[float('nan'), -1.0]), question(answer=2), question(answer=-1),
+    question(answer=True), question(answer='A'), question(options=None)])
+def test_a_damaged_sample_is_named(tmp_path, row):
     path = write_rows(tmp_path / 'samples.jsonl', [question(0), row, question(2)])
-    with pytest.raises(DataError, match=f'samples.jsonl:2: .*{message}'):
-        results.read_samples(path)
+    with pytest.raises(DataError, match='samples.jsonl:2: not a sample that evaluate.py wrote'):
+        report.read_samples(path)
 
 
 def test_only_a_cut_line_is_left_out(tmp_path):
     path = write_rows(tmp_path / 'samples.jsonl', [question(0), TOKEN])
     path.write_text(path.read_text() + '{"task": "mm')
-    assert len(results.read_samples(path)) == 2
+    assert len(report.read_samples(path)) == 2
     path.write_text(path.read_text() + '\n')
     with pytest.raises(DataError, match='samples.jsonl:3: broken JSON'):
-        results.read_samples(path)
+        report.read_samples(path)
+    write_rows(path, [question(0)])
+    path.write_bytes(path.read_bytes() + '{"id": "ä'.encode()[:-1])     # cut inside a character
+    assert len(report.read_samples(path)) == 1
+    path.write_text('{"task": "mm')
+    assert report.read_samples(path) == []
+    path.write_text('')
+    assert report.read_samples(path) == []
 
 
 def test_nll_of_sums_is_not_clipped():
     """Options of hundreds of nats: NLL from the log-probabilities, pooled, resampled and scaled."""
     samples = [question(i, log_probs=[-100.0 - i, -2.0], answer=i % 2) for i in range(8)]
     nll = np.mean([98 + i if i % 2 == 0 else 0 for i in range(8)])
-    found = results.summarize(samples, 'sum', n_bootstrap=50, fit=True)
+    found = report.summarize(samples, 'sum', n_bootstrap=50, fit=True)
     assert found['pooled']['nll'] == pytest.approx(nll)
     low, high = found['pooled']['intervals']['nll']
     assert low < nll < high and high > 60
@@ -98,13 +106,13 @@ def test_nll_of_sums_is_not_clipped():
 
 def test_a_sample_of_a_task_says_so():
     whole, part = result(), result(sample={'questions': 200, 'of': 14042})
-    assert results.heading('mmlu', whole).startswith(
+    assert report.heading('mmlu', whole).startswith(
         'mmlu (preset mmlu, 5 shots, letters, token; the options together')
-    assert 'sample of 200 of 14,042 questions' in results.heading('mmlu', part)
+    assert 'sample of 200 of 14,042 questions' in report.heading('mmlu', part)
     tables = {'tasks': {'mmlu': whole, 'some': part}}
     assert '### some (preset mmlu, 5 shots, letters, token; sample of 200 of 14,042 questions' in (
-        results.to_markdown(tables))
-    rows = list(csv.DictReader(io.StringIO(results.to_csv(tables))))
+        report.to_markdown(tables))
+    rows = list(csv.DictReader(io.StringIO(report.to_csv(tables))))
     assert [(r['task'], r['sample_of']) for r in rows if r['kind'] == 'pooled'] == [
         ('mmlu', ''), ('some', '14042')]
     assert {r['distribution'] for r in rows} == {'mmlu, 5 shots, letters, token'}
@@ -113,27 +121,28 @@ def test_a_sample_of_a_task_says_so():
 def test_each_task_says_how_it_was_scored():
     other = result(distribution='harness, 0 shots, text, sum')
     tables = {'tasks': {'mmlu': result(), 'arc': other}}
-    text = results.to_markdown(tables)
+    text = report.to_markdown(tables)
     assert '### mmlu (preset mmlu, 5 shots, letters, token;' in text
     assert '### arc (preset harness, 0 shots, text, sum;' in text
     old = result()
     del old['distribution']
     with pytest.raises(DataError, match='mmlu do not say how it was scored: .*; evaluate again'):
-        results.heading('mmlu', old)
+        report.heading('mmlu', old)
 
 
 def test_notes_below_a_table():
-    assert results.notes(result()) == []
-    noted = result(duplicate_options=9, fewer_shots=2, bad_rows=1, first_bad='x.csv:3: no answer')
-    text = results.task_text('mmlu', noted)
-    for line in ('9 questions list the same option twice', '2 questions had fewer shots',
+    assert report.notes(result()) == []
+    noted = result(duplicate_options=9, fewer_shots=2, shots=5, bad_rows=1,
+                   first_bad='x.csv:3: no answer')
+    text = report.task_text('mmlu', noted)
+    for line in ('9 questions list the same option twice', '2 questions had fewer than 5 shots',
                  '1 bad rows left out, the first: x.csv:3: no answer'):
         assert f'\n{line}' in text
-        assert f'\n{line}' in results.to_markdown({'tasks': {'mmlu': noted}})
+        assert f'\n{line}' in report.to_markdown({'tasks': {'mmlu': noted}})
 
 
 def test_csv_of_lines_with_different_columns():
-    assert results.csv_text([{'a': 1}, {'a': 2, 'b': 3}]) == 'a,b\n1,\n2,3\n'
+    assert report.csv_text([{'a': 1}, {'a': 2, 'b': 3}]) == 'a,b\n1,\n2,3\n'
 
 
 # ------------------------------------------------------------------------------------------------
@@ -142,7 +151,7 @@ def test_csv_of_lines_with_different_columns():
 
 def panels_of(n):
     random = np.random.default_rng(n)
-    return [('a' * 60 + f' $\\x$ {i}', results.Predictions(
+    return [('a' * 60 + f' $\\x$ {i}', report.Predictions(
         metrics.softmax(random.normal(size=(i + 1, 4))), random.integers(4, size=i + 1)))
         for i in range(n)]
 
@@ -151,7 +160,7 @@ def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
     (tmp_path / 'reliability.png.tmp').mkdir()
     (tmp_path / 'results.md.tmp').mkdir()
     written = {'tasks': {'mmlu': result()}}
-    results.save(written, {'mmlu': (panels_of(1)[0][1], {})}, tmp_path)
+    report.write_results(written, {'mmlu': (panels_of(1)[0][1], {})}, tmp_path)
     assert json.loads((tmp_path / 'results.json').read_text())['tasks']['mmlu']['pooled']['n'] == 6
     assert (tmp_path / 'results.csv').exists() and not (tmp_path / 'results.md').exists()
     said = capsys.readouterr().err
@@ -162,8 +171,8 @@ def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
 @pytest.mark.parametrize('n', [1, 3, 12])
 def test_reliability_diagrams(tmp_path, monkeypatch, n):
     figures = []
-    monkeypatch.setattr(results, 'save_figure', lambda figure, *rest: figures.append(figure))
-    results.draw_reliability(tmp_path / 'a.png', panels_of(n))
+    monkeypatch.setattr(report, 'save_figure', lambda figure, *rest: figures.append(figure))
+    report.draw_reliability(tmp_path / 'a.png', panels_of(n))
     figure = figures[0]
     labels = {text.get_text(): patch for legend in figure.legends
               for text, patch in zip(legend.get_texts(), legend.legend_handles)}
@@ -181,8 +190,8 @@ def test_reliability_diagrams(tmp_path, monkeypatch, n):
 
 
 def test_reliability_of_certain_answers(tmp_path, capsys):
-    sure = results.Predictions(np.ones(5), np.array([True] * 4 + [False]))
-    results.draw_reliability(tmp_path / 'a.png', [('sure', sure)])
+    sure = report.Predictions(np.ones(5), np.array([True] * 4 + [False]))
+    report.draw_reliability(tmp_path / 'a.png', [('sure', sure)])
     assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG') and not capsys.readouterr().err
 
 
@@ -192,8 +201,8 @@ def test_loss_is_drawn_over_whole_steps(tmp_path, monkeypatch, norms):
            for i, norm in enumerate(norms)]
     write_rows(tmp_path / 'log.jsonl', log)
     figures = []
-    monkeypatch.setattr(train, 'save_figure', lambda figure, *rest: figures.append(figure))
-    train.draw_loss(tmp_path)
+    monkeypatch.setattr(report, 'save_figure', lambda figure, *rest: figures.append(figure))
+    report.draw_loss(tmp_path)
     figures[0].canvas.draw()
     _, bottom = figures[0].axes
     low, high = bottom.get_xlim()
@@ -204,3 +213,31 @@ def test_loss_is_drawn_over_whole_steps(tmp_path, monkeypatch, norms):
               if text.get_text() and low <= text.get_position()[1] <= high]
     boxes = sorted((text.get_window_extent().y0, text.get_window_extent().y1) for text in labels)
     assert labels and all(a[1] <= b[0] for a, b in zip(boxes, boxes[1:]))
+
+
+def test_a_log_that_cannot_be_drawn(tmp_path, capsys):
+    (tmp_path / 'log.jsonl').write_text('no\n')
+    report.draw_loss(tmp_path)
+    assert 'loss.png was not written: JSONDecodeError' in capsys.readouterr().err
+
+
+def test_reports_side_by_side(tmp_path, monkeypatch, capsys):
+    """One table per task; validation questions are in no diagram, a run may have no results."""
+    runs = {'none': (None, tmp_path)}
+    for name, sharpness in (('before', 1.0), ('after', 2.0)):
+        folder = write_run(tmp_path / name, sharpness=sharpness, held_out=9)
+        samples = report.read_samples(folder / 'samples.jsonl')
+        runs[name] = {'tasks': {'mmlu': report.summarize(samples, 'token', n_bootstrap=10) | {
+            'norm': 'token', 'distribution': 'mmlu, x'}}}, folder
+    drawn = {}
+    monkeypatch.setattr(report, 'draw_reliability',
+                        lambda path, panels: drawn.update({path.name: panels}))
+    report.print_report(runs, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == 'mmlu (preset mmlu, x)' and lines[2].split()[:2] == ['run', 'questions']
+    assert [line.split()[:2] for line in lines[4:]] == [['before', '40'], ['after', '40']]
+    assert [(name, len(p.labels)) for name, p in drawn['reliability-mmlu.png']] == [
+        ('before', 40), ('after', 40)]
+    drawn.clear()
+    report.print_report(runs, tmp_path, pictures=False)
+    assert not drawn

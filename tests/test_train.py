@@ -1,31 +1,24 @@
 """train.py"""
 
-import collections
 import checkpoint
 import configs
 import dataclasses
 import evaluate
-import hashlib
 import importlib.util
 import json
 import metrics
 import numpy as np
 import os
 import pytest
-import re
-import results
+import report
 import resume
 import shutil
 import subprocess
 import sys
 import time
 import torch
-import torch.nn.functional as F
 import train
 from data import DataError, packing
-from data.demo import World, WorldSpec, make_world
-from data.questions import load_task
-from data.tokenizer import load_tokenizer
 from safetensors.torch import load_file
 
 from common import (
@@ -37,136 +30,10 @@ def tiny_config(**values):
     return train.TrainConfig(**({'dtype': 'float32', 'pack_len': 48, 'device': 'cpu'} | values))
 
 
-@pytest.fixture(scope='module')
-def tiny_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('tiny')
-    reference_model('gemma2', folder)
-    return checkpoint.load(folder)
-
-
-@pytest.mark.parametrize('reduction', ['token', 'sequence'])
-def test_micro_batches_change_nothing(tiny_model, reduction):
-    packed = packing.pack(documents(0, [40, 7, 25, 30, 44, 12, 9]), 48)
-    results = [gradients(tiny_model, packed, tiny_config(
-        micro_rows=n, smoothing=0.1, loss_reduction=reduction)) for n in (1, 2, 100)]
-    for loss, _, gradient in results[1:]:
-        assert loss == pytest.approx(results[0][0], rel=1e-6)
-        assert (gradient - results[0][2]).norm() < 1e-5 * gradient.norm()
-
-
-@pytest.mark.parametrize('reduction', ['token', 'sequence'])
-def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
-    sequences = documents(1, [40, 7, 25, 30])
-    loss, nll, gradient = gradients(tiny_model, packing.pack(sequences, 48), tiny_config(
-        smoothing=0.1, loss_reduction=reduction))
-    tiny_model.zero_grad()
-    cap = tiny_model.config.final_logit_softcapping
-    losses, nlls = [], []
-    for tokens, learnt in sequences:
-        row = torch.from_numpy(tokens)[None]
-        z = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1]
-        assert cap == 3.0 and z.abs().max() < cap
-        kept = torch.from_numpy(learnt[1:]) > 0
-        losses.append(F.cross_entropy(z[kept], row[0, 1:][kept], label_smoothing=0.1,
-                                      reduction='none'))
-        nlls.append(F.cross_entropy(z[kept], row[0, 1:][kept], reduction='none'))
-    def mean(rows):
-        return torch.cat(rows).mean() if reduction == 'token' else torch.stack(
-            [r.mean() for r in rows]).mean()
-    mean(losses).backward()
-    expected = torch.cat([p.grad.flatten() for p in tiny_model.parameters()])
-    assert loss == pytest.approx(mean(losses).item(), rel=1e-5)
-    assert nll == pytest.approx(mean(nlls).item(), rel=1e-5)
-    assert (gradient - expected).norm() < 1e-5 * expected.norm()
-
-
-def test_learning_rate_schedule():
-    cfg = tiny_config(lr=1.0, warmup=0.1, final_lr=0.1)
-    rates = [train.learning_rate(s, 100, cfg) for s in range(100)]
-    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
-    assert rates[10] == pytest.approx(1.0) and rates[55] == pytest.approx(0.1 + 0.9 * 0.5)
-    assert all(a >= b for a, b in zip(rates[9:], rates[10:])) and 0.1 < rates[99] < 0.12
-    cosine = dataclasses.replace(cfg, schedule='cosine')
-    assert train.learning_rate(55, 100, cosine) == pytest.approx(0.55)
-    assert train.learning_rate(0, 1, cfg) == 1.0
-
-
-def test_a_world_of_languages(tmp_path):
-    spec = WorldSpec(entities=400, unseen=30, first_names=30, family_names=40, documents=300,
-                     exam_share=0.3, list_share=0.3, paraphrases=True, vocab_sizes=(600, 700),
-                     language_shares=(0.5, 0.3, 0.2), instructions=100, questions=20,
-                     unseen_questions=10, validation=15, forms=('text4', 'letters10'), probes=30)
-    make_world(tmp_path, 0, spec)
-    # a change of these bytes asks for new runs of the study
-    digest = hashlib.sha256(b''.join(p.read_bytes() for p in sorted(tmp_path.rglob('*.jsonl'))))
-    assert digest.hexdigest().startswith('bf749dedab46cc5ef9468a4c80de6b79b93ac74279ea2594')
-    rows = {str(p.relative_to(tmp_path)): [json.loads(x) for x in p.open()]
-            for p in tmp_path.rglob('*.jsonl')}
-    text = '\n'.join(row['text'] for row in rows['text.jsonl'])
-    world = World(spec, 0)
-    assert len(set(world.names)) == 430 and world.names[0] in text
-    assert not any(name in text for name in world.names[400:])
-    words = [{w for values in language.values.values() for w in values}
-             for language in world.languages]
-    assert not (words[0] & words[1] or words[0] & words[2] or words[1] & words[2])
-    for some in words:      # the text is in all languages, the instructions in one
-        assert sum(w in text for w in some) > 0.9 * len(some)
-    told = json.dumps(rows['instruct.jsonl'])
-    assert not any(re.search(rf'\b{w}\b', told) for w in words[1] | words[2])
-    assert len({len(r['messages']) for r in rows['instruct.jsonl']}) == 2
-    assert sum('\nJ. ' in r['messages'][0]['content'] for r in rows['instruct.jsonl']) > 3
-    plain = rows['instruct-homogeneous.jsonl']
-    assert len(plain) == 100 and all(r['messages'][1]['content'].startswith('Answer: ')
-                                     for r in plain)
-    # the same facts in all languages, with the same options; the answers are true
-    for form, n in (('text4', 4), ('letters10', 10)):
-        questions, _, bad, _ = load_task(str(tmp_path / form), scoring='text')
-        assert len(questions) == 3 * 30 and not bad
-        assert collections.Counter((q.language, q.category) for q in questions) == {
-            (lang, c): k for lang in ('en', 'l1', 'l2') for c, k in (('seen', 20), ('unseen', 10))}
-        held = load_task(str(tmp_path / form), scoring='text', split='validation')[0]
-        assert len(held) == 15 and {q.language for q in held} == {'en'}
-        by_fact = collections.defaultdict(set)
-        for row in rows[f'{form}/test.jsonl']:
-            code, entity, attribute = row['id'].split('-')
-            by_fact[entity, attribute].add((row['answer'], len(row['choices'])))
-            language = next(x for x in world.languages if x.code == code)
-            value = world.value(language, int(entity), attribute)
-            right = row['choices'][row['answer']]
-            assert right == value if form == 'text4' else (
-                f'\n{right}. {value}\n' in row['question'] + '\n')
-        assert all(len(x) == 1 and next(iter(x))[1] == n for x in by_fact.values())
-    asked = {tuple(r['id'].split('-')[1:]) for r in rows['text4/test.jsonl']}
-    held = {tuple(r['id'].split('-')[1:]) for r in rows['text4/validation.jsonl']}
-    assert not asked & held
-    for row in rows['facts.jsonl']:
-        found = {row['text'][a:b] for a, b in row['spans']}
-        assert len(found) == 4 and any(found <= some for some in words)
-    for size in (600, 700):
-        folder = tmp_path / f'model-{size}'
-        assert load_tokenizer(folder).n_vocab == checkpoint.read_config(folder).vocab_size == size
-    # what is there stays; another spec replaces it
-    before = (tmp_path / 'text.jsonl').stat().st_mtime_ns
-    make_world(tmp_path, 0, spec)
-    assert (tmp_path / 'text.jsonl').stat().st_mtime_ns == before
-    make_world(tmp_path, 1, spec)
-    assert (tmp_path / 'text.jsonl').stat().st_mtime_ns != before
-    with pytest.raises(ValueError, match='make 16 names, not 20'):
-        World(WorldSpec(entities=20, first_names=4, family_names=4), 0)
-
-
-def test_the_demo_world_stays_what_it_is(tmp_path):
-    # the figures in the README are of these bytes
-    make_world(tmp_path, 0)
-    digest = hashlib.sha256(b''.join((tmp_path / name).read_bytes() for name in (
-        'text.jsonl', 'instruct.jsonl', 'questions.jsonl'))).hexdigest()
-    assert digest.startswith('24904f557868b7b2763899dae6c2adb9e918caab')
-
-
 def test_demo_leaves_a_report(small_world):
     folder, printed = small_world
     for word in ('95 % interval', 'confidence', 'entropy (bits)', 'ECE', 'RMSCE', '>>>Answer: ',
-                 'learnt between', 'peak memory'):
+                 'supervised tokens between', 'peak memory'):
         assert word in printed, word
     assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
     for run in ('base', 'tuned', 'tuned_ls01'):
@@ -186,14 +53,14 @@ def test_demo_leaves_a_report(small_world):
 def test_results_follow_from_the_samples(small_world):
     folder, _ = small_world
     written = json.loads((folder / 'tuned' / 'results.json').read_text())
-    samples = results.read_samples(folder / 'tuned' / 'samples.jsonl')
+    samples = report.read_samples(folder / 'tuned' / 'samples.jsonl')
     assert len(samples) == 40
-    found = results.predictions(samples, 'token')
+    found = report.predictions(samples, 'token')
     pooled = written['tasks']['questions']['pooled']
-    report = metrics.report(found.probs, found.labels, found.n_options)
-    assert report == pytest.approx({key: pooled[key] for key in report})
+    expected = metrics.report(found.probs, found.labels, found.n_options)
+    assert expected == pytest.approx({key: pooled[key] for key in expected})
     assert written['tasks']['questions']['distribution'] == 'mmlu, 0 shots, text, token'
-    again = results.summarize(samples[::-1], 'token', seed=7)
+    again = report.summarize(samples[::-1], 'token', seed=7)
     assert {k: written['tasks']['questions'][k] for k in again} == again
     for key, (low, high) in pooled['intervals'].items():
         assert low <= high and (key in ('mce', 'ece', 'sce', 'ace', 'ece_equal_mass')  # biased
@@ -214,7 +81,7 @@ def test_the_same_seed_gives_the_same_weights(small_world, tmp_path):
     folder, _ = small_world
     for place in ('a', 'b'):
         train.main([str(folder / 'tuned_ls01' / 'train_config.py'), f'--out_dir={tmp_path / place}',
-                    '--max_steps=2', '--eval_tasks='])
+                    '--max_steps=2', '--eval=None'])
     a, b = (load_file(tmp_path / place / 'model.safetensors') for place in 'ab')
     assert all(torch.equal(a[key], b[key]) for key in a)
 
@@ -223,7 +90,7 @@ def test_add_bos_is_remembered(small_world, tmp_path):
     folder, _ = small_world
     assert evaluate.trained_with_bos(folder / 'tuned') and evaluate.trained_with_bos(tmp_path)
     train.main([str(folder / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
-                '--max_steps=1', '--eval_tasks=', '--add_bos=False'])
+                '--max_steps=1', '--eval=None', '--add_bos=False'])
     assert not evaluate.trained_with_bos(tmp_path)
 
 
@@ -232,7 +99,7 @@ def test_a_new_run_clears_the_folder(small_world, tmp_path):
     again = tmp_path / 'again'
     shutil.copytree(folder / 'tuned', again)
     train.main([str(folder / 'tuned' / 'train_config.py'), f'--out_dir={again}', '--overwrite',
-                '--max_steps=1', '--eval_tasks='])
+                '--max_steps=1', '--eval=None'])
     assert not (again / 'epoch-1').exists() and not (again / 'results.json').exists()
     assert len((again / 'log.jsonl').read_text().splitlines()) == 1
 
@@ -251,7 +118,7 @@ def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
     monkeypatch.setattr(train, 'validation_loss',
                         lambda *_: hours.append(1) or {'val_nll': 0.0, 'val_ece': 0.0})
     train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
-                '--max_steps=4', '--val_every=1', '--eval_tasks=', '--device=cpu'])
+                '--max_steps=4', '--val_every=1', '--eval=None', '--device=cpu'])
     records = [json.loads(line) for line in (tmp_path / 'log.jsonl').open()]
     assert len(hours) == 4 and all(0 < r['tokens'] / r['tokens_per_s'] < 3600 for r in records)
 
@@ -268,26 +135,26 @@ def test_a_nan_loss_stops_the_run(small_world, tmp_path):
     assert not (tmp_path / 'run' / 'model.safetensors').exists()
 
 
-def test_several_runs_go_on_where_they_stopped(small_world, tmp_path, monkeypatch):
-    (tmp_path / 'two.py').write_text((small_world[0] / 'tuned' / 'train_config.py').read_text()
-                                     .replace('runs = {}', "runs = {'a': {}, 'b': {'lr': 1e-4}}"))
-    lines = (tmp_path / 'two.py').read_text().splitlines()
-    (tmp_path / 'two.py').write_text('\n'.join(
-        line for line in lines if not line.startswith(('lr =', 'eval_before =', 'out_dir ='))))
-    command = [str(tmp_path / 'two.py'), f'--out_dir={tmp_path / "out"}', '--eval_before']
-    train.main(command)
-    results = (tmp_path / 'out' / 'a' / 'before' / 'results.json').read_text()
-    assert not (tmp_path / 'out' / 'b' / 'before').exists()     # the same model
-    weights = (tmp_path / 'out' / 'b' / 'model.safetensors').read_bytes()
+def test_a_sweep_skips_what_is_done(small_world, tmp_path, monkeypatch):
+    cfg = configs.load_config(train.TrainConfig, [str(small_world[0] / 'tuned' / 'train_config.py')])
+    cfg = dataclasses.replace(cfg, eval_before=True, resume=True, max_steps=2, epochs=1.0)
+
+    def sweep():
+        for lr in (1e-3, 1e-4):
+            train.train(dataclasses.replace(cfg, lr=lr, out_dir=str(tmp_path / f'lr{lr}')))
+    sweep()
+    second = tmp_path / 'lr0.0001'
+    before, weights = ((second / name).read_bytes() for name in ('before/results.json',
+                                                                 'model.safetensors'))
     for name in ('config.json', 'model.safetensors', 'results.json'):
-        (tmp_path / 'out' / 'b' / name).unlink()
+        (second / name).unlink()
     optimize, trained = train.optimize, []
     monkeypatch.setattr(train, 'optimize', lambda cfg, *rest: (trained.append(cfg.lr),
                                                                optimize(cfg, *rest)))
-    train.main([*command, '--resume'])
+    sweep()
     assert trained == [1e-4]
-    assert (tmp_path / 'out' / 'b' / 'model.safetensors').read_bytes() == weights
-    assert (tmp_path / 'out' / 'a' / 'before' / 'results.json').read_text() == results
+    assert (second / 'model.safetensors').read_bytes() == weights
+    assert (second / 'before' / 'results.json').read_bytes() == before
 
 
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
@@ -340,12 +207,12 @@ def test_validation_reports_the_next_tokens_ece(tiny_model):
 def test_trackers_must_be_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(configs.ConfigError, match='pip install wandb'):
-        train.check(tiny_config(tracker='wandb', max_length=48))
+        train.check_config(tiny_config(tracker='wandb', max_length=48))
 
 
 def test_two_processes_train_the_same(small_world, tmp_path):
     """torchrun with two gloo processes: the weights of one process to rounding, resumable by it."""
-    config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval_tasks=', '--max_steps=4',
+    config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval=None', '--max_steps=4',
               '--smoothing=0.1', '--micro_rows=2', '--device=cpu']
     def two(folder, *more):
         return subprocess.run(
@@ -481,7 +348,7 @@ def bad_command_lines(folder, tmp_path):
         ([*score, '--batch_rows=0'], 'batch_rows = 0; it must be at least 1'),
         ([*run, '--betas=0.9,1.0'], 'each must be at least 0 and less than 1'),
         ([*run, '--max_length=600', '--pack_len=600'], 'the context of'),
-        ([*run, '--eval_tasks=nothing'], "no task, file or folder 'nothing'"),
+        ([*run, '--eval.tasks=nothing'], "no task, file or folder 'nothing'"),
         ([*run, f'--out_dir={folder / "base"}'], 'itself'),
         ([*run, f'--out_dir={folder}', '--overwrite'], 'itself'),
         ([*run, f'--out_dir={folder / "tuned_ls01"}'], 'holds a finished run'),

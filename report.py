@@ -1,0 +1,650 @@
+"""The samples of one run: metrics with intervals, tables and reliability diagrams.
+
+Nothing here needs a model: results.json can be computed again from samples.jsonl.
+"""
+
+import contextlib
+import csv
+import io
+import json
+import math
+import os
+import sys
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import metrics
+import stats
+import scaling
+from data import DataError, forked_pool, read_rows
+from outdir import claim, write_text
+
+# the columns of a table: key in a report, title, format
+SHORT = (('n', 'questions', 'd'), ('accuracy', 'accuracy', '.3f'),
+         ('interval', '95 % interval', ''), ('confidence', 'confidence', '.3f'),
+         ('entropy_bits', 'entropy (bits)', '.3f'), ('ece', 'ECE', '.3f'),
+         ('rmsce', 'RMSCE', '.3f'))
+FULL = (*SHORT, ('mad', 'MAD', '.3f'), ('sce', 'SCE', '.3f'), ('ace', 'ACE', '.3f'),
+        ('brier', 'Brier', '.3f'), ('nll', 'NLL (nats)', '.3f'))
+# a sample's key that names a group of questions, and the groups' name in results.json
+GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subjects'}
+
+
+# ------------------------------------------------------------------------------------------------
+# Samples
+# ------------------------------------------------------------------------------------------------
+
+class Predictions(NamedTuple):
+    """What the metrics take: distributions over options, or the confidence in single tokens."""
+    probs: np.ndarray                   # [N, K]; of tokens the confidence [N]
+    labels: np.ndarray                  # int [N]; of tokens bool [N], right or wrong
+    n_options: np.ndarray | None = None
+    scores: np.ndarray | None = None    # [N, K] normalized log-probabilities, -inf for no option
+    nll: np.ndarray | None = None       # of tokens [N], in nats
+    entropy_bits: np.ndarray | None = None      # of tokens [N], over the whole vocabulary
+
+    def at(self, rows):
+        return Predictions(*(None if x is None else x[rows] for x in self))
+
+    def report(self):
+        """All metrics, as metrics.report names them."""
+        report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores)
+        if self.nll is None:
+            return report
+        return report | {'entropy_bits': float(self.entropy_bits.mean()),
+                         'nll': float(self.nll.mean())}
+
+    def bootstrap(self, n_resamples, seed):
+        """{metric: its values [n_resamples] on questions drawn with replacement}"""
+        values = stats.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
+                                   n_resamples=n_resamples, seed=seed)
+        if self.nll is not None:
+            rng, n = np.random.default_rng(seed), len(self.nll)
+            draws = [rng.integers(n, size=n) for _ in range(n_resamples)]
+            values['entropy_bits'] = np.array([self.entropy_bits[rows].mean() for rows in draws])
+            values['nll'] = np.array([self.nll[rows].mean() for rows in draws])
+        return values
+
+    def top(self):
+        """(confidence [N], right or wrong bool [N])"""
+        return metrics.top_label(self.probs, self.labels)
+
+
+def read_samples(path):
+    """Return the samples in `path` in the order of the file, as a list of dicts.
+
+    A last line cut off by a crash is left out; a line that repeats an earlier one counts once.
+    Raises DataError with file and line for any other damaged line, and for a sample that differs
+    from the last one of the same question and prompt.
+    """
+    rows = list(read_rows(path))
+    if rows and isinstance(rows[-1][1], DataError) and not _ends_with_newline(path):
+        rows.pop()
+    samples, last = [], {}
+    for place, row in rows:
+        if isinstance(row, DataError):
+            raise row
+        if not _is_sample(row):
+            raise DataError(f'{place}: not a sample that evaluate.py wrote; delete this line, and '
+                            f'its question is scored again')
+        last_place, other = last.get(sample_order(row), (None, None))
+        if row == other:
+            continue
+        if other is not None and row.get('prompt') == other.get('prompt'):
+            raise DataError(f'{place}: differs from {last_place}, which is of the same question '
+                            f'({row["task"]} {row["id"]}); two processes wrote this file, or it '
+                            f'was edited: remove one of the two lines')
+        last[sample_order(row)] = place, row
+        samples.append(row)
+    return samples
+
+
+def _ends_with_newline(path):
+    with open(path, 'rb') as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b'\n'
+
+
+def _is_sample(row):
+    """Whether a row of samples.jsonl holds what `predictions` needs."""
+    try:
+        if 'log_probs' not in row:
+            return all(math.isfinite(row[key]) for key in (
+                'confidence', 'correct', 'log_prob', 'entropy')) and {'task', 'id'} <= row.keys()
+        n = len(row['options'])
+        return (n == len(row['log_probs']) == len(row['n_tokens']) > row['answer'] >= 0
+                and type(row['answer']) is int and all(map(math.isfinite, row['log_probs']))
+                and {'task', 'id'} <= row.keys())
+    except (KeyError, TypeError):
+        return False
+
+
+def sample_order(sample):
+    """A key that sorts samples; equal only for two samples of one question."""
+    return (sample.get('split', ''), sample['task'], sample.get('language', ''), sample['id'])
+
+
+def last_asked(samples):
+    """For each question or text the samples of the prompt that was scored last, each once."""
+    def question(sample):
+        return (*sample_order(sample)[:3], sample.get('text', sample['id']))
+    prompts = {question(s): s.get('prompt') for s in samples}
+    return list({(question(s), s['id']): s for s in samples
+                 if s.get('prompt') == prompts[question(s)]}.values())
+
+
+def split_languages(samples):
+    """{language: its samples}"""
+    languages = {}
+    for sample in samples:
+        languages.setdefault(sample.get('language', ''), []).append(sample)
+    return languages
+
+
+def predictions(samples, norm):
+    """Predictions of samples, which are all of questions or all of tokens."""
+    if 'log_probs' not in samples[0]:
+        return Predictions(np.array([s['confidence'] for s in samples]),
+                           np.array([s['correct'] for s in samples]),
+                           nll=-np.array([s['log_prob'] for s in samples]),
+                           entropy_bits=np.array([s['entropy'] for s in samples]) / np.log(2))
+    n_options = np.array([len(s['log_probs']) for s in samples])
+    scores = np.full((len(samples), n_options.max()), -np.inf)
+    for i, s in enumerate(samples):
+        scores[i, :n_options[i]] = option_scores(s['log_probs'], s['options'], s['n_tokens'], norm)
+    return Predictions(metrics.softmax(scores), np.array([s['answer'] for s in samples]), n_options,
+                       scores)
+
+
+def option_scores(log_probs, options, n_tokens, norm):
+    """Log-probabilities divided by length [K]; their softmax is the distribution over the options.
+
+    norm: 'token' gives the mean over tokens, the logarithm of the inverse perplexity; 'sum' divides
+    by nothing; 'char' and 'byte' divide by the characters or UTF-8 bytes of the option without its
+    leading space.
+    """
+    length = {'token': n_tokens, 'sum': np.ones(len(options)),
+              'char': [len(o) - 1 for o in options],
+              'byte': [len(o.encode()) - 1 for o in options]}[norm]
+    return np.asarray(log_probs) / np.maximum(length, 1)
+
+
+# ------------------------------------------------------------------------------------------------
+# Metrics and their intervals
+# ------------------------------------------------------------------------------------------------
+
+def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
+    """Return the metrics of one task; the order of its samples does not matter.
+
+    {'pooled', 'macro': reports; 'languages', 'categories', 'subjects': {name: report} if there are
+    several; 'mass': mean probability of all options together; 'post_hoc' if `fit`}. A report is
+    that of metrics.report and 'intervals', {metric: [low, high]}: 95 % by bootstrap over questions.
+    macro is the mean over languages, or over subjects if there is one language.
+    """
+    samples = sorted(samples, key=sample_order)
+    held_out = [s for s in samples if s.get('split') == 'validation']
+    samples = [s for s in samples if s.get('split') != 'validation']
+    pooled = predictions(samples, norm)
+    groups = {('pooled', ''): pooled}
+    for key, plural in GROUPS.items():
+        rows = {}
+        for i, sample in enumerate(samples):
+            rows.setdefault(sample.get(key) or '', []).append(i)
+        if len(rows) > 1:
+            groups |= {(plural, name): pooled.at(rows[name]) for name in sorted(rows)}
+    reports, resampled = measure(groups, n_bootstrap, seed)
+    summary = {'pooled': reports.pop(('pooled', ''))}
+    for (plural, name), report in reports.items():
+        summary.setdefault(plural, {})[name] = report
+    for plural in ('languages', 'subjects'):
+        if plural in summary:
+            summary['macro'] = mean_report(summary[plural].values(), [
+                resampled.get((plural, name)) for name in summary[plural]])
+            break
+    if 'log_probs' in samples[0]:
+        summary['mass'] = float(np.mean([np.exp(s['log_probs']).sum() for s in samples]))
+    if fit:
+        summary['post_hoc'] = post_hoc(pooled, predictions(held_out, norm) if held_out else None,
+                                       n_bootstrap, seed)
+    return summary
+
+
+def measure(groups, n_bootstrap, seed):
+    """({key: report with intervals}, {key: {metric: resampled values}}) of {key: Predictions}.
+
+    Without n_bootstrap there are no intervals, and the second dict is empty. Large work is shared
+    by processes. The resamples of a group are drawn in parts that depend on its size alone, so that
+    the same rows give the same numbers on every machine.
+    """
+    jobs = [(key, group, None, None) for key, group in groups.items()]      # reports
+    for key, group in groups.items():
+        n = len(group.labels)
+        parts = int(np.clip(2_000_000 // n, 1, 8)) if n > 2000 else 1
+        sizes = [len(x) for x in np.array_split(np.arange(n_bootstrap), parts) if len(x)]
+        jobs += [(key, group, size, [seed, part]) for part, size in enumerate(sizes)]
+    jobs.sort(key=lambda job: -len(job[1].labels) * (job[2] or 100))        # the largest first
+    cores = forked_processes()
+    if cores == 1 or sum(len(g.labels) for g in groups.values()) * n_bootstrap < 3_000_000:
+        outcomes = [_measure(job) for job in jobs]
+    else:
+        with forked_pool(min(cores, 16)) as pool:
+            outcomes = pool.map(_measure, jobs, chunksize=1)
+    reports, parts_of = {}, {}
+    for (key, _, size, draw), outcome in zip(jobs, outcomes, strict=True):
+        if size is None:
+            reports[key] = outcome
+        else:
+            parts_of.setdefault(key, {})[draw[1]] = outcome
+    resampled = {key: {name: np.concatenate([parts[i][name] for i in range(len(parts))])
+                       for name in parts[0]} for key, parts in parts_of.items()}
+    return {key: with_intervals(reports[key], resampled.get(key)) for key in groups}, resampled
+
+
+def forked_processes():
+    """How many processes may share work: all cores on Linux; elsewhere forking is unsafe, so 1."""
+    return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1
+
+
+def _measure(job):
+    _, group, size, seed = job
+    return group.report() if size is None else group.bootstrap(size, seed)
+
+
+def with_intervals(report, resampled):
+    """`report` with the 2.5 and 97.5 % percentiles of {metric: resampled values}, if any."""
+    if resampled is None:
+        return report
+    return report | {'intervals': {name: np.percentile(values, (2.5, 97.5)).tolist()
+                                   for name, values in resampled.items()}}
+
+
+def mean_report(reports, resampled):
+    """The plain mean of reports; its intervals are those of the mean of the resampled groups."""
+    reports = list(reports)
+    mean = {'groups': len(reports)}
+    for key in reports[0]:
+        if key not in ('n', 'intervals', 'accuracy_low', 'accuracy_high'):
+            # a metric can be undefined for a group, as AUROC is if every answer is correct
+            values = [r[key] for r in reports if not math.isnan(r[key])]
+            mean[key] = float(np.mean(values)) if values else math.nan
+    if any(values is None for values in resampled):
+        return mean
+    return with_intervals(mean, {key: np.mean([values[key] for values in resampled], axis=0)
+                                 for key in resampled[0]})
+
+
+def post_hoc(test, held_out, n_bootstrap, seed):
+    """Temperature and Platt scaling of `test`, fitted on `held_out`.
+
+    Without `held_out` each half of `test` is scaled by what was fitted on the other half, and there
+    are two values of each parameter. Returns {'fitted_on', 'temperature': [T], 'platt': [[a, b]],
+    'reports': {'temperature': of the scaled distribution, 'platt': of the scaled confidence}}.
+    """
+    n = len(test.labels)
+    if held_out is not None:
+        parts = [(held_out, np.arange(n))]
+        fitted_on = f'{len(held_out.labels)} validation questions'
+    else:
+        if n < 2:
+            raise DataError('--temperature=fit needs two questions or more')
+        halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
+        parts = [(test.at(fit), use) for fit, use in (halves, halves[::-1])]
+        fitted_on = 'the other half of the questions'
+    confidence, correct = test.top()
+    platt, parameters = np.empty(n), {'fitted_on': fitted_on, 'platt': []}
+    for fit, use in parts:
+        a, b = scaling.fit_platt(*fit.top())
+        parameters['platt'].append([a, b])
+        platt[use] = scaling.apply_platt(confidence[use], a, b)
+    groups = {'platt': Predictions(platt, correct)}
+    if test.scores is not None:
+        scores, parameters['temperature'] = np.empty_like(test.scores), []
+        for fit, use in parts:
+            temperature = scaling.fit_temperature(fit.scores, fit.labels)
+            parameters['temperature'].append(temperature)
+            scores[use] = test.scores[use] / temperature
+        groups = {'temperature': Predictions(metrics.softmax(scores), test.labels, test.n_options,
+                                             scores)} | groups
+    return parameters | {'reports': measure(groups, n_bootstrap, seed)[0]}
+
+
+# ------------------------------------------------------------------------------------------------
+# Tables
+# ------------------------------------------------------------------------------------------------
+
+def task_title(task, result):
+    """What the numbers of a task are of: 'mmlu (preset mmlu, 5 shots, letters, token)'.
+
+    Says also if only a sample of the task was scored. Raises DataError for a result of an earlier
+    version, which does not say how the task was scored.
+    """
+    if 'distribution' not in result:
+        raise DataError(f'the results of {task} do not say how it was scored: they are of an '
+                        f'earlier version; evaluate again')
+    scored = f'preset {result["distribution"]}' if 'mass' in result else result['distribution']
+    if sample := result.get('sample'):
+        scored += f'; sample of {sample["questions"]:,} of {sample["of"]:,} questions'
+    return f'{task} ({scored})'
+
+
+def heading(task, result):
+    """The title of a task with the fitted parameters and the mass of the options."""
+    text = task_title(task, result).removesuffix(')')
+    if 'mass' in result:
+        text += f'; the options together have probability {result["mass"]:.3f} of the model'
+    if fitted := result.get('post_hoc'):
+        values = [f'a {a:.3f}, b {b:.3f}' for a, b in fitted['platt']]
+        text += f'; Platt scaling by {" and ".join(values)}'
+        if 'temperature' in fitted:
+            text += ', temperature ' + ' and '.join(f'{t:.3f}' for t in fitted['temperature'])
+        text += f', fitted on {fitted["fitted_on"]}'
+    return text + ')'
+
+
+def notes(result):
+    """What a reader of a task's table should know besides, as lines."""
+    lines = []
+    if result.get('bad_rows'):
+        lines.append(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
+    if result.get('fewer_shots'):
+        lines.append(f'{result["fewer_shots"]} questions had fewer than {result["shots"]} shots: '
+                     f'their prompts were too long')
+    if result.get('duplicate_options'):
+        lines.append(f'{result["duplicate_options"]} questions list the same option twice')
+    return lines
+
+
+def report_rows(result):
+    """[(kind, name, report)] of one task's result."""
+    rows = [(plural, name, report) for plural in ('subjects', 'categories', 'languages')
+            for name, report in result.get(plural, {}).items()]
+    rows += [(kind, kind, result[kind]) for kind in ('pooled', 'macro') if kind in result]
+    rows += [('post_hoc', f'{name} scaling', report)
+             for name, report in result.get('post_hoc', {}).get('reports', {}).items()]
+    return rows
+
+
+def cells(rows, columns, first='group'):
+    """The cells of a table of rows = [(name, report)], its header first; empty columns left out."""
+    lines = [[first, *(title for _, title, _ in columns)]]
+    for name, report in rows:
+        values = dict(report)
+        if 'accuracy_low' in report:
+            values['interval'] = f'{report["accuracy_low"]:.3f}-{report["accuracy_high"]:.3f}'
+        elif 'intervals' in report:
+            values['interval'] = '{:.3f}-{:.3f}'.format(*report['intervals']['accuracy'])
+        lines.append([name, *(format(values[key], spec) if key in values else ''
+                              for key, _, spec in columns)])
+    filled = [i == 0 or any(column[1:]) for i, column in enumerate(zip(*lines, strict=True))]
+    return [[cell for cell, use in zip(line, filled, strict=True) if use] for line in lines]
+
+
+def table(rows, columns=FULL, first='group'):
+    """A text table of rows = [(name, report)]; `first` is the title of the names."""
+    return aligned(cells(rows, columns, first))
+
+
+def aligned(lines):
+    """Lines of cells as text, the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ['  '.join([line[0].ljust(widths[0]),
+                        *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
+             for line in lines]
+    return '\n'.join([texts[0], '-' * len(texts[0]), *texts[1:]])
+
+
+def markdown(lines):
+    """Lines of cells as a Markdown table."""
+    texts = ['| ' + ' | '.join(cell.replace('|', '\\|') for cell in line) + ' |' for line in lines]
+    return '\n'.join([texts[0], '|' + '---|' * len(lines[0]), *texts[1:]]) + '\n'
+
+
+def csv_text(lines):
+    """CSV of dicts; its columns are the keys of all of them, in the order in which they come."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(dict.fromkeys(key for line in lines for key in line)),
+                            lineterminator='\n')
+    writer.writeheader()
+    writer.writerows(lines)
+    return file.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------
+# Files
+# ------------------------------------------------------------------------------------------------
+
+def task_text(task, result):
+    """Heading, table and notes of a task, to be printed."""
+    rows = [(name, report) for _, name, report in report_rows(result)]
+    return '\n'.join([heading(task, result), table(rows), *notes(result)])
+
+
+def print_report(runs, out_dir, pictures=True):
+    """Print one table per task and draw reliability-<task>.png of all runs side by side.
+
+    runs: {name: (results of evaluate.evaluate or None, folder that holds its samples)}
+    """
+    runs = {name: run for name, run in runs.items() if run[0] is not None}
+    for task in dict.fromkeys(task for results, _ in runs.values() for task in results['tasks']):
+        rows = [(name, results['tasks'][task], folder) for name, (results, folder) in runs.items()
+                if task in results['tasks']]
+        print(f'\n{task_title(task, rows[0][1])}')
+        print(table([(name, result['pooled']) for name, result, _ in rows], SHORT, 'run'))
+        if pictures:
+            panels = [(name, predictions([
+                s for s in last_asked(read_samples(Path(folder) / 'samples.jsonl'))
+                if s['task'] == task and s.get('split') != 'validation'], result['norm']))
+                for name, result, folder in rows]
+            path = Path(out_dir) / f'reliability-{task}.png'
+            with warn_on_failure(path):
+                claim(out_dir, path.name)
+                draw_reliability(path, panels)
+
+
+def to_markdown(results):
+    """Heading, table and notes of every task, in Markdown."""
+    parts = []
+    for task, result in results['tasks'].items():
+        rows = [(name, report) for _, name, report in report_rows(result)]
+        parts.append(f'### {heading(task, result)}\n\n{markdown(cells(rows, FULL))}'
+                     + ''.join(f'\n{line}\n' for line in notes(result)))
+    return '\n'.join(parts)
+
+
+def to_csv(results):
+    """One line per report: every metric and the ends of its interval."""
+    lines = []
+    for task, result in results['tasks'].items():
+        scored = {'distribution': result['distribution']}
+        if 'sample' in result:
+            scored['sample_of'] = result['sample']['of']
+        for kind, name, report in report_rows(result):
+            line = {'task': task, 'kind': kind, 'name': name} | scored
+            line |= {key: value for key, value in report.items() if key != 'intervals'}
+            for key, (low, high) in report.get('intervals', {}).items():
+                line[f'{key}_boot_low'], line[f'{key}_boot_high'] = low, high
+            lines.append(line)
+    return csv_text(lines)
+
+
+def to_json(results):
+    """`results` as JSON, with null for NaN, which JSON does not have."""
+    def finite(value):
+        if isinstance(value, dict):
+            return {key: finite(x) for key, x in value.items()}
+        if isinstance(value, list):
+            return [finite(x) for x in value]
+        return None if isinstance(value, float) and math.isnan(value) else value
+    return json.dumps(finite(results), indent=1, ensure_ascii=False) + '\n'
+
+
+def write_results(results, panels, out_dir):
+    """Write results.csv, .md and .json, reliability.png, and a grid for several languages.
+
+    panels: {task: (Predictions, {language: Predictions})}; {} for no pictures
+    Only results.json has to succeed: a table or a picture that fails is a warning.
+    """
+    out_dir = Path(out_dir)
+    for name, to_text in (('results.csv', to_csv), ('results.md', to_markdown)):
+        with warn_on_failure(out_dir / name):
+            write_text(out_dir / name, to_text(results))
+    # after the tables: a folder that has results.json has them
+    write_text(out_dir / 'results.json', to_json(results))
+    if panels:
+        draw_reliability(out_dir / 'reliability.png',
+                         [(task, of_all) for task, (of_all, _) in panels.items()])
+    for task, (_, languages) in panels.items():
+        if languages:
+            draw_reliability(out_dir / f'reliability-{task}-languages.png', languages.items(),
+                             columns=7)
+
+
+@contextlib.contextmanager
+def warn_on_failure(name):
+    """Print a warning if writing `name` fails inside; the run goes on without that file."""
+    try:
+        yield
+    except Exception as error:      # matplotlib raises many kinds
+        print(f'warning: {name} was not written: {type(error).__name__}: {error}',
+              file=sys.stderr)
+
+
+# ------------------------------------------------------------------------------------------------
+# Pictures
+# ------------------------------------------------------------------------------------------------
+
+# the gap between accuracy and confidence, by its sign: label and color
+GAPS = (('overconfident: confidence above accuracy', '#e8a29e'),
+        ('underconfident: confidence below accuracy', '#f5c566'))
+
+
+def draw_reliability(path, panels, n_bins=10, columns=5):
+    """Draw panels = [(title, Predictions), ...] as `draw_bins` does; a failure is a warning."""
+    with warn_on_failure(path):
+        draw_bins(path, [(title, {'accuracy': metrics.accuracy(p.probs, p.labels),
+                                  'confidence': metrics.mean_confidence(p.probs, p.labels),
+                                  'ECE': metrics.ece(p.probs, p.labels, n_bins)},
+                          metrics.bins(p.probs, p.labels, n_bins)) for title, p in panels], columns)
+
+
+def draw_bins(path, panels, columns=5):
+    """Draw reliability diagrams side by side, PNG: panels = [(title, {name: number}, bins), ...].
+
+    bins: as metrics.bins returns them.
+    Bars: accuracy of the questions whose confidence falls into the bin, with its 95 % Wilson
+    interval; the gap to their mean confidence is shaded. Below: the share of questions in each bin.
+    More than `columns` panels take several rows.
+    """
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(2 * rows, columns, squeeze=False, sharex=True,
+                                figsize=(max(3.6 * columns, 4.5), 4.6 * rows + 0.5),
+                                height_ratios=(3, 1) * rows, layout='constrained')
+    highest = max(float(bins['count'].max() / bins['count'].sum()) for _, _, bins in panels)
+    for i in range(rows * columns):
+        top, bottom = axes[i // columns * 2:, i % columns][:2]
+        if i >= len(panels):
+            top.axis('off')
+            bottom.axis('off')
+            continue
+        _draw_panel(top, bottom, *panels[i])
+        bottom.set_ylim(0, 1.05 * highest)
+        if i % columns == 0:
+            top.set_ylabel('accuracy')
+            bottom.set_ylabel('share')
+        else:
+            top.tick_params(labelleft=False)
+            bottom.tick_params(labelleft=False)
+        if i + columns >= len(panels):
+            bottom.set_xlabel('confidence')
+            bottom.tick_params(labelbottom=True)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', fontsize=8,
+                  frameon=False, ncols=1 if columns == 1 else 2 if columns < 4 else 5)
+    save_figure(figure, path, 150 if rows == 1 else 80)
+
+
+def _draw_panel(top, bottom, title, numbers, bins):
+    """One reliability diagram on the axes `top`, the shares of its bins on `bottom`."""
+    n_bins, n = len(bins['count']), bins['count'].sum()
+    used = bins['count'] > 0
+    left, width = np.arange(n_bins)[used] / n_bins, 1 / n_bins
+    accuracy, confidence, low, high = (bins[key][used] for key in (
+        'accuracy', 'confidence', 'low', 'high'))
+    top.bar(left, accuracy, width, align='edge', color='#4878a8', edgecolor='white',
+            label='accuracy of the bin')
+    for (label, color), gap in zip(GAPS, (confidence - accuracy, accuracy - confidence)):
+        # bars of height 0 too, so that every picture has both colors in its legend
+        top.bar(left, np.maximum(gap, 0), width, align='edge', color=color, label=label,
+                bottom=np.minimum(accuracy, confidence))
+    top.errorbar(left + width / 2, accuracy, (accuracy - low, high - accuracy), fmt='none',
+                 color='black', linewidth=1, capsize=2,
+                 label='95 % Wilson interval of the accuracy')
+    top.plot((0, 1), (0, 1), color='black', linewidth=1, linestyle='--',
+             label='perfect calibration')
+    top.set_title(f'{figure_title(title, 36)}\naccuracy {numbers["accuracy"]:.3f}, '
+                  f'confidence {numbers["confidence"]:.3f}\nECE {numbers["ECE"]:.3f}, n = {n:,}',
+                  fontsize=9)
+    top.set(xlim=(0, 1), ylim=(0, 1))
+    bottom.bar(left, bins['count'][used] / n, width, align='edge', color='#888888',
+               edgecolor='white')
+
+
+def draw_loss(out_dir):
+    """Draw loss, NLL and gradient norm by step, from log.jsonl to loss.png."""
+    out_dir = Path(out_dir)
+    with warn_on_failure(out_dir / 'loss.png'):
+        claim(out_dir, 'loss.png')
+        import matplotlib
+        matplotlib.use('Agg')
+        import matplotlib.pyplot as plt
+        with open(out_dir / 'log.jsonl', encoding='utf-8') as lines:
+            log = [json.loads(line) for line in lines]
+        figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5), sharex=True,
+                                             height_ratios=(3, 1), layout='constrained')
+        style = {'linewidth': 1, 'markersize': 4}
+        marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
+        for key, label, mark in (('loss', 'smoothed loss', marker), ('nll', 'NLL', marker),
+                                 ('val_nll', 'NLL, held out', 'o')):
+            points = [(r['step'], r[key]) for r in log if key in r]
+            if points and not (key == 'loss' and all(r['loss'] == r['nll'] for r in log)):
+                top.plot(*zip(*points, strict=True), marker=mark, label=label, **style)
+        top.set_ylabel('nats per token')
+        top.set_title(figure_title(out_dir.name, 70), fontsize=10)
+        top.legend(frameon=False)
+        norms = [(r['step'], r['grad_norm']) for r in log if 0 < r['grad_norm'] < math.inf]
+        bottom.plot(*(np.array(norms).T if norms else ((), ())), marker=marker, color='grey',
+                    **style)
+        bottom.set(xlabel='step', ylabel='gradient\nnorm')
+        tick_log_axis(bottom, [norm for _, norm in norms])
+        save_figure(figure, out_dir / 'loss.png', 150)
+
+
+def tick_log_axis(ax, values):
+    """Whole steps along x; along a logarithmic y so few numbers that no two overlap."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
+    low, high = min(values, default=1) / 2, max(values, default=1) * 2      # holds a tick
+    ax.set(yscale='log', ylim=(low, high))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,)))
+    ax.yaxis.set_major_formatter('{x:g}')
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def figure_title(text, width):
+    """`text` in at most three lines of `width` characters, with no mathematics between $ signs."""
+    return '\n'.join(textwrap.wrap(text.replace('$', r'\$'), width, max_lines=3))
+
+
+def save_figure(figure, path, dpi):
+    """Write a PNG as `write_text` writes a text, and close the figure."""
+    import matplotlib.pyplot as plt
+    part = f'{path}.tmp'
+    figure.savefig(part, format='png', dpi=dpi)
+    plt.close(figure)
+    os.replace(part, path)

@@ -1,0 +1,209 @@
+"""Calibration after training: fit a scaling on held-out predictions, apply it to others.
+
+    temperature  fit_temperature(scores, labels), then metrics.softmax(scores, temperature)
+    vector       fit_vector(scores, labels), apply_vector(scores, w, b)
+    Platt        fit_platt(confidence, correct), apply_platt(confidence, a, b)
+    histogram    fit_histogram(confidence, correct), apply_histogram(confidence, values)
+    isotonic     fit_isotonic(confidence, correct), apply_isotonic(confidence, x, y)
+
+The first two take scores float [N, K], logits or log-probabilities with -inf where a question lacks
+an option, and labels int [N]; they return a distribution over the options. The other three take the
+confidence of the predicted option, float [N] in [0, 1], and whether it is right, bool or 0/1 [N];
+they return a new confidence for the same predictions. All of them raise ValueError, naming the row,
+for input that does not fit this description.
+"""
+
+import numpy as np
+
+from metrics import (bin_means, check_confidence, check_count, check_labels, check_predictions,
+                     check_range, equal_width_bins, real_array, refuse, round_for_ties, softmax)
+
+
+def fit_temperature(scores, labels) -> float:
+    """Return the temperature T > 0 at which softmax(scores / T) has the least NLL.
+
+    Guo et al. 2017. The NLL is convex in 1/T, so T is found by bisection of its slope, between
+    0.001 and 1000. One of these ends is returned if the NLL is still falling there.
+    """
+    scores, labels = _check_scores(scores, labels)
+    label_scores = scores[np.arange(len(labels)), labels]
+    finite = np.where(np.isfinite(scores), scores, 0)
+    low, high = np.log(1e-3), np.log(1e3)
+    for _ in range(60):
+        middle = (low + high) / 2
+        slope = ((softmax(scores, np.exp(middle)) * finite).sum(1) - label_scores).mean()
+        low, high = (low, middle) if slope < 0 else (middle, high)
+    return float(np.exp((low + high) / 2))
+
+
+def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
+    """Return (w [K], b [K]) of vector scaling, softmax(w * scores + b), with the least NLL.
+
+    Guo et al. 2017. Damped Newton on the convex NLL plus ridge * (|w - 1|^2 + |b|^2); the ridge, a
+    positive number, chooses among the b that differ by a constant. Each option place has weights of
+    its own, so use it for letters or classes, not for answers in random order.
+    """
+    scores, labels = _check_scores(scores, labels)
+    check_range('ridge', ridge, 0, np.inf, open_low=True, open_high=True)
+    n, K = scores.shape
+    has = np.isfinite(scores)
+    x = np.where(has, scores, 0)
+    start = np.repeat((1.0, 0.0), K)
+    is_label = np.arange(K) == labels[:, None]
+
+    def log_probs(wb):
+        z = np.where(has, wb[:K] * x + wb[K:], -np.inf)
+        z = z - z.max(1, keepdims=True)
+        return z - np.log(np.exp(z).sum(1, keepdims=True))
+
+    def loss(wb):
+        return -log_probs(wb)[np.arange(n), labels].mean() + ridge * ((wb - start) ** 2).sum()
+
+    def derivatives(wb):
+        p = np.exp(log_probs(wb))
+        error = p - is_label
+        gradient = np.concatenate([(error * x).mean(0), error.mean(0)]) + 2 * ridge * (wb - start)
+        # mean of diag(p) - p p^T, in w and b: [x p x, x p; p x, p] on the diagonals of the blocks
+        ww, wb_block, bb = (np.diag(row.mean(0)) for row in (p * x * x, p * x, p))
+        design = np.concatenate([p * x, p], 1)
+        hessian = np.block([[ww, wb_block], [wb_block, bb]]) - design.T @ design / n
+        return gradient, hessian + 2 * ridge * np.eye(2 * K)
+
+    wb = _minimize_convex(loss, derivatives, start)
+    return wb[:K], wb[K:]
+
+
+def apply_vector(scores, w, b) -> np.ndarray:
+    """Return softmax(w * scores + b), float64 [N, K]; a score of -inf keeps probability 0."""
+    scores, w, b = (real_array(name, x).astype(np.float64)
+                    for name, x in (('scores', scores), ('w', w), ('b', b)))
+    if scores.ndim != 2 or not w.shape == b.shape == scores.shape[1:]:
+        raise ValueError(f'scores must be [N, K], w and b [K], not of shape {scores.shape}, '
+                         f'{w.shape} and {b.shape}')
+    refuse(np.isnan(scores) | (scores == np.inf),
+           lambda i, k: f'the score of option {k} is {scores[i, k]}')
+    has = np.isfinite(scores)
+    return softmax(np.where(has, w * np.where(has, scores, 0) + b, -np.inf))
+
+
+def fit_platt(confidence, correct) -> tuple[float, float]:
+    """Return (a, b) of Platt scaling, P(right) = sigmoid(a logit(confidence) + b).
+
+    Platt 1999. Its targets, (n1 + 1) / (n1 + 2) for the n1 right rows and 1 / (n0 + 2) for the n0
+    wrong ones, keep a and b finite. Newton's method. The logit is cut at confidences of 1e-12 and
+    1 - 1e-12.
+    """
+    confidence, correct = check_predictions(confidence, correct)
+    n1 = correct.sum()
+    target = np.where(correct, (n1 + 1) / (n1 + 2), 1 / (len(correct) - n1 + 2))
+    design = np.stack([_logit(confidence), np.ones(len(correct))], 1)
+
+    def loss(ab):
+        z = design @ ab
+        return (np.logaddexp(0, z) - target * z).sum() + 1e-9 * ab @ ab
+
+    def derivatives(ab):
+        p = _sigmoid(design @ ab)
+        gradient = design.T @ (p - target) + 2e-9 * ab
+        return gradient, (design * (p * (1 - p))[:, None]).T @ design + 2e-9 * np.eye(2)
+
+    a, b = _minimize_convex(loss, derivatives, np.array([1.0, 0.0]))
+    return float(a), float(b)
+
+
+def apply_platt(confidence, a, b) -> np.ndarray:
+    """Return sigmoid(a logit(confidence) + b), float64 [N]."""
+    for name, value in (('a', a), ('b', b)):
+        check_range(name, value, -np.inf, np.inf, open_low=True, open_high=True)
+    return _sigmoid(a * _logit(check_confidence(confidence)) + b)
+
+
+def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
+    """Return the accuracy in each of `n_bins` bins of equal width, float [n_bins].
+
+    Histogram binning, Zadrozny & Elkan 2001. The bins are those of metrics.bins; an empty bin gets
+    its middle.
+    """
+    check_count('n_bins', n_bins)
+    confidence, correct = check_predictions(confidence, correct)
+    index = equal_width_bins(round_for_ties(confidence), n_bins)
+    _, _, accuracy = bin_means(index, n_bins, confidence, correct)
+    return np.where(np.isnan(accuracy), (np.arange(n_bins) + 0.5) / n_bins, accuracy)
+
+
+def apply_histogram(confidence, values) -> np.ndarray:
+    """Return the value of each confidence's bin, float [N], for values [n_bins]."""
+    values = real_array('values', values)
+    if values.ndim != 1 or not len(values):
+        raise ValueError(f'values must be [n_bins], not of shape {values.shape}')
+    return values[equal_width_bins(round_for_ties(check_confidence(confidence)), len(values))]
+
+
+def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
+    """Return (x [M], y [M]), both ascending: the non-decreasing fit of `correct` to `confidence`.
+
+    Isotonic regression, Zadrozny & Elkan 2002, by pooling adjacent violators. x holds the first and
+    the last confidence of every pool, so that `apply_isotonic` predicts what scikit-learn's
+    IsotonicRegression predicts.
+    """
+    confidence, correct = check_predictions(confidence, correct)
+    x, index, counts = np.unique(round_for_ties(confidence).astype(np.float64),
+                                 return_inverse=True, return_counts=True)
+    pools = []      # [mean, count, index of the first x, index of the last]
+    for i, (right, count) in enumerate(zip(np.bincount(index, correct), counts, strict=True)):
+        pools.append([right / count, count, i, i])
+        while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
+            mean, count, _, last = pools.pop()
+            pool = pools[-1]
+            pool[0] = (pool[0] * pool[1] + mean * count) / (pool[1] + count)
+            pool[1], pool[3] = pool[1] + count, last
+    ends = [(x[i], mean) for mean, _, first, last in pools for i in sorted({first, last})]
+    return np.array([x for x, _ in ends]), np.array([y for _, y in ends])
+
+
+def apply_isotonic(confidence, x, y) -> np.ndarray:
+    """Return the fitted value, float64 [N]: linear between two x, the nearest y beyond them."""
+    x, y = real_array('x', x), real_array('y', y)
+    if x.ndim != 1 or x.shape != y.shape or not len(x) or not (np.diff(x) > 0).all():
+        raise ValueError('x and y must be what fit_isotonic returned: [M] each, x ascending')
+    confidence = round_for_ties(check_confidence(confidence))
+    return np.interp(confidence.astype(np.float64), x, y)
+
+
+def _check_scores(scores, labels):
+    """scores float64 [N, K], -inf for a missing option, and labels int [N], as arrays."""
+    scores = real_array('scores', scores).astype(np.float64)
+    if scores.ndim != 2 or scores.size == 0:
+        raise ValueError(f'scores must be [N, K] with N, K >= 1, not of shape {scores.shape}')
+    labels = check_labels(labels, *scores.shape)
+    refuse(np.isnan(scores) | (scores == np.inf),
+           lambda i, k: f'the score of option {k} is {scores[i, k]}')
+    refuse(np.isinf(scores[np.arange(len(labels)), labels]),
+           lambda i: f'label {labels[i]} is not one of its options, the scores are {scores[i]}')
+    return scores, labels
+
+
+def _minimize_convex(loss, derivatives, start):
+    """Minimize `loss` by Newton's method, halving any step that would raise it.
+
+    derivatives(x) returns (gradient [D], Hessian [D, D]); at most 100 steps, until one is < 1e-10.
+    """
+    x = start
+    for _ in range(100):
+        gradient, hessian = derivatives(x)
+        step = np.linalg.solve(hessian, gradient)
+        while loss(x - step) > loss(x) and np.abs(step).max() > 1e-12:
+            step = step / 2
+        x = x - step
+        if np.abs(step).max() < 1e-10:
+            break
+    return x
+
+
+def _logit(confidence):
+    c = np.clip(confidence.astype(np.float64), 1e-12, 1 - 1e-12)
+    return np.log(c) - np.log1p(-c)
+
+
+def _sigmoid(z):
+    return np.exp(-np.logaddexp(0, -z))

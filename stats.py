@@ -1,0 +1,389 @@
+"""How certain a number is: bootstrap, intervals, tests.
+
+    bootstrap            the binned metrics of metrics.report on resampled rows, all at once
+    interval             a percentile or BCa interval of any metric
+    paired_bootstrap     the difference of a metric between two models, with interval and p
+    permutation_test     the same difference, with the p of swapping the two models' rows
+    consistency_test     how large an error a perfectly calibrated model of this size shows
+    student_t            whether the mean of paired differences (of seeds, languages) is zero
+    mean_interval        Student's interval for a mean
+
+probs, labels and n_options are those of metrics.py, and a metric is a function metric(probs,
+labels). All of them raise ValueError for input that metrics.py refuses, for counts below 1 and for
+levels outside (0, 1). The same seed gives the same numbers.
+"""
+
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from metrics import (check_count, check_n_options, check_probs, check_range, ece, equal_chunk_ends,
+                     equal_width_bins, label_nll, real_array, round_for_ties, rounded_chunk_ends,
+                     row_entropy, top_label)
+
+# The bootstrap of the binned metrics
+#
+# A resample is a count of how often each row was drawn. Means and sums over fixed bins are products
+# of a matrix of counts [R, N] with per-row columns [N, width]. A metric of sorted rows needs
+# cumulative sums in an order that is found once, and no sorting.
+
+MEANS = ('accuracy', 'confidence', 'gap', 'entropy_bits', 'nll', 'brier')
+
+
+def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
+              seed=0) -> dict[str, np.ndarray]:
+    """Return the metrics of `report` on `n_resamples` samples of N rows, drawn with replacement.
+
+    {metric: float64 [n_resamples]}, for accuracy, confidence, gap, ece, mce, ece_equal_mass, rmsce
+    and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace. The percentiles 2.5
+    and 97.5 are the percentile interval of Efron 1979. scores are those of metrics.nll. The time is
+    that of about 20 * n_resamples * N additions; memory is needed for a few million numbers.
+    """
+    check_count('n_resamples', n_resamples)
+    confidence, correct = top_label(probs, labels)
+    columns = _top_label_columns(confidence, correct)
+    by_confidence = _sort_gaps(confidence, columns['gap'][:, 0])
+    by_option = []
+    if np.ndim(probs) == 2:
+        of_options, by_option = _option_columns(probs, labels, n_options, scores)
+        columns |= of_options
+    elif scores is not None:
+        raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
+
+    n, parts = len(correct), []
+    chunk = max(1, min(n_resamples, 300_000 // n))
+    workspace = np.empty((2, chunk, n))     # once: new memory would cost as much as the sums
+    for counts, sums in _resample(columns, n, n_resamples, chunk, seed):
+        values = {name: sums[name][:, 0] / n for name in MEANS if name in sums}
+        bin_gaps = np.abs(sums['bin gaps'])
+        values['ece'] = bin_gaps.sum(1) / n
+        values['mce'] = (bin_gaps / np.maximum(sums['bin counts'], 1)).max(1)
+        values |= _sorted_metrics(counts, by_confidence, workspace)
+        if by_option:
+            values |= _option_metrics(counts, sums, by_option, workspace)
+        parts.append(values)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _top_label_columns(confidence, correct):
+    """{name: float64 [N, width]}: the per-row terms of what is summed over rows."""
+    gap = confidence.astype(np.float64) - correct
+    in_bin = equal_width_bins(confidence, 10)[:, None] == np.arange(10)
+    means = {'accuracy': correct, 'confidence': confidence, 'gap': gap}
+    columns = {name: x.astype(np.float64)[:, None] for name, x in means.items()}
+    return columns | {'bin gaps': gap[:, None] * in_bin, 'bin counts': in_bin.astype(np.float64)}
+
+
+def _option_columns(probs, labels, n_options, scores):
+    """The same of every option: ({name: float64 [N, width]}, [_SortedGaps of option k])."""
+    probs, labels = check_probs(probs, labels)
+    n_options = check_n_options(n_options, probs, labels)
+    p = probs.astype(np.float64)
+    means = {'entropy_bits': row_entropy(probs) / np.log(2),
+             'nll': label_nll(probs, labels, scores),
+             'brier': (p**2).sum(1) - 2 * p[np.arange(len(p)), labels] + 1}
+    columns = {name: x[:, None] for name, x in means.items()}
+    bin_gaps, by_option = [], []
+    options = np.arange(n_options.max())
+    for k in options:
+        has = n_options > k
+        p_k = round_for_ties(probs[:, k])
+        gap = np.where(has, p_k.astype(np.float64) - (labels == k), 0)
+        bin_gaps.append(gap[:, None] * (equal_width_bins(p_k, 15)[:, None] == np.arange(15)))
+        # rows without the option sort last; they add 0 to any sum of gaps
+        by_option.append(_sort_gaps(np.where(has, p_k, np.inf), gap))
+    columns['option bin gaps'] = np.hstack(bin_gaps)
+    columns['option counts'] = (n_options[:, None] > options).astype(np.float64)
+    return columns, by_option
+
+
+def _resample(columns, n, n_resamples, chunk, seed):
+    """Yield (counts [R, N], {name: sums [R, width] of columns}) for at most `chunk` resamples."""
+    random = np.random.default_rng(seed)
+    # Products in blocks of 16 by 128 are so small that no BLAS library starts several threads for
+    # one; several processes that did would wait for each other.
+    blocks = -(-n // 128)
+    design = np.hstack(list(columns.values()))
+    design = np.pad(design, ((0, 128 * blocks - n), (0, 0))).reshape(blocks, 128, -1)
+    padded = np.zeros((-(-chunk // 16) * 16, 128 * blocks))
+    ends = np.cumsum([x.shape[1] for x in columns.values()])
+    for start in range(0, n_resamples, chunk):
+        size = min(chunk, n_resamples - start)
+        drawn = random.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
+        counts = padded[:size, :n]
+        counts[:] = np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)
+        products = padded.reshape(-1, 16, blocks, 128).swapaxes(1, 2) @ design
+        sums = products.sum(1).reshape(len(padded), -1)[:size]
+        yield counts, dict(zip(columns, np.split(sums, ends[:-1], axis=1), strict=True))
+
+
+class _SortedGaps(NamedTuple):
+    """Rows in the order of a probability."""
+    order: np.ndarray       # int [N], the rows in ascending order
+    gaps: np.ndarray        # float64 [N], probability - outcome, in that order
+    last_tie: np.ndarray    # int [N], where in that order the last equal probability is
+
+    def accumulate(self, counts, workspace):
+        """(number of drawn rows so far, sum of their gaps so far), each [R, N], in that order."""
+        drawn, gap_sums = workspace[:, :len(counts)]
+        np.take(counts, self.order, axis=1, out=gap_sums, mode='clip')
+        np.cumsum(gap_sums, 1, out=drawn)
+        gap_sums *= self.gaps
+        np.cumsum(gap_sums, 1, out=gap_sums)
+        return drawn, gap_sums
+
+
+def _sort_gaps(probability, gaps):
+    order = np.argsort(probability, kind='stable')
+    ordered = probability[order]
+    return _SortedGaps(order, gaps[order], np.searchsorted(ordered, ordered, side='right') - 1)
+
+
+def _sorted_metrics(counts, rows, workspace):
+    drawn, gap_sums = rows.accumulate(counts, workspace)
+    n = len(rows.gaps)
+    ends = equal_chunk_ends(np.full((len(counts), 1), n), 10)
+    rmsce, mad = _split_bins(drawn, gap_sums, rows.gaps, 100)
+    return {'ece_equal_mass': _tied_bins(drawn, gap_sums, rows.last_tie, ends) / n,
+            'rmsce': rmsce, 'mad': mad}
+
+
+def _option_metrics(counts, sums, by_option, workspace):
+    """sce and ace: means over the options that some drawn row has."""
+    n_rows = sums['option counts'].astype(int)      # [R, K], drawn rows that have option k
+    sce = np.abs(sums['option bin gaps']).reshape(*n_rows.shape, 15).sum(2)
+    ace = np.empty(n_rows.shape)
+    for k, rows in enumerate(by_option):
+        ends = rounded_chunk_ends(n_rows[:, k, None], 15)
+        ace[:, k] = _tied_bins(*rows.accumulate(counts, workspace), rows.last_tie, ends)
+    return {name: (total / np.maximum(n_rows, 1)).sum(1) / (n_rows > 0).sum(1)
+            for name, total in (('sce', sce), ('ace', ace))}
+
+
+def _tied_bins(drawn, gap_sums, last_tie, ends):
+    """sum_B |sum of gaps in B| per resample, [R], over bins that keep ties together.
+
+    A bin ends after the first ends [R, M] drawn rows, or after the last that ties with that one.
+    """
+    at = last_tie[_places(drawn, np.maximum(ends, 1))]
+    edges = np.take_along_axis(gap_sums, at, 1)
+    return np.abs(np.diff(edges, axis=1, prepend=0)).sum(1)
+
+
+def _split_bins(drawn, gap_sums, gaps, bin_size):
+    """(rmsce, mad) per resample, over bins of bin_size drawn rows that may split ties."""
+    n = len(gaps)
+    n_bins = max(1, n // bin_size)
+    ends = np.append(np.arange(1, n_bins) * bin_size, n)
+    size = np.diff(ends, prepend=0)
+    at = _places(drawn, np.broadcast_to(ends, (len(gap_sums), n_bins)))
+    # a row that was drawn several times may be cut: take back the draws beyond the end
+    beyond = np.take_along_axis(drawn, at, 1) - ends
+    edges = np.take_along_axis(gap_sums, at, 1) - beyond * gaps[at]
+    in_bin = np.diff(edges, axis=1, prepend=0)
+    return np.sqrt((in_bin**2 / size).sum(1) / n), np.abs(in_bin).sum(1) / n
+
+
+def _places(drawn, ends):
+    """For each resample the first index where `drawn` [R, N] reaches each end; int [R, M]."""
+    resamples, n = drawn.shape
+    if n > 1000:
+        return np.stack([np.searchsorted(*row) for row in zip(drawn, ends, strict=True)])
+    apart = (np.arange(resamples) * (n + 1))[:, None]      # all resamples as one ascending row
+    place = np.searchsorted((drawn + apart).ravel(), (ends + apart).ravel())
+    return place.reshape(ends.shape) - np.arange(resamples)[:, None] * n
+
+
+# Any metric
+
+
+def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method='percentile',
+             seed=0) -> tuple[float, float]:
+    """Return (low, high) of metric(probs, labels, *more) by resampling rows.
+
+    method is 'percentile' (Efron 1979) or 'bca', bias-corrected and accelerated (Efron 1987), with
+    the acceleration from a jackknife that leaves out one of up to 200 groups of rows. metric may be
+    any function of rows; more are arrays with one row per row of probs, or None. For the metrics of
+    `bootstrap`, that function is far faster.
+    """
+    if method not in ('percentile', 'bca'):
+        raise ValueError(f"method must be 'percentile' or 'bca', not {method!r}")
+    check_range('level', level, 0, 1, open_low=True, open_high=True)
+    check_count('n_resamples', n_resamples)
+    arrays = [None if x is None else np.asarray(x) for x in (probs, labels, *more)]
+    shapes = [x.shape for x in arrays if x is not None]
+    if not all(shapes) or len({shape[0] for shape in shapes}) > 1 or not shapes[0][0]:
+        raise ValueError(f'every array must have the same N >= 1 rows, not the shapes {shapes}')
+    n, random = len(arrays[0]), np.random.default_rng(seed)
+
+    def metric_of(rows):
+        return metric(*(None if x is None else x[rows] for x in arrays))
+
+    values = np.array([metric_of(random.integers(n, size=n)) for _ in range(n_resamples)])
+    _check_defined(values)
+    shares = np.array([(1 - level) / 2, (1 + level) / 2])
+    if method == 'bca':
+        groups = np.array_split(random.permutation(n), min(n, 200))
+        jackknife = [metric_of(np.delete(np.arange(n), group)) for group in groups
+                     if len(group) < n]
+        shares = _bca_shares(shares, values, metric_of(slice(None)), np.array(jackknife or [0.0]))
+    low, high = np.quantile(values, shares)
+    return float(low), float(high)
+
+
+def _bca_shares(shares, values, value, jackknife):
+    """The shares of the resampled values at which BCa reads its ends; Efron 1987, (2.3)."""
+    _check_defined(jackknife)
+    normal, n_resamples = NormalDist(), len(values)
+    below = ((values < value).mean() + (values <= value).mean()) / 2
+    bias = normal.inv_cdf(np.clip(below, 0.5 / n_resamples, 1 - 0.5 / n_resamples))
+    off = jackknife.mean() - jackknife
+    spread = (off**2).sum() ** 1.5
+    acceleration = (off**3).sum() / (6 * spread) if spread else 0.0
+    z = bias + np.array([normal.inv_cdf(share) for share in shares])
+    # beyond the pole of 1 - acceleration * z the formula would swap the ends
+    return [normal.cdf(bias + x / max(1 - acceleration * x, 1e-3)) for x in z]
+
+
+def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, level=0.95, seed=0):
+    """Return (b - a, low, high, p) of a metric of two models' predictions for the same questions.
+
+    probs_a and probs_b are [N, K], or confidences [N] if both models are right in the same rows, as
+    before and after scaling. Rows are drawn for both at once. (low, high) is the percentile
+    interval of the difference. The two-sided p is twice the share of resamples on the rarer side of
+    0, counted as (1 + count) / (1 + n_resamples).
+    """
+    a, b, labels = _check_pair(probs_a, probs_b, labels)
+    check_range('level', level, 0, 1, open_low=True, open_high=True)
+    check_count('n_resamples', n_resamples)
+    random, values = np.random.default_rng(seed), np.empty(n_resamples)
+    for i in range(n_resamples):
+        rows = random.integers(len(labels), size=len(labels))
+        values[i] = metric(b[rows], labels[rows]) - metric(a[rows], labels[rows])
+    difference = metric(b, labels) - metric(a, labels)
+    _check_defined([difference, *values])
+    low, high = np.quantile(values, ((1 - level) / 2, (1 + level) / 2))
+    rarer = min((values <= 0).sum(), (values >= 0).sum())
+    p = min(1, 2 * (1 + rarer) / (1 + n_resamples))
+    return float(difference), float(low), float(high), float(p)
+
+
+def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, seed=0):
+    """Return (b - a, two-sided p): how often random swaps give a difference at least as large.
+
+    Each row's two predictions are swapped with probability 1/2, Fisher 1935; p is
+    (1 + count) / (1 + n_permutations). The input is that of `paired_bootstrap`.
+    """
+    a, b, labels = _check_pair(probs_a, probs_b, labels)
+    check_count('n_permutations', n_permutations)
+    random, swapped = np.random.default_rng(seed), []
+    difference = metric(b, labels) - metric(a, labels)
+    for _ in range(n_permutations):
+        swap = random.random(len(labels)) < 0.5
+        if a.ndim == 2:
+            swap = swap[:, None]
+        swapped.append(metric(np.where(swap, a, b), labels)
+                       - metric(np.where(swap, b, a), labels))
+    _check_defined([difference, *swapped])
+    as_large = (np.abs(swapped) >= abs(difference) - 1e-12).sum()
+    return float(difference), float((1 + as_large) / (1 + n_permutations))
+
+
+def consistency_test(probs, labels, metric=ece, *, n_resamples=1000, seed=0) -> dict[str, float]:
+    """Compare a metric with its values for a perfectly calibrated model of the same probs.
+
+    Consistency resampling, Broecker & Smith 2007, and the test of Vaicenavicius et al. 2019: labels
+    are drawn from probs themselves. Returns {'observed', 'expected': the mean under calibration,
+    'p95': the 95th percentile, 'p': (1 + number of values >= observed) / (1 + n_resamples)}. A
+    calibrated model with 4 options and 100 questions has an expected ECE of 0.088.
+    """
+    check_count('n_resamples', n_resamples)
+    top_label(probs, labels)    # for its checks
+    observed, random = metric(probs, labels), np.random.default_rng(seed)
+    probs = np.asarray(probs)
+    if probs.ndim == 1:
+        drawn = (random.random(probs.shape) < probs for _ in range(n_resamples))
+    else:
+        cumulative = np.cumsum(probs, 1, dtype=np.float64)
+        cumulative /= cumulative[:, -1:]
+        # an option of probability 0 is never drawn: its cumulative value is that of the one before
+        drawn = ((cumulative <= random.random((len(probs), 1))).sum(1) for _ in range(n_resamples))
+    values = np.array([metric(probs, labels) for labels in drawn])
+    _check_defined([observed, *values])
+    return {'observed': float(observed), 'expected': float(values.mean()),
+            'p95': float(np.quantile(values, 0.95)),
+            'p': float((1 + (values >= observed - 1e-12).sum()) / (1 + n_resamples))}
+
+
+def _check_defined(values):
+    missing = np.isnan(values).sum()
+    if missing:
+        raise ValueError(f'the metric is nan in {missing} of {len(values)} samples of the rows, as '
+                         f'auroc is where all are right; take one that is defined, or more rows')
+
+
+def _check_pair(a, b, labels):
+    a, b, labels = np.asarray(a), np.asarray(b), np.asarray(labels)
+    if a.shape != b.shape or len(a) != len(labels):
+        raise ValueError(f'both must predict the same rows, not be of shape {a.shape} and '
+                         f'{b.shape} for {len(labels)} labels')
+    return a, b, labels
+
+
+# Student's t
+
+
+def student_t(differences) -> tuple[float, float, float]:
+    """Return (mean, t, two-sided p) of paired differences float [N], N >= 2, against a mean of 0.
+
+    Student 1908: t = mean / (s / sqrt(N)), with N - 1 degrees of freedom. One difference per group,
+    such as a language or a seed. If all differences are equal t is infinite and p is 0; if all are
+    zero t is nan and p is 1.
+    """
+    x = _check_sample('differences', differences)
+    mean, error = x.mean(), x.std(ddof=1) / np.sqrt(len(x))
+    if error == 0:
+        return float(mean), float(np.sign(mean) * np.inf if mean else np.nan), 0.0 if mean else 1.0
+    return float(mean), float(mean / error), _t_tails(mean / error, len(x) - 1)
+
+
+def mean_interval(values, level=0.95) -> tuple[float, float, float]:
+    """Return (mean, low, high): Student's interval for the mean of values float [N], N >= 2.
+
+    mean -+ q s / sqrt(N), with q the quantile of t with N - 1 degrees of freedom. One value per
+    seed, for example.
+    """
+    check_range('level', level, 0, 1, open_low=True, open_high=True)
+    x = _check_sample('values', values)
+    low, high = 0.0, 1.0
+    while _t_tails(high, len(x) - 1) > 1 - level and high < 1e15:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_tails(middle, len(x) - 1) > 1 - level else (low, middle)
+    half_width = high * x.std(ddof=1) / np.sqrt(len(x))
+    return float(x.mean()), float(x.mean() - half_width), float(x.mean() + half_width)
+
+
+def _check_sample(name, values):
+    x = real_array(name, values).astype(np.float64)
+    if x.ndim != 1 or len(x) < 2 or not np.isfinite(x).all():
+        raise ValueError(f'{name} must be [N], finite, N >= 2, not of shape {x.shape}: {values!r}')
+    return x
+
+
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(200)     # Gauss quadrature on [-1, 1]
+
+
+def _t_tails(t, freedom):
+    """P(|T| >= |t|): the regularized beta function I_w(freedom / 2, 1 / 2), w = freedom / (freedom
+    + t^2). With sin^2 as the variable its integrand is cos^(freedom - 1), which is smooth."""
+    angle = np.arctan(abs(t) / np.sqrt(freedom))
+    # 40 of its standard deviations out it is 0, and the nodes are needed where it is not
+    end = min(np.pi / 2, 40 / np.sqrt(freedom))
+
+    def area(low, high):
+        u = low + (high - low) * (_NODES + 1) / 2
+        return (np.cos(u) ** (freedom - 1) * _WEIGHTS).sum() * (high - low) / 2
+    return float(area(min(angle, end), end) / area(0, end))

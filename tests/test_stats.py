@@ -1,0 +1,202 @@
+"""stats.py: the bootstrap is the report of resampled rows; intervals and tests hold their level"""
+
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+import metrics
+import stats
+from predictions import assert_equal_numbers, exactly, predictions, small, with_noise
+
+
+@pytest.mark.parametrize('n, K', [(1, 3), (7, 4), (9, 1), (150, 4), (250, 2), (1205, 5)])
+@pytest.mark.parametrize('ragged, ties', [(False, False), (True, True), (True, False)])
+def test_bootstrap_is_the_report_of_resampled_rows(n, K, ragged, ties):
+    rng = np.random.default_rng(n)
+    n_options = rng.integers(min(2, K), K + 1, n) if ragged else np.full(n, K)
+    n_options[0] = K
+    weight = rng.choice([0.5, 1, 2], (n, K)) if ties else rng.random((n, K))
+    probs = np.where(np.arange(K) < n_options[:, None], weight, 0)
+    probs /= probs.sum(1, keepdims=True)
+    labels = rng.integers(0, n_options)
+    found = stats.bootstrap(probs, labels, n_options, n_resamples=8, seed=3)
+    drawn = np.random.default_rng(3).integers(n, size=(8, n))
+    for i, rows in enumerate(np.sort(drawn, 1)):
+        report = metrics.report(probs[rows], labels[rows], n_options[rows])
+        for metric, values in found.items():
+            assert values[i] == pytest.approx(report[metric], abs=1e-9), metric
+    assert found.keys() == {
+        'accuracy', 'confidence', 'gap', 'entropy_bits', 'nll', 'brier', 'ece', 'mce', 'sce', 'ace',
+        'ece_equal_mass', 'rmsce', 'mad'}
+    correct = probs.argmax(1) == labels
+    alone = stats.bootstrap(probs.max(1), correct, n_resamples=8, seed=3)
+    assert all(np.allclose(values, found[metric]) for metric, values in alone.items())
+
+
+@pytest.mark.parametrize('x, t, p', [
+    ([1, 2, 3, 4], 3.8729833, 0.0304663), ([0.1, -0.2, 0.3], 0.4588315, 0.6913933),
+    ([1.0, 3.0], 2.0, 0.2951672)])
+def test_student_t(x, t, p):        # by scipy.stats.ttest_1samp
+    mean, found_t, found_p = stats.student_t(x)
+    assert (mean, found_t, found_p) == pytest.approx((np.mean(x), t, p), abs=1e-6)
+
+
+def test_student_t_without_spread():
+    assert stats.student_t([2, 2, 2])[1:] == (math.inf, 0.0)
+    assert stats.student_t([0, 0])[2] == 1.0
+    with pytest.raises(ValueError, match='N >= 2'):
+        stats.student_t([1])
+
+
+def test_mean_interval():
+    x = np.random.default_rng(0).normal(size=5)
+    for level, quantile in ((0.95, 2.7764451052), (0.99, 4.6040948714)):    # of t, 4 degrees
+        mean, low, high = stats.mean_interval(x, level)
+        half = quantile * x.std(ddof=1) / math.sqrt(5)
+        assert (mean, low, high) == pytest.approx((x.mean(), x.mean() - half, x.mean() + half))
+    assert stats.mean_interval([3, 3, 3]) == (3, 3, 3)
+    with pytest.raises(ValueError, match='N >= 2'):
+        stats.mean_interval([1])
+
+
+def test_student_t_of_many_and_of_few():
+    # with a million degrees of freedom and more it is the normal distribution
+    for n in (10**6, 10**8):
+        assert stats._t_tails(2.0, n) == pytest.approx(math.erfc(math.sqrt(2)), rel=1e-5)
+    # two values: the Cauchy distribution, whose quantile is tan(pi level / 2)
+    for level in (0.9, 0.999, 1 - 1e-7):
+        half = math.tan(math.pi * level / 2) / 2
+        assert stats.mean_interval([0, 1], level) == pytest.approx((0.5, 0.5 - half, 0.5 + half),
+                                                                     rel=1e-6)
+    for call in (stats.student_t, stats.mean_interval):
+        for bad, message in ((['1', '2'], 'must be real numbers'),
+                             (np.ma.array([1.0, 2, 900], mask=[0, 0, 1]), 'masked entries')):
+            with pytest.raises(ValueError, match=message):
+                call(bad)
+
+
+def test_intervals_cover_what_they_should():
+    """Percentile and BCa intervals of the mean confidence's gap, over samples of a known one."""
+    rng = np.random.default_rng(1)
+    for method in ('percentile', 'bca'):
+        covered = 0
+        for _ in range(60):
+            c = rng.uniform(0.5, 1, 80)
+            right = rng.random(80) < c - 0.1
+            low, high = stats.interval(metrics.gap, c, right, n_resamples=200, method=method)
+            covered += low <= 0.1 <= high
+        assert covered >= 51, method
+    # skewed: BCa moves the interval of a variance up
+    x = rng.exponential(size=60)
+    percentile, bca = (stats.interval(lambda x, _: x.var(), x, x, method=m, n_resamples=2000)
+                       for m in ('percentile', 'bca'))
+    assert bca[0] > percentile[0] and bca[1] > percentile[1]
+    with pytest.raises(ValueError, match="'percentile' or 'bca'"):
+        stats.interval(metrics.ece, [[1.0, 0.0]], [0], method='normal')
+
+
+def test_bca_at_an_extreme_level():
+    c, correct = np.random.default_rng(0).random(30) ** 8, np.arange(30) % 2 == 0
+    previous = stats.interval(metrics.gap, c, correct, n_resamples=200, method='bca')
+    for level in (0.999, 0.999999, 1 - 1e-12):
+        low, high = stats.interval(metrics.gap, c, correct, level=level, n_resamples=200,
+                                     method='bca')
+        assert low <= previous[0] < previous[1] <= high
+        previous = low, high
+
+
+def test_paired_tests_tell_models_apart():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(800, 4)) * 1.5
+    labels = (scores + rng.gumbel(size=scores.shape)).argmax(1)
+    right, sharp = metrics.softmax(scores), metrics.softmax(3 * scores)
+    difference, low, high, p = stats.paired_bootstrap(metrics.ece, right, sharp, labels,
+                                                        n_resamples=200)
+    assert low < difference < high and low > 0 and p == exactly(2 / 201)
+    assert stats.permutation_test(metrics.ece, right, sharp, labels, n_permutations=200)[1] < 0.02
+    other = right + 1e-3 * rng.random(right.shape)
+    other /= other.sum(1, keepdims=True)
+    assert stats.permutation_test(metrics.nll, right, other, labels, n_permutations=200)[1] > 0
+    same = stats.paired_bootstrap(metrics.ece, right, right, labels, n_resamples=50)
+    assert same == (0, 0, 0, 1)
+    with pytest.raises(ValueError, match='the same rows'):
+        stats.permutation_test(metrics.ece, right, right[:5], labels)
+
+
+def test_a_calibrated_model_shows_an_error_by_chance():
+    rng = np.random.default_rng(0)
+    probs = metrics.softmax(rng.normal(size=(100, 4)) * 1.5)
+    labels = (probs.cumsum(1) < rng.random((100, 1))).sum(1)
+    found = stats.consistency_test(probs, labels, n_resamples=500)
+    assert 0.06 < found['expected'] < 0.12 and found['p95'] > found['expected']
+    assert found['p'] > 0.01
+    wrong = (probs.argmax(1) + 1) % 4
+    assert stats.consistency_test(probs, wrong, n_resamples=500)['p'] == exactly(1 / 501)
+    alone = stats.consistency_test(probs.max(1), probs.argmax(1) == labels, n_resamples=500)
+    assert alone['expected'] == pytest.approx(found['expected'], abs=0.01)
+
+
+def test_a_metric_that_is_undefined_in_a_resample():
+    """auroc is nan where all rows are right; an interval or p from the rest would be wrong."""
+    probs, labels = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]), np.array([0, 0, 1])
+    for call in (lambda: stats.interval(metrics.auroc, probs, labels),
+                 lambda: stats.interval(metrics.auroc, probs, labels, method='bca'),
+                 lambda: stats.paired_bootstrap(metrics.auroc, probs, probs, labels),
+                 lambda: stats.permutation_test(metrics.auroc, probs, probs, [0, 0, 0]),
+                 lambda: stats.consistency_test(probs, labels, metrics.auroc)):
+        with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):
+            call()
+
+
+def test_resampling_refuses_bad_rows():
+    for arrays_ in (([0.5, 0.6], [1]), ([], []), (0.5, 1)):
+        with pytest.raises(ValueError, match='the same N >= 1 rows'):
+            stats.interval(metrics.ece, *arrays_)
+    with pytest.raises(ValueError, match='sum to 1.1'):
+        stats.consistency_test([[0.5, 0.6]], [1], lambda probs, labels: 0.0)
+
+
+@small
+@given(predictions(), st.integers(0, 99))
+def test_noise_of_rounding_changes_no_resample(case, seed):
+    probs, labels = case
+    assert_equal_numbers(stats.bootstrap(with_noise(probs, seed), labels, n_resamples=3),
+                         stats.bootstrap(probs, labels, n_resamples=3))
+
+
+def test_bootstrap_of_scores_has_no_floor():
+    scores = np.array([[0.0, -60.0, -np.inf], [-1.0, -2.0, -3.0]])
+    labels, n_options = np.array([1, 2]), np.array([2, 3])
+    probs = metrics.softmax(scores)
+    other = metrics.nll(probs[1:], labels[1:])
+    resampled = stats.bootstrap(probs, labels, n_options, scores=scores, n_resamples=50)
+    assert set(resampled['nll'].round(9)) == {60.0, round((60 + other) / 2, 9), round(other, 9)}
+    with pytest.raises(ValueError, match='row 1: the softmax of scores gives option 0 0.8'):
+        stats.bootstrap(probs, labels, scores=2 * scores)
+    with pytest.raises(ValueError, match='not to a confidence'):
+        stats.bootstrap([0.5], [True], scores=scores)
+
+
+def test_bootstrap_refuses_what_metrics_refuse():
+    for arguments, message in ((([0.5, 1.2], [True, True]), 'row 1: confidence is 1.2'),
+                               (([0.5, 0.5], [1, 2]), 'row 1: correct is 2'),
+                               (([[0.5, 0.6]], [0]), 'row 0: probabilities sum to 1.1'),
+                               (([[0.5, 0.5]], [0], [3]), 'n_options is 3, not from 1 to 2')):
+        with pytest.raises(ValueError, match=message):
+            stats.bootstrap(*arguments)
+    with pytest.raises(ValueError, match='n_resamples must be a whole number'):
+        stats.bootstrap([0.5], [1], n_resamples=0)
+    assert stats.bootstrap([0.5], [1], n_resamples=1)['gap'] == [-0.5]      # 1 for True
+
+
+@pytest.mark.parametrize('call', [
+    lambda level: stats.mean_interval([1, 2], level),
+    lambda level: stats.interval(metrics.ece, [0.5], [1], level=level),
+    lambda level: stats.paired_bootstrap(metrics.ece, [0.5], [0.6], [1], level=level)])
+@pytest.mark.parametrize('level', [2, 1, 0, -0.1, math.nan, '0.5', None, True])
+def test_levels_out_of_range(call, level):
+    with pytest.raises(ValueError, match=re.escape('level must be a number in (0, 1), not')):
+        call(level)
