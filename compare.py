@@ -86,7 +86,7 @@ def main(argv):
         raise ConfigError(f'compare: {twice[0]} is named twice')
     if len(folders) + 2 * len(tables) < 2:
         raise ConfigError('compare needs two runs or more: name their folders, a folder that holds '
-                          'them, or a compare.csv' + ''.join(f'; found {f}' for f in folders))
+                          'them, or a compare.csv' + ''.join(f'; there is {f}' for f in folders))
     runs = [read_run(folder, cfg.norm) for folder in folders]
     out_dir = Path(cfg.out_dir).expanduser()
     try:
@@ -221,7 +221,7 @@ def compare_questions(runs, cfg, out_dir):
         raise DataError('these runs have no task in common: ' + '; '.join(
             f'{name}: {", ".join(run.samples)}' for name, run in zip(names, runs, strict=True)))
     csv_lines, texts, parts = [], [], []
-    answers = {task: [by_language(run, task, runs) for run in runs] for task in tasks}
+    answers = {task: answers_by_language(task, runs) for task in tasks}
     for task in tasks:
         reports = [{language: p.report() for language, (_, p) in of_run.items()}
                    for of_run in answers[task]]
@@ -264,21 +264,27 @@ def shared_title(task, runs, names):
                                    for name, run in zip(names, runs, strict=True))
 
 
-def by_language(run, task, runs):
-    """{language, or None for all: (keys of the questions, Predictions)} of a run's task.
+def answers_by_language(task, runs):
+    """[{language, or None for all: (keys of the questions, Predictions)}] of the runs on a task.
 
-    Languages are those that all `runs` have, if there are several.
+    Languages are those that all runs have, if there are several.
     """
-    languages = [x for x in split_languages(run.samples[task])
-                 if all(x in split_languages(other.samples[task]) for other in runs)]
-    answers = {}
-    for language in [*languages, None] if len(languages) > 1 else [None]:
-        samples = [s for s in run.samples[task] if language in (None, s.get('language'))]
-        # with another answer or other options, the same id is of another question
-        keys = [(*sample_order(s)[2:], s.get('answer', s.get('token')), len(s.get('options', ())))
-                for s in samples]
-        answers[language] = keys, predictions(samples, run.results[task]['norm'])
+    by_language = [split_languages(run.samples[task]) for run in runs]
+    languages = [x for x in by_language[0] if all(x in other for other in by_language)]
+    answers = []
+    for run, samples_of in zip(runs, by_language, strict=True):
+        groups = {x: samples_of[x] for x in languages} if len(languages) > 1 else {}
+        groups[None] = run.samples[task]
+        answers.append({language: (list(map(question_key, samples)),
+                                   predictions(samples, run.results[task]['norm']))
+                        for language, samples in groups.items()})
     return answers
+
+
+def question_key(sample):
+    """Equal for the same question in two runs: with other options the same id is of another one."""
+    return (*sample_order(sample)[2:], sample.get('answer', sample.get('token')),
+            len(sample.get('options', ())))
 
 
 def run_table(task, runs, names, reports):
@@ -324,9 +330,8 @@ def difference(name, first, other, first_reports, other_reports, cfg):
     languages = [language for language in first_reports if language is not None]
     for key, title, _ in COMPARED if languages else ():
         if key in first_reports[None]:
-            mean, t, p = stats.student_t([other_reports[language][key]
-                                            - first_reports[language][key]
-                                            for language in languages])
+            mean, t, p = stats.student_t([other_reports[x][key] - first_reports[x][key]
+                                          for x in languages])
             rows.append([name, f'{len(languages)} languages', '', title, f'{mean:+.4f}',
                          f't = {t:.2f}', f'{p:.2g}'])
     return rows
@@ -386,15 +391,15 @@ def measure_runs(runs):
     cores = forked_processes()
     if cores > 1 and len(runs) > 4:
         with forked_pool(min(cores, 32)) as pool:
-            return sum(pool.map(run_lines, runs, chunksize=1), [])
-    return [line for run in runs for line in run_lines(run)]
+            return list(itertools.chain(*pool.map(run_lines, runs, chunksize=1)))
+    return list(itertools.chain(*map(run_lines, runs)))
 
 
 def run_lines(run):
     """The lines of a run: its names, settings and metrics, and its 'bins' as metrics.bins."""
     read_run_samples(run)
-    name = run.folder.name
-    common = {'run': name, 'kind': name.split('-')[0], 'seed': str(run.seed)}
+    common = {'run': run.folder.name, 'kind': run.folder.name.split('-')[0],
+              'seed': str(run.seed)}
     settings = {key: str(value) for key, value in run.settings.items()}
     settings |= {key: str(value) for key, value in run.reach.items() if key == 'unused_rows'}
     reach = {f'reach_{key}': float(f'{value:.5g}') for key, value in run.reach.items()
@@ -406,14 +411,14 @@ def run_lines(run):
                                  for key in ('language', 'category'))
         scaled = scale(run, task)
         for language, category in itertools.product({*languages, 'all'}, {*categories, 'all'}):
-            rows = np.isin(languages, languages if language == 'all' else [language]) & np.isin(
-                categories, categories if category == 'all' else [category])
+            rows = ((languages == language) | (language == 'all')) & (
+                (categories == category) | (category == 'all'))
             if not rows.any():
                 continue
-            for scaled_by, (of_all, temperature) in scaled.items():
+            for name, (of_all, temperature) in scaled.items():
                 report = of_all.at(rows).report()
                 lines.append(common | {'task': task, 'language': language, 'category': category,
-                                       'scaling': scaled_by} | how | temperature
+                                       'scaling': name} | how | temperature
                              | {key: float(f'{report[key]:.5g}') for key in METRICS
                                 if key in report}
                              | {'bins': metrics.bins(*of_all.at(rows)[:2])})
@@ -705,6 +710,7 @@ def draw_series(path, groups, reference, cfg):
         len(cfg.metrics), len(panels), squeeze=False, sharex=True, sharey='row',
         figsize=(max(3.0 * len(panels), 4.5), 2.6 * len(cfg.metrics) + 0.5), layout='constrained')
     colors = plt.get_cmap('viridis')(np.linspace(0, 0.85, len(lines_by)))
+    step = min(0.06, 0.6 / len(lines_by))     # between the points of one x
     for (row, metric), (column, panel) in itertools.product(enumerate(cfg.metrics),
                                                             enumerate(panels)):
         ax = axes[row, column]
@@ -718,7 +724,7 @@ def draw_series(path, groups, reference, cfg):
             points = [(i, *mean_and_ends(values)) for i, values in points if values]
             if points:
                 i, mean, low, high = np.array(points).T
-                ax.errorbar(i + 0.06 * (k - (len(lines_by) - 1) / 2), mean,
+                ax.errorbar(i + step * (k - (len(lines_by) - 1) / 2), mean,
                             (mean - low, high - mean), marker='o', markersize=4, linewidth=1.2,
                             capsize=2, color=color, label=titled(cfg.by, by) or None)
         long = {'rotation': 15, 'horizontalalignment': 'right'}
@@ -734,9 +740,10 @@ def draw_series(path, groups, reference, cfg):
                for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if entries:
         width = 0.075 * max(map(len, entries)) + 0.6      # inches of an entry, about
+        n_columns = max(1, min(len(entries), int(figure.get_figwidth() / width)))
+        figure.set_figheight(figure.get_figheight() + 0.2 * (len(entries) // n_columns))
         figure.legend(entries.values(), entries, loc='outside lower center', frameon=False,
-                      fontsize=9,
-                      ncols=max(1, min(len(entries), int(figure.get_figwidth() / width))))
+                      fontsize=9, ncols=n_columns)
     save_figure(figure, path, 110)
 
 

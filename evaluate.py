@@ -345,7 +345,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     Resumes from `out_dir`/samples.jsonl. Writes that, eval_config.json, results.json, .md, .csv and
     reliability diagrams into `out_dir`, where the results of other tasks that were evaluated with
     the same model and settings are kept. Returns the results. The caller holds the folder's lock.
-    Raises ConfigError, DataError or CheckpointError, the first before anything is changed.
+    Raises ConfigError or CheckpointError before it changes anything, DataError for a question that
+    cannot be scored, CheckpointError for logits that are not finite.
     """
     out_dir, config = Path(out_dir), checkpoint.read_config(folder)
     cfg = resolve(cfg, folder, config)
@@ -383,13 +384,16 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
 def resolve(cfg, folder, config):
     """`cfg` with what 'auto' and None stand for here."""
     device, context = pick_device(cfg.device), config.max_position_embeddings
-    add_bos = cfg.add_bos
-    if add_bos is None:     # as it was when the model was trained here
-        path = Path(folder) / 'train_config.py'
-        add_bos = read_assignments(path).get('add_bos', (True, ''))[0] if path.exists() else True
     return replace(cfg, device=device, dtype=str(pick_dtype(cfg.dtype, device)).split('.')[-1],
                    pack_len=cfg.pack_len or (16384 if device.startswith('cuda') else 4096),
-                   add_bos=add_bos, max_length=min(cfg.max_length or context, context))
+                   add_bos=trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos,
+                   max_length=min(cfg.max_length or context, context))
+
+
+def trained_with_bos(folder):
+    """The add_bos with which the model in `folder` was trained here; True for any other model."""
+    path = Path(folder) / 'train_config.py'
+    return read_assignments(path).get('add_bos', (True, ''))[0] if path.exists() else True
 
 
 def load_for_scoring(folder, cfg):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
-import stats
 import scaling
+import stats
 from data import DataError, forked_pool, read_rows
 from outdir import claim, write_text
 
@@ -86,7 +86,7 @@ def read_samples(path):
     samples, last = [], {}
     for place, row in rows:
         if isinstance(row, DataError):
-            raise row
+            raise DataError(f'{row}; delete this line, and its question is scored again')
         if not _is_sample(row):
             raise DataError(f'{place}: not a sample that evaluate.py wrote; delete this line, and '
                             f'its question is scored again')

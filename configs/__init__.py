@@ -29,13 +29,14 @@ def load_config(cls, argv, usage=''):
     """Return `cls(...)` from `argv` = ['configs/file.py', '--key=value', '--flag', ...].
 
     The file is optional and comes first; on the command line later values win. `-h` or `--help`
-    prints `usage`, then every key with its type, default and comment, and exits. Without `usage` it
-    prints the docstring of the dataclass's module. Raises ConfigError.
+    prints `usage` (by default the docstring of the dataclass's module), then every key with its
+    type, default and comment, and exits. Raises ConfigError.
     """
     if '-h' in argv or '--help' in argv:
-        print(usage.strip() or f'usage: python {Path(sys.argv[0]).name} [configs/file.py] '
-              f'[--key=value ...]\n\n{(sys.modules[cls.__module__].__doc__ or "").strip()}')
-        print('\nkeys:', *_describe_keys(cls), sep='\n')
+        usage = (usage or sys.modules[cls.__module__].__doc__ or '').strip()
+        if not usage.startswith('usage:'):
+            print(f'usage: python {Path(sys.argv[0]).name} [configs/file.py] [--key=value ...]\n')
+        print(usage, '', 'keys:', *_describe_keys(cls), sep='\n')
         raise SystemExit(0)
     values = {}
     for i, argument in enumerate(argv):
@@ -43,17 +44,12 @@ def load_config(cls, argv, usage=''):
             name, has_value, text = argument[2:].partition('=')
             _assign(cls, values, name, text if has_value else None, f'command line: --{name}')
         elif i == 0:
-            values = {key: _coerce(value, _annotation(cls, key, where), f'{where}: {key}')
-                      for key, (value, where) in read_assignments(argument).items()}
+            for key, (value, where) in read_assignments(argument).items():
+                values |= _check_keys(cls, {key: value}, where)
         else:
             raise ConfigError(f'unexpected argument {argument!r}: a config file comes first, '
                               f'everything after it is --key=value')
     return _make(cls, values, 'config')
-
-
-def override(config, values, where):
-    """Return a copy of the dataclass `config` with the dict `values` checked and put in."""
-    return dataclasses.replace(config, **_check_keys(type(config), values, where))
 
 
 def require_range(config, low, high, *keys):

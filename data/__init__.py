@@ -212,8 +212,8 @@ def _parse_json(text, path, line=1):
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f'{path}:{line + error.lineno - 1}: broken JSON: {error.msg} at column '
-                        f'{error.colno}') from error
+        raise DataError(f'{path}:{line + error.lineno - 1}: broken JSON: {error.msg} (column '
+                        f'{error.colno})') from error
     except (ValueError, RecursionError) as error:   # thousands of digits, or nested brackets
         raise DataError(f'{path}:{line}: unusable JSON: {error}') from error
 
@@ -232,7 +232,7 @@ def _open_parquet(path):
     import pyarrow.parquet
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f'{path}: not a readable parquet file: {error}') from error
 
 
@@ -244,7 +244,7 @@ def _parquet_rows(path):
             for row in _batch_rows(batch, path, number):
                 number += 1
                 yield f'{path}: row {number}', row
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f'{path}: damaged after row {number}: {error}') from error
 
 
@@ -270,6 +270,7 @@ def row_error(place, error):
     """Return a DataError that says what is wrong with the row at `place`."""
     message = str(error) if isinstance(error, DataError) else (
         f'not the fields of its format: {error!r}')
+    message = message.encode('utf-8', 'backslashreplace').decode()  # lone surrogates do not print
     return DataError(message if message.startswith(place) else f'{place}: {message}')
 
 

@@ -9,14 +9,14 @@ import sys
 
 import numpy as np
 import pytest
+from common import HERE, write_rows, write_run
 
 import compare
 import configs
 import evaluate
 import metrics
-import stats
 import report
-from common import HERE, write_rows, write_run
+import stats
 from data import DataError
 
 
@@ -76,7 +76,7 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
     alone.mkdir()
     (alone / 'results.json').write_text((a / 'results.json').read_text())
     out = f'--out_dir={tmp_path / "out"}'
-    for sources, message in (([a], 'needs two runs or more: .*; found .*/a'),
+    for sources, message in (([a], 'needs two runs or more: .*; there is .*/a'),
                              ([], 'needs two runs or more'),
                              ([a, tmp_path / 'none'], 'there is no folder .*/none'),
                              ([a, tmp_path / 'file'], '/file is not a folder'),

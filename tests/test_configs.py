@@ -1,26 +1,27 @@
 """configs"""
 
-import configs
 import dataclasses
-import evaluate
-import pytest
 import signal
 import subprocess
 import sys
-import train
-from data import DataError, forked_pool
 from typing import Literal
 
+import pytest
 from common import HERE, config
+
+import configs
+import evaluate
+import train
+from data import DataError, forked_pool
 
 
 def test_config_file_then_command_line(tmp_path):
-    cfg = config(tmp_path, '"""why"""\nlr = 1\nmax_steps = 5\neval_tasks = ["mmlu"]\n',
+    cfg = config(tmp_path, '"""why"""\nlr = 1\nmax_steps = 5\nlora_targets = ["x"]\n',
                  '--smoothing=0.1', '--max_steps=None', '--betas=0.9,0.95', '--dry_run',
-                 '--model=a=b', '--eval_tasks=mmlu,arc_easy:some/place')
+                 '--model=a=b', '--lora_targets=k_proj,up_proj')
     assert cfg.lr == 1.0 and type(cfg.lr) is float
     assert cfg.max_steps is None and cfg.betas == (0.9, 0.95) and cfg.dry_run is True
-    assert cfg.model == 'a=b' and cfg.eval_tasks == ('mmlu', 'arc_easy:some/place')
+    assert cfg.model == 'a=b' and cfg.lora_targets == ('k_proj', 'up_proj')
     assert configs.load_config(train.TrainConfig, ['--lr=1']).lr == 1.0
 
 
@@ -36,7 +37,7 @@ def test_config_file_then_command_line(tmp_path):
     ('lr = 2 * 1e-5', '', 'experiment.py:1: the value of lr must be a plain literal'),
     ('import os', '', 'experiment.py:1: a config file holds only'),
     ('lr = (', '', 'experiment.py:1: not valid Python'),
-    ('', 'configs/demo.py', 'a config file comes first'),
+    ('', 'configs/other.py', 'a config file comes first'),
     ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is already set at {}/experiment.py:1'),
     ('shape = {"a": 1,\n"b": 2, "a": 3}', '',
      "experiment.py:2: shape already has the key 'a' at {}/experiment.py:1"),
@@ -217,13 +218,14 @@ for _ in range(300):
 
 
 def test_resolved_config_reads_back(tmp_path):
-    cfg = config(tmp_path, 'smoothing = 0.1\nruns = {"a": {"lr": 1e-3}}', '--max_steps=3')
+    cfg = config(tmp_path, 'smoothing = 0.1\nshape = {"a": {"b": 1e-3}}', '--max_steps=3',
+                 '--eval.tasks=mmlu,arc_easy:some/place')
     assert config(tmp_path, configs.dump_config(cfg)) == cfg
 
 
 def test_shipped_configs_load():
     shipped = sorted((HERE / 'configs').glob('[!_]*.py'))
-    assert {'demo', 'gemma2_ls01', 'llama3_8b_ls01', 'llama32_1b_ls01', 'mistral_7b_ls01',
+    assert {'gemma2_ls01', 'llama3_8b_ls01', 'llama32_1b_ls01', 'mistral_7b_ls01',
             'paper_openinstruct'} <= {path.stem for path in shipped}
     for path in shipped:
         configs.load_config(train.TrainConfig, [str(path)])

@@ -2,17 +2,18 @@
 
 import gzip
 import json
-import numpy as np
-import pytest
 import resource
 import shutil
-from data import DataError, cache, draw, instruct, packing, probes, read_rows, text
-from data.world import WorldSpec, make_world
-from hypothesis import given, settings, strategies as st
 from pathlib import Path
 
+import numpy as np
+import pytest
 from common import documents, write_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from data import DataError, cache, draw, instruct, packing, probes, read_rows, text
+from data.world import WorldSpec, make_world
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
 
@@ -65,7 +66,7 @@ def test_bad_rows_are_named_or_counted(tmp_path, tokenizers, capsys):
     ({'messages': [{'role': 'bot', 'content': 'x'}]}, "role 'bot'"),
     ({'messages': [{'role': 'user', 'content': 3}]}, 'not text'),
     ({'messages': 'x'}, 'must be a list'), ({}, 'wanted messages, conversations'),
-    ([1], 'named fields'),
+    ([1], 'named fields'), ({'\ud83d': 1}, r'fields \\ud83d; wanted messages'),
     ({'messages': [{'role': 'user', 'content': '\ud83d'}]}, 'not valid Unicode'),
     ({'conversations': [{'from': ['human'], 'value': 'x'}]}, 'not the fields of its format'),
     ({'instruction': 'x ' * 99, 'output': 'y'}, 'begins beyond max_length = 64')])
@@ -304,6 +305,11 @@ def test_parquet_rows_that_are_not_utf8(tmp_path):
     rows = [row for _, row in read_rows(tmp_path / 'a.parquet')]
     assert rows[0] == {'text': 'fox'} and rows[2] == {'text': 'sky'}
     assert isinstance(rows[1], DataError) and 'a.parquet: row 2: not UTF-8' in str(rows[1])
+    write_rows(tmp_path / 'a.parquet', [{'textile': 'fox'}])
+    raw = (tmp_path / 'a.parquet').read_bytes().replace(b'textile', b'text\xb6le')
+    (tmp_path / 'a.parquet').write_bytes(raw)       # also the name of a column
+    with pytest.raises(DataError, match='a.parquet: .*utf-8'):
+        list(read_rows(tmp_path / 'a.parquet'))
 
 
 def test_bom_and_crlf(tmp_path, tokenizers):

@@ -1,35 +1,28 @@
 """evaluate.py"""
 
-import compare
 import checkpoint
 import configs
-import csv
-import dataclasses
 import evaluate
 import gzip
-import hashlib
 import importlib.util
 import json
 import math
 import metrics
-import scaling
-import stats
 import model as models
 import numpy as np
 import os
+import outdir
 import pytest
 import random
 import resource
 import report
-import outdir
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import torch
-import train
-from data import DataError, questions
+from data import DataError, packing, prompts, questions
 from data.tokenizer import load_tokenizer
 from pathlib import Path
 from safetensors.torch import load_file, save_file
@@ -48,7 +41,7 @@ def random_trees(rng):
         prefix, stem = prefixes[i * len(prefixes) // 12], ids(1, 9)
         leaves = [ids(1, 6) for _ in range(rng.integers(2, 6))]
         start = len(prefix) + len(stem) + rng.integers(-1, 1)  # a shared first token is in the stem
-        trees.append(evaluate.Tree(prefix, stem, leaves, start))
+        trees.append(packing.Tree(prefix, stem, leaves, start))
     return trees
 
 
@@ -96,7 +89,7 @@ def test_wanted_tokens_of_a_text(tmp_path):
     reference_model('llama', tmp_path)
     model = checkpoint.load(tmp_path)
     rng = np.random.default_rng(0)
-    trees = [evaluate.Tree((), rng.integers(0, 211, n).tolist(), wanted=[1, n // 2, n - 1])
+    trees = [packing.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
     for index, numbers, values in evaluate.score(lambda: model, enumerate(trees), 64,
                                                  statistics=True):
@@ -104,10 +97,10 @@ def test_wanted_tokens_of_a_text(tmp_path):
         ids = torch.tensor([tree.stem])
         log_probs = model.logits(model(ids, *whole_rows(ids))).log_softmax(-1)[0].detach()
         for n, (log_prob, top, top_log_prob, entropy) in zip(numbers, values, strict=True):
-            row = log_probs[tree.wanted[n] - 1]
+            row = log_probs[tree.scored[n] - 1]
             assert top == row.argmax()
             assert [log_prob, top_log_prob, entropy] == pytest.approx(
-                [float(x) for x in (row[tree.stem[tree.wanted[n]]], row.max(),
+                [float(x) for x in (row[tree.stem[tree.scored[n]]], row.max(),
                                     -(row.exp() * row).sum())], abs=1e-4)
 
 
@@ -139,8 +132,8 @@ def write_task(folder, n=4, choices=('blue', 'a lazy dog', 'brown')):
 
 
 def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
-    found = next(iter(evaluate.tokenize_questions(asked, solved, tokenizer,
-                                                  evaluate.EvalConfig(**keys), max_length)))[1]
+    found = next(prompts.tokenize_questions(asked, solved, tokenizer, max_length=max_length,
+                                            **({'add_bos': True} | keys)))[1]
     if isinstance(found, DataError):
         raise found
     return found
@@ -181,13 +174,13 @@ def test_whole_shots_are_dropped(tokenizers, tmp_path):
     for kept, tree in enumerate(sizes):
         longest = len(tree.prefix) + len(tree.stem) + max(map(len, tree.leaves))
         assert first_tree(asked, solved, tokenizer, longest) == tree and tree.shots == kept
-    with pytest.raises(DataError, match='even without shots has a prompt of'):
+    with pytest.raises(DataError, match='even without shots the prompt has'):
         first_tree(asked, {}, tokenizer, 10)
 
 
 def test_options_that_cannot_be_scored(tokenizers):
-    bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n')
-    with pytest.raises(DataError, match="question 7: option '' does not begin at a token boundary"):
+    bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n', place='q.jsonl:8')
+    with pytest.raises(DataError, match="q.jsonl:8: option '' does not begin at a token boundary"):
         first_tree([bad], {}, tokenizers['llama3'])
 
 
@@ -216,8 +209,8 @@ def test_seams_on_real_questions(file, tmp_path):
                           (str(datasets / 'mmlu_pro' / 'mmlu_pro_sample.jsonl'), {})):
         asked, solved, _, _ = questions.load_task(name, **options)
         picked = random.Random(0).sample(asked, 100)
-        for q, tree in evaluate.tokenize_questions(picked, solved, tokenizer, evaluate.EvalConfig(),
-                                                   10**6):
+        for q, tree in prompts.tokenize_questions(picked, solved, tokenizer, add_bos=True,
+                                                  max_length=10**6):
             before = q.header + ''.join(s.solved for s in solved.get(q.group, []))
             for option, leaf in zip(q.options, tree.leaves, strict=True):
                 assert [*tree.prefix, *tree.stem, *leaf] == [
@@ -302,10 +295,10 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
     (tmp_path / 'cut' / 'results.json').unlink()
     (tmp_path / 'cut' / 'samples.jsonl').write_text(samples[:len(samples) // 2])
-    launched, launch = [], evaluate._launch
-    monkeypatch.setattr(evaluate, '_launch', lambda model, arrays, rows, statistics: (
-        launched.append(len({tree for tree, *_ in rows})), launch(model, arrays, rows, statistics)
-    )[1])
+    launched, forward = [], evaluate.forward_values
+    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, statistics: (
+        launched.append(len({tree for tree, *_ in scored})),
+        forward(model, arrays, scored, statistics))[1])
     again = scored(scored_folder, tmp_path / 'cut')
     assert sum(launched) == 120 - samples[:len(samples) // 2].count('\n')
     pooled = (found['tasks']['global_mmlu']['pooled'] for found in (whole, again))
@@ -400,10 +393,10 @@ def test_files_of_others_are_kept(scored_folder, tmp_path):
         out.mkdir()
         (out / name).write_text('mine')
         for option in ((), ('--overwrite',)):
-            with pytest.raises(configs.ConfigError, match=f'{name} was not written by a run'):
+            with pytest.raises(configs.ConfigError, match=f'{name} was not written by this program'):
                 evaluate_words(scored_folder, out, f'--tasks={task}', *option)
         assert (out / name).read_text() == 'mine'
-        assert {p.name for p in out.iterdir()} <= {name, '.lock'}
+        assert {p.name for p in out.iterdir()} <= {name, outdir.LOCK}
     out = tmp_path / 'out'
     evaluate_words(scored_folder, out, f'--tasks={task}')
     (out / 'results.py').write_text('mine')
@@ -436,7 +429,7 @@ def test_two_at_once_on_one_folder(scored_folder, tmp_path):
     with outdir.lock(out):
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ''
-    assert done.stderr.strip().count('\n') == 0 and 'another run is writing there' in done.stderr
+    assert done.stderr.strip().count('\n') == 0 and 'another process is writing there' in done.stderr
     assert not (out / 'samples.jsonl').exists()
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -468,7 +461,7 @@ def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
     lines = (out / 'samples.jsonl').read_text().splitlines()
     for broken in (lines[2][:40], '5', '{}', '[]', lines[2].replace('"log_probs"', '"log"')):
         (out / 'samples.jsonl').write_text('\n'.join([*lines[:2], broken, *lines[3:], '']))
-        with pytest.raises(DataError, match=r'samples.jsonl:3.*: not a sample .*delete this line'):
+        with pytest.raises(DataError, match=r'samples.jsonl:3: .*; delete this line, and'):
             evaluate_words(scored_folder, out, f'--tasks={task}')
     (out / 'samples.jsonl').write_text('\n'.join([*lines[:2], *lines[3:], '']))
     assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
@@ -498,14 +491,14 @@ def test_weights_that_give_nan(scored_folder, tmp_path):
     rewrite(tmp_path / 'model', lambda tensors: tensors['model.layers.1.mlp.up_proj.weight'][
         3].fill_(math.nan))
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    with pytest.raises(checkpoint.CheckpointError, match='foxes: question 0: .* NaN or infinite '
+    with pytest.raises(checkpoint.CheckpointError, match='foxes: .*foxes.jsonl:1: .* NaN or infinite '
                        r'logits; model.layers.1.mlp.up_proj.weight in .* holds NaN'):
         evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}')
 
 
 def test_a_run_that_scored_nothing_leaves_the_folder_free(scored_folder, tmp_path):
     task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
-    with pytest.raises(DataError, match='foxes: question 0 .* max_length allows 3'):
+    with pytest.raises(DataError, match='foxes: .*foxes.jsonl:1: .* max_length allows 3'):
         evaluate_words(scored_folder, out, f'--tasks={task}', '--max_length=3')
     assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
         'n'] == 5
@@ -650,183 +643,37 @@ def test_temperature_and_platt_scaling(scored_folder, tmp_path):
     assert len(found['tasks']['mmlu']['post_hoc']['temperature']) == 1
 
 
-def test_the_study_is_what_was_run():
-    files = [HERE / 'data' / 'demo.py', *sorted((HERE / 'configs' / 'study').glob('*.py'))]
-    digest = hashlib.sha256(b''.join(path.read_bytes() for path in files)).hexdigest()
-    assert digest in (HERE / 'README.md').read_text(), (
-        'the README says which files the study was run with; changed ones need new runs')
-    used = sum(p.stat().st_size for p in (HERE / 'assets' / 'study').rglob('*.csv'))
-    assert 0 < used < 1e6
-    # however the files are written: every setting of every run, of the commits the README names
-    default, found = train.TrainConfig(), {}
-    for path in files[1:]:
-        cfg = configs.load_config(train.TrainConfig, [str(path)])
-        runs = [(one.seed, one.world, one.demo_world, name,
-                 {f.name: getattr(run, f.name) for f in dataclasses.fields(run)
-                  if getattr(run, f.name) != getattr(default, f.name)})
-                for one in train.expand_seeds(cfg) for name, run in train.expand_runs(one)]
-        if runs:
-            found[path.stem] = len(runs), hashlib.sha256(repr(runs).encode()).hexdigest()[:16]
-    assert found == {
-        'architectures': (30, '0e030a0b7ac97a0d'), 'base': (30, 'b64794aec134b36a'),
-        'epochs': (40, '964c9d040ba9c990'), 'homogeneous': (10, 'ea5c565964e7bcc9'),
-        'lora': (20, '5d837f7a81498592'), 'size': (30, 'c8cc4aa1ec1c5eaf'),
-        'smoothing': (120, '388324abbd506713'), 'vocabulary': (405, 'ddfc050a846d36f2')}
 
 
-def test_what_the_readme_says_of_claim_3():
-    """What no single table has: costs beside effects, trends, the claim's interaction."""
-    says = ' '.join((HERE / 'README.md').read_text().split())
-    sizes, rows, seeds = (64, 256, 1024), (512, 4_096, 32_768, 262_144), '01234'
-
-    def cell(effect):
-        mean, low, high = stats.mean_interval(effect)
-        return f'{mean:.3f} ± {(high - low) / 2:.3f}'
-
-    def tested(effect, digits=3):
-        mean, low, high = stats.mean_interval(effect)
-        return (f'{mean:+.{digits}f} ± {(high - low) / 2:.{digits}f}',
-                f'p {stats.student_t(effect)[2]:.1g}')
-
-    def ece_of(figure, task, softcap='30.0'):
-        """A function: the ECE of a kind of run, [sizes, rows, seeds]."""
-        with open(HERE / 'assets' / 'study' / figure / 'compare.csv') as file:
-            ece = {(int(r['hidden_size']), int(r['vocab_size']), r['unused_rows'] != '0', r['kind'],
-                    r['smoothing'], r['seed']): float(r['ece']) for r in csv.DictReader(file)
-                   if r['task'] == task and r['final_logit_softcapping'] == softcap}
-        def of(kind, smoothing, unused=False, rows=rows):
-            return np.array([[[ece[d, v, unused, kind, smoothing, seed] for seed in seeds]
-                              for v in rows] for d in sizes])
-        return of
-
-    def trends(effect):
-        """By least squares: of the effect [sizes, rows, seeds] over rows, and over sizes."""
-        by_rows, by_sizes = (np.log2(x) - np.log2(x).mean() for x in (rows, sizes))
-        return (*tested(9 * np.einsum('dvs,v->s', effect, by_rows) / (3 * (by_rows ** 2).sum())),
-                *tested(4 * np.einsum('dvs,d->s', effect, by_sizes) / (4 * (by_sizes ** 2).sum())))
-
-    def interaction(effect, digits=3):
-        return tested(effect[0, 3] - effect[0, 0] - effect[2, 3] + effect[2, 0], digits)
-
-    of = ece_of('vocabulary', 'clm')
-    tuned, left, base = (np.concatenate((of(*run), of(*run, True, rows[3:])), axis=1)
-                         for run in (('tuned', '0.0'), ('tuned', '0.1'), ('base', '0.0')))
-    for i, d in enumerate(sizes):
-        cells = [f'{cell(tuned[i, j] - left[i, j])} of {(tuned - base)[i, j].mean():.3f}'
-                 for j in range(5)]
-        assert f'| {d} | {" | ".join(cells)} |' in says
-    by_rows, p_rows, by_sizes, p_sizes = trends((tuned - left)[:, :4])
-    assert f'({by_rows} from 2^9 to 2^18, {p_rows})' in says
-    assert f'({by_sizes} from 64 to 1,024, {p_sizes};' in says
-    of = ece_of('vocabulary', 'clm', 'None')
-    effect = of('tuned', '0.0') - of('tuned', '0.1')
-    by_rows, p_rows, by_sizes, p_sizes = trends(effect)
-    changed, p = interaction(effect)
-    assert (f'takes {effect.mean(2).min():.3f} to {effect.mean(2).max():.3f}, more with more rows '
-            f'({by_rows}, {p_rows}), no less with a small hidden size ({by_sizes}, {p_sizes}), and '
-            f'the interaction is gone ({changed}, {p})') in says
-    _, p = tested(left[0, 3] - left[2, 3])
-    assert (f'{left[0, 3].mean():.3f} is left, against {left[2, 3].mean():.3f} at 1,024 ({p})'
-            in says)
-    for figure, task, name, digits in (
-            ('vocabulary', 'clm', 'next tokens', 3),
-            ('vocabulary_questions', 'text4', 'questions', 2),
-            ('vocabulary_questions', 'facts', 'first tokens of facts', 3)):
-        of = ece_of(figure, task)
-        effect = of('tuned', '0.0') - of('tuned', '0.1')
-        change, p = interaction(effect, digits)
-        assert f'{change} for {name} ({p})' in says
-        if task != 'clm':
-            harm, p = tested(-effect[2, 0])
-            assert f'{harm} for {"questions" if task == "text4" else "facts"}, {p}' in says
 
 
-def test_what_the_readme_says_of_size():
-    says = ' '.join((HERE / 'README.md').read_text().split())
-    for width, weights in ((128, 1), (256, 6), (512, 34), (1024, 210)):
-        cells = []
-        for figure, task in (('size', 'text4'), ('size_all', 'text4'), ('size_all', 'facts'),
-                             ('size_all', 'clm')):
-            with open(HERE / 'assets' / 'study' / figure / 'compare.csv') as file:
-                ece = {(r['smoothing'], r['seed']): float(r['ece']) for r in csv.DictReader(file)
-                       if (r['kind'], r['task'], r['hidden_size']) == ('tuned', task, str(width))}
-            tuned, smoothed = ({seed: ece[s, seed] for seed in '01234'} for s in ('0.0', '0.1'))
-            mean = sum(tuned.values()) / 5
-            cells.append(f'{mean:.3f}, {compare.paired(smoothed, tuned)}')
-        assert f'| {weights} million | {" | ".join(cells)} |' in says
 
 
-def test_a_small_study(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    study = HERE / 'configs' / 'study'
-    world = dict(entities=500, unseen=20, first_names=40, family_names=40, documents=300,
-                 tokenizer_documents=300, vocab_sizes='700,', instructions=80, questions=12,
-                 unseen_questions=6, validation=12, probes=10)
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-                 num_key_value_heads=2)
-    train.main([str(study / 'base.py'), '--seeds=0,1', '--only=base', f'--runs.base.shape={shape}',
-                *(f'--world.{k}={v}' for k, v in world.items()), '--batch_size=64',
-                '--micro_rows=4', '--workers=1', '--eval_reach', '--eval_pack_len=512'])
-    train.main([str(study / 'smoothing.py'), '--seeds=0,1', '--vary.lr=8e-4',
-                '--vary.smoothing=0.0,0.1', '--workers=1', '--epochs=1', '--eval_pack_len=512'])
-    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'temperature.py'),
-                   '--out_dir=temperature'])
-    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'headline.py'),
-                   '--out_dir=headline'])
-    assert {'compare.png', 'compare.csv', 'bins.csv', 'reliability.png'} <= {
-        p.name for p in Path('headline').iterdir()}
-    # again from the numbers alone
-    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'headline.py'),
-                   '--sources=headline/compare.csv', '--out_dir=again'])
-    for name in ('compare.md', 'compare.csv', 'bins.csv'):
-        assert (Path('again') / name).read_text() == (Path('headline') / name).read_text()
-    with open('temperature/compare.csv') as file:
-        lines = list(csv.DictReader(file))
-    assert {line['scaling'] for line in lines} == {'none', 'temperature'}
-    assert {line['language'] for line in lines} == {'en', 'l1', 'l2', 'l3'}
-    line = next(r for r in lines if (r['kind'], r['seed'], r['language'], r['category'],
-                                     r['scaling']) == ('base', '1', 'l2', 'seen', 'temperature'))
-    samples = report.read_samples(Path('out/study/base/seed-1/base/samples.jsonl'))
-    mine = [s for s in samples if s['task'] == 'text4']
-    held = report.predictions([s for s in mine if s['split'] == 'validation'], 'token')
-    assert len(held.labels) == 12
-    some = report.predictions([s for s in mine if (s['language'], s['category']) == ('l2', 'seen')
-                                and s['split'] == 'test'], 'token')
-    temperature = scaling.fit_temperature(held.scores, held.labels)
-    assert float(line['temperature']) == pytest.approx(temperature, rel=1e-4)
-    assert float(line['ece']) == pytest.approx(
-        metrics.ece(metrics.softmax(some.scores, temperature), some.labels), rel=1e-4)
-    reach = json.loads(Path('out/study/base/seed-0/base/results.json').read_text())['reach']
-    assert 0 < reach['lowest_bits'] <= reach['highest_bits'] <= reach['log2_vocab']
-    # done already: nothing is trained again, and a second command says so
-    capsys.readouterr()
-    with pytest.raises(configs.ConfigError, match='holds a finished run'):
-        train.main([str(study / 'smoothing.py'), '--seeds=0', '--vary.lr=8e-4',
-                    '--vary.smoothing=0.0,0.1'])
 
 
-def test_reachable_entropy():
-    config = models.ModelConfig(model_type='llama', vocab_size=8, hidden_size=8,
-                                intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-                                num_key_value_heads=2, head_dim=4, tie_word_embeddings=False)
-    model = models.CausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight.copy_(2 * torch.eye(8))
-    found = evaluate.reachable_entropy(model, 8, n_tokens=8)
-    # the surest state puts all of its length sqrt(8) into one direction, or a little against the
-    # others: logits a for one and b for the others, a^2 + 7 b^2 = 4 * 8
-    a = np.linspace(0, 32 ** 0.5, 100_001)
-    gap = (a + np.sqrt(np.maximum(32 - a ** 2, 0) / 7)).max()
-    p = 1 / (1 + 7 * math.exp(-gap))
-    entropy = -p * math.log2(p) - (1 - p) * math.log2((1 - p) / 7)
-    assert found['lowest_bits'] == pytest.approx(entropy, abs=1e-3)
-    assert found['lowest_nll_bits'] == pytest.approx(-math.log2(p), abs=1e-3)
-    assert found['highest_bits'] == pytest.approx(3, abs=1e-3) and found['log2_vocab'] == 3
-    model.config.final_logit_softcapping = 1.0
-    capped = evaluate.reachable_entropy(model, 8, n_tokens=8)['lowest_bits']
-    p = 1 / (1 + 7 * math.exp(-2))      # not less than logits of 1 and -1
-    floor = -p * math.log2(p) - (1 - p) * math.log2((1 - p) / 7)
-    assert floor < capped and capped > found['lowest_bits']
+def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, tmp_path, capsys):
+    result = scored(scored_folder, tmp_path / 'some', '--limit=10')['tasks']['global_mmlu']
+    assert result['sample'] == {'questions': 30, 'of': 120} and result['pooled']['n'] == 30
+    assert {r['n'] for r in result['languages'].values()} == {10}
+    assert {r['n'] for r in result['subjects'].values()} == {15}
+    printed = capsys.readouterr().out
+    assert 'global_mmlu: 30 questions, mmlu, 2 shots, letters, token; a sample of 120' in printed
+    assert 'sample of 30 of 120 questions' in (tmp_path / 'some' / 'results.md').read_text()
+    assert 'sample' not in scored(scored_folder, tmp_path / 'some')['tasks']['global_mmlu']
+    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'old', 'blue' if i else 'dog'],
+             'answer': 1} for i in range(3)]
+    found = evaluate_words(scored_folder, tmp_path / 'twice',
+                           f'--tasks={write_rows(tmp_path / "twice.jsonl", rows)}')
+    assert found['tasks']['twice']['duplicate_options'] == 2
+    assert '2 questions list the same option twice' in capsys.readouterr().out
+
+
+def test_languages_that_a_file_does_not_have(scored_folder, tmp_path):
+    path = write_rows(tmp_path / 'two.jsonl', [
+        {'question': 'the fox?', 'choices': ['blue', 'old'], 'answer': 0, 'language': language}
+        for language in ('en', 'de')])
+    with pytest.raises(DataError, match='klingon.*de, en'):
+        evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={path}', '--languages=klingon')
 
 
 def test_bad_questions_are_counted_or_stop(scored_folder, tmp_path, capsys):
@@ -843,7 +690,8 @@ def test_bad_questions_are_counted_or_stop(scored_folder, tmp_path, capsys):
     assert result['bad_rows'] == 3 and result['pooled']['n'] == 1
     assert '3 bad rows left out, the first: ' in capsys.readouterr().out
     write_rows(tmp_path / 'mixed.jsonl', rows[2:3])
-    with pytest.raises(DataError, match='even without shots has a prompt of .* max_length allows'):
+    with pytest.raises(DataError, match='mixed.jsonl:1: even without shots the prompt has .* tokens; '
+                                        '.* max_length allows 200'):
         evaluate.main([*common, f'--out_dir={tmp_path / "long"}'])
 
 
