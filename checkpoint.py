@@ -62,28 +62,32 @@ DEFAULTS = {
 
 # What each known key may be; any other value is refused. A rule is a list of alternatives: (int or
 # float, lowest, highest), (another type, the values allowed or nothing), (list, ... for its items).
-NULL, TEXT, FLAG, OBJECT = (type(None),), (str,), (bool,), (dict,)
+NULL, FLAG, OBJECT = (type(None),), (bool,), (dict,)
 SIZE, COUNT, TOKEN, CAP = (int, 1, 2**20), (int, 1, 2**31), (int, 0, 2**31), (float, 1e-3, 1e6)
-DTYPES, TOKENS = (str, 'float32', 'bfloat16', 'float16', 'float64'), [TOKEN, (list, *TOKEN), NULL]
-FIELDS = {
-    'vocab_size': [SIZE], 'hidden_size': [SIZE], 'intermediate_size': [SIZE],
-    'num_hidden_layers': [(int, 1, 10_000)], 'num_attention_heads': [SIZE],
-    'num_key_value_heads': [SIZE], 'head_dim': [SIZE, NULL], 'max_position_embeddings': [COUNT],
-    'rms_norm_eps': [(float, 1e-12, 1)], 'rope_theta': [(float, 1, 1e30)],
-    'tie_word_embeddings': [FLAG], 'sliding_window': [COUNT, NULL],
+FIELDS = {key: rule for keys, rule in {
+    'vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads': [SIZE],
+    'head_dim': [SIZE, NULL],
+    'num_hidden_layers': [(int, 1, 10_000)],
+    'max_position_embeddings query_pre_attn_scalar': [COUNT],
+    'sliding_window': [COUNT, NULL],
     'layer_types': [(list, str, 'sliding_attention', 'full_attention'), NULL],
-    'query_pre_attn_scalar': [COUNT], 'attn_logit_softcapping': [CAP, NULL],
-    'final_logit_softcapping': [CAP, NULL], 'initializer_range': [(float, 0, 1)],
-    'bos_token_id': TOKENS, 'eos_token_id': TOKENS, 'pad_token_id': TOKENS,
-    'dtype': [DTYPES, NULL], 'torch_dtype': [DTYPES, NULL], 'architectures': [(list, str), NULL],
-    'transformers_version': [TEXT, NULL], 'use_cache': [FLAG],
-    'attention_dropout': [(float, 0, 1)], 'attention_bias': [(bool, False)],
-    'mlp_bias': [(bool, False)], 'pretraining_tp': [(int, 1, 1), NULL],
-    'use_bidirectional_attention': [(bool, False), NULL], 'is_causal': [(bool, True)],
-    'partial_rotary_factor': [(float, 1, 1), NULL], 'per_layer_config': [NULL],
-    'quantization_config': [NULL], 'rope_parameters': [OBJECT, NULL],
-    'rope_scaling': [OBJECT, NULL], 'nanocal': [OBJECT, NULL],
-}
+    'rms_norm_eps': [(float, 1e-12, 1)],
+    'rope_theta': [(float, 1, 1e30)],
+    'partial_rotary_factor': [(float, 1, 1), NULL],
+    'attn_logit_softcapping final_logit_softcapping': [CAP, NULL],
+    'initializer_range attention_dropout': [(float, 0, 1)],
+    'bos_token_id eos_token_id pad_token_id': [TOKEN, (list, *TOKEN), NULL],
+    'dtype torch_dtype': [(str, 'float32', 'bfloat16', 'float16', 'float64'), NULL],
+    'tie_word_embeddings use_cache': [FLAG],
+    'attention_bias mlp_bias': [(bool, False)],
+    'use_bidirectional_attention': [(bool, False), NULL],
+    'is_causal': [(bool, True)],
+    'pretraining_tp': [(int, 1, 1), NULL],
+    'architectures': [(list, str), NULL],
+    'transformers_version': [(str,), NULL],
+    'rope_parameters rope_scaling nanocal': [OBJECT, NULL],
+    'per_layer_config quantization_config': [NULL],
+}.items() for key in keys.split()}
 FLOATS = {'rms_norm_eps', 'initializer_range', 'attn_logit_softcapping', 'final_logit_softcapping'}
 ROPE_BLOCKS = ('rope_parameters', 'rope_scaling')   # of transformers 5 and 4
 LLAMA3_ROPE = {'factor': [(float, 1, 1e6)], 'low_freq_factor': [(float, 1e-6, 1e6)],
@@ -271,8 +275,9 @@ def _resolve_rope(raw, where):
                                   f'remove the wrong one')
     scheme = {name: block[name] for name in LLAMA3_ROPE if name in block}
     if len(scheme) != (len(LLAMA3_ROPE) if kind == 'llama3' else 0):
-        raise CheckpointError(f'{where}: {key} with rope_type {kind!r} must have '
-                              f'{"all" if kind == "llama3" else "none"} of {", ".join(LLAMA3_ROPE)}')
+        share = 'all' if kind == 'llama3' else 'none'
+        raise CheckpointError(f'{where}: {key} with rope_type {kind!r} must have {share} of '
+                              f'{", ".join(LLAMA3_ROPE)}')
     if scheme and scheme['high_freq_factor'] <= scheme['low_freq_factor']:
         raise CheckpointError(f'{where}: {key}.high_freq_factor must be greater than '
                               f'low_freq_factor = {scheme["low_freq_factor"]}')
@@ -358,7 +363,7 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
                                   f'to use both, or remove {HEAD}')
     # old Llama conversions carry rotary buffers, some tied checkpoints a copy of the embedding
     files = {k: f for k, f in files.items()
-             if k in shapes or not k.endswith((HEAD, 'rotary_emb.inv_freq'))}
+             if k in shapes or not (k == HEAD or k.endswith('rotary_emb.inv_freq'))}
     for problem, keys in (('is missing', shapes.keys() - files.keys()),
                           ('is unknown to this architecture', files.keys() - shapes.keys())):
         if keys:
