@@ -171,8 +171,8 @@ def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
 
 def test_a_nan_loss_stops_the_run(small_world, tmp_path):
     folder, _ = small_world
-    with pytest.raises(train.TrainingError, match='step 1: loss nan.* not finite in model.norm.weight'
-                       '; there is no checkpoint yet'):
+    with pytest.raises(train.TrainingError, match='step 1: loss nan.* not finite in '
+                       'model.norm.weight; there is no checkpoint yet'):
         broken = tmp_path / 'broken'
         shutil.copytree(folder / 'base', broken)
         rewrite(broken, lambda t: t['model.norm.weight'].fill_(torch.nan))
@@ -219,7 +219,8 @@ def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
 
 
 def test_a_sweep_skips_what_is_done(small_world, tmp_path, monkeypatch):
-    cfg = configs.load_config(train.TrainConfig, [str(small_world[0] / 'tuned' / 'train_config.py')])
+    path = small_world[0] / 'tuned' / 'train_config.py'
+    cfg = configs.load_config(train.TrainConfig, [str(path)])
     cfg = dataclasses.replace(cfg, eval_before=True, resume=True, max_steps=2, epochs=1.0)
 
     def sweep():
@@ -274,10 +275,10 @@ def test_validation_reports_the_next_tokens_ece(tiny_model):
     packed = packing.pack(documents(4, [40, 31, 48, 9]), 48)
     found = train.validation_loss(tiny_model, packed, tiny_config(smoothing=0.1), 'cpu')
     confidence, right, nll = [], [], []
-    for tokens, learnt in documents(4, [40, 31, 48, 9]):
+    for tokens, loss_mask in documents(4, [40, 31, 48, 9]):
         row = torch.from_numpy(tokens)[None]
         p = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1].softmax(-1)
-        kept = torch.from_numpy(learnt[1:]) > 0
+        kept = torch.from_numpy(loss_mask[1:]) > 0
         p, labels = p[kept].detach(), row[0, 1:][kept]
         confidence += p.max(-1).values.tolist()
         right += (p.argmax(-1) == labels).tolist()
@@ -314,7 +315,7 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     log = [[json.loads(line) for line in (tmp_path / n / 'log.jsonl').open()]
            for n in ('one', 'two')]
     for a, b in zip(*log, strict=True):
-        for key in ('loss', 'nll', 'grad_norm', 'tokens', 'learnt_tokens'):
+        for key in ('loss', 'nll', 'grad_norm', 'tokens', 'supervised_tokens'):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
     # bfloat16 weights with the bits that float32 has more
     half = ['--dtype=bfloat16', '--save_dtype=float32']
