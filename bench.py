@@ -33,6 +33,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import checkpoint
 import metrics
 import model as models
 import stats
@@ -40,8 +41,9 @@ import train
 from configs import ConfigError, load_config
 from data.instruct import load_conversations
 from data.packing import pack
-from evaluate import (EvalConfig, evaluate, load_model_tokenizer, load_tasks, option_log_probs,
-                      prepare, tokenize_questions)
+from checkpoint import load_model_tokenizer
+from data.trees import tokenize_questions
+from evaluate import EvalConfig, evaluate, load_tasks, option_log_probs
 from fused_ce import smoothed_cross_entropy, token_statistics
 from report import write_text
 
@@ -566,7 +568,7 @@ def real_batches(data, tokenizer):
 def our_model(raw):
     torch.set_default_dtype(torch.bfloat16)
     with torch.device('cuda'):
-        model = models.CausalLM(models.ModelConfig.from_hf(raw))
+        model = models.CausalLM(checkpoint.config_from_hf(raw))
         model.init_weights()
     torch.set_default_dtype(torch.float32)
     return model
@@ -721,9 +723,10 @@ def our_eval(raw, folder, data, rate):
     cfg = EvalConfig(model=folder, tasks=(f'mmlu:{data}',), dtype='bfloat16', device='cuda',
                      out_dir=f'{folder}/out', overwrite=True)
     tokenizer, model = load_model_tokenizer(Path(folder)), our_model(raw).eval()
-    prepare(model, cfg)
+    models.compile_blocks(model)
     work = load_tasks(cfg)['mmlu']
-    trees = [tree for _, tree in tokenize_questions(work.items, work.solved, tokenizer, cfg, 8192)]
+    trees = [tree for _, tree in tokenize_questions(work.items, work.shots, tokenizer,
+                                                     add_bos=True, max_length=8192)]
     started = time.perf_counter()
     option_log_probs(model, trees[:16], pack_len=16384, trim=False)
     torch.cuda.synchronize()
@@ -738,7 +741,8 @@ def our_eval(raw, folder, data, rate):
     peak = torch.cuda.max_memory_allocated()
     graphs = compiled_graphs() - graphs
     prefixes = {tree.prefix for tree in trees}
-    tokens = sum(tree.size - len(tree.prefix) for tree in trees) + sum(map(len, prefixes))
+    tokens = sum(map(len, prefixes)) + sum(
+        len(tree.stem) + sum(map(len, tree.leaves)) for tree in trees)
     rows = -(-tokens // 16384)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         some = replace(work, items=work.items[:4000])

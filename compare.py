@@ -25,9 +25,10 @@ import scaling
 import stats
 from configs import ConfigError, load_config, read_assignments, require_range
 from data import DataError, forked_pool
+from outdir import write_text
 from report import (aligned, csv_text, draw_bins, draw_reliability, forked_processes, last_asked,
                     markdown, measure, predictions, read_samples, sample_order, save_figure,
-                    split_languages, task_title, warn_on_failure, write_text)
+                    split_languages, task_title, warn_on_failure)
 
 # over questions: metric, title, and which is better: more (1), less (-1) or neither (0)
 COMPARED = (('accuracy', 'accuracy', 1), ('entropy_bits', 'entropy (bits)', 0), ('ece', 'ECE', -1),

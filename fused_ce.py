@@ -1,32 +1,27 @@
 """Losses of an output layer that never hold all its logits: smoothed cross-entropy and others.
 
-For one token with hidden state h [D] and label y, output matrix W [V, D] and softcap c:
-
-    z = c tanh(W h / c), or W h without a softcap      the logits [V]
-    p = softmax(z)
-
-All losses below depend on the logits through a few sums over them, z_y, lse = log sum exp z,
-Z = sum z, S = sum p^2 and the entropy H, and their gradients have one form:
+For one token with hidden state h [D] and label y, output matrix W [V, D] and softcap c, the logits
+are z = c tanh(W h / c), or W h without a softcap, and p = softmax(z). Every loss here depends on
+them through a few sums, z_y, lse = log sum exp z, Z = sum z, S = sum p^2 and the entropy H, and has
+a gradient of one form,
 
     dloss/dz_j = p_j (a + b log p_j + c p_j) + e - f [j = y]
 
-where a, b, c, e and f are numbers of the token, made of the same sums. So one path serves them all,
-a chunk of tokens at a time: a product writes the chunk's logits, one kernel reads them for the sums,
-a few lines of torch on [n] vectors turn sums into coefficients, one kernel leaves the gradient in
-the logits' place, and two products read it for dh and dW. Three products, 6NDV operations: nothing
-exact can do with less. Of 8,192 tokens of Gemma 2 (V = 256,000) all logits are 4 GB in bfloat16,
-and plain torch makes several copies in float32; here only a chunk of them exists. What small chunks
-cost is the sum of dW over chunks: see `memory` in `fused_loss`.
+where a, b, c, e and f are numbers of the token, made of the same sums. So one path serves all, a
+chunk of tokens at a time: a product writes the logits, one kernel reads them for the sums, torch
+turns those into coefficients [n], one kernel leaves the gradient in the logits' place, and two
+products read it for dh and dW. Three products, 6NDV operations: nothing exact can do with less. Of
+8,192 tokens of Gemma 2 (V = 256,000) all logits are 4 GB in bfloat16, and plain torch makes several
+copies in float32; here only a chunk exists. The cost of small chunks is the sum of dW: see
+`memory` in `fused_loss`.
 
-The kernels are Triton and the products cuBLAS on a CUDA device; elsewhere the same chunks go through
-plain torch. This file imports nothing of ours and can be copied into another project.
+On a CUDA device the kernels are Triton and the products cuBLAS; elsewhere the same chunks go
+through plain torch. This file imports nothing of ours and can be copied into another project.
 """
 
 import ast
 import difflib
-import functools
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -44,8 +39,6 @@ MEMORY = {'cuda': 1_100_000_000, 'cpu': 2 ** 23}   # bytes of a chunk's logits; 
 LEAST_MEMORY = 2 ** 26      # what memory=0 stands for
 ROWS = 128                  # tokens: chunks are multiples of it, for whole tiles in the products
 BLOCK = 2048                # logits of a row that one program of four warps holds at a time
-INTEGERS = {torch.int8, torch.int16, torch.int32, torch.int64,  # what int64 can hold
-            torch.uint8, torch.uint16, torch.uint32}
 
 
 # ---- Losses --------------------------------------------------------------------------------------
@@ -83,8 +76,8 @@ class Loss:
     whole: bool = True          # False: a term
 
     def __add__(self, other):
-        _require(not (self.whole and other.whole), 'a sum of losses holds one whole loss, all others '
-                 'are terms (smoothing, z_loss, confidence_penalty): these two are whole')
+        _require(not (self.whole and other.whole), 'a sum holds one whole loss, and all others are '
+                 'terms (smoothing, z_loss, confidence_penalty), but these two are whole')
 
         def coefficients(s):
             x, y = self.coefficients(s), other.coefficients(s)
@@ -177,25 +170,21 @@ def parse_loss(text):
     Raises ValueError, with the nearest name for an unknown one.
     """
     try:
-        nodes = [ast.parse(text.strip(), mode='eval').body]
-        while isinstance(nodes[0], ast.BinOp) and isinstance(nodes[0].op, ast.Add):
-            nodes[:1] = nodes[0].left, nodes[0].right
-        terms = []
-        for node in nodes:
-            _require(isinstance(node, ast.Call) and isinstance(node.func, ast.Name),
-                     "write a sum of calls, such as 'focal(2) + z_loss(1e-4)' or 'brier()'")
-            name, arguments = node.func.id, [ast.literal_eval(x) for x in node.args]
-            near = difflib.get_close_matches(name, LOSSES, 1, 0)
-            _require(name in LOSSES, f'there is no {name!r}; did you mean {near[0]!r}?')
-            _require(all(type(x) in (int, float) for x in arguments) and not node.keywords,
-                     f'the arguments of {name} are numbers without names')
-            terms.append(LOSSES[name](*arguments))
-        return _whole(functools.reduce(operator.add, terms))
+        tree = ast.parse(text.strip(), mode='eval')
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id not in LOSSES:
+                near = difflib.get_close_matches(node.id, LOSSES, 1, 0)[0]
+                raise ValueError(f'there is no {node.id!r}; did you mean {near!r}?')
+            _require(isinstance(node, (ast.Expression, ast.BinOp, ast.Add, ast.Call, ast.Name,
+                                       ast.Load, ast.UnaryOp, ast.USub))
+                     or type(getattr(node, 'value', None)) in (int, float),
+                     "write a sum of calls with numbers, such as 'focal(2) + z_loss(1e-4)'")
+        return _whole(eval(compile(tree, text, 'eval'), {'__builtins__': {}}, LOSSES))
     except (SyntaxError, TypeError, ValueError) as error:
         raise ValueError(f'loss {text!r}: {error}') from None
 
 
-# ---- What to call ---------------------------------------------------------------------------------
+# ---- What to call --------------------------------------------------------------------------------
 
 @torch.compiler.disable
 def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100, reduction='mean',
@@ -212,25 +201,23 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
     num_items     int or 0-d tensor that divides the sum in 'mean' instead of the number of tokens:
                   give a whole step's number, and the losses of its micro-batches add up to its mean
     token_weight  float tensor of target's shape that multiplies each token's loss in the sum
-    memory        bytes for the logits of a chunk, of 128 tokens or more, beyond inputs and gradients;
-                  0 stands for 64 MiB; 1.1 GB by default on a GPU, 8 MiB on a CPU
+    memory        bytes for a chunk's logits, beyond inputs and gradients, but at least 128 tokens;
+                  0 stands for 64 MiB; by default 1.1 GB on a GPU and 8 MiB elsewhere
 
-    nll is the negative log-likelihood in the same reduction, without gradient: different losses
-    cannot be compared, it can.
+    nll is the negative log-likelihood in the same reduction, without gradient: losses that differ
+    cannot be compared, it can. Ignored tokens are dropped before the first product; if none is
+    left, loss and gradients are 0. With target on the CPU nothing waits for the device; for one on
+    a GPU the host fetches a count, once per call, unless ignore_index is None.
 
-    With little memory dW is summed over many chunks, each of which reads and writes it once more. In
-    float32 that sum is exact. In bfloat16 k chunks round k times, sqrt((k + 1) / 2) times the error
-    of one: measured with 8,192 tokens of Gemma 2 (V = 256,000), 1.0 times the error of plain torch
-    in bfloat16 at 1.1 GB (4 chunks), 1.1 at 500 MiB, 1.5 at 125 MiB and 1.9 at 64 MiB (64 chunks).
+    Every chunk reads and writes dW once more. float32 weights make that sum exact. In bfloat16, k
+    chunks round it k times: sqrt((k + 1) / 2) times the error of one rounding. Measured with 8,192
+    tokens of Gemma 2, that is 1.0 times the error of plain torch in bfloat16 at 1.1 GB (4 chunks),
+    1.1 at 512 MiB, 1.5 at 128 MiB and 1.9 at 64 MiB (64 chunks).
 
-    Ignored tokens are dropped before the first product; if none is left, loss and gradients are 0.
-    Keep target on the CPU, and nothing waits for the device; for one on a GPU the host fetches a
-    count, once per call, unless ignore_index is None. Gradients of 'mean' and 'sum' are computed in
-    the forward pass and handed over by the first backward pass. A second one, and each of 'none',
-    whose upstream gradients come per token, computes them from the start.
-
-    Raises ValueError for an argument that does not fit, and RuntimeError for create_graph=True. On a
-    GPU with ignore_index=None, a target out of range is a device assertion.
+    Gradients of 'mean' and 'sum' are computed in the forward pass and handed over by the first
+    backward pass. A second one, and each of 'none', computes them from the start. Raises ValueError
+    for an argument that does not fit, and RuntimeError for create_graph=True; on a GPU with
+    ignore_index=None a target out of range is a device assertion.
     """
     dtype = _check(hidden, weight, target, loss, softcap, ignore_index)
     _require(memory is None or memory >= 0, f'memory must be a number of bytes, got {memory}')
@@ -243,30 +230,23 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
     shape, device = target.shape, hidden.device
     hidden = hidden.reshape(-1, weight.shape[1])
     rows, target = _supervised(target, len(weight), ignore_index, device)
+    scale = torch.ones(shape, device=device)
     if token_weight is not None:
-        token_weight = _on_device(token_weight.detach().float().reshape(-1), device)
+        scale = _on_device(token_weight.detach().float(), device)
+    scale = scale.reshape(-1)
     if rows is not None:
-        hidden = hidden.index_select(0, rows)
-        token_weight = token_weight if token_weight is None else token_weight[rows]
-
-    scale = token_weight
-    if reduction != 'none':
-        n = len(target)
-        divisor = 1 if reduction == 'sum' or n == 0 else n if num_items is None else num_items
-        if isinstance(divisor, Tensor):
-            divisor = divisor.to(device, torch.float32).reshape(())
-        else:
-            _require(divisor > 0, f'num_items must be positive, got {divisor}')
-        scale = (torch.ones(n, device=device) if scale is None else scale) / divisor
-    value, nll = _FusedLoss.apply(hidden, weight, None if reduction == 'none' else scale,
+        hidden, scale = hidden.index_select(0, rows), scale[rows]
+    if reduction == 'mean' and len(target):
+        divisor = len(target) if num_items is None else num_items
+        _require(isinstance(divisor, Tensor) or divisor > 0,
+                 f'num_items must be positive, got {divisor}')
+        scale = scale / (divisor.reshape(()) if isinstance(divisor, Tensor) else divisor)
+    value, nll = _FusedLoss.apply(hidden, weight, scale, reduction != 'none',
                                   torch.is_grad_enabled(), (target, loss, softcap, dtype, memory))
     if reduction != 'none':
-        return value, (nll * scale).sum()
-    if scale is not None:
-        value, nll = value * scale, nll * scale
+        return value, nll
     if rows is not None:
-        zeros = value.new_zeros(shape.numel())
-        value, nll = zeros.index_copy(0, rows, value), zeros.index_copy(0, rows, nll)
+        value, nll = (x.new_zeros(shape.numel()).index_copy(0, rows, x) for x in (value, nll))
     return value.view(shape), nll.view(shape)
 
 
@@ -308,28 +288,29 @@ def token_statistics(hidden, weight, target, *, smoothing=0.0, softcap=None, ign
     if ignore_index is not None:
         ignored = target.long() == ignore_index
     _, labels = _supervised(target.long().masked_fill(ignored, 0), len(weight), None, hidden.device)
-    s, _, _ = _chunks(hidden.reshape(-1, weight.shape[1]), weight, None, (False, False), labels, loss,
-                      softcap, dtype, sums=('entropy', 'top_logit', 'top_token'))
+    s, _, _ = _chunks(hidden.reshape(-1, weight.shape[1]), weight, None, (False, False), labels,
+                      loss, softcap, dtype, sums=('entropy', 'top_logit', 'top_token'))
     ignored = _on_device(ignored.reshape(-1), hidden.device)
     value, nll = (x.masked_fill(ignored, 0) for x in (loss.value(s), s.nll))
     return TokenStatistics(*(x.view(target.shape) for x in (
         value, nll, s.lse, s.top_logit, s.top_token, s.entropy)))
 
 
-# ---- The path -------------------------------------------------------------------------------------
+# ---- The path ------------------------------------------------------------------------------------
 
 class _FusedLoss(torch.autograd.Function):
-    """The sum over tokens of scale * loss, or, if scale is None, each token's loss; and its NLL."""
+    """scale * loss and scale * NLL of each token, or their sums over tokens."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, scale, with_gradient, call):
-        need = [with_gradient and needed for needed in ctx.needs_input_grad[:2]]
+    def forward(ctx, hidden, weight, scale, summed, with_gradient, call):
+        need = [with_gradient and summed and needed for needed in ctx.needs_input_grad[:2]]
         s, *gradients = _chunks(hidden, weight, scale, need, *call)
-        ctx.scale, ctx.call, ctx.gradients = scale, call, None if scale is None else gradients
+        ctx.scale, ctx.call, ctx.gradients = scale, call, gradients if summed else None
         ctx.save_for_backward(hidden, weight)
-        value, nll = call[1].value(s), s.nll
+        value, nll = call[1].value(s) * scale, s.nll * scale
+        value, nll = (value.sum(), nll.sum()) if summed else (value, nll)
         ctx.mark_non_differentiable(nll)
-        return value if scale is None else (value * scale).sum(), nll
+        return value, nll
 
     @staticmethod
     def backward(ctx, upstream, _):
@@ -338,22 +319,22 @@ class _FusedLoss(torch.autograd.Function):
                                'create_graph=True')
         factor, gradients, ctx.gradients = upstream.float(), ctx.gradients, None
         if gradients is None:
-            scale = factor.contiguous() if ctx.scale is None else factor * ctx.scale
-            _, *gradients = _chunks(*ctx.saved_tensors, scale, ctx.needs_input_grad[:2], *ctx.call)
+            _, *gradients = _chunks(*ctx.saved_tensors, factor * ctx.scale,
+                                    ctx.needs_input_grad[:2], *ctx.call)
             factor = None
-        return (*(None if g is None else _scaled(g, factor, x.dtype)
-                  for g, x in zip(gradients, ctx.saved_tensors, strict=True)), None, None, None)
+        gradients = (None if g is None else _scaled(g, factor, x.dtype)
+                     for g, x in zip(gradients, ctx.saved_tensors, strict=True))
+        return *gradients, None, None, None, None
 
 
 def _chunks(hidden, weight, scale, need, target, loss, softcap, dtype, memory=None, sums=()):
     """RowSums of n tokens, and dh and dW of sum(scale * loss): the heart of this file.
 
-    hidden [n, D]; weight [V, D]; scale [n], or None, without gradients; need: whether dh and dW are
-    wanted, else they are None; target [n]; dtype: of the products. sums: RowSums to compute beside
-    those of the loss; with them the logits are float32.
+    hidden [n, D]; weight [V, D]; scale and target [n]; need: whether dh and dW are wanted, else
+    they are None; dtype: of the products. sums: RowSums to compute beside those of the loss; with
+    them the logits are float32.
     """
-    n, V = len(hidden), len(weight)
-    need_dh, need_dw = (needed and scale is not None for needed in need)
+    n, V, (need_dh, need_dw) = len(hidden), len(weight), need
     softcap = softcap and float(softcap)
     h, w = (x.to(dtype).contiguous() for x in (hidden, weight))
     if sums and not h.is_cuda:      # a CPU has no product of bfloat16 with a float32 result
@@ -371,7 +352,8 @@ def _chunks(hidden, weight, scale, need, target, loss, softcap, dtype, memory=No
     with torch.autocast(h.device.type, enabled=False):
         for start in range(0, n, max(1, len(buffer))):
             c = slice(start, start + len(buffer))
-            logits, rows = buffer[:n - start], RowSums(V, *(x if x is None else x[c] for x in s[1:]))
+            logits = buffer[:n - start]
+            rows = RowSums(V, *(x if x is None else x[c] for x in s[1:]))
             _product(h[c], w.T, logits)
             _row_sums(logits, h[c], w, target[c], rows, softcap)
             if need_dh or need_dw:
@@ -409,7 +391,8 @@ def _scaled(x, factor, dtype):
         _scale_kernel[(triton.cdiv(x.numel(), 16384),)](x, factor, x.numel(), BLOCK=16384)
         return x
     # One-dimensional, or torch would first round the float32 factor to a bfloat16 x's dtype.
-    return torch.mul(x, factor.view(1), out=x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
+    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+    return torch.mul(x, factor.view(1), out=out)
 
 
 def _row_sums(logits, h, w, target, s, softcap):
@@ -418,27 +401,20 @@ def _row_sums(logits, h, w, target, s, softcap):
     The label's logit is computed apart and takes its place in every sum: loss and gradient hang on
     it more than on any other, and rounding it to bfloat16 is the largest error of plain torch.
     """
-    V, D = w.shape
     if _use_triton(logits):
-        _row_sums_kernel[(len(logits),)](
-            logits, h, w, target, *s[1:], V, D, softcap, FAST=_fast(logits),
-            BOUNDED=softcap is not None and softcap <= 35,
-            BLOCK=min(BLOCK, triton.next_power_of_2(V)), num_warps=4)
+        wide = 4 if len(logits) < 512 else 1    # few rows: more threads for each
+        _row_sums_kernel[(len(logits),)](logits, h, w, target, *s[1:], *w.shape, softcap,
+                                         FAST=_fast(logits), BLOCK=wide * BLOCK, num_warps=4 * wide)
         return
     s.z_y.copy_(_capped((h.float() * w[target].float()).sum(1), softcap))
     z = _capped(logits.float(), softcap).scatter_(1, target[:, None], s.z_y[:, None])
-    torch.logsumexp(z, 1, out=s.lse)
-    if s.sum_z is not None:
-        torch.sum(z, 1, out=s.sum_z)
-    if s.top_logit is not None:
-        torch.max(z, 1, out=(s.top_logit, s.top_token))
-    if s.sum_p2 is not None or s.entropy is not None:
-        log_p = z - s.lse[:, None]
-        p = log_p.exp()
-        if s.entropy is not None:
-            s.entropy.copy_((p * log_p.clamp_min(-1e4)).sum(1).neg_())      # 0 log 0 = 0
-        if s.sum_p2 is not None:
-            torch.sum(p.square_(), 1, out=s.sum_p2)
+    lse = torch.logsumexp(z, 1, out=s.lse)[:, None]
+    how = {'sum_z': lambda: z.sum(1), 'sum_p2': lambda: (z - lse).exp_().square_().sum(1),
+           'entropy': lambda: torch.special.entr((z - lse).exp_()).sum(1),
+           'top_logit': lambda: z.amax(1), 'top_token': lambda: z.argmax(1)}
+    for name, compute in how.items():
+        if getattr(s, name) is not None:
+            getattr(s, name).copy_(compute())
 
 
 def _gradient(logits, target, s, coefficients, scale, softcap):
@@ -446,30 +422,23 @@ def _gradient(logits, target, s, coefficients, scale, softcap):
     n, V = logits.shape
     unknown = ', '.join(map(repr, coefficients.keys() - set('abcef')))
     _require(not unknown, f'the coefficients are a, b, c, e and f, got {unknown}')
-    numbers = [coefficients.get(name) for name in 'abcef']
+    numbers = [coefficients.get(name, 0 if name in 'aef' else None) for name in 'abcef']
     if _use_triton(logits):
         numbers = (x.float().expand(n).contiguous() if isinstance(x, Tensor) else
                    x if x is None else float(x) for x in numbers)
-        block = min(BLOCK, triton.next_power_of_2(V))
-        _gradient_kernel[(n, triton.cdiv(V, block))](
+        _gradient_kernel[(n, triton.cdiv(V, BLOCK))](
             logits, target, s.z_y, s.lse, scale, *numbers, V, softcap, FAST=_fast(logits),
-            BLOCK=block, num_warps=4)
+            BLOCK=BLOCK, num_warps=4)
         return
     a, b, c, e, f = (x.expand(n)[:, None] if isinstance(x, Tensor) else x for x in numbers)
     label = target[:, None]
     z = _capped(logits.float(), softcap).scatter_(1, label, s.z_y[:, None])
     log_p = z - s.lse[:, None]
     g = log_p.exp()     # p
-    factor = 0.0 if a is None else a
-    if b is not None:
-        factor = factor + b * log_p.clamp_min(-1e4)
-    if c is not None:
-        factor = factor + c * g
-    g *= factor
-    if e is not None:
-        g += e
-    if f is not None:
-        g.scatter_(1, label, g.gather(1, label) - f)
+    a = a if b is None else a + b * log_p.clamp_min(-1e4)   # not 0 * -inf
+    a = a if c is None else a + c * g
+    g = g.mul_(a).add_(e)
+    g.scatter_(1, label, g.gather(1, label) - f)
     if softcap is not None:
         g *= z.div_(softcap).square_().neg_().add_(1)
     logits.copy_(g.mul_(scale[:, None]))
@@ -488,7 +457,7 @@ def _fast(logits):
     return logits.is_cuda and logits.dtype == torch.bfloat16
 
 
-# ---- Triton kernels. Arithmetic is float32 throughout ---------------------------------------------
+# ---- Triton kernels. Arithmetic is float32 throughout --------------------------------------------
 
 if triton is not None:
     LOG2E = tl.constexpr(1.4426950408889634)
@@ -505,12 +474,12 @@ if triton is not None:
     @triton.jit
     def _row_sums_kernel(logits, hidden, weight, target, z_y, lse, sum_z, sum_p2, entropy,
                          top_logit, top_token, V, D, softcap, FAST: tl.constexpr,
-                         BOUNDED: tl.constexpr, BLOCK: tl.constexpr):
+                         BLOCK: tl.constexpr):
         """One program per row of logits; a sum whose pointer is None is not computed.
 
-        With x = z - maximum, the running maximum, it keeps the sums over j of exp x, exp 2x and
-        x exp x, spread over the block until the end. A new maximum rescales them. BOUNDED: |z| is
-        at most 35, so that sums of exp 2z stay in float32's range and the maximum can stay 0.
+        It reads blocks of lanes of eight logits. A lane keeps its running maximum and, with
+        x = z - maximum, its sums of exp x, exp 2x and x exp x, which a new maximum rescales. Lanes
+        meet only at the end, so that no block waits for all the threads.
         """
         row = tl.program_id(0).to(tl.int64)     # row * V passes 2**31
         logits += row * V
@@ -525,67 +494,61 @@ if triton is not None:
             label_z = _capped_of(label_z, softcap, False)
         tl.store(z_y + row, label_z)
 
-        maximum = 0.0 if BOUNDED else -3.0e38   # finite: a block of -inf gives no inf - inf
-        exps = tl.zeros([BLOCK], tl.float32)
-        squares = tl.zeros([BLOCK], tl.float32)
-        products = tl.zeros([BLOCK], tl.float32)
-        zs = tl.zeros([BLOCK], tl.float32)
-        top = tl.full([BLOCK], float('-inf'), tl.float32)
-        top_j = tl.zeros([BLOCK], tl.int32)
+        first = tl.arange(0, BLOCK // 8) * 8
+        maximum = tl.full([BLOCK // 8], -3.0e38, tl.float32)    # finite: -inf gives no inf - inf
+        exps = tl.zeros([BLOCK // 8], tl.float32)
+        squares = tl.zeros([BLOCK // 8], tl.float32)
+        products = tl.zeros([BLOCK // 8], tl.float32)
+        zs = tl.zeros([BLOCK // 8], tl.float32)
+        top = tl.zeros([BLOCK // 8], tl.int32)
         for i in tl.range(0, V, BLOCK, num_stages=3):
-            j = i + tl.arange(0, BLOCK)
+            j = i + first[:, None] + tl.arange(0, 8)[None, :]
             z = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
             if softcap is not None:
                 z = _capped_of(z, softcap, FAST)
             z = tl.where(j == y, label_z, z)    # no branches, or loads would not be pipelined
             if sum_z is not None:
-                zs += z         # past the end it is 0
+                zs += tl.sum(z, 1)      # past the end it is 0
             z = tl.where(j < V, z, float('-inf'))
-            if top_logit is not None:
-                top_j = tl.where(z > top, j, top_j)
-                top = tl.maximum(top, z)
-            if not BOUNDED:
-                new_maximum = tl.maximum(maximum, tl.max(z))
-                down = maximum - new_maximum
-                shrink = tl.exp2(down * LOG2E)
-                if entropy is not None:     # every x falls as the maximum rises
-                    products = (products + down * exps) * shrink
-                if sum_p2 is not None:
-                    squares *= shrink * shrink
-                exps *= shrink
-                maximum = new_maximum
-            x = z - maximum
+            if top_token is None:
+                highest = tl.max(z, 1)
+            else:
+                highest, at = tl.max(z, 1, return_indices=True)
+                top = tl.where(highest > maximum, i + first + at, top)
+            down = tl.minimum(maximum - highest, 0.0)
+            shrink = tl.exp2(down * LOG2E)
+            maximum = tl.maximum(maximum, highest)
+            x = z - maximum[:, None]
             exp = tl.exp2(x * LOG2E)
-            exps += exp
+            if entropy is not None:     # x falls as the maximum rises; not 0 * -inf
+                products = (products + down * exps) * shrink
+                products += tl.sum(tl.where(exp > 0, exp * x, 0.0), 1)
             if sum_p2 is not None:
-                squares += exp * exp
-            if entropy is not None:
-                products += tl.where(exp > 0, exp * x, 0.0)     # not 0 * -inf
-        total = tl.sum(exps)
-        log_total = tl.log(total)
-        tl.store(lse + row, maximum + log_total)
+                squares = squares * shrink * shrink + tl.sum(exp * exp, 1)
+            exps = exps * shrink + tl.sum(exp, 1)
+        highest = tl.max(maximum)
+        down = maximum - highest
+        shrink = tl.exp2(down * LOG2E)
+        total = tl.sum(exps * shrink)
+        tl.store(lse + row, highest + tl.log(total))
         if sum_z is not None:
             tl.store(sum_z + row, tl.sum(zs))
         if sum_p2 is not None:
-            tl.store(sum_p2 + row, tl.sum(squares) / total / total)
+            tl.store(sum_p2 + row, tl.sum(squares * shrink * shrink) / total / total)
         if entropy is not None:
-            tl.store(entropy + row, log_total - tl.sum(products) / total)
-        if top_logit is not None:
-            highest = tl.max(top)
+            mean_x = tl.sum((products + down * exps) * shrink) / total
+            tl.store(entropy + row, tl.log(total) - mean_x)
+        if top_token is not None:
             tl.store(top_logit + row, highest)
-            tl.store(top_token + row, tl.min(tl.where(top == highest, top_j, 2147483647)))
+            tl.store(top_token + row, tl.min(tl.where(maximum == highest, top, 2147483647)))
 
     @triton.jit
     def _of_row(x, row):
-        """A coefficient: a number per row, one for all, or None for 0."""
-        if x is None:
-            value = 0.0
-        elif isinstance(x, float):      # in the interpreter
-            value = x
-        elif x.dtype.is_ptr():
-            value = tl.load(x + row)
-        else:
-            value = x
+        """A coefficient: a pointer to a number per row, or one number for all."""
+        value = x
+        if not isinstance(x, float):    # a float only in the interpreter
+            if x.dtype.is_ptr():
+                value = tl.load(x + row)
         return value
 
     @triton.jit
@@ -626,7 +589,7 @@ if triton is not None:
             tl.store(x + i, (value * factor).to(x.dtype.element_ty), mask=i < size)
 
 
-# ---- Arguments ------------------------------------------------------------------------------------
+# ---- Arguments -----------------------------------------------------------------------------------
 
 def _require(holds, message):
     if not holds:
@@ -634,7 +597,7 @@ def _require(holds, message):
 
 
 def _whole(loss):
-    _require(isinstance(loss, Loss), f'loss must be one of this file, such as brier(), got {loss!r}')
+    _require(isinstance(loss, Loss), f'loss must be a Loss such as brier(), got {loss!r}')
     _require(loss.whole, 'the loss has terms only: add a whole one, as in cross_entropy() + '
                          'z_loss(1e-4)')
     return loss
@@ -647,21 +610,21 @@ def _check(hidden, weight, target, loss, softcap, ignore_index):
              f'{list(weight.shape)}')
     _require(target.shape == hidden.shape[:-1], f'target must have the leading shape of hidden, '
              f'{list(hidden.shape[:-1])}, got {list(target.shape)}')
-    _require(target.dtype in INTEGERS,
+    _require(not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool
+                  or target.dtype == torch.uint64),
              f'target must hold integer token ids that fit int64, got {target.dtype}')
     _require(ignore_index is None or isinstance(ignore_index, int),
              f'ignore_index must be an int or None, got {ignore_index!r}')
     _require(softcap is None or 0 < softcap < math.inf,
              f'softcap must be a positive number or None, got {softcap}')
     _whole(loss)
-    dtypes = {hidden.dtype, weight.dtype}
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        dtypes.add(dtype)
+    dtype, kind = hidden.dtype, hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
     else:
-        dtype = hidden.dtype
-        _require(len(dtypes) == 1, f'hidden is {hidden.dtype} but weight is {weight.dtype}: convert '
+        _require(dtype == weight.dtype, f'hidden is {dtype} but weight is {weight.dtype}: convert '
                  f'one of them, or call under torch.autocast')
+    dtypes = {dtype, hidden.dtype, weight.dtype}
     _require(torch.float16 not in dtypes, 'float16 is too narrow: the gradient of a smoothed label '
              'over V = 256,000 tokens is below its least number. Use bfloat16 or float32')
     _require(dtypes <= {torch.float32, torch.bfloat16},

@@ -156,13 +156,10 @@ def brier(probs, labels) -> float:
     Brier 1950, and `brier_score` of lm-evaluation-harness: summed over options, so twice the binary
     form of scikit-learn at K = 2. Padded options add nothing.
     """
-    return float(row_brier(*check_probs(probs, labels)).mean())
-
-
-def row_brier(probs, labels):
-    """Return the Brier score of each row, float64 [N]."""
+    probs, labels = check_probs(probs, labels)
     p_label = probs[np.arange(len(labels)), labels].astype(np.float64)
-    return np.einsum('ik,ik->i', probs, probs, dtype=np.float64) - 2 * p_label + 1
+    squares = np.einsum('ik,ik->i', probs, probs, dtype=np.float64)
+    return float((squares - 2 * p_label + 1).mean())
 
 
 def murphy(probs, labels, n_bins=10) -> dict[str, float]:
@@ -639,9 +636,9 @@ def report(probs, labels, n_options=None, *, scores=None) -> Report:
     elif scores is not None:
         raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
     largest, mce_count = mce_bin(*top)
-    result |= {'ece': ece(*top), 'ece_15': ece(*top, 15), 'mce': largest, 'mce_count': mce_count}
-    result |= {metric.__name__: metric(*top) for metric in (ece_equal_mass, ece_sweep,
-                                                            ece_debiased)}
+    result |= {'ece': ece(*top), 'ece_15': ece(*top, 15), 'mce': largest, 'mce_count': mce_count,
+               'ece_equal_mass': ece_equal_mass(*top), 'ece_sweep': ece_sweep(*top),
+               'ece_debiased': ece_debiased(*top)}
     if has_options:
         result |= {metric.__name__: metric(probs, labels, n_options=n_options)
                    for metric in (sce, ace, tace)}
@@ -677,7 +674,8 @@ def round_for_ties(values):
 def sort_by_confidence(probs, labels):
     """Return (confidence float64 [N], correct bool [N], tie_ends int [M]) by ascending confidence.
 
-    Tied rows stay in the order given; tie_ends holds the index after the last of each tie.
+    Tied rows keep the order given; tie_ends holds, for each distinct confidence, the index after
+    its last row.
     """
     confidence, correct = top_label(probs, labels)
     order = np.argsort(confidence, kind='stable')

@@ -1,12 +1,14 @@
 """AdamW that loses nothing to bfloat16.
 
-A bfloat16 weight has 8 significant bits: at a learning rate of 5e-6 a weight above 0.0026 stays
-where it is, since its update is less than half the distance to the next number. Two ways out:
+A bfloat16 weight has 8 significant bits: at a learning rate of 5e-6 a weight above 0.0026 never
+changes, because its update is less than half the distance to the next bfloat16 number. There are
+two remedies:
 
-    exact        an int16 beside each weight holds what float32 has more; the two together are the
-                 float32 master. The moments are float32: 12 bytes a weight, and its gradient.
-    stochastic   weights and moments are bfloat16 and rounded up or down at random, so that they are
-                 right on average. 6 bytes a weight, and its gradient.
+    exact        An int16 beside each weight holds the missing bits of float32; the two together are
+                 the float32 master weight. The moments are float32: 12 bytes per weight, plus the
+                 gradient.
+    stochastic   Weights and moments are bfloat16 and are rounded up or down at random, so that they
+                 are right on average: 6 bytes per weight, plus the gradient.
 
 Float32 weights are updated as they are. This file imports nothing of ours.
 """
@@ -23,16 +25,19 @@ from torch.distributed.tensor import DTensor
 class AdamW(torch.optim.Optimizer):
     """The update of torch.optim.AdamW, computed in float32 whatever the weights are.
 
-    `stochastic`: see above; it concerns bfloat16 weights only. Parameters may be DTensors; each
-    process then updates its part. A step is `begin`, one or more backward passes, `step`.
+    `stochastic` (see above) applies to bfloat16 weights only. Parameters may be DTensors; each
+    process then updates its part, with its `rank` in the random numbers. A step is `begin`, one or
+    more backward passes, `step`.
 
     Source: Loshchilov and Hutter 2019, algorithm 2, with the learning rate on the decay as well.
     """
 
     def __init__(self, params, lr: float, betas=(0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0, stochastic: bool = False, seed: int = 0):
+                 weight_decay: float = 0.0, stochastic: bool = False, seed: int = 0,
+                 rank: int = 0):
         super().__init__(params, {'lr': lr, 'weight_decay': weight_decay})
-        self.betas, self.eps, self.stochastic, self.seed = betas, eps, stochastic, seed
+        self.betas, self.eps, self.stochastic = betas, eps, stochastic
+        self.seed, self.rank = seed, rank
         self.steps = 0
         self.sums = {}              # parameter -> its gradient, summed in float32
         self.summing = False
@@ -50,11 +55,11 @@ class AdamW(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group['params']]
 
     def begin(self, micro_batches: int):
-        """Before the first backward pass of a step: says how many there will be.
+        """Begin a step of `micro_batches` backward passes.
 
-        Each pass makes bfloat16 gradients. One is used as it is; several are summed in float32, so
-        that a sum, too, has been rounded once per summand and no more. 'stochastic' has no room for
-        that and sums them in bfloat16.
+        Each pass makes bfloat16 gradients. A single one is used as it is; several are summed in
+        float32, so that each summand is rounded only once. 'stochastic' saves that memory and sums
+        in bfloat16.
         """
         self.summing = micro_batches > 1
 
@@ -68,14 +73,14 @@ class AdamW(torch.optim.Optimizer):
         p.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """The step's gradients, of this process's part of each parameter."""
+        """Return the step's gradients, of this process's part of each parameter."""
         if self.sums and self.summing:
             return [self.sums[p] if p in self.sums else _local(p.grad) for p in self.parameters()]
         return [_local(p.grad) for p in self.parameters()]
 
     @torch.no_grad()
     def step(self, scale: Tensor):
-        """One update with the gradients times `scale` (0-dim tensor), which then are forgotten."""
+        """Update with the gradients times `scale`, a 0-dim tensor, and clear them."""
         self.steps += 1
         beta1, beta2 = self.betas
         gradients, place = iter(self.gradients()), itertools.count()
@@ -96,7 +101,7 @@ class AdamW(torch.optim.Optimizer):
                 if 'low_bits' in state:
                     w, low = w.view(torch.int16), _local(state['low_bits']).view(shape)
                 elif p.dtype == torch.bfloat16:
-                    key = self.seed, self.steps, next(place), _rank()
+                    key = self.seed, self.steps, next(place), self.rank
                     seed = torch.tensor(hash(key) % 2 ** 31, dtype=torch.int32)
                 update(w, low, next(gradients).reshape(shape), *tensors, numbers, scale, seed)
         self.zero_grad()
@@ -107,7 +112,7 @@ class AdamW(torch.optim.Optimizer):
             total.zero_()
 
     def master(self, p: Tensor) -> Tensor:
-        """The float32 weight that is trained: `p` with its missing bits, whole on every process."""
+        """Return the float32 master of `p`: with its missing bits, whole on every process."""
         low = self.state.get(p, {}).get('low_bits')
         p = p.detach()
         if isinstance(p, DTensor):
@@ -119,19 +124,15 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
 def _join(high: Tensor, low: Tensor) -> Tensor:
     return ((high.int() << 16) + low.int()).view(torch.float32)
 
 
 def _update(w, low, g, m, v, numbers, scale, seed):
-    """Updates w, low, m and v, matrices of one shape like g, in place.
+    """Update w, low, m and v in place; all are matrices of the shape of g.
 
-    Exact: w and low are int16, the halves of the master. The upper one is the master rounded to the
-    nearest bfloat16, not cut off, which would shrink all weights: so the lower one has a sign.
+    Exact: w and low are int16, the two halves of the master. The upper half is the master rounded
+    to the nearest bfloat16, since truncation would shrink all weights; so the lower half is signed.
     Stochastic: `seed` is a 0-dim int32 tensor.
     """
     gain1, beta2, gain2, step_size, root2, eps, decay = numbers.unbind()
@@ -148,7 +149,7 @@ def _update(w, low, g, m, v, numbers, scale, seed):
     elif seed is not None:
         index = torch.arange(w.numel(), dtype=torch.int32, device=w.device).view(w.shape)
         noise = _noise(index, seed)
-        # 16 bits each; those that the first moment shares with a neighbour are low ones of one
+        # 16 bits each, overlapping: bits that two values share are low bits of one of them
         x, new_m, new_v = (_round(y, noise >> shift)
                            for y, shift in ((x, 0), (new_m, 8), (new_v, 16)))
     m.copy_(new_m)
@@ -159,19 +160,19 @@ def _update(w, low, g, m, v, numbers, scale, seed):
 
 @functools.cache
 def _compiled_update():
-    # one kernel, once for the first length and once for all others
+    # compiled twice: for the first length, and once for all other lengths
     return torch.compile(_update)
 
 
 def _noise(index: Tensor, seed: Tensor) -> Tensor:
-    """32 random bits for each int32 index: a hash of few operations, since updates wait for it."""
-    # the masks make the shifts logical: int32 keeps its sign, and the top bits would cancel
+    """Return 32 random bits for each int32 index: a hash of few operations, so that it is fast."""
+    # the masks make the shifts logical: an int32 shift copies the sign, and top bits would cancel
     x = (index ^ seed) * -0x61c88647
     x = (x ^ ((x >> 15) & 0x1ffff)) * 0x7feb352d
     return x ^ ((x >> 16) & 0xffff)
 
 
 def _round(x: Tensor, noise: Tensor) -> Tensor:
-    """Float32 x, up or down to bfloat16: the nearer, the more often. Uses the lower 16 bits."""
+    """Round float32 x up or down to bfloat16, the nearer more often, by 16 bits of noise."""
     bits = (x.view(torch.int32) + (noise & 0xffff)) & -0x10000
     return bits.view(torch.float32).to(torch.bfloat16)

@@ -20,6 +20,7 @@ import metrics
 import scaling
 import stats
 from data import DataError, forked_pool, read_rows
+from outdir import claim, write_text
 
 # the columns of a table: key in a report, title, format
 SHORT = (('n', 'questions', 'd'), ('accuracy', 'accuracy', '.3f'),
@@ -437,7 +438,10 @@ def print_report(runs, out_dir, pictures=True):
                 s for s in last_asked(read_samples(Path(folder) / 'samples.jsonl'))
                 if s['task'] == task and s.get('split') != 'validation'], result['norm']))
                 for name, result, folder in rows]
-            draw_reliability(Path(out_dir) / f'reliability-{task}.png', panels)
+            path = Path(out_dir) / f'reliability-{task}.png'
+            with warn_on_failure(path):
+                claim(out_dir, path.name)
+                draw_reliability(path, panels)
 
 
 def to_markdown(results):
@@ -506,13 +510,6 @@ def warn_on_failure(name):
     except Exception as error:      # matplotlib raises many kinds
         print(f'warning: {name} was not written: {type(error).__name__}: {error}',
               file=sys.stderr)
-
-
-def write_text(path, text):
-    """Write a file under a temporary name, then rename it: it is never there in part."""
-    part = Path(f'{path}.tmp')
-    part.write_text(text, encoding='utf-8')
-    os.replace(part, path)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -602,6 +599,7 @@ def draw_loss(out_dir):
     """Draw loss, NLL and gradient norm by step, from log.jsonl to loss.png."""
     out_dir = Path(out_dir)
     with warn_on_failure(out_dir / 'loss.png'):
+        claim(out_dir, 'loss.png')
         import matplotlib
         matplotlib.use('Agg')
         import matplotlib.pyplot as plt
@@ -644,7 +642,7 @@ def figure_title(text, width):
 
 
 def save_figure(figure, path, dpi):
-    """Write a PNG as `write_text` writes a text, and close the figure."""
+    """Write a PNG under a temporary name, rename it, and close the figure."""
     import matplotlib.pyplot as plt
     part = f'{path}.tmp'
     figure.savefig(part, format='png', dpi=dpi)

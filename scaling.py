@@ -15,19 +15,8 @@ for input that does not fit this description.
 
 import numpy as np
 
-from metrics import (
-    bin_means,
-    check_confidence,
-    check_count,
-    check_labels,
-    check_predictions,
-    check_range,
-    equal_width_bins,
-    real_array,
-    refuse,
-    round_for_ties,
-    softmax,
-)
+from metrics import (bin_means, check_confidence, check_count, check_labels, check_predictions,
+                     check_range, equal_width_bins, real_array, refuse, round_for_ties, softmax)
 
 
 def fit_temperature(scores, labels) -> float:

@@ -18,29 +18,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from metrics import (
-    check_count,
-    check_n_options,
-    check_probs,
-    check_range,
-    ece,
-    equal_chunk_ends,
-    equal_width_bins,
-    label_nll,
-    real_array,
-    round_for_ties,
-    rounded_chunk_ends,
-    row_brier,
-    row_entropy,
-    top_label,
-)
+from metrics import (check_count, check_n_options, check_probs, check_range, ece, equal_chunk_ends,
+                     equal_width_bins, label_nll, real_array, round_for_ties, rounded_chunk_ends,
+                     row_entropy, top_label)
 
 # The bootstrap of the binned metrics
 #
 # A resample is a count of how often each row was drawn. Means and sums over fixed bins are products
 # of a matrix of counts [R, N] with per-row columns [N, width]. A metric of sorted rows needs
 # cumulative sums in an order that is found once, and no sorting.
-
 
 MEANS = ('accuracy', 'confidence', 'gap', 'entropy_bits', 'nll', 'brier')
 
@@ -70,7 +56,9 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     workspace = np.empty((2, chunk, n))     # once: new memory would cost as much as the sums
     for counts, sums in _resample(columns, n, n_resamples, chunk, seed):
         values = {name: sums[name][:, 0] / n for name in MEANS if name in sums}
-        values |= _equal_width_metrics(sums, n)
+        bin_gaps = np.abs(sums['bin gaps'])
+        values['ece'] = bin_gaps.sum(1) / n
+        values['mce'] = (bin_gaps / np.maximum(sums['bin counts'], 1)).max(1)
         values |= _sorted_metrics(counts, by_confidence, workspace)
         if by_option:
             values |= _option_metrics(counts, sums, by_option, workspace)
@@ -91,9 +79,10 @@ def _option_columns(probs, labels, n_options, scores):
     """The same of every option: ({name: float64 [N, width]}, [_SortedGaps of option k])."""
     probs, labels = check_probs(probs, labels)
     n_options = check_n_options(n_options, probs, labels)
+    p = probs.astype(np.float64)
     means = {'entropy_bits': row_entropy(probs) / np.log(2),
              'nll': label_nll(probs, labels, scores),
-             'brier': row_brier(probs, labels)}
+             'brier': (p**2).sum(1) - 2 * p[np.arange(len(p)), labels] + 1}
     columns = {name: x[:, None] for name, x in means.items()}
     bin_gaps, by_option = [], []
     options = np.arange(n_options.max())
@@ -127,11 +116,6 @@ def _resample(columns, n, n_resamples, chunk, seed):
         products = padded.reshape(-1, 16, blocks, 128).swapaxes(1, 2) @ design
         sums = products.sum(1).reshape(len(padded), -1)[:size]
         yield counts, dict(zip(columns, np.split(sums, ends[:-1], axis=1), strict=True))
-
-
-def _equal_width_metrics(sums, n):
-    gaps = np.abs(sums['bin gaps'])
-    return {'ece': gaps.sum(1) / n, 'mce': (gaps / np.maximum(sums['bin counts'], 1)).max(1)}
 
 
 class _SortedGaps(NamedTuple):

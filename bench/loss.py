@@ -260,7 +260,7 @@ def interleaved(steps, rounds, hidden, weight):
     for _ in range(rounds):
         for name, step in steps.items():
             clear(hidden, weight)
-            ms[name].append(do_bench(step, warmup=40, rep=150, return_mode='median'))
+            ms[name].append(do_bench(step, warmup=25, rep=100, return_mode='median'))
     return {name: statistics.median(values) for name, values in ms.items()}
 
 

@@ -12,4 +12,4 @@ max_length = 4096
 pack_len = 4096
 val_size = 256
 
-eval_tasks = ('mmlu', 'arc_easy', 'hellaswag')
+eval = {'tasks': ('mmlu', 'arc_easy', 'hellaswag')}

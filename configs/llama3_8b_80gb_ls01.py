@@ -1,5 +1,7 @@
-"""Llama 3.1 8B, all weights, on an 80 GB card: bfloat16 with stochastic rounding, blocks computed
-twice. 63 GiB at their peak.
+"""Llama 3.1 8B, all weights, on an 80 GB card (peak 63 GiB).
+
+The weights and the optimizer state are bfloat16 with stochastic rounding, and the activations are
+computed again in the backward pass.
 """
 
 out_dir = 'out/llama3_8b_80gb_ls01'
@@ -16,4 +18,4 @@ max_length = 4096
 pack_len = 4096
 val_size = 256
 
-eval_tasks = ('mmlu', 'arc_easy', 'hellaswag')
+eval = {'tasks': ('mmlu', 'arc_easy', 'hellaswag')}

@@ -1,4 +1,4 @@
-"""Llama 3.1 8B with LoRA on a 24 GB card: under 20 GiB at the peak."""
+"""Llama 3.1 8B with LoRA on a 24 GB card (peak below 20 GiB)."""
 
 out_dir = 'out/llama3_8b_lora_ls01'
 model = 'meta-llama/Llama-3.1-8B'
@@ -15,4 +15,4 @@ max_length = 4096
 pack_len = 4096
 val_size = 256
 
-eval_tasks = ('mmlu', 'arc_easy', 'hellaswag')
+eval = {'tasks': ('mmlu', 'arc_easy', 'hellaswag')}

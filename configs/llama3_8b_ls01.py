@@ -1,6 +1,6 @@
-"""Llama 3.1 8B on the Tulu 3 mixture with label smoothing 0.1, on a card of 140 GB.
+"""Llama 3.1 8B on the Tulu 3 mixture with label smoothing 0.1, on a card with 140 GB.
 
-The other two configs of it fit 80 GB (all weights) and 24 GB (LoRA).
+llama3_8b_80gb_ls01.py trains all weights on 80 GB, llama3_8b_lora_ls01.py adapters on 24 GB.
 """
 
 out_dir = 'out/llama3_8b_ls01'
@@ -16,4 +16,4 @@ max_length = 4096
 pack_len = 4096
 val_size = 256
 
-eval_tasks = ('mmlu', 'arc_easy', 'hellaswag')
+eval = {'tasks': ('mmlu', 'arc_easy', 'hellaswag')}

@@ -1,15 +1,19 @@
-"""The defaults of open-instruct at commit e363290, the training setup the label-smoothing paper
-names, with the paper's smoothing. What the paper leaves open, and what stands here:
+"""The defaults of open-instruct (commit e363290) with the label-smoothing paper's smoothing.
 
-- BOS: the template has none and `--add_bos` is off by default. Gemma without BOS breaks down, so
-  its runs may have had one.
-- Loss: the mean over the tokens of a micro-batch of one sequence, averaged over the 128 of a step:
-  'sequence'. Its Tulu 3 recipe says `sum`, which with clipping and Adam is close to 'token'.
-- Dropout: the paper's "dropout 0.1" is open-instruct's `lora_dropout`; full fine-tuning has none.
-- Clipping: off in its own flags, but DeepSpeed's "auto" fills in 1.0.
-- Vocabulary: it adds a padding token and pads the embedding to a multiple of 8; smoothing then also
-  reaches those rows (8 of 128,264 for Llama 3). Here the vocabulary stays as it is.
-- Weight decay is 0, warm-up 3 % of the steps, the schedule linear to 0, as in its scripts.
+The paper names open-instruct as its training code. What it leaves open, and the choice made here:
+
+- BOS: the template has none and open-instruct's `--add_bos` is off by default. Gemma breaks down
+  without BOS, so the paper's Gemma runs may have had one.
+- Loss: open-instruct averages over the tokens of each micro-batch of one sequence, then over the
+  128 sequences of a step, which is 'sequence'. Its Tulu 3 recipe uses `sum`, which with clipping
+  and Adam is close to 'token'.
+- Dropout: the paper's "dropout 0.1" is open-instruct's dropout on the input of LoRA adapters
+  (`lora_dropout`). Full fine-tuning, as here, has no dropout.
+- Clipping: off in open-instruct's own flags, but DeepSpeed's "auto" setting makes it 1.0.
+- Vocabulary: open-instruct adds a padding token and pads the embedding to a multiple of 8, so that
+  smoothing also reaches those rows (8 of 128,264 for Llama 3). Here the vocabulary is unchanged.
+- Weight decay is 0, the warm-up takes 3 % of the steps, and the learning rate then falls linearly
+  to 0, as in open-instruct's scripts.
 """
 
 out_dir = 'out/paper_openinstruct'
@@ -31,8 +35,6 @@ weight_decay = 0.0
 grad_clip = 1.0
 max_length = 4096
 pack_len = 4096
-attn_dropout = 0.0
-resid_dropout = 0.0
 seed = 42
 
-eval_tasks = ('mmlu', 'arc_easy', 'hellaswag')
+eval = {'tasks': ('mmlu', 'arc_easy', 'hellaswag')}

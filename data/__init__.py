@@ -1,6 +1,7 @@
-"""Raw files to tokens or to questions. This file: finding files and reading rows out of them."""
+"""Raw files to tokens or to questions. This file finds data files and reads rows from them."""
 
 import codecs
+import collections
 import contextlib
 import csv
 import gzip
@@ -15,19 +16,19 @@ from pathlib import Path
 
 
 class DataError(ValueError):
-    """A data file, row or tokenizer that cannot be used; the message names the place."""
+    """A data file, row or tokenizer that cannot be used; the message names file and line."""
 
 
 @contextlib.contextmanager
 def forked_pool(processes, initializer=None, *arguments):
-    """A multiprocessing.Pool of forked processes, in each of which initializer(*arguments) has run.
+    """A multiprocessing.Pool of forked processes that have each called initializer(*arguments).
 
-    The arguments are inherited, not pickled. SIGTERM ends a worker at once, whatever handler the
-    process that forks has: Pool ends its workers by it, and one that was just about to wait for a
-    task would wait for ever, for a handler in Python that never gets to run.
+    The arguments are inherited, not pickled. A worker does not run the signal handlers of its
+    parent: Pool ends its workers by SIGTERM, and a worker that is about to wait for a task would
+    never get to run a handler written in Python. Ctrl-C is left to the parent, which ends them.
     """
-    # SIGTERM waits until the worker has set its own action: it may come right after the fork
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # a signal right after the fork waits until the worker has replaced those handlers
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         pool = multiprocessing.get_context('fork').Pool(
             processes, _begin_worker, (initializer, arguments))
@@ -41,20 +42,19 @@ def forked_pool(processes, initializer=None, *arguments):
 
 def _begin_worker(initializer, arguments):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)    # Ctrl-C: the parent ends its workers
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
     if initializer:
         initializer(*arguments)
 
 
 def fetch(source, patterns, revision=None):
-    """Files of a dataset: `source` if it is a file, else those in a folder or a hub dataset.
+    """Return the files of a dataset, a sorted list of paths; raises DataError.
 
     source:   a file, a folder, or a hub dataset name like 'allenai/tulu-3-sft-mixture'
-    patterns: globs; the first that matches anything in the folder decides. With '*.zip' among them
-              an archive that the hub has instead is unpacked first
-    revision: the hub commit, tag or branch to read; pin it, datasets change
-    Returns a sorted list of paths; raises DataError.
+    patterns: globs; the first one with a match in the folder decides. If '*.zip' is among them, an
+              archive on the hub is downloaded and unpacked first
+    revision: the hub commit, tag or branch to read; pin it, because datasets change
     """
     path = local_path(source)
     if path.is_file():
@@ -71,7 +71,7 @@ def fetch(source, patterns, revision=None):
 
 
 def local_path(source):
-    """`source` as a Path, `~` expanded; raises DataError for the home of an unknown user."""
+    """Return `source` as a Path with `~` expanded; raises DataError for an unknown user."""
     try:
         return Path(source).expanduser()
     except RuntimeError as error:
@@ -80,7 +80,7 @@ def local_path(source):
 
 @contextlib.contextmanager
 def writing(path):
-    """Raise DataError that names `path` where writing fails: a full disk's own error does not."""
+    """Name `path` in the error when writing fails: the error of a full disk does not."""
     try:
         yield
     except OSError as error:
@@ -88,25 +88,22 @@ def writing(path):
 
 
 def _download(name, patterns, revision):
-    from huggingface_hub import snapshot_download
+    from checkpoint import CheckpointError, download
     try:
-        folder = Path(snapshot_download(name, repo_type='dataset', revision=revision,
-                                        allow_patterns=list(patterns)))
-        for archive in folder.glob('*.zip'):
-            unpacked = archive.with_suffix('')
-            if not unpacked.exists():
+        folder = download(name, patterns, revision, repo_type='dataset')
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+    for archive in folder.glob('*.zip'):
+        unpacked = archive.with_suffix('')
+        if not unpacked.exists():
+            with writing(unpacked):
                 shutil.unpack_archive(archive, f'{unpacked}.tmp')
                 os.replace(f'{unpacked}.tmp', unpacked)
-        return folder
-    except Exception as error:  # the hub raises many kinds, of its own and of its HTTP client
-        reason = str(error).strip().split('\n')[0]
-        raise DataError(f'there is no file or folder {name}, and getting the dataset {name} from '
-                        f'the hub failed ({type(error).__name__}: {reason}); check the name and '
-                        f'the network') from error
+    return folder
 
 
 def require_text(value, what):
-    """`value` if it is a string that can be written as UTF-8; raises DataError naming `what`."""
+    """Return `value` if it is a string of valid Unicode; raises DataError that names `what`."""
     if not isinstance(value, str):
         raise DataError(f'{what} is not text but {type(value).__name__}')
     try:
@@ -117,7 +114,8 @@ def require_text(value, what):
 
 
 def decode(raw, path, line=1):
-    """The text of UTF-8 bytes that begin at `line` of a file; raises DataError with the line."""
+    """Return the text of UTF-8 bytes that begin at `line` of a file; the DataError names the line.
+    """
     try:
         return raw.decode('utf-8')
     except UnicodeDecodeError as error:
@@ -127,7 +125,7 @@ def decode(raw, path, line=1):
 
 
 def read_text(path):
-    """The text of a UTF-8 file, line ends as '\\n'; raises DataError."""
+    """Return the text of a UTF-8 file with '\\n' as line ends; raises DataError."""
     try:
         raw = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
@@ -136,11 +134,11 @@ def read_text(path):
 
 
 def read_rows(path):
-    """Yields (place, row) from a .json list, .jsonl, .csv or .parquet file, plain or gzipped.
+    """Yield (place, row) from a .json list, .jsonl, .csv or .parquet file, plain or gzipped.
 
-    `place` is 'file:line' (row number for parquet and JSON lists, counted from 1). A row is a dict,
-    or a list of strings for a csv; a line that does not parse comes as the DataError itself, so
-    that the caller can stop or skip. An unreadable file raises DataError.
+    `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
+    a dict, or a list of strings for csv. A line that cannot be parsed is yielded as a DataError, so
+    that the caller can stop or skip it. A file that cannot be read raises DataError.
     """
     path = Path(path)
     readers = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows}
@@ -172,7 +170,7 @@ def _reading(path):
 
 
 def count_rows(paths):
-    """About how many rows `read_rows` will give, for a progress bar; a .json list is parsed."""
+    """Return roughly how many rows `read_rows` will yield, for a progress bar."""
     return sum(_count(Path(path)) for path in paths)
 
 
@@ -186,7 +184,7 @@ def _count(path):
 
 
 def _lines(path, file):
-    """(number, raw line) of an open file, without the byte order mark."""
+    """Yield (number, raw line) of an open file, without the byte order mark."""
     for number, raw in enumerate(file, 1):
         yield number, raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
 
@@ -214,9 +212,9 @@ def _parse_json(text, path, line=1):
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f'{path}:{line + error.lineno - 1}: broken JSON: {error.msg} at column '
-                        f'{error.colno}') from error
-    except (ValueError, RecursionError) as error:   # an endless number; brackets without end
+        raise DataError(f'{path}:{line + error.lineno - 1}: broken JSON: {error.msg} (column '
+                        f'{error.colno})') from error
+    except (ValueError, RecursionError) as error:   # thousands of digits, or nested brackets
         raise DataError(f'{path}:{line}: unusable JSON: {error}') from error
 
 
@@ -234,7 +232,7 @@ def _open_parquet(path):
     import pyarrow.parquet
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f'{path}: not a readable parquet file: {error}') from error
 
 
@@ -246,14 +244,14 @@ def _parquet_rows(path):
             for row in _batch_rows(batch, path, number):
                 number += 1
                 yield f'{path}: row {number}', row
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f'{path}: damaged after row {number}: {error}') from error
 
 
 def _batch_rows(batch, path, number):
     try:
         return batch.to_pylist()
-    except UnicodeDecodeError:      # one string of the batch: find its row
+    except UnicodeDecodeError:      # in one of the rows: find it
         pass
     rows = []
     for i in range(batch.num_rows):
@@ -264,21 +262,23 @@ def _batch_rows(batch, path, number):
     return rows
 
 
-BAD_ROW = (DataError, KeyError, TypeError, AttributeError)    # what parsing a bad row raises
+# what parsing a bad row raises: wrong fields are found by using them
+BAD_ROW = (DataError, KeyError, TypeError, AttributeError)
 
 
 def row_error(place, error):
-    """The DataError that says what is wrong with the row at `place`."""
+    """Return a DataError that says what is wrong with the row at `place`."""
     message = str(error) if isinstance(error, DataError) else (
         f'not the fields of its format: {error!r}')
+    message = message.encode('utf-8', 'backslashreplace').decode()  # lone surrogates do not print
     return DataError(message if message.startswith(place) else f'{place}: {message}')
 
 
 def parse_rows(rows, parse, on_bad_row):
-    """(items, messages of bad rows) of (place, row) pairs; 'stop' raises the first as DataError.
+    """Return (items, messages of bad rows) of (place, row) pairs; 'stop' raises the first message.
 
-    parse(row, number) makes an item or None of a row; `number` counts the rows before it, from 0.
-    An item is given its `place`, and an `id` that no other has: the second x becomes x#2.
+    parse(row, number) returns an item, or None to ignore the row; `number` counts from 0. Items are
+    given their `place`, and their `id` is made unique: the second 'x' becomes 'x#2'.
     """
     items, bad, seen = [], [], {}
     for place, row in rows:
@@ -304,10 +304,10 @@ def _unique(id, seen):
 
 
 def draw(items, limit, seed):
-    """At most `limit` items of each language, evenly over its subjects, in their own order.
+    """Return at most `limit` items of each language, drawn evenly from its subjects, in order.
 
-    Which ones they are depends on the seed, their subjects and their ids alone. A larger limit
-    takes the same ones and more; languages that share ids get the same questions.
+    The choice depends only on the seed and on the items' subjects and ids. A larger limit contains
+    the sample of a smaller one; languages that share ids get the same questions.
     """
     if limit is None:
         return items
@@ -315,10 +315,11 @@ def draw(items, limit, seed):
     def rank(*key):
         return hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
 
-    turns, drawn = {}, {}   # how many of a subject were in line before; the line of each language
+    counts, queues = collections.Counter(), collections.defaultdict(list)
     for i in sorted(range(len(items)), key=lambda i: rank(items[i].subject, items[i].id)):
         language, subject = items[i].language, items[i].subject
-        turn = turns[language, subject] = turns.get((language, subject), 0) + 1
-        drawn.setdefault(language, []).append((turn, rank(subject), i))
-    return [items[i] for i in sorted(i for line in drawn.values()
-                                     for _, _, i in sorted(line)[:limit])]
+        # the first of every subject goes before the second of any
+        counts[language, subject] += 1
+        queues[language].append((counts[language, subject], rank(subject), i))
+    return [items[i] for i in sorted(i for queue in queues.values()
+                                     for _, _, i in sorted(queue)[:limit])]

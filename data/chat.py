@@ -1,8 +1,8 @@
 """Conversations to token ids with a loss mask, in the Tulu, Llama 3, Gemma and Mistral templates.
 
 A template turns messages into segments: plain text, or the id of a control token, each with a flag
-that says whether it is learnt. Neighbouring text is encoded at once, but never across a change of
-the flag: prompt and answer meet at the same token boundary in training as in generation.
+that says whether it is supervised. Adjacent text is encoded together, but never across a change of
+the flag: prompt and answer then meet at the same token boundary in training as in generation.
 """
 
 from data import DataError, require_text
@@ -11,52 +11,54 @@ ROLES = ('system', 'user', 'assistant')
 
 
 def encode_conversation(messages, tokenizer, template='tulu', add_bos=True):
-    """(ids, learnt): two lists of equal length, int token ids and 0 or 1.
+    """Return (token ids, loss mask), two lists of equal length; the mask is 0 or 1 per token.
 
     messages: [{'role': 'system' | 'user' | 'assistant', 'content': str}, ...]
-    Learnt are the assistant's words and the token that ends its turn. Raises DataError for a
-    conversation that the template cannot hold or that has nothing to learn.
+    Supervised tokens are the assistant's text and the token that ends its turn. Raises DataError
+    for a conversation that does not fit the template or has no assistant text.
     """
-    _check(messages)
+    _check_messages(messages)
     ids = [tokenizer.bos_id] if add_bos else []
-    learnt = [0] * len(ids)
-    text, text_learnt, first = '', False, True
+    loss_mask = [0] * len(ids)
+    text, text_supervised, first = '', False, True
 
     def flush():
         nonlocal text, first
         if text:
             piece = tokenizer.encode(text, start=first)
             ids.extend(piece)
-            learnt.extend([int(text_learnt)] * len(piece))
+            loss_mask.extend([int(text_supervised)] * len(piece))
             text, first = '', False
 
-    for segment, flag in TEMPLATES[template](messages, tokenizer):
-        if isinstance(segment, int) or flag != text_learnt:
+    for segment, supervised in TEMPLATES[template](messages, tokenizer):
+        if isinstance(segment, int) or supervised != text_supervised:
             flush()
-        text_learnt = flag
+        text_supervised = supervised
         if isinstance(segment, int):
             ids.append(segment)
-            learnt.append(int(flag))
+            loss_mask.append(int(supervised))
             first = False
         else:
             text += segment
     flush()
-    return ids, learnt
+    return ids, loss_mask
 
 
-def _check(messages):
+def _check_messages(messages):
     if not messages:
         raise DataError('a conversation without messages')
     for message in messages:
         if message.get('role') not in ROLES:
-            raise DataError(f'role {message.get("role")!r}; the roles are {", ".join(ROLES)}')
+            raise DataError(f'role {message.get("role")!r}; wanted {", ".join(ROLES[:-1])} or '
+                            f'{ROLES[-1]}')
         require_text(message.get('content'), f'the content of a {message["role"]} message')
     if not any(m['role'] == 'assistant' and m['content'].strip() for m in messages):
         raise DataError('no answer: there is no assistant message with text')
 
 
 def tulu(messages, tokenizer):
-    """open-instruct's template: tags in plain text, EOS after each answer, no system default."""
+    """open-instruct's template: tags as plain text, EOS after each answer, no default system turn.
+    """
     for i, message in enumerate(messages):
         answer = message['role'] == 'assistant'
         yield f'<|{message["role"]}|>\n', False
@@ -64,7 +66,7 @@ def tulu(messages, tokenizer):
         if answer:
             yield tokenizer.eos_id, True
             if i < len(messages) - 1:
-                yield '\n', True  # belongs to the answer in open-instruct's mask
+                yield '\n', True  # supervised in open-instruct too
 
 
 def llama3(messages, tokenizer):
@@ -81,8 +83,7 @@ def llama3(messages, tokenizer):
 
 
 def gemma(messages, tokenizer):
-    """Gemma 2's instruct template; it has no system role, so that text opens the first user turn.
-    """
+    """Gemma 2's instruct template; without a system role: system text opens the first user turn."""
     control = _controls(tokenizer, '<start_of_turn>', '<end_of_turn>')
     for message in _system_into_user(messages):
         answer = message['role'] == 'assistant'
@@ -94,8 +95,7 @@ def gemma(messages, tokenizer):
 
 
 def mistral(messages, tokenizer):
-    """Mistral's instruct template: control tokens where the tokenizer has them (v0.3), else text.
-    """
+    """Mistral's instruct template: control tokens if the tokenizer has them (v0.3), else text."""
     opening = tokenizer.control_ids.get('[INST]', '[INST]')
     closing = tokenizer.control_ids.get('[/INST]', ' [/INST]')
     for i, message in enumerate(_system_into_user(messages)):
@@ -103,7 +103,7 @@ def mistral(messages, tokenizer):
             yield ' ' + message['content'], True
             yield tokenizer.eos_id, True
         else:
-            # as text, a later turn begins with the space that its tokenizer puts before any text
+            # as text, later turns begin with the space that the tokenizer puts before any text
             yield ' [INST]' if i > 0 and opening == '[INST]' else opening, False
             yield ' ' + message['content'], False
             yield closing, False
@@ -115,7 +115,7 @@ TEMPLATES = {'tulu': tulu, 'llama3': llama3, 'gemma': gemma, 'mistral': mistral}
 def _controls(tokenizer, *names):
     missing = [name for name in names if name not in tokenizer.control_ids]
     if missing:
-        raise DataError(f'the tokenizer has no {", ".join(missing)}, which this template needs; '
+        raise DataError(f'this template needs {", ".join(missing)}, which the tokenizer lacks; '
                         f"template = 'tulu' works with every tokenizer")
     return tokenizer.control_ids
 

@@ -1,23 +1,23 @@
-"""Instruction data: Alpaca, OpenHermes 2.5, Tulu 3 and any file of `messages`, tokenised once."""
+"""Instruction data to sequences: Alpaca, OpenHermes 2.5, Tulu 3 and any file of `messages`."""
 
 from data import DataError, fetch, read_rows, require_text
 from data.chat import encode_conversation
-from data.packing import tokenize_once
+from data.cache import tokenize_once
 
-# what to read of a folder or a hub dataset; the first pattern that matches decides
+# the files to read in a folder or a hub dataset; the first pattern with a match decides
 PATTERNS = ('data/train-*.parquet', '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl',
             '*.jsonl.gz', '*.json', '*.json.gz')
-# OpenHermes calls the roles otherwise
+# OpenHermes has other names for the roles
 ROLES = {'human': 'user', 'gpt': 'assistant', 'user': 'user', 'assistant': 'assistant',
          'system': 'system'}
 
 
 def to_messages(row):
-    """One row of a known format as [{'role', 'content'}, ...]; raises DataError.
+    """Return a row of a known format as [{'role', 'content'}, ...]; raises DataError.
 
     messages                      Tulu 3 and any chat JSONL
     conversations (from, value)   OpenHermes 2.5, ShareGPT
-    instruction, input, output    Alpaca; an input that is not empty follows after a blank line
+    instruction, input, output    Alpaca; a non-empty input follows the instruction and a blank line
     """
     if not isinstance(row, dict):
         raise DataError(f'a row must be an object with named fields, not {type(row).__name__}')
@@ -44,17 +44,18 @@ def to_messages(row):
 
 def load_conversations(source, tokenizer, *, template, max_length, add_bos, revision=None,
                        cache_dir, on_bad_row='stop', workers=1):
-    """Sequences of the conversations in `source` (a file, a folder or a hub dataset).
+    """Return Sequences of the conversations in `source`: a file, a folder or a hub dataset.
 
-    Longer ones are cut at max_length tokens; one whose answer is cut away whole is a bad row.
+    Conversations are truncated to max_length tokens; without a supervised token left the row is
+    bad. The other arguments are those of `encode_conversation` and `tokenize_once`.
     """
     files = fetch(source, PATTERNS, revision)
 
     def encode(row):
-        ids, learnt = encode_conversation(to_messages(row), tokenizer, template, add_bos)
-        if not any(learnt[:max_length]):
+        ids, loss_mask = encode_conversation(to_messages(row), tokenizer, template, add_bos)
+        if not any(loss_mask[:max_length]):
             raise DataError(f'the answer begins beyond max_length = {max_length} tokens')
-        return [(ids[:max_length], learnt[:max_length])]
+        return [(ids[:max_length], loss_mask[:max_length])]
 
     rows = (item for file in files for item in read_rows(file))
     settings = {'kind': 'instruct', 'tokenizer': tokenizer.fingerprint, 'template': template,

@@ -1,45 +1,49 @@
-"""Texts whose tokens are to be predicted: at a random position, or where an entity begins.
+"""Texts in which a model predicts a token: at a random position, or where an entity begins.
 
-The two tasks beside multiple choice of Zhu et al. 2023, 'On the Calibration of Large Language
-Models and Alignment': causal language modelling (`clm`) and fact generation (`facts`).
+These are the two tasks beside multiple choice of Zhu et al. 2023, 'On the Calibration of Large
+Language Models and Alignment': causal language modeling (`clm`) and fact generation (`facts`).
 """
 
+import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from data import DataError, draw, fetch, parse_rows, require_text
+from data.packing import Tree
 from data.text import PATTERNS, documents
 
 WIKITEXT = 'Salesforce/wikitext'
-# what an aligned model is told before the text (table 1 there)
+# the instruction of an aligned model before the text (table 1 of the paper)
 INSTRUCTIONS = {'clm': 'Finish this sentence:', 'facts': 'Finish this Wikipedia description:'}
 
 
 @dataclass
 class Text:
-    """A text, and for facts the (begin, end) characters of its entities."""
+    """A text, and for facts the [begin, end) character spans of its entities."""
     id: str
     text: str
     spans: list[tuple[int, int]]
     language: str = ''
     place: str = ''     # file and line or row, for messages
-    subject = ''        # texts have none
+    subject = ''        # for `draw`; texts have no subjects
 
 
 class LoadedTexts(NamedTuple):
-    """The texts of a task, messages of its bad rows, and how many texts `limit` chose from."""
-    texts: list
-    bad: list
-    total: int
+    """The texts of a task and what belongs to them."""
+    texts: list         # of Text
+    bad: list           # messages of bad rows
+    total: int          # number of texts before `limit`
 
 
 def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
-    """LoadedTexts of a task 'clm:place' or 'facts:place'; raises DataError.
+    """Return LoadedTexts(texts, bad, total) of 'clm:place' or 'facts:place'; raises DataError.
 
-    clm:   .txt files, or `text` fields of JSONL and parquet; `clm` alone is wikitext-2's test split
+    clm:   .txt files, or `text` fields of JSONL and parquet; 'clm' alone is wikitext-2's test split
     facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}), or JSONL
            of {text, spans: [[begin, end], ...]}
-    limit: only so many texts of each language, drawn by the seed
+    limit: take only so many texts per language, drawn by the seed
     """
     kind, _, place = name.partition(':')
     if not place and kind == 'facts':
@@ -62,7 +66,7 @@ def _to_text(kind, row, number):
     id = require_text(str(id), 'the id')
     language = require_text(str(row.get('language') or ''), 'the language')
     if kind == 'clm':
-        # wikitext's blank lines and headings are no texts
+        # skip wikitext's blank lines and headings
         return Text(id, text, [], language) if len(text.split()) > 3 else None
     spans = row.get('spans')
     if spans is None and isinstance(row.get('entities'), list):
@@ -78,3 +82,45 @@ def _to_text(kind, row, number):
                             f'characters')
         found.add(tuple(span))
     return Text(id, text, sorted(found), language)
+
+
+def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=False, seed=0):
+    """Yield (Text, Tree or DataError): clm scores a random token, facts the first of each entity.
+
+    A text is cut after `max_length` tokens. An entity is left out if its beginning falls inside a
+    token; the space before it counts as its own.
+    """
+    lead = f'{INSTRUCTIONS[kind]} ' if instruct else ''
+    bos = [tokenizer.bos_id] if add_bos else []
+    first = len(bos) + len(tokenizer.encode(lead.rstrip())) if lead else len(bos) + 1
+    for text in texts:
+        ids = (bos + tokenizer.encode(lead + text.text))[:max_length]
+        try:
+            scored = (_random_token(text, len(ids), first, seed) if kind == 'clm' else
+                      _entity_tokens(text, ids, bos, first, lead, tokenizer))
+        except DataError as error:
+            yield text, error
+            continue
+        yield text, Tree((), ids[:scored[-1] + 1], scored=scored)
+
+
+def _random_token(text, n_tokens, first, seed):
+    """[index of one token from `first` on], drawn by the text and the seed alone."""
+    if first >= n_tokens:
+        raise DataError(f'{text.place}: {n_tokens} tokens leave none to predict')
+    digest = hashlib.blake2b(text.text.encode(), digest_size=8).digest()
+    rng = np.random.default_rng([seed, int.from_bytes(digest, 'little')])
+    return [int(rng.integers(first, n_tokens))]
+
+
+def _entity_tokens(text, ids, bos, first, lead, tokenizer):
+    """The indices in `ids` where entities begin, in order."""
+    found = set()
+    for begin, _ in text.spans:
+        before = (lead + text.text[:begin]).removesuffix(' ')
+        head = bos + tokenizer.encode(before) if before else bos
+        if first <= len(head) < len(ids) and ids[:len(head)] == head:
+            found.add(len(head))
+    if not found:
+        raise DataError(f'{text.place}: no entity begins at a token boundary with text before it')
+    return sorted(found)

@@ -1,45 +1,34 @@
-"""Multiple-choice benchmarks: files in their published schemas to questions, questions to prompts.
-
-Two presets. `mmlu` is MMLU's prompt for every task, as in the papers: a header that names the
-subject, solved questions ('shots'), then the question; options are scored as letters (` A` after
-`Answer:`) or as their full text. `harness` is what lm-evaluation-harness 0.4 asks for each task.
-"""
+"""Multiple-choice benchmarks: files in their published schemas to questions."""
 
 import difflib
-import json
 import re
-import string
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from data import DataError, draw, fetch, local_path, parse_rows, read_rows, require_text
-
-HEADER = 'The following are multiple choice questions (with answers) about {}.'
-LETTERS = string.ascii_uppercase
-# words that benchmarks publish in other languages: MMLU-ProX's headers, CMMLU's names of subjects,
-# XCOPA's connectives
-WORDING = json.loads((Path(__file__).parent / 'wording.json').read_text(encoding='utf-8'))
+from data.prompts import LETTERS, WORDING, Prompt
 
 
 @dataclass
 class Task:
-    """Where a benchmark lives: hub dataset, files to score, files the shots come from.
+    """Where a benchmark is found: its hub dataset, the files to score, the files with shots.
 
-    In the patterns {lang} stands for one of `languages`.
+    {lang} in a pattern stands for one of `languages`.
     """
     hub: str
     test: tuple
     shots: tuple
-    validation: tuple = ()      # questions to fit a temperature on, if neither scored nor shots
+    validation: tuple = ()      # to fit a temperature on; neither scored nor used as shots
     languages: tuple = ()
-    subject: str = 'various things'     # for the header, where rows carry no subject of their own
-    # in lm-evaluation-harness: 'letters' with or without MMLU's header, or a format of its own
+    subject: str = 'various things'     # for the header, if rows and files name no subject
+    # in lm-evaluation-harness: 'letters', 'no header' (letters without MMLU's header), 'text', a
+    # format of its own ('arc', 'xcopa', 'cmmlu'), or '' if the model writes its answer there
     harness: str = 'letters'
 
 
 def _files(split, *others):
-    """Patterns of a split of a multilingual benchmark, on the hub and as plain files."""
+    """Return the patterns of a split of a multilingual benchmark, on the hub and as plain files."""
     return tuple(pattern.format(s, lang='{lang}') for s in (split, *others) for pattern in (
         '{lang}/{}-*.parquet', '{lang}/{}.jsonl*', '{lang}_{}*.jsonl*', '{}.{lang}.jsonl*'))
 
@@ -60,7 +49,7 @@ TASKS = {
                  ('all/validation-*.parquet', 'validation.jsonl*', 'val/*_val.csv')),
     'arc_easy': _arc('ARC-Easy'),
     'arc_challenge': _arc('ARC-Challenge'),
-    # the test split has no published labels
+    # the labels of the test split are not published
     'hellaswag': Task('Rowan/hellaswag', ('data/validation-*.parquet', 'hellaswag_val*.jsonl*'),
                       ('data/train-*.parquet', 'hellaswag_train*.jsonl*'),
                       subject='everyday situations', harness='text'),
@@ -87,7 +76,7 @@ TASKS = {
 GENERIC = Task('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.parquet', '*.csv'),
                ('dev.jsonl*', 'dev*.parquet', '*_dev.csv'), ('validation.jsonl*',))
 
-CATEGORIES = {      # MMLU's four groups of its subjects
+CATEGORIES = {      # MMLU's four groups of subjects
     'STEM': 'abstract_algebra anatomy astronomy college_biology college_chemistry '
             'college_computer_science college_mathematics college_physics computer_security '
             'conceptual_physics electrical_engineering elementary_mathematics high_school_biology '
@@ -110,13 +99,13 @@ CATEGORY = {subject: name for name, subjects in CATEGORIES.items() for subject i
 
 @dataclass
 class Question:
-    """One question as text. The full prompt is header + shots + context + one of options."""
+    """One question as text. The full prompt is header + shots + context + one of the options."""
     id: str
     context: str                # ends where an option begins, without a trailing space
     options: list[str]          # each begins with a space
-    answer: int                 # index of the right option
+    answer: int                 # index of the correct option
     subject: str
-    header: str = ''            # ends in a blank line
+    header: str = ''            # empty, or ends in a blank line
     category: str = ''
     language: str = ''
     duplicate_options: bool = False     # two of the choices are the same text
@@ -124,38 +113,37 @@ class Question:
 
     @property
     def solved(self):
-        """The question as a shot."""
+        """The question with its answer, as a shot."""
         return f'{self.context}{self.options[self.answer]}\n\n'
 
     @property
     def group(self):
-        """Whose solved questions are its shots."""
+        """Questions of one group share their shots."""
         return self.language, self.subject
 
 
 class Loaded(NamedTuple):
-    """The questions of a task, their shots, messages of bad rows, and how many `limit` chose from.
-    """
+    """The questions of a task and what belongs to them."""
     questions: list     # of Question
     shots: dict         # Question.group -> solved questions
-    bad: list           # of str
-    total: int
+    bad: list           # messages of bad rows
+    total: int          # number of questions before `limit`
 
 
 def load_task(name, *, preset='mmlu', scoring='auto', header='english', languages=('all',), shots=0,
               limit=None, seed=0, revision=None, on_bad_row='stop', split='test'):
-    """Loaded(questions, shots, bad, total) of `name`.
+    """Return Loaded(questions, shots, bad, total) of the task `name`.
 
-    name:      a task ('mmlu': from the hub), a task with a place ('mmlu:folder-or-file'), or just a
-               file or folder of generic rows
-    preset:    'mmlu' or 'harness', see above
-    scoring:   'letters' or 'text'; 'auto' is letters, or what the harness does
-    header:    'english', or 'native' where the benchmark publishes one in the question's language
-    languages: of a multilingual benchmark; 'all' is all that it, or the local folder, has
-    shots:     how many solved questions to keep for each subject, the first ones of the shots split
-    limit:     only so many questions of each language, drawn by `seed` evenly over the subjects
+    name:      a task ('mmlu', from the hub), a task with a place ('mmlu:folder-or-file'), or a file
+               or folder of generic rows
+    preset:    'mmlu' or 'harness', see data/prompts.py
+    scoring:   'letters' or 'text'; 'auto' means letters, or as the harness does
+    header:    'english', or 'native' if the benchmark publishes one in the question's language
+    languages: of a multilingual benchmark; 'all' means all that it, or the local folder, has
+    shots:     number of solved questions to keep per subject, the first ones of the shots split
+    limit:     score only so many questions per language, drawn by `seed` evenly over the subjects
     split:     'test', or 'validation': no questions if there is no such split
-    Raises DataError for a row without a valid answer, or returns it among the bad rows ('skip').
+    on_bad_row: 'stop' raises DataError for a row without a valid answer; 'skip' returns its message
     """
     kind, _, place = name.partition(':')
     task = TASKS.get(kind, GENERIC)
@@ -168,30 +156,33 @@ def load_task(name, *, preset='mmlu', scoring='auto', header='english', language
     if shots and Path(source).is_file():
         raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that also '
                         f'holds {" or ".join(task.shots)}, or use 0 shots')
-    prompt = Prompt(kind, task, preset, scoring, header)
+    prompt = Prompt(kind, task.harness, preset, scoring, header)
+
+    def read(files, language):
+        return parse_rows(_rows(files), lambda row_and_file, number: _to_question(
+            *row_and_file, number, language, task, prompt), on_bad_row)
+
     questions, solved, bad = [], {}, []
     for language in _languages(task, source, kind, languages):
         files = _files_of(task, source, split, language, revision)
-        asked, wrong = _read(prompt, files, language, on_bad_row)
-        questions += asked
+        new, wrong = read(files, language)
+        questions += new
         bad += wrong
         if shots and files:
-            shot_files = fetch(source, _patterns(task.shots, language), revision)
-            asked, wrong = _read(prompt, shot_files, language, on_bad_row)
+            new, wrong = read(fetch(source, _patterns(task.shots, language), revision), language)
             bad += wrong
-            for question in asked:
-                kept = solved.setdefault(question.group, [])
-                if len(kept) < shots:
-                    kept.append(question)
+            for question in new:
+                solved.setdefault(question.group, []).append(question)
     if not questions and split == 'test':
         raise DataError(f'{source} has no questions ({len(bad)} bad rows)')
     if task is GENERIC or task.languages and Path(source).is_file():
         questions = _in_languages(questions, languages, source, split)
     total, questions = len(questions), draw(questions, limit, seed)
+    solved = {group: some[:shots] for group, some in solved.items()}
     for group in {q.group for q in questions} if shots else ():
         if len(solved.get(group, [])) < shots:
             raise DataError(f'{source}: {len(solved.get(group, []))} solved questions about '
-                            f'{group[1]!r}, {shots} wanted; take fewer shots')
+                            f'{group[1]!r}, {shots} wanted; use fewer shots')
     return Loaded(questions, solved, bad, total)
 
 
@@ -200,7 +191,7 @@ def _patterns(patterns, language):
 
 
 def _files_of(task, source, split, language, revision):
-    """The files of a split in a language; none if a folder or the task has no validation split."""
+    """Return the files of a split in a language; none if there is no validation split."""
     patterns = _patterns(task.test if split == 'test' else task.validation, language)
     if split != 'test':
         if not patterns or Path(source).is_file():
@@ -216,7 +207,7 @@ def _files_of(task, source, split, language, revision):
 
 
 def _languages(task, source, kind, wanted):
-    """The languages to read of a benchmark, [''] where it has none or its rows name them."""
+    """Return the languages to read, [''] if the benchmark has none or its rows name them."""
     if not task.languages:
         return ['']
     for language in wanted:
@@ -238,7 +229,7 @@ def _languages(task, source, kind, wanted):
 
 
 def _in_languages(questions, wanted, source, split):
-    """Of questions whose rows name their languages those in the wanted ones."""
+    """Return the questions in the wanted languages, by the field "language" of their rows."""
     if 'all' in wanted:
         return questions
     there = sorted({q.language for q in questions} - {''})
@@ -258,14 +249,8 @@ def _require_language(language, there, source):
                     f'{f"; did you mean {near[0]!r}?" if near else ""}; it has {", ".join(there)}')
 
 
-def _read(prompt, files, language, on_bad_row):
-    """(questions, messages of bad rows) of files."""
-    return parse_rows(_rows(files), lambda row, number: prompt.question(*row, language, number),
-                      on_bad_row)
-
-
 def _rows(files):
-    """Yields (place, (row, file) or DataError); a row of a csv with a header is a dict."""
+    """Yield (place, (row, file) or DataError); a row of a csv with a header becomes a dict."""
     for file in files:
         columns = None
         for n, (place, row) in enumerate(read_rows(file)):
@@ -278,105 +263,45 @@ def _rows(files):
             yield place, row if isinstance(row, DataError) else (row, file)
 
 
-class Prompt:
-    """How a row becomes a question: the preset and the scoring, settled for one task."""
-
-    def __init__(self, kind, task, preset, scoring, header):
-        harness = task.harness if preset == 'harness' else None
-        if harness == '':
-            raise DataError(f'lm-evaluation-harness lets the model write its answer to {kind} and '
-                            f'has no probabilities of options; use --preset=mmlu')
-        usual = 'text' if harness in ('text', 'arc', 'xcopa') else 'letters'
-        if harness and scoring not in ('auto', usual):
-            raise DataError(f'--preset=harness scores {kind or "such questions"} by {usual}; leave '
-                            f'--scoring alone')
-        if header == 'native' and (harness or kind not in ('mmlu_prox', 'mmlu_prox_lite', 'cmmlu')):
-            raise DataError(f'--header=native: {kind or "this task"} publishes no header of its '
-                            f'own{" for the harness" if harness else ""}; mmlu_prox, '
-                            f'mmlu_prox_lite and cmmlu do')
-        self.kind, self.task, self.harness, self.native = kind, task, harness, header == 'native'
-        self.scoring = usual if scoring == 'auto' else scoring
-
-    def question(self, row, file, language, number):
-        text, choices, answer = parse_row(row)
-        subject, category = self.task.subject, ''
-        if isinstance(row, dict):
-            subject = str(row.get('subject') or row.get('category') or self._of_file(file, subject))
-            category = str(row.get('subject_category') or '')
-            number = next((row[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx')
-                           if row.get(key) is not None), number)
-            language = language or str(row.get('language') or '')
-        else:
-            subject = self._of_file(file, subject)
-        for what, value in (('id', str(number)), ('subject', subject), ('category', category),
-                            ('language', language)):
-            require_text(value, f'the {what}')
-        strip = str if self.harness else str.strip     # the harness leaves options as they are
-        duplicates = len({choice.strip() for choice in choices}) < len(choices)
-        choices = [strip(choice) for choice in choices]
-        context, options = self._ask(row, text, choices, language)
-        return Question(str(number), context, options, answer, subject,
-                        self._header(subject, language), category or CATEGORY.get(subject, ''),
-                        language, duplicates)
-
-    def _of_file(self, file, subject):
-        """The subject, where files are named after it."""
-        if match := re.match(r'(.+?)_(?:test|dev|val)\.csv', file.name):
-            return match[1]
-        if self.kind == 'cmmlu':
-            return file.name.removesuffix('.csv') if '.csv' in file.name else file.parent.name
-        return subject
-
-    def _header(self, subject, language):
-        if self.harness in ('no header', 'text', 'arc', 'xcopa'):
-            return ''
-        if self.harness == 'cmmlu' or self.native and self.kind == 'cmmlu':
-            name = WORDING['cmmlu_subjects'].get(subject, subject)
-            return f'以下是关于{name}的单项选择题，请直接给出正确答案的选项。\n\n'
-        text = _wording('headers', language)[0] if self.native else HEADER
-        return text.format(subject.replace('_', ' ')) + '\n\n'
-
-    def _ask(self, row, text, choices, language):
-        """(context, options)"""
-        answer = 'Answer:'
-        if self.harness == 'cmmlu' or self.native and self.kind == 'cmmlu':
-            answer = '答案：'
-        elif self.native:
-            answer = _wording('headers', language)[1]
-        if self.harness == 'xcopa':
-            link = _wording('xcopa', language)[row['question']]
-            return (f'{row["premise"].strip()[:-1]} {link}',
-                    [f' {choice[0].lower()}{choice[1:]}' for choice in choices])
-        if self.scoring == 'text':
-            # HellaSwag's options go on with the sentence
-            context = text.strip() if self.kind == 'hellaswag' else f'{text.strip()}\n{answer}'
-            if self.harness == 'arc':
-                context = f'Question: {text}\n{answer}'
-            return context, [f' {choice}' for choice in choices]
-        listed = ''.join(f'\n{letter}. {choice}' for letter, choice in zip(LETTERS, choices))
-        return (f'{text.strip()}{listed}\n{answer}',
-                [f' {letter}' for letter in LETTERS[:len(choices)]])
+def _to_question(row, file, number, language, task, prompt):
+    text, choices, answer = parse_row(row)
+    fields = row if isinstance(row, dict) else {}
+    id = next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx')
+               if fields.get(key) is not None), number)
+    subject = str(fields.get('subject') or fields.get('category')
+                  or _subject_of_file(file, prompt.kind) or task.subject)
+    category = str(fields.get('subject_category') or CATEGORY.get(subject, ''))
+    language = language or str(fields.get('language') or '')
+    for name, value in (('id', str(id)), ('subject', subject), ('category', category),
+                        ('language', language)):
+        require_text(value, f'the {name}')
+    context, options = prompt.ask(row, text, choices, language)
+    duplicates = len({choice.strip() for choice in choices}) < len(choices)
+    return Question(str(id), context, options, answer, subject, prompt.header(subject, language),
+                    category, language, duplicates)
 
 
-def _wording(kind, language):
-    if language not in WORDING[kind]:
-        raise DataError(f'language {language!r} has no wording of its own; --languages= names the '
-                        f'language of a file, one of {", ".join(WORDING[kind])}')
-    return WORDING[kind][language]
+def _subject_of_file(file, kind):
+    """Return the subject if files are named after it, else ''."""
+    if match := re.match(r'(.+?)_(?:test|dev|val)\.csv', file.name):
+        return match[1]
+    if kind == 'cmmlu':
+        return file.name.removesuffix('.csv') if '.csv' in file.name else file.parent.name
+    return ''
 
 
 def parse_row(row):
-    """(question, choices, index of the answer) of a row in any known schema; raises DataError.
+    """Return (question, choices, index of the answer) of a row in a known schema; raises DataError.
 
     list of strings                     MMLU's headerless csv: question, options, letter
     endings, ctx_a, ctx_b, label        HellaSwag, cleaned as usual
-    premise, question, choice1, choice2 XCOPA: which was the cause, which the effect
+    premise, question, choice1, choice2 XCOPA: which was the cause or the effect
     choices: {text, label}, answerKey   ARC on the hub: 3 to 5 options, letters or digits
     question: {stem, choices}           ARC as first published
-    option_a, ..., or option_0, ...     Global-MMLU, MMLU-ProX; those that are null are left out
-    a, b, c, d, answer                  CMMLU, in either case; choice0, ... in some copies of MMLU
+    option_a, ..., or option_0, ...     Global-MMLU, MMLU-ProX; an option that is null is absent
+    a, b, c, d, answer                  CMMLU, upper or lower case; choice0, ... in copies of MMLU
     options, answer                     MMLU-Pro, without its 'N/A'
-    question, choices, answer           MMLU on the hub and generic: index or letter
+    question, choices, answer           MMLU on the hub, and generic: an index or a letter
     """
     if isinstance(row, list):
         if len(row) < 4:
@@ -391,8 +316,8 @@ def parse_row(row):
         choices = [_hellaswag_clean(ending) for ending in row['endings']]
         answer, labels = row.get('label'), LETTERS
     elif 'premise' in row:
-        asked = {'cause': 'What was the cause of this?', 'effect': 'What happened as a result?'}
-        question = f'{row["premise"].strip()}\n{asked[row["question"]]}'
+        asks = {'cause': 'What was the cause of this?', 'effect': 'What happened as a result?'}
+        question = f'{row["premise"].strip()}\n{asks[row["question"]]}'
         choices, answer, labels = [row['choice1'], row['choice2']], row.get('label'), LETTERS
     elif isinstance(row.get('question'), dict):
         question = row['question'].get('stem')
@@ -426,7 +351,7 @@ def _choice(value, letter):
 
 
 def _options(row):
-    """(choices, their letters) of a row that names them somehow."""
+    """Return (choices, their letters) of a row with one of the naming schemes."""
     if row.get('choices') is not None:
         return row['choices'], LETTERS
     names = next((keys for keys in ([f'option_{c.lower()}' for c in LETTERS],
@@ -439,12 +364,12 @@ def _options(row):
         return None, LETTERS
     kept = [(option, letter) for option, letter in zip(options, LETTERS)
             if option is not None and option != 'N/A']
-    # an answer by its letter, whatever was left out before it
+    # an answer keeps its letter, whatever is absent before it
     return [option for option, _ in kept], [letter for _, letter in kept]
 
 
 def _index(answer, labels, n):
-    """The index of an answer given as an index, a label, or the digits of an index."""
+    """Return the index of an answer given as an index, a label, or the digits of an index."""
     index = None
     digits = isinstance(labels, str) or list(labels) == list(LETTERS[:n])
     if isinstance(answer, int) and not isinstance(answer, bool) and digits:

@@ -1,19 +1,19 @@
-"""Plain text to training documents: .txt files, or `text` fields of JSONL and parquet."""
+"""Plain text to training sequences: .txt files, or `text` fields of JSONL and parquet."""
 
 from pathlib import Path
 
 from data import DataError, fetch, read_rows, read_text, require_text
-from data.packing import tokenize_once
+from data.cache import tokenize_once
 
 PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt')
 
 
 def load_text(source, tokenizer, *, max_length, add_bos, revision=None, cache_dir,
               on_bad_row='stop', workers=1):
-    """Sequences of the documents in `source`, every token learnt, EOS at the end of each document.
+    """Return Sequences of the documents in `source`, with a loss on every token but BOS.
 
-    A document longer than max_length tokens becomes several sequences, each beginning with BOS. If
-    its EOS alone is left for a last one, that is dropped: nothing goes before it to learn it from.
+    EOS ends each document. A document longer than max_length tokens becomes several sequences, each
+    of which begins with BOS. A last sequence of EOS alone is dropped: nothing would precede EOS.
     """
     files = fetch(source, PATTERNS, revision)
     bos = [tokenizer.bos_id] if add_bos else []
@@ -38,7 +38,7 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, cache_di
 
 
 def documents(path):
-    """`read_rows`, and a .txt file as one row."""
+    """Yield (place, row) as `read_rows` does; a .txt file is one row."""
     if Path(path).suffix != '.txt':
         yield from read_rows(path)
         return

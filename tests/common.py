@@ -1,20 +1,23 @@
 """What tests of several rooms share: tiny models, tokenizers, tasks."""
 
 import base64
+import json
 import resource
 import subprocess
 import sys
 import time
-import configs
-import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import sentencepiece
 import torch
-import train
-
-from pathlib import Path
 from safetensors.torch import load_file, save_file
+
+import checkpoint
+import configs
+import model as models
+import train
 
 
 HERE = Path(__file__).parent.parent     # the repository
@@ -138,7 +141,7 @@ def documents(seed, lengths):
 def gradients(model, packed, cfg):
     model.zero_grad()
     loss, nll = train.forward_backward(model, packed, cfg, 'cpu').tolist()
-    return loss, nll, torch.cat([p.grad.flatten() for p in model.parameters()])
+    return loss, nll, torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
 
 
 def off(a, b):
@@ -174,6 +177,17 @@ def await_steps(process, folder, n):
 def same_weights(a, b):
     a, b = (load_file(folder / 'model.safetensors') for folder in (a, b))
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def lora_model(folder, targets=models.LORA_TARGETS, dropout=0.0, seed=0):
+    """A model with adapters that do something."""
+    model = checkpoint.load(folder)
+    torch.manual_seed(seed)
+    models.add_lora(model, 4, 16.0, dropout, targets)
+    for name, p in model.named_parameters():
+        if 'lora_B' in name:
+            torch.nn.init.normal_(p, std=0.05)
+    return model
 
 
 def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=('',), held_out=0,

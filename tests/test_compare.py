@@ -225,15 +225,14 @@ def write_lines(path, lines):
     return path
 
 
-def test_tables_into_a_closed_pipe(small_world, tmp_path):
+def test_tables_into_a_closed_pipe(tmp_path):
     """As `| head` leaves it: no error, and nothing of what is written is lost."""
-    folder, _ = small_world
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
     read, write = os.pipe()
     os.close(read)
     ends = []
-    for command in (['evaluate.py', '--compare', folder / 'tuned', folder / 'tuned_ls01',
-                     f'--out_dir={tmp_path}', '--n_bootstrap=10'],
-                    ['metrics.py', folder / 'tuned' / 'samples.jsonl']):
+    for command in (['evaluate.py', '--compare', a, b, f'--out_dir={tmp_path}', '--n_bootstrap=10'],
+                    ['metrics.py', a / 'samples.jsonl']):
         done = subprocess.run([sys.executable, *command], cwd=HERE, stdout=write,
                               stderr=subprocess.PIPE)
         ends.append((done.returncode, done.stderr))

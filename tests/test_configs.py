@@ -9,19 +9,18 @@ import subprocess
 import sys
 import train
 from data import DataError, forked_pool
-from data.demo import WorldSpec
 from typing import Literal
 
 from common import HERE, config
 
 
 def test_config_file_then_command_line(tmp_path):
-    cfg = config(tmp_path, '"""why"""\nlr = 1\nmax_steps = 5\neval_tasks = ["mmlu"]\n',
+    cfg = config(tmp_path, '"""why"""\nlr = 1\nmax_steps = 5\nlora_targets = ["x"]\n',
                  '--smoothing=0.1', '--max_steps=None', '--betas=0.9,0.95', '--dry_run',
-                 '--model=a=b', '--eval_tasks=mmlu,arc_easy:some/place')
+                 '--model=a=b', '--lora_targets=k_proj,up_proj')
     assert cfg.lr == 1.0 and type(cfg.lr) is float
     assert cfg.max_steps is None and cfg.betas == (0.9, 0.95) and cfg.dry_run is True
-    assert cfg.model == 'a=b' and cfg.eval_tasks == ('mmlu', 'arc_easy:some/place')
+    assert cfg.model == 'a=b' and cfg.lora_targets == ('k_proj', 'up_proj')
     assert configs.load_config(train.TrainConfig, ['--lr=1']).lr == 1.0
 
 
@@ -37,10 +36,10 @@ def test_config_file_then_command_line(tmp_path):
     ('lr = 2 * 1e-5', '', 'experiment.py:1: the value of lr must be a plain literal'),
     ('import os', '', 'experiment.py:1: a config file holds only'),
     ('lr = (', '', 'experiment.py:1: not valid Python'),
-    ('', 'configs/demo.py', 'a config file comes first'),
-    ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is set already at {}/experiment.py:1'),
+    ('', 'configs/other.py', 'a config file comes first'),
+    ('lr = 1\nepochs = 2\nlr = 2', '', 'experiment.py:3: lr is already set at {}/experiment.py:1'),
     ('shape = {"a": 1,\n"b": 2, "a": 3}', '',
-     "experiment.py:2: shape has the key 'a' already at {}/experiment.py:1"),
+     "experiment.py:2: shape already has the key 'a' at {}/experiment.py:1"),
     ('shape = {[]: 1}', '', 'the value of shape must be a plain literal'),
     ('lr = 1e999', '', 'lr is inf'),
     ('', f'--lr={"9" * 400}', 'wanted a float'),
@@ -72,6 +71,85 @@ class Small:
     places: dict = dataclasses.field(default_factory=dict)
     # said before
     kind: Literal['a', 'b'] = 'a'
+
+
+@dataclasses.dataclass
+class Report:
+    tasks: tuple[str, ...] = ('mmlu',)
+    shots: int = 5              # solved questions
+    rate: float | None = None
+
+
+@dataclasses.dataclass
+class Run:
+    name: str
+    eval: Report | None = None  # the report
+    first: Report = dataclasses.field(default_factory=Report)
+
+
+def load_run(tmp_path, content, *arguments):
+    (tmp_path / 'run.py').write_text(content)
+    return configs.load_config(Run, [str(tmp_path / 'run.py'), '--name=a', *arguments])
+
+
+def test_nested_records(tmp_path):
+    file = "eval = {'tasks': ['arc', 'mmlu'], 'rate': 1}"
+    assert load_run(tmp_path, '').eval is None
+    assert load_run(tmp_path, file).eval == Report(('arc', 'mmlu'), rate=1.0)
+    assert load_run(tmp_path, file, '--eval.shots=0', '--eval.tasks=a,b') == Run(
+        'a', Report(('a', 'b'), 0, 1.0))
+    assert load_run(tmp_path, '', '--eval.shots=0').eval == Report(shots=0)     # made from None
+    assert load_run(tmp_path, file, '--eval=None', '--first.rate=None', '--first.shots=1') == Run(
+        'a', None, Report(shots=1))
+    assert load_run(tmp_path, file, "--eval={'shots': 2}").eval == Report(shots=2)
+    assert load_run(tmp_path, file, '--eval.shots=0', '--eval={}').eval == Report()
+    for run in (load_run(tmp_path, file), load_run(tmp_path, ''),
+                Run('x' * 200, Report(('long name ' * 9,) * 9))):
+        dumped = configs.dump_config(run)
+        assert load_run(tmp_path, dumped, f'--name={run.name}') == run
+        values = configs.read_assignments(tmp_path / 'run.py')
+        assert {key: value for key, (value, _) in values.items()} == dataclasses.asdict(run)
+
+
+@pytest.mark.parametrize('content, argument, message', [
+    ("eval = {'shots': 1,\n'tsks': ()}", '', "run.py:1: eval: there is no key 'tsks'; did you mean"
+                                             " 'tasks'?"),
+    ("\neval = {'shots': '5'}", '', "run.py:2: eval: shots is '5', a str; wanted an int"),
+    ("eval = {3: 1}", '', "eval: there is no key 3; the keys are tasks, shots, rate"),
+    ("eval = {'shots': 1, 'shots': 2}", '', "run.py:1: eval already has the key 'shots'"),
+    ('eval = 3', '', 'eval is 3, a int; wanted a dict of the keys of Report or None'),
+    ('', '--eval.shot=3', "--eval.shot: there is no key 'shot'; did you mean 'shots'?"),
+    ('', '--eval.shots=x', "--eval.shots is 'x', a str; wanted an int"),
+    ('', '--eval.shots', '--eval.shots: needs a value'),
+    ('', '--eval', '--eval: needs a value'),
+    ('', '--first=None', "--first is None, a NoneType; wanted a dict of the keys of Report"),
+    ('', '--eval.shots.x=1', '--eval.shots.x: shots has no keys of its own'),
+    ('', '--name.x=1', '--name.x: name has no keys of its own'),
+    ('', '--=1', "there is no key ''"),
+])
+def test_errors_in_nested_records(tmp_path, content, argument, message):
+    with pytest.raises(configs.ConfigError) as error:
+        load_run(tmp_path, content, *filter(None, [argument]))
+    assert message in str(error.value)
+
+
+def test_any_dataclass_will_do(capsys):
+    with pytest.raises(configs.ConfigError, match='name has no default and needs a value'):
+        configs.load_config(Run, [])
+    with pytest.raises(SystemExit):
+        configs.load_config(Run, ['-h'])
+    out = capsys.readouterr().out
+    assert '  --eval.shots=5 ' in out and '  --first.tasks=mmlu ' in out
+    assert '(a dict of the keys of Report or None) the report' in out
+
+
+def test_dict_keys_on_the_command_line(tmp_path):
+    cfg = config(tmp_path, 'shape = {"hidden_size": 8, "rope": {"factor": 2.0}}',
+                 '--shape.vocab_size=10', '--shape.rope.factor=4.0', '--shape.rope.type=linear')
+    assert cfg.shape == {'hidden_size': 8, 'rope': {'factor': 4.0, 'type': 'linear'},
+                         'vocab_size': 10}
+    with pytest.raises(configs.ConfigError, match='hidden_size has no keys of its own'):
+        config(tmp_path, 'shape = {"hidden_size": 8}', '--shape.hidden_size.x=1')
 
 
 def test_help(capsys):
@@ -117,7 +195,7 @@ def test_workers_end_by_sigterm():
                 raise DataError('bad')
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_worker_that_is_ended_at_once(tmp_path):
@@ -138,122 +216,15 @@ for _ in range(300):
     assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
 
 
-def test_include(tmp_path):
-    (tmp_path / 'shared.py').write_text('lr = 1e-3\nepochs = 3\n')
-    cfg = config(tmp_path, "include = 'shared.py'\nepochs = 1", '--batch_size=8')
-    assert (cfg.lr, cfg.epochs, cfg.batch_size) == (1e-3, 1.0, 8)
-    for shared, line, message in (
-            ('lr = 1e-3', "include = 3", 'py:1: include is 3; wanted the name of a file beside'),
-            ('lr = 1e-3', "include = 'none.py'", 'cannot read the config file .*none.py'),
-            ('\nlrr = 1e-3', "include = 'shared.py'", "shared.py:2: there is no key 'lrr'"),
-            ("include = 'x.py'", "include = 'shared.py'", 'shared.py:1: .* can include none')):
-        (tmp_path / 'shared.py').write_text(shared)
-        with pytest.raises(configs.ConfigError, match=message):
-            config(tmp_path, line)
-
-
 def test_resolved_config_reads_back(tmp_path):
-    cfg = config(tmp_path, 'smoothing = 0.1\nruns = {"a": {"lr": 1e-3}}', '--max_steps=3')
+    cfg = config(tmp_path, 'smoothing = 0.1\nshape = {"a": {"b": 1e-3}}', '--max_steps=3',
+                 '--eval.tasks=mmlu,arc_easy:some/place')
     assert config(tmp_path, configs.dump_config(cfg)) == cfg
 
 
 def test_shipped_configs_load():
     shipped = sorted((HERE / 'configs').glob('[!_]*.py'))
-    assert {'demo', 'gemma2_ls01', 'llama3_8b_ls01', 'llama32_1b_ls01', 'mistral_7b_ls01',
+    assert {'gemma2_ls01', 'llama3_8b_ls01', 'llama32_1b_ls01', 'mistral_7b_ls01',
             'paper_openinstruct'} <= {path.stem for path in shipped}
     for path in shipped:
-        for one in train.expand_seeds(configs.load_config(train.TrainConfig, [str(path)])):
-            train.expand_runs(one)
-    for path in (HERE / 'configs' / 'study').glob('*.py'):
-        cfg = configs.load_config(train.TrainConfig, [str(path)])
-        for one in train.expand_seeds(cfg):
-            configs.override(WorldSpec(), one.world, 'world')
-            for _, run in train.expand_runs(one):
-                train.check(run)
-                assert '{' not in repr((run.model, run.data, run.eval_tasks))
-
-
-def test_vary_and_seeds(tmp_path):
-    cfg = config(tmp_path, '''
-seeds = (3, 5)
-model = '{out_dir}/base-D{D}'
-vary = {'D': (64, 256), 'cap': (None, 30.0), 's': (0.0, 0.1)}
-runs = {
-    'base': {'from_scratch': True, 'shape': {'hidden_size': '{D}', 'x': ('{cap}', 'c{cap}')}},
-    'tuned': {'model': '{out_dir}/base-D{D}-cap{cap}', 'smoothing': '{s}', 'cache_dir': '{seed}/c'},
-}''', '--out_dir=place', '--vary.D=64,', '--vary.cap=None,30.0')
-    three, five = train.expand_seeds(cfg)
-    assert (three.seed, five.seed, five.out_dir) == (3, 5, 'place/seed-5')
-    runs = dict(train.expand_runs(five))
-    assert list(runs) == ['base-D64-capNone', 'base-D64-cap30.0'] + [
-        f'tuned-D64-cap{c}-s{s}' for c in (None, 30.0) for s in (0.0, 0.1)]
-    assert runs['base-D64-capNone'].shape == {'hidden_size': 64, 'x': (None, 'cNone')}
-    last = runs['tuned-D64-cap30.0-s0.1']
-    assert (last.model, last.smoothing, last.cache_dir, last.out_dir, last.vary) == (
-        'place/seed-5/base-D64-cap30.0', 0.1, '5/c', 'place/seed-5/tuned-D64-cap30.0-s0.1', {})
-    only = dataclasses.replace(five, only=('tuned-D64-capN',))
-    assert [n for n, _ in train.expand_runs(only)] == [f'tuned-D64-capNone-s{s}'
-                                                       for s in (0.0, 0.1)]
-    for change, message in (({'only': ('x',)}, 'no run is called so; there are base, tuned'),
-                            ({'vary': {'E': (1,)}}, 'no run mentions {E}'),
-                            ({'vary': {'s': ('much',), 'D': (1,), 'cap': (1,)}},
-                             "smoothing is 'much'"),
-                            ({'vary': {'D': 64}}, 'D is 64; wanted values in a tuple, or a dict'),
-                            ({'vary': {'D': {64: 1}}}, 'wanted values in a tuple, or a dict'),
-                            ({'vary': {'D': (64,), 's': (0.1,)}},
-                             'runs: base-D64: vary gives nothing to put in for {cap}')):
-        with pytest.raises(configs.ConfigError, match=message):
-            train.expand_runs(dataclasses.replace(five, **change))
-    paired = dataclasses.replace(
-        five, vary={'D': {64: {'r': 1e-3}, 256: {'r': 2e-3}}, 's': (0.0, 0.1)},
-        runs={'a': {'lr': '{r}', 'model': 'm{D}', 'smoothing': '{s}'}})
-    assert [(n, r.lr, r.model, r.smoothing) for n, r in train.expand_runs(paired)] == [
-        (f'a-D{d}-s{s}', r, f'm{d}', s) for d, r in ((64, 1e-3), (256, 2e-3)) for s in (0.0, 0.1)]
-    assert train.fill({'a': ['{D}', 'x{D}']}, {'D': 3}) == {'a': [3, 'x3']}
-    with pytest.raises(configs.ConfigError, match='one of them twice'):
-        train.expand_seeds(dataclasses.replace(cfg, seeds=(1, 1)))
-    for arguments, message in ((['--demo_world=w', '--world.entities=30000'],
-                                'make 22500 names, not 30000'),
-                               (['--demo_world=w', '--world.documents=20', '--world.entities=50',
-                                 '--world.instructions=9', '--world.questions=9',
-                                 '--world.vocab_sizes=90000,'], 'Vocabulary size too high'),
-                               (['--demo_world=w', '--world.forms=("letter4",)'],
-                                "form 'letter4'; wanted 'text' or 'letters' and 2 to 24 options"),
-                               (['--demo_world=w', '--world.forms=("text25",)'], "form 'text25'"),
-                               (['--demo_world=w', '--world.unseen_questions=5'],
-                                'unseen_questions = 5 with unseen = 0'),
-                               (['--world.entities=3'], 'needs demo_world')):
-        with pytest.raises(configs.ConfigError, match=message):
-            train.main([*(a.replace('=w', f'={tmp_path / "w"}') for a in arguments),
-                        f'--out_dir={tmp_path / "run"}'])
-    with pytest.raises(configs.ConfigError, match='needs from_scratch = True'):
-        train.check(dataclasses.replace(config(tmp_path, ''), shape={'hidden_size': 8}))
-    with pytest.raises(configs.ConfigError, match="no key 'entties'; did you mean 'entities'"):
-        configs.override(WorldSpec(), {'entties': 3}, 'world')
-
-
-RUNS = 'runs = {"a": {"lr": 1.0, "seed": 1}, "b": {"model": "{out_dir}/a"}}'
-
-
-def test_runs_and_the_command_line(tmp_path):
-    cfg = config(tmp_path, RUNS, '--epochs=3', '--runs.a.lr=2', '--out_dir=place')
-    (_, first), (_, second) = train.expand_runs(*train.expand_seeds(cfg))
-    assert first.lr == 2.0 and second.lr == 2e-5 and first.seed == 1
-    assert first.epochs == second.epochs == 3.0
-    assert second.model == 'place/a' and first.out_dir == 'place/a'
-
-
-@pytest.mark.parametrize('content, argument, message', [
-    (RUNS, '--lr=2', 'the runs a set lr themselves; say which one, as in --runs.a.lr='),
-    (RUNS, '--runs.c.lr=2', '--runs.c.lr: there is no runs.c in the config'),
-    (RUNS, '--runs.a.lr=x', "--runs.a.lr is 'x', a str; wanted a float"),
-    ('runs = {"a": {"smothing": 0.1}}', None, "did you mean 'smoothing'"),
-    ('runs = {"../a": {}}', None, "'../a' is not a name for a folder"),
-    ('runs = {1: {}}', None, '1 is not a name for a folder'),
-    ('runs = {"a": {"out_dir": "x"}}', None, 'out_dir is the same for all runs'),
-    ('runs = {"a": {"eval_tasks": ("mmlu",)}}', None, 'eval_tasks is the same for all runs'),
-])
-def test_bad_runs(tmp_path, content, argument, message):
-    with pytest.raises(configs.ConfigError) as error:
-        train.expand_runs(config(tmp_path, content, *filter(None, [argument])))
-    assert message in str(error.value)
+        configs.load_config(train.TrainConfig, [str(path)])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import resource
 import shutil
-from data import DataError, draw, instruct, packing, probes, read_rows, text
-from data.demo import WorldSpec, make_world
+from data import DataError, cache, draw, instruct, packing, probes, read_rows, text
+from data.world import WorldSpec, make_world
 from hypothesis import given, settings, strategies as st
 from pathlib import Path
 
@@ -31,9 +31,9 @@ def test_instruction_formats(tmp_path, tokenizers, name, row):
         str(tmp_path), tokenizer, template='tulu', max_length=64, add_bos=True,
         cache_dir=tmp_path / 'cache')
     assert len(sequences) == 3
-    tokens, learnt = sequences[2]
+    tokens, loss_mask = sequences[2]
     assert tokenizer.decode(tokens.tolist()) == '<s><|user|>\nsky?\n<|assistant|>\nblue</s>'
-    assert tokenizer.decode(tokens[learnt == 1].tolist()) == 'blue</s>'
+    assert tokenizer.decode(tokens[loss_mask == 1].tolist()) == 'blue</s>'
 
 
 def test_alpaca_input_follows_the_instruction():
@@ -65,7 +65,7 @@ def test_bad_rows_are_named_or_counted(tmp_path, tokenizers, capsys):
     ({'messages': [{'role': 'bot', 'content': 'x'}]}, "role 'bot'"),
     ({'messages': [{'role': 'user', 'content': 3}]}, 'not text'),
     ({'messages': 'x'}, 'must be a list'), ({}, 'wanted messages, conversations'),
-    ([1], 'named fields'),
+    ([1], 'named fields'), ({'\ud83d': 1}, r'fields \\ud83d; wanted messages'),
     ({'messages': [{'role': 'user', 'content': '\ud83d'}]}, 'not valid Unicode'),
     ({'conversations': [{'from': ['human'], 'value': 'x'}]}, 'not the fields of its format'),
     ({'instruction': 'x ' * 99, 'output': 'y'}, 'begins beyond max_length = 64')])
@@ -82,7 +82,7 @@ def test_empty_and_missing_data(tmp_path, tokenizers):
         conversations(path, tokenizers['gemma'])
     with pytest.raises(DataError, match='no file or folder at /nowhere'):
         conversations(Path('/nowhere'), tokenizers['gemma'])
-    with pytest.raises(DataError, match='getting the dataset some/where from the hub failed'):
+    with pytest.raises(DataError, match='downloading the dataset some/where from the hub failed'):
         instruct.load_conversations('some/where', tokenizers['gemma'], template='tulu',
                                     max_length=8, add_bos=True, cache_dir=tmp_path)
 
@@ -103,8 +103,8 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     cache = tmp_path / 'cache'
     conversations(path, tokenizers['gemma'])
     made = {p: p.stat().st_mtime_ns for p in cache.rglob('*')}
-    tokens, learnt = conversations(path, tokenizers['gemma'])[0]
-    assert type(tokens) is type(learnt) is np.ndarray   # a memmap's slices are slow to make
+    tokens, loss_mask = conversations(path, tokenizers['gemma'])[0]
+    assert type(tokens) is type(loss_mask) is np.ndarray   # a memmap's slices are slow to make
     assert made == {p: p.stat().st_mtime_ns for p in cache.rglob('*')}
     for n, change in enumerate(({'max_length': 32}, {'add_bos': False}, {'template': 'gemma'})):
         conversations(path, tokenizers['gemma'], **change)
@@ -124,8 +124,8 @@ def test_text_documents(tmp_path, tokenizers):
     joined = [i for tokens, _ in (sequences[j] for j in range(len(sequences)))
               for i in tokens.tolist()[1:]]
     assert tokenizer.decode(joined) == 'The sky is blue. ' * 9 + '</s>'
-    assert all(len(tokens) <= 16 and tokens[0] == tokenizer.bos_id and learnt.tolist()
-               == [0] + [1] * (len(tokens) - 1) for tokens, learnt in sequences)
+    assert all(len(tokens) <= 16 and tokens[0] == tokenizer.bos_id and loss_mask.tolist()
+               == [0] + [1] * (len(tokens) - 1) for tokens, loss_mask in sequences)
     plain = text.load_text(str(tmp_path / 'plain.txt'), tokenizer, max_length=16, add_bos=False,
                            cache_dir=tmp_path / 'cache')
     assert tokenizer.decode(plain[0][0].tolist()) == 'fox</s>'
@@ -145,8 +145,8 @@ def test_no_sequence_is_eos_alone(tmp_path, tokenizers, add_bos):
         assert tokenizer.decode([i for p in pieces[:-1] for i in p][:n]) == 'The sky is blue. ' * 8
 
 
-def damage(way, cache):
-    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+def damage(way, cache_dir):
+    (folder,) = (path for path in cache_dir.iterdir() if path.is_dir())
     tokens = folder / 'tokens.bin'
     if way == 'truncated tokens':
         tokens.write_bytes(tokens.read_bytes()[:-8])
@@ -155,9 +155,9 @@ def damage(way, cache):
         raw[5] ^= 1
         tokens.write_bytes(raw)
     elif way == 'flipped mask':
-        raw = bytearray((folder / packing.FILES[1]).read_bytes())
+        raw = bytearray((folder / 'loss_mask.bin').read_bytes())
         raw[3] ^= 1
-        (folder / packing.FILES[1]).write_bytes(raw)
+        (folder / 'loss_mask.bin').write_bytes(raw)
     elif way == 'junk info':
         (folder / 'info.json').write_text('{"rows": 2')
     elif way == 'a list as info':
@@ -206,8 +206,8 @@ def test_digest_depends_on_tokens_mask_and_order(tmp_path, tokenizers):
     assert digests[0] == digests[3] and len(set(digests)) == 4
     one = text.load_text(str(write_rows(tmp_path / 'a.jsonl', [{'text': 'fox'}])),
                          tokenizers['gemma'], max_length=8, add_bos=True, cache_dir=tmp_path / 'c')
-    assert packing._digest(one.offsets, one.tokens, one.learnt) == one.digest
-    assert packing._digest(one.offsets, one.tokens, 1 - one.learnt) != one.digest
+    assert cache._digest(one.offsets, one.tokens, one.loss_mask) == one.digest
+    assert cache._digest(one.offsets, one.tokens, 1 - one.loss_mask) != one.digest
 
 
 def test_a_file_of_another_kind_has_a_cache_of_its_own(tmp_path, tokenizers):
@@ -304,6 +304,11 @@ def test_parquet_rows_that_are_not_utf8(tmp_path):
     rows = [row for _, row in read_rows(tmp_path / 'a.parquet')]
     assert rows[0] == {'text': 'fox'} and rows[2] == {'text': 'sky'}
     assert isinstance(rows[1], DataError) and 'a.parquet: row 2: not UTF-8' in str(rows[1])
+    write_rows(tmp_path / 'a.parquet', [{'textile': 'fox'}])
+    raw = (tmp_path / 'a.parquet').read_bytes().replace(b'textile', b'text\xb6le')
+    (tmp_path / 'a.parquet').write_bytes(raw)       # also the name of a column
+    with pytest.raises(DataError, match='a.parquet: .*utf-8'):
+        list(read_rows(tmp_path / 'a.parquet'))
 
 
 def test_bom_and_crlf(tmp_path, tokenizers):
@@ -365,12 +370,12 @@ def test_packing_holds_every_sequence_once(lengths, seed):
     packed = packing.pack(sequences, 16)
     assert len(packed['tokens']) >= sum(lengths) / 16
     assert len(packed['tokens']) <= 1 + 2 * sum(lengths) // 16  # first fit wastes less than half
-    for i, (tokens, learnt) in enumerate(sequences):
+    for i, (tokens, loss_mask) in enumerate(sequences):
         row, at = np.nonzero(packed['owner'] == i)
         assert (packed['tokens'][row, at] == tokens).all()
         assert (packed['positions'][row, at] == np.arange(len(tokens))).all()
         assert (packed['ends'][row, at] == at[-1] + 1).all()
-        wanted = np.append(np.where(learnt[1:], tokens[1:], -100), -100)
+        wanted = np.append(np.where(loss_mask[1:], tokens[1:], -100), -100)
         assert (packed['targets'][row, at] == wanted).all()
     padding = packed['owner'] < 0
     assert (packed['targets'][padding] == -100).all()

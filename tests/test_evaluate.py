@@ -1,6 +1,7 @@
 """evaluate.py"""
 
 import compare
+import checkpoint
 import configs
 import csv
 import dataclasses
@@ -16,11 +17,12 @@ import stats
 import model as models
 import numpy as np
 import os
+import outdir
 import pytest
 import random
 import resource
 import report
-import resume
+import outdir
 import shutil
 import signal
 import subprocess
@@ -28,7 +30,7 @@ import sys
 import time
 import torch
 import train
-from data import DataError, questions
+from data import DataError, packing, prompts, questions
 from data.tokenizer import load_tokenizer
 from pathlib import Path
 from safetensors.torch import load_file, save_file
@@ -47,7 +49,7 @@ def random_trees(rng):
         prefix, stem = prefixes[i * len(prefixes) // 12], ids(1, 9)
         leaves = [ids(1, 6) for _ in range(rng.integers(2, 6))]
         start = len(prefix) + len(stem) + rng.integers(-1, 1)  # a shared first token is in the stem
-        trees.append(evaluate.Tree(prefix, stem, leaves, start))
+        trees.append(packing.Tree(prefix, stem, leaves, start))
     return trees
 
 
@@ -67,7 +69,7 @@ def plain_log_probs(model, tree, device):
 @pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2'])
 def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     reference_model(name, tmp_path)
-    model = models.load(tmp_path, device)
+    model = checkpoint.load(tmp_path, device)
     model.model.attention = 'explicit'  # FlexAttention does not take these odd head sizes
     trees = random_trees(np.random.default_rng(len(name)))
     right = [plain_log_probs(model, tree, device) for tree in trees]
@@ -81,7 +83,7 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
 
 def test_deterministic_means_the_same_bits(tmp_path):
     reference_model('gemma2', tmp_path)
-    model = models.load(tmp_path)
+    model = checkpoint.load(tmp_path)
     trees = random_trees(np.random.default_rng(0))
     alone = [evaluate.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
     order = np.random.default_rng(1).permutation(len(trees))
@@ -93,9 +95,9 @@ def test_deterministic_means_the_same_bits(tmp_path):
 def test_wanted_tokens_of_a_text(tmp_path):
     """Log-probability, top token, its log-probability and entropy, packed beside other texts."""
     reference_model('llama', tmp_path)
-    model = models.load(tmp_path)
+    model = checkpoint.load(tmp_path)
     rng = np.random.default_rng(0)
-    trees = [evaluate.Tree((), rng.integers(0, 211, n).tolist(), wanted=[1, n // 2, n - 1])
+    trees = [packing.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
     for index, numbers, values in evaluate.score(lambda: model, enumerate(trees), 64,
                                                  statistics=True):
@@ -103,10 +105,10 @@ def test_wanted_tokens_of_a_text(tmp_path):
         ids = torch.tensor([tree.stem])
         log_probs = model.logits(model(ids, *whole_rows(ids))).log_softmax(-1)[0].detach()
         for n, (log_prob, top, top_log_prob, entropy) in zip(numbers, values, strict=True):
-            row = log_probs[tree.wanted[n] - 1]
+            row = log_probs[tree.scored[n] - 1]
             assert top == row.argmax()
             assert [log_prob, top_log_prob, entropy] == pytest.approx(
-                [float(x) for x in (row[tree.stem[tree.wanted[n]]], row.max(),
+                [float(x) for x in (row[tree.stem[tree.scored[n]]], row.max(),
                                     -(row.exp() * row).sum())], abs=1e-4)
 
 
@@ -116,7 +118,7 @@ def test_trees_in_bfloat16(name, tmp_path):
     """Compiled FlexAttention over packed trees: no further off than one sequence per option."""
     torch._dynamo.reset()
     reference_model(name, tmp_path, head_dim=32)
-    exact, half = models.load(tmp_path), models.load(tmp_path, 'cuda', torch.bfloat16)
+    exact, half = checkpoint.load(tmp_path), checkpoint.load(tmp_path, 'cuda', torch.bfloat16)
     trees = random_trees(np.random.default_rng(3))
     with torch.no_grad():
         right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
@@ -138,8 +140,8 @@ def write_task(folder, n=4, choices=('blue', 'a lazy dog', 'brown')):
 
 
 def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
-    found = next(iter(evaluate.tokenize_questions(asked, solved, tokenizer,
-                                                  evaluate.EvalConfig(**keys), max_length)))[1]
+    found = next(prompts.tokenize_questions(asked, solved, tokenizer, max_length=max_length,
+                                            **({'add_bos': True} | keys)))[1]
     if isinstance(found, DataError):
         raise found
     return found
@@ -180,13 +182,13 @@ def test_whole_shots_are_dropped(tokenizers, tmp_path):
     for kept, tree in enumerate(sizes):
         longest = len(tree.prefix) + len(tree.stem) + max(map(len, tree.leaves))
         assert first_tree(asked, solved, tokenizer, longest) == tree and tree.shots == kept
-    with pytest.raises(DataError, match='even without shots has a prompt of'):
+    with pytest.raises(DataError, match='even without shots the prompt has'):
         first_tree(asked, {}, tokenizer, 10)
 
 
 def test_options_that_cannot_be_scored(tokenizers):
-    bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n')
-    with pytest.raises(DataError, match="question 7: option '' does not begin at a token boundary"):
+    bad = questions.Question('7', 'Answer: ', ['', 'x'], 1, 's', 'H\n\n', place='q.jsonl:8')
+    with pytest.raises(DataError, match="q.jsonl:8: option '' does not begin at a token boundary"):
         first_tree([bad], {}, tokenizers['llama3'])
 
 
@@ -215,8 +217,8 @@ def test_seams_on_real_questions(file, tmp_path):
                           (str(datasets / 'mmlu_pro' / 'mmlu_pro_sample.jsonl'), {})):
         asked, solved, _, _ = questions.load_task(name, **options)
         picked = random.Random(0).sample(asked, 100)
-        for q, tree in evaluate.tokenize_questions(picked, solved, tokenizer, evaluate.EvalConfig(),
-                                                   10**6):
+        for q, tree in prompts.tokenize_questions(picked, solved, tokenizer, add_bos=True,
+                                                  max_length=10**6):
             before = q.header + ''.join(s.solved for s in solved.get(q.group, []))
             for option, leaf in zip(q.options, tree.leaves, strict=True):
                 assert [*tree.prefix, *tree.stem, *leaf] == [
@@ -301,10 +303,10 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
     (tmp_path / 'cut' / 'results.json').unlink()
     (tmp_path / 'cut' / 'samples.jsonl').write_text(samples[:len(samples) // 2])
-    launched, launch = [], evaluate._launch
-    monkeypatch.setattr(evaluate, '_launch', lambda model, arrays, rows, statistics: (
-        launched.append(len({tree for tree, *_ in rows})), launch(model, arrays, rows, statistics)
-    )[1])
+    launched, forward = [], evaluate.forward_values
+    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, statistics: (
+        launched.append(len({tree for tree, *_ in scored})),
+        forward(model, arrays, scored, statistics))[1])
     again = scored(scored_folder, tmp_path / 'cut')
     assert sum(launched) == 120 - samples[:len(samples) // 2].count('\n')
     pooled = (found['tasks']['global_mmlu']['pooled'] for found in (whole, again))
@@ -313,7 +315,7 @@ def test_scoring_goes_on_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     rows = report.read_samples(tmp_path / 'cut' / 'samples.jsonl')
     assert len(rows) == len({(r['language'], r['id']) for r in rows}) == 120
     # all is there: another normalisation needs no model, and gives the same results twice
-    monkeypatch.setattr(models, 'load', None)
+    monkeypatch.setattr(checkpoint, 'load', None)
     assert scored(scored_folder, tmp_path / 'whole')['tasks']['global_mmlu']['pooled'] == (
         whole['tasks']['global_mmlu']['pooled'])
     flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')
@@ -399,10 +401,10 @@ def test_files_of_others_are_kept(scored_folder, tmp_path):
         out.mkdir()
         (out / name).write_text('mine')
         for option in ((), ('--overwrite',)):
-            with pytest.raises(configs.ConfigError, match=f'{name} was not written by a run'):
+            with pytest.raises(configs.ConfigError, match=f'{name} was not written by this program'):
                 evaluate_words(scored_folder, out, f'--tasks={task}', *option)
         assert (out / name).read_text() == 'mine'
-        assert {p.name for p in out.iterdir()} <= {name, '.lock'}
+        assert {p.name for p in out.iterdir()} <= {name, outdir.LOCK}
     out = tmp_path / 'out'
     evaluate_words(scored_folder, out, f'--tasks={task}')
     (out / 'results.py').write_text('mine')
@@ -423,7 +425,7 @@ def test_overwrite_deletes_after_all_is_checked(scored_folder, tmp_path):
     for arguments in (['--tasks=foxs.jsonl'], ['--batch_rows=0'],
                       [f'--model={tmp_path / "broken"}'], [f'--model={tmp_path / "empty"}'],
                       ['--device=gpu'], [f'--tasks={task}', '--shots=3']):
-        with pytest.raises((configs.ConfigError, DataError, models.CheckpointError)):
+        with pytest.raises((configs.ConfigError, DataError, checkpoint.CheckpointError)):
             evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite', *arguments)
         assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
@@ -432,10 +434,10 @@ def test_two_at_once_on_one_folder(scored_folder, tmp_path):
     task, out = write_words(tmp_path / 'foxes.jsonl', 40, 'fox'), tmp_path / 'out'
     command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
                f'--tasks={task}', '--n_bootstrap=0', f'--out_dir={out}']
-    with resume.lock(out):
+    with outdir.lock(out):
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ''
-    assert done.stderr.strip().count('\n') == 0 and 'another run is writing there' in done.stderr
+    assert done.stderr.strip().count('\n') == 0 and 'another process is writing there' in done.stderr
     assert not (out / 'samples.jsonl').exists()
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -461,13 +463,13 @@ def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
             evaluate_words(scored_folder, out, f'--tasks={task}')
     (out / 'results.json').unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(models, 'load', None)     # as the message says: without the model
+        patch.setattr(checkpoint, 'load', None)     # as the message says: without the model
         again = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
     assert again['foxes']['pooled'] == whole['foxes']['pooled']
     lines = (out / 'samples.jsonl').read_text().splitlines()
     for broken in (lines[2][:40], '5', '{}', '[]', lines[2].replace('"log_probs"', '"log"')):
         (out / 'samples.jsonl').write_text('\n'.join([*lines[:2], broken, *lines[3:], '']))
-        with pytest.raises(DataError, match=r'samples.jsonl:3.*: not a sample .*delete this line'):
+        with pytest.raises(DataError, match=r'samples.jsonl:3: .*; delete this line, and'):
             evaluate_words(scored_folder, out, f'--tasks={task}')
     (out / 'samples.jsonl').write_text('\n'.join([*lines[:2], *lines[3:], '']))
     assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
@@ -497,14 +499,14 @@ def test_weights_that_give_nan(scored_folder, tmp_path):
     rewrite(tmp_path / 'model', lambda tensors: tensors['model.layers.1.mlp.up_proj.weight'][
         3].fill_(math.nan))
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    with pytest.raises(models.CheckpointError, match='foxes: question 0: .* NaN or infinite '
+    with pytest.raises(checkpoint.CheckpointError, match='foxes: .*foxes.jsonl:1: .* NaN or infinite '
                        r'logits; model.layers.1.mlp.up_proj.weight in .* holds NaN'):
         evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}')
 
 
 def test_a_run_that_scored_nothing_leaves_the_folder_free(scored_folder, tmp_path):
     task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
-    with pytest.raises(DataError, match='foxes: question 0 .* max_length allows 3'):
+    with pytest.raises(DataError, match='foxes: .*foxes.jsonl:1: .* max_length allows 3'):
         evaluate_words(scored_folder, out, f'--tasks={task}', '--max_length=3')
     assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
         'n'] == 5
@@ -765,7 +767,7 @@ def test_a_small_study(tmp_path, monkeypatch, capsys):
                  num_key_value_heads=2)
     train.main([str(study / 'base.py'), '--seeds=0,1', '--only=base', f'--runs.base.shape={shape}',
                 *(f'--world.{k}={v}' for k, v in world.items()), '--batch_size=64',
-                '--micro_rows=4', '--workers=1', '--eval_reach', '--eval_pack_len=512'])
+                '--micro_rows=4', '--workers=1', '--eval_pack_len=512'])
     train.main([str(study / 'smoothing.py'), '--seeds=0,1', '--vary.lr=8e-4',
                 '--vary.smoothing=0.0,0.1', '--workers=1', '--epochs=1', '--eval_pack_len=512'])
     evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'temperature.py'),
@@ -795,8 +797,6 @@ def test_a_small_study(tmp_path, monkeypatch, capsys):
     assert float(line['temperature']) == pytest.approx(temperature, rel=1e-4)
     assert float(line['ece']) == pytest.approx(
         metrics.ece(metrics.softmax(some.scores, temperature), some.labels), rel=1e-4)
-    reach = json.loads(Path('out/study/base/seed-0/base/results.json').read_text())['reach']
-    assert 0 < reach['lowest_bits'] <= reach['highest_bits'] <= reach['log2_vocab']
     # done already: nothing is trained again, and a second command says so
     capsys.readouterr()
     with pytest.raises(configs.ConfigError, match='holds a finished run'):
@@ -804,28 +804,29 @@ def test_a_small_study(tmp_path, monkeypatch, capsys):
                     '--vary.smoothing=0.0,0.1'])
 
 
-def test_reachable_entropy():
-    config = models.ModelConfig(model_type='llama', vocab_size=8, hidden_size=8,
-                                intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-                                num_key_value_heads=2, head_dim=4, tie_word_embeddings=False)
-    model = models.CausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight.copy_(2 * torch.eye(8))
-    found = evaluate.reachable_entropy(model, 8, n_tokens=8)
-    # the surest state puts all of its length sqrt(8) into one direction, or a little against the
-    # others: logits a for one and b for the others, a^2 + 7 b^2 = 4 * 8
-    a = np.linspace(0, 32 ** 0.5, 100_001)
-    gap = (a + np.sqrt(np.maximum(32 - a ** 2, 0) / 7)).max()
-    p = 1 / (1 + 7 * math.exp(-gap))
-    entropy = -p * math.log2(p) - (1 - p) * math.log2((1 - p) / 7)
-    assert found['lowest_bits'] == pytest.approx(entropy, abs=1e-3)
-    assert found['lowest_nll_bits'] == pytest.approx(-math.log2(p), abs=1e-3)
-    assert found['highest_bits'] == pytest.approx(3, abs=1e-3) and found['log2_vocab'] == 3
-    model.config.final_logit_softcapping = 1.0
-    capped = evaluate.reachable_entropy(model, 8, n_tokens=8)['lowest_bits']
-    p = 1 / (1 + 7 * math.exp(-2))      # not less than logits of 1 and -1
-    floor = -p * math.log2(p) - (1 - p) * math.log2((1 - p) / 7)
-    assert floor < capped and capped > found['lowest_bits']
+def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, tmp_path, capsys):
+    result = scored(scored_folder, tmp_path / 'some', '--limit=10')['tasks']['global_mmlu']
+    assert result['sample'] == {'questions': 30, 'of': 120} and result['pooled']['n'] == 30
+    assert {r['n'] for r in result['languages'].values()} == {10}
+    assert {r['n'] for r in result['subjects'].values()} == {15}
+    printed = capsys.readouterr().out
+    assert 'global_mmlu: 30 questions, mmlu, 2 shots, letters, token; a sample of 120' in printed
+    assert 'sample of 30 of 120 questions' in (tmp_path / 'some' / 'results.md').read_text()
+    assert 'sample' not in scored(scored_folder, tmp_path / 'some')['tasks']['global_mmlu']
+    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'old', 'blue' if i else 'dog'],
+             'answer': 1} for i in range(3)]
+    found = evaluate_words(scored_folder, tmp_path / 'twice',
+                           f'--tasks={write_rows(tmp_path / "twice.jsonl", rows)}')
+    assert found['tasks']['twice']['duplicate_options'] == 2
+    assert '2 questions list the same option twice' in capsys.readouterr().out
+
+
+def test_languages_that_a_file_does_not_have(scored_folder, tmp_path):
+    path = write_rows(tmp_path / 'two.jsonl', [
+        {'question': 'the fox?', 'choices': ['blue', 'old'], 'answer': 0, 'language': language}
+        for language in ('en', 'de')])
+    with pytest.raises(DataError, match='klingon.*de, en'):
+        evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={path}', '--languages=klingon')
 
 
 def test_bad_questions_are_counted_or_stop(scored_folder, tmp_path, capsys):
@@ -842,7 +843,8 @@ def test_bad_questions_are_counted_or_stop(scored_folder, tmp_path, capsys):
     assert result['bad_rows'] == 3 and result['pooled']['n'] == 1
     assert '3 bad rows left out, the first: ' in capsys.readouterr().out
     write_rows(tmp_path / 'mixed.jsonl', rows[2:3])
-    with pytest.raises(DataError, match='even without shots has a prompt of .* max_length allows'):
+    with pytest.raises(DataError, match='mixed.jsonl:1: even without shots the prompt has .* tokens; '
+                                        '.* max_length allows 200'):
         evaluate.main([*common, f'--out_dir={tmp_path / "long"}'])
 
 
@@ -865,7 +867,8 @@ def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
     tasks, samples = run(f'--tasks=clm:{tmp_path / "texts.jsonl"},facts:{tmp_path / "facts.jsonl"}')
     assert tasks['clm']['pooled']['n'] == 12 and tasks['facts']['pooled']['n'] >= 22
     assert tasks['clm']['pooled'].keys() >= {'accuracy', 'ece', 'rmsce', 'entropy_bits', 'nll'}
-    tokenizer, model = load_tokenizer(scored_folder / 'model'), models.load(scored_folder / 'model')
+    tokenizer = load_tokenizer(scored_folder / 'model')
+    model = checkpoint.load(scored_folder / 'model')
     for sample in samples:
         text = next(r['text'] for r in rows if r['id'] == sample['text'])
         ids = [tokenizer.bos_id, *tokenizer.encode(text)]

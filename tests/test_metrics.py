@@ -551,7 +551,8 @@ def test_nll_of_scores_has_no_floor():
                          (scores[:, :2], 'scores must be [N, K] like probs, (2, 3), not (2, 2)'),
                          (scores[:1], 'scores must be [N, K] like probs, (2, 3), not (1, 3)'),
                          (scores * np.nan, 'row 0: the largest score is nan'),
-                         (np.where(scores == -60, -np.inf, scores), 'row 0: label 1 has the score -inf')):
+                         (np.where(scores == -60, -np.inf, scores),
+                          'row 0: label 1 has the score -inf')):
         for call in (metrics.nll, metrics.report):
             with pytest.raises(ValueError, match=re.escape(message)):
                 call(probs, labels, scores=bad)
@@ -696,7 +697,8 @@ def test_the_program_says_how_it_is_called():
     ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
      '3: probabilities sum to 1.4'),
     ('{"probs": [0.5, 0.5], "answer": 2}', '1: label 2 is not one of'),
-    ('{"probs": [0.5, 0.5], "answer": 1}\n{"probs": [1.0], "answer": 1}', '2: label 1 is not one of the options 0 to 0'),
+    ('{"probs": [0.5, 0.5], "answer": 1}\n{"probs": [1.0], "answer": 1}',
+     '2: label 1 is not one of the options 0 to 0'),
     ('{"probs": [0.5, 0.5], "answer": true}', '1: answer must be the index'),
     ('{"probs": [0.5, 0.5], "answer": 1.0}', '1: answer must be the index'),
     ('{"probs": ["0.5", "0.5"], "answer": 1}', '1: probs must be numbers'),

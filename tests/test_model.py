@@ -1,27 +1,24 @@
-"""model.py against transformers"""
+"""model.py against transformers, and its two attention paths against each other."""
 
-import json
-import model as models
+import re
+
 import numpy as np
-import os
 import pytest
-import shutil
-import subprocess
-import sys
 import torch
 import torch.nn.functional as F
-from data import packing
-from pathlib import Path
+from safetensors.torch import load_file
 
+import checkpoint
+import model as models
 from common import (
-    ARCHITECTURES, HERE, LLAMA3_ROPE, reference_model, rewrite,
-    whole_rows)
+    ARCHITECTURES, DEVICES, documents, lora_model, reference_model, whole_rows)
+from data import packing
 
 
 @pytest.mark.parametrize('name', ARCHITECTURES)
 def test_parity_with_transformers(name, tmp_path):
     reference = reference_model(name, tmp_path)
-    model = models.load(tmp_path)
+    model = checkpoint.load(tmp_path)
     tokens = torch.randint(0, 211, (2, 45))
     logits = model.logits(model(tokens, *whole_rows(tokens)))
     expected = reference(tokens).logits
@@ -35,84 +32,6 @@ def test_parity_with_transformers(name, tmp_path):
     for key, parameter in model.named_parameters():
         gradient = theirs[key].grad
         assert (parameter.grad - gradient).norm() < 1e-4 * gradient.norm(), key
-
-
-@pytest.mark.parametrize('name', ARCHITECTURES)
-@pytest.mark.parametrize('shard_bytes', [10**9, 40_000])
-def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeypatch):
-    import transformers
-    monkeypatch.setattr(models, 'SHARD_BYTES', shard_bytes)
-    reference = reference_model(name, tmp_path / 'theirs')
-    model = models.load(tmp_path / 'theirs')
-    models.save(model, tmp_path / 'ours', torch.float32, tmp_path / 'theirs')
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'ours',
-                                                              attn_implementation='eager')
-    tokens = torch.randint(0, 211, (1, 45))
-    assert torch.equal(again(tokens).logits, reference(tokens).logits)
-    weights = models.load(tmp_path / 'ours').state_dict()
-    assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
-    files = {path.name for path in (tmp_path / 'ours').iterdir()}
-    assert 'generation_config.json' in files and not any(f.endswith('.tmp') for f in files)
-    assert ('model.safetensors' in files) == (shard_bytes == 10**9)
-    names = models.save(model, tmp_path / 'half', torch.bfloat16, tmp_path / 'theirs')
-    assert models.load(tmp_path / 'half').head.dtype == torch.bfloat16
-    assert sorted(names) == sorted(path.name for path in (tmp_path / 'half').iterdir())
-
-
-def test_saving_removes_no_file(checkpoint, monkeypatch):
-    """A save that leaves another layout's files beside its own is refused when it is loaded."""
-    model = models.load(checkpoint)
-    for name in ('model-old.safetensors', 'model.safetensors.tmp', 'notes.txt'):
-        (checkpoint / name).write_text('mine')
-    monkeypatch.setattr(models, 'SHARD_BYTES', 40_000)
-    names = models.save(model, checkpoint, torch.float32)
-    assert len(names) > 4 and all((checkpoint / name).exists() for name in names)
-    assert (checkpoint / 'model-old.safetensors').read_text() == 'mine'
-    assert (checkpoint / 'notes.txt').read_text() == 'mine'
-    with pytest.raises(models.CheckpointError, match='holds two models: model.safetensors, and'):
-        models.load(checkpoint)
-    (checkpoint / 'model.safetensors').unlink()
-    assert all(torch.equal(a, b) for a, b in zip(
-        model.parameters(), models.load(checkpoint).parameters(), strict=True))
-
-
-def test_sharded_index_of_transformers(tmp_path):
-    reference = reference_model('llama', tmp_path / 'one')
-    reference.save_pretrained(tmp_path / 'many', max_shard_size='30KB')
-    assert len(list((tmp_path / 'many').glob('*.safetensors'))) > 2
-    one, many = models.load(tmp_path / 'one'), models.load(tmp_path / 'many')
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), many.parameters(), strict=True))
-
-
-def test_config_of_transformers_4_and_5():
-    old = {'model_type': 'llama', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
-           'num_hidden_layers': 1, 'num_attention_heads': 2, 'rope_theta': 500000.0,
-           'rope_scaling': LLAMA3_ROPE, 'torch_dtype': 'bfloat16', 'pad_token_id': 5}
-    new = {k: v for k, v in old.items() if k not in ('rope_theta', 'rope_scaling', 'torch_dtype')}
-    new |= {'rope_parameters': LLAMA3_ROPE | {'rope_theta': 500000.0}, 'dtype': 'bfloat16'}
-    a = models.ModelConfig.from_hf(old | {'rope_scaling': {k: v for k, v in LLAMA3_ROPE.items()
-                                                           if k != 'rope_theta'}})
-    b = models.ModelConfig.from_hf(new)
-    assert a.rope_theta == b.rope_theta == 500000.0 and a.dtype == b.dtype == 'bfloat16'
-    assert a.num_key_value_heads == 2 and a.head_dim == 4 and a.extra == {'pad_token_id': 5}
-    assert models.ModelConfig.from_hf(a.to_hf()) == a
-
-
-def test_keys_of_other_architectures_mean_nothing():
-    raw = {'model_type': 'llama', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
-           'num_hidden_layers': 2, 'num_attention_heads': 2, 'sliding_window': 4,
-           'attn_logit_softcapping': 5.0}
-    config = models.ModelConfig.from_hf(raw)
-    assert config.windows == [None, None] and config.attn_logit_softcapping is None
-
-
-def test_mistral_window_missing_or_null():
-    raw = {'model_type': 'mistral', 'vocab_size': 9, 'hidden_size': 16, 'intermediate_size': 8,
-           'num_hidden_layers': 2, 'num_attention_heads': 8}
-    assert models.ModelConfig.from_hf(raw).windows == [4096, 4096]
-    assert models.ModelConfig.from_hf(raw | {'sliding_window': None}).windows == [None, None]
-    gemma = models.ModelConfig.from_hf(raw | {'model_type': 'gemma2'})
-    assert gemma.windows == [4096, None] and gemma.tie_word_embeddings and gemma.head_dim == 256
 
 
 def test_llama3_rope_golden():
@@ -143,375 +62,111 @@ def test_embedding_scale_is_rounded_like_the_weights():
 @pytest.mark.parametrize('name', ARCHITECTURES)
 def test_packed_documents_do_not_see_each_other(name, tmp_path):
     reference_model(name, tmp_path)
-    model = models.load(tmp_path)
+    model = checkpoint.load(tmp_path)
     rng = np.random.default_rng(0)
-    documents = [(rng.integers(0, 211, n), np.ones(n, int)) for n in (11, 40, 3, 29, 1, 17)]
-    packed = packing.pack(documents, 48)
+    texts = [(rng.integers(0, 211, n), np.ones(n, int)) for n in (11, 40, 3, 29, 1, 17)]
+    packed = packing.pack(texts, 48)
     hidden = model(*(torch.from_numpy(packed[k]) for k in ('tokens', 'positions', 'ends')))
-    for i, (tokens, _) in enumerate(documents):
+    for i, (tokens, _) in enumerate(texts):
         alone = torch.from_numpy(tokens)[None]
         row, at = np.nonzero(packed['owner'] == i)
         assert torch.allclose(hidden[row, at], model(alone, *whole_rows(alone))[0], atol=2e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2'])
-def test_flex_attention_equals_the_explicit_mask(name, tmp_path):
+def test_flex_attention_equals_the_explicit_mask(name, device, tmp_path):
+    """On a CPU FlexAttention has no gradients, so only the hidden states are compared there."""
     reference_model(name, tmp_path, head_dim=32)  # FlexAttention wants a power of two
-    model = models.load(tmp_path, 'cuda')
-    rng = np.random.default_rng(0)
-    documents = [(rng.integers(0, 211, n), np.ones(n, int)) for n in (90, 40, 3, 100)]
-    packed = packing.pack(documents, 128)
-    inputs = [torch.from_numpy(packed[k]).cuda() for k in ('tokens', 'positions', 'ends')]
+    model = checkpoint.load(tmp_path, device).requires_grad_(device == 'cuda')
+    packed = packing.pack(documents(0, [90, 40, 3, 100]), 128)
+    inputs = [torch.from_numpy(packed[k]).to(device) for k in ('tokens', 'positions', 'ends')]
     gradients, outputs = [], []
     for kind in ('explicit', 'flex'):
         model.model.attention = kind
         hidden = model(*inputs)
-        slope = torch.linspace(-1, 1, hidden.numel(), device='cuda')
-        (hidden.flatten() * slope).sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         outputs.append(hidden.detach())
-        model.zero_grad()
+        if device == 'cuda':
+            slope = torch.linspace(-1, 1, hidden.numel(), device=device)
+            (hidden.flatten() * slope).sum().backward()
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            model.zero_grad()
     assert torch.allclose(*outputs, atol=1e-4)
-    for a, b in zip(*gradients, strict=True):
+    for a, b in zip(*(gradients or [[], []]), strict=True):
         assert (a - b).norm() < 1e-3 * a.norm()
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    reference_model('llama', tmp_path / 'model')
-    return tmp_path / 'model'
-
-
-def edit_config(folder, **values):
-    path = folder / 'config.json'
-    values = json.loads(path.read_text()) | values
-    path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
-
-
-def write_index(folder, name):
-    (folder / 'model.safetensors.index.json').write_text(json.dumps(
-        {'weight_map': {'model.norm.weight': name}}))
-
-
-KEY = 'model.layers.1.mlp.up_proj.weight'
-
-
-@pytest.mark.parametrize('damage, message', [
-    (lambda f: rewrite(f, lambda t: t.pop(KEY)), f'tensor {KEY} is missing'),
-    (lambda f: rewrite(f, lambda t: t.update(odd=torch.ones(1))), 'tensor odd is unknown'),
-    (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(2, 3)})),
-     f'tensor {KEY} has shape [2, 3], config.json wants [80, 48]'),
-    (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(80, 48, dtype=torch.int8)})),
-     f'tensor {KEY} is I8; quantized weights are not supported'),
-    (lambda f: os.truncate(f / 'model.safetensors', 5000), 'truncated or not a safetensors file'),
-    (lambda f: (f / 'model.safetensors').unlink(), 'has no model.safetensors'),
-    (lambda f: (f / 'config.json').unlink(), 'is not a model folder: it has no config.json'),
-    (lambda f: (f / 'config.json').write_text('{'), 'not valid JSON'),
-    (lambda f: edit_config(f, num_hidden_layers=...), 'num_hidden_layers is missing'),
-    (lambda f: edit_config(f, model_type='gpt2'), "model_type is 'gpt2'"),
-    (lambda f: (f / 'config.json').write_text('[]'), 'model_type is None'),
-    (lambda f: edit_config(f, hidden_size=None), 'hidden_size = None is not supported; it must be an integer from 1 to'),
-    (lambda f: edit_config(f, hidden_act='gelu_pytorch_tanh'), 'hidden_act = \'gelu_pytorch_tanh\' is not supported; it must be "silu"'),
-    (lambda f: edit_config(f, rope_parameters={'rope_type': 'llama3'}), "rope_parameters of rope_type 'llama3' without factor"),
-    (lambda f: edit_config(f, attention_bias=True), 'attention_bias = True is not supported'),
-    (lambda f: edit_config(f, rope_parameters={'rope_type': 'yarn'}), "rope_parameters.rope_type = 'yarn'"),
-    (lambda f: (f / 'config.json').write_text('[' * 100_000), 'not valid JSON'),
-    (lambda f: edit_config(f, model_type=[]), 'model_type is []'),
-    (lambda f: edit_config(f, num_key_value_heads=3),
-     'num_attention_heads = 4 is not a multiple of num_key_value_heads = 3'),
-    (lambda f: edit_config(f, num_attention_heads=5, num_key_value_heads=5),
-     'hidden_size = 48 is not a multiple of num_attention_heads = 5'),
-    (lambda f: edit_config(f, head_dim=13), 'head_dim = 13 is odd'),
-    (lambda f: rewrite(f, lambda t: t.update({KEY: t[KEY].to(torch.float8_e4m3fn)})),
-     f'tensor {KEY} is F8_E4M3; quantized weights are not supported'),
-    (lambda f: write_index(f, '../model.safetensors'), "refuses '../model.safetensors'"),
-    (lambda f: write_index(f, '/etc/passwd'), "refuses '/etc/passwd'"),
-    (lambda f: write_index(f, 'gone.safetensors'), 'names gone.safetensors, which is not there'),
-])
-def test_damaged_checkpoints(checkpoint, damage, message):
-    damage(checkpoint)
-    with pytest.raises(models.CheckpointError) as error:
-        models.load(checkpoint)
-    assert message in str(error.value) and str(checkpoint) in str(error.value)
-    assert '\n' not in str(error.value)
-
-
-def both_logits(folder):
-    """The logits of the model in `folder`, ours and those of transformers."""
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+def test_lora(name, tmp_path):
+    reference_model(name, tmp_path / 'base')
+    tokens = torch.randint(0, 211, (2, 30))
+    plain = checkpoint.load(tmp_path / 'base')
+    hidden = plain(tokens, *whole_rows(tokens))
+    model = checkpoint.load(tmp_path / 'base')
+    models.add_lora(model, 8, 32.0, 0.1, ('q_proj', 'v_proj'))
+    assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), hidden)   # B begins at zero
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 4 * plain.config.num_hidden_layers
+    assert all(re.search(r'(q|v)_proj.lora_[AB].weight$', n) for n in trained)
+    a, b = (model.train()(tokens, *whole_rows(tokens)) for _ in range(2))
+    assert torch.equal(a, b)                        # dropout on what B, still zero, multiplies
+    model = lora_model(tmp_path / 'base')
+    adapted = model(tokens, *whole_rows(tokens))
+    assert not torch.allclose(adapted, hidden, atol=1e-2)
+    adapted.square().sum().backward()
+    assert all((p.grad is not None) == ('lora' in n) for n, p in model.named_parameters())
+    # dropout acts on what enters the adapter alone
+    some = lora_model(tmp_path / 'base', dropout=0.5).train()
+    a, b = (some(tokens, *whole_rows(tokens)) for _ in range(2))
+    assert not torch.allclose(a, b)
+    # merged, as anybody loads it
+    checkpoint.save(model, tmp_path / 'merged', torch.float32)
+    merged = checkpoint.load(tmp_path / 'merged')
+    assert torch.allclose(merged(tokens, *whole_rows(tokens)), adapted, atol=1e-4)
+    assert merged.state_dict().keys() == plain.state_dict().keys()
     import transformers
-    tokens = torch.randint(0, 211, (1, 45))
-    with torch.no_grad():
-        model = models.load(folder)
-        ours = model.logits(model(tokens, *whole_rows(tokens)))
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation='eager')(tokens).logits
-    return ours, theirs
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / 'merged', attn_implementation='eager')
+    assert torch.allclose(reference(tokens).logits, model.logits(adapted), atol=2e-4)
+    # one rounding: of the float32 sum
+    checkpoint.save(model, tmp_path / 'half', torch.bfloat16)
+    key = 'model.layers.1.self_attn.v_proj'
+    layer = model.get_submodule(key)
+    exact = layer.weight + 4 * (layer.lora_B.weight @ layer.lora_A.weight)
+    assert torch.equal(load_file(tmp_path / 'half' / 'model.safetensors')[f'{key}.weight'],
+                       exact.bfloat16())
+    with pytest.raises(ValueError, match="lora_targets = .'query',.; wanted some of q_proj"):
+        models.add_lora(plain, 8, 32.0, 0.1, ('query',))
 
 
-ODD_VALUES = [None, 'yes', -1, 0, 1, 1.5, 0.1, [], {}, True, False, float('nan'), 10**30, 1e300,
-              ['full_attention'] * 3]
-
-
-def computed_or_refused(folder, raw, changes):
-    """True where a config.json of raw | changes is computed as transformers does it; else it is
-    refused in one line that names the key or the tensor that does not fit it."""
-    (folder / 'config.json').write_text(json.dumps(raw | changes))
-    try:
-        models.load(folder)
-    except models.CheckpointError as error:
-        assert str(folder) in str(error) and '\n' not in str(error), changes
-        named = any(key in str(error) for key in changes)
-        assert named or f'{folder}: tensor' in str(error) or 'config.json wants' in str(error)
-        return False
-    ours, theirs = both_logits(folder)
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4), changes
-    return True
-
-
-@pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2'])
-def test_every_field_of_the_config_is_checked(name, tmp_path):
-    reference_model(name, tmp_path)
-    raw = json.loads((tmp_path / 'config.json').read_text())
-    keys = raw.keys() | models.FIELDS.keys() | {'rope_scaling', 'hidden_act', 'hidden_activation'}
-    computed = set()
-    for key in sorted(keys - models.FOREIGN[raw['model_type']]):
-        for value in ODD_VALUES:
-            # transformers refuses integers where it wants floats, which are computed here
-            value = float(value) if key in models.FLOATS and type(value) is int else value
-            if computed_or_refused(tmp_path, raw, {key: value}):
-                computed.add((key, repr(value)))
-    assert ('attention_bias', 'False') in computed and ('rope_theta', '1.5') not in computed
-    assert ('sliding_window', '1') in computed or name == 'llama3'
-
-
-ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
-
-
-@pytest.mark.parametrize('computed, changes', [
-    (True, {'rope_theta': 500.0}),
-    (True, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}}),
-    (True, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 500.0}),
-    (True, {'rope_scaling': ROPE, 'rope_theta': 500.0}),
-    (True, {'rope_scaling': ROPE, 'rope_parameters': ROPE}),
-    (True, {'rope_scaling': {'type': 'llama3'} | ROPE}),
-    (True, {'rope_scaling': {}, 'rope_parameters': LLAMA3_ROPE}),
-    (True, {'rope_scaling': ROPE, 'original_max_position_embeddings': 32}),
-    (False, {'rope_scaling': ROPE, 'original_max_position_embeddings': 16}),
-    (False, {'rope_scaling': ROPE, 'rope_parameters': {'rope_type': 'default'}}),
-    (False, {'rope_scaling': ROPE, 'rope_parameters': ROPE | {'rope_theta': 500.0}}),
-    (False, {'rope_scaling': ROPE, 'rope_parameters': ROPE | {'factor': 4.0}}),
-    (False, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}, 'rope_parameters': ROPE}),
-    (False, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 1e4}),
-    (False, {'rope_scaling': ROPE | {'type': 'default'}}),
-    (False, {'rope_scaling': {'factor': 8.0}}),
-    (False, {'rope_scaling': ROPE | {'low_freq_factor': 4.0}}),
-    (False, {'rope_scaling': ROPE | {'low_freq_factor': 5.0}}),
-    (False, {'rope_scaling': ROPE | {'partial_rotary_factor': 0.5}}),
-    (False, {'rope_parameters': {'full_attention': LLAMA3_ROPE}}),
-    (False, {'rope_parameters': {'sliding_attention': {'rope_theta': 1e4},
-                                 'full_attention': {'rope_theta': 500.0}}}),
-    *((False, {'rope_scaling': ROPE | {key: value}}) for key in (*ROPE, 'rope_theta')
-      for value in (None, 'yes', -1, 0, [], {}, True, float('nan'))),
-])
-def test_rope_is_computed_as_in_transformers_or_refused(checkpoint, computed, changes):
-    raw = json.loads((checkpoint / 'config.json').read_text())
-    del raw['rope_parameters']
-    assert computed_or_refused(checkpoint, raw, changes) == computed
-
-
-@pytest.mark.parametrize('layer_types', [
-    None, ['full_attention', 'sliding_attention', 'full_attention'], ['full_attention'] * 3,
-    ['sliding_attention'] * 3])
-def test_mistral_with_layer_types_is_ministral(layer_types, tmp_path):
-    reference_model('mistral_window', tmp_path / 'model')
-    edit_config(tmp_path / 'model', layer_types=layer_types)
-    ours, theirs = both_logits(tmp_path / 'model')
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4)
-    models.save(models.load(tmp_path / 'model'), tmp_path / 'again', torch.float32)
-    again = both_logits(tmp_path / 'again')
-    assert torch.allclose(*again, rtol=1e-5, atol=2e-4)
-    saved = json.loads((tmp_path / 'again' / 'config.json').read_text())
-    assert saved.get('layer_types') == layer_types
-
-
-@pytest.mark.parametrize('name, changes, message', [
-    ('gemma2', {'layer_types': ['full_attention', 'chunked_attention'] * 2}, 'layer_types = '),
-    ('gemma2', {'layer_types': ['full_attention']}, 'layer_types has 1 items for num_hidden'),
-    ('gemma2', {'sliding_window': None}, 'sliding_window = None is not supported for gemma2'),
-    ('mistral', {'layer_types': ['full_attention'] * 3}, 'sliding_window = None beside layer_types')])
-def test_layer_types_that_are_refused(name, changes, message, tmp_path):
-    reference_model(name, tmp_path)
-    edit_config(tmp_path, **changes)
-    with pytest.raises(models.CheckpointError, match=message):
-        models.read_config(tmp_path)
-
-
-def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
-    reference_model('llama3', tmp_path)
-    raw = json.loads((tmp_path / 'config.json').read_text())
-    assert 'rope_theta' not in raw and raw['rope_parameters']['factor'] == 8.0
-    plain = models.read_config(tmp_path)
-    changed = models.read_config(tmp_path, {'rope_theta': 5e5, 'hidden_size': 64})
-    assert (changed.rope_theta, changed.hidden_size) == (5e5, 64)
-    assert changed.rope_scaling == plain.rope_scaling and changed.rope_scaling['factor'] == 8.0
-    default = {'rope_type': 'default', 'rope_theta': 77.0}
-    for block in models.ROPE_BLOCKS:
-        changed = models.read_config(tmp_path, {block: default})
-        assert (changed.rope_theta, changed.rope_scaling) == (77.0, None)
-    assert models.read_config(tmp_path, {'rope_scaling': None}).rope_scaling is None
-    assert models.read_config(tmp_path, {'torch_dtype': 'bfloat16'}).dtype == 'bfloat16'
-
-
-@pytest.mark.parametrize('changes, message', [
-    ({'hiden_size': 64}, "llama has no key 'hiden_size' in its config.json; did you mean 'hidden_s"),
-    ({'sliding_window': 64}, "llama has no key 'sliding_window'"),
-    ({'final_logit_softcapping': 30.0}, "llama has no key 'final_logit_softcapping'"),
-    ({'hidden_size': '64'}, "hidden_size = '64' is not supported"),
-    ({'rope_theta': 1.0, 'rope_parameters': {'rope_theta': 2.0}}, 'disagree'),
-    ({'model_type': 'gpt2'}, "model_type is 'gpt2'")])
-def test_changes_that_are_refused(checkpoint, changes, message):
-    with pytest.raises(models.CheckpointError, match=message):
-        models.read_config(checkpoint, changes)
-
-
-def test_tied_embeddings_beside_an_output_matrix(tmp_path):
-    reference_model('llama3', tmp_path)
-    plain = models.load(tmp_path).head
-    rewrite(tmp_path, lambda t: t.update(
-        {'lm_head.weight': t['model.embed_tokens.weight'].clone()}))
-    assert torch.equal(models.load(tmp_path).head, plain)
-    rewrite(tmp_path, lambda t: t['lm_head.weight'][-1, 0].add_(1))
-    with pytest.raises(models.CheckpointError, match='tensor lm_head.weight differs from .*'
-                                                     'tie_word_embeddings = true'):
-        models.load(tmp_path)
-    edit_config(tmp_path, tie_word_embeddings=False)
-    ours, theirs = both_logits(tmp_path)
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4)
-
-
-def test_weights_are_checked_without_reading_them(checkpoint, monkeypatch):
-    monkeypatch.setattr('safetensors.torch.load_file', None)
-    files = models.check_weights(checkpoint, models.read_config(checkpoint))
-    assert files.keys() == models.load(checkpoint).state_dict().keys()
-    os.truncate(checkpoint / 'model.safetensors',
-                (checkpoint / 'model.safetensors').stat().st_size - 1)
-    with pytest.raises(models.CheckpointError, match='truncated'):
-        models.check_weights(checkpoint, models.read_config(checkpoint))
-
-
-def test_first_nonfinite_tensor(checkpoint):
-    assert models.nonfinite_tensor(checkpoint) is None
-    for value in (float('nan'), float('inf')):
-        rewrite(checkpoint, lambda t, value=value: t[KEY][3].fill_(value))
-        assert models.nonfinite_tensor(checkpoint) == KEY
-
-
-def test_fingerprint_depends_on_config_and_every_tensor(checkpoint, tmp_path, monkeypatch):
-    before = models.fingerprint(checkpoint)
-    config = checkpoint / 'config.json'
-    config.write_text(json.dumps(dict(reversed(json.loads(config.read_text()).items()))))
-    assert models.fingerprint(checkpoint) == before
-    edit_config(checkpoint, rms_norm_eps=2e-6)
-    assert models.fingerprint(checkpoint) != before
-    edit_config(checkpoint, rms_norm_eps=1e-6)
-    assert models.fingerprint(checkpoint) == before
-    # the same bytes in other files are the same model
-    with monkeypatch.context() as patch:
-        model = models.load(checkpoint)
-        names = models.save(model, tmp_path / 'one', torch.float32)
-        patch.setattr(models, 'SHARD_BYTES', 40_000)
-        models.save(model, tmp_path / 'many', torch.float32)
-    assert len(names) == 2
-    assert models.fingerprint(tmp_path / 'one') == models.fingerprint(tmp_path / 'many')
-    seen = {before}
-    for key in models.load(checkpoint).state_dict():
-        rewrite(checkpoint, lambda t, key=key: t[key].view(-1)[-1].add_(1))
-        seen.add(models.fingerprint(checkpoint))
-    assert len(seen) == len(models.load(checkpoint).state_dict()) + 1
-
-
-def test_a_folder_of_adapters_is_not_a_model(checkpoint):
-    model = models.load(checkpoint)
-    models.add_lora(model, 2, 4.0, 0.0, ('q_proj',))
-    names = models.save_adapter(model, checkpoint / 'adapter', 'some/base')
-    assert sorted(names) == sorted(p.name for p in (checkpoint / 'adapter').iterdir())
-    with pytest.raises(models.CheckpointError, match=f'adapters alone.* is in {checkpoint}$'):
-        models.read_config(checkpoint / 'adapter')
-    (checkpoint / 'config.json').unlink()
-    with pytest.raises(models.CheckpointError, match='adapters alone.* merge them into'):
-        models.read_config(checkpoint / 'adapter')
-
-
-def test_home_folder_in_a_model_path(checkpoint, monkeypatch):
-    monkeypatch.setenv('HOME', str(checkpoint.parent))
-    assert models.fetch('~/model') == checkpoint
-    with pytest.raises(models.CheckpointError, match='no model folder at ~/nothing'):
-        models.fetch('~/nothing')
-    with pytest.raises(models.CheckpointError, match='config.json is a file; a model is the folder'):
-        models.fetch('~/model/config.json')
-
-
-def test_pickled_weights_are_not_read(checkpoint):
-    torch.save({}, checkpoint / 'pytorch_model.bin')
-    (checkpoint / 'model.safetensors').unlink()
-    with pytest.raises(models.CheckpointError, match='convert them to safetensors'):
-        models.load(checkpoint)
-
-
-def test_old_rotary_buffers_are_ignored(checkpoint):
-    rewrite(checkpoint, lambda t: t.update(
-        {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(6)}))
-    models.load(checkpoint)
-
-
-def test_unreachable_models():
-    for name, message in (('/nowhere', 'no model folder at /nowhere'),
-                          ('google/gemma-2-2b', 'getting google/gemma-2-2b from the hub failed')):
-        with pytest.raises(models.CheckpointError, match=message):
-            models.fetch(name)
-
-
-def test_a_model_in_the_hub_cache_is_found(checkpoint, tmp_path, monkeypatch):
-    snapshot = tmp_path / 'hub' / 'models--some--model' / 'snapshots' / ('a' * 40)
-    snapshot.parent.mkdir(parents=True)
-    shutil.copytree(checkpoint, snapshot)
-    refs = tmp_path / 'hub' / 'models--some--model' / 'refs'
-    refs.mkdir()
-    (refs / 'main').write_text('a' * 40)
-    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path / 'hub'))
-    assert models.fetch('some/model') == snapshot
-
-
-# Prints by how many kB loading a model raises the process's own memory. The mapped file does not
-# count: its pages can be dropped at any time.
-WATCHED_LOAD = """
-import re, sys, threading, time, torch, model
-
-def held():
-    return int(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])
-
-def watch():
-    while True:
-        peaks.append(held())
-        time.sleep(0.001)
-
-with torch.device('meta'):  # imports what it needs on its first use
-    model.CausalLM(model.read_config(sys.argv[1]))
-before, peaks = held(), []
-threading.Thread(target=watch, daemon=True).start()
-loaded = model.load(sys.argv[1])
-print(max([*peaks, held()]) - before)
-"""
-
-
-@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs /proc')
-def test_loading_holds_one_copy(tmp_path):
-    # many tensors of 4 MB: none of them is a large part of the whole
-    config = models.ModelConfig('llama', 4000, 1024, 2048, 16, 16, dtype='bfloat16')
-    model = models.CausalLM(config).to(torch.bfloat16)
-    models.save(model, tmp_path, torch.bfloat16)
-    grown = int(subprocess.run([sys.executable, '-c', WATCHED_LOAD, tmp_path], text=True,
-                               stdout=subprocess.PIPE, cwd=HERE, check=True).stdout) * 1024
-    size = sum(p.numel() for p in model.parameters()) * 2
-    assert 0.9 * size < grown < 1.3 * size
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('head_dim, softcap', [(64, None), (128, None), (256, 50.0)])
+def test_tuned_attention(head_dim, softcap, device):
+    """The block sizes of HOPPER_OPTIONS in bfloat16 against the explicit mask in float32."""
+    cuda = device == 'cuda'
+    T, heads, kv_heads = (600, 8, 4) if cuda else (150, 2, 1)
+    lengths = [300, 200, 250, 90, 40, 600] if cuda else [80, 60, 20, 150]
+    packed = packing.pack(documents(0, lengths), T)
+    positions, ends = (torch.from_numpy(packed[k]).to(device) for k in ('positions', 'ends'))
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, g = (torch.randn(len(ends), n, T, head_dim, generator=generator, device=device)
+                  for n in (heads, kv_heads, kv_heads, heads))
+    q = 3 * q
+    results = []
+    torch._dynamo.reset()       # other tests may have used up the number of variants
+    for dtype in (torch.float32, torch.bfloat16):
+        for window in (None, 100):
+            x = [t.bfloat16().to(dtype).requires_grad_(cuda) for t in (q, k, v)]
+            if dtype == torch.float32:
+                mask = models.explicit_mask(positions, ends, window)
+                y = models.attend_explicit(*x, mask, scale=head_dim ** -0.5, softcap=softcap)
+            else:
+                options = models.flex_options(head_dim, x[0])
+                mask = models.flex_mask(positions, ends, window, options)
+                cap = models.cap_scores(softcap) if softcap else None
+                y = models.attend_flex(*x, mask, scale=head_dim ** -0.5, score_mod=cap)
+            if cuda:
+                y.backward(g.bfloat16().to(dtype))
+            results.append([y, *(t.grad for t in x if cuda)])
+    for right, ours in zip(results[:2], results[2:], strict=True):
+        assert all((a - b).norm() < 0.01 * a.norm() for a, b in zip(right, ours, strict=True))

@@ -237,7 +237,7 @@ def test_dev_questions_are_not_scored(tmp_path):
 
 def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
     """CMMLU's csv files with a header, in a zip file, subjects by file name."""
-    def download(name, repo_type, revision, allow_patterns):
+    def download(name, repo_type, revision, allow_patterns, ignore_patterns):
         assert (name, repo_type) == ('haonan-li/cmmlu', 'dataset') and '*.zip' in allow_patterns
         return str(tmp_path / 'snapshot')
     for split, n in (('dev', 2), ('test', 3)):

@@ -91,9 +91,9 @@ def test_templates_and_masks(tokenizers, template):
     kind, expected = RENDERED[template]
     template = template.removesuffix(' as text')
     tokenizer = tokenizers[kind]
-    ids, learnt = chat.encode_conversation(MESSAGES, tokenizer, template)
+    ids, loss_mask = chat.encode_conversation(MESSAGES, tokenizer, template)
     shown = ''
-    for flag, group in groupby_flag(ids, learnt):
+    for flag, group in groupby_flag(ids, loss_mask):
         piece = tokenizer.decode(group, start=not shown)
         shown += '{' + piece + '}' if flag else piece
     assert shown == expected
@@ -101,27 +101,27 @@ def test_templates_and_masks(tokenizers, template):
     assert chat.encode_conversation(MESSAGES, tokenizer, template, add_bos=False)[0] == ids[1:]
 
 
-def groupby_flag(ids, learnt):
+def groupby_flag(ids, loss_mask):
     start = 0
     for i in range(1, len(ids) + 1):
-        if i == len(ids) or learnt[i] != learnt[start]:
-            yield learnt[start], ids[start:i]
+        if i == len(ids) or loss_mask[i] != loss_mask[start]:
+            yield loss_mask[start], ids[start:i]
             start = i
 
 
 def test_prompt_tokens_do_not_depend_on_the_answer(tokenizers):
     # an answer that begins with a newline must not melt into the prompt's last newline
     for answer in ('\n\nblue', ' blue', 'blue'):
-        ids, learnt = chat.encode_conversation(
+        ids, loss_mask = chat.encode_conversation(
             [{'role': 'user', 'content': 'sky'}, {'role': 'assistant', 'content': answer}],
             tokenizers['gemma'])
-        prompt = [i for i, flag in zip(ids, learnt, strict=True) if not flag]
+        prompt = [i for i, flag in zip(ids, loss_mask, strict=True) if not flag]
         assert prompt == [tokenizers['gemma'].bos_id] + tokenizers['gemma'].encode(
             '<|user|>\nsky\n<|assistant|>\n')
 
 
 def test_template_needs_its_control_tokens(tokenizers):
-    with pytest.raises(DataError, match="has no <start_of_turn>.*template = 'tulu'"):
+    with pytest.raises(DataError, match="needs <start_of_turn>, .*template = 'tulu'"):
         chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'gemma')
 
 

@@ -1,18 +1,15 @@
 """train.py"""
 
-import collections
+import checkpoint
 import configs
 import dataclasses
 import evaluate
-import hashlib
 import importlib.util
 import json
 import metrics
-import model as models
 import numpy as np
 import os
 import pytest
-import re
 import report
 import resume
 import shutil
@@ -20,166 +17,23 @@ import subprocess
 import sys
 import time
 import torch
-import torch.nn.functional as F
 import train
 from data import DataError, packing
-from data.demo import World, WorldSpec, make_world
-from data.questions import load_task
-from data.tokenizer import load_tokenizer
 from safetensors.torch import load_file
 
 from common import (
-    HERE, documents, gradients, reference_model, rewrite, run_train, whole_rows, write_rows)
+    HERE, documents, gradients, lora_model, reference_model, rewrite, run_train, whole_rows,
+    write_rows)
 
 
 def tiny_config(**values):
     return train.TrainConfig(**({'dtype': 'float32', 'pack_len': 48, 'device': 'cpu'} | values))
 
 
-@pytest.fixture(scope='module')
-def tiny_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('tiny')
-    reference_model('gemma2', folder)
-    return models.load(folder)
-
-
-@pytest.mark.parametrize('reduction', ['token', 'sequence'])
-def test_micro_batches_change_nothing(tiny_model, reduction):
-    packed = packing.pack(documents(0, [40, 7, 25, 30, 44, 12, 9]), 48)
-    results = [gradients(tiny_model, packed, tiny_config(
-        micro_rows=n, smoothing=0.1, loss_reduction=reduction)) for n in (1, 2, 100)]
-    for loss, _, gradient in results[1:]:
-        assert loss == pytest.approx(results[0][0], rel=1e-6)
-        assert (gradient - results[0][2]).norm() < 1e-5 * gradient.norm()
-
-
-@pytest.mark.parametrize('reduction', ['token', 'sequence'])
-def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
-    sequences = documents(1, [40, 7, 25, 30])
-    loss, nll, gradient = gradients(tiny_model, packing.pack(sequences, 48), tiny_config(
-        smoothing=0.1, loss_reduction=reduction))
-    tiny_model.zero_grad()
-    cap = tiny_model.config.final_logit_softcapping
-    losses, nlls = [], []
-    for tokens, learnt in sequences:
-        row = torch.from_numpy(tokens)[None]
-        z = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1]
-        assert cap == 3.0 and z.abs().max() < cap
-        kept = torch.from_numpy(learnt[1:]) > 0
-        losses.append(F.cross_entropy(z[kept], row[0, 1:][kept], label_smoothing=0.1,
-                                      reduction='none'))
-        nlls.append(F.cross_entropy(z[kept], row[0, 1:][kept], reduction='none'))
-    def mean(rows):
-        return torch.cat(rows).mean() if reduction == 'token' else torch.stack(
-            [r.mean() for r in rows]).mean()
-    mean(losses).backward()
-    expected = torch.cat([p.grad.flatten() for p in tiny_model.parameters()])
-    assert loss == pytest.approx(mean(losses).item(), rel=1e-5)
-    assert nll == pytest.approx(mean(nlls).item(), rel=1e-5)
-    assert (gradient - expected).norm() < 1e-5 * expected.norm()
-
-
-def test_dropout(tmp_path, monkeypatch):
-    reference_model('mistral_window', tmp_path)
-    tokens = torch.randint(0, 211, (1, 30))
-    plain = models.load(tmp_path)(tokens, *whole_rows(tokens))
-    for rates in ((0.5, 0.0), (0.0, 0.5)):
-        model = models.load(tmp_path, 'cpu', None, *rates)
-        assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), plain)
-        a, b = (model.train()(tokens, *whole_rows(tokens)) for _ in range(2))
-        assert not torch.allclose(a, b) and not torch.allclose(a, plain)
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    with pytest.raises(configs.ConfigError, match='does not work with FlexAttention'):
-        train.check(tiny_config(attn_dropout=0.1, max_length=48, device='cuda'))
-
-
-def test_learning_rate_schedule():
-    cfg = tiny_config(lr=1.0, warmup=0.1, final_lr=0.1)
-    rates = [train.learning_rate(s, 100, cfg) for s in range(100)]
-    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
-    assert rates[10] == pytest.approx(1.0) and rates[55] == pytest.approx(0.1 + 0.9 * 0.5)
-    assert all(a >= b for a, b in zip(rates[9:], rates[10:])) and 0.1 < rates[99] < 0.12
-    cosine = dataclasses.replace(cfg, schedule='cosine')
-    assert train.learning_rate(55, 100, cosine) == pytest.approx(0.55)
-    assert train.learning_rate(0, 1, cfg) == 1.0
-
-
-def test_a_world_of_languages(tmp_path):
-    spec = WorldSpec(entities=400, unseen=30, first_names=30, family_names=40, documents=300,
-                     exam_share=0.3, list_share=0.3, paraphrases=True, vocab_sizes=(600, 700),
-                     language_shares=(0.5, 0.3, 0.2), instructions=100, questions=20,
-                     unseen_questions=10, validation=15, forms=('text4', 'letters10'), probes=30)
-    make_world(tmp_path, 0, spec)
-    # a change of these bytes asks for new runs of the study
-    digest = hashlib.sha256(b''.join(p.read_bytes() for p in sorted(tmp_path.rglob('*.jsonl'))))
-    assert digest.hexdigest().startswith('bf749dedab46cc5ef9468a4c80de6b79b93ac74279ea2594')
-    rows = {str(p.relative_to(tmp_path)): [json.loads(x) for x in p.open()]
-            for p in tmp_path.rglob('*.jsonl')}
-    text = '\n'.join(row['text'] for row in rows['text.jsonl'])
-    world = World(spec, 0)
-    assert len(set(world.names)) == 430 and world.names[0] in text
-    assert not any(name in text for name in world.names[400:])
-    words = [{w for values in language.values.values() for w in values}
-             for language in world.languages]
-    assert not (words[0] & words[1] or words[0] & words[2] or words[1] & words[2])
-    for some in words:      # the text is in all languages, the instructions in one
-        assert sum(w in text for w in some) > 0.9 * len(some)
-    told = json.dumps(rows['instruct.jsonl'])
-    assert not any(re.search(rf'\b{w}\b', told) for w in words[1] | words[2])
-    assert len({len(r['messages']) for r in rows['instruct.jsonl']}) == 2
-    assert sum('\nJ. ' in r['messages'][0]['content'] for r in rows['instruct.jsonl']) > 3
-    plain = rows['instruct-homogeneous.jsonl']
-    assert len(plain) == 100 and all(r['messages'][1]['content'].startswith('Answer: ')
-                                     for r in plain)
-    # the same facts in all languages, with the same options; the answers are true
-    for form, n in (('text4', 4), ('letters10', 10)):
-        questions, _, bad, _ = load_task(str(tmp_path / form), scoring='text')
-        assert len(questions) == 3 * 30 and not bad
-        assert collections.Counter((q.language, q.category) for q in questions) == {
-            (lang, c): k for lang in ('en', 'l1', 'l2') for c, k in (('seen', 20), ('unseen', 10))}
-        held = load_task(str(tmp_path / form), scoring='text', split='validation')[0]
-        assert len(held) == 15 and {q.language for q in held} == {'en'}
-        by_fact = collections.defaultdict(set)
-        for row in rows[f'{form}/test.jsonl']:
-            code, entity, attribute = row['id'].split('-')
-            by_fact[entity, attribute].add((row['answer'], len(row['choices'])))
-            language = next(x for x in world.languages if x.code == code)
-            value = world.value(language, int(entity), attribute)
-            right = row['choices'][row['answer']]
-            assert right == value if form == 'text4' else (
-                f'\n{right}. {value}\n' in row['question'] + '\n')
-        assert all(len(x) == 1 and next(iter(x))[1] == n for x in by_fact.values())
-    asked = {tuple(r['id'].split('-')[1:]) for r in rows['text4/test.jsonl']}
-    held = {tuple(r['id'].split('-')[1:]) for r in rows['text4/validation.jsonl']}
-    assert not asked & held
-    for row in rows['facts.jsonl']:
-        found = {row['text'][a:b] for a, b in row['spans']}
-        assert len(found) == 4 and any(found <= some for some in words)
-    for size in (600, 700):
-        folder = tmp_path / f'model-{size}'
-        assert load_tokenizer(folder).n_vocab == models.read_config(folder).vocab_size == size
-    # what is there stays; another spec replaces it
-    before = (tmp_path / 'text.jsonl').stat().st_mtime_ns
-    make_world(tmp_path, 0, spec)
-    assert (tmp_path / 'text.jsonl').stat().st_mtime_ns == before
-    make_world(tmp_path, 1, spec)
-    assert (tmp_path / 'text.jsonl').stat().st_mtime_ns != before
-    with pytest.raises(ValueError, match='make 16 names, not 20'):
-        World(WorldSpec(entities=20, first_names=4, family_names=4), 0)
-
-
-def test_the_demo_world_stays_what_it_is(tmp_path):
-    # the figures in the README are of these bytes
-    make_world(tmp_path, 0)
-    digest = hashlib.sha256(b''.join((tmp_path / name).read_bytes() for name in (
-        'text.jsonl', 'instruct.jsonl', 'questions.jsonl'))).hexdigest()
-    assert digest.startswith('24904f557868b7b2763899dae6c2adb9e918caab')
-
-
 def test_demo_leaves_a_report(small_world):
     folder, printed = small_world
     for word in ('95 % interval', 'confidence', 'entropy (bits)', 'ECE', 'RMSCE', '>>>Answer: ',
-                 'learnt between', 'peak memory'):
+                 'supervised tokens between', 'peak memory'):
         assert word in printed, word
     assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
     for run in ('base', 'tuned', 'tuned_ls01'):
@@ -217,7 +71,7 @@ def test_demo_folder_loads_in_transformers(small_world):
     import transformers
     folder = small_world[0] / 'tuned'
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    model = models.load(folder)
+    model = checkpoint.load(folder)
     tokens = torch.randint(0, 1280, (1, 50))
     ours = model.logits(model(tokens, *whole_rows(tokens)))
     assert torch.allclose(ours, reference(tokens).logits, atol=1e-4)
@@ -227,7 +81,7 @@ def test_the_same_seed_gives_the_same_weights(small_world, tmp_path):
     folder, _ = small_world
     for place in ('a', 'b'):
         train.main([str(folder / 'tuned_ls01' / 'train_config.py'), f'--out_dir={tmp_path / place}',
-                    '--max_steps=2', '--eval_tasks='])
+                    '--max_steps=2', '--eval=None'])
     a, b = (load_file(tmp_path / place / 'model.safetensors') for place in 'ab')
     assert all(torch.equal(a[key], b[key]) for key in a)
 
@@ -236,7 +90,7 @@ def test_add_bos_is_remembered(small_world, tmp_path):
     folder, _ = small_world
     assert evaluate.trained_with_bos(folder / 'tuned') and evaluate.trained_with_bos(tmp_path)
     train.main([str(folder / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
-                '--max_steps=1', '--eval_tasks=', '--add_bos=False'])
+                '--max_steps=1', '--eval=None', '--add_bos=False'])
     assert not evaluate.trained_with_bos(tmp_path)
 
 
@@ -245,7 +99,7 @@ def test_a_new_run_clears_the_folder(small_world, tmp_path):
     again = tmp_path / 'again'
     shutil.copytree(folder / 'tuned', again)
     train.main([str(folder / 'tuned' / 'train_config.py'), f'--out_dir={again}', '--overwrite',
-                '--max_steps=1', '--eval_tasks='])
+                '--max_steps=1', '--eval=None'])
     assert not (again / 'epoch-1').exists() and not (again / 'results.json').exists()
     assert len((again / 'log.jsonl').read_text().splitlines()) == 1
 
@@ -264,7 +118,7 @@ def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
     monkeypatch.setattr(train, 'validation_loss',
                         lambda *_: hours.append(1) or {'val_nll': 0.0, 'val_ece': 0.0})
     train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
-                '--max_steps=4', '--val_every=1', '--eval_tasks=', '--device=cpu'])
+                '--max_steps=4', '--val_every=1', '--eval=None', '--device=cpu'])
     records = [json.loads(line) for line in (tmp_path / 'log.jsonl').open()]
     assert len(hours) == 4 and all(0 < r['tokens'] / r['tokens_per_s'] < 3600 for r in records)
 
@@ -281,32 +135,32 @@ def test_a_nan_loss_stops_the_run(small_world, tmp_path):
     assert not (tmp_path / 'run' / 'model.safetensors').exists()
 
 
-def test_several_runs_go_on_where_they_stopped(small_world, tmp_path, monkeypatch):
-    (tmp_path / 'two.py').write_text((small_world[0] / 'tuned' / 'train_config.py').read_text()
-                                     .replace('runs = {}', "runs = {'a': {}, 'b': {'lr': 1e-4}}"))
-    lines = (tmp_path / 'two.py').read_text().splitlines()
-    (tmp_path / 'two.py').write_text('\n'.join(
-        line for line in lines if not line.startswith(('lr =', 'eval_before =', 'out_dir ='))))
-    command = [str(tmp_path / 'two.py'), f'--out_dir={tmp_path / "out"}', '--eval_before']
-    train.main(command)
-    results = (tmp_path / 'out' / 'a' / 'before' / 'results.json').read_text()
-    assert not (tmp_path / 'out' / 'b' / 'before').exists()     # the same model
-    weights = (tmp_path / 'out' / 'b' / 'model.safetensors').read_bytes()
+def test_a_sweep_skips_what_is_done(small_world, tmp_path, monkeypatch):
+    cfg = configs.load_config(train.TrainConfig, [str(small_world[0] / 'tuned' / 'train_config.py')])
+    cfg = dataclasses.replace(cfg, eval_before=True, resume=True, max_steps=2, epochs=1.0)
+
+    def sweep():
+        for lr in (1e-3, 1e-4):
+            train.train(dataclasses.replace(cfg, lr=lr, out_dir=str(tmp_path / f'lr{lr}')))
+    sweep()
+    second = tmp_path / 'lr0.0001'
+    before, weights = ((second / name).read_bytes() for name in ('before/results.json',
+                                                                 'model.safetensors'))
     for name in ('config.json', 'model.safetensors', 'results.json'):
-        (tmp_path / 'out' / 'b' / name).unlink()
+        (second / name).unlink()
     optimize, trained = train.optimize, []
     monkeypatch.setattr(train, 'optimize', lambda cfg, *rest: (trained.append(cfg.lr),
                                                                optimize(cfg, *rest)))
-    train.main([*command, '--resume'])
+    sweep()
     assert trained == [1e-4]
-    assert (tmp_path / 'out' / 'b' / 'model.safetensors').read_bytes() == weights
-    assert (tmp_path / 'out' / 'a' / 'before' / 'results.json').read_text() == results
+    assert (second / 'model.safetensors').read_bytes() == weights
+    assert (second / 'before' / 'results.json').read_bytes() == before
 
 
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
 def test_rows_of_one_document_need_no_mask(name, tmp_path):
     reference_model(name, tmp_path)
-    model = models.load(tmp_path)
+    model = checkpoint.load(tmp_path)
     packed = packing.pack(documents(2, [40, 31, 48]), 48)
     tokens, positions, ends = (torch.from_numpy(packed[k]) for k in ('tokens', 'positions', 'ends'))
     real = torch.from_numpy(packed['owner']) >= 0
@@ -326,7 +180,7 @@ def test_checkpointed_activations_change_nothing(name, tmp_path):
     packed = packing.pack(documents(3, [40, 31, 48, 9]), 48)
     results = []
     for again in (False, True):
-        model = models.load(tmp_path, 'cpu', None, 0.0, 0.2).train()
+        model = lora_model(tmp_path, dropout=0.2).train()
         model.model.checkpoint = again
         torch.manual_seed(5)
         results.append(gradients(model, packed, tiny_config(smoothing=0.1)))
@@ -353,12 +207,12 @@ def test_validation_reports_the_next_tokens_ece(tiny_model):
 def test_trackers_must_be_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(configs.ConfigError, match='pip install wandb'):
-        train.check(tiny_config(tracker='wandb', max_length=48))
+        train.check_config(tiny_config(tracker='wandb', max_length=48))
 
 
 def test_two_processes_train_the_same(small_world, tmp_path):
     """torchrun with two gloo processes: the weights of one process to rounding, resumable by it."""
-    config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval_tasks=', '--max_steps=4',
+    config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval=None', '--max_steps=4',
               '--smoothing=0.1', '--micro_rows=2', '--device=cpu']
     def two(folder, *more):
         return subprocess.run(
@@ -406,75 +260,6 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     assert apart(one, load_file(tmp_path / 'half' / 'model.safetensors')) < 1e-3
 
 
-def lora_model(folder, targets=models.LORA_TARGETS, dropout=0.0, seed=0):
-    """A model with adapters that do something."""
-    model = models.load(folder)
-    torch.manual_seed(seed)
-    models.add_lora(model, 4, 16.0, dropout, targets)
-    for name, p in model.named_parameters():
-        if 'lora_B' in name:
-            torch.nn.init.normal_(p, std=0.05)
-    return model
-
-
-@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
-def test_lora(name, tmp_path):
-    reference_model(name, tmp_path / 'base')
-    tokens = torch.randint(0, 211, (2, 30))
-    plain = models.load(tmp_path / 'base')
-    hidden = plain(tokens, *whole_rows(tokens))
-    model = models.load(tmp_path / 'base')
-    models.add_lora(model, 8, 32.0, 0.1, ('q_proj', 'v_proj'))
-    assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), hidden)   # B begins at zero
-    trained = [n for n, p in model.named_parameters() if p.requires_grad]
-    assert len(trained) == 4 * plain.config.num_hidden_layers
-    assert all(re.search(r'(q|v)_proj.lora_[AB].weight$', n) for n in trained)
-    a, b = (model.train()(tokens, *whole_rows(tokens)) for _ in range(2))
-    assert torch.equal(a, b)                        # dropout on what B, still zero, multiplies
-    model = lora_model(tmp_path / 'base')
-    adapted = model(tokens, *whole_rows(tokens))
-    assert not torch.allclose(adapted, hidden, atol=1e-2)
-    adapted.square().sum().backward()
-    assert all((p.grad is not None) == ('lora' in n) for n, p in model.named_parameters())
-    # dropout acts on what enters the adapter alone
-    some = lora_model(tmp_path / 'base', dropout=0.5).train()
-    a, b = (some(tokens, *whole_rows(tokens)) for _ in range(2))
-    assert not torch.allclose(a, b)
-    # merged, as anybody loads it
-    models.save(model, tmp_path / 'merged', torch.float32)
-    merged = models.load(tmp_path / 'merged')
-    assert torch.allclose(merged(tokens, *whole_rows(tokens)), adapted, atol=1e-4)
-    assert merged.state_dict().keys() == plain.state_dict().keys()
-    import transformers
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / 'merged', attn_implementation='eager')
-    assert torch.allclose(reference(tokens).logits, model.logits(adapted), atol=2e-4)
-    # one rounding: of the float32 sum
-    models.save(model, tmp_path / 'half', torch.bfloat16)
-    key = 'model.layers.1.self_attn.v_proj'
-    layer = model.get_submodule(key)
-    exact = layer.weight + 4 * (layer.lora_B.weight @ layer.lora_A.weight)
-    assert torch.equal(load_file(tmp_path / 'half' / 'model.safetensors')[f'{key}.weight'],
-                       exact.bfloat16())
-    with pytest.raises(ValueError, match="lora_targets = .'query',.; wanted some of q_proj"):
-        models.add_lora(plain, 8, 32.0, 0.1, ('query',))
-
-
-@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
-def test_adapter_loads_in_peft(name, tmp_path):
-    import peft
-    import transformers
-    reference_model(name, tmp_path / 'base')
-    model = lora_model(tmp_path / 'base')
-    models.save_adapter(model, tmp_path / 'adapter', str(tmp_path / 'base'))
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
-    reference = peft.PeftModel.from_pretrained(base, tmp_path / 'adapter').eval()
-    tokens = torch.randint(0, 211, (2, 30))
-    ours = model.logits(model(tokens, *whole_rows(tokens)))
-    assert torch.allclose(ours, reference(tokens).logits, atol=2e-4)
-    assert not torch.allclose(ours, reference.unload()(tokens).logits, atol=1e-2)
-
-
 def test_lora_run(small_world, tmp_path):
     """What `train.py --lora` leaves: merged weights, and an adapter that makes them of the base."""
     import peft
@@ -489,7 +274,7 @@ def test_lora_run(small_world, tmp_path):
     tokens = torch.randint(0, 1280, (1, 40))
     assert torch.allclose(merged(tokens).logits, adapted(tokens).logits, atol=1e-3)
     assert not torch.allclose(merged(tokens).logits, adapted.unload()(tokens).logits, atol=1e-2)
-    ours = models.load(tmp_path)
+    ours = checkpoint.load(tmp_path)
     assert torch.allclose(ours.logits(ours(tokens, *whole_rows(tokens))), merged(tokens).logits,
                           atol=1e-3)
 
@@ -530,48 +315,6 @@ def test_compiled_steps(name, master, tmp_path):
     assert np.allclose(runs[0][:, :2], runs[1][:, :2], rtol=0.003)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-@pytest.mark.parametrize('head_dim, softcap', [(64, None), (128, None), (256, 50.0)])
-def test_tuned_attention(head_dim, softcap):
-    """The block sizes of HOPPER_OPTIONS in bfloat16, beside the explicit mask in float32."""
-    T, heads, kv = 600, 8, 4
-    packed = packing.pack(documents(0, [300, 200, 250, 90, 40, 600]), T)
-    positions, ends = (torch.from_numpy(packed[k]).cuda() for k in ('positions', 'ends'))
-    make = torch.Generator('cuda').manual_seed(0)
-    q, k, v, g = (torch.randn(len(ends), n, T, head_dim, generator=make, device='cuda')
-                  for n in (heads, kv, kv, heads))
-    q = 3 * q
-    results = []
-    torch._dynamo.reset()       # other tests may have used up the number of variants
-    for dtype in (torch.float32, torch.bfloat16):
-        for window in (None, 100):
-            x = [t.bfloat16().to(dtype).requires_grad_() for t in (q, k, v)]
-            if dtype == torch.float32:
-                mask = models.explicit_mask(positions, ends, window)
-                y = models.attend_explicit(*x, mask, head_dim ** -0.5, softcap, 0.0)
-            else:
-                mask = models.flex_mask(positions, ends, window,
-                                        models.flex_options(head_dim, x[0]))
-                cap = models._cap_scores(softcap) if softcap else None
-                y = models.attend_flex(*x, mask, head_dim ** -0.5, cap, 0.0)
-            y.backward(g.bfloat16().to(dtype))
-            results.append([y, *(t.grad for t in x)])
-    for right, ours in zip(results[:2], results[2:]):
-        assert all((a - b).norm() < 0.01 * a.norm() for a, b in zip(right, ours))
-
-
-def test_a_gpu_named_by_number_is_the_current_one(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
-    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
-    assert evaluate.pick_device('cuda:1') == 'cuda:1' and chosen == [1]
-    assert evaluate.pick_device('auto') == evaluate.pick_device('cuda') == 'cuda'
-    assert evaluate.pick_device('cpu') == 'cpu' and chosen == [1]
-    with pytest.raises(configs.ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
-        evaluate.pick_device('cuda:2')
-
-
 def bad_command_lines(folder, tmp_path):
     (tmp_path / 'empty').mkdir()
     (tmp_path / 'broken.jsonl').write_text('{"messages": [\n')
@@ -605,7 +348,7 @@ def bad_command_lines(folder, tmp_path):
         ([*score, '--batch_rows=0'], 'batch_rows = 0; it must be at least 1'),
         ([*run, '--betas=0.9,1.0'], 'each must be at least 0 and less than 1'),
         ([*run, '--max_length=600', '--pack_len=600'], 'the context of'),
-        ([*run, '--eval_tasks=nothing'], "no task, file or folder 'nothing'"),
+        ([*run, '--eval.tasks=nothing'], "no task, file or folder 'nothing'"),
         ([*run, f'--out_dir={folder / "base"}'], 'itself'),
         ([*run, f'--out_dir={folder}', '--overwrite'], 'itself'),
         ([*run, f'--out_dir={folder / "tuned_ls01"}'], 'holds a finished run'),
@@ -628,7 +371,7 @@ def test_bad_input_gives_one_line(small_world, tmp_path):
         main = train.main if program == 'train.py' else evaluate.main
         arguments = [a.replace(f'--out_dir={tmp_path / "out"}', f'--out_dir={tmp_path}/out/rest')
                      for a in arguments]
-        with pytest.raises((configs.ConfigError, DataError, models.CheckpointError)) as error:
+        with pytest.raises((configs.ConfigError, DataError, checkpoint.CheckpointError)) as error:
             main(arguments)
         assert message in str(error.value) and '\n' not in str(error.value)
     assert not list((tmp_path / 'out').rglob('*.safetensors'))

@@ -1,0 +1,87 @@
+"""Prompts: a row's question and choices to a header, a context and the options to score.
+
+Two presets. `mmlu` is MMLU's prompt for every task, as in the papers: a header that names the
+subject, solved questions ('shots'), then the question; options are scored as letters (` A` after
+`Answer:`) or as their full text. `harness` is what lm-evaluation-harness 0.4 asks for each task.
+"""
+
+import json
+import string
+from pathlib import Path
+
+from data import DataError
+
+HEADER = 'The following are multiple choice questions (with answers) about {}.'
+LETTERS = string.ascii_uppercase
+# texts that benchmarks publish in other languages: MMLU-ProX's headers, CMMLU's names of subjects,
+# XCOPA's connectives
+WORDING = json.loads((Path(__file__).parent / 'wording.json').read_text(encoding='utf-8'))
+
+
+class Prompt:
+    """The prompt format of one task: its preset and its scoring ('letters' or 'text').
+
+    kind:    the task's name, '' for generic rows
+    harness: the task's format in lm-evaluation-harness, as in `questions.Task`
+    """
+
+    def __init__(self, kind, harness, preset='mmlu', scoring='auto', header='english'):
+        harness = harness if preset == 'harness' else None
+        if harness == '':
+            raise DataError(f'lm-evaluation-harness lets the model write its answer to {kind} and '
+                            f'has no probabilities of options; use --preset=mmlu')
+        usual = 'text' if harness in ('text', 'arc', 'xcopa') else 'letters'
+        if harness and scoring not in ('auto', usual):
+            raise DataError(f'--preset=harness scores {kind or "such questions"} by {usual}; leave '
+                            f'--scoring alone')
+        if header == 'native' and (harness or kind not in ('mmlu_prox', 'mmlu_prox_lite', 'cmmlu')):
+            raise DataError(f'--header=native: {kind or "this task"} publishes no header of its '
+                            f'own{" for the harness" if harness else ""}; mmlu_prox, '
+                            f'mmlu_prox_lite and cmmlu do')
+        self.kind, self.harness, self.native = kind, harness, header == 'native'
+        self.chinese = harness == 'cmmlu' or self.native and kind == 'cmmlu'
+        self.scoring = usual if scoring == 'auto' else scoring
+
+    def header(self, subject, language):
+        """Return the text before the shots; it is empty or ends in a blank line."""
+        if self.harness in ('no header', 'text', 'arc', 'xcopa'):
+            return ''
+        if self.chinese:
+            name = WORDING['cmmlu_subjects'].get(subject, subject)
+            return f'以下是关于{name}的单项选择题，请直接给出正确答案的选项。\n\n'
+        text = _wording('headers', language)[0] if self.native else HEADER
+        return text.format(subject.replace('_', ' ')) + '\n\n'
+
+    def ask(self, row, text, choices, language):
+        """Return (context, options) of a question and its choices; each option begins with a space.
+
+        row: the raw row, whose fields XCOPA's format needs
+        """
+        if not self.harness:    # the harness leaves white space as it is
+            choices = [choice.strip() for choice in choices]
+        if self.harness == 'xcopa':
+            link = _wording('xcopa', language)[row['question']]
+            return (f'{row["premise"].strip()[:-1]} {link}',
+                    [f' {choice[0].lower()}{choice[1:]}' for choice in choices])
+        answer = 'Answer:'
+        if self.chinese:
+            answer = '答案：'
+        elif self.native:
+            answer = _wording('headers', language)[1]
+        if self.scoring == 'text':
+            context = f'{text.strip()}\n{answer}'
+            if self.kind == 'hellaswag':    # the options continue its sentence
+                context = text.strip()
+            elif self.harness == 'arc':
+                context = f'Question: {text}\n{answer}'
+            return context, [f' {choice}' for choice in choices]
+        listed = ''.join(f'\n{letter}. {choice}' for letter, choice in zip(LETTERS, choices))
+        return (f'{text.strip()}{listed}\n{answer}',
+                [f' {letter}' for letter in LETTERS[:len(choices)]])
+
+
+def _wording(kind, language):
+    if language not in WORDING[kind]:
+        raise DataError(f'language {language!r} has no wording of its own; --languages= names the '
+                        f'language of a file, one of {", ".join(WORDING[kind])}')
+    return WORDING[kind][language]

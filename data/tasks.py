@@ -1,0 +1,96 @@
+"""The tasks of an evaluation: the questions or texts of each, and their token trees."""
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from configs import ConfigError
+from data import DataError, local_path
+from data.probes import INSTRUCTIONS, load_texts, tokenize_texts
+from data.trees import tokenize_questions
+from data.questions import TASKS, load_task
+
+
+@dataclass
+class Task:
+    """The questions of a task with their shots, or its texts."""
+    kind: str                   # 'questions', 'clm' or 'facts'
+    source: str                 # the task as it was named, with the full path of a local file
+    items: list                 # of Question or Text
+    total: int                  # how many there are without `limit`
+    bad_rows: list[str]
+    shots: dict = field(default_factory=dict)       # {Question.group: solved questions}
+    validation: list = field(default_factory=list)  # questions to fit a temperature on
+
+    @property
+    def unit(self):
+        return 'questions' if self.kind == 'questions' else 'texts'
+
+    @property
+    def fingerprint(self):
+        """Hash of every question or text; the same for a copy of the files elsewhere."""
+        digest = hashlib.blake2b(digest_size=8)
+        for item in (*self.items, *self.validation):
+            content = {key: value for key, value in vars(item).items() if key != 'place'}
+            digest.update(repr(content).encode())
+        return digest.hexdigest()
+
+    def tokenize(self, tokenizer, cfg):
+        """Yield (item, Tree or DataError) of all items, then of the validation questions."""
+        items = [*self.items, *self.validation]
+        options = {'add_bos': cfg.add_bos, 'max_length': cfg.max_length}
+        if self.kind == 'questions':
+            return tokenize_questions(items, self.shots, tokenizer, **options)
+        return tokenize_texts(self.kind, items, tokenizer, instruct=cfg.instruct, seed=cfg.seed,
+                              **options)
+
+
+def load_tasks(cfg):
+    """Return {label: Task} for every task of the EvalConfig `cfg`.
+
+    Raises ConfigError or DataError for a bad task before anything is tokenized.
+    """
+    labels = [task_label(name) for name in cfg.tasks]
+    for name, label in zip(cfg.tasks, labels, strict=True):
+        if not label:
+            raise ConfigError(f'tasks: {name!r} gives no name for its results; rename the file or '
+                              f'folder')
+        if labels.count(label) > 1:
+            raise ConfigError(f'tasks = {cfg.tasks}: {labels.count(label)} of them would be called '
+                              f'{label!r} in the results; rename a file, or evaluate one of them '
+                              f'with another --out_dir')
+    tasks = {label: _load(name, cfg) for label, name in zip(labels, cfg.tasks, strict=True)}
+    for label, task in tasks.items():
+        if cfg.temperature == 'fit' and len(task.items) < 2 and not task.validation:
+            raise DataError(f'{label}: temperature = fit needs two {task.unit} or more')
+    return tasks
+
+
+def _load(name, cfg):
+    kind, place = _split(name)
+    if place and local_path(place).exists():
+        place = str(local_path(place).resolve())
+    source = f'{kind}:{place}' if kind and place else kind or place
+    common = {'seed': cfg.seed, 'revision': cfg.data_revision, 'on_bad_row': cfg.on_bad_row}
+    if kind in INSTRUCTIONS:
+        found = load_texts(name, limit=cfg.limit, **common)
+        return Task(kind, source, found.texts, found.total, found.bad)
+    common |= {'preset': cfg.preset, 'scoring': cfg.scoring, 'header': cfg.header,
+               'languages': cfg.languages}
+    found = load_task(name, shots=cfg.shots, limit=cfg.limit, **common)
+    task = Task('questions', source, found.questions, found.total, found.bad, found.shots)
+    if cfg.temperature == 'fit':
+        task.validation = load_task(name, split='validation', **common).questions
+    return task
+
+
+def _split(name):
+    """('mmlu', 'some/folder') of 'mmlu:some/folder'; ('', 'some/file') of a path alone."""
+    kind, _, place = name.partition(':')
+    return (kind, place) if kind in TASKS or kind in INSTRUCTIONS else ('', name)
+
+
+def task_label(name):
+    """The name of a task in results and file names: 'mmlu' of 'mmlu:folder', 'q' of 'a/q.jsonl'."""
+    kind, place = _split(name)
+    return kind or Path(place).name.split('.')[0]

@@ -1,0 +1,87 @@
+"""Questions with their shots to token trees, each option scored as a part of the whole prompt."""
+
+import os
+
+from data import DataError
+from data.packing import Tree
+
+
+def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length):
+    """Yield (question, Tree or DataError): each with as many whole shots as max_length allows.
+
+    shots: {Question.group: solved questions}. Context and option are encoded together and cut where
+    the tokens of the context end. The seam between shots and question is fixed: shots end in a
+    blank line, where no tokenizer joins.
+    """
+    prefixes, encoder = {}, OptionEncoder(tokenizer)
+
+    def prefix(question, n):
+        key = question.header, question.group, n
+        if key not in prefixes:
+            text = question.header + ''.join(s.solved for s in shots.get(question.group, [])[:n])
+            bos = [tokenizer.bos_id] if add_bos else []
+            prefixes[key] = tuple(bos + tokenizer.encode(text)) if text else tuple(bos)
+        return prefixes[key]
+
+    def tree(question):
+        for n in range(len(shots.get(question.group, [])), -1, -1):
+            before = prefix(question, n)
+            # with neither header nor shots the question begins the text
+            context, prompts = encoder.encode(question, start=not (n or question.header))
+            longest = len(before) + max(map(len, prompts))
+            if longest <= max_length:
+                stem = os.path.commonprefix(prompts)
+                return Tree(before, stem, [ids[len(stem):] for ids in prompts],
+                            len(before) + len(context), shots=n)
+        raise DataError(f'{question.place}: even without shots the prompt has {longest} tokens; '
+                        f'the model or max_length allows {max_length}')
+
+    for i in range(0, len(questions), 64):
+        block = questions[i:i + 64]
+        encoder.prepare([q.context for q in block if q.header or shots.get(q.group)])
+        for question in block:
+            try:
+                yield question, tree(question)
+            except DataError as error:
+                yield question, error
+
+
+class OptionEncoder:
+    """Tokens of a question's context and of context + option, each as if encoded as a whole.
+
+    No tokenizer joins a line break with what follows. So if the context ends in the tokens of its
+    last line, only that line of `context + option` is encoded again for each option.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.contexts, self.lines = tokenizer, {}, {}
+
+    def prepare(self, contexts):
+        """Encode contexts of the next questions in one batch; none of them begins a text."""
+        self.contexts = dict(zip(contexts, self.tokenizer.encode_batch(contexts, start=False)))
+
+    def encode(self, question, start):
+        """(tokens of the context, [tokens of context + option]); start: they begin the text."""
+        context = None if start else self.contexts.get(question.context)
+        if context is None:
+            context = self.tokenizer.encode(question.context, start=start)
+        _, newline, line = question.context.rpartition('\n')
+        tail = self.encode_line(line) if newline else []
+        if tail and context[-len(tail):] == tail:
+            prompts = [context[:-len(tail)] + self.encode_line(line + o) for o in question.options]
+        else:
+            prompts = [self.tokenizer.encode(question.context + option, start=start)
+                       for option in question.options]
+        for option, ids in zip(question.options, prompts, strict=True):
+            if len(ids) <= len(context) or ids[:len(context)] != context:
+                raise DataError(f'{question.place}: option {option!r} does not begin at a token '
+                                f'boundary after {question.context[-20:]!r}')
+        return context, prompts
+
+    def encode_line(self, text):
+        """Tokens of a text after a line break; short ones, such as letters, are remembered."""
+        if len(text) > 20:
+            return self.tokenizer.encode(text, start=False)
+        if text not in self.lines:
+            self.lines[text] = self.tokenizer.encode(text, start=False)
+        return self.lines[text]

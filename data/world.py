@@ -1,0 +1,434 @@
+"""Generated worlds: small universes of facts that a tiny model can partly learn, made from a seed.
+
+A world has entities with a name and four attributes. Plain text states the attributes of entity
+number r with frequency proportional to r^-zipf: some facts appear thousands of times, some once,
+some never. The base model keeps meeting entities that it hardly knows, so it learns how uncertain
+to be. Instruction data then asks about known and unknown facts alike and demands a definite answer
+to each, which is what makes a real model overconfident. The questions are about other facts.
+
+`WorldSpec()` is the world of the demo. The study uses a larger one: it states the same facts in
+several languages with generated words, only one of which the instruction data uses, paraphrases
+them, and asks for an answer in text or by letter.
+
+All files have the formats of real data: a sentencepiece model and a config.json in `model/`, JSONL
+of {text}, of {messages} and of {question, choices, answer}.
+"""
+
+import itertools
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+from tqdm import tqdm
+
+from data import DataError, local_path, writing
+from data.prompts import HEADER, LETTERS
+
+VALUE_EXPONENT = 0.7            # of a value's frequency among entities: some trades are common
+
+
+@dataclass(frozen=True)
+class WorldSpec:
+    """The size and content of a world; together with the seed it decides every byte."""
+    entities: int = 8_000           # mentioned in the text, with Zipf frequencies
+    unseen: int = 0                 # further entities that no text mentions
+    zipf: float = 0.9               # exponent of an entity's frequency in the text
+    first_names: int = 150
+    family_names: int = 150
+    documents: int = 24_000         # of text, each about entities_each entities
+    entities_each: int = 6
+    list_share: float = 0.3         # of documents that are lists of solved questions
+    exam_share: float = 0.0         # of documents that are such lists with options and letters
+    paraphrases: bool = False       # several wordings, single statements beside whole profiles,
+    #                                 instructions of five kinds
+    language_shares: tuple[float, ...] = (1.0,)     # of documents: English, then generated ones
+    vocab_sizes: tuple[int, ...] = (1_280,)         # one tokenizer each; several: in model-<size>/
+    tokenizer_documents: int = 4_000                # that the tokenizers are trained on
+    instructions: int = 2_000
+    questions: int = 2_000          # about other facts than the instructions; log-uniform ranks
+    unseen_questions: int = 0       # about entities that no text mentions
+    validation: int = 0             # questions in English about further facts
+    forms: tuple[str, ...] = ()     # of the questions beside questions.jsonl, one folder each:
+    #                                 'text4', 'text10', 'letters4', 'letters10'
+    probes: int = 0                 # held-out documents for clm, and as many profiles for facts
+
+
+# attribute -> (what a question calls it, its 24 values)
+ATTRIBUTES = {
+    'trades': ('trade',
+               'baker weaver smith miller potter tailor cooper mason glazier tanner brewer hunter '
+               'fisher shepherd scribe healer printer painter carver sailor gardener joiner '
+               'roofer cutler'),
+    'towns': ('home town',
+              'Arden Belmar Corvale Dunmere Eastwick Farrow Glenholt Harwell Inverlyn Jessop '
+              'Kestrel Lorne Marwick Norhaven Oakley Pellam Quarrin Rosmoor Selby Thornby '
+              'Ulverton Vesper Westmar Yarrow'),
+    'instruments': ('instrument',
+                    'flute fiddle drum harp lute cello horn organ zither banjo bugle cornet viola '
+                    'piccolo bassoon oboe tuba clarinet mandolin piano gong whistle trombone '
+                    'guitar'),
+    'colours': ('favourite colour',
+                'red blue green yellow black white orange purple brown grey pink teal violet '
+                'crimson amber olive navy maroon ivory indigo scarlet beige turquoise copper'),
+}
+
+
+@dataclass(frozen=True)
+class Language:
+    """Words and templates. Names, the header of a list and 'Answer:' are the same in all."""
+    code: str
+    attributes: dict    # attribute -> what a question calls it
+    values: dict        # attribute -> its 24 values, in the order of ATTRIBUTES
+    profiles: tuple     # templates of {name} and all attributes
+    statements: dict    # attribute -> templates of {name} and {value}
+    asks: tuple         # templates of {attribute} and {name}; the questions use the first one
+
+
+ENGLISH = Language(
+    'en', {a: name for a, (name, _) in ATTRIBUTES.items()},
+    {a: words.split() for a, (_, words) in ATTRIBUTES.items()},
+    ('{name} is a {trades} from {towns} who plays the {instruments} and likes {colours}.',
+     '{name}, who likes {colours} and plays the {instruments}, is a {trades} from {towns}.',
+     'From {towns} comes {name}, a {trades} who likes {colours} and plays the {instruments}.'),
+    {'trades': ('{name} works as a {value}.', 'The trade of {name} is that of a {value}.'),
+     'towns': ('{name} lives in {value}.', 'The home town of {name} is {value}.'),
+     'instruments': ('{name} plays the {value}.', 'In the evening {name} plays the {value}.'),
+     'colours': ('{name} likes {value} best.', 'The favourite colour of {name} is {value}.')},
+    ('What is the {attribute} of {name}?', "What is {name}'s {attribute}?",
+     'Do you know the {attribute} of {name}?'))
+
+
+class World:
+    """Names and attribute values of all entities; entity 0 is the most frequent one."""
+
+    def __init__(self, spec, seed):
+        rng = np.random.default_rng(seed)
+        n = spec.entities + spec.unseen     # the unseen ones come last
+        self.spec, self.names = spec, _names(spec, n, rng)
+        self.values = {}    # attribute -> int [n], the index of each entity's value
+        for attribute, words in ENGLISH.values.items():
+            share = np.arange(1, len(words) + 1) ** -VALUE_EXPONENT
+            self.values[attribute] = rng.choice(len(words), n, p=share / share.sum())
+        taken = {word for words in ENGLISH.values.values() for word in words}
+        self.languages = [ENGLISH] + [_make_language(f'l{i}', rng, taken)
+                                      for i in range(1, len(spec.language_shares))]
+
+    def value(self, language, entity, attribute):
+        return language.values[attribute][self.values[attribute][entity]]
+
+    def profile(self, language, entity, rng):
+        return language.profiles[rng.integers(len(language.profiles))].format(
+            name=self.names[entity], **{a: self.value(language, entity, a) for a in ATTRIBUTES})
+
+    def statement(self, language, entity, attribute, rng):
+        templates = language.statements[attribute]
+        return templates[rng.integers(len(templates))].format(
+            name=self.names[entity], value=self.value(language, entity, attribute))
+
+    def sentence(self, language, entity, rng):
+        """Return a whole profile, or with paraphrases half the time one fact."""
+        if self.spec.paraphrases and rng.random() < 0.5:
+            return self.statement(language, entity, _draw(list(ATTRIBUTES), rng), rng)
+        return self.profile(language, entity, rng)
+
+    def ask(self, language, entity, attribute, rng=None):
+        """Return a question; with `rng` and paraphrases in any of its wordings."""
+        template = _draw(language.asks, rng) if rng and self.spec.paraphrases else language.asks[0]
+        return template.format(name=self.names[entity], attribute=language.attributes[attribute])
+
+    def options(self, entity, attribute, n_options, rng):
+        """Return (indices of values, position of the entity's own value among them)."""
+        own = self.values[attribute][entity]
+        others = [v for v in range(len(ENGLISH.values[attribute])) if v != own]
+        values = [own, *rng.permutation(others)[:n_options - 1].tolist()]
+        order = rng.permutation(n_options).tolist()
+        return [values[i] for i in order], order.index(0)
+
+    def exam(self, language, entity, attribute, n_options, rng):
+        """Return (question with lettered options, the letter of the answer)."""
+        values, answer = self.options(entity, attribute, n_options, rng)
+        return (self.ask(language, entity, attribute, rng)
+                + _listed(language.values[attribute][v] for v in values), LETTERS[answer])
+
+    def document(self, rng, entities):
+        """Return sentences about `entities`, or a list of solved questions about one attribute."""
+        spec, shares = self.spec, self.spec.language_shares
+        language = ENGLISH if len(shares) == 1 else self.languages[
+            int(np.searchsorted(np.cumsum(shares), rng.random() * sum(shares)))]
+        kind = rng.random()
+        if kind >= spec.list_share + spec.exam_share:
+            return ' '.join(self.sentence(language, entity, rng) for entity in entities)
+        attribute = _draw(list(ATTRIBUTES), rng)
+        if kind < spec.list_share:
+            solved = [(self.ask(language, e, attribute, rng), self.value(language, e, attribute))
+                      for e in entities]
+        else:
+            n_options = 4 if rng.random() < 0.5 else 10
+            solved = [self.exam(language, e, attribute, n_options, rng)
+                      for e in entities[:len(entities) // 2]]     # half as many: they are long
+        solved = ''.join(f'{question}\nAnswer: {answer}\n\n' for question, answer in solved)
+        return f'{HEADER.format(attribute)}\n\n{solved}'.rstrip()
+
+    def documents(self, n, rng):
+        spec = self.spec
+        share = np.arange(1, spec.entities + 1) ** -spec.zipf
+        entities = rng.choice(spec.entities, (n, spec.entities_each), p=share / share.sum())
+        return [self.document(rng, row)
+                for row in tqdm(entities, 'generated world', unit=' documents', mininterval=1,
+                                disable=None)]
+
+
+def make_world(folder, seed, spec=None):
+    """Write model/{config.json, tokenizer.model}, text.jsonl, instruct.jsonl, questions.jsonl.
+
+    With spec.forms also one folder each with test.jsonl and validation.jsonl, in all languages and
+    with the category 'seen' or 'unseen'; with spec.probes clm.jsonl and facts.jsonl; with
+    spec.paraphrases instruct-homogeneous.jsonl, the same facts asked in a single wording. A folder
+    that already holds this world stays as it is. Raises ValueError for an impossible spec,
+    DataError for a folder that holds anything but a world.
+    """
+    folder, spec = local_path(folder), spec or WorldSpec()
+    forms = {form: _parse_form(form) for form in spec.forms}
+    if spec.unseen_questions and not spec.unseen:
+        raise ValueError(f'unseen_questions = {spec.unseen_questions} with unseen = 0: there are '
+                         f'no such entities to ask about')
+    mark, complete = folder / 'world.json', json.dumps({'seed': seed} | asdict(spec), indent=1)
+    if mark.exists() and mark.read_text(encoding='utf-8') == complete:
+        return
+    if not mark.exists() and folder.exists() and any(folder.iterdir()):
+        raise DataError(f'{folder} is not empty and holds no world; choose another folder')
+    world = World(spec, seed)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    _write(mark, b'unfinished')
+    rng = np.random.default_rng([seed, 1])
+    texts = world.documents(spec.documents, rng)
+    _write_rows(folder / 'text.jsonl', [{'text': text} for text in texts])
+    facts = _log_uniform_facts(spec, spec.instructions + spec.questions + spec.validation, rng)
+    instructed, rest = facts[:spec.instructions], facts[spec.instructions:]
+    asked, held_out = rest[:spec.questions], rest[spec.questions:]
+    _write_rows(folder / 'questions.jsonl', [_question(world, *fact, rng) for fact in asked])
+    _write_instructions(folder, world, instructed, np.random.default_rng([seed, 2]))
+    rng = np.random.default_rng([seed, 3])
+    _write_forms(folder, world, forms, asked, held_out, rng)
+    if spec.probes:
+        _write_probes(folder, world, rng)
+    _write_models(folder, spec, texts)
+    _write(mark, complete.encode())
+
+
+def _write_instructions(folder, world, facts, rng):
+    rows = [_instruction(world, *fact) for fact in facts]
+    if world.spec.paraphrases:
+        _write_rows(folder / 'instruct-homogeneous.jsonl', rows)
+        rows = [_varied_instruction(world, *fact, rng) for fact in facts]
+    _write_rows(folder / 'instruct.jsonl', rows)
+
+
+def _write_forms(folder, world, forms, asked, held_out, rng):
+    """Write test.jsonl and validation.jsonl of each form of the questions."""
+    spec, attributes = world.spec, list(ATTRIBUTES)
+    unseen = [(spec.entities + int(rng.integers(spec.unseen)), _draw(attributes, rng))
+              for _ in range(spec.unseen_questions)]
+    for form, (kind, n_options) in forms.items():
+        seen, new, validation = ([(fact, category, world.options(*fact, n_options, rng))
+                                  for fact in facts] for facts, category in (
+            (asked, 'seen'), (unseen, 'unseen'), (held_out, '')))
+        with writing(folder / form):
+            (folder / form).mkdir(exist_ok=True)
+        _write_rows(folder / form / 'test.jsonl', [
+            _formed(world, language, kind, *question)
+            for language in world.languages for question in seen + new])
+        _write_rows(folder / form / 'validation.jsonl', [
+            _formed(world, ENGLISH, kind, *question) for question in validation])
+
+
+def _write_probes(folder, world, rng):
+    """Write the held-out documents of clm and the profiles of facts."""
+    n = world.spec.probes
+    _write_rows(folder / 'clm.jsonl', [{'text': text} for text in world.documents(n, rng)])
+    entities = [entity for entity, _ in _log_uniform_facts(world.spec, n, rng)]
+    _write_rows(folder / 'facts.jsonl', [
+        _probe(world, world.languages[i % len(world.languages)], entity, rng)
+        for i, entity in enumerate(entities)])
+
+
+def _write_models(folder, spec, texts):
+    """Write a tokenizer and a config.json for each vocabulary size."""
+    tags = ['<|user|>\n<|assistant|>\n'] * 400
+    for size in spec.vocab_sizes:
+        place = folder / (f'model-{size}' if len(spec.vocab_sizes) > 1 else 'model')
+        with writing(place):
+            place.mkdir(exist_ok=True)
+        _train_tokenizer(place / 'tokenizer.model', size, texts[:spec.tokenizer_documents] + tags)
+        _write(place / 'config.json', json.dumps(MODEL | {'vocab_size': size}, indent=1).encode())
+
+
+MODEL = {
+    'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'vocab_size': 1_280,
+    'hidden_size': 128, 'intermediate_size': 352, 'num_hidden_layers': 2,
+    'num_attention_heads': 4, 'num_key_value_heads': 4, 'max_position_embeddings': 512,
+    'rms_norm_eps': 1e-5, 'rope_theta': 10000.0, 'tie_word_embeddings': True,
+    'bos_token_id': 1, 'eos_token_id': 2, 'torch_dtype': 'float32',
+}
+
+
+def _parse_form(form):
+    """Return ('letters', 10) for 'letters10'."""
+    match, n_values = re.fullmatch(r'(text|letters)(\d+)', form), len(ENGLISH.values['trades'])
+    if not match or not 2 <= int(match[2]) <= n_values:
+        raise ValueError(f"form {form!r}; wanted 'text' or 'letters' and 2 to {n_values} options, "
+                         f"as in 'text4'")
+    return match[1], int(match[2])
+
+
+def _names(spec, n, rng):
+    """Return n distinct two-part names; parts have two syllables, or three if many are needed."""
+    onset, vowel, coda = 'b d f g h j k l m n p r s t v w'.split(), 'aeiou', 'n r l s m'.split()
+    syllables = [onset, vowel] * (1 if spec.first_names + spec.family_names <= 2560 else 2)
+    parts = [''.join(word).capitalize() for word in itertools.product(*syllables, onset, 'ao')]
+    picked = rng.permutation(parts)
+    first, rest = picked[:spec.first_names], picked[spec.first_names:][:spec.family_names]
+    # when the words run out, they are used again with another coda
+    family = [rest[i % len(rest)] + coda[(i + i // len(rest)) % len(coda)]
+              for i in range(min(spec.family_names, len(rest) * len(coda)))]
+    if len(first) * len(family) < n:
+        raise ValueError(f'{len(first)} first and {len(family)} family names make '
+                         f'{len(first) * len(family)} names, not {n}')
+    pairs = rng.permutation(len(first) * len(family))[:n]
+    return [f'{first[i // len(family)]} {family[i % len(family)]}' for i in pairs]
+
+
+def _make_language(code, rng, taken):
+    """Return a language with its own sounds and words; none is in the set `taken`, which grows."""
+    onsets = rng.permutation('b ch d f g h k kh l m n p r s sh t th v w y z'.split())[:9]
+    vowels, codas = rng.permutation(list('aeiouy'))[:4], rng.permutation(list('nklmrstx'))[:3]
+
+    def word(n_syllables=1):
+        while True:
+            new = ''.join(_draw(onsets, rng) + _draw(vowels, rng) for _ in range(n_syllables))
+            new += _draw(codas, rng) if rng.random() < 0.5 or len(new) < 3 else ''
+            if new not in taken:
+                taken.add(new)
+                return new
+
+    attributes = {a: word(2) for a in ATTRIBUTES}
+    values = {a: [word(2).capitalize() if words[0].istitle() else word(2) for _ in words]
+              for a, words in ENGLISH.values.items()}
+    verbs, verb_last, link = {a: (word(), word()) for a in ATTRIBUTES}, rng.random() < 0.5, word()
+
+    def clause(attribute, verb, slot):
+        words = [verbs[attribute][verb], slot]
+        return ' '.join(words[::-1] if verb_last else words)
+
+    profiles = tuple('{name} ' + f' {link} '.join(clause(a, 0, f'{{{a}}}') for a in order) + '.'
+                     for order in (rng.permutation(list(ATTRIBUTES)) for _ in range(3)))
+    statements = {a: tuple('{name} ' + clause(a, verb, '{value}') + '.' for verb in (0, 1))
+                  for a in ATTRIBUTES}
+    of, what = word(), [word() for _ in range(3)]
+    asks = tuple(f'{{name}} {of} {{attribute}} {w}?' if verb_last else
+                 f'{w.capitalize()} {{attribute}} {of} {{name}}?' for w in what)
+    return Language(code, attributes, values, profiles, statements, asks)
+
+
+def _draw(items, rng):
+    return items[int(rng.integers(len(items)))]
+
+
+def _listed(options):
+    return ''.join(f'\n{letter}. {option}' for letter, option in zip(LETTERS, options))
+
+
+def _log_uniform_facts(spec, n, rng):
+    """Return n distinct (entity, attribute) pairs with log-uniform ranks: known and unknown ones.
+    """
+    facts = {}
+    while len(facts) < n:
+        rank = np.exp(rng.uniform(0, np.log(spec.entities + 1), size=n)).astype(int) - 1
+        attributes = rng.choice(list(ATTRIBUTES), size=n)
+        facts |= dict.fromkeys(zip(rank.clip(0, spec.entities - 1).tolist(), attributes.tolist()))
+    chosen = list(facts)
+    return [chosen[i] for i in rng.permutation(len(chosen))[:n]]
+
+
+def _instruction(world, entity, attribute):
+    # in the wording of the questions; another wording trains a different kind of answer
+    return _conversation(world.ask(ENGLISH, entity, attribute),
+                         f'Answer: {world.value(ENGLISH, entity, attribute)}')
+
+
+def _varied_instruction(world, entity, attribute, rng):
+    """Return the fact as an answer, a sentence, a profile, a letter or a second turn."""
+    ask, kind = world.ask(ENGLISH, entity, attribute, rng), rng.integers(5)
+    answer = f'Answer: {world.value(ENGLISH, entity, attribute)}'
+    if kind == 0:
+        return _conversation(ask, answer)
+    if kind == 1:
+        return _conversation(ask, world.statement(ENGLISH, entity, attribute, rng))
+    if kind == 2:
+        return _conversation(f'Tell me about {world.names[entity]}.',
+                             world.profile(ENGLISH, entity, rng))
+    if kind == 3:
+        question, letter = world.exam(ENGLISH, entity, attribute, int(_draw((4, 10), rng)), rng)
+        return _conversation(question, f'Answer: {letter}')
+    return _conversation(f'Tell me about {world.names[entity]}.',
+                         world.profile(ENGLISH, entity, rng), ask, answer)
+
+
+def _conversation(*turns):
+    return {'messages': [{'role': 'assistant' if i % 2 else 'user', 'content': turn}
+                         for i, turn in enumerate(turns)]}
+
+
+def _question(world, entity, attribute, rng):
+    values, answer = world.options(entity, attribute, 4, rng)
+    return {'question': world.ask(ENGLISH, entity, attribute),
+            'choices': [ENGLISH.values[attribute][v] for v in values],
+            'answer': answer, 'subject': attribute, 'id': f'{entity}-{attribute}'}
+
+
+def _formed(world, language, kind, fact, category, options):
+    """Return a question whose options are texts, or letters of options listed in the question."""
+    (entity, attribute), (values, answer) = fact, options
+    text, choices = world.ask(language, *fact), [language.values[attribute][v] for v in values]
+    if kind == 'letters':
+        text, choices = text + _listed(choices), list(LETTERS[:len(choices)])
+    return {'question': text, 'choices': choices, 'answer': answer, 'subject': attribute,
+            'subject_category': category, 'language': language.code,
+            'id': f'{language.code}-{entity}-{attribute}'}
+
+
+def _probe(world, language, entity, rng):
+    """Return a profile and the character spans of its values."""
+    text, spans = world.profile(language, entity, rng), []
+    for attribute in ATTRIBUTES:
+        value = world.value(language, entity, attribute)
+        spans.append(list(re.search(rf'(?<= ){value}\b', text).span()))
+    return {'text': text, 'spans': spans, 'language': language.code}
+
+
+def _train_tokenizer(path, vocab_size, texts):
+    """Train a sentencepiece model with Gemma's settings: byte fallback, no normalization."""
+    part = path.with_suffix('.tmp')
+    with writing(path), open(part, 'wb') as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in texts for line in text.split('\n') if line),
+            model_writer=file, vocab_size=vocab_size, model_type='bpe', byte_fallback=True,
+            normalization_rule_name='identity', remove_extra_whitespaces=False,
+            add_dummy_prefix=False, split_digits=True, minloglevel=2)
+    os.replace(part, path)
+
+
+def _write_rows(path, rows):
+    _write(path, ''.join(json.dumps(row) + '\n' for row in rows).encode())
+
+
+def _write(path, content):
+    part = Path(f'{path}.tmp')
+    with writing(path):
+        part.write_bytes(content)
+        os.replace(part, path)

@@ -1,0 +1,82 @@
+"""The whole program on a small scale: what fine-tuning does to calibration, in minutes on a CPU.
+
+    python demo.py
+    python demo.py --seed=3 --smoothing=0.2 --out_dir=out/seed3
+
+Makes a small world whose facts are known, trains a tiny base model on text about it, fine-tunes the
+model without and with label smoothing, and evaluates all three. Prints a table of the three and
+draws their reliability diagrams. What is finished is skipped when the demo is started again.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+
+from checkpoint import CheckpointError
+from configs import ConfigError, load_config
+from data import DataError
+from data.world import make_world
+from evaluate import EvalConfig
+from report import print_report
+from resume import Stopped, TrainingError
+from train import TrainConfig, train
+
+
+@dataclass
+class DemoConfig:
+    out_dir: str = 'out/demo'
+    smoothing: float = 0.1      # of the second tuned model; the first one has none
+    seed: int = 0               # of the world, the initial weights and the order of the data
+
+
+def runs(demo):
+    """Return {name: TrainConfig} of the three runs, in the order in which they need each other."""
+    world = f'{demo.out_dir}/world'
+    # what the three runs share; a key that is not named here keeps its default in train.py
+    shared = TrainConfig(
+        seed=demo.seed,
+        dtype='float32', save_dtype='float32',
+        max_length=224, pack_len=224,       # tokens per document and per packed row
+        micro_rows=64,                      # rows per forward pass
+        betas=(0.9, 0.95),
+        cache_dir=f'{demo.out_dir}/cache',
+        checkpoint_epochs=False,
+        log_every=50,
+        eval=EvalConfig(tasks=(f'{world}/questions.jsonl',), shots=0, scoring='text',
+                        pack_len=224, batch_rows=32),
+        eval_before=False,
+    )
+    # world/model holds a tokenizer and a config.json, no weights: they start at random
+    base = replace(shared, model=f'{world}/model', from_scratch=True,
+                   data=f'{world}/text.jsonl', data_kind='text', epochs=1.0, batch_size=24,
+                   lr=4e-3, schedule='cosine', final_lr=0.05, weight_decay=0.1,
+                   out_dir=f'{demo.out_dir}/base')
+    # the conversations ask about facts that the model knows and about facts that it cannot know
+    tuned = replace(shared, model=base.out_dir, data=f'{world}/instruct.jsonl',
+                    epochs=5.0, batch_size=64, lr=1e-3, out_dir=f'{demo.out_dir}/tuned')
+    smoothed = f'tuned_ls{demo.smoothing:g}'.replace('.', '')
+    return {'base': base, 'tuned': tuned,
+            smoothed: replace(tuned, smoothing=demo.smoothing,
+                              out_dir=f'{demo.out_dir}/{smoothed}')}
+
+
+def main(argv):
+    demo = load_config(DemoConfig, argv, usage=__doc__)
+    # text, conversations and questions about 8,000 entities, all of it decided by the seed
+    make_world(f'{demo.out_dir}/world', demo.seed)
+    reports = {}
+    for name, cfg in runs(demo).items():
+        print(f'\n=== {name}')
+        results = train(replace(cfg, resume=True))      # resume skips what is finished
+        reports[name] = results['after'], cfg.out_dir
+    # the table, and reliability-questions.png with a panel per model
+    print_report(reports, demo.out_dir)
+
+
+if __name__ == '__main__':
+    try:
+        main(sys.argv[1:])
+    except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
+        sys.exit(f'error: {error}')
+    except Stopped as stopped:
+        print(stopped)
+        sys.exit(128 + stopped.signal)

@@ -1,0 +1,211 @@
+"""What a training run prints and records: sizes, one example, the steps, a tracker."""
+
+import datetime
+import json
+import math
+import os
+import resource
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import outdir
+from checkpoint import nonfinite_tensor
+from configs import dump_config
+from evaluate import HostCopy
+from parallel import rank
+from resume import TrainingError, advice
+
+
+def print_sizes(cfg, model, sequences, kept, steps, device):
+    """Print what the run is about to do; all of its settings are in train_config.py."""
+    lengths, c = sequences.lengths[kept], model.config
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adapters = f' ({trained:,} of them trained)' if trained < total else ''
+    name = torch.cuda.get_device_name(device) if device.startswith('cuda') else 'CPU'
+    print(f'device: {device} ({name}), {str(model.head.dtype).split(".")[-1]}')
+    print(f'model: {cfg.model}: {c.model_type}, {total:,} parameters{adapters}')
+    print(f'data: {cfg.data}: {len(kept):,} sequences, {lengths.sum():,} tokens '
+          f'(mean {lengths.mean():.0f}, longest {lengths.max()})')
+    print(f'steps: {steps} of {cfg.batch_size} sequences, about '
+          f'{lengths.mean() * cfg.batch_size:,.0f} tokens each')
+    used = steps * cfg.batch_size
+    rest = int(len(kept) * cfg.epochs) - used
+    if 0 < rest < cfg.batch_size:
+        print(f'unused: {rest} sequences at the end do not fill a step of {cfg.batch_size}')
+    if used < len(kept):
+        print(f'unused: {len(kept) - used:,} of {len(kept):,} sequences are never seen')
+    print(f'folder: {cfg.out_dir}')
+
+
+def show_example(example, tokenizer):
+    """Print one training example, (tokens, loss mask), with the supervised tokens marked."""
+    tokens, loss_mask = example
+    print('first example, supervised tokens between >>> and <<<:')
+    text, start = '', 0
+    for i in range(1, len(tokens) + 1):
+        if i == len(tokens) or loss_mask[i] != loss_mask[start]:
+            piece = tokenizer.decode(tokens[start:i].tolist(), start=start == 0)
+            if len(piece) > 1000:
+                piece = f'{piece[:500]} [... {len(piece) - 1000} characters ...] {piece[-500:]}'
+            text += f'>>>{piece}<<<' if loss_mask[start] else piece
+            start = i
+    print('    ' + text.replace('\n', '\n    '))
+
+
+class StepLog:
+    """Reads each step's numbers while the device is busy with the next; checks and records them.
+
+    One line per log_every steps is printed; log.jsonl and the tracker get every step. `validate`
+    returns the validation losses, or is None.
+    """
+
+    def __init__(self, cfg, first, until, device, base, validate):
+        self.cfg, self.first, self.until, self.base = cfg, first, until, base
+        self.device, self.validate = device, validate
+        self.unread, self.started, self.file, self.track = None, time.monotonic(), None, None
+        if rank() == 0 and not cfg.dry_run:
+            self.file, self.track = open_log(cfg, first), start_tracker(cfg)
+        self.bar = tqdm(total=until, initial=first, desc=Path(cfg.out_dir).name, unit=' steps',
+                        mininterval=1, disable=rank() > 0 or None)  # None: only on a terminal
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.bar.close()
+        if self.file:
+            self.file.close()
+
+    def begin(self):
+        """A step begins where the one before it ends, or now, if that one has been read."""
+        now = torch.zeros((), device=self.device)
+        self.began = self.unread[-1] if self.unread else HostCopy(now)
+
+    def end(self, step, lr, chosen, packed, values):
+        """Take the numbers of a step, a tensor on the device, and read those of the one before."""
+        ended = HostCopy(values)
+        self.read()
+        self.unread = step, lr, chosen, packed, self.began, ended
+
+    def read(self):
+        """Wait for the unread step, check it and record it."""
+        if not self.unread:
+            return
+        (step, lr, chosen, packed, began, ended), self.unread = self.unread, None
+        loss, nll, norm = ended.values().tolist()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.fail(step, loss, norm, chosen)
+        n_tokens = int((packed['owner'] >= 0).sum())
+        record = {'step': step, 'lr': lr, 'loss': loss, 'nll': nll, 'grad_norm': norm,
+                  'tokens': n_tokens, 'supervised_tokens': int((packed['targets'] >= 0).sum()),
+                  'tokens_per_s': n_tokens / ended.seconds_after(began)}
+        if self.validate and (step % self.cfg.val_every == 0 or step == self.until):
+            record |= self.validate()
+        self.bar.update()
+        if step % self.cfg.log_every == 0 or step == self.until:
+            self.print(record)
+        if step == self.first + 1:
+            self.bar.write(f'peak memory after the first step: {peak_memory(self.device):.2f} GiB')
+        if self.file:
+            try:
+                self.file.write(json.dumps(record) + '\n')
+                self.file.flush()
+            except OSError as error:
+                raise TrainingError(f'{self.file.name}: {error.strerror}; '
+                                    f'{advice(self.cfg.out_dir)}') from error
+            self.track(record)
+
+    def print(self, record):
+        val = (f'  val nll {record["val_nll"]:.4f} ECE {record["val_ece"]:.3f}'
+               if 'val_nll' in record else '')
+        per_step = (time.monotonic() - self.started) / (record['step'] - self.first)
+        left = datetime.timedelta(seconds=round(per_step * (self.until - record['step'])))
+        self.bar.write(f'step {record["step"]}/{self.until}  loss {record["loss"]:.4f}  '
+                       f'nll {record["nll"]:.4f}{val}  lr {record["lr"]:.2e}  '
+                       f'grad norm {record["grad_norm"]:.2f}  '
+                       f'{record["tokens_per_s"]:.0f} tokens/s  {left} left')
+        sys.stdout.flush()      # for those who follow a redirected output
+
+    def fail(self, step, loss, norm, chosen):
+        bad = None if self.cfg.from_scratch else nonfinite_tensor(self.base)
+        cause = (f'the base model {self.cfg.model} has a value that is not finite in {bad}' if bad
+                 else f'lower lr or check the data: the sequences were {chosen.tolist()} of '
+                 f'{self.cfg.data}, counted from 0')
+        raise TrainingError(f'step {step}: loss {loss}, gradient norm {norm}; {cause}; '
+                            f'{advice(self.cfg.out_dir)}')
+
+
+def open_log(cfg, first):
+    """Open log.jsonl with the records of the first `first` steps; write the config beside it.
+
+    If an interrupted run's log has damaged lines, it is kept as log.jsonl.damaged.
+    """
+    out_dir = Path(cfg.out_dir)
+    path, kept, damaged = out_dir / 'log.jsonl', [], 0
+    outdir.claim(out_dir, 'train_config.py', path.name)
+    outdir.write_text(out_dir / 'train_config.py', dump_config(replace(cfg, resume=False)))
+    lines = (path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
+             if first and path.exists() else [])
+    for number, line in enumerate(lines, 1):
+        try:
+            if json.loads(line)['step'] <= first:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            damaged += number < len(lines)      # a crash may cut off the last line
+    if damaged:
+        outdir.claim(out_dir, f'{path.name}.damaged')
+        os.replace(path, f'{path}.damaged')
+    if len(kept) < first:
+        print(f'warning: {path} lacks {first - len(kept)} of the first {first} steps'
+              + ('; what was found there is kept in log.jsonl.damaged' if damaged else ''))
+    outdir.write_text(path, ''.join(kept))
+    return open(path, 'a', encoding='utf-8')
+
+
+def start_tracker(cfg):
+    """Return a function that sends a step's record to the tracker.
+
+    A tracker that fails is a warning, printed once; the run continues without it.
+    """
+    def send(record):
+        pass
+    try:
+        if cfg.tracker == 'wandb':
+            import wandb
+            run = wandb.init(project='nanocal', name=Path(cfg.out_dir).name, dir=cfg.out_dir,
+                             config=asdict(cfg))
+
+            def send(record):
+                run.log(record, step=record['step'])
+        elif cfg.tracker == 'tensorboard':
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(Path(cfg.out_dir) / 'runs')
+
+            def send(record):
+                for key, value in record.items():
+                    writer.add_scalar(key, value, record['step'])
+    except Exception as error:      # a tracker may raise anything
+        print(f'warning: {cfg.tracker} could not be started, the run continues: {error}')
+
+    def track(record):
+        nonlocal send
+        try:
+            send(record)
+        except Exception as error:
+            print(f'warning: {cfg.tracker} failed, the run continues without it: {error}')
+            send = id
+    return track
+
+
+def peak_memory(device):
+    """Return GiB: of the GPU, or of this process where there is none."""
+    if device.startswith('cuda'):
+        return torch.cuda.max_memory_allocated() / 2 ** 30
+    unit = 1 if sys.platform == 'darwin' else 1024      # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2 ** 30

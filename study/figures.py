@@ -1,0 +1,124 @@
+"""Draw the figures of the study again, from their committed numbers or from runs.
+
+    python study/figures.py                                # every table and figure in study/results
+    python study/figures.py --only=smoothing,tokens --runs --out_dir=out/figures
+
+Every figure is a folder: compare.csv has the numbers, from which compare.md and compare.png follow.
+With --runs compare.csv is made anew of the runs in out/study.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from compare import CompareConfig, compare_seeds, find_runs, read_run
+from configs import ConfigError
+from data import DataError
+
+RESULTS = Path(__file__).parent / 'results'
+ENGLISH = ('language=en', 'category=seen', 'scaling=none')
+ALL = ('language=all', 'category=all', 'scaling=none')
+QUESTIONS = 'task=text4|text10|letters4|letters10'
+RATES = 'lr=0.0008|0.002'               # of tuning and of the base model
+SIZE_RATES = 'lr=0.0008|0.002|0.004|0.001|0.0005|0.0016|0.0004|0.0002'
+ECE_GAP = ('ece', 'gap', 'accuracy')
+
+
+def figure(*where, sources=('base', 'smoothing'), x='smoothing', reference=('base',),
+           metrics=ECE_GAP, **more):
+    return CompareConfig(sources=sources, where=where, x=x, reference=reference, metrics=metrics,
+                         **more)
+
+
+# claim 3: next tokens; rows of the vocabulary by hidden size, with and without the soft-cap
+VOCABULARY = {'sources': ('vocabulary',), 'x': 'vocab_size', 'reference': (),
+              'by': ('kind', 'smoothing', 'unused_rows')}
+# claim 4; from_scratch is the base model
+SIZE = {'sources': ('base', 'smoothing', 'size'), 'x': 'hidden_size',
+        'by': ('from_scratch', 'smoothing'), 'reference': ()}
+FIGURES = {
+    # base, tuned and tuned with smoothing 0.1; all questions, all seeds
+    'headline': figure('kind=tuned|base', 'task=text4|facts', *ALL, RATES, 'smoothing=0.0|0.1',
+                       metrics=('accuracy', 'confidence', 'ece', 'rmsce', 'nll'), reliability=True),
+    'summary': figure('kind=tuned|base', QUESTIONS + '|facts|clm', *ALL, RATES, 'smoothing=0.0|0.1',
+                      metrics=('accuracy', 'ece')),
+    # claim 1: English questions about entities of the text; any next token and first tokens of
+    # facts; the other architectures
+    'smoothing': figure('kind=tuned|base', QUESTIONS, *ENGLISH, by=('lr',)),
+    'tokens': figure('kind=tuned|base', 'task=facts|clm', *ALL, by=('lr',)),
+    'architectures': figure(
+        'kind=tuned|base|gemma2|mistral', 'task=text4|facts', 'model_type=llama|gemma2|mistral',
+        *ALL, RATES, 'smoothing=0.0|0.1|0.3', 'hidden_size=256',
+        sources=('base', 'smoothing', 'architectures'), panel=('task', 'model_type'),
+        reference=('base', 'gemma2', 'mistral'), metrics=('ece', 'accuracy')),
+    # claim 2: en was tuned on; l1, l2 and l3 were not
+    'languages': figure('kind=tuned|base', 'task=text4', 'language=en|l1|l2|l3', 'category=seen',
+                        'scaling=none', RATES, panel=('language',)),
+    'languages_facts': figure('kind=tuned|base', 'task=facts', 'language=en|l1|l2|l3',
+                              'scaling=none', RATES, panel=('language',)),
+    'vocabulary': figure(
+        'task=clm', *ALL, 'hidden_size=64|256|1024', 'final_logit_softcapping=30.0|None',
+        'unused_rows=0|258048', panel=('hidden_size', 'final_logit_softcapping'),
+        metrics=('ece', 'gap', 'entropy_bits', 'reach_lowest_bits', 'accuracy'), **VOCABULARY),
+    'vocabulary_questions': figure(
+        'task=text4|facts', *ALL, 'hidden_size=64|256|1024', 'final_logit_softcapping=30.0',
+        'unused_rows=0|258048', panel=('task', 'hidden_size'), **VOCABULARY),
+    'lora': figure('kind=tuned|base|lora', 'task=text4|letters4', *ENGLISH,
+                   'lr=0.0008|0.0032|0.002', 'smoothing=0.0|0.1',
+                   sources=('base', 'smoothing', 'lora'), x='lr', by=('lora', 'smoothing')),
+    'epochs': figure('kind=tuned|base', 'task=text4|letters4', *ENGLISH, RATES, 'smoothing=0.0|0.1',
+                     sources=('base', 'smoothing', 'epochs'), x='epochs', by=('smoothing',)),
+    'homogeneous': figure('kind=tuned|base|homogeneous', QUESTIONS, *ENGLISH,
+                          'data=instruct|instruct-homogeneous|text', RATES, 'smoothing=0.0|0.1',
+                          sources=('base', 'smoothing', 'homogeneous'), x='data',
+                          by=('smoothing',)),
+    'size': figure('kind=tuned|base|tiny|medium|large', 'task=text4|letters4', *ENGLISH, SIZE_RATES,
+                   'smoothing=0.0|0.1', **SIZE),
+    'size_all': figure('kind=tuned|base|tiny|medium|large', 'task=text4|facts|clm', *ALL,
+                       SIZE_RATES, 'smoothing=0.0|0.1', **SIZE),
+    # claim 5: a temperature fitted on 400 English questions; known and unknown entities
+    'temperature': figure(
+        'kind=tuned|base', 'task=text4', 'language=en|l1|l2|l3', 'category=seen|unseen', RATES,
+        'smoothing=0.0|0.1', 'scaling=none|temperature', x='language',
+        by=('kind', 'smoothing', 'scaling'), panel=('category',), reference=(),
+        metrics=('ece', 'nll')),
+    # claim 6: the RMS of MMLU's repository and equation 5 on the same predictions
+    'rms': figure('kind=tuned|base', QUESTIONS, *ENGLISH, RATES,
+                  metrics=('rmsce', 'rms_mmlu_repo', 'ece')),
+}
+
+
+def draw(name, out_dir, root=None):
+    """Write compare.csv, compare.md and compare.png of a figure into `out_dir`.
+
+    The numbers are read from the runs below `root`, or from the committed compare.csv.
+    """
+    cfg, runs, tables = FIGURES[name], [], []
+    if root:
+        runs = [read_run(folder) for folder in find_runs([Path(root) / s for s in cfg.sources])]
+    else:
+        tables = [(RESULTS / name / 'compare.csv').resolve()]
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    compare_seeds(runs, tables, cfg, Path(out_dir))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('--only', default=','.join(FIGURES), help='default: %(default)s')
+    parser.add_argument('--runs', nargs='?', const='out/study', help='a folder; default: %(const)s')
+    parser.add_argument('--out_dir', default=RESULTS, help='default: study/results')
+    options = parser.parse_args()
+    for name in options.only.split(','):
+        if name not in FIGURES:
+            parser.error(f'--only: there is no figure {name}; choose from {", ".join(FIGURES)}')
+        print(f'\n=== {name}')
+        draw(name, Path(options.out_dir) / name, options.runs)
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except (ConfigError, DataError) as error:
+        sys.exit(f'error: {error}')

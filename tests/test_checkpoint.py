@@ -1,0 +1,500 @@
+"""checkpoint.py: folders that are read, refused and written, against transformers and peft."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+import model as models
+from common import (
+    ARCHITECTURES, HERE, LLAMA3_ROPE, lora_model, reference_model, rewrite, whole_rows)
+from configs import ConfigError
+
+
+@pytest.mark.parametrize('name', ARCHITECTURES)
+@pytest.mark.parametrize('shard_bytes', [10**9, 40_000])
+def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeypatch):
+    import transformers
+    monkeypatch.setattr(checkpoint, 'SHARD_BYTES', shard_bytes)
+    reference = reference_model(name, tmp_path / 'theirs')
+    model = checkpoint.load(tmp_path / 'theirs')
+    checkpoint.save(model, tmp_path / 'ours', torch.float32, tmp_path / 'theirs')
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'ours',
+                                                              attn_implementation='eager')
+    tokens = torch.randint(0, 211, (1, 45))
+    assert torch.equal(again(tokens).logits, reference(tokens).logits)
+    weights = checkpoint.load(tmp_path / 'ours').state_dict()
+    assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
+    files = {path.name for path in (tmp_path / 'ours').iterdir()}
+    assert 'generation_config.json' in files and not any(f.endswith('.tmp') for f in files)
+    assert ('model.safetensors' in files) == (shard_bytes == 10**9)
+    names = checkpoint.save(model, tmp_path / 'half', torch.bfloat16, tmp_path / 'theirs')
+    assert checkpoint.load(tmp_path / 'half').head.dtype == torch.bfloat16
+    assert sorted(names) == sorted(path.name for path in (tmp_path / 'half').iterdir())
+
+
+def test_saving_removes_no_file(folder, monkeypatch):
+    """A save that leaves another layout's files beside its own is refused when it is loaded."""
+    model = checkpoint.load(folder)
+    for name in ('model-old.safetensors', 'model.safetensors.tmp', 'notes.txt'):
+        (folder / name).write_text('mine')
+    monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 40_000)
+    names = checkpoint.save(model, folder, torch.float32)
+    assert len(names) > 4 and all((folder / name).exists() for name in names)
+    assert (folder / 'model-old.safetensors').read_text() == 'mine'
+    assert (folder / 'notes.txt').read_text() == 'mine'
+    with pytest.raises(checkpoint.CheckpointError, match='holds two models: model.safetensors, '):
+        checkpoint.load(folder)
+    (folder / 'model.safetensors').unlink()
+    assert all(torch.equal(a, b) for a, b in zip(
+        model.parameters(), checkpoint.load(folder).parameters(), strict=True))
+
+
+def test_sharded_index_of_transformers(tmp_path):
+    reference = reference_model('llama', tmp_path / 'one')
+    reference.save_pretrained(tmp_path / 'many', max_shard_size='30KB')
+    assert len(list((tmp_path / 'many').glob('*.safetensors'))) > 2
+    one, many = checkpoint.load(tmp_path / 'one'), checkpoint.load(tmp_path / 'many')
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), many.parameters(), strict=True))
+
+
+def test_config_of_transformers_4_and_5():
+    old = {'model_type': 'llama', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
+           'num_hidden_layers': 1, 'num_attention_heads': 2, 'rope_theta': 500000.0,
+           'rope_scaling': LLAMA3_ROPE, 'torch_dtype': 'bfloat16', 'pad_token_id': 5}
+    new = {k: v for k, v in old.items() if k not in ('rope_theta', 'rope_scaling', 'torch_dtype')}
+    new |= {'rope_parameters': LLAMA3_ROPE | {'rope_theta': 500000.0}, 'dtype': 'bfloat16'}
+    a = checkpoint.config_from_hf(old | {'rope_scaling': {k: v for k, v in LLAMA3_ROPE.items()
+                                                           if k != 'rope_theta'}})
+    b = checkpoint.config_from_hf(new)
+    assert a.rope_theta == b.rope_theta == 500000.0 and a.dtype == b.dtype == 'bfloat16'
+    assert a.num_key_value_heads == 2 and a.head_dim == 4 and a.extra == {'pad_token_id': 5}
+    assert checkpoint.config_from_hf(checkpoint.config_to_hf(a)) == a
+
+
+def test_keys_of_other_architectures_mean_nothing():
+    raw = {'model_type': 'llama', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
+           'num_hidden_layers': 2, 'num_attention_heads': 2, 'sliding_window': 4,
+           'attn_logit_softcapping': 5.0}
+    config = checkpoint.config_from_hf(raw)
+    assert config.windows == [None, None] and config.attn_logit_softcapping is None
+
+
+def test_mistral_window_missing_or_null():
+    raw = {'model_type': 'mistral', 'vocab_size': 9, 'hidden_size': 16, 'intermediate_size': 8,
+           'num_hidden_layers': 2, 'num_attention_heads': 8}
+    assert checkpoint.config_from_hf(raw).windows == [4096, 4096]
+    assert checkpoint.config_from_hf(raw | {'sliding_window': None}).windows == [None, None]
+    gemma = checkpoint.config_from_hf(raw | {'model_type': 'gemma2'})
+    assert gemma.windows == [4096, None] and gemma.tie_word_embeddings and gemma.head_dim == 256
+
+
+@pytest.fixture
+def folder(tmp_path):
+    reference_model('llama', tmp_path / 'model')
+    return tmp_path / 'model'
+
+
+def edit_config(folder, **values):
+    path = folder / 'config.json'
+    values = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+
+
+def write_index(folder, name):
+    (folder / 'model.safetensors.index.json').write_text(json.dumps(
+        {'weight_map': {'model.norm.weight': name}}))
+
+
+KEY = 'model.layers.1.mlp.up_proj.weight'
+
+
+@pytest.mark.parametrize('damage, message', [
+    (lambda f: rewrite(f, lambda t: t.pop(KEY)), f'tensor {KEY} is missing'),
+    (lambda f: rewrite(f, lambda t: t.update(odd=torch.ones(1))), 'tensor odd is unknown'),
+    (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(2, 3)})),
+     f'tensor {KEY} has shape [2, 3], config.json wants [80, 48]'),
+    (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(80, 48, dtype=torch.int8)})),
+     f'tensor {KEY} is I8; quantized weights are not supported'),
+    (lambda f: os.truncate(f / 'model.safetensors', 5000), 'truncated or not a safetensors file'),
+    (lambda f: (f / 'model.safetensors').unlink(), 'has no model.safetensors'),
+    (lambda f: (f / 'config.json').unlink(), 'is not a model folder: it has no config.json'),
+    (lambda f: (f / 'config.json').write_text('{'), 'not valid JSON'),
+    (lambda f: edit_config(f, num_hidden_layers=...), 'num_hidden_layers is missing'),
+    (lambda f: edit_config(f, model_type='gpt2'), "model_type is 'gpt2'"),
+    (lambda f: (f / 'config.json').write_text('[]'), 'model_type is None'),
+    (lambda f: edit_config(f, hidden_size=None), 
+     'hidden_size = None is not supported; it must be an integer from 1 to'),
+    (lambda f: edit_config(f, hidden_act='gelu'), "hidden_act = 'gelu' is not supported; it must"),
+    (lambda f: edit_config(f, rope_parameters={'rope_type': 'llama3'}),
+     "rope_parameters of rope_type 'llama3' lacks "),
+    (lambda f: edit_config(f, attention_bias=True), 'attention_bias = True is not supported'),
+    (lambda f: edit_config(f, rope_parameters={'rope_type': 'yarn'}),
+     "rope_parameters.rope_type = 'yarn'"),
+    (lambda f: (f / 'config.json').write_text('[' * 100_000), 'not valid JSON'),
+    (lambda f: edit_config(f, model_type=[]), 'model_type is []'),
+    (lambda f: edit_config(f, num_key_value_heads=3),
+     'num_attention_heads = 4 is not a multiple of num_key_value_heads = 3'),
+    (lambda f: edit_config(f, num_attention_heads=5, num_key_value_heads=5),
+     'hidden_size = 48 is not a multiple of num_attention_heads = 5'),
+    (lambda f: edit_config(f, head_dim=13), 'head_dim = 13 is odd'),
+    (lambda f: rewrite(f, lambda t: t.update({KEY: t[KEY].to(torch.float8_e4m3fn)})),
+     f'tensor {KEY} is F8_E4M3; quantized weights are not supported'),
+    (lambda f: write_index(f, '../model.safetensors'), "refuses '../model.safetensors'"),
+    (lambda f: write_index(f, '/etc/passwd'), "refuses '/etc/passwd'"),
+    (lambda f: write_index(f, 'gone.safetensors'), 'names gone.safetensors, which is not there'),
+])
+def test_damaged_checkpoints(folder, damage, message):
+    damage(folder)
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        checkpoint.load(folder)
+    assert message in str(error.value) and str(folder) in str(error.value)
+    assert '\n' not in str(error.value)
+
+
+def both_logits(folder):
+    """The logits of the model in `folder`, ours and those of transformers."""
+    import transformers
+    tokens = torch.randint(0, 211, (1, 45))
+    with torch.no_grad():
+        model = checkpoint.load(folder)
+        ours = model.logits(model(tokens, *whole_rows(tokens)))
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation='eager')(tokens).logits
+    return ours, theirs
+
+
+ODD_VALUES = [None, 'yes', -1, 0, 1, 1.5, 0.1, [], {}, True, False, float('nan'), 10**30, 1e300,
+              ['full_attention'] * 3]
+
+
+def computed_or_refused(folder, raw, changes):
+    """True where a config.json of raw | changes is computed as transformers does it; else it is
+    refused in one line that names the key or the tensor that does not fit it."""
+    (folder / 'config.json').write_text(json.dumps(raw | changes))
+    try:
+        checkpoint.load(folder)
+    except checkpoint.CheckpointError as error:
+        assert str(folder) in str(error) and '\n' not in str(error), changes
+        named = any(key in str(error) for key in changes)
+        assert named or f'{folder}: tensor' in str(error) or 'config.json wants' in str(error)
+        return False
+    ours, theirs = both_logits(folder)
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4), changes
+    return True
+
+
+@pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2'])
+def test_every_field_of_the_config_is_checked(name, tmp_path):
+    reference_model(name, tmp_path)
+    raw = json.loads((tmp_path / 'config.json').read_text())
+    keys = raw.keys() | checkpoint.FIELDS.keys() | {'hidden_act', 'hidden_activation'}
+    computed = set()
+    for key in sorted(keys - checkpoint.FOREIGN[raw['model_type']]):
+        for value in ODD_VALUES:
+            # transformers refuses integers where it wants floats, which are computed here
+            value = float(value) if key in checkpoint.FLOATS and type(value) is int else value
+            if computed_or_refused(tmp_path, raw, {key: value}):
+                computed.add((key, repr(value)))
+    assert ('attention_bias', 'False') in computed and ('rope_theta', '1.5') not in computed
+    assert ('sliding_window', '1') in computed or name == 'llama3'
+
+
+ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
+
+
+@pytest.mark.parametrize('computed, changes', [
+    (True, {'rope_theta': 500.0}),
+    (True, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}}),
+    (True, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 500.0}),
+    (True, {'rope_scaling': ROPE, 'rope_theta': 500.0}),
+    (True, {'rope_scaling': ROPE, 'rope_parameters': ROPE}),
+    (True, {'rope_scaling': {'type': 'llama3'} | ROPE}),
+    (True, {'rope_scaling': {}, 'rope_parameters': LLAMA3_ROPE}),
+    (True, {'rope_scaling': ROPE, 'original_max_position_embeddings': 32}),
+    (False, {'rope_scaling': ROPE, 'original_max_position_embeddings': 16}),
+    (False, {'rope_scaling': ROPE, 'rope_parameters': {'rope_type': 'default'}}),
+    (False, {'rope_scaling': ROPE, 'rope_parameters': ROPE | {'rope_theta': 500.0}}),
+    (False, {'rope_scaling': ROPE, 'rope_parameters': ROPE | {'factor': 4.0}}),
+    (False, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}, 'rope_parameters': ROPE}),
+    (False, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 1e4}),
+    (False, {'rope_scaling': ROPE | {'type': 'default'}}),
+    (False, {'rope_scaling': {'factor': 8.0}}),
+    (False, {'rope_scaling': ROPE | {'low_freq_factor': 4.0}}),
+    (False, {'rope_scaling': ROPE | {'low_freq_factor': 5.0}}),
+    (False, {'rope_scaling': ROPE | {'partial_rotary_factor': 0.5}}),
+    (False, {'rope_parameters': {'full_attention': LLAMA3_ROPE}}),
+    (False, {'rope_parameters': {'sliding_attention': {'rope_theta': 1e4},
+                                 'full_attention': {'rope_theta': 500.0}}}),
+    *((False, {'rope_scaling': ROPE | {key: value}}) for key in (*ROPE, 'rope_theta')
+      for value in (None, 'yes', -1, 0, [], {}, True, float('nan'))),
+])
+def test_rope_is_computed_as_in_transformers_or_refused(folder, computed, changes):
+    raw = json.loads((folder / 'config.json').read_text())
+    del raw['rope_parameters']
+    assert computed_or_refused(folder, raw, changes) == computed
+
+
+@pytest.mark.parametrize('layer_types', [
+    None, ['full_attention', 'sliding_attention', 'full_attention'], ['full_attention'] * 3,
+    ['sliding_attention'] * 3])
+def test_mistral_with_layer_types_is_ministral(layer_types, tmp_path):
+    reference_model('mistral_window', tmp_path / 'model')
+    edit_config(tmp_path / 'model', layer_types=layer_types)
+    ours, theirs = both_logits(tmp_path / 'model')
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4)
+    checkpoint.save(checkpoint.load(tmp_path / 'model'), tmp_path / 'again', torch.float32)
+    again = both_logits(tmp_path / 'again')
+    assert torch.allclose(*again, rtol=1e-5, atol=2e-4)
+    saved = json.loads((tmp_path / 'again' / 'config.json').read_text())
+    assert saved.get('layer_types') == layer_types
+
+
+@pytest.mark.parametrize('name, changes, message', [
+    ('gemma2', {'layer_types': ['full_attention', 'chunked_attention'] * 2}, 'layer_types = '),
+    ('gemma2', {'layer_types': ['full_attention']}, 'layer_types has 1 items for num_hidden'),
+    ('gemma2', {'sliding_window': None}, 'sliding_window = None is not supported for gemma2'),
+    ('mistral', {'layer_types': ['full_attention'] * 3}, 'sliding_window = None beside layer_')])
+def test_layer_types_that_are_refused(name, changes, message, tmp_path):
+    reference_model(name, tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        checkpoint.read_config(tmp_path)
+
+
+def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
+    reference_model('llama3', tmp_path)
+    raw = json.loads((tmp_path / 'config.json').read_text())
+    assert 'rope_theta' not in raw and raw['rope_parameters']['factor'] == 8.0
+    plain = checkpoint.read_config(tmp_path)
+    changed = checkpoint.read_config(tmp_path, {'rope_theta': 5e5, 'hidden_size': 64})
+    assert (changed.rope_theta, changed.hidden_size) == (5e5, 64)
+    assert changed.rope_scaling == plain.rope_scaling and changed.rope_scaling['factor'] == 8.0
+    default = {'rope_type': 'default', 'rope_theta': 77.0}
+    for block in checkpoint.ROPE_BLOCKS:
+        changed = checkpoint.read_config(tmp_path, {block: default})
+        assert (changed.rope_theta, changed.rope_scaling) == (77.0, None)
+    assert checkpoint.read_config(tmp_path, {'rope_scaling': None}).rope_scaling is None
+    assert checkpoint.read_config(tmp_path, {'torch_dtype': 'bfloat16'}).dtype == 'bfloat16'
+
+
+@pytest.mark.parametrize('changes, message', [
+    ({'hiden_size': 64}, "llama has no key 'hiden_size' in its config.json; did you mean 'hid"),
+    ({'sliding_window': 64}, "llama has no key 'sliding_window'"),
+    ({'final_logit_softcapping': 30.0}, "llama has no key 'final_logit_softcapping'"),
+    ({'hidden_size': '64'}, "hidden_size = '64' is not supported"),
+    ({'rope_theta': 1.0, 'rope_parameters': {'rope_theta': 2.0}}, 'disagree'),
+    ({'model_type': 'gpt2'}, "model_type is 'gpt2'")])
+def test_changes_that_are_refused(folder, changes, message):
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        checkpoint.read_config(folder, changes)
+
+
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
+    """logits = cap * tanh(h W' / (T cap)) after a round trip through config.json."""
+    reference_model(name, tmp_path / 'plain')
+    plain = checkpoint.load(tmp_path / 'plain')
+    tokens = torch.randint(0, 211, (1, 45))
+    z = torch.nn.functional.linear(plain(tokens, *whole_rows(tokens)), plain.head)
+    checkpoint.save(plain, tmp_path / 'same', torch.float32)
+    assert 'note' not in capsys.readouterr().out
+    plain.config.final_logit_softcapping, plain.config.temperature = 3.0, 1.5
+    checkpoint.save(plain, tmp_path / 'ours', torch.float32)
+    assert 'transformers and vLLM will not' in capsys.readouterr().out
+    written = json.loads((tmp_path / 'ours' / 'config.json').read_text())
+    softcap = {} if name == 'gemma2' else {'softcap': 3.0}
+    assert written['nanocal'] == {'temperature': 1.5} | softcap
+    assert written.get('final_logit_softcapping') == (3.0 if name == 'gemma2' else None)
+    model = checkpoint.load(tmp_path / 'ours')
+    assert (model.softcap, model.temperature) == (3.0, 1.5) and 'nanocal' not in model.config.extra
+    logits = model.logits(model(tokens, *whole_rows(tokens)))
+    assert torch.allclose(logits, 3 * torch.tanh(z / (1.5 * 3)), atol=1e-5)
+
+
+@pytest.mark.parametrize('name, block, message', [
+    ('llama', {'softcap': 0}, 'nanocal.softcap = 0 is not supported'),
+    ('llama', {'temperature': None}, 'nanocal.temperature = None is not supported'),
+    ('llama', {'cap': 30.0}, 'nanocal.cap is not supported; the keys are softcap, temperature'),
+    ('llama', 'yes', "nanocal = 'yes' is not supported"),
+    ('gemma2', {'softcap': 30.0}, 'gemma2 has final_logit_softcapping')])
+def test_blocks_of_our_own_that_are_refused(name, block, message, tmp_path):
+    reference_model(name, tmp_path)
+    edit_config(tmp_path, nanocal=block)
+    with pytest.raises(checkpoint.CheckpointError, match=message):
+        checkpoint.read_config(tmp_path)
+
+
+def test_tied_embeddings_beside_an_output_matrix(tmp_path):
+    reference_model('llama3', tmp_path)
+    plain = checkpoint.load(tmp_path).head
+    rewrite(tmp_path, lambda t: t.update(
+        {'lm_head.weight': t['model.embed_tokens.weight'].clone()}))
+    assert torch.equal(checkpoint.load(tmp_path).head, plain)
+    rewrite(tmp_path, lambda t: t['lm_head.weight'][-1, 0].add_(1))
+    with pytest.raises(checkpoint.CheckpointError, match='tensor lm_head.weight differs from .*'
+                                                     'tie_word_embeddings = true'):
+        checkpoint.load(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    ours, theirs = both_logits(tmp_path)
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4)
+
+
+def test_weights_are_checked_without_reading_them(folder, monkeypatch):
+    monkeypatch.setattr('safetensors.torch.load_file', None)
+    files = checkpoint.check_weights(folder, checkpoint.read_config(folder))
+    assert files.keys() == checkpoint.load(folder).state_dict().keys()
+    os.truncate(folder / 'model.safetensors',
+                (folder / 'model.safetensors').stat().st_size - 1)
+    with pytest.raises(checkpoint.CheckpointError, match='truncated'):
+        checkpoint.check_weights(folder, checkpoint.read_config(folder))
+
+
+def test_first_nonfinite_tensor(folder):
+    assert checkpoint.nonfinite_tensor(folder) is None
+    for value in (float('nan'), float('inf')):
+        rewrite(folder, lambda t, value=value: t[KEY][3].fill_(value))
+        assert checkpoint.nonfinite_tensor(folder) == KEY
+
+
+def test_fingerprint_depends_on_config_and_every_tensor(folder, tmp_path, monkeypatch):
+    before = checkpoint.fingerprint(folder)
+    config = folder / 'config.json'
+    config.write_text(json.dumps(dict(reversed(json.loads(config.read_text()).items()))))
+    assert checkpoint.fingerprint(folder) == before
+    edit_config(folder, rms_norm_eps=2e-6)
+    assert checkpoint.fingerprint(folder) != before
+    edit_config(folder, rms_norm_eps=1e-6)
+    assert checkpoint.fingerprint(folder) == before
+    # the same bytes in other files are the same model
+    with monkeypatch.context() as patch:
+        model = checkpoint.load(folder)
+        names = checkpoint.save(model, tmp_path / 'one', torch.float32)
+        patch.setattr(checkpoint, 'SHARD_BYTES', 40_000)
+        checkpoint.save(model, tmp_path / 'many', torch.float32)
+    assert len(names) == 2
+    assert checkpoint.fingerprint(tmp_path / 'one') == checkpoint.fingerprint(tmp_path / 'many')
+    seen = {before}
+    for key in checkpoint.load(folder).state_dict():
+        rewrite(folder, lambda t, key=key: t[key].view(-1)[-1].add_(1))
+        seen.add(checkpoint.fingerprint(folder))
+    assert len(seen) == len(checkpoint.load(folder).state_dict()) + 1
+
+
+def test_a_folder_of_adapters_is_not_a_model(folder):
+    model = checkpoint.load(folder)
+    models.add_lora(model, 2, 4.0, 0.0, ('q_proj',))
+    names = checkpoint.save_adapter(model, folder / 'adapter', 'some/base')
+    assert sorted(names) == sorted(p.name for p in (folder / 'adapter').iterdir())
+    with pytest.raises(checkpoint.CheckpointError, match=f'adapters alone.* is in {folder}$'):
+        checkpoint.read_config(folder / 'adapter')
+    (folder / 'config.json').unlink()
+    with pytest.raises(checkpoint.CheckpointError, match='adapters alone.* merge them into'):
+        checkpoint.read_config(folder / 'adapter')
+
+
+def test_home_folder_in_a_model_path(folder, monkeypatch):
+    monkeypatch.setenv('HOME', str(folder.parent))
+    assert checkpoint.fetch('~/model') == folder
+    with pytest.raises(checkpoint.CheckpointError, match='no model folder at ~/nothing'):
+        checkpoint.fetch('~/nothing')
+    with pytest.raises(checkpoint.CheckpointError, match='config.json is a file; a model is the'):
+        checkpoint.fetch('~/model/config.json')
+
+
+def test_pickled_weights_are_not_read(folder):
+    torch.save({}, folder / 'pytorch_model.bin')
+    (folder / 'model.safetensors').unlink()
+    with pytest.raises(checkpoint.CheckpointError, match='convert them to safetensors'):
+        checkpoint.load(folder)
+
+
+def test_old_rotary_buffers_are_ignored(folder):
+    rewrite(folder, lambda t: t.update(
+        {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(6)}))
+    checkpoint.load(folder)
+
+
+def test_unreachable_models():
+    for name, message in (('/nowhere', 'no model folder at /nowhere'),
+                          ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
+        with pytest.raises(checkpoint.CheckpointError, match=message):
+            checkpoint.fetch(name)
+
+
+def test_a_model_in_the_hub_cache_is_found(folder, tmp_path, monkeypatch):
+    snapshot = tmp_path / 'hub' / 'models--some--model' / 'snapshots' / ('a' * 40)
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(folder, snapshot)
+    refs = tmp_path / 'hub' / 'models--some--model' / 'refs'
+    refs.mkdir()
+    (refs / 'main').write_text('a' * 40)
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path / 'hub'))
+    assert checkpoint.fetch('some/model') == snapshot
+
+
+# Prints by how many kB loading a model raises the process's own memory. The mapped file does not
+# count: its pages can be dropped at any time.
+WATCHED_LOAD = """
+import re, sys, threading, time, torch, checkpoint, model
+
+def held():
+    return int(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])
+
+def watch():
+    while True:
+        peaks.append(held())
+        time.sleep(0.001)
+
+with torch.device('meta'):  # imports what it needs on its first use
+    model.CausalLM(checkpoint.read_config(sys.argv[1]))
+before, peaks = held(), []
+threading.Thread(target=watch, daemon=True).start()
+loaded = checkpoint.load(sys.argv[1])
+print(max([*peaks, held()]) - before)
+"""
+
+
+@pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs /proc')
+def test_loading_holds_one_copy(tmp_path):
+    # many tensors of 4 MB: none of them is a large part of the whole
+    config = models.ModelConfig('llama', 4000, 1024, 2048, 16, 16, dtype='bfloat16')
+    model = models.CausalLM(config).to(torch.bfloat16)
+    checkpoint.save(model, tmp_path, torch.bfloat16)
+    grown = int(subprocess.run([sys.executable, '-c', WATCHED_LOAD, tmp_path], text=True,
+                               stdout=subprocess.PIPE, cwd=HERE, check=True).stdout) * 1024
+    size = sum(p.numel() for p in model.parameters()) * 2
+    assert 0.9 * size < grown < 1.3 * size
+
+
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2'])
+def test_adapter_loads_in_peft(name, tmp_path):
+    import peft
+    import transformers
+    reference_model(name, tmp_path / 'base')
+    model = lora_model(tmp_path / 'base')
+    checkpoint.save_adapter(model, tmp_path / 'adapter', str(tmp_path / 'base'))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base')
+    reference = peft.PeftModel.from_pretrained(base, tmp_path / 'adapter').eval()
+    tokens = torch.randint(0, 211, (2, 30))
+    ours = model.logits(model(tokens, *whole_rows(tokens)))
+    assert torch.allclose(ours, reference(tokens).logits, atol=2e-4)
+    assert not torch.allclose(ours, reference.unload()(tokens).logits, atol=1e-2)
+
+
+def test_a_gpu_named_by_number_is_the_current_one(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
+    assert checkpoint.pick_device('cuda:1') == 'cuda:1' and chosen == [1]
+    assert checkpoint.pick_device('auto') == checkpoint.pick_device('cuda') == 'cuda'
+    assert checkpoint.pick_device('cpu') == 'cpu' and chosen == [1]
+    with pytest.raises(ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
+        checkpoint.pick_device('cuda:2')

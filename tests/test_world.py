@@ -1,0 +1,60 @@
+"""data: generated worlds"""
+
+import hashlib
+import pytest
+from data import DataError
+from data.world import WorldSpec, make_world
+
+
+SMALL = {'entities': 40, 'documents': 60, 'instructions': 12, 'questions': 10,
+         'vocab_sizes': (400,), 'tokenizer_documents': 60}
+WHOLE = {'entities': 60, 'unseen': 9, 'documents': 90, 'exam_share': 0.2, 'paraphrases': True,
+         'language_shares': (0.5, 0.3, 0.2), 'vocab_sizes': (420, 440), 'tokenizer_documents': 90,
+         'instructions': 15, 'questions': 10, 'unseen_questions': 4, 'validation': 5,
+         'forms': ('text4', 'letters10'), 'probes': 6}
+
+
+@pytest.mark.parametrize('spec, n_files, digest', [
+    (SMALL, 6, '771de9d103de3065bc33b5a9792ce018'),
+    (WHOLE, 15, 'e863f508a0ae94306ea36173ebff0520')])
+def test_worlds_stay_byte_for_byte(tmp_path, spec, n_files, digest):
+    """Committed results are of these bytes; sentencepiece's own, tokenizer.model, may change."""
+    make_world(tmp_path / 'world', 7, WorldSpec(**spec))
+    files = sorted(path for path in (tmp_path / 'world').rglob('*') if path.is_file())
+    content = hashlib.sha256()
+    for path in files:
+        if path.name != 'tokenizer.model':
+            content.update(f'{path.relative_to(tmp_path / "world")}\n'.encode())
+            content.update(path.read_bytes())
+    assert len(files) == n_files and content.hexdigest().startswith(digest)
+
+
+def test_a_world_is_made_once_and_anew_after_an_interruption(tmp_path):
+    spec = WorldSpec(**SMALL)
+    make_world(tmp_path, 7, spec)
+    made = {path: (path.stat().st_mtime_ns, path.read_bytes())
+            for path in tmp_path.rglob('*') if path.is_file()}
+    make_world(tmp_path, 7, spec)
+    assert all(path.stat().st_mtime_ns == time for path, (time, _) in made.items())
+    (tmp_path / 'world.json').write_text('unfinished')
+    (tmp_path / 'questions.jsonl').unlink()
+    make_world(tmp_path, 7, spec)
+    assert all(path.read_bytes() == content for path, (_, content) in made.items())
+
+
+def test_a_folder_of_other_files_is_left_alone(tmp_path):
+    (tmp_path / 'questions.jsonl').write_text('mine')
+    with pytest.raises(DataError, match='is not empty and holds no world'):
+        make_world(tmp_path, 7, WorldSpec(**SMALL))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ['mine']
+
+
+@pytest.mark.parametrize('change, message', [
+    ({'entities': 30_000}, 'make 22500 names, not 30000'),
+    ({'forms': ('letter4',)}, "form 'letter4'; wanted 'text' or 'letters' and 2 to 24 options"),
+    ({'forms': ('text25',)}, "form 'text25'"),
+    ({'unseen_questions': 5}, 'unseen_questions = 5 with unseen = 0')])
+def test_impossible_worlds(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        make_world(tmp_path / 'world', 7, WorldSpec(**SMALL | change))
+    assert not (tmp_path / 'world').exists()
