@@ -19,8 +19,6 @@ On a CUDA device the kernels are Triton and the products cuBLAS; elsewhere the s
 through plain torch. This file imports nothing of ours and can be copied into another project.
 """
 
-import ast
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,9 +60,6 @@ class RowSums(NamedTuple):
     def p_y(self):
         return torch.exp(-self.nll)
 
-    @property
-    def not_p_y(self):      # 1 - p_y with all its digits where p_y is near 1
-        return -torch.expm1(-self.nll)
 
 
 @dataclass(frozen=True)
@@ -115,9 +110,11 @@ def spherical():
 def focal(gamma):
     """-(1 - p_y)^gamma log p_y, gamma >= 0. Lin 2017; for calibration, Mukhoti 2020."""
     _require(0 <= gamma < math.inf, f'focal: gamma must be at least 0, got {gamma}')
-    return _weighted(lambda s: s.not_p_y ** gamma * s.nll,
-                     lambda s: s.not_p_y ** gamma
-                     * (1 + gamma * s.p_y * s.nll / s.not_p_y.clamp_min(1e-30)))
+
+    def q(s):       # 1 - p_y with all its digits where p_y is near 1
+        return -torch.expm1(-s.nll)
+    return _weighted(lambda s: q(s) ** gamma * s.nll, lambda s: q(s) ** gamma
+                     * (1 + gamma * s.p_y * s.nll / q(s).clamp_min(1e-30)))
 
 
 def gce(q):
@@ -146,6 +143,9 @@ def smoothing(s):
                 ('sum_z',), whole=False)
 
 
+_smoothing = smoothing      # where an argument has its name
+
+
 def z_loss(w):
     """Term w lse^2, w >= 0, which keeps the normalizer near 1. PaLM 2022, with w = 1e-4."""
     _require(0 <= w < math.inf, f'z_loss: w must be at least 0, got {w}')
@@ -157,31 +157,6 @@ def confidence_penalty(w):
     _require(math.isfinite(w), f'confidence_penalty: w must be a finite number, got {w}')
     return Loss(lambda s: -w * s.entropy, lambda s: {'a': w * s.entropy, 'b': w},
                 ('entropy',), whole=False)
-
-
-LOSSES = {make.__name__: make for make in (
-    cross_entropy, brier, spherical, focal, gce, dft, entropy_weighted, smoothing, z_loss,
-    confidence_penalty)}
-
-
-def parse_loss(text):
-    """The loss that 'focal(2) + z_loss(1e-4)' names: calls of LOSSES with numbers, joined by +.
-
-    Raises ValueError, with the nearest name for an unknown one.
-    """
-    try:
-        tree = ast.parse(text.strip(), mode='eval')
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and node.id not in LOSSES:
-                near = difflib.get_close_matches(node.id, LOSSES, 1, 0)[0]
-                raise ValueError(f'there is no {node.id!r}; did you mean {near!r}?')
-            _require(isinstance(node, (ast.Expression, ast.BinOp, ast.Add, ast.Call, ast.Name,
-                                       ast.Load, ast.UnaryOp, ast.USub))
-                     or type(getattr(node, 'value', None)) in (int, float),
-                     "write a sum of calls with numbers, such as 'focal(2) + z_loss(1e-4)'")
-        return _whole(eval(compile(tree, text, 'eval'), {'__builtins__': {}}, LOSSES))
-    except (SyntaxError, TypeError, ValueError) as error:
-        raise ValueError(f'loss {text!r}: {error}') from None
 
 
 # ---- What to call --------------------------------------------------------------------------------
@@ -257,7 +232,7 @@ def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, softcap=Non
 
     This is `fused_loss` with cross_entropy() + smoothing(smoothing); see there.
     """
-    return fused_loss(hidden, weight, target, cross_entropy() + LOSSES['smoothing'](smoothing),
+    return fused_loss(hidden, weight, target, cross_entropy() + _smoothing(smoothing),
                       softcap=softcap, ignore_index=ignore_index, reduction=reduction,
                       num_items=num_items, token_weight=token_weight, memory=memory)
 
@@ -282,7 +257,7 @@ def token_statistics(hidden, weight, target, *, smoothing=0.0, softcap=None, ign
     smoothing(smoothing). The logits are float32 whatever the inputs are: between 16 and 32 bfloat16
     moves in steps of 0.125, coarser than what a calibration metric measures.
     """
-    loss = (loss or cross_entropy()) + LOSSES['smoothing'](smoothing)
+    loss = (loss or cross_entropy()) + _smoothing(smoothing)
     dtype = _check(hidden, weight, target, loss, softcap, ignore_index)
     ignored = torch.zeros_like(target, dtype=torch.bool)
     if ignore_index is not None:
@@ -339,25 +314,25 @@ def _chunks(hidden, weight, scale, need, target, loss, softcap, dtype, memory=No
     h, w = (x.to(dtype).contiguous() for x in (hidden, weight))
     if sums and not h.is_cuda:      # a CPU has no product of bfloat16 with a float32 result
         h, w = h.float(), w.float()
-    buffer = torch.empty(_chunk_rows(n, V, h, memory), V, device=h.device,
-                         dtype=torch.float32 if sums else dtype)
+    device, logits_dtype = h.device, torch.float32 if sums else dtype
+    rows = _chunk_rows(n, V * logits_dtype.itemsize, device, memory)
+    buffer = torch.empty(rows, V, device=device, dtype=logits_dtype)
     # Each by itself: kernels are compiled for the alignment of what they get.
-    s = RowSums(V, **{name: torch.zeros(n, device=h.device, dtype=torch.int64 if name == 'top_token'
+    s = RowSums(V, **{name: torch.zeros(n, device=device, dtype=torch.int64 if name == 'top_token'
                                         else torch.float32)
                       for name in {'z_y', 'lse', *loss.sums, *sums}})
     dh = torch.empty_like(h) if need_dh else None
     dw = torch.empty_like(w, dtype=weight.dtype) if need_dw else None
     if need_dw and n == 0:
         dw.zero_()
-    with torch.autocast(h.device.type, enabled=False):
-        for start in range(0, n, max(1, len(buffer))):
-            c = slice(start, start + len(buffer))
+    step = _kernels if _use_triton(h) else _plain
+    with torch.autocast(device.type, enabled=False):
+        for start in range(0, n, max(1, rows)):
+            c = slice(start, start + rows)
             logits = buffer[:n - start]
-            rows = RowSums(V, *(x if x is None else x[c] for x in s[1:]))
             _product(h[c], w.T, logits)
-            _row_sums(logits, h[c], w, target[c], rows, softcap)
-            if need_dh or need_dw:
-                _gradient(logits, target[c], rows, loss.coefficients(rows), scale[c], softcap)
+            step(logits, h[c], w, target[c], RowSums(V, *(x if x is None else x[c] for x in s[1:])),
+                 softcap, loss, scale[c] if need_dh or need_dw else None)
             if need_dh:
                 _product(logits, w, dh[c])
             if need_dw:
@@ -365,10 +340,10 @@ def _chunks(hidden, weight, scale, need, target, loss, softcap, dtype, memory=No
     return s, dh, dw
 
 
-def _chunk_rows(n, V, h, memory):
+def _chunk_rows(n, row_bytes, device, memory):
     """Tokens per chunk: all n, or a multiple of ROWS that makes chunks of about one size."""
-    memory = MEMORY.get(h.device.type, MEMORY['cpu']) if memory is None else memory
-    most = max(ROWS, (memory or LEAST_MEMORY) // (h.element_size() * V) // ROWS * ROWS)
+    memory = MEMORY.get(device.type, MEMORY['cpu']) if memory is None else memory
+    most = max(ROWS, (memory or LEAST_MEMORY) // row_bytes // ROWS * ROWS)
     chunks = max(1, math.ceil(n / most))
     return min(n, math.ceil(n / chunks / ROWS) * ROWS)
 
@@ -395,66 +370,63 @@ def _scaled(x, factor, dtype):
     return torch.mul(x, factor.view(1), out=out)
 
 
-def _row_sums(logits, h, w, target, s, softcap):
-    """Fills s from logits [n, V] = h @ w.T, which come before the cap.
+# Both fill s, sums of a chunk of logits [n, V] = h @ w.T, which come before the cap, and, if scale is
+# given, leave scale * dloss/dlogits in the place of logits. The label's logit is computed apart and
+# takes its place in every sum: loss and gradient hang on it more than on any other, and rounding it
+# to bfloat16 is the largest error of plain torch.
 
-    The label's logit is computed apart and takes its place in every sum: loss and gradient hang on
-    it more than on any other, and rounding it to bfloat16 is the largest error of plain torch.
-    """
-    if _use_triton(logits):
-        wide = 4 if len(logits) < 512 else 1    # few rows: more threads for each
-        _row_sums_kernel[(len(logits),)](logits, h, w, target, *s[1:], *w.shape, softcap,
-                                         FAST=_fast(logits), BLOCK=wide * BLOCK, num_warps=4 * wide)
-        return
-    s.z_y.copy_(_capped((h.float() * w[target].float()).sum(1), softcap))
-    z = _capped(logits.float(), softcap).scatter_(1, target[:, None], s.z_y[:, None])
+def _kernels(logits, h, w, target, s, softcap, loss, scale):
+    n, V = logits.shape
+    # The hardware's tanh errs by 2**-11, rounding to bfloat16 by 2**-8.
+    fast = logits.is_cuda and logits.dtype == torch.bfloat16
+    wide = 4 if n < 512 else 1      # few rows: more threads for each
+    _row_sums_kernel[(n,)](logits, h, w, target, *s[1:], *w.shape, softcap, FAST=fast,
+                           BLOCK=wide * BLOCK, num_warps=4 * wide)
+    if scale is not None:
+        numbers = (x.float().expand(n).contiguous() if isinstance(x, Tensor) else
+                   x if x is None else float(x) for x in _coefficients(loss, s))
+        _gradient_kernel[(n, triton.cdiv(V, BLOCK))](
+            logits, target, s.z_y, s.lse, scale, *numbers, V, softcap, FAST=fast, BLOCK=BLOCK,
+            num_warps=4)
+
+
+def _plain(logits, h, w, target, s, softcap, loss, scale):
+    label = target[:, None]
+    z_y = (h.float() * w[target].float()).sum(1)
+    s.z_y.copy_(z_y if softcap is None else softcap * torch.tanh(z_y / softcap))
+    z = logits.float() if softcap is None else torch.tanh(logits.float() / softcap).mul_(softcap)
+    z.scatter_(1, label, s.z_y[:, None])
     lse = torch.logsumexp(z, 1, out=s.lse)[:, None]
-    how = {'sum_z': lambda: z.sum(1), 'sum_p2': lambda: (z - lse).exp_().square_().sum(1),
-           'entropy': lambda: torch.special.entr((z - lse).exp_()).sum(1),
-           'top_logit': lambda: z.amax(1), 'top_token': lambda: z.argmax(1)}
-    for name, compute in how.items():
+    sums = {'sum_z': lambda: z.sum(1), 'sum_p2': lambda: (z - lse).exp_().square_().sum(1),
+            'entropy': lambda: torch.special.entr((z - lse).exp_()).sum(1),
+            'top_logit': lambda: z.amax(1), 'top_token': lambda: z.argmax(1)}
+    for name, compute in sums.items():
         if getattr(s, name) is not None:
             getattr(s, name).copy_(compute())
+    if scale is not None:
+        a, b, c, e, f = (x.expand(len(z))[:, None] if isinstance(x, Tensor) else x
+                         for x in _coefficients(loss, s))
+        log_p = z - lse
+        g = log_p.exp()     # p
+        a = a if b is None else a + b * log_p.clamp_min(-1e4)   # not 0 * -inf
+        a = a if c is None else a + c * g
+        g = g.mul_(a).add_(e)
+        g.scatter_(1, label, g.gather(1, label) - f)
+        if softcap is not None:
+            g *= z.div_(softcap).square_().neg_().add_(1)
+        logits.copy_(g.mul_(scale[:, None]))
 
 
-def _gradient(logits, target, s, coefficients, scale, softcap):
-    """Leaves scale * dloss/dlogits [n, V] in the place of logits, which come before the cap."""
-    n, V = logits.shape
-    unknown = ', '.join(map(repr, coefficients.keys() - set('abcef')))
+def _coefficients(loss, s):
+    """a, b, c, e, f; b and c are None where absent, since the kernel then saves their work."""
+    found = loss.coefficients(s)
+    unknown = ', '.join(map(repr, found.keys() - set('abcef')))
     _require(not unknown, f'the coefficients are a, b, c, e and f, got {unknown}')
-    numbers = [coefficients.get(name, 0 if name in 'aef' else None) for name in 'abcef']
-    if _use_triton(logits):
-        numbers = (x.float().expand(n).contiguous() if isinstance(x, Tensor) else
-                   x if x is None else float(x) for x in numbers)
-        _gradient_kernel[(n, triton.cdiv(V, BLOCK))](
-            logits, target, s.z_y, s.lse, scale, *numbers, V, softcap, FAST=_fast(logits),
-            BLOCK=BLOCK, num_warps=4)
-        return
-    a, b, c, e, f = (x.expand(n)[:, None] if isinstance(x, Tensor) else x for x in numbers)
-    label = target[:, None]
-    z = _capped(logits.float(), softcap).scatter_(1, label, s.z_y[:, None])
-    log_p = z - s.lse[:, None]
-    g = log_p.exp()     # p
-    a = a if b is None else a + b * log_p.clamp_min(-1e4)   # not 0 * -inf
-    a = a if c is None else a + c * g
-    g = g.mul_(a).add_(e)
-    g.scatter_(1, label, g.gather(1, label) - f)
-    if softcap is not None:
-        g *= z.div_(softcap).square_().neg_().add_(1)
-    logits.copy_(g.mul_(scale[:, None]))
-
-
-def _capped(z, softcap):
-    return z if softcap is None else torch.tanh(z / softcap).mul_(softcap)
+    return [found.get(name, 0 if name in 'aef' else None) for name in 'abcef']
 
 
 def _use_triton(x):
     return triton is not None and x.is_cuda
-
-
-def _fast(logits):
-    """Whether the hardware's tanh will do: it errs by 2**-11, rounding to bfloat16 by 2**-8."""
-    return logits.is_cuda and logits.dtype == torch.bfloat16
 
 
 # ---- Triton kernels. Arithmetic is float32 throughout --------------------------------------------
@@ -589,18 +561,9 @@ if triton is not None:
             tl.store(x + i, (value * factor).to(x.dtype.element_ty), mask=i < size)
 
 
-# ---- Arguments -----------------------------------------------------------------------------------
-
 def _require(holds, message):
     if not holds:
         raise ValueError(message)
-
-
-def _whole(loss):
-    _require(isinstance(loss, Loss), f'loss must be a Loss such as brier(), got {loss!r}')
-    _require(loss.whole, 'the loss has terms only: add a whole one, as in cross_entropy() + '
-                         'z_loss(1e-4)')
-    return loss
 
 
 def _check(hidden, weight, target, loss, softcap, ignore_index):
@@ -617,7 +580,8 @@ def _check(hidden, weight, target, loss, softcap, ignore_index):
              f'ignore_index must be an int or None, got {ignore_index!r}')
     _require(softcap is None or 0 < softcap < math.inf,
              f'softcap must be a positive number or None, got {softcap}')
-    _whole(loss)
+    _require(isinstance(loss, Loss) and loss.whole, 'loss must be one whole Loss, with or without '
+             f'terms, such as brier() or cross_entropy() + z_loss(1e-4), got {loss!r}')
     dtype, kind = hidden.dtype, hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

@@ -34,13 +34,14 @@ import metrics
 import resume
 from checkpoint import CheckpointError, pick_device, pick_dtype
 from configs import ConfigError, load_config, require_range
+from configs.loss import parse_loss
 from data import DataError
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack
 from data.tasks import load_tasks
 from data.text import load_text
 from evaluate import EvalConfig, check_eval_config, evaluate
-from fused_ce import fused_loss, parse_loss, smoothing, token_statistics
+from fused_ce import fused_loss, smoothing, token_statistics
 from log import StepLog, peak_memory, print_sizes, show_example
 from model import LORA_TARGETS, CausalLM, add_lora, compile_blocks
 from optim import AdamW

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fused_ce import fused_loss, parse_loss, smoothed_cross_entropy, token_statistics
+from configs.loss import parse_loss
+from fused_ce import fused_loss, smoothed_cross_entropy, token_statistics
 
 SHAPES = {      # D, V, softcap
     'gemma2_2b': (2304, 256000, 30.0),
@@ -333,8 +334,9 @@ def draw(path):
         for name in rows.keys() - {name for names in lines.values() for name in names}:
             x, y = points([name])[0]
             ax.plot(x, y, 's', color='C7', ms=4)
-            ax.annotate(name, (x, y), xytext=(0, 5), textcoords='offset points', fontsize=6,
-                        ha='center')
+            below = name == 'torch.compile'     # close to another
+            ax.annotate(name, (x, y), xytext=(0, -10 if below else 5), fontsize=6, ha='center',
+                        textcoords='offset points')
         products = sum(table['products'])
         ax.axhline(products, color='grey', ls='--', lw=1, label='three products')
         D, V, softcap = SHAPES[shape]

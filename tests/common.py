@@ -19,7 +19,6 @@ import configs
 import model as models
 import train
 
-
 HERE = Path(__file__).parent.parent     # the repository
 
 

@@ -4,9 +4,11 @@ Kernels run through Triton's interpreter where there is no GPU. Tests that need 
 ../shared (real tokenizers and benchmarks), skip with a reason where it is missing.
 """
 
+import contextlib
+import io
 import os
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'error')
@@ -19,9 +21,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault('TRITON_INTERPRET', '1')  # before anything imports triton
 
 import pytest
+from common import sentencepiece_folder, tiktoken_folder
 
-from common import HERE, sentencepiece_folder, tiktoken_folder
+import demo
 from data.tokenizer import load_tokenizer
+from data.world import WorldSpec, make_world
+from train import train
 
 
 @pytest.fixture(scope='session')
@@ -35,14 +40,13 @@ def tokenizers(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def small_world(tmp_path_factory):
-    """The demo's road with a smaller world and few steps; the folder that it left."""
-    folder = tmp_path_factory.mktemp('demo')
-    small = {'entities': 300, 'documents': 400, 'instructions': 60, 'questions': 40}
-    done = subprocess.run([sys.executable, 'train.py', 'configs/demo.py', f'--out_dir={folder}',
-                           *(f'--world.{name}={value}' for name, value in small.items()),
-                           '--checkpoint_epochs', '--seed=7', '--val_size=4', '--workers=1',
-                           *(f'--runs.{run}.{value}' for run in ('base', 'tuned', 'tuned_ls01')
-                             for value in ('batch_size=16', 'epochs=1.5'))],
-                          cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout
+    """(folder, printed text) of the demo in a smaller world with fewer steps."""
+    folder, printed = tmp_path_factory.mktemp('demo'), io.StringIO()
+    spec = WorldSpec(entities=300, documents=400, instructions=60, questions=40)
+    few_steps = {'batch_size': 16, 'epochs': 1.5, 'checkpoint_epochs': True, 'val_size': 4,
+                 'workers': 1}
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(demo, 'make_world', lambda place, seed: make_world(place, seed, spec))
+        patch.setattr(demo, 'train', lambda cfg: train(replace(cfg, **few_steps)))
+        demo.main([f'--out_dir={folder}', '--seed=7'])
+    return folder, printed.getvalue()

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import settings
+from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 small = settings(max_examples=60, deadline=None, derandomize=True)

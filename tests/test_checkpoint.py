@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import (
+    ARCHITECTURES,
+    HERE,
+    LLAMA3_ROPE,
+    lora_model,
+    reference_model,
+    rewrite,
+    whole_rows,
+)
 
 import checkpoint
 import model as models
-from common import (
-    ARCHITECTURES, HERE, LLAMA3_ROPE, lora_model, reference_model, rewrite, whole_rows)
 from configs import ConfigError
 
 

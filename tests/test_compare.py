@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from common import HERE, write_rows, write_run
 
 import compare
 import configs
@@ -16,7 +17,6 @@ import evaluate
 import metrics
 import report
 import stats
-from common import HERE, write_rows, write_run
 from data import DataError
 
 

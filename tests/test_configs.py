@@ -1,17 +1,18 @@
 """configs"""
 
-import configs
 import dataclasses
-import evaluate
-import pytest
 import signal
 import subprocess
 import sys
-import train
-from data import DataError, forked_pool
 from typing import Literal
 
+import pytest
 from common import HERE, config
+
+import configs
+import evaluate
+import train
+from data import DataError, forked_pool
 
 
 def test_config_file_then_command_line(tmp_path):

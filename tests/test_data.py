@@ -2,17 +2,18 @@
 
 import gzip
 import json
-import numpy as np
-import pytest
 import resource
 import shutil
-from data import DataError, cache, draw, instruct, packing, probes, read_rows, text
-from data.world import WorldSpec, make_world
-from hypothesis import given, settings, strategies as st
 from pathlib import Path
 
+import numpy as np
+import pytest
 from common import documents, write_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from data import DataError, cache, draw, instruct, packing, probes, read_rows, text
+from data.world import WorldSpec, make_world
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
 

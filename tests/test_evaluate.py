@@ -1,19 +1,13 @@
 """evaluate.py"""
 
-import compare
 import checkpoint
 import configs
-import csv
-import dataclasses
 import evaluate
 import gzip
-import hashlib
 import importlib.util
 import json
 import math
 import metrics
-import scaling
-import stats
 import model as models
 import numpy as np
 import os
@@ -22,14 +16,12 @@ import pytest
 import random
 import resource
 import report
-import outdir
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import torch
-import train
 from data import DataError, packing, prompts, questions
 from data.tokenizer import load_tokenizer
 from pathlib import Path
@@ -651,157 +643,12 @@ def test_temperature_and_platt_scaling(scored_folder, tmp_path):
     assert len(found['tasks']['mmlu']['post_hoc']['temperature']) == 1
 
 
-def test_the_study_is_what_was_run():
-    files = [HERE / 'data' / 'demo.py', *sorted((HERE / 'configs' / 'study').glob('*.py'))]
-    digest = hashlib.sha256(b''.join(path.read_bytes() for path in files)).hexdigest()
-    assert digest in (HERE / 'README.md').read_text(), (
-        'the README says which files the study was run with; changed ones need new runs')
-    used = sum(p.stat().st_size for p in (HERE / 'assets' / 'study').rglob('*.csv'))
-    assert 0 < used < 1e6
-    # however the files are written: every setting of every run, of the commits the README names
-    default, found = train.TrainConfig(), {}
-    for path in files[1:]:
-        cfg = configs.load_config(train.TrainConfig, [str(path)])
-        runs = [(one.seed, one.world, one.demo_world, name,
-                 {f.name: getattr(run, f.name) for f in dataclasses.fields(run)
-                  if getattr(run, f.name) != getattr(default, f.name)})
-                for one in train.expand_seeds(cfg) for name, run in train.expand_runs(one)]
-        if runs:
-            found[path.stem] = len(runs), hashlib.sha256(repr(runs).encode()).hexdigest()[:16]
-    assert found == {
-        'architectures': (30, '0e030a0b7ac97a0d'), 'base': (30, 'b64794aec134b36a'),
-        'epochs': (40, '964c9d040ba9c990'), 'homogeneous': (10, 'ea5c565964e7bcc9'),
-        'lora': (20, '5d837f7a81498592'), 'size': (30, 'c8cc4aa1ec1c5eaf'),
-        'smoothing': (120, '388324abbd506713'), 'vocabulary': (405, 'ddfc050a846d36f2')}
 
 
-def test_what_the_readme_says_of_claim_3():
-    """What no single table has: costs beside effects, trends, the claim's interaction."""
-    says = ' '.join((HERE / 'README.md').read_text().split())
-    sizes, rows, seeds = (64, 256, 1024), (512, 4_096, 32_768, 262_144), '01234'
-
-    def cell(effect):
-        mean, low, high = stats.mean_interval(effect)
-        return f'{mean:.3f} ± {(high - low) / 2:.3f}'
-
-    def tested(effect, digits=3):
-        mean, low, high = stats.mean_interval(effect)
-        return (f'{mean:+.{digits}f} ± {(high - low) / 2:.{digits}f}',
-                f'p {stats.student_t(effect)[2]:.1g}')
-
-    def ece_of(figure, task, softcap='30.0'):
-        """A function: the ECE of a kind of run, [sizes, rows, seeds]."""
-        with open(HERE / 'assets' / 'study' / figure / 'compare.csv') as file:
-            ece = {(int(r['hidden_size']), int(r['vocab_size']), r['unused_rows'] != '0', r['kind'],
-                    r['smoothing'], r['seed']): float(r['ece']) for r in csv.DictReader(file)
-                   if r['task'] == task and r['final_logit_softcapping'] == softcap}
-        def of(kind, smoothing, unused=False, rows=rows):
-            return np.array([[[ece[d, v, unused, kind, smoothing, seed] for seed in seeds]
-                              for v in rows] for d in sizes])
-        return of
-
-    def trends(effect):
-        """By least squares: of the effect [sizes, rows, seeds] over rows, and over sizes."""
-        by_rows, by_sizes = (np.log2(x) - np.log2(x).mean() for x in (rows, sizes))
-        return (*tested(9 * np.einsum('dvs,v->s', effect, by_rows) / (3 * (by_rows ** 2).sum())),
-                *tested(4 * np.einsum('dvs,d->s', effect, by_sizes) / (4 * (by_sizes ** 2).sum())))
-
-    def interaction(effect, digits=3):
-        return tested(effect[0, 3] - effect[0, 0] - effect[2, 3] + effect[2, 0], digits)
-
-    of = ece_of('vocabulary', 'clm')
-    tuned, left, base = (np.concatenate((of(*run), of(*run, True, rows[3:])), axis=1)
-                         for run in (('tuned', '0.0'), ('tuned', '0.1'), ('base', '0.0')))
-    for i, d in enumerate(sizes):
-        cells = [f'{cell(tuned[i, j] - left[i, j])} of {(tuned - base)[i, j].mean():.3f}'
-                 for j in range(5)]
-        assert f'| {d} | {" | ".join(cells)} |' in says
-    by_rows, p_rows, by_sizes, p_sizes = trends((tuned - left)[:, :4])
-    assert f'({by_rows} from 2^9 to 2^18, {p_rows})' in says
-    assert f'({by_sizes} from 64 to 1,024, {p_sizes};' in says
-    of = ece_of('vocabulary', 'clm', 'None')
-    effect = of('tuned', '0.0') - of('tuned', '0.1')
-    by_rows, p_rows, by_sizes, p_sizes = trends(effect)
-    changed, p = interaction(effect)
-    assert (f'takes {effect.mean(2).min():.3f} to {effect.mean(2).max():.3f}, more with more rows '
-            f'({by_rows}, {p_rows}), no less with a small hidden size ({by_sizes}, {p_sizes}), and '
-            f'the interaction is gone ({changed}, {p})') in says
-    _, p = tested(left[0, 3] - left[2, 3])
-    assert (f'{left[0, 3].mean():.3f} is left, against {left[2, 3].mean():.3f} at 1,024 ({p})'
-            in says)
-    for figure, task, name, digits in (
-            ('vocabulary', 'clm', 'next tokens', 3),
-            ('vocabulary_questions', 'text4', 'questions', 2),
-            ('vocabulary_questions', 'facts', 'first tokens of facts', 3)):
-        of = ece_of(figure, task)
-        effect = of('tuned', '0.0') - of('tuned', '0.1')
-        change, p = interaction(effect, digits)
-        assert f'{change} for {name} ({p})' in says
-        if task != 'clm':
-            harm, p = tested(-effect[2, 0])
-            assert f'{harm} for {"questions" if task == "text4" else "facts"}, {p}' in says
 
 
-def test_what_the_readme_says_of_size():
-    says = ' '.join((HERE / 'README.md').read_text().split())
-    for width, weights in ((128, 1), (256, 6), (512, 34), (1024, 210)):
-        cells = []
-        for figure, task in (('size', 'text4'), ('size_all', 'text4'), ('size_all', 'facts'),
-                             ('size_all', 'clm')):
-            with open(HERE / 'assets' / 'study' / figure / 'compare.csv') as file:
-                ece = {(r['smoothing'], r['seed']): float(r['ece']) for r in csv.DictReader(file)
-                       if (r['kind'], r['task'], r['hidden_size']) == ('tuned', task, str(width))}
-            tuned, smoothed = ({seed: ece[s, seed] for seed in '01234'} for s in ('0.0', '0.1'))
-            mean = sum(tuned.values()) / 5
-            cells.append(f'{mean:.3f}, {compare.paired(smoothed, tuned)}')
-        assert f'| {weights} million | {" | ".join(cells)} |' in says
 
 
-def test_a_small_study(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    study = HERE / 'configs' / 'study'
-    world = dict(entities=500, unseen=20, first_names=40, family_names=40, documents=300,
-                 tokenizer_documents=300, vocab_sizes='700,', instructions=80, questions=12,
-                 unseen_questions=6, validation=12, probes=10)
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-                 num_key_value_heads=2)
-    train.main([str(study / 'base.py'), '--seeds=0,1', '--only=base', f'--runs.base.shape={shape}',
-                *(f'--world.{k}={v}' for k, v in world.items()), '--batch_size=64',
-                '--micro_rows=4', '--workers=1', '--eval_pack_len=512'])
-    train.main([str(study / 'smoothing.py'), '--seeds=0,1', '--vary.lr=8e-4',
-                '--vary.smoothing=0.0,0.1', '--workers=1', '--epochs=1', '--eval_pack_len=512'])
-    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'temperature.py'),
-                   '--out_dir=temperature'])
-    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'headline.py'),
-                   '--out_dir=headline'])
-    assert {'compare.png', 'compare.csv', 'bins.csv', 'reliability.png'} <= {
-        p.name for p in Path('headline').iterdir()}
-    # again from the numbers alone
-    evaluate.main(['--compare', str(HERE / 'configs' / 'figures' / 'headline.py'),
-                   '--sources=headline/compare.csv', '--out_dir=again'])
-    for name in ('compare.md', 'compare.csv', 'bins.csv'):
-        assert (Path('again') / name).read_text() == (Path('headline') / name).read_text()
-    with open('temperature/compare.csv') as file:
-        lines = list(csv.DictReader(file))
-    assert {line['scaling'] for line in lines} == {'none', 'temperature'}
-    assert {line['language'] for line in lines} == {'en', 'l1', 'l2', 'l3'}
-    line = next(r for r in lines if (r['kind'], r['seed'], r['language'], r['category'],
-                                     r['scaling']) == ('base', '1', 'l2', 'seen', 'temperature'))
-    samples = report.read_samples(Path('out/study/base/seed-1/base/samples.jsonl'))
-    mine = [s for s in samples if s['task'] == 'text4']
-    held = report.predictions([s for s in mine if s['split'] == 'validation'], 'token')
-    assert len(held.labels) == 12
-    some = report.predictions([s for s in mine if (s['language'], s['category']) == ('l2', 'seen')
-                                and s['split'] == 'test'], 'token')
-    temperature = scaling.fit_temperature(held.scores, held.labels)
-    assert float(line['temperature']) == pytest.approx(temperature, rel=1e-4)
-    assert float(line['ece']) == pytest.approx(
-        metrics.ece(metrics.softmax(some.scores, temperature), some.labels), rel=1e-4)
-    # done already: nothing is trained again, and a second command says so
-    capsys.readouterr()
-    with pytest.raises(configs.ConfigError, match='holds a finished run'):
-        train.main([str(study / 'smoothing.py'), '--seeds=0', '--vary.lr=8e-4',
-                    '--vary.smoothing=0.0,0.1'])
 
 
 def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, tmp_path, capsys):

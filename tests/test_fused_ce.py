@@ -16,10 +16,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fused_ce
-from fused_ce import (LOSSES, Loss, brier, confidence_penalty, cross_entropy, dft, entropy_weighted,
-                      focal, fused_loss, gce, parse_loss, smoothed_cross_entropy, smoothing,
-                      spherical, token_statistics, z_loss)
-
+from configs.loss import LOSSES, parse_loss
+from fused_ce import (
+    Loss,
+    brier,
+    confidence_penalty,
+    cross_entropy,
+    dft,
+    entropy_weighted,
+    focal,
+    fused_loss,
+    gce,
+    smoothed_cross_entropy,
+    smoothing,
+    spherical,
+    token_statistics,
+    z_loss,
+)
 
 numpy_warns = pytest.mark.filterwarnings('ignore::RuntimeWarning')    # the interpreter's exp(1000)
 
@@ -828,10 +841,9 @@ def test_loss_refuses_what_is_no_loss():
             parse_loss(two)
     with pytest.raises(ValueError, match='has terms only'):
         parse_loss('z_loss(1e-4) + smoothing(0.1)')
-    with pytest.raises(ValueError, match='has terms only'):
-        fused_loss(hidden, weight, target, z_loss(1e-4))
-    with pytest.raises(ValueError, match="such as brier\\(\\), got 'brier'"):
-        fused_loss(hidden, weight, target, 'brier')
+    for wrong in (z_loss(1e-4), 'brier', focal):
+        with pytest.raises(ValueError, match='loss must be one whole Loss'):
+            fused_loss(hidden, weight, target, wrong)
     nan, inf = float('nan'), float('inf')
     for make, wrong in ((smoothing, (-0.1, 1.1, nan)), (gce, (0, 1.1, nan)), (focal, (-1, nan, inf)),
                         (entropy_weighted, (-1, nan)), (z_loss, (-1e-4, nan)),
@@ -851,7 +863,7 @@ def test_parse_loss():
                        loss_ours(loss, hidden, weight, target)))
     for text, message in (('focla(2)', "there is no 'focla'; did you mean 'focal'?"),
                           ('crossentropy()', "did you mean 'cross_entropy'?"),
-                          ('focal', 'such as brier()'), ('focal(2) - z_loss(1)', 'write a sum'),
+                          ('focal', 'write calls'), ('focal(2) - z_loss(1)', 'write a sum'),
                           ('focal(2) * 2', 'write a sum'), ('', 'invalid syntax'),
                           ('focal(', 'never closed'), ('focal()', 'missing 1 required'),
                           ('brier(1)', 'takes 0 positional'), ('focal("2")', 'numbers'),

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
-from hypothesis.extra.numpy import arrays
-
-import metrics
 from common import HERE, write_rows
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from predictions import (
     assert_equal_numbers,
     calibration_case,
@@ -23,6 +22,8 @@ from predictions import (
     small,
     with_noise,
 )
+
+import metrics
 
 
 def golden_case(name):

@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from common import (
+    ARCHITECTURES,
+    DEVICES,
+    documents,
+    lora_model,
+    reference_model,
+    whole_rows,
+)
 from safetensors.torch import load_file
 
 import checkpoint
 import model as models
-from common import (
-    ARCHITECTURES, DEVICES, documents, lora_model, reference_model, whole_rows)
 from data import packing
 
 

@@ -1,11 +1,12 @@
 """optim.py"""
 
 import itertools
-import optim
+
 import pytest
 import torch
-from optim import AdamW
 
+import optim
+from optim import AdamW
 
 ONE = torch.tensor(1.0)
 

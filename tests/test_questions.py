@@ -1,11 +1,12 @@
 """data: questions"""
 
+import shutil
+
 import numpy as np
 import pytest
-import shutil
-from data import DataError, questions
-
 from common import SHARED, needs_shared, write_rows
+
+from data import DataError, questions
 
 
 @pytest.mark.parametrize('row, expected', [

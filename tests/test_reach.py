@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from model import CausalLM, ModelConfig
 from study.reach import reachable_entropy
 

@@ -6,10 +6,10 @@ import json
 
 import numpy as np
 import pytest
+from common import write_rows, write_run
 
 import metrics
 import report
-from common import write_rows, write_run
 from data import DataError
 
 

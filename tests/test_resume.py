@@ -9,13 +9,13 @@ import signal
 import time
 
 import pytest
+from common import await_steps, rewrite, run_train, same_weights, steps_done
 
 import configs
 import outdir
 import report
 import resume
 import train
-from common import await_steps, rewrite, run_train, same_weights, steps_done
 
 
 @pytest.fixture(scope='module')

@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from predictions import assert_equal_numbers, exactly, predictions, small, with_noise
 
 import metrics
 import scaling
-from predictions import assert_equal_numbers, exactly, predictions, small, with_noise
 
 
 def test_scaling_finds_what_was_done():

@@ -5,11 +5,12 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
+from predictions import assert_equal_numbers, exactly, predictions, small, with_noise
 
 import metrics
 import stats
-from predictions import assert_equal_numbers, exactly, predictions, small, with_noise
 
 
 @pytest.mark.parametrize('n, K', [(1, 3), (7, 4), (9, 1), (150, 4), (250, 2), (1205, 5)])

@@ -11,17 +11,29 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
+from common import HERE
 
 import compare
 import metrics
 import model as models
 import scaling
-from common import HERE
 from configs import ConfigError
 from data.world import WorldSpec, make_world
 from report import predictions, read_samples
-from study import (architectures, base, common, effects, epochs, figures, homogeneous, lora, reach,
-                   size, smoothing, vocabulary)
+from study import (
+    architectures,
+    base,
+    common,
+    effects,
+    epochs,
+    figures,
+    homogeneous,
+    lora,
+    reach,
+    size,
+    smoothing,
+    vocabulary,
+)
 from train import TrainConfig
 
 SCRIPTS = architectures, base, epochs, homogeneous, lora, size, smoothing, vocabulary

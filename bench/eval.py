@@ -1,0 +1,218 @@
+"""5-shot MMLU, from its files to results.json, beside a Hugging Face loop, on one CUDA device.
+
+    python bench/eval.py --data=mmlu --tokenizer=Llama-3.2-1B
+    python bench/eval.py --plot=out/bench_eval.json
+
+The models have random weights. Ours is timed with everything; of the loop, which does what
+lm-evaluation-harness does, only the forward passes are. Writes out/bench_eval.json and its picture.
+"""
+
+import json
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+from bench.common import (DEVICE, MODELS, compiled_graphs, failure, free_memory, load, now,
+                          our_model, peak_gib, peer_model, reset_peak_memory, save, versions)
+from checkpoint import load_model_tokenizer
+from configs import ConfigError, load_config
+from data.tasks import load_tasks
+from evaluate import EvalConfig, evaluate, option_log_probs
+from model import compile_blocks
+
+
+@dataclass
+class BenchConfig:
+    shape: Literal['all', 'gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'] = 'all'
+    data: str | None = None         # a folder or a hub dataset with MMLU's files
+    tokenizer: str | None = None    # a folder with a tokenizer
+    sample: int = 1024              # questions on which the Hugging Face loop is timed
+    plot: str | None = None         # only draw this file of results again
+    out: str = 'out/bench_eval.json'
+
+
+# attention of the Hugging Face model, prompts in a batch
+PEERS = {'gemma2_2b': ('flex_attention', 16), 'llama32_1b': ('sdpa', 32),
+         'llama31_8b': ('sdpa', 32), 'mistral_7b': ('sdpa', 32)}
+PACK_LEN = 16_384
+
+
+# ------------------------------------------------------------------------------------------------
+# Measuring
+# ------------------------------------------------------------------------------------------------
+
+def bench(config):
+    """One table per model: questions per second, ours with everything, the peer's passes alone."""
+    if config.data is None or config.tokenizer is None:
+        raise ConfigError("set --data, a folder with MMLU's files, and --tokenizer, a folder")
+    rate = matrix_rate()
+    print(f'matrix rate {rate / 1e12:.0f} TFLOP/s')
+    tables = []
+    for name in list(PEERS) if config.shape == 'all' else [config.shape]:
+        raw = MODELS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            table = {'shape': name, 'matrix_rate': rate,
+                     'results': {'ours': measure_ours(raw, config, Path(folder), rate)}}
+        free_memory()
+        lengths = table['results']['ours'].pop('lengths')
+        try:
+            table['results']['Hugging Face'] = measure_peer(raw, *PEERS[name], lengths,
+                                                            config.sample)
+        except Exception as error:      # a peer's
+            table['results']['Hugging Face'] = failure(error)
+        free_memory()
+        tables.append(table)
+        print_table(table)
+    return tables
+
+
+def matrix_rate():
+    """Return the FLOP/s of a product of two 8192 x 8192 matrices in bfloat16."""
+    from triton.testing import do_bench
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192 ** 3 / do_bench(lambda: a @ b, return_mode='median') * 1e3
+
+
+def measure_ours(raw, config, folder, rate):
+    """Time MMLU from its files to results.json, after a few questions that compile."""
+    (folder / 'config.json').write_text(json.dumps(raw))
+    for file in Path(config.tokenizer).glob('tokenizer.model*'):
+        shutil.copyfile(file, folder / file.name)
+    cfg = EvalConfig(model=str(folder), tasks=(f'mmlu:{config.data}',), dtype='bfloat16',
+                     device=DEVICE, pack_len=PACK_LEN, add_bos=True, max_length=8192,
+                     overwrite=True, out_dir=str(folder / 'out'))
+    tokenizer, model = load_model_tokenizer(folder), our_model(raw).eval()
+    if DEVICE == 'cuda':
+        compile_blocks(model)
+    task = load_tasks(cfg)['mmlu']
+    trees = [tree for _, tree in replace(task, validation=[]).tokenize(tokenizer, cfg)]
+    started = now()
+    option_log_probs(model, trees[:16], pack_len=PACK_LEN, trim=DEVICE == 'cpu')
+    compiling = now() - started
+    reset_peak_memory()
+    graphs, started = compiled_graphs(), now()
+    tasks = load_tasks(cfg)
+    reading = now() - started
+    results = evaluate(folder, tokenizer, tasks, cfg, cfg.out_dir, model)
+    seconds = now() - started
+    scoring, peak, graphs = (results['tasks']['mmlu']['scoring_seconds'], peak_gib(),
+                             compiled_graphs() - graphs)
+    tokens = (sum(len(tree.stem) + sum(map(len, tree.leaves)) for tree in trees)
+              + sum(map(len, {tree.prefix for tree in trees})))
+    flops = 2 * (sum(p.numel() for p in model.parameters())
+                 - raw['vocab_size'] * raw['hidden_size'] * (2 - raw['tie_word_embeddings']))
+    profiled = {'mmlu': replace(task, items=task.items[:4000])}
+    return {'questions_per_s': len(trees) / seconds, 'seconds': seconds, 'reading_s': reading,
+            'scoring_s': scoring, 'results_s': seconds - reading - scoring, 'compile_s': compiling,
+            'tokens': tokens, 'rows': -(-tokens // PACK_LEN),
+            'of_matrix_rate': flops * tokens / max(scoring, 0.01) / rate,
+            'gpu_busy': busy_share(lambda: evaluate(folder, tokenizer, profiled, cfg, cfg.out_dir,
+                                                    model)),
+            'new_graphs': graphs, 'peak_gib': peak,
+            'lengths': [len(tree.prefix) + len(tree.stem) for tree in trees]}
+
+
+def busy_share(call):
+    """Return the share of the time between the first kernel and the last that a kernel ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+    kernels = sorted((e.time_range.start, e.time_range.end) for e in profile.events()
+                     if e.device_type == torch.autograd.DeviceType.CUDA)
+    busy, end = 0, 0
+    for begin, stop in kernels:
+        busy, end = busy + max(0, stop - max(begin, end)), max(end, stop)
+    return busy / (kernels[-1][1] - kernels[0][0]) if kernels else 0.0
+
+
+def measure_peer(raw, attention, batch, lengths, sample):
+    """Time what lm-evaluation-harness does: sorted by length, padded, a forward pass a question."""
+    model = peer_model(raw, attention).eval()
+    generator = torch.Generator().manual_seed(0)
+    picked = torch.randperm(len(lengths), generator=generator)[:sample].tolist()
+    longest_first = sorted((lengths[i] for i in picked), reverse=True)
+
+    @torch.no_grad()
+    def run(lengths):
+        for i in range(0, len(lengths), batch):
+            rows = torch.tensor(lengths[i:i + batch], device=DEVICE)
+            ids = torch.randint(0, raw['vocab_size'], (len(rows), lengths[i]), device=DEVICE)
+            log_probs = torch.log_softmax(model(input_ids=ids).logits, -1)
+            log_probs[torch.arange(len(rows)), rows - 1, 32:36].float().cpu()
+            del log_probs
+    run(longest_first[:2 * batch])
+    started = now()
+    reset_peak_memory()
+    run(longest_first)
+    rate = len(longest_first) / (now() - started)
+    return {'questions_per_s': rate, 'seconds': len(lengths) / rate, 'attention': attention,
+            'peak_gib': peak_gib()}
+
+
+# ------------------------------------------------------------------------------------------------
+# Showing
+# ------------------------------------------------------------------------------------------------
+
+def print_table(table):
+    ours, peer = table['results']['ours'], table['results']['Hugging Face']
+    print(f'\n{table["shape"]}, 5-shot MMLU, bfloat16\n'
+          f'ours          {ours["questions_per_s"]:8.1f} questions/s, all in '
+          f'{ours["seconds"]:.1f} s (reading {ours["reading_s"]:.1f}, scoring '
+          f'{ours["scoring_s"]:.1f}, metrics and files {ours["results_s"]:.1f}; compiling before '
+          f'{ours["compile_s"]:.1f})\n'
+          f'              {ours["tokens"]} tokens, {ours["of_matrix_rate"]:.1%} of the matrix rate '
+          f'while scoring, GPU busy {ours["gpu_busy"]:.1%}, peak {ours["peak_gib"]:.1f} GiB, new '
+          f'graphs {ours["new_graphs"]}')
+    if 'failed' in peer:
+        print(f'Hugging Face  {peer["failed"][:90]}')
+        return
+    print(f'Hugging Face  {peer["questions_per_s"]:8.1f} questions/s, all in '
+          f'{peer["seconds"]:.1f} s, {peer["attention"]}, peak {peer["peak_gib"]:.1f} GiB\n'
+          f'ours / theirs {ours["questions_per_s"] / peer["questions_per_s"]:.2f}', flush=True)
+
+
+def draw(path):
+    """Draw the seconds for the test set, ours beside the peer's, into a .png beside `path`."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    content = load(path)
+    figure, axis = plt.subplots(figsize=(8, 3.2), layout='constrained')
+    rows = [(f'{table["shape"]}: {name}', row['seconds'], name == 'ours')
+            for table in reversed(content['tables'])
+            for name, row in reversed(table['results'].items()) if 'failed' not in row]
+    bars = axis.barh(range(len(rows)), [seconds for _, seconds, _ in rows],
+                     color=['#4878a8' if ours else '#bbbbbb' for _, _, ours in rows])
+    axis.bar_label(bars, [f' {seconds:.1f}' for _, seconds, _ in rows], fontsize=8)
+    axis.set_yticks(range(len(rows)), [label for label, _, _ in rows], fontsize=8)
+    axis.set(xlabel='seconds, 14,042 questions with 5 shots')
+    axis.margins(x=0.12)
+    found = content['versions']
+    figure.suptitle(f'MMLU in bfloat16 on one {found["device"]}, torch {found["torch"]}',
+                    fontsize=10)
+    picture = Path(path).with_suffix('.png')
+    figure.savefig(picture, dpi=130)
+    print(f'wrote {picture}')
+
+
+def main(argv):
+    config = load_config(BenchConfig, argv, usage=__doc__)
+    if not config.plot:
+        if DEVICE == 'cpu':
+            raise ConfigError('bench/eval.py needs a CUDA device, and there is none')
+        print(', '.join(f'{key} {value}' for key, value in versions().items()))
+        save(config.out, bench(config))
+    draw(config.plot or config.out)
+
+
+if __name__ == '__main__':
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f'error: {error}')

@@ -1,0 +1,39 @@
+"""The `loss` of a config: 'focal(2) + z_loss(1e-4)' as text."""
+
+import ast
+import difflib
+
+from fused_ce import (Loss, brier, confidence_penalty, cross_entropy, dft, entropy_weighted, focal,
+                      gce, smoothing, spherical, z_loss)
+
+LOSSES = {make.__name__: make for make in (
+    cross_entropy, brier, spherical, focal, gce, dft, entropy_weighted, smoothing, z_loss,
+    confidence_penalty)}
+NODES = (ast.Expression, ast.BinOp, ast.Add, ast.Call, ast.Name, ast.Load, ast.UnaryOp, ast.USub)
+
+
+def parse_loss(text):
+    """The Loss that a text names: calls of LOSSES with numbers, joined by +, one of them whole.
+
+    Raises ValueError, with the nearest name for an unknown one.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode='eval')
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id not in LOSSES:
+                near = difflib.get_close_matches(node.id, LOSSES, 1, 0)[0]
+                raise ValueError(f'there is no {node.id!r}; did you mean {near!r}?')
+            number = isinstance(node, ast.Constant) and type(node.value) in (int, float)
+            if not (number or isinstance(node, NODES)):
+                raise ValueError('write a sum of calls with numbers, such as '
+                                 "'focal(2) + z_loss(1e-4)'")
+        # Only names of LOSSES, numbers, calls, + and - are left.
+        loss = eval(compile(tree, text, 'eval'), {'__builtins__': {}}, LOSSES)
+        if not isinstance(loss, Loss):
+            raise ValueError("write calls, such as 'brier()'")
+        if not loss.whole:
+            raise ValueError('it has terms only: add a whole loss, as in '
+                             "'cross_entropy() + z_loss(1e-4)'")
+        return loss
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f'loss {text!r}: {error}') from None

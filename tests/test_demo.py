@@ -1,0 +1,74 @@
+"""demo.py: its settings, what it leaves and prints, and that a second call only looks."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+from common import HERE
+
+import demo
+from configs import ConfigError
+
+
+def test_the_two_tuned_models_differ_in_smoothing_alone():
+    runs = demo.runs(demo.DemoConfig(out_dir='place', smoothing=0.2, seed=3))
+    assert list(runs) == ['base', 'tuned', 'tuned_ls02']
+    tuned, smoothed = runs['tuned'], runs['tuned_ls02']
+    assert (tuned.smoothing, smoothed.smoothing) == (0.0, 0.2)
+    assert smoothed == replace(tuned, smoothing=0.2, out_dir='place/tuned_ls02')
+    assert tuned.model == runs['base'].out_dir == 'place/base'
+    assert {cfg.seed for cfg in runs.values()} == {3}
+    # nothing is read or written elsewhere
+    text = json.dumps([asdict(cfg) for cfg in runs.values()])
+    assert 'out/' not in text
+
+
+def test_the_demo_leaves_a_report(small_world):
+    folder, printed = small_world
+    table = printed.split('\nquestions (')[-1]
+    header, _, *rows = table.split('\n')[1:6]
+    assert header.split()[:2] == ['questions', 'accuracy']
+    assert [row.split()[0] for row in rows] == ['base', 'tuned', 'tuned_ls01']
+    for row, run in zip(rows, ('base', 'tuned', 'tuned_ls01'), strict=True):
+        pooled = json.loads((folder / run / 'results.json').read_text())[
+            'tasks']['questions']['pooled']
+        assert row.split()[1:3] == ['40', f'{pooled["accuracy"]:.3f}']
+    for words in ('>>>Answer: ', 'supervised tokens between', 'peak memory'):
+        assert words in printed, words
+    assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_a_run_of_the_demo_leaves_its_files(small_world):
+    folder, _ = small_world
+    for run in ('base', 'tuned', 'tuned_ls01'):
+        files = {str(p.relative_to(folder / run)) for p in (folder / run).rglob('*') if p.is_file()}
+        assert {'config.json', 'model.safetensors', 'tokenizer.model', 'log.jsonl', 'results.json',
+                'results.md', 'results.csv', 'train_config.py', 'samples.jsonl', 'reliability.png',
+                'epoch-1/model.safetensors', 'epoch-1/tokenizer.model'} <= files
+        log = [json.loads(line) for line in (folder / run / 'log.jsonl').open()]
+        assert [r['step'] for r in log] == list(range(1, len(log) + 1))
+        assert all(r['nll'] <= r['loss'] + 1e-6 or run == 'tuned_ls01' for r in log)
+        assert 'val_nll' in log[-1]
+        assert not list((folder / run).rglob('*.tmp'))
+    losses = [json.loads(line)['nll'] for line in (folder / 'base' / 'log.jsonl').open()]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_second_call_trains_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, 'make_world', lambda place, seed: None)
+    monkeypatch.setattr(demo, 'print_report', lambda reports, out_dir: None)
+    seen = []
+    monkeypatch.setattr(demo, 'train', lambda cfg: seen.append(cfg) or {'after': {}})
+    demo.main([f'--out_dir={tmp_path}'])
+    assert len(seen) == 3 and all(cfg.resume and not cfg.overwrite for cfg in seen)
+
+
+def test_options_of_the_demo():
+    with pytest.raises(ConfigError, match="no key 'smothing'; did you mean 'smoothing'"):
+        demo.main(['--smothing=0.2'])
+    done = subprocess.run([sys.executable, 'demo.py', '--seed=x'], cwd=HERE, capture_output=True,
+                          text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
