@@ -360,11 +360,12 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     announce(config, tasks, cfg, done)
     load = functools.cache(lambda: model or load_for_scoring(folder, cfg))
     results, prompts = {}, {}
-    with samples.SampleFile(out_dir / 'samples.jsonl') as file:
+    with open(out_dir / 'samples.jsonl', 'ab', buffering=0) as file:
+        append = functools.partial(samples.append, file)
         for label, task in tasks.items():
             started = time.perf_counter()
             prompts[label], bad_rows = score_task(load, folder, tokenizer, label, task, cfg, done,
-                                                  file.write)
+                                                  append)
             results[label] = describe(task, cfg) | {
                 'scoring_seconds': round(time.perf_counter() - started, 2),
                 'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}

@@ -48,14 +48,22 @@ def written_files(folder):
     Raises ConfigError if the list is damaged.
     """
     path = Path(folder) / LIST
-    try:
-        names = json.loads(path.read_text(encoding='utf-8'))['files']
-        return [str(Path(name)) for name in names]
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'{path} is not a list of the files that a run wrote ({error!r}); move '
-                          f'the folder away or choose another --out_dir') from error
+    with read_json(path, 'move the folder away or choose another --out_dir') as content:
+        return [str(Path(name)) for name in content['files']]
+
+
+@contextlib.contextmanager
+def read_json(path, advice):
+    """Yield the content of a JSON file that this program wrote, to be taken apart inside `with`.
+
+    Raises ConfigError with `advice` if it cannot be read or does not hold what is looked for.
+    """
+    try:
+        yield json.loads(Path(path).read_text(encoding='utf-8'))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f'{path} is not what this program wrote ({error!r}); {advice}') from error
 
 
 def claim(folder, *names):

@@ -5,9 +5,11 @@ Nothing here needs a model: results.json can be computed again from samples.json
 
 import contextlib
 import csv
+import functools
 import io
 import json
 import math
+import operator
 import os
 import sys
 import textwrap
@@ -32,10 +34,8 @@ FULL = (*SHORT, ('mad', 'MAD', '.3f'), ('sce', 'SCE', '.3f'), ('ace', 'ACE', '.3
 # a sample's key that names a group of questions, and the groups' name in results.json
 GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subjects'}
 
-
-# ------------------------------------------------------------------------------------------------
 # Samples
-# ------------------------------------------------------------------------------------------------
+
 
 class Predictions(NamedTuple):
     """What the metrics take: distributions over options, or the confidence in single tokens."""
@@ -52,25 +52,20 @@ class Predictions(NamedTuple):
     def report(self):
         """All metrics, as metrics.report names them."""
         report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores)
-        if self.nll is None:
-            return report
-        return report | {'entropy_bits': float(self.entropy_bits.mean()),
-                         'nll': float(self.nll.mean())}
+        return report | {name: float(x.mean()) for name, x in self._of_tokens().items()}
 
     def bootstrap(self, n_resamples, seed):
         """{metric: its values [n_resamples] on questions drawn with replacement}"""
         values = stats.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
-                                   n_resamples=n_resamples, seed=seed)
-        if self.nll is not None:
-            rng, n = np.random.default_rng(seed), len(self.nll)
-            draws = [rng.integers(n, size=n) for _ in range(n_resamples)]
-            values['entropy_bits'] = np.array([self.entropy_bits[rows].mean() for rows in draws])
-            values['nll'] = np.array([self.nll[rows].mean() for rows in draws])
+                                 n_resamples=n_resamples, seed=seed)
+        for name, x in self._of_tokens().items():
+            random = np.random.default_rng(seed)
+            values[name] = np.array([x[random.integers(len(x), size=len(x))].mean()
+                                     for _ in range(n_resamples)])
         return values
 
-    def top(self):
-        """(confidence [N], right or wrong bool [N])"""
-        return metrics.top_label(self.probs, self.labels)
+    def _of_tokens(self):
+        return {} if self.nll is None else {'entropy_bits': self.entropy_bits, 'nll': self.nll}
 
 
 def read_samples(path):
@@ -81,19 +76,19 @@ def read_samples(path):
     from the last one of the same question and prompt.
     """
     rows = list(read_rows(path))
-    if rows and isinstance(rows[-1][1], DataError) and not _ends_with_newline(path):
+    if rows and isinstance(rows[-1][1], DataError) and not Path(path).read_bytes().endswith(b'\n'):
         rows.pop()
     samples, last = [], {}
     for place, row in rows:
         if isinstance(row, DataError):
-            raise DataError(f'{row}; delete this line, and its question is scored again')
+            raise row
         if not _is_sample(row):
             raise DataError(f'{place}: not a sample that evaluate.py wrote; delete this line, and '
                             f'its question is scored again')
-        last_place, other = last.get(sample_order(row), (None, None))
+        last_place, other = last.get(sample_order(row), (None, {}))
         if row == other:
             continue
-        if other is not None and row.get('prompt') == other.get('prompt'):
+        if other and row.get('prompt') == other.get('prompt'):
             raise DataError(f'{place}: differs from {last_place}, which is of the same question '
                             f'({row["task"]} {row["id"]}); two processes wrote this file, or it '
                             f'was edited: remove one of the two lines')
@@ -102,22 +97,16 @@ def read_samples(path):
     return samples
 
 
-def _ends_with_newline(path):
-    with open(path, 'rb') as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b'\n'
-
-
 def _is_sample(row):
     """Whether a row of samples.jsonl holds what `predictions` needs."""
     try:
+        row['task'], row['id']
         if 'log_probs' not in row:
             return all(math.isfinite(row[key]) for key in (
-                'confidence', 'correct', 'log_prob', 'entropy')) and {'task', 'id'} <= row.keys()
+                'confidence', 'correct', 'log_prob', 'entropy'))
         n = len(row['options'])
         return (n == len(row['log_probs']) == len(row['n_tokens']) > row['answer'] >= 0
-                and type(row['answer']) is int and all(map(math.isfinite, row['log_probs']))
-                and {'task', 'id'} <= row.keys())
+                and type(row['answer']) is int and all(map(math.isfinite, row['log_probs'])))
     except (KeyError, TypeError):
         return False
 
@@ -147,10 +136,9 @@ def split_languages(samples):
 def predictions(samples, norm):
     """Predictions of samples, which are all of questions or all of tokens."""
     if 'log_probs' not in samples[0]:
-        return Predictions(np.array([s['confidence'] for s in samples]),
-                           np.array([s['correct'] for s in samples]),
-                           nll=-np.array([s['log_prob'] for s in samples]),
-                           entropy_bits=np.array([s['entropy'] for s in samples]) / np.log(2))
+        confidence, correct, log_prob, entropy = (np.array([s[key] for s in samples]) for key in (
+            'confidence', 'correct', 'log_prob', 'entropy'))
+        return Predictions(confidence, correct, nll=-log_prob, entropy_bits=entropy / np.log(2))
     n_options = np.array([len(s['log_probs']) for s in samples])
     scores = np.full((len(samples), n_options.max()), -np.inf)
     for i, s in enumerate(samples):
@@ -172,9 +160,8 @@ def option_scores(log_probs, options, n_tokens, norm):
     return np.asarray(log_probs) / np.maximum(length, 1)
 
 
-# ------------------------------------------------------------------------------------------------
 # Metrics and their intervals
-# ------------------------------------------------------------------------------------------------
+
 
 def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     """Return the metrics of one task; the order of its samples does not matter.
@@ -190,11 +177,9 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     pooled = predictions(samples, norm)
     groups = {('pooled', ''): pooled}
     for key, plural in GROUPS.items():
-        rows = {}
-        for i, sample in enumerate(samples):
-            rows.setdefault(sample.get(key) or '', []).append(i)
-        if len(rows) > 1:
-            groups |= {(plural, name): pooled.at(rows[name]) for name in sorted(rows)}
+        names = np.array([sample.get(key) or '' for sample in samples])
+        if len(several := sorted({*names.tolist()})) > 1:
+            groups |= {(plural, name): pooled.at(names == name) for name in several}
     reports, resampled = measure(groups, n_bootstrap, seed)
     summary = {'pooled': reports.pop(('pooled', ''))}
     for (plural, name), report in reports.items():
@@ -215,42 +200,36 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
 def measure(groups, n_bootstrap, seed):
     """({key: report with intervals}, {key: {metric: resampled values}}) of {key: Predictions}.
 
-    Without n_bootstrap there are no intervals, and the second dict is empty. Large work is shared
-    by processes. The resamples of a group are drawn in parts that depend on its size alone, so that
-    the same rows give the same numbers on every machine.
+    Without n_bootstrap there are no intervals, and the second dict is empty. The resamples of a
+    group are drawn in parts that depend on its size alone, so that the same rows give the same
+    numbers on every machine.
     """
-    jobs = [(key, group, None, None) for key, group in groups.items()]      # reports
+    keys, jobs = [], []
     for key, group in groups.items():
         n = len(group.labels)
-        parts = int(np.clip(2_000_000 // n, 1, 8)) if n > 2000 else 1
-        sizes = [len(x) for x in np.array_split(np.arange(n_bootstrap), parts) if len(x)]
-        jobs += [(key, group, size, [seed, part]) for part, size in enumerate(sizes)]
-    jobs.sort(key=lambda job: -len(job[1].labels) * (job[2] or 100))        # the largest first
-    cores = forked_processes()
-    if cores == 1 or sum(len(g.labels) for g in groups.values()) * n_bootstrap < 3_000_000:
-        outcomes = [_measure(job) for job in jobs]
-    else:
-        with forked_pool(min(cores, 16)) as pool:
-            outcomes = pool.map(_measure, jobs, chunksize=1)
-    reports, parts_of = {}, {}
-    for (key, _, size, draw), outcome in zip(jobs, outcomes, strict=True):
-        if size is None:
-            reports[key] = outcome
-        else:
-            parts_of.setdefault(key, {})[draw[1]] = outcome
-    resampled = {key: {name: np.concatenate([parts[i][name] for i in range(len(parts))])
-                       for name in parts[0]} for key, parts in parts_of.items()}
+        n_parts = int(np.clip(2_000_000 // n, 1, 8)) if n > 2000 else 1
+        sizes = [len(part) for part in np.array_split(range(n_bootstrap), n_parts) if len(part)]
+        jobs += [functools.partial(group.bootstrap, size, [seed, part])
+                 for part, size in enumerate(sizes)] + [group.report]
+        keys += [key] * (len(sizes) + 1)
+    n_drawn = sum(len(group.labels) for group in groups.values()) * n_bootstrap
+    outcomes = parallel_map(operator.call, jobs, worth_it=n_drawn >= 3_000_000)
+    parts = {key: [] for key in groups}
+    for key, outcome in zip(keys, outcomes, strict=True):
+        parts[key].append(outcome)
+    reports = {key: outcomes.pop() for key, outcomes in parts.items()}      # the last job of each
+    resampled = {key: {name: np.concatenate([part[name] for part in of_key]) for name in of_key[0]}
+                 for key, of_key in parts.items() if of_key}
     return {key: with_intervals(reports[key], resampled.get(key)) for key in groups}, resampled
 
 
-def forked_processes():
-    """How many processes may share work: all cores on Linux; elsewhere forking is unsafe, so 1."""
-    return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1
-
-
-def _measure(job):
-    _, group, size, seed = job
-    return group.report() if size is None else group.bootstrap(size, seed)
+def parallel_map(function, items, worth_it):
+    """[function(x) for x in items]; on Linux by all cores, if that is `worth_it`."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1      # forking is unsafe
+    if cores == 1 or not worth_it:
+        return [function(item) for item in items]
+    with forked_pool(min(cores, 32)) as pool:
+        return pool.map(function, items, chunksize=1)
 
 
 def with_intervals(report, resampled):
@@ -270,7 +249,7 @@ def mean_report(reports, resampled):
             # a metric can be undefined for a group, as AUROC is if every answer is correct
             values = [r[key] for r in reports if not math.isnan(r[key])]
             mean[key] = float(np.mean(values)) if values else math.nan
-    if any(values is None for values in resampled):
+    if None in resampled:
         return mean
     return with_intervals(mean, {key: np.mean([values[key] for values in resampled], axis=0)
                                  for key in resampled[0]})
@@ -293,27 +272,25 @@ def post_hoc(test, held_out, n_bootstrap, seed):
         halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
         parts = [(test.at(fit), use) for fit, use in (halves, halves[::-1])]
         fitted_on = 'the other half of the questions'
-    confidence, correct = test.top()
-    platt, parameters = np.empty(n), {'fitted_on': fitted_on, 'platt': []}
+    confidence, correct = metrics.top_label(test.probs, test.labels)
+    platt, parameters, groups = np.empty(n), {'fitted_on': fitted_on, 'platt': []}, {}
     for fit, use in parts:
-        a, b = scaling.fit_platt(*fit.top())
+        a, b = scaling.fit_platt(*metrics.top_label(fit.probs, fit.labels))
         parameters['platt'].append([a, b])
         platt[use] = scaling.apply_platt(confidence[use], a, b)
-    groups = {'platt': Predictions(platt, correct)}
     if test.scores is not None:
         scores, parameters['temperature'] = np.empty_like(test.scores), []
         for fit, use in parts:
             temperature = scaling.fit_temperature(fit.scores, fit.labels)
             parameters['temperature'].append(temperature)
             scores[use] = test.scores[use] / temperature
-        groups = {'temperature': Predictions(metrics.softmax(scores), test.labels, test.n_options,
-                                             scores)} | groups
+        groups['temperature'] = test._replace(probs=metrics.softmax(scores), scores=scores)
+    groups['platt'] = Predictions(platt, correct)
     return parameters | {'reports': measure(groups, n_bootstrap, seed)[0]}
 
 
-# ------------------------------------------------------------------------------------------------
 # Tables
-# ------------------------------------------------------------------------------------------------
+
 
 def task_title(task, result):
     """What the numbers of a task are of: 'mmlu (preset mmlu, 5 shots, letters, token)'.
@@ -367,10 +344,10 @@ def report_rows(result):
     return rows
 
 
-def cells(rows, columns, first='group'):
-    """The cells of a table of rows = [(name, report)], its header first; empty columns left out."""
+def cells(rows, columns=FULL, first='group'):
+    """The cells of a table of rows = [(..., name, report)], header first, without empty columns."""
     lines = [[first, *(title for _, title, _ in columns)]]
-    for name, report in rows:
+    for *_, name, report in rows:
         values = dict(report)
         if 'accuracy_low' in report:
             values['interval'] = f'{report["accuracy_low"]:.3f}-{report["accuracy_high"]:.3f}'
@@ -382,16 +359,10 @@ def cells(rows, columns, first='group'):
     return [[cell for cell, use in zip(line, filled, strict=True) if use] for line in lines]
 
 
-def table(rows, columns=FULL, first='group'):
-    """A text table of rows = [(name, report)]; `first` is the title of the names."""
-    return aligned(cells(rows, columns, first))
-
-
 def aligned(lines):
     """Lines of cells as text, the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ['  '.join([line[0].ljust(widths[0]),
-                        *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
+    texts = ['  '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
              for line in lines]
     return '\n'.join([texts[0], '-' * len(texts[0]), *texts[1:]])
 
@@ -412,14 +383,12 @@ def csv_text(lines):
     return file.getvalue()
 
 
-# ------------------------------------------------------------------------------------------------
 # Files
-# ------------------------------------------------------------------------------------------------
+
 
 def task_text(task, result):
     """Heading, table and notes of a task, to be printed."""
-    rows = [(name, report) for _, name, report in report_rows(result)]
-    return '\n'.join([heading(task, result), table(rows), *notes(result)])
+    return '\n'.join([heading(task, result), aligned(cells(report_rows(result))), *notes(result)])
 
 
 def print_report(runs, out_dir, pictures=True):
@@ -432,7 +401,7 @@ def print_report(runs, out_dir, pictures=True):
         rows = [(name, results['tasks'][task], folder) for name, (results, folder) in runs.items()
                 if task in results['tasks']]
         print(f'\n{task_title(task, rows[0][1])}')
-        print(table([(name, result['pooled']) for name, result, _ in rows], SHORT, 'run'))
+        print(aligned(cells([(name, result['pooled']) for name, result, _ in rows], SHORT, 'run')))
         if pictures:
             panels = [(name, predictions([
                 s for s in last_asked(read_samples(Path(folder) / 'samples.jsonl'))
@@ -446,12 +415,9 @@ def print_report(runs, out_dir, pictures=True):
 
 def to_markdown(results):
     """Heading, table and notes of every task, in Markdown."""
-    parts = []
-    for task, result in results['tasks'].items():
-        rows = [(name, report) for _, name, report in report_rows(result)]
-        parts.append(f'### {heading(task, result)}\n\n{markdown(cells(rows, FULL))}'
-                     + ''.join(f'\n{line}\n' for line in notes(result)))
-    return '\n'.join(parts)
+    return '\n'.join(f'### {heading(task, result)}\n\n{markdown(cells(report_rows(result)))}'
+                     + ''.join(f'\n{line}\n' for line in notes(result))
+                     for task, result in results['tasks'].items())
 
 
 def to_csv(results):
@@ -472,13 +438,8 @@ def to_csv(results):
 
 def to_json(results):
     """`results` as JSON, with null for NaN, which JSON does not have."""
-    def finite(value):
-        if isinstance(value, dict):
-            return {key: finite(x) for key, x in value.items()}
-        if isinstance(value, list):
-            return [finite(x) for x in value]
-        return None if isinstance(value, float) and math.isnan(value) else value
-    return json.dumps(finite(results), indent=1, ensure_ascii=False) + '\n'
+    finite = json.loads(json.dumps(results), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=1, ensure_ascii=False) + '\n'
 
 
 def write_results(results, panels, out_dir):
@@ -512,9 +473,7 @@ def warn_on_failure(name):
               file=sys.stderr)
 
 
-# ------------------------------------------------------------------------------------------------
 # Pictures
-# ------------------------------------------------------------------------------------------------
 
 # the gap between accuracy and confidence, by its sign: label and color
 GAPS = (('overconfident: confidence above accuracy', '#e8a29e'),
@@ -538,32 +497,27 @@ def draw_bins(path, panels, columns=5):
     interval; the gap to their mean confidence is shaded. Below: the share of questions in each bin.
     More than `columns` panels take several rows.
     """
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = plt.subplots(2 * rows, columns, squeeze=False, sharex=True,
-                                figsize=(max(3.6 * columns, 4.5), 4.6 * rows + 0.5),
-                                height_ratios=(3, 1) * rows, layout='constrained')
-    highest = max(float(bins['count'].max() / bins['count'].sum()) for _, _, bins in panels)
-    for i in range(rows * columns):
-        top, bottom = axes[i // columns * 2:, i % columns][:2]
-        if i >= len(panels):
-            top.axis('off')
-            bottom.axis('off')
-            continue
-        _draw_panel(top, bottom, *panels[i])
-        bottom.set_ylim(0, 1.05 * highest)
-        if i % columns == 0:
+    figure = Figure(figsize=(max(3.6 * columns, 4.5), 4.6 * rows + 0.5), layout='constrained')
+    axes = figure.subplots(2 * rows, columns, squeeze=False, sharex=True, sharey='row',
+                           height_ratios=(3, 1) * rows)
+    for i, panel in enumerate(panels):
+        row, column = divmod(i, columns)
+        top, bottom = axes[2 * row:2 * row + 2, column]
+        _draw_panel(top, bottom, *panel)
+        if column == 0:
             top.set_ylabel('accuracy')
             bottom.set_ylabel('share')
-        else:
-            top.tick_params(labelleft=False)
-            bottom.tick_params(labelleft=False)
         if i + columns >= len(panels):
             bottom.set_xlabel('confidence')
             bottom.tick_params(labelbottom=True)
+    highest = max(float(bins['count'].max() / bins['count'].sum()) for _, _, bins in panels)
+    for ax in axes[1::2].flat:
+        ax.set_ylim(0, 1.05 * highest)
+    for ax in axes[-2:, len(panels) - columns * (rows - 1):].flat:
+        ax.axis('off')
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', fontsize=8,
                   frameon=False, ncols=1 if columns == 1 else 2 if columns < 4 else 5)
     save_figure(figure, path, 150 if rows == 1 else 80)
@@ -576,12 +530,12 @@ def _draw_panel(top, bottom, title, numbers, bins):
     left, width = np.arange(n_bins)[used] / n_bins, 1 / n_bins
     accuracy, confidence, low, high = (bins[key][used] for key in (
         'accuracy', 'confidence', 'low', 'high'))
-    top.bar(left, accuracy, width, align='edge', color='#4878a8', edgecolor='white',
-            label='accuracy of the bin')
+    bar = {'width': width, 'align': 'edge'}
+    top.bar(left, accuracy, color='#4878a8', edgecolor='white', label='accuracy of the bin', **bar)
     for (label, color), gap in zip(GAPS, (confidence - accuracy, accuracy - confidence)):
         # bars of height 0 too, so that every picture has both colors in its legend
-        top.bar(left, np.maximum(gap, 0), width, align='edge', color=color, label=label,
-                bottom=np.minimum(accuracy, confidence))
+        top.bar(left, np.maximum(gap, 0), color=color, label=label,
+                bottom=np.minimum(accuracy, confidence), **bar)
     top.errorbar(left + width / 2, accuracy, (accuracy - low, high - accuracy), fmt='none',
                  color='black', linewidth=1, capsize=2,
                  label='95 % Wilson interval of the accuracy')
@@ -591,8 +545,7 @@ def _draw_panel(top, bottom, title, numbers, bins):
                   f'confidence {numbers["confidence"]:.3f}\nECE {numbers["ECE"]:.3f}, n = {n:,}',
                   fontsize=9)
     top.set(xlim=(0, 1), ylim=(0, 1))
-    bottom.bar(left, bins['count'][used] / n, width, align='edge', color='#888888',
-               edgecolor='white')
+    bottom.bar(left, bins['count'][used] / n, color='#888888', edgecolor='white', **bar)
 
 
 def draw_loss(out_dir):
@@ -600,13 +553,11 @@ def draw_loss(out_dir):
     out_dir = Path(out_dir)
     with warn_on_failure(out_dir / 'loss.png'):
         claim(out_dir, 'loss.png')
-        import matplotlib
-        matplotlib.use('Agg')
-        import matplotlib.pyplot as plt
+        from matplotlib.figure import Figure
         with open(out_dir / 'log.jsonl', encoding='utf-8') as lines:
             log = [json.loads(line) for line in lines]
-        figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5), sharex=True,
-                                             height_ratios=(3, 1), layout='constrained')
+        figure = Figure(figsize=(7, 5), layout='constrained')
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         style = {'linewidth': 1, 'markersize': 4}
         marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
         for key, label, mark in (('loss', 'smoothed loss', marker), ('nll', 'NLL', marker),
@@ -618,8 +569,7 @@ def draw_loss(out_dir):
         top.set_title(figure_title(out_dir.name, 70), fontsize=10)
         top.legend(frameon=False)
         norms = [(r['step'], r['grad_norm']) for r in log if 0 < r['grad_norm'] < math.inf]
-        bottom.plot(*(np.array(norms).T if norms else ((), ())), marker=marker, color='grey',
-                    **style)
+        bottom.plot(*np.reshape(norms, (-1, 2)).T, marker=marker, color='grey', **style)
         bottom.set(xlabel='step', ylabel='gradient\nnorm')
         tick_log_axis(bottom, [norm for _, norm in norms])
         save_figure(figure, out_dir / 'loss.png', 150)
@@ -642,9 +592,6 @@ def figure_title(text, width):
 
 
 def save_figure(figure, path, dpi):
-    """Write a PNG as `write_text` writes a text, and close the figure."""
-    import matplotlib.pyplot as plt
-    part = f'{path}.tmp'
-    figure.savefig(part, format='png', dpi=dpi)
-    plt.close(figure)
-    os.replace(part, path)
+    """Write a PNG under a temporary name and rename it."""
+    figure.savefig(f'{path}.tmp', format='png', dpi=dpi)
+    os.replace(f'{path}.tmp', path)

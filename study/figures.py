@@ -4,18 +4,26 @@
     python study/figures.py --only=smoothing,tokens --runs --out_dir=out/figures
 
 Every figure is a folder: compare.csv has the numbers, from which compare.md and compare.png follow.
-With --runs compare.csv is made anew of the runs in out/study.
+With --runs compare.csv is made anew of the runs in out/study. The headline has reliability diagrams
+as well, of the questions of all seeds together, and the numbers behind them in bins.csv.
 """
 
 import argparse
+import csv
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from compare import CompareConfig, compare_seeds, find_runs, read_run
+import numpy as np
+
+import metrics as calibration
+from compare import (NAMES, CompareConfig, answers_of, compare_seeds, find_runs, name_of, read_run,
+                     titled)
 from configs import ConfigError
 from data import DataError
+from outdir import write_text
+from report import csv_text, draw_bins
 
 RESULTS = Path(__file__).parent / 'results'
 ENGLISH = ('language=en', 'category=seen', 'scaling=none')
@@ -41,7 +49,7 @@ SIZE = {'sources': ('base', 'smoothing', 'size'), 'x': 'hidden_size',
 FIGURES = {
     # base, tuned and tuned with smoothing 0.1; all questions, all seeds
     'headline': figure('kind=tuned|base', 'task=text4|facts', *ALL, RATES, 'smoothing=0.0|0.1',
-                       metrics=('accuracy', 'confidence', 'ece', 'rmsce', 'nll'), reliability=True),
+                       metrics=('accuracy', 'confidence', 'ece', 'rmsce', 'nll')),
     'summary': figure('kind=tuned|base', QUESTIONS + '|facts|clm', *ALL, RATES, 'smoothing=0.0|0.1',
                       metrics=('accuracy', 'ece')),
     # claim 1: English questions about entities of the text; any next token and first tokens of
@@ -101,7 +109,71 @@ def draw(name, out_dir, root=None):
     else:
         tables = [(RESULTS / name / 'compare.csv').resolve()]
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    compare_seeds(runs, tables, cfg, Path(out_dir))
+    groups, reference, cfg = compare_seeds(runs, tables, cfg, Path(out_dir))
+    if name == 'headline':
+        bins = bins_of(runs) if root else read_bins(RESULTS / name / 'bins.csv')
+        draw_reliability(Path(out_dir), groups, reference, bins, cfg)
+
+
+def bins_of(runs):
+    return {name_of(names): calibration.bins(p.probs, p.labels)
+            for run in runs for names, _, p in answers_of(run)}
+
+
+def draw_reliability(out_dir, groups, reference, bins, cfg):
+    """Draw reliability.png, the questions of all seeds together, and write bins.csv behind it.
+
+    bins: {name of a line: its bins as metrics.bins returns them}
+    """
+    diagrams, rows = [], []
+    panels = list(dict.fromkeys(panel for panel, _, _ in groups))
+    for panel in panels:
+        shown = [('', reference[panel])] if reference[panel] else []
+        shown += [(f', {titled((*cfg.by, cfg.x), (*by, x))}', lines)
+                  for (of_panel, by, x), lines in groups.items() if of_panel == panel]
+        for title, lines in shown:
+            lines = list(lines.values())
+            for name in map(name_of, lines):
+                rows += bin_rows(name, bins[name])
+            diagrams.append((f'{titled(cfg.panel, panel)}: {lines[0]["kind"]}{title}',
+                             {name: np.mean([line[name.lower()] for line in lines])
+                              for name in ('accuracy', 'confidence', 'ECE')},
+                             pool_bins([bins[name_of(line)] for line in lines])))
+    write_text(out_dir / 'bins.csv', csv_text(rows))
+    draw_bins(out_dir / 'reliability.png', diagrams, columns=min(6, len(diagrams) // len(panels)))
+
+
+BIN_KEYS = ('count', 'confidence', 'accuracy')
+
+
+def bin_rows(name, bins):
+    """Lines of bins.csv: the bins that hold a question."""
+    return [dict(zip(NAMES, name, strict=True)) | {
+        'bin': i, 'count': int(bins['count'][i]), 'confidence': f'{bins["confidence"][i]:.5g}',
+        'accuracy': f'{bins["accuracy"][i]:.5g}'} for i in np.flatnonzero(bins['count'])]
+
+
+def pool_bins(several):
+    """The bins of all questions behind `several` bins, as metrics.bins returns them."""
+    count = sum(bins['count'] for bins in several)
+    pooled = {'count': count} | {key: sum(
+        np.where(bins['count'] > 0, bins['count'] * bins[key], 0) for bins in several)
+        / np.maximum(count, 1) for key in ('confidence', 'accuracy')}
+    ends = [calibration.wilson_interval(np.ones(n), np.arange(n) < round(n * accuracy)) if n else
+            (np.nan, np.nan) for n, accuracy in zip(count, pooled['accuracy'], strict=True)]
+    return pooled | dict(zip(('low', 'high'), np.array(ends).T, strict=True))
+
+
+def read_bins(path):
+    """{name of a line: bins} of a bins.csv"""
+    bins = {}
+    with open(path, encoding='utf-8') as file:
+        for row in csv.DictReader(file):
+            of_line = bins.setdefault(name_of(row), {
+                'count': np.zeros(10, int), 'confidence': np.zeros(10), 'accuracy': np.zeros(10)})
+            for key in BIN_KEYS:
+                of_line[key][int(row['bin'])] = float(row[key])
+    return bins
 
 
 def main():

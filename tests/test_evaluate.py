@@ -441,7 +441,7 @@ def test_damaged_eval_config(scored_folder, tmp_path, content):
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
     evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
     (tmp_path / 'out' / 'eval_config.json').write_text(content)
-    with pytest.raises(configs.ConfigError, match='eval_config.json cannot be read .*--overwrite'):
+    with pytest.raises(configs.ConfigError, match='eval_config.json is not what .*--overwrite'):
         evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
     found = evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}', '--overwrite')
     assert found['tasks']['foxes']['pooled']['n'] == 5
@@ -556,7 +556,7 @@ def test_progress_without_a_terminal(capsys, monkeypatch):
         'foxes: 62 of 100 questions, 0.8 per second, 00:45 left']
 
 
-@pytest.mark.skipif(report.forked_processes() < 2, reason='needs two cores')
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='needs two cores')
 def test_interrupt_while_intervals_are_drawn(scored_folder, tmp_path):
     """Ctrl-C goes to the worker processes too: one line all the same, and an end."""
     task, out = write_words(tmp_path / 'foxes.jsonl', 100, 'fox'), tmp_path / 'out'

@@ -186,7 +186,7 @@ def test_reliability_diagrams(tmp_path, monkeypatch, n):
     segments = [x for c in top.collections for x in c.get_segments()]
     assert len(segments) == 1 and abs(segments[0][1][1] - segments[0][0][1]) > 0.5
     assert 'n = 1' in top.get_title()
-    figure.canvas.draw()    # no mathematics in a name
+    figure.draw_without_rendering()    # no mathematics in a name
 
 
 def test_reliability_of_certain_answers(tmp_path, capsys):
@@ -203,7 +203,7 @@ def test_loss_is_drawn_over_whole_steps(tmp_path, monkeypatch, norms):
     figures = []
     monkeypatch.setattr(report, 'save_figure', lambda figure, *rest: figures.append(figure))
     report.draw_loss(tmp_path)
-    figures[0].canvas.draw()
+    figures[0].draw_without_rendering()
     _, bottom = figures[0].axes
     low, high = bottom.get_xlim()
     steps = [tick for tick in bottom.get_xticks() if low <= tick <= high]

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
-from common import HERE
+from common import HERE, write_run
 
 import compare
 import metrics
@@ -66,7 +66,7 @@ def test_a_figure_follows_from_its_committed_numbers(figure, tmp_path, monkeypat
     committed = HERE / 'study' / 'results' / figure
     drawn = []
     monkeypatch.setattr(compare, 'draw_series', lambda path, *rest, **more: drawn.append(path))
-    monkeypatch.setattr(compare, 'draw_bins', lambda path, *rest, **more: drawn.append(path))
+    monkeypatch.setattr(figures, 'draw_bins', lambda path, *rest, **more: drawn.append(path))
     figures.draw(figure, tmp_path)
     tables = {path.name for path in committed.glob('*.csv')} | {'compare.md'}
     for name in tables:
@@ -141,6 +141,18 @@ def test_a_small_study(small_study, tmp_path, capsys):
     assert float(line['temperature']) == pytest.approx(temperature, rel=1e-4)
     assert float(line['ece']) == pytest.approx(
         metrics.ece(metrics.softmax(scored.scores, temperature), scored.labels), rel=1e-4)
+
+
+def test_reliability_over_seeds(tmp_path):
+    """The bins of two runs together are those of their questions together."""
+    runs = [compare.read_run(write_run(tmp_path / f'seed-{seed}', seed=seed)) for seed in (0, 1)]
+    together = figures.pool_bins(list(figures.bins_of(runs).values()))
+    rows = [predictions(read_samples(run.folder / 'samples.jsonl'), 'token') for run in runs]
+    expected = metrics.bins(*(np.concatenate([getattr(p, key) for p in rows])
+                              for key in ('probs', 'labels')))
+    assert together['count'].sum() == 80
+    for key in ('low', 'high', 'count'):
+        assert np.allclose(together[key], expected[key], equal_nan=True)
 
 
 def test_what_is_finished_is_skipped(small_study, capsys):
