@@ -329,8 +329,8 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     done = two(tmp_path / 'lora', '--lora')
     assert done.returncode == 0, done.stderr
     assert (tmp_path / 'lora' / 'adapter' / 'adapter_model.safetensors').exists()
-    code = ('import sys, train, resume\nsave = resume.save\n'
-            'def stop(*a): save(*a); sys.exit(9)\nresume.save = stop\n'
+    code = ('import sys, train, resume\nsave = resume.save_checkpoint\n'
+            'def stop(*a): save(*a); sys.exit(9)\nresume.save_checkpoint = stop\n'
             'train.join_processes(); train.main(sys.argv[1:])')
     script = tmp_path / 'stop.py'
     script.write_text(code)
@@ -413,7 +413,7 @@ def bad_command_lines(folder, tmp_path):
              f'--out_dir={tmp_path / "out"}']
     return [
         ([*run, '--smothing=0.1'], "did you mean 'smoothing'"),
-        ([*run, f'--model={tmp_path / "truncated"}'], 'truncated or not a safetensors file'),
+        ([*run, f'--model={tmp_path / "truncated"}'], 'not a safetensors file'),
         ([*run, f'--data={tmp_path / "broken.jsonl"}'], 'broken.jsonl:1: broken JSON'),
         ([*run, f'--data={tmp_path / "none.jsonl"}'], 'an empty dataset'),
         ([*run, f'--model={tmp_path / "mute"}'], 'has no tokenizer.model'),
