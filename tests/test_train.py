@@ -418,7 +418,7 @@ def bad_command_lines(folder, tmp_path):
         ([*run, f'--data={tmp_path / "none.jsonl"}'], 'an empty dataset'),
         ([*run, f'--model={tmp_path / "mute"}'], 'has no tokenizer.model'),
         ([*run, f'--model={tmp_path / "empty"}'], 'is not a model folder: it has no config.json'),
-        ([*run, '--model=some/model'], 'getting some/model from the hub failed'),
+        ([*run, '--model=some/model'], 'some/model from the hub failed'),
         ([*run, '--pack_len=8'], 'a sequence must fit into a row'),
         ([*run, '--batch_size=100000'], 'do not fill one step'),
         ([*run, '--smoothing=1.5'], 'smoothing = 1.5; it must be between 0 and 1'),
