@@ -5,7 +5,9 @@ What is written here loads in transformers, vLLM and peft. Also here: which devi
 stands for.
 """
 
+import contextlib
 import difflib
+import functools
 import hashlib
 import json
 import os
@@ -43,6 +45,7 @@ class CheckpointError(ValueError):
 ARCHITECTURES = {'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM',
                  'gemma2': 'Gemma2ForCausalLM'}
 ACTIVATIONS = {'llama': 'silu', 'mistral': 'silu', 'gemma2': 'gelu_pytorch_tanh'}
+ACTIVATION_KEYS = ('hidden_act', 'hidden_activation')
 # keys that only some architectures have; transformers ignores them in the others
 WINDOWED = {'sliding_window', 'layer_types'}
 GEMMA_ONLY = {'query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping'}
@@ -57,107 +60,76 @@ DEFAULTS = {
                'attn_logit_softcapping': 50.0, 'final_logit_softcapping': 30.0},
 }
 
-
-# A rule for a value: (its description, its test).
-
-def _integer(low, high=2**31 - 1):
-    return f'an integer from {low} to {high}', lambda v: type(v) is int and low <= v <= high
-
-
-def _number(low, high):
-    return (f'a number from {low:g} to {high:g}',
-            lambda v: type(v) in (int, float) and low <= v <= high)
-
-
-def _one_of(*values):
-    return (' or '.join(map(json.dumps, values)),
-            lambda v: any(type(v) is type(value) and v == value for value in values))
-
-
-def _list_of(item):
-    return (f'a list, each item {item[0]}',
-            lambda v: type(v) is list and v != [] and all(map(item[1], v)))
-
-
-def _either(*rules):
-    return ', or '.join(text for text, _ in rules), lambda v: any(test(v) for _, test in rules)
-
-
-NULL, FLAG, TEXT = _one_of(None), _one_of(True, False), ('a string', lambda v: type(v) is str)
-TOKEN_IDS = _either(_integer(0), _list_of(_integer(0)), NULL)
-CAP = _either(_number(1e-3, 1e6), NULL)
-OBJECT = _either(('an object', lambda v: type(v) is dict), NULL)
-DTYPE = _either(_one_of('float32', 'bfloat16', 'float16', 'float64'), NULL)
-# The rule for every known key of a config.json. Values that transformers computes in a way that is
-# not implemented here do not pass, and so are refused.
-FIELDS = {
-    'vocab_size': _integer(1), 'hidden_size': _integer(1, 2**20),
-    'intermediate_size': _integer(1, 2**24), 'num_hidden_layers': _integer(1, 10_000),
-    'num_attention_heads': _integer(1, 2**16),
-    'num_key_value_heads': _either(_integer(1, 2**16), NULL),
-    'head_dim': _either(_integer(2, 2**16), NULL), 'max_position_embeddings': _integer(1),
-    'rms_norm_eps': _number(1e-12, 1), 'rope_theta': _number(1, 1e30),
-    'tie_word_embeddings': FLAG, 'sliding_window': _either(_integer(1), NULL),
-    'layer_types': _either(_list_of(_one_of('sliding_attention', 'full_attention')), NULL),
-    'query_pre_attn_scalar': _integer(1), 'attn_logit_softcapping': CAP,
-    'final_logit_softcapping': CAP, 'initializer_range': _number(0, 1),
-    'bos_token_id': TOKEN_IDS, 'eos_token_id': TOKEN_IDS, 'pad_token_id': TOKEN_IDS,
-    'dtype': DTYPE, 'torch_dtype': DTYPE,
-    'architectures': _either(_list_of(TEXT), NULL), 'transformers_version': _either(TEXT, NULL),
-    'use_cache': FLAG, 'attention_dropout': _number(0, 1),
-    'attention_bias': _one_of(False), 'mlp_bias': _one_of(False),
-    'pretraining_tp': _one_of(1, None), 'use_bidirectional_attention': _one_of(False, None),
-    'is_causal': _one_of(True), 'partial_rotary_factor': _one_of(1.0, None),
-    'per_layer_config': NULL, 'quantization_config': NULL,
-    'rope_parameters': OBJECT, 'rope_scaling': OBJECT, 'nanocal': OBJECT,
-}
+# What each known key may be; any other value is refused. A rule is a list of alternatives: (int or
+# float, lowest, highest), (another type, the values allowed or nothing), (list, ... for its items).
+NULL, FLAG, OBJECT = (type(None),), (bool,), (dict,)
+SIZE, COUNT, TOKEN, CAP = (int, 1, 2**20), (int, 1, 2**31), (int, 0, 2**31), (float, 1e-3, 1e6)
+FIELDS = {key: rule for keys, rule in {
+    'vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads': [SIZE],
+    'head_dim': [SIZE, NULL],
+    'num_hidden_layers': [(int, 1, 10_000)],
+    'max_position_embeddings query_pre_attn_scalar': [COUNT],
+    'sliding_window': [COUNT, NULL],
+    'layer_types': [(list, str, 'sliding_attention', 'full_attention'), NULL],
+    'rms_norm_eps': [(float, 1e-12, 1)],
+    'rope_theta': [(float, 1, 1e30)],
+    'partial_rotary_factor': [(float, 1, 1), NULL],
+    'attn_logit_softcapping final_logit_softcapping': [CAP, NULL],
+    'initializer_range attention_dropout': [(float, 0, 1)],
+    'bos_token_id eos_token_id pad_token_id': [TOKEN, (list, *TOKEN), NULL],
+    'dtype torch_dtype': [(str, 'float32', 'bfloat16', 'float16', 'float64'), NULL],
+    'tie_word_embeddings use_cache': [FLAG],
+    'attention_bias mlp_bias': [(bool, False)],
+    'use_bidirectional_attention': [(bool, False), NULL],
+    'is_causal': [(bool, True)],
+    'pretraining_tp': [(int, 1, 1), NULL],
+    'architectures': [(list, str), NULL],
+    'transformers_version': [(str,), NULL],
+    'rope_parameters rope_scaling nanocal': [OBJECT, NULL],
+    'per_layer_config quantization_config': [NULL],
+}.items() for key in keys.split()}
 FLOATS = {'rms_norm_eps', 'initializer_range', 'attn_logit_softcapping', 'final_logit_softcapping'}
-# keys that may not be null, although they may in other architectures
-NOT_NULL = {'llama': set(), 'mistral': {'num_key_value_heads'},
-            'gemma2': {'num_key_value_heads', 'head_dim', 'sliding_window'}}
-ROPE_TYPE = _one_of('default', 'llama3')
-LLAMA3_ROPE = {'factor': _number(1, 1e6), 'low_freq_factor': _number(1e-6, 1e6),
-               'high_freq_factor': _number(1e-6, 1e6),
-               'original_max_position_embeddings': _integer(1)}
+ROPE_BLOCKS = ('rope_parameters', 'rope_scaling')   # of transformers 5 and 4
+LLAMA3_ROPE = {'factor': [(float, 1, 1e6)], 'low_freq_factor': [(float, 1e-6, 1e6)],
+               'high_freq_factor': [(float, 1e-6, 1e6)],
+               'original_max_position_embeddings': [COUNT]}
+ROPE_TYPE = [(str, 'default', 'llama3')]
 ROPE_FIELDS = LLAMA3_ROPE | {'rope_type': ROPE_TYPE, 'type': ROPE_TYPE,
                              'rope_theta': FIELDS['rope_theta'],
-                             'partial_rotary_factor': _one_of(1.0)}
+                             'partial_rotary_factor': [(float, 1, 1)]}
 # our own block `nanocal`: logits = softcap * tanh(hidden @ head.T / (temperature * softcap))
-NANOCAL_FIELDS = {'softcap': CAP, 'temperature': _number(1e-3, 1e3)}
-ROPE_BLOCKS = ('rope_parameters', 'rope_scaling')   # of transformers 5 and 4
+NANOCAL_FIELDS = {'softcap': [CAP, NULL], 'temperature': [(float, 1e-3, 1e3)]}
 
 
 def read_config(folder: str | Path, changes: dict | None = None) -> ModelConfig:
-    """Read the config.json of `folder`, with `changes` to its keys.
+    """Return the configuration in the config.json of `folder`, with `changes` to its keys.
 
     A change applies to the resolved value: {'rope_theta': 5e5} works for files that have it in
     rope_parameters, too. Raises CheckpointError, also for a key that the architecture lacks.
     """
     path = Path(folder) / 'config.json'
-    try:
-        raw = json.loads(path.read_text(encoding='utf-8'))
-    except FileNotFoundError:
-        raise CheckpointError(_not_a_model(Path(folder))) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f'{path}: not valid JSON: {error}') from error
+    if not path.exists():
+        raise CheckpointError(_not_a_model(Path(folder)))
+    raw = _read_json(path)
     config = config_from_hf(raw, str(path))     # first of all the file itself must be valid
     if not changes:
         return config
-    raw = {k: v for k, v in raw.items() if k not in ROPE_BLOCKS}
-    if 'rope_parameters' not in changes:
+
+    raw = {k: v for k, v in raw.items() if k not in (*ROPE_BLOCKS, 'rope_theta')}
+    blocks = [changes[key] for key in ROPE_BLOCKS if key in changes]
+    if not blocks:
         raw['rope_scaling'] = config.rope_scaling
-    block = changes.get('rope_parameters') or changes.get('rope_scaling') or {}
-    raw['rope_theta'] = block.get('rope_theta', config.rope_theta)
+    if not any(isinstance(block, dict) and 'rope_theta' in block for block in blocks):
+        raw['rope_theta'] = config.rope_theta
     if 'torch_dtype' in changes:
         raw.pop('dtype', None)
-    kind = changes.get('model_type', config.model_type)
-    foreign = FOREIGN[kind] if kind in tuple(FOREIGN) else set()
-    known = (raw.keys() | FIELDS.keys() | {'hidden_act', 'hidden_activation'}) - foreign
-    for key in changes.keys() - known:
+    config = config_from_hf(raw | changes, f'{path} with shape = {changes}')
+    known = (raw.keys() | FIELDS.keys() | set(ACTIVATION_KEYS)) - FOREIGN[config.model_type]
+    for key in sorted(changes.keys() - known):
         near = difflib.get_close_matches(key, known, n=1)
-        hint = f'; did you mean {near[0]!r}?' if near else ''
-        raise CheckpointError(f'shape: {kind} has no key {key!r} in its config.json{hint}')
-    return config_from_hf(raw | changes, f'{path} with shape = {changes}')
+        raise CheckpointError(f'shape: {config.model_type} has no key {key!r} in its config.json'
+                              + (f'; did you mean {near[0]!r}?' if near else ''))
+    return config
 
 
 def _not_a_model(folder):
@@ -169,74 +141,102 @@ def _not_a_model(folder):
     return f'{folder} holds LoRA adapters alone, which are not a model; {where}'
 
 
+def _read_json(path):
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f'{path}: not valid JSON: {error}') from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f'{path}: not a JSON object')
+    return content
+
+
 def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
-    """The ModelConfig of a parsed `config.json` of transformers 4 or 5.
+    """Return the ModelConfig of a parsed `config.json` of transformers 4 or 5.
 
     Raises CheckpointError that begins with `where` and names the key.
     """
-    kind = raw.get('model_type') if isinstance(raw, dict) else None
+    kind = raw.get('model_type')
     if kind not in tuple(ARCHITECTURES):
         raise CheckpointError(f'{where}: model_type is {kind!r}; this program reads '
                               f'{", ".join(ARCHITECTURES)}')
-    activation = dict.fromkeys(('hidden_act', 'hidden_activation'), _one_of(ACTIVATIONS[kind]))
-    rules = {k: rule for k, rule in (FIELDS | activation).items() if k not in FOREIGN[kind]}
-    _check_values(raw, rules, where)
-    names = {f.name for f in fields(ModelConfig)} - {'extra', 'temperature'} - FOREIGN[kind]
+    raw = {k: v for k, v in raw.items() if k not in FOREIGN[kind]}
+    rules = FIELDS | {key: [(str, ACTIVATIONS[kind])] for key in ACTIVATION_KEYS}
+    if kind == 'gemma2':
+        rules |= {'head_dim': [SIZE], 'sliding_window': [COUNT]}    # not null
+    required = ('vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers',
+                'num_attention_heads')
+    _check_values(raw, rules, where, required=required)
+    own = raw.get('nanocal') or {}
+    _check_values(own, NANOCAL_FIELDS, where, 'nanocal.')
+    if kind == 'gemma2' and 'softcap' in own:
+        raise CheckpointError(f'{where}: nanocal.softcap is for other models; gemma2 has '
+                              f'final_logit_softcapping')
+
+    names = {f.name for f in fields(ModelConfig)} - {'extra', 'temperature'}
     values = DEFAULTS[kind] | {k: v for k, v in raw.items() if k in names}
     values['rope_theta'], values['rope_scaling'] = _resolve_rope(raw, where)
     values['dtype'] = raw.get('dtype') or raw.get('torch_dtype') or 'float32'
-    values['extra'] = {k: v for k, v in raw.items() if k not in names | FOREIGN[kind] and k not in
-                       (*ROPE_BLOCKS, 'nanocal', 'torch_dtype', 'architectures', *activation)}
-    block = raw.get('nanocal') or {}
-    _check_values(block, NANOCAL_FIELDS, where, 'nanocal.', strict=True)
-    values['temperature'] = float(block.get('temperature', 1.0))
-    if 'softcap' in block:
-        if kind == 'gemma2':
-            raise CheckpointError(f'{where}: nanocal.softcap is for other models; gemma2 has '
-                                  f'final_logit_softcapping')
-        values['final_logit_softcapping'] = block['softcap']
-    for key in ('vocab_size', 'hidden_size', 'intermediate_size', 'num_hidden_layers',
-                'num_attention_heads'):
-        if key not in values:
-            raise CheckpointError(f'{where}: {key} is missing; it must be {FIELDS[key][0]}')
-    for key in NOT_NULL[kind]:
-        if values[key] is None:
-            raise CheckpointError(f'{where}: {key} = None is not supported for {kind}')
+    values['temperature'] = float(own.get('temperature', 1.0))
+    values.setdefault('final_logit_softcapping', own.get('softcap'))
     for key in FLOATS & values.keys():      # transformers refuses an integer for them
         values[key] = None if values[key] is None else float(values[key])
-    config = ModelConfig(**values)
+    resolved = {*names, *ROPE_BLOCKS, *ACTIVATION_KEYS, 'nanocal', 'torch_dtype', 'architectures'}
+    config = ModelConfig(**values, extra={k: v for k, v in raw.items() if k not in resolved})
     _check_shape(config, where)
     return config
 
 
 def config_to_hf(config: ModelConfig) -> dict:
-    """The content of a `config.json` that transformers 4 and 5 and vLLM read."""
+    """Return the content of a `config.json` that transformers 4 and 5 and vLLM read."""
     values, kind = asdict(config), config.model_type
-    extra = values.pop('extra')
     values['torch_dtype'] = values.pop('dtype')
-    block = {} if config.temperature == 1 else {'temperature': config.temperature}
-    del values['temperature']
+    extra, temperature = values.pop('extra'), values.pop('temperature')
+    own = {} if temperature == 1 else {'temperature': temperature}
     if config.final_logit_softcapping and 'final_logit_softcapping' in FOREIGN[kind]:
-        block['softcap'] = config.final_logit_softcapping
-    if block:
-        values['nanocal'] = block
+        own['softcap'] = config.final_logit_softcapping
+    if own:
+        values['nanocal'] = own
     if config.layer_types is None:      # transformers takes a Mistral with this key for a Ministral
         del values['layer_types']
-    values = {k: v for k, v in values.items() if k not in FOREIGN[kind]}
     values['hidden_activation' if kind == 'gemma2' else 'hidden_act'] = ACTIVATIONS[kind]
+    values = {k: v for k, v in values.items() if k not in FOREIGN[kind]}
     return extra | {'architectures': [ARCHITECTURES[kind]]} | values
 
 
-def _check_values(values, rules, where, prefix='', strict=False):
-    """Raise CheckpointError for a value that breaks its rule and, if strict, for any other key."""
-    for key in values.keys() - rules.keys() if strict else ():
-        raise CheckpointError(f'{where}: {prefix}{key} is not supported; the keys are '
-                              f'{", ".join(rules)}')
-    for key in sorted(values.keys() & rules.keys()):
-        description, valid = rules[key]
-        if not valid(values[key]):
-            raise CheckpointError(f'{where}: {prefix}{key} = {values[key]!r} is not supported; it '
-                                  f'must be {description}')
+def _check_values(values, rules, where, block='', required=()):
+    """Raise CheckpointError for a missing or a wrong value or, in a block, an unknown key."""
+    for key in required:
+        if key not in values:
+            raise CheckpointError(f'{where}: {key} is missing; it must be {_describe(rules[key])}')
+    for key, value in values.items():
+        if block and key not in rules:
+            raise CheckpointError(f'{where}: {block}{key} is not supported; the keys are '
+                                  f'{", ".join(rules)}')
+        if key in rules and not any(_is_valid(value, *rule) for rule in rules[key]):
+            raise CheckpointError(f'{where}: {block}{key} = {value!r} is not supported; it must be '
+                                  f'{_describe(rules[key])}')
+
+
+def _is_valid(value, kind, *allowed):
+    if kind is list:
+        return type(value) is list and value != [] and all(_is_valid(x, *allowed) for x in value)
+    if kind in (int, float):
+        return type(value) in (int, kind) and allowed[0] <= value <= allowed[1]
+    return type(value) is kind and (not allowed or value in allowed)
+
+
+def _describe(rules):
+    names = {int: 'an integer', float: 'a number', str: 'a string', bool: 'true or false',
+             dict: 'an object', type(None): 'null'}
+
+    def text(kind, *allowed):
+        if kind is list:
+            return f'a list, each item {text(*allowed)}'
+        if kind in (int, float):
+            return f'{names[kind]} from {allowed[0]} to {allowed[1]}'
+        return ' or '.join(map(json.dumps, allowed)) or names[kind]
+    return ', or '.join(text(*rule) for rule in rules)
 
 
 def _check_shape(config, where):
@@ -257,46 +257,32 @@ def _check_shape(config, where):
 
 
 def _resolve_rope(raw, where):
-    """(rope_theta, the 'llama3' scheme or None) of a config.json.
+    """Return rope_theta and the 'llama3' scheme or None.
 
     transformers 4 has rope_theta and rope_scaling, transformers 5 has both in rope_parameters.
     Raises CheckpointError if they disagree, or for a scheme that is not implemented.
     """
-    resolved = [_resolve_rope_block(raw, key, where) for key in ROPE_BLOCKS if raw.get(key)]
-    if len(resolved) == 2:
-        _check_equal('rope_parameters', resolved[0], 'rope_scaling', resolved[1], where)
-    return resolved[0] if resolved else (float(raw.get('rope_theta', 10000.0)), None)
-
-
-def _resolve_rope_block(raw, key, where):
-    block = raw[key]
-    # strict: transformers also has blocks with one scheme per layer type
-    _check_values(block, ROPE_FIELDS, where, f'{key}.', strict=True)
+    keys = [key for key in ROPE_BLOCKS if raw.get(key)]
+    if len(keys) == 2:
+        raise CheckpointError(f'{where}: has {keys[0]} and {keys[1]}; remove the wrong one')
+    key, block = (keys[0], raw[keys[0]]) if keys else ('', {})
+    _check_values(block, ROPE_FIELDS, where, f'{key}.')
     kind = block.get('rope_type', block.get('type', 'default'))
-    _check_equal(f'{key}.type', block.get('type', kind), f'{key}.rope_type', kind, where)
-    for name in ('rope_theta', 'original_max_position_embeddings'):     # also beside the block
-        if name in raw and name in block:
-            _check_equal(name, raw[name], f'{key}.{name}', block[name], where)
-    theta = float(block.get('rope_theta', raw.get('rope_theta', 10000.0)))
+    places = [(name, block[name], raw[name]) for name in block if name in raw]
+    for name, value, other in [*places, ('type', kind, block.get('type', kind))]:
+        if value != other:
+            raise CheckpointError(f'{where}: {key}.{name} = {value!r} and {other!r} disagree; '
+                                  f'remove the wrong one')
     scheme = {name: block[name] for name in LLAMA3_ROPE if name in block}
-    if kind == 'default':
-        for name in scheme:
-            raise CheckpointError(f"{where}: {key}.{name} has no meaning for rope_type 'default'; "
-                                  f"name the rope_type, or remove it")
-        return theta, None
-    for name in LLAMA3_ROPE.keys() - scheme.keys():
-        raise CheckpointError(f"{where}: {key} of rope_type 'llama3' lacks {name}")
-    low, high = scheme['low_freq_factor'], scheme['high_freq_factor']
-    if high <= low:
-        raise CheckpointError(f'{where}: {key}.high_freq_factor = {high} must be greater than '
-                              f'low_freq_factor = {low}')
-    return theta, {'rope_type': 'llama3'} | scheme
-
-
-def _check_equal(name, value, other, other_value, where):
-    if value != other_value:
-        raise CheckpointError(f'{where}: {name} = {value!r} and {other} = {other_value!r} '
-                              f'disagree; remove the wrong one')
+    if len(scheme) != (len(LLAMA3_ROPE) if kind == 'llama3' else 0):
+        share = 'all' if kind == 'llama3' else 'none'
+        raise CheckpointError(f'{where}: {key} with rope_type {kind!r} must have {share} of '
+                              f'{", ".join(LLAMA3_ROPE)}')
+    if scheme and scheme['high_freq_factor'] <= scheme['low_freq_factor']:
+        raise CheckpointError(f'{where}: {key}.high_freq_factor must be greater than '
+                              f'low_freq_factor = {scheme["low_freq_factor"]}')
+    theta = float(block.get('rope_theta', raw.get('rope_theta', 10000.0)))
+    return theta, {'rope_type': 'llama3'} | scheme if scheme else None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -304,7 +290,7 @@ def _check_equal(name, value, other, other_value, where):
 # ------------------------------------------------------------------------------------------------
 
 def fetch(name: str, revision: str | None = None) -> Path:
-    """The folder of a model: `name` if that is a folder, else a snapshot from the hub."""
+    """Return the folder of a model: `name` if that is a folder, else a snapshot from the hub."""
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
@@ -319,7 +305,7 @@ def fetch(name: str, revision: str | None = None) -> Path:
 
 def download(name: str, patterns, revision: str | None = None, repo_type: str = 'model',
              ignore=()) -> Path:
-    """The local snapshot of a hub repository with the files that match one of `patterns`.
+    """Return a local snapshot of a hub repository: its files that match one of `patterns`.
 
     repo_type: 'model' or 'dataset'. Raises CheckpointError.
     """
@@ -339,7 +325,7 @@ def download(name: str, patterns, revision: str | None = None, repo_type: str = 
 
 
 def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> CausalLM:
-    """A CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
+    """Return a CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
     Tensors are read one at a time, so there is never a second copy of the model. Raises
     CheckpointError as `read_config` and `check_weights` do.
@@ -349,106 +335,91 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> 
     files = check_weights(folder, config)
     with torch.device('meta'):
         model = CausalLM(config)
-    shards = sorted(set(files.values()))
-    for path in tqdm(shards, 'loading', unit=' shards', disable=len(shards) == 1):
+    sharded = len(set(files.values())) > 1
+    for key, path in tqdm(files.items(), 'loading', unit=' tensors', disable=not sharded):
+        parent, _, name = key.rpartition('.')
         with _open(path) as tensors:
-            for key in (k for k, f in files.items() if f == path):
-                parent, _, name = key.rpartition('.')
-                # a copy, not a view into the file, which may be replaced in the meantime
-                tensor = tensors.get_tensor(key).to(device, dtype, copy=True)
-                setattr(model.get_submodule(parent), name, nn.Parameter(tensor))
+            # a copy, not a view into the file, which may be replaced in the meantime
+            tensor = tensors.get_tensor(key).to(device, dtype, copy=True)
+        setattr(model.get_submodule(parent), name, nn.Parameter(tensor))
     return model
 
 
 def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
-    """{parameter: its safetensors file}, after a check of the headers; no weights are read.
+    """Return {parameter: its safetensors file} after a check of the headers; read no weights.
 
     Raises CheckpointError naming the tensor that is missing, unknown, misshaped or quantized, or
     the damaged file. An output matrix beside tied embeddings is read, and must equal them.
     """
-    folder = Path(folder)
     with torch.device('meta'):
         shapes = {k: list(p.shape) for k, p in CausalLM(config).named_parameters()}
-    files = weight_files(folder)
+    files = weight_files(Path(folder))
     if config.tie_word_embeddings and {HEAD, EMBEDDING} <= files.keys():
-        _check_tied(files)
+        with _open(files[HEAD]) as a, _open(files[EMBEDDING]) as b:
+            head, embedding = a.get_tensor(HEAD), b.get_tensor(EMBEDDING)
+        if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+            raise CheckpointError(f'{files[HEAD]}: tensor {HEAD} differs from {EMBEDDING}, but '
+                                  f'config.json has tie_word_embeddings = true: set that to false '
+                                  f'to use both, or remove {HEAD}')
     # old Llama conversions carry rotary buffers, some tied checkpoints a copy of the embedding
-    files = {k: f for k, f in files.items() if k in shapes or not (
-        k.endswith('rotary_emb.inv_freq') or k == HEAD)}
+    files = {k: f for k, f in files.items()
+             if k in shapes or not (k == HEAD or k.endswith('rotary_emb.inv_freq'))}
     for problem, keys in (('is missing', shapes.keys() - files.keys()),
                           ('is unknown to this architecture', files.keys() - shapes.keys())):
         if keys:
             more = f' (and {len(keys) - 1} more)' if len(keys) > 1 else ''
             raise CheckpointError(f'{folder}: tensor {min(keys)}{more} {problem}')
-    for path in sorted(set(files.values())):
+    for key, path in files.items():
         with _open(path) as tensors:
-            present = set(tensors.keys())
-            for key in (k for k, f in files.items() if f == path):
-                if key not in present:
-                    raise CheckpointError(f'{path}: tensor {key} is missing, though the index puts '
-                                          f'it there')
-                tensor = tensors.get_slice(key)
-                if tensor.get_shape() != shapes[key]:
-                    raise CheckpointError(f'{path}: tensor {key} has shape {tensor.get_shape()}, '
-                                          f'config.json wants {shapes[key]}')
-                if tensor.get_dtype() not in ('F64', 'F32', 'F16', 'BF16'):
-                    raise CheckpointError(f'{path}: tensor {key} is {tensor.get_dtype()}; '
-                                          f'quantized weights are not supported')
+            tensor = tensors.get_slice(key)
+            shape, dtype = tensor.get_shape(), tensor.get_dtype()
+        if shape != shapes[key]:
+            raise CheckpointError(f'{path}: tensor {key} has shape {shape}, config.json wants '
+                                  f'{shapes[key]}')
+        if dtype not in ('F64', 'F32', 'F16', 'BF16'):
+            raise CheckpointError(f'{path}: tensor {key} is {dtype}; quantized weights are not '
+                                  f'supported')
     return files
 
 
-def _check_tied(files):
-    with _open(files[HEAD]) as a, _open(files[EMBEDDING]) as b:
-        head, embedding = a.get_slice(HEAD), b.get_slice(EMBEDDING)
-        shape = head.get_shape()
-        if shape == embedding.get_shape() and all(      # some rows at a time: both may be large
-                torch.equal(head[i:i + 4096].float(), embedding[i:i + 4096].float())
-                for i in range(0, shape[0], 4096)):
-            return
-    raise CheckpointError(f'{files[HEAD]}: tensor {HEAD} differs from {EMBEDDING}, but config.json '
-                          f'has tie_word_embeddings = true: set that to false to use both, or '
-                          f'remove {HEAD}')
-
-
 def weight_files(folder: Path) -> dict[str, Path]:
-    """{tensor name: safetensors file}, from the single file or the index of shards."""
+    """Return {tensor: its safetensors file}, from the single file or the index of shards."""
     index, single = folder / 'model.safetensors.index.json', folder / 'model.safetensors'
     if index.exists():
-        try:
-            names = json.loads(index.read_text(encoding='utf-8'))['weight_map'].items()
-            names = {str(key): str(name) for key, name in names}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f'{index}: not a safetensors index: {error!r}') from error
-        for name in sorted(set(names.values())):
-            if not re.fullmatch(r'[\w.-]+\.safetensors', name):
-                raise CheckpointError(f'{index}: refuses {name!r}: a shard is a .safetensors file '
-                                      f'in the same folder')
-            if not (folder / name).exists():
-                raise CheckpointError(f'{index} names {name}, which is not there; '
-                                      f'download it again')
+        names = _read_json(index).get('weight_map')
+        if not isinstance(names, dict) or not names:
+            raise CheckpointError(f'{index}: not a safetensors index: weight_map must be an object')
+        for name in names.values():
+            shard = isinstance(name, str) and re.fullmatch(r'[\w.-]+\.safetensors', name)
+            if not shard or not (folder / name).exists():
+                raise CheckpointError(f'{index} names {name!r}, which is not a .safetensors file '
+                                      f'in this folder; download it again')
         if single.exists() and single.name not in names.values():
             raise CheckpointError(f'{folder} holds two models: {single.name}, and the shards of '
                                   f'{index.name}; remove the one that is out of date')
         return {key: folder / name for key, name in names.items()}
     if single.exists():
         with _open(single) as tensors:
-            return {key: single for key in tensors.keys()}  # noqa: SIM118, not a dict
+            return dict.fromkeys(tensors.keys(), single)
     hint = ''
     if any(folder.glob('*.bin')) or any(folder.glob('*.pth')):
         hint = '; its .bin or .pth files are not read: convert them to safetensors'
     raise CheckpointError(f'{folder} has no model.safetensors and no index of shards{hint}')
 
 
+@contextlib.contextmanager
 def _open(path):
+    """Open a safetensors file; what it raises becomes a CheckpointError that names the file."""
     try:
-        return safe_open(path, framework='pt')
+        with safe_open(path, framework='pt') as tensors:
+            yield tensors
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f'{path}: truncated or not a safetensors file ({error}); '
-                              f'download or save it again') from error
+        raise CheckpointError(f'{path}: truncated, out of date or not a safetensors file '
+                              f'({error}); download or save it again') from error
 
 
 def nonfinite_tensor(folder: str | Path) -> str | None:
-    """The name of the first tensor of a model folder with NaN or infinity in it, or None."""
+    """Return the name of the first tensor of a model folder with NaN or infinity in it, or None."""
     for key, path in weight_files(Path(folder)).items():
         with _open(path) as tensors:
             tensor = tensors.get_tensor(key)
@@ -458,37 +429,31 @@ def nonfinite_tensor(folder: str | Path) -> str | None:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """A hash of a model: of the values in config.json and of a sample of every tensor.
+    """Return a hash of a model: of the values in config.json and of a sample of every tensor.
 
     The sample is the name, type and shape of the tensor and 16 blocks of 4 KiB spread evenly over
     its bytes: under a second for a model of 16 GB on an SSD. The formatting of config.json and the
     split into shards do not matter.
     """
     folder = Path(folder)
-    files, digests = weight_files(folder), {}
-    for path in sorted(set(files.values())):
-        with _open(path), open(path, 'rb', buffering=0) as file:
-            size = int.from_bytes(file.read(8), 'little')
-            header = json.loads(file.read(size))
-            for key in (k for k, f in files.items() if f == path and k in header):
-                start, end = header[key]['data_offsets']
-                offsets = range(start, end, 4096)
-                if len(offsets) > 16:
-                    offsets = [start + i * (end - start - 4096) // 15 for i in range(16)]
-                described = f'{key} {header[key]["dtype"]} {header[key]["shape"]}'
-                digests[key] = hashlib.blake2b(described.encode())
-                for offset in offsets:
-                    file.seek(8 + size + offset)
-                    digests[key].update(file.read(min(4096, end - offset)))
-    config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
-    whole = hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=8)
-    for key in sorted(digests):
-        whole.update(digests[key].digest())
+    config = json.dumps(_read_json(folder / 'config.json'), sort_keys=True)
+    whole = hashlib.blake2b(config.encode(), digest_size=8)
+    for key, path in sorted(weight_files(folder).items()):
+        with _open(path) as tensors:
+            header, tensor = tensors.get_slice(key), tensors.get_tensor(key)
+        data = tensor.view(-1).view(torch.uint8).numpy()    # mapped: only the sample is read
+        offsets = range(0, data.size, 4096)
+        if len(offsets) > 16:
+            offsets = [i * (data.size - 4096) // 15 for i in range(16)]
+        digest = hashlib.blake2b(f'{key} {header.get_dtype()} {header.get_shape()}'.encode())
+        for offset in offsets:
+            digest.update(data[offset:offset + 4096])
+        whole.update(digest.digest())
     return whole.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------
-# Writing: every file under a temporary name first; all are renamed when every byte is on disk
+# Writing
 # ------------------------------------------------------------------------------------------------
 
 def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
@@ -507,56 +472,37 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
 
     Raises CheckpointError or OSError.
     """
-    folder, full = Path(folder), full or Tensor.detach
-    shards, copies, texts = _plan(model, folder, dtype, side_files)
-    names = [*shards, *copies, *texts]
-    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
-    if write:
-        if claim:
-            claim(*names)
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        for name, keys in shards.items():       # one shard in memory at a time
-            tensors = {}
-            for key in keys:
-                tensor, owner = full(parameters[key]), modules[key.rpartition('.')[0]]
-                if isinstance(owner, LoRALinear):
-                    low_rank = full(owner.lora_B.weight) @ full(owner.lora_A.weight)
-                    tensor = tensor.float() + owner.scale * low_rank
-                tensors[key] = tensor.to(dtype).cpu().contiguous()
-            if write:
-                write_tensors(folder / f'{name}.tmp', tensors)
-        if write:
-            for name, source in copies.items():
-                (folder / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(source, folder / f'{name}.tmp')
-            for name, content in texts.items():
-                _write_json(folder / f'{name}.tmp', content)
-            for name in names:
-                os.replace(folder / f'{name}.tmp', folder / name)
-            if 'nanocal' in texts['config.json']:
-                print(f'note: only this program applies {texts["config.json"]["nanocal"]}, the key '
-                      f'nanocal in {folder / "config.json"}; transformers and vLLM will not')
-    finally:
-        for name in names if write else ():
-            (folder / f'{name}.tmp').unlink(missing_ok=True)
-    return names
-
-
-def _plan(model, folder, dtype, side_files):
-    """({shard: its keys}, {file to copy: its source}, {JSON file: its content}), in that order."""
     from huggingface_hub import split_torch_state_dict_into_shards
     shapes = {key: torch.empty(p.shape, dtype=dtype, device='meta')
               for key, p in model.named_parameters() if '.lora_' not in key}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_BYTES)
-    copies = {}
-    if side_files is not None and Path(side_files).resolve() != folder.resolve():
-        copies = {str(path.relative_to(side_files)): path for pattern in SIDE_FILES
+    files = {name: functools.partial(_merged, model, keys, dtype, full or Tensor.detach)
+             for name, keys in split.filename_to_tensors.items()}
+    if side_files is not None and Path(side_files).resolve() != Path(folder).resolve():
+        files |= {str(path.relative_to(side_files)): path for pattern in SIDE_FILES
                   for path in sorted(Path(side_files).glob(pattern))}
+    if split.is_sharded:
+        files['model.safetensors.index.json'] = {'metadata': split.metadata,
+                                                 'weight_map': split.tensor_to_filename}
     config = config_to_hf(model.config) | {'torch_dtype': str(dtype).removeprefix('torch.')}
-    index = {'metadata': split.metadata, 'weight_map': split.tensor_to_filename}
-    texts = {'model.safetensors.index.json': index} if split.is_sharded else {}
-    return split.filename_to_tensors, copies, texts | {'config.json': config}
+    files['config.json'] = config
+    _write(folder, files, write, claim)
+    if write and 'nanocal' in config:
+        print(f'note: only this program applies {config["nanocal"]}, the key nanocal in '
+              f'{Path(folder) / "config.json"}; transformers and vLLM will not')
+    return list(files)
+
+
+def _merged(model, keys, dtype, full):
+    """Return {key: tensor} for a shard, LoRA merged in float32, on the CPU."""
+    tensors = {}
+    for key in keys:
+        tensor, owner = full(model.get_parameter(key)), model.get_submodule(key.rpartition('.')[0])
+        if isinstance(owner, LoRALinear):
+            low_rank = full(owner.lora_B.weight) @ full(owner.lora_A.weight)
+            tensor = tensor.float() + owner.scale * low_rank
+        tensors[key] = tensor.to(dtype).cpu().contiguous()
+    return tensors
 
 
 def save_adapter(model: CausalLM, folder: str | Path, base: str, full=None,
@@ -565,10 +511,10 @@ def save_adapter(model: CausalLM, folder: str | Path, base: str, full=None,
 
     full, write, claim: as in `save`. Returns the names of the files, relative to `folder`.
     """
-    folder = Path(folder)
+    full = full or Tensor.detach
     adapted = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
     tensors = {f'base_model.model.{name}.{part}.weight':
-               (full or Tensor.detach)(getattr(m, part).weight).cpu().contiguous()
+               full(getattr(m, part).weight).cpu().contiguous()
                for name, m in adapted.items() for part in ('lora_A', 'lora_B')}
     layer = next(iter(adapted.values()))    # all have the same rank, alpha and dropout
     rank = layer.lora_A.out_features
@@ -576,20 +522,45 @@ def save_adapter(model: CausalLM, folder: str | Path, base: str, full=None,
               'r': rank, 'lora_alpha': layer.scale * rank, 'lora_dropout': layer.dropout.p,
               'target_modules': sorted({name.rpartition('.')[2] for name in adapted}),
               'bias': 'none', 'fan_in_fan_out': False, 'inference_mode': True}
-    names = ['adapter_model.safetensors', 'adapter_config.json']
-    if write:
-        if claim:
-            claim(*names)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(folder / f'{names[0]}.tmp', tensors)
-        _write_json(folder / f'{names[1]}.tmp', config)
-        for name in names:
-            os.replace(folder / f'{name}.tmp', folder / name)
-    return names
+    files = {'adapter_model.safetensors': lambda: tensors, 'adapter_config.json': config}
+    _write(folder, files, write, claim)
+    return list(files)
+
+
+def _write(folder, files, write, claim):
+    """Write all files under temporary names, and rename them when every byte is on disk.
+
+    files: {name: a path to copy, a function that returns tensors, or the content of a JSON file}.
+    Without `write` only the functions are called: they may gather from all processes.
+    """
+    if write and claim:
+        claim(*files)
+    parts = {name: Path(folder) / f'{name}.tmp' for name in files} if write else {}
+    try:
+        for name, content in files.items():
+            if callable(content):
+                content = content()     # under the same name, so that one shard is held at a time
+            if write:
+                parts[name].parent.mkdir(parents=True, exist_ok=True)
+                _write_file(parts[name], content)
+        for name, part in parts.items():
+            os.replace(part, Path(folder) / name)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+
+
+def _write_file(path, content):
+    if isinstance(content, Path):
+        shutil.copyfile(content, path)
+    elif path.name.endswith('.safetensors.tmp'):
+        write_tensors(path, content)
+    else:
+        path.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]):
-    """Write a safetensors file of CPU tensors; CheckpointError if that fails (a full disk)."""
+    """Write a safetensors file of CPU tensors; raises CheckpointError (a full disk, say)."""
     try:
         save_file(tensors, path, metadata={'format': 'pt'})
     except SafetensorError as error:
@@ -597,43 +568,38 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]):
         raise CheckpointError(f'{path}: could not be written: {error}') from error
 
 
-def _write_json(path, content):
-    path.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
-
-
 # ------------------------------------------------------------------------------------------------
-# Device and type
+# Device, type, tokenizer
 # ------------------------------------------------------------------------------------------------
 
 def pick_device(device: str) -> str:
-    """`device`, or for 'auto' the GPU if there is one. Raises ConfigError.
+    """Return `device`, or for 'auto' the GPU if there is one. Raises ConfigError.
 
     A GPU named by its number becomes the current one: kernels and events go there.
     """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == 'auto':
-        return 'cuda' if torch.cuda.is_available() else 'cpu'
+        return 'cuda' if count else 'cpu'
     if not re.fullmatch(r'cpu|cuda(:\d+)?', device):
         raise ConfigError(f"device = {device!r}; wanted 'auto', 'cpu', 'cuda' or 'cuda:0'")
-    if device.startswith('cuda') and not torch.cuda.is_available():
-        raise ConfigError(f'device = {device!r}, but this machine has no CUDA device')
-    if ':' in device:
-        number, count = int(device.partition(':')[2]), torch.cuda.device_count()
-        if number >= count:
-            raise ConfigError(f'device = {device!r}, but this machine has CUDA devices '
-                              f'0 to {count - 1}')
-        torch.cuda.set_device(number)
+    number = device.partition(':')[2]
+    if device != 'cpu' and int(number or 0) >= count:
+        available = f'CUDA devices 0 to {count - 1}' if count else 'no CUDA device'
+        raise ConfigError(f'device = {device!r}, but this machine has {available}')
+    if number:
+        torch.cuda.set_device(int(number))
     return device
 
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:
-    """The torch type named `dtype`; for 'auto' bfloat16 on a GPU, float32 elsewhere."""
+    """Return the torch type named `dtype`; for 'auto' bfloat16 on a GPU, float32 elsewhere."""
     if dtype == 'auto':
         return torch.bfloat16 if device.startswith('cuda') else torch.float32
     return getattr(torch, dtype)
 
 
 def load_model_tokenizer(folder: str | Path, config: ModelConfig | None = None):
-    """The tokenizer of a model folder; raises CheckpointError if the model has too few tokens."""
+    """Return the tokenizer of a model folder; raises CheckpointError if it has too many tokens."""
     vocab_size = (config or read_config(folder)).vocab_size
     tokenizer = load_tokenizer(folder)
     if tokenizer.n_vocab > vocab_size:

@@ -80,3 +80,5 @@ if __name__ == '__main__':
     except Stopped as stopped:
         print(stopped)
         sys.exit(128 + stopped.signal)
+    except KeyboardInterrupt:
+        sys.exit(130)

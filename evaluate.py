@@ -286,8 +286,9 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
 def bad_logits(place, folder):
     """The message for NaN or infinite logits: which tensor is damaged, if one is."""
     name = checkpoint.nonfinite_tensor(folder)
-    reason = f'{name} in {folder} holds NaN or infinity: download or train the model again' if name \
-        else f'the weights in {folder} are finite, so activations overflow: try --dtype=float32'
+    reason = f'the weights in {folder} are finite, so activations overflow: try --dtype=float32'
+    if name:
+        reason = f'{name} in {folder} holds NaN or infinity: download or train the model again'
     return f'{place}: the model gives NaN or infinite logits; {reason}'
 
 
@@ -512,12 +513,7 @@ def main(argv):
     local = Path(cfg.model).is_dir()
     out_dir = Path(cfg.out_dir).expanduser() if cfg.out_dir else (
         folder if local else Path('out/eval') / cfg.model.replace('/', '--'))
-    try:
-        lock = outdir.lock(out_dir)
-    except OSError as error:
-        raise ConfigError(f'{out_dir} cannot be written ({error.strerror}); give another '
-                          f'--out_dir') from error
-    with lock:
+    with outdir.lock(out_dir):
         results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
     for label in tasks:
         print(f'\n{report.task_text(label, results["tasks"][label])}')

@@ -10,13 +10,12 @@ a gradient of one form,
 where a, b, c, e and f are numbers of the token, made of the same sums. So one path serves all, a
 chunk of tokens at a time: a product writes the logits, one kernel reads them for the sums, torch
 turns those into coefficients [n], one kernel leaves the gradient in the logits' place, and two
-products read it for dh and dW. Three products, 6NDV operations: nothing exact can do with less. Of
-8,192 tokens of Gemma 2 (V = 256,000) all logits are 4 GB in bfloat16, and plain torch makes several
-copies in float32; here only a chunk exists. The cost of small chunks is the sum of dW: see
-`memory` in `fused_loss`.
+products read it for dh and dW. Three products, 6NDV operations: nothing exact can do with less. All
+logits of 8,192 tokens of Gemma 2 (V = 256,000) are 4 GB in bfloat16; here only a chunk exists. The
+cost of small chunks is the sum of dW over them: see `memory` in `fused_loss`.
 
-On a CUDA device the kernels are Triton and the products cuBLAS; elsewhere the same chunks go
-through plain torch. This file imports nothing of ours and can be copied into another project.
+On a CUDA device the kernels are Triton; elsewhere the same chunks go through plain torch. This file
+imports nothing of ours and can be copied into another project.
 """
 
 import math
@@ -59,7 +58,6 @@ class RowSums(NamedTuple):
     @property
     def p_y(self):
         return torch.exp(-self.nll)
-
 
 
 @dataclass(frozen=True)
@@ -184,15 +182,15 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
     left, loss and gradients are 0. With target on the CPU nothing waits for the device; for one on
     a GPU the host fetches a count, once per call, unless ignore_index is None.
 
-    Every chunk reads and writes dW once more. float32 weights make that sum exact. In bfloat16, k
-    chunks round it k times: sqrt((k + 1) / 2) times the error of one rounding. Measured with 8,192
-    tokens of Gemma 2, that is 1.0 times the error of plain torch in bfloat16 at 1.1 GB (4 chunks),
-    1.1 at 512 MiB, 1.5 at 128 MiB and 1.9 at 64 MiB (64 chunks).
+    Every chunk reads and writes dW once more. In bfloat16, k chunks also round it k times, which is
+    sqrt((k + 1) / 2) times the error of one rounding; float32 weights make the sum exact. Measured
+    with 8,192 tokens of Gemma 2 the error is 1.0 times that of plain torch in bfloat16 at 1.1 GB,
+    1.1 at 512 MiB, 1.2 at 256 MiB, 1.5 at 128 MiB and 1.9 at 64 MiB.
 
-    Gradients of 'mean' and 'sum' are computed in the forward pass and handed over by the first
-    backward pass. A second one, and each of 'none', computes them from the start. Raises ValueError
-    for an argument that does not fit, and RuntimeError for create_graph=True; on a GPU with
-    ignore_index=None a target out of range is a device assertion.
+    The gradients of 'mean' and 'sum' are computed in the forward pass, for one backward pass.
+    Another one, and each of 'none', computes them from the start. Raises ValueError for arguments
+    that do not fit and RuntimeError for create_graph=True. On a GPU with ignore_index=None, a
+    target out of range is a device assertion.
     """
     dtype = _check(hidden, weight, target, loss, softcap, ignore_index)
     _require(memory is None or memory >= 0, f'memory must be a number of bytes, got {memory}')
@@ -315,16 +313,17 @@ def _chunks(hidden, weight, scale, need, target, loss, softcap, dtype, memory=No
     if sums and not h.is_cuda:      # a CPU has no product of bfloat16 with a float32 result
         h, w = h.float(), w.float()
     device, logits_dtype = h.device, torch.float32 if sums else dtype
-    rows = _chunk_rows(n, V * logits_dtype.itemsize, device, memory)
+    # Tokens per chunk: all n, or a multiple of ROWS that makes chunks of about one size
+    memory = MEMORY.get(device.type, MEMORY['cpu']) if memory is None else memory or LEAST_MEMORY
+    rows = max(ROWS, memory // (V * logits_dtype.itemsize) // ROWS * ROWS)
+    rows = min(n, math.ceil(n / max(1, math.ceil(n / rows)) / ROWS) * ROWS)
     buffer = torch.empty(rows, V, device=device, dtype=logits_dtype)
     # Each by itself: kernels are compiled for the alignment of what they get.
     s = RowSums(V, **{name: torch.zeros(n, device=device, dtype=torch.int64 if name == 'top_token'
                                         else torch.float32)
                       for name in {'z_y', 'lse', *loss.sums, *sums}})
     dh = torch.empty_like(h) if need_dh else None
-    dw = torch.empty_like(w, dtype=weight.dtype) if need_dw else None
-    if need_dw and n == 0:
-        dw.zero_()
+    dw = (torch.empty_like if n else torch.zeros_like)(w, dtype=weight.dtype) if need_dw else None
     step = _kernels if _use_triton(h) else _plain
     with torch.autocast(device.type, enabled=False):
         for start in range(0, n, max(1, rows)):
@@ -340,14 +339,6 @@ def _chunks(hidden, weight, scale, need, target, loss, softcap, dtype, memory=No
     return s, dh, dw
 
 
-def _chunk_rows(n, row_bytes, device, memory):
-    """Tokens per chunk: all n, or a multiple of ROWS that makes chunks of about one size."""
-    memory = MEMORY.get(device.type, MEMORY['cpu']) if memory is None else memory
-    most = max(ROWS, (memory or LEAST_MEMORY) // row_bytes // ROWS * ROWS)
-    chunks = max(1, math.ceil(n / most))
-    return min(n, math.ceil(n / chunks / ROWS) * ROWS)
-
-
 def _product(a, b, out, add=False):
     """out = a @ b, or out += a @ b, summed in float32 and rounded once to out's dtype."""
     options = {}
@@ -359,21 +350,18 @@ def _product(a, b, out, add=False):
 
 
 def _scaled(x, factor, dtype):
-    """x * factor in dtype, rounded once; in x's memory if it has that dtype. None stands for 1."""
+    """x * factor in dtype, rounded once; in x's memory on a GPU. None stands for 1."""
     if factor is None or (not x.is_cuda and factor == 1):
         return x.to(dtype)
-    if x.dtype == dtype and _use_triton(x):
-        _scale_kernel[(triton.cdiv(x.numel(), 16384),)](x, factor, x.numel(), BLOCK=16384)
-        return x
-    # One-dimensional, or torch would first round the float32 factor to a bfloat16 x's dtype.
-    out = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
-    return torch.mul(x, factor.view(1), out=out)
+    if x.dtype != dtype or not _use_triton(x):
+        return (x * factor.view(1)).to(dtype)   # by a scalar, bfloat16 would stay bfloat16
+    _scale_kernel[(triton.cdiv(x.numel(), 16384),)](x, factor, x.numel(), BLOCK=16384)
+    return x
 
 
-# Both fill s, sums of a chunk of logits [n, V] = h @ w.T, which come before the cap, and, if scale is
-# given, leave scale * dloss/dlogits in the place of logits. The label's logit is computed apart and
-# takes its place in every sum: loss and gradient hang on it more than on any other, and rounding it
-# to bfloat16 is the largest error of plain torch.
+# Both fill s, the sums of a chunk's logits [n, V] = h @ w.T, and, if scale is given, leave scale *
+# dloss/dlogits in the place of logits. The label's logit is computed apart and takes its place in
+# every sum: loss and gradient hang on it most, and rounding it is plain torch's largest error.
 
 def _kernels(logits, h, w, target, s, softcap, loss, scale):
     n, V = logits.shape
@@ -573,8 +561,8 @@ def _check(hidden, weight, target, loss, softcap, ignore_index):
              f'{list(weight.shape)}')
     _require(target.shape == hidden.shape[:-1], f'target must have the leading shape of hidden, '
              f'{list(hidden.shape[:-1])}, got {list(target.shape)}')
-    _require(not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool
-                  or target.dtype == torch.uint64),
+    _require(torch.can_cast(target.dtype, torch.int64)
+             and target.dtype not in (torch.bool, torch.uint64),
              f'target must hold integer token ids that fit int64, got {target.dtype}')
     _require(ignore_index is None or isinstance(ignore_index, int),
              f'ignore_index must be an int or None, got {ignore_index!r}')

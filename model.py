@@ -64,11 +64,9 @@ class ModelConfig:
 
     @property
     def windows(self) -> list[int | None]:
-        """The sliding window of each layer, None for a layer in which tokens see all others."""
-        if self.layer_types is None:
-            return [self.sliding_window] * self.num_hidden_layers
-        return [self.sliding_window if kind == 'sliding_attention' else None
-                for kind in self.layer_types]
+        """Return the sliding window of each layer, None where tokens see all before them."""
+        kinds = self.layer_types or ['sliding_attention'] * self.num_hidden_layers
+        return [self.sliding_window if kind == 'sliding_attention' else None for kind in kinds]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -104,28 +102,25 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        D, hd = config.hidden_size, config.head_dim
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads, config.num_key_value_heads, hd)
-        self.q_proj = nn.Linear(D, self.heads * hd, bias=False)
-        self.k_proj = nn.Linear(D, self.kv_heads * hd, bias=False)
-        self.v_proj = nn.Linear(D, self.kv_heads * hd, bias=False)
-        self.o_proj = nn.Linear(self.heads * hd, D, bias=False)
+        D, H, K = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = hd = config.head_dim
+        self.q_proj = nn.Linear(D, H * hd, bias=False)
+        self.k_proj = nn.Linear(D, K * hd, bias=False)
+        self.v_proj = nn.Linear(D, K * hd, bias=False)
+        self.o_proj = nn.Linear(H * hd, D, bias=False)
         self.scale = (config.query_pre_attn_scalar or hd) ** -0.5
         self.softcap = config.attn_logit_softcapping
         self.score_mod = cap_scores(self.softcap) if self.softcap else None
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask) -> Tensor:
-        B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, self.heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                   for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         if isinstance(mask, tuple):
             y = attend_flex(q, k, v, mask, self.scale, self.score_mod)
         else:
             y = attend_explicit(q, k, v, mask, self.scale, self.softcap)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class GatedMLP(nn.Module):
@@ -194,19 +189,17 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.embed_scale = config.hidden_size ** 0.5 if gemma else None
+        self.embed_scale = config.hidden_size ** 0.5 if gemma else 1
         self.attention = 'auto'     # 'flex', 'explicit', or 'auto': flex on CUDA
         self.checkpoint = False     # keep only the input of a block and recompute it backward
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
         x = self.embed_tokens(tokens)
-        if self.embed_scale:
-            # rounded to the type of the weights, as in transformers: for the 9B model 59.8665 in
-            # float32 (so in training here), 59.75 in bfloat16
-            x = x * torch.tensor(self.embed_scale, dtype=x.dtype)
-        T = tokens.shape[1]
+        # rounded to the type of the weights, as in transformers: for Gemma 2 9B 59.8665 in float32
+        # (so in training here), 59.75 in bfloat16
+        x = x * torch.tensor(self.embed_scale, dtype=x.dtype) if self.embed_scale != 1 else x
         # in a row no longer than the window, every token sees all before it
-        windows = [w if w is not None and w < T else None for w in self.config.windows]
+        windows = [w if w and w < tokens.shape[1] else None for w in self.config.windows]
         masks = self.masks(positions, ends, set(windows), x)
         rotary = rotary_angles(positions, self.config, x.dtype)
         recompute = self.checkpoint and self.training and torch.is_grad_enabled()
@@ -218,7 +211,7 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def masks(self, positions: Tensor, ends: Tensor | None, windows: set, x: Tensor) -> dict:
-        """{window: the mask that attention takes}; None means causal."""
+        """Return {window: the mask that attention takes}; the mask None means causal."""
         if ends is None:
             if windows == {None} and not self.config.attn_logit_softcapping:
                 return {None: None}
@@ -230,7 +223,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """`model(tokens, positions, ends)`, int [B, T] each, gives the hidden states [B, T, D].
+    """`model(tokens, positions, ends)`, int [B, T] each, returns the hidden states [B, T, D].
 
     `ends` may be None: see the top of this file. The logits are cap * tanh(hidden @ head.T / cap)
     with cap = `softcap`. The temperature is in the hidden states already: they are divided by it.
@@ -245,18 +238,18 @@ class CausalLM(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """The output matrix [V, D]: the embedding if they are tied."""
-        tied = self.config.tie_word_embeddings
-        return self.model.embed_tokens.weight if tied else self.lm_head.weight
+        """Return the output matrix [V, D]: the embedding if they are tied."""
+        layer = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return layer.weight
 
     @property
     def softcap(self) -> float | None:
-        """The bound of the logits, None if they are not capped."""
+        """Return the bound of the logits, None if they are not capped."""
         return self.config.final_logit_softcapping
 
     @property
     def temperature(self) -> float:
-        """What `forward` divides the hidden states by, and so the logits before the cap."""
+        """Return what `forward` divides the hidden states by: the logits before the cap, too."""
         return self.config.temperature
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
@@ -264,7 +257,7 @@ class CausalLM(nn.Module):
         return hidden if self.temperature == 1 else hidden / self.temperature
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Capped logits [..., V] in float32. They are large: for tests and single positions."""
+        """Return capped logits [..., V] in float32: large, so for tests and single positions."""
         z = F.linear(hidden.float(), self.head.float())
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
@@ -279,15 +272,14 @@ class CausalLM(nn.Module):
 
 
 def rotary_angles(positions: Tensor, config: ModelConfig, dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, 1, T, head_dim / 2] of positions [B, T], computed in float32, then rounded.
+    """Return cos and sin [B, 1, T, head_dim / 2] of positions [B, T], computed in float32.
 
     The 'llama3' scheme stretches long wavelengths by `factor` and keeps short ones, with a linear
     transition between them. It applies at every length, not only beyond the original context.
     """
     half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     frequency = config.rope_theta ** (-half / config.head_dim)
-    if config.rope_scaling:
-        s = config.rope_scaling
+    if s := config.rope_scaling:
         turns = s['original_max_position_embeddings'] * frequency / (2 * math.pi)
         low, high = s['low_freq_factor'], s['high_freq_factor']
         keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -307,7 +299,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------
 
 def explicit_mask(positions: Tensor, ends: Tensor, window: int | None) -> Tensor:
-    """bool [B, 1, T, T]: may the token at row index i (third axis) see the one at j (fourth)?"""
+    """Return bool [B, 1, T, T]: may the token at row index i (axis 2) see the one at j (axis 3)?"""
     index = torch.arange(ends.shape[1], device=ends.device)
     mask = (index <= index[:, None]) & (index[:, None] < ends[:, None, :])
     if window is not None:
@@ -316,7 +308,7 @@ def explicit_mask(positions: Tensor, ends: Tensor, window: int | None) -> Tensor
 
 
 def attend_explicit(q, k, v, mask, scale, softcap):
-    """Attention of q [B, H, T, hd] to k and v [B, H_kv, T, hd]: [B, H, T, hd].
+    """Return the attention [B, H, T, hd] of q [B, H, T, hd] to k and v [B, H_kv, T, hd].
 
     mask: bool [B, 1, T, T], or None for causal. For the heads of Llama 3.1 8B on an H200, cuDNN
     takes 1.2 ms for the causal case, FlexAttention 1.8 ms.
@@ -332,45 +324,39 @@ def attend_explicit(q, k, v, mask, scale, softcap):
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
+compiled = functools.cache(torch.compile)   # once for a function and its options
+
+
 def flex_mask(positions: Tensor, ends: Tensor, window: int | None, options: dict) -> tuple:
-    """(the BlockMask of the same rule as `explicit_mask`, FlexAttention's kernel_options)."""
+    """Return (the BlockMask of the rule of `explicit_mask`, FlexAttention's kernel_options)."""
     def visible(b, h, i, j):
         seen = (j <= i) & (i < ends[b, j])
         if window is not None:
             seen = seen & (positions[b, i] - positions[b, j] < window)
         return seen
     B, T = ends.shape
-    make = _compiled_mask(T > 4096) if ends.is_cuda else create_block_mask
+    # a fixed length makes the mask in 0.1 ms instead of 0.4, but Triton unrolls the row: at 16,384
+    # tokens compiling that takes two minutes
+    dynamic = True if T > 4096 else None
+    make = compiled(create_block_mask, dynamic=dynamic) if ends.is_cuda else create_block_mask
     return make(visible, B, None, T, T, device=str(ends.device)), options
 
 
 def attend_flex(q, k, v, mask, scale, score_mod):
-    """`attend_explicit` with a mask of `flex_mask` and the cap as `cap_scores(softcap)` or None.
+    """Return what `attend_explicit` does; mask from `flex_mask`, score_mod from `cap_scores`.
 
     Outside CUDA it runs uncompiled, slowly and without gradients: for tests.
     """
     block_mask, options = mask
     direct = torch.compiler.is_compiling() or not q.is_cuda
-    attend = flex_attention if direct else _compiled_flex()
+    attend = flex_attention if direct else compiled(flex_attention, dynamic=False)
     return attend(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale,
                   enable_gqa=q.shape[1] != k.shape[1], kernel_options=options)
 
 
 @functools.cache
-def _compiled_flex():
-    return torch.compile(flex_attention, dynamic=False)
-
-
-@functools.cache
-def _compiled_mask(long: bool):
-    # for a fixed length, making the mask takes 0.1 ms instead of 0.4, but Triton unrolls the row:
-    # at 16,384 tokens compiling that takes two minutes
-    return torch.compile(create_block_mask, dynamic=True if long else None)
-
-
-@functools.cache
 def cap_scores(softcap: float):
-    """The score_mod softcap * tanh(score / softcap), in a form that costs the kernel half as much.
+    """Return the score_mod softcap * tanh(score / softcap) in a form of half the cost.
 
     Cached, since a new function object per layer would compile every layer anew.
     """
@@ -394,14 +380,13 @@ HOPPER_OPTIONS = {
 
 
 def flex_options(head_dim: int, x: Tensor) -> dict:
-    """FlexAttention's kernel_options for the device and type of x; {} leaves them to it."""
+    """Return FlexAttention's kernel_options for the device and type of x; {} for its own."""
     hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
     return HOPPER_OPTIONS.get(head_dim, {}) if hopper and x.dtype == torch.bfloat16 else {}
 
 
 def compile_blocks(model: CausalLM):
-    """Compile each decoder block in place, for static shapes. Blocks with the same mask share one
-    graph."""
+    """Compile each decoder block in place, for static shapes; equal masks share one graph."""
     # one process may make models of several shapes; past the default limit of 8, further blocks
     # would run uncompiled
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)

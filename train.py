@@ -83,6 +83,9 @@ class TrainConfig:
     # loss
     loss: str = 'cross_entropy()'             # or 'focal(2) + z_loss(1e-4)': see docs/losses.md
     smoothing: float = 0.0                    # mass of the target spread over the vocabulary
+    logit_softcap: float | None = None        # cap the logits of a model that has no cap, and
+    logit_temperature: float = 1.0            # divide them first; saved with the model, in the key
+    #                                           `nanocal` of config.json, which only we apply
     loss_reduction: Literal['token', 'sequence'] = 'token'  # mean over the supervised tokens of a
     #                                           step, or mean of sequence means as in older recipes
     loss_memory: int | None = None            # MB of work space for the loss: less is slower;
@@ -141,6 +144,7 @@ def check_config(cfg):
     require_range(cfg, 0, math.inf, 'val_size', 'workers', 'epochs', 'lr', 'eps', 'weight_decay',
                   'grad_clip', 'seed', 'loss_memory', 'lora_alpha')
     require_range(cfg, 0, 1, 'smoothing', 'warmup', 'final_lr', 'lora_dropout')
+    require_range(cfg, 1e-3, 1e6, 'logit_softcap', 'logit_temperature')
     if not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f'betas = {cfg.betas}; each must be at least 0 and less than 1')
     if cfg.lora and (not cfg.lora_targets or set(cfg.lora_targets) - set(LORA_TARGETS)):
@@ -341,7 +345,7 @@ def train(cfg):
         torch.manual_seed(cfg.seed)
         with first_process_first():
             base = checkpoint.fetch(cfg.model, cfg.revision)
-            config = checkpoint.read_config(base, cfg.shape)
+            config = logit_config(cfg, checkpoint.read_config(base, cfg.shape))
             tokenizer = checkpoint.load_model_tokenizer(base, config)
             if cfg.max_length > config.max_position_embeddings:
                 raise ConfigError(f'max_length = {cfg.max_length}, but the context of {cfg.model} '
@@ -364,6 +368,16 @@ def train(cfg):
     return results
 
 
+def logit_config(cfg, config):
+    """Return the model's config with the soft-cap and the temperature that the run gives it."""
+    if cfg.logit_softcap is not None:
+        if config.final_logit_softcapping is not None:
+            raise ConfigError(f'logit_softcap = {cfg.logit_softcap}, but {cfg.model} has a cap of '
+                              f'{config.final_logit_softcapping}; leave it out')
+        config = replace(config, final_logit_softcapping=cfg.logit_softcap)
+    return replace(config, temperature=config.temperature * cfg.logit_temperature)
+
+
 def build_model(cfg, config, base, device):
     """Return the model to train: loaded or random, with adapters, compiled, sharded."""
     dtype = pick_dtype(cfg.dtype, device)
@@ -373,6 +387,8 @@ def build_model(cfg, config, base, device):
         model.to(device, dtype)
     else:
         model = checkpoint.load(base, device, dtype)
+        model.config.final_logit_softcapping = config.final_logit_softcapping
+        model.config.temperature = config.temperature
     return prepare(model, cfg, device)
 
 

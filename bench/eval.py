@@ -7,8 +7,6 @@ The models have random weights. Ours is timed with everything; of the loop, whic
 lm-evaluation-harness does, only the forward passes are. Writes out/bench_eval.json and its picture.
 """
 
-import json
-import shutil
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -19,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
+import checkpoint
 from bench.common import (DEVICE, MODELS, compiled_graphs, failure, free_memory, load, now,
                           our_model, peak_gib, peer_model, reset_peak_memory, save, versions)
-from checkpoint import load_model_tokenizer
 from configs import ConfigError, load_config
 from data.tasks import load_tasks
 from evaluate import EvalConfig, evaluate, option_log_probs
@@ -82,15 +80,14 @@ def matrix_rate():
 
 def measure_ours(raw, config, folder, rate):
     """Time MMLU from its files to results.json, after a few questions that compile."""
-    (folder / 'config.json').write_text(json.dumps(raw))
-    for file in Path(config.tokenizer).glob('tokenizer.model*'):
-        shutil.copyfile(file, folder / file.name)
+    model = our_model(raw).eval()
+    checkpoint.save(model, folder, torch.bfloat16, side_files=config.tokenizer)
+    if DEVICE == 'cuda':
+        compile_blocks(model)
     cfg = EvalConfig(model=str(folder), tasks=(f'mmlu:{config.data}',), dtype='bfloat16',
                      device=DEVICE, pack_len=PACK_LEN, add_bos=True, max_length=8192,
                      overwrite=True, out_dir=str(folder / 'out'))
-    tokenizer, model = load_model_tokenizer(folder), our_model(raw).eval()
-    if DEVICE == 'cuda':
-        compile_blocks(model)
+    tokenizer = checkpoint.load_model_tokenizer(folder)
     task = load_tasks(cfg)['mmlu']
     trees = [tree for _, tree in replace(task, validation=[]).tokenize(tokenizer, cfg)]
     started = now()

@@ -191,7 +191,8 @@ def _lines(path, file):
 
 def _jsonl_rows(path, file):
     for number, raw in _lines(path, file):
-        if not raw.strip():
+        raw = raw.strip()       # an error at the line break would count as the next line
+        if not raw:
             continue
         try:
             row = _parse_json(decode(raw, path, number), path, number)

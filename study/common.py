@@ -42,7 +42,7 @@ def evaluation(world, forms, **settings):
 
 
 def tuning(experiment, name, seed, root, base='base', **settings):
-    """Return the config that tunes the model `base` of base.py; `settings` are the ones that vary."""
+    """Return the config that tunes the model `base` of base.py; `settings` differ between runs."""
     source = seed_folder('base', seed, root)
     return TrainConfig(**{
         'model': f'{source}/{base}',
@@ -89,3 +89,5 @@ def main(runs, prepare=None, finish=None):
     except Stopped as stopped:
         print(stopped)
         sys.exit(128 + stopped.signal)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -62,6 +62,7 @@ def test_evaluation(small, tmp_path, monkeypatch, capsys):
     for split, part in (('dev', rows[:5]), ('test', rows[5:])):
         write_rows(tmp_path / 'mmlu' / f'{split}.jsonl', part)
     monkeypatch.setattr(bench.eval, 'matrix_rate', lambda: 1e12)
+    monkeypatch.setattr(bench.eval, 'busy_share', lambda call: len(call()) and 1.0)
     tables = bench.eval.bench(bench.eval.BenchConfig(
         shape='llama32_1b', data=str(tmp_path / 'mmlu'), tokenizer=str(tokenizer), sample=8))
     ours, peer = tables[0]['results']['ours'], tables[0]['results']['Hugging Face']

@@ -129,18 +129,19 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
      f'tensor {KEY} has shape [2, 3], config.json wants [80, 48]'),
     (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(80, 48, dtype=torch.int8)})),
      f'tensor {KEY} is I8; quantized weights are not supported'),
-    (lambda f: os.truncate(f / 'model.safetensors', 5000), 'truncated or not a safetensors file'),
+    (lambda f: os.truncate(f / 'model.safetensors', 5000),
+     'truncated, out of date or not a safetensors file'),
     (lambda f: (f / 'model.safetensors').unlink(), 'has no model.safetensors'),
     (lambda f: (f / 'config.json').unlink(), 'is not a model folder: it has no config.json'),
     (lambda f: (f / 'config.json').write_text('{'), 'not valid JSON'),
     (lambda f: edit_config(f, num_hidden_layers=...), 'num_hidden_layers is missing'),
     (lambda f: edit_config(f, model_type='gpt2'), "model_type is 'gpt2'"),
-    (lambda f: (f / 'config.json').write_text('[]'), 'model_type is None'),
+    (lambda f: (f / 'config.json').write_text('[]'), 'config.json: not a JSON object'),
     (lambda f: edit_config(f, hidden_size=None), 
      'hidden_size = None is not supported; it must be an integer from 1 to'),
     (lambda f: edit_config(f, hidden_act='gelu'), "hidden_act = 'gelu' is not supported; it must"),
     (lambda f: edit_config(f, rope_parameters={'rope_type': 'llama3'}),
-     "rope_parameters of rope_type 'llama3' lacks "),
+     "rope_parameters with rope_type 'llama3' must have all of factor, low_freq"),
     (lambda f: edit_config(f, attention_bias=True), 'attention_bias = True is not supported'),
     (lambda f: edit_config(f, rope_parameters={'rope_type': 'yarn'}),
      "rope_parameters.rope_type = 'yarn'"),
@@ -153,9 +154,10 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: edit_config(f, head_dim=13), 'head_dim = 13 is odd'),
     (lambda f: rewrite(f, lambda t: t.update({KEY: t[KEY].to(torch.float8_e4m3fn)})),
      f'tensor {KEY} is F8_E4M3; quantized weights are not supported'),
-    (lambda f: write_index(f, '../model.safetensors'), "refuses '../model.safetensors'"),
-    (lambda f: write_index(f, '/etc/passwd'), "refuses '/etc/passwd'"),
-    (lambda f: write_index(f, 'gone.safetensors'), 'names gone.safetensors, which is not there'),
+    (lambda f: write_index(f, '../model.safetensors'),
+     "names '../model.safetensors', which is not a .safetensors file in this folder"),
+    (lambda f: write_index(f, '/etc/passwd'), "names '/etc/passwd', which is not"),
+    (lambda f: write_index(f, 'gone.safetensors'), "names 'gone.safetensors', which is not"),
 ])
 def test_damaged_checkpoints(folder, damage, message):
     damage(folder)
@@ -221,7 +223,7 @@ ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
     (True, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}}),
     (True, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 500.0}),
     (True, {'rope_scaling': ROPE, 'rope_theta': 500.0}),
-    (True, {'rope_scaling': ROPE, 'rope_parameters': ROPE}),
+    (False, {'rope_scaling': ROPE, 'rope_parameters': ROPE}),
     (True, {'rope_scaling': {'type': 'llama3'} | ROPE}),
     (True, {'rope_scaling': {}, 'rope_parameters': LLAMA3_ROPE}),
     (True, {'rope_scaling': ROPE, 'original_max_position_embeddings': 32}),
@@ -266,7 +268,7 @@ def test_mistral_with_layer_types_is_ministral(layer_types, tmp_path):
 @pytest.mark.parametrize('name, changes, message', [
     ('gemma2', {'layer_types': ['full_attention', 'chunked_attention'] * 2}, 'layer_types = '),
     ('gemma2', {'layer_types': ['full_attention']}, 'layer_types has 1 items for num_hidden'),
-    ('gemma2', {'sliding_window': None}, 'sliding_window = None is not supported for gemma2'),
+    ('gemma2', {'sliding_window': None}, 'sliding_window = None is not supported; it must'),
     ('mistral', {'layer_types': ['full_attention'] * 3}, 'sliding_window = None beside layer_')])
 def test_layer_types_that_are_refused(name, changes, message, tmp_path):
     reference_model(name, tmp_path)

@@ -29,7 +29,7 @@ def test_the_demo_leaves_a_report(small_world):
     folder, printed = small_world
     table = printed.split('\nquestions (')[-1]
     header, _, *rows = table.split('\n')[1:6]
-    assert header.split()[:2] == ['questions', 'accuracy']
+    assert header.split()[:3] == ['run', 'questions', 'accuracy']
     assert [row.split()[0] for row in rows] == ['base', 'tuned', 'tuned_ls01']
     for row, run in zip(rows, ('base', 'tuned', 'tuned_ls01'), strict=True):
         pooled = json.loads((folder / run / 'results.json').read_text())[

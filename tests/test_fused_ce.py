@@ -583,7 +583,8 @@ def test_ce_target_anywhere(ce_device):
         smoothed_cross_entropy(hidden, weight, target.cpu(), ignore_index=None)
 
 
-@pytest.mark.parametrize('dtype', [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32])
+@pytest.mark.parametrize('dtype', [torch.uint8, torch.int8, torch.int16, torch.uint16,
+                                   torch.uint32])
 def test_ce_ignore_index_in_a_narrow_target(ce_device, dtype):
     hidden, weight, target = ce_inputs(5, 16, 300, ce_device, ignored=0)
     target = (target % 100).index_fill(0, torch.tensor([2], device=ce_device), 100)
@@ -797,7 +798,8 @@ def test_loss_of_a_user(ce_device, monkeypatch):
     # a term of one's own, with a coefficient that is one number: the entropy, squared
     squared = Loss(lambda s: s.entropy ** 2,
                    lambda s: {'a': -2 * s.entropy ** 2, 'b': -2 * s.entropy}, ('entropy',), False)
-    expected = loss_reference(lambda z, y: brier_of(z, y) + entropy_of(z) ** 2, hidden, weight, target)
+    expected = loss_reference(lambda z, y: brier_of(z, y) + entropy_of(z) ** 2, hidden, weight,
+                              target)
     assert_close(loss_ours(brier() + squared, hidden, weight, target), expected, 2e-5)
     monkeypatch.setitem(LOSSES, 'poly1', poly1)
     assert_close(loss_ours(parse_loss('poly1(2.0)'), hidden, weight, target),
@@ -845,8 +847,9 @@ def test_loss_refuses_what_is_no_loss():
         with pytest.raises(ValueError, match='loss must be one whole Loss'):
             fused_loss(hidden, weight, target, wrong)
     nan, inf = float('nan'), float('inf')
-    for make, wrong in ((smoothing, (-0.1, 1.1, nan)), (gce, (0, 1.1, nan)), (focal, (-1, nan, inf)),
-                        (entropy_weighted, (-1, nan)), (z_loss, (-1e-4, nan)),
+    for make, wrong in ((smoothing, (-0.1, 1.1, nan)), (gce, (0, 1.1, nan)),
+                        (focal, (-1, nan, inf)), (entropy_weighted, (-1, nan)),
+                        (z_loss, (-1e-4, nan)),
                         (confidence_penalty, (nan, inf))):
         for x in wrong:
             with pytest.raises(ValueError, match=f'{make.__name__}.*got'):
@@ -856,7 +859,8 @@ def test_loss_refuses_what_is_no_loss():
 def test_parse_loss():
     hidden, weight, target = ce_inputs(5, 8, 20)
     for text, loss in (('focal(2) + z_loss(1e-4)', focal(2) + z_loss(1e-4)),
-                       ('  brier()', brier()), ('spherical()+smoothing(.1)', spherical() + smoothing(0.1)),
+                       ('  brier()', brier()),
+                       ('spherical()+smoothing(.1)', spherical() + smoothing(0.1)),
                        ('dft() + confidence_penalty(-0.5) + z_loss(1)',
                         dft() + confidence_penalty(-0.5) + z_loss(1))):
         assert all(map(torch.equal, loss_ours(parse_loss(text), hidden, weight, target),
@@ -871,7 +875,8 @@ def test_parse_loss():
                           ('focal(__import__("os"))', 'there is no'), ('focal(True)', 'numbers'),
                           ('focal(brier())', 'not supported'), ('2 + brier()', 'unsupported'),
                           ('os.focal(2)', 'write a sum'), ('smoothing(0.1)', 'has terms only')):
-        with pytest.raises(ValueError, match=f'loss {re.escape(repr(text))}: .*{re.escape(message)}'):
+        found = f'loss {re.escape(repr(text))}: .*{re.escape(message)}'
+        with pytest.raises(ValueError, match=found):
             parse_loss(text)
 
 

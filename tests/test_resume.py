@@ -139,8 +139,9 @@ def test_a_finished_run_only_reports_what_is_missing(small_world, tmp_path, monk
     shutil.copytree(small_world[0] / 'tuned', again)
     config = [str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={again}', '--resume']
     def numbers():
+        tasks = json.loads((again / 'results.json').read_text())['tasks']
         return {task: {key: value for key, value in result.items() if key != 'scoring_seconds'}
-                for task, result in json.loads((again / 'results.json').read_text())['tasks'].items()}
+                for task, result in tasks.items()}
     before = numbers()
     (again / 'results.json').unlink()
     monkeypatch.setattr(train, 'optimize', None)

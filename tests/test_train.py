@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from common import (
     HERE,
     documents,
@@ -37,6 +38,62 @@ from data import DataError, packing
 
 def tiny_config(**values):
     return train.TrainConfig(**({'dtype': 'float32', 'pack_len': 48, 'device': 'cpu'} | values))
+
+
+@pytest.fixture(scope='module')
+def tiny_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('tiny')
+    reference_model('gemma2', folder)
+    return checkpoint.load(folder)
+
+
+@pytest.mark.parametrize('reduction', ['token', 'sequence'])
+def test_micro_batches_change_nothing(tiny_model, reduction):
+    packed = packing.pack(documents(0, [40, 7, 25, 30, 44, 12, 9]), 48)
+    results = [gradients(tiny_model, packed, tiny_config(
+        micro_rows=n, smoothing=0.1, loss_reduction=reduction)) for n in (1, 2, 100)]
+    for loss, _, gradient in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-6)
+        assert (gradient - results[0][2]).norm() < 1e-5 * gradient.norm()
+
+
+
+@pytest.mark.parametrize('reduction', ['token', 'sequence'])
+def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
+    sequences = documents(1, [40, 7, 25, 30])
+    loss, nll, gradient = gradients(tiny_model, packing.pack(sequences, 48), tiny_config(
+        smoothing=0.1, loss_reduction=reduction))
+    tiny_model.zero_grad()
+    cap = tiny_model.config.final_logit_softcapping
+    losses, nlls = [], []
+    for tokens, loss_mask in sequences:
+        row = torch.from_numpy(tokens)[None]
+        z = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1]
+        assert cap == 3.0 and z.abs().max() < cap
+        kept = torch.from_numpy(loss_mask[1:]) > 0
+        losses.append(F.cross_entropy(z[kept], row[0, 1:][kept], label_smoothing=0.1,
+                                      reduction='none'))
+        nlls.append(F.cross_entropy(z[kept], row[0, 1:][kept], reduction='none'))
+    def mean(rows):
+        return torch.cat(rows).mean() if reduction == 'token' else torch.stack(
+            [r.mean() for r in rows]).mean()
+    mean(losses).backward()
+    expected = torch.cat([p.grad.flatten() for p in tiny_model.parameters()])
+    assert loss == pytest.approx(mean(losses).item(), rel=1e-5)
+    assert nll == pytest.approx(mean(nlls).item(), rel=1e-5)
+    assert (gradient - expected).norm() < 1e-5 * expected.norm()
+
+
+
+def test_learning_rate_schedule():
+    cfg = tiny_config(lr=1.0, warmup=0.1, final_lr=0.1)
+    rates = [train.learning_rate(s, 100, cfg) for s in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
+    assert rates[10] == pytest.approx(1.0) and rates[55] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert all(a >= b for a, b in zip(rates[9:], rates[10:])) and 0.1 < rates[99] < 0.12
+    cosine = dataclasses.replace(cfg, schedule='cosine')
+    assert train.learning_rate(55, 100, cosine) == pytest.approx(0.55)
+    assert train.learning_rate(0, 1, cfg) == 1.0
 
 
 def test_results_follow_from_the_samples(small_world):
@@ -114,8 +171,8 @@ def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
 
 def test_a_nan_loss_stops_the_run(small_world, tmp_path):
     folder, _ = small_world
-    with pytest.raises(train.TrainingError, match='step 1: loss nan.* not finite in model.norm.weight'
-                       '; there is no checkpoint yet'):
+    with pytest.raises(train.TrainingError, match='step 1: loss nan.* not finite in '
+                       'model.norm.weight; there is no checkpoint yet'):
         broken = tmp_path / 'broken'
         shutil.copytree(folder / 'base', broken)
         rewrite(broken, lambda t: t['model.norm.weight'].fill_(torch.nan))
@@ -124,8 +181,46 @@ def test_a_nan_loss_stops_the_run(small_world, tmp_path):
     assert not (tmp_path / 'run' / 'model.safetensors').exists()
 
 
+def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
+    config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--max_steps=2', '--eval=None']
+    train.main([*config, f'--out_dir={tmp_path / "a"}', '--loss=focal(2) + z_loss(1e-4)',
+                '--smoothing=0.1', '--logit_softcap=20.0', '--logit_temperature=1.5'])
+    assert 'transformers and vLLM will not' in capsys.readouterr().out
+    saved = json.loads((tmp_path / 'a' / 'config.json').read_text())
+    assert saved['nanocal'] == {'softcap': 20.0, 'temperature': 1.5}
+    model = checkpoint.load(tmp_path / 'a')
+    assert (model.softcap, model.temperature) == (20.0, 1.5)
+    first = json.loads((tmp_path / 'a' / 'log.jsonl').read_text().splitlines()[0])
+    assert first['nll'] > 0 and first['loss'] != pytest.approx(first['nll'], rel=1e-3)
+    # the loss of the first step, from the base model's logits
+    cfg = configs.load_config(train.TrainConfig, [str(tmp_path / 'a' / 'train_config.py')])
+    base = checkpoint.load(cfg.model)
+    tokenizer = checkpoint.load_model_tokenizer(cfg.model)
+    sequences, kept, _ = train.load_sequences(cfg, tokenizer)
+    [(_, packed), _] = train.batches(cfg, sequences, kept, 0, 2, 1)
+    tokens, positions, ends, targets = (torch.from_numpy(packed[key]) for key in (
+        'tokens', 'positions', 'ends', 'targets'))
+    z = F.linear(base(tokens, positions, ends), base.head)[targets >= 0].double() / 1.5
+    z = 20 * torch.tanh(z / 20)
+    nll = F.cross_entropy(z, targets[targets >= 0], reduction='none')
+    p_y, lse = (-nll).exp(), z.logsumexp(1)
+    expected = ((1 - p_y) ** 2 * nll + 1e-4 * lse ** 2
+                + 0.1 * (z.gather(1, targets[targets >= 0][:, None])[:, 0] - z.mean(1))).mean()
+    assert first['nll'] == pytest.approx(nll.mean().item(), rel=1e-5)
+    assert first['loss'] == pytest.approx(expected.item(), rel=1e-5)
+    for bad, message in (('--loss=focl(2)', "did you mean 'focal'"),
+                         ('--loss=z_loss(1e-4)', 'whole'), ('--logit_temperature=0', 'between')):
+        with pytest.raises(configs.ConfigError, match=message):
+            train.main([*config, bad, f'--out_dir={tmp_path / "b"}'])
+    reference_model('gemma2', tmp_path / 'gemma')
+    with pytest.raises(configs.ConfigError, match='has a cap of 3.0; leave it out'):
+        train.logit_config(tiny_config(logit_softcap=9.0),
+                           checkpoint.read_config(tmp_path / 'gemma'))
+
+
 def test_a_sweep_skips_what_is_done(small_world, tmp_path, monkeypatch):
-    cfg = configs.load_config(train.TrainConfig, [str(small_world[0] / 'tuned' / 'train_config.py')])
+    path = small_world[0] / 'tuned' / 'train_config.py'
+    cfg = configs.load_config(train.TrainConfig, [str(path)])
     cfg = dataclasses.replace(cfg, eval_before=True, resume=True, max_steps=2, epochs=1.0)
 
     def sweep():
@@ -180,10 +275,10 @@ def test_validation_reports_the_next_tokens_ece(tiny_model):
     packed = packing.pack(documents(4, [40, 31, 48, 9]), 48)
     found = train.validation_loss(tiny_model, packed, tiny_config(smoothing=0.1), 'cpu')
     confidence, right, nll = [], [], []
-    for tokens, learnt in documents(4, [40, 31, 48, 9]):
+    for tokens, loss_mask in documents(4, [40, 31, 48, 9]):
         row = torch.from_numpy(tokens)[None]
         p = tiny_model.logits(tiny_model(row, *whole_rows(row)))[0, :-1].softmax(-1)
-        kept = torch.from_numpy(learnt[1:]) > 0
+        kept = torch.from_numpy(loss_mask[1:]) > 0
         p, labels = p[kept].detach(), row[0, 1:][kept]
         confidence += p.max(-1).values.tolist()
         right += (p.argmax(-1) == labels).tolist()
@@ -220,7 +315,7 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     log = [[json.loads(line) for line in (tmp_path / n / 'log.jsonl').open()]
            for n in ('one', 'two')]
     for a, b in zip(*log, strict=True):
-        for key in ('loss', 'nll', 'grad_norm', 'tokens', 'learnt_tokens'):
+        for key in ('loss', 'nll', 'grad_norm', 'tokens', 'supervised_tokens'):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
     # bfloat16 weights with the bits that float32 has more
     half = ['--dtype=bfloat16', '--save_dtype=float32']
@@ -234,8 +329,8 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     done = two(tmp_path / 'lora', '--lora')
     assert done.returncode == 0, done.stderr
     assert (tmp_path / 'lora' / 'adapter' / 'adapter_model.safetensors').exists()
-    code = ('import sys, train, resume\nsave = resume.save\n'
-            'def stop(*a): save(*a); sys.exit(9)\nresume.save = stop\n'
+    code = ('import sys, train, resume\nsave = resume.save_checkpoint\n'
+            'def stop(*a): save(*a); sys.exit(9)\nresume.save_checkpoint = stop\n'
             'train.join_processes(); train.main(sys.argv[1:])')
     script = tmp_path / 'stop.py'
     script.write_text(code)
@@ -318,12 +413,12 @@ def bad_command_lines(folder, tmp_path):
              f'--out_dir={tmp_path / "out"}']
     return [
         ([*run, '--smothing=0.1'], "did you mean 'smoothing'"),
-        ([*run, f'--model={tmp_path / "truncated"}'], 'truncated or not a safetensors file'),
+        ([*run, f'--model={tmp_path / "truncated"}'], 'not a safetensors file'),
         ([*run, f'--data={tmp_path / "broken.jsonl"}'], 'broken.jsonl:1: broken JSON'),
         ([*run, f'--data={tmp_path / "none.jsonl"}'], 'an empty dataset'),
         ([*run, f'--model={tmp_path / "mute"}'], 'has no tokenizer.model'),
         ([*run, f'--model={tmp_path / "empty"}'], 'is not a model folder: it has no config.json'),
-        ([*run, '--model=some/model'], 'getting some/model from the hub failed'),
+        ([*run, '--model=some/model'], 'some/model from the hub failed'),
         ([*run, '--pack_len=8'], 'a sequence must fit into a row'),
         ([*run, '--batch_size=100000'], 'do not fill one step'),
         ([*run, '--smoothing=1.5'], 'smoothing = 1.5; it must be between 0 and 1'),
