@@ -81,11 +81,10 @@ def read_samples(path):
         rows.pop()
     samples, last = [], {}
     for place, row in rows:
-        if isinstance(row, DataError):
-            raise row
-        if not _is_sample(row):
-            raise DataError(f'{place}: not a sample that evaluate.py wrote; delete this line, and '
-                            f'its question is scored again')
+        if isinstance(row, DataError) or not _is_sample(row):
+            reason = row if isinstance(row, DataError) else (
+                f'{place}: not a sample that evaluate.py wrote')
+            raise DataError(f'{reason}; delete this line, and its question is scored again')
         last_place, other = last.get(sample_order(row), (None, {}))
         if row == other:
             continue
