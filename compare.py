@@ -113,14 +113,13 @@ def find_runs(sources):
     """Folders of runs: those named, or the runs below a folder that is not one."""
     folders = []
     for source in sources:
-        if not source.is_dir():
-            raise DataError(f'compare: there is no folder {source}')
         below = [source] if (source / 'results.json').exists() else [
             path.parent for path in sorted(source.rglob('samples.jsonl'))
             if path.with_name('results.json').exists() and path.parent.name != 'before']
         if not below:
-            raise DataError(f'compare: {source} holds no run: neither it nor a folder below it has '
-                            f'a results.json beside samples.jsonl; evaluate first')
+            raise DataError(f'compare: {source} holds no run: ' + (
+                'neither it nor a folder below it has a results.json beside samples.jsonl; '
+                'evaluate first' if source.is_dir() else 'there is no such folder'))
         folders += [folder.resolve() for folder in below]
     return folders
 
@@ -189,18 +188,19 @@ def compare_questions(runs, cfg, out_dir):
             f'{name}: {", ".join(of_run)}' for name, of_run in zip(names, samples, strict=True)))
     all_lines, texts, parts, diagrams = [], [], [], {}
     for task in tasks:
-        answers = [Answers(of_run[task], run.results[task]['norm'])
-                   for run, of_run in zip(runs, samples, strict=True)]
-        diagrams[task] = [(name, a.predictions) for name, a in zip(names, answers, strict=True)]
-        lines = question_lines(task, runs, names, answers)
+        asked = [of_run[task] for of_run in samples]
+        answers = [predictions(of_run, run.results[task]['norm'])
+                   for run, of_run in zip(runs, asked, strict=True)]
+        diagrams[task] = list(zip(names, answers, strict=True))
+        reports = reports_by_language(asked, answers)
+        table, lines = question_table(task, runs, names, reports)
         differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p']]
-        for (name, first), (other_name, other) in itertools.combinations(
-                zip(names, answers, strict=True), 2):
-            differences += difference(f'{other_name} - {name}', first, other, cfg)
-        titles = dict.fromkeys(task_title(task, run.results[task]) for run in runs)
-        title = next(iter(titles)) if len(titles) == 1 else f'{task}: ' + ', '.join(
+        for pair in itertools.combinations(range(len(runs)), 2):
+            differences += difference(*([x[i] for i in pair] for x in (
+                names, asked, answers, reports)), cfg)
+        titles = {task_title(task, run.results[task]) for run in runs}
+        title = titles.pop() if len(titles) == 1 else f'{task}: ' + ', '.join(
             task_title(name, run.results[task]) for name, run in zip(names, runs, strict=True))
-        table = question_table(lines)
         texts.append(f'\n{title}\n{aligned(table)}\n(* the best)\n\n{aligned(differences)}')
         parts.append(f'### {title}\n\n{markdown(table)}\n\\* the best\n\n{markdown(differences)}')
         all_lines += lines
@@ -221,69 +221,55 @@ def label_runs(folders):
             return names
 
 
-class Answers:
-    """What one run answered to the questions of one task."""
-
-    def __init__(self, samples, norm):
-        # of a question with other options the same id is of another question
-        self.questions = [(*sample_order(s)[2:], s.get('answer', s.get('token')),
-                           len(s.get('options', ()))) for s in samples]
-        self.predictions = predictions(samples, norm)
-        languages = np.array([s.get('language', '') for s in samples])
-        self.reports = {language: self.predictions.at(languages == language).report()
-                        for language in sorted({*languages.tolist()})}
-        self.pooled = self.predictions.report()
+def reports_by_language(samples, answers):
+    """[{language: report}] of the runs, for the languages that all have, if several, and 'pooled'.
+    """
+    languages = [np.array([s.get('language', '') for s in of_run]) for of_run in samples]
+    shared = sorted(set.intersection(*(set(of_run.tolist()) for of_run in languages)))
+    return [{x: p.at(of_run == x).report() for x in shared if len(shared) > 1}
+            | {'pooled': p.report()} for of_run, p in zip(languages, answers, strict=True)]
 
 
-def shared_languages(answers):
-    """The languages that all have, if there are several."""
-    shared = [x for x in answers[0].reports if all(x in other.reports for other in answers)]
-    return shared if len(shared) > 1 else []
-
-
-def question_lines(task, runs, names, answers):
-    """The lines of compare.csv of one task."""
-    return [{'run': name, 'model': run.model, 'dataset': task, 'smoothing': run.smoothing,
-             'language': language} | of_run.reports.get(language, of_run.pooled)
-            for language in (*shared_languages(answers), 'pooled')
-            for name, run, of_run in zip(names, runs, answers, strict=True)]
-
-
-def question_table(lines):
-    """The lines of one task as cells, with a star at the best of a language."""
+def question_table(task, runs, names, reports):
+    """(cells of the table of one task, a star at the best; the same as lines of the CSV)"""
     labels = ['run', 'model', 'dataset', 'smoothing', 'language']
-    table = [[*labels, 'questions', *(TITLES[metric] for metric in COMPARED)]]
-    for line in lines:
-        cells = [*(line[label] for label in labels), str(line['n'])]
-        for metric, sign in COMPARED.items():
-            best = max(sign * other[metric] for other in lines
-                       if other['language'] == line['language'])
-            cells.append(f'{line[metric]:.3f}' + (' *' if sign and sign * line[metric] == best
-                                                  else '  '))
-        table.append(cells)
-    return table
+    table, lines = [[*labels, 'questions', *(TITLES[metric] for metric in COMPARED)]], []
+    for language in reports[0]:
+        best = {metric: max(sign * of_run[language][metric] for of_run in reports)
+                for metric, sign in COMPARED.items() if sign}
+        for name, run, of_run in zip(names, runs, reports, strict=True):
+            values, report = [name, run.model, task, run.smoothing, language], of_run[language]
+            stars = [' *' if sign * report[metric] == best.get(metric) else '  '
+                     for metric, sign in COMPARED.items()]
+            table.append([*values, str(report['n']), *(
+                f'{report[metric]:.3f}{star}' for metric, star in zip(COMPARED, stars))])
+            lines.append(dict(zip(labels, values, strict=True)) | report)
+    return table, lines
 
 
-def difference(name, first, other, cfg):
-    """Rows of a table: other - first in each metric, over questions and over languages."""
-    shared = set(first.questions) & set(other.questions)
+def difference(names, samples, answers, reports, cfg):
+    """Rows of a table: the second run - the first, over questions and over languages."""
+    # with other options the same id is of another question
+    keys = [[(*sample_order(s)[2:], s.get('answer', s.get('token')), len(s.get('options', ())))
+             for s in of_run] for of_run in samples]
+    name, shared = f'{names[1]} - {names[0]}', set(keys[0]) & set(keys[1])
     if len(shared) < 2:
         return [[name, 'questions', str(len(shared)), '', '', '', '']]
-    a, b = (answers.predictions.at([question in shared for question in answers.questions])
-            for answers in (first, other))
     # the same draws for both, since seed and number of questions are the same
-    reports, resampled = measure({0: a, 1: b}, cfg.n_bootstrap, cfg.seed)
+    shown, resampled = measure(
+        {i: answers[i].at([key in shared for key in keys[i]]) for i in (0, 1)},
+        cfg.n_bootstrap, cfg.seed)
     rows = []
     for metric in COMPARED if cfg.n_bootstrap else ():
         d = resampled[1][metric] - resampled[0][metric]
         low, high = np.percentile(d, (2.5, 97.5))
         p = min(1.0, 2 * (1 + min((d <= 0).sum(), (d >= 0).sum())) / (1 + len(d)))
         rows.append([name, 'questions', str(len(shared)), TITLES[metric],
-                     f'{reports[1][metric] - reports[0][metric]:+.4f}', f'{low:+.4f} {high:+.4f}',
+                     f'{shown[1][metric] - shown[0][metric]:+.4f}', f'{low:+.4f} {high:+.4f}',
                      f'{p:.3f}'])
-    languages = shared_languages([first, other])
+    languages = [x for x in reports[0] if x != 'pooled']
     for metric in COMPARED if languages else ():
-        mean, t, p = stats.student_t([other.reports[x][metric] - first.reports[x][metric]
+        mean, t, p = stats.student_t([reports[1][x][metric] - reports[0][x][metric]
                                       for x in languages])
         rows.append([name, f'{len(languages)} languages', '', TITLES[metric], f'{mean:+.4f}',
                      f't = {t:.2f}', f'{p:.2g}'])
@@ -309,16 +295,15 @@ def compare_seeds(runs, tables, cfg, out_dir):
         raise ConfigError('compare: a run is there twice, with the same name, seed and task; with '
                           'a compare.csv each has to have a name of its own')
     axes = [*cfg.panel, *(cfg.by or ()), *((cfg.x,) if cfg.x else ())]
-    columns = columns_of(lines)
-    check_known('panel, by and x', axes, [c for c in columns if not is_metric(c)])
-    check_known('metrics', cfg.metrics or [''], [c for c in columns if is_metric(c)])
+    check_known('panel, by and x', axes, [c for c in columns_of(lines) if not is_metric(c)])
+    check_known('metrics', cfg.metrics or [''], filter(is_metric, columns_of(lines)))
     check_known('reference', cfg.reference, {line['kind'] for line in lines})
     if len(set(axes)) < len(axes):
         raise ConfigError(f'a column is named twice in panel, by and x: {", ".join(axes)}')
     named = {*axes, *(rule.partition('=')[0] for rule in cfg.where)}
     lines = drop_constant_settings(lines, named)
     shown = pool_lines(lines, named)
-    cfg = replace(cfg, **choose_axes(shown, cfg))
+    cfg = choose_axes(shown, cfg)
     groups, reference = group_lines(shown, cfg)
     table = seed_table(groups, reference, cfg)
     write_text(out_dir / 'compare.csv', csv_text(lines))
@@ -404,10 +389,10 @@ def read_lines(path):
 
 def check_known(setting, values, known):
     """Raise ConfigError for the first of `values` that is not among the `known` ones."""
+    known = sorted(known)
     for value in values:
         if value not in known:
-            raise ConfigError(f'{setting}: there is no {value!r}; there are '
-                              f'{", ".join(sorted(known))}')
+            raise ConfigError(f'{setting}: there is no {value!r}; there are {", ".join(known)}')
 
 
 def apply_where(lines, where):
@@ -447,7 +432,7 @@ def pool_lines(lines, named):
 
 
 def choose_axes(lines, cfg):
-    """{'x', 'by'}: as given, else the columns in which runs of one seed differ: all runs are shown.
+    """`cfg` with x and by: as given, else all columns in which runs of one seed differ.
 
     The first such column is x, the others are `by`: settings first, then what was scored, then
     kind and run. None is chosen whose values follow from those of the others.
@@ -464,7 +449,7 @@ def choose_axes(lines, cfg):
         if n_groups(others) == n_groups(chosen):
             chosen = others
     x = cfg.x or (chosen.pop(0) if chosen else 'kind')
-    return {'x': x, 'by': tuple(chosen) if cfg.by is None else cfg.by}
+    return replace(cfg, x=x, by=tuple(chosen) if cfg.by is None else cfg.by)
 
 
 def group_lines(lines, cfg):
@@ -529,12 +514,11 @@ def seed_table(groups, reference, cfg):
 
     The differences are to the reference of the panel, and to the first x of the same line.
     """
-    base, first_x = reference_name(cfg), {}
-    for panel, by, x in groups:
-        first_x.setdefault((panel, by), x)
-    first = f'the first {cfg.x}'
-    if len(set(first_x.values())) == 1:
-        first = ('' if cfg.x in SELF_EVIDENT else f'{cfg.x} ') + next(iter(first_x.values()))
+    base = reference_name(cfg)
+    first_x = {(panel, by): x for panel, by, x in reversed(groups)}
+    first, *others = set(first_x.values())
+    first = f'the first {cfg.x}' if others else (
+        first if cfg.x in SELF_EVIDENT else f'{cfg.x} {first}')
     head = [*cfg.panel, *cfg.by, cfg.x, 'seeds']
     for metric in cfg.metrics:
         title = TITLES.get(metric, metric)

@@ -7,6 +7,7 @@ import contextlib
 import csv
 import functools
 import io
+import itertools
 import json
 import math
 import operator
@@ -80,11 +81,10 @@ def read_samples(path):
         rows.pop()
     samples, last = [], {}
     for place, row in rows:
-        if isinstance(row, DataError):
-            raise row
-        if not _is_sample(row):
-            raise DataError(f'{place}: not a sample that evaluate.py wrote; delete this line, and '
-                            f'its question is scored again')
+        if isinstance(row, DataError) or not _is_sample(row):
+            reason = row if isinstance(row, DataError) else (
+                f'{place}: not a sample that evaluate.py wrote')
+            raise DataError(f'{reason}; delete this line, and its question is scored again')
         last_place, other = last.get(sample_order(row), (None, {}))
         if row == other:
             continue
@@ -184,11 +184,9 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     summary = {'pooled': reports.pop(('pooled', ''))}
     for (plural, name), report in reports.items():
         summary.setdefault(plural, {})[name] = report
-    for plural in ('languages', 'subjects'):
-        if plural in summary:
-            summary['macro'] = mean_report(summary[plural].values(), [
-                resampled.get((plural, name)) for name in summary[plural]])
-            break
+    if plural := next((x for x in ('languages', 'subjects') if x in summary), None):
+        summary['macro'] = mean_report([*summary[plural].values()], [
+            resampled.get((plural, name)) for name in summary[plural]])
     if 'log_probs' in samples[0]:
         summary['mass'] = float(np.mean([np.exp(s['log_probs']).sum() for s in samples]))
     if fit:
@@ -204,23 +202,23 @@ def measure(groups, n_bootstrap, seed):
     group are drawn in parts that depend on its size alone, so that the same rows give the same
     numbers on every machine.
     """
-    keys, jobs = [], []
+    jobs, reports, resampled = {}, {}, {}
     for key, group in groups.items():
         n = len(group.labels)
         n_parts = int(np.clip(2_000_000 // n, 1, 8)) if n > 2000 else 1
-        sizes = [len(part) for part in np.array_split(range(n_bootstrap), n_parts) if len(part)]
-        jobs += [functools.partial(group.bootstrap, size, [seed, part])
-                 for part, size in enumerate(sizes)] + [group.report]
-        keys += [key] * (len(sizes) + 1)
+        sizes = filter(None, map(len, np.array_split(range(n_bootstrap), n_parts)))
+        jobs[key] = [group.report, *(functools.partial(group.bootstrap, size, [seed, part])
+                                     for part, size in enumerate(sizes))]
     n_drawn = sum(len(group.labels) for group in groups.values()) * n_bootstrap
-    outcomes = parallel_map(operator.call, jobs, worth_it=n_drawn >= 3_000_000)
-    parts = {key: [] for key in groups}
-    for key, outcome in zip(keys, outcomes, strict=True):
-        parts[key].append(outcome)
-    reports = {key: outcomes.pop() for key, outcomes in parts.items()}      # the last job of each
-    resampled = {key: {name: np.concatenate([part[name] for part in of_key]) for name in of_key[0]}
-                 for key, of_key in parts.items() if of_key}
-    return {key: with_intervals(reports[key], resampled.get(key)) for key in groups}, resampled
+    outcomes = iter(parallel_map(operator.call, [*itertools.chain(*jobs.values())],
+                                 worth_it=n_drawn >= 3_000_000))
+    for key, of_key in jobs.items():
+        report, *parts = itertools.islice(outcomes, len(of_key))
+        if parts:
+            resampled[key] = {name: np.concatenate([part[name] for part in parts])
+                              for name in parts[0]}
+        reports[key] = with_intervals(report, resampled.get(key))
+    return reports, resampled
 
 
 def parallel_map(function, items, worth_it):
@@ -242,7 +240,6 @@ def with_intervals(report, resampled):
 
 def mean_report(reports, resampled):
     """The plain mean of reports; its intervals are those of the mean of the resampled groups."""
-    reports = list(reports)
     mean = {'groups': len(reports)}
     for key in reports[0]:
         if key not in ('n', 'intervals', 'accuracy_low', 'accuracy_high'):
@@ -263,30 +260,31 @@ def post_hoc(test, held_out, n_bootstrap, seed):
     'reports': {'temperature': of the scaled distribution, 'platt': of the scaled confidence}}.
     """
     n = len(test.labels)
+    if held_out is None and n < 2:
+        raise DataError('--temperature=fit needs two questions or more')
     if held_out is not None:
         parts = [(held_out, np.arange(n))]
         fitted_on = f'{len(held_out.labels)} validation questions'
     else:
-        if n < 2:
-            raise DataError('--temperature=fit needs two questions or more')
         halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
         parts = [(test.at(fit), use) for fit, use in (halves, halves[::-1])]
         fitted_on = 'the other half of the questions'
     confidence, correct = metrics.top_label(test.probs, test.labels)
-    platt, parameters, groups = np.empty(n), {'fitted_on': fitted_on, 'platt': []}, {}
-    for fit, use in parts:
-        a, b = scaling.fit_platt(*metrics.top_label(fit.probs, fit.labels))
-        parameters['platt'].append([a, b])
-        platt[use] = scaling.apply_platt(confidence[use], a, b)
+    fitted, groups = {'fitted_on': fitted_on, 'platt': []}, {}
     if test.scores is not None:
-        scores, parameters['temperature'] = np.empty_like(test.scores), []
+        scores, fitted['temperature'] = np.empty_like(test.scores), []
         for fit, use in parts:
             temperature = scaling.fit_temperature(fit.scores, fit.labels)
-            parameters['temperature'].append(temperature)
+            fitted['temperature'].append(temperature)
             scores[use] = test.scores[use] / temperature
         groups['temperature'] = test._replace(probs=metrics.softmax(scores), scores=scores)
+    platt = np.empty(n)
+    for fit, use in parts:
+        a, b = scaling.fit_platt(*metrics.top_label(fit.probs, fit.labels))
+        fitted['platt'].append([a, b])
+        platt[use] = scaling.apply_platt(confidence[use], a, b)
     groups['platt'] = Predictions(platt, correct)
-    return parameters | {'reports': measure(groups, n_bootstrap, seed)[0]}
+    return fitted | {'reports': measure(groups, n_bootstrap, seed)[0]}
 
 
 # Tables
@@ -295,8 +293,7 @@ def post_hoc(test, held_out, n_bootstrap, seed):
 def task_title(task, result):
     """What the numbers of a task are of: 'mmlu (preset mmlu, 5 shots, letters, token)'.
 
-    Says also if only a sample of the task was scored. Raises DataError for a result of an earlier
-    version, which does not say how the task was scored.
+    Raises DataError for a result of an earlier version, which does not say how it was scored.
     """
     if 'distribution' not in result:
         raise DataError(f'the results of {task} do not say how it was scored: they are of an '
@@ -307,23 +304,15 @@ def task_title(task, result):
     return f'{task} ({scored})'
 
 
-def heading(task, result):
-    """The title of a task with the fitted parameters and the mass of the options."""
-    text = task_title(task, result).removesuffix(')')
-    if 'mass' in result:
-        text += f'; the options together have probability {result["mass"]:.3f} of the model'
-    if fitted := result.get('post_hoc'):
-        values = [f'a {a:.3f}, b {b:.3f}' for a, b in fitted['platt']]
-        text += f'; Platt scaling by {" and ".join(values)}'
-        if 'temperature' in fitted:
-            text += ', temperature ' + ' and '.join(f'{t:.3f}' for t in fitted['temperature'])
-        text += f', fitted on {fitted["fitted_on"]}'
-    return text + ')'
-
-
 def notes(result):
     """What a reader of a task's table should know besides, as lines."""
     lines = []
+    if 'mass' in result:
+        lines.append(f'the options together have a mean probability of {result["mass"]:.3f}')
+    if fitted := result.get('post_hoc'):
+        values = [f'temperature {t:.3f}' for t in fitted.get('temperature', ())]
+        values += [f'Platt scaling a {a:.3f}, b {b:.3f}' for a, b in fitted['platt']]
+        lines.append(f'fitted on {fitted["fitted_on"]}: {"; ".join(values)}')
     if result.get('bad_rows'):
         lines.append(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
     if result.get('fewer_shots'):
@@ -387,8 +376,9 @@ def csv_text(lines):
 
 
 def task_text(task, result):
-    """Heading, table and notes of a task, to be printed."""
-    return '\n'.join([heading(task, result), aligned(cells(report_rows(result))), *notes(result)])
+    """Title, table and notes of a task, to be printed."""
+    table = aligned(cells(report_rows(result)))
+    return '\n'.join([task_title(task, result), table, *notes(result)])
 
 
 def print_report(runs, out_dir, pictures=True):
@@ -414,8 +404,8 @@ def print_report(runs, out_dir, pictures=True):
 
 
 def to_markdown(results):
-    """Heading, table and notes of every task, in Markdown."""
-    return '\n'.join(f'### {heading(task, result)}\n\n{markdown(cells(report_rows(result)))}'
+    """Title, table and notes of every task, in Markdown."""
+    return '\n'.join(f'### {task_title(task, result)}\n\n{markdown(cells(report_rows(result)))}'
                      + ''.join(f'\n{line}\n' for line in notes(result))
                      for task, result in results['tasks'].items())
 
@@ -436,12 +426,6 @@ def to_csv(results):
     return csv_text(lines)
 
 
-def to_json(results):
-    """`results` as JSON, with null for NaN, which JSON does not have."""
-    finite = json.loads(json.dumps(results), parse_constant=lambda name: None)
-    return json.dumps(finite, indent=1, ensure_ascii=False) + '\n'
-
-
 def write_results(results, panels, out_dir):
     """Write results.csv, .md and .json, reliability.png, and a grid for several languages.
 
@@ -452,8 +436,9 @@ def write_results(results, panels, out_dir):
     for name, to_text in (('results.csv', to_csv), ('results.md', to_markdown)):
         with warn_on_failure(out_dir / name):
             write_text(out_dir / name, to_text(results))
-    # after the tables: a folder that has results.json has them
-    write_text(out_dir / 'results.json', to_json(results))
+    # after the tables: a folder that has results.json has them; JSON has null in place of NaN
+    finite = json.loads(json.dumps(results), parse_constant=lambda name: None)
+    write_text(out_dir / 'results.json', json.dumps(finite, indent=1, ensure_ascii=False) + '\n')
     if panels:
         draw_reliability(out_dir / 'reliability.png',
                          [(task, of_all) for task, (of_all, _) in panels.items()])
@@ -475,18 +460,14 @@ def warn_on_failure(name):
 
 # Pictures
 
-# the gap between accuracy and confidence, by its sign: label and color
-GAPS = (('overconfident: confidence above accuracy', '#e8a29e'),
-        ('underconfident: confidence below accuracy', '#f5c566'))
 
-
-def draw_reliability(path, panels, n_bins=10, columns=5):
+def draw_reliability(path, panels, columns=5):
     """Draw panels = [(title, Predictions), ...] as `draw_bins` does; a failure is a warning."""
+    measured = {'accuracy': metrics.accuracy, 'confidence': metrics.mean_confidence,
+                'ECE': metrics.ece}
     with warn_on_failure(path):
-        draw_bins(path, [(title, {'accuracy': metrics.accuracy(p.probs, p.labels),
-                                  'confidence': metrics.mean_confidence(p.probs, p.labels),
-                                  'ECE': metrics.ece(p.probs, p.labels, n_bins)},
-                          metrics.bins(p.probs, p.labels, n_bins)) for title, p in panels], columns)
+        draw_bins(path, [(title, {name: metric(*p[:2]) for name, metric in measured.items()},
+                          metrics.bins(*p[:2])) for title, p in panels], columns)
 
 
 def draw_bins(path, panels, columns=5):
@@ -504,10 +485,9 @@ def draw_bins(path, panels, columns=5):
     axes = figure.subplots(2 * rows, columns, squeeze=False, sharex=True, sharey='row',
                            height_ratios=(3, 1) * rows)
     for i, panel in enumerate(panels):
-        row, column = divmod(i, columns)
-        top, bottom = axes[2 * row:2 * row + 2, column]
+        top, bottom = axes[i // columns * 2:, i % columns][:2]
         _draw_panel(top, bottom, *panel)
-        if column == 0:
+        if i % columns == 0:
             top.set_ylabel('accuracy')
             bottom.set_ylabel('share')
         if i + columns >= len(panels):
@@ -525,17 +505,17 @@ def draw_bins(path, panels, columns=5):
 
 def _draw_panel(top, bottom, title, numbers, bins):
     """One reliability diagram on the axes `top`, the shares of its bins on `bottom`."""
-    n_bins, n = len(bins['count']), bins['count'].sum()
-    used = bins['count'] > 0
-    left, width = np.arange(n_bins)[used] / n_bins, 1 / n_bins
+    used, n, width = bins['count'] > 0, bins['count'].sum(), 1 / len(bins['count'])
+    left = np.flatnonzero(used) * width
     accuracy, confidence, low, high = (bins[key][used] for key in (
         'accuracy', 'confidence', 'low', 'high'))
     bar = {'width': width, 'align': 'edge'}
     top.bar(left, accuracy, color='#4878a8', edgecolor='white', label='accuracy of the bin', **bar)
-    for (label, color), gap in zip(GAPS, (confidence - accuracy, accuracy - confidence)):
-        # bars of height 0 too, so that every picture has both colors in its legend
-        top.bar(left, np.maximum(gap, 0), color=color, label=label,
-                bottom=np.minimum(accuracy, confidence), **bar)
+    # bars of height 0 too, so that every picture has both colors in its legend
+    top.bar(left, np.maximum(confidence - accuracy, 0), bottom=accuracy, color='#e8a29e',
+            label='overconfident: confidence above accuracy', **bar)
+    top.bar(left, np.maximum(accuracy - confidence, 0), bottom=confidence, color='#f5c566',
+            label='underconfident: confidence below accuracy', **bar)
     top.errorbar(left + width / 2, accuracy, (accuracy - low, high - accuracy), fmt='none',
                  color='black', linewidth=1, capsize=2,
                  label='95 % Wilson interval of the accuracy')
@@ -546,44 +526,6 @@ def _draw_panel(top, bottom, title, numbers, bins):
                   fontsize=9)
     top.set(xlim=(0, 1), ylim=(0, 1))
     bottom.bar(left, bins['count'][used] / n, color='#888888', edgecolor='white', **bar)
-
-
-def draw_loss(out_dir):
-    """Draw loss, NLL and gradient norm by step, from log.jsonl to loss.png."""
-    out_dir = Path(out_dir)
-    with warn_on_failure(out_dir / 'loss.png'):
-        claim(out_dir, 'loss.png')
-        from matplotlib.figure import Figure
-        with open(out_dir / 'log.jsonl', encoding='utf-8') as lines:
-            log = [json.loads(line) for line in lines]
-        figure = Figure(figsize=(7, 5), layout='constrained')
-        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-        style = {'linewidth': 1, 'markersize': 4}
-        marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
-        for key, label, mark in (('loss', 'smoothed loss', marker), ('nll', 'NLL', marker),
-                                 ('val_nll', 'NLL, held out', 'o')):
-            points = [(r['step'], r[key]) for r in log if key in r]
-            if points and not (key == 'loss' and all(r['loss'] == r['nll'] for r in log)):
-                top.plot(*zip(*points, strict=True), marker=mark, label=label, **style)
-        top.set_ylabel('nats per token')
-        top.set_title(figure_title(out_dir.name, 70), fontsize=10)
-        top.legend(frameon=False)
-        norms = [(r['step'], r['grad_norm']) for r in log if 0 < r['grad_norm'] < math.inf]
-        bottom.plot(*np.reshape(norms, (-1, 2)).T, marker=marker, color='grey', **style)
-        bottom.set(xlabel='step', ylabel='gradient\nnorm')
-        tick_log_axis(bottom, [norm for _, norm in norms])
-        save_figure(figure, out_dir / 'loss.png', 150)
-
-
-def tick_log_axis(ax, values):
-    """Whole steps along x; along a logarithmic y so few numbers that no two overlap."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=(1, 2, 5, 10)))
-    low, high = min(values, default=1) / 2, max(values, default=1) * 2      # holds a tick
-    ax.set(yscale='log', ylim=(low, high))
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,)))
-    ax.yaxis.set_major_formatter('{x:g}')
-    ax.yaxis.set_minor_formatter(NullFormatter())
 
 
 def figure_title(text, width):

@@ -92,7 +92,7 @@ def sample_key(sample):
 
 
 def append(file, sample):
-    """Append a line to the unbuffered file samples.jsonl; raises ConfigError if the disk is full."""
+    """Append a line to samples.jsonl, opened unbuffered; raises ConfigError for a full disk."""
     left = (json.dumps(sample, ensure_ascii=False) + '\n').encode()
     try:
         while left:

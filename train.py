@@ -42,12 +42,12 @@ from data.tasks import load_tasks
 from data.text import load_text
 from evaluate import EvalConfig, check_eval_config, evaluate
 from fused_ce import fused_loss, smoothing, token_statistics
-from log import StepLog, peak_memory, print_sizes, show_example
+from log import StepLog, draw_loss, peak_memory, print_sizes, show_example
 from model import LORA_TARGETS, CausalLM, add_lora, compile_blocks
 from optim import AdamW
 from parallel import (abort_processes, barrier, first_process_first, gather, join_processes,
                       leave_processes, rank, shard, sum_over_processes, world_size)
-from report import draw_loss, print_report
+from report import print_report
 from resume import Stopped, TrainingError
 
 

@@ -78,8 +78,8 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
     out = f'--out_dir={tmp_path / "out"}'
     for sources, message in (([a], 'needs two runs or more: .*; there is .*/a'),
                              ([], 'needs two runs or more'),
-                             ([a, tmp_path / 'none'], 'there is no folder .*/none'),
-                             ([a, tmp_path / 'file'], 'there is no folder .*/file'),
+                             ([a, tmp_path / 'none'], '/none holds no run: there is no such folder'),
+                             ([a, tmp_path / 'file'], '/file holds no run: there is no such'),
                              ([a, tmp_path / 'empty'], '/empty holds no run'),
                              ([a, tmp_path / 'list'], 'list/results.json is not what .*; evaluate there again'),
                              ([a, alone], 'alone has no samples.jsonl'),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from common import write_rows, write_run
 
+import log
 import metrics
 import report
 from data import DataError
@@ -106,9 +107,8 @@ def test_nll_of_sums_is_not_clipped():
 
 def test_a_sample_of_a_task_says_so():
     whole, part = result(), result(sample={'questions': 200, 'of': 14042})
-    assert report.heading('mmlu', whole).startswith(
-        'mmlu (preset mmlu, 5 shots, letters, token; the options together')
-    assert 'sample of 200 of 14,042 questions' in report.heading('mmlu', part)
+    assert report.task_title('mmlu', whole) == 'mmlu (preset mmlu, 5 shots, letters, token)'
+    assert 'sample of 200 of 14,042 questions' in report.task_title('mmlu', part)
     tables = {'tasks': {'mmlu': whole, 'some': part}}
     assert '### some (preset mmlu, 5 shots, letters, token; sample of 200 of 14,042 questions' in (
         report.to_markdown(tables))
@@ -122,16 +122,17 @@ def test_each_task_says_how_it_was_scored():
     other = result(distribution='harness, 0 shots, text, sum')
     tables = {'tasks': {'mmlu': result(), 'arc': other}}
     text = report.to_markdown(tables)
-    assert '### mmlu (preset mmlu, 5 shots, letters, token;' in text
-    assert '### arc (preset harness, 0 shots, text, sum;' in text
+    assert '### mmlu (preset mmlu, 5 shots, letters, token)\n' in text
+    assert '### arc (preset harness, 0 shots, text, sum)\n' in text
     old = result()
     del old['distribution']
     with pytest.raises(DataError, match='mmlu do not say how it was scored: .*; evaluate again'):
-        report.heading('mmlu', old)
+        report.task_title('mmlu', old)
 
 
 def test_notes_below_a_table():
-    assert report.notes(result()) == []
+    assert report.notes(result() | {'mass': 0.4}) == [
+        'the options together have a mean probability of 0.400']
     noted = result(duplicate_options=9, fewer_shots=2, shots=5, bad_rows=1,
                    first_bad='x.csv:3: no answer')
     text = report.task_text('mmlu', noted)
@@ -197,17 +198,17 @@ def test_reliability_of_certain_answers(tmp_path, capsys):
 
 @pytest.mark.parametrize('norms', [[1.25], [1.1, 1.3, 1.2], [0.0] * 3, [0.01, 5000.0, 3.0]])
 def test_loss_is_drawn_over_whole_steps(tmp_path, monkeypatch, norms):
-    log = [{'step': i + 1, 'loss': 3.0 - i, 'nll': 2.0 - i, 'grad_norm': norm}
+    steps = [{'step': i + 1, 'loss': 3.0 - i, 'nll': 2.0 - i, 'grad_norm': norm}
            for i, norm in enumerate(norms)]
-    write_rows(tmp_path / 'log.jsonl', log)
+    write_rows(tmp_path / 'log.jsonl', steps)
     figures = []
-    monkeypatch.setattr(report, 'save_figure', lambda figure, *rest: figures.append(figure))
-    report.draw_loss(tmp_path)
+    monkeypatch.setattr(log, 'save_figure', lambda figure, *rest: figures.append(figure))
+    log.draw_loss(tmp_path)
     figures[0].draw_without_rendering()
     _, bottom = figures[0].axes
     low, high = bottom.get_xlim()
-    steps = [tick for tick in bottom.get_xticks() if low <= tick <= high]
-    assert steps and all(tick == int(tick) for tick in steps)
+    ticks = [tick for tick in bottom.get_xticks() if low <= tick <= high]
+    assert ticks and all(tick == int(tick) for tick in ticks)
     low, high = bottom.get_ylim()
     labels = [text for text in bottom.get_yticklabels(which='both')
               if text.get_text() and low <= text.get_position()[1] <= high]
@@ -217,7 +218,7 @@ def test_loss_is_drawn_over_whole_steps(tmp_path, monkeypatch, norms):
 
 def test_a_log_that_cannot_be_drawn(tmp_path, capsys):
     (tmp_path / 'log.jsonl').write_text('no\n')
-    report.draw_loss(tmp_path)
+    log.draw_loss(tmp_path)
     assert 'loss.png was not written: JSONDecodeError' in capsys.readouterr().err
 
 

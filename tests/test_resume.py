@@ -12,8 +12,8 @@ import pytest
 from common import await_steps, rewrite, run_train, same_weights, steps_done
 
 import configs
+import log
 import outdir
-import report
 import resume
 import train
 
@@ -226,7 +226,7 @@ def test_overwrite_checks_everything_before_it_deletes(small_world, tmp_path, ty
 def test_weights_survive_a_picture_that_fails(small_world, tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise RuntimeError('no fonts')
-    monkeypatch.setattr(report, 'save_figure', fail)
+    monkeypatch.setattr(log, 'save_figure', fail)
     train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
                 '--max_steps=1', '--eval=None'])
     assert (tmp_path / 'config.json').exists() and not (tmp_path / 'loss.png').exists()
