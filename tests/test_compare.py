@@ -7,14 +7,12 @@ import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from common import HERE, write_rows, write_run
 
 import compare
 import configs
 import evaluate
-import metrics
 import report
 import stats
 from data import DataError
