@@ -232,13 +232,16 @@ def reports_by_language(samples, answers):
 
 def question_table(task, runs, names, reports):
     """(cells of the table of one task, a star at the best; the same as lines of the CSV)"""
-    labels = ['run', 'model', 'dataset', 'smoothing', 'language']
+    several = len({run.settings.get('loss') for run in runs}) > 1
+    labels = ['run', 'model', 'dataset', *(['loss'] if several else []), 'smoothing', 'language']
     table, lines = [[*labels, 'questions', *(TITLES[metric] for metric in COMPARED)]], []
     for language in reports[0]:
         best = {metric: max(sign * of_run[language][metric] for of_run in reports)
                 for metric, sign in COMPARED.items() if sign}
         for name, run, of_run in zip(names, runs, reports, strict=True):
-            values, report = [name, run.model, task, run.smoothing, language], of_run[language]
+            values = [name, run.model, task, *([run.settings.get('loss', '')] if several else []),
+                      run.smoothing, language]
+            report = of_run[language]
             stars = [' *' if sign * report[metric] == best.get(metric) else '  '
                      for metric, sign in COMPARED.items()]
             table.append([*values, str(report['n']), *(

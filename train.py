@@ -509,6 +509,9 @@ def report_config(cfg, model_folder, out_dir):
 
 
 def main(argv):
+    if not argv:
+        raise ConfigError('which experiment? python train.py configs/gemma2_ls01.py --lr=1e-5, or '
+                          '--help for all settings; python evaluate.py --compare compares runs')
     cfg = load_config(TrainConfig, argv, usage=__doc__)
     results = train(cfg)
     if results and rank() == 0:

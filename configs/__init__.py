@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
 import pprint
 import re
 import sys
@@ -35,7 +36,7 @@ def load_config(cls, argv, usage=''):
     if '-h' in argv or '--help' in argv:
         usage = (usage or sys.modules[cls.__module__].__doc__ or '').strip()
         if not usage.startswith('usage:'):
-            print(f'usage: python {Path(sys.argv[0]).name} [configs/file.py] [--key=value ...]\n')
+            print(f'usage: python {os.path.relpath(sys.argv[0])} [configs/file.py] [--key=value ...]\n')
         print(usage, '', 'keys:', *_describe_keys(cls), sep='\n')
         raise SystemExit(0)
     values = {}

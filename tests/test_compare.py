@@ -312,6 +312,18 @@ def write_grid(folder, seeds=(0, 1, 2)):
     return folder
 
 
+def test_another_loss_has_a_column(tmp_path, capsys):
+    for name, loss in (('a', 'cross_entropy()'), ('b', 'focal(2) + z_loss(1e-4)')):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, settings={'smoothing': 0.1, 'loss': loss})
+    compare.main([str(tmp_path / 'a'), str(tmp_path / 'b'), f'--out_dir={tmp_path / "out"}'])
+    printed = capsys.readouterr().out
+    assert 'cross_entropy()' in printed and 'focal(2) + z_loss(1e-4)' in printed
+    with open(tmp_path / 'out' / 'compare.csv') as file:
+        rows = list(csv.DictReader(file))
+    assert [row['loss'] for row in rows] == ['cross_entropy()', 'focal(2) + z_loss(1e-4)']
+
+
 def test_a_grid_is_shown_whole(tmp_path, capsys):
     """Two settings differ: the first is x, the second `by`, and nothing has to be chosen."""
     grid = write_grid(tmp_path / 'grid')
