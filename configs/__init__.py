@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import inspect
 import math
-import os
 import pprint
 import re
 import sys
@@ -36,7 +35,9 @@ def load_config(cls, argv, usage=''):
     if '-h' in argv or '--help' in argv:
         usage = (usage or sys.modules[cls.__module__].__doc__ or '').strip()
         if not usage.startswith('usage:'):
-            print(f'usage: python {os.path.relpath(sys.argv[0])} [configs/file.py] [--key=value ...]\n')
+            program = Path(sys.argv[0])
+            program = program.name if program.is_absolute() else program
+            print(f'usage: python {program} [configs/file.py] [--key=value ...]\n')
         print(usage, '', 'keys:', *_describe_keys(cls), sep='\n')
         raise SystemExit(0)
     values = {}
