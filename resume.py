@@ -95,13 +95,13 @@ def check_folder(cfg, free_keys):
                 raise ConfigError(f'resume: the run in {out_dir} has {key} = {values[key][0]!r}, '
                                   f'not {getattr(cfg, key)!r}; keep it, or --overwrite the run')
     elif written and not (cfg.resume or cfg.overwrite):
-        what = 'files of an earlier run or evaluation; --overwrite replaces them'
+        what = 'files of an earlier run or evaluation: --overwrite replaces them'
         if (out_dir / 'config.json').exists():
-            what = 'a finished run; --overwrite replaces it'
+            what = 'a finished run: --overwrite replaces it'
         elif steps := list(checkpoints(out_dir)):
-            what = (f'a run that was interrupted after step {steps[-1]}; --resume continues it, '
+            what = (f'a run that was interrupted after step {steps[-1]}: --resume continues it, '
                     f'--overwrite replaces it')
-        raise ConfigError(f'{cfg.out_dir} holds {what}; or choose another --out_dir')
+        raise ConfigError(f'{cfg.out_dir} holds {what}, or choose another --out_dir')
 
 
 def checkpoints(out_dir):

@@ -68,7 +68,7 @@ def test_signals_save_and_leave(long_run, tmp_path, number):
     [step] = resume.checkpoints(tmp_path)
     assert f'after step {step}; --resume continues' in printed and step == steps_done(tmp_path)
     code, _, error = run_train(*arguments, f'--out_dir={tmp_path}')
-    assert code == 1 and f'interrupted after step {step}; --resume continues it' in error
+    assert code == 1 and f'interrupted after step {step}: --resume continues it' in error
     code, _, error = run_train(*arguments, f'--out_dir={tmp_path}', '--resume', '--lr=0.1')
     assert code == 1 and 'has lr = 0.001, not 0.1' in error
     code, printed, error = run_train(*arguments, f'--out_dir={tmp_path}', '--resume',
