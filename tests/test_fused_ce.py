@@ -770,7 +770,7 @@ def test_loss_at_the_ends_of_probability(ce_device, text, softcap):
     assert ((logits.grad - z.grad).abs() < allowed)[right].all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(0, 2 ** 30), st.floats(0, 20),
        # a root of what is near 0, 1 - p_y or an entropy, magnifies the rounding of float32
        st.sampled_from([text for text in REFERENCES if '(0.5)' not in text]),
