@@ -1,8 +1,7 @@
 """A model folder in the Hugging Face layout: config.json, safetensors, adapters, the hub.
 
 Every configuration is either computed as transformers computes it or refused with the key named.
-What is written here loads in transformers, vLLM and peft. Also here: which device and type 'auto'
-stands for.
+What is written here loads in transformers, vLLM and peft.
 """
 
 import contextlib
@@ -22,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from configs import ConfigError
 from data.tokenizer import load_tokenizer
 from model import CausalLM, LoRALinear, ModelConfig
 
@@ -566,36 +564,6 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]):
     except SafetensorError as error:
         Path(path).unlink(missing_ok=True)
         raise CheckpointError(f'{path}: could not be written: {error}') from error
-
-
-# ------------------------------------------------------------------------------------------------
-# Device, type, tokenizer
-# ------------------------------------------------------------------------------------------------
-
-def pick_device(device: str) -> str:
-    """Return `device`, or for 'auto' the GPU if there is one. Raises ConfigError.
-
-    A GPU named by its number becomes the current one: kernels and events go there.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == 'auto':
-        return 'cuda' if count else 'cpu'
-    if not re.fullmatch(r'cpu|cuda(:\d+)?', device):
-        raise ConfigError(f"device = {device!r}; wanted 'auto', 'cpu', 'cuda' or 'cuda:0'")
-    number = device.partition(':')[2]
-    if device != 'cpu' and int(number or 0) >= count:
-        available = f'CUDA devices 0 to {count - 1}' if count else 'no CUDA device'
-        raise ConfigError(f'device = {device!r}, but this machine has {available}')
-    if number:
-        torch.cuda.set_device(int(number))
-    return device
-
-
-def pick_dtype(dtype: str, device: str) -> torch.dtype:
-    """Return the torch type named `dtype`; for 'auto' bfloat16 on a GPU, float32 elsewhere."""
-    if dtype == 'auto':
-        return torch.bfloat16 if device.startswith('cuda') else torch.float32
-    return getattr(torch, dtype)
 
 
 def load_model_tokenizer(folder: str | Path, config: ModelConfig | None = None):

@@ -35,13 +35,14 @@ import compare
 import outdir
 import report
 import samples
-from checkpoint import CheckpointError, pick_device, pick_dtype
+from checkpoint import CheckpointError
 from configs import ConfigError, load_config, read_assignments, require_range
 from data import DataError
 from data.packing import pack_alone, pack_trees, stack_rows
 from data.probes import INSTRUCTIONS
 from data.questions import TASKS
 from data.tasks import load_tasks
+from device import HostCopy, pick_device, pick_dtype
 from fused_ce import token_statistics
 from model import compile_blocks
 
@@ -99,34 +100,6 @@ def check_eval_config(cfg):
 # ------------------------------------------------------------------------------------------------
 # Trees to log-probabilities
 # ------------------------------------------------------------------------------------------------
-
-class HostCopy:
-    """A tensor's values on the host, and the time when the device had computed them.
-
-    Reading waits for this tensor alone, not for the work that the device was given after it.
-    """
-
-    def __init__(self, x):
-        self.host, self.event, self.clock = x, None, time.perf_counter()
-        if x.is_cuda:
-            self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            self.host.copy_(x, non_blocking=True)
-            self.event = torch.cuda.Event(enable_timing=True)
-            self.event.record()
-
-    def values(self):
-        """The values as a numpy array."""
-        if self.event:
-            self.event.synchronize()
-        return self.host.numpy()
-
-    def seconds_after(self, earlier):
-        """Seconds from `earlier` to this one, by the device's clock if it has one."""
-        if not self.event:
-            return self.clock - earlier.clock
-        self.event.synchronize()
-        return earlier.event.elapsed_time(self.event) / 1000
-
 
 def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statistics=False,
           trim=True):

@@ -17,7 +17,7 @@ from tqdm import tqdm
 import outdir
 from checkpoint import nonfinite_tensor
 from configs import dump_config
-from evaluate import HostCopy
+from device import HostCopy
 from parallel import rank
 from report import figure_title, save_figure, warn_on_failure
 from resume import TrainingError, advice

@@ -32,7 +32,7 @@ import checkpoint
 import outdir
 import metrics
 import resume
-from checkpoint import CheckpointError, pick_device, pick_dtype
+from checkpoint import CheckpointError
 from configs import ConfigError, load_config, require_range
 from configs.loss import parse_loss
 from data import DataError
@@ -40,6 +40,7 @@ from data.instruct import load_conversations
 from data.packing import epoch_order, pack
 from data.tasks import load_tasks
 from data.text import load_text
+from device import pick_device, pick_dtype
 from evaluate import EvalConfig, check_eval_config, evaluate
 from fused_ce import fused_loss, smoothing, token_statistics
 from log import StepLog, draw_loss, peak_memory, print_sizes, show_example

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
+from device import pick_device, pick_dtype
 import outdir
 
 
@@ -26,8 +27,8 @@ def probe(folder, seed=0):
     folder = Path(folder)
     if (folder / 'reach.json').exists():
         return
-    device = checkpoint.pick_device('auto')
-    model = checkpoint.load(folder, device, checkpoint.pick_dtype('auto', device))
+    device = pick_device('auto')
+    model = checkpoint.load(folder, device, pick_dtype('auto', device))
     n_pieces = checkpoint.load_model_tokenizer(folder, model.config).n_vocab
     outdir.claim(folder, 'reach.json')
     outdir.write_text(folder / 'reach.json', json.dumps(

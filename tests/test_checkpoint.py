@@ -20,6 +20,7 @@ from common import (
 )
 
 import checkpoint
+import device
 import model as models
 from configs import ConfigError
 
@@ -502,8 +503,8 @@ def test_a_gpu_named_by_number_is_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setattr(torch.cuda, 'set_device', chosen.append)
-    assert checkpoint.pick_device('cuda:1') == 'cuda:1' and chosen == [1]
-    assert checkpoint.pick_device('auto') == checkpoint.pick_device('cuda') == 'cuda'
-    assert checkpoint.pick_device('cpu') == 'cpu' and chosen == [1]
+    assert device.pick_device('cuda:1') == 'cuda:1' and chosen == [1]
+    assert device.pick_device('auto') == device.pick_device('cuda') == 'cuda'
+    assert device.pick_device('cpu') == 'cpu' and chosen == [1]
     with pytest.raises(ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
-        checkpoint.pick_device('cuda:2')
+        device.pick_device('cuda:2')

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 
 import checkpoint
 import configs
+import device
 import evaluate
 import metrics
 import report
@@ -365,11 +366,11 @@ def test_lora_run(small_world, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_a_step_is_read_without_waiting_for_the_next():
-    first, later = evaluate.HostCopy(torch.arange(3.0, device='cuda')), torch.cuda.Event()
+    first, later = device.HostCopy(torch.arange(3.0, device='cuda')), torch.cuda.Event()
     torch.cuda._sleep(2 * 10 ** 9)      # about a second of the next step
     later.record()
     assert first.values().tolist() == [0.0, 1.0, 2.0] and not later.query()
-    second = evaluate.HostCopy(torch.ones((), device='cuda'))
+    second = device.HostCopy(torch.ones((), device='cuda'))
     assert 0.5 < second.seconds_after(first) < 2 and later.query()
 
 

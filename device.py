@@ -1,0 +1,62 @@
+"""Which device and type a run uses, and values that come back from the device without a wait."""
+
+import re
+import time
+
+import torch
+
+from configs import ConfigError
+
+
+def pick_device(device: str) -> str:
+    """Return `device`, or for 'auto' the GPU if there is one. Raises ConfigError.
+
+    A GPU named by its number becomes the current one: kernels and events go there.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == 'auto':
+        return 'cuda' if count else 'cpu'
+    if not re.fullmatch(r'cpu|cuda(:\d+)?', device):
+        raise ConfigError(f"device = {device!r}; wanted 'auto', 'cpu', 'cuda' or 'cuda:0'")
+    number = device.partition(':')[2]
+    if device != 'cpu' and int(number or 0) >= count:
+        available = f'CUDA devices 0 to {count - 1}' if count else 'no CUDA device'
+        raise ConfigError(f'device = {device!r}, but this machine has {available}')
+    if number:
+        torch.cuda.set_device(int(number))
+    return device
+
+
+def pick_dtype(dtype: str, device: str) -> torch.dtype:
+    """Return the torch type named `dtype`; for 'auto' bfloat16 on a GPU, float32 elsewhere."""
+    if dtype == 'auto':
+        return torch.bfloat16 if device.startswith('cuda') else torch.float32
+    return getattr(torch, dtype)
+
+
+class HostCopy:
+    """A tensor's values on the host, and the time when the device had computed them.
+
+    Reading waits for this tensor alone, not for the work that the device was given after it.
+    """
+
+    def __init__(self, x):
+        self.host, self.event, self.clock = x, None, time.perf_counter()
+        if x.is_cuda:
+            self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self.host.copy_(x, non_blocking=True)
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+
+    def values(self):
+        """The values as a numpy array."""
+        if self.event:
+            self.event.synchronize()
+        return self.host.numpy()
+
+    def seconds_after(self, earlier):
+        """Seconds from `earlier` to this one, by the device's clock if it has one."""
+        if not self.event:
+            return self.clock - earlier.clock
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1000
