@@ -17,6 +17,7 @@ if __name__ == '__main__':      # Ctrl-C during the imports, which take seconds
 import functools
 import math
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -92,9 +93,10 @@ def check_eval_config(cfg):
     require_range(cfg, 1, math.inf, 'limit', 'batch_rows', 'max_length')
     require_range(cfg, 16, math.inf, 'pack_len')
     if not cfg.tasks:
-        raise ConfigError('which tasks? --tasks=mmlu,arc_easy or --tasks=my_questions.jsonl')
+        raise ConfigError('tasks is empty; for example --tasks=mmlu,arc_easy or '
+                          '--tasks=my_questions.jsonl')
     if not cfg.languages:
-        raise ConfigError('which languages? --languages=all or --languages=en,de')
+        raise ConfigError('languages is empty; --languages=all or --languages=en,de')
 
 
 # ------------------------------------------------------------------------------------------------
@@ -251,7 +253,7 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
     finally:
         progress.bar.close()
     if not prompts:
-        raise DataError(f'{label}: there is nothing left to score ({len(bad_rows)} bad rows'
+        raise DataError(f'{label}: no question could be scored ({len(bad_rows)} bad rows'
                         f'{f", the first: {bad_rows[0]}" if bad_rows else ""})')
     return prompts, bad_rows
 
@@ -259,7 +261,8 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
 def bad_logits(place, folder):
     """The message for NaN or infinite logits: which tensor is damaged, if one is."""
     name = checkpoint.nonfinite_tensor(folder)
-    reason = f'the weights in {folder} are finite, so activations overflow: try --dtype=float32'
+    reason = (f'the weights in {folder} are finite; activations probably overflow: try '
+              f'--dtype=float32')
     if name:
         reason = f'{name} in {folder} holds NaN or infinity: download or train the model again'
     return f'{place}: the model gives NaN or infinite logits; {reason}'
@@ -366,8 +369,11 @@ def resolve(cfg, folder, config):
 
 
 def trained_with_bos(folder):
-    """The add_bos with which the model in `folder` was trained here; True for any other model."""
-    path = Path(folder) / 'train_config.py'
+    """Return the add_bos with which the model in `folder` was trained here; True for others."""
+    folder = Path(folder).resolve()
+    if re.fullmatch(r'epoch-\d+', folder.name):     # the config is in the folder of the run
+        folder = folder.parent
+    path = folder / 'train_config.py'
     return read_assignments(path).get('add_bos', (True, ''))[0] if path.exists() else True
 
 
@@ -477,7 +483,8 @@ def main(argv):
     cfg = load_config(EvalConfig, argv, USAGE)
     check_eval_config(cfg)
     if not cfg.model:
-        raise ConfigError('which model? --model=out/run or --model=google/gemma-2-2b')
+        raise ConfigError('no model given; for example --model=out/run or '
+                          '--model=google/gemma-2-2b')
     pick_device(cfg.device)
     cfg = replace(cfg, model=os.path.expanduser(cfg.model))
     folder = checkpoint.fetch(cfg.model, cfg.revision)

@@ -39,8 +39,9 @@ def print_sizes(cfg, model, sequences, kept, steps, device):
     used = steps * cfg.batch_size
     rest = int(len(kept) * cfg.epochs) - used
     if 0 < rest < cfg.batch_size:
-        print(f'unused: {rest} sequences at the end do not fill a step of {cfg.batch_size}')
-    if used < len(kept):
+        never = ', and are never seen' if rest == len(kept) - used else ''
+        print(f'unused: {rest} sequences at the end do not fill a step of {cfg.batch_size}{never}')
+    if used < len(kept) and rest != len(kept) - used:
         print(f'unused: {len(kept) - used:,} of {len(kept):,} sequences are never seen')
     print(f'folder: {cfg.out_dir}')
 
@@ -225,7 +226,7 @@ def draw_loss(out_dir):
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         style = {'linewidth': 1, 'markersize': 4}
         marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
-        for key, label, mark in (('loss', 'smoothed loss', marker), ('nll', 'NLL', marker),
+        for key, label, mark in (('loss', 'loss', marker), ('nll', 'NLL', marker),
                                  ('val_nll', 'NLL, held out', 'o')):
             points = [(r['step'], r[key]) for r in log if key in r]
             if points and not (key == 'loss' and all(r['loss'] == r['nll'] for r in log)):

@@ -2,7 +2,8 @@
 
 written.json lists the files that runs and evaluations wrote in its folder. A name is put on the
 list before its file is written, and nothing that is not listed is ever replaced or deleted. Files
-are written under a temporary name and renamed, so a crash leaves the old file or the new one.
+are written under a temporary name and renamed, so a crash leaves the old file or the new one; only
+log.jsonl and samples.jsonl grow line by line.
 """
 
 import contextlib
@@ -56,9 +57,10 @@ def written_files(folder):
 
 @contextlib.contextmanager
 def read_json(path, advice):
-    """Yield the content of a JSON file that this program wrote, to be taken apart inside `with`.
+    """Yield the content of a JSON file that this program wrote, for a `with` block.
 
-    Raises ConfigError with `advice` if it cannot be read or does not hold what is looked for.
+    Raises ConfigError with `advice` if it cannot be read, or if reading its keys inside the block
+    fails.
     """
     try:
         yield json.loads(Path(path).read_text(encoding='utf-8'))
@@ -69,7 +71,7 @@ def read_json(path, advice):
 def claim(folder, *names):
     """Put files on the folder's list before they are written; `names` are relative paths.
 
-    Raises ConfigError for a file that exists and is not on the list: somebody else wrote it.
+    Raises ConfigError for a file that exists and is not on the list: this program did not write it.
     """
     folder, listed = Path(folder), written_files(folder) or []
     new = [name for name in map(str, map(Path, names)) if name not in listed]

@@ -1,9 +1,9 @@
 """Crash safety of a training run: checkpoints to resume from, and a graceful shutdown.
 
 out_dir/resume-<step>/ holds in safetensors all that the next step depends on: the trained weights
-with the bits that float32 has more, the Adam moments, the random states. Data positions and
-learning rates follow from the step. state.json is written last, and only then the checkpoint before
-it is removed, so there is a complete one at any moment.
+with the low 16 bits of their float32 master, the Adam moments, the random states. Data positions
+and learning rates follow from the step. state.json is written last, and only then the checkpoint
+before it is removed, so there is a complete one at any moment.
 """
 
 import json
@@ -23,7 +23,7 @@ from parallel import fill, gather, rank, whole
 
 FILE_BYTES = 4_000_000_000
 # what a resumed run must have in common with the run that wrote the checkpoint
-FACTS = {'data': 'training data', 'model': 'base model'}
+FACTS = {'data': 'training data', 'model': 'base model', 'dtype': 'weights on the device'}
 
 
 # what a run writes into its folder
@@ -52,7 +52,7 @@ class Stopped(Exception):
 
 
 class StopSignals:
-    """A context in which the first SIGINT or SIGTERM sets `number`, and a second ends at once."""
+    """A context in which the first SIGINT or SIGTERM sets `number`; the next one interrupts."""
 
     def __enter__(self):
         self.number = 0
@@ -70,7 +70,7 @@ class StopSignals:
 
 
 def check_folder(cfg, free_keys):
-    """Raise ConfigError unless out_dir is free, or holds a run that is to be resumed or replaced.
+    """Raise ConfigError unless out_dir is empty, or holds a run that is to be resumed or replaced.
 
     A resumed run must have the same settings as before, except for `free_keys`.
     """
@@ -200,8 +200,8 @@ def read_checkpoint(folder, named, optimizer, facts):
         raise DamagedCheckpoint(f'{path} is damaged ({error!r})') from error
     for key, value in facts.items():
         if before[key] != value:
-            raise TrainingError(f'{path}: the run began with different {FACTS.get(key, key)} '
-                                f'({before[key]}, now {value}); resume with the same, or '
+            raise TrainingError(f'{path}: the checkpoint is of different {FACTS.get(key, key)}: '
+                                f'{before[key]}, and this run has {value}; use the same, or '
                                 f'--overwrite to start over')
     wanted, random = dict(state_tensors(named, optimizer)), {}
     for path in (folder / str(name) for name in names):

@@ -1,4 +1,4 @@
-"""Fine-tune Llama, Gemma 2 or Mistral with label-smoothed cross-entropy.
+"""Fine-tune Llama, Gemma 2 or Mistral with label smoothing, or any other loss of fused_ce.py.
 
     python train.py configs/gemma2_ls01.py --lr=1e-5
     python train.py --help
@@ -84,13 +84,14 @@ class TrainConfig:
     # loss
     loss: str = 'cross_entropy()'             # or 'focal(2) + z_loss(1e-4)': see docs/losses.md
     smoothing: float = 0.0                    # mass of the target spread over the vocabulary
-    logit_softcap: float | None = None        # cap the logits of a model that has no cap, and
-    logit_temperature: float = 1.0            # divide them first; saved with the model, in the key
-    #                                           `nanocal` of config.json, which only we apply
+    logit_softcap: float | None = None        # softcap of the logits, for models that have none
+    logit_temperature: float = 1.0            # divides the logits before the cap. Both are saved
+    #                                           as `nanocal` in config.json; only we apply them
     loss_reduction: Literal['token', 'sequence'] = 'token'  # mean over the supervised tokens of a
     #                                           step, or mean of sequence means as in older recipes
-    loss_memory: int | None = None            # MB of work space for the loss: less is slower;
-    #                                           None: 1100 on a GPU, 0: the least
+    loss_memory: int | None = None            # MB for the logits of a chunk: less is slower, 128
+    #                                           tokens are the least. None: 1100 on a GPU, 8 on a
+    #                                           CPU; 0: 67
     # optimizer
     epochs: float = 2.0
     max_steps: int | None = None              # stop earlier; the schedule then ends there
@@ -145,7 +146,8 @@ def check_config(cfg):
     require_range(cfg, 0, math.inf, 'val_size', 'workers', 'epochs', 'lr', 'eps', 'weight_decay',
                   'grad_clip', 'seed', 'loss_memory', 'lora_alpha')
     require_range(cfg, 0, 1, 'smoothing', 'warmup', 'final_lr', 'lora_dropout')
-    require_range(cfg, 1e-3, 1e6, 'logit_softcap', 'logit_temperature')
+    require_range(cfg, 1e-3, 1e6, 'logit_softcap')
+    require_range(cfg, 1e-3, 1e3, 'logit_temperature')      # as checkpoint.py reads it
     if not all(0 <= beta < 1 for beta in cfg.betas):
         raise ConfigError(f'betas = {cfg.betas}; each must be at least 0 and less than 1')
     if cfg.lora and (not cfg.lora_targets or set(cfg.lora_targets) - set(LORA_TARGETS)):
@@ -327,7 +329,7 @@ def learning_rate(step, steps, cfg):
 # ------------------------------------------------------------------------------------------------
 
 def train(cfg):
-    """Do the run `cfg`; return {'before' and 'after': results of evaluate()}, where asked for.
+    """Do the run `cfg`; return {'before' and 'after': results of evaluate()}, if cfg.eval is set.
 
     With resume=True, what is there already is kept: weights, reports, the last checkpoint. Raises
     ConfigError, DataError, CheckpointError or TrainingError. Nothing is replaced before model,
@@ -376,7 +378,11 @@ def logit_config(cfg, config):
             raise ConfigError(f'logit_softcap = {cfg.logit_softcap}, but {cfg.model} has a cap of '
                               f'{config.final_logit_softcapping}; leave it out')
         config = replace(config, final_logit_softcapping=cfg.logit_softcap)
-    return replace(config, temperature=config.temperature * cfg.logit_temperature)
+    temperature = config.temperature * cfg.logit_temperature
+    if not 1e-3 <= temperature <= 1e3:
+        raise ConfigError(f'logit_temperature = {cfg.logit_temperature} times the {cfg.model} '
+                          f"model's own {config.temperature} is not between 0.001 and 1000")
+    return replace(config, temperature=temperature)
 
 
 def build_model(cfg, config, base, device):
@@ -417,7 +423,10 @@ def build_optimizer(model, cfg):
 
 
 def optimize(cfg, model, tokenizer, data, device, base):
-    """Train from the last checkpoint, or the start, to the saved weights; a dry run: two steps."""
+    """Train to the last step, from the newest checkpoint if there is one, and save the weights.
+
+    A dry run takes two steps and saves nothing.
+    """
     sequences, kept, held_out = data
     steps = int(len(kept) * cfg.epochs) // cfg.batch_size
     steps = min(steps, cfg.max_steps or steps)
@@ -427,6 +436,7 @@ def optimize(cfg, model, tokenizer, data, device, base):
     show_example(sequences[kept[epoch_order(len(kept), 0, cfg.seed)[0]]], tokenizer)
     if not cfg.dry_run:
         facts = {'steps': steps, 'sequences': len(kept), 'data': sequences.digest,
+                 'dtype': str(model.head.dtype).removeprefix('torch.'),
                  'model': (checkpoint.config_to_hf(model.config) if cfg.from_scratch
                            else checkpoint.fingerprint(base))}
         if cfg.resume:
@@ -461,6 +471,7 @@ def optimize(cfg, model, tokenizer, data, device, base):
             if signalled:
                 raise Stopped(f'stopped by {signal.Signals(signalled).name} after step {done}; '
                               f'--resume continues from there', signalled)
+        signalled = max(gather(stop.number))        # during the last step
     print(f'peak memory {peak_memory(device):.2f} GiB')
     if not cfg.dry_run:
         save_weights(cfg, model, optimizer, out_dir, base)
@@ -468,6 +479,9 @@ def optimize(cfg, model, tokenizer, data, device, base):
             resume.discard_checkpoints(out_dir)
             if cfg.pictures:
                 draw_loss(out_dir)
+    if signalled:
+        raise Stopped(f'stopped by {signal.Signals(signalled).name} after the last step; '
+                      f'--resume makes the report', signalled)
 
 
 def save_weights(cfg, model, optimizer, place, base):
@@ -511,8 +525,8 @@ def report_config(cfg, model_folder, out_dir):
 
 def main(argv):
     if not argv:
-        raise ConfigError('which experiment? python train.py configs/gemma2_ls01.py --lr=1e-5, or '
-                          '--help for all settings; python evaluate.py --compare compares runs')
+        raise ConfigError('no config file given: python train.py configs/gemma2_ls01.py --lr=1e-5; '
+                          '--help lists all settings, python evaluate.py --compare compares runs')
     cfg = load_config(TrainConfig, argv, usage=__doc__)
     results = train(cfg)
     if results and rank() == 0:
@@ -530,8 +544,8 @@ if __name__ == '__main__':
         leave_processes()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit('stopped: nobody reads the output any more; --resume continues from the last '
-                 'checkpoint, and > train.log keeps the output')
+        sys.exit('stopped: the reader of the output closed the pipe; --resume continues from the '
+                 'last checkpoint, and `> train.log` avoids this')
     except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:

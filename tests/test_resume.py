@@ -80,6 +80,21 @@ def test_signals_save_and_leave(long_run, tmp_path, number):
     assert code == 0 and 'step ' not in printed
 
 
+def test_a_signal_during_the_last_step(small_world, tmp_path, monkeypatch):
+    train_step, steps = train.train_step, []
+
+    def step_and_signal(*arguments):
+        steps.append(1)
+        if len(steps) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*arguments)
+    monkeypatch.setattr(train, 'train_step', step_and_signal)
+    with pytest.raises(train.Stopped, match='SIGTERM after the last step; --resume makes the'):
+        train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
+                    '--max_steps=2'])
+    assert (tmp_path / 'config.json').exists() and not (tmp_path / 'results.json').exists()
+
+
 def test_a_full_disk_leaves_the_last_checkpoint(long_run, tmp_path):
     arguments, whole = long_run
     process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)
@@ -128,7 +143,9 @@ def test_damaged_resume_checkpoints(long_run, tmp_path):
     for content, message in ((whole[:50], 'state.json is damaged'),
                              (whole.replace('state-00001', 'state-00009'), '00009.* is damaged'),
                              (whole.replace('"sequences": ', '"sequences": 1'),
-                              'with different sequences')):
+                              'of different sequences'),
+                             (whole.replace('"dtype": "bfloat16"', '"dtype": "float32"'),
+                              'of different weights on the device: float32, and this run has b')):
         (folder / 'state.json').write_text(content)
         with pytest.raises(train.TrainingError, match=message):
             train.main([*map(str, arguments), f'--out_dir={tmp_path}', '--resume'])

@@ -28,13 +28,13 @@ from safetensors.torch import load_file
 
 import checkpoint
 import configs
-import device
 import evaluate
 import metrics
 import report
 import resume
 import train
 from data import DataError, packing
+from device import HostCopy
 
 
 def tiny_config(**values):
@@ -139,6 +139,8 @@ def test_add_bos_is_remembered(small_world, tmp_path):
     train.main([str(folder / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
                 '--max_steps=1', '--eval=None', '--add_bos=False'])
     assert not evaluate.trained_with_bos(tmp_path)
+    (tmp_path / 'epoch-1').mkdir(exist_ok=True)
+    assert not evaluate.trained_with_bos(tmp_path / 'epoch-1')
 
 
 def test_a_new_run_clears_the_folder(small_world, tmp_path):
@@ -210,7 +212,7 @@ def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
     assert first['nll'] == pytest.approx(nll.mean().item(), rel=1e-5)
     assert first['loss'] == pytest.approx(expected.item(), rel=1e-5)
     for bad, message in (('--loss=focl(2)', "did you mean 'focal'"),
-                         ('--loss=z_loss(1e-4)', 'whole'), ('--logit_temperature=0', 'between')):
+                         ('--loss=z_loss(1e-4)', 'whole'), ('--logit_temperature=1e4', 'between')):
         with pytest.raises(configs.ConfigError, match=message):
             train.main([*config, bad, f'--out_dir={tmp_path / "b"}'])
     reference_model('gemma2', tmp_path / 'gemma')
@@ -366,11 +368,11 @@ def test_lora_run(small_world, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_a_step_is_read_without_waiting_for_the_next():
-    first, later = device.HostCopy(torch.arange(3.0, device='cuda')), torch.cuda.Event()
+    first, later = HostCopy(torch.arange(3.0, device='cuda')), torch.cuda.Event()
     torch.cuda._sleep(2 * 10 ** 9)      # about a second of the next step
     later.record()
     assert first.values().tolist() == [0.0, 1.0, 2.0] and not later.query()
-    second = device.HostCopy(torch.ones((), device='cuda'))
+    second = HostCopy(torch.ones((), device='cuda'))
     assert 0.5 < second.seconds_after(first) < 2 and later.query()
 
 
@@ -417,7 +419,7 @@ def bad_command_lines(folder, tmp_path):
         ([*run, f'--model={tmp_path / "truncated"}'], 'not a safetensors file'),
         ([*run, f'--data={tmp_path / "broken.jsonl"}'], 'broken.jsonl:1: broken JSON'),
         ([*run, f'--data={tmp_path / "none.jsonl"}'], 'an empty dataset'),
-        (['train.py'], 'which experiment? python train.py configs/'),
+        (['train.py'], 'no config file given: python train.py configs/'),
         ([*run, f'--model={tmp_path / "mute"}'], 'has no tokenizer.model'),
         ([*run, f'--model={tmp_path / "empty"}'], 'is not a model folder: it has no config.json'),
         ([*run, '--model=some/model'], 'some/model from the hub failed'),
@@ -427,8 +429,8 @@ def bad_command_lines(folder, tmp_path):
         ([*score, '--tasks=mmlu', '--shots=-1'], 'shots = -1; it must be at least 0'),
         ([*score, f'--tasks={tmp_path / "no_answer.jsonl"}'], 'no_answer.jsonl:1: no valid answer'),
         ([*score, '--tasks=nothing'], "no task, file or folder 'nothing'; the tasks are mmlu"),
-        ([*score, '--model='], 'which model?'),
-        ([*score, '--tasks='], 'which tasks?'),
+        ([*score, '--model='], 'no model given'),
+        ([*score, '--tasks='], 'tasks is empty'),
         ([*score, '--tasks=mmlu:a,mmlu:b'], "2 of them would be called 'mmlu'"),
         ([*score, '--device=gpu'], "device = 'gpu'; wanted"),
         ([*score, '--batch_rows=0'], 'batch_rows = 0; it must be at least 1'),
