@@ -192,7 +192,8 @@ def test_reliability_diagrams(tmp_path, monkeypatch, n):
 
 def test_reliability_of_certain_answers(tmp_path, capsys):
     sure = report.Predictions(np.ones(5), np.array([True] * 4 + [False]))
-    report.draw_reliability(tmp_path / 'a.png', [('sure', sure)])
+    right = report.Predictions(np.full(12, 0.95), np.ones(12, bool))    # interval ends at 1 - 2e-16
+    report.draw_reliability(tmp_path / 'a.png', [('sure', sure), ('right', right)])
     assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG') and not capsys.readouterr().err
 
 
