@@ -1,7 +1,7 @@
 """A model folder in the Hugging Face layout: config.json, safetensors, adapters, the hub.
 
-Every configuration is either computed as transformers computes it or refused with the key named.
-What is written here loads in transformers, vLLM and peft.
+A model is computed as transformers computes it. Any key of config.json that this program does not
+support is an error that names the key. What is written here loads in transformers, vLLM and peft.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from data.tokenizer import load_tokenizer
 from model import CausalLM, LoRALinear, ModelConfig
 
 SHARD_BYTES = 5_000_000_000
-# what transformers and vLLM want beside the weights; copied from the folder of the base model
+# what transformers and vLLM need besides the weights; copied from the folder of the base model
 SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'tokenizer.model.v*',
               'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
               'chat_template.jinja', 'original/tokenizer.model')
@@ -33,7 +33,7 @@ HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
 
 
 class CheckpointError(ValueError):
-    """A model folder, config or weight file that cannot be used; the message names it."""
+    """A model folder, config or weight file cannot be used; the message names it."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def read_config(folder: str | Path, changes: dict | None = None) -> ModelConfig:
     if not path.exists():
         raise CheckpointError(_not_a_model(Path(folder)))
     raw = _read_json(path)
-    config = config_from_hf(raw, str(path))     # first of all the file itself must be valid
+    config = config_from_hf(raw, str(path))     # validate the file before applying changes
     if not changes:
         return config
 
@@ -195,7 +195,7 @@ def config_to_hf(config: ModelConfig) -> dict:
         own['softcap'] = config.final_logit_softcapping
     if own:
         values['nanocal'] = own
-    if config.layer_types is None:      # transformers takes a Mistral with this key for a Ministral
+    if config.layer_types is None:      # with this key transformers loads a Mistral as a Ministral
         del values['layer_types']
     values['hidden_activation' if kind == 'gemma2' else 'hidden_act'] = ACTIVATIONS[kind]
     values = {k: v for k, v in values.items() if k not in FOREIGN[kind]}
@@ -313,8 +313,8 @@ def download(name: str, patterns, revision: str | None = None, repo_type: str = 
         return Path(snapshot_download(name, repo_type=repo_type, revision=revision,
                                       allow_patterns=list(patterns), ignore_patterns=list(ignore)))
     except GatedRepoError as error:
-        raise CheckpointError(f'{name} is gated: accept its license on the hub, then run '
-                              f'`hf auth login`') from error
+        raise CheckpointError(f'{name} is gated: accept its license on the hub, then set '
+                              f'HF_TOKEN or run `hf auth login`') from error
     except Exception as error:  # the hub raises many kinds, of its own and of its HTTP client
         reason = str(error).strip().split('\n')[0]
         raise CheckpointError(f'there is no file or folder {name}, and downloading the {repo_type} '
@@ -537,7 +537,7 @@ def _write(folder, files, write, claim):
     try:
         for name, content in files.items():
             if callable(content):
-                content = content()     # under the same name, so that one shard is held at a time
+                content = content()     # the same name, so that only one shard is in memory
             if write:
                 parts[name].parent.mkdir(parents=True, exist_ok=True)
                 _write_file(parts[name], content)
@@ -558,7 +558,7 @@ def _write_file(path, content):
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]):
-    """Write a safetensors file of CPU tensors; raises CheckpointError (a full disk, say)."""
+    """Write a safetensors file of CPU tensors; CheckpointError if that fails (full disk)."""
     try:
         save_file(tensors, path, metadata={'format': 'pt'})
     except SafetensorError as error:

@@ -37,17 +37,17 @@ COMPARED = {'accuracy': 1, 'entropy_bits': 0, 'ece': -1, 'rmsce': -1}
 # the columns of a compare.csv over seeds: what names a line, the settings that differ, the metrics
 NAMES = ('run', 'kind', 'seed', 'task', 'language', 'category', 'scaling')
 METRICS = ('n', *(name for name in TITLES if not name.startswith('reach')))
-# columns whose values say by themselves what they are, and short names of others for a figure
+# columns whose values are clear without the column's name; short names of others for figures
 SELF_EVIDENT = ('task', 'category', 'kind', 'run')
-SHORT = {'final_logit_softcapping': 'cap', 'hidden_size': 'D', 'unused_rows': 'unused'}
-# keys of train_config.py that say where a run was and what it used, not what it is
+SHORT_NAMES = {'final_logit_softcapping': 'cap', 'hidden_size': 'D', 'unused_rows': 'unused'}
+# keys of train_config.py that do not distinguish runs: places, files and devices
 PLACES = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'cache_dir', 'eval', 'eval_before',
           'shape', 'workers', 'device', 'dry_run', 'pictures'}
 
 
 @dataclass
 class CompareConfig:
-    sources: tuple[str, ...] = ()             # folders and files, beside those named first
+    sources: tuple[str, ...] = ()             # more folders and files
     n_bootstrap: int = 1000                   # resamples of the questions; 0: no differences
     seed: int = 0                             # of the bootstrap
     out_dir: str = 'out/compare'
@@ -99,7 +99,7 @@ def main(argv):
 
 @dataclass
 class Run:
-    """What the folder of a run says, beside its samples."""
+    """The content of the folder of a run, except its samples."""
     folder: Path
     model: str              # the name of the model that was tuned, or that was evaluated
     smoothing: str          # '' if it was not trained here
@@ -110,7 +110,7 @@ class Run:
 
 
 def find_runs(sources):
-    """Folders of runs: those named, or the runs below a folder that is not one."""
+    """Return the folders of runs: those named, or the runs below a folder that is not one."""
     folders = []
     for source in sources:
         below = [source] if (source / 'results.json').exists() else [
@@ -125,7 +125,7 @@ def find_runs(sources):
 
 
 def read_run(folder):
-    """The Run in `folder`: its results, and the configuration of its training and model."""
+    """Return the Run in `folder`: its results, and the configuration of training and model."""
     if not (folder / 'samples.jsonl').exists():
         raise DataError(f'{folder} has no samples.jsonl: evaluate there first')
     with read_json(folder / 'results.json', 'evaluate there again') as content:
@@ -155,17 +155,16 @@ def read_run(folder):
 
 
 def read_run_samples(run):
-    """({task: its samples}, {task: its samples of the validation split}) of the results of a run.
-    """
+    """Return ({task: samples}, {task: samples of the validation split}) of a run's results."""
     path, test, held_out = run.folder / 'samples.jsonl', {}, {}
     for sample in sorted(last_asked(read_samples(path)), key=sample_order):
         split = held_out if sample.get('split') == 'validation' else test
         split.setdefault(sample['task'], []).append(sample)
     for task, result in run.results.items():
-        n, found = result['pooled']['n'], len(test.get(task, ()))
-        if n != found:
-            raise DataError(f'{path} has {found} samples of {task}, but results.json was made of '
-                            f'{n}; evaluate there again, without --limit')
+        n, n_samples = result['pooled']['n'], len(test.get(task, ()))
+        if n != n_samples:
+            raise DataError(f'{path} has {n_samples} samples of {task}, but results.json was made '
+                            f'of {n}; evaluate there again, without --limit')
     return {task: test[task] for task in run.results}, held_out
 
 
@@ -188,16 +187,16 @@ def compare_questions(runs, cfg, out_dir):
             f'{name}: {", ".join(of_run)}' for name, of_run in zip(names, samples, strict=True)))
     all_lines, texts, parts, diagrams = [], [], [], {}
     for task in tasks:
-        asked = [of_run[task] for of_run in samples]
+        task_samples = [of_run[task] for of_run in samples]
         answers = [predictions(of_run, run.results[task]['norm'])
-                   for run, of_run in zip(runs, asked, strict=True)]
+                   for run, of_run in zip(runs, task_samples, strict=True)]
         diagrams[task] = list(zip(names, answers, strict=True))
-        reports = reports_by_language(asked, answers)
+        reports = reports_by_language(task_samples, answers)
         table, lines = question_table(task, runs, names, reports)
         differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p']]
         for pair in itertools.combinations(range(len(runs)), 2):
             differences += difference(*([x[i] for i in pair] for x in (
-                names, asked, answers, reports)), cfg)
+                names, task_samples, answers, reports)), cfg)
         titles = {task_title(task, run.results[task]) for run in runs}
         title = titles.pop() if len(titles) == 1 else f'{task}: ' + ', '.join(
             task_title(name, run.results[task]) for name, run in zip(names, runs, strict=True))
@@ -214,7 +213,7 @@ def compare_questions(runs, cfg, out_dir):
 
 
 def label_runs(folders):
-    """Short names of folders: the last part, or as many as tell them apart."""
+    """Return short names of folders: the last part, or as many parts as make them unique."""
     for n in itertools.count(1):
         names = ['/'.join(folder.parts[-n:]) for folder in folders]
         if len(set(names)) == len(names):
@@ -222,8 +221,7 @@ def label_runs(folders):
 
 
 def reports_by_language(samples, answers):
-    """[{language: report}] of the runs, for the languages that all have, if several, and 'pooled'.
-    """
+    """Return [{language: report}] of the runs: 'pooled', and each language if all share several."""
     languages = [np.array([s.get('language', '') for s in of_run]) for of_run in samples]
     shared = sorted(set.intersection(*(set(of_run.tolist()) for of_run in languages)))
     return [{x: p.at(of_run == x).report() for x in shared if len(shared) > 1}
@@ -231,7 +229,7 @@ def reports_by_language(samples, answers):
 
 
 def question_table(task, runs, names, reports):
-    """(cells of the table of one task, a star at the best; the same as lines of the CSV)"""
+    """Return (cells of one task's table, the best marked with a star; the lines of its CSV)."""
     several = len({run.settings.get('loss') for run in runs}) > 1
     labels = ['run', 'model', 'dataset', *(['loss'] if several else []), 'smoothing', 'language']
     table, lines = [[*labels, 'questions', *(TITLES[metric] for metric in COMPARED)]], []
@@ -251,14 +249,14 @@ def question_table(task, runs, names, reports):
 
 
 def difference(names, samples, answers, reports, cfg):
-    """Rows of a table: the second run - the first, over questions and over languages."""
-    # with other options the same id is of another question
+    """Return the rows of second run - first run, over questions and over languages."""
+    # if the options differ, the same id stands for different questions
     keys = [[(*sample_order(s)[2:], s.get('answer', s.get('token')), len(s.get('options', ())))
              for s in of_run] for of_run in samples]
     name, shared = f'{names[1]} - {names[0]}', set(keys[0]) & set(keys[1])
     if len(shared) < 2:
         return [[name, 'questions', str(len(shared)), '', '', '', '']]
-    # the same draws for both, since seed and number of questions are the same
+    # both have the same draws, because seed and number of questions are the same
     shown, resampled = measure(
         {i: answers[i].at([key in shared for key in keys[i]]) for i in (0, 1)},
         cfg.n_bootstrap, cfg.seed)
@@ -336,7 +334,7 @@ def is_setting(column):
 
 
 def run_lines(run):
-    """The lines of a run: its names, its settings, and the metrics to five digits."""
+    """Return the lines of a run: names, settings, and metrics to five digits."""
     lines = []
     for names, fitted, p in answers_of(run):
         report = p.report()
@@ -372,7 +370,7 @@ def answers_of(run):
 
 
 def read_lines(path):
-    """The lines of a compare.csv over seeds, metrics as numbers."""
+    """Return the lines of a compare.csv over seeds, metrics as numbers."""
     rows, lines = list(read_rows(path)), []
     for place, cells in rows[1:]:
         try:
@@ -399,7 +397,7 @@ def check_known(setting, values, known):
 
 
 def apply_where(lines, where):
-    """The lines that every rule 'column=value|value' keeps."""
+    """Return the lines that match every rule 'column=value|value'."""
     for rule in where:
         name, equals, values = rule.partition('=')
         if not equals:
@@ -413,7 +411,7 @@ def apply_where(lines, where):
 
 
 def drop_constant_settings(lines, named):
-    """The lines without settings that no two runs of a kind differ in, except those `named`."""
+    """Return the lines without settings that are equal in all runs of a kind, except `named`."""
     def differs(column):
         values = {(line['kind'], line['task'], line.get(column, '')) for line in lines}
         return len(values) > len({value[:2] for value in values})
@@ -423,7 +421,7 @@ def drop_constant_settings(lines, named):
 
 
 def pool_lines(lines, named):
-    """The unscaled lines over all languages and categories, except in the columns that are `named`.
+    """Return the unscaled lines of all languages and categories, except in columns `named`.
 
     A task without such a line is shown with those that it has.
     """
@@ -435,7 +433,7 @@ def pool_lines(lines, named):
 
 
 def choose_axes(lines, cfg):
-    """`cfg` with x and by: as given, else all columns in which runs of one seed differ.
+    """Return `cfg` with x and by: as given, else all columns in which runs of one seed differ.
 
     The first such column is x, the others are `by`: settings first, then what was scored, then
     kind and run. None is chosen whose values follow from those of the others.
@@ -456,7 +454,7 @@ def choose_axes(lines, cfg):
 
 
 def group_lines(lines, cfg):
-    """({(panel, by, x): {seed: line}} in the order to show, {panel: {seed: line} of reference})"""
+    """Return ({(panel, by, x): {seed: line}} in display order, {panel: {seed: reference line}})."""
     aside = [line for line in lines if line['kind'] in cfg.reference]
     lines = [line for line in lines if line['kind'] not in cfg.reference]
     if not lines:
@@ -473,7 +471,7 @@ def group_lines(lines, cfg):
 
 
 def ordered(column, lines, where):
-    """The values of a column: as `where` lists them, else by size, else as they come."""
+    """Return the values of a column in the order of `where`, else by size, else as they come."""
     values = list(dict.fromkeys(line[column] for line in lines))
     for rule in where:
         name, _, listed = rule.partition('=')
@@ -486,7 +484,7 @@ def ordered(column, lines, where):
 
 
 def by_seed(lines):
-    """{seed: line}; raises ConfigError if two lines have the same seed."""
+    """Return {seed: line}; raises ConfigError if two lines have the same seed."""
     of_seed = {}
     for line in lines:
         other = of_seed.setdefault(line['seed'], line)
@@ -507,13 +505,13 @@ def reference_name(cfg):
 
 
 def values_of(lines, metric):
-    """{seed: value} of a metric, where it is defined."""
+    """Return {seed: value} of a metric, for seeds where it is defined."""
     return {seed: line[metric] for seed, line in lines.items()
             if isinstance(line.get(metric), float) and math.isfinite(line[metric])}
 
 
 def seed_table(groups, reference, cfg):
-    """Cells: mean ± half of its 95 % interval, and the same of paired differences, with p.
+    """Return cells: mean ± half-width of the 95 % interval, also of paired differences, with p.
 
     The differences are to the reference of the panel, and to the first x of the same line.
     """
@@ -545,7 +543,7 @@ def seed_table(groups, reference, cfg):
 
 
 def plus_minus(values, spec):
-    """'0.101 ± 0.020': the mean and half of its 95 % interval."""
+    """Return '0.101 ± 0.020': the mean and the half-width of its 95 % interval."""
     values = list(values)
     if len(values) < 2:
         return format(values[0], spec) if values else ''
@@ -554,14 +552,14 @@ def plus_minus(values, spec):
 
 
 def paired(values, others):
-    """'+0.031 ± 0.004, p 1e-05' of values - others over the seeds that both have."""
+    """Return '+0.031 ± 0.004, p 1e-05' of values - others over the seeds that both have."""
     d = [values[seed] - others[seed] for seed in values if seed in others]
     text = plus_minus(d, '+.3f')
     return text if len(d) < 2 else f'{text}, p {stats.student_t(d)[2]:.1g}'
 
 
 def mean_and_ends(values):
-    """(mean, low, high) to draw; with one or two seeds the mean is all three.
+    """Return (mean, low, high) to draw; with one or two seeds all three are the mean.
 
     The interval of two seeds is 13 standard errors to each side: it would hide the rest.
     """
@@ -570,13 +568,14 @@ def mean_and_ends(values):
 
 
 def titled(columns, values):
-    """'lr 0.001, smoothing 0.1'; a task or a category says what it is by itself."""
-    return ', '.join(value if column in SELF_EVIDENT else f'{SHORT.get(column, column)} {value}'
-                     for column, value in zip(columns, values, strict=True))
+    """Return 'lr 0.001, smoothing 0.1'; columns of SELF_EVIDENT go without their name."""
+    return ', '.join(
+        value if column in SELF_EVIDENT else f'{SHORT_NAMES.get(column, column)} {value}'
+        for column, value in zip(columns, values, strict=True))
 
 
 def draw_series(path, groups, reference, cfg):
-    """Draw means over seeds with their 95 % intervals: a row a metric, a column a panel."""
+    """Draw means over seeds with 95 % intervals: one row per metric, one column per panel."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     panels, lines_by = (list(dict.fromkeys(key[i] for key in groups)) for i in (0, 1))

@@ -1,21 +1,22 @@
-"""Losses of an output layer that never hold all its logits: smoothed cross-entropy and others.
+"""Losses of an output layer, computed without storing all its logits.
 
-For one token with hidden state h [D] and label y, output matrix W [V, D] and softcap c, the logits
-are z = c tanh(W h / c), or W h without a softcap, and p = softmax(z). Every loss here depends on
-them through a few sums, z_y, lse = log sum exp z, Z = sum z, S = sum p^2 and the entropy H, and has
-a gradient of one form,
+For one token with hidden state h [D], label y and output matrix W [V, D], the logits are
+z = cap tanh(W h / cap), or W h without a softcap, and p = softmax(z). Every loss here depends on
+them through z_y and a few sums: lse = log sum exp z, Z = sum z, S = sum p^2 and the entropy H. Its
+gradient has the form
 
     dloss/dz_j = p_j (a + b log p_j + c p_j) + e - f [j = y]
 
-where a, b, c, e and f are numbers of the token, made of the same sums. So one path serves all, a
-chunk of tokens at a time: a product writes the logits, one kernel reads them for the sums, torch
-turns those into coefficients [n], one kernel leaves the gradient in the logits' place, and two
-products read it for dh and dW. Three products, 6NDV operations: nothing exact can do with less. All
-logits of 8,192 tokens of Gemma 2 (V = 256,000) are 4 GB in bfloat16; here only a chunk exists. The
-cost of small chunks is the sum of dW over them: see `memory` in `fused_loss`.
+where the coefficients a, b, c, e and f of the token are computed from the same values. So all
+losses share this code, which processes a chunk of tokens at a time: a product writes the logits,
+one kernel reads them for the sums, torch turns those into coefficients [n], one kernel replaces the
+logits by the gradient, and two products read it for dh and dW. Three products take 6NDV operations,
+the least for an exact gradient. All logits of 8,192 tokens of Gemma 2 (V = 256,000) are 4 GB in
+bfloat16; here only a chunk exists. Small chunks cost time, because each one reads and writes dW:
+see `memory` in `fused_loss`.
 
 On a CUDA device the kernels are Triton; elsewhere the same chunks go through plain torch. This file
-imports nothing of ours and can be copied into another project.
+imports no other file of this repository and can be copied into another project.
 """
 
 import math
@@ -29,19 +30,20 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:     # on macOS, say: plain torch
+except ImportError:     # for example on macOS: use plain torch
     triton = None
 
-MEMORY = {'cuda': 1_100_000_000, 'cpu': 2 ** 23}   # bytes of a chunk's logits; a CPU's cache
-LEAST_MEMORY = 2 ** 26      # what memory=0 stands for
-ROWS = 128                  # tokens: chunks are multiples of it, for whole tiles in the products
-BLOCK = 2048                # logits of a row that one program of four warps holds at a time
+# default bytes of a chunk's logits: on a CPU they fit its cache
+MEMORY = {'cuda': 1_100_000_000, 'cpu': 2 ** 23}
+LEAST_MEMORY = 2 ** 26      # memory=0 means this many bytes
+ROWS = 128                  # chunks are multiples of this many tokens, for whole tiles in products
+BLOCK = 2048                # logits of a row that one program of four warps processes at a time
 
 
 # ---- Losses --------------------------------------------------------------------------------------
 
 class RowSums(NamedTuple):
-    """What a loss may depend on: float32 [n], None where no loss asks for it (`Loss.sums`)."""
+    """What a loss may depend on: float32 [n], or None if it is not in `Loss.sums`."""
     V: int
     z_y: Tensor                         # the label's logit
     lse: Tensor                         # log sum exp z
@@ -49,7 +51,7 @@ class RowSums(NamedTuple):
     sum_p2: Tensor | None = None        # sum of p^2
     entropy: Tensor | None = None       # nats
     top_logit: Tensor | None = None
-    top_token: Tensor | None = None     # int64; the first, where several logits are equal
+    top_token: Tensor | None = None     # int64; the first if several logits are equal
 
     @property
     def nll(self):
@@ -62,15 +64,15 @@ class RowSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss per token, or a term to add to one. To make your own, return one of these."""
-    value: Callable             # of RowSums: [n]
-    coefficients: Callable      # of RowSums: {'a': number or [n], ...} of its gradient, 0 if absent
-    sums: tuple = ()            # the RowSums that both read, beside z_y and lse
-    whole: bool = True          # False: a term
+    """A loss per token, or a term that can be added to one. A loss of your own returns a Loss."""
+    value: Callable             # RowSums -> loss [n]
+    coefficients: Callable      # RowSums -> {'a': number or [n], ...} of the gradient; absent: 0
+    sums: tuple = ()            # names of the RowSums that both read, besides z_y and lse
+    whole: bool = True          # False: a term, to be added to a whole loss
 
     def __add__(self, other):
-        _require(not (self.whole and other.whole), 'a sum holds one whole loss, and all others are '
-                 'terms (smoothing, z_loss, confidence_penalty), but these two are whole')
+        _require(not (self.whole and other.whole), 'cannot add two losses: a sum is one whole loss '
+                 'and any terms (smoothing, z_loss, confidence_penalty)')
 
         def coefficients(s):
             x, y = self.coefficients(s), other.coefficients(s)
@@ -80,11 +82,8 @@ class Loss:
 
 
 def _weighted(value, weight, *sums):
-    """A loss whose gradient is the cross-entropy's times a weight per token."""
-    def coefficients(s):
-        w = weight(s)
-        return {'a': w, 'f': w}
-    return Loss(value, coefficients, sums)
+    """Return a loss whose gradient is that of cross-entropy times a weight per token."""
+    return Loss(value, lambda s: dict.fromkeys('af', weight(s)), sums)
 
 
 def cross_entropy():
@@ -141,7 +140,7 @@ def smoothing(s):
                 ('sum_z',), whole=False)
 
 
-_smoothing = smoothing      # where an argument has its name
+_smoothing = smoothing      # for functions with an argument called smoothing
 
 
 def z_loss(w):
@@ -157,39 +156,39 @@ def confidence_penalty(w):
                 ('entropy',), whole=False)
 
 
-# ---- What to call --------------------------------------------------------------------------------
+# ---- Public functions ----------------------------------------------------------------------------
 
 @torch.compiler.disable
 def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100, reduction='mean',
                num_items=None, token_weight=None, memory=None):
-    """(loss, nll) of the logits cap(hidden @ weight.T), in float32.
+    """Return (loss, nll) of the logits cap(hidden @ weight.T), in float32.
 
     hidden        [N, D], or any leading shape such as [B, T, D]; float32 or bfloat16
     weight        [V, D], the output matrix, of the same dtype; autocast to bfloat16 casts both
     target        integers of hidden's leading shape, each in [0, V) or ignore_index
-    loss          a loss of this file, or a sum: focal(2) + z_loss(1e-4)
-    softcap       logits become softcap * tanh(logits / softcap); None leaves them alone
-    ignore_index  marks tokens without loss; None says that there are none
+    loss          a Loss, or a sum of one and terms: focal(2) + z_loss(1e-4)
+    softcap       logits become softcap * tanh(logits / softcap); None: no softcap
+    ignore_index  target of tokens without loss; None: every token has a loss
     reduction     'mean' over tokens not ignored, 'sum', or 'none' (target's shape, 0 where ignored)
     num_items     int or 0-d tensor that divides the sum in 'mean' instead of the number of tokens:
-                  give a whole step's number, and the losses of its micro-batches add up to its mean
+                  with that of a whole step, the losses of its micro-batches add up to its mean
     token_weight  float tensor of target's shape that multiplies each token's loss in the sum
-    memory        bytes for a chunk's logits, beyond inputs and gradients, but at least 128 tokens;
-                  0 stands for 64 MiB; by default 1.1 GB on a GPU and 8 MiB elsewhere
+    memory        bytes for a chunk's logits, in addition to inputs and gradients; a chunk has at
+                  least 128 tokens. 0: 64 MiB; None: 1.1 GB on a GPU, 8 MiB elsewhere
 
-    nll is the negative log-likelihood in the same reduction, without gradient: losses that differ
-    cannot be compared, it can. Ignored tokens are dropped before the first product; if none is
-    left, loss and gradients are 0. With target on the CPU nothing waits for the device; for one on
-    a GPU the host fetches a count, once per call, unless ignore_index is None.
+    nll is the negative log-likelihood in the same reduction, without gradient. Use it to compare
+    runs with different losses. Ignored tokens are dropped before the first product; if no token is
+    left, loss and gradients are 0. If target is on the CPU, the host never waits for the device; if
+    it is on a GPU, the host waits for one count per call, unless ignore_index is None.
 
-    Every chunk reads and writes dW once more. In bfloat16, k chunks also round it k times, which is
-    sqrt((k + 1) / 2) times the error of one rounding; float32 weights make the sum exact. Measured
-    with 8,192 tokens of Gemma 2 the error is 1.0 times that of plain torch in bfloat16 at 1.1 GB,
-    1.1 at 512 MiB, 1.2 at 256 MiB, 1.5 at 128 MiB and 1.9 at 64 MiB.
+    Every chunk reads and writes dW. In bfloat16, k chunks also round it k times, with sqrt((k + 1)
+    / 2) times the error of one rounding; float32 weights are summed in float32. With 8,192 tokens
+    of Gemma 2 the error of dW, in units of plain torch's in bfloat16, is 1.0 at 1.1 GB, 1.1 at 512
+    MiB, 1.2 at 256 MiB, 1.5 at 128 MiB and 1.9 at 64 MiB.
 
-    The gradients of 'mean' and 'sum' are computed in the forward pass, for one backward pass.
-    Another one, and each of 'none', computes them from the start. Raises ValueError for arguments
-    that do not fit and RuntimeError for create_graph=True. On a GPU with ignore_index=None, a
+    The gradients of 'mean' and 'sum' are computed in the forward pass, for one backward pass; a
+    second backward pass, and every one of 'none', computes them again. Raises ValueError for
+    invalid arguments and RuntimeError for create_graph=True. On a GPU with ignore_index=None, a
     target out of range is a device assertion.
     """
     dtype = _check(hidden, weight, target, loss, softcap, ignore_index)
@@ -202,7 +201,7 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
              f'token_weight must have the shape of target, {list(target.shape)}')
     shape, device = target.shape, hidden.device
     hidden = hidden.reshape(-1, weight.shape[1])
-    rows, target = _supervised(target, len(weight), ignore_index, device)
+    rows, target = _select_supervised(target, len(weight), ignore_index, device)
     scale = torch.ones(shape, device=device)
     if token_weight is not None:
         scale = _on_device(token_weight.detach().float(), device)
@@ -223,16 +222,12 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
     return value.view(shape), nll.view(shape)
 
 
-def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, softcap=None,
-                           ignore_index=-100, reduction='mean', num_items=None,
-                           token_weight=None, memory=None):
-    """F.cross_entropy(cap(hidden @ weight.T), target, label_smoothing=smoothing), and the NLL.
+def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, **options):
+    """Return F.cross_entropy(cap(hidden @ weight.T), target, label_smoothing=smoothing), and NLL.
 
-    This is `fused_loss` with cross_entropy() + smoothing(smoothing); see there.
+    This is `fused_loss` with the loss cross_entropy() + smoothing(smoothing) and its `options`.
     """
-    return fused_loss(hidden, weight, target, cross_entropy() + _smoothing(smoothing),
-                      softcap=softcap, ignore_index=ignore_index, reduction=reduction,
-                      num_items=num_items, token_weight=token_weight, memory=memory)
+    return fused_loss(hidden, weight, target, cross_entropy() + _smoothing(smoothing), **options)
 
 
 class TokenStatistics(NamedTuple):
@@ -241,7 +236,7 @@ class TokenStatistics(NamedTuple):
     nll: Tensor         # -log p(target); 0 where ignored
     lse: Tensor         # log of the sum of exp(logits)
     top_logit: Tensor
-    top_token: Tensor   # the first, where several logits are equal
+    top_token: Tensor   # the first if several logits are equal
     entropy: Tensor     # nats, over all V tokens
 
 
@@ -249,38 +244,40 @@ class TokenStatistics(NamedTuple):
 @torch.compiler.disable
 def token_statistics(hidden, weight, target, *, smoothing=0.0, softcap=None, ignore_index=-100,
                      loss=None):
-    """TokenStatistics of each token's distribution, from one product and without gradient.
+    """Return TokenStatistics of each token's distribution, from one product, without gradient.
 
-    Arguments as of `fused_loss`. The loss is `loss`, by default cross_entropy(), with the term
-    smoothing(smoothing). The logits are float32 whatever the inputs are: between 16 and 32 bfloat16
-    moves in steps of 0.125, coarser than what a calibration metric measures.
+    Arguments are those of `fused_loss`. The loss is `loss`, by default cross_entropy(), plus the
+    term smoothing(smoothing). The logits are float32 for any inputs: between 16 and 32, bfloat16
+    has steps of 0.125, coarser than what a calibration metric measures.
     """
     loss = (loss or cross_entropy()) + _smoothing(smoothing)
     dtype = _check(hidden, weight, target, loss, softcap, ignore_index)
     ignored = torch.zeros_like(target, dtype=torch.bool)
     if ignore_index is not None:
         ignored = target.long() == ignore_index
-    _, labels = _supervised(target.long().masked_fill(ignored, 0), len(weight), None, hidden.device)
-    s, _, _ = _chunks(hidden.reshape(-1, weight.shape[1]), weight, None, (False, False), labels,
-                      loss, softcap, dtype, sums=('entropy', 'top_logit', 'top_token'))
+    _, labels = _select_supervised(target.long().masked_fill(ignored, 0), len(weight), None,
+                                   hidden.device)
+    s, _, _ = _sums_and_gradients(
+        hidden.reshape(-1, weight.shape[1]), weight, None, (False, False), labels, loss, softcap,
+        dtype, sums=('entropy', 'top_logit', 'top_token'))
     ignored = _on_device(ignored.reshape(-1), hidden.device)
     value, nll = (x.masked_fill(ignored, 0) for x in (loss.value(s), s.nll))
     return TokenStatistics(*(x.view(target.shape) for x in (
         value, nll, s.lse, s.top_logit, s.top_token, s.entropy)))
 
 
-# ---- The path ------------------------------------------------------------------------------------
+# ---- Forward and backward ------------------------------------------------------------------------
 
 class _FusedLoss(torch.autograd.Function):
     """scale * loss and scale * NLL of each token, or their sums over tokens."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, scale, summed, with_gradient, call):
-        need = [with_gradient and summed and needed for needed in ctx.needs_input_grad[:2]]
-        s, *gradients = _chunks(hidden, weight, scale, need, *call)
-        ctx.scale, ctx.call, ctx.gradients = scale, call, gradients if summed else None
+    def forward(ctx, hidden, weight, scale, summed, with_gradient, settings):
+        need = [with_gradient and summed and x for x in ctx.needs_input_grad[:2]]
+        s, *gradients = _sums_and_gradients(hidden, weight, scale, need, *settings)
+        ctx.scale, ctx.settings, ctx.gradients = scale, settings, gradients if summed else None
         ctx.save_for_backward(hidden, weight)
-        value, nll = call[1].value(s) * scale, s.nll * scale
+        value, nll = settings[1].value(s) * scale, s.nll * scale
         value, nll = (value.sum(), nll.sum()) if summed else (value, nll)
         ctx.mark_non_differentiable(nll)
         return value, nll
@@ -292,55 +289,57 @@ class _FusedLoss(torch.autograd.Function):
                                'create_graph=True')
         factor, gradients, ctx.gradients = upstream.float(), ctx.gradients, None
         if gradients is None:
-            _, *gradients = _chunks(*ctx.saved_tensors, factor * ctx.scale,
-                                    ctx.needs_input_grad[:2], *ctx.call)
+            _, *gradients = _sums_and_gradients(*ctx.saved_tensors, factor * ctx.scale,
+                                                ctx.needs_input_grad[:2], *ctx.settings)
             factor = None
-        gradients = (None if g is None else _scaled(g, factor, x.dtype)
+        gradients = (None if g is None else _scale(g, factor, x.dtype)
                      for g, x in zip(gradients, ctx.saved_tensors, strict=True))
         return *gradients, None, None, None, None
 
 
-def _chunks(hidden, weight, scale, need, target, loss, softcap, dtype, memory=None, sums=()):
-    """RowSums of n tokens, and dh and dW of sum(scale * loss): the heart of this file.
+def _sums_and_gradients(hidden, weight, scale, need, target, loss, softcap, dtype, memory=None,
+                        sums=()):
+    """Return the RowSums of n tokens, and dh and dW of sum(scale * loss), chunk after chunk.
 
-    hidden [n, D]; weight [V, D]; scale and target [n]; need: whether dh and dW are wanted, else
-    they are None; dtype: of the products. sums: RowSums to compute beside those of the loss; with
-    them the logits are float32.
+    hidden [n, D]; weight [V, D]; scale and target [n]; need: (dh?, dW?), None is returned for one
+    that is not needed; dtype: of the products. sums: names of RowSums to compute besides those of
+    the loss; with them the logits are float32.
     """
     n, V, (need_dh, need_dw) = len(hidden), len(weight), need
     softcap = softcap and float(softcap)
     h, w = (x.to(dtype).contiguous() for x in (hidden, weight))
-    if sums and not h.is_cuda:      # a CPU has no product of bfloat16 with a float32 result
+    if sums and not h.is_cuda:      # on a CPU a product of bfloat16 is bfloat16
         h, w = h.float(), w.float()
     device, logits_dtype = h.device, torch.float32 if sums else dtype
-    # Tokens per chunk: all n, or a multiple of ROWS that makes chunks of about one size
+    # Tokens per chunk: all n, or a multiple of ROWS such that chunks have about the same size.
     memory = MEMORY.get(device.type, MEMORY['cpu']) if memory is None else memory or LEAST_MEMORY
     rows = max(ROWS, memory // (V * logits_dtype.itemsize) // ROWS * ROWS)
     rows = min(n, math.ceil(n / max(1, math.ceil(n / rows)) / ROWS) * ROWS)
     buffer = torch.empty(rows, V, device=device, dtype=logits_dtype)
-    # Each by itself: kernels are compiled for the alignment of what they get.
+    # Separate tensors, all aligned: Triton compiles a kernel anew for another alignment.
     s = RowSums(V, **{name: torch.zeros(n, device=device, dtype=torch.int64 if name == 'top_token'
                                         else torch.float32)
                       for name in {'z_y', 'lse', *loss.sums, *sums}})
     dh = torch.empty_like(h) if need_dh else None
     dw = (torch.empty_like if n else torch.zeros_like)(w, dtype=weight.dtype) if need_dw else None
-    step = _kernels if _use_triton(h) else _plain
+    process = _kernels if _use_triton(h) else _plain
     with torch.autocast(device.type, enabled=False):
         for start in range(0, n, max(1, rows)):
-            c = slice(start, start + rows)
+            chunk = slice(start, start + rows)
             logits = buffer[:n - start]
-            _product(h[c], w.T, logits)
-            step(logits, h[c], w, target[c], RowSums(V, *(x if x is None else x[c] for x in s[1:])),
-                 softcap, loss, scale[c] if need_dh or need_dw else None)
-            if need_dh:
-                _product(logits, w, dh[c])
+            _product(h[chunk], w.T, logits)
+            process(logits, h[chunk], w, target[chunk],
+                    RowSums(V, *(x if x is None else x[chunk] for x in s[1:])), softcap, loss,
+                    scale[chunk] if need_dh or need_dw else None)
+            if need_dh:     # logits now holds the gradient
+                _product(logits, w, dh[chunk])
             if need_dw:
-                _product(logits.T, h[c], dw, add=start > 0)
+                _product(logits.T, h[chunk], dw, add=start > 0)
     return s, dh, dw
 
 
 def _product(a, b, out, add=False):
-    """out = a @ b, or out += a @ b, summed in float32 and rounded once to out's dtype."""
+    """Compute out = a @ b, or out += a @ b, in float32, rounded once to the dtype of out."""
     options = {}
     if out.dtype != a.dtype and a.is_cuda:
         options = {'out_dtype': out.dtype}
@@ -349,23 +348,24 @@ def _product(a, b, out, add=False):
     torch.addmm(out, a, b, out=out, **options) if add else torch.mm(a, b, out=out, **options)
 
 
-def _scaled(x, factor, dtype):
-    """x * factor in dtype, rounded once; in x's memory on a GPU. None stands for 1."""
+def _scale(x, factor, dtype):
+    """Return x * factor in dtype, rounded once; on a GPU in place. None stands for 1."""
     if factor is None or (not x.is_cuda and factor == 1):
         return x.to(dtype)
     if x.dtype != dtype or not _use_triton(x):
-        return (x * factor.view(1)).to(dtype)   # by a scalar, bfloat16 would stay bfloat16
+        return (x * factor.view(1)).to(dtype)   # a 0-d factor would leave the product bfloat16
     _scale_kernel[(triton.cdiv(x.numel(), 16384),)](x, factor, x.numel(), BLOCK=16384)
     return x
 
 
-# Both fill s, the sums of a chunk's logits [n, V] = h @ w.T, and, if scale is given, leave scale *
-# dloss/dlogits in the place of logits. The label's logit is computed apart and takes its place in
-# every sum: loss and gradient hang on it most, and rounding it is plain torch's largest error.
+# Both functions fill `s`, the RowSums of a chunk's logits [n, V] = h @ w.T, and, if scale is given,
+# overwrite the logits with scale * dloss/dlogits. The label's logit is recomputed in float32 and
+# replaces the rounded one: loss and gradient depend on it most, and rounding it is plain torch's
+# largest error.
 
 def _kernels(logits, h, w, target, s, softcap, loss, scale):
     n, V = logits.shape
-    # The hardware's tanh errs by 2**-11, rounding to bfloat16 by 2**-8.
+    # The error of the hardware's tanh is 2**-11, that of rounding to bfloat16 2**-8.
     fast = logits.is_cuda and logits.dtype == torch.bfloat16
     wide = 4 if n < 512 else 1      # few rows: more threads for each
     _row_sums_kernel[(n,)](logits, h, w, target, *s[1:], *w.shape, softcap, FAST=fast,
@@ -396,7 +396,7 @@ def _plain(logits, h, w, target, s, softcap, loss, scale):
                          for x in _coefficients(loss, s))
         log_p = z - lse
         g = log_p.exp()     # p
-        a = a if b is None else a + b * log_p.clamp_min(-1e4)   # not 0 * -inf
+        a = a if b is None else a + b * log_p.clamp_min(-1e4)   # 0 * -inf is NaN
         a = a if c is None else a + c * g
         g = g.mul_(a).add_(e)
         g.scatter_(1, label, g.gather(1, label) - f)
@@ -406,11 +406,11 @@ def _plain(logits, h, w, target, s, softcap, loss, scale):
 
 
 def _coefficients(loss, s):
-    """a, b, c, e, f; b and c are None where absent, since the kernel then saves their work."""
-    found = loss.coefficients(s)
-    unknown = ', '.join(map(repr, found.keys() - set('abcef')))
+    """Return [a, b, c, e, f]; b and c are None if absent, so that the kernel skips their work."""
+    coefficients = loss.coefficients(s)
+    unknown = ', '.join(map(repr, coefficients.keys() - set('abcef')))
     _require(not unknown, f'the coefficients are a, b, c, e and f, got {unknown}')
-    return [found.get(name, 0 if name in 'aef' else None) for name in 'abcef']
+    return [coefficients.get(name, 0 if name in 'aef' else None) for name in 'abcef']
 
 
 def _use_triton(x):
@@ -423,11 +423,11 @@ if triton is not None:
     LOG2E = tl.constexpr(1.4426950408889634)
 
     @triton.jit
-    def _capped_of(z, softcap, FAST: tl.constexpr):
+    def _cap(z, softcap, FAST: tl.constexpr):
         if FAST:
             t = tl.inline_asm_elementwise('tanh.approx.f32 $0, $1;', '=f,f', [z * (1 / softcap)],
                                           dtype=tl.float32, is_pure=True, pack=1)
-        else:   # holds at both ends, where exp2 gives inf and 0
+        else:   # also correct where exp2 gives inf or 0
             t = 1 - 2 / (tl.exp2(z * (2 * LOG2E / softcap)) + 1)
         return t * softcap
 
@@ -435,11 +435,12 @@ if triton is not None:
     def _row_sums_kernel(logits, hidden, weight, target, z_y, lse, sum_z, sum_p2, entropy,
                          top_logit, top_token, V, D, softcap, FAST: tl.constexpr,
                          BLOCK: tl.constexpr):
-        """One program per row of logits; a sum whose pointer is None is not computed.
+        """Compute the RowSums of one row of logits, except those whose pointer is None.
 
-        It reads blocks of lanes of eight logits. A lane keeps its running maximum and, with
-        x = z - maximum, its sums of exp x, exp 2x and x exp x, which a new maximum rescales. Lanes
-        meet only at the end, so that no block waits for all the threads.
+        A program reads blocks of BLOCK logits, each divided into lanes of eight. A lane keeps its
+        maximum and, with x = z - maximum, its sums of exp x, exp 2x and x exp x, which are rescaled
+        when the maximum rises (online softmax). Lanes are merged only after the last block, so that
+        threads never wait for each other before.
         """
         row = tl.program_id(0).to(tl.int64)     # row * V passes 2**31
         logits += row * V
@@ -451,62 +452,62 @@ if triton is not None:
                     * tl.load(weight + y * D + d, mask=d < D, other=0.0).to(tl.float32))
         label_z = tl.sum(dot)
         if softcap is not None:
-            label_z = _capped_of(label_z, softcap, False)
+            label_z = _cap(label_z, softcap, False)
         tl.store(z_y + row, label_z)
 
-        first = tl.arange(0, BLOCK // 8) * 8
-        maximum = tl.full([BLOCK // 8], -3.0e38, tl.float32)    # finite: -inf gives no inf - inf
-        exps = tl.zeros([BLOCK // 8], tl.float32)
-        squares = tl.zeros([BLOCK // 8], tl.float32)
-        products = tl.zeros([BLOCK // 8], tl.float32)
-        zs = tl.zeros([BLOCK // 8], tl.float32)
+        lane_start = tl.arange(0, BLOCK // 8) * 8
+        maximum = tl.full([BLOCK // 8], -3.0e38, tl.float32)    # -inf - -inf would be NaN
+        exp_sum = tl.zeros([BLOCK // 8], tl.float32)
+        square_sum = tl.zeros([BLOCK // 8], tl.float32)
+        x_exp_sum = tl.zeros([BLOCK // 8], tl.float32)
+        z_sum = tl.zeros([BLOCK // 8], tl.float32)
         top = tl.zeros([BLOCK // 8], tl.int32)
         for i in tl.range(0, V, BLOCK, num_stages=3):
-            j = i + first[:, None] + tl.arange(0, 8)[None, :]
+            j = i + lane_start[:, None] + tl.arange(0, 8)[None, :]
             z = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
             if softcap is not None:
-                z = _capped_of(z, softcap, FAST)
-            z = tl.where(j == y, label_z, z)    # no branches, or loads would not be pipelined
+                z = _cap(z, softcap, FAST)
+            z = tl.where(j == y, label_z, z)    # a branch would prevent pipelined loads
             if sum_z is not None:
-                zs += tl.sum(z, 1)      # past the end it is 0
+                z_sum += tl.sum(z, 1)   # z is 0 past the end
             z = tl.where(j < V, z, float('-inf'))
             if top_token is None:
-                highest = tl.max(z, 1)
+                block_max = tl.max(z, 1)
             else:
-                highest, at = tl.max(z, 1, return_indices=True)
-                top = tl.where(highest > maximum, i + first + at, top)
-            down = tl.minimum(maximum - highest, 0.0)
+                block_max, offset = tl.max(z, 1, return_indices=True)
+                top = tl.where(block_max > maximum, i + lane_start + offset, top)
+            down = tl.minimum(maximum - block_max, 0.0)     # old maximum - new maximum
             shrink = tl.exp2(down * LOG2E)
-            maximum = tl.maximum(maximum, highest)
+            maximum = tl.maximum(maximum, block_max)
             x = z - maximum[:, None]
             exp = tl.exp2(x * LOG2E)
-            if entropy is not None:     # x falls as the maximum rises; not 0 * -inf
-                products = (products + down * exps) * shrink
-                products += tl.sum(tl.where(exp > 0, exp * x, 0.0), 1)
+            if entropy is not None:     # every x changes by down
+                x_exp_sum = (x_exp_sum + down * exp_sum) * shrink
+                x_exp_sum += tl.sum(tl.where(exp > 0, exp * x, 0.0), 1)   # not 0 * -inf
             if sum_p2 is not None:
-                squares = squares * shrink * shrink + tl.sum(exp * exp, 1)
-            exps = exps * shrink + tl.sum(exp, 1)
-        highest = tl.max(maximum)
-        down = maximum - highest
+                square_sum = square_sum * shrink * shrink + tl.sum(exp * exp, 1)
+            exp_sum = exp_sum * shrink + tl.sum(exp, 1)
+        row_max = tl.max(maximum)
+        down = maximum - row_max
         shrink = tl.exp2(down * LOG2E)
-        total = tl.sum(exps * shrink)
-        tl.store(lse + row, highest + tl.log(total))
+        total = tl.sum(exp_sum * shrink)
+        tl.store(lse + row, row_max + tl.log(total))
         if sum_z is not None:
-            tl.store(sum_z + row, tl.sum(zs))
+            tl.store(sum_z + row, tl.sum(z_sum))
         if sum_p2 is not None:
-            tl.store(sum_p2 + row, tl.sum(squares * shrink * shrink) / total / total)
+            tl.store(sum_p2 + row, tl.sum(square_sum * shrink * shrink) / total / total)
         if entropy is not None:
-            mean_x = tl.sum((products + down * exps) * shrink) / total
+            mean_x = tl.sum((x_exp_sum + down * exp_sum) * shrink) / total
             tl.store(entropy + row, tl.log(total) - mean_x)
         if top_token is not None:
-            tl.store(top_logit + row, highest)
-            tl.store(top_token + row, tl.min(tl.where(maximum == highest, top, 2147483647)))
+            tl.store(top_logit + row, row_max)
+            tl.store(top_token + row, tl.min(tl.where(maximum == row_max, top, 2147483647)))
 
     @triton.jit
-    def _of_row(x, row):
-        """A coefficient: a pointer to a number per row, or one number for all."""
+    def _load_of_row(x, row):
+        """Return a row's coefficient; x is a pointer to one per row, or one number for all."""
         value = x
-        if not isinstance(x, float):    # a float only in the interpreter
+        if not isinstance(x, float):    # in Triton's interpreter a number is a float without dtype
             if x.dtype.is_ptr():
                 value = tl.load(x + row)
         return value
@@ -514,25 +515,25 @@ if triton is not None:
     @triton.jit
     def _gradient_kernel(logits, target, z_y, lse, scale, a, b, c, e, f, V, softcap,
                          FAST: tl.constexpr, BLOCK: tl.constexpr):
-        """scale (p (a + b log p + c p) + e - f [j = y]) dz/dlogit, over a block of one row."""
+        """Write scale (p (a + b log p + c p) + e - f [j = y]) dz/dlogit over a block of one row."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * V
         j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         z = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
         y = tl.load(target + row)
         if softcap is not None:
-            z = _capped_of(z, softcap, FAST)
+            z = _cap(z, softcap, FAST)
         z = tl.where(j == y, tl.load(z_y + row), z)
         log_p = z - tl.load(lse + row)
         p = tl.exp2(log_p * LOG2E)
-        factor = _of_row(a, row)
+        factor = _load_of_row(a, row)
         if b is not None:
-            factor += _of_row(b, row) * tl.where(p > 0, log_p, 0.0)     # not 0 * -inf
+            factor += _load_of_row(b, row) * tl.where(p > 0, log_p, 0.0)     # 0 * -inf is NaN
         if c is not None:
-            factor += _of_row(c, row) * p
-        # In float32: as the model learns, p_y comes near f, and rounding would drown what is left.
-        g = p * factor + _of_row(e, row)
-        g = tl.where(j == y, g - _of_row(f, row), g)
+            factor += _load_of_row(c, row) * p
+        # In float32: in a trained model p_y is near f, and rounding would exceed the difference.
+        g = p * factor + _load_of_row(e, row)
+        g = tl.where(j == y, g - _load_of_row(f, row), g)
         if softcap is not None:
             tanh = z * (1 / softcap)
             g *= 1 - tanh * tanh
@@ -541,7 +542,7 @@ if triton is not None:
 
     @triton.jit
     def _scale_kernel(x, factor, size, BLOCK: tl.constexpr):
-        """x *= factor, in place; nothing is read where the factor is 1, as it mostly is."""
+        """Compute x *= factor in place; x is not read if the factor is 1, as in most calls."""
         factor = tl.load(factor)
         if factor != 1.0:
             i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -555,7 +556,7 @@ def _require(holds, message):
 
 
 def _check(hidden, weight, target, loss, softcap, ignore_index):
-    """Checks what both functions are given and returns the dtype of the matrix products."""
+    """Check the arguments of both functions; return the dtype of the matrix products."""
     _require(weight.dim() == 2 and hidden.dim() >= 2 and hidden.shape[-1] == weight.shape[1],
              f'hidden must be [..., D] and weight [V, D], got {list(hidden.shape)} and '
              f'{list(weight.shape)}')
@@ -578,18 +579,18 @@ def _check(hidden, weight, target, loss, softcap, ignore_index):
                  f'one of them, or call under torch.autocast')
     dtypes = {dtype, hidden.dtype, weight.dtype}
     _require(torch.float16 not in dtypes, 'float16 is too narrow: the gradient of a smoothed label '
-             'over V = 256,000 tokens is below its least number. Use bfloat16 or float32')
+             'over V = 256,000 tokens is below its smallest number. Use bfloat16 or float32')
     _require(dtypes <= {torch.float32, torch.bfloat16},
              f'hidden and weight must be float32 or bfloat16, got {hidden.dtype}')
     return dtype
 
 
-def _supervised(target, V, ignore_index, device):
-    """(places of the tokens that carry loss, or None if that is all; their targets), on device.
+def _select_supervised(target, V, ignore_index, device):
+    """Return (indices of the tokens with a loss, or None if all have one; their targets) on device.
 
-    target is checked where it is. Only one that is not on the CPU makes the host wait.
+    target is checked on its own device; the host waits only if that is not the CPU.
     """
-    target = target.reshape(-1).long()      # before it is compared: in uint8, -100 is 156
+    target = target.reshape(-1).long()      # before comparing: in uint8, -100 is 156
     supervised = torch.ones_like(target, dtype=torch.bool)
     if ignore_index is not None:
         supervised = target != ignore_index
@@ -608,7 +609,7 @@ def _supervised(target, V, ignore_index, device):
 
 
 def _on_device(x, device):
-    """x there; from the CPU without waiting."""
+    """Return x on the device; a copy from the CPU does not wait."""
     if x.device.type == 'cpu' and device.type == 'cuda':
         x = x.pin_memory()
     return x.to(device, non_blocking=True)

@@ -8,7 +8,8 @@ A batch is rows of packed tokens. Two integer arrays of the same shape go with `
 Token i sees token j when  j <= i < ends[j]  (and, in a windowed layer, positions[i] - positions[j]
 < window). In training, `ends` is the end of the token's document, so the documents of a row are
 isolated. In evaluation, rows hold trees: a shared prefix ends where its last descendant ends, a
-question where its last option ends, and an option at its own end. For padding, ends[j] = j.
+question where its last option ends, and an option at its own end. For padding, ends[j] = j + 1: a
+padding token sees only itself.
 `ends` may be None if each row is one document, perhaps followed by padding: no mask is needed then.
 
 The model returns hidden states instead of logits: the loss multiplies them by the output matrix
@@ -64,7 +65,7 @@ class ModelConfig:
 
     @property
     def windows(self) -> list[int | None]:
-        """Return the sliding window of each layer, None where tokens see all before them."""
+        """Return the sliding window of each layer, None if its tokens see all before them."""
         kinds = self.layer_types or ['sliding_attention'] * self.num_hidden_layers
         return [self.sliding_window if kind == 'sliding_attention' else None for kind in kinds]
 
@@ -134,7 +135,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
-            # the product is as large as its factors, and recomputing it is cheaper than keeping it
+            # the product is as large as its factors, and recomputing it costs less than storing it
             h = checkpoint(self.gated, self.gate_proj(x), self.up_proj(x), use_reentrant=False)
         else:
             h = self.gated(self.gate_proj(x), self.up_proj(x))
@@ -191,7 +192,7 @@ class Decoder(nn.Module):
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.embed_scale = config.hidden_size ** 0.5 if gemma else 1
         self.attention = 'auto'     # 'flex', 'explicit', or 'auto': flex on CUDA
-        self.checkpoint = False     # keep only the input of a block and recompute it backward
+        self.checkpoint = False     # store only the input of a block; recompute it in backward
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
         x = self.embed_tokens(tokens)
@@ -211,7 +212,7 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def masks(self, positions: Tensor, ends: Tensor | None, windows: set, x: Tensor) -> dict:
-        """Return {window: the mask that attention takes}; the mask None means causal."""
+        """Return {window: its mask, as attention takes it}; the mask None means causal."""
         if ends is None:
             if windows == {None} and not self.config.attn_logit_softcapping:
                 return {None: None}
@@ -226,7 +227,7 @@ class CausalLM(nn.Module):
     """`model(tokens, positions, ends)`, int [B, T] each, returns the hidden states [B, T, D].
 
     `ends` may be None: see the top of this file. The logits are cap * tanh(hidden @ head.T / cap)
-    with cap = `softcap`. The temperature is in the hidden states already: they are divided by it.
+    with cap = `softcap`. The hidden states are already divided by the temperature.
     """
 
     def __init__(self, config: ModelConfig):
@@ -249,7 +250,7 @@ class CausalLM(nn.Module):
 
     @property
     def temperature(self) -> float:
-        """Return what `forward` divides the hidden states by: the logits before the cap, too."""
+        """Return what `forward` divides the hidden states by, and so the logits before the cap."""
         return self.config.temperature
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
@@ -261,14 +262,14 @@ class CausalLM(nn.Module):
         z = F.linear(hidden.float(), self.head.float())
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
-    def init_weights(self, generator: torch.Generator | None = None):
-        """Draw weights for training from scratch: normal, smaller for what adds to the residual."""
+    def init_weights(self):
+        """Draw normal weights for training from scratch, smaller if the output is a residual."""
         std = self.config.initializer_range
         depth_std = std / math.sqrt(2 * self.config.num_hidden_layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 residual = name.endswith(('o_proj.weight', 'down_proj.weight'))
-                nn.init.normal_(parameter, std=depth_std if residual else std, generator=generator)
+                nn.init.normal_(parameter, std=depth_std if residual else std)
 
 
 def rotary_angles(positions: Tensor, config: ModelConfig, dtype) -> tuple[Tensor, Tensor]:
@@ -324,7 +325,7 @@ def attend_explicit(q, k, v, mask, scale, softcap):
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
-compiled = functools.cache(torch.compile)   # once for a function and its options
+compiled = functools.cache(torch.compile)   # one compiled function per function and options
 
 
 def flex_mask(positions: Tensor, ends: Tensor, window: int | None, options: dict) -> tuple:
@@ -335,8 +336,8 @@ def flex_mask(positions: Tensor, ends: Tensor, window: int | None, options: dict
             seen = seen & (positions[b, i] - positions[b, j] < window)
         return seen
     B, T = ends.shape
-    # a fixed length makes the mask in 0.1 ms instead of 0.4, but Triton unrolls the row: at 16,384
-    # tokens compiling that takes two minutes
+    # With a static length making the mask takes 0.1 ms instead of 0.4, but Triton unrolls the row:
+    # at 16,384 tokens compiling takes two minutes.
     dynamic = True if T > 4096 else None
     make = compiled(create_block_mask, dynamic=dynamic) if ends.is_cuda else create_block_mask
     return make(visible, B, None, T, T, device=str(ends.device)), options
@@ -356,7 +357,7 @@ def attend_flex(q, k, v, mask, scale, score_mod):
 
 @functools.cache
 def cap_scores(softcap: float):
-    """Return the score_mod softcap * tanh(score / softcap) in a form of half the cost.
+    """Return softcap * tanh(score / softcap) as a score_mod: a sigmoid, which costs half as much.
 
     Cached, since a new function object per layer would compile every layer anew.
     """
@@ -387,8 +388,8 @@ def flex_options(head_dim: int, x: Tensor) -> dict:
 
 def compile_blocks(model: CausalLM):
     """Compile each decoder block in place, for static shapes; equal masks share one graph."""
-    # one process may make models of several shapes; past the default limit of 8, further blocks
-    # would run uncompiled
+    # One process may make models of several shapes. Beyond the default limit of 8, further blocks
+    # would run uncompiled.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for layer in model.model.layers:
         layer.compile(dynamic=False)

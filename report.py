@@ -51,12 +51,12 @@ class Predictions(NamedTuple):
         return Predictions(*(None if x is None else x[rows] for x in self))
 
     def report(self):
-        """All metrics, as metrics.report names them."""
+        """Return all metrics, as metrics.report names them."""
         report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores)
         return report | {name: float(x.mean()) for name, x in self._of_tokens().items()}
 
     def bootstrap(self, n_resamples, seed):
-        """{metric: its values [n_resamples] on questions drawn with replacement}"""
+        """Return {metric: [n_resamples]}, its values on questions drawn with replacement."""
         values = stats.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
                                  n_resamples=n_resamples, seed=seed)
         for name, x in self._of_tokens().items():
@@ -98,7 +98,7 @@ def read_samples(path):
 
 
 def _is_sample(row):
-    """Whether a row of samples.jsonl holds what `predictions` needs."""
+    """Return whether a row of samples.jsonl holds what `predictions` needs."""
     try:
         row['task'], row['id']
         if 'log_probs' not in row:
@@ -112,12 +112,12 @@ def _is_sample(row):
 
 
 def sample_order(sample):
-    """A key that sorts samples; equal only for two samples of one question."""
+    """Return a key that sorts samples; it is equal only for two samples of one question."""
     return (sample.get('split', ''), sample['task'], sample.get('language', ''), sample['id'])
 
 
 def last_asked(samples):
-    """For each question or text the samples of the prompt that was scored last, each once."""
+    """Return the samples of the last prompt of each question or text, without repetitions."""
     def question(sample):
         return (*sample_order(sample)[:3], sample.get('text', sample['id']))
     prompts = {question(s): s.get('prompt') for s in samples}
@@ -126,7 +126,7 @@ def last_asked(samples):
 
 
 def split_languages(samples):
-    """{language: its samples}"""
+    """Return {language: its samples}."""
     languages = {}
     for sample in samples:
         languages.setdefault(sample.get('language', ''), []).append(sample)
@@ -134,7 +134,7 @@ def split_languages(samples):
 
 
 def predictions(samples, norm):
-    """Predictions of samples, which are all of questions or all of tokens."""
+    """Return the Predictions of samples, either all of questions or all of tokens."""
     if 'log_probs' not in samples[0]:
         confidence, correct, log_prob, entropy = (np.array([s[key] for s in samples]) for key in (
             'confidence', 'correct', 'log_prob', 'entropy'))
@@ -148,7 +148,7 @@ def predictions(samples, norm):
 
 
 def option_scores(log_probs, options, n_tokens, norm):
-    """Log-probabilities divided by length [K]; their softmax is the distribution over the options.
+    """Return log-probabilities / length [K]; their softmax is the distribution over the options.
 
     norm: 'token' gives the mean over tokens, the logarithm of the inverse perplexity; 'sum' divides
     by nothing; 'char' and 'byte' divide by the characters or UTF-8 bytes of the option without its
@@ -196,7 +196,9 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
 
 
 def measure(groups, n_bootstrap, seed):
-    """({key: report with intervals}, {key: {metric: resampled values}}) of {key: Predictions}.
+    """Return ({key: report with intervals}, {key: {metric: resampled values}}) of `groups`.
+
+    groups: {key: Predictions}
 
     Without n_bootstrap there are no intervals, and the second dict is empty. The resamples of a
     group are drawn in parts that depend on its size alone, so that the same rows give the same
@@ -222,7 +224,7 @@ def measure(groups, n_bootstrap, seed):
 
 
 def parallel_map(function, items, worth_it):
-    """[function(x) for x in items]; on Linux by all cores, if that is `worth_it`."""
+    """Return [function(x) for x in items]; on Linux computed by all cores if `worth_it`."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1      # forking is unsafe
     if cores == 1 or not worth_it:
         return [function(item) for item in items]
@@ -231,7 +233,7 @@ def parallel_map(function, items, worth_it):
 
 
 def with_intervals(report, resampled):
-    """`report` with the 2.5 and 97.5 % percentiles of {metric: resampled values}, if any."""
+    """Return `report` with the 2.5 and 97.5 % percentiles of {metric: resampled values}, if any."""
     if resampled is None:
         return report
     return report | {'intervals': {name: np.percentile(values, (2.5, 97.5)).tolist()
@@ -239,7 +241,7 @@ def with_intervals(report, resampled):
 
 
 def mean_report(reports, resampled):
-    """The plain mean of reports; its intervals are those of the mean of the resampled groups."""
+    """Return the mean of reports; its intervals are those of the mean of the resampled groups."""
     mean = {'groups': len(reports)}
     for key in reports[0]:
         if key not in ('n', 'intervals', 'accuracy_low', 'accuracy_high'):
@@ -253,7 +255,7 @@ def mean_report(reports, resampled):
 
 
 def post_hoc(test, held_out, n_bootstrap, seed):
-    """Temperature and Platt scaling of `test`, fitted on `held_out`.
+    """Return temperature and Platt scaling of `test`, fitted on `held_out`.
 
     Without `held_out` each half of `test` is scaled by what was fitted on the other half, and there
     are two values of each parameter. Returns {'fitted_on', 'temperature': [T], 'platt': [[a, b]],
@@ -291,7 +293,7 @@ def post_hoc(test, held_out, n_bootstrap, seed):
 
 
 def task_title(task, result):
-    """What the numbers of a task are of: 'mmlu (preset mmlu, 5 shots, letters, token)'.
+    """Return a task and its settings, as in 'mmlu (preset mmlu, 5 shots, letters, token)'.
 
     Raises DataError for a result of an earlier version, which does not say how it was scored.
     """
@@ -305,7 +307,7 @@ def task_title(task, result):
 
 
 def notes(result):
-    """What a reader of a task's table should know besides, as lines."""
+    """Return the notes below a task's table, as lines."""
     lines = []
     if 'mass' in result:
         lines.append(f'the options together have a mean probability of {result["mass"]:.3f}')
@@ -324,7 +326,7 @@ def notes(result):
 
 
 def report_rows(result):
-    """[(kind, name, report)] of one task's result."""
+    """Return [(kind, name, report)] of one task's result."""
     rows = [(plural, name, report) for plural in ('subjects', 'categories', 'languages')
             for name, report in result.get(plural, {}).items()]
     rows += [(kind, kind, result[kind]) for kind in ('pooled', 'macro') if kind in result]
@@ -334,7 +336,7 @@ def report_rows(result):
 
 
 def cells(rows, columns=FULL, first='group'):
-    """The cells of a table of rows = [(..., name, report)], header first, without empty columns."""
+    """Return the cells of rows = [(..., name, report)], header first, without empty columns."""
     lines = [[first, *(title for _, title, _ in columns)]]
     for *_, name, report in rows:
         values = dict(report)
@@ -349,7 +351,7 @@ def cells(rows, columns=FULL, first='group'):
 
 
 def aligned(lines):
-    """Lines of cells as text, the first column to the left, the others to the right."""
+    """Return lines of cells as text, the first column aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = ['  '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
              for line in lines]
@@ -357,13 +359,13 @@ def aligned(lines):
 
 
 def markdown(lines):
-    """Lines of cells as a Markdown table."""
+    """Return lines of cells as a Markdown table."""
     texts = ['| ' + ' | '.join(cell.replace('|', '\\|') for cell in line) + ' |' for line in lines]
     return '\n'.join([texts[0], '|' + '---|' * len(lines[0]), *texts[1:]]) + '\n'
 
 
 def csv_text(lines):
-    """CSV of dicts; its columns are the keys of all of them, in the order in which they come."""
+    """Return a CSV of dicts; its columns are all their keys, in order of first occurrence."""
     file = io.StringIO()
     writer = csv.DictWriter(file, list(dict.fromkeys(key for line in lines for key in line)),
                             lineterminator='\n')
@@ -376,7 +378,7 @@ def csv_text(lines):
 
 
 def task_text(task, result):
-    """Title, table and notes of a task, to be printed."""
+    """Return title, table and notes of a task, for printing."""
     table = aligned(cells(report_rows(result)))
     return '\n'.join([task_title(task, result), table, *notes(result)])
 
@@ -404,14 +406,14 @@ def print_report(runs, out_dir, pictures=True):
 
 
 def to_markdown(results):
-    """Title, table and notes of every task, in Markdown."""
+    """Return title, table and notes of every task, in Markdown."""
     return '\n'.join(f'### {task_title(task, result)}\n\n{markdown(cells(report_rows(result)))}'
                      + ''.join(f'\n{line}\n' for line in notes(result))
                      for task, result in results['tasks'].items())
 
 
 def to_csv(results):
-    """One line per report: every metric and the ends of its interval."""
+    """Return one line per report: every metric and the bounds of its interval."""
     lines = []
     for task, result in results['tasks'].items():
         scored = {'distribution': result['distribution']}
@@ -436,7 +438,7 @@ def write_results(results, panels, out_dir):
     for name, to_text in (('results.csv', to_csv), ('results.md', to_markdown)):
         with warn_on_failure(out_dir / name):
             write_text(out_dir / name, to_text(results))
-    # after the tables: a folder that has results.json has them; JSON has null in place of NaN
+    # written last: a folder with results.json has the tables; NaN is null in JSON
     finite = json.loads(json.dumps(results), parse_constant=lambda name: None)
     write_text(out_dir / 'results.json', json.dumps(finite, indent=1, ensure_ascii=False) + '\n')
     if panels:
@@ -504,7 +506,7 @@ def draw_bins(path, panels, columns=5):
 
 
 def _draw_panel(top, bottom, title, numbers, bins):
-    """One reliability diagram on the axes `top`, the shares of its bins on `bottom`."""
+    """Draw a reliability diagram on the axes `top`, the fractions in its bins on `bottom`."""
     used, n, width = bins['count'] > 0, bins['count'].sum(), 1 / len(bins['count'])
     left = np.flatnonzero(used) * width
     accuracy, confidence, low, high = (bins[key][used] for key in (
@@ -529,7 +531,7 @@ def _draw_panel(top, bottom, title, numbers, bins):
 
 
 def figure_title(text, width):
-    """`text` in at most three lines of `width` characters, with no mathematics between $ signs."""
+    """Return `text` in at most three lines of `width` characters, with $ signs escaped."""
     return '\n'.join(textwrap.wrap(text.replace('$', r'\$'), width, max_lines=3))
 
 

@@ -1,7 +1,7 @@
-"""The folder of an evaluation: which samples are there, and whether new ones belong to them.
+"""Open the output folder of an evaluation: read its samples, or refuse it if the settings differ.
 
-samples.jsonl holds one line per scored question or token, eval_config.json what all of them were
-scored with: the model, the settings, and for each task a hash of its questions.
+samples.jsonl holds one line per scored question or token. eval_config.json holds what they have in
+common: the model, the settings, and for each task a hash of its questions.
 """
 
 import json
@@ -18,13 +18,13 @@ OTHER_FOLDER = 'give another --out_dir, or --overwrite what was evaluated there'
 
 
 def open_folder(out_dir, tasks, settings, *, pictures, overwrite):
-    """Return (earlier, done): what is in `out_dir`, to which samples of `tasks` will be added.
+    """Return (earlier, done) of `out_dir`, before samples of `tasks` are added to it.
 
     earlier: {task: its entry of results.json}
-    done:    {(sample_key, prompt)} of the samples; a text counts when all its tokens are scored
-    Raises ConfigError, before it changes anything, if a file is there that no evaluation wrote, if
-    the samples were made with other `settings`, or if a file of results or settings is damaged.
-    `overwrite` deletes what an evaluation wrote there.
+    done:    {(sample_key, prompt)} of the samples; a text is in it if all its tokens are scored
+    Raises ConfigError, before it changes anything, if an output file exists that no evaluation
+    wrote, if the samples were made with other `settings`, or if a file of results or settings is
+    damaged. `overwrite` deletes what an evaluation wrote there.
     """
     grids = [GRID.format(label) for label, task in tasks.items()
              if len({item.language for item in task.items}) > 1]
@@ -51,7 +51,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite):
 
 
 def _read_sources(out_dir, settings):
-    """{task: where it is from} of eval_config.json; ConfigError if it has other `settings`."""
+    """Return {task: source} of eval_config.json; ConfigError if it has other `settings`."""
     with outdir.read_json(out_dir / 'eval_config.json', OTHER_FOLDER) as old:
         sources = {label: {key: task[key] for key in ('source', 'questions')}
                    for label, task in old.pop('tasks').items()}
@@ -63,7 +63,7 @@ def _read_sources(out_dir, settings):
 
 
 def _read_results(path):
-    """{task: result} of a results.json, with NaN again where JSON has null."""
+    """Return {task: result} of a results.json, with NaN for null."""
     with outdir.read_json(path, 'remove it and evaluate its tasks again: with samples.jsonl beside '
                                 'it that needs no model') as content:
         for result in content['tasks'].values():
@@ -74,25 +74,25 @@ def _read_results(path):
 
 
 def _scored(path):
-    """{(sample_key, prompt)} of the samples; cuts off a last line that was not written whole."""
+    """Return {(sample_key, prompt)} of the samples; cut off a last line that is incomplete."""
     with open(path, 'rb+') as file:
         file.truncate(file.read().rfind(b'\n') + 1)
     ids, expected = {}, {}
     for sample in report.last_asked(report.read_samples(path)):
-        asked = sample_key(sample), sample['prompt']
-        ids.setdefault(asked, set()).add(sample['id'])
-        expected[asked] = sample.get('of', 1)
-    return {asked for asked, found in ids.items() if len(found) == expected[asked]}
+        key = sample_key(sample), sample['prompt']
+        ids.setdefault(key, set()).add(sample['id'])
+        expected[key] = sample.get('of', 1)
+    return {key for key, scored in ids.items() if len(scored) == expected[key]}
 
 
 def sample_key(sample):
-    """The question or text that a sample belongs to."""
+    """Return a key of the question or text that a sample belongs to."""
     return (sample['task'], sample['split'], sample['language'],
             sample.get('text', sample['id']))
 
 
 def append(file, sample):
-    """Append a line to samples.jsonl, opened unbuffered; raises ConfigError for a full disk."""
+    """Append a line to samples.jsonl, opened unbuffered; ConfigError if the disk is full."""
     left = (json.dumps(sample, ensure_ascii=False) + '\n').encode()
     try:
         while left:

@@ -1,4 +1,4 @@
-"""The `loss` of a config: 'focal(2) + z_loss(1e-4)' as text."""
+"""Parse the `loss` of a config, a text such as 'focal(2) + z_loss(1e-4)'."""
 
 import ast
 import difflib
@@ -13,9 +13,9 @@ NODES = (ast.Expression, ast.BinOp, ast.Add, ast.Call, ast.Name, ast.Load, ast.U
 
 
 def parse_loss(text):
-    """The Loss that a text names: calls of LOSSES with numbers, joined by +, one of them whole.
+    """Return the Loss of a text: a sum of calls of LOSSES with numbers, one of them a whole loss.
 
-    Raises ValueError, with the nearest name for an unknown one.
+    Raises ValueError; for an unknown name it suggests the nearest one.
     """
     try:
         tree = ast.parse(text.strip(), mode='eval')
@@ -32,7 +32,7 @@ def parse_loss(text):
         if not isinstance(loss, Loss):
             raise ValueError("write calls, such as 'brier()'")
         if not loss.whole:
-            raise ValueError('it has terms only: add a whole loss, as in '
+            raise ValueError('it has terms only; add a whole loss, as in '
                              "'cross_entropy() + z_loss(1e-4)'")
         return loss
     except (SyntaxError, TypeError, ValueError) as error:

@@ -64,9 +64,9 @@ def fetch(source, patterns, revision=None):
             raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
         path = _download(source, patterns, revision)
     for pattern in patterns:
-        found = sorted(p for p in path.glob(pattern) if p.is_file())
-        if found:
-            return found
+        files = sorted(p for p in path.glob(pattern) if p.is_file())
+        if files:
+            return files
     raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}')
 
 
@@ -204,7 +204,8 @@ def _jsonl_rows(path, file):
 def _json_rows(path, file):
     rows = _parse_json(decode(file.read().removeprefix(codecs.BOM_UTF8), path), path)
     if not isinstance(rows, list):
-        raise DataError(f'{path}: a .json file must hold a list of rows; one row a line is .jsonl')
+        raise DataError(f'{path}: a .json file must hold a list of rows; with one row per '
+                        f'line it is .jsonl')
     for number, row in enumerate(rows, 1):
         yield f'{path}: row {number}', row
 

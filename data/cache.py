@@ -1,9 +1,9 @@
 """Tokenized datasets on disk: written once, then memory-mapped.
 
 A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8) of all sequences,
-concatenated; `offsets.npy`, where each sequence begins, and the end; and `info.json` with a hash of
-these three. Its name is a hash of everything that decides its content. It is written under a
-temporary name and renamed; a folder that does not match its hash is rebuilt.
+concatenated; `offsets.npy`, the begin of each sequence and the end of the last; and `info.json`
+with a hash of these three. Its name is a hash of everything that decides its content. It is written
+under a temporary name and renamed; a folder that does not match its hash is rebuilt.
 """
 
 import errno
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from data import BAD_ROW, DataError, count_rows, forked_pool, local_path, row_error, writing
 
-FORMAT = 3  # of the cache; raise it when what is written changes
+FORMAT = 3  # of the cache; increase it when its content changes
 FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'info.json')
 
 
@@ -153,12 +153,12 @@ def _encoded(rows, encode, workers):
         yield from map(_Guarded(encode), rows)
         return
     # workers inherit `encode` with its tokenizer, which cannot be pickled
-    with forked_pool(workers, _keep, _Guarded(encode)) as pool:
-        yield from pool.imap(_call_kept, rows, chunksize=64)
+    with forked_pool(workers, _set_encode, _Guarded(encode)) as pool:
+        yield from pool.imap(_encode_in_worker, rows, chunksize=64)
 
 
 class _Guarded:
-    """Calls `encode` on the row of (place, row); returns a DataError for a bad row."""
+    """Call `encode` on the row of (place, row); return a DataError for a bad row."""
 
     def __init__(self, encode):
         self.encode = encode
@@ -173,10 +173,10 @@ class _Guarded:
             return row_error(place, error)
 
 
-def _keep(function):
-    global _kept
-    _kept = function
+def _set_encode(encode):
+    global _encode
+    _encode = encode
 
 
-def _call_kept(row):
-    return _kept(row)
+def _encode_in_worker(row):
+    return _encode(row)

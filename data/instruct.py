@@ -8,8 +8,8 @@ from data.cache import tokenize_once
 PATTERNS = ('data/train-*.parquet', '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl',
             '*.jsonl.gz', '*.json', '*.json.gz')
 # OpenHermes has other names for the roles
-ROLES = {'human': 'user', 'gpt': 'assistant', 'user': 'user', 'assistant': 'assistant',
-         'system': 'system'}
+ROLE_NAMES = {'human': 'user', 'gpt': 'assistant', 'user': 'user', 'assistant': 'assistant',
+              'system': 'system'}
 
 
 def to_messages(row):
@@ -30,7 +30,7 @@ def to_messages(row):
         turns = row['conversations']
         if not isinstance(turns, list) or not all(isinstance(t, dict) for t in turns):
             raise DataError('"conversations" must be a list of {"from", "value"}')
-        return [{'role': ROLES.get(t.get('from'), t.get('from')), 'content': t.get('value')}
+        return [{'role': ROLE_NAMES.get(t.get('from'), t.get('from')), 'content': t.get('value')}
                 for t in turns]
     if 'instruction' in row and 'output' in row:
         prompt = require_text(row['instruction'], 'the instruction')

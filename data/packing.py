@@ -30,7 +30,7 @@ def pack(sequences, row_length, multiple=1):
     padding make the number of rows a multiple of `multiple`.
     """
     row_of = first_fit([len(tokens) for tokens, _ in sequences], row_length)
-    n_rows = -(-(row_of.max() + 1) // multiple) * multiple
+    n_rows = _round_up(row_of.max() + 1, multiple)
     shape = (n_rows, row_length)
     index = np.broadcast_to(np.arange(row_length), shape)
     packed = {'tokens': np.zeros(shape, np.int64), 'positions': np.zeros(shape, np.int64),
@@ -75,18 +75,18 @@ class Tree:
 
     @property
     def n_tokens(self):
-        """The number of scored tokens of each option."""
+        """Return the number of scored tokens of each option."""
         before = len(self.prefix) + len(self.stem) - self.start
         return [before + len(leaf) for leaf in self.leaves]
 
     @property
     def n_scored(self):
-        """The number of scored tokens of the tree."""
+        """Return the number of scored tokens of the tree."""
         return len(self.scored) + sum(self.n_tokens)
 
     @property
     def fingerprint(self):
-        """Hash of the scored tokens and of those before them; changes with the prompt."""
+        """Return a hash of the scored tokens and of those before them; changes with the prompt."""
         digest = hashlib.blake2b(digest_size=6)
         for ids in (self.prefix, self.stem, *self.leaves, (self.start, *self.scored)):
             digest.update(np.array([*ids, -1], dtype=np.int32).tobytes())
@@ -134,11 +134,11 @@ class Row:
                         for n, place in enumerate(tree.scored)]
 
     def padded(self, length):
-        """(int64 [3, length]: tokens, positions, ends; scored)"""
+        """Return (int64 [3, length] of tokens, positions and ends; scored)."""
         n = len(self.tokens)
         arrays = np.zeros((3, length), dtype=np.int64)
         arrays[:, :n] = self.tokens, self.positions, self.ends
-        arrays[2, n:] = np.arange(n + 1, length + 1)    # padding sees itself alone
+        arrays[2, n:] = np.arange(n + 1, length + 1)    # padding sees only itself
         return arrays, self.scored
 
 

@@ -1,6 +1,6 @@
 """Texts in which a model predicts a token: at a random position, or where an entity begins.
 
-These are the two tasks beside multiple choice of Zhu et al. 2023, 'On the Calibration of Large
+These are the two tasks, besides multiple choice, of Zhu et al. 2023, 'On the Calibration of Large
 Language Models and Alignment': causal language modeling (`clm`) and fact generation (`facts`).
 """
 
@@ -31,7 +31,7 @@ class Text:
 
 
 class LoadedTexts(NamedTuple):
-    """The texts of a task and what belongs to them."""
+    """The texts of a task, and what could not be read."""
     texts: list         # of Text
     bad: list           # messages of bad rows
     total: int          # number of texts before `limit`
@@ -43,12 +43,12 @@ def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
     clm:   .txt files, or `text` fields of JSONL and parquet; 'clm' alone is wikitext-2's test split
     facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}), or JSONL
            of {text, spans: [[begin, end], ...]}
-    limit: take only so many texts per language, drawn by the seed
+    limit: at most this many texts per language, drawn by the seed
     """
     kind, _, place = name.partition(':')
     if not place and kind == 'facts':
-        raise DataError('facts: where are the texts? --tasks=facts:folder-or-file, in the format '
-                        'of T-REx or JSONL of {text, spans}')
+        raise DataError('facts: no folder or file given; use --tasks=facts:folder-or-file, in the '
+                        'format of T-REx or JSONL of {text, spans}')
     patterns = (*PATTERNS, '*.json') if place else ('wikitext-2-raw-v1/test-*.parquet',)
     rows = (item for file in fetch(place or WIKITEXT, patterns, revision)
             for item in documents(file))
@@ -73,22 +73,22 @@ def _to_text(kind, row, number):
         spans = [e.get('boundaries') if isinstance(e, dict) else None for e in row['entities']]
     if not isinstance(spans, list):
         raise DataError('no spans: wanted "spans": [[begin, end], ...] or T-REx\'s "entities"')
-    found = set()
+    entities = set()
     for span in spans:
         if not (isinstance(span, (list, tuple)) and len(span) == 2
                 and all(isinstance(x, int) and not isinstance(x, bool) for x in span)
                 and 0 <= span[0] < span[1] <= len(text)):
             raise DataError(f'span {span!r} is not [begin, end] within a text of {len(text)} '
                             f'characters')
-        found.add(tuple(span))
-    return Text(id, text, sorted(found), language)
+        entities.add(tuple(span))
+    return Text(id, text, sorted(entities), language)
 
 
 def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=False, seed=0):
     """Yield (Text, Tree or DataError): clm scores a random token, facts the first of each entity.
 
     A text is cut after `max_length` tokens. An entity is left out if its beginning falls inside a
-    token; the space before it counts as its own.
+    token; the space before it is part of it.
     """
     lead = f'{INSTRUCTIONS[kind]} ' if instruct else ''
     bos = [tokenizer.bos_id] if add_bos else []
@@ -105,7 +105,7 @@ def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=Fals
 
 
 def _random_token(text, n_tokens, first, seed):
-    """[index of one token from `first` on], drawn by the text and the seed alone."""
+    """Return [index of a random token from `first` on]; depends only on text and seed."""
     if first >= n_tokens:
         raise DataError(f'{text.place}: {n_tokens} tokens leave none to predict')
     digest = hashlib.blake2b(text.text.encode(), digest_size=8).digest()
@@ -114,13 +114,13 @@ def _random_token(text, n_tokens, first, seed):
 
 
 def _entity_tokens(text, ids, bos, first, lead, tokenizer):
-    """The indices in `ids` where entities begin, in order."""
-    found = set()
+    """Return the indices in `ids` at which entities begin, in order."""
+    indices = set()
     for begin, _ in text.spans:
         before = (lead + text.text[:begin]).removesuffix(' ')
         head = bos + tokenizer.encode(before) if before else bos
         if first <= len(head) < len(ids) and ids[:len(head)] == head:
-            found.add(len(head))
-    if not found:
+            indices.add(len(head))
+    if not indices:
         raise DataError(f'{text.place}: no entity begins at a token boundary with text before it')
-    return sorted(found)
+    return sorted(indices)

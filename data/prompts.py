@@ -1,8 +1,8 @@
-"""Prompts: a row's question and choices to a header, a context and the options to score.
+"""Prompts: make a header, a context and the options to score from a question and its choices.
 
 Two presets. `mmlu` is MMLU's prompt for every task, as in the papers: a header that names the
 subject, solved questions ('shots'), then the question; options are scored as letters (` A` after
-`Answer:`) or as their full text. `harness` is what lm-evaluation-harness 0.4 asks for each task.
+`Answer:`) or as their full text. `harness` is each task's prompt in lm-evaluation-harness 0.4.
 """
 
 import json
@@ -21,25 +21,25 @@ WORDING = json.loads((Path(__file__).parent / 'wording.json').read_text(encoding
 class Prompt:
     """The prompt format of one task: its preset and its scoring ('letters' or 'text').
 
-    kind:    the task's name, '' for generic rows
-    harness: the task's format in lm-evaluation-harness, as in `questions.Task`
+    task:    a key of questions.TASKS, '' for generic rows
+    harness: the task's format in lm-evaluation-harness, see `questions.Benchmark`
     """
 
-    def __init__(self, kind, harness, preset='mmlu', scoring='auto', header='english'):
+    def __init__(self, task, harness, preset='mmlu', scoring='auto', header='english'):
         harness = harness if preset == 'harness' else None
         if harness == '':
-            raise DataError(f'lm-evaluation-harness lets the model write its answer to {kind} and '
+            raise DataError(f'lm-evaluation-harness lets the model write its answer to {task} and '
                             f'has no probabilities of options; use --preset=mmlu')
         usual = 'text' if harness in ('text', 'arc', 'xcopa') else 'letters'
         if harness and scoring not in ('auto', usual):
-            raise DataError(f'--preset=harness scores {kind or "such questions"} by {usual}; leave '
-                            f'--scoring alone')
-        if header == 'native' and (harness or kind not in ('mmlu_prox', 'mmlu_prox_lite', 'cmmlu')):
-            raise DataError(f'--header=native: {kind or "this task"} publishes no header of its '
+            raise DataError(f'--preset=harness scores {task or "such questions"} by {usual}; leave '
+                            f'out --scoring')
+        if header == 'native' and (harness or task not in ('mmlu_prox', 'mmlu_prox_lite', 'cmmlu')):
+            raise DataError(f'--header=native: {task or "this task"} publishes no header of its '
                             f'own{" for the harness" if harness else ""}; mmlu_prox, '
                             f'mmlu_prox_lite and cmmlu do')
-        self.kind, self.harness, self.native = kind, harness, header == 'native'
-        self.chinese = harness == 'cmmlu' or self.native and kind == 'cmmlu'
+        self.task, self.harness, self.native = task, harness, header == 'native'
+        self.chinese = harness == 'cmmlu' or self.native and task == 'cmmlu'
         self.scoring = usual if scoring == 'auto' else scoring
 
     def header(self, subject, language):
@@ -52,12 +52,12 @@ class Prompt:
         text = _wording('headers', language)[0] if self.native else HEADER
         return text.format(subject.replace('_', ' ')) + '\n\n'
 
-    def ask(self, row, text, choices, language):
+    def format(self, row, text, choices, language):
         """Return (context, options) of a question and its choices; each option begins with a space.
 
         row: the raw row, whose fields XCOPA's format needs
         """
-        if not self.harness:    # the harness leaves white space as it is
+        if not self.harness:    # the harness does not strip white space
             choices = [choice.strip() for choice in choices]
         if self.harness == 'xcopa':
             link = _wording('xcopa', language)[row['question']]
@@ -70,7 +70,7 @@ class Prompt:
             answer = _wording('headers', language)[1]
         if self.scoring == 'text':
             context = f'{text.strip()}\n{answer}'
-            if self.kind == 'hellaswag':    # the options continue its sentence
+            if self.task == 'hellaswag':    # the options continue its sentence
                 context = text.strip()
             elif self.harness == 'arc':
                 context = f'Question: {text}\n{answer}'

@@ -1,4 +1,7 @@
-"""Multiple-choice benchmarks: files in their published schemas to questions."""
+"""Multiple-choice benchmarks: read questions from files in their published schemas.
+
+To add a benchmark, add a line to TASKS and, if its rows have a new schema, a case to `parse_row`.
+"""
 
 import difflib
 import re
@@ -11,20 +14,24 @@ from data.prompts import LETTERS, WORDING, Prompt
 
 
 @dataclass
-class Task:
-    """Where a benchmark is found: its hub dataset, the files to score, the files with shots.
+class Benchmark:
+    """Where the files of a benchmark are, and its prompt format in lm-evaluation-harness.
 
     {lang} in a pattern stands for one of `languages`.
     """
-    hub: str
-    test: tuple
-    shots: tuple
+    hub: str                    # the hub dataset
+    test: tuple                 # patterns of the files to score
+    shots: tuple                # of the files with solved questions
+    # The format of its task in lm-evaluation-harness, for `Prompt` with --preset=harness:
+    #   'letters'                letters as options, after MMLU's header
+    #   'no header'              letters as options, no header
+    #   'text'                   the text of the choices as options, no header
+    #   'arc', 'xcopa', 'cmmlu'  the format of that task alone
+    #   ''                       no multiple-choice version: the model writes its answer
+    harness: str
     validation: tuple = ()      # to fit a temperature on; neither scored nor used as shots
     languages: tuple = ()
     subject: str = 'various things'     # for the header, if rows and files name no subject
-    # in lm-evaluation-harness: 'letters', 'no header' (letters without MMLU's header), 'text', a
-    # format of its own ('arc', 'xcopa', 'cmmlu'), or '' if the model writes its answer there
-    harness: str = 'letters'
 
 
 def _files(split, *others):
@@ -36,45 +43,45 @@ def _files(split, *others):
 def _arc(name):
     def split(hub, published):
         return f'{name}/{hub}-*.parquet', f'{name}-{hub}.jsonl*', f'**/{name}-{published}.jsonl'
-    return Task('allenai/ai2_arc', split('test', 'Test'), split('train', 'Train'),
-                split('validation', 'Dev'), subject='science', harness='arc')
+    return Benchmark('allenai/ai2_arc', split('test', 'Test'), split('train', 'Train'), 'arc',
+                     validation=split('validation', 'Dev'), subject='science')
 
 
 GLOBAL_MMLU = tuple('am ar bn cs de el en es fa fil fr ha he hi id ig it ja ko ky lt mg ms ne nl '
                     'ny pl pt ro ru si sn so sr sv sw te tr uk vi yo zh'.split())
 TASKS = {
-    'mmlu': Task('cais/mmlu',
-                 ('all/test-*.parquet', 'test.jsonl*', 'test/*_test.csv', '*_test.csv'),
-                 ('all/dev-*.parquet', 'dev.jsonl*', 'dev/*_dev.csv', '*_dev.csv'),
-                 ('all/validation-*.parquet', 'validation.jsonl*', 'val/*_val.csv')),
+    'mmlu': Benchmark('cais/mmlu',
+                      ('all/test-*.parquet', 'test.jsonl*', 'test/*_test.csv', '*_test.csv'),
+                      ('all/dev-*.parquet', 'dev.jsonl*', 'dev/*_dev.csv', '*_dev.csv'), 'letters',
+                      ('all/validation-*.parquet', 'validation.jsonl*', 'val/*_val.csv')),
     'arc_easy': _arc('ARC-Easy'),
     'arc_challenge': _arc('ARC-Challenge'),
     # the labels of the test split are not published
-    'hellaswag': Task('Rowan/hellaswag', ('data/validation-*.parquet', 'hellaswag_val*.jsonl*'),
-                      ('data/train-*.parquet', 'hellaswag_train*.jsonl*'),
-                      subject='everyday situations', harness='text'),
-    'global_mmlu': Task('CohereLabs/Global-MMLU', _files('test'), _files('dev'),
-                        languages=GLOBAL_MMLU, harness='no header'),
-    'global_mmlu_lite': Task('CohereLabs/Global-MMLU-Lite', _files('test'), _files('dev'),
-                             languages=tuple('ar bn de en es fr hi id it ja ko my pt sw yo zh'
-                                             .split()), harness='no header'),
-    'mmlu_prox': Task('li-lab/MMLU-ProX', _files('test'), _files('validation'),
-                      languages=tuple(sorted(WORDING['headers'])), harness=''),
-    'mmlu_prox_lite': Task('li-lab/MMLU-ProX-Lite', _files('test', 'lite'), _files('validation'),
-                           languages=tuple(sorted(WORDING['headers'])), harness=''),
-    'mmlu_pro': Task('TIGER-Lab/MMLU-Pro', ('data/test-*.parquet', 'test.jsonl*'),
-                     ('data/validation-*.parquet', 'validation.jsonl*'), harness=''),
-    'cmmlu': Task('haonan-li/cmmlu',
-                  ('*/test-*.parquet', 'test/*.csv', '**/test/*.csv', '*.zip'),
-                  ('*/dev-*.parquet', 'dev/*.csv', '**/dev/*.csv', '*.zip'),
-                  harness='cmmlu'),
-    'xcopa': Task('cambridgeltl/xcopa', _files('test'), _files('validation', 'val'),
-                  languages=tuple(sorted(WORDING['xcopa'])), subject='causes and effects',
-                  harness='xcopa'),
+    'hellaswag': Benchmark('Rowan/hellaswag',
+                           ('data/validation-*.parquet', 'hellaswag_val*.jsonl*'),
+                           ('data/train-*.parquet', 'hellaswag_train*.jsonl*'), 'text',
+                           subject='everyday situations'),
+    'global_mmlu': Benchmark('CohereLabs/Global-MMLU', _files('test'), _files('dev'), 'no header',
+                             languages=GLOBAL_MMLU),
+    'global_mmlu_lite': Benchmark('CohereLabs/Global-MMLU-Lite', _files('test'), _files('dev'),
+                                  'no header', languages=tuple(
+                                      'ar bn de en es fr hi id it ja ko my pt sw yo zh'.split())),
+    'mmlu_prox': Benchmark('li-lab/MMLU-ProX', _files('test'), _files('validation'), '',
+                           languages=tuple(sorted(WORDING['headers']))),
+    'mmlu_prox_lite': Benchmark('li-lab/MMLU-ProX-Lite', _files('test', 'lite'),
+                                _files('validation'), '',
+                                languages=tuple(sorted(WORDING['headers']))),
+    'mmlu_pro': Benchmark('TIGER-Lab/MMLU-Pro', ('data/test-*.parquet', 'test.jsonl*'),
+                          ('data/validation-*.parquet', 'validation.jsonl*'), ''),
+    'cmmlu': Benchmark('haonan-li/cmmlu',
+                       ('*/test-*.parquet', 'test/*.csv', '**/test/*.csv', '*.zip'),
+                       ('*/dev-*.parquet', 'dev/*.csv', '**/dev/*.csv', '*.zip'), 'cmmlu'),
+    'xcopa': Benchmark('cambridgeltl/xcopa', _files('test'), _files('validation', 'val'), 'xcopa',
+                       languages=tuple(sorted(WORDING['xcopa'])), subject='causes and effects'),
 }
 # any file or folder of {question, choices, answer[, subject, language, id]}
-GENERIC = Task('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.parquet', '*.csv'),
-               ('dev.jsonl*', 'dev*.parquet', '*_dev.csv'), ('validation.jsonl*',))
+GENERIC = Benchmark('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.parquet', '*.csv'),
+                    ('dev.jsonl*', 'dev*.parquet', '*_dev.csv'), 'letters', ('validation.jsonl*',))
 
 CATEGORIES = {      # MMLU's four groups of subjects
     'STEM': 'abstract_algebra anatomy astronomy college_biology college_chemistry '
@@ -113,17 +120,17 @@ class Question:
 
     @property
     def solved(self):
-        """The question with its answer, as a shot."""
+        """Return the question with its answer, as a shot."""
         return f'{self.context}{self.options[self.answer]}\n\n'
 
     @property
     def group(self):
-        """Questions of one group share their shots."""
+        """Return the group of questions that share their shots."""
         return self.language, self.subject
 
 
 class Loaded(NamedTuple):
-    """The questions of a task and what belongs to them."""
+    """The questions of a task, its shots, and what could not be read."""
     questions: list     # of Question
     shots: dict         # Question.group -> solved questions
     bad: list           # messages of bad rows
@@ -137,48 +144,50 @@ def load_task(name, *, preset='mmlu', scoring='auto', header='english', language
     name:      a task ('mmlu', from the hub), a task with a place ('mmlu:folder-or-file'), or a file
                or folder of generic rows
     preset:    'mmlu' or 'harness', see data/prompts.py
-    scoring:   'letters' or 'text'; 'auto' means letters, or as the harness does
+    scoring:   'letters' or 'text'; 'auto': letters with preset 'mmlu', the harness's choice with
+               preset 'harness'
     header:    'english', or 'native' if the benchmark publishes one in the question's language
-    languages: of a multilingual benchmark; 'all' means all that it, or the local folder, has
-    shots:     number of solved questions to keep per subject, the first ones of the shots split
-    limit:     score only so many questions per language, drawn by `seed` evenly over the subjects
-    split:     'test', or 'validation': no questions if there is no such split
+    languages: of a multilingual benchmark; 'all': all that it has, or those in the local folder
+    shots:     number of solved questions per subject, the first ones of the shots split
+    limit:     at most this many questions per language, drawn by `seed` evenly over the subjects
+    split:     'test' or 'validation'; a missing validation split has no questions
     on_bad_row: 'stop' raises DataError for a row without a valid answer; 'skip' returns its message
     """
-    kind, _, place = name.partition(':')
-    task = TASKS.get(kind, GENERIC)
-    if task is GENERIC:
-        kind, place = '', name
+    task, _, place = name.partition(':')
+    benchmark = TASKS.get(task, GENERIC)
+    if benchmark is GENERIC:
+        task, place = '', name
         if not local_path(place).exists():
             raise DataError(f'no task, file or folder {name!r}; the tasks are {", ".join(TASKS)}, '
                             f'each also as task:folder')
-    source = str(local_path(place)) if place else task.hub
+    source = str(local_path(place)) if place else benchmark.hub
     if shots and Path(source).is_file():
         raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that also '
-                        f'holds {" or ".join(task.shots)}, or use 0 shots')
-    prompt = Prompt(kind, task.harness, preset, scoring, header)
+                        f'holds {" or ".join(benchmark.shots)}, or use 0 shots')
+    prompt = Prompt(task, benchmark.harness, preset, scoring, header)
 
     def read(files, language):
         return parse_rows(_rows(files), lambda row_and_file, number: _to_question(
-            *row_and_file, number, language, task, prompt), on_bad_row)
+            *row_and_file, number, language, benchmark, prompt), on_bad_row)
 
     questions, solved, bad = [], {}, []
-    for language in _languages(task, source, kind, languages):
-        files = _files_of(task, source, split, language, revision)
+    for language in _languages(benchmark, source, task, languages):
+        files = _files_of(benchmark, source, split, language, revision)
         new, wrong = read(files, language)
         questions += new
         bad += wrong
         if shots and files:
-            new, wrong = read(fetch(source, _patterns(task.shots, language), revision), language)
+            files = fetch(source, _patterns(benchmark.shots, language), revision)
+            new, wrong = read(files, language)
             bad += wrong
             for question in new:
                 solved.setdefault(question.group, []).append(question)
     if not questions and split == 'test':
         raise DataError(f'{source} has no questions ({len(bad)} bad rows)')
-    if task is GENERIC or task.languages and Path(source).is_file():
+    if benchmark is GENERIC or benchmark.languages and Path(source).is_file():
         questions = _in_languages(questions, languages, source, split)
     total, questions = len(questions), draw(questions, limit, seed)
-    solved = {group: some[:shots] for group, some in solved.items()}
+    solved = {group: examples[:shots] for group, examples in solved.items()}
     for group in {q.group for q in questions} if shots else ():
         if len(solved.get(group, [])) < shots:
             raise DataError(f'{source}: {len(solved.get(group, []))} solved questions about '
@@ -190,63 +199,63 @@ def _patterns(patterns, language):
     return tuple(pattern.replace('{lang}', language) for pattern in patterns)
 
 
-def _files_of(task, source, split, language, revision):
+def _files_of(benchmark, source, split, language, revision):
     """Return the files of a split in a language; none if there is no validation split."""
-    patterns = _patterns(task.test if split == 'test' else task.validation, language)
+    patterns = _patterns(benchmark.test if split == 'test' else benchmark.validation, language)
     if split != 'test':
         if not patterns or Path(source).is_file():
             return []
         if Path(source).is_dir() and not any(any(Path(source).glob(p)) for p in patterns):
             return []
     files = fetch(source, patterns, revision)
-    if task is GENERIC and Path(source).is_dir() and split == 'test':
-        others = {file for pattern in task.shots + task.validation
+    if benchmark is GENERIC and Path(source).is_dir() and split == 'test':
+        others = {file for pattern in benchmark.shots + benchmark.validation
                   for file in Path(source).glob(pattern)}
         files = [file for file in files if file not in others]
     return files
 
 
-def _languages(task, source, kind, wanted):
+def _languages(benchmark, source, task, wanted):
     """Return the languages to read, [''] if the benchmark has none or its rows name them."""
-    if not task.languages:
+    if not benchmark.languages:
         return ['']
     for language in wanted:
         if language != 'all':
-            _require_language(language, task.languages, kind)
+            _require_language(language, benchmark.languages, task)
     wanted = list(dict.fromkeys(wanted))
     if Path(source).is_file():
         return wanted if len(wanted) == 1 and wanted != ['all'] else ['']
     if 'all' not in wanted:
         return wanted
     if not Path(source).is_dir():
-        return list(task.languages)
-    here = [language for language in task.languages
-            if any(any(Path(source).glob(p)) for p in _patterns(task.test, language))]
-    if not here:
-        raise DataError(f'{source} holds no language of {kind}, nothing that matches '
-                        f'{" or ".join(task.test)}')
-    return here
+        return list(benchmark.languages)
+    local = [language for language in benchmark.languages
+             if any(any(Path(source).glob(p)) for p in _patterns(benchmark.test, language))]
+    if not local:
+        raise DataError(f'{source} holds no language of {task}, nothing that matches '
+                        f'{" or ".join(benchmark.test)}')
+    return local
 
 
 def _in_languages(questions, wanted, source, split):
     """Return the questions in the wanted languages, by the field "language" of their rows."""
     if 'all' in wanted:
         return questions
-    there = sorted({q.language for q in questions} - {''})
+    known = sorted({q.language for q in questions} - {''})
     for language in wanted if split == 'test' else ():
-        _require_language(language, there, source)
+        _require_language(language, known, source)
     return [q for q in questions if q.language in wanted]
 
 
-def _require_language(language, there, source):
-    if language in there:
+def _require_language(language, known, source):
+    if language in known:
         return
-    if not there:
+    if not known:
         raise DataError(f'{source} has no language {language!r}: its rows have no field '
-                        f'"language"; leave --languages alone')
-    near = difflib.get_close_matches(language, there, 1)
+                        f'"language"; leave out --languages')
+    near = difflib.get_close_matches(language, known, 1)
     raise DataError(f'{source} has no language {language!r}'
-                    f'{f"; did you mean {near[0]!r}?" if near else ""}; it has {", ".join(there)}')
+                    f'{f"; did you mean {near[0]!r}?" if near else ""}; it has {", ".join(known)}')
 
 
 def _rows(files):
@@ -263,29 +272,29 @@ def _rows(files):
             yield place, row if isinstance(row, DataError) else (row, file)
 
 
-def _to_question(row, file, number, language, task, prompt):
+def _to_question(row, file, number, language, benchmark, prompt):
     text, choices, answer = parse_row(row)
     fields = row if isinstance(row, dict) else {}
     id = next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx')
                if fields.get(key) is not None), number)
     subject = str(fields.get('subject') or fields.get('category')
-                  or _subject_of_file(file, prompt.kind) or task.subject)
+                  or _subject_of_file(file, prompt.task) or benchmark.subject)
     category = str(fields.get('subject_category') or CATEGORY.get(subject, ''))
     language = language or str(fields.get('language') or '')
     for name, value in (('id', str(id)), ('subject', subject), ('category', category),
                         ('language', language)):
         require_text(value, f'the {name}')
-    context, options = prompt.ask(row, text, choices, language)
+    context, options = prompt.format(row, text, choices, language)
     duplicates = len({choice.strip() for choice in choices}) < len(choices)
     return Question(str(id), context, options, answer, subject, prompt.header(subject, language),
                     category, language, duplicates)
 
 
-def _subject_of_file(file, kind):
-    """Return the subject if files are named after it, else ''."""
+def _subject_of_file(file, task):
+    """Return the subject from the name of the file, or '' if it has none."""
     if match := re.match(r'(.+?)_(?:test|dev|val)\.csv', file.name):
         return match[1]
-    if kind == 'cmmlu':
+    if task == 'cmmlu':
         return file.name.removesuffix('.csv') if '.csv' in file.name else file.parent.name
     return ''
 
@@ -362,10 +371,10 @@ def _options(row):
     options = row.get('options') if names is None else [row.get(key) for key in names]
     if not isinstance(options, (list, tuple)):
         return None, LETTERS
-    kept = [(option, letter) for option, letter in zip(options, LETTERS)
-            if option is not None and option != 'N/A']
-    # an answer keeps its letter, whatever is absent before it
-    return [option for option, _ in kept], [letter for _, letter in kept]
+    present = [(option, letter) for option, letter in zip(options, LETTERS)
+               if option is not None and option != 'N/A']
+    # an option keeps its letter if one before it is absent
+    return [option for option, _ in present], [letter for _, letter in present]
 
 
 def _index(answer, labels, n):

@@ -7,17 +7,17 @@ from pathlib import Path
 from configs import ConfigError
 from data import DataError, local_path
 from data.probes import INSTRUCTIONS, load_texts, tokenize_texts
-from data.trees import tokenize_questions
 from data.questions import TASKS, load_task
+from data.trees import tokenize_questions
 
 
 @dataclass
 class Task:
-    """The questions of a task with their shots, or its texts."""
+    """A loaded task: its questions with their shots, or its texts."""
     kind: str                   # 'questions', 'clm' or 'facts'
-    source: str                 # the task as it was named, with the full path of a local file
+    source: str                 # as given in --tasks, but with the full path of a local file
     items: list                 # of Question or Text
-    total: int                  # how many there are without `limit`
+    total: int                  # number of items without `limit`
     bad_rows: list[str]
     shots: dict = field(default_factory=dict)       # {Question.group: solved questions}
     validation: list = field(default_factory=list)  # questions to fit a temperature on
@@ -28,7 +28,7 @@ class Task:
 
     @property
     def fingerprint(self):
-        """Hash of every question or text; the same for a copy of the files elsewhere."""
+        """Return a hash of every question or text; the same for a copy of the files elsewhere."""
         digest = hashlib.blake2b(digest_size=8)
         for item in (*self.items, *self.validation):
             content = {key: value for key, value in vars(item).items() if key != 'place'}
@@ -73,24 +73,24 @@ def _load(name, cfg):
     source = f'{kind}:{place}' if kind and place else kind or place
     common = {'seed': cfg.seed, 'revision': cfg.data_revision, 'on_bad_row': cfg.on_bad_row}
     if kind in INSTRUCTIONS:
-        found = load_texts(name, limit=cfg.limit, **common)
-        return Task(kind, source, found.texts, found.total, found.bad)
+        loaded = load_texts(name, limit=cfg.limit, **common)
+        return Task(kind, source, loaded.texts, loaded.total, loaded.bad)
     common |= {'preset': cfg.preset, 'scoring': cfg.scoring, 'header': cfg.header,
                'languages': cfg.languages}
-    found = load_task(name, shots=cfg.shots, limit=cfg.limit, **common)
-    task = Task('questions', source, found.questions, found.total, found.bad, found.shots)
+    loaded = load_task(name, shots=cfg.shots, limit=cfg.limit, **common)
+    task = Task('questions', source, loaded.questions, loaded.total, loaded.bad, loaded.shots)
     if cfg.temperature == 'fit':
         task.validation = load_task(name, split='validation', **common).questions
     return task
 
 
 def _split(name):
-    """('mmlu', 'some/folder') of 'mmlu:some/folder'; ('', 'some/file') of a path alone."""
+    """Return ('mmlu', 'some/folder') for 'mmlu:some/folder', ('', 'some/file') for a path."""
     kind, _, place = name.partition(':')
     return (kind, place) if kind in TASKS or kind in INSTRUCTIONS else ('', name)
 
 
 def task_label(name):
-    """The name of a task in results and file names: 'mmlu' of 'mmlu:folder', 'q' of 'a/q.jsonl'."""
+    """Return a task's name in results: 'mmlu' for 'mmlu:folder', 'q' for 'a/q.jsonl'."""
     kind, place = _split(name)
     return kind or Path(place).name.split('.')[0]

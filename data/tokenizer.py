@@ -102,8 +102,8 @@ class SentencePieceTokenizer:
         """Return `encode` of each text, computed in several threads."""
         if start or not self._newline:
             return self._model.encode(texts)
-        found = self._model.encode(['\n' + text for text in texts])
-        return [self._continued(*pair) for pair in zip(texts, found, strict=True)]
+        ids = self._model.encode(['\n' + text for text in texts])
+        return [self._continued(*pair) for pair in zip(texts, ids, strict=True)]
 
     def _continued(self, text, ids):
         if ids[:len(self._newline)] != self._newline:
@@ -137,20 +137,20 @@ def load_tokenizer(folder):
     (name -> id), n_vocab, and `fingerprint`, a hash of the file.
     """
     folder = Path(folder)
-    found = [p for pattern in ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*')
+    files = [p for pattern in ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*')
              for p in sorted(folder.glob(pattern))]
-    if not found:
+    if not files:
         hint = ''
         if (folder / 'tokenizer.json').exists():
             hint = ('; tokenizer.json is not read: take tokenizer.model from the same hub '
                     'repository (for Llama 3 it is original/tokenizer.model)')
         raise DataError(f'{folder} has no tokenizer.model{hint}')
-    raw = found[0].read_bytes()
+    raw = files[0].read_bytes()
     if not raw:
-        raise DataError(f'{found[0]} is empty; download it again')
+        raise DataError(f'{files[0]} is empty; download it again')
     tiktoken_like = re.match(rb'[A-Za-z0-9+/]+=* \d+\r?\n', raw)
-    tokenizer = (TiktokenTokenizer if tiktoken_like else SentencePieceTokenizer)(found[0])
+    tokenizer = (TiktokenTokenizer if tiktoken_like else SentencePieceTokenizer)(files[0])
     tokenizer.fingerprint = hashlib.sha256(raw).hexdigest()[:16]
     if tokenizer.bos_id < 0 or tokenizer.eos_id < 0:
-        raise DataError(f'{found[0]}: the model has no BOS or no EOS token')
+        raise DataError(f'{files[0]}: the model has no BOS or no EOS token')
     return tokenizer

@@ -1,4 +1,4 @@
-"""Questions with their shots to token trees, each option scored as a part of the whole prompt."""
+"""Questions with their shots to token trees; each option is tokenized with its whole prompt."""
 
 import os
 
@@ -10,8 +10,8 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length):
     """Yield (question, Tree or DataError): each with as many whole shots as max_length allows.
 
     shots: {Question.group: solved questions}. Context and option are encoded together and cut where
-    the tokens of the context end. The seam between shots and question is fixed: shots end in a
-    blank line, where no tokenizer joins.
+    the tokens of the context end. Shots and question are encoded separately: shots end in a blank
+    line, and no tokenizer joins that with what follows.
     """
     prefixes, encoder = {}, OptionEncoder(tokenizer)
 
@@ -26,7 +26,7 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length):
     def tree(question):
         for n in range(len(shots.get(question.group, [])), -1, -1):
             before = prefix(question, n)
-            # with neither header nor shots the question begins the text
+            # without header and shots the question begins the text
             context, prompts = encoder.encode(question, start=not (n or question.header))
             longest = len(before) + max(map(len, prompts))
             if longest <= max_length:
@@ -61,7 +61,10 @@ class OptionEncoder:
         self.contexts = dict(zip(contexts, self.tokenizer.encode_batch(contexts, start=False)))
 
     def encode(self, question, start):
-        """(tokens of the context, [tokens of context + option]); start: they begin the text."""
+        """Return (tokens of the context, [tokens of context + option]).
+
+        start: whether the context begins the text
+        """
         context = None if start else self.contexts.get(question.context)
         if context is None:
             context = self.tokenizer.encode(question.context, start=start)
@@ -79,7 +82,7 @@ class OptionEncoder:
         return context, prompts
 
     def encode_line(self, text):
-        """Tokens of a text after a line break; short ones, such as letters, are remembered."""
+        """Return the tokens of a text after a line break; short texts are cached."""
         if len(text) > 20:
             return self.tokenizer.encode(text, start=False)
         if text not in self.lines:

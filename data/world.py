@@ -210,11 +210,11 @@ def make_world(folder, seed, spec=None):
     _write_rows(folder / 'text.jsonl', [{'text': text} for text in texts])
     facts = _log_uniform_facts(spec, spec.instructions + spec.questions + spec.validation, rng)
     instructed, rest = facts[:spec.instructions], facts[spec.instructions:]
-    asked, held_out = rest[:spec.questions], rest[spec.questions:]
-    _write_rows(folder / 'questions.jsonl', [_question(world, *fact, rng) for fact in asked])
+    test, held_out = rest[:spec.questions], rest[spec.questions:]
+    _write_rows(folder / 'questions.jsonl', [_question(world, *fact, rng) for fact in test])
     _write_instructions(folder, world, instructed, np.random.default_rng([seed, 2]))
     rng = np.random.default_rng([seed, 3])
-    _write_forms(folder, world, forms, asked, held_out, rng)
+    _write_forms(folder, world, forms, test, held_out, rng)
     if spec.probes:
         _write_probes(folder, world, rng)
     _write_models(folder, spec, texts)
@@ -229,7 +229,7 @@ def _write_instructions(folder, world, facts, rng):
     _write_rows(folder / 'instruct.jsonl', rows)
 
 
-def _write_forms(folder, world, forms, asked, held_out, rng):
+def _write_forms(folder, world, forms, test, held_out, rng):
     """Write test.jsonl and validation.jsonl of each form of the questions."""
     spec, attributes = world.spec, list(ATTRIBUTES)
     unseen = [(spec.entities + int(rng.integers(spec.unseen)), _draw(attributes, rng))
@@ -237,7 +237,7 @@ def _write_forms(folder, world, forms, asked, held_out, rng):
     for form, (kind, n_options) in forms.items():
         seen, new, validation = ([(fact, category, world.options(*fact, n_options, rng))
                                   for fact in facts] for facts, category in (
-            (asked, 'seen'), (unseen, 'unseen'), (held_out, '')))
+            (test, 'seen'), (unseen, 'unseen'), (held_out, '')))
         with writing(folder / form):
             (folder / form).mkdir(exist_ok=True)
         _write_rows(folder / form / 'test.jsonl', [

@@ -743,7 +743,7 @@ def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
     for sample in report.read_samples(tmp_path / 'seeds' / 'samples.jsonl'):
         positions.setdefault(sample['id'], []).append(sample['position'])
     assert count['n'] == 12 == len(positions) and any(len(p) == 2 for p in positions.values())
-    with pytest.raises(DataError, match='facts: where are the texts'):
+    with pytest.raises(DataError, match='facts: no folder or file given'):
         run('--tasks=facts')
     write_rows(tmp_path / 'bad.jsonl', [{'text': 'a dog', 'spans': [[2, 9]]}])
     with pytest.raises(DataError, match=r'bad.jsonl:1: span \[2, 9\] is not'):
