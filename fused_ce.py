@@ -222,12 +222,16 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
     return value.view(shape), nll.view(shape)
 
 
-def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, **options):
+def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, softcap=None,
+                           ignore_index=-100, reduction='mean', num_items=None, token_weight=None,
+                           memory=None):
     """Return F.cross_entropy(cap(hidden @ weight.T), target, label_smoothing=smoothing), and NLL.
 
-    This is `fused_loss` with the loss cross_entropy() + smoothing(smoothing) and its `options`.
+    This is `fused_loss` with the loss cross_entropy() + smoothing(smoothing); see there.
     """
-    return fused_loss(hidden, weight, target, cross_entropy() + _smoothing(smoothing), **options)
+    return fused_loss(hidden, weight, target, cross_entropy() + _smoothing(smoothing),
+                      softcap=softcap, ignore_index=ignore_index, reduction=reduction,
+                      num_items=num_items, token_weight=token_weight, memory=memory)
 
 
 class TokenStatistics(NamedTuple):
