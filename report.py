@@ -519,8 +519,8 @@ def _draw_panel(top, bottom, title, numbers, bins):
     top.bar(left, np.maximum(accuracy - confidence, 0), bottom=confidence, color='#f5c566',
             label='underconfident: confidence below accuracy', **bar)
     ends = np.maximum((accuracy - low, high - accuracy), 0)     # -1e-16 by rounding
-    top.errorbar(left + width / 2, accuracy, ends, fmt='none', color='black', linewidth=1, capsize=2,
-                 label='95 % Wilson interval of the accuracy')
+    top.errorbar(left + width / 2, accuracy, ends, fmt='none', color='black', linewidth=1,
+                 capsize=2, label='95 % Wilson interval of the accuracy')
     top.plot((0, 1), (0, 1), color='black', linewidth=1, linestyle='--',
              label='perfect calibration')
     top.set_title(f'{figure_title(title, 36)}\naccuracy {numbers["accuracy"]:.3f}, '

@@ -76,10 +76,12 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
     out = f'--out_dir={tmp_path / "out"}'
     for sources, message in (([a], 'needs two runs or more: .*; there is .*/a'),
                              ([], 'needs two runs or more'),
-                             ([a, tmp_path / 'none'], '/none holds no run: there is no such folder'),
+                             ([a, tmp_path / 'none'],
+                              '/none holds no run: there is no such folder'),
                              ([a, tmp_path / 'file'], '/file holds no run: there is no such'),
                              ([a, tmp_path / 'empty'], '/empty holds no run'),
-                             ([a, tmp_path / 'list'], 'list/results.json is not what .*; evaluate there again'),
+                             ([a, tmp_path / 'list'],
+                              'list/results.json is not what .*; evaluate there again'),
                              ([a, alone], 'alone has no samples.jsonl'),
                              ([a, b, a], '/a is named twice'),
                              ([tmp_path / 'none.csv', tmp_path / 'none.csv'], 'named twice'),
@@ -265,7 +267,8 @@ def test_compare_over_seeds(tmp_path, capsys):
             (['--reference=bass'], "reference: there is no 'bass'; there are base, tuned"),
             (['--where=task'], "where: 'task' is not column=value"),
             (['--where=tusk=a'], "where, 'tusk=a': there is no 'tusk'; there are .*task"),
-            (['--where=task=none'], "where, 'task=none': there is no 'none'; there are facts, text4"),
+            (['--where=task=none'],
+             "where, 'task=none': there is no 'none'; there are facts, text4"),
             (['--metrics=ece,acuracy'], "metrics: there is no 'acuracy'; there are accuracy"),
             (['--reference=base,tuned'], 'leaves no other run to compare with')):
         with pytest.raises((configs.ConfigError, DataError), match=message):
@@ -360,7 +363,8 @@ def test_runs_that_are_the_same(tmp_path):
     for seed in (0, 1):
         for place in ('one', 'two'):
             write_run(tmp_path / place / f'seed-{seed}' / 'tuned', seed=seed)
-    with pytest.raises(configs.ConfigError, match='tuned and tuned of seed 0 fall together; their settings are'):
+    with pytest.raises(configs.ConfigError,
+                       match='tuned and tuned of seed 0 fall together; their settings are'):
         run_compare(tmp_path / 'one', tmp_path / 'two', f'--out_dir={tmp_path / "out"}')
 
 
