@@ -1,8 +1,12 @@
-"""Which device and type a run uses, and values that come back from the device without a wait."""
+"""Which device, type and versions a run uses; values that come back from the device."""
 
+import platform
 import re
+import subprocess
 import time
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from configs import ConfigError
@@ -60,3 +64,13 @@ class HostCopy:
             return self.clock - earlier.clock
         self.event.synchronize()
         return earlier.event.elapsed_time(self.event) / 1000
+
+
+def versions():
+    """Versions of what computed the numbers, with our commit if this is a git checkout."""
+    git = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True,
+                         cwd=Path(__file__).parent, text=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return {'nanocal': git.stdout.strip() if git.returncode == 0 else None,
+            'python': platform.python_version(), 'torch': torch.__version__,
+            'numpy': np.__version__, 'device': device}

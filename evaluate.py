@@ -16,9 +16,7 @@ if __name__ == '__main__':      # Ctrl-C during the imports, which take seconds
 
 import functools
 import math
-import platform
 import re
-import subprocess
 import sys
 import time
 from collections import deque
@@ -29,7 +27,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import checkpoint
 import compare
@@ -43,8 +40,9 @@ from data.packing import pack_alone, pack_trees, stack_rows
 from data.probes import INSTRUCTIONS
 from data.questions import TASKS
 from data.tasks import load_tasks
-from device import HostCopy, pick_device, pick_dtype
+from device import HostCopy, pick_device, pick_dtype, versions
 from fused_ce import token_statistics
+from log import Progress
 from model import compile_blocks
 
 
@@ -289,29 +287,6 @@ def text_samples(text, tree, numbers, values):
     return found
 
 
-class Progress:
-    """A progress bar on a terminal; elsewhere a line on standard error every `interval` seconds."""
-
-    def __init__(self, label, total, unit, interval=30.0):
-        self.label, self.total, self.unit, self.interval = label, total, unit, interval
-        self.bar = tqdm(total=total, desc=label, unit=f' {unit}', mininterval=1, disable=None)
-        self.count = self.scored = 0
-        self.started = self.printed = time.monotonic()
-
-    def update(self, scored=True):
-        """One more is done; `scored` is False for one that needed no model."""
-        self.count += 1
-        self.scored += scored
-        self.bar.update()
-        now = time.monotonic()
-        if self.bar.disable and now - self.printed > self.interval and self.scored:
-            rate = self.scored / (now - self.started)
-            left = tqdm.format_interval((self.total - self.count) / rate)
-            print(f'{self.label}: {self.count} of {self.total} {self.unit}, {rate:.1f} per second, '
-                  f'{left} left', file=sys.stderr, flush=True)
-            self.printed = now
-
-
 # ------------------------------------------------------------------------------------------------
 # An evaluation
 # ------------------------------------------------------------------------------------------------
@@ -448,16 +423,6 @@ def diagrams(results, rows, tasks):
             language: report.predictions(of_language, result['norm'])
             for language, of_language in sorted(languages.items()) if len(languages) > 1}
     return panels
-
-
-def versions():
-    """Versions of what computed the numbers, with our commit if this is a git checkout."""
-    git = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True,
-                         cwd=Path(__file__).parent, text=True)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    return {'nanocal': git.stdout.strip() if git.returncode == 0 else None,
-            'python': platform.python_version(), 'torch': torch.__version__,
-            'numpy': np.__version__, 'device': device}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a training run prints and records: sizes, one example, the steps, a tracker."""
+"""What runs print and record: sizes, one example, the steps, a tracker, progress."""
 
 import datetime
 import json
@@ -250,3 +250,26 @@ def tick_log_axis(ax, values):
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 30 * low else (1,)))
     ax.yaxis.set_major_formatter('{x:g}')
     ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+class Progress:
+    """A progress bar on a terminal; elsewhere a line on standard error every `interval` seconds."""
+
+    def __init__(self, label, total, unit, interval=30.0):
+        self.label, self.total, self.unit, self.interval = label, total, unit, interval
+        self.bar = tqdm(total=total, desc=label, unit=f' {unit}', mininterval=1, disable=None)
+        self.count = self.scored = 0
+        self.started = self.printed = time.monotonic()
+
+    def update(self, scored=True):
+        """One more is done; `scored` is False for one that needed no model."""
+        self.count += 1
+        self.scored += scored
+        self.bar.update()
+        now = time.monotonic()
+        if self.bar.disable and now - self.printed > self.interval and self.scored:
+            rate = self.scored / (now - self.started)
+            left = tqdm.format_interval((self.total - self.count) / rate)
+            print(f'{self.label}: {self.count} of {self.total} {self.unit}, {rate:.1f} per second, '
+                  f'{left} left', file=sys.stderr, flush=True)
+            self.printed = now

@@ -37,7 +37,7 @@ from configs import ConfigError, load_config, require_range
 from configs.loss import parse_loss
 from data import DataError
 from data.instruct import load_conversations
-from data.packing import epoch_order, pack
+from data.packing import epoch_order, pack, sequence_weights
 from data.tasks import load_tasks
 from data.text import load_text
 from device import pick_device, pick_dtype
@@ -224,16 +224,6 @@ def batches(cfg, sequences, kept, first, until, multiple):
 # ------------------------------------------------------------------------------------------------
 # One step
 # ------------------------------------------------------------------------------------------------
-
-def sequence_weights(packed):
-    """Return each target's weight in the mean of sequence means, float32 [rows, T]; sum 1."""
-    supervised = packed['targets'] >= 0
-    owner = packed['owner'][supervised]
-    count = np.bincount(owner)
-    weights = np.zeros(supervised.shape, np.float32)
-    weights[supervised] = 1 / (count[owner] * np.count_nonzero(count))
-    return weights
-
 
 def micro_batches(packed, cfg, device):
     """Yield this process's share of packed rows, micro_rows at a time, as tensors.

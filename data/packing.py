@@ -50,6 +50,16 @@ def pack(sequences, row_length, multiple=1):
     return packed
 
 
+def sequence_weights(packed):
+    """Return each target's weight in the mean of sequence means, float32 [rows, T]; sum 1."""
+    supervised = packed['targets'] >= 0
+    owner = packed['owner'][supervised]
+    count = np.bincount(owner)
+    weights = np.zeros(supervised.shape, np.float32)
+    weights[supervised] = 1 / (count[owner] * np.count_nonzero(count))
+    return weights
+
+
 def epoch_order(n, epoch, seed):
     """Return a permutation of n sequences that depends only on the epoch and the seed."""
     return np.random.default_rng([seed, epoch]).permutation(n)

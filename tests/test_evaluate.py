@@ -3,6 +3,7 @@
 import checkpoint
 import configs
 import evaluate
+import log
 import gzip
 import importlib.util
 import json
@@ -546,7 +547,7 @@ def test_what_is_printed(scored_folder, tmp_path):
 def test_progress_without_a_terminal(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
-    progress = evaluate.Progress('foxes', 100, 'questions', interval=30)
+    progress = log.Progress('foxes', 100, 'questions', interval=30)
     for i in range(90):
         clock[0] += 1
         progress.update(scored=i >= 10)
