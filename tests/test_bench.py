@@ -18,7 +18,7 @@ TINY = {'model_type': 'llama', 'vocab_size': 512, 'hidden_size': 32, 'intermedia
         'rms_norm_eps': 1e-5, 'rope_theta': 1e4, 'max_position_embeddings': 4096,
         'tie_word_embeddings': True}
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(),
-                                  reason='compiles for minutes on a GPU, where the lead runs it')
+                                  reason='compiles for minutes on a GPU')
 
 
 @pytest.fixture
