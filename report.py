@@ -98,7 +98,7 @@ def read_samples(path):
 
 
 def _is_sample(row):
-    """Return whether a row of samples.jsonl holds what `predictions` needs."""
+    """Return whether a row of samples.jsonl has the fields that `predictions` needs."""
     try:
         row['task'], row['id']
         if 'log_probs' not in row:

@@ -20,6 +20,7 @@ from checkpoint import SIDE_FILES, CheckpointError, write_tensors
 from configs import ConfigError, read_assignments
 from outdir import LIST, claim, discard, foreign_file, is_empty, write_text, written_files
 from parallel import fill, gather, rank, whole
+from samples import OUTPUTS
 
 FILE_BYTES = 4_000_000_000
 # what a resumed run must have in common with the run that wrote the checkpoint
@@ -28,8 +29,7 @@ FACTS = {'data': 'training data', 'model': 'base model', 'dtype': 'weights on th
 
 # what a run writes into its folder
 MODEL_FILES = ('config.json', 'model*.safetensors*', *SIDE_FILES)
-REPORT_FILES = ('results.json', 'results.md', 'results.csv', 'samples.jsonl', 'eval_config.json',
-                'reliability*.png')
+REPORT_FILES = (*OUTPUTS, 'reliability*.png')
 RUN_FILES = ('train_config.py', 'log.jsonl', 'loss.png', 'adapter/adapter_*', 'resume-*/state*',
              *MODEL_FILES, *REPORT_FILES, *(f'epoch-*/{name}' for name in MODEL_FILES),
              *(f'before/{name}' for name in REPORT_FILES))

@@ -1,7 +1,7 @@
 """Open the output folder of an evaluation: read its samples, or refuse it if the settings differ.
 
-samples.jsonl holds one line per scored question or token. eval_config.json holds what they have in
-common: the model, the settings, and for each task a hash of its questions.
+samples.jsonl holds one line per scored question or token. eval_config.json holds what all
+of them share: the model, the settings, and for each task a hash of its questions.
 """
 
 import json

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 import checkpoint
-import outdir
 import metrics
+import outdir
 import resume
 from checkpoint import CheckpointError
 from configs import ConfigError, load_config, require_range

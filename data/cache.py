@@ -26,8 +26,8 @@ FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'info.json')
 class Sequences:
     """Memory-mapped sequences: `seqs[i]` is (tokens uint32 [n], loss mask uint8 [n]).
 
-    digest: a hash of all tokens, loss masks and their order. Raises DataError if the folder does
-    not hold what was written into it.
+    digest: a hash of all tokens, loss masks and their order. Raises DataError if a file of
+    the folder is missing or has changed since it was written.
     """
 
     def __init__(self, folder):

@@ -95,7 +95,7 @@ def assert_close(ours, reference, limit=1e-5):
 @pytest.mark.parametrize('smoothing', [0.0, 0.1, 1.0])
 @pytest.mark.parametrize('N, D, V', [(1, 64, 17), (7, 31, 123), (252, 123, 507)])
 def test_ce_equals_torch(ce_device, N, D, V, smoothing, softcap):
-    if fused_ce._use_triton(torch.empty(0)):    # the interpreter takes 20 ms a row
+    if fused_ce._use_triton(torch.empty(0)):    # the interpreter takes 20 ms per row
         N = min(N, 7)
     hidden, weight, target = ce_inputs(N, D, V, ce_device, std=3.0)
     kw = dict(smoothing=smoothing, softcap=softcap)
@@ -901,7 +901,7 @@ def test_ce_compiled_step(device):
     torch._dynamo.reset()
     compiled = torch.compile(step, backend='eager')
     compiled(x, targets[0])
-    with torch.compiler.set_stance('fail_on_recompile'):    # however many tokens are learnt
+    with torch.compiler.set_stance('fail_on_recompile'):    # for any number of supervised tokens
         for target in targets:
             loss, _ = compiled(x, target)
             assert torch.equal(loss, step(x, target)[0])

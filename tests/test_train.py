@@ -328,7 +328,7 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     assert done.returncode == 0, done.stderr
     assert apart(*(load_file(tmp_path / n / 'model.safetensors')
                    for n in ('one_half', 'two_half'))) < 0.1
-    # LoRA, and a checkpoint of two that one goes on from
+    # LoRA, and a checkpoint of two processes from which one resumes
     done = two(tmp_path / 'lora', '--lora')
     assert done.returncode == 0, done.stderr
     assert (tmp_path / 'lora' / 'adapter' / 'adapter_model.safetensors').exists()
