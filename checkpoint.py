@@ -10,10 +10,12 @@ import functools
 import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -338,8 +340,12 @@ def fetch(name: str, revision: str | None = None) -> Path:
     if name.startswith(('/', '.', '~')) or name.count('/') != 1:
         raise CheckpointError(f'no model folder at {name}, and it is not a hub name '
                               f'like google/gemma-2-2b')
-    return download(name, ['config.json', '*.safetensors', '*.safetensors.index.json', *SIDE_FILES],
-                    revision, ignore=['original/*.safetensors', 'consolidated*'])
+    wanted = ['config.json', '*.safetensors', '*.safetensors.index.json', *SIDE_FILES]
+    folder = download(name, wanted, revision, ignore=['original/*.safetensors', 'consolidated*'])
+    if not any(folder.glob('*.safetensors')):
+        # older checkpoints, such as Pythia's at a training step, have only these
+        folder = download(name, ['pytorch_model*.bin', 'pytorch_model*.bin.index.json'], revision)
+    return folder
 
 
 def download(name: str, patterns, revision: str | None = None, repo_type: str = 'model',
@@ -383,7 +389,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> 
 
 
 def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
-    """Return {parameter: its safetensors file} after a check of the headers; read no weights.
+    """Return {parameter: its file} after a check of the headers; read no weights.
 
     Raises CheckpointError naming the tensor that is missing, unknown, misshaped or quantized, or
     the damaged file. An output matrix beside tied embeddings is read, and must equal them.
@@ -420,31 +426,60 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Return {tensor: its safetensors file}, from the single file or the index of shards."""
-    index, single = folder / 'model.safetensors.index.json', folder / 'model.safetensors'
-    if index.exists():
-        names = _read_json(index).get('weight_map')
-        if not isinstance(names, dict) or not names:
-            raise CheckpointError(f'{index}: not a safetensors index: weight_map must be an object')
-        here = [path.name for path in folder.glob('*.safetensors')]
-        for name in names.values():
-            if name not in here:
-                raise CheckpointError(f'{index} names {name!r}, which is not a .safetensors file '
-                                      f'in this folder; download it again')
-        if single.exists() and single.name not in names.values():
-            raise CheckpointError(f'{folder} holds two models: {single.name}, and the shards of '
-                                  f'{index.name}; remove the one that is out of date')
-        return {key: folder / name for key, name in names.items()}
-    if single.exists():
-        with _open(single) as tensors:
-            return dict.fromkeys(tensors.keys(), single)
-    raise CheckpointError(f'{folder} has no model.safetensors and no index of shards; .bin and '
-                          f'.pth files are not read: convert them to safetensors')
+    """Return {tensor: its file}, from a single file or an index of shards.
+
+    safetensors come before pytorch_model.bin, which is read without running code from it.
+    """
+    for single in (folder / 'model.safetensors', folder / 'pytorch_model.bin'):
+        index = single.with_name(f'{single.name}.index.json')
+        if index.exists():
+            names = _read_json(index).get('weight_map')
+            if not isinstance(names, dict) or not names:
+                raise CheckpointError(f'{index}: not an index of shards: weight_map must be an '
+                                      f'object')
+            here = [path.name for path in folder.glob(f'*{single.suffix}')]
+            for name in names.values():
+                if name not in here:
+                    raise CheckpointError(f'{index} names {name!r}, which is not a {single.suffix} '
+                                          f'file in this folder; download it again')
+            if single.exists() and single.name not in names.values():
+                raise CheckpointError(f'{folder} holds two models: {single.name}, and the shards '
+                                      f'of {index.name}; remove the one that is out of date')
+            return {key: folder / name for key, name in names.items()}
+        if single.exists():
+            with _open(single) as tensors:
+                return dict.fromkeys(tensors.keys(), single)
+    raise CheckpointError(f'{folder} has no model.safetensors, no pytorch_model.bin and no index '
+                          f'of shards; .pth files are not read: convert them to safetensors')
+
+
+class _PickledTensors(dict):
+    """The tensors of a pytorch_model.bin, mapped, with the methods of safe_open used here."""
+    get_tensor = dict.__getitem__
+
+    def get_slice(self, key):
+        names = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16',
+                 torch.bfloat16: 'BF16'}
+        tensor = self[key]
+        return SimpleNamespace(get_shape=lambda: list(tensor.shape),
+                               get_dtype=lambda: names.get(tensor.dtype, str(tensor.dtype)))
+
+
+@functools.lru_cache(4)
+def _read_pickle(path, _time):
+    try:
+        return _PickledTensors(torch.load(path, 'cpu', mmap=True, weights_only=True))
+    except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f'{path}: truncated, or not a file of weights '
+                              f'({type(error).__name__}); download it again') from error
 
 
 @contextlib.contextmanager
 def _open(path):
-    """Open a safetensors file; what it raises becomes a CheckpointError that names the file."""
+    """Open a file of weights; what it raises becomes a CheckpointError that names the file."""
+    if path.suffix == '.bin':
+        yield _read_pickle(path, path.stat().st_mtime_ns)
+        return
     try:
         with safe_open(path, framework='pt') as tensors:
             yield tensors
@@ -478,7 +513,8 @@ def fingerprint(folder: str | Path) -> str:
     for key, path in sorted(weight_files(folder).items()):
         with _open(path) as tensors:
             header, tensor = tensors.get_slice(key), tensors.get_tensor(key)
-        data = tensor.view(-1).view(torch.uint8).numpy()    # mapped: only the sample is read
+        # mapped: only the sample is read
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
         offsets = (range(0, data.size, 4096) if data.size <= 16 * 4096 else
                    [i * (data.size - 4096) // 15 for i in range(16)])
         digest = hashlib.blake2b(f'{key} {header.get_dtype()} {header.get_shape()}'.encode())

@@ -498,13 +498,11 @@ The tasks are {', '.join([*TASKS, *INSTRUCTIONS])},
 each also as task:folder-or-file, and files of questions. --help lists the keys."""
 
 
-def main(argv):
-    if argv[:1] == ['--compare']:
-        compare.main(argv[1:])
-        return
-    if not argv:
-        raise SystemExit(USAGE)
-    cfg = load_config(EvalConfig, argv, USAGE)
+def run(cfg):
+    """Do the evaluation `cfg`; return (results, labels of its tasks, the folder of the results).
+
+    Raises ConfigError, DataError or CheckpointError.
+    """
     check_eval_config(cfg)
     if not cfg.model:
         raise ConfigError('no model given; for example --model=out/run or '
@@ -517,8 +515,18 @@ def main(argv):
     default = folder if Path(cfg.model).is_dir() else f'out/eval/{cfg.model.replace("/", "--")}'
     out_dir = Path(os.path.expanduser(cfg.out_dir or default))
     with outdir.lock(out_dir):
-        results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
-    for label in result_labels(tasks, cfg):
+        return evaluate(folder, tokenizer, tasks, cfg, out_dir), result_labels(tasks, cfg), out_dir
+
+
+def main(argv):
+    if argv[:1] == ['--compare']:
+        compare.main(argv[1:])
+        return
+    if not argv:
+        raise SystemExit(USAGE)
+    cfg = load_config(EvalConfig, argv, USAGE)
+    results, labels, out_dir = run(cfg)
+    for label in labels:
         print(f'\n{report.task_text(label, results["tasks"][label])}')
     print(f'\nwrote samples.jsonl, results.json, results.md and results.csv to {out_dir}')
 

@@ -357,6 +357,15 @@ def markdown(lines):
     return '\n'.join([texts[0], '|' + '---|' * len(lines[0]), *texts[1:]]) + '\n'
 
 
+def latex(lines):
+    """Return lines of cells as a LaTeX table; it needs \\usepackage{booktabs}."""
+    escape = str.maketrans({'\\': '\\textbackslash{}', '~': '\\textasciitilde{}',
+                            '^': '\\textasciicircum{}'} | {c: f'\\{c}' for c in '&%$#_{}'})
+    head, *body = [' & '.join(cell.translate(escape) for cell in line) + ' \\\\' for line in lines]
+    return '\n'.join([f'\\begin{{tabular}}{{l{"r" * (len(lines[0]) - 1)}}}', '\\toprule', head,
+                      '\\midrule', *body, '\\bottomrule', '\\end{tabular}', ''])
+
+
 def csv_text(lines):
     """Return a CSV of dicts; its columns are all their keys, in order of first occurrence."""
     file = io.StringIO()

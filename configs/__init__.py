@@ -24,13 +24,13 @@ class ConfigError(ValueError):
     """A key, a value or a config file that cannot be used; the message says what would be right."""
 
 
-def load_config(cls, argv, usage=''):
+def load_config(cls, argv, usage='', config=None):
     """Return `cls(...)` from `argv` = ['configs/file.py', '--key=value', '--flag', ...].
 
-    Every field of the dataclass `cls` needs a default. The file is optional and comes first; on the
-    command line later values win. `-h` or `--help` prints `usage` (by default the docstring of the
-    dataclass's module), then every key with its type, default and comment, and exits. Raises
-    ConfigError.
+    Every field of the dataclass `cls` needs a default; `config` holds other ones. The file is
+    optional and comes first; on the command line later values win. `-h` or `--help` prints `usage`
+    (by default the docstring of the dataclass's module), then every key with its type, default and
+    comment, and exits. Raises ConfigError.
     """
     if '-h' in argv or '--help' in argv:
         usage = (usage or sys.modules[cls.__module__].__doc__ or '').strip()
@@ -40,7 +40,7 @@ def load_config(cls, argv, usage=''):
             print(f'usage: python {program} [configs/file.py] [--key=value ...]\n')
         print(usage, '', 'keys:', *_describe_keys(cls), sep='\n')
         raise SystemExit(0)
-    config = cls()
+    config = config or cls()
     for i, argument in enumerate(argv):
         if argument.startswith('--'):
             name, has_value, text = argument[2:].partition('=')

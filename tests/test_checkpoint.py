@@ -18,6 +18,7 @@ from common import (
     rewrite,
     whole_rows,
 )
+from safetensors.torch import load_file
 
 import checkpoint
 import device
@@ -94,6 +95,38 @@ def test_keys_of_other_architectures_mean_nothing():
     assert config.windows == [None, None] and config.attn_logit_softcapping is None
 
 
+# config.json of huggyllama/llama-7b, and what meta-llama/Llama-2-7b-hf and -70b-hf have instead
+LLAMA_1 = {
+    'architectures': ['LlamaForCausalLM'], 'bos_token_id': 1, 'eos_token_id': 2,
+    'hidden_act': 'silu', 'hidden_size': 4096, 'initializer_range': 0.02,
+    'intermediate_size': 11008, 'max_position_embeddings': 2048, 'max_sequence_length': 2048,
+    'model_type': 'llama', 'num_attention_heads': 32, 'num_hidden_layers': 32, 'pad_token_id': 0,
+    'rms_norm_eps': 1e-06, 'tie_word_embeddings': False, 'torch_dtype': 'float16',
+    'transformers_version': '4.28.0.dev0', 'use_cache': True, 'vocab_size': 32000}
+LLAMA_2 = LLAMA_1 | {'max_position_embeddings': 4096, 'num_key_value_heads': 32,
+                     'pretraining_tp': 1, 'rms_norm_eps': 1e-05, 'rope_scaling': None}
+
+
+@pytest.mark.parametrize('raw, heads', [
+    (LLAMA_1, 32), (LLAMA_2, 32),
+    (LLAMA_2 | {'hidden_size': 8192, 'intermediate_size': 28672, 'num_attention_heads': 64,
+                'num_hidden_layers': 80, 'num_key_value_heads': 8}, 8)])
+def test_llama_1_and_2(raw, heads, tmp_path):
+    """Their own config.json, and logits of transformers at a smaller width and depth."""
+    import transformers
+    config = checkpoint.config_from_hf(raw)
+    assert config.num_key_value_heads == heads and config.rms_norm_eps == raw['rms_norm_eps']
+    small = raw | {'hidden_size': 128, 'intermediate_size': 96, 'num_hidden_layers': 2,
+                   'vocab_size': 99, 'dtype': 'float32'}
+    del small['torch_dtype'], small['architectures'], small['transformers_version']
+    torch.manual_seed(0)
+    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)).eval()
+    reference.save_pretrained(tmp_path)
+    model, tokens = checkpoint.load(tmp_path), torch.randint(99, (2, 40))
+    logits = model(tokens, *whole_rows(tokens)) @ model.head.T
+    torch.testing.assert_close(logits, reference(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_mistral_window_missing_or_null():
     raw = {'model_type': 'mistral', 'vocab_size': 9, 'hidden_size': 16, 'intermediate_size': 8,
            'num_hidden_layers': 2, 'num_attention_heads': 8}
@@ -138,7 +171,7 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: edit_config(f, num_hidden_layers=...), 'num_hidden_layers is missing'),
     (lambda f: edit_config(f, model_type='gpt2'), "model_type = 'gpt2' is not supported"),
     (lambda f: (f / 'config.json').write_text('[]'), 'config.json: not a JSON object'),
-    (lambda f: edit_config(f, hidden_size=None), 
+    (lambda f: edit_config(f, hidden_size=None),
      'hidden_size = None is not supported; it must be an integer from 1 to'),
     (lambda f: edit_config(f, hidden_act='gelu'), "hidden_act = 'gelu' is not supported; it must"),
     (lambda f: edit_config(f, rope_parameters={'rope_type': 'llama3'}),
@@ -470,13 +503,6 @@ def test_home_folder_in_a_model_path(folder, monkeypatch):
         checkpoint.fetch('~/model/config.json')
 
 
-def test_pickled_weights_are_not_read(folder):
-    torch.save({}, folder / 'pytorch_model.bin')
-    (folder / 'model.safetensors').unlink()
-    with pytest.raises(checkpoint.CheckpointError, match='convert them to safetensors'):
-        checkpoint.load(folder)
-
-
 def test_old_rotary_buffers_are_ignored(folder):
     rewrite(folder, lambda t: t.update(
         {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(6)}))
@@ -581,3 +607,41 @@ def test_a_gpu_named_by_number_is_the_current_one(monkeypatch):
     assert device.pick_device('cpu') == 'cpu' and chosen == [1]
     with pytest.raises(ConfigError, match="'cuda:2', but .* CUDA devices 0 to 1"):
         device.pick_device('cuda:2')
+
+
+@pytest.mark.parametrize('name', ['llama', 'neox'])
+@pytest.mark.parametrize('shards', [False, True])
+def test_pickled_weights_are_read(tmp_path, name, shards):
+    reference_model(name, tmp_path / 'model')
+    wanted = load_file(tmp_path / 'model' / 'model.safetensors')
+    pickled = tmp_path / 'pickled'
+    pickled.mkdir()
+    shutil.copy(tmp_path / 'model' / 'config.json', pickled)
+    halves = [dict(list(wanted.items())[i::2]) for i in range(2)] if shards else [wanted]
+    names = [f'pytorch_model-{i}.bin' for i in range(2)] if shards else ['pytorch_model.bin']
+    for file, tensors in zip(names, halves, strict=True):
+        torch.save(tensors, pickled / file)
+    if shards:
+        (pickled / 'pytorch_model.bin.index.json').write_text(json.dumps({'weight_map': {
+            key: file for file, tensors in zip(names, halves, strict=True) for key in tensors}}))
+    loaded = checkpoint.load(pickled, dtype=torch.float32).state_dict()
+    assert loaded.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(loaded[key], tensor, rtol=0, atol=0)
+    assert checkpoint.fingerprint(pickled) == checkpoint.fingerprint(tmp_path / 'model')
+    assert checkpoint.nonfinite_tensor(pickled) is None
+    os.truncate(pickled / names[0], 3000)
+    with pytest.raises(checkpoint.CheckpointError, match='truncated, or not a file of weights'):
+        checkpoint.load(pickled)
+
+
+def test_a_pickle_runs_no_code(folder):
+    class Attack:
+        def __reduce__(self):
+            return (folder / 'attacked').touch, ()
+
+    (folder / 'model.safetensors').unlink()
+    torch.save({'model.norm.weight': Attack()}, folder / 'pytorch_model.bin')
+    with pytest.raises(checkpoint.CheckpointError, match='not a file of weights'):
+        checkpoint.load(folder)
+    assert not (folder / 'attacked').exists()

@@ -1,0 +1,139 @@
+"""On the Calibration of Large Language Models and Alignment (Zhu et al., Findings of EMNLP 2023).
+
+    python papers/alignment.py --plan --trex=FOLDER
+    python papers/alignment.py --trex=FOLDER --rlhf=out/ppo-1,out/ppo-2,out/ppo-3
+
+Stated: three tasks (section 4): a random token of texts of the Pile, the first tokens of entities
+of T-REx, 100,000 samples each, and MMLU with 5 shots; ECE with 10 bins. Pretraining (section 5):
+the 8 sizes of Pythia; Pythia 1.4B at steps 256, 512, 2,000, 4,000, ... 128,000 and 143,000; LLaMA,
+LLaMA 2 (appendix C.1). Alignment (section 6, table 2): LLaMA 7B on Alpaca and on the single-turn
+English conversations of OASST1, both of the same size, Alpaca's prompt, 3 epochs, with all weights
+(learning rate 2e-5, warm-up over 3 % of the steps, cosine) and with LoRA (3e-4, 100 steps of
+warm-up, linear, rank 8, alpha 32, dropout 0.1, q_proj and v_proj), batches of 128, 2,048 tokens;
+the prompts of table 1 before every text.
+
+Not stated, and chosen here: OASST1's pairs are all answers to a first prompt, which gives about the
+paper's 11,000; the Pile's validation set, of which the hub has a copy (the paper adds its test
+set), another source by --pile; an entity counts only where a token begins with it, and a text has
+as many samples as entities. T-REx is not on the hub: unpack its JSON files from
+https://hadyelsahar.github.io/t-rex/ and name the folder with --trex; without it the task is left
+out. The texts are cut after the 2,048 tokens of the context.
+
+Not run here: FLAN-T5 is no decoder, OPT is not supported, and the PPO stage is not trained: --rlhf
+names its checkpoints, one per epoch, which are evaluated like the other rows. The paper prints its
+results as figures, not as numbers, so there is none beside ours.
+"""
+
+from dataclasses import replace
+
+from common import EvalConfig, Run, TrainConfig, draw_lines, main, measured, numbers, selected
+from data import fetch, read_rows
+from data.instruct import PATTERNS, first_turns
+
+# name: hub name, weights
+PYTHIA = {f'pythia-{size}': (f'EleutherAI/pythia-{size}', weights) for size, weights in (
+    ('70m', 70e6), ('160m', 162e6), ('410m', 405e6), ('1b', 1.01e9), ('1.4b', 1.41e9),
+    ('2.8b', 2.78e9), ('6.9b', 6.86e9), ('12b', 11.8e9))}
+LLAMA = {f'llama-{size}': (f'huggyllama/llama-{size}', weights) for size, weights in (
+    ('7b', 6.74e9), ('13b', 13.0e9), ('30b', 32.5e9), ('65b', 65.3e9))}
+LLAMA2 = {f'llama-2-{size}': (f'meta-llama/Llama-2-{size}-hf', weights) for size, weights in (
+    ('7b', 6.74e9), ('13b', 13.0e9), ('70b', 69.0e9))}
+STEPS = (256, 512, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
+BASE, PARAMS = LLAMA['llama-7b']
+DATA = {'alpaca': 'tatsu-lab/alpaca', 'oasst1': 'OpenAssistant/oasst1'}
+EPOCHS, PAIRS, SAMPLES = 3, 11_000, 100_000
+TASKS = {'clm': 'causal language modeling', 'facts': 'facts generation', 'mmlu': 'MMLU'}
+SIZES = {'train_tokens': EPOCHS * PAIRS * 250, 'eval_tokens': 1.6e6 + SAMPLES * 550}   # estimates
+FULL = TrainConfig(model=BASE, template='alpaca', answers='all', epochs=EPOCHS, batch_size=128,
+                   max_length=2048, pack_len=2048, lr=2e-5, warmup=0.03, schedule='cosine',
+                   eval_before=False)
+LORA = replace(FULL, lora=True, lr=3e-4, warmup=TrainConfig.warmup, warmup_steps=100,
+               schedule='linear', lora_rank=8, lora_alpha=32.0, lora_dropout=0.1,
+               lora_targets=('q_proj', 'v_proj'))
+
+
+def evaluation(options, **settings):
+    """Return the EvalConfig of the tasks; MMLU has fewer questions than `limit`."""
+    places = {'clm': options.pile or 'pietrolesci/pile-validation', 'facts': options.trex}
+    tasks = ('mmlu', *(f'{task}:{place}' for task, place in places.items() if place))
+    return EvalConfig(tasks=tasks, shots=5, limit=SAMPLES, **settings)
+
+
+def runs(options):
+    root, sizes = options.out_dir, {'eval_tokens': SIZES['eval_tokens']}
+    for name, (hub, params) in (PYTHIA | LLAMA | LLAMA2).items():
+        yield Run(evaluation(options, model=hub, out_dir=f'{root}/{name}'), params, **sizes)
+    hub, params = PYTHIA['pythia-1.4b']
+    for step in STEPS:
+        yield Run(evaluation(options, model=hub, revision=f'step{step}',
+                             out_dir=f'{root}/pythia-1.4b-step{step}'), params, **sizes)
+    report = evaluation(options, instruct=True)
+    yield Run(replace(report, model=BASE, out_dir=f'{root}/aligned/base'), PARAMS, **sizes)
+    for method, cfg in (('full', FULL), ('lora', LORA)):
+        for data, source in DATA.items():
+            folder = f'{root}/aligned/{data}-{method}'
+            limit = None if data == 'oasst1' else PAIRS
+            if limit and not options.plan and selected(folder, options):
+                limit = oasst1_pairs()
+            yield Run(replace(cfg, data=source, data_limit=limit, eval=report, out_dir=folder),
+                      PARAMS, **SIZES)
+            for epoch in range(1, EPOCHS):
+                yield Run(replace(report, model=f'{folder}/epoch-{epoch}',
+                                  out_dir=f'{folder}/report-{epoch}'), PARAMS, **sizes)
+    for epoch, model in enumerate(filter(None, options.rlhf.split(',')), 1):
+        yield Run(replace(report, model=model, out_dir=f'{root}/aligned/rlhf/report-{epoch}'),
+                  PARAMS, **sizes)
+
+
+def oasst1_pairs():
+    """Return the number of pairs in OASST1, to which Alpaca is cut."""
+    rows = (row for file in fetch(DATA['oasst1'], PATTERNS) for row in read_rows(file))
+    return sum(1 for _ in first_turns(rows, 'all'))
+
+
+def epoch_folder(folder, epoch):
+    trained = epoch == EPOCHS and not folder.endswith('rlhf')
+    return folder if trained else f'{folder}/report-{epoch}'
+
+
+def tables(options):
+    root, keys = options.out_dir, ('accuracy', 'ece')
+    head = ('model', *(f'{title} {key}' for title in TASKS.values() for key in ('accuracy', 'ECE')))
+
+    def line(name, folder):
+        return (name, *(cell for task in TASKS for cell in numbers(
+            measured(folder, task).get('pooled', {}), keys)))
+
+    def draw(name, points, x_label, metric='ece', **options):
+        """points: {line: [(x, folder of a run)]}"""
+        draw_lines(f'{root}/{name}.png', {title: {label: [
+            (x, measured(folder, task).get('pooled', {})) for x, folder in folders]
+            for label, folders in points.items()} for task, title in TASKS.items()},
+            x_label, metric.upper() if metric == 'ece' else metric, metric, **options)
+
+    families = {'Pythia': PYTHIA, 'LLaMA': LLAMA, 'LLaMA 2': LLAMA2}
+    yield 'scales', 'Parameter scales (figures 3, 8 and 9)', [head, *(
+        line(name, f'{root}/{name}') for family in families.values() for name in family)]
+    draw('figure3', {title: [(params, f'{root}/{name}') for name, (_, params) in family.items()]
+                     for title, family in families.items()}, 'weights', log=True)
+    steps = {step: f'{root}/pythia-1.4b-step{step}' for step in STEPS}
+    yield 'steps', 'Training dynamics of Pythia 1.4B (figure 4)', [head, *(
+        line(f'step {step}', folder) for step, folder in steps.items())]
+    draw('figure4', {'Pythia 1.4B': [*steps.items()]}, 'step', log=True)
+    settings = {name: {epoch: epoch_folder(f'{root}/aligned/{name}', epoch)
+                       for epoch in range(1, EPOCHS + 1)}
+                for name in ('alpaca-full', 'oasst1-full', 'alpaca-lora', 'oasst1-lora', 'rlhf')}
+    yield 'alignment', 'Alignment of LLaMA 7B, with instructions (figures 5 and 12)', [
+        head, line('base', f'{root}/aligned/base'), *(
+            line(f'{name}, epoch {epoch}', folder)
+            for name, folders in settings.items() for epoch, folder in folders.items())]
+    points = {name: [(0, f'{root}/aligned/base'), *folders.items()]
+              for name, folders in settings.items()}
+    for name, metric in (('figure5', 'ece'), ('figure12', 'accuracy')):
+        draw(name, points, 'epoch', metric)
+
+
+if __name__ == '__main__':
+    main(runs, tables, trex="folder with T-REx's JSON files, for facts generation",
+         pile='hub dataset, folder or file of texts in place of the copy of the Pile',
+         rlhf='folders of the checkpoints after PPO, one per epoch, separated by commas')

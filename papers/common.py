@@ -1,0 +1,280 @@
+"""What the scripts of the papers share: their runs, the plan, tables beside the printed numbers.
+
+    python papers/label_smoothing.py --plan                 # the runs, GPU hours and disk space
+    python papers/label_smoothing.py --only=Gemma2-2B/Alpaca
+    python papers/label_smoothing.py --out_dir=out/trial --max_steps=3 --eval.limit=20
+
+from the root of the repository. A script yields its runs in the order in which they need each
+other. What is finished is skipped and what was interrupted is resumed, so a script that was stopped
+is simply started again. The tables are made from what is finished. --key=value changes that key of
+train.py in all runs, --eval.key=value that key of evaluate.py.
+"""
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+import evaluate
+import report
+from checkpoint import CheckpointError
+from configs import ConfigError, load_config
+from data import DataError
+from evaluate import EvalConfig
+from outdir import claim, read_json, write_text
+from resume import Stopped, TrainingError
+from train import TrainConfig, train
+
+# FLOP/s on one H200 in bfloat16. Training reaches 0.48 to 0.58 of the 989e12 of the data sheet,
+# evaluation 0.56 to 0.68 of the 780e12 of a large matrix product (docs/benchmarks.md).
+TRAIN_RATE, EVAL_RATE = 0.5 * 989e12, 0.6 * 780e12
+EVAL_STARTS = 40        # seconds to load and compile
+PRINTED_LINES = 200     # longer tables are written only
+
+
+@dataclass
+class Run:
+    """A training run, with its report if cfg.eval is set, or an evaluation."""
+    cfg: TrainConfig | EvalConfig   # out_dir names the run
+    params: float                   # weights of the model
+    train_tokens: float = 0         # over all epochs; like eval_tokens an estimate for the plan
+    eval_tokens: float = 0
+    waits_for: str = ''             # the runs that decide its settings, if they are not finished
+
+    @property
+    def trains(self):
+        return isinstance(self.cfg, TrainConfig)
+
+    @property
+    def finished(self):
+        file = 'config.json' if self.trains and not self.cfg.eval else 'results.json'
+        return Path(self.cfg.out_dir, file).exists()
+
+    @property
+    def hours(self):
+        """GPU hours on one H200: 6 operations per weight and trained token, 2 per scored one."""
+        seconds = 6 * self.params * self.train_tokens / TRAIN_RATE
+        seconds += 2 * self.params * self.eval_tokens / EVAL_RATE
+        return (seconds + EVAL_STARTS * (self.eval_tokens > 0)) / 3600
+
+    @property
+    def gigabytes(self):
+        """The weights that the run keeps, in bfloat16."""
+        copies = math.ceil(self.cfg.epochs) if self.trains and self.cfg.checkpoint_epochs else 1
+        return 2e-9 * self.params * copies * self.trains
+
+
+def sweep(folder, rates, smoothings, cfg, **sizes):
+    """Yield the Runs that choose a learning rate, then those that smooth at that rate.
+
+    Each of `rates` is trained without smoothing and report. The one with the least NLL on the
+    held-out sequences is evaluated as smoothing0, and smoothing{s} is trained at its rate for each
+    s of `smoothings`. cfg: the TrainConfig of all; sizes: params, train_tokens, eval_tokens.
+    """
+    grid = [replace(cfg, lr=lr, out_dir=f'{folder}/lr{lr:g}') for lr in rates]
+    for one in grid:
+        yield Run(replace(one, eval=None), **sizes | {'eval_tokens': 0})
+    losses = [validation_nll(one.out_dir) for one in grid]
+    waits_for = f'the {len(rates)} learning rates' if None in losses else ''
+    best = grid[0] if waits_for else grid[losses.index(min(losses))]
+    yield Run(replace(cfg.eval, model=best.out_dir, out_dir=f'{folder}/smoothing0'),
+              **sizes | {'train_tokens': 0}, waits_for=waits_for)
+    for smoothing in smoothings:
+        yield Run(replace(cfg, lr=best.lr, smoothing=smoothing,
+                          out_dir=f'{folder}/smoothing{smoothing:g}'), **sizes, waits_for=waits_for)
+
+
+def validation_nll(folder):
+    """Return the last validation NLL (nats per token) of a finished run, or None."""
+    if not Path(folder, 'config.json').exists():
+        return None
+    lines = map(json.loads, Path(folder, 'log.jsonl').read_text(encoding='utf-8').splitlines())
+    losses = [line['val_nll'] for line in lines if 'val_nll' in line]
+    if not losses:
+        raise ConfigError(f'{folder} has no validation loss, by which the learning rate is chosen; '
+                          f'val_size must be above 0')
+    return losses[-1]
+
+
+def measured(folder, task):
+    """Return the results of a task in the folder of a run; {} if there are none yet."""
+    path = Path(folder, 'results.json')
+    if not path.exists():
+        return {}
+    with read_json(path, 'remove it, and the report is made again') as results:
+        return results['tasks'].get(task, {})
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+# ------------------------------------------------------------------------------------------------
+
+def main(runs, tables, **more):
+    """Do the runs of a script and write its tables, as the options of the command line say.
+
+    runs(options) yields the Runs; tables(options) yields (name, title, lines of cells). Each of
+    `more` is an option of the script, with its help.
+    """
+    doc, name = sys.modules['__main__'].__doc__, Path(sys.argv[0]).stem
+    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--plan', action='store_true', help='print the runs and their cost')
+    parser.add_argument('--only', default='', help='parts of names of runs, such as Alpaca/lr,base')
+    parser.add_argument('--out_dir', default=f'out/papers/{name}', help='default: %(default)s')
+    for key, text in more.items():
+        parser.add_argument(f'--{key}', default='', help=text)
+    options, changes = parser.parse_known_args()
+    try:
+        if stray := [text for text in changes if not text.startswith('--')]:
+            raise ConfigError(f'unexpected argument {stray[0]!r}; settings are --key=value')
+        load_config(TrainConfig, changes)       # fail on a misspelled key before anything is done
+        if options.plan:
+            print_plan(runs(options), options)
+            return
+        keep_changes(options.out_dir, changes)
+        do(runs(options), options, changes)
+        write_tables(tables(options), options.out_dir, doc)
+    except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
+        sys.exit(f'error: {error}')
+    except torch.OutOfMemoryError:
+        sys.exit('error: out of GPU memory; try --master_weights=stochastic, '
+                 '--checkpoint_activations or --eval.pack_len=8192 in another --out_dir, or leave '
+                 'this run out by --only')
+    except Stopped as stopped:
+        print(stopped)
+        sys.exit(128 + stopped.signal)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def keep_changes(folder, changes):
+    """Record the changed settings of all runs; raise ConfigError if earlier runs had others."""
+    path = Path(folder, 'changes.json')
+    if path.exists():
+        with read_json(path, 'choose another --out_dir') as earlier:
+            if earlier != changes:
+                raise ConfigError(f'{folder} was begun with {" ".join(earlier) or "no changes"}; '
+                                  f'start it with the same settings or choose another --out_dir')
+    claim(folder, path.name)
+    write_text(path, json.dumps(changes) + '\n')
+
+
+def name_of(folder, options):
+    return Path(folder).relative_to(options.out_dir).as_posix()
+
+
+def selected(folder, options):
+    """Return whether --only selects the run in `folder`."""
+    return any(part in name_of(folder, options) for part in options.only.split(','))
+
+
+def do(runs, options, changes):
+    """Do the runs whose names contain a part of --only, unless they are finished."""
+    n_selected = 0
+    for run in runs:
+        name = name_of(run.cfg.out_dir, options)
+        n_selected += selected(run.cfg.out_dir, options)
+        if run.finished or not selected(run.cfg.out_dir, options):
+            continue
+        if run.waits_for:
+            print(f'\n=== {name} waits for {run.waits_for}', flush=True)
+            continue
+        print(f'\n=== {name}', flush=True)
+        if run.trains:
+            kept = [c for c in changes if run.cfg.eval or not c.startswith('--eval.')]
+            train(replace(load_config(TrainConfig, kept, config=run.cfg), resume=True))
+        else:
+            cfg = load_config(TrainConfig, changes, config=TrainConfig(eval=run.cfg))
+            evaluate.run(replace(cfg.eval, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed))
+    if not n_selected:
+        raise ConfigError(f'--only={options.only}: no run has such a name; --plan lists them')
+
+
+def print_plan(runs, options):
+    runs, lines = list(runs), [('run', 'state', 'GPU hours', 'GB')]
+    for run in runs:
+        begun = Path(run.cfg.out_dir).exists()
+        state = ('finished' if run.finished else f'waits for {run.waits_for}' if run.waits_for else
+                 'started' if begun else '')
+        lines.append((name_of(run.cfg.out_dir, options), state,
+                      f'{run.hours:.1f}', f'{run.gigabytes:.0f}'))
+    left = sum(run.hours for run in runs if not run.finished)
+    models = {run.cfg.model: run.params for run in runs
+              if not run.cfg.model.startswith(f'{options.out_dir}/')}
+    lines.append(('all', f'{sum(run.finished for run in runs)} of {len(runs)} finished',
+                  f'{sum(run.hours for run in runs):.0f}',
+                  f'{sum(run.gigabytes for run in runs):.0f}'))
+    print(report.aligned(lines))
+    print(f'\n{left:,.0f} GPU hours are left. They are estimates for one H200: training at '
+          f'{TRAIN_RATE / 1e12:.0f} and evaluation at {EVAL_RATE / 1e12:.0f} TFLOP/s, as measured '
+          f'in docs/benchmarks.md, of about the tokens that the script states; --key=value is not '
+          f'counted. GB: the weights that a run keeps. A run that trains needs '
+          f'{12e-9 * max(run.params * run.trains for run in runs):.0f} GB more at most for its '
+          f'checkpoint, and the models to download are '
+          f'{2e-9 * sum(models.values()):.0f} GB: {", ".join(models)}.')
+
+
+# ------------------------------------------------------------------------------------------------
+# Tables and figures
+# ------------------------------------------------------------------------------------------------
+
+COLUMNS = {'accuracy': 'accuracy', 'entropy_bits': 'entropy (bits)', 'ece': 'ECE',
+           'rms_mmlu_repo': 'RMS as printed', 'rmsce': 'RMS as defined'}
+
+
+def numbers(result, keys):
+    """Return the cells of the metrics `keys` in a report, '' where it has none."""
+    return [f'{result[key]:.3f}' if result.get(key) is not None else '' for key in keys]
+
+
+def write_tables(tables, folder, doc):
+    """Print each (name, title, lines) and write <name>.csv, <name>.tex, and tables.md of all."""
+    texts = []
+    for name, title, lines in tables:
+        print(f'\n{title}', report.aligned(lines) if len(lines) <= PRINTED_LINES else
+              f'{len(lines) - 1:,} lines, in {name}.csv', sep='\n')
+        texts.append(f'## {title}\n\n{report.markdown(lines)}')
+        claim(folder, f'{name}.csv', f'{name}.tex')
+        write_text(Path(folder, f'{name}.csv'), report.csv_text(
+            [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
+        write_text(Path(folder, f'{name}.tex'), report.latex(lines))
+    claim(folder, 'tables.md')
+    write_text(Path(folder, 'tables.md'), '\n'.join([*texts, '## How', '', doc.strip(), '']))
+    print(f'\nwrote tables.md, and each table as CSV and LaTeX, to {folder}')
+
+
+def draw_lines(path, panels, x_label, y_label, metric='ece', log=False):
+    """Draw panels = {title: {line: [(x, report), ...]}} of one metric with its 95 % intervals.
+
+    Points without a report are left out.
+    """
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(4 * len(panels), 3.4), layout='constrained')
+    for ax, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False).flat,
+                                   panels.items(), strict=True):
+        for label, points in series.items():
+            points = [(x, result) for x, result in points if result.get(metric) is not None]
+            if not points:
+                continue
+            xs, values = [x for x, _ in points], [result[metric] for _, result in points]
+            ends = [result.get('intervals', {}).get(metric, (v, v))
+                    for v, (_, result) in zip(values, points, strict=True)]
+            errors = [[max(0, v - low) for v, (low, _) in zip(values, ends, strict=True)],
+                      [max(0, high - v) for v, (_, high) in zip(values, ends, strict=True)]]
+            ax.errorbar(xs, values, errors, marker='o', markersize=4, capsize=2, label=label)
+        ax.set_title(report.figure_title(title, 40), fontsize=10)
+        ax.set(xlabel=x_label, ylabel=y_label, xscale='log' if log else 'linear')
+        if not log:
+            ax.set_xticks(sorted({x for points in series.values() for x, _ in points}))
+        ax.set_ylim(bottom=0)
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(fontsize=8)
+    with report.warn_on_failure(path):
+        claim(Path(path).parent, Path(path).name)
+        report.save_figure(figure, path, 150)

@@ -1,0 +1,101 @@
+"""Calibrated Language Models and How to Find Them with Label Smoothing (Huang et al., ICML 2025).
+
+    python papers/label_smoothing.py --plan
+    python papers/label_smoothing.py
+
+Stated: Llama, Gemma and Mistral, tuned on Tulu 3, OpenHermes and Alpaca, without and with smoothing
+(table 1); learning rates 5e-6, 2e-5, 5e-5 and 2e-4, AdamW, batches of 128, dropout 0.1, smoothing
+0 to 0.5 (experiment setup); MMLU, HellaSwag and ARC-Easy with 5 shots and MMLU's header (dataset
+splits); open-instruct at commit e363290 (software). The baselines are temperature scaling and
+capped logits.
+
+Not stated, and chosen here: the sizes Llama 3.1 8B, Gemma 2 2B and Mistral 7B v0.1, those of the
+same authors' multilingual paper; the learning rate with the least NLL on 1,000 held-out
+conversations at smoothing 0; 2 epochs, the template, the warm-up and the other settings of
+open-instruct (configs/paper_openinstruct.py lists them); letters as options; the subject in the
+header of HellaSwag and ARC ('everyday situations', 'science'); a cap of 30, as in Gemma 2, for the
+models that have none. The temperature is fitted on the validation questions; HellaSwag is scored on
+its validation split, so there each half is scaled by the temperature of the other half.
+
+Different here: all weights are tuned without dropout, since the 0.1 of open-instruct applies to
+LoRA adapters. With --lora all runs are LoRA runs with that dropout. The printed numbers are
+not in our copy of the paper, so the column 'paper' is empty.
+"""
+
+from dataclasses import replace
+
+from common import EvalConfig, Run, TrainConfig, draw_lines, main, measured, numbers, sweep
+
+# name: hub name, weights
+MODELS = {'Gemma2-2B': ('google/gemma-2-2b', 2.61e9),
+          'Mistral-7B': ('mistralai/Mistral-7B-v0.1', 7.24e9),
+          'Llama-3.1-8B': ('meta-llama/Llama-3.1-8B', 8.03e9)}
+# name: hub name, tokens per epoch (estimated from the size of the text)
+DATA = {'Alpaca': ('tatsu-lab/alpaca', 6e6),
+        'OpenHermes': ('teknium/OpenHermes-2.5', 430e6),
+        'Tulu3': ('allenai/tulu-3-sft-mixture', 690e6)}
+RATES = (5e-6, 2e-5, 5e-5, 2e-4)
+SMOOTHINGS = (0.1, 0.2, 0.3, 0.4, 0.5)
+TASKS = {'mmlu': 'MMLU', 'hellaswag': 'HellaSwag', 'arc_easy': 'ARC-Easy'}
+EPOCHS, CAP = 2, 30.0
+EVAL_TOKENS = 1.6e6 + 1.1e6 + 0.2e6     # of the three tasks, counted with Llama 3's tokenizer
+REPORT = EvalConfig(tasks=tuple(TASKS), shots=5, scoring='letters', temperature='fit')
+TUNING = TrainConfig(template='tulu', add_bos=None, loss_reduction='sequence', epochs=EPOCHS,
+                     warmup=0.03, val_size=1000, max_length=4096, checkpoint_epochs=False,
+                     eval=REPORT, eval_before=False)
+
+
+def runs(options):
+    for model, (hub, params) in MODELS.items():
+        yield Run(replace(REPORT, model=hub, out_dir=f'{options.out_dir}/{model}/base'), params,
+                  eval_tokens=EVAL_TOKENS)
+        for data, (source, tokens) in DATA.items():
+            folder = f'{options.out_dir}/{model}/{data}'
+            cfg = replace(TUNING, model=hub, data=source)
+            sizes = {'params': params, 'train_tokens': EPOCHS * tokens, 'eval_tokens': EVAL_TOKENS}
+            for run in sweep(folder, RATES, SMOOTHINGS, cfg, **sizes):
+                yield run
+            if not model.startswith('Gemma2'):      # which has a cap; run.cfg.lr is the chosen rate
+                yield replace(run, cfg=replace(run.cfg, smoothing=0.0, logit_softcap=CAP,
+                                               out_dir=f'{folder}/cap{CAP:g}'))
+
+
+def methods(folder):
+    """Yield (row of the table, {task: report}) of the runs of one model on one dataset."""
+    def reports(name):
+        return {task: measured(f'{folder}/{name}', task) for task in TASKS}
+
+    plain = reports('smoothing0')
+    yield 'smoothing 0', {task: result.get('pooled', {}) for task, result in plain.items()}
+    for key in ('temperature', 'platt'):
+        yield f'{key} scaling', {task: result.get('post_hoc', {}).get('reports', {}).get(key, {})
+                                 for task, result in plain.items()}
+    for title, name in ((f'cap {CAP:g}', f'cap{CAP:g}'),
+                        *((f'smoothing {s:g}', f'smoothing{s:g}') for s in SMOOTHINGS)):
+        yield title, {task: result.get('pooled', {}) for task, result in reports(name).items()}
+
+
+def tables(options):
+    keys = ('accuracy', 'ece', 'rmsce')
+    lines = [('model, data', 'method', *(f'{title} {key}' for title in TASKS.values()
+                                         for key in ('accuracy', 'ECE', 'RMSCE')), 'paper')]
+    for model in MODELS:
+        base = f'{options.out_dir}/{model}/base'
+        lines.append((model, 'base', *(cell for task in TASKS for cell in numbers(
+            measured(base, task).get('pooled', {}), keys)), ''))
+        for data in DATA:
+            lines += [(f'{model}, {data}', method, *(cell for task in TASKS for cell in numbers(
+                reports[task], keys)), '')
+                for method, reports in methods(f'{options.out_dir}/{model}/{data}')
+                if any(reports.values())]
+    yield 'smoothing', 'Accuracy and calibration by smoothing, at 5 shots', lines
+    for task, title in TASKS.items():
+        draw_lines(f'{options.out_dir}/{task}.png', {
+            f'{model}, {title}': {data: [(s, measured(
+                f'{options.out_dir}/{model}/{data}/smoothing{s:g}', task).get('pooled', {}))
+                for s in (0, *SMOOTHINGS)] for data in DATA}
+            for model in MODELS}, 'smoothing', 'ECE')
+
+
+if __name__ == '__main__':
+    main(runs, tables)

@@ -1,0 +1,300 @@
+"""The scripts of papers/, with small stand-ins in the hub's layout for every name they use."""
+
+import csv
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from common import HERE, SHARED, needs_shared, reference_model, sentencepiece_folder, write_rows
+from test_tokenizer import train_bpe
+
+from data.questions import GLOBAL_MMLU, MMLU_PROX
+
+PATTERN = 'data/train-00000-of-00001.parquet'
+LETTERS = 'ABCD'
+
+
+def add_to_hub(hub, name, content, kind='models', revision='main'):
+    """Copy the folder `content` to where huggingface_hub keeps a repository."""
+    place = hub / f'{kind}--{name.replace("/", "--")}'
+    commit = hashlib.sha1(f'{name} {revision}'.encode()).hexdigest()
+    shutil.copytree(content, place / 'snapshots' / commit)
+    (place / 'refs').mkdir(exist_ok=True)
+    (place / 'refs' / revision).write_text(commit)
+
+
+def conversations(n):
+    return [[f'What is {i} and {i + 1}?', f'It is {2 * i + 1}, a number.'] for i in range(n)]
+
+
+def questions(n, subject='anatomy'):
+    return [{'question': f'Which is {i}?', 'subject': subject, 'answer': i % 4,
+             'choices': [f'the {i + k}' for k in range(4)]} for i in range(n)]
+
+
+def multilingual_question(i, options):
+    return {'sample_id': f'anatomy/{i}', 'subject': 'anatomy', 'question': f'Which is {i}?',
+            'answer': 'ABCD'[i % 4], 'options': options} | {
+                f'option_{letter.lower()}': f'the {i + k}' for k, letter in enumerate(LETTERS)}
+
+
+def prox_question(i):
+    return {'question_id': i, 'question': f'Which is {i}?', 'answer': LETTERS[i % 4],
+            'answer_index': i % 4, 'category': 'biology', 'src': 'x', 'question_id_src': i} | {
+                f'option_{k}': f'the {i + k}' for k in range(10)}
+
+
+def oasst1():
+    common = {'lang': 'en', 'deleted': False, 'review_result': True, 'rank': None}
+    rows = []
+    for i, (question, answer) in enumerate(conversations(6)):
+        rows += [common | {'message_id': f'p{i}', 'parent_id': None, 'role': 'prompter',
+                           'text': question},
+                 *(common | {'message_id': f'a{i}-{k}', 'parent_id': f'p{i}', 'role': 'assistant',
+                             'text': f'{answer} {k}', 'rank': k} for k in range(2))]
+    return rows
+
+
+DATASETS = {
+    'allenai/tulu-3-sft-mixture': {PATTERN: [
+        {'id': str(i), 'source': 's', 'messages': [{'role': 'user', 'content': question},
+                                                   {'role': 'assistant', 'content': answer}]}
+        for i, (question, answer) in enumerate(conversations(12))]},
+    'teknium/OpenHermes-2.5': {'openhermes2_5.json': [
+        {'conversations': [{'from': 'human', 'value': question}, {'from': 'gpt', 'value': answer}]}
+        for question, answer in conversations(12)]},
+    'tatsu-lab/alpaca': {'data/train-00000-of-00001-a09b74b3ef9c3b56.parquet': [
+        {'instruction': question, 'input': '', 'output': answer, 'text': ''}
+        for question, answer in conversations(40)]},
+    'OpenAssistant/oasst1': {PATTERN: oasst1()},
+    'pietrolesci/pile-validation': {PATTERN: [
+        {'text': f'A text about {i} and about the {i + 1} other things.'} for i in range(8)]},
+    'cais/mmlu': {f'all/{split}-00000-of-00001.parquet': questions(n) for split, n in
+                  (('test', 8), ('dev', 5), ('validation', 4))},
+    'Rowan/hellaswag': {f'data/{split}-00000-of-00001.parquet': [
+        {'ind': i, 'activity_label': 'Cooking', 'ctx_a': 'A man', 'ctx_b': 'he', 'ctx': 'A man he',
+         'endings': [f'cooks {i + k}.' for k in range(4)], 'label': str(i % 4)} for i in range(8)]
+        for split in ('validation', 'train')},
+    'allenai/ai2_arc': {f'ARC-Easy/{split}-00000-of-00001.parquet': [
+        {'id': f'{split}{i}', 'question': f'Which is {i}?', 'answerKey': LETTERS[i % 4],
+         'choices': {'text': [f'the {i + k}' for k in range(4)], 'label': list(LETTERS)}}
+        for i in range(8)] for split in ('test', 'train', 'validation')},
+    'CohereLabs/Global-MMLU': {f'{language}/{split}-00000-of-00001.parquet': [
+        multilingual_question(i, []) for i in range(n)]
+        for language in GLOBAL_MMLU for split, n in (('test', 4), ('dev', 5))},
+    'li-lab/MMLU-ProX': {f'{language}/{split}-00000-of-00001.parquet': [
+        prox_question(i) for i in range(n)]
+        for language in MMLU_PROX for split, n in (('test', 4), ('validation', 5))},
+}
+LLAMA = ('llama', ['meta-llama/Llama-3.1-8B', 'meta-llama/Llama-3.1-8B-Instruct',
+                   *(f'huggyllama/llama-{size}' for size in ('7b', '13b', '30b', '65b')),
+                   *(f'meta-llama/Llama-2-{size}-hf' for size in ('7b', '13b', '70b'))])
+GEMMA = ('gemma2', ['google/gemma-2-2b', 'google/gemma-2-2b-it'])
+MISTRAL = ('mistral', ['mistralai/Mistral-7B-v0.1', 'mistralai/Mistral-7B-Instruct-v0.1'])
+PYTHIA = ('neox', [f'EleutherAI/pythia-{size}' for size in (
+    '70m', '160m', '410m', '1b', '1.4b', '2.8b', '6.9b', '12b')])
+STEPS = (256, 512, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
+
+
+@pytest.fixture(scope='module')
+def hub(tmp_path_factory):
+    """A hub cache that holds a small stand-in of every model and dataset of the papers."""
+    from safetensors.torch import load_file
+    from tokenizers.pre_tokenizers import ByteLevel
+    from torch import save
+    base = tmp_path_factory.mktemp('hub')
+    hub = base / 'cache'
+    hub.mkdir()
+    for kind, names in (LLAMA, GEMMA, MISTRAL, PYTHIA):
+        folder = base / kind
+        if kind == 'neox':
+            train_bpe(folder, [ByteLevel(add_prefix_space=False)])
+        else:
+            sentencepiece_folder(folder, {'llama': 'llama2', 'gemma2': 'gemma'}.get(kind, kind))
+        reference_model(kind, folder, vocab_size=450, max_position_embeddings=2048)
+        for name in names:
+            add_to_hub(hub, name, folder)
+    # a training step of Pythia has no safetensors
+    save(load_file(folder / 'model.safetensors'), folder / 'pytorch_model.bin')
+    (folder / 'model.safetensors').unlink()
+    for step in STEPS:
+        add_to_hub(hub, 'EleutherAI/pythia-1.4b', folder, revision=f'step{step}')
+    for name, files in DATASETS.items():
+        for path, rows in files.items():
+            write_rows(base / 'data' / name / path, rows)
+        add_to_hub(hub, name, base / 'data' / name, 'datasets')
+    return hub
+
+
+SMALL = ['--batch_size=4', '--max_length=256', '--pack_len=256', '--val_size=2', '--max_steps=2',
+         '--workers=1', '--device=cpu', '--dtype=float32']
+FAST = ['--eval.n_bootstrap=0', '--eval.pictures=False']
+
+
+def run_paper(hub, script, *arguments, code=0, wait=True):
+    command = [sys.executable, str(HERE / 'papers' / f'{script}.py'), *map(str, arguments)]
+    process = subprocess.Popen(command, cwd=HERE, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT,
+                               env=os.environ | {'HF_HUB_CACHE': str(hub), 'HF_HUB_OFFLINE': '1'})
+    if not wait:
+        return process
+    printed, _ = process.communicate(timeout=300)
+    assert process.returncode == code, printed
+    return printed
+
+
+def read_table(folder, name):
+    with open(folder / f'{name}.csv', newline='') as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize('script, n_runs, model', [
+    ('label_smoothing', 3 * (1 + 3 * 10) + 2 * 3, 'google/gemma-2-2b'),
+    ('multilingual', 3 * (2 + 3 * 7), 'google/gemma-2-2b-it'),
+    ('alignment', 15 + 10 + 1 + 4 * 3 + 2, 'meta-llama/Llama-2-70b-hf')])
+def test_plan(tmp_path, script, n_runs, model):
+    more = ['--rlhf=a,b', '--trex=c'] if script == 'alignment' else []
+    printed = run_paper(tmp_path, script, '--plan', f'--out_dir={tmp_path / "out"}', *more)
+    assert f'0 of {n_runs} finished' in printed and model in printed
+    assert re.search(r'[\d,]+ GPU hours are left', printed)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_label_smoothing(hub, tmp_path):
+    out = tmp_path / 'out'
+    arguments = [f'--out_dir={out}', f'--cache_dir={tmp_path}', *SMALL, *FAST]
+    printed = run_paper(hub, 'label_smoothing', '--only=Llama-3.1-8B/Tulu3,base,Gemma2-2B/Alpaca/'
+                        'lr5e-06,Mistral-7B/OpenHermes/lr5e-06', *arguments)
+    assert 'Gemma2-2B/Alpaca/smoothing0 waits' not in printed       # not selected
+    losses = {lr: [json.loads(line) for line in
+                   (out / 'Llama-3.1-8B' / 'Tulu3' / f'lr{lr}' / 'log.jsonl').open()][-1]['val_nll']
+              for lr in ('5e-06', '2e-05', '5e-05', '0.0002')}
+    chosen = min(losses, key=losses.get)
+    smoothed = (out / 'Llama-3.1-8B' / 'Tulu3' / 'smoothing0.3' / 'train_config.py').read_text()
+    assert f'\nlr = {float(chosen)}\n' in smoothed and '\nsmoothing = 0.3\n' in smoothed
+    plain = json.loads(
+        (out / 'Llama-3.1-8B' / 'Tulu3' / 'smoothing0' / 'results.json').read_text())
+    assert plain['config']['model'] == str(out / 'Llama-3.1-8B' / 'Tulu3' / f'lr{chosen}')
+    capped = json.loads((out / 'Llama-3.1-8B' / 'Tulu3' / 'cap30' / 'config.json').read_text())
+    assert capped['nanocal']['softcap'] == 30
+    rows = read_table(out, 'smoothing')
+    assert [row['method'] for row in rows if row['model, data'] == 'Llama-3.1-8B, Tulu3'] == [
+        'smoothing 0', 'temperature scaling', 'platt scaling', 'cap 30', 'smoothing 0.1',
+        'smoothing 0.2', 'smoothing 0.3', 'smoothing 0.4', 'smoothing 0.5']
+    first = next(row for row in rows if row['method'] == 'smoothing 0')
+    assert first['HellaSwag ECE'] == f'{plain["tasks"]["hellaswag"]["pooled"]["ece"]:.3f}'
+    assert all(row['HellaSwag ECE'] and row['ARC-Easy accuracy'] for row in rows)
+    assert (out / 'mmlu.png').exists() and '\\toprule' in (out / 'smoothing.tex').read_text()
+    assert 'Not stated, and chosen here' in (out / 'tables.md').read_text()
+    # a second call does nothing again, other settings are refused, and what is missing is said
+    assert '===' not in run_paper(hub, 'label_smoothing', '--only=Llama-3.1-8B/Tulu3', *arguments)
+    assert 'was begun with' in run_paper(hub, 'label_smoothing', f'--out_dir={out}', code=1)
+    assert 'smoothing0.1 waits for the 4 learning rates' in run_paper(
+        hub, 'label_smoothing', '--only=OpenHermes/smoothing', *arguments)
+
+
+def test_multilingual(hub, tmp_path):
+    out = tmp_path / 'out'
+    printed = run_paper(hub, 'multilingual', '--only=Gemma2-2B/base,instruct,Mistral-7B/OpenHermes',
+                        f'--out_dir={out}', f'--cache_dir={tmp_path}', *SMALL, *FAST)
+    assert 'Global-MMLU, all languages together' in printed
+    rows = read_table(out, 'global_mmlu')
+    assert rows[0]['model'] == 'Gemma2-2B' and rows[0]['data'] == 'base' and rows[0]['accuracy']
+    assert rows[0]['accuracy (paper)'] == '0.326'
+    smoothed = next(row for row in rows if [row[key] for key in ('model', 'data', 'smoothing')]
+                    == ['Mistral-7B', 'OpenHermes', '0.1'])
+    assert smoothed['ECE (paper)'] == '0.043' and smoothed['p ECE'] and smoothed['RMS as defined']
+    by_language = read_table(out, 'mmlu_prox_languages')
+    assert {row['language'] for row in by_language} == {*MMLU_PROX}
+    classes = read_table(out, 'mmlu_prox_classes')
+    assert [row['class'] for row in classes[:3]] == ['high', 'mid', 'low']
+    assert sum(len(read_table(out, f'{task}_languages')) for task in ('global_mmlu', 'mmlu_prox')
+               ) == 71 * 3 * 11
+    assert (out / 'figure1.png').exists() and (out / 'figure2.png').exists()
+
+
+def test_the_classes_hold_every_language_once():
+    source = (HERE / 'papers' / 'multilingual.py').read_text()
+    classes = re.search(r"CLASSES = \{.*?\}", source, re.DOTALL).group()
+    languages = list(itertools.chain(*(group.split() for group in re.findall(r"'([a-z ]{9,})'",
+                                                                              classes))))
+    assert sorted(languages) == sorted({*GLOBAL_MMLU, *MMLU_PROX})
+
+
+@needs_shared
+def test_the_printed_numbers_are_those_of_the_paper():
+    """Every number of the two kinds of tables, in the order of the paper."""
+    text = next(path.read_text() for path in (SHARED / 'seeds').iterdir()
+                if path.read_text().startswith('Investigating the Multilingual'))
+    tables = text[text.index('Table 2:'):text.index('Appendix D')]
+    numbers = re.findall(r'(?<![\d.])\d\.\d{3}(?!\d)', tables)
+    with open(HERE / 'papers' / 'multilingual_printed.csv', newline='') as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 42 + 71 * 30
+    assert [row[key] for row in rows for key in ('accuracy', 'entropy_bits', 'ece', 'rms')
+            ] == numbers
+
+
+def test_alignment(hub, tmp_path):
+    out = tmp_path / 'out'
+    facts = [{'docid': str(i), 'text': f'The sky is blue and {i} is a number.',
+              'entities': [{'boundaries': [11, 15]}]} for i in range(6)]
+    write_rows(tmp_path / 'trex' / 're-nlg_0-10000.json', facts)
+    arguments = [f'--out_dir={out}', f'--cache_dir={tmp_path}', f'--trex={tmp_path / "trex"}',
+                 '--rlhf=huggyllama/llama-13b', '--eval.limit=8', *FAST,
+                 *(x for x in SMALL if not x.startswith(('--max_steps', '--val')))]
+    printed = run_paper(
+        hub, 'alignment', '--only=pythia-70m,llama-2-7b,step256,aligned', *arguments)
+    assert 'Alignment of LLaMA 7B' in printed
+    rows = {row['model']: row for row in read_table(out, 'alignment')}
+    assert [*rows] == ['base', *(f'{data}-{method}, epoch {epoch}' for method in ('full', 'lora')
+                                 for data in ('alpaca', 'oasst1') for epoch in (1, 2, 3)),
+                       *(f'rlhf, epoch {epoch}' for epoch in (1, 2, 3))]
+    assert all(row['facts generation ECE'] for name, row in rows.items()
+               if name not in ('rlhf, epoch 2', 'rlhf, epoch 3'))
+    # both datasets have the 12 pairs of OASST1
+    for name in ('alpaca', 'oasst1'):
+        log = (out / 'aligned' / f'{name}-full' / 'log.jsonl').read_text().splitlines()
+        assert len(log) == 3 * 12 // 4
+    config = (out / 'aligned' / 'alpaca-lora' / 'train_config.py').read_text()
+    assert '\nwarmup_steps = 100\n' in config and '\ndata_limit = 12\n' in config
+    assert read_table(out, 'steps')[0]['MMLU ECE'] and not read_table(out, 'steps')[1]['MMLU ECE']
+    assert all((out / f'figure{n}.png').exists() for n in (3, 4, 5, 12))
+
+
+def test_a_killed_script_goes_on(hub, tmp_path):
+    out = tmp_path / 'out'
+    arguments = ['--only=Gemma2-2B/Alpaca/lr', f'--out_dir={out}', f'--cache_dir={tmp_path}',
+                 *SMALL, '--max_steps=12', '--save_every=2', '--epochs=9']
+    whole = tmp_path / 'whole'
+    run_paper(hub, 'label_smoothing', *arguments, f'--out_dir={whole}')
+    process = run_paper(hub, 'label_smoothing', *arguments, wait=False)
+    log = out / 'Gemma2-2B' / 'Alpaca' / 'lr2e-05' / 'log.jsonl'
+    while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) > 4):
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not log.with_name('config.json').exists()
+    run_paper(hub, 'label_smoothing', *arguments)
+    for lr in ('5e-06', '2e-05', '5e-05', '0.0002'):
+        name = f'Gemma2-2B/Alpaca/lr{lr}/model.safetensors'
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize('arguments, message', [
+    (['--max_step=3'], "there is no key 'max_step'; did you mean 'max_steps'?"),
+    (['--only=gemma3'], '--only=gemma3: no run has such a name; --plan lists them'),
+    (['--only=base', '--val_size=-1'], 'no model folder|downloading the model'),
+    (['stray'], "unexpected argument 'stray'"),
+])
+def test_bad_arguments(tmp_path, arguments, message):
+    printed = run_paper(tmp_path, 'label_smoothing', f'--out_dir={tmp_path / "out"}', *arguments,
+                        code=1)
+    assert re.search(message, printed) and 'Traceback' not in printed
