@@ -17,7 +17,8 @@ paper's 11,000; the Pile's validation set, of which the hub has a copy (the pape
 set), another source by --pile; an entity counts only where a token begins with it, and a text has
 as many samples as entities. T-REx is not on the hub: unpack its JSON files from
 https://hadyelsahar.github.io/t-rex/ and name the folder with --trex; without it the task is left
-out. The texts are cut after the 2,048 tokens of the context.
+out. The texts are cut after the 2,048 tokens of the context, and those without a token to score are
+left out and counted.
 
 Not run here: FLAN-T5 is no decoder, OPT is not supported, and the PPO stage is not trained: --rlhf
 names its checkpoints, one per epoch, which are evaluated like the other rows. The paper prints its
@@ -46,7 +47,7 @@ TASKS = {'clm': 'causal language modeling', 'facts': 'facts generation', 'mmlu':
 SIZES = {'train_tokens': EPOCHS * PAIRS * 250, 'eval_tokens': 1.6e6 + SAMPLES * 550}   # estimates
 FULL = TrainConfig(model=BASE, template='alpaca', answers='all', epochs=EPOCHS, batch_size=128,
                    max_length=2048, pack_len=2048, lr=2e-5, warmup=0.03, schedule='cosine',
-                   eval_before=False)
+                   on_bad_row='skip', eval_before=False)
 LORA = replace(FULL, lora=True, lr=3e-4, warmup=TrainConfig.warmup, warmup_steps=100,
                schedule='linear', lora_rank=8, lora_alpha=32.0, lora_dropout=0.1,
                lora_targets=('q_proj', 'v_proj'))
@@ -56,7 +57,7 @@ def evaluation(options, **settings):
     """Return the EvalConfig of the tasks; MMLU has fewer questions than `limit`."""
     places = {'clm': options.pile or 'pietrolesci/pile-validation', 'facts': options.trex}
     tasks = ('mmlu', *(f'{task}:{place}' for task, place in places.items() if place))
-    return EvalConfig(tasks=tasks, shots=5, limit=SAMPLES, **settings)
+    return EvalConfig(tasks=tasks, shots=5, limit=SAMPLES, on_bad_row='skip', **settings)
 
 
 def runs(options):
