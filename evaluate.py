@@ -274,7 +274,8 @@ def bad_logits(place, folder):
 def question_samples(question, tree, numbers, values):
     log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves))    # summed in float64
     return [{'subject': question.subject, 'category': question.category, 'shots': tree.shots,
-             'answer': question.answer, 'options': question.options,
+             'answer': question.answer,
+             'options': [question.ending or option for option in question.options],
              'log_probs': log_probs.tolist(), 'n_tokens': tree.n_tokens}]
 
 

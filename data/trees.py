@@ -29,12 +29,15 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
         for n in range(len(shots.get(question.group, [])), -1, -1):
             before = prefix(question.header, question.group, n)
             # without header and shots the question begins the text
-            context, prompts = encoder.encode(question, start=not (n or question.header))
+            starts, prompts = [], []
+            for part in question.parts:
+                context, whole = encoder.encode(part, start=not (n or question.header))
+                starts += [len(before) + len(context)] * len(whole)
+                prompts += whole
             longest = len(before) + max(map(len, prompts))
             if longest <= max_length:
                 stem = os.path.commonprefix(prompts)
-                return Tree(before, stem, [ids[len(stem):] for ids in prompts],
-                            len(before) + len(context), shots=n)
+                return Tree(before, stem, [ids[len(stem):] for ids in prompts], starts, shots=n)
         raise DataError(f'{question.place}: even without shots the prompt has {longest} tokens; '
                         f'the model or max_length allows {max_length}')
 
