@@ -200,14 +200,7 @@ def load_task(name, *, preset='mmlu', scoring='auto', header='english', language
     split:     'test' or 'validation'; a missing validation split has no questions
     on_bad_row: 'stop' raises DataError for a row without a valid answer; 'skip' returns its message
     """
-    task, _, place = name.partition(':')
-    benchmark = TASKS.get(task, GENERIC)
-    if benchmark is GENERIC:
-        task, place = '', name
-        if not os.path.exists(os.path.expanduser(place)):
-            raise DataError(f'no task, file or folder {name!r}; the tasks are {", ".join(TASKS)}, '
-                            f'each also as task:folder')
-    source = os.path.expanduser(place) or benchmark.hub
+    task, benchmark, source = _find(name)
     is_file = os.path.isfile(source)
     if shots and is_file:
         raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that also '
@@ -242,6 +235,31 @@ def load_task(name, *, preset='mmlu', scoring='auto', header='english', language
             raise DataError(f'{source}: {len(solved.get(group, []))} solved questions about '
                             f'{group[1]!r}, {shots} wanted; use fewer shots')
     return Loaded(questions, {group: qs[:shots] for group, qs in solved.items()}, bad, total)
+
+
+def _find(name):
+    """Return (task, its Benchmark, the place of its files) of a name as `load_task` takes it."""
+    task, _, place = name.partition(':')
+    benchmark = TASKS.get(task, GENERIC)
+    if benchmark is GENERIC:
+        task, place = '', name
+        if not os.path.exists(os.path.expanduser(place)):
+            raise DataError(f'no task, file or folder {name!r}; the tasks are {", ".join(TASKS)}, '
+                            f'each also as task:folder')
+    return task, benchmark, os.path.expanduser(place) or benchmark.hub
+
+
+def solved_files(name, revision=None):
+    """Return (files of a task's solved questions, to_question) to train on, in every language.
+
+    They are the training split where shots come from it, as in ARC, HellaSwag, OpenBookQA,
+    WinoGrande, BoolQ and PIQA. to_question(row, place) returns the Question by letters.
+    """
+    task, benchmark, source = _find(name)
+    files = [file for language in _languages(benchmark, source, task, ['all'])
+             for file in _files_of(benchmark, source, 'shots', language, revision)]
+    prompt = Prompt(task, benchmark.harness)
+    return files, lambda row, place: _to_question(benchmark, prompt, '', row, place, 0)
 
 
 def _files_of(benchmark, source, split, language, revision):

@@ -298,7 +298,8 @@ def test_real_benchmark_files():
     assert len(questions.load_task(f'hellaswag:{datasets / "hellaswag"}')[0]) == 1000
 
 
-GOLDEN = [      # task, file in the layout of the hub, row, prompts and index under the harness, letters
+# task, file as on the hub, row, prompts and answer under the harness, prompt for letters
+GOLDEN = [
     ('openbookqa', 'main/test-00000-of-00001.parquet',
      {'id': '8-343', 'question_stem': 'A plant grows toward', 'answerKey': 'B',
       'choices': {'text': ['the soil', 'The light'], 'label': ['A', 'B']}},
@@ -342,7 +343,7 @@ def test_tasks_of_bayesian_lora(tmp_path, task, file, row, prompts, answer, lett
 
 
 def test_white_space_of_the_harness(tmp_path):
-    """White space that ends a context is scored with what follows, as lm-evaluation-harness does."""
+    """White space that ends a context is scored with what follows, as lm-eval does."""
     stem = {'question_stem': 'A plant needs ', 'answerKey': 'A',
             'choices': {'text': ['air', 'ink'], 'label': ['A', 'B']}}
     path = write_rows(tmp_path / 'test.jsonl', [stem])
