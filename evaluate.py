@@ -40,7 +40,7 @@ from data.chat import question_frame
 from data.packing import pack_alone, pack_trees, stack_rows
 from data.probes import INSTRUCTIONS
 from data.questions import TASKS
-from data.tasks import load_tasks
+from data.tasks import describe_tasks, load_tasks
 from data.tokenizer import begins_with_bos
 from device import HostCopy, pick_device, pick_dtype, versions
 from fused_ce import token_statistics
@@ -496,7 +496,8 @@ usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=
 example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
 
 The tasks are {', '.join([*TASKS, *INSTRUCTIONS])},
-each also as task:folder-or-file, and files of questions. --help lists the keys."""
+each also as task:folder-or-file, and files of questions. --tasks=help lists their files, --help
+the keys."""
 
 
 def main(argv):
@@ -507,6 +508,9 @@ def main(argv):
         raise SystemExit(USAGE)
     cfg = load_config(EvalConfig, argv, USAGE)
     check_eval_config(cfg)
+    if cfg.tasks == ('help',):
+        print(describe_tasks())
+        return
     if not cfg.model:
         raise ConfigError('no model given; for example --model=out/run or '
                           '--model=google/gemma-2-2b')

@@ -204,7 +204,7 @@ def load_task(name, *, preset='mmlu', scoring='auto', header='english', language
     is_file = os.path.isfile(source)
     if shots and is_file:
         raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that also '
-                        f'holds {" or ".join(benchmark.shots)}, or use 0 shots')
+                        f'holds {" or ".join(benchmark.shots)}, or --shots=0')
     prompt = Prompt(task, benchmark.harness, preset, scoring, header)
     questions, examples, bad = [], [], []
 
@@ -233,8 +233,14 @@ def load_task(name, *, preset='mmlu', scoring='auto', header='english', language
     for group in {q.group for q in questions} if shots else ():
         if len(solved.get(group, [])) < shots:
             raise DataError(f'{source}: {len(solved.get(group, []))} solved questions about '
-                            f'{group[1]!r}, {shots} wanted; use fewer shots')
+                            f'{group[1]!r}, {shots} wanted; '
+                            f'--shots={len(solved.get(group, []))} would fit')
     return Loaded(questions, {group: qs[:shots] for group, qs in solved.items()}, bad, total)
+
+
+# after the message that a folder holds no file of a split
+HINTS = {'test': '--tasks=help lists the names that each task looks for',
+         'shots': 'solved questions are needed for shots (--shots=0 asks without) and for training'}
 
 
 def _find(name):
@@ -268,7 +274,12 @@ def _files_of(benchmark, source, split, language, revision):
     if split == 'validation' and (not patterns or folder.is_file()
                                   or folder.is_dir() and not _holds(folder, patterns)):
         return []
-    files = fetch(source, patterns, revision)
+    try:
+        files = fetch(source, patterns, revision)
+    except DataError as error:
+        if not folder.is_dir():
+            raise
+        raise DataError(f'{error}; {HINTS[split]}') from error
     if benchmark is GENERIC and split == 'test':    # its patterns match the other splits too
         others = {file for pattern in benchmark.shots + benchmark.validation
                   for file in folder.glob(pattern)}

@@ -218,6 +218,27 @@ def test_text_documents(tmp_path, tokenizers):
     assert tokenizer.decode(plain[0][0].tolist()) == 'fox</s>'
 
 
+def test_compressed_text(tmp_path, tokenizers):
+    """A .txt.gz file is what the .txt file is; wikitext's are read by line, as on the hub."""
+    lines = ['\n', ' = Robert Boulter = \n', ' \n', ' He is an actor .\n', ' He also\x85 sang .\n']
+    sequences = []
+    for name, opened in (('a.txt', open), ('a.txt.gz', gzip.open), ('wiki.test.txt.gz', gzip.open)):
+        folder = tmp_path / name.replace('.', '-')
+        folder.mkdir()
+        with opened(folder / name, 'wt') as file:
+            file.write(''.join(lines))
+        sequences.append(text.load_text(str(folder), tokenizers['gemma'], max_length=200,
+                                        add_bos=True, cache_dir=tmp_path / 'cache'))
+        texts, _, total = probes.load_texts(f'clm:{folder}')
+        assert total == (3 if name.startswith('wiki') else 1)
+    assert len({len(s) for s in sequences}) == len({s.digest for s in sequences}) == 1
+    write_rows(tmp_path / 'hub' / 'wikitext-2-raw-v1' / 'test-00000-of-00001.parquet',
+               [{'text': line if line.strip() else ''} for line in lines])
+    hub = probes.load_texts(f'clm:{tmp_path / "hub"}').texts
+    assert [(t.id, t.text) for t in hub] == [(t.id, t.text) for t in texts]
+    assert texts[1].place.endswith('wiki.test.txt.gz:4')
+
+
 @pytest.mark.parametrize('add_bos', [True, False])
 def test_no_sequence_is_eos_alone(tmp_path, tokenizers, add_bos):
     tokenizer = tokenizers['gemma']

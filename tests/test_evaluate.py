@@ -968,6 +968,18 @@ def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsy
                        '--p_true')
 
 
+def test_the_list_of_tasks(capsys):
+    evaluate.main(['--tasks=help'])
+    printed = capsys.readouterr().out
+    for part in ('winogrande_m  allenai/winogrande\n    test        winogrande_m/validation-*',
+                 '    shots       winogrande_m/train-*.parquet, train_m.jsonl*, train.jsonl*\n',
+                 'clm  Salesforce/wikitext\n    test        wikitext-2-raw-v1/test-*.parquet',
+                 'a file or folder of your own\n', '    {lang}      et ht id it'):
+        assert part in printed
+    assert all(f'\n{name}  {task.hub}\n' in printed for name, task in questions.TASKS.items())
+    assert max(map(len, printed.splitlines())) <= 100
+
+
 HARNESS = """
 import datasets, json, sys, torch, transformers, lm_eval
 from lm_eval.models.huggingface import HFLM

@@ -221,10 +221,16 @@ def test_prompt_is_mmlus(tmp_path):
     assert question.category == 'STEM'
     (question,), _, _, _ = questions.load_task(f'mmlu:{tmp_path}', scoring='text')
     assert question.context == 'Q2?\nAnswer:' and question.options == [' w', ' x', ' y', ' z']
-    with pytest.raises(DataError, match="2 solved questions about 'abstract_algebra', 5 wanted"):
+    with pytest.raises(DataError, match="2 solved questions about 'abstract_algebra', 5 wanted; "
+                                        "--shots=2 would fit"):
         questions.load_task(f'mmlu:{tmp_path}', shots=5)
-    with pytest.raises(DataError, match='is one file: give a folder'):
+    with pytest.raises(DataError, match='is one file: give a folder .* or --shots=0'):
         questions.load_task(f'mmlu:{tmp_path / "test.jsonl"}', shots=5)
+    (tmp_path / 'dev.jsonl').rename(tmp_path / 'train.jsonl')
+    with pytest.raises(DataError, match='matches all/dev.* or dev.jsonl.*--shots=0 asks without'):
+        questions.load_task(f'mmlu:{tmp_path}', shots=5)
+    with pytest.raises(DataError, match='matches .*winogrande_s/validation.* --tasks=help lists'):
+        questions.load_task(f'winogrande_s:{tmp_path}')
 
 
 def test_dev_questions_are_not_scored(tmp_path):
