@@ -40,7 +40,7 @@ from data.chat import question_frame
 from data.packing import pack_alone, pack_trees, stack_rows
 from data.probes import INSTRUCTIONS
 from data.questions import TASKS
-from data.tasks import load_tasks
+from data.tasks import describe_tasks, load_tasks
 from data.tokenizer import begins_with_bos
 from device import HostCopy, pick_device, pick_dtype, versions
 from fused_ce import token_statistics
@@ -274,7 +274,8 @@ def bad_logits(place, folder):
 def question_samples(question, tree, numbers, values):
     log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves))    # summed in float64
     return [{'subject': question.subject, 'category': question.category, 'shots': tree.shots,
-             'answer': question.answer, 'options': question.options,
+             'answer': question.answer,
+             'options': [question.ending or option for option in question.options],
              'log_probs': log_probs.tolist(), 'n_tokens': tree.n_tokens}]
 
 
@@ -495,7 +496,8 @@ usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=
 example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
 
 The tasks are {', '.join([*TASKS, *INSTRUCTIONS])},
-each also as task:folder-or-file, and files of questions. --help lists the keys."""
+each also as task:folder-or-file, and files of questions. --tasks=help lists their files, --help
+the keys."""
 
 
 def run(cfg):
@@ -504,6 +506,9 @@ def run(cfg):
     Raises ConfigError, DataError or CheckpointError.
     """
     check_eval_config(cfg)
+    if cfg.tasks == ('help',):
+        print(describe_tasks())
+        return
     if not cfg.model:
         raise ConfigError('no model given; for example --model=out/run or '
                           '--model=google/gemma-2-2b')

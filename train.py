@@ -43,6 +43,7 @@ from data.packing import epoch_order, pack, sequence_weights
 from data.tasks import load_tasks
 from data.text import load_text
 from data.tokenizer import begins_with_bos
+from data.trees import load_answers
 from device import pick_device, pick_dtype
 from evaluate import EvalConfig, check_eval_config, evaluate, result_labels
 from fused_ce import fused_loss, smoothing, token_statistics
@@ -70,9 +71,11 @@ class TrainConfig:
     lora_targets: tuple[str, ...] = ('q_proj', 'v_proj')  # or k_, o_, gate_, up_, down_proj; for
     #                                           Pythia query_key_value, dense, ...
     # data
-    data: str = 'allenai/tulu-3-sft-mixture'  # a file, a folder, or a hub dataset
+    data: str = 'allenai/tulu-3-sft-mixture'  # a file, a folder, or a hub dataset; of questions, a
+    #                                           task of evaluate.py
     data_revision: str | None = None          # hub revision: pin it, datasets change
-    data_kind: Literal['instruct', 'text'] = 'instruct'
+    # questions: the solved ones of a task, with a loss on the letter of the answer alone
+    data_kind: Literal['instruct', 'text', 'questions'] = 'instruct'
     template: Literal['tulu', 'llama3', 'gemma', 'mistral', 'chatml', 'alpaca'] = 'tulu'
     answers: Literal['best', 'all'] = 'best'  # of OASST1, to a prompt: the best ranked, or each
     add_bos: bool | None = None               # one BOS or none; None: as the tokenizer does
@@ -179,9 +182,9 @@ def check_config(cfg):
                  if getattr(cfg.eval, key) != getattr(EvalConfig(), key)]
         if given:
             raise ConfigError(f'eval: {given[0]} is decided by the run; leave it out')
-        if cfg.eval.chat == 'trained' and cfg.data_kind == 'text':
-            raise ConfigError("eval: chat = 'trained' needs data_kind = 'instruct': a text has no "
-                              'chat template')
+        if cfg.eval.chat == 'trained' and cfg.data_kind != 'instruct':
+            raise ConfigError(f"eval: chat = 'trained' needs data_kind = 'instruct': "
+                              f'{cfg.data_kind!r} has no chat template')
         check_eval_config(cfg.eval)
 
 
@@ -196,6 +199,8 @@ def load_sequences(cfg, tokenizer):
               'on_bad_row': cfg.on_bad_row, 'workers': cfg.workers or os.cpu_count()}
     if cfg.data_kind == 'text':
         sequences = load_text(cfg.data, tokenizer, **common)
+    elif cfg.data_kind == 'questions':
+        sequences = load_answers(cfg.data, tokenizer, **common)
     else:
         sequences = load_conversations(cfg.data, tokenizer, template=cfg.template,
                                        answers=cfg.answers, **common)
@@ -498,7 +503,7 @@ def finish(cfg):
 
 def saved_tokenizer(cfg, base, tokenizer):
     """Return {name: content} of tokenizer files that differ from those in the folder `base`."""
-    template = None if cfg.data_kind == 'text' else cfg.template
+    template = cfg.template if cfg.data_kind == 'instruct' else None
     return tokenizer_files(base, tokenizer, template, begins_with_bos(tokenizer, cfg.add_bos))
 
 

@@ -72,21 +72,22 @@ def epoch_order(n, epoch, seed):
 class Tree:
     """A prompt whose tokens several options share: prefix + stem + leaves[k] is option k's prompt.
 
-    Of option k the tokens from index `start` of that sequence on are scored. A tree without leaves
-    is a text: of prefix + stem the tokens at the indices `scored` are scored.
+    Of option k the tokens from index starts[k] of that sequence on are scored. A tree without
+    leaves is a text: of prefix + stem the tokens at the indices `scored` are scored.
     """
     prefix: tuple[int, ...]     # shared with other trees: BOS, header and shots
     stem: list[int]             # shared by the options: the question
     leaves: list[list[int]] = field(default_factory=list)
-    start: int = 0
+    starts: list[int] = field(default_factory=list)     # one per leaf
     scored: list[int] = field(default_factory=list)
     shots: int = 0
 
     @property
     def n_tokens(self):
         """Return the number of scored tokens of each option."""
-        before = len(self.prefix) + len(self.stem) - self.start
-        return [before + len(leaf) for leaf in self.leaves]
+        before = len(self.prefix) + len(self.stem)
+        return [before + len(leaf) - start
+                for leaf, start in zip(self.leaves, self.starts, strict=True)]
 
     @property
     def n_scored(self):
@@ -97,7 +98,8 @@ class Tree:
     def fingerprint(self):
         """Return a hash of the scored tokens and of those before them; changes with the prompt."""
         digest = hashlib.blake2b(digest_size=6)
-        for ids in (self.prefix, self.stem, *self.leaves, (self.start, *self.scored)):
+        starts = dict.fromkeys(self.starts or [0])      # nearly always one for all options
+        for ids in (self.prefix, self.stem, *self.leaves, (*starts, *self.scored)):
             digest.update(np.array([*ids, -1], dtype=np.int32).tobytes())
         return digest.hexdigest()
 
@@ -132,7 +134,8 @@ class Row:
         for at in (self.prefix_at, stem_at):    # all tokens since then see these
             self.ends[at.start:at.stop] = [len(self.tokens)] * len(at)
         for k, leaf_at in zip(options, leaves_at, strict=True):
-            path = [*trunk[tree.start - 1:], *leaf_at]
+            first = tree.starts[k] - 1      # in the trunk, or in the leaf
+            path = [*trunk[first:], *leaf_at[max(0, first - len(trunk)):]]
             self.scored += [(index, k, before, self.tokens[at])
                             for before, at in itertools.pairwise(path)]
         self.scored += [(index, n, trunk[place - 1], self.tokens[trunk[place]])

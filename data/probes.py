@@ -6,6 +6,7 @@ Language Models and Alignment': causal language modeling (`clm`) and fact genera
 
 import functools
 import hashlib
+import io
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,9 +14,12 @@ import numpy as np
 
 from data import DataError, draw, fetch, parse_rows, read_rows, require_fields, require_text
 from data.packing import Tree
-from data.text import PATTERNS
+from data.text import PATTERNS as TEXT_PATTERNS
 
 WIKITEXT = 'Salesforce/wikitext'
+# of the files on the hub or in a folder; the first pattern with a match decides
+PATTERNS = {'clm': ('wikitext-2-raw-v1/test-*.parquet', 'wiki.test.txt*', *TEXT_PATTERNS, '*.json'),
+            'facts': (*TEXT_PATTERNS, '*.json')}
 # the instruction of an aligned model before the text (table 1 of the paper)
 INSTRUCTIONS = {'clm': 'Finish this sentence:', 'facts': 'Finish this Wikipedia description:'}
 
@@ -41,7 +45,9 @@ class LoadedTexts(NamedTuple):
 def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
     """Return LoadedTexts(texts, bad, total) of 'clm:place' or 'facts:place'; raises DataError.
 
-    clm:   .txt files, or `text` fields of JSONL and parquet; 'clm' alone is wikitext-2's test split
+    clm:   .txt files, also with .gz, or `text` fields of JSONL and parquet; 'clm' alone is
+           wikitext-2's test split. A .txt file is one text, but of wikitext's own (wiki.test.txt)
+           each line is one, as on the hub
     facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}), or JSONL
            of {text, spans: [[begin, end], ...]}
     limit: at most this many texts per language, drawn by the seed
@@ -50,12 +56,22 @@ def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
     if not place and kind == 'facts':
         raise DataError('facts: no folder or file given; use --tasks=facts:folder-or-file, in the '
                         'format of T-REx or JSONL of {text, spans}')
-    patterns = (*PATTERNS, '*.json') if place else ('wikitext-2-raw-v1/test-*.parquet',)
-    rows = (row for file in fetch(place or WIKITEXT, patterns, revision) for row in read_rows(file))
+    patterns = PATTERNS[kind] if place else PATTERNS[kind][:1]
+    rows = (row for file in fetch(place or WIKITEXT, patterns, revision) for row in _rows(file))
     texts, bad = parse_rows(rows, functools.partial(_to_text, kind), on_bad_row)
     if not texts:
         raise DataError(f'{place or WIKITEXT} has no texts ({len(bad)} bad rows)')
     return LoadedTexts(draw(texts, limit, seed), bad, len(texts))
+
+
+def _rows(file):
+    """Yield the (place, row) pairs of a file; of wikitext's .txt files those of its lines."""
+    for place, row in read_rows(file):
+        if file.name.startswith('wiki.') and '.txt' in file.suffixes and isinstance(row, dict):
+            for number, line in enumerate(io.StringIO(row['text']), 1):
+                yield f'{place}:{number}', {'text': line}
+        else:
+            yield place, row
 
 
 def _to_text(kind, row, place, number):

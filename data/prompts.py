@@ -13,6 +13,8 @@ from data import DataError
 
 HEADER = 'The following are multiple choice questions (with answers) about {}.'
 LETTERS = string.ascii_uppercase
+# the formats of lm-evaluation-harness that score text, see `questions.Benchmark`
+TEXT_FORMATS = ('text', 'stem', 'arc', 'boolq', 'winogrande', 'xcopa')
 # Kadavath et al. 2022, 'Language Models (Mostly) Know What They Know': after a proposed answer
 P_TRUE = '\nIs the proposed answer:\n (A) True\n (B) False\nThe proposed answer is:'
 # texts that benchmarks publish in other languages: MMLU-ProX's headers, CMMLU's names of subjects,
@@ -32,7 +34,7 @@ class Prompt:
         if harness == '':
             raise DataError(f'lm-evaluation-harness lets the model write its answer to {task} and '
                             f'has no probabilities of options; use --preset=mmlu')
-        usual = 'text' if harness in ('text', 'arc', 'xcopa') else 'letters'
+        usual = 'text' if harness in TEXT_FORMATS else 'letters'
         if harness and scoring not in ('auto', usual):
             raise DataError(f'--preset=harness scores {task or "such questions"} by {usual}; leave '
                             f'out --scoring')
@@ -46,7 +48,7 @@ class Prompt:
 
     def header(self, subject, language):
         """Return the text before the shots; it is empty or ends in a blank line."""
-        if self.harness in ('no header', 'text', 'arc', 'xcopa'):
+        if self.harness in ('no header', *TEXT_FORMATS):
             return ''
         if self.chinese:
             name = WORDING['cmmlu_subjects'].get(subject, subject)
@@ -54,8 +56,12 @@ class Prompt:
         text = _wording('headers', language)[0] if self.native else HEADER
         return text.format(subject.replace('_', ' ')) + '\n\n'
 
+    def ending(self, text):
+        """Return what follows each option of a question, for `Question.ending`; '' for most."""
+        return f' {text.partition("_")[2].strip()}' if self.harness == 'winogrande' else ''
+
     def format(self, row, text, choices, language):
-        """Return (context, options) of a question and its choices; each option begins with a space.
+        """Return (context, options) of a question and its choices, see `questions.Question`.
 
         row: the raw row, whose fields XCOPA's format needs
         """
@@ -65,6 +71,13 @@ class Prompt:
             link = _wording('xcopa', language)[row['question']]
             return (f'{row["premise"].strip()[:-1]} {link}',
                     [f' {choice[0].lower()}{choice[1:]}' for choice in choices])
+        if self.harness == 'winogrande':
+            if '_' not in text:
+                raise DataError('the sentence has no blank, an underscore')
+            return text.partition('_')[0], choices
+        if self.harness == 'stem':      # there, white space after the question is scored
+            space = text[len(text.rstrip()):]
+            return text.rstrip(), [f'{space} {choice}' for choice in choices]
         answer = 'Answer:'
         if self.chinese:
             answer = '答案：'
@@ -74,8 +87,8 @@ class Prompt:
             context = f'{text.strip()}\n{answer}'
             if self.task == 'hellaswag':    # the options continue its sentence
                 context = text.strip()
-            elif self.harness == 'arc':
-                context = f'Question: {text}\n{answer}'
+            elif self.harness in ('arc', 'boolq'):
+                context = f'{"Question: " if self.harness == "arc" else ""}{text}\n{answer}'
             return context, [f' {choice}' for choice in choices]
         return (f'{text.strip()}{listed(choices)}\n{answer}',
                 [f' {letter}' for letter in LETTERS[:len(choices)]])

@@ -28,7 +28,10 @@ class Benchmark:
     #   'letters'                letters as options, after MMLU's header
     #   'no header'              letters as options, no header
     #   'text'                   the text of the choices as options, no header
-    #   'arc', 'xcopa', 'cmmlu'  the format of that task alone
+    #   'arc'                    the same after 'Question: '
+    #   'stem'                   the same, as what follows the bare question
+    #   'winogrande'             the end of the sentence after each option in the blank
+    #   'boolq', 'xcopa', 'cmmlu'    the format of that task alone
     #   ''                       no multiple-choice version: the model writes its answer
     harness: str
     validation: tuple = ()      # to fit a temperature on; neither scored nor used as shots
@@ -49,6 +52,14 @@ def _arc(name):
                      validation=split('validation', 'Dev'), subject='science')
 
 
+def _winogrande(size):
+    # the labels of the test split are not published; all sizes have one validation split
+    return Benchmark('allenai/winogrande',
+                     (f'winogrande_{size}/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
+                     (f'winogrande_{size}/train-*.parquet', f'train_{size}.jsonl*',
+                      'train.jsonl*'), 'winogrande', subject='common sense')
+
+
 GLOBAL_MMLU = tuple('am ar bn cs de el en es fa fil fr ha he hi id ig it ja ko ky lt mg ms ne nl '
                     'ny pl pt ro ru si sn so sr sv sw te tr uk vi yo zh'.split())
 MMLU_PROX = tuple(sorted(WORDING['headers']))
@@ -64,6 +75,22 @@ TASKS = {
                            ('data/validation-*.parquet', 'hellaswag_val*.jsonl*'),
                            ('data/train-*.parquet', 'hellaswag_train*.jsonl*'), 'text',
                            subject='everyday situations'),
+    'openbookqa': Benchmark('allenai/openbookqa', ('main/test-*.parquet', 'test.jsonl*'),
+                            ('main/train-*.parquet', 'train.jsonl*'), 'stem',
+                            ('main/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
+                            subject='elementary science'),
+    'winogrande_s': _winogrande('s'),
+    'winogrande_m': _winogrande('m'),
+    'winogrande_xl': _winogrande('xl'),
+    # of BoolQ and PIQA, too, the labels of the test split are not published
+    'boolq': Benchmark('aps/super_glue', ('boolq/validation-*.parquet', 'data/validation-*.parquet',
+                                          'validation.jsonl*', 'val.jsonl*', 'dev.jsonl*'),
+                       ('boolq/train-*.parquet', 'data/train-*.parquet', 'train.jsonl*'), 'boolq',
+                       subject='passages of text'),
+    'piqa': Benchmark('baber/piqa', ('piqa_validation.parquet', 'plain_text/validation-*.parquet',
+                                     'validation.jsonl*'),
+                      ('piqa_train.parquet', 'plain_text/train-*.parquet', 'train.jsonl*'), 'arc',
+                      subject='everyday tasks'),
     'global_mmlu': Benchmark('CohereLabs/Global-MMLU', _files('test'), _files('dev'), 'no header',
                              languages=GLOBAL_MMLU),
     'global_mmlu_lite': Benchmark('CohereLabs/Global-MMLU-Lite', _files('test'), _files('dev'),
@@ -108,10 +135,11 @@ CATEGORY = {subject: name for name, subjects in CATEGORIES.items() for subject i
 
 @dataclass
 class Question:
-    """One question as text. The full prompt is header + shots + context + one of the options."""
+    """One question as text. The prompt is header + shots + context + one of the options + ending.
+    """
     id: str
-    context: str                # ends where an option begins, without a trailing space
-    options: list[str]          # each begins with a space
+    context: str                # ends where an option begins
+    options: list[str]          # each begins with a space, unless `ending` is given
     answer: int                 # index of the correct option
     subject: str
     header: str = ''            # empty, or ends in a blank line
@@ -119,11 +147,22 @@ class Question:
     language: str = ''
     duplicate_options: bool = False     # two of the choices are the same text
     place: str = ''             # file and line or row, for messages
+    ending: str = ''            # follows each option, and then only this is scored (WinoGrande)
 
     @property
     def solved(self):
         """Return the question with its answer, as a shot."""
-        return f'{self.context}{self.options[self.answer]}\n\n'
+        return f'{self.context}{self.options[self.answer]}{self.ending}\n\n'
+
+    @property
+    def parts(self):
+        """Return [self]; with an ending, for each option the question whose one option is that."""
+        if not self.ending:
+            return [self]
+        texts = [self.context + option for option in self.options]
+        # as in lm-evaluation-harness, white space before the ending is scored with it
+        return [replace(self, context=text.rstrip(), ending='',
+                        options=[text[len(text.rstrip()):] + self.ending]) for text in texts]
 
     @property
     def group(self):
@@ -133,8 +172,8 @@ class Question:
     def proposing(self, k):
         """Return the question whether option k is right: (A), True, or (B), False."""
         context = re.sub(r'\bAnswer:$', 'Proposed Answer:', self.context)
-        return replace(self, context=f'{context}{self.options[k]}{P_TRUE}',
-                       options=[' (A)', ' (B)'], answer=int(k != self.answer))
+        return replace(self, context=f'{context}{self.options[k]}{self.ending}{P_TRUE}',
+                       options=[' (A)', ' (B)'], answer=int(k != self.answer), ending='')
 
 
 class Loaded(NamedTuple):
@@ -161,18 +200,11 @@ def load_task(name, *, preset='mmlu', scoring='auto', header='english', language
     split:     'test' or 'validation'; a missing validation split has no questions
     on_bad_row: 'stop' raises DataError for a row without a valid answer; 'skip' returns its message
     """
-    task, _, place = name.partition(':')
-    benchmark = TASKS.get(task, GENERIC)
-    if benchmark is GENERIC:
-        task, place = '', name
-        if not os.path.exists(os.path.expanduser(place)):
-            raise DataError(f'no task, file or folder {name!r}; the tasks are {", ".join(TASKS)}, '
-                            f'each also as task:folder')
-    source = os.path.expanduser(place) or benchmark.hub
+    task, benchmark, source = _find(name)
     is_file = os.path.isfile(source)
     if shots and is_file:
         raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that also '
-                        f'holds {" or ".join(benchmark.shots)}, or use 0 shots')
+                        f'holds {" or ".join(benchmark.shots)}, or --shots=0')
     prompt = Prompt(task, benchmark.harness, preset, scoring, header)
     questions, examples, bad = [], [], []
 
@@ -201,8 +233,39 @@ def load_task(name, *, preset='mmlu', scoring='auto', header='english', language
     for group in {q.group for q in questions} if shots else ():
         if len(solved.get(group, [])) < shots:
             raise DataError(f'{source}: {len(solved.get(group, []))} solved questions about '
-                            f'{group[1]!r}, {shots} wanted; use fewer shots')
+                            f'{group[1]!r}, {shots} wanted; '
+                            f'--shots={len(solved.get(group, []))} would fit')
     return Loaded(questions, {group: qs[:shots] for group, qs in solved.items()}, bad, total)
+
+
+# after the message that a folder holds no file of a split
+HINTS = {'test': '--tasks=help lists the names that each task looks for',
+         'shots': 'solved questions are needed for shots (--shots=0 asks without) and for training'}
+
+
+def _find(name):
+    """Return (task, its Benchmark, the place of its files) of a name as `load_task` takes it."""
+    task, _, place = name.partition(':')
+    benchmark = TASKS.get(task, GENERIC)
+    if benchmark is GENERIC:
+        task, place = '', name
+        if not os.path.exists(os.path.expanduser(place)):
+            raise DataError(f'no task, file or folder {name!r}; the tasks are {", ".join(TASKS)}, '
+                            f'each also as task:folder')
+    return task, benchmark, os.path.expanduser(place) or benchmark.hub
+
+
+def solved_files(name, revision=None):
+    """Return (files of a task's solved questions, to_question) to train on, in every language.
+
+    They are the training split where shots come from it, as in ARC, HellaSwag, OpenBookQA,
+    WinoGrande, BoolQ and PIQA. to_question(row, place) returns the Question by letters.
+    """
+    task, benchmark, source = _find(name)
+    files = [file for language in _languages(benchmark, source, task, ['all'])
+             for file in _files_of(benchmark, source, 'shots', language, revision)]
+    prompt = Prompt(task, benchmark.harness)
+    return files, lambda row, place: _to_question(benchmark, prompt, '', row, place, 0)
 
 
 def _files_of(benchmark, source, split, language, revision):
@@ -211,7 +274,12 @@ def _files_of(benchmark, source, split, language, revision):
     if split == 'validation' and (not patterns or folder.is_file()
                                   or folder.is_dir() and not _holds(folder, patterns)):
         return []
-    files = fetch(source, patterns, revision)
+    try:
+        files = fetch(source, patterns, revision)
+    except DataError as error:
+        if not folder.is_dir():
+            raise
+        raise DataError(f'{error}; {HINTS[split]}') from error
     if benchmark is GENERIC and split == 'test':    # its patterns match the other splits too
         others = {file for pattern in benchmark.shots + benchmark.validation
                   for file in folder.glob(pattern)}
@@ -260,7 +328,7 @@ def _require_languages(wanted, known, source):
 def _to_question(benchmark, prompt, language, row, place, number):
     text, choices, answer = parse_row(row)
     fields = row if isinstance(row, dict) else {}
-    id = next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx')
+    id = next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID')
                if fields.get(key) is not None), number)
     subject = str(fields.get('subject') or fields.get('category')
                   or _subject_of_file(Path(place.rpartition(':')[0]), prompt.task)
@@ -273,7 +341,7 @@ def _to_question(benchmark, prompt, language, row, place, number):
     context, options = prompt.format(row, text, choices, language)
     duplicates = len({choice.strip() for choice in choices}) < len(choices)
     return Question(str(id), context, options, answer, subject, prompt.header(subject, language),
-                    category, language, duplicates, place)
+                    category, language, duplicates, place, prompt.ending(text))
 
 
 def _subject_of_file(file, task):
@@ -291,8 +359,12 @@ def parse_row(row):
     list of strings                     MMLU's headerless csv: question, options, letter
     endings, ctx_a, ctx_b, label        HellaSwag, cleaned as usual
     premise, question, choice1, choice2 XCOPA: which was the cause or the effect
-    choices: {text, label}, answerKey   ARC on the hub: 3 to 5 options, letters or digits
-    question: {stem, choices}           ARC as first published
+    sentence, option1, option2, answer  WinoGrande: which of the two belongs at the '_'
+    goal, sol1, sol2, label             PIQA
+    passage, question, label or answer  BoolQ: 0 or False is no, 1 or True is yes
+    choices: {text, label}, answerKey   ARC and OpenBookQA (question_stem) on the hub: 3 to 5
+                                        options, letters or digits
+    question: {stem, choices}           ARC and OpenBookQA as first published
     option_a, ..., or option_0, ...     Global-MMLU, MMLU-ProX; an option that is null is absent
     a, b, c, d, answer                  CMMLU, upper or lower case; choice0, ... in copies of MMLU
     options, answer                     MMLU-Pro, without its 'N/A'
@@ -312,12 +384,21 @@ def parse_row(row):
         asks = {'cause': 'What was the cause of this?', 'effect': 'What happened as a result?'}
         question = f'{row["premise"].strip()}\n{asks[row["question"]]}'
         choices, answer = [row['choice1'], row['choice2']], row.get('label')
+    elif 'option1' in row:
+        question, choices = row['sentence'], [row['option1'], row['option2']]
+        answer, labels = row['answer'], '12'
+    elif 'sol1' in row:
+        question, choices, answer = row['goal'], [row['sol1'], row['sol2']], row['label']
+    elif 'passage' in row and _options(row)[0] is None:
+        question, choices = f'{row["passage"]}\nQuestion: {row["question"]}?', ['no', 'yes']
+        answer = row.get('label', row.get('answer'))
+        answer = int(answer) if isinstance(answer, bool) else answer
     elif isinstance(row.get('question'), dict):
         question, parts = row['question'].get('stem'), row['question'].get('choices') or []
         choices, labels = [p['text'] for p in parts], [p['label'] for p in parts]
         answer = row.get('answerKey')
     elif isinstance(row.get('choices'), dict):
-        question, answer = row.get('question'), row.get('answerKey')
+        question, answer = row.get('question', row.get('question_stem')), row.get('answerKey')
         choices, labels = row['choices'].get('text'), row['choices'].get('label')
     else:
         question = row.get('question', row.get('Question'))

@@ -2,14 +2,22 @@
 
 import hashlib
 import os
+import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from configs import ConfigError
 from data import DataError
-from data.probes import INSTRUCTIONS, load_texts, tokenize_texts
-from data.questions import TASKS, load_task
+from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
+from data.questions import GENERIC, TASKS, load_task
 from data.trees import tokenize_questions
+
+
+HELP = """\
+A task is read from its dataset on the hub, or from a folder as task:folder. In both, the first name
+with a match is taken. task:file reads one file, with --shots=0. `test` is scored; `shots` is not
+read with --shots=0; `validation` is read for --temperature=fit, if it is there.
+"""
 
 
 @dataclass
@@ -106,6 +114,25 @@ def _load(name, cfg):
     if cfg.temperature == 'fit':
         task.validation = load_task(name, split='validation', **common).questions
     return task
+
+
+def describe_tasks():
+    """Return the text of --tasks=help: of each task the hub dataset and the names of its files."""
+    lines = [HELP]
+
+    def add(label, text):
+        lines.extend(textwrap.wrap(text, 100, initial_indent=f'    {label:<12}',
+                                   subsequent_indent=' ' * 16, break_on_hyphens=False))
+
+    for name, benchmark in (TASKS | {'a file or folder of your own': GENERIC}).items():
+        lines.append(f'{name}  {benchmark.hub}'.rstrip())
+        for split in ('test', 'shots', 'validation'):
+            add(split, ', '.join(getattr(benchmark, split)))
+        add('{lang}', ' '.join(benchmark.languages))
+    for name, hub in (('clm', WIKITEXT), ('facts', '')):
+        lines.append(f'{name}  {hub}'.rstrip())
+        add('test', ', '.join(PATTERNS[name]))
+    return '\n'.join(lines)
 
 
 def _split(name):

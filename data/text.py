@@ -3,7 +3,7 @@
 from data import DataError, fetch, require_fields, require_text
 from data.cache import tokenize_once
 
-PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt')
+PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt', '*.txt.gz')
 
 
 def load_text(source, tokenizer, *, max_length, add_bos, revision=None, cache_dir,

@@ -1,11 +1,13 @@
-"""Questions with their shots to token trees; each option is tokenized with its whole prompt."""
+"""Questions to token trees or to training sequences; each option is encoded with its prompt."""
 
 import functools
 import os
 
 from data import DataError
+from data.cache import tokenize_once
 from data.chat import question_frame
 from data.packing import Tree
+from data.questions import solved_files
 
 
 def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat='none'):
@@ -29,12 +31,15 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
         for n in range(len(shots.get(question.group, [])), -1, -1):
             before = prefix(question.header, question.group, n)
             # without header and shots the question begins the text
-            context, prompts = encoder.encode(question, start=not (n or question.header))
+            starts, prompts = [], []
+            for part in question.parts:
+                context, whole = encoder.encode(part, start=not (n or question.header))
+                starts += [len(before) + len(context)] * len(whole)
+                prompts += whole
             longest = len(before) + max(map(len, prompts))
             if longest <= max_length:
                 stem = os.path.commonprefix(prompts)
-                return Tree(before, stem, [ids[len(stem):] for ids in prompts],
-                            len(before) + len(context), shots=n)
+                return Tree(before, stem, [ids[len(stem):] for ids in prompts], starts, shots=n)
         raise DataError(f'{question.place}: even without shots the prompt has {longest} tokens; '
                         f'the model or max_length allows {max_length}')
 
@@ -46,6 +51,34 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
                 yield question, tree(question)
             except DataError as error:
                 yield question, error
+
+
+def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, cache_dir,
+                 on_bad_row='stop', workers=1):
+    """Return Sequences of a task's solved questions, with a loss on the letter of the answer alone.
+
+    name: as in --tasks of evaluate.py, see `solved_files`. The tokens are those of an evaluation
+    with preset 'mmlu' and 0 shots. The other arguments are those of `tokenize_once`.
+    """
+    files, to_question = solved_files(name, revision)
+
+    def with_place(rows):
+        return ((place, row if isinstance(row, DataError) else (row, place)) for place, row in rows)
+
+    def encode(row_and_place):
+        question = to_question(*row_and_place)
+        ((_, tree),) = tokenize_questions([question], {}, tokenizer, add_bos=add_bos,
+                                          max_length=max_length)
+        if isinstance(tree, DataError):
+            raise tree
+        k = question.answer
+        ids = [*tree.prefix, *tree.stem, *tree.leaves[k]]
+        return [(ids, [int(i >= tree.starts[k]) for i in range(len(ids))])]
+
+    settings = {'kind': 'questions', 'task': name.partition(':')[0], 'max_length': max_length,
+                'tokenizer': tokenizer.fingerprint, 'add_bos': add_bos,
+                'files': ['/'.join(file.parts[-2:]) for file in files]}     # some name a subject
+    return tokenize_once(files, encode, settings, cache_dir, on_bad_row, workers, with_place)
 
 
 def encode_before(tokenizer, text, start):

@@ -224,7 +224,8 @@ def test_resolved_config_reads_back(tmp_path):
 def test_shipped_configs_load():
     shipped = sorted(path for path in (HERE / 'configs').glob('[!_]*.py')
                      if path.name != 'loss.py')      # which reads the key `loss`
-    assert {'gemma2_ls01', 'llama3_8b_ls01', 'llama32_1b_ls01', 'mistral_7b_ls01',
+    assert {'gemma2_ls01', 'llama2_7b_lora_openbookqa', 'llama3_8b_ls01', 'llama32_1b_ls01',
+            'mistral_7b_ls01',
             'paper_openinstruct'} <= {path.stem for path in shipped}
     for path in shipped:
         configs.load_config(train.TrainConfig, [str(path)])

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import documents, write_rows
+from common import documents, write_hub_tasks, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, cache, draw, instruct, packing, probes, read_rows, text
+from data import DataError, cache, draw, instruct, packing, probes, questions, read_rows, text
+from data.trees import load_answers, tokenize_questions
 from data.world import WorldSpec, make_world
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
@@ -165,6 +166,42 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     assert len(list(cache.iterdir())) == 6
 
 
+def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
+    """The tokens are those of an evaluation; the loss is on the letter of the answer alone."""
+    write_hub_tasks(tmp_path)
+    common = dict(add_bos=True, max_length=500)
+    for name, kind in (('openbookqa', 'gemma'), ('winogrande', 'llama2'), ('super_glue', 'gemma'),
+                       ('piqa', 'mistral')):
+        task = {'super_glue': 'boolq', 'winogrande': 'winogrande_xl'}.get(name, name)
+        sequences = load_answers(f'{task}:{tmp_path / name}', tokenizers[kind], **common,
+                                 cache_dir=tmp_path / 'cache')
+        (file,) = tmp_path.glob(f'{name}/**/*train*.parquet')
+        asked = questions.load_task(f'{task}:{file}').questions
+        trees = list(tokenize_questions(asked, {}, tokenizers[kind], **common))
+        assert len(sequences) == len(trees) == 12
+        for i, (question, tree) in enumerate(trees):
+            ids, loss_mask = (x.tolist() for x in sequences[i])
+            assert ids == [*tree.prefix, *tree.stem, *tree.leaves[question.answer]]
+            n = tree.n_tokens[question.answer]      # small vocabularies may have no token ' A'
+            assert loss_mask == [0] * (len(ids) - n) + [1] * n
+            assert tokenizers[kind].decode(ids[-n:]).strip() == 'ABCD'[question.answer]
+
+
+def test_bad_questions_of_a_training_split(tmp_path, tokenizers):
+    row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 1}
+    path = write_rows(tmp_path / 'mine.jsonl', [row, row | {'answer': 5},
+                                                row | {'question': 'sky ' * 99}])
+    options = dict(add_bos=True, max_length=90, cache_dir=tmp_path / 'cache')
+    with pytest.raises(DataError, match='mine.jsonl:2: no valid answer: 5'):
+        load_answers(str(path), tokenizers['gemma'], **options)
+    sequences = load_answers(str(path), tokenizers['gemma'], on_bad_row='skip', **options)
+    assert len(sequences) == 1 and sequences.info['bad_rows'] == 2
+    (tmp_path / 'dev').mkdir()      # the file names the subject
+    (tmp_path / 'dev' / 'anatomy_dev.csv').write_text('Q?,w,x,y,z,B\n')
+    (ids, _), = load_answers(f'mmlu:{tmp_path}', tokenizers['gemma'], **options)
+    assert '(with answers) about anatomy.' in tokenizers['gemma'].decode(ids.tolist())
+
+
 def test_text_documents(tmp_path, tokenizers):
     tokenizer = tokenizers['gemma']
     write_rows(tmp_path / 'text.jsonl', [{'text': 'The sky is blue. ' * 9}])
@@ -179,6 +216,27 @@ def test_text_documents(tmp_path, tokenizers):
     plain = text.load_text(str(tmp_path / 'plain.txt'), tokenizer, max_length=16, add_bos=False,
                            cache_dir=tmp_path / 'cache')
     assert tokenizer.decode(plain[0][0].tolist()) == 'fox</s>'
+
+
+def test_compressed_text(tmp_path, tokenizers):
+    """A .txt.gz file is what the .txt file is; wikitext's are read by line, as on the hub."""
+    lines = ['\n', ' = Robert Boulter = \n', ' \n', ' He is an actor .\n', ' He also\x85 sang .\n']
+    sequences = []
+    for name, opened in (('a.txt', open), ('a.txt.gz', gzip.open), ('wiki.test.txt.gz', gzip.open)):
+        folder = tmp_path / name.replace('.', '-')
+        folder.mkdir()
+        with opened(folder / name, 'wt') as file:
+            file.write(''.join(lines))
+        sequences.append(text.load_text(str(folder), tokenizers['gemma'], max_length=200,
+                                        add_bos=True, cache_dir=tmp_path / 'cache'))
+        texts, _, total = probes.load_texts(f'clm:{folder}')
+        assert total == (3 if name.startswith('wiki') else 1)
+    assert len({len(s) for s in sequences}) == len({s.digest for s in sequences}) == 1
+    write_rows(tmp_path / 'hub' / 'wikitext-2-raw-v1' / 'test-00000-of-00001.parquet',
+               [{'text': line if line.strip() else ''} for line in lines])
+    hub = probes.load_texts(f'clm:{tmp_path / "hub"}').texts
+    assert [(t.id, t.text) for t in hub] == [(t.id, t.text) for t in texts]
+    assert texts[1].place.endswith('wiki.test.txt.gz:4')
 
 
 @pytest.mark.parametrize('add_bos', [True, False])

@@ -21,7 +21,7 @@ import pytest
 import torch
 from common import (
     DEVICES, HERE, SHARED, head_of_32, needs_shared, reference_model, rewrite, sentencepiece_folder,
-    whole_rows, write_rows)
+    whole_rows, write_hub_tasks, write_rows)
 from safetensors.torch import load_file, save_file
 from test_tokenizer import train_bpe
 
@@ -48,18 +48,21 @@ def random_trees(rng):
         prefix, stem = prefixes[i * len(prefixes) // 12], ids(1, 9)
         leaves = [ids(1, 6) for _ in range(rng.integers(2, 6))]
         start = len(prefix) + len(stem) + rng.integers(-1, 1)  # a shared first token is in the stem
-        trees.append(packing.Tree(prefix, stem, leaves, start))
+        starts = [start] * len(leaves)
+        if i % 3 == 2:      # each option has its own
+            starts = [start + int(rng.integers(len(leaf))) for leaf in leaves]
+        trees.append(packing.Tree(prefix, stem, leaves, starts))
     return trees
 
 
 def plain_log_probs(model, tree, device):
     """Of each option, by one sequence for each."""
     sums = []
-    for leaf in tree.leaves:
+    for leaf, start in zip(tree.leaves, tree.starts, strict=True):
         ids = torch.tensor([[*tree.prefix, *tree.stem, *leaf]])
         log_probs = model.logits(model(*(x.to(device) for x in (ids, *whole_rows(ids)))))
         log_probs = log_probs.log_softmax(-1)[0].cpu()
-        at = torch.arange(tree.start, ids.shape[1])
+        at = torch.arange(start, ids.shape[1])
         sums.append(log_probs[at - 1, ids[0, at]].sum().item())
     return sums
 
@@ -159,7 +162,7 @@ def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, opti
     for option, leaf in zip(asked[0].options, tree.leaves, strict=True):
         whole = [tokenizer.bos_id] + tokenizer.encode(prefix + asked[0].context + option)
         assert [*tree.prefix, *tree.stem, *leaf] == whole
-        assert tokenizer.decode(whole[tree.start:]).strip() == option.strip()
+        assert tokenizer.decode(whole[tree.starts[0]:]).strip() == option.strip()
 
 
 @pytest.mark.parametrize('add_bos', [True, False])
@@ -187,10 +190,33 @@ def test_chat_tokens_are_those_of_training(tokenizers, tmp_path, kind, template,
                 [{'role': 'user', 'content': text + question.context},
                  {'role': 'assistant', 'content': option.strip()}], tokenizer, template, add_bos)
             whole = [*tree.prefix, *tree.stem, *tree.leaves[n]]
-            assert whole == ids[:len(whole)] and len(whole) - tree.start == tree.n_tokens[n]
+            assert whole == ids[:len(whole)] and len(whole) - tree.starts[n] == tree.n_tokens[n]
             # what follows is the end of the turn
-            assert mask[:len(whole)] == [0] * tree.start + [1] * tree.n_tokens[n]
+            assert mask[:len(whole)] == [0] * tree.starts[n] + [1] * tree.n_tokens[n]
             assert ids[len(whole)] in tokenizer.control_ids.values()
+
+
+def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
+    """In plain text and as a conversation: what follows the blank is scored, and nothing else."""
+    tokenizer, rest = tokenizers['mistral'], ' jumps over the dog.'
+    row = {'sentence': 'The fox and the lazy dog: _' + rest, 'option1': 'the quick brown fox',
+           'option2': 'the dog', 'answer': '1'}
+    (question,), *_ = questions.load_task(
+        f'winogrande_s:{write_rows(tmp_path / "dev.jsonl", [row])}', preset='harness')
+    for chat in ('none', 'tulu'):
+        ((_, tree),) = tokenize_questions([question], {}, tokenizer, add_bos=True, max_length=200,
+                                          chat=chat)
+        assert tree.starts[0] != tree.starts[1]
+        for option, leaf, start in zip(question.options, tree.leaves, tree.starts, strict=True):
+            ids, context = [*tree.prefix, *tree.stem, *leaf], question.context + option
+            whole = [tokenizer.bos_id, *tokenizer.encode(context + rest)]
+            if chat == 'tulu':
+                whole, mask = encode_conversation(
+                    [{'role': 'user', 'content': context},
+                     {'role': 'assistant', 'content': rest.strip()}], tokenizer, chat)
+                assert start == mask.index(1)
+            assert ids == whole[:len(ids)] and len(whole) - len(ids) == (chat == 'tulu')
+            assert tokenizer.decode(ids[start:]).strip() == rest.strip()
 
 
 @pytest.mark.parametrize('chat', ['none', 'tulu'])
@@ -942,6 +968,18 @@ def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsy
                        '--p_true')
 
 
+def test_the_list_of_tasks(capsys):
+    evaluate.main(['--tasks=help'])
+    printed = capsys.readouterr().out
+    for part in ('winogrande_m  allenai/winogrande\n    test        winogrande_m/validation-*',
+                 '    shots       winogrande_m/train-*.parquet, train_m.jsonl*, train.jsonl*\n',
+                 'clm  Salesforce/wikitext\n    test        wikitext-2-raw-v1/test-*.parquet',
+                 'a file or folder of your own\n', '    {lang}      et ht id it'):
+        assert part in printed
+    assert all(f'\n{name}  {task.hub}\n' in printed for name, task in questions.TASKS.items())
+    assert max(map(len, printed.splitlines())) <= 100
+
+
 HARNESS = """
 import datasets, json, sys, torch, transformers, lm_eval
 from lm_eval.models.huggingface import HFLM
@@ -1007,9 +1045,11 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
                'Rowan/hellaswag': {'': {'train': hellaswag, 'validation': hellaswag}},
                'cambridgeltl/xcopa': {'sw': {k: picked['xcopa/test.sw.jsonl']
                                              for k in ('validation', 'test')}}}
+    content |= write_hub_tasks(tmp_path)
     (tmp_path / 'data.json').write_text(json.dumps(content))
     (tmp_path / 'harness.py').write_text(HARNESS)
-    calls = [(['mmlu_anatomy'], 5), (['arc_easy', 'hellaswag', 'xcopa_sw'], 0)]
+    calls = [(['mmlu_anatomy'], 5), (['arc_easy', 'hellaswag', 'xcopa_sw', 'openbookqa', 'piqa',
+                                      'winogrande', 'boolq'], 0)]
     # elsewhere: its package `evaluate` has the name of our file
     done = subprocess.run([sys.executable, 'harness.py', folder, 'data.json', json.dumps(calls),
                            'found.json'], cwd=tmp_path, capture_output=True, text=True,
@@ -1020,7 +1060,11 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
     for task, place, shots in (('mmlu_anatomy', f'mmlu:{tmp_path / "mmlu"}', 5),
                                ('arc_easy', f'arc_easy:{tmp_path / "arc"}', 0),
                                ('hellaswag', f'hellaswag:{tmp_path / "hellaswag"}', 0),
-                               ('xcopa_sw', f'xcopa:{tmp_path / "xcopa"}', 0)):
+                               ('xcopa_sw', f'xcopa:{tmp_path / "xcopa"}', 0),
+                               ('openbookqa', f'openbookqa:{tmp_path / "openbookqa"}', 0),
+                               ('piqa', f'piqa:{tmp_path / "piqa"}', 0),
+                               ('winogrande', f'winogrande_xl:{tmp_path / "winogrande"}', 0),
+                               ('boolq', f'boolq:{tmp_path / "super_glue"}', 0)):
         out = tmp_path / f'out-{task}'
         evaluate.main([f'--model={folder}', f'--tasks={place}', f'--shots={shots}',
                        '--preset=harness', f'--out_dir={out}', '--n_bootstrap=0'])

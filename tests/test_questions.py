@@ -221,10 +221,16 @@ def test_prompt_is_mmlus(tmp_path):
     assert question.category == 'STEM'
     (question,), _, _, _ = questions.load_task(f'mmlu:{tmp_path}', scoring='text')
     assert question.context == 'Q2?\nAnswer:' and question.options == [' w', ' x', ' y', ' z']
-    with pytest.raises(DataError, match="2 solved questions about 'abstract_algebra', 5 wanted"):
+    with pytest.raises(DataError, match="2 solved questions about 'abstract_algebra', 5 wanted; "
+                                        "--shots=2 would fit"):
         questions.load_task(f'mmlu:{tmp_path}', shots=5)
-    with pytest.raises(DataError, match='is one file: give a folder'):
+    with pytest.raises(DataError, match='is one file: give a folder .* or --shots=0'):
         questions.load_task(f'mmlu:{tmp_path / "test.jsonl"}', shots=5)
+    (tmp_path / 'dev.jsonl').rename(tmp_path / 'train.jsonl')
+    with pytest.raises(DataError, match='matches all/dev.* or dev.jsonl.*--shots=0 asks without'):
+        questions.load_task(f'mmlu:{tmp_path}', shots=5)
+    with pytest.raises(DataError, match='matches .*winogrande_s/validation.* --tasks=help lists'):
+        questions.load_task(f'winogrande_s:{tmp_path}')
 
 
 def test_dev_questions_are_not_scored(tmp_path):
@@ -296,3 +302,74 @@ def test_real_benchmark_files():
     assert counts[3:].tolist() == [7, 2365, 4]
     assert len(questions.load_task(f'arc_challenge:{datasets / "arc_easy"}')[0]) == 1172
     assert len(questions.load_task(f'hellaswag:{datasets / "hellaswag"}')[0]) == 1000
+
+
+# task, file as on the hub, row, prompts and answer under the harness, prompt for letters
+GOLDEN = [
+    ('openbookqa', 'main/test-00000-of-00001.parquet',
+     {'id': '8-343', 'question_stem': 'A plant grows toward', 'answerKey': 'B',
+      'choices': {'text': ['the soil', 'The light'], 'label': ['A', 'B']}},
+     ['A plant grows toward| the soil', 'A plant grows toward| The light'], 1,
+     'A plant grows toward\nA. the soil\nB. The light\nAnswer:'),
+    ('winogrande_s', 'winogrande_s/validation-00000-of-00001.parquet',
+     {'sentence': 'Kim called Ann since _ was lost.', 'option1': 'Kim', 'option2': 'Ann',
+      'answer': '2'},
+     ['Kim called Ann since Kim| was lost.', 'Kim called Ann since Ann| was lost.'], 1,
+     'Kim called Ann since _ was lost.\nA. Kim\nB. Ann\nAnswer:'),
+    ('boolq', 'boolq/validation-00000-of-00001.parquet',
+     {'question': 'is ice cold', 'passage': 'Ice is frozen.', 'idx': 3, 'label': 1},
+     ['Ice is frozen.\nQuestion: is ice cold?\nAnswer:| no',
+      'Ice is frozen.\nQuestion: is ice cold?\nAnswer:| yes'], 1,
+     'Ice is frozen.\nQuestion: is ice cold?\nA. no\nB. yes\nAnswer:'),
+    ('boolq', 'data/validation-00000-of-00001.parquet',     # google/boolq
+     {'question': 'is ice hot', 'answer': False, 'passage': 'Ice is frozen.'},
+     ['Ice is frozen.\nQuestion: is ice hot?\nAnswer:| no',
+      'Ice is frozen.\nQuestion: is ice hot?\nAnswer:| yes'], 0,
+     'Ice is frozen.\nQuestion: is ice hot?\nA. no\nB. yes\nAnswer:'),
+    ('piqa', 'piqa_validation.parquet',
+     {'goal': 'dry a shirt', 'sol1': 'Hang it up.', 'sol2': 'Fold it.', 'label': 0},
+     ['Question: dry a shirt\nAnswer:| Hang it up.', 'Question: dry a shirt\nAnswer:| Fold it.'], 0,
+     'dry a shirt\nA. Hang it up.\nB. Fold it.\nAnswer:')]
+
+
+@pytest.mark.parametrize('task, file, row, prompts, answer, letters', GOLDEN)
+def test_tasks_of_bayesian_lora(tmp_path, task, file, row, prompts, answer, letters):
+    write_rows(tmp_path / file, [row])
+    (question,), *_ = questions.load_task(f'{task}:{tmp_path}', preset='harness')
+    assert not question.header and question.answer == answer
+    assert [f'{part.context}|{option}' for part in question.parts
+            for option in part.options] == prompts
+    assert question.solved == prompts[answer].replace('|', '') + '\n\n'
+    proposed = question.proposing(1)
+    assert proposed.parts == [proposed] and proposed.options == [' (A)', ' (B)']
+    assert prompts[1].rpartition('\n')[2].partition('|')[2] in proposed.context
+    (question,), *_ = questions.load_task(f'{task}:{tmp_path}')
+    assert question.context == letters and question.options == [' A', ' B']
+    assert question.answer == answer and question.header.startswith('The following are multiple')
+
+
+def test_white_space_of_the_harness(tmp_path):
+    """White space that ends a context is scored with what follows, as lm-eval does."""
+    stem = {'question_stem': 'A plant needs ', 'answerKey': 'A',
+            'choices': {'text': ['air', 'ink'], 'label': ['A', 'B']}}
+    path = write_rows(tmp_path / 'test.jsonl', [stem])
+    (question,), *_ = questions.load_task(f'openbookqa:{path}', preset='harness')
+    assert (question.context, question.options) == ('A plant needs', ['  air', '  ink'])
+    row = {'sentence': 'Kim met Ann; _ won.', 'option1': 'Kim ', 'option2': 'Ann', 'answer': '1'}
+    path = write_rows(tmp_path / 'dev.jsonl', [row, row | {'sentence': 'Kim won.'}])
+    with pytest.raises(DataError, match='dev.jsonl:2: the sentence has no blank, an underscore'):
+        questions.load_task(f'winogrande_m:{path}', preset='harness')
+    (question,), *_ = questions.load_task(f'winogrande_m:{path}', preset='harness',
+                                          on_bad_row='skip')
+    assert [(p.context, p.options) for p in question.parts] == [
+        ('Kim met Ann; Kim', ['  won.']), ('Kim met Ann; Ann', [' won.'])]
+
+
+def test_splits_without_labels_are_bad_rows(tmp_path):
+    for task, row in (('boolq', {'question': 'q', 'passage': 'p', 'idx': 0, 'label': -1}),
+                      ('winogrande_xl', {'sentence': '_ x', 'option1': 'a', 'option2': 'b',
+                                         'answer': ''}),
+                      ('piqa', {'goal': 'g', 'sol1': 'a', 'sol2': 'b', 'label': -1})):
+        path = write_rows(tmp_path / f'{task}.jsonl', [row])
+        with pytest.raises(DataError, match=f'{task}.jsonl:1: no valid answer'):
+            questions.load_task(f'{task}:{path}')

@@ -211,6 +211,25 @@ def test_a_report_in_the_chat_template(small_world, tmp_path):
         train.main([*run, '--data_kind=text'])
 
 
+def test_training_by_answer_letter(small_world, tmp_path):
+    """A model learns that the answer is always B, and the report asks as the training did."""
+    folder, _ = small_world
+    path = write_rows(tmp_path / 'mine.jsonl', [
+        {'question': f'{i} or {i + 1}?', 'choices': ['one', 'two'], 'answer': 1}
+        for i in range(8)])
+    results = train.train(train.TrainConfig(
+        model=str(folder / 'base'), out_dir=str(tmp_path / 'out'), cache_dir=str(tmp_path),
+        data=str(path), data_kind='questions', lr=3e-3, batch_size=8, epochs=30,
+        max_length=128, pack_len=512, workers=1, checkpoint_epochs=False,
+        eval=evaluate.EvalConfig(tasks=(str(path),), shots=0, n_bootstrap=0, pictures=False)))
+    before, after = (results[when]['tasks']['mine'] for when in ('before', 'after'))
+    assert after['pooled']['accuracy'] == 1 and before['pooled']['nll'] > 0.3
+    assert before['mass'] < 0.1 and after['mass'] > 0.5
+    log = [json.loads(line) for line in (tmp_path / 'out' / 'log.jsonl').read_text().splitlines()]
+    assert log[-1]['nll'] < 1 and after['pooled']['nll'] < 0.1
+    assert not (tmp_path / 'out' / 'chat_template.jinja').exists()
+
+
 def test_a_new_run_clears_the_folder(small_world, tmp_path):
     folder, _ = small_world
     again = tmp_path / 'again'
