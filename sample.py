@@ -142,8 +142,8 @@ def answer(model, tokenizer, messages, cfg, random):
     for token, p in drawn if cfg.probs else ():
         print(f'{p:.6f}  {tokenizer.decode([token], start=False)!r}')
     if drawn[-1][0] not in stop:
-        limit = 'max_tokens' if len(drawn) == cfg.max_tokens else "the end of the model's context"
-        print(f'(cut after {len(drawn)} tokens: {limit})', file=sys.stderr)
+        limit = f'max_tokens = {cfg.max_tokens}' if len(drawn) == cfg.max_tokens else 'the context'
+        print(f'(cut by {limit})', file=sys.stderr)
     return answer_text
 
 

@@ -242,7 +242,7 @@ def test_the_program(chat_folder):
     done = run(f'--model={chat_folder}', '--max_tokens=1', '--temperature=1', input='What?\n')
     again = run(f'--model={chat_folder}', '--max_tokens=1', '--temperature=1', '--prompt=What?')
     assert done.returncode == 0 and done.stdout == again.stdout != '\n'
-    assert done.stderr == '(cut after 1 tokens: max_tokens)\n'
+    assert done.stderr == '(cut by max_tokens = 1)\n'
     wrong = run('--modle=x')
     assert wrong.returncode == 1
     assert wrong.stderr == ("error: command line: --modle: there is no key 'modle'; did you mean "
