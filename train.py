@@ -182,6 +182,9 @@ def check_config(cfg):
         if cfg.eval.chat == 'trained' and cfg.data_kind == 'text':
             raise ConfigError("eval: chat = 'trained' needs data_kind = 'instruct': a text has no "
                               'chat template')
+        if cfg.eval.passes:
+            raise ConfigError('eval: passes needs the adapters that a run saves at its end; leave '
+                              'it out, then python evaluate.py --model=out/run --passes=10')
         check_eval_config(cfg.eval)
 
 
