@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data.tokenizer import load_tokenizer
-from model import CausalLM, LoRALinear, ModelConfig
+from model import CausalLM, LoRALinear, ModelConfig, add_lora
 from neox import NeoxCausalLM, NeoxConfig
 
 SHARD_BYTES = 5_000_000_000
@@ -127,6 +127,11 @@ ROPE_FIELDS = {'rope_type': ['default', 'llama3'], 'type': ['default', 'llama3']
                'rope_theta': FIELDS['rope_theta'], 'partial_rotary_factor': [(1.0, 1.0)]}
 LLAMA3_ROPE = {'factor': [(1.0, 1e6)], 'low_freq_factor': [(1e-6, 1e6)],
                'high_freq_factor': [(1e-6, 1e6)], 'original_max_position_embeddings': [COUNT]}
+# adapter_config.json, as `save_adapter` writes it
+ADAPTER_FIELDS = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM'],
+                  'base_model_name_or_path': [str], 'r': [SIZE], 'lora_alpha': [(0.0, 1e9)],
+                  'lora_dropout': [SHARE], 'target_modules': [[str]], 'bias': ['none'],
+                  'fan_in_fan_out': [False], 'inference_mode': [True]}
 # our own block `nanocal`: logits = softcap * tanh(hidden @ head.T / (temperature * softcap))
 NANOCAL_FIELDS = {'softcap': [CAP, None], 'temperature': [(1e-3, 1e3)]}
 
@@ -386,6 +391,65 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> 
             tensor = tensors.get_tensor(key).to(device, dtype, copy=True)
         setattr(model.get_submodule(parent), name, nn.Parameter(tensor))
     return model
+
+
+def read_adapter(folder: str | Path) -> dict:
+    """Return the adapter_config.json in the adapter/ of a run's folder; raises CheckpointError."""
+    path = Path(folder) / 'adapter' / 'adapter_config.json'
+    if not path.exists():
+        raise CheckpointError(f'{folder} has no adapter/, which train.py --lora saves beside the '
+                              f'merged weights')
+    adapter = _read_json(path)
+    _check_values(adapter, ADAPTER_FIELDS, path, 'adapter.', ADAPTER_FIELDS)
+    return adapter
+
+
+def load_adapted(base: str | Path, folder: str | Path, device='cpu',
+                 dtype: torch.dtype | None = None) -> CausalLM:
+    """Return the model of `base` with the adapters of `folder`/adapter beside its weights.
+
+    Soft-cap and temperature of the logits are those of `folder`. Raises CheckpointError.
+    """
+    config, model = read_config(folder), load(base, device, dtype)
+    model.config.final_logit_softcapping = config.final_logit_softcapping
+    model.config.temperature = config.temperature
+    path, parameters = add_adapter(model, folder)
+    with _open(path) as tensors:
+        for key, parameter in parameters.items():
+            parameter.data.copy_(tensors.get_tensor(key))
+    return model
+
+
+def add_adapter(model: CausalLM, folder: str | Path) -> tuple[Path, dict[str, nn.Parameter]]:
+    """Add the adapters that `folder`/adapter describes, in place; read none of their weights.
+
+    Returns (their safetensors file, {tensor: its parameter}). Raises CheckpointError if that file
+    does not fit the model.
+    """
+    adapter, path = read_adapter(folder), Path(folder) / 'adapter' / 'adapter_model.safetensors'
+    try:
+        add_lora(model, adapter['r'], adapter['lora_alpha'], adapter['lora_dropout'],
+                 adapter['target_modules'])
+    except ValueError as error:
+        raise CheckpointError(f'{path.parent}: {error}') from error
+    parameters = {f'base_model.model.{name}': p for name, p in model.named_parameters()
+                  if '.lora_' in name}
+    with _open(path) as tensors:
+        shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
+    wanted = {key: [*p.shape] for key, p in parameters.items()}
+    for key in sorted(shapes.keys() | wanted.keys()):
+        if shapes.get(key) != wanted.get(key):
+            raise CheckpointError(f'{path}: tensor {key} has shape {shapes.get(key)}, the base '
+                                  f'model and adapter_config.json want {wanted.get(key)}')
+    return path, parameters
+
+
+def adapter_fingerprint(folder: str | Path) -> str:
+    """Return a hash of the adapters in `folder`/adapter and of their settings."""
+    files = (Path(folder) / 'adapter' / name
+             for name in ('adapter_config.json', 'adapter_model.safetensors'))
+    return hashlib.blake2b(b''.join(file.read_bytes() for file in files),
+                           digest_size=8).hexdigest()
 
 
 def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:

@@ -52,6 +52,7 @@ class CompareConfig:
     n_bootstrap: int = 1000                   # resamples of the questions; 0: no differences
     seed: int = 0                             # of the bootstrap
     out_dir: str = 'out/compare'
+    ensemble: bool = False                    # one more row: the mean of the runs' probabilities
     # the following are for runs of several seeds
     # lines to keep, as 'column=value|value'. Columns: task, language ('all': pooled), category,
     # scaling ('none' or 'temperature'), run, kind ('tuned' for the run 'tuned-lr0.1'), seed, and
@@ -83,8 +84,13 @@ def main(argv):
     with writing(f'into out_dir = {out_dir}'):
         out_dir.mkdir(parents=True, exist_ok=True)
     # the settings of a comparison over questions; those below out_dir are for several seeds
-    over_questions = CompareConfig(cfg.sources, cfg.n_bootstrap, cfg.seed, cfg.out_dir)
-    if tables or len({run.seed for run in runs}) > 1 or cfg != over_questions:
+    over_questions = CompareConfig(cfg.sources, cfg.n_bootstrap, cfg.seed, cfg.out_dir,
+                                   cfg.ensemble)
+    over_seeds = tables or cfg != over_questions
+    if cfg.ensemble and over_seeds:
+        raise ConfigError('ensemble averages runs over their questions: name their folders, and '
+                          'leave out compare.csv and the settings for several seeds, from where on')
+    if over_seeds or len({run.seed for run in runs}) > 1 and not cfg.ensemble:
         compare_seeds(runs, tables, cfg, out_dir)
     else:
         compare_questions(runs, cfg, out_dir)
@@ -183,12 +189,19 @@ def compare_questions(runs, cfg, out_dir):
     all_lines, texts, parts, diagrams = [], [], [], {}
     for task in tasks:
         samples = {name: of_run[task] for name, of_run in all_samples.items()}
+        shown = dict(runs)
+        if cfg.ensemble:
+            name, averaged = f'ensemble of {len(runs)}', average_runs(task, runs, samples)
+            if isinstance(averaged, str):
+                texts.append(f'\n{task} has no ensemble: {averaged}')
+            else:
+                shown[name], samples[name] = averaged
         answers = diagrams[task] = {name: predictions(samples[name], run.results[task]['norm'])
-                                    for name, run in runs.items()}
+                                    for name, run in shown.items()}
         reports = reports_by_language(samples, answers)
-        table, lines = question_table(task, runs, reports)
+        table, lines = question_table(task, shown, reports)
         differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p']]
-        for pair in itertools.combinations(runs, 2):
+        for pair in itertools.combinations(shown, 2):
             differences += difference(*pair, samples, answers, reports, cfg)
         titles = {task_title(task, run.results[task]) for run in runs.values()}
         title = titles.pop() if len(titles) == 1 else f'{task}: ' + ', '.join(
@@ -209,6 +222,34 @@ def label_runs(folders):
     """Return the last part of each path, or as many parts as make them unique."""
     labels = (['/'.join(folder.parts[-n:]) for folder in folders] for n in itertools.count(1))
     return next(names for names in labels if len(set(names)) == len(names))
+
+
+def average_runs(task, runs, samples):
+    """Return (Run, its samples) of the mean of the runs' probabilities, or why there is none.
+
+    Of the questions that all runs answered, with the same options. The log-probabilities of the
+    samples are the logarithms of the mean, so their norm is 'sum'.
+    """
+    of_runs = []
+    for name, run in runs.items():
+        if 'log_probs' not in samples[name][0]:
+            return ('its samples hold the probability of one token or answer of each run, not a '
+                    'distribution that could be averaged')
+        scores = predictions(samples[name], run.results[task]['norm']).scores
+        log_probs = scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
+        of_runs.append({(*sample_order(s)[1:], s['answer'], *s['options']):
+                        row[:len(s['options'])] for s, row in zip(samples[name], log_probs)})
+    first, *others = runs.values()
+    averaged = []
+    for key, sample in zip(of_runs[0], samples[next(iter(runs))], strict=True):
+        if all(key in of_run for of_run in of_runs):
+            mean = np.logaddexp.reduce([of_run[key] for of_run in of_runs]) - np.log(len(runs))
+            averaged.append(sample | {'log_probs': mean.tolist(), 'n_tokens': [1] * len(mean)})
+    if not averaged:
+        return 'no question with the same answer and options is in all runs'
+    shared = dict(set(first.settings.items()).intersection(*(x.settings.items() for x in others)))
+    model = first.model if all(run.model == first.model for run in others) else ''
+    return Run(None, model, first.seed, shared, {}, {task: {'norm': 'sum'}}), averaged
 
 
 def reports_by_language(samples, answers):

@@ -15,6 +15,7 @@ if __name__ == '__main__':      # Ctrl-C during the imports, which take seconds
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'stopped\n'), os._exit(130)))
 
 import functools
+import hashlib
 import math
 import re
 import sys
@@ -27,6 +28,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import nn
 
 import checkpoint
 import compare
@@ -61,6 +63,8 @@ class EvalConfig:
     shots: int = 5                            # solved questions before each question
     scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
     norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # what divides a log-probability
+    passes: int = 0                           # sample the dropout of the adapters in adapter/ so
+    #                                           often and average the probabilities; 0: no dropout
     p_true: bool = False                      # then ask if the top option is right: P(True)
     # ask in this chat template; trained: in that of the training here; none: as plain text
     chat: Literal['none', 'trained', 'tulu', 'llama3', 'gemma', 'mistral', 'chatml',
@@ -78,7 +82,7 @@ class EvalConfig:
     compile: bool = True                      # the decoder blocks, on a GPU in bfloat16
     deterministic: bool = False               # scores bitwise independent of batch composition
     on_bad_row: Literal['stop', 'skip'] = 'stop'
-    seed: int = 0                             # of clm's tokens, of limit and of the bootstrap
+    seed: int = 0                             # of clm's tokens, limit, bootstrap and dropout
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
     device: str = 'auto'
     out_dir: str | None = None                # None: the model's folder; out/eval/ for a hub name
@@ -93,7 +97,7 @@ SETTINGS = ('preset', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos
 
 def check_eval_config(cfg):
     """Raise ConfigError for a value that no evaluation can use."""
-    require_range(cfg, 0, math.inf, 'shots', 'n_bootstrap')
+    require_range(cfg, 0, math.inf, 'shots', 'n_bootstrap', 'passes')
     require_range(cfg, 0, 2 ** 63 - 1, 'seed')
     require_range(cfg, 1, math.inf, 'limit', 'batch_rows', 'max_length')
     require_range(cfg, 16, math.inf, 'pack_len')
@@ -108,16 +112,17 @@ def check_eval_config(cfg):
 # ------------------------------------------------------------------------------------------------
 
 def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statistics=False,
-          trim=True):
+          trim=True, dropout_seeds=()):
     """Yield (index, numbers, values) for each of `trees`, (index, Tree) pairs, as they are done.
 
     load:          returns the model; called once there is something to score
     deterministic: each tree in a row and a batch of its own
     statistics:    also what a next-token distribution is like, see values
     trim:          cut off padding; not where shapes are compiled
+    dropout_seeds: one pass with dropout for each; not with `statistics`
     numbers:       int [M], for each scored token its option, or its place in Tree.scored
-    values:        float32 [M, 1] log-probability; with `statistics` [M, 4]: log-probability, top
-                   token, log-probability of that, entropy in nats
+    values:        float32 [M, 1] log-probability, or one of each pass; with `statistics` [M, 4]:
+                   log-probability, top token, log-probability of that, entropy in nats
     """
     unfinished = {}
 
@@ -128,7 +133,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
 
     rows = pack_alone(counted()) if deterministic else pack_trees(counted(), pack_len)
     batches = stack_rows(rows, 1 if deterministic else batch_rows, trim and not deterministic)
-    for copy, scored in launch(load, batches, statistics):
+    for copy, scored in launch(load, batches, statistics, dropout_seeds):
         for (index, number, _, _), value in zip(scored, copy.values(), strict=True):
             n, numbers, values = unfinished[index]
             numbers.append(number)
@@ -138,7 +143,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
                 yield index, np.array(numbers), np.array(values)
 
 
-def launch(load, batches, statistics):
+def launch(load, batches, statistics, dropout_seeds):
     """Yield (HostCopy of the values, scored) of each batch of `stack_rows`.
 
     A thread makes batches ahead of the device, and each is handed over once the next one has been
@@ -154,8 +159,12 @@ def launch(load, batches, statistics):
                     model = load()
                     training = model.training
                     model.eval()
+                    for module in model.modules():      # adapters have the only dropout
+                        module.training = bool(dropout_seeds) and isinstance(module, nn.Dropout)
                 arrays, scored = batch
-                launched = HostCopy(forward_values(model, arrays, scored, statistics)), scored
+                values = (dropout_values(model, arrays, scored, dropout_seeds) if dropout_seeds
+                          else forward_values(model, arrays, scored, statistics))
+                launched = HostCopy(values), scored
                 if last:
                     yield last
                 last = launched
@@ -178,6 +187,28 @@ def forward_values(model, arrays, scored, statistics):
         return token_log_probs(hidden, head, at, tokens, cap)[:, None]
     s = token_statistics(hidden[to_device(at, head.device)], head, tokens, softcap=cap)
     return torch.stack([-s.nll, s.top_token.float(), s.top_logit - s.lse, s.entropy], 1)
+
+
+def dropout_values(model, arrays, scored, seeds):
+    """The log-probability of each of `scored` in a pass with dropout per seed, [M, len(seeds)].
+
+    What is dropped depends on the seed and on the tokens of the batch alone.
+    """
+    columns = []
+    for seed in seeds:
+        digest = hashlib.blake2b(f'{seed} '.encode() + arrays.tobytes(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest))
+        columns.append(forward_values(model, arrays, scored, statistics=False))
+    return torch.cat(columns, 1)
+
+
+def mean_log_probs(numbers, values, n_options):
+    """Log of the mean over passes of each option's probability, float64 [n_options].
+
+    numbers, values: as of `score`, one column of values per pass
+    """
+    sums = [np.bincount(numbers, of_pass, n_options) for of_pass in values.T]   # in float64
+    return np.logaddexp.reduce(sums) - math.log(len(sums))
 
 
 def token_log_probs(hidden, head, at, tokens, softcap):
@@ -206,7 +237,7 @@ def option_log_probs(model, trees, **options):
 
     options: as of `score`
     """
-    sums = {index: np.bincount(numbers, values[:, 0], len(trees[index].leaves))     # in float64
+    sums = {index: mean_log_probs(numbers, values, len(trees[index].leaves))
             for index, numbers, values in score(lambda: model, enumerate(trees), **options)}
     return [sums[index] for index in range(len(trees))]
 
@@ -246,7 +277,8 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
     try:
         for index, numbers, values in score(
                 load, trees(), cfg.pack_len, cfg.batch_rows, cfg.deterministic,
-                statistics=task.kind in INSTRUCTIONS, trim=not cfg.device.startswith('cuda')):
+                statistics=task.kind in INSTRUCTIONS, trim=not cfg.device.startswith('cuda'),
+                dropout_seeds=[(cfg.seed, n) for n in range(cfg.passes)]):
             key, prompt, item, tree = waiting.pop(index)
             if not np.isfinite(values).all():
                 raise CheckpointError(bad_logits(f'{label}: {item.place}', folder))
@@ -272,7 +304,7 @@ def bad_logits(place, folder):
 
 
 def question_samples(question, tree, numbers, values):
-    log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves))    # summed in float64
+    log_probs = mean_log_probs(numbers, values, len(tree.leaves))
     return [{'subject': question.subject, 'category': question.category, 'shots': tree.shots,
              'answer': question.answer,
              'options': [question.ending or option for option in question.options],
@@ -281,7 +313,7 @@ def question_samples(question, tree, numbers, values):
 
 def p_true_samples(question, tree, numbers, values):
     """The confidence is P(True): the probability of (A), True, among the two options."""
-    true, false = np.bincount(numbers, values[:, 0], 2)
+    true, false = mean_log_probs(numbers, values, 2)
     log_probs = -np.logaddexp(0, [false - true, true - false])
     return [{'subject': question.subject, 'category': question.category, 'shots': tree.shots,
              'correct': question.answer == 0, 'confidence': float(np.exp(log_probs[0])),
@@ -321,6 +353,10 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
     identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
+    if cfg.passes:
+        base = base_of_adapter(folder)
+        settings |= {'passes': cfg.passes, 'seed': cfg.seed, 'base': checkpoint.fingerprint(base),
+                     'adapter': checkpoint.adapter_fingerprint(folder)}
     earlier, done = samples.open_folder(out_dir, tasks, settings, pictures=cfg.pictures,
                                         overwrite=cfg.overwrite)
     announce(config, tasks, cfg, done)
@@ -411,10 +447,31 @@ def training_settings(folder):
 
 def load_for_scoring(folder, cfg):
     """The model, its blocks compiled where that pays: on a GPU, in bfloat16, with equal shapes."""
-    model = checkpoint.load(folder, cfg.device, getattr(torch, cfg.dtype))
+    dtype = getattr(torch, cfg.dtype)
+    model = (checkpoint.load_adapted(base_of_adapter(folder), folder, cfg.device, dtype)
+             if cfg.passes else checkpoint.load(folder, cfg.device, dtype))
     if cfg.compile and not cfg.deterministic and model.head.is_cuda and cfg.dtype == 'bfloat16':
         compile_blocks(model)
     return model
+
+
+def base_of_adapter(folder):
+    """Return the folder of the model that the adapters in `folder`/adapter were trained on.
+
+    Raises ConfigError if they have no dropout to sample, CheckpointError if they or the base model
+    are missing or do not fit each other.
+    """
+    adapter = checkpoint.read_adapter(folder)
+    if not adapter['lora_dropout']:
+        raise ConfigError(f'passes: {folder} was trained with lora_dropout = 0, so all passes '
+                          f'would be equal; leave out --passes')
+    base = checkpoint.fetch(adapter['base_model_name_or_path'],
+                            training_settings(folder).get('revision'))
+    config = checkpoint.read_config(base)
+    checkpoint.check_weights(base, config)
+    with torch.device('meta'):      # fail on adapters of another model before anything is scored
+        checkpoint.add_adapter(checkpoint.model_class(config)(config), folder)
+    return base
 
 
 def announce(config, tasks, cfg, done):
@@ -434,6 +491,8 @@ def describe(task, cfg):
     facts = {'source': task.source, 'distribution': distribution(task, cfg), 'norm': cfg.norm,
              'selected_languages': cfg.languages, 'limit': cfg.limit, 'seed': cfg.seed,
              'n_bootstrap': cfg.n_bootstrap, 'data_revision': cfg.data_revision}
+    if cfg.passes:
+        facts['passes'] = cfg.passes
     if len(task.items) < task.total:
         facts['sample'] = {'questions': len(task.items), 'of': task.total}
     if task.kind not in INSTRUCTIONS:
@@ -451,6 +510,7 @@ def distribution(task, cfg):
     scoring = of_preset if cfg.scoring == 'auto' else cfg.scoring
     asked = 'P(True) of the top option, ' if task.kind == 'p_true' else ''
     form = 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
+    form += f', {cfg.passes} passes with dropout' if cfg.passes else ''
     return f'{asked}{cfg.preset}, {cfg.shots} shots, {scoring}, {cfg.norm}, {form}'
 
 
@@ -517,7 +577,9 @@ def run(cfg):
     folder = checkpoint.fetch(cfg.model, cfg.revision)
     tokenizer = checkpoint.load_model_tokenizer(folder)
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
-    default = folder if Path(cfg.model).is_dir() else f'out/eval/{cfg.model.replace("/", "--")}'
+    default = Path(folder if Path(cfg.model).is_dir() else
+                   f'out/eval/{cfg.model.replace("/", "--")}')
+    default = default / f'passes-{cfg.passes}' if cfg.passes else default
     out_dir = Path(os.path.expanduser(cfg.out_dir or default))
     with outdir.lock(out_dir):
         return evaluate(folder, tokenizer, tasks, cfg, out_dir), result_labels(tasks, cfg), out_dir

@@ -185,6 +185,9 @@ def check_config(cfg):
         if cfg.eval.chat == 'trained' and cfg.data_kind != 'instruct':
             raise ConfigError(f"eval: chat = 'trained' needs data_kind = 'instruct': "
                               f'{cfg.data_kind!r} has no chat template')
+        if cfg.eval.passes:
+            raise ConfigError('eval: passes needs the adapters that a run saves at its end; leave '
+                              'it out, then python evaluate.py --model=out/run --passes=10')
         check_eval_config(cfg.eval)
 
 

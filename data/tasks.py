@@ -105,6 +105,9 @@ def _load(name, cfg):
         if cfg.chat != 'none':
             raise ConfigError(f'chat = {cfg.chat}: {kind} scores tokens of texts, not answers; '
                               f'evaluate it without --chat in another --out_dir')
+        if cfg.passes:
+            raise ConfigError(f'passes = {cfg.passes}: {kind} takes the top token of the whole '
+                              f'vocabulary, which is not averaged over passes; evaluate it without')
         loaded = load_texts(name, limit=cfg.limit, **common)
         return Task(kind, source, loaded.texts, loaded.total, loaded.bad)
     common |= {'preset': cfg.preset, 'scoring': cfg.scoring, 'header': cfg.header,

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from common import HERE, write_rows, write_run
 
 import compare
 import configs
 import evaluate
+import metrics
 import report
 import stats
 from data import DataError
@@ -61,6 +63,71 @@ def test_compare_over_questions(tmp_path, capsys):
         line[6:10] for line in lines if line[4] == 'languages']
     with pytest.raises(configs.ConfigError, match="no key 'shots'; did you mean 'sources'"):
         run_compare(tmp_path / 'a', tmp_path / 'sharp', '--shots=0')
+
+
+def test_an_ensemble_is_one_more_row(tmp_path, capsys):
+    """The mean of the probabilities of runs of several seeds, over the questions that all have."""
+    folders = [write_run(tmp_path / name, seed=seed, languages=('de', 'en'), n=60)
+               for seed, name in enumerate('abc')]
+    rows = [report.read_samples(folder / 'samples.jsonl') for folder in folders]
+    for row in rows[1]:     # options of several tokens, which are scored with another norm
+        row['n_tokens'] = [1, 2, 3, 1]
+    rows[1][0]['options'] = [' A', ' B', ' C', ' x']    # another question
+    rows[2][1]['answer'] = (rows[2][1]['answer'] + 1) % 4
+    for folder, of_run in zip(folders, rows, strict=True):
+        write_rows(folder / 'samples.jsonl', of_run)
+    probs = [np.exp([s['log_probs'] for s in of_run]) for of_run in rows]
+    scores = [s['log_probs'] / np.array([1, 2, 3, 1]) for s in rows[1]]
+    probs[1] = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    mean, labels = np.mean(probs, 0)[2:], np.array([s['answer'] for s in rows[0]])[2:]
+
+    run_compare(*folders, '--ensemble', '--n_bootstrap=50', f'--out_dir={tmp_path / "out"}')
+    printed = capsys.readouterr().out
+    row = csv_rows(tmp_path / 'out' / 'compare.csv')[-1]
+    assert (row['run'], row['model'], row['n']) == ('ensemble of 3', 'base', '118')
+    for name, value in {'accuracy': (mean.argmax(1) == labels).mean(), 'ece': metrics.ece(
+            mean, labels), 'entropy_bits': -(mean * np.log2(mean)).sum(1).mean(),
+            'nll': -np.log(mean[range(118), labels]).mean()}.items():
+        assert float(row[name]) == pytest.approx(value, rel=1e-9), name
+    lines = [x for x in printed.split('\n') if x.startswith('ensemble of 3 - ')]
+    assert len(lines) == 3 * 8 and {x.split()[6] for x in lines if ' questions ' in x} == {'118'}
+    plain = compare_csv_of(folders, tmp_path / 'plain', '--where=task=mmlu', '--x=run', '--by=')
+    assert not any('ensemble' in line['run'] for line in plain)
+    # the rows of the runs are those without an ensemble, and --ensemble needs the samples
+    same = [write_run(tmp_path / 'same' / name, sharpness=x) for name, x in (('a', 1), ('b', 2))]
+    without = compare_csv_of(same, tmp_path / 'without', '--n_bootstrap=0')
+    assert compare_csv_of(same, tmp_path / 'with', '--n_bootstrap=0', '--ensemble')[:2] == without
+    for more in (['--x=run'], [tmp_path / 'plain' / 'compare.csv']):
+        with pytest.raises(configs.ConfigError, match='ensemble averages runs over their questio'):
+            run_compare(*folders, '--ensemble', *more, f'--out_dir={tmp_path / "no"}')
+
+
+def compare_csv_of(folders, out, *arguments):
+    run_compare(*folders, *arguments, f'--out_dir={out}')
+    return csv_rows(out / 'compare.csv')
+
+
+def test_an_ensemble_needs_distributions(tmp_path, capsys):
+    """The tokens of clm have the top probability of each run alone; other questions have no mean.
+    """
+    for name, answer in (('a', 0), ('b', 1)):
+        write_run(tmp_path / name, sharpness=1.0 + answer)
+        rows = report.read_samples(tmp_path / name / 'samples.jsonl')
+        rows = [r | {'task': 'other', 'answer': answer} for r in rows] + [
+            {'task': 'clm', 'id': str(i), 'confidence': 0.5, 'correct': i % 2 == 0,
+             'log_prob': -0.7, 'entropy': 1.0, 'token': i} for i in range(9)] + rows
+        write_rows(tmp_path / name / 'samples.jsonl', rows)
+        content = json.loads((tmp_path / name / 'results.json').read_text())
+        entry = content['tasks']['mmlu']
+        content['tasks'] |= {'clm': entry | {'pooled': {'n': 9}}, 'other': entry}
+        (tmp_path / name / 'results.json').write_text(json.dumps(content))
+    found = compare_csv_of([tmp_path / 'a', tmp_path / 'b'], tmp_path / 'out', '--ensemble',
+                           '--n_bootstrap=10')
+    assert [line['dataset'] for line in found if line['run'] == 'ensemble of 2'] == ['mmlu']
+    assert len(found) == 7
+    printed = capsys.readouterr().out
+    assert '\nclm has no ensemble: its samples hold the probability of one token' in printed
+    assert '\nother has no ensemble: no question with the same answer and options' in printed
 
 
 def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):

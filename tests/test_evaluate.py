@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 from common import (
-    DEVICES, HERE, SHARED, head_of_32, needs_shared, reference_model, rewrite, sentencepiece_folder,
-    whole_rows, write_hub_tasks, write_rows)
+    DEVICES, HERE, SHARED, head_of_32, lora_model, needs_shared, reference_model, rewrite,
+    sentencepiece_folder, whole_rows, write_hub_tasks, write_rows)
 from safetensors.torch import load_file, save_file
 from test_tokenizer import train_bpe
 
@@ -132,6 +132,48 @@ def test_trees_in_bfloat16(name, device, tmp_path):
                            for i in range(len(trees))]) for found in (plain, packed)]
     assert np.sqrt((off[1] ** 2).mean()) < 1.3 * np.sqrt((off[0] ** 2).mean())
     assert np.abs(off[1]).max() < 0.03
+
+
+@pytest.mark.parametrize('name', ['llama', 'gemma2', 'neox'])
+def test_passes_sample_the_dropout_of_adapters(name, tmp_path):
+    reference_model(name, tmp_path)
+    trees = random_trees(np.random.default_rng(0))
+
+    def log_probs(model, *seeds, **options):
+        return np.concatenate(evaluate.option_log_probs(model, trees, pack_len=256,
+                                                        dropout_seeds=seeds, **options))
+    fixed = lora_model(tmp_path, dropout=0.0)
+    assert np.allclose(log_probs(fixed, 0, 1, 2), log_probs(fixed), atol=1e-9)
+    model = lora_model(tmp_path, dropout=0.3)
+    plain = log_probs(model)
+    assert np.array_equal(plain, log_probs(fixed)) and model.training
+    one, two, both = log_probs(model, 0), log_probs(model, 1), log_probs(model, 0, 1)
+    assert np.array_equal(one, log_probs(model, 0)) and not np.allclose(one, two, atol=1e-2)
+    assert np.abs(one - plain).max() > 1e-2
+    assert np.allclose(both, np.log((np.exp(one) + np.exp(two)) / 2), atol=1e-9)
+    # alone in its row, what is dropped for a question does not depend on the others
+    assert np.array_equal(log_probs(model, 0, deterministic=True), np.concatenate(
+        [evaluate.option_log_probs(model, [tree], deterministic=True, dropout_seeds=[0])[0]
+         for tree in trees]))
+
+
+def test_passes_converge(tmp_path):
+    """To the mean probability of one sequence per option with dropout in `model.train()`."""
+    reference_model('llama', tmp_path)
+    model, trees = lora_model(tmp_path, dropout=0.5), random_trees(np.random.default_rng(0))[:2]
+    with torch.no_grad():
+        drawn = [[np.exp(plain_log_probs(model.train(), tree, 'cpu')) for tree in trees]
+                 for _ in range(400)]
+    found = evaluate.option_log_probs(model, trees, dropout_seeds=range(400))
+    fixed = evaluate.option_log_probs(model, trees)
+    for i in range(2):
+        probs = np.array([draw[i] for draw in drawn])
+        error = probs.std(0) * (2 / 400) ** 0.5
+        assert (np.abs(np.exp(found[i]) - probs.mean(0)) < 4.5 * error).all()
+        few = evaluate.option_log_probs(model, trees, dropout_seeds=[0])[i]
+        assert np.abs(np.exp(found[i]) - probs.mean(0)).max() < np.abs(
+            np.exp(few) - probs.mean(0)).max()
+    assert max(np.abs(a - b).max() for a, b in zip(found, fixed, strict=True)) > 0.05
 
 
 def write_task(folder, n=4, choices=('blue', 'a lazy dog', 'brown')):
@@ -361,6 +403,88 @@ def scored(folder, out, *arguments, tasks='global_mmlu'):
                    f'--out_dir={out}', '--shots=2', '--n_bootstrap=50', '--dtype=float32',
                    *arguments])
     return json.loads((out / 'results.json').read_text())
+
+
+def adapted_run(base, run, dropout=0.3):
+    """What train.py --lora leaves: merged weights, the adapters, the tokenizer."""
+    model = lora_model(base, dropout)
+    model.config.temperature = 1.5      # as with logit_temperature: in the config of the run alone
+    checkpoint.save_adapter(model, run / 'adapter', str(base))
+    checkpoint.save(model, run, torch.float32, base)
+    return model
+
+
+def test_an_evaluation_with_passes(scored_folder, tmp_path, capsys):
+    run = tmp_path / 'run' / 'model'
+    model = adapted_run(scored_folder / 'model', run)
+    shutil.copytree(scored_folder / 'data', tmp_path / 'run' / 'data')
+
+    def samples(name, *arguments):
+        out = tmp_path / name
+        scored(tmp_path / 'run', out, '--limit=8', '--deterministic', *arguments)
+        return {(s['task'], s['language'], s['id']): s['log_probs']
+                for s in report.read_samples(out / 'samples.jsonl') if 'log_probs' in s}
+    plain, three = samples('plain'), samples('three', '--passes=3', '--p_true')
+    off = [np.abs(np.subtract(plain[key], three[key])).max() for key in plain]
+    assert plain.keys() == three.keys() and min(off) > 1e-3
+    # by hand, from the adapters themselves
+    asked, solved, _, _ = questions.load_task(f'global_mmlu:{tmp_path / "run" / "data"}', shots=2,
+                                              limit=8)
+    tokenizer = load_tokenizer(run)
+    trees = {(q.language, q.id): tree for q, tree in tokenize_questions(
+        asked, solved, tokenizer, add_bos=True, max_length=2048)}
+    keys = [*trees]
+    for key, log_probs in zip(keys, evaluate.option_log_probs(
+            model, [trees[key] for key in keys], deterministic=True,
+            dropout_seeds=[(0, 0), (0, 1), (0, 2)]), strict=True):
+        assert three['global_mmlu', *key] == pytest.approx(log_probs.tolist(), abs=1e-6)
+    # the record, the table and the label of P(True)
+    record = json.loads((tmp_path / 'three' / 'eval_config.json').read_text())
+    assert (record['passes'], record['seed']) == (3, 0) and record['adapter'] != record['base']
+    assert 'passes' not in json.loads((tmp_path / 'plain' / 'eval_config.json').read_text())
+    content = json.loads((tmp_path / 'three' / 'results.json').read_text())
+    assert content['tasks']['global_mmlu']['passes'] == 3
+    assert {'global_mmlu', 'global_mmlu.p_true'} == content['tasks'].keys()
+    assert 'plain text, 3 passes with dropout' in capsys.readouterr().out
+    # a seed gives the same samples, also if the evaluation was interrupted
+    path = tmp_path / 'cut' / 'samples.jsonl'
+    assert samples('cut', '--passes=3') == three
+    path.write_text(''.join(path.read_text().splitlines(True)[:9]))
+    (tmp_path / 'cut' / 'results.json').unlink()
+    assert samples('cut', '--passes=3') == three
+    assert samples('other', '--passes=3', '--seed=1', '--limit=40') != three
+    for arguments in (['--passes=4'], [], ['--passes=3', '--seed=1']):
+        with pytest.raises(configs.ConfigError, match='holds samples with another (passes|seed)'):
+            samples('three', *arguments)
+    evaluate.main([f'--model={run}', f'--tasks=global_mmlu:{tmp_path / "run" / "data"}',
+                   '--passes=2', '--limit=2', '--shots=0', '--n_bootstrap=0'])
+    assert (run / 'passes-2' / 'results.json').exists() and not (run / 'results.json').exists()
+
+
+def test_passes_that_cannot_be_done(scored_folder, tmp_path):
+    run = tmp_path / 'run' / 'model'
+    adapted_run(scored_folder / 'model', run)
+    settings = run / 'adapter' / 'adapter_config.json'
+    content = json.loads(settings.read_text())
+
+    def fails(message, folder=run.parent, **changes):
+        settings.write_text(json.dumps(content | changes))
+        with pytest.raises((configs.ConfigError, checkpoint.CheckpointError), match=message):
+            evaluate.main([f'--model={folder / "model"}', '--passes=2', '--shots=2',
+                           f'--tasks=global_mmlu:{scored_folder / "data"}'])
+        assert not (run / 'passes-2' / 'samples.jsonl').exists()
+    fails('model has no adapter/, which train.py --lora saves', scored_folder)
+    fails('trained with lora_dropout = 0, so all passes would be equal', lora_dropout=0.0)
+    fails("config.json: adapter.use_dora is not supported; the keys are peft_type", use_dora=True)
+    fails('adapter.r = 0 is not supported', r=0)
+    fails("lora_targets = .*'query'.*; wanted some of q_proj", target_modules=['query'])
+    fails('lora_A.weight has shape .4, 80., the base .* want .3, 80.', r=3)
+    fails('down_proj.lora_A.weight has shape .4, 80., .* want None', target_modules=['q_proj'])
+    fails('there is no file or folder|no model folder at', base_model_name_or_path='/none')
+    settings.write_text(json.dumps(content))
+    write_rows(tmp_path / 'texts.jsonl', [{'text': 'the quick brown fox jumps'}])
+    with pytest.raises(configs.ConfigError, match='passes = 2: clm takes the top token'):
+        evaluate.main([f'--model={run}', f'--tasks=clm:{tmp_path / "texts.jsonl"}', '--passes=2'])
 
 
 def test_languages_and_groups(scored_folder, tmp_path, capsys):

@@ -209,6 +209,8 @@ def test_a_report_in_the_chat_template(small_world, tmp_path):
     assert evaluate.trained_template(tmp_path) == 'tulu'
     with pytest.raises(configs.ConfigError, match='needs data_kind = .instruct'):
         train.main([*run, '--data_kind=text'])
+    with pytest.raises(configs.ConfigError, match='eval: passes needs the adapters that a run'):
+        train.main([*run, '--eval.passes=2'])
 
 
 def test_training_by_answer_letter(small_world, tmp_path):
@@ -451,6 +453,10 @@ def test_lora_run(small_world, tmp_path):
     ours = checkpoint.load(tmp_path)
     assert torch.allclose(ours.logits(ours(tokens, *whole_rows(tokens))), merged(tokens).logits,
                           atol=1e-3)
+    # the dropout of the adapters of an epoch, sampled in an evaluation
+    evaluate.main([f'--model={tmp_path / "epoch-1"}', '--passes=2', '--shots=0', '--scoring=text',
+                   f'--tasks={small_world[0] / "world" / "questions.jsonl"}', '--device=cpu'])
+    assert json.loads((tmp_path / 'epoch-1' / 'passes-2' / 'results.json').read_text())['tasks']
 
 
 def test_neox_runs(small_world, tmp_path):
