@@ -14,7 +14,8 @@ def find_files(sources):
     """
     runs = {}
     for source in sources:
-        paths = [source] if source.suffix == '.jsonl' else sorted(source.rglob('samples_*.jsonl'))
+        paths = [source] if source.suffix == '.jsonl' else sorted(
+            source.rglob('samples_*_????-??-??T*.jsonl'))
         for path in [path.absolute() for path in paths]:
             _, subtask, date = metrics.harness_task(path)
             of_run = runs.setdefault(path.parent if date else path, {})
