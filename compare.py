@@ -79,7 +79,8 @@ def main(argv):
                for source in (*(a for a in argv if a not in settings), *cfg.sources)]
     tables = [source.resolve() for source in sources if source.suffix == '.csv']
     of_harness = harness.find_files([s for s in sources if not (s / 'results.json').exists()])
-    folders = find_runs([source for source in sources if source.suffix != '.csv'], of_harness)
+    folders = find_runs([source for source in sources if source.suffix != '.csv'],
+                        [file for files in of_harness.values() for file in files.values()])
     if twice := [path for path in (*folders, *tables) if (*folders, *tables).count(path) > 1]:
         raise ConfigError(f'compare: {twice[0]} is named twice')
     if len(folders) + len(of_harness) + 2 * len(tables) < 2:
@@ -114,18 +115,18 @@ class Run:
     of_harness: dict | None = None      # {task: samples} of lm-evaluation-harness
 
 
-def find_runs(sources, of_harness):
+def find_runs(sources, harness_files=()):
     """Return the folders of runs: those named, or the runs below a folder that is not one.
 
-    Raises DataError for a source that holds none, nor a file of `of_harness`.
+    Raises DataError for a source that holds none, nor one of `harness_files`.
     """
-    files = [file for of_run in of_harness.values() for file in of_run.values()]
     folders = []
     for source in sources:
         below = [source] if (source / 'results.json').exists() else [
             path.parent for path in sorted(source.rglob('samples.jsonl'))
             if path.with_name('results.json').exists() and path.parent.name != 'before']
-        if not below and not any(source.absolute() in (f, *f.parents) for f in files):
+        if not below and not any(source.absolute() in (file, *file.parents)
+                                 for file in harness_files):
             raise DataError(f'compare: {source} holds no run: ' + (
                 'neither it nor a folder below it has a results.json beside samples.jsonl, or '
                 'samples_*.jsonl of lm_eval; evaluate first' if source.is_dir() else

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-KEPT = 'results', 'groups', 'group_subtasks', 'n-shot', 'n-samples', 'lm_eval_version'
+KEPT = 'results', 'group_subtasks', 'lm_eval_version'
 ANIMALS = [
     {'question': 'How many legs has a spider?', 'choices': ['four', 'six', 'eight', 'ten'],
      'answer': 2},
