@@ -7,7 +7,8 @@
 Runs of one seed are compared over the questions that they answered: differences with a paired
 bootstrap. Runs of several seeds are compared over the seeds: means with Student's interval, and
 paired differences between runs of the same seed. A folder that is not a run stands for all runs
-below it; an earlier compare.csv can replace the run folders.
+below it; an earlier compare.csv can replace the run folders. What lm-evaluation-harness wrote with
+--log_samples is a run as well: the folder of a model, or its files samples_<task>_<date>.jsonl.
 """
 
 import itertools
@@ -15,9 +16,11 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+import harness
 import metrics
 import scaling
 import stats
@@ -53,6 +56,9 @@ class CompareConfig:
     seed: int = 0                             # of the bootstrap
     out_dir: str = 'out/compare'
     ensemble: bool = False                    # one more row: the mean of the runs' probabilities
+    # of files of lm-evaluation-harness, what divides a log-probability; sum: nothing, as for acc;
+    # char: the characters of the option, as for acc_norm; byte: its bytes
+    norm: Literal['sum', 'char', 'byte'] = 'sum'
     # the following are for runs of several seeds
     # lines to keep, as 'column=value|value'. Columns: task, language ('all': pooled), category,
     # scaling ('none' or 'temperature'), run, kind ('tuned' for the run 'tuned-lr0.1'), seed, and
@@ -73,19 +79,23 @@ def main(argv):
     sources = [Path(os.path.expanduser(source))
                for source in (*(a for a in argv if a not in settings), *cfg.sources)]
     tables = [source.resolve() for source in sources if source.suffix == '.csv']
-    folders = find_runs([source for source in sources if source.suffix != '.csv'])
+    of_harness = harness.find_files([s for s in sources if not (s / 'results.json').exists()])
+    folders = find_runs([source for source in sources if source.suffix != '.csv'],
+                        [file for files in of_harness.values() for file in files.values()])
     if twice := [path for path in (*folders, *tables) if (*folders, *tables).count(path) > 1]:
         raise ConfigError(f'compare: {twice[0]} is named twice')
-    if len(folders) + 2 * len(tables) < 2:
+    if len(folders) + len(of_harness) + 2 * len(tables) < 2:
         raise ConfigError('compare needs two runs or more: name their folders, a folder that holds '
-                          'them, or a compare.csv' + ''.join(f'; there is {f}' for f in folders))
+                          'them, or a compare.csv' + ''.join(
+                              f'; there is {run}' for run in (*folders, *of_harness)))
     runs = [read_run(folder) for folder in folders]
+    runs += [harness_run(folder, files, cfg.norm) for folder, files in of_harness.items()]
     out_dir = Path(os.path.expanduser(cfg.out_dir))
     with writing(f'into out_dir = {out_dir}'):
         out_dir.mkdir(parents=True, exist_ok=True)
     # the settings of a comparison over questions; those below out_dir are for several seeds
     over_questions = CompareConfig(cfg.sources, cfg.n_bootstrap, cfg.seed, cfg.out_dir,
-                                   cfg.ensemble)
+                                   cfg.ensemble, cfg.norm)
     over_seeds = tables or cfg != over_questions
     if cfg.ensemble and over_seeds:
         raise ConfigError('ensemble averages runs over their questions: name their folders, and '
@@ -101,26 +111,32 @@ def main(argv):
 
 @dataclass
 class Run:
-    """The content of the folder of a run, except its samples."""
+    """The content of the folder of a run, except the samples that evaluate.py wrote."""
     folder: Path
     model: str              # the name of the model that was tuned, or that was evaluated
     seed: int
     settings: dict          # {name: text}, of training and the shape of the model
     reach: dict             # the entropies that the output matrix can reach
     results: dict           # {task: its entry in results.json}
+    of_harness: dict | None = None      # {task: samples} of lm-evaluation-harness
 
 
-def find_runs(sources):
-    """Return the folders of runs: those named, or the runs below a folder that is not one."""
+def find_runs(sources, harness_files=()):
+    """Return the folders of runs: those named, or the runs below a folder that is not one.
+
+    Raises DataError for a source that holds none, nor one of `harness_files`.
+    """
     folders = []
     for source in sources:
         below = [source] if (source / 'results.json').exists() else [
             path.parent for path in sorted(source.rglob('samples.jsonl'))
             if path.with_name('results.json').exists() and path.parent.name != 'before']
-        if not below:
+        if not below and not any(source.absolute() in (file, *file.parents)
+                                 for file in harness_files):
             raise DataError(f'compare: {source} holds no run: ' + (
-                'neither it nor a folder below it has a results.json beside samples.jsonl; '
-                'evaluate first' if source.is_dir() else 'there is no such folder'))
+                'neither it nor a folder below it has a results.json beside samples.jsonl, or '
+                'samples_*.jsonl of lm_eval; evaluate first' if source.is_dir() else
+                'there is no such folder'))
         folders += [folder.resolve() for folder in below]
     return folders
 
@@ -154,8 +170,19 @@ def read_run(folder):
                {key: str(value) for key, value in settings.items()}, reach, results)
 
 
+def harness_run(folder, files, norm):
+    """Return the Run of {subtask: file} of lm-evaluation-harness; `norm` as in CompareConfig."""
+    tasks = harness.read_run(files, norm)
+    # the lengths that `norm` names are in n_tokens
+    results = {task: {'distribution': f'lm-evaluation-harness, {norm}', 'norm': 'token'}
+               for task in tasks}
+    return Run(folder, folder.name, 0, {}, {}, results, tasks)
+
+
 def read_run_samples(run):
     """Return ({task: samples}, {task: samples of the validation split}) of a run's results."""
+    if run.of_harness:
+        return run.of_harness, {}
     path, test, held_out = run.folder / 'samples.jsonl', {}, {}
     for sample in sorted(last_asked(read_samples(path)), key=sample_order):
         split = held_out if sample.get('split') == 'validation' else test

@@ -551,7 +551,8 @@ def draw_diagrams(results, rows, tasks, out_dir):
 
 USAGE = f"""\
 usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=value ...]
-       python evaluate.py --compare FOLDER FOLDER [...]     evaluated runs side by side
+       python evaluate.py --compare FOLDER FOLDER [...]     evaluated runs side by side, or models
+                                                            that lm_eval --log_samples evaluated
 
 example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
 

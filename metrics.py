@@ -39,8 +39,10 @@ Effects of Language Model Instruction-Tuning', appendix A.
 import argparse
 import bisect
 import json
+import re
 import signal
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -810,29 +812,43 @@ def check_range(name, value, low, high, open_low=False, open_high=False):
 
 
 def main(arguments=None):
-    """Print the report of a file of predictions, one JSON object per line; see --help."""
+    """Print the reports of files of predictions, one JSON object per line; see --help."""
     parser = argparse.ArgumentParser(
-        description='Print every calibration metric of a file of predictions.',
+        description='Print every calibration metric of files of predictions.',
         formatter_class=argparse.RawDescriptionHelpFormatter, epilog="""\
-each line of the file is a JSON object of one of these forms:
+each line of a file is a JSON object of one of these forms:
   {"probs": [0.7, 0.2, 0.1], "answer": 0}     answer, or label: index of the correct option
   {"log_probs": [-3.1, -4.0], "answer": 1}    divided by "n_tokens": [2, 3] if given; then softmax
   {"confidence": 0.8, "correct": true}        the prediction alone
-Lines with "split": "validation" are left out. Each "task" has a report of its own.
+  or of samples_<task>_<date>.jsonl, which lm_eval --log_samples writes
+Lines with "split": "validation" are left out. Each "task" of a file has a report of its own, and
+each group of one call of lm_eval, such as mmlu.
 
-example: python metrics.py out/base/samples.jsonl""")
-    parser.add_argument('file', help='a .jsonl file, such as the samples.jsonl of evaluate.py')
-    path = parser.parse_args(arguments).file
-    try:
-        for task, rows in _read_tasks(path).items():
-            print(f'{task}\n{_report_of_rows(rows)}\n' if task else _report_of_rows(rows))
-    except OSError as error:
-        sys.exit(f'error: {path}: {error.strerror}')
-    except ValueError as error:
-        sys.exit(f'error: {path}:{error}')
+example: python metrics.py out/base/samples.jsonl
+         python metrics.py --norm=char out/model/samples_hellaswag_*.jsonl""")
+    parser.add_argument('files', nargs='+', metavar='file', help='such as the samples.jsonl of '
+                        'evaluate.py')
+    parser.add_argument('--norm', choices=('sum', 'char', 'byte'), default='sum',
+                        help='what divides a log-probability of lm_eval: nothing (acc, the '
+                        'default), characters (acc_norm) or bytes (acc_bytes) of the option')
+    options, reports = parser.parse_args(arguments), {}
+    for path in options.files:
+        try:
+            task, _, date = harness_task(path)
+            place = f'{Path(path).parent}, {date}' if date else path
+            for name, rows in _read_tasks(path, task, options.norm).items():
+                reports.setdefault((place, name), []).extend(rows)
+        except OSError as error:
+            sys.exit(f'error: {path}: {error.strerror}')
+        except ValueError as error:
+            sys.exit(f'error: {path}:{error}')
+    several = len({place for place, _ in reports}) > 1
+    for (place, task), rows in reports.items():
+        title = ': '.join(filter(None, (several and place, task)))
+        print(f'{title}\n{_report_of_rows(rows)}\n' if title else _report_of_rows(rows))
 
 
-def _read_tasks(path):
+def _read_tasks(path, group, norm):
     """{task: [what _parse returns, row by row]}; ValueError begins with the line number."""
     tasks = {}
     with open(path, 'rb') as lines:
@@ -845,6 +861,8 @@ def _read_tasks(path):
                     raise ValueError(f'not a JSON object: {str(row)[:40]}')
                 if row.get('split') == 'validation':
                     continue
+                if 'filtered_resps' in row:
+                    row = {'task': group} | harness_sample(row, norm)
                 rows = tasks.setdefault(str(row.get('task', '')), [])
                 rows.append(_parse(row))
                 if (rows[0][0] == 'confidence') != (rows[-1][0] == 'confidence'):
@@ -852,10 +870,60 @@ def _read_tasks(path):
             except (ValueError, OverflowError, RecursionError) as error:
                 raise ValueError(
                     f'{number}: {str(error).removeprefix("row 0: ")}. Wanted: a JSON object with '
-                    f'probs (or log_probs) and answer, or confidence and correct') from None
+                    f'probs (or log_probs) and answer, or confidence and correct, or a line of '
+                    f'multiple choice by lm_eval --log_samples') from None
     if not tasks:
         raise ValueError(' no row to score')
     return tasks
+
+
+def harness_task(path) -> tuple[str, str, str]:
+    """Return (task, subtask, date) of lm-evaluation-harness's samples_<subtask>_<date>.jsonl.
+
+    The task of mmlu_anatomy is mmlu if results_<date>.json beside the file has that group. A file
+    with another name is ('samples', '', '').
+    """
+    path = Path(path)
+    if not (match := re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl', path.name)):
+        return 'samples', '', ''
+    subtask, date = match.groups()
+    groups = [group for results in path.parent.glob(f'*_{date}.json')
+              for group in json.loads(results.read_text(encoding='utf-8')).get('group_subtasks', ())
+              if subtask.startswith(f'{group}_')]
+    return max(groups, key=len, default=subtask), subtask, date
+
+
+def harness_sample(row, norm='sum') -> dict:
+    """Return a line that lm_eval 0.4.13 --log_samples wrote in the form of our samples.
+
+    {'id', 'answer': index of the right option, 'options': [K], 'log_probs': [K], in nats,
+    'n_tokens': [K], what divides them: 1, or with norm 'char' or 'byte' the characters or UTF-8
+    bytes of the option}. Raises ValueError if the task is not multiple choice, or if `acc` of the
+    line contradicts the answer: several options may be right.
+    """
+    try:
+        pairs, target = row['filtered_resps'], row['target']
+        options = [call.get('arg_1') for call in row['arguments'].values()]
+        if 'acc_mutual_info' in row:    # the second half is without the question
+            pairs, options = pairs[:len(pairs) // 2], options[:len(options) // 2]
+        if len(pairs) < 2 or type(pairs[0]) is not list:
+            raise ValueError('not multiple choice, so there are no probabilities of options: the '
+                             'model wrote an answer, or a single text was scored')
+        texts = [option[option[:1].isspace():] for option in options]
+        lengths = [{'sum': 1, 'char': len(x), 'byte': len(x.encode())}[norm] for x in texts]
+        sample = {'id': f'{row["doc_id"]}:{row["doc_hash"][:16]}', 'options': options,
+                  'log_probs': [float(log_prob) for log_prob, _ in pairs],
+                  'n_tokens': [max(1, length) for length in lengths]}
+        top = int(np.argmax(sample['log_probs']))
+        if len(texts) == 2 and texts[0] == texts[1]:    # after two contexts, as in WinoGrande
+            answer = top if row['acc'] else 1 - top
+        else:
+            answer = int(target) if target.isdigit() else (texts + [target]).index(target)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f'not a line of lm_eval 0.4.13 ({error!r})') from None
+    if answer >= len(texts) or row.get('acc', top == answer) != (top == answer):
+        raise ValueError(f'its target, {target!r}, is not the only right option')
+    return sample | {'answer': answer}
 
 
 def _parse(row):

@@ -470,3 +470,86 @@ def test_reachable_entropy_is_read(tmp_path):
     lines = (tmp_path / 'out' / 'compare.md').read_text().splitlines()
     assert lines[0].startswith('| task | unused_rows | seeds | least entropy (bits) |')
     assert lines[2].startswith('| mmlu | 0 | 2 | 0.250 ± 0.000 |') and '512.25' in lines[3]
+
+
+# ------------------------------------------------------------------------------------------------
+# Files that lm-evaluation-harness wrote
+# ------------------------------------------------------------------------------------------------
+
+HARNESS_FILES = HERE / 'tests' / 'harness_files'
+
+
+def test_two_models_of_lm_eval(tmp_path, capsys):
+    out = f'--out_dir={tmp_path / "out"}'
+    run_compare(HARNESS_FILES / 'first', HARNESS_FILES / 'second', out, '--n_bootstrap=50')
+    printed = capsys.readouterr().out
+    assert '\ntrivia (lm-evaluation-harness, sum)\n' in printed
+    assert 'samples_written_' in printed and '.jsonl is left out: not multiple choice' in printed
+    assert '\nnamed is left out: not every run has it' in printed
+    rows = {(r['dataset'], r['run']): r for r in csv_rows(tmp_path / 'out' / 'compare.csv')}
+    results = {run: json.loads(next((HARNESS_FILES / run).glob('results_*.json')).read_text())
+               for run in ('first', 'second')}
+    for (task, run), row in rows.items():
+        assert float(row['accuracy']) == pytest.approx(
+            results[run]['results'][task]['acc,none'], abs=1e-12)
+    assert list(rows) == [(task, run) for task in ('endings', 'gaps', 'trivia')
+                          for run in ('first', 'second')]
+    # the six questions of both subtasks are paired: lm-eval's accuracies are 2/6 and 3/6
+    accuracy, = (line.split() for line in printed.split('\n') if 'trivia' not in line
+                 and line.startswith('second - first  questions          6        accuracy'))
+    assert accuracy[6] == '+0.1667'
+    assert (tmp_path / 'out' / 'reliability-trivia.png').exists()
+    # by characters, of a folder that holds both
+    run_compare(HARNESS_FILES, '--norm=char', out, '--n_bootstrap=50')
+    assert '\nendings (lm-evaluation-harness, char)\n' in capsys.readouterr().out
+    for row in csv_rows(tmp_path / 'out' / 'compare.csv'):
+        if row['dataset'] == 'endings':
+            assert float(row['accuracy']) == results[row['run']]['results']['endings'][
+                'acc_norm,none']
+
+
+def test_chosen_files_of_lm_eval(tmp_path, capsys):
+    out = f'--out_dir={tmp_path / "out"}'
+    files = [file for run in ('first', 'second')
+             for file in sorted((HARNESS_FILES / run).glob('samples_trivia_*.jsonl'))]
+    run_compare(*files, out, '--n_bootstrap=20')
+    printed = capsys.readouterr().out
+    assert 'trivia (' in printed and 'endings' not in printed and 'left out' not in printed
+    # renamed files are a run each; without the results beside them, subtasks are tasks
+    for i, name in enumerate(('a.jsonl', 'b.jsonl')):
+        (tmp_path / name).write_bytes(files[2 * i].read_bytes())
+    run_compare(tmp_path / 'a.jsonl', tmp_path / 'b.jsonl', out, '--n_bootstrap=20')
+    printed = capsys.readouterr().out
+    assert '\nsamples (lm-evaluation-harness, sum)\n' in printed
+    assert '\nb.jsonl - a.jsonl' in printed
+    for run, file in (('x', files[0]), ('y', files[2])):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / file.name).write_bytes(file.read_bytes())
+    # of two evaluations the newer one counts
+    older = tmp_path / 'x' / 'samples_trivia_animals_2025-01-01T00-00-00.000001.jsonl'
+    older.write_text('damaged')
+    run_compare(tmp_path / 'x', tmp_path / 'y', out, '--n_bootstrap=20')
+    printed = capsys.readouterr().out
+    assert f'{older} is left out: {files[0].name} is newer' in printed
+    assert '\ntrivia_animals (lm-evaluation-harness, sum)\n' in printed
+
+
+def test_lm_eval_files_that_cannot_be_compared(tmp_path):
+    good, = (HARNESS_FILES / 'first').glob('samples_endings_*.jsonl')
+    written, = (HARNESS_FILES / 'first').glob('samples_written_*.jsonl')
+    rows = [json.loads(line) for line in good.read_text().splitlines()]
+    for sources, message in (
+            ([HARNESS_FILES / 'first'], 'needs two runs or more.*; there is .*/first'),
+            ([good, written], 'needs two runs or more'),
+            ([good, tmp_path / 'none.jsonl'], 'cannot read .*/none.jsonl'),
+            ([good, write_rows(tmp_path / 'a.jsonl', [json.loads(written.read_text())])],
+             'a.jsonl: no multiple-choice questions of lm_eval --log_samples'),
+            ([good, write_rows(tmp_path / 'b.jsonl', [rows[0], rows[1] | {'acc': 0.5}])],
+             "b.jsonl:2: its target, '1', is not the only right option"),
+            ([good, write_rows(tmp_path / 'c.jsonl', [
+                rows[0], rows[1] | {'filtered_resps': [['nan', 'x'], ['-1', 'x']], 'acc': 0.0}])],
+             'c.jsonl:2: the log-probabilities are .nan, -1.0'),
+            ([good, write_rows(tmp_path / 'd.jsonl', rows)],
+             'no task in common: first: endings; d.jsonl: samples')):
+        with pytest.raises((configs.ConfigError, DataError), match=message):
+            run_compare(*sources, f'--out_dir={tmp_path / "out"}')

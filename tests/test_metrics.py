@@ -1,5 +1,6 @@
 """metrics.py: golden values of other libraries, properties, errors"""
 
+import importlib.util
 import itertools
 import json
 import math
@@ -959,3 +960,102 @@ def test_metrics_refuse_bad_settings(metric, setting, value, message):
     with pytest.raises(ValueError) as error:
         metric([[0.5, 0.5]], [0], **{setting: value})
     assert str(error.value) == message
+
+
+# ------------------------------------------------------------------------------------------------
+# Files that lm-evaluation-harness wrote
+# ------------------------------------------------------------------------------------------------
+
+HARNESS_FILES = HERE / 'tests' / 'harness_files'
+
+
+def harness_rows(task, model='first'):
+    path, = (HARNESS_FILES / model).glob(f'samples_{task}_2*.jsonl')
+    return path, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def accuracies(folder, norm):
+    """{task: accuracy} by what `metrics.main` prints of all its multiple-choice files."""
+    files = [path for path in folder.glob('samples_*.jsonl') if not re.search(
+        'several|written|last_word|whole_text', path.name)]
+    lines = run_metrics(f'--norm={norm}', *files).stdout.split('\n')
+    titles = [i for i, line in enumerate(lines) if line and not lines[i - 1]]
+    return {lines[i]: float(lines[i + 2].split()[1]) for i in titles}
+
+
+def check_accuracies(folder, n_tasks):
+    """Each accuracy is the one that lm-evaluation-harness computed itself."""
+    results = json.loads(next(folder.glob('results_*.json')).read_text())['results']
+    for norm, metric in (('sum', 'acc'), ('char', 'acc_norm'), ('byte', 'acc_bytes')):
+        ours = accuracies(folder, norm)
+        assert len(ours) == n_tasks
+        theirs = {task: results[task][f'{metric},none'] for task in ours
+                  if f'{metric},none' in results[task]}
+        assert {task: ours[task] for task in theirs} == pytest.approx(theirs, abs=1e-4)
+        assert 'endings' in theirs
+
+
+@pytest.mark.parametrize('model, n_tasks', [('first', 5), ('second', 3)])
+def test_accuracy_of_lm_eval_files_is_their_own(model, n_tasks):
+    check_accuracies(HARNESS_FILES / model, n_tasks)
+
+
+@pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs lm-eval')
+def test_what_lm_eval_writes_now(tmp_path):
+    subprocess.run([sys.executable, HARNESS_FILES / 'write.py', tmp_path / 'out'], check=True)
+    check_accuracies(tmp_path / 'out' / 'first', 5)
+    check_accuracies(tmp_path / 'out' / 'second', 3)
+
+
+def test_a_sample_of_lm_eval():
+    _, rows = harness_rows('endings')
+    row = rows[2]       # Im Café trank er: einen süßen Tee., Öl., über.
+    theirs = [float(x) for x, _ in row['filtered_resps']]
+    for norm, lengths in (('sum', [1, 1, 1]), ('char', [16, 3, 5]), ('byte', [18, 4, 6])):
+        sample = metrics.harness_sample(row, norm)
+        assert (sample['log_probs'], sample['n_tokens']) == (theirs, lengths)
+        assert sample['options'] == [' einen süßen Tee.', ' Öl.', ' über.']
+        assert sample['answer'] == 0 and sample['id'] == f'2:{row["doc_hash"][:16]}'
+    # the answer of two contexts, of an option's text, and of log-probabilities beside others
+    assert [metrics.harness_sample(row)['answer'] for row in harness_rows('gaps')[1]] == [0, 1]
+    assert metrics.harness_sample(harness_rows('named')[1][0])['answer'] == 1
+    unconditional = [metrics.harness_sample(row) for row in harness_rows('against_nothing')[1]]
+    assert unconditional == [metrics.harness_sample(row) for row in rows]
+    path, _ = harness_rows('trivia_animals')
+    assert metrics.harness_task(path) == ('trivia', 'trivia_animals', '2026-' + path.stem[-21:])
+    assert metrics.harness_task(path.with_name('mine.jsonl')) == ('samples', '', '')
+
+
+def test_lm_eval_files_that_cannot_be_measured(tmp_path):
+    for task, message in (('several', r"its target, '\[1, 2\]', is not the only right option"),
+                          ('written', 'not multiple choice, so there are no probabilities'),
+                          ('last_word', 'not multiple choice'), ('whole_text', 'not multiple')):
+        done = run_metrics(harness_rows(task)[0])
+        assert done.returncode == 1 and not done.stdout and done.stderr.count('\n') == 1
+        assert re.search(rf'samples_{task}_.*jsonl:1: {message}', done.stderr), done.stderr
+    _, rows = harness_rows('endings')
+    for change, message in (        # the first as in truthfulqa_mc2
+                            ({'acc': 0.37}, "target, '0', is not the only right"),
+                            ({'target': '3'}, "target, '3', is not the only right"),
+                            ({'target': '-100'}, "target, '-100', is not the only"),
+                            ({'arguments': [['a', ' b']]}, 'not a line of lm_eval 0.4.13'),
+                            ({'filtered_resps': None}, 'not a line of lm_eval 0.4.13'),
+                            ({'filtered_resps': [['nan', 'False']] * 3, 'acc': 1.0},
+                             'largest score is nan')):
+        path = write_rows(tmp_path / 'mine.jsonl', [rows[0], rows[0] | change])
+        done = run_metrics(path)
+        assert done.returncode == 1 and f'{path}:2: ' in done.stderr and message in done.stderr
+    row = harness_rows('gaps')[1][0]
+    del row['acc']
+    assert "not a line of lm_eval 0.4.13 (KeyError('acc'))" in run_metrics(
+        write_rows(tmp_path / 'mine.jsonl', [row])).stderr
+
+
+def test_lm_eval_files_of_two_models_are_not_mixed():
+    files = [harness_rows(f'trivia_{x}', model)[0] for model in ('first', 'second')
+             for x in ('animals', 'rivers')]
+    lines = run_metrics(*files).stdout.split('\n')
+    titles = [i for i, line in enumerate(lines) if line and not lines[i - 1]]
+    assert sorted(re.sub(', .*: ', ' ', lines[i].split('/')[-1]) for i in titles) == [
+        'first trivia', 'second trivia']
+    assert all(lines[i + 1].split() == ['n', '6'] for i in titles)

@@ -1,0 +1,56 @@
+"""What lm-evaluation-harness wrote with --log_samples, as the samples of runs for compare.py."""
+
+import math
+
+import metrics
+from data import DataError, read_rows
+
+
+def find_files(sources):
+    """Return {run: {subtask: file}} of the files `sources`, and of samples_*.jsonl below folders.
+
+    A run is the folder of a model, in which the newest file of each subtask counts, or a file that
+    has another name than lm_eval gave it.
+    """
+    runs = {}
+    for source in sources:
+        paths = [source] if source.suffix == '.jsonl' else sorted(
+            source.rglob('samples_*_????-??-??T*.jsonl'))
+        for path in [path.absolute() for path in paths]:
+            _, subtask, date = metrics.harness_task(path)
+            of_run = runs.setdefault(path.parent if date else path, {})
+            if subtask in of_run and path != of_run[subtask]:
+                older, path = sorted((path, of_run[subtask]))   # by date, since the rest is equal
+                print(f'{older} is left out: {path.name} is newer')
+            of_run[subtask] = path
+    return runs
+
+
+def read_run(files, norm):
+    """Return {task: samples}, as evaluate.py writes them, of {subtask: file}.
+
+    Prints which files are left out: those whose first line is not multiple choice. Raises DataError
+    with file and line for another line that cannot be used, and if no file is left.
+    """
+    tasks = {}
+    for subtask, path in files.items():
+        task, samples = metrics.harness_task(path)[0], []
+        for place, row in read_rows(path):
+            if isinstance(row, DataError):
+                raise row
+            try:
+                sample = metrics.harness_sample(row, norm)
+                if not all(map(math.isfinite, sample['log_probs'])):
+                    raise ValueError(f'the log-probabilities are {sample["log_probs"]}')
+            except ValueError as error:
+                if samples:
+                    raise DataError(f'{place}: {error}') from None
+                print(f'{path.name} is left out: {error}')
+                break
+            samples.append(sample | {'task': task, 'split': 'test', 'subject': subtask,
+                                     'id': f'{subtask}:{sample["id"]}'})
+        if samples:
+            tasks.setdefault(task, []).extend(samples)
+    if not tasks:
+        raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
+    return {task: sorted(samples, key=lambda s: s['id']) for task, samples in tasks.items()}
