@@ -567,9 +567,6 @@ def run(cfg):
     Raises ConfigError, DataError or CheckpointError.
     """
     check_eval_config(cfg)
-    if cfg.tasks == ('help',):
-        print(describe_tasks())
-        return
     if not cfg.model:
         raise ConfigError('no model given; for example --model=out/run or '
                           '--model=google/gemma-2-2b')
@@ -593,6 +590,9 @@ def main(argv):
     if not argv:
         raise SystemExit(USAGE)
     cfg = load_config(EvalConfig, argv, USAGE)
+    if cfg.tasks == ('help',):
+        print(describe_tasks())
+        return
     results, labels, out_dir = run(cfg)
     for label in labels:
         print(f'\n{report.task_text(label, results["tasks"][label])}')
