@@ -26,15 +26,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 
-import checkpoint
 import compare
 import outdir
 import report
 import samples
-from checkpoint import CheckpointError
-from configs import ConfigError, load_config, read_assignments, require_range
+from configs import (CheckpointError, ConfigError, Later, load_config, read_assignments,
+                     require_range)
 from data import DataError
 from data.chat import question_frame
 from data.packing import pack_alone, pack_trees, stack_rows
@@ -42,10 +40,9 @@ from data.probes import INSTRUCTIONS
 from data.questions import TASKS
 from data.tasks import load_tasks
 from data.tokenizer import begins_with_bos
-from device import HostCopy, pick_device, pick_dtype, versions
-from fused_ce import token_statistics
-from log import Progress
-from model import compile_blocks
+
+checkpoint, device, fused_ce, log, torch = map(Later, (
+    'checkpoint', 'device', 'fused_ce', 'log', 'torch'))
 
 
 @dataclass
@@ -155,7 +152,9 @@ def launch(load, batches, statistics):
                     training = model.training
                     model.eval()
                 arrays, scored = batch
-                launched = HostCopy(forward_values(model, arrays, scored, statistics)), scored
+                with torch.no_grad():
+                    values = forward_values(model, arrays, scored, statistics)
+                launched = device.HostCopy(values), scored
                 if last:
                     yield last
                 last = launched
@@ -167,7 +166,6 @@ def launch(load, batches, statistics):
                 model.train(training)
 
 
-@torch.no_grad()
 def forward_values(model, arrays, scored, statistics):
     """The values of `score` for each of `scored`, as a tensor [M, 1 or 4] on the model's device."""
     head, cap = model.head, model.softcap
@@ -176,7 +174,7 @@ def forward_values(model, arrays, scored, statistics):
     hidden = model(*to_device(inputs, head.device)).flatten(0, 1)
     if not statistics:
         return token_log_probs(hidden, head, at, tokens, cap)[:, None]
-    s = token_statistics(hidden[to_device(at, head.device)], head, tokens, softcap=cap)
+    s = fused_ce.token_statistics(hidden[to_device(at, head.device)], head, tokens, softcap=cap)
     return torch.stack([-s.nll, s.top_token.float(), s.top_logit - s.lse, s.entropy], 1)
 
 
@@ -189,7 +187,8 @@ def token_log_probs(hidden, head, at, tokens, softcap):
     used, place = at.unique(return_inverse=True)        # used[place] = at
     indices = to_device(torch.cat((at, tokens, place, used)), head.device)
     at, tokens, place, rows = indices.split([len(at)] * 3 + [len(used)])
-    lse = token_statistics(hidden[rows], head, torch.zeros_like(used), softcap=softcap).lse
+    label = torch.zeros_like(used)      # any: the sum over all tokens does not depend on it
+    lse = fused_ce.token_statistics(hidden[rows], head, label, softcap=softcap).lse
     logits = torch.cat([(hidden[i].float() * head[k].float()).sum(1)
                         for i, k in zip(at.split(4096), tokens.split(4096), strict=True)])
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -222,7 +221,7 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
     done:    the same of what is in samples.jsonl
     """
     prompts, bad_rows, waiting = set(), list(task.bad_rows), {}
-    progress = Progress(label, len(task.items) + len(task.validation), task.unit)
+    progress = log.Progress(label, len(task.items) + len(task.validation), task.unit)
 
     def trees():
         for index, (item, tree) in enumerate(task.tokenize(tokenizer, cfg)):
@@ -342,7 +341,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
         results[label]['fewer_shots'] = sum(s.get('shots', cfg.shots) < cfg.shots
                                             for s in rows[label])
     found = {'config': asdict(cfg) | {'model': str(cfg.model)}, 'seed': cfg.seed,
-             'versions': versions(), 'identity': identity, 'tasks': earlier | results}
+             'versions': device.versions(), 'identity': identity, 'tasks': earlier | results}
     report.write_results(found, out_dir)
     if cfg.pictures:
         draw_diagrams(found['tasks'], rows, tasks, out_dir)
@@ -371,15 +370,16 @@ def result_labels(tasks, cfg):
 
 def resolve(cfg, folder, config, tokenizer):
     """`cfg` with what 'auto' and None stand for here."""
-    device, context = pick_device(cfg.device), config.max_position_embeddings
+    place, context = device.pick_device(cfg.device), config.max_position_embeddings
     add_bos = trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos
     add_bos, chat = begins_with_bos(tokenizer, add_bos), cfg.chat
     if chat == 'trained':
         chat = trained_template(folder)
     if chat != 'none':
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
-    return replace(cfg, device=device, dtype=str(pick_dtype(cfg.dtype, device)).split('.')[-1],
-                   pack_len=cfg.pack_len or (16384 if device.startswith('cuda') else 4096),
+    return replace(cfg, device=place,
+                   dtype=str(device.pick_dtype(cfg.dtype, place)).split('.')[-1],
+                   pack_len=cfg.pack_len or (16384 if place.startswith('cuda') else 4096),
                    add_bos=add_bos, chat=chat,
                    max_length=min(cfg.max_length or context, context))
 
@@ -412,6 +412,7 @@ def load_for_scoring(folder, cfg):
     """The model, its blocks compiled where that pays: on a GPU, in bfloat16, with equal shapes."""
     model = checkpoint.load(folder, cfg.device, getattr(torch, cfg.dtype))
     if cfg.compile and not cfg.deterministic and model.head.is_cuda and cfg.dtype == 'bfloat16':
+        from model import compile_blocks
         compile_blocks(model)
     return model
 
@@ -509,7 +510,7 @@ def main(argv):
     if not cfg.model:
         raise ConfigError('no model given; for example --model=out/run or '
                           '--model=google/gemma-2-2b')
-    pick_device(cfg.device)
+    device.pick_device(cfg.device)
     cfg = replace(cfg, model=os.path.expanduser(cfg.model))
     folder = checkpoint.fetch(cfg.model, cfg.revision)
     tokenizer = checkpoint.load_model_tokenizer(folder)
@@ -524,8 +525,11 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if sys.argv[1:] and sys.argv[1] != '--compare':
+            check_eval_config(load_config(EvalConfig, sys.argv[1:], USAGE))
+            import log      # and with it torch
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:     # `| head` has read enough
@@ -533,7 +537,9 @@ if __name__ == '__main__':
         sys.exit(128 + signal.SIGPIPE)
     except (ConfigError, DataError, CheckpointError, OSError) as error:
         sys.exit(f'error: {error}')
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
         sys.exit('error: out of GPU memory; lower --batch_rows or --pack_len')
     except KeyboardInterrupt:
         print('stopped; the scored samples are kept, and the same command resumes from there',
