@@ -15,12 +15,13 @@ if __name__ == '__main__':      # Ctrl-C during the imports, which take seconds
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'stopped\n'), os._exit(130)))
 
 import functools
+import importlib
 import math
 import re
 import sys
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -72,7 +73,8 @@ class EvalConfig:
     pictures: bool = True                     # draw reliability diagrams
     pack_len: int | None = None               # tokens in a packed row; None: 16384 (CPU: 4096)
     batch_rows: int = 1                       # rows in a forward pass
-    compile: bool = True                      # the decoder blocks, on a GPU in bfloat16
+    compile: bool = True                      # the decoder blocks, on a GPU in bfloat16, where the
+    #                                           tokens to score repay the seconds that this takes
     deterministic: bool = False               # scores bitwise independent of batch composition
     on_bad_row: Literal['stop', 'skip'] = 'stop'
     seed: int = 0                             # of clm's tokens, of limit and of the bootstrap
@@ -86,6 +88,14 @@ class EvalConfig:
 # the seed too, but each sample carries a hash of its prompt.
 SETTINGS = ('preset', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos', 'max_length',
             'deterministic', 'dtype')
+
+# Compiling the blocks takes seconds, however little is scored, and then saves time per token: that
+# of elementwise operations, so it grows with the layers and their width. On an H200 with Llama 3.2
+# 1B (16 layers of 2,048) and warm caches it takes 2.4 s and 4.8 s more in the first forward pass;
+# MMLU with 5 shots, 1.5 million tokens, takes 6.9 s compiled and an estimated 1.6 times that
+# without. Cold caches take 12.6 s more, which one evaluation alone need not repay.
+COMPILE_SECONDS = 2.4 + 4.8
+SAVED_SECONDS = 0.6 * 6.9 / (1.5e6 * 16 * 2048)     # per token, layer and number of hidden_size
 
 
 def check_eval_config(cfg):
@@ -108,7 +118,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
           trim=True):
     """Yield (index, numbers, values) for each of `trees`, (index, Tree) pairs, as they are done.
 
-    load:          returns the model; called once there is something to score
+    load:          returns the model; called with the first batch once there is one to score
     deterministic: each tree in a row and a batch of its own
     statistics:    also what a next-token distribution is like, see values
     trim:          cut off padding; not where shapes are compiled
@@ -147,11 +157,11 @@ def launch(load, batches, statistics):
         try:
             while batch := ahead.popleft().result():
                 ahead.append(pool.submit(next, batches, None))
+                arrays, scored = batch
                 if model is None:
-                    model = load()
+                    model = load(batch)
                     training = model.training
                     model.eval()
-                arrays, scored = batch
                 with torch.no_grad():
                     values = forward_values(model, arrays, scored, statistics)
                 launched = device.HostCopy(values), scored
@@ -206,7 +216,7 @@ def option_log_probs(model, trees, **options):
     options: as of `score`
     """
     sums = {index: np.bincount(numbers, values[:, 0], len(trees[index].leaves))     # in float64
-            for index, numbers, values in score(lambda: model, enumerate(trees), **options)}
+            for index, numbers, values in score(lambda _: model, enumerate(trees), **options)}
     return [sums[index] for index in range(len(trees))]
 
 
@@ -322,18 +332,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     earlier, done = samples.open_folder(out_dir, tasks, settings, pictures=cfg.pictures,
                                         overwrite=cfg.overwrite)
     announce(config, tasks, cfg, done)
-    load = functools.cache(lambda: model or load_for_scoring(folder, cfg))
-    results, prompts = {}, {}
-    with open(out_dir / 'samples.jsonl', 'ab', buffering=0) as file:
-        append = functools.partial(samples.append, file)
-        for label, task in with_p_true(tasks, out_dir / 'samples.jsonl', prompts, cfg):
-            started = time.perf_counter()
-            prompts[label], bad_rows = score_task(load, folder, tokenizer, label, task, cfg, done,
-                                                  append)
-            results[label] = describe(task, cfg) | {
-                'scoring_seconds': round(time.perf_counter() - started, 2),
-                'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}
-    load.cache_clear()      # the memory of the model, before the metrics need some
+    results, prompts = score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model)
     rows = samples_of(out_dir / 'samples.jsonl', prompts)
     for label in results:
         results[label] |= report.summarize(rows[label], cfg.norm, n_bootstrap=cfg.n_bootstrap,
@@ -346,6 +345,25 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     if cfg.pictures:
         draw_diagrams(found['tasks'], rows, tasks, out_dir)
     return found
+
+
+def score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model):
+    """Append the samples of `tasks` to samples.jsonl; return (results so far, prompts) by label."""
+    results, prompts, path = {}, {}, out_dir / 'samples.jsonl'
+    asked = [tasks[label.removesuffix('.p_true')] for label in result_labels(tasks, cfg)]
+    n_items = sum(len(task.items) + len(task.validation) for task in asked)
+    n_items = max(0, n_items - sum(key[0] in result_labels(tasks, cfg) for key, _ in done))
+    with ThreadPoolExecutor(3) as pool, open(path, 'ab', buffering=0) as file:
+        load = (lambda _: model) if model else ModelAhead(pool, folder, cfg, n_items)
+        append = functools.partial(samples.append, file)
+        for label, task in with_p_true(tasks, path, prompts, cfg):
+            started = time.perf_counter()
+            prompts[label], bad_rows = score_task(load, folder, tokenizer, label, task, cfg, done,
+                                                  append)
+            results[label] = describe(task, cfg) | {
+                'scoring_seconds': round(time.perf_counter() - started, 2),
+                'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}
+    return results, prompts     # and free the memory of the model: the metrics need some
 
 
 def with_p_true(tasks, path, prompts, cfg):
@@ -408,13 +426,45 @@ def training_settings(folder):
     return {key: value for key, (value, _) in assigned.items()}
 
 
-def load_for_scoring(folder, cfg):
-    """The model, its blocks compiled where that pays: on a GPU, in bfloat16, with equal shapes."""
-    model = checkpoint.load(folder, cfg.device, getattr(torch, cfg.dtype))
-    if cfg.compile and not cfg.deterministic and model.head.is_cuda and cfg.dtype == 'bfloat16':
-        from model import compile_blocks
-        compile_blocks(model)
-    return model
+class ModelAhead:
+    """The `load` of `score`: in threads of `pool`, weights are read while questions are tokenized.
+
+    Meanwhile the libraries that compile and draw are imported: on some machines that takes longer.
+    """
+
+    def __init__(self, pool, folder, cfg, n_items):
+        self.cfg, self.n_items, self.model = cfg, n_items, None
+        self.read = lambda: checkpoint.load(folder, cfg.device, getattr(torch, cfg.dtype))
+        self.weights = pool.submit(self.read) if n_items else None
+        # FlexAttention is compiled on every GPU
+        libraries = (['torch._inductor.compile_fx'] * (n_items and cfg.device.startswith('cuda'))
+                     + ['matplotlib.figure'] * cfg.pictures)
+        self.imports = [pool.submit(importlib.import_module, name) for name in libraries]
+
+    def __call__(self, batch):
+        """Return the model, compiled if that pays for `n_items` items like those of `batch`."""
+        if self.model is None:
+            self.model, cfg = self.weights.result() if self.weights else self.read(), self.cfg
+            wait(self.imports)      # two threads that import one library may see half of it
+            # where shapes are equal, and Triton 3.6 cannot compile some float32 blocks
+            if (cfg.compile and not cfg.deterministic and cfg.dtype == 'bfloat16'
+                    and self.model.head.is_cuda
+                    and repays_compiling(tokens_to_score(batch, self.n_items), self.model.config)):
+                from model import compile_blocks
+                compile_blocks(self.model)
+        return self.model
+
+
+def tokens_to_score(batch, n_items):
+    """Estimate the packed tokens of `n_items` questions or texts from the first batch of them."""
+    (_, positions, _), scored = batch       # positions [B, T], 0 in padding
+    return np.count_nonzero(positions) / len({tree for tree, *_ in scored}) * n_items
+
+
+def repays_compiling(tokens, config):
+    """Return whether compiling the blocks takes less time than it saves for `tokens` tokens."""
+    saved = SAVED_SECONDS * config.num_hidden_layers * config.hidden_size
+    return tokens * saved > COMPILE_SECONDS
 
 
 def announce(config, tasks, cfg, done):
