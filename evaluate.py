@@ -332,8 +332,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     earlier, done = samples.open_folder(out_dir, tasks, settings, pictures=cfg.pictures,
                                         overwrite=cfg.overwrite)
     announce(config, tasks, cfg, done)
-    results, prompts = score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model)
-    rows = samples_of(out_dir / 'samples.jsonl', prompts)
+    results, prompts, new = score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model)
+    rows = samples_of(read_last(out_dir / 'samples.jsonl') if done else new, prompts)
     for label in results:
         results[label] |= report.summarize(rows[label], cfg.norm, n_bootstrap=cfg.n_bootstrap,
                                            fit=cfg.temperature == 'fit', seed=cfg.seed)
@@ -348,14 +348,21 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
 
 
 def score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model):
-    """Append the samples of `tasks` to samples.jsonl; return (results so far, prompts) by label."""
-    results, prompts, path = {}, {}, out_dir / 'samples.jsonl'
+    """Append the samples of `tasks` to samples.jsonl.
+
+    Returns {label: what is known of its results}, {label: its prompts} and the new samples.
+    """
+    results, prompts, new, path = {}, {}, [], out_dir / 'samples.jsonl'
     asked = [tasks[label.removesuffix('.p_true')] for label in result_labels(tasks, cfg)]
     n_items = sum(len(task.items) + len(task.validation) for task in asked)
     n_items = max(0, n_items - sum(key[0] in result_labels(tasks, cfg) for key, _ in done))
     with ThreadPoolExecutor(3) as pool, open(path, 'ab', buffering=0) as file:
         load = (lambda _: model) if model else ModelAhead(pool, folder, cfg, n_items)
-        append = functools.partial(samples.append, file)
+
+        def append(sample):
+            samples.append(file, sample)
+            new.append(sample)
+
         for label, task in with_p_true(tasks, path, prompts, cfg):
             started = time.perf_counter()
             prompts[label], bad_rows = score_task(load, folder, tokenizer, label, task, cfg, done,
@@ -363,7 +370,7 @@ def score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model):
             results[label] = describe(task, cfg) | {
                 'scoring_seconds': round(time.perf_counter() - started, 2),
                 'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}
-    return results, prompts     # and free the memory of the model: the metrics need some
+    return results, prompts, new    # and free the memory of the model: the metrics need some
 
 
 def with_p_true(tasks, path, prompts, cfg):
@@ -372,7 +379,7 @@ def with_p_true(tasks, path, prompts, cfg):
     By then the samples of `tasks` must be in the file `path`; prompts: as of `samples_of`.
     """
     yield from tasks.items()
-    rows = samples_of(path, prompts) if cfg.p_true else {}
+    rows = samples_of(read_last(path), prompts) if cfg.p_true else {}
     for label, task in tasks.items():
         if cfg.p_true and task.kind == 'questions':
             top = {report.sample_key(s)[1:]: int(np.argmax(report.option_scores(
@@ -504,14 +511,19 @@ def distribution(task, cfg):
     return f'{asked}{cfg.preset}, {cfg.shots} shots, {scoring}, {cfg.norm}, {form}'
 
 
-def samples_of(path, prompts):
+def read_last(path):
+    """Return the samples of the last prompt of each question or text in samples.jsonl."""
+    return report.last_asked(report.read_samples(path))
+
+
+def samples_of(rows, prompts):
     """{task: its samples}; of a task in `prompts`, {task: {(sample_key, prompt)}}, only those."""
-    rows = {label: [] for label in prompts}
-    for sample in report.last_asked(report.read_samples(path)):
+    by_label = {label: [] for label in prompts}
+    for sample in rows:
         label, asked = sample['task'], (report.sample_key(sample), sample['prompt'])
         if label not in prompts or asked in prompts[label]:
-            rows.setdefault(label, []).append(sample)
-    return rows
+            by_label.setdefault(label, []).append(sample)
+    return by_label
 
 
 def draw_diagrams(results, rows, tasks, out_dir):

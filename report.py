@@ -142,8 +142,9 @@ def predictions(samples, norm):
         return Predictions(confidence, correct, nll=-log_prob, entropy_bits=entropy / np.log(2))
     n_options = np.array([len(s['log_probs']) for s in samples])
     scores = np.full((len(samples), n_options.max()), -np.inf)
-    for i, s in enumerate(samples):
-        scores[i, :n_options[i]] = option_scores(s['log_probs'], s['options'], s['n_tokens'], norm)
+    of_options = ([*itertools.chain.from_iterable(s[key] for s in samples)]
+                  for key in ('log_probs', 'options', 'n_tokens'))
+    scores[np.arange(scores.shape[1]) < n_options[:, None]] = option_scores(*of_options, norm)
     return Predictions(metrics.softmax(scores), np.array([s['answer'] for s in samples]), n_options,
                        scores)
 
