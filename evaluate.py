@@ -42,6 +42,7 @@ from data.questions import TASKS
 from data.tasks import load_tasks
 from data.tokenizer import begins_with_bos
 
+# imported at their first use: --help, misspelled keys and train.py's --help need no torch
 checkpoint, device, fused_ce, log, torch = map(Later, (
     'checkpoint', 'device', 'fused_ce', 'log', 'torch'))
 

@@ -99,7 +99,7 @@ def _option_columns(probs, labels, n_options, scores):
 
 
 def _resample(columns, n, n_resamples, chunk, seed):
-    """Yield (counts int32 [R, N], {name: sums [R, width] of columns}) for at most `chunk` resamples."""
+    """Yield (counts int32 [R, N], {name: sums [R, width] of columns}), up to `chunk` resamples each."""
     random = np.random.default_rng(seed)
     # Products in blocks of 16 by 128 are so small that no BLAS library starts several threads for
     # one; several processes that did would wait for each other.
@@ -111,7 +111,8 @@ def _resample(columns, n, n_resamples, chunk, seed):
     for start in range(0, n_resamples, chunk):
         size = min(chunk, n_resamples - start)
         drawn = random.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
-        counts = np.bincount(drawn.ravel(), minlength=size * n).astype(np.int32).reshape(size, n)
+        counts = np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)
+        counts = counts.astype(np.int32)
         padded[:size, :n] = counts
         products = padded.reshape(-1, 16, blocks, 128).swapaxes(1, 2) @ design
         sums = products.sum(1).reshape(len(padded), -1)[:size]

@@ -124,7 +124,7 @@ class TrainConfig:
     dry_run: bool = False                     # print sizes, take two steps, write no run folder
 
 
-if __name__ == '__main__':      # --help or a misspelled key, before torch loads, which takes seconds
+if __name__ == '__main__':      # --help and misspelled keys need no torch, which takes seconds
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)       # `| head` may read the beginning alone
     try:
         load_config(TrainConfig, sys.argv[1:], usage=__doc__)
