@@ -99,7 +99,7 @@ def _option_columns(probs, labels, n_options, scores):
 
 
 def _resample(columns, n, n_resamples, chunk, seed):
-    """Yield (counts int32 [R, N], {name: sums [R, width] of columns}), up to `chunk` resamples each."""
+    """Yield (counts int32 [R, N], {name: sums [R, width] of columns}), a chunk at a time."""
     random = np.random.default_rng(seed)
     # Products in blocks of 16 by 128 are so small that no BLAS library starts several threads for
     # one; several processes that did would wait for each other.
