@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from configs import CheckpointError
 from data.tokenizer import load_tokenizer
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
 from neox import NeoxCausalLM, NeoxConfig
@@ -35,10 +36,6 @@ SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'to
 HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
 # what old conversions hold besides weights: rotary frequencies, causal masks, their filling
 BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias')
-
-
-class CheckpointError(ValueError):
-    """A model folder, config or weight file cannot be used; the message names it."""
 
 
 # ------------------------------------------------------------------------------------------------

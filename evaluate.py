@@ -16,27 +16,25 @@ if __name__ == '__main__':      # Ctrl-C during the imports, which take seconds
 
 import functools
 import hashlib
+import importlib
 import math
 import re
 import sys
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
-from torch import nn
 
-import checkpoint
 import compare
 import outdir
 import report
 import samples
-from checkpoint import CheckpointError
-from configs import ConfigError, load_config, read_assignments, require_range
+from configs import (CheckpointError, ConfigError, Later, load_config, read_assignments,
+                     require_range)
 from data import DataError
 from data.chat import question_frame
 from data.packing import pack_alone, pack_trees, stack_rows
@@ -44,10 +42,10 @@ from data.probes import INSTRUCTIONS
 from data.questions import TASKS
 from data.tasks import describe_tasks, load_tasks
 from data.tokenizer import begins_with_bos
-from device import HostCopy, pick_device, pick_dtype, versions
-from fused_ce import token_statistics
-from log import Progress
-from model import compile_blocks
+
+# imported at their first use: --help, misspelled keys and train.py's --help need no torch
+checkpoint, device, fused_ce, log, torch = map(Later, (
+    'checkpoint', 'device', 'fused_ce', 'log', 'torch'))
 
 
 @dataclass
@@ -79,7 +77,8 @@ class EvalConfig:
     pictures: bool = True                     # draw reliability diagrams
     pack_len: int | None = None               # tokens in a packed row; None: 16384 (CPU: 4096)
     batch_rows: int = 1                       # rows in a forward pass
-    compile: bool = True                      # the decoder blocks, on a GPU in bfloat16
+    compile: bool = True                      # the decoder blocks, on a GPU in bfloat16, where the
+    #                                           tokens to score repay the seconds that this takes
     deterministic: bool = False               # scores bitwise independent of batch composition
     on_bad_row: Literal['stop', 'skip'] = 'stop'
     seed: int = 0                             # of clm's tokens, limit, bootstrap and dropout
@@ -93,6 +92,14 @@ class EvalConfig:
 # the seed too, but each sample carries a hash of its prompt.
 SETTINGS = ('preset', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos', 'max_length',
             'deterministic', 'dtype')
+
+# Compiling the blocks takes seconds, however little is scored, and then saves time per token: that
+# of elementwise operations, so it grows with the layers and their width. On an H200 with Llama 3.2
+# 1B (16 layers of 2,048) and warm caches it takes 2.4 s and 4.8 s more in the first forward pass;
+# MMLU with 5 shots, 1.5 million tokens, takes 6.9 s compiled and an estimated 1.6 times that
+# without. Cold caches take 12.6 s more, which one evaluation alone need not repay.
+COMPILE_SECONDS = 2.4 + 4.8
+SAVED_SECONDS = 0.6 * 6.9 / (1.5e6 * 16 * 2048)     # per token, layer and number of hidden_size
 
 
 def check_eval_config(cfg):
@@ -115,7 +122,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
           trim=True, dropout_seeds=()):
     """Yield (index, numbers, values) for each of `trees`, (index, Tree) pairs, as they are done.
 
-    load:          returns the model; called once there is something to score
+    load:          returns the model; called with the first batch once there is one to score
     deterministic: each tree in a row and a batch of its own
     statistics:    also what a next-token distribution is like, see values
     trim:          cut off padding; not where shapes are compiled
@@ -155,16 +162,19 @@ def launch(load, batches, statistics, dropout_seeds):
         try:
             while batch := ahead.popleft().result():
                 ahead.append(pool.submit(next, batches, None))
+                arrays, scored = batch
                 if model is None:
-                    model = load()
+                    model = load(batch)
                     training = model.training
                     model.eval()
                     for module in model.modules():      # adapters have the only dropout
-                        module.training = bool(dropout_seeds) and isinstance(module, nn.Dropout)
-                arrays, scored = batch
-                values = (dropout_values(model, arrays, scored, dropout_seeds) if dropout_seeds
-                          else forward_values(model, arrays, scored, statistics))
-                launched = HostCopy(values), scored
+                        module.training = (bool(dropout_seeds)
+                                           and isinstance(module, torch.nn.Dropout))
+                with torch.no_grad():
+                    values = (dropout_values(model, arrays, scored, dropout_seeds)
+                              if dropout_seeds else
+                              forward_values(model, arrays, scored, statistics))
+                launched = device.HostCopy(values), scored
                 if last:
                     yield last
                 last = launched
@@ -176,7 +186,6 @@ def launch(load, batches, statistics, dropout_seeds):
                 model.train(training)
 
 
-@torch.no_grad()
 def forward_values(model, arrays, scored, statistics):
     """The values of `score` for each of `scored`, as a tensor [M, 1 or 4] on the model's device."""
     head, cap = model.head, model.softcap
@@ -185,7 +194,7 @@ def forward_values(model, arrays, scored, statistics):
     hidden = model(*to_device(inputs, head.device)).flatten(0, 1)
     if not statistics:
         return token_log_probs(hidden, head, at, tokens, cap)[:, None]
-    s = token_statistics(hidden[to_device(at, head.device)], head, tokens, softcap=cap)
+    s = fused_ce.token_statistics(hidden[to_device(at, head.device)], head, tokens, softcap=cap)
     return torch.stack([-s.nll, s.top_token.float(), s.top_logit - s.lse, s.entropy], 1)
 
 
@@ -220,7 +229,8 @@ def token_log_probs(hidden, head, at, tokens, softcap):
     used, place = at.unique(return_inverse=True)        # used[place] = at
     indices = to_device(torch.cat((at, tokens, place, used)), head.device)
     at, tokens, place, rows = indices.split([len(at)] * 3 + [len(used)])
-    lse = token_statistics(hidden[rows], head, torch.zeros_like(used), softcap=softcap).lse
+    label = torch.zeros_like(used)      # any: the sum over all tokens does not depend on it
+    lse = fused_ce.token_statistics(hidden[rows], head, label, softcap=softcap).lse
     logits = torch.cat([(hidden[i].float() * head[k].float()).sum(1)
                         for i, k in zip(at.split(4096), tokens.split(4096), strict=True)])
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
@@ -238,7 +248,7 @@ def option_log_probs(model, trees, **options):
     options: as of `score`
     """
     sums = {index: mean_log_probs(numbers, values, len(trees[index].leaves))
-            for index, numbers, values in score(lambda: model, enumerate(trees), **options)}
+            for index, numbers, values in score(lambda _: model, enumerate(trees), **options)}
     return [sums[index] for index in range(len(trees))]
 
 
@@ -253,7 +263,7 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
     done:    the same of what is in samples.jsonl
     """
     prompts, bad_rows, waiting = set(), list(task.bad_rows), {}
-    progress = Progress(label, len(task.items) + len(task.validation), task.unit)
+    progress = log.Progress(label, len(task.items) + len(task.validation), task.unit)
 
     def trees():
         for index, (item, tree) in enumerate(task.tokenize(tokenizer, cfg)):
@@ -360,30 +370,45 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     earlier, done = samples.open_folder(out_dir, tasks, settings, pictures=cfg.pictures,
                                         overwrite=cfg.overwrite)
     announce(config, tasks, cfg, done)
-    load = functools.cache(lambda: model or load_for_scoring(folder, cfg))
-    results, prompts = {}, {}
-    with open(out_dir / 'samples.jsonl', 'ab', buffering=0) as file:
-        append = functools.partial(samples.append, file)
-        for label, task in with_p_true(tasks, out_dir / 'samples.jsonl', prompts, cfg):
-            started = time.perf_counter()
-            prompts[label], bad_rows = score_task(load, folder, tokenizer, label, task, cfg, done,
-                                                  append)
-            results[label] = describe(task, cfg) | {
-                'scoring_seconds': round(time.perf_counter() - started, 2),
-                'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}
-    load.cache_clear()      # the memory of the model, before the metrics need some
-    rows = samples_of(out_dir / 'samples.jsonl', prompts)
+    results, prompts, new = score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model)
+    rows = samples_of(read_last(out_dir / 'samples.jsonl') if done else new, prompts)
     for label in results:
         results[label] |= report.summarize(rows[label], cfg.norm, n_bootstrap=cfg.n_bootstrap,
                                            fit=cfg.temperature == 'fit', seed=cfg.seed)
         results[label]['fewer_shots'] = sum(s.get('shots', cfg.shots) < cfg.shots
                                             for s in rows[label])
     found = {'config': asdict(cfg) | {'model': str(cfg.model)}, 'seed': cfg.seed,
-             'versions': versions(), 'identity': identity, 'tasks': earlier | results}
+             'versions': device.versions(), 'identity': identity, 'tasks': earlier | results}
     report.write_results(found, out_dir)
     if cfg.pictures:
         draw_diagrams(found['tasks'], rows, tasks, out_dir)
     return found
+
+
+def score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model):
+    """Append the samples of `tasks` to samples.jsonl.
+
+    Returns {label: what is known of its results}, {label: its prompts} and the new samples.
+    """
+    results, prompts, new, path = {}, {}, [], out_dir / 'samples.jsonl'
+    asked = [tasks[label.removesuffix('.p_true')] for label in result_labels(tasks, cfg)]
+    n_items = sum(len(task.items) + len(task.validation) for task in asked)
+    n_items = max(0, n_items - sum(key[0] in result_labels(tasks, cfg) for key, _ in done))
+    with ThreadPoolExecutor(3) as pool, open(path, 'ab', buffering=0) as file:
+        load = (lambda _: model) if model else ModelAhead(pool, folder, cfg, n_items)
+
+        def append(sample):
+            samples.append(file, sample)
+            new.append(sample)
+
+        for label, task in with_p_true(tasks, path, prompts, cfg):
+            started = time.perf_counter()
+            prompts[label], bad_rows = score_task(load, folder, tokenizer, label, task, cfg, done,
+                                                  append)
+            results[label] = describe(task, cfg) | {
+                'scoring_seconds': round(time.perf_counter() - started, 2),
+                'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}
+    return results, prompts, new    # and free the memory of the model: the metrics need some
 
 
 def with_p_true(tasks, path, prompts, cfg):
@@ -392,7 +417,7 @@ def with_p_true(tasks, path, prompts, cfg):
     By then the samples of `tasks` must be in the file `path`; prompts: as of `samples_of`.
     """
     yield from tasks.items()
-    rows = samples_of(path, prompts) if cfg.p_true else {}
+    rows = samples_of(read_last(path), prompts) if cfg.p_true else {}
     for label, task in tasks.items():
         if cfg.p_true and task.kind == 'questions':
             top = {report.sample_key(s)[1:]: int(np.argmax(report.option_scores(
@@ -408,15 +433,16 @@ def result_labels(tasks, cfg):
 
 def resolve(cfg, folder, config, tokenizer):
     """`cfg` with what 'auto' and None stand for here."""
-    device, context = pick_device(cfg.device), config.max_position_embeddings
+    place, context = device.pick_device(cfg.device), config.max_position_embeddings
     add_bos = trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos
     add_bos, chat = begins_with_bos(tokenizer, add_bos), cfg.chat
     if chat == 'trained':
         chat = trained_template(folder)
     if chat != 'none':
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
-    return replace(cfg, device=device, dtype=str(pick_dtype(cfg.dtype, device)).split('.')[-1],
-                   pack_len=cfg.pack_len or (16384 if device.startswith('cuda') else 4096),
+    return replace(cfg, device=place,
+                   dtype=str(device.pick_dtype(cfg.dtype, place)).split('.')[-1],
+                   pack_len=cfg.pack_len or (16384 if place.startswith('cuda') else 4096),
                    add_bos=add_bos, chat=chat,
                    max_length=min(cfg.max_length or context, context))
 
@@ -445,14 +471,52 @@ def training_settings(folder):
     return {key: value for key, (value, _) in assigned.items()}
 
 
-def load_for_scoring(folder, cfg):
-    """The model, its blocks compiled where that pays: on a GPU, in bfloat16, with equal shapes."""
+def read_model(folder, cfg):
     dtype = getattr(torch, cfg.dtype)
-    model = (checkpoint.load_adapted(base_of_adapter(folder), folder, cfg.device, dtype)
-             if cfg.passes else checkpoint.load(folder, cfg.device, dtype))
-    if cfg.compile and not cfg.deterministic and model.head.is_cuda and cfg.dtype == 'bfloat16':
-        compile_blocks(model)
-    return model
+    if cfg.passes:
+        return checkpoint.load_adapted(base_of_adapter(folder), folder, cfg.device, dtype)
+    return checkpoint.load(folder, cfg.device, dtype)
+
+
+class ModelAhead:
+    """The `load` of `score`: in threads of `pool`, weights are read while questions are tokenized.
+
+    Meanwhile the libraries that compile and draw are imported: on some machines that takes longer.
+    """
+
+    def __init__(self, pool, folder, cfg, n_items):
+        self.cfg, self.n_items, self.model = cfg, n_items, None
+        self.read = functools.partial(read_model, folder, cfg)
+        self.weights = pool.submit(self.read) if n_items else None
+        # FlexAttention is compiled on every GPU
+        libraries = (['torch._inductor.compile_fx'] * (n_items and cfg.device.startswith('cuda'))
+                     + ['matplotlib.figure'] * cfg.pictures)
+        self.imports = [pool.submit(importlib.import_module, name) for name in libraries]
+
+    def __call__(self, batch):
+        """Return the model, compiled if that pays for `n_items` items like those of `batch`."""
+        if self.model is None:
+            self.model, cfg = self.weights.result() if self.weights else self.read(), self.cfg
+            wait(self.imports)      # two threads that import one library may see half of it
+            # where shapes are equal, and Triton 3.6 cannot compile some float32 blocks
+            if (cfg.compile and not cfg.deterministic and cfg.dtype == 'bfloat16'
+                    and self.model.head.is_cuda
+                    and repays_compiling(tokens_to_score(batch, self.n_items), self.model.config)):
+                from model import compile_blocks
+                compile_blocks(self.model)
+        return self.model
+
+
+def tokens_to_score(batch, n_items):
+    """Estimate the packed tokens of `n_items` questions or texts from the first batch of them."""
+    (_, positions, _), scored = batch       # positions [B, T], 0 in padding
+    return np.count_nonzero(positions) / len({tree for tree, *_ in scored}) * n_items
+
+
+def repays_compiling(tokens, config):
+    """Return whether compiling the blocks takes less time than it saves for `tokens` tokens."""
+    saved = SAVED_SECONDS * config.num_hidden_layers * config.hidden_size
+    return tokens * saved > COMPILE_SECONDS
 
 
 def base_of_adapter(folder):
@@ -514,14 +578,19 @@ def distribution(task, cfg):
     return f'{asked}{cfg.preset}, {cfg.shots} shots, {scoring}, {cfg.norm}, {form}'
 
 
-def samples_of(path, prompts):
+def read_last(path):
+    """Return the samples of the last prompt of each question or text in samples.jsonl."""
+    return report.last_asked(report.read_samples(path))
+
+
+def samples_of(rows, prompts):
     """{task: its samples}; of a task in `prompts`, {task: {(sample_key, prompt)}}, only those."""
-    rows = {label: [] for label in prompts}
-    for sample in report.last_asked(report.read_samples(path)):
+    by_label = {label: [] for label in prompts}
+    for sample in rows:
         label, asked = sample['task'], (report.sample_key(sample), sample['prompt'])
         if label not in prompts or asked in prompts[label]:
-            rows.setdefault(label, []).append(sample)
-    return rows
+            by_label.setdefault(label, []).append(sample)
+    return by_label
 
 
 def draw_diagrams(results, rows, tasks, out_dir):
@@ -570,7 +639,7 @@ def run(cfg):
     if not cfg.model:
         raise ConfigError('no model given; for example --model=out/run or '
                           '--model=google/gemma-2-2b')
-    pick_device(cfg.device)
+    device.pick_device(cfg.device)
     cfg = replace(cfg, model=os.path.expanduser(cfg.model))
     folder = checkpoint.fetch(cfg.model, cfg.revision)
     tokenizer = checkpoint.load_model_tokenizer(folder)
@@ -600,8 +669,11 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if sys.argv[1:] and sys.argv[1] != '--compare':
+            check_eval_config(load_config(EvalConfig, sys.argv[1:], USAGE))
+            import log      # and with it torch
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         main(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:     # `| head` has read enough
@@ -609,7 +681,9 @@ if __name__ == '__main__':
         sys.exit(128 + signal.SIGPIPE)
     except (ConfigError, DataError, CheckpointError, OSError) as error:
         sys.exit(f'error: {error}')
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
         sys.exit('error: out of GPU memory; lower --batch_rows or --pack_len')
     except KeyboardInterrupt:
         print('stopped; the scored samples are kept, and the same command resumes from there',

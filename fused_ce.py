@@ -15,6 +15,7 @@ the least for an exact gradient. On a CUDA device the kernels are Triton; elsewh
 go through plain torch. The file imports nothing of ours and can be copied into another project.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -153,7 +154,19 @@ def confidence_penalty(w):
 _smoothing = smoothing      # for functions with an argument called smoothing
 
 
-@torch.compiler.disable
+_disabled = functools.cache(torch.compiler.disable)
+
+
+def _uncompiled(function):
+    """torch.compiler.disable, but without compilation nothing imports the compiler: a second."""
+    @functools.wraps(function)
+    def call(*arguments, **options):
+        compiling = torch.compiler.is_compiling()
+        return (_disabled(function) if compiling else function)(*arguments, **options)
+    return call
+
+
+@_uncompiled
 def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100, reduction='mean',
                num_items=None, token_weight=None, memory=None):
     """Return (loss, nll) of the logits cap(hidden @ weight.T), in float32.
@@ -233,7 +246,7 @@ class TokenStatistics(NamedTuple):
 
 
 @torch.no_grad()
-@torch.compiler.disable
+@_uncompiled
 def token_statistics(hidden, weight, target, *, smoothing=0.0, softcap=None, ignore_index=-100,
                      loss=None):
     """Return TokenStatistics of each token's distribution, from one product, without gradient.

@@ -19,7 +19,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 
 class AdamW(torch.optim.Optimizer):
@@ -114,13 +113,14 @@ class AdamW(torch.optim.Optimizer):
         """Return the float32 master of `p`: with its missing bits, whole on every process."""
         low = self.state.get(p, {}).get('low_bits')
         p = p.detach()
-        if isinstance(p, DTensor):
+        if hasattr(p, 'full_tensor'):
             p, low = p.full_tensor(), None if low is None else low.int().full_tensor()
         return p.float() if low is None else _join(p.view(torch.int16), low)
 
 
 def _local(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+    """This process's part of a DTensor, whose class takes a second to import, or the tensor."""
+    return x.to_local() if hasattr(x, 'to_local') else x
 
 
 def _join(high: Tensor, low: Tensor) -> Tensor:

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def rank() -> int:
@@ -91,6 +89,7 @@ def sum_over_processes(x: Tensor) -> Tensor:
 
 def shard(model):
     """Spread weights, gradients and optimizer states over the processes, in place."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     options = {'mesh': init_device_mesh(model.head.device.type, (world_size(),)),
                'mp_policy': MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for layer in model.model.layers:
@@ -101,7 +100,8 @@ def shard(model):
 def whole(x: Tensor) -> Tensor:
     """Return a tensor with the parts of all processes; every process takes part."""
     x = x.detach()
-    if isinstance(x, DTensor):      # NCCL cannot send int16
+    if hasattr(x, 'full_tensor'):   # a DTensor; importing its class takes a second
+        # NCCL cannot send int16
         x = x.int().full_tensor().short() if x.dtype == torch.int16 else x.full_tensor()
     return x
 
@@ -112,7 +112,8 @@ def fill(target: Tensor, x: Tensor):
     if target.shape != x.shape or target.dtype != x.dtype:
         raise ValueError(f'a tensor is {x.dtype} {list(x.shape)}, not {target.dtype} '
                          f'{list(target.shape)}')
-    if isinstance(target, DTensor):
+    if hasattr(target, 'full_tensor'):
+        from torch.distributed.tensor import distribute_tensor
         x = distribute_tensor(x.to(target.device), target.device_mesh, target.placements,
                               src_data_rank=None).to_local()
         target = target.to_local()

@@ -142,8 +142,9 @@ def predictions(samples, norm):
         return Predictions(confidence, correct, nll=-log_prob, entropy_bits=entropy / np.log(2))
     n_options = np.array([len(s['log_probs']) for s in samples])
     scores = np.full((len(samples), n_options.max()), -np.inf)
-    for i, s in enumerate(samples):
-        scores[i, :n_options[i]] = option_scores(s['log_probs'], s['options'], s['n_tokens'], norm)
+    of_options = ([*itertools.chain.from_iterable(s[key] for s in samples)]
+                  for key in ('log_probs', 'options', 'n_tokens'))
+    scores[np.arange(scores.shape[1]) < n_options[:, None]] = option_scores(*of_options, norm)
     return Predictions(metrics.softmax(scores), np.array([s['answer'] for s in samples]), n_options,
                        scores)
 
@@ -212,8 +213,10 @@ def measure(groups, n_bootstrap, seed):
         jobs[key] = [group.report, *(functools.partial(group.bootstrap, size, [seed, part])
                                      for part, size in enumerate(sizes))]
     n_drawn = sum(len(group.labels) for group in groups.values()) * n_bootstrap
+    # w processes take 1e-7 n_drawn / w seconds of work and 0.025 w of forking, one after the other
     outcomes = iter(parallel_map(operator.call, [*itertools.chain(*jobs.values())],
-                                 worth_it=n_drawn >= 3_000_000))
+                                 worth_it=n_drawn >= 3_000_000,
+                                 most=round(math.sqrt(1e-7 * n_drawn / 0.025))))
     for key, of_key in jobs.items():
         report, *parts = itertools.islice(outcomes, len(of_key))
         resampled[key] = {name: np.concatenate([part[name] for part in parts])
@@ -222,12 +225,12 @@ def measure(groups, n_bootstrap, seed):
     return reports, resampled
 
 
-def parallel_map(function, items, worth_it):
-    """Return [function(x) for x in items]; on Linux computed by all cores if `worth_it`."""
+def parallel_map(function, items, worth_it, most=32):
+    """Return [function(x) for x in items]; on Linux by a process a core, at `most`, if worth_it."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1      # forking is unsafe
     if cores == 1 or not worth_it:
         return [function(item) for item in items]
-    with forked_pool(min(cores, 32)) as pool:
+    with forked_pool(min(cores, most, 32)) as pool:
         return pool.map(function, items, chunksize=1)
 
 

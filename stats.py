@@ -52,7 +52,8 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
 
     n, parts = len(correct), []
     chunk = max(1, min(n_resamples, 300_000 // n))
-    workspace = np.empty((2, chunk, n))     # once: new memory would cost as much as the sums
+    # once: new memory would cost as much as the sums
+    workspace = np.empty((chunk, n), np.int32), np.empty((chunk, n))
     for counts, sums in _resample(columns, n, n_resamples, chunk, seed):
         values = {name: sums[name][:, 0] / n for name in MEANS if name in sums}
         bin_gaps = np.abs(sums['bin gaps'])
@@ -98,7 +99,7 @@ def _option_columns(probs, labels, n_options, scores):
 
 
 def _resample(columns, n, n_resamples, chunk, seed):
-    """Yield (counts [R, N], {name: sums [R, width] of columns}) for at most `chunk` resamples."""
+    """Yield (counts int32 [R, N], {name: sums [R, width] of columns}), a chunk at a time."""
     random = np.random.default_rng(seed)
     # Products in blocks of 16 by 128 are so small that no BLAS library starts several threads for
     # one; several processes that did would wait for each other.
@@ -110,8 +111,9 @@ def _resample(columns, n, n_resamples, chunk, seed):
     for start in range(0, n_resamples, chunk):
         size = min(chunk, n_resamples - start)
         drawn = random.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
-        counts = padded[:size, :n]
-        counts[:] = np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)
+        counts = np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)
+        counts = counts.astype(np.int32)
+        padded[:size, :n] = counts
         products = padded.reshape(-1, 16, blocks, 128).swapaxes(1, 2) @ design
         sums = products.sum(1).reshape(len(padded), -1)[:size]
         yield counts, dict(zip(columns, np.split(sums, ends[:-1], axis=1), strict=True))
@@ -128,11 +130,14 @@ class _SortedGaps:
         self.last_tie = np.searchsorted(ordered, ordered, side='right') - 1
 
     def accumulate(self, counts, workspace):
-        """(number of drawn rows so far, sum of their gaps so far), each [R, N], in that order."""
-        drawn, gap_sums = workspace[:, :len(counts)]
-        np.take(counts, self.order, axis=1, out=gap_sums, mode='clip')
-        np.cumsum(gap_sums, 1, out=drawn)
-        gap_sums *= self.gaps
+        """(number of drawn rows so far, sum of their gaps so far), each [R, N], in that order.
+
+        Integers are added ten times as fast as float64, and as exactly.
+        """
+        drawn, gap_sums = (x[:len(counts)] for x in workspace)
+        np.take(counts, self.order, axis=1, out=drawn, mode='clip')
+        np.multiply(drawn, self.gaps, out=gap_sums)
+        np.cumsum(drawn, 1, out=drawn)
         np.cumsum(gap_sums, 1, out=gap_sums)
         return drawn, gap_sums
 
@@ -176,6 +181,7 @@ def _split_bins(drawn, gap_sums, gaps, bin_size):
 def _places(drawn, ends):
     """For each resample the first index where `drawn` [R, N] reaches each end; int [R, M]."""
     resamples, n = drawn.shape
+    ends = ends.astype(drawn.dtype)     # else searchsorted would copy `drawn` in another type
     if n > 1000:
         return np.stack([np.searchsorted(*row) for row in zip(drawn, ends, strict=True)])
     apart = (np.arange(resamples) * (n + 1))[:, None]      # all resamples as one ascending row

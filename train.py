@@ -27,15 +27,10 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 
-import checkpoint
 import metrics
 import outdir
-import resume
-from checkpoint import CheckpointError
-from configs import ConfigError, load_config, require_range
-from configs.loss import parse_loss
+from configs import CheckpointError, ConfigError, load_config, require_range
 from data import DataError
 from data.export import tokenizer_files
 from data.instruct import load_conversations
@@ -44,16 +39,8 @@ from data.tasks import load_tasks
 from data.text import load_text
 from data.tokenizer import begins_with_bos
 from data.trees import load_answers
-from device import pick_device, pick_dtype
 from evaluate import EvalConfig, check_eval_config, evaluate, result_labels
-from fused_ce import fused_loss, smoothing, token_statistics
-from log import StepLog, draw_loss, peak_memory, print_sizes, show_example
-from model import add_lora, compile_blocks
-from optim import AdamW
-from parallel import (abort_processes, barrier, first_process_first, gather, join_processes,
-                      leave_processes, rank, shard, sum_over_processes, world_size)
 from report import print_report
-from resume import Stopped, TrainingError
 
 
 @dataclass
@@ -139,6 +126,28 @@ class TrainConfig:
     tracker: Literal['none', 'wandb', 'tensorboard'] = 'none'  # also log there, if installed
     dry_run: bool = False                     # print sizes, take two steps, write no run folder
 
+
+if __name__ == '__main__':      # --help and misspelled keys need no torch, which takes seconds
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)       # `| head` may read the beginning alone
+    try:
+        load_config(TrainConfig, sys.argv[1:], usage=__doc__)
+    except ConfigError as error:
+        sys.exit(f'error: {error}')
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+import torch
+
+import checkpoint
+import resume
+from configs.loss import parse_loss
+from device import pick_device, pick_dtype
+from fused_ce import fused_loss, smoothing, token_statistics
+from log import StepLog, draw_loss, peak_memory, print_sizes, show_example
+from model import add_lora, compile_blocks
+from optim import AdamW
+from parallel import (abort_processes, barrier, first_process_first, gather, join_processes,
+                      leave_processes, rank, shard, sum_over_processes, world_size)
+from resume import Stopped, TrainingError
 
 # keys that may differ when a run is resumed: all others decide what its weights become
 FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_every', 'tracker',

@@ -9,6 +9,7 @@ of that dataclass's keys: `eval = {'shots': 0}` in a file, `--eval.shots=0` on t
 import ast
 import dataclasses
 import difflib
+import importlib
 import inspect
 import math
 import pprint
@@ -22,6 +23,23 @@ from pathlib import Path
 
 class ConfigError(ValueError):
     """A key, a value or a config file that cannot be used; the message says what would be right."""
+
+
+class CheckpointError(ValueError):
+    """A model folder, config or weight file cannot be used; the message names it."""
+
+
+class Later:
+    """A module that is imported when something in it is used first.
+
+    Importing torch takes seconds, and --help or a message about a misspelled key need none of it.
+    """
+
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, name):
+        return getattr(importlib.import_module(self._name), name)
 
 
 def load_config(cls, argv, usage='', config=None):

@@ -68,7 +68,8 @@ def fetch(source, patterns, revision=None):
 
 
 def _download(name, patterns, revision):
-    from checkpoint import CheckpointError, download
+    from checkpoint import download
+    from configs import CheckpointError
     try:
         folder = download(name, patterns, revision, repo_type='dataset')
     except CheckpointError as error:

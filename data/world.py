@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import sentencepiece
 from tqdm import tqdm
 
 from data import DataError, writing
@@ -375,6 +374,7 @@ def _probe(world, language, entity, rng):
 
 def _train_tokenizer(vocab_size, texts):
     """Return a sentencepiece model with Gemma's settings: byte fallback, no normalization."""
+    import sentencepiece
     model, texts = io.BytesIO(), [*texts, *['<|user|>\n<|assistant|>\n'] * 400]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for text in texts for line in text.split('\n') if line),

@@ -172,6 +172,25 @@ def test_help(capsys):
         assert max(map(len, out.split('\n'))) <= 100 and 'def ' not in out
 
 
+@pytest.mark.parametrize('program', ['train.py', 'evaluate.py'])
+def test_help_and_misspelled_keys_load_no_torch(program):
+    for argument, code in (('--help', 0), ('--shotts=1', 1)):
+        done = subprocess.run([sys.executable, '-X', 'importtime', program, argument], cwd=HERE,
+                              capture_output=True, text=True)
+        loaded = {line.split('|')[-1].strip() for line in done.stderr.split('\n') if '|' in line}
+        assert done.returncode == code and {'numpy', 'metrics', 'data.questions'} <= loaded
+        assert not loaded & {'torch', 'matplotlib', 'pyarrow', 'sentencepiece', 'huggingface_hub'}
+
+
+def test_what_is_imported_late():
+    """The compiler, FSDP and the libraries for pictures and files are for those who use them."""
+    late = ['torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'matplotlib', 'pyarrow',
+            'torch.distributed.tensor', 'sentencepiece', 'tiktoken', 'huggingface_hub']
+    code = f'import sys, demo, train; print(sorted({{*{late}}} & sys.modules.keys()))'
+    done = subprocess.run([sys.executable, '-c', code], cwd=HERE, capture_output=True, text=True)
+    assert done.stdout == '[]\n', done.stdout + done.stderr
+
+
 def test_config_is_data_not_code(tmp_path):
     with pytest.raises(configs.ConfigError):
         config(tmp_path, f'model = open({str(tmp_path / "made")!r}, "w").name')

@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -101,7 +103,7 @@ def test_scored_tokens_of_a_text(tmp_path):
     rng = np.random.default_rng(0)
     trees = [packing.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
-    for index, numbers, values in evaluate.score(lambda: model, enumerate(trees), 64,
+    for index, numbers, values in evaluate.score(lambda _: model, enumerate(trees), 64,
                                                  statistics=True):
         tree = trees[index]
         ids = torch.tensor([tree.stem])
@@ -485,6 +487,64 @@ def test_passes_that_cannot_be_done(scored_folder, tmp_path):
     write_rows(tmp_path / 'texts.jsonl', [{'text': 'the quick brown fox jumps'}])
     with pytest.raises(configs.ConfigError, match='passes = 2: clm takes the top token'):
         evaluate.main([f'--model={run}', f'--tasks=clm:{tmp_path / "texts.jsonl"}', '--passes=2'])
+
+
+LLAMA_1B, LLAMA_8B = (SimpleNamespace(num_hidden_layers=layers, hidden_size=width)
+                      for layers, width in ((16, 2048), (32, 4096)))
+
+
+def test_small_tasks_are_not_compiled():
+    assert not evaluate.repays_compiling(200 * 110, LLAMA_8B)       # 200 questions without shots
+    assert not evaluate.repays_compiling(1.5e6, LLAMA_1B)           # MMLU with 5 shots
+    assert evaluate.repays_compiling(1.5e6, LLAMA_8B)
+    assert evaluate.repays_compiling(42 * 1.5e6, LLAMA_1B)          # in 42 languages
+    trees = random_trees(np.random.default_rng(0))
+    size = sum(len(tree.stem) + sum(map(len, tree.leaves)) for tree in trees)
+    size += sum(len(prefix) for prefix in {tree.prefix for tree in trees}) - 1    # one position 0
+    rows = packing.pack_trees(enumerate(trees), 1024)
+    batch = next(packing.stack_rows(rows, 1, trim=False))
+    assert evaluate.tokens_to_score(batch, 1200) == pytest.approx(100 * size, rel=0.02)
+
+
+@pytest.mark.parametrize('change, compiled', [
+    ({}, True), ({'n_items': 100}, False), ({'compile': False}, False),
+    ({'deterministic': True}, False), ({'dtype': 'float32'}, False)])
+def test_the_model_is_compiled_once_where_that_pays(change, compiled, monkeypatch):
+    n_items = {'n_items': 10 ** 6, **change}.pop('n_items')
+    model = SimpleNamespace(head=SimpleNamespace(is_cuda=True), config=LLAMA_1B)
+    calls, asked = [], {'dtype': 'bfloat16', 'device': 'cpu'} | change
+    asked.pop('n_items', None)
+    monkeypatch.setattr(checkpoint, 'load', lambda *_: model)
+    monkeypatch.setattr(models, 'compile_blocks', calls.append)
+    arrays = np.ones((3, 1, 100), int)
+    with ThreadPoolExecutor(3) as pool:
+        load = evaluate.ModelAhead(pool, 'folder', evaluate.EvalConfig(**asked), n_items)
+        for _ in range(2):
+            assert load((arrays, [(0, 0, 1, 2)])) is model
+    assert calls == [model] * compiled
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_the_same_results_compiled_and_not(scored_folder, tmp_path, device, monkeypatch):
+    options = [f'--device={device}', '--dtype=bfloat16', '--limit=20', '--pack_len=512']
+    probs = []
+    for seconds in (0, math.inf):
+        monkeypatch.setattr(evaluate, 'COMPILE_SECONDS', seconds)
+        scored(scored_folder, tmp_path / str(seconds), *options)
+        rows = report.read_samples(tmp_path / str(seconds) / 'samples.jsonl')
+        probs.append(report.predictions(sorted(rows, key=report.sample_order), 'token').probs)
+    assert np.abs(probs[0] - probs[1]).max() <= (0 if device == 'cpu' else 0.03)
+
+
+def test_a_model_that_is_given_scores_as_the_one_that_is_loaded(scored_folder, tmp_path):
+    folder = scored_folder / 'model'
+    for name, model in (('given', checkpoint.load(folder)), ('loaded', None)):
+        cfg = evaluate.EvalConfig(str(folder), tasks=(f'global_mmlu:{scored_folder / "data"}',),
+                                  shots=1, n_bootstrap=0, pictures=False)
+        evaluate.evaluate(folder, load_tokenizer(folder), evaluate.load_tasks(cfg), cfg,
+                          tmp_path / name, model)
+    assert (tmp_path / 'given/samples.jsonl').read_bytes() == (
+        tmp_path / 'loaded/samples.jsonl').read_bytes()
 
 
 def test_languages_and_groups(scored_folder, tmp_path, capsys):
