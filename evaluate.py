@@ -93,13 +93,10 @@ class EvalConfig:
 SETTINGS = ('preset', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos', 'max_length',
             'deterministic', 'dtype')
 
-# Compiling the blocks takes seconds, however little is scored, and then saves time per token: that
-# of elementwise operations, so it grows with the layers and their width. On an H200 with Llama 3.2
-# 1B (16 layers of 2,048) and warm caches it takes 2.4 s and 4.8 s more in the first forward pass;
-# MMLU with 5 shots, 1.5 million tokens, takes 6.9 s compiled and an estimated 1.6 times that
-# without. Cold caches take 12.6 s more, which one evaluation alone need not repay.
-COMPILE_SECONDS = 2.4 + 4.8
-SAVED_SECONDS = 0.6 * 6.9 / (1.5e6 * 16 * 2048)     # per token, layer and number of hidden_size
+# Compiling takes seconds, however little is scored, and then saves time per token and weight. On an
+# H200 with Llama 3.2 1B: COMPILE
+COMPILE_SECONDS = 6.0
+SAVED_SECONDS = 3.1e-6 / (16 * 2048 * 8192)     # per token and weight of the shape below
 
 
 def check_eval_config(cfg):
@@ -122,7 +119,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
           trim=True, dropout_seeds=()):
     """Yield (index, numbers, values) for each of `trees`, (index, Tree) pairs, as they are done.
 
-    load:          returns the model; called with the first batch once there is one to score
+    load:          returns the model; called once there is something to score
     deterministic: each tree in a row and a batch of its own
     statistics:    also what a next-token distribution is like, see values
     trim:          cut off padding; not where shapes are compiled
@@ -164,7 +161,7 @@ def launch(load, batches, statistics, dropout_seeds):
                 ahead.append(pool.submit(next, batches, None))
                 arrays, scored = batch
                 if model is None:
-                    model = load(batch)
+                    model = load()
                     training = model.training
                     model.eval()
                     for module in model.modules():      # adapters have the only dropout
@@ -248,7 +245,7 @@ def option_log_probs(model, trees, **options):
     options: as of `score`
     """
     sums = {index: mean_log_probs(numbers, values, len(trees[index].leaves))
-            for index, numbers, values in score(lambda _: model, enumerate(trees), **options)}
+            for index, numbers, values in score(lambda: model, enumerate(trees), **options)}
     return [sums[index] for index in range(len(trees))]
 
 
@@ -358,7 +355,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     cannot be scored, CheckpointError for logits that are not finite.
     """
     out_dir, config = Path(out_dir), checkpoint.read_config(folder)
-    cfg = resolve(cfg, folder, config, tokenizer)
+    cfg = resolve(cfg, folder, config, tokenizer, tasks)
     if not model:
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
     identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
@@ -395,7 +392,7 @@ def score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model):
     n_items = sum(len(task.items) + len(task.validation) for task in asked)
     n_items = max(0, n_items - sum(key[0] in result_labels(tasks, cfg) for key, _ in done))
     with ThreadPoolExecutor(3) as pool, open(path, 'ab', buffering=0) as file:
-        load = (lambda _: model) if model else ModelAhead(pool, folder, cfg, n_items)
+        load = (lambda: model) if model else load_ahead(pool, folder, cfg, n_items)
 
         def append(sample):
             samples.append(file, sample)
@@ -431,19 +428,22 @@ def result_labels(tasks, cfg):
                       if cfg.p_true and task.kind == 'questions')]
 
 
-def resolve(cfg, folder, config, tokenizer):
-    """`cfg` with what 'auto' and None stand for here."""
+def resolve(cfg, folder, config, tokenizer, tasks):
+    """`cfg` with what 'auto' and None stand for here, and `compile` decided."""
     place, context = device.pick_device(cfg.device), config.max_position_embeddings
+    on_gpu, dtype = place.startswith('cuda'), str(device.pick_dtype(cfg.dtype, place))
+    # only rows of equal shape are worth compiling; Triton 3.6 cannot compile some float32 blocks
+    fits = on_gpu and not cfg.deterministic and dtype == 'torch.bfloat16'
+    pays = repays_compiling(sum(task.size for task in tasks.values()), config)
     add_bos = trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos
     add_bos, chat = begins_with_bos(tokenizer, add_bos), cfg.chat
     if chat == 'trained':
         chat = trained_template(folder)
     if chat != 'none':
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
-    return replace(cfg, device=place,
-                   dtype=str(device.pick_dtype(cfg.dtype, place)).split('.')[-1],
-                   pack_len=cfg.pack_len or (16384 if place.startswith('cuda') else 4096),
-                   add_bos=add_bos, chat=chat,
+    return replace(cfg, device=place, dtype=dtype.split('.')[-1], add_bos=add_bos, chat=chat,
+                   compile=cfg.compile and fits and pays,
+                   pack_len=cfg.pack_len or (4096 if fits > pays or not on_gpu else 16384),
                    max_length=min(cfg.max_length or context, context))
 
 
@@ -471,52 +471,42 @@ def training_settings(folder):
     return {key: value for key, (value, _) in assigned.items()}
 
 
-def read_model(folder, cfg):
-    dtype = getattr(torch, cfg.dtype)
-    if cfg.passes:
-        return checkpoint.load_adapted(base_of_adapter(folder), folder, cfg.device, dtype)
-    return checkpoint.load(folder, cfg.device, dtype)
-
-
-class ModelAhead:
-    """The `load` of `score`: in threads of `pool`, weights are read while questions are tokenized.
+def load_ahead(pool, folder, cfg, n_items):
+    """Return the `load` of `score`: threads of `pool` read the weights while items are tokenized.
 
     Meanwhile the libraries that compile and draw are imported: on some machines that takes longer.
     """
+    libraries = ['torch._inductor.compile_fx'] * (cfg.compile and n_items > 0)
+    libraries += ['matplotlib.figure'] * cfg.pictures
+    imports = [pool.submit(importlib.import_module, name) for name in libraries]
+    weights = pool.submit(load_model, folder, cfg) if n_items else None
 
-    def __init__(self, pool, folder, cfg, n_items):
-        self.cfg, self.n_items, self.model = cfg, n_items, None
-        self.read = functools.partial(read_model, folder, cfg)
-        self.weights = pool.submit(self.read) if n_items else None
-        # FlexAttention is compiled on every GPU
-        libraries = (['torch._inductor.compile_fx'] * (n_items and cfg.device.startswith('cuda'))
-                     + ['matplotlib.figure'] * cfg.pictures)
-        self.imports = [pool.submit(importlib.import_module, name) for name in libraries]
+    @functools.cache
+    def load():
+        model = weights.result() if weights else load_model(folder, cfg)
+        wait(imports)       # two threads that import one library may see half of it
+        return model
 
-    def __call__(self, batch):
-        """Return the model, compiled if that pays for `n_items` items like those of `batch`."""
-        if self.model is None:
-            self.model, cfg = self.weights.result() if self.weights else self.read(), self.cfg
-            wait(self.imports)      # two threads that import one library may see half of it
-            # where shapes are equal, and Triton 3.6 cannot compile some float32 blocks
-            if (cfg.compile and not cfg.deterministic and cfg.dtype == 'bfloat16'
-                    and self.model.head.is_cuda
-                    and repays_compiling(tokens_to_score(batch, self.n_items), self.model.config)):
-                from model import compile_blocks
-                compile_blocks(self.model)
-        return self.model
+    return load
 
 
-def tokens_to_score(batch, n_items):
-    """Estimate the packed tokens of `n_items` questions or texts from the first batch of them."""
-    (_, positions, _), scored = batch       # positions [B, T], 0 in padding
-    return np.count_nonzero(positions) / len({tree for tree, *_ in scored}) * n_items
+def load_model(folder, cfg):
+    """The model, its blocks compiled, or without anything to compile if its rows are short."""
+    dtype = getattr(torch, cfg.dtype)
+    model = (checkpoint.load_adapted(base_of_adapter(folder), folder, cfg.device, dtype)
+             if cfg.passes else checkpoint.load(folder, cfg.device, dtype))
+    if cfg.compile:
+        from model import compile_blocks
+        compile_blocks(model)
+    elif cfg.pack_len <= 4096 and not cfg.deterministic:
+        model.model.attention = 'explicit'      # FlexAttention has to be compiled
+    return model
 
 
 def repays_compiling(tokens, config):
     """Return whether compiling the blocks takes less time than it saves for `tokens` tokens."""
-    saved = SAVED_SECONDS * config.num_hidden_layers * config.hidden_size
-    return tokens * saved > COMPILE_SECONDS
+    weights = config.num_hidden_layers * config.hidden_size * config.intermediate_size
+    return tokens * weights * SAVED_SECONDS > COMPILE_SECONDS
 
 
 def base_of_adapter(folder):

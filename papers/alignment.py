@@ -26,6 +26,7 @@ results as figures, not as numbers, so there is none beside ours.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 from common import EvalConfig, Run, TrainConfig, draw_lines, main, measured, numbers, selected
 from data import fetch, read_rows
@@ -79,8 +80,9 @@ def runs(options):
             yield Run(replace(cfg, data=source, data_limit=limit, eval=report, out_dir=folder),
                       PARAMS, **SIZES)
             for epoch in range(1, EPOCHS):
-                yield Run(replace(report, model=f'{folder}/epoch-{epoch}',
-                                  out_dir=f'{folder}/report-{epoch}'), PARAMS, **sizes)
+                model = f'{folder}/epoch-{epoch}'
+                yield Run(replace(report, model=model, out_dir=f'{folder}/report-{epoch}'), PARAMS,
+                          **sizes, waits_for='' if Path(model).exists() else model)
     for epoch, model in enumerate(filter(None, options.rlhf.split(',')), 1):
         yield Run(replace(report, model=model, out_dir=f'{root}/aligned/rlhf/report-{epoch}'),
                   PARAMS, **sizes)

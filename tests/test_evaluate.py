@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,13 +28,14 @@ from test_tokenizer import train_bpe
 
 import checkpoint
 import configs
+import device as devices
 import evaluate
 import log
 import metrics
 import model as models
 import outdir
 import report
-from data import DataError, packing, questions
+from data import DataError, packing, questions, tasks
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
@@ -103,7 +103,7 @@ def test_scored_tokens_of_a_text(tmp_path):
     rng = np.random.default_rng(0)
     trees = [packing.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
-    for index, numbers, values in evaluate.score(lambda _: model, enumerate(trees), 64,
+    for index, numbers, values in evaluate.score(lambda: model, enumerate(trees), 64,
                                                  statistics=True):
         tree = trees[index]
         ids = torch.tensor([tree.stem])
@@ -489,39 +489,43 @@ def test_passes_that_cannot_be_done(scored_folder, tmp_path):
         evaluate.main([f'--model={run}', f'--tasks=clm:{tmp_path / "texts.jsonl"}', '--passes=2'])
 
 
-LLAMA_1B, LLAMA_8B = (SimpleNamespace(num_hidden_layers=layers, hidden_size=width)
-                      for layers, width in ((16, 2048), (32, 4096)))
+LLAMA_1B, LLAMA_8B = (
+    SimpleNamespace(num_hidden_layers=layers, hidden_size=width, intermediate_size=inner,
+                    max_position_embeddings=8192)
+    for layers, width, inner in ((16, 2048, 8192), (32, 4096, 14336)))
 
 
-def test_small_tasks_are_not_compiled():
+def test_what_repays_compiling():
     assert not evaluate.repays_compiling(200 * 110, LLAMA_8B)       # 200 questions without shots
-    assert not evaluate.repays_compiling(1.5e6, LLAMA_1B)           # MMLU with 5 shots
-    assert evaluate.repays_compiling(1.5e6, LLAMA_8B)
+    assert evaluate.repays_compiling(1.5e6, LLAMA_8B)               # MMLU with 5 shots
     assert evaluate.repays_compiling(42 * 1.5e6, LLAMA_1B)          # in 42 languages
-    trees = random_trees(np.random.default_rng(0))
-    size = sum(len(tree.stem) + sum(map(len, tree.leaves)) for tree in trees)
-    size += sum(len(prefix) for prefix in {tree.prefix for tree in trees}) - 1    # one position 0
-    rows = packing.pack_trees(enumerate(trees), 1024)
-    batch = next(packing.stack_rows(rows, 1, trim=False))
-    assert evaluate.tokens_to_score(batch, 1200) == pytest.approx(100 * size, rel=0.02)
 
 
-@pytest.mark.parametrize('change, compiled', [
-    ({}, True), ({'n_items': 100}, False), ({'compile': False}, False),
-    ({'deterministic': True}, False), ({'dtype': 'float32'}, False)])
-def test_the_model_is_compiled_once_where_that_pays(change, compiled, monkeypatch):
-    n_items = {'n_items': 10 ** 6, **change}.pop('n_items')
-    model = SimpleNamespace(head=SimpleNamespace(is_cuda=True), config=LLAMA_1B)
-    calls, asked = [], {'dtype': 'bfloat16', 'device': 'cpu'} | change
-    asked.pop('n_items', None)
+def test_the_size_of_a_task(scored_folder):
+    cfg = evaluate.EvalConfig(tasks=(f'global_mmlu:{scored_folder / "data"}',), shots=2)
+    task = tasks.load_tasks(cfg)['global_mmlu']
+    text = ''.join(q.context + ''.join(q.options) for q in task.items)
+    assert task.size == len(text) // 4
+
+
+@pytest.mark.parametrize('size, change, compiled, pack_len', [
+    (10 ** 8, {}, True, 16384), (10 ** 4, {}, False, 4096),
+    (10 ** 8, {'compile': False}, False, 16384), (10 ** 8, {'deterministic': True}, False, 16384), (10 ** 4, {'dtype': 'float32'}, False, 16384),
+    (10 ** 4, {'pack_len': 512}, False, 512)])
+def test_blocks_are_compiled_where_that_pays(size, change, compiled, pack_len, monkeypatch,
+                                             tokenizers, tmp_path):
+    monkeypatch.setattr(devices, 'pick_device', lambda _: 'cuda')
+    model = SimpleNamespace(model=SimpleNamespace(attention='auto'))
     monkeypatch.setattr(checkpoint, 'load', lambda *_: model)
+    calls = []
     monkeypatch.setattr(models, 'compile_blocks', calls.append)
-    arrays = np.ones((3, 1, 100), int)
-    with ThreadPoolExecutor(3) as pool:
-        load = evaluate.ModelAhead(pool, 'folder', evaluate.EvalConfig(**asked), n_items)
-        for _ in range(2):
-            assert load((arrays, [(0, 0, 1, 2)])) is model
-    assert calls == [model] * compiled
+    cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16'} | change)
+    cfg = evaluate.resolve(cfg, tmp_path, LLAMA_1B, tokenizers['llama2'],
+                           {'task': SimpleNamespace(size=size)})
+    assert (cfg.compile, cfg.pack_len) == (compiled, pack_len)
+    assert evaluate.load_model(tmp_path, cfg) is model and calls == [model] * compiled
+    explicit = pack_len <= 4096 and not change.get('deterministic')
+    assert model.model.attention == ('explicit' if explicit else 'auto')
 
 
 @pytest.mark.parametrize('device', DEVICES)
