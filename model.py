@@ -215,13 +215,19 @@ class Block(nn.Module):
         return x + self.post_feedforward_layernorm(y)
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self):
+        if not self.weight.is_meta:     # normal_ of a meta tensor imports the compiler: seconds
+            super().reset_parameters()
+
+
 class Decoder(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         gemma = config.family.gemma
         Norm = GemmaRMSNorm if gemma else LlamaRMSNorm
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.embed_scale = config.hidden_size ** 0.5 if gemma else 1

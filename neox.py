@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import CausalLM, Decoder, ModelConfig, attend_explicit, attend_flex, rotate
+from model import (CausalLM, Decoder, Embedding, ModelConfig, attend_explicit, attend_flex,
+                   rotate)
 
 
 @dataclass
@@ -85,7 +86,7 @@ class NeoxDecoder(Decoder):
     def __init__(self, config: NeoxConfig):
         nn.Module.__init__(self)        # not Decoder's, which makes the parts of a Llama
         self.config = config
-        self.embed_in = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_in = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(NeoxBlock(config) for _ in range(config.num_hidden_layers))
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.embed_scale, self.attention, self.checkpoint = 1, 'auto', False

@@ -16,6 +16,7 @@ Float32 weights are updated as they are. This file imports nothing of ours.
 import functools
 import itertools
 import math
+import weakref
 
 import torch
 from torch import Tensor
@@ -48,7 +49,10 @@ class AdamW(torch.optim.Optimizer):
             if half and not stochastic:
                 self.state[p]['low_bits'] = torch.zeros_like(p, dtype=torch.int16,
                                                              requires_grad=False)
-                p.register_post_accumulate_grad_hook(self._add)
+                # the garbage collector does not see the hooks of a tensor: with a bound method
+                # here, optimizer and weights would never be freed
+                add = weakref.WeakMethod(self._add)
+                p.register_post_accumulate_grad_hook(lambda p, add=add: add()(p))
 
     def parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group['params']]

@@ -1,6 +1,8 @@
 """optim.py"""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -143,3 +145,19 @@ def test_optimizer_on_the_gpu(dtype, stochastic):
     # rounding at random may fall on the other side where the last bit of an update differs
     differ = (ends[0] - ends[1]).abs() > 1e-6
     assert differ.double().mean() < (0.01 if stochastic else 1e-9)
+
+
+@pytest.mark.parametrize('stochastic', [False, True])
+def test_weights_and_moments_are_freed(stochastic):
+    """Several runs in one process would not fit on a GPU otherwise."""
+    p = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
+    optimizer = AdamW([p], 1e-3, stochastic=stochastic)
+    for micro_batches in (1, 2):
+        optimizer.begin(micro_batches)
+        for _ in range(micro_batches):
+            (p.float() ** 2).sum().backward()
+        optimizer.step(torch.tensor(1.0))
+    alive = weakref.ref(optimizer), weakref.ref(optimizer.state[p]['exp_avg']), weakref.ref(p)
+    del optimizer, p
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 3
