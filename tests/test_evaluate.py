@@ -490,15 +490,14 @@ def test_passes_that_cannot_be_done(scored_folder, tmp_path):
 
 
 LLAMA_1B, LLAMA_8B = (
-    SimpleNamespace(num_hidden_layers=layers, hidden_size=width,
-                    max_position_embeddings=8192, attn_logit_softcapping=None)
+    SimpleNamespace(num_hidden_layers=layers, hidden_size=width, max_position_embeddings=8192)
     for layers, width in ((16, 2048), (32, 4096)))
 
 
 def test_what_repays_compiling():
-    assert not evaluate.repays_compiling(200 * 110, LLAMA_8B)       # 200 questions without shots
-    assert evaluate.repays_compiling(1.5e6, LLAMA_8B)               # MMLU with 5 shots
+    assert not evaluate.repays_compiling(1.5e6, LLAMA_1B)           # MMLU with 5 shots
     assert evaluate.repays_compiling(42 * 1.5e6, LLAMA_1B)          # in 42 languages
+    assert evaluate.repays_compiling(2e6, LLAMA_8B)
 
 
 def test_the_size_of_a_task(scored_folder):
@@ -508,24 +507,24 @@ def test_the_size_of_a_task(scored_folder):
     assert task.size == len(text) // 4
 
 
-@pytest.mark.parametrize('size, change, compiled, pack_len', [
-    (10 ** 8, {}, True, 16384), (10 ** 4, {}, False, 4096),
-    (10 ** 8, {'compile': False}, False, 16384), (10 ** 8, {'deterministic': True}, False, 16384), (10 ** 4, {'dtype': 'float32'}, False, 16384),
-    (10 ** 4, {'pack_len': 512}, False, 512)])
-def test_blocks_are_compiled_where_that_pays(size, change, compiled, pack_len, monkeypatch,
+@pytest.mark.parametrize('size, change, compiled, attention', [
+    (10 ** 8, {}, True, 'auto'), (10 ** 4, {}, False, 'kernel'),
+    (10 ** 8, {'compile': False}, False, 'kernel'), (10 ** 8, {'deterministic': True}, False, 'auto'),
+    (10 ** 8, {'dtype': 'float32'}, False, 'auto')])
+def test_blocks_are_compiled_where_that_pays(size, change, compiled, attention, monkeypatch,
                                              tokenizers, tmp_path):
     monkeypatch.setattr(devices, 'pick_device', lambda _: 'cuda')
-    model = SimpleNamespace(model=SimpleNamespace(attention='auto'))
+    model = SimpleNamespace(model=SimpleNamespace(attention='auto'),
+                            head=SimpleNamespace(is_cuda=True))
     monkeypatch.setattr(checkpoint, 'load', lambda *_: model)
     calls = []
     monkeypatch.setattr(models, 'compile_blocks', calls.append)
     cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16'} | change)
     cfg = evaluate.resolve(cfg, tmp_path, LLAMA_1B, tokenizers['llama2'],
                            {'task': SimpleNamespace(size=size)})
-    assert (cfg.compile, cfg.pack_len) == (compiled, pack_len)
+    assert (cfg.compile, cfg.pack_len) == (compiled, 16384)
     assert evaluate.load_model(tmp_path, cfg) is model and calls == [model] * compiled
-    explicit = pack_len <= 4096 and not change.get('deterministic')
-    assert model.model.attention == ('explicit' if explicit else 'auto')
+    assert model.model.attention == attention
 
 
 @pytest.mark.parametrize('device', DEVICES)

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 import checkpoint
 import model as models
 from data import packing
+from tree_attention import TreeMask
 
 
 @pytest.mark.parametrize('name', ARCHITECTURES)
@@ -117,6 +118,9 @@ def test_flex_attention_equals_the_explicit_mask(name, device, tmp_path):
             gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
             model.zero_grad()
     assert torch.allclose(*outputs, atol=1e-4)
+    model.model.attention = 'kernel'
+    with torch.no_grad():
+        assert torch.allclose(model(*inputs), outputs[0], atol=1e-4)
     for a, b in zip(*(gradients or [[], []]), strict=True):
         assert (a - b).norm() < 1e-3 * a.norm()
 
@@ -199,6 +203,39 @@ def test_tuned_attention(head_dim, softcap, device):
             results.append([y, *(t.grad for t in x if cuda)])
     for right, ours in zip(results[:2], results[2:], strict=True):
         assert all((a - b).norm() < 0.01 * a.norm() for a, b in zip(right, ours, strict=True))
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('heads, kv_heads, head_dim, softcap, window', [
+    (4, 2, 32, None, None), (3, 3, 20, 5.0, None), (4, 1, 64, None, 40), (2, 2, 16, 3.0, 7),
+    (2, 1, 256, 50.0, 90), (2, 1, 80, None, None)])
+@pytest.mark.parametrize('T', [64, 130, 257])
+def test_tree_attention(heads, kv_heads, head_dim, softcap, window, T, device):
+    """The kernel on random trees against the explicit mask in float64."""
+    rng = np.random.default_rng([T, head_dim])
+    positions, ends = np.zeros((2, 2, T), int)
+    for row in range(2):
+        at = 0
+        while at < T:       # a prefix and two branches
+            n = min(int(rng.integers(1, 90)), T - at)
+            branch = n // 3
+            positions[row, at:at + n] = np.arange(n)
+            positions[row, at + 2 * branch:at + n] -= branch
+            ends[row, at:at + n] = at + n
+            ends[row, at + branch:at + 2 * branch] = at + 2 * branch
+            at += n
+    positions, ends = torch.from_numpy(positions).to(device), torch.from_numpy(ends).to(device)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, T, head_dim, generator=generator).to(device)
+               for n in (heads, kv_heads, kv_heads))
+    mask = models.explicit_mask(positions, ends, window)
+    # Triton's interpreter has no products of bfloat16
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3),
+                             *[(torch.bfloat16, 2e-2)] * (device == 'cuda')):
+        x = [2 * t.to(dtype) for t in (q, k, v)]
+        y = TreeMask(positions, ends, window).attend(*x, head_dim ** -0.5, softcap)
+        right = models.attend_explicit(*(t.double() for t in x), mask, head_dim ** -0.5, softcap)
+        assert y.dtype == dtype and (y - right).abs().max() < tolerance * right.abs().max()
 
 
 NOT_NEOX = {'head_dim', 'num_key_value_heads', 'rms_norm_eps', 'tie_word_embeddings'}
