@@ -44,7 +44,8 @@ ADDED = {'loss', 'logit_softcap', 'logit_temperature', 'answers', 'data_limit', 
 def digest(config):
     settings = {key: value for key, value in asdict(config).items() if key not in ADDED}
     if settings.get('eval'):    # added to the report since
-        assert settings['eval'].pop('p_true') is False and settings['eval'].pop('chat') == 'none'
+        added = {key: settings['eval'].pop(key) for key in ('p_true', 'chat', 'passes')}
+        assert added == {'p_true': False, 'chat': 'none', 'passes': 0}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
