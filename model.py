@@ -363,8 +363,8 @@ def explicit_mask(positions: Tensor, ends: Tensor, window: int | None) -> Tensor
 def attend_explicit(q, k, v, mask, scale, softcap):
     """Return the attention [B, H, T, hd] of q [B, H, T, hd] to k and v [B, H_kv, T, hd].
 
-    mask: bool [B, 1, T, T], a TreeMask, or None for causal. For the heads of Llama 3.1 8B on an H200, cuDNN
-    takes 1.2 ms for the causal case, FlexAttention 1.8 ms.
+    mask: bool [B, 1, T, T], a TreeMask of tree_attention.py, or None for causal. For the heads of
+    Llama 3.1 8B on an H200, cuDNN takes 1.2 ms for the causal case, FlexAttention 1.8 ms.
     """
     if hasattr(mask, 'attend'):
         return mask.attend(q, k, v, scale, softcap)

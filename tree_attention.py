@@ -18,7 +18,9 @@ from torch import Tensor
 LOG2E = math.log2(math.e)   # exp(x) = exp2(x * LOG2E), which is faster
 
 
-QUERIES, KEYS = 64, 64      # in a block
+# In a block: the fastest of five on an H200 in bfloat16 with 16,384 tokens, 0.62, 0.90 and 0.70 ms
+# for the heads of Llama 3.2 1B, Llama 3.1 8B and Gemma 2 2B; FlexAttention takes 0.39, 0.68, 0.38.
+QUERIES, KEYS = 64, 64
 
 
 class TreeMask:
@@ -48,7 +50,7 @@ class TreeMask:
             q, k, v, out, self.positions, self.ends, self.blocks, self.count, T,
             self.blocks.shape[-1], H, H // k.shape[1], hd, scale * LOG2E,
             softcap * LOG2E if softcap else 0.0, self.window or 0, WIDTH=width, BLOCK_M=QUERIES,
-            BLOCK_N=KEYS, num_warps=8 if width > 128 else 4, num_stages=2)
+            BLOCK_N=KEYS, num_warps=4, num_stages=2)
         return out
 
 

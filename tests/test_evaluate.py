@@ -509,7 +509,8 @@ def test_the_size_of_a_task(scored_folder):
 
 @pytest.mark.parametrize('size, change, compiled, attention', [
     (10 ** 8, {}, True, 'auto'), (10 ** 4, {}, False, 'kernel'),
-    (10 ** 8, {'compile': False}, False, 'kernel'), (10 ** 8, {'deterministic': True}, False, 'auto'),
+    (10 ** 8, {'compile': False}, False, 'kernel'),
+    (10 ** 8, {'deterministic': True}, False, 'auto'),
     (10 ** 8, {'dtype': 'float32'}, False, 'auto')])
 def test_blocks_are_compiled_where_that_pays(size, change, compiled, attention, monkeypatch,
                                              tokenizers, tmp_path):
