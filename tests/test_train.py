@@ -1,5 +1,6 @@
 """train.py"""
 
+import gc
 import dataclasses
 import importlib.util
 import json
@@ -531,6 +532,24 @@ def test_compiled_steps(name, master, device, tmp_path):
     assert np.allclose(runs[0], runs[1], rtol=0.03 if master == 'exact' else 0.1)
     # rounding grows with the width of these random weights: in a Llama of width 128 to 0.007
     assert np.allclose(runs[0][:, :2], runs[1][:, :2], rtol=0.006 if name == 'neox' else 0.003)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_a_run_leaves_no_memory_behind(tmp_path):
+    """Scripts train many models in one process."""
+    reference_model('llama', tmp_path, head_dim=32, vocab_size=50_000)
+    held = []
+    for _ in range(3):
+        cfg = tiny_config(dtype='bfloat16', pack_len=128, device='cuda')
+        model = train.build_model(cfg, checkpoint.read_config(tmp_path), tmp_path, 'cuda')
+        optimizer = train.build_optimizer(model, cfg)
+        packed = packing.pack(documents(0, [100, 90, 120]), 128)
+        train.train_step(model, optimizer, packed, cfg, 'cuda').tolist()
+        weights = sum(p.nbytes for p in model.parameters())
+        del model, optimizer
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert held[2] - held[0] < weights / 10
 
 
 def bad_command_lines(folder, tmp_path):
