@@ -1,7 +1,7 @@
 """train.py"""
 
-import gc
 import dataclasses
+import gc
 import importlib.util
 import json
 import os
