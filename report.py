@@ -425,7 +425,8 @@ def latex_text(text):
     escape = {'\\': r'\textbackslash{}', '~': r'\textasciitilde{}', '^': r'\textasciicircum{}',
               '<': r'\textless{}', '>': r'\textgreater{}', '|': r'\textbar{}', '±': r'$\pm$'}
     escape |= {c: f'\\{c}' for c in '&%$#_{}'} | {c: f'{{{c}}}' for c in '[*'}
-    return re.sub(r'(?<!\S)-(?=\d)', '$-$', text.translate(str.maketrans(escape)))
+    text = text.translate(str.maketrans(escape)).replace('--', '-{}-')      # -- would be a dash
+    return re.sub(r'(?<!\S)-(?=\d)', '$-$', text)
 
 
 def csv_text(lines):
