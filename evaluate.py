@@ -354,9 +354,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     Resumes from `out_dir`/samples.jsonl. Writes that, eval_config.json, results.json, .md, .csv and
     .tex, and reliability diagrams into `out_dir`, where the results of other tasks that were
     evaluated with the same model and settings are kept. Returns the results. The caller holds the
-    folder's lock.
-    Raises ConfigError or CheckpointError before it changes anything, DataError for a question that
-    cannot be scored, CheckpointError for logits that are not finite.
+    folder's lock. Raises ConfigError or CheckpointError before it changes anything, DataError for a
+    question that cannot be scored, CheckpointError for logits that are not finite.
     """
     out_dir, config = Path(out_dir), checkpoint.read_config(folder)
     cfg = resolve(cfg, folder, config, tokenizer, tasks)
