@@ -26,10 +26,10 @@ import scaling
 import stats
 from configs import ConfigError, load_config, read_assignments, require_range
 from data import DataError, read_rows, writing
-from outdir import read_json, write_text
-from report import (aligned, csv_text, draw_reliability, last_asked, markdown, measure,
-                    parallel_map, predictions, read_samples, sample_order, save_figure, task_title,
-                    warn_on_failure)
+from outdir import claim, read_json, write_text
+from report import (aligned, csv_text, draw_reliability, interval_text, last_asked, latex,
+                    mark_best, markdown, measure, panel_title, parallel_map, predictions,
+                    read_samples, sample_order, save_figure, task_title, warn_on_failure)
 
 TITLES = {'accuracy': 'accuracy', 'confidence': 'confidence', 'gap': 'confidence - accuracy',
           'entropy_bits': 'entropy (bits)', 'ece': 'ECE', 'rmsce': 'RMSCE',
@@ -93,6 +93,7 @@ def main(argv):
     out_dir = Path(os.path.expanduser(cfg.out_dir))
     with writing(f'into out_dir = {out_dir}'):
         out_dir.mkdir(parents=True, exist_ok=True)
+        claim(out_dir, 'compare.tex')
     # the settings of a comparison over questions; those below out_dir are for several seeds
     over_questions = CompareConfig(cfg.sources, cfg.n_bootstrap, cfg.seed, cfg.out_dir,
                                    cfg.ensemble, cfg.norm)
@@ -203,8 +204,8 @@ def compare_questions(runs, cfg, out_dir):
 
     For every task and language: accuracy, entropy, ECE and RMSCE of each run, the best one marked;
     then each run's difference to those before it, with a paired bootstrap over the questions that
-    both answered, and Student's t over languages if there are several. Writes compare.md,
-    compare.csv, and a reliability diagram of all runs for each task.
+    both answered, and Student's t over languages if there are several. Writes compare.md, .csv and
+    .tex, and a reliability diagram of all runs for each task.
     """
     runs = dict(zip(label_runs([run.folder for run in runs]), runs, strict=True))
     all_samples = {name: read_run_samples(run)[0] for name, run in runs.items()}
@@ -213,7 +214,7 @@ def compare_questions(runs, cfg, out_dir):
     if not tasks:
         raise DataError('these runs have no task in common: ' + '; '.join(
             f'{name}: {", ".join(of_run)}' for name, of_run in all_samples.items()))
-    all_lines, texts, parts, diagrams = [], [], [], {}
+    all_lines, texts, parts, tex, diagrams = [], [], [], [], {}
     for task in tasks:
         samples = {name: of_run[task] for name, of_run in all_samples.items()}
         shown = dict(runs)
@@ -223,8 +224,10 @@ def compare_questions(runs, cfg, out_dir):
                 texts.append(f'\n{task} has no ensemble: {averaged}')
             else:
                 shown[name], samples[name] = averaged
-        answers = diagrams[task] = {name: predictions(samples[name], run.results[task]['norm'])
-                                    for name, run in shown.items()}
+        answers = {name: predictions(samples[name], run.results[task]['norm'])
+                   for name, run in shown.items()}
+        diagrams[task] = [(panel_title(name, shown[name].results[task]), p)
+                          for name, p in answers.items()]
         reports = reports_by_language(samples, answers)
         table, lines = question_table(task, shown, reports)
         differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p']]
@@ -235,14 +238,17 @@ def compare_questions(runs, cfg, out_dir):
             task_title(name, run.results[task]) for name, run in runs.items())
         texts.append(f'\n{title}\n{aligned(table)}\n(* the best)\n\n{aligned(differences)}')
         parts.append(f'### {title}\n\n{markdown(table)}\n\\* the best\n\n{markdown(differences)}')
+        with_intervals, _ = question_table(task, shown, reports, intervals=True)
+        tex += [latex(with_intervals, title), latex(differences)]
         all_lines += lines
     write_text(out_dir / 'compare.md', '\n'.join(parts))
+    write_text(out_dir / 'compare.tex', '\n'.join(tex))
     write_text(out_dir / 'compare.csv', csv_text(all_lines))
     for task, panels in diagrams.items():
-        draw_reliability(out_dir / f'reliability-{task}.png', panels.items())
+        draw_reliability(out_dir / f'reliability-{task}.png', panels)
     texts += [f'\n{task} is left out: not every run has it'
               for task in all_tasks if task not in tasks]
-    print(*texts, f'\nwrote compare.md, compare.csv and reliability-*.png to {out_dir}', sep='\n')
+    print(*texts, f'\nwrote compare.md, .csv, .tex and reliability-*.png to {out_dir}', sep='\n')
 
 
 def label_runs(folders):
@@ -276,7 +282,9 @@ def average_runs(task, runs, samples):
         return 'no question with the same answer and options is in all runs'
     shared = dict(set(first.settings.items()).intersection(*(x.settings.items() for x in others)))
     model = first.model if all(run.model == first.model for run in others) else ''
-    return Run(None, model, first.seed, shared, {}, {task: {'norm': 'sum'}}), averaged
+    sample = {key: value for run in runs.values() for key, value in run.results[task].items()
+              if key == 'sample'}
+    return Run(None, model, first.seed, shared, {}, {task: {'norm': 'sum'} | sample}), averaged
 
 
 def reports_by_language(samples, answers):
@@ -288,8 +296,11 @@ def reports_by_language(samples, answers):
             | {'pooled': p.report()} for name, p in answers.items()}
 
 
-def question_table(task, runs, reports):
-    """Return (cells of one task's table, the best marked with a star; the lines of its CSV)."""
+def question_table(task, runs, reports, intervals=False):
+    """Return (cells of one task's table, the best marked with a star; the lines of its CSV).
+
+    intervals: with those that results.json has, behind the metrics
+    """
     losses = {run.settings.get('loss') for run in runs.values()}
     shown = ('loss', 'smoothing') if len(losses) > 1 else ('smoothing',)
     table, lines = [], []
@@ -297,16 +308,23 @@ def question_table(task, runs, reports):
         best = {metric: max(sign * of_run[language][metric] for of_run in reports.values())
                 for metric, sign in COMPARED.items()}
         for name, run in runs.items():
-            report = reports[name][language]
+            report, result = reports[name][language], run.results[task]
+            of_group = {'pooled': result.get('pooled', {}), **result.get('languages', {})}.get(
+                language, {}) if intervals else {}
             labels = {'run': name, 'model': run.model, 'dataset': task,
                       **{key: run.settings.get(key, '') for key in shown}, 'language': language}
             is_best = [sign and sign * report[metric] == best[metric]
                        for metric, sign in COMPARED.items()]
             table.append([*labels.values(), str(report['n']), *(
-                f'{report[metric]:.3f}{" *" if star else "  "}'
+                f'{report[metric]:.3f}{interval_text(of_group, metric)}{" *" if star else "  "}'
                 for metric, star in zip(COMPARED, is_best, strict=True))])
-            lines.append(labels | report)
+            lines.append(labels | report | sample_of(result))
     return [[*labels, 'questions', *(TITLES[metric] for metric in COMPARED)], *table], lines
+
+
+def sample_of(result):
+    """Return {'sample_of': number of questions} of a result with --limit, for a CSV; else {}."""
+    return {'sample_of': str(result['sample']['of'])} if 'sample' in result else {}
 
 
 def difference(first, second, samples, answers, reports, cfg):
@@ -341,7 +359,7 @@ def difference(first, second, samples, answers, reports, cfg):
 
 
 def compare_seeds(runs, tables, cfg, out_dir):
-    """Print a table of means over seeds; write compare.csv, compare.md and compare.png to out_dir.
+    """Print a table of means over seeds; write compare.csv, .md, .tex and .png to out_dir.
 
     compare.csv has the lines that `where` keeps, from which the rest can be made again. Returns
     what is shown, (groups, reference) as `group_lines` does, and `cfg` with the axes.
@@ -362,7 +380,7 @@ def compare_seeds(runs, tables, cfg, out_dir):
     check_known('reference', cfg.reference, {line['kind'] for line in lines})
     if len(set(axes)) < len(axes):
         raise ConfigError(f'a column is named twice in panel, by and x: {", ".join(axes)}')
-    named = {*axes, *(rule.partition('=')[0] for rule in cfg.where)}
+    named = {*axes, *(rule.partition('=')[0] for rule in cfg.where), 'sample_of'}
     lines = drop_constant_settings(lines, columns, named)
     shown = pool_lines(lines, named)
     cfg = choose_axes(shown, axes, cfg)
@@ -370,12 +388,16 @@ def compare_seeds(runs, tables, cfg, out_dir):
     base = 'reference' if len(cfg.reference) > 1 else ''.join(cfg.reference)
     table = seed_table(groups, reference, base, cfg)
     write_text(out_dir / 'compare.csv', csv_text(lines))
-    write_text(out_dir / 'compare.md', markdown(table))
+    sampled = list(dict.fromkeys(line['task'] for line in shown if line.get('sample_of')))
+    note = f'\nonly a sample of the questions (--limit): {", ".join(sampled)}\n' if sampled else ''
+    write_text(out_dir / 'compare.md', markdown(table) + note)
+    write_text(out_dir / 'compare.tex', latex(
+        mark_best(table, [tuple(line[:len(cfg.panel)]) for line in table[1:]]), note.strip()))
     with warn_on_failure(out_dir / 'compare.png'):
         draw_series(out_dir / 'compare.png', groups, reference, base, cfg)
     print(f'{len(lines)} lines of {len({line["run"] for line in lines})} runs and '
           f'{len({line["seed"] for line in lines})} seeds; --x={cfg.x} --by={",".join(cfg.by)}\n\n'
-          f'{aligned(table)}\n\nwrote compare.csv, compare.md and compare.png to {out_dir}')
+          f'{aligned(table)}\n{note}\nwrote compare.csv, .md, .tex and .png to {out_dir}')
     return groups, reference, cfg
 
 
@@ -396,8 +418,9 @@ def run_lines(run):
     lines = []
     for names, fitted, p in answers_of(run):
         report = p.report()
-        distribution = run.results[names['task']]['distribution']
-        lines.append(names | run.settings | {'distribution': distribution} | run.reach | fitted
+        result = run.results[names['task']]
+        lines.append(names | run.settings | {'distribution': result['distribution']}
+                     | sample_of(result) | run.reach | fitted
                      | {key: float(f'{report[key]:.5g}') for key in METRICS if key in report})
     return sorted(lines, key=name_of)
 
@@ -652,7 +675,9 @@ def draw_series(path, groups, reference, base, cfg):
         ax.set(xlabel=cfg.x, ylabel=TITLES.get(metric, metric))
         ax.label_outer()
     for ax, panel in zip(axes[0], panels, strict=True):
-        ax.set_title(titled(cfg.panel, panel), fontsize=10)
+        sampled = any(line.get('sample_of') for place, of_seed in groups.items()
+                      for line in of_seed.values() if place[0] == panel)
+        ax.set_title(titled(cfg.panel, panel) + ' (sample)' * sampled, fontsize=10)
     entries = {label: handle for ax in axes.flat
                for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if entries:

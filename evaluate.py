@@ -352,10 +352,10 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     """Score `tasks`, as load_tasks(cfg) returns them, with the model in `folder`, or `model`.
 
     Resumes from `out_dir`/samples.jsonl. Writes that, eval_config.json, results.json, .md, .csv and
-    reliability diagrams into `out_dir`, where the results of other tasks that were evaluated with
-    the same model and settings are kept. Returns the results. The caller holds the folder's lock.
-    Raises ConfigError or CheckpointError before it changes anything, DataError for a question that
-    cannot be scored, CheckpointError for logits that are not finite.
+    .tex, and reliability diagrams into `out_dir`, where the results of other tasks that were
+    evaluated with the same model and settings are kept. Returns the results. The caller holds the
+    folder's lock. Raises ConfigError or CheckpointError before it changes anything, DataError for a
+    question that cannot be scored, CheckpointError for logits that are not finite.
     """
     out_dir, config = Path(out_dir), checkpoint.read_config(folder)
     cfg = resolve(cfg, folder, config, tokenizer, tasks)
@@ -377,7 +377,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
                                            fit=cfg.temperature == 'fit', seed=cfg.seed)
         results[label]['fewer_shots'] = sum(s.get('shots', cfg.shots) < cfg.shots
                                             for s in rows[label])
-    found = {'config': asdict(cfg) | {'model': str(cfg.model)}, 'seed': cfg.seed,
+    found = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
+             'seed': cfg.seed,
              'versions': device.versions(), 'identity': identity, 'tasks': earlier | results}
     report.write_results(found, out_dir)
     if cfg.pictures:
@@ -599,10 +600,11 @@ def draw_diagrams(results, rows, tasks, out_dir):
                   f'samples.jsonl now holds {len(test)}; evaluate {label} again to draw it')
             continue
         of_all = report.predictions(test, result['norm'])
-        panels.append((label, of_all))
+        panels.append((report.panel_title(label, result), of_all))
         languages = report.split_groups(test, 'language', of_all) if label in tasks else {}
         if languages:
-            report.draw_reliability(out_dir / samples.GRID.format(label), languages.items(), 7)
+            report.draw_reliability(out_dir / samples.GRID.format(label), [
+                (report.panel_title(name, result), p) for name, p in languages.items()], 7)
     if panels:
         report.draw_reliability(out_dir / samples.DIAGRAM, panels)
 
@@ -658,7 +660,7 @@ def main(argv):
     results, labels, out_dir = run(cfg)
     for label in labels:
         print(f'\n{report.task_text(label, results["tasks"][label])}')
-    print(f'\nwrote samples.jsonl, results.json, results.md and results.csv to {out_dir}')
+    print(f'\nwrote samples.jsonl and results.json, .md, .csv and .tex to {out_dir}')
 
 
 if __name__ == '__main__':

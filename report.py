@@ -12,6 +12,7 @@ import json
 import math
 import operator
 import os
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -25,6 +26,7 @@ import stats
 from data import DataError, forked_pool, read_rows
 from outdir import claim, write_text
 
+SCHEMA = 1      # of results.json, as docs/evaluation.md states it; keys that are added keep it
 # the columns of a table: key in a report, title, format
 SHORT = (('n', 'questions', 'd'), ('accuracy', 'accuracy', '.3f'),
          ('interval', '95 % interval', ''), ('confidence', 'confidence', '.3f'),
@@ -32,6 +34,9 @@ SHORT = (('n', 'questions', 'd'), ('accuracy', 'accuracy', '.3f'),
          ('rmsce', 'RMSCE', '.3f'))
 FULL = (*SHORT, ('mad', 'MAD', '.3f'), ('sce', 'SCE', '.3f'), ('ace', 'ACE', '.3f'),
         ('brier', 'Brier', '.3f'), ('nll', 'NLL (nats)', '.3f'))
+# titles of the columns in which a row can be the best: the highest is, or else the lowest
+BETTER = re.compile(r'(?!p |.* - )(?:.* )?(?:(accuracy|AUROC)|ECE|RMSCE|MAD|SCE|ACE|Brier'
+                    r'|NLL \(nats\)|RMS as \w+)')
 # a sample's key that names a group of questions, and the groups' name in results.json
 GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subjects'}
 
@@ -302,6 +307,11 @@ def task_title(task, result):
     return f'{task} ({scored})'
 
 
+def panel_title(name, result):
+    """Return the title of a diagram: `name`, and '(sample)' where --limit drew the questions."""
+    return f'{name} (sample)' if 'sample' in result else name
+
+
 def notes(result):
     """Return the notes below a task's table, as lines."""
     lines = []
@@ -331,11 +341,15 @@ def report_rows(result):
     return rows
 
 
-def cells(rows, columns=FULL, first='group'):
-    """Return the cells of rows = [(..., name, report)], header first, without empty columns."""
+def cells(rows, columns=FULL, first='group', intervals=False):
+    """Return the cells of rows = [(..., name, report)], header first, without empty columns.
+
+    intervals: with the bootstrap interval in each cell, as in '0.102 [0.091, 0.113]'
+    """
     names, texts = [first, *(name for *_, name, _ in rows)], []
     for *_, report in rows:
-        text = {key: format(report[key], spec) for key, _, spec in columns if key in report}
+        text = {key: format(report[key], spec) + (interval_text(report, key) if intervals else '')
+                for key, _, spec in columns if key in report}
         if 'accuracy_low' in report:
             text['interval'] = f'{report["accuracy_low"]:.3f}-{report["accuracy_high"]:.3f}'
         elif 'intervals' in report:
@@ -344,6 +358,32 @@ def cells(rows, columns=FULL, first='group'):
     filled = [[title, *(text.get(key, '') for text in texts)] for key, title, _ in columns
               if any(key in text for text in texts)]
     return [*zip(names, *filled, strict=True)]
+
+
+def interval_text(report, metric):
+    """Return ' [0.091, 0.113]', the bootstrap interval of a metric; '' if there is none."""
+    ends = report.get('intervals', {}).get(metric)
+    return ' [{:.3f}, {:.3f}]'.format(*ends) if ends else ''
+
+
+def mark_best(lines, groups):
+    """Return lines of cells with ' *' behind the best cells of each metric in each group.
+
+    groups: a key for each line below the header. Where all cells are equal, none is the best.
+    """
+    marked = [list(line) for line in lines]
+    for column, title in enumerate(lines[0]):
+        better, values = BETTER.fullmatch(title), {}
+        for line, group in zip(marked[1:], groups, strict=True) if better else ():
+            if line[column] not in ('', 'nan'):
+                value = float(line[column].split()[0])
+                values.setdefault(group, []).append((value if better[1] else -value, line))
+        for of_group in values.values():
+            best = max(value for value, _ in of_group)
+            if any(value < best for value, _ in of_group):
+                for _, line in (pair for pair in of_group if pair[0] == best):
+                    line[column] += ' *'
+    return marked
 
 
 def aligned(lines):
@@ -360,13 +400,33 @@ def markdown(lines):
     return '\n'.join([texts[0], '|' + '---|' * len(lines[0]), *texts[1:]]) + '\n'
 
 
-def latex(lines):
-    """Return lines of cells as a LaTeX table; it needs \\usepackage{booktabs}."""
-    escape = str.maketrans({'\\': '\\textbackslash{}', '~': '\\textasciitilde{}',
-                            '^': '\\textasciicircum{}'} | {c: f'\\{c}' for c in '&%$#_{}'})
-    head, *body = [' & '.join(cell.translate(escape) for cell in line) + ' \\\\' for line in lines]
-    return '\n'.join([f'\\begin{{tabular}}{{l{"r" * (len(lines[0]) - 1)}}}', '\\toprule', head,
-                      '\\midrule', *body, '\\bottomrule', '\\end{tabular}', ''])
+def latex(lines, title=''):
+    r"""Return lines of cells as a LaTeX table below its title; it needs \usepackage{booktabs}.
+
+    A cell that ends in ' *' is bold. The interval of '0.102 [0.091, 0.113]' becomes
+    \confint{0.091}{0.113}, which prints nothing unless the document defines that command.
+    """
+    head, *body = [' & '.join(map(_latex_cell, line)) + r' \\' for line in lines]
+    top = [rf'\noindent {latex_text(title)}\par\smallskip'] if title else []
+    top += [r'\providecommand{\confint}[2]{}'] if any(r'\confint' in line for line in body) else []
+    return '\n'.join([*top, f'\\begin{{tabular}}{{l{"r" * (len(lines[0]) - 1)}}}', r'\toprule',
+                      head, r'\midrule', *body, r'\bottomrule', r'\end{tabular}', ''])
+
+
+def _latex_cell(cell):
+    text, low, high, star = re.fullmatch(r'(.*?)(?: \[(\S+), (\S+)\])?( \*)?\s*', cell,
+                                         re.DOTALL).groups()
+    text = rf'\textbf{{{latex_text(text)}}}' if star else latex_text(text)
+    return text + (rf'\confint{{{latex_text(low)}}}{{{latex_text(high)}}}' if low else '')
+
+
+def latex_text(text):
+    """Return text as LaTeX prints it; `[` and `*` in braces: a row may begin with them."""
+    escape = {'\\': r'\textbackslash{}', '~': r'\textasciitilde{}', '^': r'\textasciicircum{}',
+              '<': r'\textless{}', '>': r'\textgreater{}', '|': r'\textbar{}', '±': r'$\pm$'}
+    escape |= {c: f'\\{c}' for c in '&%$#_{}'} | {c: f'{{{c}}}' for c in '[*'}
+    text = text.translate(str.maketrans(escape)).replace('--', '-{}-')      # -- would be a dash
+    return re.sub(r'(?<!\S)-(?=\d)', '$-$', text)
 
 
 def csv_text(lines):
@@ -399,7 +459,7 @@ def print_report(runs, out_dir, pictures=True):
         print(f'\n{task_title(task, rows[0][1])}')
         print(aligned(cells([(name, result['pooled']) for name, result, _ in rows], SHORT, 'run')))
         if pictures:
-            panels = [(name, predictions([
+            panels = [(panel_title(name, result), predictions([
                 s for s in last_asked(read_samples(Path(folder) / 'samples.jsonl'))
                 if s['task'] == task and s.get('split') != 'validation'], result['norm']))
                 for name, result, folder in rows]
@@ -414,6 +474,21 @@ def to_markdown(results):
     return '\n'.join(f'### {task_title(task, result)}\n\n{markdown(cells(report_rows(result)))}'
                      + ''.join(f'\n{line}\n' for line in notes(result))
                      for task, result in results['tasks'].items())
+
+
+def to_latex(results):
+    """Return title, table and notes of every task, for LaTeX.
+
+    Bold is the best of the rows of the same questions: pooled, and scaled by what was fitted.
+    """
+    columns, texts = [column for column in FULL if column[0] != 'interval'], []
+    for task, result in results['tasks'].items():
+        rows = report_rows(result)
+        groups = ['' if kind in ('pooled', 'post_hoc') else (kind, name) for kind, name, _ in rows]
+        table = mark_best(cells(rows, columns, intervals=True), groups)
+        texts += [latex(table, task_title(task, result)),
+                  *(f'{latex_text(line)}\n' for line in notes(result))]
+    return '\n'.join(texts)
 
 
 def to_csv(results):
@@ -432,9 +507,10 @@ def to_csv(results):
 
 
 def write_results(results, out_dir):
-    """Write results.csv, .md and .json; a table that fails is a warning."""
+    """Write results.csv, .md, .tex and .json; a table that fails is a warning."""
     out_dir = Path(out_dir)
-    for name, to_text in (('results.csv', to_csv), ('results.md', to_markdown)):
+    for name, to_text in (('results.csv', to_csv), ('results.md', to_markdown),
+                          ('results.tex', to_latex)):
         with warn_on_failure(out_dir / name):
             write_text(out_dir / name, to_text(results))
     # written last: a folder with results.json has the tables; NaN is null in JSON

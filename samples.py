@@ -12,7 +12,8 @@ import outdir
 import report
 from configs import ConfigError
 
-OUTPUTS = 'samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv'
+OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
+           'results.tex')
 DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
 OTHER_FOLDER = 'give another --out_dir, or --overwrite what was evaluated there'
 

@@ -139,7 +139,8 @@ def main(runs, tables, **more):
             return
         keep_changes(options.out_dir, changes)
         do(runs(options), options, changes)
-        write_tables(tables(options), options.out_dir, doc)
+        limits = ''.join(f' ({change})' for change in changes if change.startswith('--eval.limit='))
+        write_tables(tables(options), options.out_dir, doc, limits)
     except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
         sys.exit(f'error: {error}')
     except torch.OutOfMemoryError:
@@ -233,17 +234,23 @@ def numbers(result, keys):
     return [f'{result[key]:.3f}' if result.get(key) is not None else '' for key in keys]
 
 
-def write_tables(tables, folder, doc):
-    """Print each (name, title, lines) and write <name>.csv, <name>.tex, and tables.md of all."""
+def write_tables(tables, folder, doc, limits=''):
+    """Print each (name, title, lines) and write <name>.csv, <name>.tex, and tables.md of all.
+
+    limits: behind each title, and if there are any, above the LaTeX table. There the best of the
+    lines with the same first cell is bold.
+    """
     texts = []
     for name, title, lines in tables:
+        title += limits
         print(f'\n{title}', report.aligned(lines) if len(lines) <= PRINTED_LINES else
               f'{len(lines) - 1:,} lines, in {name}.csv', sep='\n')
         texts.append(f'## {title}\n\n{report.markdown(lines)}')
         claim(folder, f'{name}.csv', f'{name}.tex')
         write_text(Path(folder, f'{name}.csv'), report.csv_text(
             [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
-        write_text(Path(folder, f'{name}.tex'), report.latex(lines))
+        marked = report.mark_best(lines, [first for first, *_ in lines[1:]])
+        write_text(Path(folder, f'{name}.tex'), report.latex(marked, limits and title))
     claim(folder, 'tables.md')
     write_text(Path(folder, 'tables.md'), '\n'.join([*texts, '## How', '', doc.strip(), '']))
     print(f'\nwrote tables.md, and each table as CSV and LaTeX, to {folder}')

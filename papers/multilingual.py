@@ -132,9 +132,9 @@ def figures(options):
     yoruba = [(model, f'{data} {s:g}', 'yo', f'{options.out_dir}/{model}/{data}/smoothing{s:g}')
               for data in ('Tulu3', 'OpenHermes') for model in MODELS for s in (0, 0.1)]
     for name, wanted in (('figure1', base), ('figure2', yoruba)):
-        panels = [(f'{model}, {run}: {language}', predictions(folder, language))
-                  for model, run, language, folder in wanted
-                  if language in measured(folder, 'global_mmlu').get('languages', {})]
+        panels = [(report.panel_title(f'{model}, {run}: {language}', result),
+                   predictions(folder, language)) for model, run, language, folder in wanted
+                  if language in (result := measured(folder, 'global_mmlu')).get('languages', {})]
         if panels:
             report.draw_reliability(Path(options.out_dir, f'{name}.png'), panels, 6)
 

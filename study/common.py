@@ -7,7 +7,8 @@ called as
     python study/smoothing.py --seeds=0,1 --only=tuned-smoothing0.1
 
 from the root of the repository. What is finished is skipped, so an interrupted script is simply
-started again, and several processes can share the seeds or the runs of one script.
+started again, and several processes can share the seeds or the runs of one script. At the end it
+prints a table over all seeds that are finished, and writes it beside them as compare.*.
 """
 
 import argparse
@@ -18,9 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from checkpoint import CheckpointError
+from compare import CompareConfig, compare_seeds, find_runs, read_run
 from configs import ConfigError
 from data import DataError
 from evaluate import EvalConfig
+from outdir import claim
 from resume import Stopped, TrainingError
 from train import TrainConfig, train
 
@@ -74,8 +77,15 @@ def train_all(runs, seeds=SEEDS, only=('',), root=ROOT, prepare=None, finish=Non
                     finish(cfg)
 
 
+def print_table(runs, root=ROOT):
+    """Print and write the means over the seeds of all finished runs in the folder of a script."""
+    folder = Path(next(iter(runs(SEEDS[0], root))).out_dir).parent.parent
+    claim(folder, *(f'compare.{ending}' for ending in ('csv', 'md', 'tex', 'png')))
+    compare_seeds([read_run(run) for run in find_runs([folder])], [], CompareConfig(), folder)
+
+
 def main(runs, prepare=None, finish=None):
-    """`train_all` with the options of the command line."""
+    """`train_all` with the options of the command line, and the table of its runs."""
     parser = argparse.ArgumentParser(description=sys.modules['__main__'].__doc__.split('\n')[0])
     parser.add_argument('--seeds', default=','.join(map(str, SEEDS)), help='default: %(default)s')
     parser.add_argument('--only', default='', help='beginnings of names of runs, such as base,tiny')
@@ -84,6 +94,7 @@ def main(runs, prepare=None, finish=None):
     try:
         train_all(runs, [int(seed) for seed in options.seeds.split(',')],
                   tuple(options.only.split(',')), options.out_dir, prepare, finish)
+        print_table(runs, options.out_dir)
     except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
         sys.exit(f'error: {error}')
     except Stopped as stopped:

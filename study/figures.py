@@ -3,7 +3,8 @@
     python study/figures.py                                # every table and figure in study/results
     python study/figures.py --only=smoothing,tokens --runs --out_dir=out/figures
 
-Every figure is a folder: compare.csv has the numbers, from which compare.md and compare.png follow.
+Every figure is a folder: compare.csv has the numbers, from which compare.md, compare.tex (which is
+not committed) and compare.png follow.
 With --runs compare.csv is made anew of the runs in out/study. The headline has reliability diagrams
 as well, of the questions of all seeds together, and the numbers behind them in bins.csv.
 """
@@ -99,7 +100,7 @@ FIGURES = {
 
 
 def draw(name, out_dir, root=None):
-    """Write compare.csv, compare.md and compare.png of a figure into `out_dir`.
+    """Write compare.csv, .md, .tex and .png of a figure into `out_dir`.
 
     The numbers are read from the runs below `root`, or from the committed compare.csv.
     """

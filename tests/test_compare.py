@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 from common import HERE, write_rows, write_run
+from test_report import tabulars
 
 import compare
 import configs
@@ -100,6 +101,51 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
     for more in (['--x=run'], [tmp_path / 'plain' / 'compare.csv']):
         with pytest.raises(configs.ConfigError, match='ensemble averages runs over their questio'):
             run_compare(*folders, '--ensemble', *more, f'--out_dir={tmp_path / "no"}')
+
+
+def test_comparisons_as_latex(tmp_path, monkeypatch, capsys):
+    """The best in bold, with the intervals of results.json; a sample is marked in every file."""
+    drawn = {}
+    monkeypatch.setattr(compare, 'draw_reliability', lambda path, panels: drawn.update(
+        {path.name: [title for title, _ in panels]}))
+    sample = {'sample': {'questions': 40, 'of': 500}}
+    pooled = {'pooled': {'n': 40, 'intervals': {'ece': [0.1234, 0.5678]}}}
+    a = write_run(tmp_path / 'run_a', result=pooled | sample)
+    b = write_run(tmp_path / 'b', sharpness=3.0)
+    lines = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=20')
+    assert [line.get('sample_of') for line in lines] == ['500', '']
+    table, differences = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
+    printed = capsys.readouterr().out
+    column = table[0].index('ECE')
+    assert table[1][0] == r'run\_a' and r'\confint{0.123}{0.568}' in table[1][column]
+    best = min(lines, key=lambda line: float(line['ece']))['run'].replace('_', r'\_')
+    assert [row[column].startswith(r'\textbf{0.') for row in table[1:]] == [
+        row[0] == best for row in table[1:]]
+    assert differences[1][0] == r'b - run\_a' and len(differences) == 5
+    said = 'sample of 40 of 500 questions'
+    written = [(tmp_path / 'out' / f'compare.{ending}').read_text() for ending in ('md', 'tex')]
+    for text in (printed, *written):
+        assert text.count(said) == 1
+    assert drawn == {'reliability-mmlu.png': ['run_a (sample)', 'b']}
+    ensemble = compare_csv_of([a, b], tmp_path / 'ensemble', '--n_bootstrap=0', '--ensemble')[-1]
+    assert ensemble['sample_of'] == '500'
+    assert 'ensemble of 2 (sample)' in drawn['reliability-mmlu.png']
+    # over seeds, also from the CSV, and when all runs are samples
+    c = write_run(tmp_path / 'c', seed=1, result=sample)
+    compare_csv_of([a, c], tmp_path / 'seeds')
+    lines = compare_csv_of([tmp_path / 'seeds' / 'compare.csv'], tmp_path / 'again')
+    assert {line['sample_of'] for line in lines} == {'500'}
+    said = 'only a sample of the questions (--limit): mmlu\n'
+    assert capsys.readouterr().out.count(said) == 2
+    for folder in ('seeds', 'again'):
+        assert (tmp_path / folder / 'compare.md').read_text().endswith(f'|\n\n{said}')
+        assert 'only a sample' in (tmp_path / folder / 'compare.tex').read_text()
+    # somebody's own file stays
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine' / 'compare.tex').write_text('mine')
+    with pytest.raises(configs.ConfigError, match='compare.tex was not written by this program'):
+        compare_csv_of([a, b], tmp_path / 'mine')
+    assert [p.name for p in (tmp_path / 'mine').iterdir()] == ['compare.tex']
 
 
 def compare_csv_of(folders, out, *arguments):
@@ -323,6 +369,10 @@ def test_compare_over_seeds(tmp_path, capsys):
     assert rows[2][4] == rows[2][5] == rows[3][5] == ''
     assert rows[3][4].startswith('+0.080 ± 0.000, p 0')
     assert (tmp_path / 'out' / 'compare.png').read_bytes().startswith(b'\x89PNG')
+    table, = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
+    assert [row[3] for row in table[1:]] == [    # ECE: base, smoothing 0.0 and 0.1
+        rf'\textbf{{{rows[2][3]}}}'.replace('±', r'$\pm$'), *(
+            row[3].replace('±', r'$\pm$') for row in rows[3:])]
     again = csv_rows(tmp_path / 'out' / 'compare.csv')
     assert len(again) == 15 and {r['task'] for r in again} == {'text4'}
     capsys.readouterr()

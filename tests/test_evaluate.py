@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -672,14 +673,14 @@ def test_a_folder_holds_every_task_scored_there(scored_folder, tmp_path, capsys,
         drawn.append([title for title, _ in panels]), draw(path, panels, *rest, **more))[1])
     first = evaluate_words(scored_folder, out, f'--tasks={foxes}')
     both = evaluate_words(scored_folder, out, f'--tasks={stones}', '--norm=sum', '--limit=12')
-    assert list(both['tasks']) == ['foxes', 'stones'] and drawn[-1] == ['foxes', 'stones']
+    assert list(both['tasks']) == ['foxes', 'stones'] and drawn[-1] == ['foxes', 'stones (sample)']
     assert both['tasks']['foxes'] == first['tasks']['foxes']
     assert both['tasks']['stones']['pooled']['n'] == 12
     said = {label: [task[key] for key in ('distribution', 'norm', 'shots', 'limit')]
             for label, task in both['tasks'].items()}
     assert said == {'foxes': ['mmlu, 0 shots, letters, token, plain text', 'token', 0, None],
                     'stones': ['mmlu, 0 shots, letters, sum, plain text', 'sum', 0, 12]}
-    for name in ('results.md', 'results.csv'):
+    for name in ('results.md', 'results.csv', 'results.tex'):
         text = (out / name).read_text()
         assert 'foxes' in text and 'stones' in text
     # the first again with another norm: its result is replaced, that of the other stays
@@ -694,14 +695,15 @@ def test_a_folder_holds_every_task_scored_there(scored_folder, tmp_path, capsys,
         evaluate_words(scored_folder, out, f'--tasks={other}')
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
     replaced = evaluate_words(scored_folder, out, f'--tasks={other}', '--overwrite')
+    assert 'stones' not in (out / 'results.tex').read_text()
     assert list(replaced['tasks']) == ['foxes'] and replaced['tasks']['foxes']['pooled']['n'] == 10
 
 
 def test_files_of_others_are_kept(scored_folder, tmp_path):
     """What an evaluation did not write is neither replaced nor deleted, also by --overwrite."""
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
-    for name in ('samples.jsonl', 'results.csv', 'results.json', 'eval_config.json',
-                 'reliability.png'):
+    for name in ('samples.jsonl', 'results.csv', 'results.json', 'results.tex', 'reliability.png',
+                 'eval_config.json'):
         out = tmp_path / f'out-{name}'
         out.mkdir()
         (out / name).write_text('mine')
@@ -965,15 +967,68 @@ def test_temperature_and_platt_scaling(scored_folder, tmp_path):
 
 
 
-def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, tmp_path, capsys):
+def documented_keys():
+    """The keys in the three tables of the schema in docs/evaluation.md."""
+    text = (HERE / 'docs' / 'evaluation.md').read_text()
+    section = text[text.index('\n## Schema of results.json\n'):text.index('\n## Samples\n')]
+    return [{key for line in table.splitlines() if line.startswith('| `')
+             for key in re.findall('`([^`]+)`', line.split(' | ')[0])}
+            for table in section.split('\n| key ')[1:]]
+
+
+def test_the_schema_of_results_is_documented(scored_folder, tmp_path):
+    """Every key of real results is in docs/evaluation.md, and every key there is in one of them."""
+    of_file, of_task, of_report = documented_keys()
+    text = write_rows(tmp_path / 'text.jsonl', [{'text': 'the quick fox is old'}] * 6)
+    found = scored(scored_folder, tmp_path / 'out', '--limit=10', '--temperature=fit', '--p_true')
+    found['tasks'] |= evaluate_words(scored_folder, tmp_path / 'clm',
+                                     f'--tasks=clm:{text}')['tasks']
+    assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1
+    assert found['config'].keys() == dataclasses.asdict(evaluate.EvalConfig()).keys()
+    assert found['identity'].keys() == {'model', 'tokenizer'}
+    # passes need adapters
+    assert {key for task in found['tasks'].values() for key in task} == of_task - {'passes'}
+    reports = []
+    for task in found['tasks'].values():
+        assert isinstance(task['distribution'], str) and isinstance(task['pooled']['n'], int)
+        if 'post_hoc' in task:
+            assert task['post_hoc'].keys() - {'temperature'} == {'fitted_on', 'platt', 'reports'}
+        reports += [of_kind for _, _, of_kind in report.report_rows(task)]
+    metric_names = metrics.report(np.full((4, 2), 0.5), np.arange(4) % 2).keys()
+    for of_kind in reports:
+        assert {'n'} <= of_kind.keys() or {'groups'} <= of_kind.keys()
+        assert of_kind.keys() <= of_report | metric_names
+        assert all(value is None or isinstance(value, (int, float))
+                   for key, value in of_kind.items() if key != 'intervals')
+        assert all(len(ends) == 2 for ends in of_kind['intervals'].values())
+    assert {'n', 'groups', 'intervals', 'accuracy_low'} <= {key for r in reports for key in r}
+    # a folder of an earlier version, without the key, is read and completed
+    path = tmp_path / 'clm' / 'results.json'
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items()
+                                if k != 'schema'}))
+    again = evaluate_words(scored_folder, tmp_path / 'clm', f'--tasks=clm:{text}')
+    assert again['schema'] == 1
+    assert again['tasks']['clm']['pooled'] == found['tasks']['clm']['pooled']
+
+
+def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, tmp_path, capsys,
+                                                               monkeypatch):
+    drawn = {}
+    draw = report.draw_reliability
+    monkeypatch.setattr(report, 'draw_reliability', lambda path, panels, *rest: (
+        drawn.update({path.name: [title for title, _ in panels]}), draw(path, panels, *rest))[1])
     result = scored(scored_folder, tmp_path / 'some', '--limit=10')['tasks']['global_mmlu']
+    assert drawn == {'reliability.png': ['global_mmlu (sample)'],
+                     'reliability-global_mmlu-languages.png': [
+                         'de (sample)', 'en (sample)', 'sw (sample)']}
     assert result['sample'] == {'questions': 30, 'of': 120} and result['pooled']['n'] == 30
     assert {r['n'] for r in result['languages'].values()} == {10}
     assert {r['n'] for r in result['subjects'].values()} == {15}
     printed = capsys.readouterr().out
     assert ('global_mmlu: 30 questions, mmlu, 2 shots, letters, token, plain text; a sample of 120'
             in printed)
-    assert 'sample of 30 of 120 questions' in (tmp_path / 'some' / 'results.md').read_text()
+    for name in ('results.md', 'results.tex'):
+        assert 'sample of 30 of 120 questions' in (tmp_path / 'some' / name).read_text()
     assert 'sample' not in scored(scored_folder, tmp_path / 'some')['tasks']['global_mmlu']
     rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'old', 'blue' if i else 'dog'],
              'answer': 1} for i in range(3)]

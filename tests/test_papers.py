@@ -191,7 +191,8 @@ def test_label_smoothing(hub, tmp_path):
     first = next(row for row in rows if row['method'] == 'smoothing 0')
     assert first['HellaSwag ECE'] == f'{plain["tasks"]["hellaswag"]["pooled"]["ece"]:.3f}'
     assert all(row['HellaSwag ECE'] and row['ARC-Easy accuracy'] for row in rows)
-    assert (out / 'mmlu.png').exists() and '\\toprule' in (out / 'smoothing.tex').read_text()
+    tex = (out / 'smoothing.tex').read_text()
+    assert (out / 'mmlu.png').exists() and '\\toprule' in tex and '\\textbf{0.' in tex
     assert 'Not stated, and chosen here' in (out / 'tables.md').read_text()
     # a second call does nothing again, other settings are refused, and what is missing is said
     assert '===' not in run_paper(hub, 'label_smoothing', '--only=Llama-3.1-8B/Tulu3', *arguments)
@@ -253,6 +254,9 @@ def test_alignment(hub, tmp_path):
     printed = run_paper(
         hub, 'alignment', '--only=pythia-70m,llama-2-7b,step256,aligned', *arguments)
     assert 'Alignment of LLaMA 7B' in printed
+    said = 'with instructions (figures 5 and 12) ({}eval.limit=8)'
+    assert said.format('--') in (out / 'tables.md').read_text()
+    assert said.format('-{}-') in (out / 'alignment.tex').read_text()
     rows = {row['model']: row for row in read_table(out, 'alignment')}
     assert [*rows] == ['base', *(f'{data}-{method}, epoch {epoch}' for method in ('full', 'lora')
                                  for data in ('alpaca', 'oasst1') for epoch in (1, 2, 3)),

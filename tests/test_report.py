@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -116,6 +117,7 @@ def test_a_sample_of_a_task_says_so():
     assert [(r['task'], r['sample_of']) for r in rows if r['kind'] == 'pooled'] == [
         ('mmlu', ''), ('some', '14042')]
     assert {r['distribution'] for r in rows} == {'mmlu, 5 shots, letters, token'}
+    assert report.to_latex(tables).count('sample of 200 of 14,042 questions') == 1
 
 
 def test_each_task_says_how_it_was_scored():
@@ -142,6 +144,79 @@ def test_notes_below_a_table():
         assert f'\n{line}' in report.to_markdown({'tasks': {'mmlu': noted}})
 
 
+def tabulars(text):
+    """The rows of the tables in LaTeX as lists of cells; it is checked to be well-formed."""
+    assert text.isascii() and re.sub(r'\\[{}]', '', text).count('{') == re.sub(
+        r'\\[{}]', '', text).count('}')
+    found = re.findall(r'\\begin\{tabular\}\{(l?r*)\}\n\\toprule\n(.*?)\n\\midrule\n(.*?)'
+                       r'\n\\bottomrule\n\\end\{tabular\}', text, re.DOTALL)
+    assert len(found) == text.count('tabular}') // 2
+    tables = []
+    for columns, head, body in found:
+        rows = [head, *body.split('\n')]
+        assert all(row.endswith(r' \\') for row in rows)
+        cells = [re.split(r' (?<!\\)& ', row.removesuffix(r' \\')) for row in rows]
+        assert {len(row) for row in cells} == {len(columns)}
+        tables.append(cells)
+    return tables
+
+
+def test_latex_escapes_everything():
+    lines = [('a_b', '95 % [x]', '#1'), ('[run]', '$5 & ~{^}', r'C:\x'),
+             ('*', '-0.5 ± 0.1, p 2e-05', '-1 +2'), ('', 'a|b<c>', '--limit Llama-3-8B')]
+    table, = tabulars(report.latex(lines))
+    assert table == [
+        [r'a\_b', r'95 \% {[}x]', r'\#1'],
+        ['{[}run]', r'\$5 \& \textasciitilde{}\{\textasciicircum{}\}', r'C:\textbackslash{}x'],
+        ['{*}', r'$-$0.5 $\pm$ 0.1, p 2e-05', '$-$1 +2'],
+        ['', r'a\textbar{}b\textless{}c\textgreater{}', '-{}-limit Llama-3-8B']]
+    titled = report.latex(lines, 'a 50 % sample')
+    assert titled == '\\noindent a 50 \\% sample\\par\\smallskip\n' + report.latex(lines)
+    text = report.latex([('run', 'ECE'), ('a', '0.102 [0.091, 0.113] *'), ('b', '0.200  ')])
+    assert tabulars(text) == [[['run', 'ECE'], ['a', r'\textbf{0.102}\confint{0.091}{0.113}'],
+                               ['b', '0.200']]]
+    assert text.startswith('\\providecommand{\\confint}[2]{}\n\\begin') and text.endswith('}\n')
+
+
+def test_the_best_of_each_group():
+    lines = [('run', 'seeds', 'MMLU accuracy', 'ECE', 'ECE (paper)', 'p ECE', 'ECE minus that of a',
+              'confidence - accuracy', 'entropy (bits)'),
+             ('a', '1', '0.50 ± 0.1', '0.10 [0.05, 0.20]', '0.1', '0.1', '-0.1', '0.1', '1'),
+             ('a', '2', '0.60 ± 0.1', '0.10', '0.2', '0.2', '-0.2', '0.2', '2'),
+             ('a', '3', '0.60 ± 0.3', '0.20', '0.3', '0.3', '-0.3', '0.3', '3'),
+             ('a', '4', '', 'nan', '', '', '', '', ''),
+             ('b', '5', '0.01', '0.01', '0.01', '0.01', '0.01', '0.01', '0.01'),
+             ('c', '6', '0.3', '0.3', '', '', '', '', ''),
+             ('c', '7', '0.3', '0.4', '', '', '', '', '')]
+    marked = report.mark_best(lines, [line[0] for line in lines[1:]])
+    stars = {(i, j) for i, line in enumerate(marked) for j, cell in enumerate(line)
+             if cell.endswith(' *')}
+    assert stars == {(2, 2), (3, 2), (1, 3), (2, 3), (6, 3)}
+    assert [[c.removesuffix(' *') for c in line] for line in marked] == [*map(list, lines)]
+    assert marked[1][3] == '0.10 [0.05, 0.20] *'
+
+
+def test_results_as_latex():
+    """The numbers of results.md, with intervals; bold is the better of raw and scaled."""
+    fitted = report.summarize([question(i, log_probs=[-9.0 + i, -2.0]) for i in range(8)], 'token',
+                              n_bootstrap=20, fit=True)
+    shown = result(**fitted, first_bad='a_b.csv:3', bad_rows=1)
+    text = report.to_latex({'tasks': {'my_task': result(), 'other': shown}})
+    first, second = tabulars(text)
+    assert 'my\\_task (preset mmlu, 5 shots' in text and 'the first: a\\_b.csv:3\n' in text
+    plain = report.cells(report.report_rows(shown))
+    column = plain[0].index('ECE')
+    values = {row[0]: row[column] for row in plain[1:]}
+    rows = {row[0]: row[second[0].index('ECE')] for row in second[1:]}
+    best = min(values, key=lambda name: float(values[name]))
+    low, high = shown['pooled']['intervals']['ece']
+    assert rows.keys() == values.keys() == {'pooled', 'temperature scaling', 'platt scaling'}
+    assert f'\\confint{{{low:.3f}}}{{{high:.3f}}}' in rows['pooled']
+    assert {name for name, cell in rows.items() if cell.startswith('\\textbf')} == {best}
+    assert all(f'{value}' in rows[name] for name, value in values.items())
+    assert '\\textbf' not in str(first)
+
+
 def test_csv_of_lines_with_different_columns():
     assert report.csv_text([{'a': 1}, {'a': 2, 'b': 3}]) == 'a,b\n1,\n2,3\n'
 
@@ -165,6 +240,7 @@ def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
     report.draw_reliability(tmp_path / 'reliability.png', panels_of(1))
     assert json.loads((tmp_path / 'results.json').read_text())['tasks']['mmlu']['pooled']['n'] == 6
     assert (tmp_path / 'results.csv').exists() and not (tmp_path / 'results.md').exists()
+    assert tabulars((tmp_path / 'results.tex').read_text())
     said = capsys.readouterr().err
     assert 'results.md was not written: IsADirectoryError' in said
     assert 'reliability.png was not written: IsADirectoryError' in said

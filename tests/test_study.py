@@ -166,6 +166,24 @@ def test_what_is_finished_is_skipped(small_study, capsys):
     assert 'step 1' not in capsys.readouterr().out
 
 
+def test_a_script_ends_in_a_table_over_its_seeds(small_study, capsys, monkeypatch):
+    monkeypatch.setattr(compare, 'draw_series', lambda path, *rest: path.write_bytes(b'png'))
+    monkeypatch.setattr('sys.argv', ['smoothing.py', '--seeds=1', f'--only={SMALL[0]}',
+                                     f'--out_dir={small_study}'])
+    common.main(small_runs(smoothing.runs, epochs=1.0))
+    folder = small_study / 'smoothing'
+    printed, table = capsys.readouterr().out, (folder / 'compare.md').read_text().splitlines()
+    assert table[0].startswith('| task | smoothing | seeds | ECE |') and 'text4' in printed
+    assert [row.split(' | ')[1:3] for row in table[2:4]] == [['0.0', '2'], ['0.1', '2']]
+    assert {'compare.csv', 'compare.tex', 'compare.png', 'compare.md', 'written.json'} == {
+        path.name for path in folder.iterdir() if path.is_file()}
+    common.main(small_runs(smoothing.runs, epochs=1.0))
+    assert (folder / 'compare.md').read_text().splitlines() == table
+    (folder / 'written.json').unlink()      # then they are somebody's
+    with pytest.raises(SystemExit, match='compare.csv was not written by this program'):
+        common.main(small_runs(smoothing.runs, epochs=1.0))
+
+
 def test_a_name_that_no_run_has():
     with pytest.raises(ConfigError, match='--only=lora: no run has such a name; there are tuned-'):
         common.train_all(smoothing.runs, only=('lora',))
