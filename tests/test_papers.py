@@ -165,7 +165,7 @@ def test_plan(tmp_path, script, n_runs, model):
     printed = run_paper(tmp_path, script, '--plan', f'--out_dir={tmp_path / "out"}', *more)
     assert f'0 of {n_runs} finished' in printed and model in printed
     assert re.search(r'[\d,]+ GPU hours are left', printed)
-    if script == 'alignment':       # each checkpoint of Pythia 1.4B is a download of 2.8 GB, a and b would be of 13.5
+    if script == 'alignment':       # 10 checkpoints of Pythia 1.4B count, and a and b
         assert 'the models to download are about 517 GB' in printed
     assert not (tmp_path / 'out').exists()
 
