@@ -401,44 +401,31 @@ def read_adapter(folder: str | Path) -> dict:
     return adapter
 
 
-def load_adapted(base: str | Path, folder: str | Path, device='cpu',
-                 dtype: torch.dtype | None = None) -> CausalLM:
-    """Return the model of `base` with the adapters of `folder`/adapter beside its weights.
+def add_adapter(model: CausalLM, folder: str | Path):
+    """Add the adapters in `folder`/adapter to their base model, in place.
 
-    Soft-cap and temperature of the logits are those of `folder`. Raises CheckpointError.
-    """
-    config, model = read_config(folder), load(base, device, dtype)
-    model.config.final_logit_softcapping = config.final_logit_softcapping
-    model.config.temperature = config.temperature
-    path, parameters = add_adapter(model, folder)
-    with _open(path) as tensors:
-        for key, parameter in parameters.items():
-            parameter.data.copy_(tensors.get_tensor(key))
-    return model
-
-
-def add_adapter(model: CausalLM, folder: str | Path) -> tuple[Path, dict[str, nn.Parameter]]:
-    """Add the adapters that `folder`/adapter describes, in place; read none of their weights.
-
-    Returns (their safetensors file, {tensor: its parameter}). Raises CheckpointError if that file
-    does not fit the model.
+    Soft-cap and temperature of the logits become those of `folder`. Raises CheckpointError if the
+    adapters do not fit the model; with a model on the meta device it only checks that.
     """
     adapter, path = read_adapter(folder), Path(folder) / 'adapter' / 'adapter_model.safetensors'
+    config = read_config(folder)
+    model.config.final_logit_softcapping = config.final_logit_softcapping
+    model.config.temperature = config.temperature
     try:
         add_lora(model, adapter['r'], adapter['lora_alpha'], adapter['lora_dropout'],
                  adapter['target_modules'])
     except ValueError as error:
         raise CheckpointError(f'{path.parent}: {error}') from error
-    parameters = {f'base_model.model.{name}': p for name, p in model.named_parameters()
-                  if '.lora_' in name}
+    wanted = {f'base_model.model.{name}': p for name, p in model.named_parameters()
+              if '.lora_' in name}
     with _open(path) as tensors:
-        shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}
-    wanted = {key: [*p.shape] for key, p in parameters.items()}
-    for key in sorted(shapes.keys() | wanted.keys()):
-        if shapes.get(key) != wanted.get(key):
-            raise CheckpointError(f'{path}: tensor {key} has shape {shapes.get(key)}, the base '
-                                  f'model and adapter_config.json want {wanted.get(key)}')
-    return path, parameters
+        values = {key: tensors.get_tensor(key) for key in tensors.keys()}
+    for key in sorted(values.keys() | wanted.keys()):
+        shape, right = ([*x[key].shape] if key in x else None for x in (values, wanted))
+        if shape != right:
+            raise CheckpointError(f'{path}: tensor {key} has shape {shape}, the base model and '
+                                  f'adapter_config.json want {right}')
+        wanted[key].data.copy_(values[key])
 
 
 def adapter_fingerprint(folder: str | Path) -> str:

@@ -461,7 +461,8 @@ def trained_template(folder):
     settings = training_settings(folder)
     if settings.get('data_kind') != 'instruct' or 'template' not in settings:
         raise ConfigError(f'chat = trained, but {folder} was not trained here on conversations; '
-                          f'name the template, for example --chat=llama3')
+                          f'name the template, for example --chat=llama3; --raw of sample.py '
+                          f'uses none')
     return settings['template']
 
 
@@ -497,8 +498,9 @@ def load_ahead(pool, folder, cfg, n_items):
 def load_model(folder, cfg):
     """The model, its blocks compiled or, in bfloat16, without anything that has to be compiled."""
     dtype = getattr(torch, cfg.dtype)
-    model = (checkpoint.load_adapted(base_of_adapter(folder), folder, cfg.device, dtype)
-             if cfg.passes else checkpoint.load(folder, cfg.device, dtype))
+    model = checkpoint.load(base_of_adapter(folder) if cfg.passes else folder, cfg.device, dtype)
+    if cfg.passes:
+        checkpoint.add_adapter(model, folder)
     if cfg.compile:
         from model import compile_blocks
         compile_blocks(model)

@@ -9,25 +9,23 @@ NO_COLOR turns that off. Probabilities are those of the model, before `temperatu
 There is no KV cache: each token computes the whole conversation again, in quadratic time.
 """
 
-import os
 import signal
 
-if __name__ == '__main__':      # Ctrl-C during the imports, which take seconds
-    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'stopped\n'), os._exit(130)))
+if __name__ == '__main__':      # no traceback of Ctrl-C during the imports, which take seconds
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import contextlib
 import math
+import os
 import re
 import readline     # noqa: F401    input() then edits lines and has a history
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 import checkpoint
-from checkpoint import CheckpointError
-from configs import ConfigError, load_config, require_range
+from configs import CheckpointError, ConfigError, load_config, require_range
 from data import DataError, require_text
 from data.chat import encode_conversation, question_frame
 from data.tokenizer import begins_with_bos
@@ -42,22 +40,17 @@ class SampleConfig:
     prompt: str | None = None                 # answer this and exit, as for a prompt from a pipe
     # the chat template; trained: that of the training here
     chat: Literal['trained', 'tulu', 'llama3', 'gemma', 'mistral', 'chatml', 'alpaca'] = 'trained'
-    raw: bool = False                         # continue the prompt as plain text; no conversation
+    raw: bool = False                         # continue each prompt as plain text, without chat
     temperature: float = 0.0                  # divides the logits; 0: the most probable token
     top_p: float = 1.0                        # draw from the fewest tokens that together have it
     max_tokens: int = 256                     # of one answer
     seed: int = 0
     probs: bool = False                       # print each token with its probability
-    add_bos: bool | None = None               # None: as in training here, or as the tokenizer does
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
     device: str = 'auto'
 
 
 def keep_top_p(probs, top_p):
-    """Return probs [V] with 0 for all but the fewest, most probable ones that sum to `top_p`.
-
-    Holtzman et al. 2020. What is kept is not divided by its sum.
-    """
+    """Return probs [V] with 0 for all but the fewest that sum to `top_p` (Holtzman et al. 2020)."""
     ordered, order = probs.sort(descending=True, stable=True)
     before = torch.cat((ordered.new_zeros(1), ordered.cumsum(0)[:-1]))
     return torch.zeros_like(probs).scatter(0, order, ordered.where(before < top_p, 0))
@@ -67,9 +60,8 @@ def keep_top_p(probs, top_p):
 def generate(model, ids, stop, cfg, random, n_vocab=None):
     """Yield (token, its probability by the model) after `ids`, up to a token of the set `stop`.
 
-    There are at most max_tokens, and no more than the model's context has room for. random: a
-    torch.Generator on the CPU. Tokens from n_vocab on have no text and are never drawn. Raises
-    CheckpointError for logits that are not finite.
+    At most max_tokens, and what the context has room for. random: a torch.Generator on the CPU.
+    Tokens from n_vocab on have no text and are never drawn. Raises CheckpointError.
     """
     ids, device = list(ids), model.head.device
     for _ in range(min(cfg.max_tokens, model.config.max_position_embeddings - len(ids))):
@@ -89,10 +81,7 @@ def generate(model, ids, stop, cfg, random, n_vocab=None):
 
 
 def whole_characters(drawn, tokenizer, stop):
-    """Yield (text, its pairs) of (token, probability) pairs: those that share a character together.
-
-    A token of `stop` has no text.
-    """
+    """Yield (text, its pairs) of (token, probability) pairs: those of one character together."""
     pairs = []
     for pair in drawn:
         pairs.append(pair)
@@ -111,40 +100,37 @@ def shaded(text, p):
     return '\n'.join(f'{gray}{line}\x1b[0m' if line else '' for line in text.split('\n'))
 
 
-def encode_prompt(messages, tokenizer, cfg):
+def encode_prompt(messages, tokenizer, template, add_bos):
     """Return (ids of the conversation up to the answer, the set of ids that end the answer)."""
-    if cfg.raw:
+    if not template:        # the prompt as plain text
         text = require_text(messages[-1]['content'], 'the prompt')
-        return [tokenizer.bos_id] * cfg.add_bos + tokenizer.encode(text), {tokenizer.eos_id}
+        return [tokenizer.bos_id] * add_bos + tokenizer.encode(text), {tokenizer.eos_id}
     ids, mask = encode_conversation([*messages, {'role': 'assistant', 'content': 'x'}], tokenizer,
-                                    cfg.chat, cfg.add_bos)
+                                    template, add_bos)
     last = max(i for i, supervised in enumerate(mask) if supervised)    # it ends the turn
     first = max(i for i in range(last) if not mask[i]) + 1
     return ids[:first], {ids[last], tokenizer.eos_id}
 
 
-def answer(model, tokenizer, messages, cfg, random):
-    """Print the answer while it is drawn and, with probs, its tokens; return its text."""
-    ids, stop = encode_prompt(messages, tokenizer, cfg)
-    context, eos = model.config.max_position_embeddings, model.config.eos_token_id
-    stop |= set(eos if isinstance(eos, list) else [eos])
+def answer(model, tokenizer, ids, stop, cfg, random):
+    """Print the answer to `ids` while it is drawn and, with probs, its tokens; return its text."""
+    context = model.config.max_position_embeddings
     if not 0 < len(ids) < context:
         raise DataError(f'the conversation has {len(ids)} tokens; it may have 1 to {context - 1}')
     gray = sys.stdout.isatty() and not os.environ.get('NO_COLOR') and (
         '256' in os.environ.get('TERM', '') or os.environ.get('COLORTERM'))
-    drawn, answer_text = [], ''
-    for text, pairs in whole_characters(generate(model, ids, stop, cfg, random, tokenizer.n_vocab),
-                                        tokenizer, stop):
+    drawn, said = [], ''
+    tokens = generate(model, ids, stop, cfg, random, tokenizer.n_vocab)
+    for text, pairs in whole_characters(tokens, tokenizer, stop):
         p = math.prod(p for _, p in pairs)
         print(shaded(text, p) if gray else text, end='', flush=True)
-        drawn, answer_text = drawn + pairs, answer_text + text
+        drawn, said = drawn + pairs, said + text
     print()
     for token, p in drawn if cfg.probs else ():
         print(f'{p:.6f}  {tokenizer.decode([token], start=False)!r}')
     if drawn[-1][0] not in stop:
-        limit = f'max_tokens = {cfg.max_tokens}' if len(drawn) == cfg.max_tokens else 'the context'
-        print(f'(cut by {limit})', file=sys.stderr)
-    return answer_text
+        print(f'(cut after {len(drawn)} tokens)', file=sys.stderr)
+    return said
 
 
 def prompts(cfg):
@@ -154,11 +140,12 @@ def prompts(cfg):
     elif not sys.stdin.isatty():
         yield sys.stdin.buffer.read().decode(errors='surrogateescape').removesuffix('\n')
     else:
-        with contextlib.suppress(EOFError):
-            while True:
+        while True:
+            try:
                 if line := input('\n> ').strip():
                     yield line
-        print()
+            except EOFError:
+                return print()
 
 
 def main(argv):
@@ -170,43 +157,32 @@ def main(argv):
     if not cfg.model:
         raise ConfigError('no model given; for example --model=out/run')
     if cfg.top_p < 1 and cfg.temperature == 0:
-        raise ConfigError(f'top_p = {cfg.top_p} needs a temperature above 0, at which the most '
-                          f'probable token is taken; for example --temperature=1')
-    if cfg.raw and cfg.chat != 'trained':
-        raise ConfigError(f'raw = True uses no template; leave out chat = {cfg.chat}')
+        raise ConfigError(f'top_p = {cfg.top_p} needs a temperature above 0, such as 1')
     device, folder = pick_device(cfg.device), checkpoint.fetch(cfg.model, cfg.revision)
-    tokenizer, chat = checkpoint.load_model_tokenizer(folder), cfg.chat
-    if chat == 'trained' and not cfg.raw:
-        try:
-            chat = trained_template(folder)
-        except ConfigError as error:
-            raise ConfigError(f'{error}; --raw continues plain text') from None
-    bos = trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos
-    cfg = replace(cfg, model=str(folder), chat=chat, add_bos=begins_with_bos(tokenizer, bos))
-    lead = '' if cfg.raw else question_frame(tokenizer, chat, cfg.add_bos)[-1]
-    model = checkpoint.load(folder, device, pick_dtype(cfg.dtype, device)).eval()
+    tokenizer = checkpoint.load_model_tokenizer(folder)
+    add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
+    template = '' if cfg.raw else trained_template(folder) if cfg.chat == 'trained' else cfg.chat
+    lead = question_frame(tokenizer, template, add_bos)[-1] if template else ''
+    model = checkpoint.load(folder, device, pick_dtype('auto', device)).eval()
     model.model.attention = 'explicit'      # FlexAttention would compile each length
+    cfg.model, eos = str(folder), model.config.eos_token_id
     random, messages = torch.Generator().manual_seed(cfg.seed), []
     for prompt in prompts(cfg):
-        if cfg.raw or chat == 'alpaca':     # each prompt stands alone
+        if template == 'alpaca':            # which has one question
             messages = []
         messages.append({'role': 'user', 'content': prompt})
-        said = answer(model, tokenizer, messages, cfg, random)
+        ids, stop = encode_prompt(messages, tokenizer, template, add_bos)
+        stop |= set(eos if isinstance(eos, list) else [eos])
+        said = answer(model, tokenizer, ids, stop, cfg, random)
         messages.append({'role': 'assistant', 'content': said.removeprefix(lead)})
 
 
 if __name__ == '__main__':
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)       # `| head` ends it without a word
     try:
         main(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:     # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-    except (ConfigError, DataError, CheckpointError, OSError) as error:
+    except (ConfigError, DataError, CheckpointError, OSError, torch.OutOfMemoryError) as error:
         sys.exit(f'error: {error}')
-    except torch.OutOfMemoryError:
-        sys.exit('error: out of GPU memory; ask with a shorter conversation')
     except KeyboardInterrupt:
-        print()
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(130)

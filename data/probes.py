@@ -20,6 +20,8 @@ WIKITEXT = 'Salesforce/wikitext'
 # of the files on the hub or in a folder; the first pattern with a match decides
 PATTERNS = {'clm': ('wikitext-2-raw-v1/test-*.parquet', 'wiki.test.txt*', *TEXT_PATTERNS, '*.json'),
             'facts': (*TEXT_PATTERNS, '*.json')}
+# T-REx's annotators of pronouns and of words that express a relation
+NOT_ENTITIES = 'Simple_Coreference', 'Wikidata_Property_Linker'
 # the instruction of an aligned model before the text (table 1 of the paper)
 INSTRUCTIONS = {'clm': 'Finish this sentence:', 'facts': 'Finish this Wikipedia description:'}
 
@@ -48,8 +50,8 @@ def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
     clm:   .txt files, also with .gz, or `text` fields of JSONL and parquet; 'clm' alone is
            wikitext-2's test split. A .txt file is one text, but of wikitext's own (wiki.test.txt)
            each line is one, as on the hub
-    facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}), or JSONL
-           of {text, spans: [[begin, end], ...]}
+    facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}), less its
+           pronouns and relations, or JSONL of {text, spans: [[begin, end], ...]}
     limit: at most this many texts per language, drawn by the seed
     """
     kind, _, place = name.partition(':')
@@ -84,7 +86,8 @@ def _to_text(kind, row, place, number):
         return Text(id, text, [], place, language) if len(text.split()) > 3 else None
     spans = row.get('spans')
     if spans is None and isinstance(row.get('entities'), list):
-        spans = [e.get('boundaries') if isinstance(e, dict) else None for e in row['entities']]
+        spans = [e.get('boundaries') for e in map(require_fields, row['entities'])
+                 if e.get('annotator') not in NOT_ENTITIES]
     if not isinstance(spans, list):
         raise DataError('no spans: wanted "spans": [[begin, end], ...] or T-REx\'s "entities"')
     entities = set()

@@ -103,10 +103,7 @@ def load_tasks(cfg):
 
 
 def _load(name, cfg):
-    kind, place = _split(name)
-    if place and os.path.exists(os.path.expanduser(place)):
-        place = os.path.realpath(os.path.expanduser(place))
-    source = f'{kind}:{place}' if kind and place else kind or place
+    kind, source = _split(name)[0], task_source(name)
     common = {'seed': cfg.seed, 'revision': cfg.data_revision, 'on_bad_row': cfg.on_bad_row}
     if kind in INSTRUCTIONS:
         if cfg.chat != 'none':
@@ -155,3 +152,12 @@ def task_label(name):
     """Return a task's name in results: 'mmlu' for 'mmlu:folder', 'q' for 'a/q.jsonl'."""
     kind, place = _split(name)
     return kind or Path(place).name.split('.')[0]
+
+
+def task_source(name):
+    """Return a task's `source` in results: as in --tasks, but with the full path of a local file.
+    """
+    kind, place = _split(name)
+    if place and os.path.exists(os.path.expanduser(place)):
+        place = os.path.realpath(os.path.expanduser(place))
+    return f'{kind}:{place}' if kind and place else kind or place

@@ -13,12 +13,16 @@ warm-up, linear, rank 8, alpha 32, dropout 0.1, q_proj and v_proj), batches of 1
 the prompts of table 1 before every text.
 
 Not stated, and chosen here: OASST1's pairs are all answers to a first prompt, which gives about the
-paper's 11,000; the Pile's validation set, of which the hub has a copy (the paper adds its test
-set), another source by --pile; an entity counts only where a token begins with it, and a text has
-as many samples as entities. T-REx is not on the hub: unpack its JSON files from
-https://hadyelsahar.github.io/t-rex/ and name the folder with --trex; without it the task is left
-out. The texts are cut after the 2,048 tokens of the context, and those without a token to score are
-left out and counted.
+paper's 11,000, with a loss on the answer alone; the Pile's validation and test set from
+EleutherAI's copy on the hub, another source by --pile; 100,000 texts of each source, where a text
+of T-REx has as many samples as entities; the words that T-REx marks as a relation or as a pronoun
+are no entities, and an entity counts only where a token begins with it. All prompts and texts have
+at most 2,048 tokens, the context of Pythia and LLaMA: a text is cut, and a question with long shots
+has fewer of them. Texts without a token to score are left out and counted.
+
+T-REx is not on the hub: unpack JSON files from https://hadyelsahar.github.io/t-rex/ into a folder
+and name it with --trex. Each file has 10,000 texts, so twenty of the 465 are enough. Without --trex
+the task is left out, and a later call with it adds the task to the runs that are finished.
 
 Not run here: FLAN-T5 is no decoder, OPT is not supported, and the PPO stage is not trained: --rlhf
 names its checkpoints, one per epoch, which are evaluated like the other rows. The paper prints its
@@ -56,15 +60,18 @@ LORA = replace(FULL, lora=True, lr=3e-4, warmup=TrainConfig.warmup, warmup_steps
 
 def evaluation(options, **settings):
     """Return the EvalConfig of the tasks; MMLU has fewer questions than `limit`."""
-    places = {'clm': options.pile or 'pietrolesci/pile-validation', 'facts': options.trex}
+    places = {'clm': options.pile or 'EleutherAI/pile_val_test', 'facts': options.trex}
     tasks = ('mmlu', *(f'{task}:{place}' for task, place in places.items() if place))
-    return EvalConfig(tasks=tasks, shots=5, limit=SAMPLES, on_bad_row='skip', **settings)
+    return EvalConfig(tasks=tasks, shots=5, limit=SAMPLES, max_length=2048, on_bad_row='skip',
+                      **settings)
 
 
 def runs(options):
     root, sizes = options.out_dir, {'eval_tokens': SIZES['eval_tokens']}
     for name, (hub, params) in (PYTHIA | LLAMA | LLAMA2).items():
-        yield Run(evaluation(options, model=hub, out_dir=f'{root}/{name}'), params, **sizes)
+        # beside the weights of the largest an H200 has no room for long rows
+        yield Run(evaluation(options, model=hub, pack_len=4096 if params > 60e9 else None,
+                             out_dir=f'{root}/{name}'), params, **sizes)
     hub, params = PYTHIA['pythia-1.4b']
     for step in STEPS:
         yield Run(evaluation(options, model=hub, revision=f'step{step}',
@@ -82,7 +89,8 @@ def runs(options):
             for epoch in range(1, EPOCHS):
                 model = f'{folder}/epoch-{epoch}'
                 yield Run(replace(report, model=model, out_dir=f'{folder}/report-{epoch}'), PARAMS,
-                          **sizes, waits_for='' if Path(model).exists() else model)
+                          **sizes, waits_for='' if Path(model, 'config.json').exists() else
+                          f'the end of epoch {epoch}')
     for epoch, model in enumerate(filter(None, options.rlhf.split(',')), 1):
         yield Run(replace(report, model=model, out_dir=f'{root}/aligned/rlhf/report-{epoch}'),
                   PARAMS, **sizes)

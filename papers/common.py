@@ -6,13 +6,15 @@
 
 from the root of the repository. A script yields its runs in the order in which they need each
 other. What is finished is skipped and what was interrupted is resumed, so a script that was stopped
-is simply started again. The tables are made from what is finished. --key=value changes that key of
-train.py in all runs, --eval.key=value that key of evaluate.py.
+is simply started again. A run that cannot be done, because its model is gated or too large for the
+GPU, is reported, and the next one begins. The tables are made from what is finished. --key=value
+changes that key of train.py in all runs, --eval.key=value that key of evaluate.py.
 """
 
 import argparse
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,10 +28,11 @@ import report
 from checkpoint import CheckpointError
 from configs import ConfigError, load_config
 from data import DataError
+from data.tasks import task_label, task_source
 from evaluate import EvalConfig
 from outdir import claim, read_json, write_text
-from resume import Stopped, TrainingError
-from train import TrainConfig, train
+from resume import Stopped, TrainingError, check_folder
+from train import FREE_KEYS, TrainConfig, train
 
 # FLOP/s on one H200 in bfloat16. Training reaches 0.48 to 0.58 of the 989e12 of the data sheet,
 # evaluation 0.56 to 0.68 of the 780e12 of a large matrix product (docs/benchmarks.md).
@@ -51,15 +54,36 @@ class Run:
     def trains(self):
         return isinstance(self.cfg, TrainConfig)
 
+    def changed(self, changes):
+        """Return the run with the settings `changes` of the command line, such as '--lr=1e-5'."""
+        if self.trains:
+            kept = [c for c in changes if self.cfg.eval or not c.startswith('--eval.')]
+            return replace(self, cfg=replace(load_config(TrainConfig, kept, config=self.cfg),
+                                             resume=True))
+        cfg = load_config(TrainConfig, changes, config=TrainConfig(eval=self.cfg))
+        return replace(self, cfg=replace(cfg.eval, device=cfg.device, dtype=cfg.dtype,
+                                         seed=cfg.seed))
+
     @property
     def finished(self):
-        file = 'config.json' if self.trains and not self.cfg.eval else 'results.json'
-        return Path(self.cfg.out_dir, file).exists()
+        """Return whether the weights are there, or a report of all tasks of the run's model."""
+        if self.trains and not self.cfg.eval:
+            return Path(self.cfg.out_dir, 'config.json').exists()
+        report_of = self.cfg.eval if self.trains else self.cfg
+        model, tasks = read_report(self.cfg.out_dir)
+        # by the last part of the path: the folder of all runs may have been moved
+        same = self.trains or Path(model).name == Path(self.cfg.model).name
+        return same and all(tasks.get(task_label(name), {}).get('source') == task_source(name)
+                            for name in report_of.tasks)
 
     @property
     def hours(self):
-        """GPU hours on one H200: 6 operations per weight and trained token, 2 per scored one."""
-        seconds = 6 * self.params * self.train_tokens / TRAIN_RATE
+        """GPU hours on one H200: 6 operations per weight and trained token, 2 per scored one.
+
+        With checkpointed activations 8 per trained token.
+        """
+        per_token = 8 if self.trains and self.cfg.checkpoint_activations else 6
+        seconds = per_token * self.params * self.train_tokens / TRAIN_RATE
         seconds += 2 * self.params * self.eval_tokens / EVAL_RATE
         return (seconds + EVAL_STARTS * (self.eval_tokens > 0)) / 3600
 
@@ -77,6 +101,8 @@ def sweep(folder, rates, smoothings, cfg, **sizes):
     held-out sequences is evaluated as smoothing0, and smoothing{s} is trained at its rate for each
     s of `smoothings`. cfg: the TrainConfig of all; sizes: params, train_tokens, eval_tokens.
     """
+    # Llama 3.1 8B otherwise takes up to 136 of the 140 GiB of an H200
+    cfg = replace(cfg, checkpoint_activations=sizes['params'] > 8e9)
     grid = [replace(cfg, lr=lr, out_dir=f'{folder}/lr{lr:g}') for lr in rates]
     for one in grid:
         yield Run(replace(one, eval=None), **sizes | {'eval_tokens': 0})
@@ -102,13 +128,18 @@ def validation_nll(folder):
     return losses[-1]
 
 
-def measured(folder, task):
-    """Return the results of a task in the folder of a run; {} if there are none yet."""
+def read_report(folder):
+    """Return (model, {task: result}) of the report in the folder of a run; ('', {}) without one."""
     path = Path(folder, 'results.json')
     if not path.exists():
-        return {}
+        return '', {}
     with read_json(path, 'remove it, and the report is made again') as results:
-        return results['tasks'].get(task, {})
+        return results['config']['model'], results['tasks']
+
+
+def measured(folder, task):
+    """Return the results of a task in the folder of a run; {} if there are none yet."""
+    return read_report(folder)[1].get(task, {})
 
 
 # ------------------------------------------------------------------------------------------------
@@ -130,23 +161,23 @@ def main(runs, tables, **more):
     for key, text in more.items():
         parser.add_argument(f'--{key}', default='', help=text)
     options, changes = parser.parse_known_args()
+    options.out_dir = os.path.expanduser(options.out_dir)
     try:
         if stray := [text for text in changes if not text.startswith('--')]:
             raise ConfigError(f'unexpected argument {stray[0]!r}; settings are --key=value')
         load_config(TrainConfig, changes)       # fail on a misspelled key before anything is done
+        changed = (run.changed(changes) for run in runs(options))
         if options.plan:
-            print_plan(runs(options), options)
+            print_plan([*changed], options)
             return
         keep_changes(options.out_dir, changes)
-        do(runs(options), options, changes)
+        failed = do(changed, options)
         limits = ''.join(f' ({change})' for change in changes if change.startswith('--eval.limit='))
         write_tables(tables(options), options.out_dir, doc, limits)
+        if failed:
+            sys.exit('error: not done: ' + ', '.join(failed) + '; the messages are above')
     except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
         sys.exit(f'error: {error}')
-    except torch.OutOfMemoryError:
-        sys.exit('error: out of GPU memory; try --master_weights=stochastic, '
-                 '--checkpoint_activations or --eval.pack_len=8192 in another --out_dir, or leave '
-                 'this run out by --only')
     except Stopped as stopped:
         print(stopped)
         sys.exit(128 + stopped.signal)
@@ -172,33 +203,48 @@ def name_of(folder, options):
 
 def selected(folder, options):
     """Return whether --only selects the run in `folder`."""
-    return any(part in name_of(folder, options) for part in options.only.split(','))
+    parts = [part for part in options.only.split(',') if part]
+    return not parts or any(part in name_of(folder, options) for part in parts)
 
 
-def do(runs, options, changes):
-    """Do the runs whose names contain a part of --only, unless they are finished."""
-    n_selected = 0
+def do(runs, options):
+    """Do the runs that --only selects, unless they are finished; return the names of those failed.
+
+    Raises ConfigError if a run was made with other settings, or if nothing is selected.
+    """
+    n_selected, failed = 0, []
     for run in runs:
         name = name_of(run.cfg.out_dir, options)
-        n_selected += selected(run.cfg.out_dir, options)
-        if run.finished or not selected(run.cfg.out_dir, options):
+        if not selected(run.cfg.out_dir, options):
             continue
+        n_selected += 1
         if run.waits_for:
             print(f'\n=== {name} waits for {run.waits_for}', flush=True)
             continue
-        print(f'\n=== {name}', flush=True)
         if run.trains:
-            kept = [c for c in changes if run.cfg.eval or not c.startswith('--eval.')]
-            train(replace(load_config(TrainConfig, kept, config=run.cfg), resume=True))
-        else:
-            cfg = load_config(TrainConfig, changes, config=TrainConfig(eval=run.cfg))
-            evaluate.run(replace(cfg.eval, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed))
+            check_folder(run.cfg, FREE_KEYS)
+        if run.finished:
+            continue
+        print(f'\n=== {name}', flush=True)
+        try:
+            train(run.cfg) if run.trains else evaluate.run(run.cfg)
+            continue
+        except (CheckpointError, TrainingError) as error:
+            if isinstance(error, TrainingError) and error.__cause__:
+                raise       # the disk is full: no other run could be saved
+            problem = str(error)    # the error itself would keep the model in memory
+        except torch.OutOfMemoryError:
+            problem = ('out of GPU memory; --master_weights=stochastic, --checkpoint_activations '
+                       'and --eval.pack_len=4096 need less, in another --out_dir')
+        print(f'error: {problem}', file=sys.stderr, flush=True)
+        failed.append(name)
     if not n_selected:
         raise ConfigError(f'--only={options.only}: no run has such a name; --plan lists them')
+    return failed
 
 
 def print_plan(runs, options):
-    runs, lines = list(runs), [('run', 'state', 'GPU hours', 'GB')]
+    lines = [('run', 'state', 'GPU hours', 'GB')]
     for run in runs:
         begun = Path(run.cfg.out_dir).exists()
         state = ('finished' if run.finished else f'waits for {run.waits_for}' if run.waits_for else
@@ -206,8 +252,10 @@ def print_plan(runs, options):
         lines.append((name_of(run.cfg.out_dir, options), state,
                       f'{run.hours:.1f}', f'{run.gigabytes:.0f}'))
     left = sum(run.hours for run in runs if not run.finished)
-    models = {run.cfg.model: run.params for run in runs
-              if not run.cfg.model.startswith(f'{options.out_dir}/')}
+    downloads = {(run.cfg.model, run.cfg.revision): run.params for run in runs
+                 if not run.cfg.model.startswith(f'{options.out_dir}/')
+                 and not Path(run.cfg.model).is_dir()}
+    largest = max(run.params * run.trains for run in runs)
     lines.append(('all', f'{sum(run.finished for run in runs)} of {len(runs)} finished',
                   f'{sum(run.hours for run in runs):.0f}',
                   f'{sum(run.gigabytes for run in runs):.0f}'))
@@ -215,10 +263,10 @@ def print_plan(runs, options):
     print(f'\n{left:,.0f} GPU hours are left. They are estimates for one H200: training at '
           f'{TRAIN_RATE / 1e12:.0f} and evaluation at {EVAL_RATE / 1e12:.0f} TFLOP/s, as measured '
           f'in docs/benchmarks.md, of about the tokens that the script states; --key=value is not '
-          f'counted. GB: the weights that a run keeps. A run that trains needs '
-          f'{12e-9 * max(run.params * run.trains for run in runs):.0f} GB more at most for its '
-          f'checkpoint, and the models to download are '
-          f'{2e-9 * sum(models.values()):.0f} GB: {", ".join(models)}.')
+          f'counted. GB: the weights that a run keeps. While a run trains, its checkpoints need up '
+          f'to {24e-9 * largest:.0f} GB more, and the models to download are about '
+          f'{2e-9 * sum(downloads.values()):.0f} GB: '
+          f'{", ".join(dict.fromkeys(model for model, _ in downloads))}.')
 
 
 # ------------------------------------------------------------------------------------------------

@@ -3,19 +3,21 @@
     python papers/label_smoothing.py --plan
     python papers/label_smoothing.py
 
-Stated: Llama, Gemma and Mistral, tuned on Tulu 3, OpenHermes and Alpaca, without and with smoothing
+Stated: Llama, Gemma and Mistral, tuned on Tulu 3 and other datasets without and with smoothing
 (table 1); learning rates 5e-6, 2e-5, 5e-5 and 2e-4, AdamW, batches of 128, dropout 0.1, smoothing
 0 to 0.5 (experiment setup); MMLU, HellaSwag and ARC-Easy with 5 shots and MMLU's header (dataset
-splits); open-instruct at commit e363290 (software). The baselines are temperature scaling and
-capped logits.
+splits); open-instruct at commit e363290 (software).
 
-Not stated, and chosen here: the sizes Llama 3.1 8B, Gemma 2 2B and Mistral 7B v0.1, those of the
-same authors' multilingual paper; the learning rate with the least NLL on 1,000 held-out
-conversations at smoothing 0; 2 epochs, the template, the warm-up and the other settings of
-open-instruct (configs/paper_openinstruct.py lists them); letters as options; the subject in the
-header of HellaSwag and ARC ('everyday situations', 'science'); a cap of 30, as in Gemma 2, for the
-models that have none. The temperature is fitted on the validation questions; HellaSwag is scored on
-its validation split, so there each half is scaled by the temperature of the other half.
+Not stated, and chosen here: OpenHermes and Alpaca as the other datasets and the sizes Llama 3.1 8B,
+Gemma 2 2B and Mistral 7B, those of the same authors' multilingual paper, and Mistral's v0.1; for
+each model and dataset the learning rate with the least NLL on 1,000 held-out conversations at
+smoothing 0; 2 epochs, the template, the warm-up and the other settings of open-instruct
+(configs/paper_openinstruct.py lists them), but BOS as the tokenizer has it; letters as options; the
+subject in the header of HellaSwag and ARC ('everyday situations', 'science').
+
+The baselines are chosen here, too: temperature and Platt scaling, fitted on the validation
+questions, and a cap of 30 on the logits, as in Gemma 2, for the models that have none. HellaSwag is
+scored on its validation split, so there each half is scaled by the temperature of the other half.
 
 Different here: all weights are tuned without dropout, since the 0.1 of open-instruct applies to
 LoRA adapters. With --lora all runs are LoRA runs with that dropout. The printed numbers are
@@ -41,7 +43,7 @@ EPOCHS, CAP = 2, 30.0
 EVAL_TOKENS = 1.6e6 + 1.1e6 + 0.2e6     # of the three tasks, counted with Llama 3's tokenizer
 REPORT = EvalConfig(tasks=tuple(TASKS), shots=5, scoring='letters', temperature='fit',
                     on_bad_row='skip')
-TUNING = TrainConfig(template='tulu', add_bos=None, loss_reduction='sequence', epochs=EPOCHS,
+TUNING = TrainConfig(template='tulu', loss_reduction='sequence', epochs=EPOCHS,
                      warmup=0.03, val_size=1000, max_length=4096, checkpoint_epochs=False,
                      on_bad_row='skip', eval=REPORT, eval_before=False)
 

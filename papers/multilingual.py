@@ -13,14 +13,15 @@ Figure 1 compares open models with their instruction-tuned variants.
 Not stated, and chosen here: Mistral 7B v0.1; 2 epochs and open-instruct's other settings; the
 learning rate with the least NLL on 1,000 held-out conversations at smoothing 0; 5 shots in the
 question's language after MMLU's English header; the text of an option with its mean log-probability
-per token, whose softmax is the normalized inverse perplexity; the t-test pairs the languages. The
-resource classes are those of Joshi et al. 2020: 4 and 5 high, 3 mid, 0 to 2 low.
+per token, whose softmax is the normalized inverse perplexity; the t-test pairs the languages; the
+four languages of figure 1. The resource classes are those of Joshi et al. 2020: 4 and 5 high, 3
+mid, 0 to 2 low.
 
 The printed column RMS is below ECE in many rows, so it is no root mean square of the gaps. It is
 probably `rms_mmlu_repo` of metrics.py, which is shown beside RMSCE as the paper defines it. Rows of
-all languages are pooled, as the printed ones for Global-MMLU seem to be; those printed for MMLU-ProX
-do not follow from the tables by language. The MMLU-ProX language printed as 'rj' is read as Russian.
-Different here: all weights are tuned without dropout, as in papers/label_smoothing.py.
+all languages are pooled, as the printed ones for Global-MMLU seem to be; those printed for
+MMLU-ProX do not follow from the tables by language. The MMLU-ProX language printed as 'rj' is read
+as Russian. Different here: all weights are tuned without dropout, as in papers/label_smoothing.py.
 """
 
 import csv

@@ -1101,6 +1101,9 @@ def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
     again = run(f'--tasks=clm:{tmp_path / "texts.jsonl"}', '--limit=5')[1]
     assert {s['id']: s['position'] for s in again}.items() <= {
         s['id']: s['position'] for s in samples if s['task'] == 'clm'}.items()
+    trex[0]['entities'] += [{'boundaries': [2, 6], 'annotator': 'Wikidata_Property_Linker'},
+                            {'boundaries': [2, 6], 'annotator': 'Simple_Coreference'}]
+    (tmp_path / 'trex.json').write_text(json.dumps(trex))
     _, told = run(f'--tasks=facts:{tmp_path / "trex.json"}', '--instruct')
     assert len(told) == 2 and all(s['id'] == f'x:{s["position"]}' for s in told)
     # another seed asks for other tokens, and is not taken for what was asked before

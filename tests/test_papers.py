@@ -74,8 +74,9 @@ DATASETS = {
         {'instruction': question, 'input': '', 'output': answer, 'text': ''}
         for question, answer in conversations(40)]},
     'OpenAssistant/oasst1': {PATTERN: oasst1()},
-    'pietrolesci/pile-validation': {PATTERN: [
-        {'text': f'A text about {i} and about the {i + 1} other things.'} for i in range(8)]},
+    'EleutherAI/pile_val_test': {f'{split}.jsonl': [
+        {'text': f'A {split} text about {i} and about the {i + 1} other things.',
+         'meta': {'pile_set_name': 'Pile-CC'}} for i in range(4)] for split in ('val', 'test')},
     'cais/mmlu': {f'all/{split}-00000-of-00001.parquet': questions(n) for split, n in
                   (('test', 8), ('dev', 5), ('validation', 4))},
     'Rowan/hellaswag': {f'data/{split}-00000-of-00001.parquet': [
@@ -164,6 +165,8 @@ def test_plan(tmp_path, script, n_runs, model):
     printed = run_paper(tmp_path, script, '--plan', f'--out_dir={tmp_path / "out"}', *more)
     assert f'0 of {n_runs} finished' in printed and model in printed
     assert re.search(r'[\d,]+ GPU hours are left', printed)
+    if script == 'alignment':       # 10 checkpoints of Pythia 1.4B count, and a and b
+        assert 'the models to download are about 517 GB' in printed
     assert not (tmp_path / 'out').exists()
 
 
@@ -245,14 +248,20 @@ def test_the_printed_numbers_are_those_of_the_paper():
 
 def test_alignment(hub, tmp_path):
     out = tmp_path / 'out'
-    facts = [{'docid': str(i), 'text': f'The sky is blue and {i} is a number.',
-              'entities': [{'boundaries': [11, 15]}]} for i in range(6)]
+    facts = [{'docid': str(i), 'text': f'The sky is blue and {i} is a number.', 'triples': [],
+              'entities': [{'boundaries': [11, 15], 'annotator': 'Wikidata_Spotlight_Entity_Linker',
+                            'surfaceform': 'blue', 'uri': 'http://www.wikidata.org/entity/Q1088'}]}
+             for i in range(6)]
     write_rows(tmp_path / 'trex' / 're-nlg_0-10000.json', facts)
-    arguments = [f'--out_dir={out}', f'--cache_dir={tmp_path}', f'--trex={tmp_path / "trex"}',
-                 '--rlhf=huggyllama/llama-13b', '--eval.limit=8', *FAST,
+    arguments = [f'--cache_dir={tmp_path}', '--eval.limit=8', *FAST,
                  *(x for x in SMALL if not x.startswith(('--max_steps', '--val')))]
-    printed = run_paper(
-        hub, 'alignment', '--only=pythia-70m,llama-2-7b,step256,aligned', *arguments)
+    only = ['--only=pythia-70m,llama-2-7b,step256,aligned']
+    run_paper(hub, 'alignment', '--only=pythia-70m,', f'--out_dir={out}', *arguments)
+    assert not (out / 'aligned').exists()
+    assert not read_table(out, 'scales')[0]['facts generation ECE']
+    more = [f'--trex={tmp_path / "trex"}', '--rlhf=huggyllama/llama-13b']
+    printed = run_paper(hub, 'alignment', *only, f'--out_dir={out}', *more, *arguments)
+    assert read_table(out, 'scales')[0]['facts generation ECE']     # --trex adds the task
     assert 'Alignment of LLaMA 7B' in printed
     said = 'with instructions (figures 5 and 12) ({}eval.limit=8)'
     assert said.format('--') in (out / 'tables.md').read_text()
@@ -271,6 +280,38 @@ def test_alignment(hub, tmp_path):
     assert '\nwarmup_steps = 100\n' in config and '\ndata_limit = 12\n' in config
     assert read_table(out, 'steps')[0]['MMLU ECE'] and not read_table(out, 'steps')[1]['MMLU ECE']
     assert all((out / f'figure{n}.png').exists() for n in (3, 4, 5, 12))
+    # nothing is done again after a move; another checkpoint does not pass for the first
+    moved = f'--out_dir={shutil.move(out, tmp_path / "moved")}'
+    assert '===' not in run_paper(hub, 'alignment', *only, moved, *more, *arguments)
+    more[1] = '--rlhf=EleutherAI/pythia-70m'
+    assert 'holds samples with another model' in run_paper(hub, 'alignment', '--only=rlhf', moved,
+                                                           *more, *arguments, code=1)
+
+
+def test_the_other_runs_go_on_without_a_gated_model(hub, tmp_path):
+    (tmp_path / 'hub').mkdir()
+    for place in hub.iterdir():
+        if place.name != 'models--google--gemma-2-2b':
+            (tmp_path / 'hub' / place.name).symlink_to(place)
+    out = tmp_path / 'out'
+    arguments = ['--only=base', f'--out_dir={out}', '--device=cpu', *FAST]
+    printed = run_paper(tmp_path / 'hub', 'label_smoothing', *arguments, code=1)
+    assert 'downloading the model google/gemma-2-2b from the hub failed' in printed
+    assert printed.endswith('error: not done: Gemma2-2B/base; the messages are above\n')
+    assert [row['MMLU ECE'] > '' for row in read_table(out, 'smoothing')] == [False, True, True]
+    # with the license
+    printed = run_paper(hub, 'label_smoothing', *arguments)
+    assert printed.count('===') == 1 and read_table(out, 'smoothing')[0]['MMLU ECE']
+
+
+def test_finished_runs_with_other_settings_are_refused(hub, tmp_path):
+    arguments = ['--only=Gemma2-2B/Alpaca/lr5e-06', f'--out_dir={tmp_path / "out"}',
+                 f'--cache_dir={tmp_path}', *SMALL]
+    run_paper(hub, 'label_smoothing', *arguments)
+    settings = tmp_path / 'out' / 'Gemma2-2B' / 'Alpaca' / 'lr5e-06' / 'train_config.py'
+    settings.write_text(settings.read_text().replace('warmup = 0.03', 'warmup = 0.1'))
+    printed = run_paper(hub, 'label_smoothing', *arguments, code=1)
+    assert 'has warmup = 0.1, not 0.03' in printed
 
 
 def test_a_killed_script_goes_on(hub, tmp_path):

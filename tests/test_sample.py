@@ -125,13 +125,12 @@ def test_the_prompt_is_that_of_training(tokenizers, kind, template):
     if kind == 'qwen':
         tokenizer = copy.copy(tokenizer)
         tokenizer.control_ids = {'<|im_start|>': 128100, '<|im_end|>': 128101}
-    cfg = sample.SampleConfig(chat=template, add_bos=True)
     messages = [{'role': 'user', 'content': 'What is the fox?'}]
     if template != 'alpaca':
         messages += [{'role': 'assistant', 'content': 'quick'}, messages[0]]
     said = {'role': 'assistant', 'content': 'brown dog'}
     whole, mask = encode_conversation([*messages, said], tokenizer, template, True)
-    ids, stop = sample.encode_prompt(messages, tokenizer, cfg)
+    ids, stop = sample.encode_prompt(messages, tokenizer, template, True)
     assert whole[:len(ids)] == ids and mask[len(ids) - 1:len(ids) + 1] == [0, 1]
     ends = [i for i in range(len(ids), len(whole)) if whole[i] in stop]
     assert len(ends) == 1 and mask[ends[0]] and not any(mask[ends[0] + 1:])
@@ -155,8 +154,7 @@ def test_one_answer(chat_folder, capsys, monkeypatch):
         return capsys.readouterr().out
     model, tokenizer = checkpoint.load(chat_folder).eval(), load_tokenizer(chat_folder)
     messages = [{'role': 'user', 'content': 'What?'}]
-    ids, stop = sample.encode_prompt(messages, tokenizer, sample.SampleConfig(chat='tulu',
-                                                                              add_bos=True))
+    ids, stop = sample.encode_prompt(messages, tokenizer, 'tulu', True)
     pairs = drawn(model, ids, stop | {2}, max_tokens=12)
     text = tokenizer.decode([i for i, _ in pairs if i not in stop], start=False)
     assert said('--prompt=What?', '--max_tokens=12') == text + '\n'
@@ -221,9 +219,8 @@ def test_what_cannot_be_asked(chat_folder, tmp_path):
             ([f'--model={chat_folder}', '--top_p=0.5'], 'top_p = 0.5 needs a temperature above 0'),
             ([f'--model={chat_folder}', '--temperature=-1'], 'temperature = -1.0; it must be'),
             ([f'--model={chat_folder}', '--top_p=0'], 'top_p = 0.0; it must be between'),
-            ([f'--model={chat_folder}', '--raw', '--chat=tulu'], 'leave out chat = tulu'),
             ([f'--model={chat_folder}', '--chat=llama3'], 'the tokenizer lacks'),
-            ([f'--model={base}', '--prompt=a'], '--chat=llama3; --raw continues plain text'),
+            ([f'--model={base}', '--prompt=a'], '--chat=llama3; --raw of sample.py'),
             ([f'--model={chat_folder}', f'--prompt={"fox " * 300}'],
              r'the conversation has \d+ tokens; it may have 1 to 199'),
             ([f'--model={chat_folder}', '--prompt=\udcff'], 'not valid Unicode')):
@@ -242,7 +239,7 @@ def test_the_program(chat_folder):
     done = run(f'--model={chat_folder}', '--max_tokens=1', '--temperature=1', input='What?\n')
     again = run(f'--model={chat_folder}', '--max_tokens=1', '--temperature=1', '--prompt=What?')
     assert done.returncode == 0 and done.stdout == again.stdout != '\n'
-    assert done.stderr == '(cut by max_tokens = 1)\n'
+    assert done.stderr == '(cut after 1 tokens)\n'
     wrong = run('--modle=x')
     assert wrong.returncode == 1
     assert wrong.stderr == ("error: command line: --modle: there is no key 'modle'; did you mean "
