@@ -658,7 +658,8 @@ def main(argv):
     results, labels, out_dir = run(cfg)
     for label in labels:
         print(f'\n{report.task_text(label, results["tasks"][label])}')
-    print(f'\nwrote samples.jsonl, results.json, results.md and results.csv to {out_dir}')
+    picture = ', reliability.png' * cfg.pictures
+    print(f'\nwrote samples.jsonl{picture}, results.json, results.md and results.csv to {out_dir}')
 
 
 if __name__ == '__main__':
