@@ -662,7 +662,9 @@ def main(argv):
     results, labels, out_dir = run(cfg)
     for label in labels:
         print(f'\n{report.task_text(label, results["tasks"][label])}')
-    print(f'\nwrote samples.jsonl and results.json, .md, .csv and .tex to {out_dir}')
+    pictures = 'the reliability diagrams, ' * cfg.pictures
+    print(f'
+wrote samples.jsonl, {pictures}results.json, .md, .csv and .tex to {out_dir}')
 
 
 if __name__ == '__main__':

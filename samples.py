@@ -58,7 +58,7 @@ def _read_sources(out_dir, settings):
                    for label, task in old.pop('tasks').items()}
     if old != settings:
         key = next(k for k in [*settings, *old] if settings.get(k) != old.get(k))
-        raise ConfigError(f'{out_dir} holds samples with another {key}: {old.get(key)!r}, now '
+        raise ConfigError(f'{out_dir} holds samples with {key} = {old.get(key)!r}, not '
                           f'{settings.get(key)!r}; {OTHER_FOLDER}')
     return sources
 

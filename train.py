@@ -1,4 +1,4 @@
-"""Fine-tune Llama, Gemma 2 or Mistral with label smoothing, or any other loss of fused_ce.py.
+"""Fine-tune a language model with label smoothing, or any other loss of fused_ce.py.
 
     python train.py configs/gemma2_ls01.py --lr=1e-5
     python train.py --help

@@ -93,7 +93,8 @@ def read_assignments(path):
     try:
         tree = ast.parse(Path(path).read_text(encoding='utf-8-sig'))
     except OSError as error:
-        raise ConfigError(f'cannot read the config file {path}: {error.strerror}') from error
+        raise ConfigError(f'cannot read the config file {path}: {error.strerror}; '
+                          f'settings are given as --key=value') from error
     except UnicodeDecodeError as error:
         line = 1 + error.object.count(b'\n', 0, error.start)
         raise ConfigError(f'{path}:{line}: not UTF-8: {error.reason}') from error

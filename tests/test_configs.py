@@ -1,6 +1,8 @@
 """configs"""
 
 import dataclasses
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,8 +11,11 @@ from typing import Literal
 import pytest
 from common import HERE, config
 
+import compare
 import configs
+import demo
 import evaluate
+import sample
 import train
 from data import DataError, forked_pool
 
@@ -248,3 +253,23 @@ def test_shipped_configs_load():
             'paper_openinstruct'} <= {path.stem for path in shipped}
     for path in shipped:
         configs.load_config(train.TrainConfig, [str(path)])
+
+
+def test_the_commands_of_the_docs_have_valid_keys():
+    """Each `python train.py ...` of the README and docs, in the config reader of its program."""
+    classes = {'train.py': train.TrainConfig, 'evaluate.py': evaluate.EvalConfig,
+               'sample.py': sample.SampleConfig, 'demo.py': demo.DemoConfig}
+    n_commands = 0
+    for path in (HERE / 'README.md', *sorted((HERE / 'docs').glob('*.md'))):
+        text = path.read_text().replace('\\\n', ' ').replace('$seed', '0')
+        for program, line in re.findall(r'^ *(?:\$ )?python (\w+\.py) (.*)', text, re.MULTILINE):
+            argv = shlex.split(line, comments=True)
+            if program not in classes or '--help' in argv or argv[0].startswith('out/'):
+                continue
+            compared = argv[0] == '--compare'
+            keys = [a for a in argv if a.startswith('--')][compared:]
+            files = [a for a in argv[:1] if a.endswith('.py')]
+            cls = compare.CompareConfig if compared else classes[program]
+            configs.load_config(cls, [*(str(HERE / f) for f in files), *keys])
+            n_commands += 1
+    assert n_commands > 20
