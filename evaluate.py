@@ -663,8 +663,7 @@ def main(argv):
     for label in labels:
         print(f'\n{report.task_text(label, results["tasks"][label])}')
     pictures = 'the reliability diagrams, ' * cfg.pictures
-    print(f'
-wrote samples.jsonl, {pictures}results.json, .md, .csv and .tex to {out_dir}')
+    print(f'\nwrote samples.jsonl, {pictures}results.json, .md, .csv and .tex to {out_dir}')
 
 
 if __name__ == '__main__':
