@@ -284,7 +284,7 @@ def test_alignment(hub, tmp_path):
     moved = f'--out_dir={shutil.move(out, tmp_path / "moved")}'
     assert '===' not in run_paper(hub, 'alignment', *only, moved, *more, *arguments)
     more[1] = '--rlhf=EleutherAI/pythia-70m'
-    assert 'holds samples with another model' in run_paper(hub, 'alignment', '--only=rlhf', moved,
+    assert 'holds samples with model = ' in run_paper(hub, 'alignment', '--only=rlhf', moved,
                                                            *more, *arguments, code=1)
 
 

@@ -170,6 +170,7 @@ def test_a_script_ends_in_a_table_over_its_seeds(small_study, capsys, monkeypatc
     monkeypatch.setattr(compare, 'draw_series', lambda path, *rest: path.write_bytes(b'png'))
     monkeypatch.setattr('sys.argv', ['smoothing.py', '--seeds=1', f'--only={SMALL[0]}',
                                      f'--out_dir={small_study}'])
+    monkeypatch.setattr('__main__.__doc__', smoothing.__doc__)
     common.main(small_runs(smoothing.runs, epochs=1.0))
     folder = small_study / 'smoothing'
     printed, table = capsys.readouterr().out, (folder / 'compare.md').read_text().splitlines()
