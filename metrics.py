@@ -839,7 +839,8 @@ example: python metrics.py out/base/samples.jsonl
             for name, rows in _read_tasks(path, task, options.norm).items():
                 reports.setdefault((place, name), []).extend(rows)
         except OSError as error:
-            sys.exit(f'error: {path}: {error.strerror}')
+            hint = '; name a file in it, such as samples.jsonl' * Path(path).is_dir()
+            sys.exit(f'error: {path}: {error.strerror}{hint}')
         except ValueError as error:
             sys.exit(f'error: {path}:{error}')
     several = len({place for place, _ in reports}) > 1

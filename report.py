@@ -316,7 +316,9 @@ def notes(result):
     """Return the notes below a task's table, as lines."""
     lines = []
     if 'mass' in result:
-        lines.append(f'the options together have a mean probability of {result["mass"]:.3f}')
+        lines.append(f'the options together have a mean probability of {result["mass"]:.3f}'
+                     + '; with so little, another scoring or prompt may suit the model better'
+                     * (result['mass'] < 0.01))
     if fitted := result.get('post_hoc'):
         values = [f'temperature {t:.3f}' for t in fitted.get('temperature', ())]
         values += [f'Platt scaling a {a:.3f}, b {b:.3f}' for a, b in fitted['platt']]

@@ -118,9 +118,10 @@ def test_flex_attention_equals_the_explicit_mask(name, device, tmp_path):
             gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
             model.zero_grad()
     assert torch.allclose(*outputs, atol=1e-4)
-    model.model.attention = 'kernel'
-    with torch.no_grad():
-        assert torch.allclose(model(*inputs), outputs[0], atol=1e-4)
+    if device == 'cuda' or not torch.cuda.is_available():   # else there is no interpreter
+        model.model.attention = 'kernel'
+        with torch.no_grad():
+            assert torch.allclose(model(*inputs), outputs[0], atol=1e-4)
     for a, b in zip(*(gradients or [[], []]), strict=True):
         assert (a - b).norm() < 1e-3 * a.norm()
 
@@ -212,6 +213,8 @@ def test_tuned_attention(head_dim, softcap, device):
 @pytest.mark.parametrize('T', [64, 130, 257])
 def test_tree_attention(heads, kv_heads, head_dim, softcap, window, T, device):
     """The kernel on random trees against the explicit mask in float64."""
+    if device == 'cpu' and torch.cuda.is_available():
+        pytest.skip("Triton's interpreter runs where there is no GPU")
     rng = np.random.default_rng([T, head_dim])
     positions, ends = np.zeros((2, 2, T), int)
     for row in range(2):

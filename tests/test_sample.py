@@ -150,7 +150,7 @@ def chat_folder(tmp_path):
 
 def test_one_answer(chat_folder, capsys, monkeypatch):
     def said(*arguments):
-        sample.main([f'--model={chat_folder}', *arguments])
+        sample.main([f'--model={chat_folder}', '--device=cpu', *arguments])
         return capsys.readouterr().out
     model, tokenizer = checkpoint.load(chat_folder).eval(), load_tokenizer(chat_folder)
     messages = [{'role': 'user', 'content': 'What?'}]
