@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import model as models
-from checkpoint import config_from_hf
+from config_json import config_from_hf
 from configs import ConfigError, load_config
 from outdir import write_text
 

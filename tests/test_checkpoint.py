@@ -1,4 +1,4 @@
-"""checkpoint.py: folders that are read, refused and written, against transformers and peft."""
+"""config_json.py and checkpoint.py: folders that are read, refused and written, against transformers and peft."""
 
 import json
 import os
@@ -21,6 +21,7 @@ from common import (
 from safetensors.torch import load_file
 
 import checkpoint
+import config_json
 import device
 import model as models
 from configs import ConfigError
@@ -79,19 +80,19 @@ def test_config_of_transformers_4_and_5():
            'rope_scaling': LLAMA3_ROPE, 'torch_dtype': 'bfloat16', 'pad_token_id': 5}
     new = {k: v for k, v in old.items() if k not in ('rope_theta', 'rope_scaling', 'torch_dtype')}
     new |= {'rope_parameters': LLAMA3_ROPE | {'rope_theta': 500000.0}, 'dtype': 'bfloat16'}
-    a = checkpoint.config_from_hf(old | {'rope_scaling': {k: v for k, v in LLAMA3_ROPE.items()
+    a = config_json.config_from_hf(old | {'rope_scaling': {k: v for k, v in LLAMA3_ROPE.items()
                                                            if k != 'rope_theta'}})
-    b = checkpoint.config_from_hf(new)
+    b = config_json.config_from_hf(new)
     assert a.rope_theta == b.rope_theta == 500000.0 and a.dtype == b.dtype == 'bfloat16'
     assert a.num_key_value_heads == 2 and a.head_dim == 4 and a.extra == {'pad_token_id': 5}
-    assert checkpoint.config_from_hf(checkpoint.config_to_hf(a)) == a
+    assert config_json.config_from_hf(checkpoint.config_to_hf(a)) == a
 
 
 def test_keys_of_other_architectures_mean_nothing():
     raw = {'model_type': 'llama', 'vocab_size': 9, 'hidden_size': 8, 'intermediate_size': 8,
            'num_hidden_layers': 2, 'num_attention_heads': 2, 'sliding_window': 4,
            'attn_logit_softcapping': 5.0}
-    config = checkpoint.config_from_hf(raw)
+    config = config_json.config_from_hf(raw)
     assert config.windows == [None, None] and config.attn_logit_softcapping is None
 
 
@@ -114,7 +115,7 @@ LLAMA_2 = LLAMA_1 | {'max_position_embeddings': 4096, 'num_key_value_heads': 32,
 def test_llama_1_and_2(raw, heads, tmp_path):
     """Their own config.json, and logits of transformers at a smaller width and depth."""
     import transformers
-    config = checkpoint.config_from_hf(raw)
+    config = config_json.config_from_hf(raw)
     assert config.num_key_value_heads == heads and config.rms_norm_eps == raw['rms_norm_eps']
     small = raw | {'hidden_size': 128, 'intermediate_size': 96, 'num_hidden_layers': 2,
                    'vocab_size': 99, 'dtype': 'float32'}
@@ -130,9 +131,9 @@ def test_llama_1_and_2(raw, heads, tmp_path):
 def test_mistral_window_missing_or_null():
     raw = {'model_type': 'mistral', 'vocab_size': 9, 'hidden_size': 16, 'intermediate_size': 8,
            'num_hidden_layers': 2, 'num_attention_heads': 8}
-    assert checkpoint.config_from_hf(raw).windows == [4096, 4096]
-    assert checkpoint.config_from_hf(raw | {'sliding_window': None}).windows == [None, None]
-    gemma = checkpoint.config_from_hf(raw | {'model_type': 'gemma2'})
+    assert config_json.config_from_hf(raw).windows == [4096, 4096]
+    assert config_json.config_from_hf(raw | {'sliding_window': None}).windows == [None, None]
+    gemma = config_json.config_from_hf(raw | {'model_type': 'gemma2'})
     assert gemma.windows == [4096, None] and gemma.tie_word_embeddings and gemma.head_dim == 256
 
 
@@ -238,13 +239,13 @@ def computed_or_refused(folder, raw, changes):
 def test_every_field_of_the_config_is_checked(name, tmp_path):
     reference_model(name, tmp_path)
     raw = json.loads((tmp_path / 'config.json').read_text())
-    own = checkpoint.OWN_FIELDS.get(raw['model_type'], {}).keys()
-    keys = raw.keys() | checkpoint.FIELDS.keys() | {'hidden_act', 'hidden_activation'} | own
+    own = config_json.OWN_FIELDS.get(raw['model_type'], {}).keys()
+    keys = raw.keys() | config_json.FIELDS.keys() | {'hidden_act', 'hidden_activation'} | own
     computed = set()
-    for key in sorted(keys - checkpoint.FOREIGN[raw['model_type']]):
+    for key in sorted(keys - config_json.FOREIGN[raw['model_type']]):
         for value in ODD_VALUES:
             # transformers refuses integers where it wants floats, which are computed here
-            value = float(value) if key in checkpoint.FLOATS and type(value) is int else value
+            value = float(value) if key in config_json.FLOATS and type(value) is int else value
             if computed_or_refused(tmp_path, raw, {key: value}):
                 computed.add((key, repr(value)))
     assert ('attention_bias', str(name == 'neox')) in computed
@@ -320,10 +321,10 @@ def test_pythias_config(tmp_path):
            'rotary_emb_base': 10000, 'rotary_pct': 0.25, 'tie_word_embeddings': False,
            'torch_dtype': 'float16', 'transformers_version': '4.24.0', 'use_cache': True,
            'use_parallel_residual': True, 'vocab_size': 50304}
-    config = checkpoint.config_from_hf(raw)
+    config = config_json.config_from_hf(raw)
     assert (config.head_dim, config.rotary_dim, config.dtype) == (80, 20, 'float16')
     saved = checkpoint.config_to_hf(config)
-    assert raw.items() <= saved.items() and checkpoint.config_from_hf(saved) == config
+    assert raw.items() <= saved.items() and config_json.config_from_hf(saved) == config
     (tmp_path / 'config.json').write_text(json.dumps(raw))
     changed = checkpoint.read_config(tmp_path, {'rotary_pct': 0.5, 'hidden_size': 1024})
     assert (changed.head_dim, changed.rotary_dim) == (32, 16)
@@ -371,7 +372,7 @@ def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
     assert (changed.rope_theta, changed.hidden_size) == (5e5, 64)
     assert changed.rope_scaling == plain.rope_scaling and changed.rope_scaling['factor'] == 8.0
     default = {'rope_type': 'default', 'rope_theta': 77.0}
-    for block in checkpoint.ROPE_BLOCKS:
+    for block in config_json.ROPE_BLOCKS:
         changed = checkpoint.read_config(tmp_path, {block: default})
         assert (changed.rope_theta, changed.rope_scaling) == (77.0, None)
     assert checkpoint.read_config(tmp_path, {'rope_scaling': None}).rope_scaling is None
