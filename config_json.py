@@ -5,13 +5,17 @@ error that names the key.
 """
 
 import difflib
+import functools
 import json
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from configs import CheckpointError
+from data import bpe
 from model import CausalLM, ModelConfig
 from neox import NeoxCausalLM, NeoxConfig
+
+read_json_object = functools.partial(bpe.read_json_object, error=CheckpointError)
 
 ARCHITECTURES = {'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM',
                  'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM',
@@ -145,16 +149,6 @@ def read_config(folder: str | Path, changes: dict | None = None) -> ModelConfig:
         raise CheckpointError(f'shape: {config.model_type} has no key {key!r} in its config.json'
                               + (f'; did you mean {near[0]!r}?' if near else ''))
     return config
-
-
-def read_json_object(path):
-    try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f'{path}: not valid JSON: {error}') from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f'{path}: not a JSON object')
-    return content
 
 
 def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:

@@ -490,21 +490,22 @@ def load_ahead(pool, folder, cfg, n_items):
     def load():
         model = weights.result() if weights else load_model(folder, cfg)
         wait(imports)       # two threads that import one library may see half of it
+        if cfg.compile:
+            from model import compile_blocks
+            compile_blocks(model)
         return model
 
     return load
 
 
 def load_model(folder, cfg):
-    """The model, its blocks compiled or, in bfloat16, without anything that has to be compiled."""
+    """The model; in bfloat16 on a GPU, if its blocks are not to be compiled, nothing in it is."""
     dtype = getattr(torch, cfg.dtype)
     model = checkpoint.load(base_of_adapter(folder) if cfg.passes else folder, cfg.device, dtype)
     if cfg.passes:
         checkpoint.add_adapter(model, folder)
-    if cfg.compile:
-        from model import compile_blocks
-        compile_blocks(model)
-    elif model.head.is_cuda and cfg.dtype == 'bfloat16' and not cfg.deterministic:
+    if (model.head.is_cuda and cfg.dtype == 'bfloat16'
+            and not cfg.compile and not cfg.deterministic):
         model.model.attention = 'kernel'
     return model
 

@@ -228,12 +228,12 @@ def _bos_and_eos(path, content, ids):
     return ids[bos] if settings.get('add_bos_token') else None, eos_id
 
 
-def read_json_object(path):
-    """Return the object in a JSON file; raises DataError."""
+def read_json_object(path, error=DataError):
+    """Return the object in a JSON file; raises `error`."""
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f'{path}: not valid JSON: {error}') from error
+    except (ValueError, RecursionError) as reason:
+        raise error(f'{path}: not valid JSON: {reason}') from reason
     if not isinstance(content, dict):
-        raise DataError(f'{path}: not a JSON object')
+        raise error(f'{path}: not a JSON object')
     return content

@@ -1,4 +1,4 @@
-"""config_json.py and checkpoint.py: folders that are read, refused and written, against transformers and peft."""
+"""config_json.py and checkpoint.py: what is read, refused and written; transformers and peft."""
 
 import json
 import os

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,7 +43,8 @@ from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 
 
-def random_trees(rng):
+def random_trees(rng, own_starts=True):
+    """Trees with and without common prefixes; own_starts: a third has a start per option."""
     def ids(low, high):
         return rng.integers(0, 211, rng.integers(low, high)).tolist()
     prefixes = [tuple(ids(1, 20)) for _ in range(3)]
@@ -52,7 +54,7 @@ def random_trees(rng):
         leaves = [ids(1, 6) for _ in range(rng.integers(2, 6))]
         start = len(prefix) + len(stem) + rng.integers(-1, 1)  # a shared first token is in the stem
         starts = [start] * len(leaves)
-        if i % 3 == 2:      # each option has its own
+        if own_starts and i % 3 == 2:
             starts = [start + int(rng.integers(len(leaf))) for leaf in leaves]
         trees.append(packing.Tree(prefix, stem, leaves, starts))
     return trees
@@ -124,8 +126,7 @@ def test_trees_in_bfloat16(name, device, tmp_path):
     torch._dynamo.reset()
     reference_model(name, tmp_path, **head_of_32(name))
     exact, half = checkpoint.load(tmp_path), checkpoint.load(tmp_path, device, torch.bfloat16)
-    # so many that single near ties do not decide
-    trees = [tree for seed in range(8) for tree in random_trees(np.random.default_rng(seed))]
+    trees = random_trees(np.random.default_rng(3), own_starts=False)
     with torch.no_grad():
         right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
         plain = [np.array(plain_log_probs(half, tree, device)) for tree in trees]
@@ -135,7 +136,7 @@ def test_trees_in_bfloat16(name, device, tmp_path):
     off = [np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
                            for i in range(len(trees))]) for found in (plain, packed)]
     assert np.sqrt((off[1] ** 2).mean()) < 1.3 * np.sqrt((off[0] ** 2).mean())
-    assert np.abs(off[1]).max() < 0.1
+    assert np.abs(off[1]).max() < 0.03
 
 
 @pytest.mark.parametrize('name', ['llama', 'gemma2', 'neox'])
@@ -526,7 +527,9 @@ def test_blocks_are_compiled_where_that_pays(size, change, compiled, attention, 
     cfg = evaluate.resolve(cfg, tmp_path, LLAMA_1B, tokenizers['llama2'],
                            {'task': SimpleNamespace(size=size)})
     assert (cfg.compile, cfg.pack_len) == (compiled, 16384)
-    assert evaluate.load_model(tmp_path, cfg) is model and calls == [model] * compiled
+    with ThreadPoolExecutor(3) as pool:
+        load = evaluate.load_ahead(pool, tmp_path, cfg, 1)
+        assert load() is load() is model and calls == [model] * compiled
     assert model.model.attention == attention
 
 
