@@ -632,7 +632,7 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     for option in ('--shots=1', '--scoring=text', '--preset=harness', '--deterministic',
                    '--chat=tulu'):
         with pytest.raises(configs.ConfigError, match='holds samples with '
-                                                      + option[2:].split('=')[0]):
+                                                      + option[2:].split('=')[0] + ' = '):
             scored(scored_folder, tmp_path / 'whole', option)
     # the same files in another place are the same task
     shutil.copytree(scored_folder, tmp_path / 'changed')
