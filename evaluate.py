@@ -22,7 +22,7 @@ import re
 import sys
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -77,8 +77,6 @@ class EvalConfig:
     pictures: bool = True                     # draw reliability diagrams
     pack_len: int | None = None               # tokens in a packed row; None: 16384 (CPU: 4096)
     batch_rows: int = 1                       # rows in a forward pass
-    compile: bool = True                      # the decoder blocks, on a GPU in bfloat16, where the
-    #                                           tokens to score repay the seconds that this takes
     deterministic: bool = False               # scores bitwise independent of batch composition
     on_bad_row: Literal['stop', 'skip'] = 'stop'
     seed: int = 0                             # of clm's tokens, limit, bootstrap and dropout
@@ -92,14 +90,6 @@ class EvalConfig:
 # the seed too, but each sample carries a hash of its prompt.
 SETTINGS = ('preset', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos', 'max_length',
             'deterministic', 'dtype')
-
-# Compiling takes seconds, however little is scored, and then saves time per token, layer and number
-# of hidden_size. On an H200 with warm caches the first forward pass of Llama 3.2 1B takes 4 to 6 s
-# instead of 1, and importing the compiler delays the rest by 2 to 3 s; with cold caches it takes 10
-# to 16 s. Then 1B scores 263,000 tokens/s instead of 200,000, Gemma 2 2B 130,000 instead of 97,000
-# and 8B 41,500 instead of 35,400. Both constants hold for the three to 20 %.
-COMPILE_SECONDS = 7.0
-SAVED_SECONDS = 3.7e-11
 
 
 def check_eval_config(cfg):
@@ -358,7 +348,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     question that cannot be scored, CheckpointError for logits that are not finite.
     """
     out_dir, config = Path(out_dir), checkpoint.read_config(folder)
-    cfg = resolve(cfg, folder, config, tokenizer, tasks)
+    cfg = resolve(cfg, folder, config, tokenizer)
     if not model:
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
     identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
@@ -395,7 +385,7 @@ def score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model):
     asked = [tasks[label.removesuffix('.p_true')] for label in result_labels(tasks, cfg)]
     n_items = sum(len(task.items) + len(task.validation) for task in asked)
     n_items = max(0, n_items - sum(key[0] in result_labels(tasks, cfg) for key, _ in done))
-    with ThreadPoolExecutor(3) as pool, open(path, 'ab', buffering=0) as file:
+    with ThreadPoolExecutor(2) as pool, open(path, 'ab', buffering=0) as file:
         load = (lambda: model) if model else load_ahead(pool, folder, cfg, n_items)
 
         def append(sample):
@@ -432,13 +422,10 @@ def result_labels(tasks, cfg):
                       if cfg.p_true and task.kind == 'questions')]
 
 
-def resolve(cfg, folder, config, tokenizer, tasks):
-    """`cfg` with what 'auto' and None stand for here, and `compile` decided."""
+def resolve(cfg, folder, config, tokenizer):
+    """`cfg` with what 'auto' and None stand for here."""
     place, context = device.pick_device(cfg.device), config.max_position_embeddings
-    on_gpu, dtype = place.startswith('cuda'), str(device.pick_dtype(cfg.dtype, place))
-    # only rows of equal shape are worth compiling; Triton 3.6 cannot compile some float32 blocks
-    fits = on_gpu and not cfg.deterministic and dtype == 'torch.bfloat16'
-    tokens = sum(task.size for task in tasks.values())
+    dtype = str(device.pick_dtype(cfg.dtype, place))
     add_bos = trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos
     add_bos, chat = begins_with_bos(tokenizer, add_bos), cfg.chat
     if chat == 'trained':
@@ -446,8 +433,7 @@ def resolve(cfg, folder, config, tokenizer, tasks):
     if chat != 'none':
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
     return replace(cfg, device=place, dtype=dtype.split('.')[-1], add_bos=add_bos, chat=chat,
-                   compile=cfg.compile and fits and repays_compiling(tokens, config),
-                   pack_len=cfg.pack_len or (16384 if on_gpu else 4096),
+                   pack_len=cfg.pack_len or (16384 if place.startswith('cuda') else 4096),
                    max_length=min(cfg.max_length or context, context))
 
 
@@ -479,41 +465,24 @@ def training_settings(folder):
 def load_ahead(pool, folder, cfg, n_items):
     """Return the `load` of `score`: threads of `pool` read the weights while items are tokenized.
 
-    Meanwhile the libraries that compile and draw are imported: on some machines that takes longer.
+    Meanwhile the library that draws is imported.
     """
-    libraries = ['torch._inductor.compile_fx'] * (cfg.compile and n_items > 0)
-    libraries += ['matplotlib.figure'] * cfg.pictures
-    imports = [pool.submit(importlib.import_module, name) for name in libraries]
+    if cfg.pictures:
+        pool.submit(importlib.import_module, 'matplotlib.figure')
     weights = pool.submit(load_model, folder, cfg) if n_items else None
-
-    @functools.cache
-    def load():
-        model = weights.result() if weights else load_model(folder, cfg)
-        wait(imports)       # two threads that import one library may see half of it
-        if cfg.compile:
-            from model import compile_blocks
-            compile_blocks(model)
-        return model
-
-    return load
+    return functools.cache(lambda: weights.result() if weights else load_model(folder, cfg))
 
 
 def load_model(folder, cfg):
-    """The model; in bfloat16 on a GPU, if its blocks are not to be compiled, nothing in it is."""
+    """The model; in bfloat16 on a GPU it computes by the kernels of inference.py."""
     dtype = getattr(torch, cfg.dtype)
     model = checkpoint.load(base_of_adapter(folder) if cfg.passes else folder, cfg.device, dtype)
     if cfg.passes:
         checkpoint.add_adapter(model, folder)
-    if (model.head.is_cuda and cfg.dtype == 'bfloat16'
-            and not cfg.compile and not cfg.deterministic):
-        model.model.attention = 'kernel'
+    if model.head.is_cuda and cfg.dtype == 'bfloat16' and not cfg.deterministic:
+        from inference import use_kernels       # which needs Triton
+        use_kernels(model)
     return model
-
-
-def repays_compiling(tokens, config):
-    """Return whether compiling the blocks takes less time than it saves for `tokens` tokens."""
-    saved = SAVED_SECONDS * config.num_hidden_layers * config.hidden_size
-    return tokens * saved > COMPILE_SECONDS
 
 
 def base_of_adapter(folder):

@@ -231,8 +231,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.embed_scale = config.hidden_size ** 0.5 if gemma else 1
-        # 'flex', 'explicit', 'kernel' (no gradients, nothing to compile), or 'auto': flex on CUDA
-        self.attention = 'auto'
+        self.attention = 'auto'     # or 'flex', 'explicit'; auto: flex on CUDA
         self.checkpoint = False     # store only the input of a block; recompute it in backward
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
@@ -258,9 +257,6 @@ class Decoder(nn.Module):
             if windows == {None} and not self.config.attn_logit_softcapping:
                 return {None: None}
             ends = torch.full_like(positions, positions.shape[1])
-        if self.attention == 'kernel':
-            from tree_attention import TreeMask     # which needs Triton
-            return {w: TreeMask(positions, ends, w) for w in windows}
         # FlexAttention's kernels take heads of 16 numbers and more
         fits = x.is_cuda and self.config.head_dim >= 16
         if fits if self.attention == 'auto' else self.attention == 'flex':
@@ -363,7 +359,7 @@ def explicit_mask(positions: Tensor, ends: Tensor, window: int | None) -> Tensor
 def attend_explicit(q, k, v, mask, scale, softcap):
     """Return the attention [B, H, T, hd] of q [B, H, T, hd] to k and v [B, H_kv, T, hd].
 
-    mask: bool [B, 1, T, T], a TreeMask of tree_attention.py, or None for causal. For the heads of
+    mask: bool [B, 1, T, T], a TreeMask of inference.py, or None for causal. For the heads of
     Llama 3.1 8B on an H200, cuDNN takes 1.2 ms for the causal case, FlexAttention 1.8 ms.
     """
     if hasattr(mask, 'attend'):

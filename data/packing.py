@@ -125,20 +125,24 @@ class Row:
         return range(begin, end)
 
     def add(self, index, tree, options):
-        """Append the tree with those of its options; its prefix only if the last one differs."""
+        """Append the tree with those of its options; its prefix only if the last one differs.
+
+        The last token of an option predicts nothing and is left out.
+        """
         if self.prefix != tree.prefix:
             self.prefix, self.prefix_at = tree.prefix, self.append(tree.prefix, 0)
         stem_at = self.append(tree.stem, len(tree.prefix))
-        trunk = [*self.prefix_at, *stem_at]
-        leaves_at = [self.append(tree.leaves[k], len(trunk)) for k in options]
+        trunk, ids = [*self.prefix_at, *stem_at], [*tree.prefix, *tree.stem]
+        leaves_at = [self.append(tree.leaves[k][:-1], len(trunk)) for k in options]
         for at in (self.prefix_at, stem_at):    # all tokens since then see these
             self.ends[at.start:at.stop] = [len(self.tokens)] * len(at)
         for k, leaf_at in zip(options, leaves_at, strict=True):
-            first = tree.starts[k] - 1      # in the trunk, or in the leaf
-            path = [*trunk[first:], *leaf_at[max(0, first - len(trunk)):]]
-            self.scored += [(index, k, before, self.tokens[at])
-                            for before, at in itertools.pairwise(path)]
-        self.scored += [(index, n, trunk[place - 1], self.tokens[trunk[place]])
+            start, leaf = tree.starts[k], tree.leaves[k]    # in the trunk, or in the leaf
+            before = [*trunk[start - 1:], *leaf_at[max(0, start - 1 - len(trunk)):]]
+            tokens = [*ids[start:], *leaf[max(0, start - len(trunk)):]]
+            # of an option without a leaf, the last of `before` predicts nothing
+            self.scored += [(index, k, *pair) for pair in zip(before, tokens, strict=False)]
+        self.scored += [(index, n, trunk[place - 1], ids[place])
                         for n, place in enumerate(tree.scored)]
 
     def padded(self, length):
@@ -164,8 +168,8 @@ def pack_trees(trees, row_length):
             prefix = 0 if row.prefix == tree.prefix else len(tree.prefix)
             room = row_length - len(row.tokens) - prefix - len(tree.stem)
             if not row.tokens:      # an empty row takes one option, however long
-                room = max(room, len(tree.leaves[options[0]]) if options else 0)
-            ends = itertools.accumulate(len(tree.leaves[k]) for k in options)
+                room = max(room, len(tree.leaves[options[0]]) - 1 if options else 0)
+            ends = itertools.accumulate(len(tree.leaves[k]) - 1 for k in options)
             n = sum(end <= room for end in ends)
             fits = n == len(options) and room >= 0
             if fits or not row.tokens:

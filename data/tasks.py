@@ -36,13 +36,6 @@ class Task:
         return 'texts' if self.kind in INSTRUCTIONS else 'questions'
 
     @property
-    def size(self):
-        """Estimate the tokens to score: one for four characters, as in English."""
-        return sum(len(item.text) if self.kind in INSTRUCTIONS else
-                   len(item.context) + sum(map(len, item.options))
-                   for item in (*self.items, *self.validation)) // 4
-
-    @property
     def fingerprint(self):
         """Return a hash of every question or text; the same for a copy of the files elsewhere."""
         digest = hashlib.blake2b(digest_size=8)

@@ -30,14 +30,14 @@ from test_tokenizer import train_bpe
 
 import checkpoint
 import configs
-import device as devices
 import evaluate
+import inference
 import log
 import metrics
 import model as models
 import outdir
 import report
-from data import DataError, packing, questions, tasks
+from data import DataError, packing, questions
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
@@ -122,8 +122,7 @@ def test_scored_tokens_of_a_text(tmp_path):
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'neox'])
 def test_trees_in_bfloat16(name, device, tmp_path):
-    """Packed trees, compiled on a GPU, are no further off than one sequence per option."""
-    torch._dynamo.reset()
+    """Packed trees, by the kernels on a GPU, are no further off than one sequence per option."""
     reference_model(name, tmp_path, **head_of_32(name))
     exact, half = checkpoint.load(tmp_path), checkpoint.load(tmp_path, device, torch.bfloat16)
     trees = random_trees(np.random.default_rng(3), own_starts=False)
@@ -131,7 +130,7 @@ def test_trees_in_bfloat16(name, device, tmp_path):
         right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
         plain = [np.array(plain_log_probs(half, tree, device)) for tree in trees]
     if device == 'cuda':
-        models.compile_blocks(half)
+        inference.use_kernels(half)
     packed = evaluate.option_log_probs(half, trees, pack_len=512, trim=False)
     off = [np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
                            for i in range(len(trees))]) for found in (plain, packed)]
@@ -492,57 +491,29 @@ def test_passes_that_cannot_be_done(scored_folder, tmp_path):
         evaluate.main([f'--model={run}', f'--tasks=clm:{tmp_path / "texts.jsonl"}', '--passes=2'])
 
 
-LLAMA_1B, LLAMA_8B = (
-    SimpleNamespace(num_hidden_layers=layers, hidden_size=width, max_position_embeddings=8192)
-    for layers, width in ((16, 2048), (32, 4096)))
-
-
-def test_what_repays_compiling():
-    assert not evaluate.repays_compiling(1.5e6, LLAMA_1B)           # MMLU with 5 shots
-    assert evaluate.repays_compiling(42 * 1.5e6, LLAMA_1B)          # in 42 languages
-    assert evaluate.repays_compiling(2e6, LLAMA_8B)
-
-
-def test_the_size_of_a_task(scored_folder):
-    cfg = evaluate.EvalConfig(tasks=(f'global_mmlu:{scored_folder / "data"}',), shots=2)
-    task = tasks.load_tasks(cfg)['global_mmlu']
-    text = ''.join(q.context + ''.join(q.options) for q in task.items)
-    assert task.size == len(text) // 4
-
-
-@pytest.mark.parametrize('size, change, compiled, attention', [
-    (10 ** 8, {}, True, 'auto'), (10 ** 4, {}, False, 'kernel'),
-    (10 ** 8, {'compile': False}, False, 'kernel'),
-    (10 ** 8, {'deterministic': True}, False, 'auto'),
-    (10 ** 8, {'dtype': 'float32'}, False, 'auto')])
-def test_blocks_are_compiled_where_that_pays(size, change, compiled, attention, monkeypatch,
-                                             tokenizers, tmp_path):
-    monkeypatch.setattr(devices, 'pick_device', lambda _: 'cuda')
-    model = SimpleNamespace(model=SimpleNamespace(attention='auto'),
-                            head=SimpleNamespace(is_cuda=True))
+@pytest.mark.parametrize('change, kernels', [
+    ({}, True), ({'deterministic': True}, False), ({'dtype': 'float32'}, False)])
+def test_where_the_kernels_compute(change, kernels, monkeypatch, tmp_path):
+    model = SimpleNamespace(head=SimpleNamespace(is_cuda=True))
     monkeypatch.setattr(checkpoint, 'load', lambda *_: model)
     calls = []
-    monkeypatch.setattr(models, 'compile_blocks', calls.append)
-    cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16'} | change)
-    cfg = evaluate.resolve(cfg, tmp_path, LLAMA_1B, tokenizers['llama2'],
-                           {'task': SimpleNamespace(size=size)})
-    assert (cfg.compile, cfg.pack_len) == (compiled, 16384)
-    with ThreadPoolExecutor(3) as pool:
+    monkeypatch.setattr(inference, 'use_kernels', calls.append)
+    cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16', 'device': 'cuda'} | change)
+    with ThreadPoolExecutor(2) as pool:
         load = evaluate.load_ahead(pool, tmp_path, cfg, 1)
-        assert load() is load() is model and calls == [model] * compiled
-    assert model.model.attention == attention
+        assert load() is load() is model and calls == [model] * kernels
 
 
-@pytest.mark.parametrize('device', DEVICES)
-def test_the_same_results_compiled_and_not(scored_folder, tmp_path, device, monkeypatch):
-    options = [f'--device={device}', '--dtype=bfloat16', '--limit=20', '--pack_len=512']
+@pytest.mark.parametrize('device', DEVICES[1:])
+def test_the_same_results_by_the_kernels_and_without(scored_folder, tmp_path, device, monkeypatch):
     probs = []
-    for seconds in (0, math.inf):
-        monkeypatch.setattr(evaluate, 'COMPILE_SECONDS', seconds)
-        scored(scored_folder, tmp_path / str(seconds), *options)
-        rows = report.read_samples(tmp_path / str(seconds) / 'samples.jsonl')
+    for name in ('kernels', 'without'):
+        scored(scored_folder, tmp_path / name, f'--device={device}', '--dtype=bfloat16',
+               '--limit=20', '--pack_len=512')
+        rows = report.read_samples(tmp_path / name / 'samples.jsonl')
         probs.append(report.predictions(sorted(rows, key=report.sample_order), 'token').probs)
-    assert np.abs(probs[0] - probs[1]).max() <= (0 if device == 'cpu' else 0.03)
+        monkeypatch.setattr(inference, 'use_kernels', lambda model: None)
+    assert 0 < np.abs(probs[0] - probs[1]).max() < 0.03
 
 
 def test_a_model_that_is_given_scores_as_the_one_that_is_loaded(scored_folder, tmp_path):

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 import checkpoint
 import model as models
 from data import packing
-from tree_attention import TreeMask
+import inference
+from inference import TreeMask
 
 
 @pytest.mark.parametrize('name', ARCHITECTURES)
@@ -119,9 +120,8 @@ def test_flex_attention_equals_the_explicit_mask(name, device, tmp_path):
             model.zero_grad()
     assert torch.allclose(*outputs, atol=1e-4)
     if device == 'cuda' or not torch.cuda.is_available():   # else there is no interpreter
-        model.model.attention = 'kernel'
-        with torch.no_grad():
-            assert torch.allclose(model(*inputs), outputs[0], atol=1e-4)
+        inference.use_kernels(model)
+        assert torch.allclose(model(*inputs), outputs[0], atol=1e-4)
     for a, b in zip(*(gradients or [[], []]), strict=True):
         assert (a - b).norm() < 1e-3 * a.norm()
 
@@ -236,7 +236,7 @@ def test_tree_attention(heads, kv_heads, head_dim, softcap, window, T, device):
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3),
                              *[(torch.bfloat16, 2e-2)] * (device == 'cuda')):
         x = [2 * t.to(dtype) for t in (q, k, v)]
-        y = TreeMask(positions, ends, window).attend(*x, head_dim ** -0.5, softcap)
+        y = TreeMask(positions, ends, window, head_dim).attend(*x, head_dim ** -0.5, softcap)
         right = models.attend_explicit(*(t.double() for t in x), mask, head_dim ** -0.5, softcap)
         assert y.dtype == dtype and (y - right).abs().max() < tolerance * right.abs().max()
 
