@@ -22,7 +22,7 @@ import re
 import sys
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -44,8 +44,8 @@ from data.tasks import describe_tasks, load_tasks
 from data.tokenizer import begins_with_bos
 
 # imported at their first use: --help, misspelled keys and train.py's --help need no torch
-checkpoint, device, fused_ce, log, torch = map(Later, (
-    'checkpoint', 'device', 'fused_ce', 'log', 'torch'))
+checkpoint, device, fused_ce, inference, log, torch = map(Later, (
+    'checkpoint', 'device', 'fused_ce', 'inference', 'log', 'torch'))
 
 
 @dataclass
@@ -385,7 +385,7 @@ def score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model):
     asked = [tasks[label.removesuffix('.p_true')] for label in result_labels(tasks, cfg)]
     n_items = sum(len(task.items) + len(task.validation) for task in asked)
     n_items = max(0, n_items - sum(key[0] in result_labels(tasks, cfg) for key, _ in done))
-    with ThreadPoolExecutor(2) as pool, open(path, 'ab', buffering=0) as file:
+    with ThreadPoolExecutor(3) as pool, open(path, 'ab', buffering=0) as file:
         load = (lambda: model) if model else load_ahead(pool, folder, cfg, n_items)
 
         def append(sample):
@@ -465,24 +465,43 @@ def training_settings(folder):
 def load_ahead(pool, folder, cfg, n_items):
     """Return the `load` of `score`: threads of `pool` read the weights while items are tokenized.
 
-    Meanwhile the library that draws is imported.
+    Others meanwhile load the kernels of a GPU and the library that draws.
     """
+    if not n_items:
+        return lambda: load_model(folder, cfg)
     if cfg.pictures:
         pool.submit(importlib.import_module, 'matplotlib.figure')
-    weights = pool.submit(load_model, folder, cfg) if n_items else None
-    return functools.cache(lambda: weights.result() if weights else load_model(folder, cfg))
+    warm = []
+    if by_kernels(cfg):
+        warm.append(pool.submit(warm_up, checkpoint.read_config(folder), cfg))
+    weights = pool.submit(load_model, folder, cfg)
+    return functools.cache(lambda: wait(warm) and weights.result())
+
+
+def by_kernels(cfg):
+    """Return whether the kernels of inference.py compute the forward pass."""
+    return cfg.device.startswith('cuda') and cfg.dtype == 'bfloat16' and not cfg.deterministic
 
 
 def load_model(folder, cfg):
-    """The model; in bfloat16 on a GPU it computes by the kernels of inference.py."""
     dtype = getattr(torch, cfg.dtype)
     model = checkpoint.load(base_of_adapter(folder) if cfg.passes else folder, cfg.device, dtype)
     if cfg.passes:
         checkpoint.add_adapter(model, folder)
-    if model.head.is_cuda and cfg.dtype == 'bfloat16' and not cfg.deterministic:
-        from inference import use_kernels       # which needs Triton
-        use_kernels(model)
+    if by_kernels(cfg):
+        inference.use_kernels(model)
     return model
+
+
+def warm_up(config, cfg):
+    """Load every kernel of a forward pass, which takes a second, with a model of one layer."""
+    config = replace(config, num_hidden_layers=1, layer_types=(config.layer_types or [])[:1])
+    with torch.device(cfg.device), torch.no_grad():
+        model = checkpoint.model_class(config)(config).to(torch.bfloat16)
+    inference.use_kernels(model)
+    at = np.arange(cfg.pack_len)[None]
+    with torch.no_grad():
+        forward_values(model, np.stack([0 * at, at, at + 1]), [(0, 0, 0, 0)], statistics=False)
 
 
 def base_of_adapter(folder):

@@ -492,16 +492,30 @@ def test_passes_that_cannot_be_done(scored_folder, tmp_path):
 
 
 @pytest.mark.parametrize('change, kernels', [
-    ({}, True), ({'deterministic': True}, False), ({'dtype': 'float32'}, False)])
+    ({}, True), ({'deterministic': True}, False), ({'dtype': 'float32'}, False),
+    ({'device': 'cpu'}, False)])
 def test_where_the_kernels_compute(change, kernels, monkeypatch, tmp_path):
-    model = SimpleNamespace(head=SimpleNamespace(is_cuda=True))
-    monkeypatch.setattr(checkpoint, 'load', lambda *_: model)
-    calls = []
-    monkeypatch.setattr(inference, 'use_kernels', calls.append)
     cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16', 'device': 'cuda'} | change)
-    with ThreadPoolExecutor(2) as pool:
+    model, calls = SimpleNamespace(), []
+    monkeypatch.setattr(checkpoint, 'load', lambda *_: model)
+    monkeypatch.setattr(checkpoint, 'read_config', lambda *_: None)
+    monkeypatch.setattr(inference, 'use_kernels', calls.append)
+    monkeypatch.setattr(evaluate, 'warm_up', lambda *_: calls.append('warm'))
+    with ThreadPoolExecutor(3) as pool:
         load = evaluate.load_ahead(pool, tmp_path, cfg, 1)
-        assert load() is load() is model and calls == [model] * kernels
+        assert load() is load() is model
+    assert len(calls) == 2 * kernels and (not calls or {'warm', id(model)} == {
+        call if call == 'warm' else id(call) for call in calls})
+
+
+@pytest.mark.parametrize('name', ['gemma2', 'mistral_window', 'qwen3', 'neox'])
+def test_the_kernels_are_loaded_by_a_model_of_one_layer(name, monkeypatch, tmp_path):
+    reference_model(name, tmp_path, **head_of_32(name))
+    calls = []
+    monkeypatch.setattr(inference, 'use_kernels', calls.append)     # which are for a GPU
+    evaluate.warm_up(checkpoint.read_config(tmp_path),
+                     evaluate.EvalConfig(device='cpu', pack_len=64))
+    assert len(calls[0].model.layers) == 1 and calls[0].head.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize('device', DEVICES[1:])
