@@ -3,6 +3,7 @@
 import gc
 import importlib.metadata
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -95,6 +96,19 @@ def versions():
 def failure(error):
     """Return the entry of a peer that cannot do what was asked of it."""
     return {'failed': f'{type(error).__name__}: {str(error).splitlines()[0]}'[:300]}
+
+
+def last_error(stderr):
+    """Return the line of a process's stderr that says why it failed: the last one of an error."""
+    lines = [line for line in stderr.strip().split('\n') if line.strip()]
+    errors = [line for line in lines if re.match(r'[\w.]*(Error|Exception|Exit)\b', line)]
+    return (errors or lines or ['no message'])[-1][:300]
+
+
+def empty_caches(folder):
+    """Return environment variables that put caches of compiled kernels and data into `folder`."""
+    return {name: str(Path(folder) / name.lower()) for name in (
+        'TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR', 'CUDA_CACHE_PATH', 'HF_DATASETS_CACHE')}
 
 
 def save(path, tables, **more):

@@ -1,17 +1,22 @@
-"""Whole training steps beside Hugging Face models, with random weights, on one CUDA device.
+"""Whole training steps beside other libraries at their best, with random weights, on one CUDA device.
 
-    python bench/train.py --shape=llama32_1b
+    python bench/train.py --shape=llama32_1b,llama31_8b
     python bench/train.py --shape=llama32_1b --data=alpaca.jsonl --tokenizer=Llama-3.2-1B
+    python bench/train.py --only='ours|HF sdpa, Liger'
     python bench/train.py --plot=out/bench_train.json
 
 A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens; with `data` and
-`tokenizer` also on 128 real conversations. Writes out/bench_train.json and its picture.
+`tokenizer` also on 128 real conversations. Compile seconds are those of the first three steps less
+those of three later ones, with empty caches on disk. Writes out/bench_train.json and its picture.
 """
 
+import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench import common
-from bench.common import (DEVICE, MODELS, compiled_graphs, draw_bars, load, now, our_model,
-                          peak_gib, peer_model, reset_peak_memory)
+from bench.common import (DEVICE, MODELS, compiled_graphs, draw_bars, empty_caches, last_error,
+                          load, now, our_model, peak_gib, reset_peak_memory)
+from bench.peers import hugging_face_step, trl_steps
 from checkpoint import load_model_tokenizer
 from configs import ConfigError
 from data.instruct import load_conversations
@@ -32,40 +38,65 @@ from train import TrainConfig, build_optimizer, prepare, train_step
 
 @dataclass
 class BenchConfig:
-    shape: Literal['all', 'gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'] = 'all'
+    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = tuple(MODELS)
     data: str | None = None         # conversations, as in train.py
     tokenizer: str | None = None    # a folder with the tokenizer for `data`
-    only: str | None = None         # methods, separated by '|', instead of all of them
+    only: str | None = None         # methods, separated by '|', instead of those of USUAL
+    ours: bool = False              # ours alone, exact and stochastic
+    warm: bool = False              # compiled kernels may come from the caches on disk
     plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_train.json'
 
 
 ROWS, LENGTH, BATCH = 4, 2048, 128      # documents of full rows; conversations of a step
+PACK_LEN = 4096                         # tokens in a row of real conversations
+STEPS = 3                               # in each of the parts that are timed
 PEAK = 989e12                           # FLOP/s of an H100 or H200 in bfloat16
-PEERS = {           # options of peer_step
-    'HF sdpa, Liger': {'attention': 'sdpa', 'liger': True},
-    'HF eager, Liger': {'attention': 'eager', 'liger': True},
-    'HF flex, compile': {'attention': 'flex_attention', 'compiled': True},
-}
 OURS = {            # keys of TrainConfig
     'ours': {},
-    'ours, 2 micro-batches': {'micro_rows': ROWS // 2},
     'ours, stochastic': {'master_weights': 'stochastic'},
+    'ours, 2 micro-batches': {'micro_rows': ROWS // 2},
     'ours, stochastic, checkpointed, 2 micro-batches':
         {'master_weights': 'stochastic', 'checkpoint_activations': True, 'micro_rows': ROWS // 2},
     'ours, LoRA, checkpointed': {'lora': True, 'checkpoint_activations': True},
 }
-# what a model cannot do, has no memory for, or is slower at than at the other methods
-SKIPPED = {
-    'gemma2_2b': {'HF sdpa, Liger'},
-    'llama32_1b': {'HF eager, Liger'},
-    'llama31_8b': {'HF eager, Liger', 'HF flex, compile', 'ours, 2 micro-batches'},
-    'mistral_7b': {'HF eager, Liger', 'HF flex, compile', 'ours, 2 micro-batches'},
+PEERS = {           # options of hugging_face_step, or of trl_steps
+    'HF sdpa': {'attention': 'sdpa'},
+    'HF sdpa, Liger': {'attention': 'sdpa', 'liger': True},
+    'HF sdpa, compile': {'attention': 'sdpa', 'compiled': True},
+    'HF sdpa, Liger, compile': {'attention': 'sdpa', 'liger': True, 'compiled': True},
+    'HF eager, Liger': {'attention': 'eager', 'liger': True},
+    'HF flex, compile': {'attention': 'flex_attention', 'compiled': True},
+    'HF flex, Liger, compile': {'attention': 'flex_attention', 'liger': True, 'compiled': True},
+    'TRL': {'trl': True, 'attention': 'flex_attention', 'length': LENGTH, 'rows': ROWS},
+    'TRL, compile': {'trl': True, 'attention': 'flex_attention', 'length': LENGTH, 'rows': ROWS,
+                     'compiled': True},
 }
-PADDED = {'HF padded, 8 a batch': {'attention': 'sdpa', 'padded': 8}} | {
+OURS_PACKED = {
+    name.replace('ours', 'ours, packed'): {'pack_len': PACK_LEN, 'max_length': PACK_LEN,
+                                           'micro_rows': 1} | options
+    for name, options in OURS.items() if name in ('ours', 'ours, stochastic')}
+PEERS_PACKED = {
     f'HF padded, {n} a batch, Liger': {'attention': 'sdpa', 'liger': True, 'padded': n}
-    for n in (8, 16, 32)}
-PACKED = {'ours, packed': {'pack_len': 4096, 'max_length': 4096, 'micro_rows': 1}}
+    for n in (8, 16, 32)} | {
+    f'HF packed, flex{liger}{compiled}':
+        {'attention': 'flex_attention', 'packed': PACK_LEN, 'liger': bool(liger),
+         'compiled': bool(compiled)} for liger in ('', ', Liger') for compiled in ('', ', compile')
+} | {'TRL packed': {'trl': True, 'attention': 'flex_attention', 'length': PACK_LEN},
+     'TRL packed, flash-attn': {'trl': True, 'attention': 'flash_attention_2', 'length': PACK_LEN},
+     'TRL packed, compile': {'trl': True, 'attention': 'flex_attention', 'length': PACK_LEN,
+                             'compiled': True}}
+# what a table has unless `only` says otherwise: those that were the best of each library
+USUAL = {
+    'gemma2_2b': ('HF flex, compile', 'HF flex, Liger, compile', 'ours', 'ours, stochastic'),
+    'llama32_1b': ('HF sdpa, Liger', 'HF sdpa, compile', 'HF sdpa, Liger, compile', 'TRL, compile',
+                   'ours', 'ours, stochastic'),
+    'llama31_8b': ('HF sdpa, Liger', 'HF sdpa, Liger, compile', 'ours', 'ours, stochastic'),
+    'mistral_7b': ('HF sdpa, Liger', 'HF sdpa, Liger, compile', 'ours', 'ours, stochastic'),
+    'packed': ('HF padded, 32 a batch, Liger', 'HF packed, flex, compile',
+               'HF packed, flex, Liger, compile', 'TRL packed, compile', 'ours, packed',
+               'ours, packed, stochastic'),
+}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -73,35 +104,47 @@ PACKED = {'ours, packed': {'pack_len': 4096, 'max_length': 4096, 'micro_rows': 1
 # ------------------------------------------------------------------------------------------------
 
 def bench(config):
-    """One table per model and kind of data: tokens/s, FLOP utilization, peak memory."""
+    """One table per model and kind of data: tokens/s, compile seconds, FLOP use, peak memory."""
     if (config.data is None) != (config.tokenizer is None):
         raise ConfigError('data and tokenizer go together; set both or none')
     tables = []
-    for name in list(MODELS) if config.shape == 'all' else [config.shape]:
-        kinds = [(f'{LENGTH}-token documents', None, PEERS, OURS)]
+    for name in config.shape:
+        kinds = [(f'{LENGTH}-token documents', None, OURS, PEERS | OURS, USUAL[name])]
         if config.data and name.startswith('llama'):
-            kinds.append((Path(config.data).name, (config.data, config.tokenizer), PADDED, PACKED))
-        for data, real, peers, ours in kinds:
+            kinds.append((Path(config.data).name, (config.data, config.tokenizer), OURS_PACKED,
+                          PEERS_PACKED | OURS_PACKED, USUAL['packed']))
+        for data, real, ours, methods, usual in kinds:
+            wanted = config.only.split('|') if config.only else usual
             table = {'shape': name, 'data': data, 'results': {}}
-            for method, options in (peers | ours).items():
-                if method in SKIPPED[name] or config.only and method not in config.only.split('|'):
+            for method, options in methods.items():
+                if method not in wanted or config.ours and method not in ours:
                     continue
                 table['results'][method] = measure_in_process(
-                    {'raw': MODELS[name], 'ours': method in ours, 'real': real, 'options': options})
+                    {'raw': MODELS[name], 'ours': method in ours, 'real': real,
+                     'options': options}, config.warm)
                 print(f'{name}, {data}: {method}: {table["results"][method]}', flush=True)
-            tables.append(table)
-            print_table(table)
+            if table['results']:
+                tables.append(table)
+                print_table(table)
+    if not tables:
+        raise ConfigError(f'only = {config.only!r} names no method; they are '
+                          f'{", ".join(map(repr, PEERS | OURS | PEERS_PACKED | OURS_PACKED))}')
     return tables
 
 
-def measure_in_process(spec):
-    """Return measure(**spec) from a fresh process: Liger patches modules for good."""
-    done = subprocess.run([sys.executable, __file__, 'one', json.dumps(spec)],
-                          capture_output=True, text=True)
+def measure_in_process(spec, warm):
+    """Return measure(**spec) from a fresh process: Liger patches modules for good.
+
+    Unless `warm`, it finds no compiled kernels on disk.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, __file__, 'one', json.dumps(spec)],
+                              env=os.environ | ({} if warm else empty_caches(folder)),
+                              capture_output=True, text=True)
     if done.returncode and spec['ours']:
         raise RuntimeError(done.stderr)
     if done.returncode:     # a peer's
-        return {'failed': done.stderr.strip().split('\n')[-1][:300]}
+        return {'failed': last_error(done.stderr)}
     return json.loads(done.stdout.strip().split('\n')[-1])
 
 
@@ -109,24 +152,33 @@ def measure(raw, ours, real, options):
     """Return the speed and the peak memory of a step, after the first ones, which compile."""
     torch.manual_seed(0)
     batches = real_batches(*real) if real else full_rows(raw['vocab_size'])
-    step = (our_step if ours else peer_step)(raw, **options)
-    n, warm, steps = len(batches), 3, 3
-    for i in range(warm):
-        step(batches[i % n])
-    now()
-    reset_peak_memory()
-    graphs, rates = compiled_graphs(), []
-    for start in range(warm, warm + 3 * steps, steps):
-        timed = [batches[i % n] for i in range(start, start + steps)]
-        started = now()
-        for batch in timed:
-            step(batch)
-        n_tokens = sum(len(tokens) for batch in timed for tokens, _ in batch)
-        rates.append(n_tokens / (now() - started))
+    marks = []
+
+    def mark():
+        marks.append((now(), compiled_graphs()))
+        if len(marks) == 2:
+            reset_peak_memory()
+
+    if options.get('trl'):
+        options = {key: value for key, value in options.items() if key != 'trl'}
+        with tempfile.TemporaryDirectory() as folder:
+            tokens = [trl_steps(raw, batches, mark, STEPS, folder, **options) * STEPS] * 4
+    else:
+        step, tokens = (our_step if ours else hugging_face_step)(raw, **options), []
+        mark()
+        for start in range(0, 4 * STEPS, STEPS):
+            chosen = [batches[i % len(batches)] for i in range(start, start + STEPS)]
+            for batch in chosen:
+                step(batch)
+            tokens.append(sum(len(ids) for batch in chosen for ids, _ in batch))
+            mark()
+    seconds = [after - before for (before, _), (after, _) in itertools.pairwise(marks)]
+    rates = [n / time for n, time in zip(tokens[1:], seconds[1:], strict=True)]
     rate = statistics.median(rates)
     return {'tokens_per_s': round(rate), 'spread': round(max(rates) / min(rates) - 1, 3),
+            'compile_s': round(max(0, seconds[0] - statistics.median(seconds[1:])), 1),
             'mfu': round(rate * flops_per_token(raw, batches) / PEAK, 4),
-            'peak_gib': round(peak_gib(), 1), 'new_graphs': compiled_graphs() - graphs}
+            'peak_gib': round(peak_gib(), 1), 'new_graphs': marks[-1][1] - marks[1][1]}
 
 
 def flops_per_token(raw, batches):
@@ -167,61 +219,27 @@ def our_step(raw, **options):
     return step
 
 
-def peer_step(raw, attention, liger=False, compiled=False, padded=None):
-    """A step of a Hugging Face model in bfloat16 with fused AdamW in bfloat16, clipped at 1.
-
-    padded: sequences in a forward pass, padded to the longest; None: all rows at once.
-    """
-    if liger:
-        import liger_kernel.transformers as kernels
-        getattr(kernels, f'apply_liger_kernel_to_{raw["model_type"]}')()
-    model = peer_model(raw, attention).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    call = torch.compile(model) if compiled else model
-
-    def losses(batch):
-        if not padded:
-            ids = torch.stack([torch.from_numpy(tokens) for tokens, _ in batch]).to(DEVICE)
-            yield call(input_ids=ids, labels=ids).loss
-            return
-        n_supervised = sum(int(loss_mask[1:].sum()) for _, loss_mask in batch)
-        for start in range(0, len(batch), padded):
-            chosen = batch[start:start + padded]
-            shape = len(chosen), max(len(tokens) for tokens, _ in chosen)
-            ids, labels, mask = (torch.full(shape, value) for value in (0, -100, 0))
-            for i, (tokens, loss_mask) in enumerate(chosen):
-                row = torch.from_numpy(tokens.astype('int64'))
-                ids[i, :len(row)], mask[i, :len(row)] = row, 1
-                labels[i, :len(row)] = row.where(torch.from_numpy(loss_mask > 0), -100)
-            yield call(input_ids=ids.to(DEVICE), attention_mask=mask.to(DEVICE),
-                       labels=labels.to(DEVICE), num_items_in_batch=n_supervised).loss
-
-    def step(batch):
-        for loss in losses(batch):
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return step
-
-
 # ------------------------------------------------------------------------------------------------
 # Showing
 # ------------------------------------------------------------------------------------------------
 
 def print_table(table):
+    """The table as Markdown; ratios are to the best peer."""
     good = {name: row for name, row in table['results'].items() if 'failed' not in row}
-    best = max((row['tokens_per_s'] for name, row in good.items() if name.startswith('HF')),
+    best = max((row['tokens_per_s'] for name, row in good.items() if 'ours' not in name),
                default=None)
-    print(f'\n{table["shape"]}, {table["data"]}, bfloat16\n'
-          f'{"":50}{"tokens/s":>9}{"x best HF":>10}{"MFU":>7}{"GiB":>7}{"new graphs":>11}')
+    print(f'\n### {table["shape"]}, {table["data"]}, bfloat16\n\n'
+          '| method | tokens/s | of the best peer | compiling, s | MFU | peak GiB | spread | '
+          'graphs compiled late |\n|---|---|---|---|---|---|---|---|')
     for name, row in table['results'].items():
         if 'failed' in row:
-            print(f'{name:50}  {row["failed"][:90]}')
+            print(f'| {name} | failed: {row["failed"][:120]} | | | | | | |')
             continue
-        ratio = f'{row["tokens_per_s"] / best:10.3f}' if best else f'{"":10}'
-        print(f'{name:50}{row["tokens_per_s"]:9}{ratio}{row["mfu"]:7.3f}'
-              f'{row["peak_gib"]:7.1f}{row["new_graphs"]:11}')
+        ratio = f'{row["tokens_per_s"] / best:.3f}' if best else ''
+        print(f'| {name} | {row["tokens_per_s"]:,} | {ratio} | {row["compile_s"]:.1f} | '
+              f'{row["mfu"]:.3f} | {row["peak_gib"]:.1f} | {row["spread"]:.1%} | '
+              f'{row["new_graphs"]} |')
+    print(flush=True)
 
 
 def draw(path):

@@ -9,6 +9,7 @@ from common import sentencepiece_folder, write_rows
 
 import bench.eval
 import bench.metrics
+import bench.peers
 import bench.train
 from bench import common as bench_common
 from configs import ConfigError
@@ -32,26 +33,54 @@ def small(monkeypatch):
 @pytest.mark.parametrize('ours, options', [
     (True, {}), (True, {'master_weights': 'stochastic', 'checkpoint_activations': True}),
     (True, {'lora': True}), (False, {'attention': 'eager'}),
-    (False, {'attention': 'sdpa', 'padded': 2})])
+    (False, {'attention': 'sdpa', 'padded': 2}), (False, {'attention': 'sdpa', 'packed': 96})])
 def test_steps_of_training(small, ours, options):
     torch.manual_seed(0)
     found = bench.train.measure(TINY, ours, None, options)
-    assert found['tokens_per_s'] > 0 and found['new_graphs'] == 0
+    assert found['tokens_per_s'] > 0 and found['new_graphs'] == 0 and found['compile_s'] >= 0
+
+
+@needs_no_gpu
+@pytest.mark.parametrize('options', [{'length': 48, 'rows': 4}, {'length': 96}])
+def test_steps_of_trl(small, options):
+    pytest.importorskip('trl')
+    found = bench.train.measure(TINY, False, None,
+                                {'trl': True, 'attention': 'sdpa'} | options)
+    assert found['tokens_per_s'] > 0
+
+
+@needs_no_gpu
+def test_a_packed_peer_has_the_gradients_of_a_padded_one(monkeypatch):
+    rng = np.random.default_rng(0)
+    batch = [(rng.integers(3, 500, n), np.arange(n) > 3) for n in (40, 17, 9, 30)]
+    found = {}
+    for kind in ('padded', 'packed'):
+        torch.manual_seed(0)
+        step = bench.peers.hugging_face_step(TINY, 'sdpa', **{kind: 64})
+        model = step.model.float()
+        for inputs in getattr(bench.peers, f'{kind}_inputs')(batch, 64):
+            model(**inputs).loss.backward()
+        found[kind] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.testing.assert_close(found['packed'], found['padded'], rtol=1e-4, atol=1e-6)
+    assert found['packed'].norm() > 0.01
 
 
 @needs_no_gpu
 def test_training_table_and_picture(small, tmp_path, monkeypatch, capsys):
-    def measured(spec):
-        return ({'tokens_per_s': 1000, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0}
+    def measured(spec, warm):
+        return ({'tokens_per_s': 1000, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0,
+                 'compile_s': 3.0, 'spread': 0.01}
                 if spec['ours'] else {'failed': 'ImportError: no liger'})
     monkeypatch.setattr(bench.train, 'measure_in_process', measured)
     path = tmp_path / 'bench_train.json'
-    bench_common.save(path, bench.train.bench(bench.train.BenchConfig(shape='llama32_1b')))
+    bench_common.save(path, bench.train.bench(bench.train.BenchConfig(shape=('llama32_1b',))))
     assert 'no liger' in capsys.readouterr().out
     bench.train.main([f'--plot={path}'])
     assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
     with pytest.raises(ConfigError, match='data and tokenizer go together'):
         bench.train.bench(bench.train.BenchConfig(data='x.jsonl'))
+    with pytest.raises(ConfigError, match="'x' names no method; they are 'HF sdpa'"):
+        bench.train.bench(bench.train.BenchConfig(only='x'))
 
 
 @needs_no_gpu
