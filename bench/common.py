@@ -111,6 +111,38 @@ def empty_caches(folder):
         'TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR', 'CUDA_CACHE_PATH', 'HF_DATASETS_CACHE')}
 
 
+def gpu_kernels(call):
+    """Return [(name, start, end)] in microseconds of the kernels that `call` runs, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        now()
+    return sorted(((e.name, e.time_range.start, e.time_range.end) for e in profile.events()
+                   if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e[1:])
+
+
+def busy_time(kernels):
+    """Return the time in which at least one of `gpu_kernels` ran."""
+    busy, end = 0, 0
+    for _, begin, stop in kernels:
+        busy, end = busy + max(0, stop - max(begin, end)), max(end, stop)
+    return busy
+
+
+def matrix_rate():
+    """Return the FLOP/s of a product of two 8192 x 8192 matrices in bfloat16."""
+    from triton.testing import do_bench
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192 ** 3 / do_bench(lambda: a @ b, return_mode='median') * 1e3
+
+
+def memory_rate():
+    """Return the bytes/s, read and written, of a copy of 2 GiB."""
+    from triton.testing import do_bench
+    a = torch.empty(2 ** 31, dtype=torch.uint8, device=DEVICE)
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / do_bench(lambda: b.copy_(a), return_mode='median') * 1e3
+
+
 def save(path, tables, **more):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

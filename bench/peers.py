@@ -94,9 +94,9 @@ def trl_steps(raw, batches, marks, steps, folder, length, attention, compiled=Fa
                 marks()
 
     sequences = [pair for batch in batches for pair in batch]
-    data = Dataset.from_list([
-        {'input_ids': tokens.tolist(),
-         'labels': np.where(loss_mask, tokens, IGNORE).tolist()} for tokens, loss_mask in sequences])
+    data = Dataset.from_list([{'input_ids': tokens.tolist(),
+                               'labels': np.where(mask, tokens.astype('int64'), IGNORE).tolist()}
+                              for tokens, mask in sequences])
     n_rows = len(pack(batches[0], length)['tokens'])    # of a step like ours
     config = SFTConfig(
         output_dir=str(folder), packing=True, max_length=length, max_steps=4 * steps, bf16=True,

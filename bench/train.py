@@ -1,12 +1,12 @@
-"""Whole training steps beside other libraries at their best, with random weights, on one CUDA device.
+"""Whole training steps beside other libraries at their best, on one CUDA device.
 
     python bench/train.py --shape=llama32_1b,llama31_8b
     python bench/train.py --shape=llama32_1b --data=alpaca.jsonl --tokenizer=Llama-3.2-1B
     python bench/train.py --only='ours|HF sdpa, Liger'
     python bench/train.py --plot=out/bench_train.json
 
-A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens; with `data` and
-`tokenizer` also on 128 real conversations. Compile seconds are those of the first three steps less
+A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens, with random
+weights; with `data` and `tokenizer` also on 128 real conversations. Compile seconds are those of the first three steps less
 those of three later ones, with empty caches on disk. Writes out/bench_train.json and its picture.
 """
 
@@ -38,7 +38,8 @@ from train import TrainConfig, build_optimizer, prepare, train_step
 
 @dataclass
 class BenchConfig:
-    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = tuple(MODELS)
+    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = tuple(
+        MODELS)
     data: str | None = None         # conversations, as in train.py
     tokenizer: str | None = None    # a folder with the tokenizer for `data`
     only: str | None = None         # methods, separated by '|', instead of those of USUAL
@@ -183,12 +184,18 @@ def measure(raw, ours, real, options):
 
 def flops_per_token(raw, batches):
     """FLOPs of forward and backward: 6 per multiplied weight, causal attention counted at half."""
-    D, L, hd = raw['hidden_size'], raw['num_hidden_layers'], raw['head_dim']
-    H, K = raw['num_attention_heads'], raw['num_key_value_heads']
-    weights = L * (D * hd * (2 * H + 2 * K) + 3 * D * raw['intermediate_size'])
+    weights, heads = multiplied_weights(raw)
     lengths = [len(tokens) for batch in batches for tokens, _ in batch]
     seen = sum(n * n for n in lengths) / sum(lengths)
-    return 6 * (weights + D * raw['vocab_size']) + 6 * L * H * hd * seen
+    return 6 * weights + 6 * raw['num_hidden_layers'] * heads * seen
+
+
+def multiplied_weights(raw):
+    """Return the weights in matrix products, those of the output included, and H * head_dim."""
+    D, hd = raw['hidden_size'], raw['head_dim']
+    heads, pairs = raw['num_attention_heads'] * hd, raw['num_key_value_heads'] * hd
+    block = 2 * D * (heads + pairs) + 3 * D * raw['intermediate_size']
+    return raw['num_hidden_layers'] * block + D * raw['vocab_size'], heads
 
 
 def full_rows(V):
@@ -207,16 +214,18 @@ def real_batches(data, tokenizer):
             for start in range(0, len(order) - BATCH + 1, BATCH)]
 
 
-def our_step(raw, **options):
+def our_training(raw, **options):
+    """Return model, optimizer and TrainConfig of a run with these keys."""
     cfg = TrainConfig(**({'pack_len': LENGTH, 'max_length': LENGTH, 'micro_rows': ROWS,
                           'smoothing': 0.1, 'dtype': 'bfloat16'} | options))
     model = prepare(our_model(raw), cfg, DEVICE)
-    optimizer = build_optimizer(model, cfg)
+    return model, build_optimizer(model, cfg), cfg
 
-    def step(batch):
-        packed = pack(batch, cfg.pack_len, cfg.micro_rows)
-        return train_step(model, optimizer, packed, cfg, DEVICE)
-    return step
+
+def our_step(raw, **options):
+    model, optimizer, cfg = our_training(raw, **options)
+    return lambda batch: train_step(model, optimizer, pack(batch, cfg.pack_len, cfg.micro_rows),
+                                    cfg, DEVICE)
 
 
 # ------------------------------------------------------------------------------------------------

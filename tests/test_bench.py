@@ -93,7 +93,7 @@ def test_evaluation(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench.eval, 'matrix_rate', lambda: 1e12)
     monkeypatch.setattr(bench.eval, 'busy_share', lambda call: len(call()) and 1.0)
     tables = bench.eval.bench(bench.eval.BenchConfig(
-        shape='llama32_1b', data=str(tmp_path / 'mmlu'), tokenizer=str(tokenizer), sample=8))
+        shape=('llama32_1b',), data=str(tmp_path / 'mmlu'), tokenizer=str(tokenizer), sample=8))
     ours, peer = tables[0]['results']['ours'], tables[0]['results']['Hugging Face']
     assert ours['questions_per_s'] > 0 and peer['questions_per_s'] > 0 and ours['tokens'] > 0
     path = tmp_path / 'bench_eval.json'
