@@ -7,12 +7,17 @@ import pytest
 import torch
 from common import sentencepiece_folder, write_rows
 
+import bench.commands
 import bench.eval
+import bench.floors
 import bench.metrics
 import bench.peers
 import bench.train
+import fused_ce
 from bench import common as bench_common
+from config_json import config_from_hf
 from configs import ConfigError
+from model import CausalLM
 
 TINY = {'model_type': 'llama', 'vocab_size': 512, 'hidden_size': 32, 'intermediate_size': 64,
         'num_hidden_layers': 1, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
@@ -102,6 +107,50 @@ def test_evaluation(small, tmp_path, monkeypatch, capsys):
     assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
 
 
+def test_items_of_a_step():
+    kernels = {'triton_poi_fused_add_sqrt_3': 'AdamW', 'triton_red_fused_rms_norm_1': 'elementwise',
+               '_gradient_kernel': 'loss', 'nvjet_sm90_tst_128x256': 'products',
+               'triton_tem_fused_flex_attention_0': 'attention forward',
+               'triton_tem_fused_flex_attention_backward_7': 'attention backward',
+               'cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma': 'attention backward',
+               'triton_poi_fused_cat_flex_attention_mul_2': 'elementwise',
+               'void at::native::multi_tensor_apply_kernel<LpNormFunctor>': 'gradient norm',
+               'Memcpy HtoD (Pinned -> Device)': 'other'}
+    for kernel, item in kernels.items():
+        assert bench.floors.item_of(kernel, {'triton_poi_fused_add_sqrt_3'}) == item
+    assert {'_row_sums_kernel', '_gradient_kernel'} <= bench.floors.LOSS or fused_ce.triton is None
+
+
+@pytest.mark.parametrize('name', ['llama32_1b', 'gemma2_2b', 'llama31_8b'])
+def test_floors_count_what_the_model_has(name):
+    raw = bench_common.MODELS[name]
+    with torch.device('meta'):
+        weights = sum(p.numel() for p in CausalLM(config_from_hf(raw)).parameters())
+    found = bench.floors.floors(raw, 'exact', 4, 2048, {'matrix': 1e12, 'memory': 1e12})
+    assert found['AdamW'][1] == 26 * weights and found['gradient norm'][1] == 2 * weights
+    batch = [(np.zeros(2048), np.ones(2048))] * 4
+    flops = found['products'][1] + 3 * found['attention forward'][1]     # mfu counts no repeat
+    assert flops == pytest.approx(8192 * bench.train.flops_per_token(raw, [batch]))
+
+
+@needs_no_gpu
+def test_floors_of_a_tiny_step(small, tmp_path, monkeypatch, capsys):
+    for name in ('matrix_rate', 'memory_rate'):
+        monkeypatch.setattr(bench.floors, name, lambda: 1e12)
+    monkeypatch.setitem(bench.floors.MODELS, 'llama32_1b', TINY)
+    kernels = [('nvjet_1', 0, 2000), ('triton_tem_fused_flex_attention_0', 1000, 4000)]
+    profiles = iter([[('triton_poi_fused_update', 0, 1)], kernels])
+    monkeypatch.setattr(bench.floors, 'gpu_kernels', lambda call: (call(), next(profiles))[1])
+    tables = bench.floors.bench(bench.floors.BenchConfig(shape=('llama32_1b',), kernels=1))
+    items = tables[0]['items']
+    assert items['products'] == pytest.approx(2 / 3) and items['attention forward'] == 1
+    assert items['idle'] == pytest.approx(tables[0]['ms'] - 4 / 3)
+    assert '| products | 0.67 |' in capsys.readouterr().out
+    bench_common.save(tmp_path / 'floors.json', tables)
+    bench.floors.main([f'--plot={tmp_path / "floors.json"}'])
+    assert (tmp_path / 'floors.png').read_bytes().startswith(b'\x89PNG')
+
+
 def test_metrics():
     found = bench.metrics.measure(500, 4)
     assert {'report', 'bootstrap, 1000 resamples', 'ECE, 10 bins', 'MMCE'} <= found.keys()
@@ -109,7 +158,7 @@ def test_metrics():
 
 
 @needs_no_gpu
-@pytest.mark.parametrize('script', ['train', 'eval'])
+@pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors'])
 def test_without_a_gpu_they_say_so(script):
     with pytest.raises(SystemExit, match=f'error: bench/{script}.py needs a CUDA device'):
         getattr(bench, script).main([])
