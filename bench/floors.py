@@ -181,13 +181,15 @@ def print_table(table, n_kernels=0):
 
 def draw(path):
     """Draw the milliseconds of each item, ours, and its floor; a panel per model."""
-    draw_bars(path, 'Items of a training step', {
-        f'{table["shape"]}, {table["master_weights"]}: ms of {table["ms"]:.0f}': [
-            bar for item, ms in sorted(table['items'].items(), key=lambda entry: -entry[1])
-            for bar in [(f'ours, {item}', ms, f'{ms:.1f}')] + [
-                (f'floor, {item}', table['floors'][item][0], f'{table["floors"][item][0]:.1f}')
-            ] * (item in table['floors'])]
-        for table in load(path)['tables']})
+    panels = {}
+    for table in load(path)['tables']:
+        bars = panels[f'{table["shape"]}, {table["master_weights"]}: ms of {table["ms"]:.0f}'] = []
+        for item, ms in sorted(table['items'].items(), key=lambda entry: -entry[1]):
+            bars.append((f'ours, {item}', ms, f'{ms:.1f}'))
+            if item in table['floors']:
+                floor = table['floors'][item][0]
+                bars.append((f'floor, {item}', floor, f'{floor:.1f}'))
+    draw_bars(path, 'Items of a training step', panels)
 
 
 def main(argv):
