@@ -85,7 +85,7 @@ def versions():
     device = torch.cuda.get_device_name() if DEVICE == 'cuda' else 'CPU'
     found = {'device': device, 'torch': torch.__version__}
     for package in ('triton', 'transformers', 'liger-kernel', 'cut-cross-entropy',
-                    'trl', 'torchmetrics', 'netcal'):
+                    'trl', 'lm_eval', 'torchmetrics', 'netcal'):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -146,7 +146,8 @@ def memory_rate():
 def save(path, tables, **more):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {'versions': versions(), **more, 'tables': tables}
+    content = {'command': f'python {" ".join(sys.argv)}', 'versions': versions(), **more,
+               'tables': tables}
     write_text(path, json.dumps(content, indent=1) + '\n')
     print(f'wrote {path}')
 

@@ -6,8 +6,9 @@
     python bench/train.py --plot=out/bench_train.json
 
 A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens, with random
-weights; with `data` and `tokenizer` also on 128 real conversations. Compile seconds are those of the first three steps less
-those of three later ones, with empty caches on disk. Writes out/bench_train.json and its picture.
+weights; with `data` and `tokenizer` also on 128 real conversations. Each method has a process of
+its own, with empty caches on disk; the seconds of compiling are those of the first three steps less
+those of three later ones. Writes out/bench_train.json and its picture.
 """
 
 import itertools

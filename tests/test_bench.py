@@ -1,12 +1,14 @@
 """bench/: every benchmark at a tiny size on the CPU."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from common import sentencepiece_folder, write_rows
 
+import bench.all
 import bench.commands
 import bench.eval
 import bench.floors
@@ -169,3 +171,59 @@ def test_results_read_back(tmp_path):
     content = bench_common.load(tmp_path / 'out' / 'x.json')
     assert content['tables'] == [{'n': 1}] and 'torch' in content['versions']
     assert json.loads((tmp_path / 'out' / 'x.json').read_text()) == content
+
+
+def test_one_page_and_two_commits(tmp_path, monkeypatch, capsys):
+    """metrics needs no device: one page, then the same files as both commits."""
+    monkeypatch.setattr(bench.all, 'ROOT', Path(bench.all.__file__).parent.parent)
+    folder = tmp_path / 'page'
+    measure = bench.metrics.measure
+    monkeypatch.setattr(bench.metrics, 'measure', lambda n, k, peers: measure(500, k, peers))
+    folder.mkdir()
+    bench.metrics.main([f'--out={folder / "metrics.json"}'])
+    bench_common.save(folder / 'train.json', [{'shape': 'llama32_1b', 'data': 'x', 'results': {
+        'HF': {'failed': 'ImportError: no liger'}, 'ours': {
+            'tokens_per_s': 1000, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0, 'compile_s': 3.0,
+            'spread': 0.01}}}])
+    text = bench.all.page(folder)
+    assert '| ours | 1,000 |' in text and 'ImportError: no liger' in text
+    assert '### 14042 x 4' in text and 'torch' in text
+    found = bench.all.timings('train', bench_common.load(folder / 'train.json'))
+    assert found == {'llama32_1b, x, ours, us per token': 1000}
+    runs = iter([1.0, 2.0, 1.02, 2.1])
+    monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: {'step': next(runs), 'same': 1.0})
+    argv = ['--compare', str(tmp_path), str(tmp_path), '--only=metrics']
+    assert bench.all.main(argv) == 1
+    out = capsys.readouterr().out
+    assert '| 2.030 | 5.0% | slower |' in out and 'slower: step\n' in out
+    monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: {'step': 1.0})
+    assert bench.all.main(argv) == 0
+    with pytest.raises(SystemExit):
+        bench.all.main(['--only=x'])
+
+
+@needs_no_gpu
+def test_whole_commands(tmp_path, capsys):
+    config = bench.commands.BenchConfig(data='mmlu', tokenizer=str(tmp_path))
+    with pytest.raises(ConfigError, match='has no tokenizer.json, which lm_eval reads'):
+        bench.commands.bench(config)
+    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old', 'dog'],
+             'answer': i % 4, 'subject': 'anatomy'} for i in range(20)]
+    for split, part in (('dev', rows[:5]), ('test', rows[5:])):
+        write_rows(tmp_path / f'{split}.jsonl', part)
+    config = bench.commands.BenchConfig(data=str(tmp_path), ours=True, caches=('warm',))
+    bench.commands.write_tasks(config, tmp_path)
+    assert (tmp_path / 'few.jsonl').read_text().count('\n') == 15
+    commands = bench.commands.commands(config, tmp_path)
+    helped = bench.commands.run(bench.commands.HELP, commands[bench.commands.HELP], config,
+                                tmp_path)
+    assert 0 < helped['warm'][0] < 30 and 'cold' not in helped
+    peer = bench.commands.run(bench.commands.LM_EVAL, ['-c', 'import nothing'], config, tmp_path)
+    assert peer == {'failed': "ModuleNotFoundError: No module named 'nothing'"}
+    with pytest.raises(RuntimeError, match='nothing'):
+        bench.commands.run(bench.commands.MMLU, ['-c', 'import nothing'], config, tmp_path)
+    bench.commands.print_table({'shape': 'x', 'results': {
+        bench.commands.MMLU: {'cold': [4.0], 'warm': [3.0, 2.0], 'accuracy': 0.25},
+        bench.commands.LM_EVAL: {'cold': [8.0], 'warm': [8.0], 'accuracy': 0.26,
+                                 'batch_size': 32}}})
+    assert '| 4.0 | 3.0, 2.0 | 2.0 x | 4.0 x | 0.2500 |' in capsys.readouterr().out
