@@ -6,9 +6,11 @@
 
 The scripts run one after the other: those of eval and commands only if `data` and `tokenizer` are
 given. Writes out/bench/README.md, with the tables and pictures of the .json files beside it, which
-can come from several runs with --only. --compare runs our rows alone of two commits (the second is
-HEAD if it is left out), each with its own scripts, twice in turn: old, new, old, new. It exits with
-1 if something became slower by 3 % more than the runs of one commit differ.
+can come from several runs with --only or --shape; `--only=` runs nothing.
+
+--compare runs our rows alone of two commits (the second is HEAD if it is left out), each with its
+own scripts, twice in turn: old, new, old, new. It exits with 1 if something became slower by 3 %
+more than the runs of one commit differ.
 """
 
 import argparse
@@ -66,7 +68,8 @@ def run_all(options):
     folder, failed = Path(options.out), []
     folder.mkdir(parents=True, exist_ok=True)
     for name in options.only:
-        arguments = command(name, options, folder / name)
+        part = f'-{options.shape.replace(",", "-")}' if options.shape else ''
+        arguments = command(name, options, folder / f'{name}{part}')
         if arguments is None:
             print(f'bench/{name}.py needs --data and --tokenizer; left out')
         elif subprocess.run([sys.executable, *arguments], cwd=ROOT).returncode:
@@ -83,16 +86,15 @@ def page(folder):
     parts = [f'# Benchmarks\n\n{date.today()}. Made by `python bench/all.py`; below each title '
              'stand the command and the versions of its own run.\n']
     for name, what in WHAT.items():
-        path = folder / f'{name}.json'
-        if not path.exists():
-            continue
-        content = load(path)
-        versions = ', '.join(f'{key} {value}' for key, value in content['versions'].items()
-                             if value)
-        parts.append(f'## {what}\n\n`{content.get("command", "")}`: {versions}')
-        parts.append(tables_of(name, content))
-        if path.with_suffix('.png').exists():
-            parts.append(f'![{what}]({name}.png)')
+        paths = sorted(folder.glob(f'{name}*.json'))
+        parts += [f'## {what}'] * bool(paths)
+        for path in paths:
+            content = load(path)
+            versions = ', '.join(f'{key} {value}' for key, value in content['versions'].items()
+                                 if value)
+            parts += [f'`{content["command"]}`: {versions}', tables_of(name, content)]
+            if path.with_suffix('.png').exists():
+                parts.append(f'![{what}]({path.stem}.png)')
     return '\n\n'.join(part.strip() for part in parts) + '\n'
 
 
@@ -210,7 +212,7 @@ def main(argv=None):
     parser.add_argument('--compare', nargs='+', metavar='COMMIT',
                         help='one commit or two, or folders that hold them')
     options = parser.parse_args(argv)
-    options.only = options.only.split(',')
+    options.only = [name for name in options.only.split(',') if name]
     unknown = set(options.only) - WHAT.keys()
     if unknown or len(options.compare or ()) > 2 or options.conversations and not options.tokenizer:
         parser.error(f'--only takes {", ".join(WHAT)}; --compare one or two commits; '

@@ -61,19 +61,17 @@ TASK = 'local_mmlu'
 # ------------------------------------------------------------------------------------------------
 
 def bench(config):
-    """One table per model: seconds of each command, cold and warm."""
+    """Yield a table per model: seconds of each command, cold and warm."""
     if config.data is None or config.tokenizer is None:
         raise ConfigError("set --data, a folder with MMLU's files, and --tokenizer, a folder")
     for name in ('tokenizer.json', 'tokenizer_config.json'):
         if not Path(config.tokenizer, name).exists():
             raise ConfigError(f'{config.tokenizer} has no {name}, which lm_eval reads')
-    tables = []
     for shape in config.shape:
         with tempfile.TemporaryDirectory() as folder:
             table = {'shape': shape, 'results': measure(config, shape, Path(folder))}
-        tables.append(table)
         print_table(table)
-    return tables
+        yield table
 
 
 def measure(config, shape, folder):

@@ -183,14 +183,20 @@ def draw_bars(path, what, panels):
 
 
 def main(argv, script, config_class, bench, draw):
-    """Save what bench(config) returns and draw it; with --plot only draw that file again."""
+    """Save the tables that bench(config) yields, and draw them; with --plot draw that file again.
+
+    They are saved after each, since a later one may fail or be stopped.
+    """
     try:
         config = load_config(config_class, argv)
         if not config.plot:
             if DEVICE == 'cpu':
                 raise ConfigError(f'bench/{Path(script).name} needs a CUDA device, found none')
             print(', '.join(f'{key} {value}' for key, value in versions().items()))
-            save(config.out, bench(config))
+            tables = []
+            for table in bench(config):
+                tables.append(table)
+                save(config.out, tables)
         draw(config.plot or config.out)
     except ConfigError as error:
         sys.exit(f'error: {error}')

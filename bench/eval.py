@@ -51,12 +51,11 @@ PACK_LEN = 16_384
 # ------------------------------------------------------------------------------------------------
 
 def bench(config):
-    """One table per model: questions per second, ours with everything, the peer's passes alone."""
+    """Yield a table per model: questions per second, of the peer its forward passes alone."""
     if config.data is None or config.tokenizer is None:
         raise ConfigError("set --data, a folder with MMLU's files, and --tokenizer, a folder")
     rate = matrix_rate()
     print(f'matrix rate {rate / 1e12:.0f} TFLOP/s')
-    tables = []
     for name in config.shape:
         raw = MODELS[name]
         with tempfile.TemporaryDirectory() as folder:
@@ -71,9 +70,8 @@ def bench(config):
         except Exception as error:      # a peer's
             table['results']['Hugging Face'] = failure(error)
         free_memory()
-        tables.append(table)
         print_table(table)
-    return tables
+        yield table
 
 
 def measure_ours(raw, config, folder, rate):

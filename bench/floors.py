@@ -65,10 +65,9 @@ STEPS = 3       # that are profiled
 # ------------------------------------------------------------------------------------------------
 
 def bench(config):
-    """One table per model: milliseconds of each item of a step, and its floor."""
+    """Yield a table per model: milliseconds of each item of a step, and its floor."""
     rates = {'matrix': matrix_rate(), 'memory': memory_rate()}
     print(f'{rates["matrix"] / 1e12:.0f} TFLOP/s, {rates["memory"] / 1e12:.2f} TB/s')
-    tables = []
     for name in config.shape:
         items, kernels, wall = measure(MODELS[name], config)
         free_memory()
@@ -76,9 +75,8 @@ def bench(config):
                  'rates': rates, 'items': items, 'kernels': kernels,
                  'floors': floors(MODELS[name], config.master_weights, train.ROWS, train.LENGTH,
                                   rates)}
-        tables.append(table)
         print_table(table, config.kernels)
-    return tables
+        yield table
 
 
 def measure(raw, config):
