@@ -34,8 +34,7 @@ def hugging_face_step(raw, attention, liger=False, compiled=False, padded=None, 
 
     def step(batch):
         for tensors in inputs(batch):
-            call(**{key: x.to(DEVICE) if torch.is_tensor(x) else x
-                    for key, x in tensors.items()}).loss.backward()
+            call(**{key: x.to(DEVICE) for key, x in tensors.items()}).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -45,7 +44,7 @@ def hugging_face_step(raw, attention, liger=False, compiled=False, padded=None, 
 
 def padded_inputs(batch, size):
     """Yield the inputs of forward passes of `size` sequences, padded to their longest."""
-    n_supervised = sum(int(loss_mask[1:].sum()) for _, loss_mask in batch)
+    n_supervised = torch.tensor(sum(int(loss_mask[1:].sum()) for _, loss_mask in batch))
     for start in range(0, len(batch), size):
         chosen = batch[start:start + size]
         shape = len(chosen), max(len(tokens) for tokens, _ in chosen)
@@ -64,7 +63,7 @@ def packed_inputs(batch, length):
     The model finds the documents by their positions, and masks attention between them.
     """
     rows = pack(batch, length)
-    n_supervised = int((rows['targets'] != IGNORE).sum())
+    n_supervised = torch.tensor((rows['targets'] != IGNORE).sum())  # an int is compiled in
     for i in range(len(rows['tokens'])):
         ids, positions, targets = (torch.from_numpy(rows[key][i:i + 1])
                                    for key in ('tokens', 'positions', 'targets'))
