@@ -3,6 +3,7 @@
 import gc
 import importlib.metadata
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -84,7 +85,7 @@ def versions():
     device = torch.cuda.get_device_name() if DEVICE == 'cuda' else 'CPU'
     found = {'device': device, 'torch': torch.__version__}
     for package in ('triton', 'transformers', 'liger-kernel', 'cut-cross-entropy',
-                    'trl', 'torchmetrics', 'netcal'):
+                    'trl', 'lm_eval', 'torchmetrics', 'netcal'):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -97,10 +98,56 @@ def failure(error):
     return {'failed': f'{type(error).__name__}: {str(error).splitlines()[0]}'[:300]}
 
 
+def last_error(stderr):
+    """Return the line of a process's stderr that says why it failed: the last one of an error."""
+    lines = [line for line in stderr.strip().split('\n') if line.strip()]
+    errors = [line for line in lines if re.match(r'[\w.]*(Error|Exception|Exit)\b', line)]
+    return (errors or lines or ['no message'])[-1][:300]
+
+
+def empty_caches(folder):
+    """Return environment variables that put caches of compiled kernels and data into `folder`."""
+    return {name: str(Path(folder) / name.lower()) for name in (
+        'TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR', 'CUDA_CACHE_PATH', 'HF_DATASETS_CACHE')}
+
+
+def gpu_kernels(call):
+    """Return [(name, start, end)] in microseconds of the kernels that `call` runs, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        now()
+    return sorted(((e.name, e.time_range.start, e.time_range.end) for e in profile.events()
+                   if e.device_type == torch.autograd.DeviceType.CUDA), key=lambda e: e[1:])
+
+
+def busy_time(kernels):
+    """Return the time in which at least one of `gpu_kernels` ran."""
+    busy, end = 0, 0
+    for _, begin, stop in kernels:
+        busy, end = busy + max(0, stop - max(begin, end)), max(end, stop)
+    return busy
+
+
+def matrix_rate():
+    """Return the FLOP/s of a product of two 8192 x 8192 matrices in bfloat16."""
+    from triton.testing import do_bench
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192 ** 3 / do_bench(lambda: a @ b, return_mode='median') * 1e3
+
+
+def memory_rate():
+    """Return the bytes/s, read and written, of a copy of 2 GiB."""
+    from triton.testing import do_bench
+    a = torch.empty(2 ** 31, dtype=torch.uint8, device=DEVICE)
+    b = torch.empty_like(a)
+    return 2 * a.nbytes / do_bench(lambda: b.copy_(a), return_mode='median') * 1e3
+
+
 def save(path, tables, **more):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {'versions': versions(), **more, 'tables': tables}
+    content = {'command': f'python {" ".join(sys.argv)}', 'versions': versions(), **more,
+               'tables': tables}
     write_text(path, json.dumps(content, indent=1) + '\n')
     print(f'wrote {path}')
 
@@ -136,14 +183,20 @@ def draw_bars(path, what, panels):
 
 
 def main(argv, script, config_class, bench, draw):
-    """Save what bench(config) returns and draw it; with --plot only draw that file again."""
+    """Save the tables that bench(config) yields, and draw them; with --plot draw that file again.
+
+    They are saved after each, since a later one may fail or be stopped.
+    """
     try:
         config = load_config(config_class, argv)
         if not config.plot:
             if DEVICE == 'cpu':
                 raise ConfigError(f'bench/{Path(script).name} needs a CUDA device, found none')
             print(', '.join(f'{key} {value}' for key, value in versions().items()))
-            save(config.out, bench(config))
+            tables = []
+            for table in bench(config):
+                tables.append(table)
+                save(config.out, tables)
         draw(config.plot or config.out)
     except ConfigError as error:
         sys.exit(f'error: {error}')

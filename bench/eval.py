@@ -19,8 +19,9 @@ import torch
 
 import checkpoint
 from bench import common
-from bench.common import (DEVICE, MODELS, compiled_graphs, draw_bars, failure, free_memory, load,
-                          now, our_model, peak_gib, peer_model, reset_peak_memory)
+from bench.common import (DEVICE, MODELS, busy_time, compiled_graphs, draw_bars, failure,
+                          free_memory, gpu_kernels, load, matrix_rate, now, our_model, peak_gib,
+                          peer_model, reset_peak_memory)
 from configs import ConfigError
 from data.tasks import load_tasks
 from evaluate import EvalConfig, evaluate, option_log_probs
@@ -29,10 +30,12 @@ from model import compile_blocks
 
 @dataclass
 class BenchConfig:
-    shape: Literal['all', 'gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'] = 'all'
+    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
+        'gemma2_2b', 'llama32_1b', 'llama31_8b')
     data: str | None = None         # a folder or a hub dataset with MMLU's files
     tokenizer: str | None = None    # a folder with a tokenizer
     sample: int = 1024              # questions on which the Hugging Face loop is timed
+    ours: bool = False              # ours alone
     plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_eval.json'
 
@@ -48,13 +51,12 @@ PACK_LEN = 16_384
 # ------------------------------------------------------------------------------------------------
 
 def bench(config):
-    """One table per model: questions per second, ours with everything, the peer's passes alone."""
+    """Yield a table per model: questions per second, of the peer its forward passes alone."""
     if config.data is None or config.tokenizer is None:
         raise ConfigError("set --data, a folder with MMLU's files, and --tokenizer, a folder")
     rate = matrix_rate()
     print(f'matrix rate {rate / 1e12:.0f} TFLOP/s')
-    tables = []
-    for name in list(PEERS) if config.shape == 'all' else [config.shape]:
+    for name in config.shape:
         raw = MODELS[name]
         with tempfile.TemporaryDirectory() as folder:
             table = {'shape': name, 'matrix_rate': rate,
@@ -62,21 +64,14 @@ def bench(config):
         free_memory()
         lengths = table['results']['ours'].pop('lengths')
         try:
-            table['results']['Hugging Face'] = measure_peer(raw, *PEERS[name], lengths,
-                                                            config.sample)
+            if not config.ours:
+                table['results']['Hugging Face'] = measure_peer(raw, *PEERS[name], lengths,
+                                                                config.sample)
         except Exception as error:      # a peer's
             table['results']['Hugging Face'] = failure(error)
         free_memory()
-        tables.append(table)
         print_table(table)
-    return tables
-
-
-def matrix_rate():
-    """Return the FLOP/s of a product of two 8192 x 8192 matrices in bfloat16."""
-    from triton.testing import do_bench
-    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192 ** 3 / do_bench(lambda: a @ b, return_mode='median') * 1e3
+        yield table
 
 
 def measure_ours(raw, config, folder, rate):
@@ -119,14 +114,9 @@ def measure_ours(raw, config, folder, rate):
 
 def busy_share(call):
     """Return the share of the time between the first kernel and the last that a kernel ran."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-    kernels = sorted((e.time_range.start, e.time_range.end) for e in profile.events()
-                     if e.device_type == torch.autograd.DeviceType.CUDA)
-    busy, end = 0, 0
-    for begin, stop in kernels:
-        busy, end = busy + max(0, stop - max(begin, end)), max(end, stop)
-    return busy / (kernels[-1][1] - kernels[0][0]) if kernels else 0.0
+    kernels = gpu_kernels(call)
+    return (busy_time(kernels) / (max(end for *_, end in kernels) - kernels[0][1])
+            if kernels else 0.0)
 
 
 def measure_peer(raw, attention, batch, lengths, sample):
@@ -158,7 +148,7 @@ def measure_peer(raw, attention, batch, lengths, sample):
 # ------------------------------------------------------------------------------------------------
 
 def print_table(table):
-    ours, peer = table['results']['ours'], table['results']['Hugging Face']
+    ours, peer = table['results']['ours'], table['results'].get('Hugging Face')
     print(f'\n{table["shape"]}, 5-shot MMLU, bfloat16\n'
           f'ours          {ours["questions_per_s"]:8.1f} questions/s, all in '
           f'{ours["seconds"]:.1f} s (reading {ours["reading_s"]:.1f}, scoring '
@@ -167,6 +157,8 @@ def print_table(table):
           f'              {ours["tokens"]} tokens, {ours["of_matrix_rate"]:.1%} of the matrix rate '
           f'while scoring, GPU busy {ours["gpu_busy"]:.1%}, peak {ours["peak_gib"]:.1f} GiB, new '
           f'graphs {ours["new_graphs"]}')
+    if peer is None:
+        return
     if 'failed' in peer:
         print(f'Hugging Face  {peer["failed"][:90]}')
         return

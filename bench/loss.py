@@ -38,7 +38,7 @@ LOSSES = ('cross_entropy()', 'cross_entropy() + smoothing(0.1)', 'brier()', 'sph
           'cross_entropy() + confidence_penalty(0.1)', 'focal(2) + smoothing(0.1) + z_loss(1e-4)')
 
 
-def measure(n, D, V, softcap, rounds):
+def measure(n, D, V, softcap, rounds, peers=True):
     """One shape: {products, methods: {name: row}, losses: {name: ms}, uses: {name: ms}}."""
     hidden, weight, target = inputs(n, D, V)
     at = picked(target, V)
@@ -46,6 +46,8 @@ def measure(n, D, V, softcap, rounds):
              for smoothing in (SMOOTHING, 0.0)}
     rows, steps = {}, {}
     for name, (loss, smoothing) in methods(softcap, target.cpu()).items():
+        if not (peers or name in OURS or name == 'torch eager'):    # the unit of the errors
+            continue
         try:
             steps[name], rows[name] = first_step(loss, hidden, weight, target, at, exact[smoothing])
             rows[name]['smoothing'] = smoothing
@@ -366,6 +368,7 @@ def main():
     parser.add_argument('--shapes', default=','.join(SHAPES), help='some of: %(default)s')
     parser.add_argument('--n', type=int, default=8192, help='tokens, all of which carry loss')
     parser.add_argument('--rounds', type=int, default=3, help='the median of these is reported')
+    parser.add_argument('--ours', action='store_true', help='ours alone, beside torch eager')
     parser.add_argument('--out', default='out/loss', help='path of the results, without suffix')
     parser.add_argument('--plot', help='only draw this file of results again')
     options = parser.parse_args()
@@ -377,7 +380,7 @@ def main():
     print(', '.join(f'{key} {value}' for key, value in versions().items()))
     out, tables = Path(options.out), {}
     for name in options.shapes.split(','):
-        tables[name] = measure(options.n, *SHAPES[name], options.rounds)
+        tables[name] = measure(options.n, *SHAPES[name], options.rounds, not options.ours)
         print_table(name, options.n, tables[name])
         save(out.with_suffix('.json'), tables, n=options.n)
         free_memory()

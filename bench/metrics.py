@@ -1,11 +1,13 @@
 """Calibration metrics of random predictions, beside torchmetrics and netcal, on the CPU.
 
     python bench/metrics.py
+    python bench/metrics.py --ours
 
 Prints seconds, input checks included, for 14,042 questions with 4 options and for 1,000,000 with
 10, and writes them to out/bench_metrics.json. Peers that are not installed are left out.
 """
 
+import argparse
 import statistics
 import sys
 import time
@@ -21,7 +23,7 @@ import stats
 from bench.common import save, versions
 
 
-def measure(n, k):
+def measure(n, k, peers=True):
     """Return {measure: {method: seconds}} for n questions with k options."""
     rng = np.random.default_rng(0)
     probs = rng.dirichlet(np.full(k, 0.5), n)
@@ -34,7 +36,7 @@ def measure(n, k):
               'MCE, 10 bins': {'ours': lambda: metrics.mce(probs, labels)}}
     if small:       # netcal holds an n x n matrix
         calls['MMCE'] = {'ours': lambda: metrics.mmce(probs, labels)}
-    for peer in (torchmetrics_calls, netcal_calls):
+    for peer in (torchmetrics_calls, netcal_calls) if peers else ():
         try:
             for name, method in peer(probs, labels).items():
                 if name in calls:
@@ -71,16 +73,27 @@ def seconds(call):
     return statistics.median(times)
 
 
-def main():
+def print_table(table):
+    """The table as Markdown."""
+    print(f'\n### {table["n"]} x {table["k"]}, seconds\n\n| | ours | torchmetrics | netcal |\n'
+          '|---|---|---|---|')
+    for name, times in table['seconds'].items():
+        cells = [f'{times[method]:.4f}' if method in times else ''
+                 for method in ('ours', 'torchmetrics', 'netcal')]
+        print(f'| {name} | {" | ".join(cells)} |', flush=True)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--ours', action='store_true', help='ours alone')
+    parser.add_argument('--out', default='out/bench_metrics.json')
+    options = parser.parse_args(argv)
     print(', '.join(f'{key} {value}' for key, value in versions().items()))
     tables = []
     for n, k in ((14_042, 4), (1_000_000, 10)):
-        tables.append({'n': n, 'k': k, 'seconds': measure(n, k)})
-        print(f'\n{n} x {k}, seconds')
-        for name, times in tables[-1]['seconds'].items():
-            print(f'{name:28}' + '  '.join(f'{method} {time:.4f}'
-                                           for method, time in times.items()), flush=True)
-    save('out/bench_metrics.json', tables)
+        tables.append({'n': n, 'k': k, 'seconds': measure(n, k, not options.ours)})
+        print_table(tables[-1])
+    save(options.out, tables)
 
 
 if __name__ == '__main__':

@@ -1,17 +1,23 @@
-"""Whole training steps beside Hugging Face models, with random weights, on one CUDA device.
+"""Whole training steps beside other libraries at their best, on one CUDA device.
 
-    python bench/train.py --shape=llama32_1b
+    python bench/train.py --shape=llama32_1b,llama31_8b
     python bench/train.py --shape=llama32_1b --data=alpaca.jsonl --tokenizer=Llama-3.2-1B
+    python bench/train.py --only='ours|HF sdpa, Liger'
     python bench/train.py --plot=out/bench_train.json
 
-A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens; with `data` and
-`tokenizer` also on 128 real conversations. Writes out/bench_train.json and its picture.
+A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens, with random
+weights; with `data` and `tokenizer` also on 128 real conversations. Each method has a process of
+its own, with empty caches on disk; the seconds of compiling are those of the first three steps less
+those of three later ones. Writes out/bench_train.json and its picture.
 """
 
+import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench import common
-from bench.common import (DEVICE, MODELS, compiled_graphs, draw_bars, load, now, our_model,
-                          peak_gib, peer_model, reset_peak_memory)
+from bench.common import (DEVICE, MODELS, compiled_graphs, draw_bars, empty_caches, last_error,
+                          load, now, our_model, peak_gib, reset_peak_memory)
+from bench.peers import hugging_face_step, trl_steps
 from checkpoint import load_model_tokenizer
 from configs import ConfigError
 from data.instruct import load_conversations
@@ -32,40 +39,66 @@ from train import TrainConfig, build_optimizer, prepare, train_step
 
 @dataclass
 class BenchConfig:
-    shape: Literal['all', 'gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'] = 'all'
+    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = tuple(
+        MODELS)
     data: str | None = None         # conversations, as in train.py
     tokenizer: str | None = None    # a folder with the tokenizer for `data`
-    only: str | None = None         # methods, separated by '|', instead of all of them
+    only: str | None = None         # methods, separated by '|', instead of those of USUAL
+    ours: bool = False              # ours alone, exact and stochastic
+    warm: bool = False              # compiled kernels may come from the caches on disk
     plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_train.json'
 
 
 ROWS, LENGTH, BATCH = 4, 2048, 128      # documents of full rows; conversations of a step
+PACK_LEN = 4096                         # tokens in a row of real conversations
+STEPS = 3                               # in each of the parts that are timed
 PEAK = 989e12                           # FLOP/s of an H100 or H200 in bfloat16
-PEERS = {           # options of peer_step
-    'HF sdpa, Liger': {'attention': 'sdpa', 'liger': True},
-    'HF eager, Liger': {'attention': 'eager', 'liger': True},
-    'HF flex, compile': {'attention': 'flex_attention', 'compiled': True},
-}
 OURS = {            # keys of TrainConfig
     'ours': {},
-    'ours, 2 micro-batches': {'micro_rows': ROWS // 2},
     'ours, stochastic': {'master_weights': 'stochastic'},
+    'ours, 2 micro-batches': {'micro_rows': ROWS // 2},
     'ours, stochastic, checkpointed, 2 micro-batches':
         {'master_weights': 'stochastic', 'checkpoint_activations': True, 'micro_rows': ROWS // 2},
     'ours, LoRA, checkpointed': {'lora': True, 'checkpoint_activations': True},
 }
-# what a model cannot do, has no memory for, or is slower at than at the other methods
-SKIPPED = {
-    'gemma2_2b': {'HF sdpa, Liger'},
-    'llama32_1b': {'HF eager, Liger'},
-    'llama31_8b': {'HF eager, Liger', 'HF flex, compile', 'ours, 2 micro-batches'},
-    'mistral_7b': {'HF eager, Liger', 'HF flex, compile', 'ours, 2 micro-batches'},
+PEERS = {           # options of hugging_face_step, or of trl_steps
+    'HF sdpa': {'attention': 'sdpa'},
+    'HF sdpa, Liger': {'attention': 'sdpa', 'liger': True},
+    'HF sdpa, compile': {'attention': 'sdpa', 'compiled': True},
+    'HF sdpa, Liger, compile': {'attention': 'sdpa', 'liger': True, 'compiled': True},
+    'HF eager, Liger': {'attention': 'eager', 'liger': True},
+    'HF flex, compile': {'attention': 'flex_attention', 'compiled': True},
+    'HF flex, Liger, compile': {'attention': 'flex_attention', 'liger': True, 'compiled': True},
+    'TRL': {'trl': True, 'attention': 'flex_attention', 'length': LENGTH, 'rows': ROWS},
+    'TRL, compile': {'trl': True, 'attention': 'flex_attention', 'length': LENGTH, 'rows': ROWS,
+                     'compiled': True},
 }
-PADDED = {'HF padded, 8 a batch': {'attention': 'sdpa', 'padded': 8}} | {
+OURS_PACKED = {
+    name.replace('ours', 'ours, packed'): {'pack_len': PACK_LEN, 'max_length': PACK_LEN,
+                                           'micro_rows': 1} | options
+    for name, options in OURS.items() if name in ('ours', 'ours, stochastic')}
+PEERS_PACKED = {'HF padded, 8 a batch': {'attention': 'sdpa', 'padded': 8}} | {
     f'HF padded, {n} a batch, Liger': {'attention': 'sdpa', 'liger': True, 'padded': n}
-    for n in (8, 16, 32)}
-PACKED = {'ours, packed': {'pack_len': 4096, 'max_length': 4096, 'micro_rows': 1}}
+    for n in (8, 16, 32)} | {
+    f'HF packed, flex{liger}{compiled}':
+        {'attention': 'flex_attention', 'packed': PACK_LEN, 'liger': bool(liger),
+         'compiled': bool(compiled)} for liger in ('', ', Liger') for compiled in ('', ', compile')
+} | {'TRL packed': {'trl': True, 'attention': 'flex_attention', 'length': PACK_LEN},
+     'TRL packed, flash-attn': {'trl': True, 'attention': 'flash_attention_2', 'length': PACK_LEN},
+     'TRL packed, compile': {'trl': True, 'attention': 'flex_attention', 'length': PACK_LEN,
+                             'compiled': True}}
+# what a table has unless `only` says otherwise: candidates for the best of each library
+USUAL = {
+    'gemma2_2b': ('HF flex, compile', 'ours', 'ours, stochastic'),
+    'llama32_1b': ('HF sdpa, Liger', 'HF sdpa, compile', 'HF sdpa, Liger, compile', 'ours',
+                   'ours, stochastic'),
+    'llama31_8b': ('HF sdpa, Liger', 'HF sdpa, Liger, compile', 'ours', 'ours, stochastic'),
+    'mistral_7b': ('HF sdpa, Liger', 'ours', 'ours, stochastic'),
+    'packed': ('HF padded, 32 a batch, Liger', 'HF packed, flex, compile',
+               'HF packed, flex, Liger, compile', 'TRL packed, compile', 'ours, packed',
+               'ours, packed, stochastic'),
+}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -73,35 +106,46 @@ PACKED = {'ours, packed': {'pack_len': 4096, 'max_length': 4096, 'micro_rows': 1
 # ------------------------------------------------------------------------------------------------
 
 def bench(config):
-    """One table per model and kind of data: tokens/s, FLOP utilization, peak memory."""
+    """Yield a table per model and kind of data: tokens/s, compile seconds, MFU, peak memory."""
     if (config.data is None) != (config.tokenizer is None):
         raise ConfigError('data and tokenizer go together; set both or none')
-    tables = []
-    for name in list(MODELS) if config.shape == 'all' else [config.shape]:
-        kinds = [(f'{LENGTH}-token documents', None, PEERS, OURS)]
+    known = PEERS | OURS | PEERS_PACKED | OURS_PACKED
+    if config.only and not set(config.only.split('|')) <= known.keys():
+        raise ConfigError(f'only = {config.only!r}; the methods are '
+                          f'{", ".join(map(repr, known))}')
+    for name in config.shape:
+        kinds = [(f'{LENGTH}-token documents', None, OURS, PEERS | OURS, USUAL[name])]
         if config.data and name.startswith('llama'):
-            kinds.append((Path(config.data).name, (config.data, config.tokenizer), PADDED, PACKED))
-        for data, real, peers, ours in kinds:
+            kinds.append((Path(config.data).name, (config.data, config.tokenizer), OURS_PACKED,
+                          PEERS_PACKED | OURS_PACKED, USUAL['packed']))
+        for data, real, ours, methods, usual in kinds:
+            wanted = config.only.split('|') if config.only else usual
             table = {'shape': name, 'data': data, 'results': {}}
-            for method, options in (peers | ours).items():
-                if method in SKIPPED[name] or config.only and method not in config.only.split('|'):
+            for method, options in methods.items():
+                if method not in wanted or config.ours and method not in ours:
                     continue
                 table['results'][method] = measure_in_process(
-                    {'raw': MODELS[name], 'ours': method in ours, 'real': real, 'options': options})
+                    {'raw': MODELS[name], 'ours': method in ours, 'real': real,
+                     'options': options}, config.warm)
                 print(f'{name}, {data}: {method}: {table["results"][method]}', flush=True)
-            tables.append(table)
-            print_table(table)
-    return tables
+            if table['results']:
+                print_table(table)
+                yield table
 
 
-def measure_in_process(spec):
-    """Return measure(**spec) from a fresh process: Liger patches modules for good."""
-    done = subprocess.run([sys.executable, __file__, 'one', json.dumps(spec)],
-                          capture_output=True, text=True)
+def measure_in_process(spec, warm):
+    """Return measure(**spec) from a fresh process: Liger patches modules for good.
+
+    Unless `warm`, it finds no compiled kernels on disk.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, __file__, 'one', json.dumps(spec)],
+                              env=os.environ | ({} if warm else empty_caches(folder)),
+                              capture_output=True, text=True)
     if done.returncode and spec['ours']:
         raise RuntimeError(done.stderr)
     if done.returncode:     # a peer's
-        return {'failed': done.stderr.strip().split('\n')[-1][:300]}
+        return {'failed': last_error(done.stderr)}
     return json.loads(done.stdout.strip().split('\n')[-1])
 
 
@@ -109,34 +153,49 @@ def measure(raw, ours, real, options):
     """Return the speed and the peak memory of a step, after the first ones, which compile."""
     torch.manual_seed(0)
     batches = real_batches(*real) if real else full_rows(raw['vocab_size'])
-    step = (our_step if ours else peer_step)(raw, **options)
-    n, warm, steps = len(batches), 3, 3
-    for i in range(warm):
-        step(batches[i % n])
-    now()
-    reset_peak_memory()
-    graphs, rates = compiled_graphs(), []
-    for start in range(warm, warm + 3 * steps, steps):
-        timed = [batches[i % n] for i in range(start, start + steps)]
-        started = now()
-        for batch in timed:
-            step(batch)
-        n_tokens = sum(len(tokens) for batch in timed for tokens, _ in batch)
-        rates.append(n_tokens / (now() - started))
+    marks = []
+
+    def mark():
+        marks.append((now(), compiled_graphs()))
+        if len(marks) == 2:
+            reset_peak_memory()
+
+    if options.get('trl'):
+        options = {key: value for key, value in options.items() if key != 'trl'}
+        with tempfile.TemporaryDirectory() as folder:
+            tokens = [trl_steps(raw, batches, mark, STEPS, folder, **options) * STEPS] * 4
+    else:
+        step, tokens = (our_step if ours else hugging_face_step)(raw, **options), []
+        mark()
+        for start in range(0, 4 * STEPS, STEPS):
+            chosen = [batches[i % len(batches)] for i in range(start, start + STEPS)]
+            for batch in chosen:
+                step(batch)
+            tokens.append(sum(len(ids) for batch in chosen for ids, _ in batch))
+            mark()
+    seconds = [after - before for (before, _), (after, _) in itertools.pairwise(marks)]
+    rates = [n / time for n, time in zip(tokens[1:], seconds[1:], strict=True)]
     rate = statistics.median(rates)
     return {'tokens_per_s': round(rate), 'spread': round(max(rates) / min(rates) - 1, 3),
+            'compile_s': round(max(0, seconds[0] - statistics.median(seconds[1:])), 1),
             'mfu': round(rate * flops_per_token(raw, batches) / PEAK, 4),
-            'peak_gib': round(peak_gib(), 1), 'new_graphs': compiled_graphs() - graphs}
+            'peak_gib': round(peak_gib(), 1), 'new_graphs': marks[-1][1] - marks[1][1]}
 
 
 def flops_per_token(raw, batches):
     """FLOPs of forward and backward: 6 per multiplied weight, causal attention counted at half."""
-    D, L, hd = raw['hidden_size'], raw['num_hidden_layers'], raw['head_dim']
-    H, K = raw['num_attention_heads'], raw['num_key_value_heads']
-    weights = L * (D * hd * (2 * H + 2 * K) + 3 * D * raw['intermediate_size'])
+    weights, heads = multiplied_weights(raw)
     lengths = [len(tokens) for batch in batches for tokens, _ in batch]
     seen = sum(n * n for n in lengths) / sum(lengths)
-    return 6 * (weights + D * raw['vocab_size']) + 6 * L * H * hd * seen
+    return 6 * weights + 6 * raw['num_hidden_layers'] * heads * seen
+
+
+def multiplied_weights(raw):
+    """Return the weights in matrix products, those of the output included, and H * head_dim."""
+    D, hd = raw['hidden_size'], raw['head_dim']
+    heads, pairs = raw['num_attention_heads'] * hd, raw['num_key_value_heads'] * hd
+    block = 2 * D * (heads + pairs) + 3 * D * raw['intermediate_size']
+    return raw['num_hidden_layers'] * block + D * raw['vocab_size'], heads
 
 
 def full_rows(V):
@@ -155,54 +214,18 @@ def real_batches(data, tokenizer):
             for start in range(0, len(order) - BATCH + 1, BATCH)]
 
 
-def our_step(raw, **options):
+def our_training(raw, **options):
+    """Return model, optimizer and TrainConfig of a run with these keys."""
     cfg = TrainConfig(**({'pack_len': LENGTH, 'max_length': LENGTH, 'micro_rows': ROWS,
                           'smoothing': 0.1, 'dtype': 'bfloat16'} | options))
     model = prepare(our_model(raw), cfg, DEVICE)
-    optimizer = build_optimizer(model, cfg)
-
-    def step(batch):
-        packed = pack(batch, cfg.pack_len, cfg.micro_rows)
-        return train_step(model, optimizer, packed, cfg, DEVICE)
-    return step
+    return model, build_optimizer(model, cfg), cfg
 
 
-def peer_step(raw, attention, liger=False, compiled=False, padded=None):
-    """A step of a Hugging Face model in bfloat16 with fused AdamW in bfloat16, clipped at 1.
-
-    padded: sequences in a forward pass, padded to the longest; None: all rows at once.
-    """
-    if liger:
-        import liger_kernel.transformers as kernels
-        getattr(kernels, f'apply_liger_kernel_to_{raw["model_type"]}')()
-    model = peer_model(raw, attention).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    call = torch.compile(model) if compiled else model
-
-    def losses(batch):
-        if not padded:
-            ids = torch.stack([torch.from_numpy(tokens) for tokens, _ in batch]).to(DEVICE)
-            yield call(input_ids=ids, labels=ids).loss
-            return
-        n_supervised = sum(int(loss_mask[1:].sum()) for _, loss_mask in batch)
-        for start in range(0, len(batch), padded):
-            chosen = batch[start:start + padded]
-            shape = len(chosen), max(len(tokens) for tokens, _ in chosen)
-            ids, labels, mask = (torch.full(shape, value) for value in (0, -100, 0))
-            for i, (tokens, loss_mask) in enumerate(chosen):
-                row = torch.from_numpy(tokens.astype('int64'))
-                ids[i, :len(row)], mask[i, :len(row)] = row, 1
-                labels[i, :len(row)] = row.where(torch.from_numpy(loss_mask > 0), -100)
-            yield call(input_ids=ids.to(DEVICE), attention_mask=mask.to(DEVICE),
-                       labels=labels.to(DEVICE), num_items_in_batch=n_supervised).loss
-
-    def step(batch):
-        for loss in losses(batch):
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return step
+def our_step(raw, **options):
+    model, optimizer, cfg = our_training(raw, **options)
+    return lambda batch: train_step(model, optimizer, pack(batch, cfg.pack_len, cfg.micro_rows),
+                                    cfg, DEVICE)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -210,18 +233,22 @@ def peer_step(raw, attention, liger=False, compiled=False, padded=None):
 # ------------------------------------------------------------------------------------------------
 
 def print_table(table):
+    """The table as Markdown; ratios are to the best peer."""
     good = {name: row for name, row in table['results'].items() if 'failed' not in row}
-    best = max((row['tokens_per_s'] for name, row in good.items() if name.startswith('HF')),
+    best = max((row['tokens_per_s'] for name, row in good.items() if 'ours' not in name),
                default=None)
-    print(f'\n{table["shape"]}, {table["data"]}, bfloat16\n'
-          f'{"":50}{"tokens/s":>9}{"x best HF":>10}{"MFU":>7}{"GiB":>7}{"new graphs":>11}')
+    print(f'\n### {table["shape"]}, {table["data"]}, bfloat16\n\n'
+          '| method | tokens/s | of the best peer | compiling, s | MFU | peak GiB | spread | '
+          'graphs compiled late |\n|---|---|---|---|---|---|---|---|')
     for name, row in table['results'].items():
         if 'failed' in row:
-            print(f'{name:50}  {row["failed"][:90]}')
+            print(f'| {name} | failed: {row["failed"][:120]} | | | | | | |')
             continue
-        ratio = f'{row["tokens_per_s"] / best:10.3f}' if best else f'{"":10}'
-        print(f'{name:50}{row["tokens_per_s"]:9}{ratio}{row["mfu"]:7.3f}'
-              f'{row["peak_gib"]:7.1f}{row["new_graphs"]:11}')
+        ratio = f'{row["tokens_per_s"] / best:.3f}' if best else ''
+        print(f'| {name} | {row["tokens_per_s"]:,} | {ratio} | {row["compile_s"]:.1f} | '
+              f'{row["mfu"]:.3f} | {row["peak_gib"]:.1f} | {row["spread"]:.1%} | '
+              f'{row["new_graphs"]} |')
+    print(flush=True)
 
 
 def draw(path):

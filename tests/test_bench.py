@@ -1,17 +1,25 @@
 """bench/: every benchmark at a tiny size on the CPU."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from common import sentencepiece_folder, write_rows
 
+import bench.all
+import bench.commands
 import bench.eval
+import bench.floors
 import bench.metrics
+import bench.peers
 import bench.train
+import fused_ce
 from bench import common as bench_common
+from config_json import config_from_hf
 from configs import ConfigError
+from model import CausalLM
 
 TINY = {'model_type': 'llama', 'vocab_size': 512, 'hidden_size': 32, 'intermediate_size': 64,
         'num_hidden_layers': 1, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,
@@ -32,26 +40,54 @@ def small(monkeypatch):
 @pytest.mark.parametrize('ours, options', [
     (True, {}), (True, {'master_weights': 'stochastic', 'checkpoint_activations': True}),
     (True, {'lora': True}), (False, {'attention': 'eager'}),
-    (False, {'attention': 'sdpa', 'padded': 2})])
+    (False, {'attention': 'sdpa', 'padded': 2}), (False, {'attention': 'sdpa', 'packed': 96})])
 def test_steps_of_training(small, ours, options):
     torch.manual_seed(0)
     found = bench.train.measure(TINY, ours, None, options)
-    assert found['tokens_per_s'] > 0 and found['new_graphs'] == 0
+    assert found['tokens_per_s'] > 0 and found['new_graphs'] == 0 and found['compile_s'] >= 0
+
+
+@needs_no_gpu
+@pytest.mark.parametrize('options', [{'length': 48, 'rows': 4}, {'length': 96}])
+def test_steps_of_trl(small, options):
+    pytest.importorskip('trl')
+    found = bench.train.measure(TINY, False, None,
+                                {'trl': True, 'attention': 'sdpa'} | options)
+    assert found['tokens_per_s'] > 0
+
+
+@needs_no_gpu
+def test_a_packed_peer_has_the_gradients_of_a_padded_one(monkeypatch):
+    rng = np.random.default_rng(0)
+    batch = [(rng.integers(3, 500, n), np.arange(n) > 3) for n in (40, 17, 9, 30)]
+    found = {}
+    for kind in ('padded', 'packed'):
+        torch.manual_seed(0)
+        step = bench.peers.hugging_face_step(TINY, 'sdpa', **{kind: 64})
+        model = step.model.float()
+        for inputs in getattr(bench.peers, f'{kind}_inputs')(batch, 64):
+            model(**inputs).loss.backward()
+        found[kind] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.testing.assert_close(found['packed'], found['padded'], rtol=1e-4, atol=1e-6)
+    assert found['packed'].norm() > 0.01
 
 
 @needs_no_gpu
 def test_training_table_and_picture(small, tmp_path, monkeypatch, capsys):
-    def measured(spec):
-        return ({'tokens_per_s': 1000, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0}
+    def measured(spec, warm):
+        return ({'tokens_per_s': 1000, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0,
+                 'compile_s': 3.0, 'spread': 0.01}
                 if spec['ours'] else {'failed': 'ImportError: no liger'})
     monkeypatch.setattr(bench.train, 'measure_in_process', measured)
     path = tmp_path / 'bench_train.json'
-    bench_common.save(path, bench.train.bench(bench.train.BenchConfig(shape='llama32_1b')))
+    bench_common.save(path, list(bench.train.bench(bench.train.BenchConfig(shape=('llama32_1b',)))))
     assert 'no liger' in capsys.readouterr().out
     bench.train.main([f'--plot={path}'])
     assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
     with pytest.raises(ConfigError, match='data and tokenizer go together'):
-        bench.train.bench(bench.train.BenchConfig(data='x.jsonl'))
+        list(bench.train.bench(bench.train.BenchConfig(data='x.jsonl')))
+    with pytest.raises(ConfigError, match="only = 'x'; the methods are 'HF sdpa'"):
+        list(bench.train.bench(bench.train.BenchConfig(only='x')))
 
 
 @needs_no_gpu
@@ -63,14 +99,58 @@ def test_evaluation(small, tmp_path, monkeypatch, capsys):
         write_rows(tmp_path / 'mmlu' / f'{split}.jsonl', part)
     monkeypatch.setattr(bench.eval, 'matrix_rate', lambda: 1e12)
     monkeypatch.setattr(bench.eval, 'busy_share', lambda call: len(call()) and 1.0)
-    tables = bench.eval.bench(bench.eval.BenchConfig(
-        shape='llama32_1b', data=str(tmp_path / 'mmlu'), tokenizer=str(tokenizer), sample=8))
+    tables = list(bench.eval.bench(bench.eval.BenchConfig(
+        shape=('llama32_1b',), data=str(tmp_path / 'mmlu'), tokenizer=str(tokenizer), sample=8)))
     ours, peer = tables[0]['results']['ours'], tables[0]['results']['Hugging Face']
     assert ours['questions_per_s'] > 0 and peer['questions_per_s'] > 0 and ours['tokens'] > 0
     path = tmp_path / 'bench_eval.json'
     bench_common.save(path, tables)
     bench.eval.main([f'--plot={path}'])
     assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_items_of_a_step():
+    kernels = {'triton_poi_fused_add_sqrt_3': 'AdamW', 'triton_red_fused_rms_norm_1': 'elementwise',
+               '_gradient_kernel': 'loss', 'nvjet_sm90_tst_128x256': 'products',
+               'triton_tem_fused_flex_attention_0': 'attention forward',
+               'triton_tem_fused_flex_attention_backward_7': 'attention backward',
+               'cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma': 'attention backward',
+               'triton_poi_fused_cat_flex_attention_mul_2': 'elementwise',
+               'void at::native::multi_tensor_apply_kernel<LpNormFunctor>': 'gradient norm',
+               'Memcpy HtoD (Pinned -> Device)': 'other'}
+    for kernel, item in kernels.items():
+        assert bench.floors.item_of(kernel, {'triton_poi_fused_add_sqrt_3'}) == item
+    assert {'_row_sums_kernel', '_gradient_kernel'} <= bench.floors.LOSS or fused_ce.triton is None
+
+
+@pytest.mark.parametrize('name', ['llama32_1b', 'gemma2_2b', 'llama31_8b'])
+def test_floors_count_what_the_model_has(name):
+    raw = bench_common.MODELS[name]
+    with torch.device('meta'):
+        weights = sum(p.numel() for p in CausalLM(config_from_hf(raw)).parameters())
+    found = bench.floors.floors(raw, 'exact', 4, 2048, {'matrix': 1e12, 'memory': 1e12})
+    assert found['AdamW'][1] == 26 * weights and found['gradient norm'][1] == 2 * weights
+    batch = [(np.zeros(2048), np.ones(2048))] * 4
+    flops = found['products'][1] + 3 * found['attention forward'][1]     # mfu counts no repeat
+    assert flops == pytest.approx(8192 * bench.train.flops_per_token(raw, [batch]))
+
+
+@needs_no_gpu
+def test_floors_of_a_tiny_step(small, tmp_path, monkeypatch, capsys):
+    for name in ('matrix_rate', 'memory_rate'):
+        monkeypatch.setattr(bench.floors, name, lambda: 1e12)
+    monkeypatch.setitem(bench.floors.MODELS, 'llama32_1b', TINY)
+    kernels = [('nvjet_1', 0, 2000), ('triton_tem_fused_flex_attention_0', 1000, 4000)]
+    profiles = iter([[('triton_poi_fused_update', 0, 1)], kernels])
+    monkeypatch.setattr(bench.floors, 'gpu_kernels', lambda call: (call(), next(profiles))[1])
+    tables = list(bench.floors.bench(bench.floors.BenchConfig(shape=('llama32_1b',), kernels=1)))
+    items = tables[0]['items']
+    assert items['products'] == pytest.approx(2 / 3) and items['attention forward'] == 1
+    assert items['idle'] == pytest.approx(tables[0]['ms'] - 4 / 3)
+    assert '| products | 0.67 |' in capsys.readouterr().out
+    bench_common.save(tmp_path / 'floors.json', tables)
+    bench.floors.main([f'--plot={tmp_path / "floors.json"}'])
+    assert (tmp_path / 'floors.png').read_bytes().startswith(b'\x89PNG')
 
 
 def test_metrics():
@@ -80,7 +160,7 @@ def test_metrics():
 
 
 @needs_no_gpu
-@pytest.mark.parametrize('script', ['train', 'eval'])
+@pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors'])
 def test_without_a_gpu_they_say_so(script):
     with pytest.raises(SystemExit, match=f'error: bench/{script}.py needs a CUDA device'):
         getattr(bench, script).main([])
@@ -91,3 +171,59 @@ def test_results_read_back(tmp_path):
     content = bench_common.load(tmp_path / 'out' / 'x.json')
     assert content['tables'] == [{'n': 1}] and 'torch' in content['versions']
     assert json.loads((tmp_path / 'out' / 'x.json').read_text()) == content
+
+
+def test_one_page_and_two_commits(tmp_path, monkeypatch, capsys):
+    """metrics needs no device: one page, then the same files as both commits."""
+    monkeypatch.setattr(bench.all, 'ROOT', Path(bench.all.__file__).parent.parent)
+    folder = tmp_path / 'page'
+    measure = bench.metrics.measure
+    monkeypatch.setattr(bench.metrics, 'measure', lambda n, k, peers: measure(500, k, peers))
+    folder.mkdir()
+    bench.metrics.main([f'--out={folder / "metrics.json"}'])
+    bench_common.save(folder / 'train.json', [{'shape': 'llama32_1b', 'data': 'x', 'results': {
+        'HF': {'failed': 'ImportError: no liger'}, 'ours': {
+            'tokens_per_s': 1000, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0, 'compile_s': 3.0,
+            'spread': 0.01}}}])
+    text = bench.all.page(folder)
+    assert '| ours | 1,000 |' in text and 'ImportError: no liger' in text
+    assert '### 14042 x 4' in text and 'torch' in text
+    found = bench.all.timings('train', bench_common.load(folder / 'train.json'))
+    assert found == {'llama32_1b, x, ours, us per token': 1000}
+    runs = iter([1.0, 2.0, 1.02, 2.1])
+    monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: {'step': next(runs), 'same': 1.0})
+    argv = ['--compare', str(tmp_path), str(tmp_path), '--only=metrics']
+    assert bench.all.main(argv) == 1
+    out = capsys.readouterr().out
+    assert '| 2.030 | 5.0% | slower |' in out and 'slower: step\n' in out
+    monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: {'step': 1.0})
+    assert bench.all.main(argv) == 0
+    with pytest.raises(SystemExit):
+        bench.all.main(['--only=x'])
+
+
+@needs_no_gpu
+def test_whole_commands(tmp_path, capsys):
+    config = bench.commands.BenchConfig(data='mmlu', tokenizer=str(tmp_path))
+    with pytest.raises(ConfigError, match='has no tokenizer.json, which lm_eval reads'):
+        next(bench.commands.bench(config))
+    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old', 'dog'],
+             'answer': i % 4, 'subject': 'anatomy'} for i in range(20)]
+    for split, part in (('dev', rows[:5]), ('test', rows[5:])):
+        write_rows(tmp_path / f'{split}.jsonl', part)
+    config = bench.commands.BenchConfig(data=str(tmp_path), ours=True, caches=('warm',))
+    bench.commands.write_tasks(config, tmp_path)
+    assert (tmp_path / 'few.jsonl').read_text().count('\n') == 15
+    commands = bench.commands.commands(config, tmp_path)
+    helped = bench.commands.run(bench.commands.HELP, commands[bench.commands.HELP], config,
+                                tmp_path)
+    assert 0 < helped['warm'][0] < 30 and 'cold' not in helped
+    peer = bench.commands.run(bench.commands.LM_EVAL, ['-c', 'import nothing'], config, tmp_path)
+    assert peer == {'failed': "ModuleNotFoundError: No module named 'nothing'"}
+    with pytest.raises(RuntimeError, match='nothing'):
+        bench.commands.run(bench.commands.MMLU, ['-c', 'import nothing'], config, tmp_path)
+    bench.commands.print_table({'shape': 'x', 'results': {
+        bench.commands.MMLU: {'cold': [4.0], 'warm': [3.0, 2.0], 'accuracy': 0.25},
+        bench.commands.LM_EVAL: {'cold': [8.0], 'warm': [8.0], 'accuracy': 0.26,
+                                 'batch_size': 32}}})
+    assert '| 4.0 | 3.0, 2.0 | 2.0 x | 4.0 x | 0.2500 |' in capsys.readouterr().out

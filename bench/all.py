@@ -1,0 +1,229 @@
+"""Every benchmark with one command, to one page; or our speed at two commits.
+
+    python bench/all.py --data=mmlu --tokenizer=Llama-3.2-1B --conversations=alpaca.jsonl
+    python bench/all.py --only=train,floors
+    python bench/all.py --compare main~10 main --data=mmlu --tokenizer=Llama-3.2-1B
+
+The scripts run one after the other: those of eval and commands only if `data` and `tokenizer` are
+given. Writes out/bench/README.md, with the tables and pictures of the .json files beside it, which
+can come from several runs with --only or --shape; `--only=` runs nothing.
+
+--compare runs our rows alone of two commits (the second is HEAD if it is left out), each with its
+own scripts, twice in turn: old, new, old, new. It exits with 1 if something became slower by 3 %
+more than the runs of one commit differ.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import itertools
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench.common import load
+
+WHAT = {
+    'loss': 'Losses beside peers: time, extra memory, error',
+    'train': 'Training steps beside other libraries at their best',
+    'floors': 'Items of a training step beside what the hardware allows',
+    'eval': 'Scoring MMLU beside a Hugging Face loop',
+    'commands': 'Whole commands beside lm-evaluation-harness',
+    'metrics': 'Calibration metrics beside torchmetrics and netcal, on the CPU',
+}
+MARGIN = 0.03       # beyond the spread
+
+
+def command(name, options, out, ours=False):
+    """Return the arguments of python that run a script, or None if it lacks its files.
+
+    out: path of its results, without suffix
+    """
+    found = [f'bench/{name}.py', f'--out={out}' + '.json' * (name != 'loss')]
+    found += ['--ours'] * (ours and name != 'floors')
+    if name in ('eval', 'commands'):
+        if not (options.data and options.tokenizer):
+            return None
+        found += [f'--data={options.data}', f'--tokenizer={options.tokenizer}']
+    if name == 'train' and options.conversations:
+        found += [f'--data={options.conversations}', f'--tokenizer={options.tokenizer}']
+    if options.shape and name != 'metrics':
+        found.append(f'--shape{"s" * (name == "loss")}={options.shape}')
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
+# One page
+# ------------------------------------------------------------------------------------------------
+
+def run_all(options):
+    """Run the scripts that are wanted and write the page; return 1 if one of them failed."""
+    folder, failed = Path(options.out), []
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in options.only:
+        part = f'-{options.shape.replace(",", "-")}' if options.shape else ''
+        arguments = command(name, options, folder / f'{name}{part}')
+        if arguments is None:
+            print(f'bench/{name}.py needs --data and --tokenizer; left out')
+        elif subprocess.run([sys.executable, *arguments], cwd=ROOT).returncode:
+            failed.append(name)
+    (folder / 'README.md').write_text(page(folder), encoding='utf-8')
+    print(f'wrote {folder / "README.md"}')
+    if failed:
+        print(f'failed: {", ".join(failed)}', file=sys.stderr)
+    return int(bool(failed))
+
+
+def page(folder):
+    """Return the Markdown page of the results in `folder`."""
+    parts = [f'# Benchmarks\n\n{date.today()}. Made by `python bench/all.py`; below each title '
+             'stand the command and the versions of its own run.\n']
+    for name, what in WHAT.items():
+        paths = sorted(folder.glob(f'{name}*.json'))
+        parts += [f'## {what}'] * bool(paths)
+        for path in paths:
+            content = load(path)
+            versions = ', '.join(f'{key} {value}' for key, value in content['versions'].items()
+                                 if value)
+            parts += [f'`{content["command"]}`: {versions}', tables_of(name, content)]
+            if path.with_suffix('.png').exists():
+                parts.append(f'![{what}]({path.stem}.png)')
+    return '\n\n'.join(part.strip() for part in parts) + '\n'
+
+
+def tables_of(name, content):
+    """Return the tables of one script as it prints them."""
+    script = importlib.import_module(f'bench.{name}')
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        if name == 'loss':
+            for shape, table in content['tables'].items():
+                script.print_table(shape, content['n'], table)
+        else:
+            for table in content['tables']:
+                script.print_table(table)
+    return printed.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------
+# Two commits
+# ------------------------------------------------------------------------------------------------
+
+def timings(name, content):
+    """Return {what: a number that grows with the time} of our rows in a script's results."""
+    tables, found = content['tables'], {}
+    if name == 'loss':
+        return {f'loss, {shape}, {method}, ms': row['ms'] for shape, table in tables.items()
+                for method, row in table['methods'].items() if method.startswith('ours')}
+    for table in tables:
+        if name == 'metrics':
+            found |= {f'metrics, {table["n"]} x {table["k"]}, {what}, s': times['ours']
+                      for what, times in table['seconds'].items()}
+            continue
+        if name == 'floors':
+            found |= {f'{table["shape"]}, {item}, ms': ms for item, ms in table['items'].items()
+                      if item != 'idle' and ms > 1}     # shorter ones vary by more than they are
+            continue
+        for method, row in table['results'].items():
+            label = f'{table["shape"]}, {table.get("data", "MMLU")}, {method}'
+            if name == 'train' and method.startswith('ours'):
+                found[f'{label}, us per token'] = 1e6 / row['tokens_per_s']
+            elif name == 'eval' and method == 'ours':
+                found |= {f'{label}, {key}': row[key] for key in ('seconds', 'scoring_s')}
+            elif name == 'commands' and method.startswith('ours'):
+                found |= {f'{table["shape"]}, {method}, {kind}, s': min(row[kind])
+                          for kind in ('cold', 'warm') if kind in row}
+    return found
+
+
+def compare(old, new, options):
+    """Print how our times changed between two commits; return 1 if something became slower.
+
+    A commit can also be a folder that holds its files.
+    """
+    measured, added = {}, []       # what -> {side: [number, number]}
+    with tempfile.TemporaryDirectory() as folder:
+        trees = {'old': Path(old), 'new': Path(new)}
+        try:
+            for side, commit in (('old', old), ('new', new)):
+                if not trees[side].is_dir():
+                    trees[side] = Path(folder, side)
+                    git('worktree', 'add', '--detach', str(trees[side]), commit)
+                    added.append(trees[side])
+            for turn, side in itertools.product((1, 2), trees):
+                print(f'{side}, run {turn} of 2', flush=True)
+                for name in options.only:
+                    for what, value in measure_ours(name, options, trees[side], folder).items():
+                        measured.setdefault(what, {}).setdefault(side, []).append(value)
+        finally:
+            for tree in added:
+                git('worktree', 'remove', '--force', str(tree))
+    return print_comparison(measured, old, new)
+
+
+def measure_ours(name, options, tree, folder):
+    """Return `timings` of a script of the commit in `tree`, none if it lacks its files."""
+    arguments = command(name, options, Path(folder, name), ours=True)
+    if arguments is None:
+        return {}
+    subprocess.run([sys.executable, *arguments], cwd=tree, check=True, stdout=subprocess.DEVNULL)
+    return timings(name, load(f'{folder}/{name}.json'))
+
+
+def print_comparison(measured, old, new):
+    """Print {what: {'old': numbers, 'new': numbers}} as a table; return 1 if one is slower."""
+    print(f'\n| time | {old} | {new} | new / old | spread | |\n|---|---|---|---|---|---|')
+    slower = []
+    for what, sides in measured.items():
+        if len(sides) < 2:
+            print(f'| {what} | only in {next(iter(sides))} | | | | |')
+            continue
+        before, after = (statistics.median(sides[side]) for side in ('old', 'new'))
+        spread = max(max(values) / min(values) - 1 for values in sides.values())
+        ratio = after / before
+        mark = 'slower' if ratio > 1 + spread + MARGIN else ''
+        slower += [what] * bool(mark)
+        print(f'| {what} | {before:.4g} | {after:.4g} | {ratio:.3f} | {spread:.1%} | {mark} |')
+    print(f'\nslower: {", ".join(slower) or "nothing"}', flush=True)
+    return int(bool(slower))
+
+
+def git(*arguments):
+    done = subprocess.run(['git', *arguments], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f'error: git {" ".join(arguments)}: {done.stderr.strip()}')
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--data', help="a folder with MMLU's files")
+    parser.add_argument('--tokenizer', help='a folder with a tokenizer')
+    parser.add_argument('--conversations', help='a file of conversations for train')
+    parser.add_argument('--only', default=','.join(WHAT), help='some of: %(default)s')
+    parser.add_argument('--shape', help='models, separated by commas, instead of each default')
+    parser.add_argument('--out', default='out/bench', help='a folder; default %(default)s')
+    parser.add_argument('--compare', nargs='+', metavar='COMMIT',
+                        help='one commit or two, or folders that hold them')
+    options = parser.parse_args(argv)
+    options.only = [name for name in options.only.split(',') if name]
+    unknown = set(options.only) - WHAT.keys()
+    if unknown or len(options.compare or ()) > 2 or options.conversations and not options.tokenizer:
+        parser.error(f'--only takes {", ".join(WHAT)}; --compare one or two commits; '
+                     '--conversations needs --tokenizer')
+    for key in ('data', 'tokenizer', 'conversations', 'out'):    # the scripts run elsewhere
+        value = getattr(options, key)
+        setattr(options, key, value and str(Path(value).expanduser().resolve()))
+    if options.compare:
+        return compare(options.compare[0], (options.compare + ['HEAD'])[1], options)
+    return run_all(options)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""Whole commands from the shell to the prompt, beside lm-evaluation-harness, on one CUDA device.
+
+    python bench/commands.py --shape=llama32_1b --data=mmlu --tokenizer=Llama-3.2-1B
+    python bench/commands.py --shape=llama31_8b --data=mmlu --tokenizer=Llama-3.2-1B --caches=warm
+    python bench/commands.py --plot=out/bench_commands.json
+
+Makes a model folder with random weights and runs `python evaluate.py` and `python -m lm_eval` on it
+with the same prompts of 5-shot MMLU, first with empty caches on disk (of compiled kernels and of
+datasets), then again with what that left. `data` holds MMLU as .jsonl or .parquet, `tokenizer` a
+tokenizer.json and tokenizer_config.json. Writes out/bench_commands.json and its picture.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+import checkpoint
+from bench import common
+from bench.common import (DEVICE, MODELS, draw_bars, empty_caches, free_memory, last_error, load,
+                          our_model)
+from configs import ConfigError
+from data import fetch, read_rows
+from data.questions import TASKS, parse_row
+
+
+@dataclass
+class BenchConfig:
+    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
+        'llama32_1b', 'llama31_8b')
+    data: str | None = None         # a folder with MMLU's files, whose rows name their subject
+    tokenizer: str | None = None    # a folder with a tokenizer
+    caches: tuple[Literal['cold', 'warm'], ...] = ('cold', 'warm')
+    repeats: int = 1                # runs with warm caches; each is listed
+    batch_size: int = 32            # of lm_eval; its `auto` searches for one first
+    lm_limit: int | None = None     # ask lm_eval only so many questions of each subject
+    only: str | None = None         # commands, separated by '|', instead of all of them
+    ours: bool = False              # ours alone
+    plot: str | None = None         # only draw this file of results again
+    out: str = 'out/bench_commands.json'
+
+
+ROOT = Path(__file__).parent.parent
+MMLU, FEW, HELP, LM_EVAL = ('ours, MMLU, 5 shots', 'ours, 200 questions, no shots',
+                            'ours, train.py --help', 'lm_eval, MMLU, 5 shots')
+TASK = 'local_mmlu'
+
+
+# ------------------------------------------------------------------------------------------------
+# Measuring
+# ------------------------------------------------------------------------------------------------
+
+def bench(config):
+    """Yield a table per model: seconds of each command, cold and warm."""
+    if config.data is None or config.tokenizer is None:
+        raise ConfigError("set --data, a folder with MMLU's files, and --tokenizer, a folder")
+    for name in ('tokenizer.json', 'tokenizer_config.json'):
+        if not Path(config.tokenizer, name).exists():
+            raise ConfigError(f'{config.tokenizer} has no {name}, which lm_eval reads')
+    for shape in config.shape:
+        with tempfile.TemporaryDirectory() as folder:
+            table = {'shape': shape, 'results': measure(config, shape, Path(folder))}
+        print_table(table)
+        yield table
+
+
+def measure(config, shape, folder):
+    """Return {command: {'cold': [s], 'warm': [s, ...], 'accuracy'}, or {'failed': why}}."""
+    model = our_model(MODELS[shape])
+    checkpoint.save(model, folder / 'model', torch.bfloat16, side_files=config.tokenizer)
+    del model
+    free_memory()
+    write_tasks(config, folder)
+    results = {}
+    for name, command in commands(config, folder).items():
+        if config.only and name not in config.only.split('|') or config.ours and name == LM_EVAL:
+            continue
+        results[name] = run(name, command, config, folder)
+        print(f'{shape}: {name}: {results[name]}', flush=True)
+    return results
+
+
+def commands(config, folder):
+    """Return {name: arguments of python} of the commands to time."""
+    ours = ['evaluate.py', f'--model={folder / "model"}', '--add_bos=True', '--overwrite',
+            f'--out_dir={folder / "out"}', f'--device={DEVICE}', '--dtype=bfloat16']
+    limit = [] if config.lm_limit is None else ['--limit', str(config.lm_limit)]
+    return {
+        MMLU: [*ours, f'--tasks=mmlu:{config.data}', '--shots=5', '--preset=harness'],
+        LM_EVAL: ['-m', 'lm_eval', 'run', '--model', 'hf', '--model_args',
+                  f'pretrained={folder / "model"},dtype=bfloat16,add_bos_token=True',
+                  '--tasks', TASK, '--include_path', str(folder / 'tasks'), '--num_fewshot', '5',
+                  '--batch_size', str(config.batch_size), '--device', DEVICE,
+                  '--output_path', str(folder / 'lm_eval'), *limit],
+        FEW: [*ours, f'--tasks={folder / "few.jsonl"}', '--shots=0'],
+        HELP: ['train.py', '--help'],
+    }
+
+
+def run(name, command, config, folder):
+    """Time a command as `config.caches` says; ours must not fail.
+
+    If only warm runs are wanted, one fills the caches first: of lm_eval, a question per subject.
+    """
+    caches = empty_caches(folder / f'caches of {name}')
+    plan = [kind for kind in ('cold', 'warm') if kind in config.caches
+            for _ in range(config.repeats if kind == 'warm' else 1)]
+    found = {}
+    try:
+        if 'cold' not in plan:
+            seconds(command + ['--limit', '1'] * (name == LM_EVAL), caches)
+        for kind in plan:
+            found.setdefault(kind, []).append(round(seconds(command, caches), 2))
+    except RuntimeError as error:
+        if name != LM_EVAL:
+            raise
+        return {'failed': last_error(str(error))}
+    if name == MMLU:
+        content = json.loads((folder / 'out/results.json').read_text())
+        found['accuracy'] = content['tasks']['mmlu']['pooled']['accuracy']
+    if name == LM_EVAL:
+        newest = max((folder / 'lm_eval').rglob('results_*.json'), key=os.path.getmtime)
+        found['accuracy'] = json.loads(newest.read_text())['results'][TASK]['acc,none']
+        found['batch_size'], found['questions per subject'] = config.batch_size, config.lm_limit
+    return found
+
+
+def seconds(command, caches):
+    """Return the seconds of `python <command>`; raise RuntimeError with its stderr if it fails."""
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | caches | {'HF_HUB_OFFLINE': '1'})
+    passed = time.perf_counter() - started
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return passed
+
+
+def write_tasks(config, folder):
+    """Write the first 200 questions, and MMLU's files for lm_eval: its own tasks, read from disk.
+
+    A task of ours includes that of lm_eval and changes nothing but where the rows are.
+    """
+    rows = {'test': {}, 'dev': {}}
+    for split, patterns in (('test', TASKS['mmlu'].test), ('dev', TASKS['mmlu'].shots)):
+        for file in fetch(config.data, patterns):
+            for place, row in read_rows(file):
+                if not isinstance(row, dict) or 'subject' not in row:
+                    raise ConfigError(f'{place}: no field "subject", by which lm_eval has its '
+                                      f'tasks; give MMLU as .jsonl or .parquet')
+                question, choices, answer = parse_row(row)
+                rows[split].setdefault(row['subject'], []).append(json.dumps(
+                    {'question': question, 'choices': choices, 'answer': answer,
+                     'subject': row['subject']}) + '\n')
+    every = [line for lines in rows['test'].values() for line in lines]
+    (folder / 'few.jsonl').write_text(''.join(every[::max(1, len(every) // 200)][:200]))
+    found = importlib.util.find_spec('lm_eval')
+    if found is None or config.ours:
+        return      # its command fails then, and says why
+    tasks, published = folder / 'tasks', Path(found.origin).parent / 'tasks/mmlu/default'
+    tasks.mkdir()
+    for subject in rows['test']:
+        files = {}
+        for split in rows:
+            files[split] = str(tasks / f'{subject}_{split}.jsonl')
+            Path(files[split]).write_text(''.join(rows[split][subject]))
+        (tasks / f'{subject}.yaml').write_text(json.dumps({     # JSON is YAML
+            'include': str(published / f'mmlu_{subject}.yaml'), 'task': f'{TASK}_{subject}',
+            'tag': None, 'dataset_path': 'json', 'dataset_name': None,
+            'dataset_kwargs': {'data_files': files}}))
+    (tasks / 'group.yaml').write_text(json.dumps({
+        'group': TASK, 'task': [f'{TASK}_{subject}' for subject in rows['test']],
+        'aggregate_metric_list': [{'metric': 'acc', 'weight_by_size': True}]}))
+
+
+# ------------------------------------------------------------------------------------------------
+# Showing
+# ------------------------------------------------------------------------------------------------
+
+def print_table(table):
+    """The table as Markdown; ratios are lm_eval's seconds over ours."""
+    rows = table['results']
+    peer = rows.get(LM_EVAL, {})
+    print(f'\n### {table["shape"]}, seconds of whole commands\n\n'
+          '| command | cold | warm | lm_eval takes, cold | warm | accuracy | |\n'
+          '|---|---|---|---|---|---|---|')
+    for name, row in rows.items():
+        if 'failed' in row:
+            print(f'| {name} | failed: {row["failed"][:120]} | | | | | |')
+            continue
+        times = [', '.join(f'{value:.1f}' for value in row.get(kind, []))
+                 for kind in ('cold', 'warm')]
+        whole = name == MMLU and not peer.get('questions per subject')
+        ratios = [f'{min(peer[kind]) / min(row[kind]):.1f} x'
+                  if whole and kind in peer and kind in row else '' for kind in ('cold', 'warm')]
+        accuracy = f'{row["accuracy"]:.4f}' if 'accuracy' in row else ''
+        note = f'batch size {row["batch_size"]}' if 'batch_size' in row else ''
+        if row.get('questions per subject'):
+            note += f', only {row["questions per subject"]} questions per subject'
+        print(f'| {name} | {" | ".join(times)} | {" | ".join(ratios)} | {accuracy} | {note} |')
+    print(flush=True)
+
+
+def draw(path):
+    """Draw the seconds of each command, a panel per model."""
+    draw_bars(path, 'Whole commands', {
+        f'{table["shape"]}: seconds': [
+            (f'{name}, {kind}', min(row[kind]), f'{min(row[kind]):.1f}')
+            for name, row in table['results'].items() for kind in ('cold', 'warm') if kind in row]
+        for table in load(path)['tables']})
+
+
+def main(argv):
+    common.main(argv, __file__, BenchConfig, bench, draw)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])
