@@ -26,7 +26,7 @@ from study.losses import LOSSES, RATES, short
 from study.transfer import KINDS
 
 RESULTS = Path(__file__).parent / 'results' / 'losses'
-CROSS_ENTROPY = LOSSES['cross-entropy'][0]
+CROSS_ENTROPY, SMOOTHING = LOSSES['cross-entropy'][0], LOSSES['smoothing'][0]
 TASKS = {'text4': 'questions', 'facts': 'first tokens of facts', 'clm': 'next tokens'}
 UNTUNED = ('l1', 'l2', 'l3')
 LEAST_RANGE = 0.005     # of accuracies that two curves share; below, nothing is compared
@@ -242,7 +242,7 @@ def predictions_table(numbers):
                         [(i, 0) for i in range(len(rows))])
 
 
-def choices(numbers):
+def choices():
     """Yield (what is chosen, its run, its scaling) of the recipe; the first is the default."""
     yield 'cross-entropy, 3 epochs, 8e-4', f'tuned-{short(CROSS_ENTROPY)}-lr0.0008', 'none'
     for lr in RATES[:2]:
@@ -250,18 +250,27 @@ def choices(numbers):
     yield 'one epoch', f'epoch-{short(CROSS_ENTROPY)}-lr0.0008', 'none'
     for lr in KINDS['lora'][0]:
         yield f'LoRA, {lr:g}', f'lora-{short(CROSS_ENTROPY)}-lr{lr}', 'none'
-    yield 'temperature', f'tuned-{short(CROSS_ENTROPY)}-lr0.0008', 'temperature'
     for name, loss in all_losses(primary=True):
         yield name, f'tuned-{short(loss)}-lr0.0008', 'none'
+    for what, run in (('temperature', f'tuned-{short(CROSS_ENTROPY)}-lr0.0008'),
+                      ('learning rate 0.00032 + temperature',
+                       f'tuned-{short(CROSS_ENTROPY)}-lr0.00032'),
+                      ('LoRA, 0.0008 + temperature', f'lora-{short(CROSS_ENTROPY)}-lr0.0008'),
+                      ('smoothing + temperature', f'tuned-{short(SMOOTHING)}-lr0.0008')):
+        yield what, run, 'temperature'
 
 
 def recipe_values(numbers):
-    """Return [(choice, ECE taken away [seeds], points of accuracy lost, NLL taken away)]."""
-    metrics, found = ('ece', 'accuracy', 'nll'), []
-    for name, run, scaling in choices(numbers):
-        found.append((name, *(numbers.over_seeds(run, m, scaling=scaling) for m in metrics)))
-    _, ece, accuracy, nll = found[0]
-    return [(name, ece - e, 100 * (accuracy - a), nll - n) for name, e, a, n in found[1:]]
+    """Return [(choice, ECE taken away [seeds], points of accuracy lost, NLL taken away, NLL of
+    held-out conversations added)]; a temperature does not change the last one.
+    """
+    found = [(name, *(numbers.over_seeds(run, m, scaling=scaling)
+                      for m in ('ece', 'accuracy', 'nll')),
+              numbers.over_seeds(run, 'nll', task='held out'))
+             for name, run, scaling in choices()]
+    _, ece, accuracy, nll, held_out = found[0]
+    return [(name, ece - e, 100 * (accuracy - a), nll - n, h - held_out)
+            for name, e, a, n, h in found[1:]]
 
 
 def per_point(ece, lost):
@@ -283,19 +292,20 @@ def per_point(ece, lost):
 
 def recipe_table(numbers):
     """Claim 11"""
-    ranked = sorted((per_point(ece, lost), name, ece, lost, nll)
-                    for name, ece, lost, nll in recipe_values(numbers))
+    ranked = sorted((*per_point(ece, lost), name, ece, lost, nll, held_out)
+                    for name, ece, lost, nll, held_out in recipe_values(numbers))
     return [['choice', 'ECE taken away', 'points of accuracy lost', 'NLL taken away',
-             'ECE per point'], *([name, cell(ece), cell(lost), cell(nll), text]
-                                 for (_, text), name, ece, lost, nll in ranked)]
+             'NLL of held-out conversations added', 'ECE per point'],
+            *([name, *map(cell, values), text] for _, text, name, *values in ranked)]
 
 
 # Figures
 
 
-def colors(names):
+def loss_colors():
+    """Return {loss: color}: black for cross-entropy."""
     from matplotlib import colormaps
-    return dict(zip(names, colormaps['tab20'](np.arange(len(names)) % 20), strict=True))
+    return dict(zip(LOSSES, ['black', *colormaps['tab10'].colors], strict=True))
 
 
 def panels(rows, columns):
@@ -315,7 +325,7 @@ def finish(figure, path):
 
 def draw_frontier(numbers, ax, metric, title, **where):
     """Draw one curve per loss over the learning rates; other strengths than the first are pale."""
-    color = colors(list(LOSSES))
+    color = loss_colors()
     for name, strengths in LOSSES.items():
         for i, loss in enumerate(strengths):
             x, y = np.mean([numbers.curve(seed, metric, loss, **where) for seed in numbers.seeds],
@@ -357,7 +367,7 @@ def bars(ax, x, values, **style):
 def transfer_figure(numbers, path):
     figure, axes = panels(1, 1)
     figure.set_figwidth(8)
-    ax, color = axes[0, 0], colors(list(LOSSES))
+    ax, color = axes[0, 0], loss_colors()
     for i, (name, loss) in enumerate(all_losses(primary=True)):
         for j, column in enumerate(COLUMNS):
             values = transfer_values(numbers, name, loss, column)
@@ -372,7 +382,7 @@ def transfer_figure(numbers, path):
 
 def known_figure(numbers, path):
     figure, axes = panels(1, len(BASES))
-    color = colors(list(LOSSES))
+    color = loss_colors()
     for ax, base in zip(axes[0], BASES, strict=True):
         for i, name in enumerate(NAMES):
             for j, data in enumerate(DATA):
@@ -389,14 +399,14 @@ def known_figure(numbers, path):
 def recipe_figure(numbers, path):
     figure, axes = panels(1, 1)
     figure.set_size_inches(8, 5)
-    ax, values = axes[0, 0], recipe_values(numbers)
-    color = colors([name for name, *_ in values])
-    for name, ece, lost, _ in values:
+    ax, colors = axes[0, 0], loss_colors()
+    for i, (name, ece, lost, *_) in enumerate(recipe_values(numbers)):
         if np.isfinite([ece, lost]).all():
             (x, *ends_x), (y, *ends_y) = mean_and_ends(lost), mean_and_ends(ece)
             ax.errorbar([x], [y], np.abs(np.array(ends_y)[:, None] - y),
-                        np.abs(np.array(ends_x)[:, None] - x), marker='o', markersize=5,
-                        capsize=2, linewidth=0.8, color=color[name], label=name)
+                        np.abs(np.array(ends_x)[:, None] - x), markersize=6, capsize=2,
+                        linewidth=0.8, color=colors.get(name, f'C{i}'), label=name,
+                        marker='o' if name in colors else 's' if i < 5 else '^')
     ax.axhline(0, color='black', linewidth=1)
     ax.axvline(0, color='black', linewidth=1)
     ax.set(xlabel='points of accuracy lost', ylabel='ECE taken away')

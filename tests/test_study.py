@@ -249,7 +249,7 @@ def test_the_plan_has_600_runs_with_settings_that_were_fixed():
     for cfg in cfgs:
         training_loss(cfg)
     names = {Path(cfg.out_dir).name for cfg in cfgs}
-    assert {run for _, run, _ in frontier.choices(None)} <= names
+    assert {run for _, run, _ in frontier.choices()} <= names
 
 
 def small_jobs(root, seed, names):
@@ -339,7 +339,7 @@ def made_up(tmp_path):
             smoothed = 'smoothing(0.1)' in cfg.loss
             add(Path(cfg.out_dir).name, accuracy, 0.02 + (0.6 - accuracy) - 0.02 * smoothed
                 + 0.05 * ('unknown' in cfg.out_dir) + random.normal(scale=1e-4))
-        for line in list(lines):
+        for line in [line for line in lines if line['task'] == 'text4']:
             lines += [line | {'task': 'facts'}, line | {'task': 'clm'},
                       line | {'scaling': 'temperature'}]
             lines += [line | {'language': language} for language in frontier.UNTUNED]
