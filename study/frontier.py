@@ -406,7 +406,7 @@ def recipe_figure(numbers, path):
             ax.errorbar([x], [y], np.abs(np.array(ends_y)[:, None] - y),
                         np.abs(np.array(ends_x)[:, None] - x), markersize=6, capsize=2,
                         linewidth=0.8, color=colors.get(name, f'C{i}'), label=name,
-                        marker='o' if name in colors else 's' if i < 5 else '^')
+                        marker='o' if name in colors else '^' if 'temperature' in name else 's')
     ax.axhline(0, color='black', linewidth=1)
     ax.axvline(0, color='black', linewidth=1)
     ax.set(xlabel='points of accuracy lost', ylabel='ECE taken away')

@@ -245,7 +245,7 @@ def test_the_plan_has_600_runs_with_settings_that_were_fixed():
             for cfg in script.runs(seed)]
     assert len({cfg.out_dir for cfg in cfgs}) == len(cfgs) == 600
     settings = json.dumps([[cfg.out_dir, digest(cfg), cfg.loss] for cfg in cfgs])
-    assert hashlib.sha256(settings.encode()).hexdigest()[:12] == '22c91092de46'
+    assert hashlib.sha256(settings.encode()).hexdigest()[:12] == '4f1f667c79b6'
     for cfg in cfgs:
         training_loss(cfg)
     names = {Path(cfg.out_dir).name for cfg in cfgs}
@@ -278,7 +278,7 @@ def do_side_by_side(jobs, root):
 def test_the_losses_side_by_side(tmp_path, capsys):
     """Two processes: a world's base models, what they know, tuned models; then the numbers."""
     seed, names = 5, {'base', 'medium', 'tuned-crossentropy-lr0.0008', 'tuned-gce0.7-lr0.0008',
-                      'lora-brier-lr0.0032', 'medium-focal2-lr0.0004', 'base-known-dft',
+                      'lora-dft-lr0.0032', 'medium-focal2-lr0.0004', 'base-known-dft',
                       'medium-unknown-smoothing0.1', 'tuned-dft-lr0.0008'}
     make_world(tmp_path / 'base' / 'seed-5' / 'world', seed, SMALL_WORLD)
     (tmp_path / 'base' / 'seed-5' / 'world-tokenized').touch()
@@ -315,7 +315,7 @@ def test_the_losses_side_by_side(tmp_path, capsys):
     assert numbers.value('5', 'tuned-gce0.7-lr0.0008', 'ece') == pytest.approx(
         pooled['ece'], rel=1e-4)
     assert numbers.value('5', 'base', 'accuracy', task='base') == len(right) / len(p.labels)
-    assert numbers.value('5', 'lora-brier-lr0.0032', 'nll', task='held out') > 0
+    assert numbers.value('5', 'lora-dft-lr0.0032', 'nll', task='held out') > 0
     assert math.isnan(numbers.value('5', 'base-known-dft', 'nll', task='held out'))
     for _, tables, _ in frontier.CLAIMS.values():
         assert all(len(table(numbers)) > 2 for table in tables)      # most of them without values
