@@ -4,9 +4,10 @@
 
 It takes the runs that are finished, also those of an unfinished seed; frontier.py reads the files.
 Lines are of questions, facts and next tokens: all together, each language, and questions about
-entities of the text or about others. Two kinds of lines are from elsewhere: 'held out' is the NLL
-and the ECE of the conversations that tuning held out, at its end; the task 'base' or 'medium' of a
-base model says how many of the 4,000 facts of the instruction data it knows, as its accuracy.
+entities of the text or about others. Three kinds of lines are from elsewhere: 'held out' is the NLL
+and the ECE of the conversations that tuning held out, at its end; 'trained' is the mean NLL of the
+conversations of its last 50 steps; the task 'base' or 'medium' of a base model says how many of the
+4,000 facts of the instruction data it knows, as its accuracy.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
 
 from compare import read_run, run_lines
 from configs import ConfigError
@@ -28,6 +31,7 @@ NAMES = ('run', 'model', 'data', 'loss', 'lr', 'epochs', 'lora', 'seed', 'task',
          'category', 'scaling', 'temperature')
 METRICS = ('n', 'accuracy', 'confidence', 'ece', 'smooth_ece', 'brier', 'nll', 'auroc')
 BASES = ('base', 'medium', 'large')
+LAST = 50           # steps
 
 
 def folders(seed, root):
@@ -47,10 +51,13 @@ def lines_of(folder):
              if line['task'] not in ('text10', 'letters4', 'letters10')
              and 'all' in (line['category'], line['language'])]
     if run.settings.get('val_size', '0') != '0':
-        last = json.loads((folder / 'log.jsonl').read_text().splitlines()[-1])
-        lines.append({'task': 'held out', 'language': 'all', 'category': 'all', 'scaling': 'none',
-                      'n': run.settings['val_size'], 'ece': f'{last["val_ece"]:.5g}',
-                      'nll': f'{last["val_nll"]:.5g}'})
+        steps = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+        more = {'language': 'all', 'category': 'all', 'scaling': 'none'}
+        lines += [more | {'task': 'held out', 'n': run.settings['val_size'],
+                          'ece': f'{steps[-1]["val_ece"]:.5g}',
+                          'nll': f'{steps[-1]["val_nll"]:.5g}'},
+                  more | {'task': 'trained', 'n': len(steps[-LAST:]),
+                          'nll': f'{np.mean([step["nll"] for step in steps[-LAST:]]):.5g}'}]
     model = run.model if run.settings.get('from_scratch') == 'False' else folder.name
     about = run.settings | {'run': folder.name, 'model': model, 'seed': str(run.seed)}
     return [{key: (about | line).get(key, '') for key in (*NAMES, *METRICS)} for line in lines]

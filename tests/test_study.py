@@ -315,7 +315,12 @@ def test_the_losses_side_by_side(tmp_path, capsys):
     assert numbers.value('5', 'tuned-gce0.7-lr0.0008', 'ece') == pytest.approx(
         pooled['ece'], rel=1e-4)
     assert numbers.value('5', 'base', 'accuracy', task='base') == len(right) / len(p.labels)
-    assert numbers.value('5', 'lora-dft-lr0.0032', 'nll', task='held out') > 0
+    with open(tmp_path / 'transfer' / 'seed-5' / 'lora-dft-lr0.0032' / 'log.jsonl') as file:
+        steps = [json.loads(line) for line in file]
+    for task, nll in (('held out', steps[-1]['val_nll']),
+                      ('trained', np.mean([step['nll'] for step in steps]))):
+        assert numbers.value('5', 'lora-dft-lr0.0032', 'nll', task=task) == pytest.approx(
+            nll, rel=1e-4)
     assert math.isnan(numbers.value('5', 'base-known-dft', 'nll', task='held out'))
     for _, tables, _ in frontier.CLAIMS.values():
         assert all(len(table(numbers)) > 2 for table in tables)      # most of them without values
@@ -343,7 +348,7 @@ def made_up(tmp_path):
             lines += [line | {'task': 'facts'}, line | {'task': 'clm'},
                       line | {'scaling': 'temperature'}]
             lines += [line | {'language': language} for language in frontier.UNTUNED]
-            lines.append(line | {'task': 'held out', 'nll': 2.0})
+            lines += [line | {'task': task, 'nll': 2.0} for task in ('held out', 'trained')]
         (tmp_path / f'seed-{seed}.csv').write_text(csv_text(lines))
     return tmp_path
 
