@@ -5,7 +5,7 @@
 
 A process does one run after the other, which saves the seconds of its start. A run begins as soon
 as its base model and its data are there. What is finished is skipped; a run that fails is reported,
-and the others continue. After so many minutes none is started anymore: start it again for the rest.
+and the others continue; a process that dies is replaced. After so many minutes none is started anymore: start it again for the rest.
 What the processes print is in out/study/side-by-side/.
 """
 
@@ -16,6 +16,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
 
 import argparse
+import math
 import multiprocessing
 import sys
 import time
@@ -104,6 +105,8 @@ def perform(job):
         job.function(*job.arguments)
     except Exception as exception:
         traceback.print_exc()
+        if isinstance(exception, torch.AcceleratorError):
+            os._exit(1)         # no later run of this process could use its GPU
         error = f'{type(exception).__name__}: {exception}'
     return time.perf_counter() - started, error
 
@@ -130,6 +133,24 @@ def do_all(jobs, pool, n_processes, deadline):
     return failed
 
 
+def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf, starts=3):
+    """Do the jobs in so many processes; return the names that failed.
+
+    If a process dies, all start again with what is left, `starts` times at most.
+    """
+    spawn = multiprocessing.get_context('spawn')
+    for _ in range(starts):
+        places = spawn.Queue()
+        for place in range(n_processes):
+            places.put(place)
+        try:
+            with ProcessPoolExecutor(n_processes, spawn, begin, (places, gpus, folder)) as pool:
+                return do_all(jobs, pool, n_processes, deadline)
+        except BrokenProcessPool:
+            print(f'a process died, see {folder}/process-*.log; starting again', flush=True)
+    sys.exit(f'error: processes died {starts} times; {folder}/process-*.log has their last words')
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('--seeds', default=','.join(map(str, losses.SEEDS)))
@@ -141,17 +162,8 @@ def main():
     deadline = time.monotonic() + 60 * options.minutes
     folder, n = Path(options.out_dir) / 'side-by-side', max(1, options.gpus) * options.processes
     folder.mkdir(parents=True, exist_ok=True)
-    spawn = multiprocessing.get_context('spawn')
-    places = spawn.Queue()
-    for place in range(n):
-        places.put(place)
     jobs = [job for seed in options.seeds.split(',') for job in jobs_of(int(seed), options.out_dir)]
-    try:
-        with ProcessPoolExecutor(n, spawn, begin, (places, options.gpus, folder)) as pool:
-            failed = do_all(jobs, pool, n, deadline)
-    except BrokenProcessPool:
-        sys.exit(f'error: a process died; {folder}/ has its last words. Start again for the rest')
-    sys.exit(bool(failed))
+    sys.exit(bool(side_by_side(jobs, n, options.gpus, folder, deadline)))
 
 
 if __name__ == '__main__':

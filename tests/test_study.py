@@ -6,8 +6,7 @@ import hashlib
 import io
 import json
 import math
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -266,13 +265,10 @@ def small_jobs(root, seed, names):
             yield job
 
 
-def do_side_by_side(jobs, root):
-    spawn = multiprocessing.get_context('spawn')
-    places = spawn.Queue()
-    for place in range(2):
-        places.put(place)
-    with ProcessPoolExecutor(2, spawn, side_by_side.begin, (places, 0, root)) as pool:
-        return side_by_side.do_all(jobs, pool, 2, math.inf)
+def die_once(file):
+    if not file.exists():
+        file.touch()
+        os._exit(1)
 
 
 def test_the_losses_side_by_side(tmp_path, capsys):
@@ -287,13 +283,14 @@ def test_the_losses_side_by_side(tmp_path, capsys):
     for i, job in enumerate(jobs):
         if job.name.endswith('tuned-dft-lr0.0008'):
             jobs[i] = job._replace(arguments=(replace(job.arguments[0], lr=-1.0),))
-    failed = do_side_by_side(jobs, tmp_path)
+    failed = side_by_side.side_by_side(jobs, 2, 0, tmp_path)
     printed = capsys.readouterr().out
     assert [Path(name).name for name in failed] == ['tuned-dft-lr0.0008']
     assert 'failed: ConfigError: lr = -1.0' in printed
     assert printed.endswith('1 failed, 0 not started\n') and '11/11' in printed
     assert all(job.makes.exists() for job in jobs if not job.name.endswith('dft-lr0.0008'))
-    assert do_side_by_side([job for job in jobs if job.makes.exists()], tmp_path) == []
+    finished = [job for job in jobs if job.makes.exists()]
+    assert side_by_side.side_by_side(finished, 2, 0, tmp_path) == []
     assert capsys.readouterr().out == '0 failed, 0 not started\n'
 
     knows = tmp_path / 'knows' / 'seed-5'
@@ -324,6 +321,18 @@ def test_the_losses_side_by_side(tmp_path, capsys):
     assert math.isnan(numbers.value('5', 'base-known-dft', 'nll', task='held out'))
     for _, tables, _ in frontier.CLAIMS.values():
         assert all(len(table(numbers)) > 2 for table in tables)      # most of them without values
+
+
+def test_a_process_that_dies_is_replaced(tmp_path, capsys):
+    file = tmp_path / 'died'
+    job = side_by_side.Job('once', die_once, (file,), (), tmp_path / 'made')
+    assert side_by_side.side_by_side([job], 1, 0, tmp_path) == []
+    assert f'a process died, see {tmp_path}' in capsys.readouterr().out
+    file.unlink()
+    with pytest.raises(SystemExit, match='error: processes died 1 times'):
+        side_by_side.side_by_side([job], 1, 0, tmp_path, starts=1)
+    late = side_by_side.side_by_side([job], 1, 0, tmp_path, deadline=0)
+    assert late == [] and '0 failed, 1 not started' in capsys.readouterr().out
 
 
 @pytest.fixture
