@@ -80,9 +80,9 @@ kind = None         # of the last run in this process
 def once(cfg):
     """Do a run; forget the compiled code of models of another shape."""
     global kind
-    if kind not in (None, (cfg.model, cfg.lora)):
+    before, kind = kind, (Path(cfg.out_dir if cfg.from_scratch else cfg.model).name, cfg.lora)
+    if before not in (None, kind):
         torch.compiler.reset()
-    kind = cfg.model, cfg.lora
     train(replace(cfg, resume=True))
     torch.cuda.empty_cache()        # for the other processes of this GPU
 
