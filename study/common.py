@@ -84,10 +84,10 @@ def print_table(runs, root=ROOT):
     compare_seeds([read_run(run) for run in find_runs([folder])], [], CompareConfig(), folder)
 
 
-def main(runs, prepare=None, finish=None):
+def main(runs, prepare=None, finish=None, seeds=SEEDS):
     """`train_all` with the options of the command line, and the table of its runs."""
     parser = argparse.ArgumentParser(description=sys.modules['__main__'].__doc__.split('\n')[0])
-    parser.add_argument('--seeds', default=','.join(map(str, SEEDS)), help='default: %(default)s')
+    parser.add_argument('--seeds', default=','.join(map(str, seeds)), help='default: %(default)s')
     parser.add_argument('--only', default='', help='beginnings of names of runs, such as base,tiny')
     parser.add_argument('--out_dir', default=ROOT, help='folder of the study, %(default)s')
     options = parser.parse_args()

@@ -6,7 +6,9 @@ import hashlib
 import io
 import json
 import math
+import os
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +21,8 @@ import model as models
 import scaling
 from configs import ConfigError
 from data.world import WorldSpec, make_world
-from report import predictions, read_samples
+from report import csv_text, predictions, read_samples
+from stats import student_t
 from study import (
     architectures,
     base,
@@ -27,14 +30,20 @@ from study import (
     effects,
     epochs,
     figures,
+    frontier,
+    gather,
     homogeneous,
+    known,
     lora,
+    losses,
     reach,
+    side_by_side,
     size,
     smoothing,
+    transfer,
     vocabulary,
 )
-from train import TrainConfig
+from train import TrainConfig, training_loss
 
 SCRIPTS = architectures, base, epochs, homogeneous, lora, size, smoothing, vocabulary
 # settings that the trainer has got since the study was run; their defaults are what it did then
@@ -102,17 +111,19 @@ def small_runs(runs, **settings):
     return small
 
 
+SMALL_WORLD = WorldSpec(**asdict(base.WORLD) | dict(
+    entities=500, unseen=20, first_names=40, family_names=40, documents=300,
+    tokenizer_documents=300, vocab_sizes=(700,), instructions=80, questions=12,
+    unseen_questions=6, validation=12, probes=10))
+
+
 @pytest.fixture(scope='module')
 def small_study(tmp_path_factory):
     """The base model and two models tuned from it, of two seeds; the folder of the study."""
     root = tmp_path_factory.mktemp('study')
-    world = WorldSpec(**asdict(base.WORLD) | dict(
-        entities=500, unseen=20, first_names=40, family_names=40, documents=300,
-        tokenizer_documents=300, vocab_sizes=(700,), instructions=80, questions=12,
-        unseen_questions=6, validation=12, probes=10))
 
     def prepare(seed, root):
-        make_world(f'{common.seed_folder("base", seed, root)}/world', seed, world)
+        make_world(f'{common.seed_folder("base", seed, root)}/world', seed, SMALL_WORLD)
     shape = base.llama(32, 64, 1, 2)
     common.train_all(small_runs(base.runs, batch_size=64, micro_rows=4, shape=shape), [0, 1],
                      ('base',), root, prepare, lambda cfg: reach.probe(cfg.out_dir, cfg.seed))
@@ -223,3 +234,176 @@ def test_reachable_entropy():
     p = 1 / (1 + 7 * math.exp(-2))      # at best logits of 1 and -1
     floor = -p * math.log2(p) - (1 - p) * math.log2((1 - p) / 7)
     assert floor < capped and capped > found['lowest_bits']
+
+
+# The losses: study/PLAN.md
+
+
+def test_the_plan_has_600_runs_with_settings_that_were_fixed():
+    cfgs = [cfg for script in (losses, transfer, known) for seed in losses.SEEDS
+            for cfg in script.runs(seed)]
+    assert len({cfg.out_dir for cfg in cfgs}) == len(cfgs) == 600
+    settings = json.dumps([[cfg.out_dir, digest(cfg), cfg.loss] for cfg in cfgs])
+    assert hashlib.sha256(settings.encode()).hexdigest()[:12] == '4f1f667c79b6'
+    for cfg in cfgs:
+        training_loss(cfg)
+    names = {Path(cfg.out_dir).name for cfg in cfgs}
+    assert {run for _, run, _ in frontier.choices()} <= names
+
+
+def small_jobs(root, seed, names):
+    """The jobs of the loss study whose runs are in `names`, with few steps."""
+    shape = base.llama(32, 64, 2, 2)
+    for job in side_by_side.jobs_of(seed, str(root)):
+        if job.function is side_by_side.once:
+            cfg, = job.arguments
+            more = {'batch_size': 64, 'shape': shape} if cfg.from_scratch else {
+                'batch_size': 16, 'val_size': min(8, cfg.val_size)}
+            job = job._replace(arguments=(replace(
+                cfg, workers=1, max_steps=2, eval=replace(cfg.eval, pack_len=512), **more),))
+        if job.makes.parent.name in names or job.function is not side_by_side.once:
+            yield job
+
+
+def die_once(file):
+    if not file.exists():
+        file.touch()
+        os._exit(1)
+
+
+def test_the_losses_side_by_side(tmp_path, capsys):
+    """Two processes: a world's base models, what they know, tuned models; then the numbers."""
+    seed, names = 5, {'base', 'medium', 'tuned-crossentropy-lr0.0008', 'tuned-gce0.7-lr0.0008',
+                      'lora-dft-lr0.0032', 'medium-focal2-lr0.0004', 'base-known-dft',
+                      'medium-unknown-smoothing0.1', 'tuned-dft-lr0.0008'}
+    make_world(tmp_path / 'base' / 'seed-5' / 'world', seed, SMALL_WORLD)
+    (tmp_path / 'base' / 'seed-5' / 'world-tokenized').touch()
+    jobs = list(small_jobs(tmp_path, seed, names))
+    assert len(jobs) == 1 + 9 + 2       # the world is there; two say what is known
+    for i, job in enumerate(jobs):
+        if job.name.endswith('tuned-dft-lr0.0008'):
+            jobs[i] = job._replace(arguments=(replace(job.arguments[0], lr=-1.0),))
+    failed = side_by_side.side_by_side(jobs, 2, 0, tmp_path)
+    printed = capsys.readouterr().out
+    assert [Path(name).name for name in failed] == ['tuned-dft-lr0.0008']
+    assert 'failed: ConfigError: lr = -1.0' in printed
+    assert printed.endswith('1 failed, 0 not started\n') and '11/11' in printed
+    assert all(job.makes.exists() for job in jobs if not job.name.endswith('dft-lr0.0008'))
+    finished = [job for job in jobs if job.makes.exists()]
+    assert side_by_side.side_by_side(finished, 2, 0, tmp_path) == []
+    assert capsys.readouterr().out == '0 failed, 0 not started\n'
+
+    knows = tmp_path / 'knows' / 'seed-5'
+    samples = read_samples(knows / 'base' / 'samples.jsonl')
+    p = predictions(samples, 'token')
+    right = {s['id'] for s, yes in zip(samples, p.probs.argmax(1) == p.labels, strict=True) if yes}
+    rows = (tmp_path / 'base' / 'seed-5' / 'world' / 'instruct-homogeneous.jsonl').read_text()
+    chosen = {data: [str(rows.splitlines().index(line)) for line in
+                     (knows / f'base-{data}.jsonl').read_text().splitlines()]
+              for data in known.DATA}
+    assert {len(numbers) for numbers in chosen.values()} == {2 * (len(right) // 2)}
+    assert set(chosen['known']) <= right and not right & set(chosen['unknown'])
+    assert len(right & set(chosen['half'])) == len(right) // 2
+
+    assert gather.write_numbers(seed, tmp_path, tmp_path / 'numbers') == 10
+    numbers = frontier.Numbers(tmp_path / 'numbers')
+    with open(tmp_path / 'losses' / 'seed-5' / 'tuned-gce0.7-lr0.0008' / 'results.json') as file:
+        pooled = json.load(file)['tasks']['text4']['pooled']
+    assert numbers.value('5', 'tuned-gce0.7-lr0.0008', 'ece') == pytest.approx(
+        pooled['ece'], rel=1e-4)
+    assert numbers.value('5', 'base', 'accuracy', task='base') == len(right) / len(p.labels)
+    with open(tmp_path / 'transfer' / 'seed-5' / 'lora-dft-lr0.0032' / 'log.jsonl') as file:
+        steps = [json.loads(line) for line in file]
+    for task, nll in (('held out', steps[-1]['val_nll']),
+                      ('trained', np.mean([step['nll'] for step in steps]))):
+        assert numbers.value('5', 'lora-dft-lr0.0032', 'nll', task=task) == pytest.approx(
+            nll, rel=1e-4)
+    assert math.isnan(numbers.value('5', 'base-known-dft', 'nll', task='held out'))
+    for _, tables, _ in frontier.CLAIMS.values():
+        assert all(len(table(numbers)) > 2 for table in tables)      # most of them without values
+
+
+def test_a_process_that_dies_is_replaced(tmp_path, capsys):
+    file = tmp_path / 'died'
+    job = side_by_side.Job('once', die_once, (file,), (), tmp_path / 'made')
+    assert side_by_side.side_by_side([job], 1, 0, tmp_path) == []
+    assert f'a process died, see {tmp_path}' in capsys.readouterr().out
+    file.unlink()
+    with pytest.raises(SystemExit, match='error: processes died 1 times'):
+        side_by_side.side_by_side([job], 1, 0, tmp_path, starts=1)
+    late = side_by_side.side_by_side([job], 1, 0, tmp_path, deadline=0)
+    assert late == [] and '0 failed, 1 not started' in capsys.readouterr().out
+
+
+@pytest.fixture
+def made_up(tmp_path):
+    """Numbers of all runs of five seeds, in which smoothing takes 0.02 from ECE at any accuracy."""
+    for seed in losses.SEEDS:
+        random, lines = np.random.default_rng(seed), []
+
+        def add(run, accuracy, ece, **more):
+            lines.append({'run': run, 'seed': seed, 'task': 'text4', 'language': 'all',
+                          'category': 'all', 'scaling': 'none', 'accuracy': accuracy, 'ece': ece,
+                          'smooth_ece': ece, 'nll': 1 + ece, 'brier': 0.5} | more)
+        for run in ('base', 'medium', 'large'):
+            add(run, 0.6, 0.02)
+            add(run, 0.45 + 0.001 * seed, 0.0, task=run)
+        for cfg in (cfg for script in (losses, transfer, known) for cfg in script.runs(seed)):
+            accuracy = 0.6 - 80 * cfg.lr * random.uniform(0.9, 1.1)
+            smoothed = 'smoothing(0.1)' in cfg.loss
+            add(Path(cfg.out_dir).name, accuracy, 0.02 + (0.6 - accuracy) - 0.02 * smoothed
+                + 0.05 * ('unknown' in cfg.out_dir) + random.normal(scale=1e-4))
+        for line in [line for line in lines if line['task'] == 'text4']:
+            lines += [line | {'task': 'facts'}, line | {'task': 'clm'},
+                      line | {'scaling': 'temperature'}]
+            lines += [line | {'language': language} for language in frontier.UNTUNED]
+            lines += [line | {'task': task, 'nll': 2.0} for task in ('held out', 'trained')]
+        (tmp_path / f'seed-{seed}.csv').write_text(csv_text(lines))
+    return tmp_path
+
+
+def test_the_tables_and_figures_of_the_losses(made_up, monkeypatch, capsys):
+    monkeypatch.setattr('sys.argv', ['frontier.py', f'--folder={made_up}'])
+    frontier.main()
+    assert {path.name for path in made_up.iterdir()} >= {
+        f'{claim}.{ending}' for claim in frontier.CLAIMS for ending in ('md', 'png')}
+    rows = {line.split(' | ')[0].strip('| '): line.split(' | ') for line in
+            (made_up / 'equal-accuracy.md').read_text().splitlines()}
+    smoothed = rows['cross_entropy() + smoothing(0.1)'][1]
+    # where the curves leave the base model, the difference grows from 0 to 0.02
+    assert -0.02 < float(smoothed.split()[0]) < -0.012 and float(smoothed.split()[-1]) < 0.001
+    assert 'p' not in rows['cross_entropy() + smoothing(0.2)'][1]       # not tested
+    assert float(rows['focal(2)'][1].split()[-1]) > 0.05
+    known_table = (made_up / 'known.md').read_text()
+    assert '| cross-entropy: ECE unknown - known, 6 million | +0.05' in known_table
+    assert '| recipe' not in known_table and 'free' in (made_up / 'recipe.md').read_text()
+    for seed in losses.SEEDS[1:]:
+        (made_up / f'seed-{seed}.csv').unlink()
+    frontier.main()         # one seed: neither intervals nor p
+    assert '±' not in (made_up / 'equal-accuracy.md').read_text()
+
+
+def test_differences_at_equal_accuracy():
+    reference = np.array([[0.4, 0.5, 0.6], [0.3, 0.2, 0.0]])
+    assert frontier.at_equal_accuracy(reference - [[0], [0.01]], reference) == pytest.approx(-0.01)
+    half = np.array([[0.5, 0.6], [0.1, 0.0]])       # both reach 0.5 to 0.6: 0.1 less, then equal
+    assert frontier.at_equal_accuracy(half, reference) == pytest.approx(-0.05)
+    apart = np.array([[0.6, 0.7], [0.1, 0.0]])
+    assert math.isnan(frontier.at_equal_accuracy(apart, reference))
+    assert math.isnan(frontier.at_equal_accuracy(np.full((2, 3), np.nan), reference))
+
+
+def test_holm():
+    # Holm 1979: the smallest p times 4, the next times 3, ..., never less than the one before
+    assert frontier.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert frontier.holm([0.6, 0.5]) == pytest.approx([1, 1])
+    assert frontier.p_of(np.array([0.1, np.nan, 0.1])) == 1
+
+
+def test_the_interval_of_a_ratio():
+    x, y = np.random.default_rng(1).normal([[3.0], [2.0]], 0.3, (2, 5))
+    low, high = frontier.ratio_interval(x, y)
+    assert low < x.mean() / y.mean() < high
+    for end in (low, high):
+        assert student_t(x - end * y)[2] == pytest.approx(0.05, abs=1e-6)
+    assert frontier.ratio_interval(x, y - y.mean()) is None

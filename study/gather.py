@@ -1,0 +1,91 @@
+"""Gather the numbers of the loss study: one CSV for each seed, which is committed.
+
+    python study/gather.py --seeds=5 --out_dir=study/results/losses
+
+It takes the runs that are finished, also those of an unfinished seed; frontier.py reads the files.
+Lines are of questions, facts and next tokens: all together, each language, and questions about
+entities of the text or about others. Three kinds of lines are from elsewhere: 'held out' is the NLL
+and the ECE of the conversations that tuning held out, at its end; 'trained' is the mean NLL of the
+conversations of its last 50 steps; the task 'base' or 'medium' of a base model says how many of the
+4,000 facts of the instruction data it knows, as its accuracy.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+
+from compare import read_run, run_lines
+from configs import ConfigError
+from data import DataError
+from outdir import write_text
+from report import csv_text, parallel_map
+from study import common, known, losses, transfer
+
+NAMES = ('run', 'model', 'data', 'loss', 'lr', 'epochs', 'lora', 'seed', 'task', 'language',
+         'category', 'scaling', 'temperature')
+METRICS = ('n', 'accuracy', 'confidence', 'ece', 'smooth_ece', 'brier', 'nll', 'auroc')
+BASES = ('base', 'medium', 'large')
+LAST = 50           # steps
+
+
+def folders(seed, root):
+    """Return the folders of the finished runs of a seed: base models, tuned ones, what is known."""
+    source = common.seed_folder('base', seed, root)
+    names = [f'{source}/{name}' for name in BASES]
+    names += [f'{common.seed_folder("knows", seed, root)}/{name}' for name in known.BASES]
+    names += [cfg.out_dir for script in (losses, transfer, known)
+              for cfg in script.runs(seed, root)]
+    return [Path(name) for name in names if Path(name, 'results.json').exists()]
+
+
+def lines_of(folder):
+    """Return the lines of a run with the columns NAMES and METRICS."""
+    run = read_run(folder)
+    lines = [line for line in run_lines(run)
+             if line['task'] not in ('text10', 'letters4', 'letters10')
+             and 'all' in (line['category'], line['language'])]
+    if run.settings.get('val_size', '0') != '0':
+        steps = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
+        more = {'language': 'all', 'category': 'all', 'scaling': 'none'}
+        lines += [more | {'task': 'held out', 'n': run.settings['val_size'],
+                          'ece': f'{steps[-1]["val_ece"]:.5g}',
+                          'nll': f'{steps[-1]["val_nll"]:.5g}'},
+                  more | {'task': 'trained', 'n': len(steps[-LAST:]),
+                          'nll': f'{np.mean([step["nll"] for step in steps[-LAST:]]):.5g}'}]
+    model = run.model if run.settings.get('from_scratch') == 'False' else folder.name
+    about = run.settings | {'run': folder.name, 'model': model, 'seed': str(run.seed)}
+    return [{key: (about | line).get(key, '') for key in (*NAMES, *METRICS)} for line in lines]
+
+
+def write_numbers(seed, root, out_dir):
+    """Write seed-<seed>.csv into `out_dir`; return the number of runs in it."""
+    finished = folders(seed, root)
+    if not finished:
+        raise ConfigError(f'{root}: no run of seed {seed} is finished')
+    rows = parallel_map(lines_of, finished, worth_it=len(finished) > 4)
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    write_text(Path(out_dir) / f'seed-{seed}.csv', csv_text([*itertools.chain(*rows)]))
+    return len(finished)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('--seeds', default=','.join(map(str, losses.SEEDS)))
+    parser.add_argument('--runs', default=common.ROOT, help='folder of the study, %(default)s')
+    parser.add_argument('--out_dir', default='study/results/losses', help='default: %(default)s')
+    options = parser.parse_args()
+    for seed in map(int, options.seeds.split(',')):
+        print(f'seed {seed}: {write_numbers(seed, options.runs, options.out_dir)} runs', flush=True)
+
+
+if __name__ == '__main__':
+    try:
+        main()
+    except (ConfigError, DataError) as error:
+        sys.exit(f'error: {error}')

@@ -1,0 +1,170 @@
+"""Do the runs of the loss study side by side: several GPUs, several processes on each.
+
+    nvidia-cuda-mps-control -d
+    python study/side_by_side.py --seeds=5,6 --gpus=4 --processes=10 --minutes=8
+
+A process does one run after the other, which saves the seconds of its start. A run begins as soon
+as its base model and its data are there. What is finished is skipped; a run that fails is reported,
+and the others continue; a process that dies is replaced. After so many minutes none is started anymore: start it again for the rest.
+What the processes print is in out/study/side-by-side/.
+"""
+
+import os
+
+# before numpy and torch; the processes inherit it. A compiler of one thread starts none of its own
+os.environ.setdefault('OMP_NUM_THREADS', '1')
+os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
+
+import argparse
+import math
+import multiprocessing
+import sys
+import time
+import traceback
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+import checkpoint
+from study import base, common, gather, known, losses, transfer
+from train import load_sequences, train
+
+
+class Job(NamedTuple):
+    name: str
+    function: object    # picklable, called with `arguments`
+    arguments: tuple
+    needs: tuple        # files that must exist before
+    makes: Path         # its last file
+
+
+def jobs_of(seed, root):
+    """Yield the jobs of one seed: its world, base models, known facts, and the tuned models."""
+    folder = Path(common.seed_folder('base', seed, root))
+    yield Job(f'{folder}/world', world, (seed, root), (), folder / 'world-tokenized')
+    for cfg in base.runs(seed, root):
+        if Path(cfg.out_dir).name in gather.BASES:
+            yield of_run(cfg, folder / 'world-tokenized')
+    for script in (losses, known, transfer):
+        if script is known:
+            for name in known.BASES:
+                files = Path(common.seed_folder('knows', seed, root)) / f'{name}-{known.DATA[-1]}'
+                yield Job(f'{files.parent}/{name}', known.select, (seed, root, name),
+                          (folder / name / 'config.json',), files.with_suffix('.jsonl'))
+        for cfg in script.runs(seed, root):
+            yield of_run(cfg, f'{cfg.model}/config.json', cfg.data)
+
+
+def of_run(cfg, *needs):
+    return Job(cfg.out_dir, once, (cfg,), needs, Path(cfg.out_dir, 'results.json'))
+
+
+def world(seed, root):
+    """Make the world of a seed and tokenize its text, which all base models read."""
+    base.world(seed, root)
+    cfg = next(base.runs(seed, root))
+    load_sequences(cfg, checkpoint.load_model_tokenizer(
+        cfg.model, checkpoint.read_config(cfg.model, cfg.shape)))
+    Path(common.seed_folder('base', seed, root), 'world-tokenized').touch()
+
+
+kind = None         # of the last run in this process
+
+
+def once(cfg):
+    """Do a run; forget the compiled code of models of another shape."""
+    global kind
+    before, kind = kind, (Path(cfg.out_dir if cfg.from_scratch else cfg.model).name, cfg.lora)
+    if before not in (None, kind):
+        torch.compiler.reset()
+    train(replace(cfg, resume=True))
+    torch.cuda.empty_cache()        # for the other processes of this GPU
+
+
+def begin(places, gpus, folder):
+    """Give this process its GPU and a file for what it prints."""
+    place = places.get()
+    if gpus:
+        os.environ['CUDA_VISIBLE_DEVICES'] = str(place % gpus)
+    with open(f'{folder}/process-{place}.log', 'a') as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def perform(job):
+    """Return (seconds, what went wrong or None); the traceback is in the file of the process."""
+    print(f'\n=== {job.name}', flush=True)
+    started, error = time.perf_counter(), None
+    try:
+        job.function(*job.arguments)
+    except Exception as exception:
+        traceback.print_exc()
+        if isinstance(exception, torch.AcceleratorError):
+            os._exit(1)         # no later run of this process could use its GPU
+        error = f'{type(exception).__name__}: {exception}'
+    return time.perf_counter() - started, error
+
+
+def do_all(jobs, pool, n_processes, deadline):
+    """Do the jobs in this order as soon as their files exist; return the names that failed."""
+    waiting, running, failed = [job for job in jobs if not job.makes.exists()], {}, []
+    n_jobs = len(waiting)
+    while True:
+        for job in list(waiting):
+            if len(running) == n_processes or time.monotonic() > deadline:
+                break
+            if all(Path(file).exists() for file in job.needs):
+                waiting.remove(job)
+                running[pool.submit(perform, job)] = job
+        if not running:
+            break
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            job, (seconds, error) = running.pop(future), future.result()
+            failed += [job.name] * bool(error)
+            print(f'{n_jobs - len(waiting) - len(running)}/{n_jobs}  {job.name}  {seconds:.0f} s'
+                  + f'  failed: {error}' * bool(error), flush=True)
+    print(f'{len(failed)} failed, {len(waiting)} not started')
+    return failed
+
+
+def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf, starts=3):
+    """Do the jobs in so many processes; return the names that failed.
+
+    If a process dies, all start again with what is left, `starts` times at most.
+    """
+    spawn = multiprocessing.get_context('spawn')
+    for _ in range(starts):
+        places = spawn.Queue()
+        for place in range(n_processes):
+            places.put(place)
+        try:
+            with ProcessPoolExecutor(n_processes, spawn, begin, (places, gpus, folder)) as pool:
+                return do_all(jobs, pool, n_processes, deadline)
+        except BrokenProcessPool:
+            print(f'a process died, see {folder}/process-*.log; starting again', flush=True)
+    sys.exit(f'error: processes died {starts} times; {folder}/process-*.log has their last words')
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('--seeds', default=','.join(map(str, losses.SEEDS)))
+    parser.add_argument('--gpus', type=int, default=1, help='0: none; default: %(default)s')
+    parser.add_argument('--processes', type=int, default=10, help='per GPU; default: %(default)s')
+    parser.add_argument('--minutes', type=float, default=1e6, help='then start no run anymore')
+    parser.add_argument('--out_dir', default=common.ROOT, help='folder of the study, %(default)s')
+    options = parser.parse_args()
+    deadline = time.monotonic() + 60 * options.minutes
+    folder, n = Path(options.out_dir) / 'side-by-side', max(1, options.gpus) * options.processes
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = [job for seed in options.seeds.split(',') for job in jobs_of(int(seed), options.out_dir)]
+    sys.exit(bool(side_by_side(jobs, n, options.gpus, folder, deadline)))
+
+
+if __name__ == '__main__':
+    main()
