@@ -25,7 +25,7 @@ from bench.common import (DEVICE, MODELS, busy_time, compiled_graphs, draw_bars,
 from configs import ConfigError
 from data.tasks import load_tasks
 from evaluate import EvalConfig, evaluate, option_log_probs
-from model import compile_blocks
+from inference import use_kernels
 
 
 @dataclass
@@ -79,7 +79,7 @@ def measure_ours(raw, config, folder, rate):
     model = our_model(raw).eval()
     checkpoint.save(model, folder, torch.bfloat16, side_files=config.tokenizer)
     if DEVICE == 'cuda':
-        compile_blocks(model)
+        use_kernels(model)
     cfg = EvalConfig(model=str(folder), tasks=(f'mmlu:{config.data}',), dtype='bfloat16',
                      device=DEVICE, pack_len=PACK_LEN, add_bos=True, max_length=8192,
                      overwrite=True, out_dir=str(folder / 'out'))
