@@ -55,6 +55,7 @@ def digest(config):
     if settings.get('eval'):    # added to the report since
         added = {key: settings['eval'].pop(key) for key in ('p_true', 'chat', 'passes')}
         assert added == {'p_true': False, 'chat': 'none', 'passes': 0}
+        settings['eval']['compile'] = True      # evaluation had a compiler then
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
