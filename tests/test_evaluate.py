@@ -43,14 +43,14 @@ from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 
 
-def random_trees(rng, own_starts=True):
+def random_trees(rng, own_starts=True, n=12):
     """Trees with and without common prefixes; own_starts: a third has a start per option."""
     def ids(low, high):
         return rng.integers(0, 211, rng.integers(low, high)).tolist()
     prefixes = [tuple(ids(1, 20)) for _ in range(3)]
     trees = []
-    for i in range(12):
-        prefix, stem = prefixes[i * len(prefixes) // 12], ids(1, 9)
+    for i in range(n):
+        prefix, stem = prefixes[i * len(prefixes) // n], ids(1, 9)
         leaves = [ids(1, 6) for _ in range(rng.integers(2, 6))]
         start = len(prefix) + len(stem) + rng.integers(-1, 1)  # a shared first token is in the stem
         starts = [start] * len(leaves)
@@ -121,11 +121,13 @@ def test_scored_tokens_of_a_text(tmp_path):
 
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'neox'])
-def test_trees_in_bfloat16(name, device, tmp_path):
+@pytest.mark.parametrize('own_starts', [False, True])
+def test_trees_in_bfloat16(name, own_starts, device, tmp_path):
     """Packed trees, by the kernels on a GPU, are no further off than one sequence per option."""
     reference_model(name, tmp_path, **head_of_32(name))
     exact, half = checkpoint.load(tmp_path), checkpoint.load(tmp_path, device, torch.bfloat16)
-    trees = random_trees(np.random.default_rng(3), own_starts=False)
+    # of fewer trees the two errors differ by chance
+    trees = random_trees(np.random.default_rng(3), own_starts, n=120)
     with torch.no_grad():
         right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
         plain = [np.array(plain_log_probs(half, tree, device)) for tree in trees]
@@ -135,7 +137,7 @@ def test_trees_in_bfloat16(name, device, tmp_path):
     off = [np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
                            for i in range(len(trees))]) for found in (plain, packed)]
     assert np.sqrt((off[1] ** 2).mean()) < 1.3 * np.sqrt((off[0] ** 2).mean())
-    assert np.abs(off[1]).max() < 0.03
+    assert np.abs(off[1]).max() < max(0.03, 1.3 * np.abs(off[0]).max())
 
 
 @pytest.mark.parametrize('name', ['llama', 'gemma2', 'neox'])

@@ -233,7 +233,9 @@ def test_tree_attention(heads, kv_heads, head_dim, softcap, window, T, device):
                for n in (heads, kv_heads, kv_heads))
     mask = models.explicit_mask(positions, ends, window)
     # Triton's interpreter has no products of bfloat16
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3),
+    # and in float32 a GPU has no room for the blocks of large heads
+    float32 = [(torch.float32, 1e-5)] * (device == 'cpu' or head_dim < 256)
+    for dtype, tolerance in (*float32, (torch.float16, 2e-3),
                              *[(torch.bfloat16, 2e-2)] * (device == 'cuda')):
         x = [2 * t.to(dtype) for t in (q, k, v)]
         y = TreeMask(positions, ends, window, head_dim).attend(*x, head_dim ** -0.5, softcap)
