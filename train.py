@@ -259,14 +259,15 @@ def micro_batches(packed, cfg, device):
 
     The rows are this process's share of `packed`. The loss wants its targets on the CPU.
     """
-    rows = np.arange(rank(), len(packed['tokens']), world_size())
+    rows, owner = np.arange(rank(), len(packed['tokens']), world_size()), packed['owner']
+    # of the whole step: a row that holds one document by chance would compile another graph
+    one_document = ((owner == owner[:, :1]) | (owner < 0)).all()
     for i in range(0, len(rows), cfg.micro_rows):
         chosen = rows[i:i + cfg.micro_rows]
         inputs = [torch.from_numpy(packed[key][chosen]) for key in ('tokens', 'positions', 'ends')]
         if device.startswith('cuda'):   # from pinned memory the host need not wait
             inputs = [x.pin_memory().to(device, non_blocking=True) for x in inputs]
-        owner = packed['owner'][chosen]
-        if ((owner == owner[:, :1]) | (owner < 0)).all():   # each row is one document
+        if one_document:        # in each row: no mask is needed
             inputs[2] = None
         yield chosen, inputs, torch.from_numpy(packed['targets'][chosen])
 

@@ -5,8 +5,8 @@
 
 A process does one run after the other, which saves the seconds of its start. A run begins as soon
 as its base model and its data are there. What is finished is skipped; a run that fails is reported,
-and the others continue; a process that dies is replaced. After so many minutes none is started anymore: start it again for the rest.
-What the processes print is in out/study/side-by-side/.
+and the others continue; a process that dies is replaced. After so many minutes none is started
+anymore: start it again for the rest. What the processes print is in out/study/side-by-side/.
 """
 
 import os
