@@ -20,7 +20,6 @@ import importlib
 import math
 import re
 import sys
-import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -626,12 +625,11 @@ def run(cfg):
     if not cfg.model:
         raise ConfigError('no model given; for example --model=out/run or '
                           '--model=google/gemma-2-2b')
-    # fail on a bad task before the model is loaded, and first of all, since it needs no torch
-    tasks = load_tasks(cfg)
     device.pick_device(cfg.device)
     cfg = replace(cfg, model=os.path.expanduser(cfg.model))
     folder = checkpoint.fetch(cfg.model, cfg.revision)
     tokenizer = checkpoint.load_model_tokenizer(folder)
+    tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
     default = Path(folder if Path(cfg.model).is_dir() else
                    f'out/eval/{cfg.model.replace("/", "--")}')
     default = default / f'passes-{cfg.passes}' if cfg.passes else default
@@ -661,12 +659,11 @@ if __name__ == '__main__':
     try:
         if sys.argv[1:] and sys.argv[1] != '--compare':
             check_eval_config(load_config(EvalConfig, sys.argv[1:], USAGE))
-            # torch takes seconds; meanwhile the tasks are read
-            threading.Thread(target=importlib.import_module, args=['log'], daemon=True).start()
+            import log      # and with it torch
         signal.signal(signal.SIGINT, signal.default_int_handler)
         main(sys.argv[1:])
         sys.stdout.flush()
-        os._exit(0)     # CUDA and torch need half a second to end themselves
+        os._exit(0)     # torch would need half a second to end itself
     except BrokenPipeError:     # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
@@ -678,5 +675,5 @@ if __name__ == '__main__':
         sys.exit('error: out of GPU memory; lower --batch_rows or --pack_len')
     except KeyboardInterrupt:
         print('stopped; the scored samples are kept, and the same command resumes from there',
-              file=sys.stderr, flush=True)
-        os._exit(128 + signal.SIGINT)   # torch may still be in the middle of its import
+              file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
