@@ -60,15 +60,15 @@ class BytePairTokenizer:
 
     def encode(self, text, start=True):
         """Return the ids of plain text, without BOS. `start` has no effect here."""
-        parts = self._parts(text)
-        return self._join(parts, map(self._encoding.encode_ordinary, _strings(parts)))
-
-    def encode_batch(self, texts, start=True):
-        """Return `encode` of each text, computed in several threads."""
-        parts = [self._parts(text) for text in texts]
-        ranks = iter(self._encoding.encode_ordinary_batch(
-            [string for one in parts for string in _strings(one)]))
-        return [self._join(one, ranks) for one in parts]
+        ids = []
+        for part in self._parts(text):
+            if isinstance(part, int):
+                ids.append(part)
+            elif self._ids is None:
+                ids += self._encoding.encode_ordinary(part)
+            else:
+                ids += [self._ids[rank] for rank in self._encoding.encode_ordinary(part)]
+        return ids
 
     def decode(self, ids, start=True):
         """Return the text of ids, control tokens by their names. `start` has no effect here."""
@@ -87,21 +87,6 @@ class BytePairTokenizer:
                 else:
                     parts.append(piece)
         return parts
-
-    def _join(self, parts, ranks):
-        ids = []
-        for part in parts:
-            if isinstance(part, int):
-                ids.append(part)
-            elif self._ids is None:
-                ids += next(ranks)
-            else:
-                ids += [self._ids[rank] for rank in next(ranks)]
-        return ids
-
-
-def _strings(parts):
-    return [part for part in parts if isinstance(part, str)]
 
 
 def _cut(text, added):

@@ -51,13 +51,6 @@ class SentencePieceTokenizer:
             return self.model.encode(text)
         return self._continued(text, self.model.encode('\n' + text))
 
-    def encode_batch(self, texts, start=True):
-        """Return `encode` of each text, computed in several threads."""
-        if start or not self._newline:
-            return self.model.encode(texts)
-        ids = self.model.encode(['\n' + text for text in texts])
-        return [self._continued(*pair) for pair in zip(texts, ids, strict=True)]
-
     def _continued(self, text, ids):
         if ids[:len(self._newline)] != self._newline:
             raise DataError(f'this sentencepiece model merges a newline with {text[:20]!r}, so it '
@@ -94,9 +87,9 @@ def load_tokenizer(folder):
     """Return the tokenizer of a model folder, by the content of its file; raises DataError.
 
     Looks for tokenizer.model, original/tokenizer.model (Llama 3 on the hub), tokenizer.model.v*
-    (Mistral) and tokenizer.json. The returned object has encode, encode_batch, decode, bos_id (None
-    if the tokenizer adds no BOS), eos_id, control_ids (name -> id), n_vocab, and `fingerprint`, a
-    hash of the file and of BOS and EOS.
+    (Mistral) and tokenizer.json. The returned object has encode, decode, bos_id (None if the
+    tokenizer adds no BOS), eos_id, control_ids (name -> id), n_vocab, and `fingerprint`, a hash of
+    the file and of BOS and EOS.
     """
     folder = Path(folder)
     files = [p for pattern in ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*',

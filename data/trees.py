@@ -43,14 +43,11 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
         raise DataError(f'{question.place}: even without shots the prompt has {longest} tokens; '
                         f'the model or max_length allows {max_length}')
 
-    for i in range(0, len(questions), 64):
-        block = questions[i:i + 64]
-        encoder.prepare([q.context for q in block if q.header or shots.get(q.group)])
-        for question in block:
-            try:
-                yield question, tree(question)
-            except DataError as error:
-                yield question, error
+    for question in questions:
+        try:
+            yield question, tree(question)
+        except DataError as error:
+            yield question, error
 
 
 def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, cache_dir,
@@ -99,25 +96,19 @@ class OptionEncoder:
     """
 
     def __init__(self, tokenizer, add_bos):
-        self.tokenizer, self.contexts, self.lines = tokenizer, {}, {}
+        self.tokenizer, self.lines = tokenizer, {}
         self.bos = [tokenizer.bos_id] if add_bos else []
 
     def prefix(self, text):
         """Return the tokens of header and shots, with those before them."""
         return self.bos + encode_before(self.tokenizer, text, True)
 
-    def prepare(self, contexts):
-        """Encode contexts of the next questions in one batch; none of them begins a text."""
-        self.contexts = dict(zip(contexts, self.tokenizer.encode_batch(contexts, start=False)))
-
     def encode(self, question, start):
         """Return (tokens of the context, [tokens of context + option]).
 
         start: whether the context begins the text
         """
-        context = None if start else self.contexts.get(question.context)
-        if context is None:
-            context = self.tokenizer.encode(question.context, start=start)
+        context = self.tokenizer.encode(question.context, start=start)
         _, newline, line = question.context.rpartition('\n')
         tail = self.encode_line(line) if newline else []
         if tail and context[-len(tail):] == tail:
@@ -148,7 +139,7 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer, add_bos, template):
-        self.tokenizer, self.contexts = tokenizer, {}
+        self.tokenizer = tokenizer
         self.opening, self.before, self.after, self.closing, self.lead = question_frame(
             tokenizer, template, add_bos)
         # whether the text of the template begins the text
@@ -159,18 +150,10 @@ class ChatEncoder:
         text = self.before + text if text else ''       # else it is encoded with the question
         return self.opening + encode_before(self.tokenizer, text, self.start)
 
-    def prepare(self, contexts):
-        """Encode contexts of the next questions in one batch; header or shots come before them."""
-        self.contexts = dict(zip(contexts, self.tokenizer.encode_batch(
-            [context + self.after for context in contexts], start=False)))
-
     def encode(self, question, start):
         """Return (tokens of the context, [tokens of context + option]), as OptionEncoder does."""
-        context = None if start else self.contexts.get(question.context)
-        if context is None:
-            text = (self.before if start else '') + question.context + self.after
-            context = self.tokenizer.encode(text, start=start and self.start)
-        context = context + self.closing
+        text = (self.before if start else '') + question.context + self.after
+        context = self.tokenizer.encode(text, start=start and self.start) + self.closing
         options = [self.tokenizer.encode(self.lead + option.strip(), start=False)
                    for option in question.options]
         if not all(option.strip() for option in question.options):

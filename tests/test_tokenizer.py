@@ -108,8 +108,7 @@ def same_ids(folder, reference, texts):
     tokenizer = load_tokenizer(folder)
     reference.encode_special_tokens = True      # in plain text they are text
     right = [reference.encode(text, add_special_tokens=False).ids for text in texts]
-    assert tokenizer.encode_batch(texts) == right
-    assert [tokenizer.encode(text) for text in texts[:200]] == right[:200]
+    assert [tokenizer.encode(text) for text in texts] == right
     for text, ids in zip(texts, right, strict=True):
         assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=False), text
     assert not {*tokenizer.control_ids.values()} & {i for ids in right for i in ids}
