@@ -1,6 +1,6 @@
 """Byte-level BPE through tiktoken, from Llama 3's `tokenizer.model` or any `tokenizer.json`."""
 
-import base64
+import binascii
 import json
 import re
 import unicodedata
@@ -100,8 +100,8 @@ def _cut(text, added):
 def from_tiktoken(path):
     """Return the tokenizer of Llama 3's `tokenizer.model`: a base64 token and its rank per line."""
     try:
-        lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
-        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        words = Path(path).read_bytes().split()
+        ranks = dict(zip(map(binascii.a2b_base64, words[::2]), map(int, words[1::2]), strict=True))
     except ValueError as error:
         raise DataError(f'{path}: not a tiktoken file: {error}') from error
     if sorted(ranks.values()) != list(range(LLAMA3_RANKS)):
