@@ -624,10 +624,14 @@ def plus_minus(values, spec):
 
 
 def paired(values, others):
-    """Return '+0.031 ± 0.004, p 1e-05' of values - others over the seeds that both have."""
+    """Return '+0.031 ± 0.004, p 1e-05' of values - others over the seeds that both have.
+
+    If that is not all seeds of `values`, the text says how many: '+0.031 ± 0.004, p 0.1, 3 seeds'.
+    """
     d = [values[seed] - others[seed] for seed in values if seed in others]
     text = plus_minus(d, '+.3f')
-    return text if len(d) < 2 else f'{text}, p {stats.student_t(d)[2]:.1g}'
+    text += f', p {stats.student_t(d)[2]:.1g}' if len(d) > 1 else ''
+    return text + f', {len(d)} seed{"s" * (len(d) > 1)}' if 0 < len(d) < len(values) else text
 
 
 def mean_and_ends(values):

@@ -206,7 +206,7 @@ def _coerce(value, annotation, where):
                              for k, v in value.items()})
         elif option in (object, type(value), value):
             return value
-    raise ConfigError(f'{where} is {value!r}, a {type(value).__name__}; '
+    raise ConfigError(f'{where} is {value!r}, of type {type(value).__name__}; '
                       f'wanted {_describe(annotation)}')
 
 
