@@ -495,7 +495,9 @@ def load_model(folder, cfg):
 
 def warm_up(config, cfg):
     """Load every kernel of a forward pass, which takes a second, with a model of one layer."""
-    config = replace(config, num_hidden_layers=1, layer_types=(config.layer_types or [])[:1])
+    # Triton makes other code for numbers that 16 divides
+    config = replace(config, num_hidden_layers=1, layer_types=(config.layer_types or [])[:1],
+                     vocab_size=4096 + config.vocab_size % 16)
     with torch.device(cfg.device), torch.no_grad():
         model = checkpoint.model_class(config)(config).to(torch.bfloat16)
     inference.use_kernels(model)
