@@ -88,6 +88,35 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
             assert ours == pytest.approx(theirs, abs=1e-4)
 
 
+@pytest.mark.parametrize('batch_rows', [1, 3])
+def test_questions_of_few_tokens(batch_rows, tmp_path):
+    """Their row may hold nothing but tokens at position 0 that only one token sees, like padding.
+
+    Without BOS and shots that is so for a context and options of one token, or where each option
+    has a context of its own.
+    """
+    reference_model('llama', tmp_path)
+    model = checkpoint.load(tmp_path)
+    one = packing.Tree((), [4], [[1], [2]], [1, 1])
+    own_context = packing.Tree((), [], [[5, 6], [7, 8]], [1, 1])
+    empty_leaf = packing.Tree((), [9, 3], [[], [1]], [1, 1])    # one option begins the other
+    for trees in ([one], [own_context], [one, empty_leaf, own_context], [empty_leaf, one, one]):
+        found = evaluate.option_log_probs(model, trees, pack_len=2, batch_rows=batch_rows)
+        found += evaluate.option_log_probs(model, trees, pack_len=16, batch_rows=batch_rows)
+        for tree, ours in zip(trees * 2, found, strict=True):
+            assert ours == pytest.approx(plain_log_probs(model, tree, 'cpu'), abs=1e-4)
+
+
+def test_an_option_that_begins_another_does_not_lengthen_a_row():
+    """Such an option has an empty leaf; one token less than none was counted for it."""
+    tree = packing.Tree((1, 2, 3), [4, 5], [[1] * 5, [], [2, 2]], [4, 4, 4])
+    rows = list(packing.pack_trees([(0, tree)], 9))
+    assert [arrays.shape for arrays, _ in rows] == [(3, 9)] * 2
+    assert sum(len(scored) for _, scored in rows) == tree.n_scored
+    one_option = packing.Tree((1, 2, 3), [4, 5, 6], [[]], [4])      # longer than the row
+    assert len(list(packing.pack_trees([(0, one_option)], 5))) == 1
+
+
 def test_deterministic_scores_are_bitwise_equal(tmp_path):
     reference_model('gemma2', tmp_path)
     model = checkpoint.load(tmp_path)
