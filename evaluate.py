@@ -475,7 +475,14 @@ def load_ahead(pool, folder, cfg, n_items):
     if by_kernels(cfg):
         warm.append(pool.submit(warm_up, checkpoint.read_config(folder), cfg))
     weights = pool.submit(load_model, folder, cfg)
-    return functools.cache(lambda: wait(warm) and weights.result())
+
+    @functools.cache
+    def load():
+        wait(warm)
+        warm.clear()    # the error of one that failed would keep its tensors on the GPU
+        return weights.result()
+
+    return load
 
 
 def by_kernels(cfg):
@@ -495,9 +502,11 @@ def load_model(folder, cfg):
 
 def warm_up(config, cfg):
     """Load every kernel of a forward pass, which takes a second, with a model of one layer."""
+    device.pick_device(cfg.device)      # a new thread has the first GPU as its current one
     config = replace(config, num_hidden_layers=1, layer_types=(config.layer_types or [])[:1])
-    with torch.device(cfg.device), torch.no_grad():
+    with torch.device('meta'):
         model = checkpoint.model_class(config)(config).to(torch.bfloat16)
+    model.to_empty(device=cfg.device)   # any values do; drawn ones would take float32 memory too
     inference.use_kernels(model)
     at = np.arange(cfg.pack_len)[None]
     with torch.no_grad():

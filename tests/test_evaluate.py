@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from test_tokenizer import train_bpe
 
 import checkpoint
 import configs
+import device as devices
 import evaluate
 import inference
 import log
@@ -543,11 +545,31 @@ def test_where_the_kernels_compute(change, kernels, monkeypatch, tmp_path):
 @pytest.mark.parametrize('name', ['gemma2', 'mistral_window', 'qwen3', 'neox'])
 def test_the_kernels_are_loaded_by_a_model_of_one_layer(name, monkeypatch, tmp_path):
     reference_model(name, tmp_path, **head_of_32(name))
-    calls = []
+    calls, place, random_state = [], [], torch.get_rng_state()
     monkeypatch.setattr(inference, 'use_kernels', calls.append)     # which are for a GPU
+    monkeypatch.setattr(devices, 'pick_device', place.append)
     evaluate.warm_up(checkpoint.read_config(tmp_path),
                      evaluate.EvalConfig(device='cpu', pack_len=64))
     assert len(calls[0].model.layers) == 1 and calls[0].head.dtype == torch.bfloat16
+    assert place == ['cpu']     # else kernels of a new thread go to the first GPU
+    assert torch.equal(torch.get_rng_state(), random_state)     # no weights were drawn
+
+
+def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
+    tensors, model = [], SimpleNamespace()
+
+    def fails(*_):
+        x = torch.zeros(3)
+        tensors.append(weakref.ref(x))
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(checkpoint, 'read_config', lambda *_: None)
+    monkeypatch.setattr(evaluate, 'warm_up', fails)
+    monkeypatch.setattr(evaluate, 'load_model', lambda *_: model)
+    with ThreadPoolExecutor(3) as pool:
+        load = evaluate.load_ahead(pool, tmp_path, evaluate.EvalConfig(
+            dtype='bfloat16', device='cuda', pictures=False), 1)
+        assert load() is model and tensors[0]() is None
 
 
 @pytest.mark.parametrize('device', DEVICES[1:])
