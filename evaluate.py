@@ -115,7 +115,8 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
     load:          returns the model; called once there is something to score
     deterministic: each tree in a row and a batch of its own
     statistics:    also what a next-token distribution is like, see values
-    trim:          cut off padding; not where shapes are compiled
+    trim:          cut off what no score depends on; not on a GPU, where each new length may compile
+                   kernels
     dropout_seeds: one pass with dropout for each; not with `statistics`
     numbers:       int [M], for each scored token its option, or its place in Tree.scored
     values:        float32 [M, 1] log-probability, or one of each pass; with `statistics` [M, 4]:
@@ -465,7 +466,7 @@ def training_settings(folder):
 def load_ahead(pool, folder, cfg, n_items):
     """Return the `load` of `score`: threads of `pool` read the weights while items are tokenized.
 
-    Others meanwhile load the kernels of a GPU and the library that draws.
+    Other threads meanwhile load the kernels of a GPU and the library that draws.
     """
     if not n_items:
         return lambda: load_model(folder, cfg)
@@ -475,7 +476,14 @@ def load_ahead(pool, folder, cfg, n_items):
     if by_kernels(cfg):
         warm.append(pool.submit(warm_up, checkpoint.read_config(folder), cfg))
     weights = pool.submit(load_model, folder, cfg)
-    return functools.cache(lambda: wait(warm) and weights.result())
+
+    @functools.cache
+    def load():
+        wait(warm)
+        warm.clear()    # the error of one that failed would keep its tensors on the GPU
+        return weights.result()
+
+    return load
 
 
 def by_kernels(cfg):
@@ -494,12 +502,14 @@ def load_model(folder, cfg):
 
 
 def warm_up(config, cfg):
-    """Load every kernel of a forward pass, which takes a second, with a model of one layer."""
+    """Load every kernel of a forward pass, which takes seconds, with a model of one layer."""
+    device.pick_device(cfg.device)      # a new thread has the first GPU as its current one
     # Triton makes other code for numbers that 16 divides
     config = replace(config, num_hidden_layers=1, layer_types=(config.layer_types or [])[:1],
                      vocab_size=4096 + config.vocab_size % 16)
-    with torch.device(cfg.device), torch.no_grad():
+    with torch.device('meta'):
         model = checkpoint.model_class(config)(config).to(torch.bfloat16)
+    model.to_empty(device=cfg.device)   # any values do; drawn ones would take float32 memory too
     inference.use_kernels(model)
     at = np.arange(cfg.pack_len)[None]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The decoder's forward pass without gradients, by four Triton kernels that are ready in a second.
+"""The decoder's forward pass without gradients, by four Triton kernels that are ready in seconds.
 
 They do what torch.compile does with the blocks of model.py, whose compiler takes 6 to 16 seconds to
 start: attention to packed rows; residual sum and norms in one pass; the rotation of queries and
@@ -27,9 +27,9 @@ BLOCKS = {64: (64, 32, 4, 2), 128: (64, 64, 4, 2), 256: (128, 64, 8, 2)}
 
 
 def use_kernels(model: CausalLM):
-    """Let `model`, on a GPU, compute by the kernels of this file, in place; of GPT-NeoX attention.
+    """Change `model`, on a GPU, so that the kernels of this file compute its forward pass.
 
-    Its outputs have no gradients then.
+    Its outputs then have no gradients. In GPT-NeoX only attention is computed by a kernel.
     """
     decoder = model.model
     if model.config.model_type in FAMILIES:

@@ -164,12 +164,13 @@ def pack_trees(trees, row_length):
     row = Row()
     for index, tree in trees:
         options = list(range(len(tree.leaves)))
+        computed = [max(0, len(leaf) - 1) for leaf in tree.leaves]      # without the last token
         while True:
             prefix = 0 if row.prefix == tree.prefix else len(tree.prefix)
             room = row_length - len(row.tokens) - prefix - len(tree.stem)
             if not row.tokens:      # an empty row takes one option, however long
-                room = max(room, len(tree.leaves[options[0]]) - 1 if options else 0)
-            ends = itertools.accumulate(len(tree.leaves[k]) - 1 for k in options)
+                room = max(room, computed[options[0]] if options else 0)
+            ends = itertools.accumulate(computed[k] for k in options)
             n = sum(end <= room for end in ends)
             fits = n == len(options) and room >= 0
             if fits or not row.tokens:
@@ -201,15 +202,15 @@ def _round_up(n, multiple):
 def stack_rows(rows, batch_rows, trim):
     """Yield (arrays [3, B, T], scored with indices into B * T) of `batch_rows` rows or fewer.
 
-    Rows of one batch have one length; `trim` cuts off the padding that all of them end in.
+    Rows of one batch have one length; `trim` cuts off what follows the last token whose prediction
+    is scored: padding, and other tokens that no score depends on.
     """
     for _, of_length in itertools.groupby(rows, key=lambda row: row[0].shape):
         while batch := list(itertools.islice(of_length, batch_rows)):
             arrays = np.stack([arrays for arrays, _ in batch], 1)
             if trim:
-                # padding ends at itself, and no other token at position 0 does
-                padding = (arrays[2] == np.arange(1, arrays.shape[2] + 1)) & (arrays[1] == 0)
-                arrays = arrays[:, :, :max(1, int((~padding).any(0).nonzero()[0].max()) + 1)]
+                last = max((at for _, scored in batch for _, _, at, _ in scored), default=0)
+                arrays = arrays[:, :, :last + 1]
             T = arrays.shape[2]
             yield arrays, [(tree, k, b * T + at, token)
                            for b, (_, scored) in enumerate(batch) for tree, k, at, token in scored]

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from test_tokenizer import train_bpe
 
 import checkpoint
 import configs
+import device as devices
 import evaluate
 import inference
 import log
@@ -86,6 +88,35 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
         found = evaluate.option_log_probs(model, trees, **options)
         for ours, theirs in zip(found, right, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize('batch_rows', [1, 3])
+def test_questions_of_few_tokens(batch_rows, tmp_path):
+    """Their row may hold nothing but tokens at position 0 that only one token sees, like padding.
+
+    Without BOS and shots that is so for a context and options of one token, or where each option
+    has a context of its own.
+    """
+    reference_model('llama', tmp_path)
+    model = checkpoint.load(tmp_path)
+    one = packing.Tree((), [4], [[1], [2]], [1, 1])
+    own_context = packing.Tree((), [], [[5, 6], [7, 8]], [1, 1])
+    empty_leaf = packing.Tree((), [9, 3], [[], [1]], [1, 1])    # one option begins the other
+    for trees in ([one], [own_context], [one, empty_leaf, own_context], [empty_leaf, one, one]):
+        found = evaluate.option_log_probs(model, trees, pack_len=2, batch_rows=batch_rows)
+        found += evaluate.option_log_probs(model, trees, pack_len=16, batch_rows=batch_rows)
+        for tree, ours in zip(trees * 2, found, strict=True):
+            assert ours == pytest.approx(plain_log_probs(model, tree, 'cpu'), abs=1e-4)
+
+
+def test_an_option_that_begins_another_does_not_lengthen_a_row():
+    """Such an option has an empty leaf; one token less than none was counted for it."""
+    tree = packing.Tree((1, 2, 3), [4, 5], [[1] * 5, [], [2, 2]], [4, 4, 4])
+    rows = list(packing.pack_trees([(0, tree)], 9))
+    assert [arrays.shape for arrays, _ in rows] == [(3, 9)] * 2
+    assert sum(len(scored) for _, scored in rows) == tree.n_scored
+    one_option = packing.Tree((1, 2, 3), [4, 5, 6], [[]], [4])      # longer than the row
+    assert len(list(packing.pack_trees([(0, one_option)], 5))) == 1
 
 
 def test_deterministic_scores_are_bitwise_equal(tmp_path):
@@ -514,11 +545,31 @@ def test_where_the_kernels_compute(change, kernels, monkeypatch, tmp_path):
 @pytest.mark.parametrize('name', ['gemma2', 'mistral_window', 'qwen3', 'neox'])
 def test_the_kernels_are_loaded_by_a_model_of_one_layer(name, monkeypatch, tmp_path):
     reference_model(name, tmp_path, **head_of_32(name))
-    calls = []
+    calls, place, random_state = [], [], torch.get_rng_state()
     monkeypatch.setattr(inference, 'use_kernels', calls.append)     # which are for a GPU
+    monkeypatch.setattr(devices, 'pick_device', place.append)
     evaluate.warm_up(checkpoint.read_config(tmp_path),
                      evaluate.EvalConfig(device='cpu', pack_len=64))
     assert len(calls[0].model.layers) == 1 and calls[0].head.dtype == torch.bfloat16
+    assert place == ['cpu']     # else kernels of a new thread go to the first GPU
+    assert torch.equal(torch.get_rng_state(), random_state)     # no weights were drawn
+
+
+def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
+    tensors, model = [], SimpleNamespace()
+
+    def fails(*_):
+        x = torch.zeros(3)
+        tensors.append(weakref.ref(x))
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(checkpoint, 'read_config', lambda *_: None)
+    monkeypatch.setattr(evaluate, 'warm_up', fails)
+    monkeypatch.setattr(evaluate, 'load_model', lambda *_: model)
+    with ThreadPoolExecutor(3) as pool:
+        load = evaluate.load_ahead(pool, tmp_path, evaluate.EvalConfig(
+            dtype='bfloat16', device='cuda', pictures=False), 1)
+        assert load() is model and tensors[0]() is None
 
 
 @pytest.mark.parametrize('device', DEVICES[1:])

@@ -101,7 +101,8 @@ def test_packed_documents_do_not_see_each_other(name, tmp_path):
 
 
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2', 'neox'])
+@pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
+                                  'neox'])
 def test_flex_attention_equals_the_explicit_mask(name, device, tmp_path):
     """On a CPU FlexAttention has no gradients, so only the hidden states are compared there."""
     reference_model(name, tmp_path, **head_of_32(name))
