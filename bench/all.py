@@ -173,7 +173,9 @@ def measure_ours(name, options, tree, folder):
     arguments = command(name, options, Path(folder, name), ours=True)
     if arguments is None:
         return {}
-    subprocess.run([sys.executable, *arguments], cwd=tree, check=True, stdout=subprocess.DEVNULL)
+    if subprocess.run([sys.executable, *arguments], cwd=tree, stdout=subprocess.DEVNULL).returncode:
+        sys.exit(f'error: {" ".join(arguments)} failed in {tree}, see above; a commit can be '
+                 f'compared if its script of this name knows --ours')
     return timings(name, load(f'{folder}/{name}.json'))
 
 

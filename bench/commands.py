@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -67,6 +67,8 @@ def bench(config):
     for name in ('tokenizer.json', 'tokenizer_config.json'):
         if not Path(config.tokenizer, name).exists():
             raise ConfigError(f'{config.tokenizer} has no {name}, which lm_eval reads')
+    # the commands run in the root of the repository
+    config = replace(config, data=str(Path(config.data).resolve()))
     for shape in config.shape:
         with tempfile.TemporaryDirectory() as folder:
             table = {'shape': shape, 'results': measure(config, shape, Path(folder))}
