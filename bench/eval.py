@@ -24,8 +24,9 @@ from bench.common import (DEVICE, MODELS, busy_time, compiled_graphs, draw_bars,
                           peer_model, reset_peak_memory)
 from configs import ConfigError
 from data.tasks import load_tasks
-from evaluate import EvalConfig, evaluate, option_log_probs
+from evaluate import EvalConfig, evaluate
 from inference import use_kernels
+from scoring import option_log_probs
 
 
 @dataclass

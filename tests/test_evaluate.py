@@ -36,9 +36,9 @@ import evaluate
 import inference
 import log
 import metrics
-import model as models
 import outdir
 import report
+import scoring
 from data import DataError, packing, questions
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
@@ -85,7 +85,7 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     # rows of 40 part questions, those of 16 are shorter than some prompts
     for options in ({'pack_len': 16}, {'pack_len': 40}, {'pack_len': 64}, {'deterministic': True},
                     {'pack_len': 128, 'batch_rows': 3}, {'pack_len': 1024, 'trim': False}):
-        found = evaluate.option_log_probs(model, trees, **options)
+        found = scoring.option_log_probs(model, trees, **options)
         for ours, theirs in zip(found, right, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-4)
 
@@ -103,8 +103,8 @@ def test_questions_of_few_tokens(batch_rows, tmp_path):
     own_context = packing.Tree((), [], [[5, 6], [7, 8]], [1, 1])
     empty_leaf = packing.Tree((), [9, 3], [[], [1]], [1, 1])    # one option begins the other
     for trees in ([one], [own_context], [one, empty_leaf, own_context], [empty_leaf, one, one]):
-        found = evaluate.option_log_probs(model, trees, pack_len=2, batch_rows=batch_rows)
-        found += evaluate.option_log_probs(model, trees, pack_len=16, batch_rows=batch_rows)
+        found = scoring.option_log_probs(model, trees, pack_len=2, batch_rows=batch_rows)
+        found += scoring.option_log_probs(model, trees, pack_len=16, batch_rows=batch_rows)
         for tree, ours in zip(trees * 2, found, strict=True):
             assert ours == pytest.approx(plain_log_probs(model, tree, 'cpu'), abs=1e-4)
 
@@ -123,9 +123,9 @@ def test_deterministic_scores_are_bitwise_equal(tmp_path):
     reference_model('gemma2', tmp_path)
     model = checkpoint.load(tmp_path)
     trees = random_trees(np.random.default_rng(0))
-    alone = [evaluate.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
+    alone = [scoring.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
     order = np.random.default_rng(1).permutation(len(trees))
-    found = evaluate.option_log_probs(model, [trees[i] for i in order], pack_len=64, batch_rows=4,
+    found = scoring.option_log_probs(model, [trees[i] for i in order], pack_len=64, batch_rows=4,
                                       deterministic=True)
     assert all(np.array_equal(alone[i], sums) for i, sums in zip(order, found, strict=True))
 
@@ -137,7 +137,7 @@ def test_scored_tokens_of_a_text(tmp_path):
     rng = np.random.default_rng(0)
     trees = [packing.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
-    for index, numbers, values in evaluate.score(lambda: model, enumerate(trees), 64,
+    for index, numbers, values in scoring.score(lambda: model, enumerate(trees), 64,
                                                  statistics=True):
         tree = trees[index]
         ids = torch.tensor([tree.stem])
@@ -164,7 +164,7 @@ def test_trees_in_bfloat16(name, own_starts, device, tmp_path):
         with torch.no_grad():
             right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
             plain = [np.array(plain_log_probs(half, tree, device)) for tree in trees]
-        packed = evaluate.option_log_probs(by_kernels, trees, pack_len=512, trim=False)
+        packed = scoring.option_log_probs(by_kernels, trees, pack_len=512, trim=False)
         return [np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
                                 for i in range(n)]) for found in (plain, packed)]
 
@@ -182,7 +182,7 @@ def test_passes_sample_the_dropout_of_adapters(name, tmp_path):
     trees = random_trees(np.random.default_rng(0))
 
     def log_probs(model, *seeds, **options):
-        return np.concatenate(evaluate.option_log_probs(model, trees, pack_len=256,
+        return np.concatenate(scoring.option_log_probs(model, trees, pack_len=256,
                                                         dropout_seeds=seeds, **options))
     fixed = lora_model(tmp_path, dropout=0.0)
     assert np.allclose(log_probs(fixed, 0, 1, 2), log_probs(fixed), atol=1e-9)
@@ -195,7 +195,7 @@ def test_passes_sample_the_dropout_of_adapters(name, tmp_path):
     assert np.allclose(both, np.log((np.exp(one) + np.exp(two)) / 2), atol=1e-9)
     # alone in its row, what is dropped for a question does not depend on the others
     assert np.array_equal(log_probs(model, 0, deterministic=True), np.concatenate(
-        [evaluate.option_log_probs(model, [tree], deterministic=True, dropout_seeds=[0])[0]
+        [scoring.option_log_probs(model, [tree], deterministic=True, dropout_seeds=[0])[0]
          for tree in trees]))
 
 
@@ -206,13 +206,13 @@ def test_passes_converge(tmp_path):
     with torch.no_grad():
         drawn = [[np.exp(plain_log_probs(model.train(), tree, 'cpu')) for tree in trees]
                  for _ in range(400)]
-    found = evaluate.option_log_probs(model, trees, dropout_seeds=range(400))
-    fixed = evaluate.option_log_probs(model, trees)
+    found = scoring.option_log_probs(model, trees, dropout_seeds=range(400))
+    fixed = scoring.option_log_probs(model, trees)
     for i in range(2):
         probs = np.array([draw[i] for draw in drawn])
         error = probs.std(0) * (2 / 400) ** 0.5
         assert (np.abs(np.exp(found[i]) - probs.mean(0)) < 4.5 * error).all()
-        few = evaluate.option_log_probs(model, trees, dropout_seeds=[0])[i]
+        few = scoring.option_log_probs(model, trees, dropout_seeds=[0])[i]
         assert np.abs(np.exp(found[i]) - probs.mean(0)).max() < np.abs(
             np.exp(few) - probs.mean(0)).max()
     assert max(np.abs(a - b).max() for a, b in zip(found, fixed, strict=True)) > 0.05
@@ -476,7 +476,7 @@ def test_an_evaluation_with_passes(scored_folder, tmp_path, capsys):
     trees = {(q.language, q.id): tree for q, tree in tokenize_questions(
         asked, solved, tokenizer, add_bos=True, max_length=2048)}
     keys = [*trees]
-    for key, log_probs in zip(keys, evaluate.option_log_probs(
+    for key, log_probs in zip(keys, scoring.option_log_probs(
             model, [trees[key] for key in keys], deterministic=True,
             dropout_seeds=[(0, 0), (0, 1), (0, 2)]), strict=True):
         assert three['global_mmlu', *key] == pytest.approx(log_probs.tolist(), abs=1e-6)
@@ -538,9 +538,9 @@ def test_where_the_kernels_compute(change, kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoint, 'load', lambda *_: model)
     monkeypatch.setattr(checkpoint, 'read_config', lambda *_: None)
     monkeypatch.setattr(inference, 'use_kernels', calls.append)
-    monkeypatch.setattr(evaluate, 'warm_up', lambda *_: calls.append('warm'))
+    monkeypatch.setattr(scoring, 'warm_up', lambda *_: calls.append('warm'))
     with ThreadPoolExecutor(3) as pool:
-        load = evaluate.load_ahead(pool, tmp_path, cfg, 1)
+        load = scoring.load_ahead(pool, tmp_path, tmp_path, cfg, 1)
         assert load() is load() is model
     assert len(calls) == 2 * kernels and (not calls or {'warm', id(model)} == {
         call if call == 'warm' else id(call) for call in calls})
@@ -552,7 +552,7 @@ def test_the_kernels_are_loaded_by_a_model_of_one_layer(name, monkeypatch, tmp_p
     calls, place, random_state = [], [], torch.get_rng_state()
     monkeypatch.setattr(inference, 'use_kernels', calls.append)     # which are for a GPU
     monkeypatch.setattr(devices, 'pick_device', place.append)
-    evaluate.warm_up(checkpoint.read_config(tmp_path),
+    scoring.warm_up(checkpoint.read_config(tmp_path),
                      evaluate.EvalConfig(device='cpu', pack_len=64))
     assert len(calls[0].model.layers) == 1 and calls[0].head.dtype == torch.bfloat16
     assert place == ['cpu']     # else kernels of a new thread go to the first GPU
@@ -568,10 +568,10 @@ def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(checkpoint, 'read_config', lambda *_: None)
-    monkeypatch.setattr(evaluate, 'warm_up', fails)
-    monkeypatch.setattr(evaluate, 'load_model', lambda *_: model)
+    monkeypatch.setattr(scoring, 'warm_up', fails)
+    monkeypatch.setattr(scoring, 'load_model', lambda *_: model)
     with ThreadPoolExecutor(3) as pool:
-        load = evaluate.load_ahead(pool, tmp_path, evaluate.EvalConfig(
+        load = scoring.load_ahead(pool, tmp_path, tmp_path, evaluate.EvalConfig(
             dtype='bfloat16', device='cuda', pictures=False), 1)
         assert load() is model and tensors[0]() is None
 
@@ -654,8 +654,8 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
     (tmp_path / 'cut' / 'results.json').unlink()
     (tmp_path / 'cut' / 'samples.jsonl').write_text(samples[:len(samples) // 2])
-    launched, forward = [], evaluate.forward_values
-    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, statistics: (
+    launched, forward = [], scoring.forward_values
+    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, scored, statistics: (
         launched.append(len({tree for tree, *_ in scored})),
         forward(model, arrays, scored, statistics))[1])
     again = scored(scored_folder, tmp_path / 'cut')
@@ -1227,8 +1227,8 @@ def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsy
         {'question': f'the quick fox {i}?', 'answer': i % 3,
          'choices': [' '.join(words[i % 9:i % 9 + n]) for n in (1, 2, 4)]} for i in range(30)])
     plain = evaluate_words(scored_folder, out, f'--tasks={foxes}', '--scoring=text')
-    launched, forward = [], evaluate.forward_values
-    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, statistics: (
+    launched, forward = [], scoring.forward_values
+    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, scored, statistics: (
         launched.append(len({tree for tree, *_ in scored})),
         forward(model, arrays, scored, statistics))[1])
     text = ['--scoring=text', f'--tasks={foxes}', '--p_true', '--temperature=fit']
