@@ -19,12 +19,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import metrics as calibration
-from compare import (NAMES, CompareConfig, answers_of, compare_seeds, find_runs, name_of, read_run,
-                     titled)
+from compare import CompareConfig
 from configs import ConfigError
 from data import DataError
 from outdir import write_text
+from over_seeds import NAMES, answers_of, compare_seeds, name_of, titled
 from report import csv_text, draw_bins
+from runs import find_runs, read_run
 
 RESULTS = Path(__file__).parent / 'results'
 ENGLISH = ('language=en', 'category=seen', 'scaling=none')

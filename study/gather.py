@@ -20,11 +20,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from compare import read_run, run_lines
 from configs import ConfigError
 from data import DataError
 from outdir import write_text
+from over_seeds import run_lines
 from report import csv_text, parallel_map
+from runs import read_run
 from study import common, known, losses, transfer
 
 NAMES = ('run', 'model', 'data', 'loss', 'lr', 'epochs', 'lora', 'seed', 'task', 'language',

@@ -16,6 +16,7 @@ import compare
 import configs
 import evaluate
 import metrics
+import over_seeds
 import report
 import stats
 from data import DataError
@@ -507,15 +508,15 @@ def test_a_table_is_not_cut_by_where(tmp_path):
 
 def test_a_difference_over_fewer_seeds_says_so():
     values = dict(zip('012', (0.1, 0.2, 0.3), strict=True))
-    assert compare.paired(values, values) == '+0.000 ± 0.000, p 1'
-    assert compare.paired(values, {'0': 0.0, '2': 0.1}).endswith(', 2 seeds')
-    assert compare.paired(values, {'1': 0.1}) == '+0.100, 1 seed'
-    assert compare.paired(values, {'5': 0.1}) == ''
+    assert over_seeds.paired(values, values) == '+0.000 ± 0.000, p 1'
+    assert over_seeds.paired(values, {'0': 0.0, '2': 0.1}).endswith(', 2 seeds')
+    assert over_seeds.paired(values, {'1': 0.1}) == '+0.100, 1 seed'
+    assert over_seeds.paired(values, {'5': 0.1}) == ''
 
 
 def test_no_whiskers_of_two_seeds():
-    assert compare.mean_and_ends([1.0, 3.0]) == [2.0, 2.0, 2.0]
-    assert compare.mean_and_ends([1.0, 2.0, 3.0]) == pytest.approx((2.0, -0.484138, 4.484138))
+    assert over_seeds.mean_and_ends([1.0, 3.0]) == [2.0, 2.0, 2.0]
+    assert over_seeds.mean_and_ends([1.0, 2.0, 3.0]) == pytest.approx((2.0, -0.484138, 4.484138))
 
 
 def test_reachable_entropy_is_read(tmp_path):

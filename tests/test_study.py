@@ -15,13 +15,14 @@ import pytest
 import torch
 from common import HERE, write_run
 
-import compare
 import metrics
 import model as models
+import over_seeds
 import scaling
 from configs import ConfigError
 from data.world import WorldSpec, make_world
 from report import csv_text, predictions, read_samples
+from runs import read_run
 from stats import student_t
 from study import (
     architectures,
@@ -78,7 +79,7 @@ def test_the_worlds_are_those_the_study_was_made_with():
 def test_a_figure_follows_from_its_committed_numbers(figure, tmp_path, monkeypatch):
     committed = HERE / 'study' / 'results' / figure
     drawn = []
-    monkeypatch.setattr(compare, 'draw_series', lambda path, *rest, **more: drawn.append(path))
+    monkeypatch.setattr(over_seeds, 'draw_series', lambda path, *rest, **more: drawn.append(path))
     monkeypatch.setattr(figures, 'draw_bins', lambda path, *rest, **more: drawn.append(path))
     figures.draw(figure, tmp_path)
     tables = {path.name for path in committed.glob('*.csv')} | {'compare.md'}
@@ -160,7 +161,7 @@ def test_a_small_study(small_study, tmp_path, capsys):
 
 def test_reliability_over_seeds(tmp_path):
     """The bins of two runs together are those of their questions together."""
-    runs = [compare.read_run(write_run(tmp_path / f'seed-{seed}', seed=seed)) for seed in (0, 1)]
+    runs = [read_run(write_run(tmp_path / f'seed-{seed}', seed=seed)) for seed in (0, 1)]
     together = figures.pool_bins(list(figures.bins_of(runs).values()))
     rows = [predictions(read_samples(run.folder / 'samples.jsonl'), 'token') for run in runs]
     expected = metrics.bins(*(np.concatenate([getattr(p, key) for p in rows])
@@ -179,7 +180,7 @@ def test_what_is_finished_is_skipped(small_study, capsys):
 
 
 def test_a_script_ends_in_a_table_over_its_seeds(small_study, capsys, monkeypatch):
-    monkeypatch.setattr(compare, 'draw_series', lambda path, *rest: path.write_bytes(b'png'))
+    monkeypatch.setattr(over_seeds, 'draw_series', lambda path, *rest: path.write_bytes(b'png'))
     monkeypatch.setattr('sys.argv', ['smoothing.py', '--seeds=1', f'--only={SMALL[0]}',
                                      f'--out_dir={small_study}'])
     monkeypatch.setattr('__main__.__doc__', smoothing.__doc__)
@@ -206,9 +207,9 @@ def test_the_probe_is_a_column_of_the_figures(small_study):
     folder = small_study / 'base' / 'seed-1' / 'base'
     found = json.loads((folder / 'reach.json').read_text())
     assert 0 < found['lowest_bits'] <= found['highest_bits'] <= found['log2_vocab']
-    run = compare.read_run(folder)
+    run = read_run(folder)
     with contextlib.redirect_stdout(io.StringIO()):
-        lines = compare.run_lines(run)
+        lines = over_seeds.run_lines(run)
     assert {line['reach_lowest_bits'] for line in lines} == {float(f'{found["lowest_bits"]:.5g}')}
     assert {line['unused_rows'] for line in lines} == {'0'}
 

@@ -1,0 +1,111 @@
+"""What the folders of runs say, for comparisons: training, model, results and samples."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import harness
+from configs import read_assignments
+from data import DataError
+from outdir import read_json
+from report import last_asked, read_samples, sample_order
+
+# titles of the metrics of a comparison
+TITLES = {'accuracy': 'accuracy', 'confidence': 'confidence', 'gap': 'confidence - accuracy',
+          'entropy_bits': 'entropy (bits)', 'ece': 'ECE', 'rmsce': 'RMSCE',
+          'rms_mmlu_repo': "RMS of MMLU's code", 'reach_lowest_bits': 'least entropy (bits)',
+          'reach_highest_bits': 'most entropy (bits)',
+          'brier': 'Brier', 'nll': 'NLL (nats)', 'auroc': 'AUROC', 'smooth_ece': 'smooth ECE'}
+# keys of train_config.py that do not distinguish runs: places, files and devices
+PLACES = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'cache_dir', 'eval', 'eval_before',
+          'shape', 'workers', 'device', 'dry_run', 'pictures'}
+
+
+@dataclass
+class Run:
+    """The content of the folder of a run, except the samples that evaluate.py wrote."""
+    folder: Path
+    model: str              # the name of the model that was tuned, or that was evaluated
+    seed: int
+    settings: dict          # {name: text}, of training and the shape of the model
+    reach: dict             # the entropies that the output matrix can reach
+    results: dict           # {task: its entry in results.json}
+    of_harness: dict | None = None      # {task: samples} of lm-evaluation-harness
+
+
+def find_runs(sources, harness_files=()):
+    """Return the folders of runs: those named, or the runs below a folder that is not one.
+
+    Raises DataError for a source that holds none, nor one of `harness_files`.
+    """
+    folders = []
+    for source in sources:
+        below = [source] if (source / 'results.json').exists() else [
+            path.parent for path in sorted(source.rglob('samples.jsonl'))
+            if path.with_name('results.json').exists() and path.parent.name != 'before']
+        if not below and not any(source.absolute() in (file, *file.parents)
+                                 for file in harness_files):
+            raise DataError(f'compare: {source} holds no run: ' + (
+                'neither it nor a folder below it has a results.json beside samples.jsonl, or '
+                'samples_*.jsonl of lm_eval; evaluate first' if source.is_dir() else
+                'there is no such folder'))
+        folders += [folder.resolve() for folder in below]
+    return folders
+
+
+def read_run(folder):
+    """Return the Run in `folder`: its results, and the configuration of training and model."""
+    if not (folder / 'samples.jsonl').exists():
+        raise DataError(f'{folder} has no samples.jsonl: evaluate there first')
+    with read_json(folder / 'results.json', 'evaluate there again') as content:
+        model, seed, results = content['config']['model'], content['seed'], content['tasks']
+        for result in results.values():
+            result['distribution'], result['norm'], result['pooled']['n']
+    # the configuration of this run's training, or of the training of the model it evaluates
+    home = next((p for p in (folder, Path(model)) if (p / 'train_config.py').exists()), None)
+    training = {key: value for key, (value, _) in
+                (read_assignments(home / 'train_config.py') if home else {}).items()}
+    settings = {key: value for key, value in training.items() if key not in PLACES}
+    if isinstance(settings.get('data'), str):
+        settings['data'] = Path(settings['data']).stem
+    if home and (home / 'config.json').exists():
+        with read_json(home / 'config.json', 'restore it, or train again') as shape:
+            settings |= {key: value for key, value in shape.items()
+                         if isinstance(value, (int, float, str))
+                         or key == 'final_logit_softcapping'}
+    reach = {}
+    if (folder / 'reach.json').exists():        # of study/reach.py
+        with read_json(folder / 'reach.json', 'remove it') as content:
+            settings['unused_rows'] = content.pop('unused_rows', 0)
+            reach = {f'reach_{key}': float(f'{value:.5g}') for key, value in content.items()}
+    return Run(folder, Path(str(training.get('model') or model)).name, training.get('seed', seed),
+               {key: str(value) for key, value in settings.items()}, reach, results)
+
+
+def harness_run(folder, files, norm):
+    """Return the Run of {subtask: file} of lm-evaluation-harness; `norm` as in CompareConfig."""
+    tasks = harness.read_run(files, norm)
+    # the lengths that `norm` names are in n_tokens
+    results = {task: {'distribution': f'lm-evaluation-harness, {norm}', 'norm': 'token'}
+               for task in tasks}
+    return Run(folder, folder.name, 0, {}, {}, results, tasks)
+
+
+def read_run_samples(run):
+    """Return ({task: samples}, {task: samples of the validation split}) of a run's results."""
+    if run.of_harness:
+        return run.of_harness, {}
+    path, test, held_out = run.folder / 'samples.jsonl', {}, {}
+    for sample in sorted(last_asked(read_samples(path)), key=sample_order):
+        split = held_out if sample.get('split') == 'validation' else test
+        split.setdefault(sample['task'], []).append(sample)
+    for task, result in run.results.items():
+        n, n_samples = result['pooled']['n'], len(test.get(task, ()))
+        if n != n_samples:
+            raise DataError(f'{path} has {n_samples} samples of {task}, but results.json was made '
+                            f'of {n}; evaluate there again, without --limit')
+    return {task: test[task] for task in run.results}, held_out
+
+
+def sample_of(result):
+    """Return {'sample_of': number of questions} of a result with --limit, for a CSV; else {}."""
+    return {'sample_of': str(result['sample']['of'])} if 'sample' in result else {}
