@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -239,6 +240,16 @@ def test_reachable_entropy():
 
 
 # The losses: study/PLAN.md
+
+
+def test_the_tables_of_the_losses_are_those_of_the_committed_numbers():
+    numbers = frontier.Numbers(frontier.RESULTS)
+    claims = re.split(r'\n## \d+\. ', (HERE / 'study' / 'STUDY.md').read_text())[7:]
+    for (name, (title, tables, _)), text in zip(frontier.CLAIMS.items(), claims, strict=True):
+        made = frontier.page(numbers, title, tables)
+        assert made == (frontier.RESULTS / f'{name}.md').read_text()
+        cells = set(re.findall(r'(?<=\| )[-+]?0\.\d{3} ± [^|]*(?= \|)', text))
+        assert len(cells) > 10 and {cell for cell in cells if cell not in made} == set(), name
 
 
 def test_the_plan_has_600_runs_with_settings_that_were_fixed():
