@@ -33,8 +33,6 @@ def join_processes():
     if local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
         backend = 'cpu:gloo,cuda:nccl'
-    # torchrun gives the name of this machine, which need not resolve
-    os.environ['MASTER_ADDR'] = 'localhost'
     # the others wait while the first process tokenizes and evaluates, which can take a day
     dist.init_process_group(backend, timeout=datetime.timedelta(days=2))
     if rank() > 0:

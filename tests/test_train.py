@@ -394,8 +394,7 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     def two(folder, *more):
         return subprocess.run(
             [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
-             '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0',
-             '--local_addr=this-name-does-not-resolve.invalid', 'train.py',
+             '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0', 'train.py',
              *config, f'--out_dir={folder}', *more], cwd=HERE, capture_output=True, text=True)
     code, _, error = run_train(*config, f'--out_dir={tmp_path / "one"}')
     assert code == 0, error
