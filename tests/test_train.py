@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from common import (
     DEVICES,
     HERE,
+    TORCHRUN,
     documents,
     gradients,
     head_of_32,
@@ -392,10 +393,8 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval=None', '--max_steps=4',
               '--smoothing=0.1', '--micro_rows=2', '--device=cpu']
     def two(folder, *more):
-        return subprocess.run(
-            [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
-             '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0', 'train.py',
-             *config, f'--out_dir={folder}', *more], cwd=HERE, capture_output=True, text=True)
+        return subprocess.run([*TORCHRUN, 'train.py', *config, f'--out_dir={folder}', *more],
+                              cwd=HERE, capture_output=True, text=True, timeout=300)
     code, _, error = run_train(*config, f'--out_dir={tmp_path / "one"}')
     assert code == 0, error
     done = two(tmp_path / 'two')
@@ -427,10 +426,9 @@ def test_two_processes_train_the_same(small_world, tmp_path):
             'train.join_processes(); train.main(sys.argv[1:])')
     script = tmp_path / 'stop.py'
     script.write_text(code)
-    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
-                    '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0', str(script), *config,
-                    f'--out_dir={tmp_path / "half"}', '--save_every=2'], cwd=HERE,
-                   capture_output=True, env=os.environ | {'PYTHONPATH': str(HERE)})
+    subprocess.run([*TORCHRUN, str(script), *config, f'--out_dir={tmp_path / "half"}',
+                    '--save_every=2'], cwd=HERE, capture_output=True, timeout=300,
+                   env=os.environ | {'PYTHONPATH': str(HERE)})
     assert list(resume.checkpoints(tmp_path / 'half')) == [2]
     code, _, error = run_train(*config, f'--out_dir={tmp_path / "half"}', '--resume')
     assert code == 0, error
@@ -472,9 +470,8 @@ def test_neox_runs(small_world, tmp_path):
     train.main([*config, f'--out_dir={tmp_path / "one"}'])
     assert json.loads((tmp_path / 'one' / 'results.json').read_text())['tasks']
     done = subprocess.run(
-        [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
-         '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0', 'train.py', *config, '--eval=None',
-         f'--out_dir={tmp_path / "two"}'], cwd=HERE, capture_output=True, text=True)
+        [*TORCHRUN, 'train.py', *config, '--eval=None', f'--out_dir={tmp_path / "two"}'],
+        cwd=HERE, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     before, one, two = (load_file(folder / 'model.safetensors')
                         for folder in (base, tmp_path / 'one', tmp_path / 'two'))
