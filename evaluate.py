@@ -70,7 +70,7 @@ class EvalConfig:
     temperature: Literal['none', 'fit'] = 'none'    # fit: temperature and Platt scaling beside raw
     n_bootstrap: int = 1000                   # resamples for the intervals; 0: none
     pictures: bool = True                     # draw reliability diagrams
-    pack_len: int | None = None               # tokens in a packed row; None: 16384 (CPU: 4096)
+    pack_len: int | None = None               # tokens in a packed row; None: 32768 (CPU: 4096)
     batch_rows: int = 1                       # rows in a forward pass
     deterministic: bool = False               # scores bitwise independent of batch composition
     on_bad_row: Literal['stop', 'skip'] = 'stop'
@@ -134,7 +134,7 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
     try:
         for index, numbers, values in scoring.score(
                 load, trees(), cfg.pack_len, cfg.batch_rows, cfg.deterministic,
-                statistics=task.kind in INSTRUCTIONS, trim=not cfg.device.startswith('cuda'),
+                statistics=task.kind in INSTRUCTIONS, trim=scoring.row_lengths(cfg)[1],
                 dropout_seeds=[(cfg.seed, n) for n in range(cfg.passes)]):
             key, prompt, item, tree = waiting.pop(index)
             if not np.isfinite(values).all():
@@ -290,9 +290,9 @@ def resolve(cfg, folder, config, tokenizer):
         chat = trained_template(folder)
     if chat != 'none':
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
-    return replace(cfg, device=place, dtype=dtype.split('.')[-1], add_bos=add_bos, chat=chat,
-                   pack_len=cfg.pack_len or (16384 if place.startswith('cuda') else 4096),
-                   max_length=min(cfg.max_length or context, context))
+    cfg = replace(cfg, device=place, dtype=dtype.split('.')[-1], add_bos=add_bos, chat=chat,
+                  max_length=min(cfg.max_length or context, context))
+    return replace(cfg, pack_len=cfg.pack_len or scoring.row_lengths(cfg)[0])
 
 
 def trained_with_bos(folder):

@@ -25,14 +25,13 @@ inference = Later('inference')      # which needs Triton
 
 
 def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statistics=False,
-          trim=True, dropout_seeds=()):
+          trim=1, dropout_seeds=()):
     """Yield (index, numbers, values) for each of `trees`, (index, Tree) pairs, as they are done.
 
     load:          returns the model; called once there is something to score
     deterministic: each tree in a row and a batch of its own
     statistics:    also what a next-token distribution is like, see values
-    trim:          cut off what no score depends on; not on a GPU, where each new length may compile
-                   kernels
+    trim:          cut off what no score depends on, to a multiple of so many tokens; 0: nothing
     dropout_seeds: one pass with dropout for each; not with `statistics`
     numbers:       int [M], for each scored token its option, or its place in Tree.scored
     values:        float32 [M, 1] log-probability, or one of each pass; with `statistics` [M, 4]:
@@ -46,7 +45,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
             yield index, tree
 
     rows = pack_alone(counted()) if deterministic else pack_trees(counted(), pack_len)
-    batches = stack_rows(rows, 1 if deterministic else batch_rows, trim and not deterministic)
+    batches = stack_rows(rows, 1 if deterministic else batch_rows, 0 if deterministic else trim)
     for copy, scored in launch(load, batches, statistics, dropout_seeds):
         for (index, number, _, _), value in zip(scored, copy.values(), strict=True):
             n, numbers, values = unfinished[index]
@@ -189,6 +188,17 @@ def load_ahead(pool, folder, base, cfg, n_items):
 def by_kernels(cfg):
     """Return whether the kernels of inference.py compute the forward pass."""
     return cfg.device.startswith('cuda') and cfg.dtype == 'bfloat16' and not cfg.deterministic
+
+
+def row_lengths(cfg):
+    """Return (tokens in a packed row, `trim` of `score`) that are fastest for `cfg`.
+
+    In longer rows shots are repeated less often. The kernels need a multiple of 16, FlexAttention
+    compiles each new length.
+    """
+    if by_kernels(cfg):
+        return 32768, 128
+    return (16384, 0) if cfg.device.startswith('cuda') else (4096, 1)
 
 
 def load_model(folder, base, cfg):

@@ -44,7 +44,7 @@ class BenchConfig:
 # attention of the Hugging Face model, prompts in a batch
 PEERS = {'gemma2_2b': ('flex_attention', 16), 'llama32_1b': ('sdpa', 32),
          'llama31_8b': ('sdpa', 32), 'mistral_7b': ('sdpa', 32)}
-PACK_LEN = 16_384
+PACK_LEN = 32_768
 
 
 # ------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def measure_ours(raw, config, folder, rate):
     task = load_tasks(cfg)['mmlu']
     trees = [tree for _, tree in replace(task, validation=[]).tokenize(tokenizer, cfg)]
     started = now()
-    option_log_probs(model, trees[:16], pack_len=PACK_LEN, trim=DEVICE == 'cpu')
+    option_log_probs(model, trees[:16], pack_len=PACK_LEN, trim=128)
     first = now() - started
     reset_peak_memory()
     started = now()

@@ -203,14 +203,14 @@ def stack_rows(rows, batch_rows, trim):
     """Yield (arrays [3, B, T], scored with indices into B * T) of `batch_rows` rows or fewer.
 
     Rows of one batch have one length; `trim` cuts off what follows the last token whose prediction
-    is scored: padding, and other tokens that no score depends on.
+    is scored, padding and other tokens that no score depends on, down to a multiple of `trim`.
     """
     for _, of_length in itertools.groupby(rows, key=lambda row: row[0].shape):
         while batch := list(itertools.islice(of_length, batch_rows)):
             arrays = np.stack([arrays for arrays, _ in batch], 1)
             if trim:
                 last = max((at for _, scored in batch for _, _, at, _ in scored), default=0)
-                arrays = arrays[:, :, :last + 1]
+                arrays = arrays[:, :, :_round_up(last + 1, trim)]
             T = arrays.shape[2]
             yield arrays, [(tree, k, b * T + at, token)
                            for b, (_, scored) in enumerate(batch) for tree, k, at, token in scored]
