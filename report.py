@@ -218,10 +218,10 @@ def measure(groups, n_bootstrap, seed):
         jobs[key] = [group.report, *(functools.partial(group.bootstrap, size, [seed, part])
                                      for part, size in enumerate(sizes))]
     n_drawn = sum(len(group.labels) for group in groups.values()) * n_bootstrap
-    # w processes take 1e-7 n_drawn / w seconds of work and 0.025 w of forking, one after the other
+    # w processes take 7e-8 n_drawn / w seconds of work and 0.025 w of forking, one after the other
     outcomes = iter(parallel_map(operator.call, [*itertools.chain(*jobs.values())],
                                  worth_it=n_drawn >= 3_000_000,
-                                 most=round(math.sqrt(1e-7 * n_drawn / 0.025))))
+                                 most=round(math.sqrt(7e-8 * n_drawn / 0.025))))
     for key, of_key in jobs.items():
         report, *parts = itertools.islice(outcomes, len(of_key))
         resampled[key] = {name: np.concatenate([part[name] for part in parts])
