@@ -492,6 +492,7 @@ if __name__ == '__main__':
         if sys.argv[1:] and sys.argv[1] != '--compare':
             cfg = load_config(EvalConfig, sys.argv[1:], USAGE)
             check_eval_config(cfg)
+            report.start_workers()
             if gpu := re.fullmatch(r'(?:auto|cuda)(?::(\d+))?', cfg.device):
                 threading.Thread(target=create_context, args=[int(gpu[1] or 0)]).start()
             import log      # and with it torch

@@ -952,12 +952,15 @@ def test_interrupt_while_intervals_are_drawn(scored_folder, tmp_path):
                                 f'--tasks={task}', f'--out_dir={out}', '--n_bootstrap=200000'],
                                cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                start_new_session=True)
-    children = Path(f'/proc/{process.pid}/task/{process.pid}/children')
-    while process.poll() is None and len(children.read_text().split()) < 2:
+
+    def children(pid):
+        return Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
+    # of the process that was forked first
+    while process.poll() is None and sum(len(children(pid)) for pid in children(process.pid)) < 2:
         time.sleep(0.01)
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=5)      # until no process holds the pipe
     assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
 
 
