@@ -27,8 +27,6 @@ from metrics import (check_count, check_n_options, check_probs, check_range, ece
 # [R, N] with per-row columns [N]. A metric in bins needs cumulative sums in an order that is found
 # once, and no sorting.
 
-MEANS = ('accuracy', 'confidence', 'gap', 'entropy_bits', 'nll', 'brier')
-
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
               seed=0) -> dict[str, np.ndarray]:
