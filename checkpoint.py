@@ -91,7 +91,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> 
         model = model_class(config)(config)
     for key, path in tqdm(files.items(), 'loading', unit=' tensors', delay=1, disable=None):
         parent, _, name = key.rpartition('.')
-        with _open(path) as tensors:
+        with _open(path) as tensors:    # again for each tensor: what was mapped counts as memory
             # a copy, not a view into the file, which may be replaced in the meantime
             tensor = tensors.get_tensor(key).to(device, dtype, copy=True)
         setattr(model.get_submodule(parent), name, nn.Parameter(tensor))
@@ -168,10 +168,8 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
         if keys:
             more = f' (and {len(keys) - 1} more)' if len(keys) > 1 else ''
             raise CheckpointError(f'{folder}: tensor {min(keys)}{more} {problem}')
-    for key, path in files.items():
-        with _open(path) as tensors:
-            tensor = tensors.get_slice(key)
-            shape, dtype = tensor.get_shape(), tensor.get_dtype()
+    for key, path, header in _read_each(files, lambda file, key: file.get_slice(key)):
+        shape, dtype = header.get_shape(), header.get_dtype()
         if shape != shapes[key]:
             raise CheckpointError(f'{path}: tensor {key} has shape {shape}, config.json wants '
                                   f'{shapes[key]}')
@@ -244,6 +242,14 @@ def _open(path):
                               f'({error}); download or save it again') from error
 
 
+def _read_each(files, read):
+    """Yield (key, path, read(file, key)) of {key: path}; each file of weights is opened once."""
+    for path in dict.fromkeys(files.values()):
+        with _open(path) as file:
+            for key in (key for key in files if files[key] == path):
+                yield key, path, read(file, key)
+
+
 def nonfinite_tensor(folder: str | Path) -> str | None:
     """Return the name of the first tensor of a model folder with NaN or infinity in it, or None."""
     for key, path in weight_files(Path(folder)).items():
@@ -265,10 +271,9 @@ def fingerprint(folder: str | Path) -> str:
     """
     folder = Path(folder)
     config = json.dumps(read_json_object(folder / 'config.json'), sort_keys=True)
-    whole = hashlib.blake2b(config.encode(), digest_size=8)
-    for key, path in sorted(weight_files(folder).items()):
-        with _open(path) as tensors:
-            header, tensor = tensors.get_slice(key), tensors.get_tensor(key)
+    digests = {}
+    for key, _, (header, tensor) in _read_each(
+            weight_files(folder), lambda file, key: (file.get_slice(key), file.get_tensor(key))):
         # mapped: only the sample is read
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
         offsets = (range(0, data.size, 4096) if data.size <= 16 * 4096 else
@@ -276,8 +281,9 @@ def fingerprint(folder: str | Path) -> str:
         digest = hashlib.blake2b(f'{key} {header.get_dtype()} {header.get_shape()}'.encode())
         for offset in offsets:
             digest.update(data[offset:offset + 4096])
-        whole.update(digest.digest())
-    return whole.hexdigest()
+        digests[key] = digest.digest()
+    ordered = [digests[key] for key in sorted(digests)]
+    return hashlib.blake2b(b''.join([config.encode(), *ordered]), digest_size=8).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,15 +8,20 @@ scoring.py makes log-probabilities of them. Samples are appended to samples.json
 scored, and an interrupted evaluation resumes from there; report.py computes the rest from them.
 """
 
+import gc
 import os
 import signal
 
 if __name__ == '__main__':      # Ctrl-C during the imports, which take seconds
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'stopped\n'), os._exit(130)))
+    gc.disable()    # a quarter of the seconds
 
+import contextlib
+import ctypes
 import math
 import re
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -242,7 +247,7 @@ def score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model):
     asked = [tasks[label.removesuffix('.p_true')] for label in result_labels(tasks, cfg)]
     n_items = sum(len(task.items) + len(task.validation) for task in asked)
     n_items = max(0, n_items - sum(key[0] in result_labels(tasks, cfg) for key, _ in done))
-    with ThreadPoolExecutor(3) as pool, open(path, 'ab', buffering=0) as file:
+    with ThreadPoolExecutor(2) as pool, open(path, 'ab', buffering=0) as file:
         base = base_of_adapter(folder) if cfg.passes else folder
         load = (lambda: model) if model else scoring.load_ahead(pool, folder, base, cfg, n_items)
 
@@ -454,6 +459,17 @@ def run(cfg):
         return evaluate(folder, tokenizer, tasks, cfg, out_dir), result_labels(tasks, cfg), out_dir
 
 
+def create_context(number):
+    """Create the CUDA context of a GPU, in which torch will work.
+
+    If that fails, torch says why when it is asked for the GPU.
+    """
+    with contextlib.suppress(OSError):
+        cuda, gpu, context = ctypes.CDLL('libcuda.so.1'), ctypes.c_int(), ctypes.c_void_p()
+        if not (cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(gpu), number)):     # 0: no error
+            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)
+
+
 def main(argv):
     if argv[:1] == ['--compare']:
         compare.main(argv[1:])
@@ -474,8 +490,16 @@ def main(argv):
 if __name__ == '__main__':
     try:
         if sys.argv[1:] and sys.argv[1] != '--compare':
-            check_eval_config(load_config(EvalConfig, sys.argv[1:], USAGE))
+            cfg = load_config(EvalConfig, sys.argv[1:], USAGE)
+            check_eval_config(cfg)
+            report.start_workers()
+            if gpu := re.fullmatch(r'(?:auto|cuda)(?::(\d+))?', cfg.device):
+                threading.Thread(target=create_context, args=[int(gpu[1] or 0)]).start()
             import log      # and with it torch
+        gc.freeze()     # what is imported need not be searched for garbage
+        gc.enable()
+        # a thread that launches kernels waits so many seconds for one that tokenizes
+        sys.setswitchinterval(5e-4)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         main(sys.argv[1:])
         sys.stdout.flush()

@@ -10,9 +10,11 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import operator
 import os
 import re
+import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -39,6 +41,8 @@ BETTER = re.compile(r'(?!p |.* - )(?:.* )?(?:(accuracy|AUROC)|ECE|RMSCE|MAD|SCE|
                     r'|NLL \(nats\)|RMS as \w+)')
 # a sample's key that names a group of questions, and the groups' name in results.json
 GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subjects'}
+
+_workers = None     # the connection to the process of `start_workers`
 
 # Samples
 
@@ -218,10 +222,10 @@ def measure(groups, n_bootstrap, seed):
         jobs[key] = [group.report, *(functools.partial(group.bootstrap, size, [seed, part])
                                      for part, size in enumerate(sizes))]
     n_drawn = sum(len(group.labels) for group in groups.values()) * n_bootstrap
-    # w processes take 1e-7 n_drawn / w seconds of work and 0.025 w of forking, one after the other
+    # w processes take 7e-8 n_drawn / w seconds of work and 0.025 w of forking, one after the other
     outcomes = iter(parallel_map(operator.call, [*itertools.chain(*jobs.values())],
                                  worth_it=n_drawn >= 3_000_000,
-                                 most=round(math.sqrt(1e-7 * n_drawn / 0.025))))
+                                 most=round(math.sqrt(7e-8 * n_drawn / 0.025))))
     for key, of_key in jobs.items():
         report, *parts = itertools.islice(outcomes, len(of_key))
         resampled[key] = {name: np.concatenate([part[name] for part in parts])
@@ -231,12 +235,46 @@ def measure(groups, n_bootstrap, seed):
 
 
 def parallel_map(function, items, worth_it, most=32):
-    """Return [function(x) for x in items]; on Linux by a process a core, at `most`, if worth_it."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1      # forking is unsafe
+    """Return [function(x) for x in items], on Linux by a process a core.
+
+    Without `start_workers` by `most` processes or fewer, and only if that is worth forking them.
+    """
+    cores = min(_cores(), 32)
+    if _workers:
+        with contextlib.suppress(EOFError, OSError):    # it has ended, or the function has failed
+            _workers.send((function, items, min(cores, len(items))))
+            return _workers.recv()
     if cores == 1 or not worth_it:
         return [function(item) for item in items]
-    with forked_pool(min(cores, most, 32)) as pool:
+    with forked_pool(min(cores, most)) as pool:
         return pool.map(function, items, chunksize=1)
+
+
+def _cores():
+    return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1       # forking is unsafe
+
+
+def start_workers():
+    """Fork a process that will fork the workers of `parallel_map`; it ends when this one does.
+
+    The time of a fork depends on the memory: 1 ms before torch is imported, 25 ms on a GPU.
+    """
+    global _workers
+    if _cores() == 1:
+        return
+    _workers, theirs = multiprocessing.Pipe()
+    if os.fork():
+        theirs.close()
+        return
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)    # Ctrl-C ends the workers
+        _workers.close()
+        while True:
+            function, items, processes = theirs.recv()
+            with forked_pool(processes) as pool:
+                theirs.send(pool.map(function, items, chunksize=1))
+    finally:        # the message of whatever ends this process comes from its parent
+        os._exit(0)
 
 
 def intervals(resampled):

@@ -165,16 +165,17 @@ def option_log_probs(model, trees, **options):
 def load_ahead(pool, folder, base, cfg, n_items):
     """Return the `load` of `score`: threads of `pool` read the weights while items are tokenized.
 
-    Other threads meanwhile load the kernels of a GPU and the library that draws.
+    Other threads meanwhile load the kernels of a GPU and, once a thread of `pool` is free, the
+    library that draws: no score waits for it.
     """
     if not n_items:
         return lambda: load_model(folder, base, cfg)
-    if cfg.pictures:
-        pool.submit(importlib.import_module, 'matplotlib.figure')
     warm = []
     if by_kernels(cfg):
         warm.append(pool.submit(warm_up, checkpoint.read_config(folder), cfg))
     weights = pool.submit(load_model, folder, base, cfg)
+    if cfg.pictures:
+        pool.submit(importlib.import_module, 'matplotlib.figure')
 
     @functools.cache
     def load():
@@ -218,8 +219,12 @@ def warm_up(config, cfg):
     config = replace(config, num_hidden_layers=1, layer_types=(config.layer_types or [])[:1],
                      vocab_size=4096 + config.vocab_size % 16)
     with torch.device('meta'):
-        model = checkpoint.model_class(config)(config).to(torch.bfloat16)
-    model.to_empty(device=cfg.device)   # any values do; drawn ones would take float32 memory too
+        model = checkpoint.model_class(config)(config)
+    # Any values do; drawn ones would take float32 memory too. model.to_empty imports sympy.
+    for key, parameter in [*model.named_parameters()]:
+        parent, _, name = key.rpartition('.')
+        values = torch.empty(parameter.shape, dtype=torch.bfloat16, device=cfg.device)
+        setattr(model.get_submodule(parent), name, torch.nn.Parameter(values))
     inference.use_kernels(model)
     at = np.arange(cfg.pack_len)[None]
     with torch.no_grad():

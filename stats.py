@@ -23,11 +23,9 @@ from metrics import (check_count, check_n_options, check_probs, check_range, ece
 
 # The bootstrap of the binned metrics
 #
-# A resample is a count of how often each row was drawn. Means and sums over fixed bins are products
-# of a matrix of counts [R, N] with per-row columns [N, width]. A metric of sorted rows needs
-# cumulative sums in an order that is found once, and no sorting.
-
-MEANS = ('accuracy', 'confidence', 'gap', 'entropy_bits', 'nll', 'brier')
+# A resample is a count of how often each row was drawn. Means are products of a matrix of counts
+# [R, N] with per-row columns [N]. A metric in bins needs cumulative sums in an order that is found
+# once, and no sorting.
 
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
@@ -41,8 +39,9 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     """
     check_count('n_resamples', n_resamples)
     confidence, correct = top_label(probs, labels)
-    columns = _top_label_columns(confidence, correct)
-    by_confidence = _SortedGaps(confidence, columns['gap'][:, 0])
+    columns = {'accuracy': correct.astype(np.float64), 'confidence': confidence.astype(np.float64)}
+    columns['gap'] = columns['confidence'] - correct
+    by_confidence = _SortedGaps(confidence, columns['gap'], 10)
     by_option = []
     if np.ndim(probs) == 2:
         of_options, by_option = _option_columns(probs, labels, n_options, scores)
@@ -53,61 +52,47 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     n, parts = len(correct), []
     chunk = max(1, min(n_resamples, 300_000 // n))
     # once: new memory would cost as much as the sums
-    workspace = np.empty((chunk, n), np.int32), np.empty((chunk, n))
+    workspace = np.empty((chunk, n), np.int32), np.empty((-(-chunk // 2), n, 2))
     for counts, sums in _resample(columns, n, n_resamples, chunk, seed):
-        values = {name: sums[name][:, 0] / n for name in MEANS if name in sums}
-        bin_gaps = np.abs(sums['bin gaps'])
-        values['ece'] = bin_gaps.sum(1) / n
-        values['mce'] = (bin_gaps / np.maximum(sums['bin counts'], 1)).max(1)
+        values = {name: x / n for name, x in sums.items()}
         so_far = by_confidence.accumulate(counts, workspace)
+        bin_counts, bin_gaps = _fixed_bins(*so_far, by_confidence.bin_ends)
+        values['ece'] = bin_gaps.sum(1) / n
+        values['mce'] = (bin_gaps / np.maximum(bin_counts, 1)).max(1)
         ends = equal_chunk_ends(np.full((len(counts), 1), n), 10)
         values['ece_equal_mass'] = _tied_bins(*so_far, by_confidence.last_tie, ends) / n
         values['rmsce'], values['mad'] = _split_bins(*so_far, by_confidence.gaps, 100)
         if by_option:
-            values |= _option_metrics(counts, sums, by_option, workspace)
+            values |= _option_metrics(counts, by_option, workspace)
         parts.append(values)
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _top_label_columns(confidence, correct):
-    """{name: float64 [N, width]}: the per-row terms of what is summed over rows."""
-    in_bin = equal_width_bins(confidence, 10)[:, None] == np.arange(10)
-    confidence, correct = (x.astype(np.float64)[:, None] for x in (confidence, correct))
-    gap = confidence - correct
-    return {'accuracy': correct, 'confidence': confidence, 'gap': gap,
-            'bin gaps': gap * in_bin, 'bin counts': in_bin.astype(np.float64)}
-
-
 def _option_columns(probs, labels, n_options, scores):
-    """The same of every option: ({name: float64 [N, width]}, [_SortedGaps of option k])."""
+    """What needs all options: ({metric: its terms, float64 [N]}, [_SortedGaps of option k])."""
     probs, labels = check_probs(probs, labels)
     n_options = check_n_options(n_options, probs, labels)
     p = probs.astype(np.float64)
-    has = n_options[:, None] > np.arange(n_options.max())
-    bin_gaps, by_option = [], []
-    for k, has_k in enumerate(has.T):
-        p_k = round_for_ties(probs[:, k])
+    by_option = []
+    for k in range(n_options.max()):
+        has_k, p_k = n_options > k, round_for_ties(probs[:, k])
         gap = np.where(has_k, p_k.astype(np.float64) - (labels == k), 0)
-        bin_gaps.append(gap[:, None] * (equal_width_bins(p_k, 15)[:, None] == np.arange(15)))
         # rows without the option sort last; they add 0 to any sum of gaps
-        by_option.append(_SortedGaps(np.where(has_k, p_k, np.inf), gap))
+        by_option.append(_SortedGaps(np.where(has_k, p_k, np.inf), gap, 15))
     brier = (p**2).sum(1) - 2 * p[np.arange(len(p)), labels] + 1
-    return {'entropy_bits': row_entropy(probs)[:, None] / np.log(2),
-            'nll': label_nll(probs, labels, scores)[:, None], 'brier': brier[:, None],
-            'option bin gaps': np.hstack(bin_gaps),
-            'option counts': has.astype(np.float64)}, by_option
+    return {'entropy_bits': row_entropy(probs) / np.log(2),
+            'nll': label_nll(probs, labels, scores), 'brier': brier}, by_option
 
 
 def _resample(columns, n, n_resamples, chunk, seed):
-    """Yield (counts int32 [R, N], {name: sums [R, width] of columns}), a chunk at a time."""
+    """Yield (counts int32 [R, N], {name: sum [R] of its column [N]}), a chunk at a time."""
     random = np.random.default_rng(seed)
     # Products in blocks of 16 by 128 are so small that no BLAS library starts several threads for
     # one; several processes that did would wait for each other.
     blocks = -(-n // 128)
-    design = np.hstack(list(columns.values()))
+    design = np.stack([*columns.values()], 1)
     design = np.pad(design, ((0, 128 * blocks - n), (0, 0))).reshape(blocks, 128, -1)
     padded = np.zeros((-(-chunk // 16) * 16, 128 * blocks))
-    ends = np.cumsum([x.shape[1] for x in columns.values()])
     for start in range(0, n_resamples, chunk):
         size = min(chunk, n_resamples - start)
         drawn = random.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
@@ -116,42 +101,68 @@ def _resample(columns, n, n_resamples, chunk, seed):
         padded[:size, :n] = counts
         products = padded.reshape(-1, 16, blocks, 128).swapaxes(1, 2) @ design
         sums = products.sum(1).reshape(len(padded), -1)[:size]
-        yield counts, dict(zip(columns, np.split(sums, ends[:-1], axis=1), strict=True))
+        yield counts, dict(zip(columns, sums.T, strict=True))
 
 
 class _SortedGaps:
     """Rows in the order of a probability [N], with their gaps [N], probability - outcome."""
 
-    def __init__(self, probability, gaps):
+    def __init__(self, probability, gaps, n_bins):
         self.order = np.argsort(probability, kind='stable')     # int [N], ascending
         self.gaps = gaps[self.order]                            # float64 [N], in that order
         ordered = probability[self.order]
         # int [N], where in that order the last equal probability is
         self.last_tie = np.searchsorted(ordered, ordered, side='right') - 1
+        # int [n_bins], how many rows there are up to the end of each bin of equal width
+        self.bin_ends = np.searchsorted(equal_width_bins(ordered, n_bins), np.arange(n_bins),
+                                        side='right')
+        self.n_rows = np.isfinite(ordered).sum()
 
     def accumulate(self, counts, workspace):
-        """(number of drawn rows so far, sum of their gaps so far), each [R, N], in that order.
+        """(number of drawn rows so far [R, N], sum of their gaps so far), in that order.
 
-        Integers are added ten times as fast as float64, and as exactly.
+        The second is [R / 2, N, 2], of resample r at [r % (R / 2), :, r // (R / 2)]: as complex
+        numbers two are added in the time of one. Integers are added ten times as fast as float64,
+        and as exactly.
         """
-        drawn, gap_sums = (x[:len(counts)] for x in workspace)
+        half = -(-len(counts) // 2)
+        drawn, gap_sums = workspace[0][:len(counts)], workspace[1][:half]
         np.take(counts, self.order, axis=1, out=drawn, mode='clip')
-        np.multiply(drawn, self.gaps, out=gap_sums)
+        np.multiply(drawn[:half], self.gaps, out=gap_sums[..., 0])
+        np.multiply(drawn[half:], self.gaps, out=gap_sums[:len(drawn) - half, :, 1])
+        gap_sums[len(drawn) - half:, :, 1] = 0      # the last of an odd number is alone
         np.cumsum(drawn, 1, out=drawn)
-        np.cumsum(gap_sums, 1, out=gap_sums)
+        pairs = gap_sums.view(np.complex128)
+        np.cumsum(pairs, 1, out=pairs)
         return drawn, gap_sums
 
 
-def _option_metrics(counts, sums, by_option, workspace):
+def _sums_at(gap_sums, at):
+    """The sum of gaps of each resample at the rows `at` [R, M] of `accumulate`, [R, M]."""
+    resample, half = np.arange(len(at))[:, None], len(gap_sums)
+    return gap_sums[resample % half, at, resample // half]
+
+
+def _option_metrics(counts, by_option, workspace):
     """sce and ace: means over the options that some drawn row has."""
-    n_rows = sums['option counts'].astype(int)      # [R, K], drawn rows that have option k
-    sce = np.abs(sums['option bin gaps']).reshape(*n_rows.shape, 15).sum(2)
-    ace = np.empty(n_rows.shape)
+    n_rows, sce, ace = np.empty((3, len(counts), len(by_option)))
     for k, rows in enumerate(by_option):
+        drawn, gap_sums = rows.accumulate(counts, workspace)
+        n_rows[:, k] = drawn[:, rows.n_rows - 1]        # drawn rows that have option k
+        sce[:, k] = _fixed_bins(drawn, gap_sums, rows.bin_ends)[1].sum(1)
         ends = rounded_chunk_ends(n_rows[:, k, None], 15)
-        ace[:, k] = _tied_bins(*rows.accumulate(counts, workspace), rows.last_tie, ends)
+        ace[:, k] = _tied_bins(drawn, gap_sums, rows.last_tie, ends)
     return {name: (total / np.maximum(n_rows, 1)).sum(1) / (n_rows > 0).sum(1)
             for name, total in (('sce', sce), ('ace', ace))}
+
+
+def _fixed_bins(drawn, gap_sums, ends):
+    """(drawn rows, |sum of their gaps|) in each bin, [R, M]; it ends after the first ends [M] rows.
+    """
+    at, begun = np.broadcast_to(np.maximum(ends - 1, 0), (len(drawn), len(ends))), ends > 0
+    n_drawn, gaps = (np.diff(begun * x, axis=1, prepend=0)
+                     for x in (np.take_along_axis(drawn, at, 1), _sums_at(gap_sums, at)))
+    return n_drawn, np.abs(gaps)
 
 
 def _tied_bins(drawn, gap_sums, last_tie, ends):
@@ -160,7 +171,7 @@ def _tied_bins(drawn, gap_sums, last_tie, ends):
     A bin ends after the first ends [R, M] drawn rows, or after the last that ties with that one.
     """
     at = last_tie[_places(drawn, np.maximum(ends, 1))]
-    edges = np.take_along_axis(gap_sums, at, 1)
+    edges = _sums_at(gap_sums, at)
     return np.abs(np.diff(edges, axis=1, prepend=0)).sum(1)
 
 
@@ -170,10 +181,10 @@ def _split_bins(drawn, gap_sums, gaps, bin_size):
     n_bins = max(1, n // bin_size)
     ends = np.append(np.arange(1, n_bins) * bin_size, n)
     size = np.diff(ends, prepend=0)
-    at = _places(drawn, np.broadcast_to(ends, (len(gap_sums), n_bins)))
+    at = _places(drawn, np.broadcast_to(ends, (len(drawn), n_bins)))
     # a row that was drawn several times may be cut: take back the draws beyond the end
     beyond = np.take_along_axis(drawn, at, 1) - ends
-    edges = np.take_along_axis(gap_sums, at, 1) - beyond * gaps[at]
+    edges = _sums_at(gap_sums, at) - beyond * gaps[at]
     in_bin = np.diff(edges, axis=1, prepend=0)
     return np.sqrt((in_bin**2 / size).sum(1) / n), np.abs(in_bin).sum(1) / n
 
@@ -183,7 +194,7 @@ def _places(drawn, ends):
     resamples, n = drawn.shape
     ends = ends.astype(drawn.dtype)     # else searchsorted would copy `drawn` in another type
     if n > 1000:
-        return np.stack([np.searchsorted(*row) for row in zip(drawn, ends, strict=True)])
+        return np.stack([row.searchsorted(end) for row, end in zip(drawn, ends, strict=True)])
     apart = (np.arange(resamples) * (n + 1))[:, None]      # all resamples as one ascending row
     place = np.searchsorted((drawn + apart).ravel(), (ends + apart).ravel())
     return place.reshape(ends.shape) - np.arange(resamples)[:, None] * n

@@ -180,15 +180,17 @@ def _pieces(model, added):
     to_byte = {char: byte for byte, char in BYTE_CHARS.items()}
 
     def to_bytes(piece):
-        return bytes(to_byte[char] for char in piece)
-    ids = {to_bytes(piece): i for piece, i in model['vocab'].items() if piece not in added}
+        return bytes(map(to_byte.__getitem__, piece))
+    ids = {piece: i for piece, i in model['vocab'].items() if piece not in added}
     order = sorted((piece for piece in ids if len(piece) == 1), key=ids.get)
     # a merge is 'a b' or, in newer files, ['a', 'b']
-    order += [to_bytes(''.join(merge) if isinstance(merge, list) else merge.replace(' ', ''))
+    order += [''.join(merge) if isinstance(merge, list) else merge.replace(' ', '')
               for merge in model['merges']]
     if model.get('ignore_merges'):      # a word that is a piece is taken as it is
         order += ids
-    return {piece: ids[piece] for piece in order if piece in ids}
+    # once per piece, which most merges repeat; also where it is left out, to refuse bad characters
+    raw = {piece: to_bytes(piece) for piece in ids | dict.fromkeys(order)}
+    return {raw[piece]: ids[piece] for piece in order if piece in ids}
 
 
 def _bos_and_eos(path, content, ids):

@@ -1,6 +1,7 @@
 """evaluate.py"""
 
 import copy
+import ctypes
 import dataclasses
 import gzip
 import importlib.util
@@ -540,7 +541,7 @@ def test_where_the_kernels_compute(change, kernels, monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoint, 'read_config', lambda *_: None)
     monkeypatch.setattr(inference, 'use_kernels', calls.append)
     monkeypatch.setattr(scoring, 'warm_up', lambda *_: calls.append('warm'))
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(2) as pool:
         load = scoring.load_ahead(pool, tmp_path, tmp_path, cfg, 1)
         assert load() is load() is model
     assert len(calls) == 2 * kernels and (not calls or {'warm', id(model)} == {
@@ -560,6 +561,26 @@ def test_the_kernels_are_loaded_by_a_model_of_one_layer(name, monkeypatch, tmp_p
     assert torch.equal(torch.get_rng_state(), random_state)     # no weights were drawn
 
 
+@pytest.mark.parametrize('status, wanted', [(0, [1, 'created']), (100, [])])
+def test_the_context_of_a_gpu_is_created_ahead(status, wanted, monkeypatch):
+    calls = []
+    driver = SimpleNamespace(cuInit=lambda flags: status,
+                             cuDeviceGet=lambda gpu, number: calls.append(number) or 0,
+                             cuDevicePrimaryCtxRetain=lambda context, gpu: calls.append('created'))
+    monkeypatch.setattr(ctypes, 'CDLL', lambda name: driver)
+    evaluate.create_context(1)
+    assert calls == wanted
+    monkeypatch.setattr(ctypes, 'CDLL', lambda name: open('/none'))
+    evaluate.create_context(0)      # no driver: torch says so, if it is asked for a GPU
+
+
+@pytest.mark.parametrize('device', DEVICES[1:])
+def test_torch_works_in_the_context_that_was_created_ahead(device):
+    subprocess.run([sys.executable, '-c', 'import evaluate, torch; evaluate.create_context(0); '
+                    'assert torch._C._cuda_hasPrimaryContext(0); '
+                    'assert torch.ones(3, device="cuda").sum() == 3'], check=True)
+
+
 def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
     tensors, model = [], SimpleNamespace()
 
@@ -571,7 +592,7 @@ def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoint, 'read_config', lambda *_: None)
     monkeypatch.setattr(scoring, 'warm_up', fails)
     monkeypatch.setattr(scoring, 'load_model', lambda *_: model)
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(2) as pool:
         load = scoring.load_ahead(pool, tmp_path, tmp_path, evaluate.EvalConfig(
             dtype='bfloat16', device='cuda', pictures=False), 1)
         assert load() is model and tensors[0]() is None
@@ -932,12 +953,15 @@ def test_interrupt_while_intervals_are_drawn(scored_folder, tmp_path):
                                 f'--tasks={task}', f'--out_dir={out}', '--n_bootstrap=200000'],
                                cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                start_new_session=True)
-    children = Path(f'/proc/{process.pid}/task/{process.pid}/children')
-    while process.poll() is None and len(children.read_text().split()) < 2:
+
+    def children(pid):
+        return Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
+    # of the process that was forked first
+    while process.poll() is None and sum(len(children(pid)) for pid in children(process.pid)) < 2:
         time.sleep(0.01)
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=5)      # until no process holds the pipe
     assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
 
 

@@ -1,8 +1,11 @@
 """report.py: samples to tables, intervals and diagrams"""
 
 import csv
+import functools
 import io
 import json
+import operator
+import os
 import re
 
 import numpy as np
@@ -29,6 +32,19 @@ def result(**more):
     samples = [question(i) for i in range(6)]
     return report.summarize(samples, 'token', n_bootstrap=20) | {
         'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token', 'bad_rows': 0} | more
+
+
+def test_workers_that_were_forked_ahead(monkeypatch):
+    monkeypatch.setattr(report, '_workers', None)
+    monkeypatch.setattr(report, '_cores', lambda: 2)
+    report.start_workers()
+
+    def parents():
+        return {*report.parallel_map(operator.call, [os.getppid] * 3, worth_it=False)}
+    assert len(parents()) == 1 and os.getpid() not in parents()
+    with pytest.raises(ZeroDivisionError):
+        report.parallel_map(operator.call, [functools.partial(divmod, 1, 0)], worth_it=True)
+    assert parents() == {os.getppid()}      # they have ended, and no more are worth forking
 
 
 def test_option_scores_norms():

@@ -153,6 +153,8 @@ def test_real_tokenizer_json(name, tmp_path):
     (lambda f: f['pre_tokenizer'].update(add_prefix_space=True), 'with ByteLevel is not supported'),
     (lambda f: f['added_tokens'][-1].update(lstrip=True), 'an added token with lstrip'),
     (lambda f: f.pop('model'), "not a tokenizer.json, .*KeyError: 'model'"),
+    (lambda f: f['model']['vocab'].update({'a b': 999}), "KeyError: ' '"),      # of no merge
+    (lambda f: f['model']['merges'].append(['a', '\n']), "KeyError: '.*n'"),     # of no piece
     (lambda f: f['model']['vocab'].pop('h'), 'model.vocab has no piece for byte 104'),
     (lambda f: f.update(pre_tokenizer={'type': 'Sequence', 'pretokenizers': []}), 'IndexError'),
     (lambda f: f.update(post_processor={'type': 'TemplateProcessing', 'single': []}), 'IndexError'),
