@@ -29,9 +29,9 @@ def join_processes():
     """Under torchrun, connect the processes: NCCL with a GPU each, else gloo; the first prints."""
     if 'TORCHELASTIC_RUN_ID' not in os.environ:
         return
-    backend, local_rank = 'gloo', int(os.environ['LOCAL_RANK'])
-    if local_rank < torch.cuda.device_count():
-        torch.cuda.set_device(local_rank)
+    backend = 'gloo'    # one for all: processes of different backends wait for each other for ever
+    if torch.cuda.device_count() >= int(os.environ['LOCAL_WORLD_SIZE']):
+        torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
         backend = 'cpu:gloo,cuda:nccl'
     # the others wait while the first process tokenizes and evaluates, which can take a day
     dist.init_process_group(backend, timeout=datetime.timedelta(days=2))

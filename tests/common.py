@@ -200,9 +200,8 @@ def off(a, b):
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
-# two processes; torchrun waits for ever for a machine whose own name does not resolve
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
-            '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0', '--local_addr=localhost']
+            '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0']
 
 
 def run_train(*arguments, limit=None, wait=True):

@@ -34,6 +34,7 @@ import checkpoint
 import configs
 import evaluate
 import metrics
+import parallel
 import report
 import resume
 import train
@@ -386,6 +387,21 @@ def test_trackers_must_be_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(configs.ConfigError, match='pip install wandb'):
         train.check_config(tiny_config(tracker='wandb', max_length=48))
+
+
+@pytest.mark.parametrize('n_gpus, wanted', [(0, 'gloo'), (1, 'gloo'), (2, 'cpu:gloo,cuda:nccl')])
+def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
+    """Two processes on a machine of one GPU, as those that `--device=cpu` runs there."""
+    backends, devices = [], []
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: n_gpus)
+    monkeypatch.setattr(torch.cuda, 'set_device', devices.append)
+    monkeypatch.setattr(parallel.dist, 'init_process_group', lambda name, **_: backends.append(name))
+    for rank in ('0', '1'):
+        for name, value in (('TORCHELASTIC_RUN_ID', 'x'), ('LOCAL_RANK', rank),
+                            ('LOCAL_WORLD_SIZE', '2')):
+            monkeypatch.setenv(name, value)
+        parallel.join_processes()
+    assert backends == [wanted] * 2 and devices == ([0, 1] if n_gpus == 2 else [])
 
 
 def test_two_processes_train_the_same(small_world, tmp_path):
