@@ -10,6 +10,7 @@ tested. One seed has neither interval nor p.
 
 import argparse
 import csv
+import functools
 import sys
 from pathlib import Path
 
@@ -35,7 +36,7 @@ SETTINGS = {'base': {}, 'lora': {'lora': 'True', 'rates': KINDS['lora'][0]},
             'medium': {'model': 'medium', 'rates': KINDS['medium'][0]},
             'large': {'model': 'large', 'rates': KINDS['large'][0]}}
 COLUMNS = {'base': '6 million', 'medium': '34 million', 'large': '210 million', 'lora': 'LoRA',
-           'untuned': 'untuned languages'}
+           'untuned': 'untuned languages', 'english': 'English'}
 
 
 # Numbers
@@ -88,7 +89,7 @@ def at_equal_accuracy(curve, reference):
     low, high = max(curve[0][0], reference[0][0]), min(curve[0][-1], reference[0][-1])
     if not high - low >= LEAST_RANGE:       # or nan
         return float('nan')
-    grid = np.linspace(low, high, 101)
+    grid = low + (high - low) * (np.arange(1000) + 0.5) / 1000
     return float((np.interp(grid, *curve) - np.interp(grid, *reference)).mean())
 
 
@@ -124,7 +125,7 @@ def ratio_interval(x, y):
 # Tables
 
 
-def cell(values, p=None):
+def cell(values, p=None, digits=3):
     """Return '+0.012 ± 0.003, p 0.01'; p is given only for what is tested.
 
     A seed has no value if a run is missing, or if the two curves share too little accuracy.
@@ -132,9 +133,10 @@ def cell(values, p=None):
     if not np.isfinite(values).all():
         return f'none for {np.isnan(values).sum()} of {len(values)} seeds'
     if len(values) < 2:
-        return f'{values[0]:+.3f}'
+        return f'{values[0]:+.{digits}f}'
     mean, _, high = mean_interval(values)
-    return f'{mean:+.3f} ± {high - mean:.3f}' + (f', p {p:.1g}' if p is not None else '')
+    return (f'{mean:+.{digits}f} ± {high - mean:.{digits}f}'
+            + (f', p {p:.1g}' if p is not None else ''))
 
 
 def tested_table(head, rows, tested):
@@ -180,51 +182,44 @@ def temperature_table(numbers):
                         [(i, j) for i in range(len(rows)) for j in (1, 2)])
 
 
-def transfer_values(numbers, name, loss, column):
+def transfer_values(numbers, name, loss, column, metric='ece'):
     """Return [seeds], or None if the plan has no such runs."""
-    if column == 'untuned':
-        return np.mean([numbers.excess('ece', loss, language=x) for x in UNTUNED], axis=0)
-    return (numbers.excess('ece', loss, column)
+    if column in ('untuned', 'english'):
+        languages = UNTUNED if column == 'untuned' else ['en']
+        return np.mean([numbers.excess(metric, loss, language=x) for x in languages], axis=0)
+    return (numbers.excess(metric, loss, column)
             if column == 'base' or name in KINDS[column][1] else None)
 
 
-def transfer_table(numbers):
-    """Claim 9; the tests leave out 6 million, which is claim 7's."""
-    rows, values = [], {}
-    for i, (name, loss) in enumerate(all_losses(primary=True)):
-        rows.append(name)
-        values |= {(i, j): v for j, column in enumerate(COLUMNS)
-                   if (v := transfer_values(numbers, name, loss, column)) is not None}
-    tested = [place for place in values if place[1] > 0]
+def transfer_table(numbers, metric='ece'):
+    """Claim 9; tested is ECE, but not at 6 million, which is claim 7's, nor in English."""
+    values = {(name, column): v for name, loss in all_losses(primary=True) for column in COLUMNS
+              if (v := transfer_values(numbers, name, loss, column, metric)) is not None}
+    tested = [place for place in values if metric == 'ece' and place[1] not in ('base', 'english')]
     p = (holm([p_of(values[place]) for place in tested]) if len(numbers.seeds) > 1
          else [None] * len(tested))
     p = dict(zip(tested, p, strict=True))
-    return [['loss', *COLUMNS.values()], *(
-        [name, *(cell(values[i, j], p.get((i, j))) if (i, j) in values else '-'
-                 for j in range(len(COLUMNS)))] for i, name in enumerate(rows))]
+    return [[f'{TITLES[metric]}: loss', *COLUMNS.values()], *(
+        [name, *(cell(values[name, column], p.get((name, column))) if (name, column) in values
+                 else '-' for column in COLUMNS)] for name, _ in all_losses(primary=True))]
 
 
-def known_ece(numbers, base, data, name):
-    return numbers.over_seeds(f'{base}-{data}-{short(LOSSES[name][0])}', 'ece')
+def known_values(numbers, base, data, name, metric='ece'):
+    return numbers.over_seeds(f'{base}-{data}-{short(LOSSES[name][0])}', metric)
 
 
-def known_table(numbers):
-    """Claim 10: ECE of questions by what the tuned facts are."""
-    table = [['base model', 'tuned on', *(f'ECE, {name}' for name in NAMES), 'accuracy']]
-    for base in BASES:
-        for data in DATA:
-            table.append([COLUMNS[base], data, *(
-                cell(known_ece(numbers, base, data, name)).lstrip('+')
-                for name in NAMES), cell(numbers.over_seeds(
-                    f'{base}-{data}-{short(CROSS_ENTROPY)}', 'accuracy')).lstrip('+')])
-    return table
+def known_table(numbers, metric='ece'):
+    """Claim 10: a metric of questions by what the tuned facts are."""
+    return [['base model', 'tuned on', *(f'{TITLES[metric]}, {name}' for name in NAMES)], *(
+        [COLUMNS[base], data, *(cell(known_values(numbers, base, data, name, metric)).lstrip('+')
+                                for name in NAMES)] for base in BASES for data in DATA)]
 
 
 def predictions_table(numbers):
     """Claim 10: what the mechanism of the plan predicts, each as a number above 0."""
     def gain(base, data, name):
-        return (known_ece(numbers, base, data, 'cross-entropy')
-                - known_ece(numbers, base, data, name))
+        return (known_values(numbers, base, data, 'cross-entropy')
+                - known_values(numbers, base, data, name))
     def by_heart(run):
         return (numbers.over_seeds(run, 'nll', task='held out')
                 - numbers.over_seeds(run, 'nll', task='trained'))
@@ -233,11 +228,11 @@ def predictions_table(numbers):
             for base, (prefix, lr) in {'base': ('tuned', 8e-4), 'medium': ('medium', 4e-4)}.items()}
     share = {base: numbers.over_seeds(base, 'accuracy', task=base) for base in BASES}
     rows = [(['cross-entropy: ECE unknown - known, 6 million'],
-             [known_ece(numbers, 'base', 'unknown', 'cross-entropy')
-              - known_ece(numbers, 'base', 'known', 'cross-entropy')]),
+             [known_values(numbers, 'base', 'unknown', 'cross-entropy')
+              - known_values(numbers, 'base', 'known', 'cross-entropy')]),
             (['cross-entropy: ECE unknown - known, 34 million'],
-             [known_ece(numbers, 'medium', 'unknown', 'cross-entropy')
-              - known_ece(numbers, 'medium', 'known', 'cross-entropy')]),
+             [known_values(numbers, 'medium', 'unknown', 'cross-entropy')
+              - known_values(numbers, 'medium', 'known', 'cross-entropy')]),
             (["smoothing's gain unknown - known, 6 million"],
              [gain('base', 'unknown', 'smoothing') - gain('base', 'known', 'smoothing')]),
             (["DFT's gain unknown - known, 6 million"],
@@ -257,6 +252,9 @@ def choices():
     for lr in RATES[:2]:
         yield f'learning rate {lr:g}', f'tuned-{short(CROSS_ENTROPY)}-lr{lr}', 'none'
     yield 'one epoch', f'epoch-{short(CROSS_ENTROPY)}-lr0.0008', 'none'
+    yield 'one epoch, 0.00032', f'epoch-{short(CROSS_ENTROPY)}-lr0.00032', 'none'
+    yield 'one epoch, smoothing', f'epoch-{short(SMOOTHING)}-lr0.0008', 'none'
+    yield 'one epoch, 0.00032, smoothing', f'epoch-{short(SMOOTHING)}-lr0.00032', 'none'
     for lr in KINDS['lora'][0]:
         yield f'LoRA, {lr:g}', f'lora-{short(CROSS_ENTROPY)}-lr{lr}', 'none'
     for name, loss in all_losses(primary=True):
@@ -305,7 +303,8 @@ def recipe_table(numbers):
                     for name, ece, lost, nll, held_out in recipe_values(numbers))
     return [['choice', 'ECE taken away', 'points of accuracy lost', 'NLL taken away',
              'NLL of held-out conversations added', 'ECE per point'],
-            *([name, *map(cell, values), text] for _, text, name, *values in ranked)]
+            *([name, cell(ece), cell(lost, digits=1), cell(nll), cell(held_out), text]
+              for _, text, name, ece, lost, nll, held_out in ranked)]
 
 
 # Figures
@@ -396,7 +395,7 @@ def known_figure(numbers, path):
     for ax, base in zip(axes[0], BASES, strict=True):
         for i, name in enumerate(NAMES):
             for j, data in enumerate(DATA):
-                bars(ax, j + 0.08 * (i - 1), known_ece(numbers, base, data, name),
+                bars(ax, j + 0.08 * (i - 1), known_values(numbers, base, data, name),
                      color=color[name], label=name)
         ax.axhline(numbers.over_seeds(base, 'ece').mean(), color='black', linestyle='--',
                    linewidth=1, label='base model')
@@ -407,21 +406,24 @@ def known_figure(numbers, path):
 
 
 def recipe_figure(numbers, path):
-    figure, axes = panels(1, 1)
-    figure.set_size_inches(8, 5)
-    ax, colors = axes[0, 0], loss_colors()
-    for i, (name, ece, lost, *_) in enumerate(recipe_values(numbers)):
-        if np.isfinite([ece, lost]).all():
-            (x, *ends_x), (y, *ends_y) = mean_and_ends(lost), mean_and_ends(ece)
-            ax.errorbar([x], [y], np.abs(np.array(ends_y)[:, None] - y),
-                        np.abs(np.array(ends_x)[:, None] - x), markersize=6, capsize=2,
-                        linewidth=0.8, color=colors.get(name, f'C{i}'), label=name,
-                        marker='o' if name in colors else '^' if 'temperature' in name else 's')
-    ax.axhline(0, color='black', linewidth=1)
-    ax.axvline(0, color='black', linewidth=1)
-    ax.set(xlabel='points of accuracy lost', ylabel='ECE taken away')
-    ax.grid(alpha=0.3)
-    finish(figure, path)
+    """Draw a row per choice, in the order of the table; a choice without runs is left out."""
+    ranked = sorted((*per_point(ece, lost), name, ece, lost, held_out)
+                    for name, ece, lost, _, held_out in recipe_values(numbers))
+    rows = [row[2:] for row in ranked if np.isfinite(row[3:]).all()]
+    figure, axes = panels(1, 3)
+    figure.set_size_inches(10, 1 + 0.24 * len(rows))
+    for i, (ax, title) in enumerate(zip(axes[0], (
+            'ECE taken away', 'points of accuracy lost', 'NLL of conversations added'), strict=True)):
+        for y, (_, *values) in enumerate(rows):
+            mean, low, high = mean_and_ends(values[i])
+            ax.errorbar([mean], [y], xerr=[[mean - low], [high - mean]], color='C0', marker='o',
+                        markersize=4, capsize=2, linewidth=1.2)
+        ax.axvline(0, color='black', linewidth=1)
+        ax.set_yticks(range(len(rows)), [row[0] for row in rows] if i == 0 else [])
+        ax.set_ylim(len(rows) - 0.5, -0.5)
+        ax.set_title(title, fontsize=10)
+        ax.grid(alpha=0.3)
+    save_figure(figure, path, 110)
 
 
 # file: (claim, tables, figure)
@@ -431,8 +433,11 @@ CLAIMS = {
     'after-temperature': ('Claim 8: the same for questions after a temperature is fitted',
                           (temperature_table,), temperature_figure),
     'transfer': ('Claim 9: ECE of questions at equal accuracy, less that of cross-entropy',
-                 (transfer_table,), transfer_figure),
-    'known': ('Claim 10: known and unknown facts', (known_table, predictions_table), known_figure),
+                 (transfer_table, *(functools.partial(transfer_table, metric=m)
+                                    for m in ('smooth_ece', 'brier', 'nll'))), transfer_figure),
+    'known': ('Claim 10: known and unknown facts', (
+        known_table, predictions_table, *(functools.partial(known_table, metric=m) for m in (
+            'accuracy', 'confidence', 'smooth_ece', 'brier', 'nll'))), known_figure),
     'recipe': ('Claim 11: what each choice takes away from the default', (recipe_table,),
                recipe_figure),
 }
