@@ -91,7 +91,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> 
         model = model_class(config)(config)
     for key, path in tqdm(files.items(), 'loading', unit=' tensors', delay=1, disable=None):
         parent, _, name = key.rpartition('.')
-        with _open(path) as tensors:    # again for each tensor: what was mapped counts as memory
+        with _open(path) as tensors:    # per tensor: pages that stay mapped count as our memory
             # a copy, not a view into the file, which may be replaced in the meantime
             tensor = tensors.get_tensor(key).to(device, dtype, copy=True)
         setattr(model.get_submodule(parent), name, nn.Parameter(tensor))
@@ -222,8 +222,13 @@ class _PickledTensors(dict):
 @functools.lru_cache(4)
 def _read_pickle(path, _time):
     try:
-        return _PickledTensors(torch.load(path, 'cpu', mmap=True, weights_only=True))
-    except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        tensors = torch.load(path, 'cpu', mmap=True, weights_only=True)
+        if not (isinstance(tensors, dict)
+                and all(isinstance(x, torch.Tensor) for x in tensors.values())):
+            raise TypeError('not a dict of tensors')
+        return _PickledTensors(tensors)
+    except (RuntimeError, OSError, EOFError, ValueError, TypeError,
+            pickle.UnpicklingError) as error:
         raise CheckpointError(f'{path}: truncated, or not a file of weights '
                               f'({type(error).__name__}); download it again') from error
 

@@ -75,7 +75,8 @@ class EvalConfig:
     temperature: Literal['none', 'fit'] = 'none'    # fit: temperature and Platt scaling beside raw
     n_bootstrap: int = 1000                   # resamples for the intervals; 0: none
     pictures: bool = True                     # draw reliability diagrams
-    pack_len: int | None = None               # tokens in a packed row; None: 32768 (CPU: 4096)
+    pack_len: int | None = None               # tokens in a packed row; None: 32768 on a GPU, 16384
+    #                                           there without the kernels, 4096 on a CPU
     batch_rows: int = 1                       # rows in a forward pass
     deterministic: bool = False               # scores bitwise independent of batch composition
     on_bad_row: Literal['stop', 'skip'] = 'stop'
@@ -464,7 +465,7 @@ def create_context(number):
 
     If that fails, torch says why when it is asked for the GPU.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError, ctypes.ArgumentError):
         cuda, gpu, context = ctypes.CDLL('libcuda.so.1'), ctypes.c_int(), ctypes.c_void_p()
         if not (cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(gpu), number)):     # 0: no error
             cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)
@@ -493,13 +494,13 @@ if __name__ == '__main__':
             cfg = load_config(EvalConfig, sys.argv[1:], USAGE)
             check_eval_config(cfg)
             report.start_workers()
-            if gpu := re.fullmatch(r'(?:auto|cuda)(?::(\d+))?', cfg.device):
-                threading.Thread(target=create_context, args=[int(gpu[1] or 0)]).start()
+            if gpu := re.fullmatch(r'auto|cuda(?::(\d+))?', cfg.device):
+                threading.Thread(target=create_context, args=[int(gpu[1] or 0)],
+                                 daemon=True).start()
             import log      # and with it torch
         gc.freeze()     # what is imported need not be searched for garbage
         gc.enable()
-        # a thread that launches kernels waits so many seconds for one that tokenizes
-        sys.setswitchinterval(5e-4)
+        sys.setswitchinterval(5e-4)     # tokenizing must not delay the launch of kernels by 5 ms
         signal.signal(signal.SIGINT, signal.default_int_handler)
         main(sys.argv[1:])
         sys.stdout.flush()

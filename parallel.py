@@ -29,7 +29,7 @@ def join_processes():
     """Under torchrun, connect the processes: NCCL with a GPU each, else gloo; the first prints."""
     if 'TORCHELASTIC_RUN_ID' not in os.environ:
         return
-    backend = 'gloo'    # one for all: processes of different backends wait for each other for ever
+    backend = 'gloo'    # the same for all: else they would wait for each other forever
     if torch.cuda.device_count() >= int(os.environ['LOCAL_WORLD_SIZE']):
         torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
         backend = 'cpu:gloo,cuda:nccl'

@@ -222,7 +222,8 @@ def measure(groups, n_bootstrap, seed):
         jobs[key] = [group.report, *(functools.partial(group.bootstrap, size, [seed, part])
                                      for part, size in enumerate(sizes))]
     n_drawn = sum(len(group.labels) for group in groups.values()) * n_bootstrap
-    # w processes take 7e-8 n_drawn / w seconds of work and 0.025 w of forking, one after the other
+    # without start_workers, w processes take 7e-8 n_drawn / w seconds of work and 0.025 w of
+    # forking, one after the other
     outcomes = iter(parallel_map(operator.call, [*itertools.chain(*jobs.values())],
                                  worth_it=n_drawn >= 3_000_000,
                                  most=round(math.sqrt(7e-8 * n_drawn / 0.025))))
@@ -235,13 +236,14 @@ def measure(groups, n_bootstrap, seed):
 
 
 def parallel_map(function, items, worth_it, most=32):
-    """Return [function(x) for x in items], on Linux by a process a core.
+    """Return [function(x) for x in items], on Linux by a process per core.
 
-    Without `start_workers` by `most` processes or fewer, and only if that is worth forking them.
+    Without `start_workers`, `most` processes are forked at most, and only if that is worth it.
     """
     cores = min(_cores(), 32)
-    if _workers:
-        with contextlib.suppress(EOFError, OSError):    # it has ended, or the function has failed
+    if _workers and items and most:
+        # if it has ended, or the function has failed, the lines below raise the error
+        with contextlib.suppress(EOFError, OSError):
             _workers.send((function, items, min(cores, len(items))))
             return _workers.recv()
     if cores == 1 or not worth_it:
@@ -262,8 +264,13 @@ def start_workers():
     global _workers
     if _cores() == 1:
         return
-    _workers, theirs = multiprocessing.Pipe()
-    if os.fork():
+    try:
+        _workers, theirs = multiprocessing.Pipe()
+        child = os.fork()
+    except OSError:     # too many files or processes
+        _workers = None
+        return
+    if child:
         theirs.close()
         return
     try:
@@ -272,7 +279,12 @@ def start_workers():
         while True:
             function, items, processes = theirs.recv()
             with forked_pool(processes) as pool:
-                theirs.send(pool.map(function, items, chunksize=1))
+                results = pool.map_async(function, items, chunksize=1)
+                while not results.ready():
+                    results.wait(0.1)
+                    if theirs.poll():       # the other process has ended
+                        theirs.recv()       # raises EOFError
+                theirs.send(results.get())
     finally:        # the message of whatever ends this process comes from its parent
         os._exit(0)
 

@@ -194,8 +194,8 @@ def by_kernels(cfg):
 def row_lengths(cfg):
     """Return (tokens in a packed row, `trim` of `score`) that are fastest for `cfg`.
 
-    In longer rows shots are repeated less often. The kernels need a multiple of 16, FlexAttention
-    compiles each new length.
+    In longer rows shots are repeated less often. Triton compiles the kernels again for a length
+    that 16 does not divide, and FlexAttention for each new length.
     """
     if by_kernels(cfg):
         return 32768, 128

@@ -157,10 +157,9 @@ def _option_metrics(counts, by_option, workspace):
 
 
 def _fixed_bins(drawn, gap_sums, ends):
-    """(drawn rows, |sum of their gaps|) in each bin, [R, M]; it ends after the first ends [M] rows.
-    """
-    at, begun = np.broadcast_to(np.maximum(ends - 1, 0), (len(drawn), len(ends))), ends > 0
-    n_drawn, gaps = (np.diff(begun * x, axis=1, prepend=0)
+    """(drawn rows, |sum of their gaps|) of each bin, [R, M]; a bin ends after `ends` [M] rows."""
+    at, nonempty = np.broadcast_to(np.maximum(ends - 1, 0), (len(drawn), len(ends))), ends > 0
+    n_drawn, gaps = (np.diff(nonempty * x, axis=1, prepend=0)
                      for x in (np.take_along_axis(drawn, at, 1), _sums_at(gap_sums, at)))
     return n_drawn, np.abs(gaps)
 

@@ -203,7 +203,8 @@ def stack_rows(rows, batch_rows, trim):
     """Yield (arrays [3, B, T], scored with indices into B * T) of `batch_rows` rows or fewer.
 
     Rows of one batch have one length; `trim` cuts off what follows the last token whose prediction
-    is scored, padding and other tokens that no score depends on, down to a multiple of `trim`.
+    is scored, padding and other tokens that no score depends on; what remains is rounded up to a
+    multiple of `trim`, and 0 cuts off nothing.
     """
     for _, of_length in itertools.groupby(rows, key=lambda row: row[0].shape):
         while batch := list(itertools.islice(of_length, batch_rows)):

@@ -636,6 +636,14 @@ def test_pickled_weights_are_read(tmp_path, name, shards):
         checkpoint.load(pickled)
 
 
+@pytest.mark.parametrize('content', [[torch.ones(2)], 'text', {'model': {'x': torch.ones(2)}}])
+def test_a_pickle_of_other_things_is_refused(content, folder):
+    (folder / 'model.safetensors').unlink()
+    torch.save(content, folder / 'pytorch_model.bin')
+    with pytest.raises(checkpoint.CheckpointError, match='pytorch_model.bin: truncated, or not a f'):
+        checkpoint.load(folder)
+
+
 def test_a_pickle_runs_no_code(folder):
     class Attack:
         def __reduce__(self):

@@ -941,7 +941,8 @@ def test_progress_without_a_terminal(capsys, monkeypatch):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='needs two cores')
-def test_interrupt_while_intervals_are_drawn(scored_folder, tmp_path):
+@pytest.mark.parametrize('to', ['group', 'parent'])
+def test_interrupt_while_intervals_are_drawn(to, scored_folder, tmp_path):
     """Ctrl-C goes to the worker processes too: one line all the same, and an end."""
     task, out = write_words(tmp_path / 'foxes.jsonl', 100, 'fox'), tmp_path / 'out'
     model = scored_folder / 'model'
@@ -960,7 +961,7 @@ def test_interrupt_while_intervals_are_drawn(scored_folder, tmp_path):
     while process.poll() is None and sum(len(children(pid)) for pid in children(process.pid)) < 2:
         time.sleep(0.01)
     time.sleep(0.5)
-    os.killpg(process.pid, signal.SIGINT)
+    (os.killpg if to == 'group' else os.kill)(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=5)      # until no process holds the pipe
     assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
 

@@ -47,6 +47,16 @@ def test_workers_that_were_forked_ahead(monkeypatch):
     assert parents() == {os.getppid()}      # they have ended, and no more are worth forking
 
 
+def test_workers_that_cannot_be_forked(monkeypatch):
+    def fork():
+        raise BlockingIOError(11, 'Resource temporarily unavailable')
+    monkeypatch.setattr(report, '_cores', lambda: 2)
+    monkeypatch.setattr(os, 'fork', fork)
+    report.start_workers()
+    assert report._workers is None
+    assert report.parallel_map(abs, [-1, 2], worth_it=False) == [1, 2]
+
+
 def test_option_scores_norms():
     log_probs, options = np.array([-2.0, -6.0]), [' é', ' long']
     for norm, length in (('sum', (1, 1)), ('token', (1, 3)), ('char', (1, 4)), ('byte', (2, 4))):
