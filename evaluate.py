@@ -34,6 +34,7 @@ import compare
 import outdir
 import report
 import samples
+import workers
 from configs import (CheckpointError, ConfigError, Later, load_config, read_assignments,
                      require_range)
 from data import DataError
@@ -493,7 +494,7 @@ if __name__ == '__main__':
         if sys.argv[1:] and sys.argv[1] != '--compare':
             cfg = load_config(EvalConfig, sys.argv[1:], USAGE)
             check_eval_config(cfg)
-            report.start_workers()
+            workers.start_workers()
             if gpu := re.fullmatch(r'auto|cuda(?::(\d+))?', cfg.device):
                 threading.Thread(target=create_context, args=[int(gpu[1] or 0)],
                                  daemon=True).start()

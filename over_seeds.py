@@ -16,9 +16,10 @@ import stats
 from configs import ConfigError
 from data import DataError, read_rows
 from outdir import write_text
-from report import (aligned, csv_text, latex, mark_best, markdown, parallel_map, predictions,
-                    save_figure, warn_on_failure)
+from report import (aligned, csv_text, latex, mark_best, markdown, predictions, save_figure,
+                    warn_on_failure)
 from runs import TITLES, read_run_samples, sample_of
+from workers import parallel_map
 
 # the columns of a compare.csv over seeds: what names a line, the settings that differ, the metrics
 NAMES = ('run', 'kind', 'seed', 'task', 'language', 'category', 'scaling')

@@ -10,11 +10,9 @@ import io
 import itertools
 import json
 import math
-import multiprocessing
 import operator
 import os
 import re
-import signal
 import sys
 import textwrap
 from pathlib import Path
@@ -25,8 +23,9 @@ import numpy as np
 import metrics
 import scaling
 import stats
-from data import DataError, forked_pool, read_rows
+from data import DataError, read_rows
 from outdir import claim, write_text
+from workers import parallel_map
 
 SCHEMA = 1      # of results.json, as docs/evaluation.md states it; keys that are added keep it
 # the columns of a table: key in a report, title, format
@@ -41,8 +40,6 @@ BETTER = re.compile(r'(?!p |.* - )(?:.* )?(?:(accuracy|AUROC)|ECE|RMSCE|MAD|SCE|
                     r'|NLL \(nats\)|RMS as \w+)')
 # a sample's key that names a group of questions, and the groups' name in results.json
 GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subjects'}
-
-_workers = None     # the connection to the process of `start_workers`
 
 # Samples
 
@@ -233,60 +230,6 @@ def measure(groups, n_bootstrap, seed):
                           for name in (parts[0] if parts else ())}
         reports[key] = report | intervals(resampled[key])
     return reports, resampled
-
-
-def parallel_map(function, items, worth_it, most=32):
-    """Return [function(x) for x in items], on Linux by a process per core.
-
-    Without `start_workers`, `most` processes are forked at most, and only if that is worth it.
-    """
-    cores = min(_cores(), 32)
-    if _workers and items and most:
-        # if it has ended, or the function has failed, the lines below raise the error
-        with contextlib.suppress(EOFError, OSError):
-            _workers.send((function, items, min(cores, len(items))))
-            return _workers.recv()
-    if cores == 1 or not worth_it:
-        return [function(item) for item in items]
-    with forked_pool(min(cores, most)) as pool:
-        return pool.map(function, items, chunksize=1)
-
-
-def _cores():
-    return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1       # forking is unsafe
-
-
-def start_workers():
-    """Fork a process that will fork the workers of `parallel_map`; it ends when this one does.
-
-    The time of a fork depends on the memory: 1 ms before torch is imported, 25 ms on a GPU.
-    """
-    global _workers
-    if _cores() == 1:
-        return
-    try:
-        _workers, theirs = multiprocessing.Pipe()
-        child = os.fork()
-    except OSError:     # too many files or processes
-        _workers = None
-        return
-    if child:
-        theirs.close()
-        return
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)    # Ctrl-C ends the workers
-        _workers.close()
-        while True:
-            function, items, processes = theirs.recv()
-            with forked_pool(processes) as pool:
-                results = pool.map_async(function, items, chunksize=1)
-                while not results.ready():
-                    results.wait(0.1)
-                    if theirs.poll():       # the other process has ended
-                        theirs.recv()       # raises EOFError
-                theirs.send(results.get())
-    finally:        # the message of whatever ends this process comes from its parent
-        os._exit(0)
 
 
 def intervals(resampled):

@@ -413,7 +413,8 @@ def recipe_figure(numbers, path):
     figure, axes = panels(1, 3)
     figure.set_size_inches(10, 1 + 0.24 * len(rows))
     for i, (ax, title) in enumerate(zip(axes[0], (
-            'ECE taken away', 'points of accuracy lost', 'NLL of conversations added'), strict=True)):
+            'ECE taken away', 'points of accuracy lost', 'NLL of conversations added'),
+            strict=True)):
         for y, (_, *values) in enumerate(rows):
             mean, low, high = mean_and_ends(values[i])
             ax.errorbar([mean], [y], xerr=[[mean - low], [high - mean]], color='C0', marker='o',

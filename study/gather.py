@@ -24,9 +24,10 @@ from configs import ConfigError
 from data import DataError
 from outdir import write_text
 from over_seeds import run_lines
-from report import csv_text, parallel_map
+from report import csv_text
 from runs import read_run
 from study import common, known, losses, transfer
+from workers import parallel_map
 
 NAMES = ('run', 'model', 'data', 'loss', 'lr', 'epochs', 'lora', 'seed', 'task', 'language',
          'category', 'scaling', 'temperature')

@@ -640,7 +640,7 @@ def test_pickled_weights_are_read(tmp_path, name, shards):
 def test_a_pickle_of_other_things_is_refused(content, folder):
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
-    with pytest.raises(checkpoint.CheckpointError, match='pytorch_model.bin: truncated, or not a f'):
+    with pytest.raises(checkpoint.CheckpointError, match='model.bin: truncated, or not a f'):
         checkpoint.load(folder)
 
 

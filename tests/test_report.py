@@ -15,6 +15,7 @@ from common import write_rows, write_run
 import log
 import metrics
 import report
+import workers
 from data import DataError
 
 
@@ -35,26 +36,26 @@ def result(**more):
 
 
 def test_workers_that_were_forked_ahead(monkeypatch):
-    monkeypatch.setattr(report, '_workers', None)
-    monkeypatch.setattr(report, '_cores', lambda: 2)
-    report.start_workers()
+    monkeypatch.setattr(workers, '_workers', None)
+    monkeypatch.setattr(workers, '_cores', lambda: 2)
+    workers.start_workers()
 
     def parents():
-        return {*report.parallel_map(operator.call, [os.getppid] * 3, worth_it=False)}
+        return {*workers.parallel_map(operator.call, [os.getppid] * 3, worth_it=False)}
     assert len(parents()) == 1 and os.getpid() not in parents()
     with pytest.raises(ZeroDivisionError):
-        report.parallel_map(operator.call, [functools.partial(divmod, 1, 0)], worth_it=True)
+        workers.parallel_map(operator.call, [functools.partial(divmod, 1, 0)], worth_it=True)
     assert parents() == {os.getppid()}      # they have ended, and no more are worth forking
 
 
 def test_workers_that_cannot_be_forked(monkeypatch):
     def fork():
         raise BlockingIOError(11, 'Resource temporarily unavailable')
-    monkeypatch.setattr(report, '_cores', lambda: 2)
+    monkeypatch.setattr(workers, '_cores', lambda: 2)
     monkeypatch.setattr(os, 'fork', fork)
-    report.start_workers()
-    assert report._workers is None
-    assert report.parallel_map(abs, [-1, 2], worth_it=False) == [1, 2]
+    workers.start_workers()
+    assert workers._workers is None
+    assert workers.parallel_map(abs, [-1, 2], worth_it=False) == [1, 2]
 
 
 def test_option_scores_norms():

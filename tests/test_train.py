@@ -395,7 +395,7 @@ def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
     backends, devices = [], []
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: n_gpus)
     monkeypatch.setattr(torch.cuda, 'set_device', devices.append)
-    monkeypatch.setattr(parallel.dist, 'init_process_group', lambda name, **_: backends.append(name))
+    monkeypatch.setattr(parallel.dist, 'init_process_group', lambda x, **_: backends.append(x))
     for rank in ('0', '1'):
         for name, value in (('TORCHELASTIC_RUN_ID', 'x'), ('LOCAL_RANK', rank),
                             ('LOCAL_WORLD_SIZE', '2')):
