@@ -498,7 +498,7 @@ if __name__ == '__main__':
             if gpu := re.fullmatch(r'auto|cuda(?::(\d+))?', cfg.device):
                 threading.Thread(target=create_context, args=[int(gpu[1] or 0)],
                                  daemon=True).start()
-            import log      # and with it torch
+            import log, scoring     # with torch and Triton, in which Ctrl-C would be a crash
         gc.freeze()     # what is imported need not be searched for garbage
         gc.enable()
         sys.setswitchinterval(5e-4)     # tokenizing must not delay the launch of kernels by 5 ms
