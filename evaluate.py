@@ -12,8 +12,14 @@ import gc
 import os
 import signal
 
+
+def stop_at_once(*_):
+    os.write(2, b'stopped\n')
+    os._exit(130)
+
+
 if __name__ == '__main__':      # Ctrl-C during the imports, which take seconds
-    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'stopped\n'), os._exit(130)))
+    signal.signal(signal.SIGINT, stop_at_once)
     gc.disable()    # makes the imports a quarter faster
 
 import contextlib
@@ -457,6 +463,8 @@ def run(cfg):
                    f'out/eval/{cfg.model.replace("/", "--")}')
     default = default / f'passes-{cfg.passes}' if cfg.passes else default
     out_dir = Path(os.path.expanduser(cfg.out_dir or default))
+    if signal.getsignal(signal.SIGINT) is stop_at_once:     # nothing was written so far
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with outdir.lock(out_dir):
         return evaluate(folder, tokenizer, tasks, cfg, out_dir), result_labels(tasks, cfg), out_dir
 
@@ -502,7 +510,8 @@ if __name__ == '__main__':
         gc.freeze()     # what is imported need not be searched for garbage
         gc.enable()
         sys.setswitchinterval(5e-4)     # tokenizing must not delay the launch of kernels by 5 ms
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if sys.argv[1:2] == ['--compare']:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         main(sys.argv[1:])
         sys.stdout.flush()
         os._exit(0)     # torch would need half a second to end itself
@@ -517,5 +526,6 @@ if __name__ == '__main__':
         sys.exit('error: out of GPU memory; lower --batch_rows or --pack_len')
     except KeyboardInterrupt:
         print('stopped; the scored samples are kept, and the same command resumes from there',
-              file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+              file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)       # Triton would report leaks
