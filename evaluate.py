@@ -8,6 +8,7 @@ scoring.py makes log-probabilities of them. Samples are appended to samples.json
 scored, and an interrupted evaluation resumes from there; report.py computes the rest from them.
 """
 
+import atexit
 import gc
 import os
 import signal
@@ -509,6 +510,7 @@ if __name__ == '__main__':
             import log, scoring     # with torch and Triton, in which Ctrl-C would be a crash
         gc.freeze()     # what is imported need not be searched for garbage
         gc.enable()
+        atexit.register(gc.unfreeze)    # or else Triton reports leaks
         sys.setswitchinterval(5e-4)     # tokenizing must not delay the launch of kernels by 5 ms
         if sys.argv[1:2] == ['--compare']:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -526,6 +528,5 @@ if __name__ == '__main__':
         sys.exit('error: out of GPU memory; lower --batch_rows or --pack_len')
     except KeyboardInterrupt:
         print('stopped; the scored samples are kept, and the same command resumes from there',
-              file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(128 + signal.SIGINT)       # Triton would report leaks
+              file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
