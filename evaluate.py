@@ -233,17 +233,19 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     announce(config, tasks, cfg, done)
     results, prompts, new = score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model)
     rows = samples_of(read_last(out_dir / 'samples.jsonl') if done else new, prompts)
-    for label in results:
-        results[label] |= report.summarize(rows[label], cfg.norm, n_bootstrap=cfg.n_bootstrap,
-                                           fit=cfg.temperature == 'fit', seed=cfg.seed)
-        results[label]['fewer_shots'] = sum(s.get('shots', cfg.shots) < cfg.shots
-                                            for s in rows[label])
+    with ThreadPoolExecutor(1) as pool:     # pictures are drawn while the workers compute
+        drawn = cfg.pictures and pool.submit(draw_diagrams, earlier, results, rows, tasks, out_dir)
+        for label in results:
+            results[label] |= report.summarize(rows[label], cfg.norm, n_bootstrap=cfg.n_bootstrap,
+                                               fit=cfg.temperature == 'fit', seed=cfg.seed)
+            results[label]['fewer_shots'] = sum(s.get('shots', cfg.shots) < cfg.shots
+                                                for s in rows[label])
     found = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
              'seed': cfg.seed,
              'versions': device.versions(), 'identity': identity, 'tasks': earlier | results}
     report.write_results(found, out_dir)
-    if cfg.pictures:
-        draw_diagrams(found['tasks'], rows, tasks, out_dir)
+    if drawn:
+        drawn.result()      # raises its error
     return found
 
 
@@ -408,15 +410,15 @@ def samples_of(rows, prompts):
     return by_label
 
 
-def draw_diagrams(results, rows, tasks, out_dir):
+def draw_diagrams(earlier, results, rows, tasks, out_dir):
     """Draw reliability.png of all tasks, and a grid of the languages of each of `tasks`.
 
     Earlier tasks have their grids. One whose samples are no longer those of its result is left out.
     """
     panels = []
-    for label, result in results.items():
+    for label, result in (earlier | results).items():
         test = [s for s in rows.get(label, []) if s['split'] == 'test']
-        if len(test) != result['pooled']['n']:
+        if label not in results and len(test) != result['pooled']['n']:
             print(f'reliability.png leaves out {label}: of its {result["pooled"]["n"]} questions '
                   f'samples.jsonl now holds {len(test)}; evaluate {label} again to draw it')
             continue
