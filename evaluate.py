@@ -15,11 +15,12 @@ import signal
 
 
 def stop_at_once(*_):
+    """Handle Ctrl-C while nothing is written yet: imports of C++ would crash by an exception."""
     os.write(2, b'stopped\n')
     os._exit(130)
 
 
-if __name__ == '__main__':      # Ctrl-C during the imports, which take seconds
+if __name__ == '__main__':
     signal.signal(signal.SIGINT, stop_at_once)
     gc.disable()    # makes the imports a quarter faster
 
@@ -509,13 +510,13 @@ if __name__ == '__main__':
             if gpu := re.fullmatch(r'auto|cuda(?::(\d+))?', cfg.device):
                 threading.Thread(target=create_context, args=[int(gpu[1] or 0)],
                                  daemon=True).start()
-            import log, scoring     # with torch and Triton, in which Ctrl-C would be a crash
+            import log, scoring     # torch and Triton, before Ctrl-C raises
+        else:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.freeze()     # what is imported need not be searched for garbage
         gc.enable()
         atexit.register(gc.unfreeze)    # or else Triton reports leaks
         sys.setswitchinterval(5e-4)     # tokenizing must not delay the launch of kernels by 5 ms
-        if sys.argv[1:2] == ['--compare']:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         main(sys.argv[1:])
         sys.stdout.flush()
         os._exit(0)     # torch would need half a second to end itself

@@ -26,7 +26,7 @@ from configs import ConfigError
 from data.tasks import load_tasks
 from evaluate import EvalConfig, evaluate
 from inference import use_kernels
-from scoring import option_log_probs
+from scoring import option_log_probs, row_lengths
 
 
 @dataclass
@@ -44,7 +44,6 @@ class BenchConfig:
 # attention of the Hugging Face model, prompts in a batch
 PEERS = {'gemma2_2b': ('flex_attention', 16), 'llama32_1b': ('sdpa', 32),
          'llama31_8b': ('sdpa', 32), 'mistral_7b': ('sdpa', 32)}
-PACK_LEN = 32_768
 
 
 # ------------------------------------------------------------------------------------------------
@@ -82,13 +81,14 @@ def measure_ours(raw, config, folder, rate):
     if DEVICE == 'cuda':
         use_kernels(model)
     cfg = EvalConfig(model=str(folder), tasks=(f'mmlu:{config.data}',), dtype='bfloat16',
-                     device=DEVICE, pack_len=PACK_LEN, add_bos=True, max_length=8192,
-                     overwrite=True, out_dir=str(folder / 'out'))
+                     device=DEVICE, add_bos=True, max_length=8192, overwrite=True,
+                     out_dir=str(folder / 'out'))
+    pack_len, trim = row_lengths(cfg)
     tokenizer = checkpoint.load_model_tokenizer(folder)
     task = load_tasks(cfg)['mmlu']
     trees = [tree for _, tree in replace(task, validation=[]).tokenize(tokenizer, cfg)]
     started = now()
-    option_log_probs(model, trees[:16], pack_len=PACK_LEN, trim=128)
+    option_log_probs(model, trees[:16], pack_len=pack_len, trim=trim)
     first = now() - started
     reset_peak_memory()
     started = now()
@@ -106,7 +106,7 @@ def measure_ours(raw, config, folder, rate):
     profiled = {'mmlu': replace(task, items=task.items[:4000])}
     return {'questions_per_s': len(trees) / seconds, 'seconds': seconds, 'reading_s': reading,
             'scoring_s': scoring, 'results_s': seconds - reading - scoring, 'first_s': first,
-            'tokens': tokens, 'rows': -(-tokens // PACK_LEN),
+            'tokens': tokens, 'rows': -(-tokens // pack_len),
             'of_matrix_rate': flops * tokens / max(scoring, 0.01) / rate,
             'gpu_busy': busy_share(lambda: evaluate(folder, tokenizer, profiled, cfg, cfg.out_dir,
                                                     model)),

@@ -45,8 +45,8 @@ def test_a_run_of_the_demo_leaves_its_files(small_world):
     for run in ('base', 'tuned', 'tuned_ls01'):
         files = {str(p.relative_to(folder / run)) for p in (folder / run).rglob('*') if p.is_file()}
         assert {'config.json', 'model.safetensors', 'tokenizer.model', 'log.jsonl', 'results.json',
-                'results.md', 'results.csv', 'results.tex', 'train_config.py', 'samples.jsonl', 'reliability.png',
-                'epoch-1/model.safetensors', 'epoch-1/tokenizer.model'} <= files
+                'results.md', 'results.csv', 'results.tex', 'train_config.py', 'samples.jsonl',
+                'reliability.png', 'epoch-1/model.safetensors', 'epoch-1/tokenizer.model'} <= files
         log = [json.loads(line) for line in (folder / run / 'log.jsonl').open()]
         assert [r['step'] for r in log] == list(range(1, len(log) + 1))
         assert all(r['nll'] <= r['loss'] + 1e-6 or run == 'tuned_ls01' for r in log)

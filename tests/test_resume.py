@@ -181,8 +181,9 @@ def tree(folder):
             if p.is_file() and p.name != '.lock'}
 
 
-THEIRS = ('results.csv', 'results.tex', 'results.py', 'samples.jsonl', 'config.json', 'runs/mine', 'wandb/mine',
-          'before/mine', 'epoch-1/mine', 'resume-3/state.json', 'model.safetensors', 'notes.txt')
+THEIRS = ('results.csv', 'results.tex', 'results.py', 'samples.jsonl', 'config.json', 'runs/mine',
+          'wandb/mine', 'before/mine', 'epoch-1/mine', 'resume-3/state.json', 'model.safetensors',
+          'notes.txt')
 
 
 @pytest.mark.parametrize('more', [[], ['--overwrite'], ['--resume']])

@@ -68,7 +68,8 @@ def test_tokenizer_errors(tmp_path):
 PARTS = ["'s", "'LL", ' ', '  ', '\t', '\n', '\r\n', '\xa0', '\u3000', 'é', 'e\u0301', 'Å', '中文',
          '한', 'अि', '١', 'Ⅷ', '½', '0', '123', '4567', '😀', '\u200d', '\0', '_', '...', '!!', 'A',
          'Hello', ' world', 'ſ', 'İ', '\ufeff', 'ก็', '<|end|>', '<think>', '</think>',
-         'quick brown fox', ' ' * 7, ' ' * 24, ' ' * 25, '<|endoftext|>', '<|im_start|>', '<|begin_of_text|>']
+         'quick brown fox', ' ' * 7, ' ' * 24, ' ' * 25, '<|endoftext|>', '<|im_start|>',
+         '<|begin_of_text|>']
 
 
 def strings(n, seed=0):
