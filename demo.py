@@ -11,13 +11,11 @@ draws their reliability diagrams. What is finished is skipped when the demo is s
 import sys
 from dataclasses import dataclass, replace
 
-from checkpoint import CheckpointError
-from configs import ConfigError, load_config
-from data import DataError
 from data.world import make_world
 from evaluate import EvalConfig
-from report import print_report
-from resume import Stopped, TrainingError
+from results.report import print_report
+from runtime.config import load_config
+from runtime.errors import CheckpointError, ConfigError, DataError, Stopped, TrainingError
 from train import TrainConfig, train
 
 

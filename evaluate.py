@@ -38,23 +38,19 @@ from typing import Literal
 
 import numpy as np
 
-import compare
-import outdir
-import report
-import samples
-import workers
-from configs import (CheckpointError, ConfigError, Later, load_config, read_assignments,
-                     require_range)
-from data import DataError
 from data.chat import question_frame
 from data.probes import INSTRUCTIONS
 from data.questions import TASKS
 from data.tasks import describe_tasks, load_tasks
 from data.tokenizer import begins_with_bos
+from results import compare, report, samples
+from runtime import ownership, processes
+from runtime.config import Later, load_config, read_assignments, require_range
+from runtime.errors import CheckpointError, ConfigError, DataError
 
 # imported at their first use: --help, misspelled keys and train.py's --help need no torch
 checkpoint, device, log, scoring, torch = map(Later, (
-    'checkpoint', 'device', 'log', 'scoring', 'torch'))
+    'runtime.checkpoint', 'runtime.device', 'runtime.log', 'scoring', 'torch'))
 
 
 @dataclass
@@ -469,7 +465,7 @@ def run(cfg):
     out_dir = Path(os.path.expanduser(cfg.out_dir or default))
     if signal.getsignal(signal.SIGINT) is stop_at_once:     # nothing was written so far
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    with outdir.lock(out_dir):
+    with ownership.lock(out_dir):
         return evaluate(folder, tokenizer, tasks, cfg, out_dir), result_labels(tasks, cfg), out_dir
 
 
@@ -506,11 +502,12 @@ if __name__ == '__main__':
         if sys.argv[1:] and sys.argv[1] != '--compare':
             cfg = load_config(EvalConfig, sys.argv[1:], USAGE)
             check_eval_config(cfg)
-            workers.start_workers()
+            processes.start_workers()
             if gpu := re.fullmatch(r'auto|cuda(?::(\d+))?', cfg.device):
                 threading.Thread(target=create_context, args=[int(gpu[1] or 0)],
                                  daemon=True).start()
-            import log, scoring     # torch and Triton, before Ctrl-C raises
+            from runtime import log
+            import scoring     # torch and Triton, before Ctrl-C raises
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.freeze()     # what is imported need not be searched for garbage

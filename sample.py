@@ -24,13 +24,14 @@ from typing import Literal
 
 import torch
 
-import checkpoint
-from configs import CheckpointError, ConfigError, load_config, require_range
-from data import DataError, require_text
 from data.chat import encode_conversation, question_frame
+from data.files import require_text
 from data.tokenizer import begins_with_bos
-from device import pick_device, pick_dtype
 from evaluate import bad_logits, trained_template, trained_with_bos
+from runtime import checkpoint
+from runtime.config import load_config, require_range
+from runtime.device import pick_device, pick_dtype
+from runtime.errors import CheckpointError, ConfigError, DataError
 
 
 @dataclass

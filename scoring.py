@@ -15,11 +15,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-import checkpoint
-import device
 import fused_ce
-from configs import Later
 from data.packing import pack_alone, pack_trees, stack_rows
+from runtime import checkpoint, device
+from runtime.config import Later
 
 inference = Later('inference')      # which needs Triton
 

@@ -29,9 +29,6 @@ from typing import Literal
 import numpy as np
 
 import metrics
-import outdir
-from configs import CheckpointError, ConfigError, load_config, require_range
-from data import DataError
 from data.export import tokenizer_files
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack, sequence_weights
@@ -40,7 +37,10 @@ from data.text import load_text
 from data.tokenizer import begins_with_bos
 from data.trees import load_answers
 from evaluate import EvalConfig, check_eval_config, evaluate, result_labels
-from report import print_report
+from results.report import print_report
+from runtime import ownership
+from runtime.config import load_config, require_range
+from runtime.errors import CheckpointError, ConfigError, DataError
 
 
 @dataclass
@@ -137,17 +137,16 @@ if __name__ == '__main__':      # --help and misspelled keys need no torch, whic
 
 import torch
 
-import checkpoint
-import resume
-from configs.loss import parse_loss
-from device import pick_device, pick_dtype
 from fused_ce import fused_loss, smoothing, token_statistics
-from log import StepLog, draw_loss, peak_memory, print_sizes, show_example
 from model import add_lora, compile_blocks
-from optim import AdamW
-from parallel import (abort_processes, barrier, first_process_first, gather, join_processes,
-                      leave_processes, rank, shard, sum_over_processes, world_size)
-from resume import Stopped, TrainingError
+from runtime import checkpoint, resume
+from runtime.device import pick_device, pick_dtype
+from runtime.errors import Stopped, TrainingError
+from runtime.log import StepLog, draw_loss, peak_memory, print_sizes, show_example
+from runtime.loss import parse_loss
+from runtime.optim import AdamW
+from runtime.parallel import (abort_processes, barrier, first_process_first, gather, join_processes,
+                              leave_processes, rank, shard, sum_over_processes, world_size)
 
 # keys that may differ when a run is resumed: all others decide what its weights become
 FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_every', 'tracker',
@@ -360,7 +359,7 @@ def train(cfg):
     with contextlib.ExitStack() as stack:
         if rank() == 0 and not cfg.dry_run:
             resume.check_folder(cfg, FREE_KEYS)
-            stack.enter_context(outdir.lock(out_dir))
+            stack.enter_context(ownership.lock(out_dir))
             resume.check_folder(cfg, FREE_KEYS)     # again: now no other process can change it
         barrier()
         torch.manual_seed(cfg.seed)
@@ -380,10 +379,10 @@ def train(cfg):
             if not cfg.from_scratch:
                 checkpoint.check_weights(base, config)
         if cfg.overwrite and rank() == 0 and not cfg.dry_run:
-            outdir.discard(out_dir / 'before')
-            outdir.discard(out_dir)
+            ownership.discard(out_dir / 'before')
+            ownership.discard(out_dir)
         if rank() == 0 and not cfg.dry_run:     # from here on the folder is that of a run
-            outdir.claim(out_dir, 'train_config.py', 'log.jsonl')
+            ownership.claim(out_dir, 'train_config.py', 'log.jsonl')
         if tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
             results['before'] = calibration_report(cfg, base, tokenizer, tasks, out_dir / 'before')
         if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file to be written
@@ -509,7 +508,7 @@ def optimize(cfg, model, tokenizer, data, device, base):
 
 def finish(cfg):
     """Remove the checkpoints of a run that has its weights, and draw its loss."""
-    outdir.discard(cfg.out_dir, 'resume-*')
+    ownership.discard(cfg.out_dir, 'resume-*')
     if cfg.pictures and not Path(cfg.out_dir, 'loss.png').exists():
         draw_loss(cfg.out_dir)
 
@@ -525,7 +524,7 @@ def save_weights(cfg, model, optimizer, base, more, below='.'):
 
     more: {name: content} of files in place of those of the base model
     """
-    place, claim = Path(cfg.out_dir, below), functools.partial(outdir.claim, cfg.out_dir)
+    place, claim = Path(cfg.out_dir, below), functools.partial(ownership.claim, cfg.out_dir)
     common = {'full': optimizer.master, 'write': rank() == 0}
     try:
         if cfg.lora:
@@ -542,7 +541,7 @@ def calibration_report(cfg, model_folder, tokenizer, tasks, out_dir):
     """Return the results of the saved model on the tasks of cfg.eval; files go to `out_dir`."""
     path, reported = out_dir / 'results.json', set()
     if cfg.resume and path.exists():
-        with outdir.read_json(path, 'remove it to make the report again') as earlier:
+        with ownership.read_json(path, 'remove it to make the report again') as earlier:
             reported = set(earlier['tasks'])
     if rank() == 0 and not reported.issuperset(result_labels(tasks, cfg.eval)):
         evaluate(model_folder, tokenizer, tasks, report_config(cfg, model_folder, out_dir), out_dir)

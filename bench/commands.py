@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-import checkpoint
 from bench import common
 from bench.common import (DEVICE, MODELS, draw_bars, empty_caches, free_memory, last_error, load,
                           our_model)
-from configs import ConfigError
-from data import fetch, read_rows
+from data.files import fetch, read_rows
 from data.questions import TASKS, parse_row
+from runtime import checkpoint
+from runtime.errors import ConfigError
 
 
 @dataclass

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 import model as models
-from config_json import config_from_hf
-from configs import ConfigError, load_config
-from outdir import write_text
+from runtime.config import load_config
+from runtime.config_json import config_from_hf
+from runtime.errors import ConfigError
+from runtime.ownership import write_text
 
 LLAMA3 = {'model_type': 'llama', 'vocab_size': 128256, 'num_attention_heads': 32,
           'num_key_value_heads': 8, 'rms_norm_eps': 1e-5, 'max_position_embeddings': 131072,

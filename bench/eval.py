@@ -17,15 +17,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-import checkpoint
 from bench import common
 from bench.common import (DEVICE, MODELS, busy_time, draw_bars, failure, free_memory, gpu_kernels,
                           load, matrix_rate, now, our_model, peak_gib, peer_model,
                           reset_peak_memory)
-from configs import ConfigError
 from data.tasks import load_tasks
 from evaluate import EvalConfig, evaluate
 from inference import use_kernels
+from runtime import checkpoint
+from runtime.errors import ConfigError
 from scoring import option_log_probs, row_lengths
 
 

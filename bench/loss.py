@@ -22,8 +22,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.common import MODELS, failure, free_memory, load, save, versions
-from configs.loss import parse_loss
 from fused_ce import fused_loss, smoothed_cross_entropy, token_statistics
+from runtime.loss import parse_loss
 
 SHAPES = {name: (raw['hidden_size'], raw['vocab_size'], 30.0 if name == 'gemma2_2b' else None)
           for name, raw in MODELS.items()}      # D, V, softcap

@@ -30,10 +30,10 @@ from bench import common
 from bench.common import (DEVICE, MODELS, compiled_graphs, draw_bars, empty_caches, last_error,
                           load, now, our_model, peak_gib, reset_peak_memory)
 from bench.peers import hugging_face_step, trl_steps
-from checkpoint import load_model_tokenizer
-from configs import ConfigError
 from data.instruct import load_conversations
 from data.packing import pack
+from runtime.checkpoint import load_model_tokenizer
+from runtime.errors import ConfigError
 from train import TrainConfig, build_optimizer, prepare, train_step
 
 

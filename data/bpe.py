@@ -6,7 +6,7 @@ import re
 import unicodedata
 from pathlib import Path
 
-from data import DataError
+from runtime.errors import DataError
 
 # Llama 3's pre-tokenization, and the 256 control tokens that follow its 128,000 ranks
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"

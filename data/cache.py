@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data import DataError, forked_pool, parsed, read_rows, without_bad, writing
+from data.files import parsed, read_rows, without_bad, writing
+from runtime.errors import DataError
+from runtime.processes import forked_pool
 
 FORMAT = 3  # of the cache; increase it when its content changes
 FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'info.json')

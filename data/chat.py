@@ -10,7 +10,8 @@ Each template has a second form, in Jinja: transformers and vLLM read it from ch
 import itertools
 import json
 
-from data import DataError, require_text
+from data.files import require_text
+from runtime.errors import DataError
 
 ROLES = ('system', 'user', 'assistant')
 

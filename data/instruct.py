@@ -3,9 +3,10 @@
 import functools
 import math
 
-from data import DataError, fetch, parsed, require_fields, require_text
-from data.chat import encode_conversation
 from data.cache import tokenize_once
+from data.chat import encode_conversation
+from data.files import fetch, parsed, require_fields, require_text
+from runtime.errors import DataError
 
 # the files to read in a folder or a hub dataset; the first pattern with a match decides
 PATTERNS = ('data/train-*.parquet', '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl',

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import DataError, draw, fetch, parse_rows, read_rows, require_fields, require_text
+from data.files import draw, fetch, parse_rows, read_rows, require_fields, require_text
 from data.packing import Tree
 from data.text import PATTERNS as TEXT_PATTERNS
+from runtime.errors import DataError
 
 WIKITEXT = 'Salesforce/wikitext'
 # of the files on the hub or in a folder; the first pattern with a match decides

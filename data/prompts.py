@@ -9,7 +9,7 @@ import json
 import string
 from pathlib import Path
 
-from data import DataError
+from runtime.errors import DataError
 
 HEADER = 'The following are multiple choice questions (with answers) about {}.'
 LETTERS = string.ascii_uppercase

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from data import DataError, draw, fetch, parse_rows, read_rows, require_fields, require_text
+from data.files import draw, fetch, parse_rows, read_rows, require_fields, require_text
 from data.prompts import LETTERS, P_TRUE, WORDING, Prompt
+from runtime.errors import DataError
 
 
 @dataclass

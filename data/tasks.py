@@ -6,11 +6,10 @@ import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from configs import ConfigError
-from data import DataError
 from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
 from data.questions import GENERIC, TASKS, load_task
 from data.trees import tokenize_questions
+from runtime.errors import ConfigError, DataError
 
 
 HELP = """\

@@ -1,7 +1,8 @@
 """Plain text to training sequences: .txt files, or `text` fields of JSONL and parquet."""
 
-from data import DataError, fetch, require_fields, require_text
 from data.cache import tokenize_once
+from data.files import fetch, require_fields, require_text
+from runtime.errors import DataError
 
 PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt', '*.txt.gz')
 

@@ -8,8 +8,8 @@ import hashlib
 import re
 from pathlib import Path
 
-from data import DataError
 from data.bpe import from_json, from_tiktoken
+from runtime.errors import DataError
 
 # Gemma's file declares these as user-defined symbols, which sentencepiece would find in any text
 GEMMA_CONTROLS = rb'<start_of_turn>|<end_of_turn>|<mask>|<2mass>|\[@BOS@\]|<unused\d+>'

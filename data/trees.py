@@ -3,11 +3,11 @@
 import functools
 import os
 
-from data import DataError
 from data.cache import tokenize_once
 from data.chat import question_frame
 from data.packing import Tree
 from data.questions import solved_files
+from runtime.errors import DataError
 
 
 def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat='none'):

@@ -25,8 +25,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data import DataError, writing
+from data.files import writing
 from data.prompts import HEADER, LETTERS, listed
+from runtime.errors import DataError
 
 VALUE_EXPONENT = 0.7            # of a value's frequency among entities: some trades are common
 

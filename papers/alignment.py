@@ -33,7 +33,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common import EvalConfig, Run, TrainConfig, draw_lines, main, measured, numbers, selected
-from data import fetch, read_rows
+from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns
 
 # name: hub name, weights

@@ -24,14 +24,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import evaluate
-import report
-from checkpoint import CheckpointError
-from configs import ConfigError, load_config
-from data import DataError
 from data.tasks import task_label, task_source
 from evaluate import EvalConfig
-from outdir import claim, read_json, write_text
-from resume import Stopped, TrainingError, check_folder
+from results import report
+from runtime.config import load_config
+from runtime.errors import CheckpointError, ConfigError, DataError, Stopped, TrainingError
+from runtime.ownership import claim, read_json, write_text
+from runtime.resume import check_folder
 from train import FREE_KEYS, TrainConfig, train
 
 # FLOP/s on one H200 in bfloat16. Training reaches 0.48 to 0.58 of the 989e12 of the data sheet,

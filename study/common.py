@@ -18,15 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from checkpoint import CheckpointError
-from compare import CompareConfig
-from configs import ConfigError
-from data import DataError
 from evaluate import EvalConfig
-from outdir import claim
-from over_seeds import compare_seeds
-from resume import Stopped, TrainingError
-from runs import find_runs, read_run
+from results.compare import CompareConfig
+from results.over_seeds import compare_seeds
+from results.runs import find_runs, read_run
+from runtime.errors import CheckpointError, ConfigError, DataError, Stopped, TrainingError
+from runtime.ownership import claim
 from train import TrainConfig, train
 
 ROOT = 'out/study'

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from outdir import write_text
-from report import markdown
+from results.report import markdown
+from runtime.ownership import write_text
 from stats import mean_interval, student_t
 
 RESULTS = Path(__file__).parent / 'results'

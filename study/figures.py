@@ -19,13 +19,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import metrics as calibration
-from compare import CompareConfig
-from configs import ConfigError
-from data import DataError
-from outdir import write_text
-from over_seeds import NAMES, answers_of, compare_seeds, name_of, titled
-from report import csv_text, draw_bins
-from runs import find_runs, read_run
+from results.compare import CompareConfig
+from results.over_seeds import NAMES, answers_of, compare_seeds, name_of, titled
+from results.report import csv_text, draw_bins
+from results.runs import find_runs, read_run
+from runtime.errors import ConfigError, DataError
+from runtime.ownership import write_text
 
 RESULTS = Path(__file__).parent / 'results'
 ENGLISH = ('language=en', 'category=seen', 'scaling=none')

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from outdir import write_text
-from over_seeds import mean_and_ends
-from report import markdown, save_figure
-from runs import TITLES
+from results.over_seeds import mean_and_ends
+from results.report import markdown, save_figure
+from results.runs import TITLES
+from runtime.ownership import write_text
 from stats import mean_interval, student_t
 from study.known import BASES, DATA, NAMES
 from study.losses import LOSSES, RATES, short

@@ -20,14 +20,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from configs import ConfigError
-from data import DataError
-from outdir import write_text
-from over_seeds import run_lines
-from report import csv_text
-from runs import read_run
+from results.over_seeds import run_lines
+from results.report import csv_text
+from results.runs import read_run
+from runtime.errors import ConfigError, DataError
+from runtime.ownership import write_text
+from runtime.processes import parallel_map
 from study import common, known, losses, transfer
-from workers import parallel_map
 
 NAMES = ('run', 'model', 'data', 'loss', 'lr', 'epochs', 'lora', 'seed', 'task', 'language',
          'category', 'scaling', 'temperature')

@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from configs import ConfigError
-from data import read_rows
+from data.files import read_rows
 from data.world import ENGLISH
 from evaluate import EvalConfig, run
-from outdir import write_text
-from report import predictions, read_samples
+from results.report import predictions, read_samples
+from runtime.errors import ConfigError
+from runtime.ownership import write_text
 from study import common
 from study.losses import LOSSES, SEEDS, short, tuning
 

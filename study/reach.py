@@ -17,9 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.nn.functional as F
 
-import checkpoint
-from device import pick_device, pick_dtype
-import outdir
+from runtime import checkpoint, ownership
+from runtime.device import pick_device, pick_dtype
 
 
 def probe(folder, seed=0):
@@ -30,8 +29,8 @@ def probe(folder, seed=0):
     device = pick_device('auto')
     model = checkpoint.load(folder, device, pick_dtype('auto', device))
     n_pieces = checkpoint.load_model_tokenizer(folder, model.config).n_vocab
-    outdir.claim(folder, 'reach.json')
-    outdir.write_text(folder / 'reach.json', json.dumps(
+    ownership.claim(folder, 'reach.json')
+    ownership.write_text(folder / 'reach.json', json.dumps(
         reachable_entropy(model, n_pieces, seed=seed), indent=1) + '\n')
 
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-import checkpoint
+from runtime import checkpoint
 from study import base, common, gather, known, losses, transfer
 from train import load_sequences, train
 

@@ -14,10 +14,10 @@ import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 
-import checkpoint
-import configs
 import model as models
 import train
+from runtime import checkpoint
+from runtime.config import load_config
 
 HERE = Path(__file__).parent.parent     # the repository
 
@@ -36,7 +36,7 @@ needs_shared = pytest.mark.skipif(not SHARED.is_dir(),
 def config(tmp_path, content, *arguments):
     path = tmp_path / 'experiment.py'
     path.write_text(content)
-    return configs.load_config(train.TrainConfig, [str(path), *arguments])
+    return load_config(train.TrainConfig, [str(path), *arguments])
 
 
 def write_hub_tasks(folder, n=12):

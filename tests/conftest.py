@@ -21,9 +21,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault('TRITON_INTERPRET', '1')  # before anything imports triton
 
 import pytest
-from common import sentencepiece_folder, tiktoken_folder
-
 import demo
+from common import sentencepiece_folder, tiktoken_folder
 from data.tokenizer import load_tokenizer
 from data.world import WorldSpec, make_world
 from train import train

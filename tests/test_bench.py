@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import sentencepiece_folder, write_rows
-
 import bench.all
 import bench.commands
 import bench.eval
@@ -17,9 +15,10 @@ import bench.peers
 import bench.train
 import fused_ce
 from bench import common as bench_common
-from config_json import config_from_hf
-from configs import ConfigError
+from common import sentencepiece_folder, write_rows
 from model import CausalLM
+from runtime.config_json import config_from_hf
+from runtime.errors import ConfigError
 
 TINY = {'model_type': 'llama', 'vocab_size': 512, 'hidden_size': 32, 'intermediate_size': 64,
         'num_hidden_layers': 1, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 16,

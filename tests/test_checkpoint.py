@@ -9,22 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import (
-    ARCHITECTURES,
-    HERE,
-    LLAMA3_ROPE,
-    lora_model,
-    reference_model,
-    rewrite,
-    whole_rows,
-)
+from common import (ARCHITECTURES, HERE, LLAMA3_ROPE, lora_model, reference_model, rewrite,
+                    whole_rows)
 from safetensors.torch import load_file
 
-import checkpoint
-import config_json
-import device
 import model as models
-from configs import ConfigError
+from runtime import checkpoint, config_json, device
+from runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize('name', ARCHITECTURES)

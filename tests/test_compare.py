@@ -9,17 +9,13 @@ import sys
 
 import numpy as np
 import pytest
-from common import HERE, write_rows, write_run
-from test_report import tabulars
-
-import compare
-import configs
 import evaluate
 import metrics
-import over_seeds
-import report
 import stats
-from data import DataError
+from common import HERE, write_rows, write_run
+from results import compare, over_seeds, report
+from runtime.errors import ConfigError, DataError
+from test_report import tabulars
 
 
 def run_compare(*arguments):
@@ -63,7 +59,7 @@ def test_compare_over_questions(tmp_path, capsys):
                                for i in (0, 2, 4)])
     assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
         line[6:10] for line in lines if line[4] == 'languages']
-    with pytest.raises(configs.ConfigError, match="no key 'shots'; did you mean 'sources'"):
+    with pytest.raises(ConfigError, match="no key 'shots'; did you mean 'sources'"):
         run_compare(tmp_path / 'a', tmp_path / 'sharp', '--shots=0')
 
 
@@ -100,7 +96,7 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
     without = compare_csv_of(same, tmp_path / 'without', '--n_bootstrap=0')
     assert compare_csv_of(same, tmp_path / 'with', '--n_bootstrap=0', '--ensemble')[:2] == without
     for more in (['--x=run'], [tmp_path / 'plain' / 'compare.csv']):
-        with pytest.raises(configs.ConfigError, match='ensemble averages runs over their questio'):
+        with pytest.raises(ConfigError, match='ensemble averages runs over their questio'):
             run_compare(*folders, '--ensemble', *more, f'--out_dir={tmp_path / "no"}')
 
 
@@ -144,7 +140,7 @@ def test_comparisons_as_latex(tmp_path, monkeypatch, capsys):
     # somebody's own file stays
     (tmp_path / 'mine').mkdir()
     (tmp_path / 'mine' / 'compare.tex').write_text('mine')
-    with pytest.raises(configs.ConfigError, match='compare.tex was not written by this program'):
+    with pytest.raises(ConfigError, match='compare.tex was not written by this program'):
         compare_csv_of([a, b], tmp_path / 'mine')
     assert [p.name for p in (tmp_path / 'mine').iterdir()] == ['compare.tex']
 
@@ -201,7 +197,7 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
                              ([a, b, a], '/a is named twice'),
                              ([tmp_path / 'none.csv', tmp_path / 'none.csv'], 'named twice'),
                              ([a, b, f'--out_dir={tmp_path / "file"}'], 'out_dir = .*/file: ')):
-        with pytest.raises((configs.ConfigError, DataError), match=message):
+        with pytest.raises((ConfigError, DataError), match=message):
             run_compare(out, *sources)
     assert not (tmp_path / 'out').exists()
     # relative paths and ~
@@ -215,7 +211,7 @@ def test_a_damaged_run_is_named(tmp_path):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
 
     def fails(message):
-        with pytest.raises((configs.ConfigError, DataError), match=message):
+        with pytest.raises((ConfigError, DataError), match=message):
             run_compare(a, b, f'--out_dir={tmp_path / "out"}')
     (b / 'config.json').write_text('{')
     fails('b/config.json is not what')
@@ -390,7 +386,7 @@ def test_compare_over_seeds(tmp_path, capsys):
              "where, 'task=none': there is no 'none'; there are facts, text4"),
             (['--metrics=ece,acuracy'], "metrics: there is no 'acuracy'; there are accuracy"),
             (['--reference=base,tuned'], 'leaves no other run to compare with')):
-        with pytest.raises((configs.ConfigError, DataError), match=message):
+        with pytest.raises((ConfigError, DataError), match=message):
             run_compare(*arguments, *change)
     lines = list(study_lines())
     one = [line | {'language': 'en'} if line['task'] == 'text4' else line for line in lines]
@@ -399,7 +395,7 @@ def test_compare_over_seeds(tmp_path, capsys):
     run_compare(*arguments)
     assert '| text4 | 0.1 | 5 |' in (tmp_path / 'out' / 'compare.md').read_text()
     write_lines(path, two)
-    with pytest.raises(configs.ConfigError, match='by --where, --by or --panel one of language'):
+    with pytest.raises(ConfigError, match='by --where, --by or --panel one of language'):
         run_compare(*arguments)
     run_compare(*arguments, '--panel=task,language')
     assert '| text4 | de | 0.1 | 5 |' in (tmp_path / 'out' / 'compare.md').read_text()
@@ -482,7 +478,7 @@ def test_runs_that_are_the_same(tmp_path):
     for seed in (0, 1):
         for place in ('one', 'two'):
             write_run(tmp_path / place / f'seed-{seed}' / 'tuned', seed=seed)
-    with pytest.raises(configs.ConfigError,
+    with pytest.raises(ConfigError,
                        match='tuned and tuned of seed 0 fall together; their settings are'):
         run_compare(tmp_path / 'one', tmp_path / 'two', f'--out_dir={tmp_path / "out"}')
 
@@ -491,7 +487,7 @@ def test_a_run_counts_once(tmp_path):
     """Its folder and a compare.csv that was made from it are not two runs."""
     grid, out = write_grid(tmp_path / 'grid'), f'--out_dir={tmp_path / "out"}'
     run_compare(grid, out)
-    with pytest.raises(configs.ConfigError, match='a run is there twice'):
+    with pytest.raises(ConfigError, match='a run is there twice'):
         run_compare(grid, tmp_path / 'out' / 'compare.csv', f'--out_dir={tmp_path / "again"}')
 
 
@@ -499,7 +495,7 @@ def test_a_table_is_not_cut_by_where(tmp_path):
     """compare.csv is a source and would be written again without the lines of another task."""
     path = write_lines(tmp_path / 'study' / 'compare.csv', study_lines())
     content = path.read_text()
-    with pytest.raises(configs.ConfigError, match='would lose the lines .*; give another'):
+    with pytest.raises(ConfigError, match='would lose the lines .*; give another'):
         run_compare(path, '--x=smoothing', '--where=task=facts', f'--out_dir={path.parent}')
     assert path.read_text() == content
     run_compare(path, '--x=smoothing', '--reference=base', f'--out_dir={path.parent}')
@@ -610,5 +606,5 @@ def test_lm_eval_files_that_cannot_be_compared(tmp_path):
              'c.jsonl:2: the log-probabilities are .nan, -1.0'),
             ([good, write_rows(tmp_path / 'd.jsonl', rows)],
              'no task in common: first: endings; d.jsonl: samples')):
-        with pytest.raises((configs.ConfigError, DataError), match=message):
+        with pytest.raises((ConfigError, DataError), match=message):
             run_compare(*sources, f'--out_dir={tmp_path / "out"}')

@@ -9,15 +9,15 @@ import sys
 from typing import Literal
 
 import pytest
-from common import HERE, config
-
-import compare
-import configs
 import demo
 import evaluate
 import sample
 import train
-from data import DataError, forked_pool
+from common import HERE, config
+from results import compare
+from runtime.config import dump_config, load_config, read_assignments
+from runtime.errors import ConfigError, DataError
+from runtime.processes import forked_pool
 
 
 def test_config_file_then_command_line(tmp_path):
@@ -27,7 +27,7 @@ def test_config_file_then_command_line(tmp_path):
     assert cfg.lr == 1.0 and type(cfg.lr) is float
     assert cfg.max_steps is None and cfg.betas == (0.9, 0.95) and cfg.dry_run is True
     assert cfg.model == 'a=b' and cfg.lora_targets == ('k_proj', 'up_proj')
-    assert configs.load_config(train.TrainConfig, ['--lr=1']).lr == 1.0
+    assert load_config(train.TrainConfig, ['--lr=1']).lr == 1.0
 
 
 @pytest.mark.parametrize('content, argument, message', [
@@ -53,7 +53,7 @@ def test_config_file_then_command_line(tmp_path):
     ('x = "' + '\\0', '', 'experiment.py:1: not valid Python'),
 ])
 def test_config_errors(tmp_path, content, argument, message):
-    with pytest.raises(configs.ConfigError, match='.') as error:
+    with pytest.raises(ConfigError, match='.') as error:
         config(tmp_path, content, *filter(None, [argument]))
     assert message.replace('{}', str(tmp_path)) in str(error.value)
 
@@ -61,10 +61,10 @@ def test_config_errors(tmp_path, content, argument, message):
 def test_config_files_are_utf8(tmp_path):
     path = tmp_path / 'experiment.py'
     path.write_bytes(b'\xef\xbb\xbfmodel = "caf\xc3\xa9"\r\nlr = 1\r\n')
-    assert configs.load_config(train.TrainConfig, [str(path)]).model == 'caf\u00e9'
+    assert load_config(train.TrainConfig, [str(path)]).model == 'caf\u00e9'
     path.write_bytes(b'lr = 1\nmodel = "caf\xe9"\n')
-    with pytest.raises(configs.ConfigError, match='experiment.py:2: not UTF-8'):
-        configs.load_config(train.TrainConfig, [str(path)])
+    with pytest.raises(ConfigError, match='experiment.py:2: not UTF-8'):
+        load_config(train.TrainConfig, [str(path)])
 
 
 @dataclasses.dataclass
@@ -95,7 +95,7 @@ class Run:
 
 def load_run(tmp_path, content, *arguments):
     (tmp_path / 'run.py').write_text(content)
-    return configs.load_config(Run, [str(tmp_path / 'run.py'), '--name=a', *arguments])
+    return load_config(Run, [str(tmp_path / 'run.py'), '--name=a', *arguments])
 
 
 def test_nested_records(tmp_path):
@@ -111,9 +111,9 @@ def test_nested_records(tmp_path):
     assert load_run(tmp_path, file, '--eval.shots=0', '--eval={}').eval == Report()
     for run in (load_run(tmp_path, file), load_run(tmp_path, ''),
                 Run('x' * 200, Report(('long name ' * 9,) * 9))):
-        dumped = configs.dump_config(run)
+        dumped = dump_config(run)
         assert load_run(tmp_path, dumped, f'--name={run.name}') == run
-        values = configs.read_assignments(tmp_path / 'run.py')
+        values = read_assignments(tmp_path / 'run.py')
         assert {key: value for key, (value, _) in values.items()} == dataclasses.asdict(run)
 
 
@@ -134,14 +134,14 @@ def test_nested_records(tmp_path):
     ('', '--=1', "there is no key ''"),
 ])
 def test_errors_in_nested_records(tmp_path, content, argument, message):
-    with pytest.raises(configs.ConfigError) as error:
+    with pytest.raises(ConfigError) as error:
         load_run(tmp_path, content, *filter(None, [argument]))
     assert message in str(error.value)
 
 
 def test_any_dataclass_will_do(capsys):
     with pytest.raises(SystemExit):
-        configs.load_config(Run, ['-h'])
+        load_config(Run, ['-h'])
     out = capsys.readouterr().out
     assert '  --eval.shots=5 ' in out and '  --first.tasks=mmlu ' in out
     assert '(a dict of the keys of Report or None) the report' in out
@@ -152,13 +152,13 @@ def test_dict_keys_on_the_command_line(tmp_path):
                  '--shape.vocab_size=10', '--shape.rope.factor=4.0', '--shape.rope.type=linear')
     assert cfg.shape == {'hidden_size': 8, 'rope': {'factor': 4.0, 'type': 'linear'},
                          'vocab_size': 10}
-    with pytest.raises(configs.ConfigError, match='hidden_size has no keys of its own'):
+    with pytest.raises(ConfigError, match='hidden_size has no keys of its own'):
         config(tmp_path, 'shape = {"hidden_size": 8}', '--shape.hidden_size.x=1')
 
 
 def test_help(capsys):
     with pytest.raises(SystemExit) as stopped:
-        configs.load_config(Small, ['--name=y', '--help'],
+        load_config(Small, ['--name=y', '--help'],
                             'usage: python small.py [--key=value ...]\n\n    python small.py')
     out = capsys.readouterr().out
     assert stopped.value.code == 0
@@ -170,7 +170,7 @@ def test_help(capsys):
                      "--kind=a ('a' or 'b')", '']
     for module, cls in ((train, train.TrainConfig), (evaluate, evaluate.EvalConfig)):
         with pytest.raises(SystemExit):
-            configs.load_config(cls, ['-h'])
+            load_config(cls, ['-h'])
         out = capsys.readouterr().out
         assert out.startswith('usage: python ') and module.__doc__.strip() in out
         assert all(f'\n  --{f.name}=' in out for f in dataclasses.fields(cls))
@@ -197,7 +197,7 @@ def test_what_is_imported_late():
 
 
 def test_config_is_data_not_code(tmp_path):
-    with pytest.raises(configs.ConfigError):
+    with pytest.raises(ConfigError):
         config(tmp_path, f'model = open({str(tmp_path / "made")!r}, "w").name')
     assert not (tmp_path / 'made').exists()
 
@@ -242,7 +242,7 @@ for _ in range(300):
 def test_resolved_config_reads_back(tmp_path):
     cfg = config(tmp_path, 'smoothing = 0.1\nshape = {"a": {"b": 1e-3}}', '--max_steps=3',
                  '--eval.tasks=mmlu,arc_easy:some/place')
-    assert config(tmp_path, configs.dump_config(cfg)) == cfg
+    assert config(tmp_path, dump_config(cfg)) == cfg
 
 
 def test_shipped_configs_load():
@@ -252,7 +252,7 @@ def test_shipped_configs_load():
             'mistral_7b_ls01',
             'paper_openinstruct'} <= {path.stem for path in shipped}
     for path in shipped:
-        configs.load_config(train.TrainConfig, [str(path)])
+        load_config(train.TrainConfig, [str(path)])
 
 
 def test_the_commands_of_the_docs_have_valid_keys():
@@ -270,6 +270,6 @@ def test_the_commands_of_the_docs_have_valid_keys():
             keys = [a for a in argv if a.startswith('--')][compared:]
             files = [a for a in argv[:1] if a.endswith('.py')]
             cls = compare.CompareConfig if compared else classes[program]
-            configs.load_config(cls, [*(str(HERE / f) for f in files), *keys])
+            load_config(cls, [*(str(HERE / f) for f in files), *keys])
             n_commands += 1
     assert n_commands > 20

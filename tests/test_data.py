@@ -12,9 +12,11 @@ from common import documents, write_hub_tasks, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataError, cache, draw, instruct, packing, probes, questions, read_rows, text
+from data import cache, instruct, packing, probes, questions, text
+from data.files import draw, read_rows
 from data.trees import load_answers, tokenize_questions
 from data.world import WorldSpec, make_world
+from runtime.errors import DataError
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
 

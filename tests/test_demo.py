@@ -6,10 +6,9 @@ import sys
 from dataclasses import asdict, replace
 
 import pytest
-from common import HERE
-
 import demo
-from configs import ConfigError
+from common import HERE
+from runtime.errors import ConfigError
 
 
 def test_the_two_tuned_models_differ_in_smoothing_alone():

@@ -24,26 +24,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (
-    DEVICES, HERE, SHARED, head_of_32, lora_model, needs_shared, reference_model, rewrite,
-    sentencepiece_folder, whole_rows, write_hub_tasks, write_rows)
+from common import (DEVICES, HERE, SHARED, head_of_32, lora_model, needs_shared, reference_model,
+                    rewrite, sentencepiece_folder, whole_rows, write_hub_tasks, write_rows)
 from safetensors.torch import load_file, save_file
-from test_tokenizer import train_bpe
-
-import checkpoint
-import configs
-import device as devices
 import evaluate
 import inference
-import log
 import metrics
-import outdir
-import report
 import scoring
-from data import DataError, packing, questions
+from data import packing, questions
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
+from results import report
+from runtime import checkpoint, device as devices, log, ownership
+from runtime.errors import ConfigError, DataError
+from test_tokenizer import train_bpe
 
 
 def random_trees(rng, own_starts=True, n=12):
@@ -326,7 +321,7 @@ def test_asking_in_the_chat_template(scored_folder, tmp_path, capsys):
     folder = tmp_path / 'run'
     shutil.copytree(scored_folder / 'model', folder / 'model')
     shutil.copytree(scored_folder / 'data', folder / 'data')
-    with pytest.raises(configs.ConfigError, match='not trained here on conversations; name the'):
+    with pytest.raises(ConfigError, match='not trained here on conversations; name the'):
         scored(folder, tmp_path / 'out', '--chat=trained')
     with pytest.raises(DataError, match="needs <.im_start.>, <.im_end.>, which the"):
         scored(folder, tmp_path / 'out', '--chat=chatml')
@@ -357,7 +352,7 @@ def test_asking_in_the_chat_template(scored_folder, tmp_path, capsys):
             assert log_prob == pytest.approx(
                 sum(rows[i - 1, ids[i]].item() for i in at), abs=1e-4)
     write_rows(tmp_path / 'texts.jsonl', [{'text': 'the quick brown fox jumps'}])
-    with pytest.raises(configs.ConfigError, match='chat = tulu: clm scores tokens of texts'):
+    with pytest.raises(ConfigError, match='chat = tulu: clm scores tokens of texts'):
         evaluate.main([f'--model={folder / "model"}', f'--tasks=clm:{tmp_path / "texts.jsonl"}',
                        f'--out_dir={tmp_path / "clm"}', '--chat=tulu'])
 
@@ -498,7 +493,7 @@ def test_an_evaluation_with_passes(scored_folder, tmp_path, capsys):
     assert samples('cut', '--passes=3') == three
     assert samples('other', '--passes=3', '--seed=1', '--limit=40') != three
     for arguments in (['--passes=4'], [], ['--passes=3', '--seed=1']):
-        with pytest.raises(configs.ConfigError, match='holds samples with (passes|seed) = '):
+        with pytest.raises(ConfigError, match='holds samples with (passes|seed) = '):
             samples('three', *arguments)
     evaluate.main([f'--model={run}', f'--tasks=global_mmlu:{tmp_path / "run" / "data"}',
                    '--passes=2', '--limit=2', '--shots=0', '--n_bootstrap=0'])
@@ -513,7 +508,7 @@ def test_passes_that_cannot_be_done(scored_folder, tmp_path):
 
     def fails(message, folder=run.parent, **changes):
         settings.write_text(json.dumps(content | changes))
-        with pytest.raises((configs.ConfigError, checkpoint.CheckpointError), match=message):
+        with pytest.raises((ConfigError, checkpoint.CheckpointError), match=message):
             evaluate.main([f'--model={folder / "model"}', '--passes=2', '--shots=2',
                            f'--tasks=global_mmlu:{scored_folder / "data"}'])
         assert not (run / 'passes-2' / 'samples.jsonl').exists()
@@ -527,7 +522,7 @@ def test_passes_that_cannot_be_done(scored_folder, tmp_path):
     fails('there is no file or folder|no model folder at', base_model_name_or_path='/none')
     settings.write_text(json.dumps(content))
     write_rows(tmp_path / 'texts.jsonl', [{'text': 'the quick brown fox jumps'}])
-    with pytest.raises(configs.ConfigError, match='passes = 2: clm takes the top token'):
+    with pytest.raises(ConfigError, match='passes = 2: clm takes the top token'):
         evaluate.main([f'--model={run}', f'--tasks=clm:{tmp_path / "texts.jsonl"}', '--passes=2'])
 
 
@@ -696,7 +691,7 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
         'mmlu, 2 shots, letters, sum, plain text')
     for option in ('--shots=1', '--scoring=text', '--preset=harness', '--deterministic',
                    '--chat=tulu'):
-        with pytest.raises(configs.ConfigError, match='holds samples with '
+        with pytest.raises(ConfigError, match='holds samples with '
                                                       + option[2:].split('=')[0] + ' = '):
             scored(scored_folder, tmp_path / 'whole', option)
     # the same files in another place are the same task
@@ -715,7 +710,7 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     weights = load_file(tmp_path / 'changed' / 'model' / 'model.safetensors')
     save_file({k: 1.1 * x for k, x in weights.items()},
               tmp_path / 'changed' / 'model' / 'model.safetensors')
-    with pytest.raises(configs.ConfigError, match='holds samples with model = '):
+    with pytest.raises(ConfigError, match='holds samples with model = '):
         scored(tmp_path / 'changed', tmp_path / 'whole')
     assert scored(tmp_path / 'changed', tmp_path / 'whole', '--overwrite')['tasks']['global_mmlu'][
         'pooled']['n'] == 120
@@ -759,7 +754,7 @@ def test_a_folder_holds_every_task_scored_there(scored_folder, tmp_path, capsys,
     # another file that would have the same name in the results
     other = write_words(tmp_path / 'other' / 'foxes.jsonl', 10, 'dog')
     before = {p.name: p.read_bytes() for p in out.iterdir()}
-    with pytest.raises(configs.ConfigError, match=r'holds foxes of .*foxes.jsonl, and .*other.* has'
+    with pytest.raises(ConfigError, match=r'holds foxes of .*foxes.jsonl, and .*other.* has'
                                                   ' other questions'):
         evaluate_words(scored_folder, out, f'--tasks={other}')
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
@@ -777,10 +772,10 @@ def test_files_of_others_are_kept(scored_folder, tmp_path):
         out.mkdir()
         (out / name).write_text('mine')
         for option in ((), ('--overwrite',)):
-            with pytest.raises(configs.ConfigError, match=f'{name} was not written by'):
+            with pytest.raises(ConfigError, match=f'{name} was not written by'):
                 evaluate_words(scored_folder, out, f'--tasks={task}', *option)
         assert (out / name).read_text() == 'mine'
-        assert {p.name for p in out.iterdir()} <= {name, outdir.LOCK}
+        assert {p.name for p in out.iterdir()} <= {name, ownership.LOCK}
     out = tmp_path / 'out'
     evaluate_words(scored_folder, out, f'--tasks={task}')
     (out / 'results.py').write_text('mine')
@@ -801,7 +796,7 @@ def test_overwrite_deletes_after_all_is_checked(scored_folder, tmp_path):
     for arguments in (['--tasks=foxs.jsonl'], ['--batch_rows=0'],
                       [f'--model={tmp_path / "broken"}'], [f'--model={tmp_path / "empty"}'],
                       ['--device=gpu'], [f'--tasks={task}', '--shots=3']):
-        with pytest.raises((configs.ConfigError, DataError, checkpoint.CheckpointError)):
+        with pytest.raises((ConfigError, DataError, checkpoint.CheckpointError)):
             evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite', *arguments)
         assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
@@ -810,7 +805,7 @@ def test_two_at_once_on_one_folder(scored_folder, tmp_path):
     task, out = write_words(tmp_path / 'foxes.jsonl', 40, 'fox'), tmp_path / 'out'
     command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
                f'--tasks={task}', '--n_bootstrap=0', f'--out_dir={out}']
-    with outdir.lock(out):
+    with ownership.lock(out):
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ''
     assert done.stderr.strip().count('\n') == 0 and 'process is writing there' in done.stderr
@@ -824,7 +819,7 @@ def test_damaged_eval_config(scored_folder, tmp_path, content):
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
     evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
     (tmp_path / 'out' / 'eval_config.json').write_text(content)
-    with pytest.raises(configs.ConfigError, match='eval_config.json is not what .*--overwrite'):
+    with pytest.raises(ConfigError, match='eval_config.json is not what .*--overwrite'):
         evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
     found = evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}', '--overwrite')
     assert found['tasks']['foxes']['pooled']['n'] == 5
@@ -835,7 +830,7 @@ def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
     whole = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
     for content in ('[]', '{"tasks": [1]}', '{"tasks": {"foxes": {}}}', 'junk'):
         (out / 'results.json').write_text(content)
-        with pytest.raises(configs.ConfigError, match='results.json is not what .*; remove it'):
+        with pytest.raises(ConfigError, match='results.json is not what .*; remove it'):
             evaluate_words(scored_folder, out, f'--tasks={task}')
     (out / 'results.json').unlink()
     with monkeypatch.context() as patch:
@@ -894,7 +889,7 @@ def test_a_run_that_scored_nothing_leaves_the_folder_free(scored_folder, tmp_pat
 def test_an_out_dir_that_cannot_be(scored_folder, tmp_path):
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
     for out in (task, task / 'deeper', Path('/proc/nowhere')):
-        with pytest.raises(configs.ConfigError, match='cannot be written .* choose another'):
+        with pytest.raises(ConfigError, match='cannot be written .* choose another'):
             evaluate_words(scored_folder, out, f'--tasks={task}')
 
 
@@ -1282,7 +1277,7 @@ def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsy
                    f'--out_dir={tmp_path / "compare"}'])
     assert 'foxes.p_true' in (tmp_path / 'compare' / 'compare.md').read_text()
     write_rows(tmp_path / 'texts.jsonl', [{'text': 'the quick brown fox'}])
-    with pytest.raises(configs.ConfigError, match='p_true = True, but tasks = .* have no options'):
+    with pytest.raises(ConfigError, match='p_true = True, but tasks = .* have no options'):
         evaluate_words(scored_folder, tmp_path / 'none', f'--tasks=clm:{tmp_path / "texts.jsonl"}',
                        '--p_true')
 

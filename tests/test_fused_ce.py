@@ -16,23 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fused_ce
-from configs.loss import LOSSES, parse_loss
-from fused_ce import (
-    Loss,
-    brier,
-    confidence_penalty,
-    cross_entropy,
-    dft,
-    entropy_weighted,
-    focal,
-    fused_loss,
-    gce,
-    smoothed_cross_entropy,
-    smoothing,
-    spherical,
-    token_statistics,
-    z_loss,
-)
+from fused_ce import (Loss, brier, confidence_penalty, cross_entropy, dft, entropy_weighted, focal,
+                      fused_loss, gce, smoothed_cross_entropy, smoothing, spherical,
+                      token_statistics, z_loss)
+from runtime.loss import LOSSES, parse_loss
 
 numpy_warns = pytest.mark.filterwarnings('ignore::RuntimeWarning')    # the interpreter's exp(1000)
 

@@ -7,24 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (
-    ARCHITECTURES,
-    DEVICES,
-    documents,
-    lora_model,
-    off,
-    head_of_32,
-    parameters_of,
-    reference_model,
-    whole_rows,
-)
+from common import (ARCHITECTURES, DEVICES, documents, head_of_32, lora_model, off, parameters_of,
+                    reference_model, whole_rows)
 from safetensors.torch import load_file
 
-import checkpoint
+import inference
 import model as models
 from data import packing
-import inference
 from inference import TreeMask
+from runtime import checkpoint
 
 
 @pytest.mark.parametrize('name', ARCHITECTURES)

@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-import optim
-from optim import AdamW
+from runtime import optim
+from runtime.optim import AdamW
 
 ONE = torch.tensor(1.0)
 

@@ -13,9 +13,8 @@ import sys
 
 import pytest
 from common import HERE, SHARED, needs_shared, reference_model, sentencepiece_folder, write_rows
-from test_tokenizer import train_bpe
-
 from data.questions import GLOBAL_MMLU, MMLU_PROX
+from test_tokenizer import train_bpe
 
 PATTERN = 'data/train-00000-of-00001.parquet'
 LETTERS = 'ABCD'

@@ -5,8 +5,8 @@ import shutil
 import numpy as np
 import pytest
 from common import SHARED, needs_shared, write_rows
-
-from data import DataError, questions
+from data import questions
+from runtime.errors import DataError
 
 
 @pytest.mark.parametrize('row, expected', [

@@ -10,13 +10,11 @@ import re
 
 import numpy as np
 import pytest
-from common import write_rows, write_run
-
-import log
 import metrics
-import report
-import workers
-from data import DataError
+from common import write_rows, write_run
+from results import report
+from runtime import log, processes
+from runtime.errors import DataError
 
 
 def question(i=0, **more):
@@ -36,26 +34,26 @@ def result(**more):
 
 
 def test_workers_that_were_forked_ahead(monkeypatch):
-    monkeypatch.setattr(workers, '_workers', None)
-    monkeypatch.setattr(workers, '_cores', lambda: 2)
-    workers.start_workers()
+    monkeypatch.setattr(processes, '_workers', None)
+    monkeypatch.setattr(processes, '_cores', lambda: 2)
+    processes.start_workers()
 
     def parents():
-        return {*workers.parallel_map(operator.call, [os.getppid] * 3, worth_it=False)}
+        return {*processes.parallel_map(operator.call, [os.getppid] * 3, worth_it=False)}
     assert len(parents()) == 1 and os.getpid() not in parents()
     with pytest.raises(ZeroDivisionError):
-        workers.parallel_map(operator.call, [functools.partial(divmod, 1, 0)], worth_it=True)
+        processes.parallel_map(operator.call, [functools.partial(divmod, 1, 0)], worth_it=True)
     assert parents() == {os.getppid()}      # they have ended, and no more are worth forking
 
 
 def test_workers_that_cannot_be_forked(monkeypatch):
     def fork():
         raise BlockingIOError(11, 'Resource temporarily unavailable')
-    monkeypatch.setattr(workers, '_cores', lambda: 2)
+    monkeypatch.setattr(processes, '_cores', lambda: 2)
     monkeypatch.setattr(os, 'fork', fork)
-    workers.start_workers()
-    assert workers._workers is None
-    assert workers.parallel_map(abs, [-1, 2], worth_it=False) == [1, 2]
+    processes.start_workers()
+    assert processes._workers is None
+    assert processes.parallel_map(abs, [-1, 2], worth_it=False) == [1, 2]
 
 
 def test_option_scores_norms():

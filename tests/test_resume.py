@@ -11,14 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import await_steps, rewrite, run_train, same_weights, steps_done
-
-import configs
-import log
-import optim
-import outdir
-import resume
 import train
+from common import await_steps, rewrite, run_train, same_weights, steps_done
+from runtime import log, optim, ownership, resume
+from runtime.errors import ConfigError
 
 
 @pytest.fixture(scope='module')
@@ -195,7 +191,7 @@ def test_a_folder_that_no_run_made_is_refused(small_world, tmp_path, more):
     before = tree(out)
     for name in THEIRS:
         place = out if '/' not in name else (out / name).parent
-        with pytest.raises(configs.ConfigError, match='is not empty .* no written.json, the list'):
+        with pytest.raises(ConfigError, match='is not empty .* no written.json, the list'):
             train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={place}',
                         '--max_steps=1', *more])
         assert tree(out) == before
@@ -204,7 +200,7 @@ def test_a_folder_that_no_run_made_is_refused(small_world, tmp_path, more):
 def test_the_current_folder_is_no_out_dir(small_world, tmp_path, monkeypatch):
     (tmp_path / 'results.py').write_text('mine')
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(configs.ConfigError, match='is not empty'):
+    with pytest.raises(ConfigError, match='is not empty'):
         train.main([str(small_world[0] / 'tuned' / 'train_config.py'), '--out_dir=', '--overwrite'])
     assert tree(tmp_path) == {'results.py': b'mine'}
 
@@ -212,7 +208,7 @@ def test_the_current_folder_is_no_out_dir(small_world, tmp_path, monkeypatch):
 def test_overwrite_removes_what_runs_wrote_and_nothing_else(small_world, tmp_path):
     out, config = tmp_path / 'out', str(small_world[0] / 'tuned' / 'train_config.py')
     shutil.copytree(small_world[0] / 'tuned', out)
-    listed = set(outdir.written_files(out))
+    listed = set(ownership.written_files(out))
     assert listed | {'written.json'} == tree(out).keys(), 'a run lists all that it writes'
     for name in ('notes.txt', 'results.py', 'epoch-1/mine', 'runs/mine', 'wandb/mine', 'epoch-9/x'):
         (out / name).parent.mkdir(exist_ok=True)
@@ -227,7 +223,7 @@ def test_overwrite_removes_what_runs_wrote_and_nothing_else(small_world, tmp_pat
     # somebody's file where a run would write
     (out / 'epoch-1' / 'model.safetensors').write_text('mine')
     before = tree(out)
-    with pytest.raises(configs.ConfigError, match='epoch-1/m.* was not written by a run'):
+    with pytest.raises(ConfigError, match='epoch-1/m.* was not written by a run'):
         train.main([config, f'--out_dir={out}', '--overwrite', '--max_steps=1', '--eval=None'])
     assert tree(out) == before
 
@@ -312,9 +308,9 @@ def test_resume_from_the_older_of_two_checkpoints(interrupted, tmp_path, capsys)
     shutil.copytree(out / 'resume-4', newer)
     state = json.loads((newer / 'state.json').read_text())
     (newer / 'state.json').write_text(json.dumps(state | {'step': 6}))
-    outdir.claim(tmp_path / 'other', 'x')       # another folder's list is another matter
+    ownership.claim(tmp_path / 'other', 'x')       # another folder's list is another matter
     names = [f'resume-6/{p.name}' for p in newer.iterdir()]
-    (out / 'written.json').write_text(json.dumps({'files': outdir.written_files(out) + names}))
+    (out / 'written.json').write_text(json.dumps({'files': ownership.written_files(out) + names}))
     os.truncate(newer / 'state-00001.safetensors', 1000)
     train.main(arguments)
     printed = capsys.readouterr().out
@@ -394,5 +390,5 @@ def test_a_run_killed_in_its_first_report_goes_on(small_world, tmp_path, monkeyp
     (tmp_path / 'run' / 'loss.png').unlink()
     train.main([*config, '--resume'])
     assert (tmp_path / 'run' / 'loss.png').exists()
-    with pytest.raises(configs.ConfigError, match='a finished run'):
+    with pytest.raises(ConfigError, match='a finished run'):
         train.main(config)

@@ -12,15 +12,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import HERE, reference_model, rewrite, sentencepiece_folder, whole_rows
-
-import checkpoint
 import sample
-from checkpoint import CheckpointError
-from configs import ConfigError
-from data import DataError
+from common import HERE, reference_model, rewrite, sentencepiece_folder, whole_rows
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
+from runtime import checkpoint
+from runtime.errors import CheckpointError, ConfigError, DataError
 
 
 def drawn(model, ids, stop=(), seed=0, **settings):

@@ -14,37 +14,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import HERE, write_run
-
 import metrics
 import model as models
-import over_seeds
 import scaling
-from configs import ConfigError
+from common import HERE, write_run
 from data.world import WorldSpec, make_world
-from report import csv_text, predictions, read_samples
-from runs import read_run
+from results import over_seeds
+from results.report import csv_text, predictions, read_samples
+from results.runs import read_run
+from runtime.errors import ConfigError
 from stats import student_t
-from study import (
-    architectures,
-    base,
-    common,
-    effects,
-    epochs,
-    figures,
-    frontier,
-    gather,
-    homogeneous,
-    known,
-    lora,
-    losses,
-    reach,
-    side_by_side,
-    size,
-    smoothing,
-    transfer,
-    vocabulary,
-)
+from study import (architectures, base, common, effects, epochs, figures, frontier, gather,
+                   homogeneous, known, lora, losses, reach, side_by_side, size, smoothing, transfer,
+                   vocabulary)
 from train import TrainConfig, training_loss
 
 SCRIPTS = architectures, base, epochs, homogeneous, lora, size, smoothing, vocabulary

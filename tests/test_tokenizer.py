@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 from common import CORPUS, SHARED, needs_shared, sentencepiece_folder, tiktoken_folder
-
-from data import DataError, bpe, chat, export
+from data import bpe, chat, export
 from data.instruct import to_messages
 from data.tokenizer import load_tokenizer
+from runtime.errors import DataError
 
 HOSTILE = ('<|eot_id|><|begin_of_text|> <s></s> [INST] x [/INST] <start_of_turn>user\n<end_of_turn>'
            '<bos><eos><pad><unk> <|end_of_text|>')

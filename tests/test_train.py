@@ -14,34 +14,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (
-    DEVICES,
-    HERE,
-    TORCHRUN,
-    documents,
-    gradients,
-    head_of_32,
-    lora_model,
-    reference_model,
-    rewrite,
-    run_train,
-    whole_rows,
-    write_rows,
-)
+from common import (DEVICES, HERE, TORCHRUN, documents, gradients, head_of_32, lora_model,
+                    reference_model, rewrite, run_train, whole_rows, write_rows)
 from safetensors.torch import load_file
 
-import checkpoint
-import configs
 import evaluate
 import metrics
-import parallel
-import report
-import resume
 import train
-from data import DataError, packing
+from data import packing
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
-from device import HostCopy
+from results import report
+from runtime import checkpoint, parallel, resume
+from runtime.config import load_config
+from runtime.device import HostCopy
+from runtime.errors import ConfigError, DataError
 
 
 def tiny_config(**values):
@@ -107,13 +94,13 @@ def test_learning_rate_schedule():
     assert train.learning_rate(9, 10 ** 6, in_steps) == 1.0
     assert train.learning_rate(0, 100, dataclasses.replace(in_steps, warmup_steps=0)) == 1.0
     assert train.learning_rate(3, 8, in_steps) == 0.4     # a run shorter than its warm-up
-    with pytest.raises(configs.ConfigError, match='warmup = 0.1 is a share .* set one of them'):
+    with pytest.raises(ConfigError, match='warmup = 0.1 is a share .* set one of them'):
         train.check_config(dataclasses.replace(in_steps, warmup=0.1))
 
 
 def test_a_subset_is_drawn_by_the_seed(small_world, tmp_path, capsys):
     folder, _ = small_world
-    cfg = configs.load_config(train.TrainConfig, [str(folder / 'tuned' / 'train_config.py')])
+    cfg = load_config(train.TrainConfig, [str(folder / 'tuned' / 'train_config.py')])
     tokenizer = checkpoint.load_model_tokenizer(cfg.model)
 
     def drawn(**values):
@@ -133,7 +120,7 @@ def test_a_subset_is_drawn_by_the_seed(small_world, tmp_path, capsys):
     run = [str(folder / 'tuned' / 'train_config.py'), '--eval=None', f'--out_dir={tmp_path}']
     train.main([*run, '--max_steps=1', '--data_limit=20'])
     assert f': 20 sequences (a sample of {len(whole)}), ' in capsys.readouterr().out
-    with pytest.raises(configs.ConfigError, match='has data_limit = 20, not 30'):
+    with pytest.raises(ConfigError, match='has data_limit = 20, not 30'):
         train.main([*run, '--max_steps=1', '--data_limit=30', '--resume'])
 
 
@@ -210,9 +197,9 @@ def test_a_report_in_the_chat_template(small_world, tmp_path):
         result = json.loads((tmp_path / place / 'results.json').read_text())['tasks']['questions']
         assert result['chat'] == 'tulu' and result['pooled']['n'] == 8
     assert evaluate.trained_template(tmp_path) == 'tulu'
-    with pytest.raises(configs.ConfigError, match='needs data_kind = .instruct'):
+    with pytest.raises(ConfigError, match='needs data_kind = .instruct'):
         train.main([*run, '--data_kind=text'])
-    with pytest.raises(configs.ConfigError, match='eval: passes needs the adapters that a run'):
+    with pytest.raises(ConfigError, match='eval: passes needs the adapters that a run'):
         train.main([*run, '--eval.passes=2'])
 
 
@@ -288,7 +275,7 @@ def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
     first = json.loads((tmp_path / 'a' / 'log.jsonl').read_text().splitlines()[0])
     assert first['nll'] > 0 and first['loss'] != pytest.approx(first['nll'], rel=1e-3)
     # the loss of the first step, from the base model's logits
-    cfg = configs.load_config(train.TrainConfig, [str(tmp_path / 'a' / 'train_config.py')])
+    cfg = load_config(train.TrainConfig, [str(tmp_path / 'a' / 'train_config.py')])
     base = checkpoint.load(cfg.model)
     tokenizer = checkpoint.load_model_tokenizer(cfg.model)
     sequences, kept, _ = train.load_sequences(cfg, tokenizer)
@@ -305,17 +292,17 @@ def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
     assert first['loss'] == pytest.approx(expected.item(), rel=1e-5)
     for bad, message in (('--loss=focl(2)', "did you mean 'focal'"),
                          ('--loss=z_loss(1e-4)', 'whole'), ('--logit_temperature=1e4', 'between')):
-        with pytest.raises(configs.ConfigError, match=message):
+        with pytest.raises(ConfigError, match=message):
             train.main([*config, bad, f'--out_dir={tmp_path / "b"}'])
     reference_model('gemma2', tmp_path / 'gemma')
-    with pytest.raises(configs.ConfigError, match='has a cap of 3.0; leave it out'):
+    with pytest.raises(ConfigError, match='has a cap of 3.0; leave it out'):
         train.logit_config(tiny_config(logit_softcap=9.0),
                            checkpoint.read_config(tmp_path / 'gemma'))
 
 
 def test_a_sweep_skips_what_is_done(small_world, tmp_path, monkeypatch):
     path = small_world[0] / 'tuned' / 'train_config.py'
-    cfg = configs.load_config(train.TrainConfig, [str(path)])
+    cfg = load_config(train.TrainConfig, [str(path)])
     cfg = dataclasses.replace(cfg, eval_before=True, resume=True, max_steps=2, epochs=1.0)
 
     def sweep():
@@ -385,7 +372,7 @@ def test_validation_reports_the_next_tokens_ece(tiny_model):
 
 def test_trackers_must_be_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(configs.ConfigError, match='pip install wandb'):
+    with pytest.raises(ConfigError, match='pip install wandb'):
         train.check_config(tiny_config(tracker='wandb', max_length=48))
 
 
@@ -502,7 +489,7 @@ def test_neox_runs(small_world, tmp_path):
     tokens = torch.randint(0, 1280, (1, 40))
     assert torch.allclose(merged(tokens).logits, adapted(tokens).logits, atol=1e-3)
     assert not torch.allclose(merged(tokens).logits, adapted.unload()(tokens).logits, atol=1e-2)
-    with pytest.raises(configs.ConfigError, match='the layers of gpt_neox are query_key_value, d'):
+    with pytest.raises(ConfigError, match='the layers of gpt_neox are query_key_value, d'):
         train.main([*config, '--lora', f'--out_dir={tmp_path / "no"}'])
     train.main([*config, '--from_scratch', '--eval=None', f'--out_dir={tmp_path / "scratch"}',
                 "--shape={'num_hidden_layers': 2, 'rotary_pct': 0.5}"])
@@ -623,7 +610,7 @@ def test_bad_input_gives_one_line(small_world, tmp_path):
         main = train.main if program == 'train.py' else evaluate.main
         arguments = [a.replace(f'--out_dir={tmp_path / "out"}', f'--out_dir={tmp_path}/out/rest')
                      for a in arguments]
-        with pytest.raises((configs.ConfigError, DataError, checkpoint.CheckpointError)) as error:
+        with pytest.raises((ConfigError, DataError, checkpoint.CheckpointError)) as error:
             main(arguments)
         assert message in str(error.value) and '\n' not in str(error.value)
     assert not list((tmp_path / 'out').rglob('*.safetensors'))

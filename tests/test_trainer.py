@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 from common import HERE, off, reference_model
-
 from fused_ce import brier, confidence_penalty, cross_entropy, focal, smoothing, z_loss
 
 transformers = pytest.importorskip('transformers')

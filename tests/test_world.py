@@ -4,8 +4,8 @@ import hashlib
 
 import pytest
 
-from data import DataError
 from data.world import WorldSpec, make_world
+from runtime.errors import DataError
 
 SMALL = {'entities': 40, 'documents': 60, 'instructions': 12, 'questions': 10,
          'vocab_sizes': (400,), 'tokenizer_documents': 60}

@@ -10,10 +10,10 @@ import json
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
-from configs import CheckpointError
 from data import bpe
+from families.neox import NeoxCausalLM, NeoxConfig
 from model import CausalLM, ModelConfig
-from neox import NeoxCausalLM, NeoxConfig
+from runtime.errors import CheckpointError
 
 read_json_object = functools.partial(bpe.read_json_object, error=CheckpointError)
 

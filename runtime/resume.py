@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from checkpoint import SIDE_FILES, CheckpointError, write_tensors
-from configs import ConfigError, read_assignments
-from outdir import LIST, LOCK, claim, discard, write_text, written_files
-from parallel import fill, gather, rank, whole
-from samples import OUTPUTS
+from results.samples import OUTPUTS
+from runtime.checkpoint import SIDE_FILES, write_tensors
+from runtime.config import read_assignments
+from runtime.errors import CheckpointError, ConfigError, TrainingError
+from runtime.ownership import LIST, LOCK, claim, discard, write_text, written_files
+from runtime.parallel import fill, gather, rank, whole
 
 FILE_BYTES = 4_000_000_000
 # what a resumed run must have in common with the run that wrote the checkpoint
@@ -30,18 +31,6 @@ REPORT_FILES = (*OUTPUTS, 'reliability*.png')
 RUN_FILES = ('train_config.py', 'log.jsonl', 'loss.png', 'adapter/adapter_*', 'resume-*/state*',
              *MODEL_FILES, *REPORT_FILES, *(f'epoch-*/{name}' for name in MODEL_FILES),
              *(f'before/{name}' for name in REPORT_FILES))
-
-
-class TrainingError(RuntimeError):
-    """The run cannot continue; the message says at which step it stopped, and why."""
-
-
-class Stopped(Exception):
-    """The run was asked to stop and has saved its state; `signal` is the signal's number."""
-
-    def __init__(self, number, when):
-        super().__init__(f'stopped by {signal.Signals(number).name} {when}')
-        self.signal = number
 
 
 class StopSignals:

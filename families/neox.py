@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import (CausalLM, Decoder, Embedding, ModelConfig, attend_explicit, attend_flex,
-                   rotate)
+from model import CausalLM, Decoder, Embedding, ModelConfig, attend_explicit, attend_flex, rotate
 
 
 @dataclass

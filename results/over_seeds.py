@@ -13,13 +13,13 @@ import numpy as np
 import metrics
 import scaling
 import stats
-from configs import ConfigError
-from data import DataError, read_rows
-from outdir import write_text
-from report import (aligned, csv_text, latex, mark_best, markdown, predictions, save_figure,
-                    warn_on_failure)
-from runs import TITLES, read_run_samples, sample_of
-from workers import parallel_map
+from data.files import read_rows
+from results.report import (aligned, csv_text, latex, mark_best, markdown, predictions, save_figure,
+                            warn_on_failure)
+from results.runs import TITLES, read_run_samples, sample_of
+from runtime.errors import ConfigError, DataError
+from runtime.ownership import write_text
+from runtime.processes import parallel_map
 
 # the columns of a compare.csv over seeds: what names a line, the settings that differ, the metrics
 NAMES = ('run', 'kind', 'seed', 'task', 'language', 'category', 'scaling')

@@ -20,15 +20,16 @@ from typing import Literal
 
 import numpy as np
 
-import harness
 import stats
-from configs import ConfigError, load_config, require_range
-from data import DataError, writing
-from outdir import claim, write_text
-from over_seeds import compare_seeds
-from report import (aligned, csv_text, draw_reliability, interval_text, latex, markdown, measure,
-                    panel_title, predictions, sample_order, task_title)
-from runs import TITLES, Run, find_runs, harness_run, read_run, read_run_samples, sample_of
+from data.files import writing
+from results import lm_eval
+from results.over_seeds import compare_seeds
+from results.report import (aligned, csv_text, draw_reliability, interval_text, latex, markdown,
+                            measure, panel_title, predictions, sample_order, task_title)
+from results.runs import TITLES, Run, find_runs, harness_run, read_run, read_run_samples, sample_of
+from runtime.config import load_config, require_range
+from runtime.errors import ConfigError, DataError
+from runtime.ownership import claim, write_text
 
 # over questions: which is better, more (1), less (-1) or neither (0)
 COMPARED = {'accuracy': 1, 'entropy_bits': 0, 'ece': -1, 'rmsce': -1}
@@ -64,7 +65,7 @@ def main(argv):
     sources = [Path(os.path.expanduser(source))
                for source in (*(a for a in argv if a not in settings), *cfg.sources)]
     tables = [source.resolve() for source in sources if source.suffix == '.csv']
-    of_harness = harness.find_files([s for s in sources if not (s / 'results.json').exists()])
+    of_harness = lm_eval.find_files([s for s in sources if not (s / 'results.json').exists()])
     folders = find_runs([source for source in sources if source.suffix != '.csv'],
                         [file for files in of_harness.values() for file in files.values()])
     if twice := [path for path in (*folders, *tables) if (*folders, *tables).count(path) > 1]:

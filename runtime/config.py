@@ -20,13 +20,7 @@ import types
 import typing
 from pathlib import Path
 
-
-class ConfigError(ValueError):
-    """A key, a value or a config file that cannot be used; the message says what would be right."""
-
-
-class CheckpointError(ValueError):
-    """A model folder, config or weight file cannot be used; the message names it."""
+from runtime.errors import ConfigError
 
 
 class Later:

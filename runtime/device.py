@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from configs import ConfigError
+from runtime.errors import ConfigError
 
 
 def pick_device(device: str) -> str:

@@ -23,9 +23,10 @@ import numpy as np
 import metrics
 import scaling
 import stats
-from data import DataError, read_rows
-from outdir import claim, write_text
-from workers import parallel_map
+from data.files import read_rows
+from runtime.errors import DataError
+from runtime.ownership import claim, write_text
+from runtime.processes import parallel_map
 
 SCHEMA = 1      # of results.json, as docs/evaluation.md states it; keys that are added keep it
 # the columns of a table: key in a report, title, format

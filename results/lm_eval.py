@@ -3,7 +3,8 @@
 import math
 
 import metrics
-from data import DataError, read_rows
+from data.files import read_rows
+from runtime.errors import DataError
 
 
 def find_files(sources):

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import harness
-from configs import read_assignments
-from data import DataError
-from outdir import read_json
-from report import last_asked, read_samples, sample_order
+from results import lm_eval
+from results.report import last_asked, read_samples, sample_order
+from runtime.config import read_assignments
+from runtime.errors import DataError
+from runtime.ownership import read_json
 
 # titles of the metrics of a comparison
 TITLES = {'accuracy': 'accuracy', 'confidence': 'confidence', 'gap': 'confidence - accuracy',
@@ -83,7 +83,7 @@ def read_run(folder):
 
 def harness_run(folder, files, norm):
     """Return the Run of {subtask: file} of lm-evaluation-harness; `norm` as in CompareConfig."""
-    tasks = harness.read_run(files, norm)
+    tasks = lm_eval.read_run(files, norm)
     # the lengths that `norm` names are in n_tokens
     results = {task: {'distribution': f'lm-evaluation-harness, {norm}', 'norm': 'token'}
                for task in tasks}

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 
-from data import forked_pool
 
 _workers = None     # the connection to the process of `start_workers`
 
@@ -59,6 +58,32 @@ def start_workers():
                 theirs.send(results.get())
     finally:        # the message of whatever ends this process comes from its parent
         os._exit(0)
+
+
+@contextlib.contextmanager
+def forked_pool(processes):
+    """A multiprocessing.Pool of forked processes, which inherit everything that is in memory.
+
+    A worker does not run the signal handlers of its parent: Pool ends its workers by SIGTERM, and a
+    worker that is about to wait for a task would never get to run a handler written in Python.
+    Ctrl-C is left to the parent, which ends them.
+    """
+    # a signal right after the fork waits until the worker has replaced those handlers
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        pool = multiprocessing.get_context('fork').Pool(processes, _begin_worker)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with pool:
+        yield pool
+        pool.close()
+        pool.join()
+
+
+def _begin_worker():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
 def _cores():

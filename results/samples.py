@@ -8,9 +8,9 @@ import json
 import math
 from fnmatch import fnmatch
 
-import outdir
-import report
-from configs import ConfigError
+from results import report
+from runtime import ownership
+from runtime.errors import ConfigError
 
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
            'results.tex')
@@ -29,9 +29,9 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite):
     """
     grids = [GRID.format(label) for label, task in tasks.items()
              if len({item.language for item in task.items}) > 1]
-    outdir.claim(out_dir, *OUTPUTS, *((DIAGRAM, *grids) if pictures else ()))
+    ownership.claim(out_dir, *OUTPUTS, *((DIAGRAM, *grids) if pictures else ()))
     if overwrite:
-        for name in outdir.written_files(out_dir):
+        for name in ownership.written_files(out_dir):
             if name in (*OUTPUTS, DIAGRAM) or fnmatch(name, GRID.format('*')):
                 (out_dir / name).unlink(missing_ok=True)
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
@@ -46,14 +46,14 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite):
         sources[label] = now
     earlier = _read_results(results) if results.exists() else {}
     done = _scored(samples) if samples.exists() else set()
-    outdir.write_text(out_dir / 'eval_config.json',
+    ownership.write_text(out_dir / 'eval_config.json',
                       json.dumps(settings | {'tasks': sources}, indent=1) + '\n')
     return earlier, done
 
 
 def _read_sources(out_dir, settings):
     """Return {task: source} of eval_config.json; ConfigError if it has other `settings`."""
-    with outdir.read_json(out_dir / 'eval_config.json', OTHER_FOLDER) as old:
+    with ownership.read_json(out_dir / 'eval_config.json', OTHER_FOLDER) as old:
         sources = {label: {key: task[key] for key in ('source', 'questions')}
                    for label, task in old.pop('tasks').items()}
     if old != settings:
@@ -65,8 +65,8 @@ def _read_sources(out_dir, settings):
 
 def _read_results(path):
     """Return {task: result} of a results.json, with NaN for null."""
-    with outdir.read_json(path, 'remove it and evaluate its tasks again: with samples.jsonl beside '
-                                'it that needs no model') as content:
+    with ownership.read_json(path, 'remove it and evaluate its tasks again: with samples.jsonl '
+                                   'beside it that needs no model') as content:
         for result in content['tasks'].values():
             result['norm'], result['distribution'], result['pooled']['n']
             for _, _, values in report.report_rows(result):

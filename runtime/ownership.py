@@ -14,7 +14,7 @@ import os
 from fnmatch import fnmatch
 from pathlib import Path
 
-from configs import ConfigError
+from runtime.errors import ConfigError
 
 LIST, LOCK = 'written.json', '.lock'
 

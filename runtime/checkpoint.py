@@ -20,11 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from config_json import (ADAPTER_FIELDS, check_values, config_to_hf, model_class, read_config,
-                         read_json_object)
-from configs import CheckpointError
 from data.tokenizer import load_tokenizer
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
+from runtime.config_json import (ADAPTER_FIELDS, check_values, config_to_hf, model_class,
+                                 read_config, read_json_object)
+from runtime.errors import CheckpointError
+from runtime.hub import download
 
 SHARD_BYTES = 5_000_000_000
 # what transformers and vLLM need besides the weights; copied from the folder of the base model
@@ -56,26 +57,6 @@ def fetch(name: str, revision: str | None = None) -> Path:
         # older checkpoints, such as Pythia's at a training step, have only these
         folder = download(name, ['pytorch_model*.bin', 'pytorch_model*.bin.index.json'], revision)
     return folder
-
-
-def download(name: str, patterns, revision: str | None = None, repo_type: str = 'model',
-             ignore=()) -> Path:
-    """Return a local snapshot of a hub repository: its files that match one of `patterns`.
-
-    repo_type: 'model' or 'dataset'. Raises CheckpointError.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError
-    try:
-        return Path(snapshot_download(name, repo_type=repo_type, revision=revision,
-                                      allow_patterns=list(patterns), ignore_patterns=list(ignore)))
-    except Exception as error:  # the hub raises many kinds, of its own and of its HTTP client
-        reason = str(error).strip().split('\n')[0]
-        advice = ('accept its license there, then set HF_TOKEN or run `hf auth login`'
-                  if isinstance(error, GatedRepoError) else 'check the name and the network')
-        raise CheckpointError(f'there is no file or folder {name}, and downloading the {repo_type} '
-                              f'{name} from the hub failed ({type(error).__name__}: {reason}); '
-                              f'{advice}') from error
 
 
 def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> CausalLM:

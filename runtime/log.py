@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import outdir
-from checkpoint import nonfinite_tensor
-from configs import dump_config
-from device import HostCopy
-from parallel import rank
-from report import figure_title, save_figure, warn_on_failure
-from resume import TrainingError, advice
+from results.report import figure_title, save_figure, warn_on_failure
+from runtime import ownership
+from runtime.checkpoint import nonfinite_tensor
+from runtime.config import dump_config
+from runtime.device import HostCopy
+from runtime.errors import TrainingError
+from runtime.parallel import rank
+from runtime.resume import advice
 
 
 def print_sizes(cfg, model, sequences, kept, steps, device):
@@ -159,8 +160,8 @@ def open_log(cfg, first):
     """
     out_dir = Path(cfg.out_dir)
     path, kept, damaged = out_dir / 'log.jsonl', [], 0
-    outdir.claim(out_dir, 'train_config.py', path.name)
-    outdir.write_text(out_dir / 'train_config.py', dump_config(replace(cfg, resume=False)))
+    ownership.claim(out_dir, 'train_config.py', path.name)
+    ownership.write_text(out_dir / 'train_config.py', dump_config(replace(cfg, resume=False)))
     lines = (path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
              if first and path.exists() else [])
     for number, line in enumerate(lines, 1):
@@ -170,12 +171,12 @@ def open_log(cfg, first):
         except (ValueError, KeyError, TypeError):
             damaged += number < len(lines)      # a crash may cut off the last line
     if damaged:
-        outdir.claim(out_dir, f'{path.name}.damaged')
+        ownership.claim(out_dir, f'{path.name}.damaged')
         os.replace(path, f'{path}.damaged')
     if len(kept) < first:
         print(f'warning: {path} lacks {first - len(kept)} of the first {first} steps'
               + ('; what was found there is kept in log.jsonl.damaged' if damaged else ''))
-    outdir.write_text(path, ''.join(kept))
+    ownership.write_text(path, ''.join(kept))
     return open(path, 'a', encoding='utf-8')
 
 
@@ -206,7 +207,7 @@ def draw_loss(out_dir):
     """Draw loss, NLL and gradient norm by step, from log.jsonl to loss.png."""
     out_dir = Path(out_dir)
     with warn_on_failure(out_dir / 'loss.png'):
-        outdir.claim(out_dir, 'loss.png')
+        ownership.claim(out_dir, 'loss.png')
         from matplotlib.figure import Figure
         from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
         with open(out_dir / 'log.jsonl', encoding='utf-8') as lines:

@@ -1,0 +1,274 @@
+"""Raw files to tokens or to questions. This file finds data files and reads rows from them."""
+
+import codecs
+import collections
+import contextlib
+import csv
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+from runtime.errors import CheckpointError, DataError
+from runtime.hub import download
+
+
+def fetch(source, patterns, revision=None):
+    """Return the files of a dataset, a sorted list of paths; raises DataError.
+
+    source:   a file, a folder, or a hub dataset name like 'allenai/tulu-3-sft-mixture'
+    patterns: globs; the first one with a match in the folder decides. If '*.zip' is among them, an
+              archive on the hub is downloaded and unpacked first
+    revision: the hub commit, tag or branch to read; pin it, because datasets change
+    """
+    path = Path(os.path.expanduser(source))
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        if source.startswith(('/', '.', '~')) or source.count('/') != 1:
+            raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
+        path = _download(source, patterns, revision)
+    for pattern in patterns:
+        files = sorted(p for p in path.glob(pattern) if p.is_file())
+        if files:
+            return files
+    raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}')
+
+
+def _download(name, patterns, revision):
+    try:
+        folder = download(name, patterns, revision, repo_type='dataset')
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+    for archive in folder.glob('*.zip'):
+        unpacked = archive.with_suffix('')
+        if not unpacked.exists():
+            with writing(unpacked):
+                shutil.unpack_archive(archive, f'{unpacked}.tmp')
+                os.replace(f'{unpacked}.tmp', unpacked)
+    return folder
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Name `path` in the error when writing fails: the error of a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f'cannot write {path}: {error.strerror or error}') from error
+
+
+# ------------------------------------------------------------------------------------------------
+# Rows of files
+# ------------------------------------------------------------------------------------------------
+
+def read_rows(path):
+    """Yield (place, row) from a .json list, .jsonl, .csv, .parquet or .txt file, also with .gz.
+
+    `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
+    a dict: of a .txt file {'text': all of it}. A row of a csv whose first row does not name a
+    question and an answer is a list of strings. A row that cannot be read is yielded as a
+    DataError, so that the caller can stop or skip it. A file that cannot be read raises DataError.
+    """
+    path = Path(path)
+    readers = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows, '.txt': _txt_rows,
+               '.parquet': _parquet_rows}
+    kind = (path.with_suffix('') if path.suffix == '.gz' else path).suffix
+    if kind not in readers:
+        raise DataError(f'{path}: unknown kind of file; {", ".join(readers)} are read, each also '
+                        f'with .gz')
+    try:
+        with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as file:
+            if file.read(3) != codecs.BOM_UTF8:
+                file.seek(0)
+            yield from readers[kind](path, file)
+    except DataError:
+        raise
+    except (OSError, EOFError, ValueError, zlib.error) as error:    # ValueError: pyarrow's
+        raise DataError(f'cannot read {path}: {error}') from error
+
+
+def _jsonl_rows(path, file):
+    for number, raw in enumerate(file, 1):
+        raw = raw.strip()       # an error at the line break would count as the next line
+        if not raw:
+            continue
+        try:
+            row = _parse_json(raw, path, number)
+        except DataError as error:
+            row = error
+        yield f'{path}:{number}', row
+
+
+def _json_rows(path, file):
+    rows = _parse_json(file.read(), path)
+    if not isinstance(rows, list):
+        raise DataError(f'{path}: a .json file must hold a list of rows; with one row per '
+                        f'line it is .jsonl')
+    for number, row in enumerate(rows, 1):
+        yield f'{path}: row {number}', row
+
+
+def _csv_rows(path, file):
+    reader = csv.reader(_decode(raw, path, number) for number, raw in enumerate(file, 1))
+    header = None
+    try:
+        for row in filter(None, reader):  # no blank lines
+            place = f'{path}:{reader.line_num}'
+            if header is None:
+                header = [name.strip().lower() for name in row]
+                if {'question', 'answer'} <= set(header):
+                    continue
+                header = []
+            if header and len(row) != len(header):
+                row = DataError(f'{place}: {len(row)} columns; the header names {len(header)}')
+            elif header:
+                row = dict(zip(header, row))
+            yield place, row
+    except csv.Error as error:
+        raise DataError(f'{path}:{reader.line_num}: broken csv: {error}') from error
+
+
+def _txt_rows(path, file):
+    try:
+        text = _decode(file.read(), path)
+        yield str(path), {'text': text.replace('\r\n', '\n').replace('\r', '\n')}
+    except DataError as error:
+        yield str(path), error
+
+
+def _parquet_rows(path, file):
+    number = 0
+    for batch in _parquet_batches(path, file):
+        names, columns = batch.schema.names, batch.columns
+        for i in range(batch.num_rows):
+            number += 1
+            place = f'{path}: row {number}'
+            try:
+                row = {name: column[i].as_py() for name, column in zip(names, columns)}
+            except UnicodeDecodeError as error:
+                row = DataError(f'{place}: not UTF-8: {error.reason}')
+            yield place, row
+
+
+def _parquet_batches(path, file):
+    import pyarrow.parquet
+    try:
+        yield from pyarrow.parquet.ParquetFile(file).iter_batches()
+    except pyarrow.ArrowException as error:
+        raise DataError(f'cannot read {path}: {error}') from error
+
+
+def _decode(raw, path, line=1):
+    """Return the text of UTF-8 bytes that begin at `line` of a file; the DataError names the line.
+    """
+    try:
+        return raw.decode('utf-8')
+    except UnicodeDecodeError as error:
+        line += raw.count(b'\n', 0, error.start)
+        raise DataError(f'{path}:{line}: not UTF-8: {error.reason} at byte '
+                        f'0x{raw[error.start]:02x}') from error
+
+
+def _parse_json(raw, path, line=1):
+    text = _decode(raw, path, line)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f'{path}:{line + error.lineno - 1}: broken JSON: {error.msg} (column '
+                        f'{error.colno})') from error
+    except (ValueError, RecursionError) as error:   # thousands of digits, or nested brackets
+        raise DataError(f'{path}:{line}: unusable JSON: {error}') from error
+
+
+# ------------------------------------------------------------------------------------------------
+# Rows to items
+# ------------------------------------------------------------------------------------------------
+
+def require_fields(row):
+    """Return `row` if it is a dict; raises DataError."""
+    if not isinstance(row, dict):
+        raise DataError(f'a row must be an object with named fields, not {type(row).__name__}')
+    return row
+
+
+def require_text(value, what):
+    """Return `value` if it is a string of valid Unicode; raises DataError that names `what`."""
+    if not isinstance(value, str):
+        raise DataError(f'{what} is not text but {type(value).__name__}')
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f'{what} is not valid Unicode: {error.reason}') from None
+    return value
+
+
+def parsed(place, row, parse, *arguments):
+    """Return parse(row, *arguments), or a DataError that says what is wrong with the row."""
+    try:
+        if isinstance(row, DataError):
+            raise row
+        return parse(row, *arguments)
+    except (DataError, LookupError, TypeError, AttributeError) as error:
+        # wrong fields are found by using them
+        message = str(error) if isinstance(error, DataError) else (
+            f'not the fields of its format: {error!r}')
+        message = message.encode('utf-8', 'backslashreplace').decode()  # lone surrogates
+        return DataError(message if message.startswith(place) else f'{place}: {message}')
+
+
+def without_bad(results, on_bad_row, bad):
+    """Yield the results that are no DataError. 'stop' raises the first, 'skip' lists it in `bad`.
+    """
+    for result in results:
+        if not isinstance(result, DataError):
+            yield result
+        elif on_bad_row == 'stop':
+            raise DataError(f'{result}; --on_bad_row=skip leaves such rows out')
+        else:
+            bad.append(str(result))
+
+
+def parse_rows(rows, parse, on_bad_row):
+    """Return (items, messages of bad rows) of (place, row) pairs; see `without_bad`.
+
+    parse(row, place, number) returns an item, or None to ignore the row; `number` counts from 0.
+    The ids of the items are made unique: the second 'x' becomes 'x#2'.
+    """
+    items, bad, seen = [], [], {}
+    results = (parsed(place, row, parse, place, len(items) + len(bad)) for place, row in rows)
+    for item in without_bad(results, on_bad_row, bad):
+        if item is not None:
+            item.id = _unique(item.id, seen)
+            items.append(item)
+    return items, bad
+
+
+def _unique(id, seen):
+    seen[id] = times = seen.get(id, 0) + 1
+    return id if times == 1 else _unique(f'{id}#{times}', seen)
+
+
+def draw(items, limit, seed):
+    """Return at most `limit` items of each language, drawn evenly from its subjects, in order.
+
+    The choice depends only on the seed and on the items' subjects and ids. A larger limit contains
+    the sample of a smaller one; languages that share ids get the same questions.
+    """
+    if limit is None:
+        return items
+
+    def rank(*key):
+        return hashlib.blake2b(repr((seed, *key)).encode(), digest_size=8).digest()
+
+    counts, queues = collections.Counter(), collections.defaultdict(list)
+    for i in sorted(range(len(items)), key=lambda i: rank(items[i].subject, items[i].id)):
+        language, subject = items[i].language, items[i].subject
+        # the first of every subject goes before the second of any
+        counts[language, subject] += 1
+        queues[language].append((counts[language, subject], rank(subject), i))
+    chosen = [sorted(queue)[:limit] for queue in queues.values()]
+    return [items[i] for i in sorted(i for queue in chosen for _, _, i in queue)]

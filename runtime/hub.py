@@ -1,0 +1,25 @@
+"""Download models and datasets from the Hugging Face hub."""
+
+from pathlib import Path
+
+from runtime.errors import CheckpointError
+
+
+def download(name: str, patterns, revision: str | None = None, repo_type: str = 'model',
+             ignore=()) -> Path:
+    """Return a local snapshot of a hub repository: its files that match one of `patterns`.
+
+    repo_type: 'model' or 'dataset'. Raises CheckpointError.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError
+    try:
+        return Path(snapshot_download(name, repo_type=repo_type, revision=revision,
+                                      allow_patterns=list(patterns), ignore_patterns=list(ignore)))
+    except Exception as error:  # the hub raises many kinds, of its own and of its HTTP client
+        reason = str(error).strip().split('\n')[0]
+        advice = ('accept its license there, then set HF_TOKEN or run `hf auth login`'
+                  if isinstance(error, GatedRepoError) else 'check the name and the network')
+        raise CheckpointError(f'there is no file or folder {name}, and downloading the {repo_type} '
+                              f'{name} from the hub failed ({type(error).__name__}: {reason}); '
+                              f'{advice}') from error
