@@ -541,7 +541,8 @@ def test_a_model_in_the_hub_cache_is_found(folder, tmp_path, monkeypatch):
 # Prints by how many kB loading a model raises the process's own memory. The mapped file does not
 # count: its pages can be dropped at any time.
 WATCHED_LOAD = """
-import re, sys, threading, time, torch, checkpoint, model
+import re, sys, threading, time, torch, model
+from runtime import checkpoint
 
 def held():
     return int(re.search(r'RssAnon:\\s+(\\d+)', open('/proc/self/status').read())[1])

@@ -225,7 +225,7 @@ def test_a_worker_that_is_ended_at_once(tmp_path):
     """SIGTERM right after the fork ran the parent's handler; one pool in a few hundred hung."""
     code = """
 import signal, sys
-from data import forked_pool
+from runtime.processes import forked_pool
 signal.signal(signal.SIGTERM, lambda *_: print('the handler of the parent ran', flush=True))
 for _ in range(300):
     try:
