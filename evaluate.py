@@ -348,7 +348,7 @@ def base_of_adapter(folder):
     config = checkpoint.read_config(base)
     checkpoint.check_weights(base, config)
     with torch.device('meta'):      # fail on adapters of another model before anything is scored
-        checkpoint.add_adapter(checkpoint.model_class(config)(config), folder)
+        checkpoint.add_adapter(checkpoint.CausalLM(config), folder)
     return base
 
 

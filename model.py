@@ -10,7 +10,7 @@
 | gemma2     | Gemma 2           | (1 + w) x / rms| tanh GELU  | as gemma; norms after attention   |
 |            |                   |                |            | and MLP, soft-caps, every second  |
 |            |                   |                |            | layer has a sliding window        |
-| gpt_neox   | Pythia            | in neox.py: other blocks under other names                      |
+| gpt_neox   | Pythia            | blocks of its own, in families/neox.py                          |
 
 A batch is rows of packed tokens. Two integer arrays of the same shape go with `tokens [B, T]`:
 
@@ -26,45 +26,45 @@ padding token sees only itself.
 
 The model returns hidden states instead of logits: the loss multiplies them by the output matrix
 `model.head` and applies `model.softcap`. State-dict keys are those of Hugging Face, so reading and
-writing checkpoints (checkpoint.py) renames nothing.
+writing checkpoints renames nothing.
+
+Training, evaluation and sampling use this one forward pass, so an edit here changes all of them.
+Three of its functions (the RMS norms, `rotate`, `gated_product`) have a Triton kernel beside the
+plain version, which computes the same without gradients. After an edit inside one of these
+functions, set KERNELS = False, or edit its kernel at the end of this file as well.
 """
 
-import functools
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+import attention
 
-@dataclass(frozen=True)
-class Family:
-    """How the models of one model_type differ from Llama; see the table above."""
-    gemma: bool = False         # norms times 1 + weight, GELU, scaled embeddings
-    norms_after: bool = False   # a norm after attention and one after the MLP
-    qkv_bias: bool = False
-    qk_norm: bool = False
+try:
+    import triton
+    import triton.language as tl
+except ImportError:     # for example on macOS: everything is plain torch
+    triton = None
 
-
-FAMILIES = {'llama': Family(), 'mistral': Family(), 'qwen2': Family(qkv_bias=True),
-            'qwen3': Family(qk_norm=True), 'gemma': Family(gemma=True),
-            'gemma2': Family(gemma=True, norms_after=True)}
+KERNELS = True      # False: the plain versions also on CUDA in bfloat16 without gradients
 
 
 @dataclass
 class ModelConfig:
     """The keys of a Hugging Face `config.json` that decide the computation; the rest is `extra`."""
-    model_type: str                                 # one of FAMILIES, or gpt_neox
+    model_type: str                                 # a key of FAMILIES, or gpt_neox
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    num_key_value_heads: int | None = None          # None: as many as attention heads
-    head_dim: int | None = None                     # None: hidden_size / heads; differs in Gemma 2
+    num_key_value_heads: int = 0                    # 0: as many as attention heads
+    head_dim: int = 0                               # 0: hidden_size / heads; differs in Gemma 2
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
@@ -90,24 +90,33 @@ class ModelConfig:
                                 for i in range(self.num_hidden_layers)]
 
     @property
-    def family(self) -> Family:
+    def family(self) -> 'Family':
         return FAMILIES[self.model_type]
 
     @property
+    def norm_eps(self) -> float:
+        return self.rms_norm_eps
+
+    @property
     def rotary_dim(self) -> int:
-        """Return how many numbers of a head are rotated: all, but for GPT-NeoX."""
+        """Return how many numbers of a head are rotated, the first ones: all but in GPT-NeoX."""
         return self.head_dim
 
     @property
     def windows(self) -> list[int | None]:
-        """Return the sliding window of each layer, None if its tokens see all before them."""
+        """Return the sliding window of each layer; None if its tokens see all before them."""
         kinds = self.layer_types or ['sliding_attention'] * self.num_hidden_layers
         return [self.sliding_window if kind == 'sliding_attention' else None for kind in kinds]
 
 
 # ------------------------------------------------------------------------------------------------
-# The decoder
+# Norms, rotary positions, gated product: each a plain version with a kernel beside it
 # ------------------------------------------------------------------------------------------------
+
+def by_kernel(x: Tensor) -> bool:
+    """Return whether a kernel computes what is computed from x: see KERNELS."""
+    return KERNELS and attention.kernels_apply(x)
+
 
 class LlamaRMSNorm(nn.Module):
     """x / rms(x), rounded to the type of x, times the weight."""
@@ -118,6 +127,8 @@ class LlamaRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if by_kernel(x):
+            return norm_kernel(x, self.weight, self.eps, gemma=False)
         return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
@@ -130,194 +141,9 @@ class GemmaRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if by_kernel(x):
+            return norm_kernel(x, self.weight, self.eps, gemma=True)
         return F.rms_norm(x.float(), x.shape[-1:], 1 + self.weight.float(), self.eps).to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with rotary positions and, in Gemma 2, capped scores."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        D, H, K = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = hd = config.head_dim
-        bias = config.family.qkv_bias
-        self.q_proj = nn.Linear(D, H * hd, bias=bias)
-        self.k_proj = nn.Linear(D, K * hd, bias=bias)
-        self.v_proj = nn.Linear(D, K * hd, bias=bias)
-        if config.family.qk_norm:
-            self.q_norm, self.k_norm = (LlamaRMSNorm(hd, config.rms_norm_eps) for _ in range(2))
-        self.qk_norm = config.family.qk_norm
-        self.o_proj = nn.Linear(H * hd, D, bias=False)
-        self.scale = (config.query_pre_attn_scalar or hd) ** -0.5
-        self.softcap = config.attn_logit_softcapping
-        self.score_mod = cap_scores(self.softcap) if self.softcap else None
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                   for project in (self.q_proj, self.k_proj, self.v_proj))
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rotary), rotate(k, *rotary)
-        if isinstance(mask, tuple):
-            y = attend_flex(q, k, v, mask, self.scale, self.score_mod)
-        else:
-            y = attend_explicit(q, k, v, mask, self.scale, self.softcap)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-class GatedMLP(nn.Module):
-    def __init__(self, config: ModelConfig, activation):
-        super().__init__()
-        D, H = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(D, H, bias=False)
-        self.up_proj = nn.Linear(D, H, bias=False)
-        self.down_proj = nn.Linear(H, D, bias=False)
-        self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and torch.is_grad_enabled():
-            # the product is as large as its factors, and recomputing it costs less than storing it
-            h = checkpoint(self.gated, self.gate_proj(x), self.up_proj(x), use_reentrant=False)
-        else:
-            h = self.gated(self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(h)
-
-    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.activation(gate) * up
-
-
-class Block(nn.Module):
-    """Normalize before attention and before the MLP; in Gemma 2 also after each of them."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        D, eps, family = config.hidden_size, config.rms_norm_eps, config.family
-        Norm = GemmaRMSNorm if family.gemma else LlamaRMSNorm
-        gelu = functools.partial(F.gelu, approximate='tanh')
-        self.self_attn = Attention(config)
-        self.mlp = GatedMLP(config, gelu if family.gemma else F.silu)
-        self.input_layernorm = Norm(D, eps)
-        # the names are Hugging Face's: only Gemma 2 has this norm *after* attention, the others
-        # have it before the MLP
-        self.post_attention_layernorm = Norm(D, eps)
-        self.norms_after = family.norms_after
-        if self.norms_after:
-            self.pre_feedforward_layernorm = Norm(D, eps)
-            self.post_feedforward_layernorm = Norm(D, eps)
-
-    def forward(self, x: Tensor, rotary, mask) -> Tensor:
-        y = self.self_attn(self.input_layernorm(x), rotary, mask)
-        if not self.norms_after:
-            x = x + y
-            return x + self.mlp(self.post_attention_layernorm(x))
-        x = x + self.post_attention_layernorm(y)
-        y = self.mlp(self.pre_feedforward_layernorm(x))
-        return x + self.post_feedforward_layernorm(y)
-
-
-class Embedding(nn.Embedding):
-    def reset_parameters(self):
-        if not self.weight.is_meta:     # normal_ of a meta tensor imports the compiler: seconds
-            super().reset_parameters()
-
-
-class Decoder(nn.Module):
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        gemma = config.family.gemma
-        Norm = GemmaRMSNorm if gemma else LlamaRMSNorm
-        self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.embed_scale = config.hidden_size ** 0.5 if gemma else 1
-        self.attention = 'auto'     # or 'flex', 'explicit'; auto: flex on CUDA
-        self.checkpoint = False     # store only the input of a block; recompute it in backward
-
-    def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
-        x = self.embed_tokens(tokens)
-        # rounded to the type of the weights, as in transformers: for Gemma 2 9B 59.8665 in float32
-        # (so in training here), 59.75 in bfloat16
-        x = x * torch.tensor(self.embed_scale, dtype=x.dtype) if self.embed_scale != 1 else x
-        # in a row no longer than the window, every token sees all before it
-        windows = [w if w and w < tokens.shape[1] else None for w in self.config.windows]
-        masks = self.masks(positions, ends, set(windows), x)
-        rotary = rotary_angles(positions, self.config, x.dtype)
-        recompute = self.checkpoint and self.training and torch.is_grad_enabled()
-        for layer, window in zip(self.layers, windows, strict=True):
-            if recompute:
-                x = checkpoint(layer, x, rotary, masks[window], use_reentrant=False)
-            else:
-                x = layer(x, rotary, masks[window])
-        return self.norm(x)
-
-    def masks(self, positions: Tensor, ends: Tensor | None, windows: set, x: Tensor) -> dict:
-        """Return {window: its mask, as attention takes it}; the mask None means causal."""
-        if ends is None:
-            if windows == {None} and not self.config.attn_logit_softcapping:
-                return {None: None}
-            ends = torch.full_like(positions, positions.shape[1])
-        # FlexAttention's kernels take heads of 16 numbers and more
-        fits = x.is_cuda and self.config.head_dim >= 16
-        if fits if self.attention == 'auto' else self.attention == 'flex':
-            options = flex_options(self.config.head_dim, x)
-            return {w: flex_mask(positions, ends, w, options) for w in windows}
-        return {w: explicit_mask(positions, ends, w) for w in windows}
-
-
-class CausalLM(nn.Module):
-    """`model(tokens, positions, ends)`, int [B, T] each, returns the hidden states [B, T, D].
-
-    `ends` may be None: see the top of this file. The logits are cap * tanh(hidden @ head.T / cap)
-    with cap = `softcap`. The hidden states are already divided by the temperature.
-    """
-
-    # the linear layers that LoRA can adapt, and those that write to the residual stream
-    lora_targets = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj')
-    residual_layers = ('o_proj.weight', 'down_proj.weight')
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.config = config
-        self.model = Decoder(config)
-        if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    @property
-    def head(self) -> Tensor:
-        """Return the output matrix [V, D]: the embedding if they are tied."""
-        layer = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return layer.weight
-
-    @property
-    def softcap(self) -> float | None:
-        """Return the bound of the logits, None if they are not capped."""
-        return self.config.final_logit_softcapping
-
-    @property
-    def temperature(self) -> float:
-        """Return what `forward` divides the hidden states by, and so the logits before the cap."""
-        return self.config.temperature
-
-    def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
-        hidden = self.model(tokens, positions, ends)
-        return hidden if self.temperature == 1 else hidden / self.temperature
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return capped logits [..., V] in float32: large, so for tests and single positions."""
-        z = F.linear(hidden.float(), self.head.float())
-        return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
-
-    def init_weights(self):
-        """Draw normal weights for training from scratch, smaller if the output is a residual."""
-        std = self.config.initializer_range
-        depth_std = std / math.sqrt(2 * self.config.num_hidden_layers)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                residual = name.endswith(self.residual_layers)
-                nn.init.normal_(parameter, std=depth_std if residual else std)
-            elif name.endswith('bias'):
-                nn.init.zeros_(parameter)
 
 
 def rotary_angles(positions: Tensor, config: ModelConfig, dtype) -> tuple[Tensor, Tensor]:
@@ -338,102 +164,232 @@ def rotary_angles(positions: Tensor, config: ModelConfig, dtype) -> tuple[Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + hd/2]): Hugging Face's layout, not Meta's interleaved one."""
+    """Rotate the pairs (x[i], x[i + hd/2]) of x [B, H, T, hd] by the angles of `rotary_angles`.
+
+    This is Hugging Face's layout, not Meta's interleaved one.
+    """
+    if by_kernel(x):
+        return rotate_kernel(x, cos, sin)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate='tanh')
+
+
+def gated_product(activation: Callable, gate: Tensor, up: Tensor) -> Tensor:
+    if by_kernel(gate) and activation in (F.silu, gelu_tanh):
+        return gated_kernel(gate, up, silu=activation is F.silu)
+    return activation(gate) * up
+
+
 # ------------------------------------------------------------------------------------------------
-# Attention: FlexAttention on CUDA, an explicit mask elsewhere
+# The blocks, and the families that they make up
 # ------------------------------------------------------------------------------------------------
 
-def explicit_mask(positions: Tensor, ends: Tensor, window: int | None) -> Tensor:
-    """Return bool [B, 1, T, T]: may the token at row index i (axis 2) see the one at j (axis 3)?"""
-    index = torch.arange(ends.shape[1], device=ends.device)
-    mask = (index <= index[:, None]) & (index[:, None] < ends[:, None, :])
-    if window is not None:
-        mask = mask & (positions[:, :, None] - positions[:, None, :] < window)
-    return mask[:, None]
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions and, in Gemma 2, capped scores."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        D, H, K = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = hd = config.head_dim
+        bias = config.family.qkv_bias
+        self.q_proj = nn.Linear(D, H * hd, bias=bias)
+        self.k_proj = nn.Linear(D, K * hd, bias=bias)
+        self.v_proj = nn.Linear(D, K * hd, bias=bias)
+        self.qk_norm = config.family.qk_norm
+        if self.qk_norm:
+            self.q_norm, self.k_norm = (LlamaRMSNorm(hd, config.norm_eps) for _ in range(2))
+        self.o_proj = nn.Linear(H * hd, D, bias=False)
+        self.scale = (config.query_pre_attn_scalar or hd) ** -0.5
+        self.softcap = config.attn_logit_softcapping
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim))    # [B, T, heads, hd]
+                   for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        y = mask.attend(rotate(q, *rotary), rotate(k, *rotary), v, self.scale, self.softcap)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
-def attend_explicit(q, k, v, mask, scale, softcap):
-    """Return the attention [B, H, T, hd] of q [B, H, T, hd] to k and v [B, H_kv, T, hd].
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x))"""
 
-    mask: bool [B, 1, T, T], a TreeMask of inference.py, or None for causal. For the heads of
-    Llama 3.1 8B on an H200, cuDNN takes 1.2 ms for the causal case, FlexAttention 1.8 ms.
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        D, H = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(D, H, bias=False)
+        self.up_proj = nn.Linear(D, H, bias=False)
+        self.down_proj = nn.Linear(H, D, bias=False)
+        self.activation = config.family.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = self.activation, self.gate_proj(x), self.up_proj(x)
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            # the product is as large as its factors, and recomputing it costs less than storing it
+            h = checkpoint(gated_product, *factors, use_reentrant=False)
+        else:
+            h = gated_product(*factors)
+        return self.down_proj(h)
+
+
+class Block(nn.Module):
+    """Normalize before attention and before the MLP; in Gemma 2 also after each of them."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        D, eps, family = config.hidden_size, config.norm_eps, config.family
+        self.self_attn = Attention(config)
+        self.mlp = GatedMLP(config)
+        self.input_layernorm = family.norm(D, eps)
+        # the names are Hugging Face's: only Gemma 2 has this norm *after* attention, the others
+        # have it before the MLP
+        self.post_attention_layernorm = family.norm(D, eps)
+        self.norms_after = family.norms_after
+        if self.norms_after:
+            self.pre_feedforward_layernorm = family.norm(D, eps)
+            self.post_feedforward_layernorm = family.norm(D, eps)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask) -> Tensor:
+        y = self.self_attn(self.input_layernorm(x), rotary, mask)
+        if not self.norms_after:
+            x = x + y
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.post_attention_layernorm(y)
+        y = self.mlp(self.pre_feedforward_layernorm(x))
+        return x + self.post_feedforward_layernorm(y)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the models of one model_type differ from Llama; see the table at the top."""
+    norm: Callable[[int, float], nn.Module] = LlamaRMSNorm      # of (size, eps)
+    activation: Callable[[Tensor], Tensor] = F.silu
+    norms_after: bool = False           # a norm after attention and one after the MLP
+    scaled_embeddings: bool = False     # times sqrt(D)
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    block: Callable[[ModelConfig], nn.Module] = Block
+    # names of the parts in the state dict
+    decoder: str = 'model'
+    embedding: str = 'embed_tokens'
+    last_norm: str = 'norm'
+    head: str = 'lm_head'
+    # the linear layers that LoRA can adapt, and those that write to the residual stream
+    lora_targets: tuple[str, ...] = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj',
+                                     'up_proj', 'down_proj')
+    residual_layers: tuple[str, ...] = ('o_proj', 'down_proj')
+
+
+GEMMA = Family(norm=GemmaRMSNorm, activation=gelu_tanh, scaled_embeddings=True)
+FAMILIES = {'llama': Family(), 'mistral': Family(), 'qwen2': Family(qkv_bias=True),
+            'qwen3': Family(qk_norm=True), 'gemma': GEMMA,
+            'gemma2': replace(GEMMA, norms_after=True)}
+
+
+# ------------------------------------------------------------------------------------------------
+# The decoder
+# ------------------------------------------------------------------------------------------------
+
+class Embedding(nn.Embedding):
+    def reset_parameters(self):
+        if not self.weight.is_meta:     # normal_ of a meta tensor imports the compiler: seconds
+            super().reset_parameters()
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and last norm, under the names of the family."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        D, family = config.hidden_size, config.family
+        self.config = config
+        self.add_module(family.embedding, Embedding(config.vocab_size, D))
+        self.layers = nn.ModuleList(family.block(config) for _ in range(config.num_hidden_layers))
+        self.add_module(family.last_norm, family.norm(D, config.norm_eps))
+        self.embed_scale = D ** 0.5 if family.scaled_embeddings else 1
+        self.attention = 'auto'     # or 'explicit', 'flex', 'tree': see attention.make_masks
+        self.checkpoint = False     # store only the input of a block; recompute it in backward
+
+    def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
+        config, family = self.config, self.config.family
+        x = self.get_submodule(family.embedding)(tokens)
+        # rounded to the type of the weights, as in transformers: for Gemma 2 9B 59.8665 in float32
+        # (so in training here), 59.75 in bfloat16
+        x = x * torch.tensor(self.embed_scale, dtype=x.dtype) if self.embed_scale != 1 else x
+        # in a row no longer than the window, every token sees all before it
+        windows = [w if w and w < tokens.shape[1] else None for w in config.windows]
+        masks = attention.make_masks(self.attention, positions, ends, set(windows), config.head_dim,
+                                     config.attn_logit_softcapping, x)
+        rotary = rotary_angles(positions, config, x.dtype)
+        recompute = self.checkpoint and self.training and torch.is_grad_enabled()
+        for layer, window in zip(self.layers, windows, strict=True):
+            if recompute:
+                x = checkpoint(layer, x, rotary, masks[window], use_reentrant=False)
+            else:
+                x = layer(x, rotary, masks[window])
+        return self.get_submodule(family.last_norm)(x)
+
+
+class CausalLM(nn.Module):
+    """`model(tokens, positions, ends)`, int [B, T] each, returns the hidden states [B, T, D].
+
+    `ends` may be None: see the top of this file. The logits are cap * tanh(hidden @ head.T / cap)
+    with cap = `softcap`. The hidden states are already divided by the temperature.
     """
-    if hasattr(mask, 'attend'):
-        return mask.attend(q, k, v, scale, softcap)
-    if softcap is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1])
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    # cap before masking: minus infinity would be capped to -softcap
-    scores = softcap * torch.tanh((q @ k.mT).float() * scale / softcap)
-    return scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
 
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.add_module(config.family.decoder, Decoder(config))
+        if not config.tie_word_embeddings:
+            self.add_module(config.family.head, nn.Linear(config.hidden_size, config.vocab_size,
+                                                          bias=False))
 
-compiled = functools.cache(torch.compile)   # one compiled function per function and options
+    @property
+    def decoder(self) -> Decoder:
+        return getattr(self, self.config.family.decoder)
 
+    @property
+    def head(self) -> Tensor:
+        """Return the output matrix [V, D]: the embedding if they are tied."""
+        family = self.config.family
+        return (getattr(self.decoder, family.embedding) if self.config.tie_word_embeddings else
+                getattr(self, family.head)).weight
 
-def flex_mask(positions: Tensor, ends: Tensor, window: int | None, options: dict) -> tuple:
-    """Return (the BlockMask of the rule of `explicit_mask`, FlexAttention's kernel_options)."""
-    def visible(b, h, i, j):
-        seen = (j <= i) & (i < ends[b, j])
-        if window is not None:
-            seen = seen & (positions[b, i] - positions[b, j] < window)
-        return seen
-    B, T = ends.shape
-    # With a static length making the mask takes 0.1 ms instead of 0.4, but Triton unrolls the row:
-    # at 16,384 tokens compiling takes two minutes.
-    dynamic = True if T > 4096 else None
-    make = compiled(create_block_mask, dynamic=dynamic) if ends.is_cuda else create_block_mask
-    return make(visible, B, None, T, T, device=str(ends.device)), options
+    @property
+    def softcap(self) -> float | None:
+        """Return the bound of the logits; None if they are not capped."""
+        return self.config.final_logit_softcapping
 
+    @property
+    def temperature(self) -> float:
+        """Return the divisor of the hidden states, and so of the logits before the cap."""
+        return self.config.temperature
 
-def attend_flex(q, k, v, mask, scale, score_mod):
-    """Return what `attend_explicit` does; mask from `flex_mask`, score_mod from `cap_scores`.
+    def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
+        hidden = self.decoder(tokens, positions, ends)
+        return hidden if self.temperature == 1 else hidden / self.temperature
 
-    Outside CUDA it runs uncompiled, slowly and without gradients: for tests.
-    """
-    block_mask, options = mask
-    direct = torch.compiler.is_compiling() or not q.is_cuda
-    attend = flex_attention if direct else compiled(flex_attention, dynamic=False)
-    return attend(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale,
-                  enable_gqa=q.shape[1] != k.shape[1], kernel_options=options)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return capped logits [..., V] in float32: large, so for tests and single positions."""
+        z = F.linear(hidden.float(), self.head.float())
+        return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
-
-@functools.cache
-def cap_scores(softcap: float):
-    """Return softcap * tanh(score / softcap) as a score_mod: a sigmoid, which costs half as much.
-
-    Cached, since a new function object per layer would compile every layer anew.
-    """
-    def cap(score, b, h, i, j):
-        return 2 * softcap * torch.sigmoid(score * (2 / softcap)) - softcap
-    return cap
-
-
-# Block sizes of FlexAttention by head_dim: the fastest of some twenty on an H200 in bfloat16 with
-# 8,192 tokens. Forward and backward take 1.5, 1.8 and 1.0 ms for the heads of Gemma 2 2B, Llama 3.1
-# 8B and Llama 3.2 1B, instead of 2.4, 1.8 and 1.2 ms with the defaults.
-HOPPER_OPTIONS = {
-    256: {'fwd_BLOCK_M': 128, 'fwd_BLOCK_N': 64, 'fwd_num_warps': 8, 'fwd_num_stages': 2,
-          'bwd_BLOCK_M1': 64, 'bwd_BLOCK_N1': 64, 'bwd_BLOCK_M2': 128, 'bwd_BLOCK_N2': 32,
-          'bwd_num_warps': 8, 'bwd_num_stages': 2},
-    128: {'fwd_BLOCK_M': 64, 'fwd_BLOCK_N': 64, 'fwd_num_warps': 4, 'fwd_num_stages': 3},
-    64: {'fwd_BLOCK_M': 128, 'fwd_BLOCK_N': 64, 'fwd_num_warps': 4, 'fwd_num_stages': 3,
-         'bwd_BLOCK_M1': 64, 'bwd_BLOCK_N1': 64, 'bwd_BLOCK_M2': 64, 'bwd_BLOCK_N2': 64,
-         'bwd_num_warps': 4, 'bwd_num_stages': 3},
-}
-
-
-def flex_options(head_dim: int, x: Tensor) -> dict:
-    """Return FlexAttention's kernel_options for the device and type of x; {} for its own."""
-    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
-    return HOPPER_OPTIONS.get(head_dim, {}) if hopper and x.dtype == torch.bfloat16 else {}
+    def init_weights(self):
+        """Draw normal weights for training from scratch, smaller if the output is a residual."""
+        std = self.config.initializer_range
+        depth_std = std / math.sqrt(2 * self.config.num_hidden_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                residual = name.split('.')[-2] in self.config.family.residual_layers
+                nn.init.normal_(parameter, std=depth_std if residual else std)
+            elif name.endswith('bias'):
+                nn.init.zeros_(parameter)
 
 
 def compile_blocks(model: CausalLM):
@@ -441,7 +397,10 @@ def compile_blocks(model: CausalLM):
     # One process may make models of several shapes. Beyond the default limit of 8, further blocks
     # would run uncompiled.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    for layer in model.model.layers:
+    if model.decoder.attention == 'auto':
+        # validation has no gradients, but the tree kernel would compile another kind of graph
+        model.decoder.attention = 'flex'
+    for layer in model.decoder.layers:
         layer.compile(dynamic=False)
 
 
@@ -457,9 +416,9 @@ class LoRALinear(nn.Module):
         # under the same keys as in the base checkpoint
         self.weight, self.bias = linear.weight, linear.bias
         self.scale = alpha / rank
-        options = {'bias': False, 'device': self.weight.device, 'dtype': torch.float32}
-        self.lora_A = nn.Linear(linear.in_features, rank, **options)
-        self.lora_B = nn.Linear(rank, linear.out_features, **options)
+        self.lora_A, self.lora_B = (
+            nn.Linear(*sizes, bias=False, device=self.weight.device, dtype=torch.float32)
+            for sizes in ((linear.in_features, rank), (rank, linear.out_features)))
         nn.init.zeros_(self.lora_B.weight)
         self.dropout = nn.Dropout(dropout)
 
@@ -471,11 +430,83 @@ class LoRALinear(nn.Module):
 
 def add_lora(model: CausalLM, rank: int, alpha: float, dropout: float, targets: tuple[str, ...]):
     """Freeze the model and add adapters to the linear layers named in `targets`, in place."""
-    if not targets or set(targets) - set(model.lora_targets):
-        raise ValueError(f'lora_targets = {targets}; wanted some of '
-                         f'{", ".join(model.lora_targets)}')
+    possible = model.config.family.lora_targets
+    if not targets or set(targets) - set(possible):
+        raise ValueError(f'lora_targets = {targets}; wanted some of {", ".join(possible)}')
     model.requires_grad_(False)
-    for layer in model.model.layers:
+    for layer in model.decoder.layers:
         for parent in list(layer.children()):
             for name in (t for t in targets if hasattr(parent, t)):
                 setattr(parent, name, LoRALinear(getattr(parent, name), rank, alpha, dropout))
+
+
+# ------------------------------------------------------------------------------------------------
+# Kernels without gradients. Arithmetic is float32 and is rounded once, where the plain versions
+# round products of bfloat16 in between
+# ------------------------------------------------------------------------------------------------
+
+def norm_kernel(x: Tensor, weight: Tensor, eps: float, gemma: bool) -> Tensor:
+    x, D = x.contiguous(), x.shape[-1]
+    out, width = torch.empty_like(x), triton.next_power_of_2(D)
+    _norm[x.numel() // D,](x, weight, out, D, eps, GEMMA=gemma, WIDTH=width,
+                           num_warps=min(16, max(1, width // 256)))
+    return out
+
+
+def rotate_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    B, H, T, hd = x.shape
+    cos, sin = (angles.expand(B, 1, T, hd // 2).contiguous() for angles in (cos, sin))
+    out = x.new_empty(B, T, H, hd)
+    _rotate[B * T,](x, cos, sin, out, *x.stride(), T, H, hd // 2, HEADS=triton.next_power_of_2(H),
+                    HALF=triton.next_power_of_2(hd // 2))
+    return out.transpose(1, 2)
+
+
+def gated_kernel(gate: Tensor, up: Tensor, silu: bool) -> Tensor:
+    gate, up, block = gate.contiguous(), up.contiguous(), 4096
+    out = torch.empty_like(gate)
+    _gated[triton.cdiv(out.numel(), block),](gate, up, out, out.numel(), SILU=silu, BLOCK=block,
+                                             num_warps=8)
+    return out
+
+
+if triton is not None:
+    @triton.jit
+    def _norm(x_ptr, weight_ptr, out_ptr, D, eps, GEMMA: tl.constexpr, WIDTH: tl.constexpr):
+        # the vector of one token
+        d = tl.arange(0, WIDTH)
+        at = tl.program_id(0).to(tl.int64) * D + d
+        x = tl.load(x_ptr + at, mask=d < D, other=0.0)
+        weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        y = x.to(tl.float32)
+        y = y * tl.rsqrt(tl.sum(y * y) / D + eps)
+        y = y * (1 + weight) if GEMMA else y.to(x.dtype).to(tl.float32) * weight
+        tl.store(out_ptr + at, y.to(x.dtype), mask=d < D)
+
+    @triton.jit
+    def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, x_row, x_head, x_token, x_d, T, n_heads, half,
+                HEADS: tl.constexpr, HALF: tl.constexpr):
+        # the pairs (x[d], x[d + half]) of all heads of one token
+        token, head, d = (tl.program_id(0).to(tl.int64), tl.arange(0, HEADS)[:, None],
+                          tl.arange(0, HALF))
+        mask = (head < n_heads) & (d < half)[None, :]
+        cos = tl.load(cos_ptr + token * half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
+        sin = tl.load(sin_ptr + token * half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
+        x_ptr += token // T * x_row + token % T * x_token
+        at = x_ptr + head * x_head + d[None, :] * x_d
+        a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(at + half * x_d, mask=mask, other=0.0).to(tl.float32)
+        to = out_ptr + (token * n_heads + head) * 2 * half + d[None, :]
+        tl.store(to, (a * cos - b * sin).to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(to + half, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _gated(gate_ptr, up_ptr, out_ptr, n, SILU: tl.constexpr, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(gate_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+        if SILU:
+            y = x * tl.sigmoid(x)
+        else:   # x / 2 (1 + tanh(z)) = x sigmoid(2 z), with sqrt(2 / pi) = 0.79788...
+            y = x * tl.sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
+        tl.store(out_ptr + at, (y * up).to(out_ptr.dtype.element_ty), mask=at < n)

@@ -165,7 +165,6 @@ def main(argv):
     template = '' if cfg.raw else trained_template(folder) if cfg.chat == 'trained' else cfg.chat
     lead = question_frame(tokenizer, template, add_bos)[-1] if template else ''
     model = checkpoint.load(folder, device, pick_dtype('auto', device)).eval()
-    model.model.attention = 'explicit'      # FlexAttention would compile each length
     cfg.model, eos = str(folder), model.config.eos_token_id
     random, messages = torch.Generator().manual_seed(cfg.seed), []
     for prompt in prompts(cfg):

@@ -17,10 +17,8 @@ import torch
 
 import fused_ce
 from data.packing import pack_alone, pack_trees, stack_rows
+from model import CausalLM
 from runtime import checkpoint, device
-from runtime.config import Later
-
-inference = Later('inference')      # which needs Triton
 
 
 def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statistics=False,
@@ -165,12 +163,12 @@ def load_ahead(pool, folder, base, cfg, n_items):
     """Return the `load` of `score`: threads of `pool` read the weights while items are tokenized.
 
     Other threads meanwhile load the kernels of a GPU and, once a thread of `pool` is free, the
-    library that draws: no score waits for it.
+    library that draws pictures, for which no score waits.
     """
     if not n_items:
         return lambda: load_model(folder, base, cfg)
     warm = []
-    if by_kernels(cfg):
+    if loads_kernels(cfg):
         warm.append(pool.submit(warm_up, checkpoint.read_config(folder), cfg))
     weights = pool.submit(load_model, folder, base, cfg)
     if cfg.pictures:
@@ -185,46 +183,43 @@ def load_ahead(pool, folder, base, cfg, n_items):
     return load
 
 
-def by_kernels(cfg):
-    """Return whether the kernels of inference.py compute the forward pass."""
-    return cfg.device.startswith('cuda') and cfg.dtype == 'bfloat16' and not cfg.deterministic
+def loads_kernels(cfg):
+    """Return whether the forward pass uses the Triton kernels of model.py and attention.py."""
+    return cfg.device.startswith('cuda') and cfg.dtype == 'bfloat16'
 
 
 def row_lengths(cfg):
     """Return (tokens in a packed row, `trim` of `score`) that are fastest for `cfg`.
 
-    In longer rows shots are repeated less often. Triton compiles the kernels again for a length
-    that 16 does not divide, and FlexAttention for each new length.
+    Longer rows repeat the shots less often. Triton compiles the kernels again for a length that is
+    not a multiple of 16, and FlexAttention for each new length.
     """
-    if by_kernels(cfg):
+    if loads_kernels(cfg):
         return 32768, 128
     return (16384, 0) if cfg.device.startswith('cuda') else (4096, 1)
 
 
 def load_model(folder, base, cfg):
-    """The model in the folder `base`; for passes with dropout with the adapters in `folder`."""
+    """Return the model in the folder `base`; for dropout passes, with the adapters in `folder`."""
     model = checkpoint.load(base, cfg.device, getattr(torch, cfg.dtype))
     if cfg.passes:
         checkpoint.add_adapter(model, folder)
-    if by_kernels(cfg):
-        inference.use_kernels(model)
     return model
 
 
 def warm_up(config, cfg):
-    """Load every kernel of a forward pass, which takes seconds, with a model of one layer."""
-    device.pick_device(cfg.device)      # a new thread has the first GPU as its current one
-    # Triton makes other code for numbers that 16 divides
+    """Load every kernel of a forward pass, which takes seconds, by running a model of one layer."""
+    device.pick_device(cfg.device)      # the current GPU of a new thread is the first one
+    # Triton makes other code for sizes that are multiples of 16
     config = replace(config, num_hidden_layers=1, layer_types=(config.layer_types or [])[:1],
                      vocab_size=4096 + config.vocab_size % 16)
     with torch.device('meta'):
-        model = checkpoint.model_class(config)(config)
-    # Any values do; drawn ones would take float32 memory too. model.to_empty imports sympy.
+        model = CausalLM(config)
+    # Any values will do; drawing them would take float32 memory. model.to_empty imports sympy.
     for key, parameter in [*model.named_parameters()]:
         parent, _, name = key.rpartition('.')
         values = torch.empty(parameter.shape, dtype=torch.bfloat16, device=cfg.device)
         setattr(model.get_submodule(parent), name, torch.nn.Parameter(values))
-    inference.use_kernels(model)
     at = np.arange(cfg.pack_len)[None]
     with torch.no_grad():
         forward_values(model, np.stack([0 * at, at, at + 1]), [(0, 0, 0, 0)], statistics=False)

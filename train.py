@@ -138,7 +138,7 @@ if __name__ == '__main__':      # --help and misspelled keys need no torch, whic
 import torch
 
 from fused_ce import fused_loss, smoothing, token_statistics
-from model import add_lora, compile_blocks
+from model import CausalLM, add_lora, compile_blocks
 from runtime import checkpoint, resume
 from runtime.device import pick_device, pick_dtype
 from runtime.errors import Stopped, TrainingError
@@ -366,7 +366,7 @@ def train(cfg):
         with first_process_first():
             base = checkpoint.fetch(cfg.model, cfg.revision)
             config = logit_config(cfg, checkpoint.read_config(base, cfg.shape))
-            layers = checkpoint.model_class(config).lora_targets
+            layers = config.family.lora_targets
             if cfg.lora and (not cfg.lora_targets or set(cfg.lora_targets) - set(layers)):
                 raise ConfigError(f'lora_targets = {cfg.lora_targets}, but the layers of '
                                   f'{config.model_type} are {", ".join(layers)}; choose from them')
@@ -414,7 +414,7 @@ def build_model(cfg, config, base, device):
     """Return the model to train: loaded or random, with adapters, compiled, sharded."""
     dtype = pick_dtype(cfg.dtype, device)
     if cfg.from_scratch:
-        model = checkpoint.model_class(config)(config)
+        model = CausalLM(config)
         model.init_weights()
         model.to(device, dtype)
     else:
@@ -428,8 +428,8 @@ def prepare(model, cfg, device):
     """Give `model` adapters, activation checkpointing, compilation and processes, as `cfg` says."""
     if cfg.lora:
         add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets)
-    model.model.attention = cfg.attention
-    model.model.checkpoint = cfg.checkpoint_activations
+    model.decoder.attention = cfg.attention
+    model.decoder.checkpoint = cfg.checkpoint_activations
     # Triton 3.6 cannot compile some float32 blocks; FlexAttention is compiled either way
     if cfg.compile and device.startswith('cuda') and model.head.dtype == torch.bfloat16:
         compile_blocks(model)

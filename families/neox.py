@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import CausalLM, Decoder, Embedding, ModelConfig, attend_explicit, attend_flex, rotate
+from model import Family, ModelConfig, rotate
 
 
 @dataclass
@@ -22,6 +22,14 @@ class NeoxConfig(ModelConfig):
     partial_rotary_factor: float = 0.25     # the part of each head that is rotated
     use_parallel_residual: bool = True
     attention_bias: bool = True
+
+    @property
+    def family(self) -> Family:
+        return GPT_NEOX
+
+    @property
+    def norm_eps(self) -> float:
+        return self.layer_norm_eps
 
     @property
     def rotary_dim(self) -> int:
@@ -43,8 +51,7 @@ class NeoxAttention(nn.Module):
         heads = self.query_key_value(x).unflatten(-1, (-1, 3 * self.head_dim))  # [B, T, H, 3 hd]
         q, k, v = heads.transpose(1, 2).chunk(3, dim=-1)
         q, k = self.rotate_part(q, rotary), self.rotate_part(k, rotary)
-        attend = attend_flex if isinstance(mask, tuple) else attend_explicit
-        y = attend(q, k, v, mask, self.head_dim ** -0.5, None)
+        y = mask.attend(q, k, v, self.head_dim ** -0.5, None)
         return self.dense(y.transpose(1, 2).flatten(2))
 
     def rotate_part(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -65,13 +72,14 @@ class NeoxMLP(nn.Module):
 class NeoxBlock(nn.Module):
     def __init__(self, config: NeoxConfig):
         super().__init__()
-        self.input_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        D, eps = config.hidden_size, config.norm_eps
+        self.input_layernorm = nn.LayerNorm(D, eps)
+        self.post_attention_layernorm = nn.LayerNorm(D, eps)
         self.attention = NeoxAttention(config)
         self.mlp = NeoxMLP(config)
         self.parallel = config.use_parallel_residual
 
-    def forward(self, x: Tensor, rotary, mask) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask) -> Tensor:
         y = self.attention(self.input_layernorm(x), rotary, mask)
         if self.parallel:       # summed in the order of transformers, for the same rounding
             return self.mlp(self.post_attention_layernorm(x)) + y + x
@@ -79,43 +87,8 @@ class NeoxBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class NeoxDecoder(Decoder):
-    """The forward pass of `Decoder`; its parts have other names in the state dict."""
-
-    def __init__(self, config: NeoxConfig):
-        nn.Module.__init__(self)        # not Decoder's, which makes the parts of a Llama
-        self.config = config
-        self.embed_in = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(NeoxBlock(config) for _ in range(config.num_hidden_layers))
-        self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.embed_scale, self.attention, self.checkpoint = 1, 'auto', False
-
-    @property
-    def embed_tokens(self) -> nn.Embedding:
-        return self.embed_in
-
-    @property
-    def norm(self) -> nn.LayerNorm:
-        return self.final_layer_norm
-
-
-class NeoxCausalLM(CausalLM):
-    """`CausalLM` for GPT-NeoX: the same calls, the same meanings."""
-
-    lora_targets = ('query_key_value', 'dense', 'dense_h_to_4h', 'dense_4h_to_h')
-    residual_layers = ('dense.weight', 'dense_4h_to_h.weight')
-
-    def __init__(self, config: NeoxConfig):
-        nn.Module.__init__(self)
-        self.config = config
-        self.gpt_neox = NeoxDecoder(config)
-        self.embed_out = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    @property
-    def model(self) -> NeoxDecoder:
-        return self.gpt_neox
-
-    @property
-    def head(self) -> Tensor:
-        """Return the output matrix [V, D]."""
-        return self.embed_out.weight
+GPT_NEOX = Family(
+    norm=nn.LayerNorm, block=NeoxBlock, decoder='gpt_neox', embedding='embed_in',
+    last_norm='final_layer_norm', head='embed_out',
+    lora_targets=('query_key_value', 'dense', 'dense_h_to_4h', 'dense_4h_to_h'),
+    residual_layers=('dense', 'dense_4h_to_h'))

@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from data.tokenizer import load_tokenizer
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
-from runtime.config_json import (ADAPTER_FIELDS, check_values, config_to_hf, model_class,
-                                 read_config, read_json_object)
+from runtime.config_json import (ADAPTER_FIELDS, check_values, config_to_hf, read_config,
+                                 read_json_object)
 from runtime.errors import CheckpointError
 from runtime.hub import download
 
@@ -69,7 +69,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> 
     dtype = dtype or getattr(torch, config.dtype)
     files = check_weights(folder, config)
     with torch.device('meta'):
-        model = model_class(config)(config)
+        model = CausalLM(config)
     for key, path in tqdm(files.items(), 'loading', unit=' tensors', delay=1, disable=None):
         parent, _, name = key.rpartition('.')
         with _open(path) as tensors:    # per tensor: pages that stay mapped count as our memory
@@ -132,7 +132,7 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
     the damaged file. An output matrix beside tied embeddings is read, and must equal them.
     """
     with torch.device('meta'):
-        shapes = {k: list(p.shape) for k, p in model_class(config)(config).named_parameters()}
+        shapes = {k: list(p.shape) for k, p in CausalLM(config).named_parameters()}
     files = weight_files(Path(folder))
     if config.tie_word_embeddings and {HEAD, EMBEDDING} <= files.keys():
         with _open(files[HEAD]) as a, _open(files[EMBEDDING]) as b:

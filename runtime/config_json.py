@@ -11,8 +11,8 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from data import bpe
-from families.neox import NeoxCausalLM, NeoxConfig
-from model import CausalLM, ModelConfig
+from families.neox import NeoxConfig
+from model import ModelConfig
 from runtime.errors import CheckpointError
 
 read_json_object = functools.partial(bpe.read_json_object, error=CheckpointError)
@@ -106,11 +106,6 @@ ADAPTER_FIELDS = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM'],
                   'fan_in_fan_out': [False], 'inference_mode': [True]}
 # our own block `nanocal`: logits = softcap * tanh(hidden @ head.T / (temperature * softcap))
 NANOCAL_FIELDS = {'softcap': [CAP, None], 'temperature': [(1e-3, 1e3)]}
-
-
-def model_class(config: ModelConfig) -> type[CausalLM]:
-    """Return the class of the models of a configuration."""
-    return NeoxCausalLM if isinstance(config, NeoxConfig) else CausalLM
 
 
 def read_config(folder: str | Path, changes: dict | None = None) -> ModelConfig:

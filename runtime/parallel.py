@@ -92,7 +92,7 @@ def shard(model):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     options = {'mesh': init_device_mesh(model.head.device.type, (world_size(),)),
                'mp_policy': MixedPrecisionPolicy(reduce_dtype=torch.float32)}
-    for layer in model.model.layers:
+    for layer in model.decoder.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
 

@@ -237,7 +237,7 @@ def lora_model(folder, dropout=0.0, seed=0):
     """A model with adapters that do something."""
     model = checkpoint.load(folder)
     torch.manual_seed(seed)
-    models.add_lora(model, 4, 16.0, dropout, model.lora_targets)
+    models.add_lora(model, 4, 16.0, dropout, model.config.family.lora_targets)
     for name, p in model.named_parameters():
         if 'lora_B' in name:
             torch.nn.init.normal_(p, std=0.05)

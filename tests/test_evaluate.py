@@ -75,7 +75,7 @@ def plain_log_probs(model, tree, device):
 def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     reference_model(name, tmp_path)
     model = checkpoint.load(tmp_path, device)
-    model.model.attention = 'explicit'  # FlexAttention would compile every shape, for minutes
+    model.decoder.attention = 'explicit'  # FlexAttention would compile every shape, for minutes
     trees = random_trees(np.random.default_rng(len(name)))
     right = [plain_log_probs(model, tree, device) for tree in trees]
     # rows of 40 part questions, those of 16 are shorter than some prompts
@@ -154,7 +154,7 @@ def test_trees_in_bfloat16(name, own_starts, device, tmp_path):
     """Packed trees, by the kernels on a GPU, are no further off than one sequence per option."""
     reference_model(name, tmp_path, **head_of_32(name))
     exact, half = checkpoint.load(tmp_path), checkpoint.load(tmp_path, device, torch.bfloat16)
-    half.model.attention = 'explicit'       # FlexAttention would compile each length
+    half.decoder.attention = 'explicit'       # FlexAttention would compile each length
 
     def errors(n):
         trees = random_trees(np.random.default_rng(3), own_starts, n)

@@ -1,4 +1,4 @@
-"""model.py against transformers, and its two attention paths against each other."""
+"""model.py against transformers, and its masks and kernels against their plain versions."""
 
 import random
 import re
@@ -11,10 +11,10 @@ from common import (ARCHITECTURES, DEVICES, documents, head_of_32, lora_model, o
                     reference_model, whole_rows)
 from safetensors.torch import load_file
 
-import inference
+import attention
 import model as models
+from attention import ExplicitMask, FlexMask, TreeMask, visible_keys
 from data import packing
-from inference import TreeMask
 from runtime import checkpoint
 
 
@@ -52,7 +52,7 @@ def test_embedding_scale_is_rounded_like_the_weights():
     config = models.ModelConfig('gemma2', 9, 3584, 8, 1, 2, head_dim=4)
     with torch.device('meta'):
         model = models.CausalLM(config)
-    decoder = model.model.to_empty(device='cpu')
+    decoder = model.decoder.to_empty(device='cpu')
     seen = {}
     decoder.layers[0].register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
     for dtype, scale in ((torch.float32, 3584 ** 0.5), (torch.bfloat16, 59.75)):
@@ -94,7 +94,7 @@ def test_packed_documents_do_not_see_each_other(name, tmp_path):
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
                                   'neox'])
-def test_flex_attention_equals_the_explicit_mask(name, device, tmp_path):
+def test_the_three_masks_give_the_same_hidden_states(name, device, tmp_path):
     """On a CPU FlexAttention has no gradients, so only the hidden states are compared there."""
     reference_model(name, tmp_path, **head_of_32(name))
     model = checkpoint.load(tmp_path, device).requires_grad_(device == 'cuda')
@@ -102,7 +102,7 @@ def test_flex_attention_equals_the_explicit_mask(name, device, tmp_path):
     inputs = [torch.from_numpy(packed[k]).to(device) for k in ('tokens', 'positions', 'ends')]
     gradients, outputs = [], []
     for kind in ('explicit', 'flex'):
-        model.model.attention = kind
+        model.decoder.attention = kind
         hidden = model(*inputs)
         outputs.append(hidden.detach())
         if device == 'cuda':
@@ -112,8 +112,9 @@ def test_flex_attention_equals_the_explicit_mask(name, device, tmp_path):
             model.zero_grad()
     assert torch.allclose(*outputs, atol=1e-4)
     if device == 'cuda' or not torch.cuda.is_available():   # else there is no interpreter
-        inference.use_kernels(model)
-        assert torch.allclose(model(*inputs), outputs[0], atol=1e-4)
+        model.decoder.attention = 'tree'
+        with torch.no_grad():
+            assert torch.allclose(model(*inputs), outputs[0], atol=1e-4)
     for a, b in zip(*(gradients or [[], []]), strict=True):
         assert (a - b).norm() < 1e-3 * a.norm()
 
@@ -167,7 +168,7 @@ def test_lora(name, tmp_path):
 
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('head_dim, softcap', [(64, None), (128, None), (256, 50.0)])
-def test_tuned_attention(head_dim, softcap, device):
+def test_flex_attention_with_tuned_blocks_equals_the_explicit_mask(head_dim, softcap, device):
     """The block sizes of HOPPER_OPTIONS in bfloat16 against the explicit mask in float32."""
     cuda = device == 'cuda'
     T, heads, kv_heads = (600, 8, 4) if cuda else (150, 2, 1)
@@ -184,13 +185,11 @@ def test_tuned_attention(head_dim, softcap, device):
         for window in (None, 100):
             x = [t.bfloat16().to(dtype).requires_grad_(cuda) for t in (q, k, v)]
             if dtype == torch.float32:
-                mask = models.explicit_mask(positions, ends, window)
-                y = models.attend_explicit(*x, mask, scale=head_dim ** -0.5, softcap=softcap)
+                mask = ExplicitMask(visible_keys(positions, ends, window))
             else:
-                options = models.flex_options(head_dim, x[0])
-                mask = models.flex_mask(positions, ends, window, options)
-                cap = models.cap_scores(softcap) if softcap else None
-                y = models.attend_flex(*x, mask, scale=head_dim ** -0.5, score_mod=cap)
+                options = attention.flex_options(head_dim, x[0])
+                mask = FlexMask(positions, ends, window, options)
+            y = mask.attend(*x, head_dim ** -0.5, softcap)
             if cuda:
                 y.backward(g.bfloat16().to(dtype))
             results.append([y, *(t.grad for t in x if cuda)])
@@ -203,7 +202,7 @@ def test_tuned_attention(head_dim, softcap, device):
     (4, 2, 32, None, None), (3, 3, 20, 5.0, None), (4, 1, 64, None, 40), (2, 2, 16, 3.0, 7),
     (2, 1, 256, 50.0, 90), (2, 1, 80, None, None)])
 @pytest.mark.parametrize('T', [64, 130, 257])
-def test_tree_attention(heads, kv_heads, head_dim, softcap, window, T, device):
+def test_the_tree_kernel_equals_the_explicit_mask(heads, kv_heads, head_dim, softcap, window, T, device):
     """The kernel on random trees against the explicit mask in float64."""
     if device == 'cpu' and torch.cuda.is_available():
         pytest.skip("Triton's interpreter runs where there is no GPU")
@@ -223,7 +222,7 @@ def test_tree_attention(heads, kv_heads, head_dim, softcap, window, T, device):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, T, head_dim, generator=generator).to(device)
                for n in (heads, kv_heads, kv_heads))
-    mask = models.explicit_mask(positions, ends, window)
+    mask = ExplicitMask(visible_keys(positions, ends, window))
     # Triton's interpreter has no products of bfloat16
     # and in float32 a GPU has no room for the blocks of large heads
     float32 = [(torch.float32, 1e-5)] * (device == 'cpu' or head_dim < 256)
@@ -231,7 +230,7 @@ def test_tree_attention(heads, kv_heads, head_dim, softcap, window, T, device):
                              *[(torch.bfloat16, 2e-2)] * (device == 'cuda')):
         x = [2 * t.to(dtype) for t in (q, k, v)]
         y = TreeMask(positions, ends, window, head_dim).attend(*x, head_dim ** -0.5, softcap)
-        right = models.attend_explicit(*(t.double() for t in x), mask, head_dim ** -0.5, softcap)
+        right = mask.attend(*(t.double() for t in x), head_dim ** -0.5, softcap)
         assert y.dtype == dtype and (y - right).abs().max() < tolerance * right.abs().max()
 
 

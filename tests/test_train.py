@@ -347,7 +347,7 @@ def test_checkpointed_activations_change_nothing(name, tmp_path):
     results = []
     for again in (False, True):
         model = lora_model(tmp_path, dropout=0.2).train()
-        model.model.checkpoint = again
+        model.decoder.checkpoint = again
         torch.manual_seed(5)
         results.append(gradients(model, packed, tiny_config(smoothing=0.1)))
     assert results[0][0] == results[1][0] and torch.equal(results[0][2], results[1][2])
@@ -494,7 +494,7 @@ def test_neox_runs(small_world, tmp_path):
     train.main([*config, '--from_scratch', '--eval=None', f'--out_dir={tmp_path / "scratch"}',
                 "--shape={'num_hidden_layers': 2, 'rotary_pct': 0.5}"])
     fresh = checkpoint.load(tmp_path / 'scratch')
-    assert len(fresh.model.layers) == 2 and fresh.config.rotary_dim == 8
+    assert len(fresh.decoder.layers) == 2 and fresh.config.rotary_dim == 8
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
