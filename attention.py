@@ -111,7 +111,7 @@ class ExplicitMask:
 # With gradients on CUDA: FlexAttention
 # ------------------------------------------------------------------------------------------------
 
-compiled: Callable = functools.cache(torch.compile)     # one compiled function per function and options
+compiled: Callable = functools.cache(torch.compile)     # called once per function and options
 
 
 class FlexMask:
@@ -135,22 +135,22 @@ class FlexMask:
         self.options = options
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
-        direct = torch.compiler.is_compiling() or not q.is_cuda
-        attend = flex_attention if direct else compiled(flex_attention, dynamic=False)
-        return attend(q, k, v, score_mod=cap_scores(softcap) if softcap else None,
+        attend, cap = flex_attention, cap_scores
+        if q.is_cuda and not torch.compiler.is_compiling():     # the block is not compiled
+            attend, cap = compiled(flex_attention, dynamic=False), cached_cap_scores
+        return attend(q, k, v, score_mod=cap(softcap) if softcap else None,
                       block_mask=self.block_mask, scale=scale,
                       enable_gqa=q.shape[1] != k.shape[1], kernel_options=self.options)
 
 
-@functools.cache
-def cap_scores(softcap: float):
-    """Return softcap * tanh(score / softcap) as a score_mod: a sigmoid, which costs half as much.
-
-    Cached, since a new function object per layer would compile every layer anew.
-    """
+def cap_scores(softcap: float) -> Callable:
+    """Return softcap * tanh(score / softcap) as a score_mod: a sigmoid, which costs half as much."""
     def cap(score, b, h, i, j):
         return 2 * softcap * torch.sigmoid(score * (2 / softcap)) - softcap
     return cap
+
+
+cached_cap_scores = functools.cache(cap_scores)     # for a new function all is compiled anew
 
 
 # Block sizes of FlexAttention by head_dim: the fastest of some twenty on an H200 in bfloat16 with

@@ -1,0 +1,212 @@
+"""One forward pass for training, evaluation and sampling: an edit of model.py moves all alike."""
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from common import DEVICES, documents, head_of_32, reference_model, whole_rows
+
+import attention
+import model as models
+import sample
+import scoring
+import train
+from data import packing
+from families import neox
+from runtime import checkpoint
+
+FAMILIES = ['llama', 'gemma2', 'neox']
+EDITS = {       # what a reader edits: the class of each family and its method, or a function
+    'block': {'llama': models.Block, 'gemma2': models.Block, 'neox': neox.NeoxBlock},
+    'attention': {'llama': models.Attention, 'gemma2': models.Attention,
+                  'neox': neox.NeoxAttention},
+    'mlp': {'llama': models.GatedMLP, 'gemma2': models.GatedMLP, 'neox': neox.NeoxMLP},
+    'norm': {'llama': models.LlamaRMSNorm, 'gemma2': models.GemmaRMSNorm,
+             'neox': torch.nn.LayerNorm},
+    'rotary_angles': None,
+}
+
+
+def random_tree(seed):
+    rng = np.random.default_rng(seed)
+    prefix, stem, *leaves = (rng.integers(3, 211, n).tolist() for n in (7, 9, 2, 3, 1))
+    return packing.Tree(tuple(prefix), stem, leaves, [START] * 3)
+
+
+START = 16      # of the options of a tree
+TREES = [random_tree(seed) for seed in range(2)]
+TEXTS = documents(0, [30, 17])
+PROMPT = [5, 60, 7, 11, 90]
+
+
+@pytest.fixture
+def calls_of_kernels(device, monkeypatch):
+    """The kernels wherever no gradient is needed, and a list that grows with their calls."""
+    calls = []
+    if device == 'cpu':
+        if torch.cuda.is_available():
+            pytest.skip("Triton's interpreter runs where there is no GPU")
+        monkeypatch.setattr(attention, 'kernels_apply', lambda x: not torch.is_grad_enabled())
+    for name in ('norm_kernel', 'rotate_kernel', 'gated_kernel'):
+        def record(*arguments, kernel=getattr(models, name), name=name, **options):
+            calls.append(name)
+            return kernel(*arguments, **options)
+        monkeypatch.setattr(models, name, record)
+    return calls
+
+
+def edit(what, name, monkeypatch):
+    if what == 'rotary_angles':
+        angles = models.rotary_angles
+        monkeypatch.setattr(models, what, lambda positions, *more: angles(3 * positions, *more))
+    else:
+        edited = EDITS[what][name]
+        original = edited.forward
+
+        def forward(*arguments):    # a norm after it would undo a multiplication by a number
+            y = original(*arguments)
+            return y - 2 * y.roll(1, -1)
+        monkeypatch.setattr(edited, 'forward', forward)
+
+
+def measured(model, device):
+    """Return {use: numbers} of the program, and the tokens drawn: a step's NLL, scores, sampling."""
+    model.decoder.attention = 'auto'
+    packed = packing.pack(TEXTS, 48)
+    _, nll = train.forward_backward(model, packed, train.TrainConfig(), device)
+    scores = scoring.option_log_probs(model, TREES[:1], pack_len=32)
+    drawn = [*sample.generate(model, PROMPT, (), sample.SampleConfig(max_tokens=2), None)]
+    return {'training': [nll.item()], 'evaluation': np.concatenate(scores),
+            'sampling': np.log([p for _, p in drawn])}, [token for token, _ in drawn]
+
+
+def plain(model, device, drawn):
+    """Return the numbers of `measured` from the logits of one text at a time, by plain torch."""
+    model.decoder.attention = 'explicit'
+
+    def log_probs(ids):
+        ids = torch.tensor([ids], device=device)
+        rows = (x.to(device) for x in whole_rows(ids))
+        return model.logits(model(ids, *rows))[0].log_softmax(-1).detach().cpu()
+
+    losses = [F.nll_loss(log_probs(ids.tolist())[:-1], torch.from_numpy(ids[1:]), reduction='none')
+              [torch.from_numpy(loss_mask[1:] == 1)] for ids, loss_mask in TEXTS]
+    scores = []
+    for tree in TREES[:1]:
+        for leaf in tree.leaves:
+            ids = [*tree.prefix, *tree.stem, *leaf]
+            log_p = log_probs(ids)
+            scores.append(sum(log_p[i - 1, ids[i]].item() for i in range(START, len(ids))))
+    ids, n = PROMPT + drawn, len(PROMPT)
+    return {'training': [torch.cat(losses).mean().item()], 'evaluation': np.array(scores),
+            'sampling': log_probs(ids)[range(n - 1, len(ids) - 1), drawn].numpy()}
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('name', FAMILIES)
+@pytest.mark.parametrize('what', EDITS)
+def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device, monkeypatch,
+                                                              calls_of_kernels, tmp_path):
+    reference_model(name, tmp_path, num_hidden_layers=2, **head_of_32(name))
+    model = checkpoint.load(tmp_path, device, torch.float32 if device == 'cpu' else torch.bfloat16)
+    with monkeypatch.context() as patch:
+        edit(what, name, patch)
+        ours, drawn = measured(model, device)
+        assert 'rotate_kernel' in calls_of_kernels
+        calls_of_kernels.clear()
+        edited = plain(model, device, drawn)
+    unedited = plain(model, device, drawn)
+    assert not calls_of_kernels     # which have no gradients
+    for use, values in ours.items():
+        error, change = (np.abs(np.subtract(values, x[use])).max() for x in (edited, unedited))
+        assert error < (1e-4 if device == 'cpu' else 0.1 * change) and change > 0.03, (use, error, change)
+
+
+def random(*shape, device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(len(shape) + shape[-1])
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def rotated(x, B=2, T=9):
+    positions = torch.arange(B * T).view(B, T).to(x.device)
+    config = models.ModelConfig('llama', 9, 8, 8, 1, 1, head_dim=x.shape[-1])
+    return models.rotate(x, *models.rotary_angles(positions[:B], config, x.dtype))
+
+
+WITH_KERNELS = {    # function of (device, dtype) that computes something that has a kernel
+    'norm of Llama': lambda **on: models.LlamaRMSNorm(48, 1e-3).to(**on)(random(2, 9, 48, **on)),
+    'norm of Gemma': lambda **on: models.GemmaRMSNorm(130, 1e-6).to(**on)(random(7, 130, **on)),
+    'norm of heads': lambda **on: models.LlamaRMSNorm(20, 1e-6).to(**on)(
+        random(2, 3, 9, 20, **on).transpose(1, 2)),
+    'rotate': lambda **on: rotated(random(2, 9, 3, 20, **on).transpose(1, 2)),
+    'rotate a part': lambda **on: rotated(random(2, 9, 5, 48, **on).transpose(1, 2)[..., 16:24]),
+    'rotate by shared angles': lambda **on: rotated(random(3, 2, 9, 8, **on), B=1),
+    'gated by SiLU': lambda **on: models.gated_product(
+        F.silu, random(2, 9, 80, **on), 3 * random(2, 9, 80, **on)),
+    'gated by GELU': lambda **on: models.gated_product(
+        models.gelu_tanh, 3 * random(5, 4097, **on), random(5, 4097, **on)),
+    'gated by strided factors': lambda **on: models.gated_product(
+        F.silu, *random(9, 64, **on).chunk(2, -1)),
+}
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize('what', WITH_KERNELS)
+def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance, device,
+                                                          monkeypatch, calls_of_kernels):
+    if device == 'cuda' and dtype == torch.float32:
+        monkeypatch.setattr(attention, 'kernels_apply', lambda x: not torch.is_grad_enabled())
+    with torch.no_grad():
+        by_kernel = WITH_KERNELS[what](device=device, dtype=dtype)
+        assert len(calls_of_kernels) == 1
+        monkeypatch.setattr(models, 'KERNELS', False)
+        plainly = WITH_KERNELS[what](device=device, dtype=dtype)
+    assert len(calls_of_kernels) == 1 and by_kernel.dtype == plainly.dtype == dtype
+    assert by_kernel.shape == plainly.shape
+    assert (by_kernel - plainly).abs().max() < tolerance * plainly.abs().max()
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_an_activation_without_a_kernel_is_computed_by_torch(device, calls_of_kernels):
+    gate, up = (random(9, n, device=device, dtype=torch.bfloat16)[:, -40:] for n in (40, 41))
+    with torch.no_grad():
+        assert torch.equal(models.gated_product(F.relu, gate, up), F.relu(gate) * up)
+    assert not calls_of_kernels
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('name', ['gemma2'])
+def test_kernels_score_a_question_alone_bitwise_the_same_in_any_batch(name, device, tmp_path,
+                                                                       calls_of_kernels):
+    reference_model(name, tmp_path, num_hidden_layers=2, **head_of_32(name))
+    model = checkpoint.load(tmp_path, device, torch.float32 if device == 'cpu' else torch.bfloat16)
+    together = scoring.option_log_probs(model, TREES[::-1], pack_len=32, batch_rows=3,
+                                        deterministic=True)
+    assert calls_of_kernels
+    for tree, scores in zip(TREES[::-1], together, strict=True):
+        assert np.array_equal(scoring.option_log_probs(model, [tree], deterministic=True)[0],
+                              scores)
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+@pytest.mark.parametrize('kind', ['explicit', 'flex'])
+def test_blocks_compile_to_one_graph_for_equal_masks(kind, name, tmp_path):
+    """No breaks in the graph, with gradients (as far as FlexAttention has them on a CPU) or not."""
+    reference_model(name, tmp_path, **head_of_32(name))
+    model = checkpoint.load(tmp_path)
+    model.decoder.attention = kind
+    packed = [packing.pack(documents(seed, lengths), 48)
+              for seed, lengths in ((0, [30, 17]), (1, [9, 38]))]
+    inputs = [[torch.from_numpy(p[key]) for key in ('tokens', 'positions', 'ends')] for p in packed]
+    with torch.set_grad_enabled(kind == 'explicit'):
+        expected = [model(*x) for x in inputs]
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        for layer in model.decoder.layers:
+            layer.compile(backend=counter, fullgraph=True, dynamic=False)
+        compiled = [model(*x) for x in inputs]
+    assert counter.frame_count == (2 if (kind, name) == ('flex', 'gemma2') else 1)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(expected, compiled, strict=True))
+    torch._dynamo.reset()
