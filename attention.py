@@ -135,7 +135,8 @@ class FlexMask:
         self.options = options
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
-        attend, cap = flex_attention, cap_scores
+        attend: Callable = flex_attention
+        cap = cap_scores
         if q.is_cuda and not torch.compiler.is_compiling():     # the block is not compiled
             attend, cap = compiled(flex_attention, dynamic=False), cached_cap_scores
         return attend(q, k, v, score_mod=cap(softcap) if softcap else None,
@@ -144,13 +145,14 @@ class FlexMask:
 
 
 def cap_scores(softcap: float) -> Callable:
-    """Return softcap * tanh(score / softcap) as a score_mod: a sigmoid, which costs half as much."""
+    """Return softcap * tanh(score / softcap) as a score_mod, by a sigmoid at half the cost."""
     def cap(score, b, h, i, j):
         return 2 * softcap * torch.sigmoid(score * (2 / softcap)) - softcap
     return cap
 
 
-cached_cap_scores = functools.cache(cap_scores)     # for a new function all is compiled anew
+# torch.compile compiles attention again for another function object
+cached_cap_scores = functools.cache(cap_scores)
 
 
 # Block sizes of FlexAttention by head_dim: the fastest of some twenty on an H200 in bfloat16 with

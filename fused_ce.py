@@ -149,6 +149,12 @@ def confidence_penalty(w):
                 ('entropy',), whole=False)
 
 
+# What a config may name: a loss of your own is a function above and a name here.
+LOSSES = {make.__name__: make for make in (
+    cross_entropy, brier, spherical, focal, gce, dft, entropy_weighted, smoothing, z_loss,
+    confidence_penalty)}
+
+
 # ---- Public functions ----------------------------------------------------------------------------
 
 _smoothing = smoothing      # for functions with an argument called smoothing
@@ -158,7 +164,7 @@ _disabled = functools.cache(torch.compiler.disable)
 
 
 def _uncompiled(function):
-    """torch.compiler.disable, but without compilation nothing imports the compiler: a second."""
+    """torch.compiler.disable without its import of the compiler, 1.4 s that few callers need."""
     @functools.wraps(function)
     def call(*arguments, **options):
         compiling = torch.compiler.is_compiling()
@@ -212,10 +218,7 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
         rows, target = (_on_device(x, device) for x in (rows, target[rows]))
         hidden, scale = hidden.index_select(0, rows), scale[rows]
     if reduction == 'mean' and n:
-        divisor = n if num_items is None else num_items
-        _require(isinstance(divisor, Tensor) or divisor > 0,
-                 f'num_items must be positive, got {divisor}')
-        scale = scale / (divisor.reshape(()) if isinstance(divisor, Tensor) else divisor)
+        scale = scale / _divisor(n if num_items is None else num_items)
     value, nll = _FusedLoss.apply(hidden, weight, scale, reduction != 'none',
                                   torch.is_grad_enabled(),
                                   (_on_device(target, device), loss, softcap, dtype, memory))
@@ -582,6 +585,18 @@ def _check(hidden, weight, target, loss, softcap, ignore_index):
         raise ValueError(f'target {target[outside][0].item()} is neither in [0, {V}), the rows of '
                          f'weight, nor ignore_index={ignore_index}')
     return dtype, target, supervised, n
+
+
+def _divisor(num_items):
+    """Return num_items as a number or a 0-d tensor; one on a GPU is checked without waiting."""
+    if isinstance(num_items, Tensor):
+        num_items = num_items.reshape(())
+        if num_items.is_cuda:
+            torch._assert_async(num_items > 0, 'num_items must be positive')
+            return num_items
+        num_items = num_items.item()
+    _require(num_items > 0, f'num_items must be positive, got {num_items}')
+    return num_items
 
 
 def _on_device(x, device):

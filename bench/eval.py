@@ -1,10 +1,12 @@
 """5-shot MMLU, from its files to results.json, beside a Hugging Face loop, on one CUDA device.
 
     python bench/eval.py --data=mmlu --tokenizer=Llama-3.2-1B
+    python bench/eval.py --data=mmlu --tokenizer=Llama-3.2-1B --ours --variants
     python bench/eval.py --plot=out/bench_eval.json
 
-The models have random weights. Ours is timed with everything; of the loop, which does what
-lm-evaluation-harness does, only the forward passes are. Writes out/bench_eval.json and its picture.
+The models have random weights. For ours the whole evaluation is timed; for the loop, which does
+what lm-evaluation-harness does, the forward passes alone. Writes out/bench_eval.json and its
+picture.
 """
 
 import sys
@@ -17,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
+import model as models
 from bench import common
 from bench.common import (DEVICE, MODELS, busy_time, draw_bars, failure, free_memory, gpu_kernels,
                           load, matrix_rate, now, our_model, peak_gib, peer_model,
                           reset_peak_memory)
 from data.tasks import load_tasks
 from evaluate import EvalConfig, evaluate
-from inference import use_kernels
 from runtime import checkpoint
 from runtime.errors import ConfigError
 from scoring import option_log_probs, row_lengths
@@ -36,14 +38,18 @@ class BenchConfig:
     data: str | None = None         # a folder or a hub dataset with MMLU's files
     tokenizer: str | None = None    # a folder with a tokenizer
     sample: int = 1024              # questions on which the Hugging Face loop is timed
-    ours: bool = False              # ours alone
+    ours: bool = False              # only ours, without the Hugging Face loop
+    variants: bool = False          # also time our forward pass with fewer kernels, and compiled
     plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_eval.json'
 
 
-# attention of the Hugging Face model, prompts in a batch
+# attention of the Hugging Face model, prompts per batch
 PEERS = {'gemma2_2b': ('flex_attention', 16), 'llama32_1b': ('sdpa', 32),
          'llama31_8b': ('sdpa', 32), 'mistral_7b': ('sdpa', 32)}
+# of our forward pass: (model.KERNELS, decoder.attention), None for compiled blocks
+VARIANTS = {'all kernels': (True, 'auto'), 'the kernel of attention alone': (False, 'auto'),
+            'no kernels, FlexAttention': (False, 'flex'), 'compiled blocks, FlexAttention': None}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -78,8 +84,6 @@ def measure_ours(raw, config, folder, rate):
     """Time MMLU from its files to results.json, after a few questions that load the kernels."""
     model = our_model(raw).eval()
     checkpoint.save(model, folder, torch.bfloat16, side_files=config.tokenizer)
-    if DEVICE == 'cuda':
-        use_kernels(model)
     cfg = EvalConfig(model=str(folder), tasks=(f'mmlu:{config.data}',), dtype='bfloat16',
                      device=DEVICE, add_bos=True, max_length=8192, overwrite=True,
                      out_dir=str(folder / 'out'))
@@ -104,14 +108,31 @@ def measure_ours(raw, config, folder, rate):
     flops = 2 * (sum(p.numel() for p in model.parameters())
                  - raw['vocab_size'] * raw['hidden_size'] * (2 - raw['tie_word_embeddings']))
     profiled = {'mmlu': replace(task, items=task.items[:4000])}
-    return {'questions_per_s': len(trees) / seconds, 'seconds': seconds, 'reading_s': reading,
+    busy = busy_share(lambda: evaluate(folder, tokenizer, profiled, cfg, cfg.out_dir, model))
+    return {'variants': time_variants(model, trees[:2000]) if config.variants else {},
+            'questions_per_s': len(trees) / seconds, 'seconds': seconds, 'reading_s': reading,
             'scoring_s': scoring, 'results_s': seconds - reading - scoring, 'first_s': first,
             'tokens': tokens, 'rows': -(-tokens // pack_len),
             'of_matrix_rate': flops * tokens / max(scoring, 0.01) / rate,
-            'gpu_busy': busy_share(lambda: evaluate(folder, tokenizer, profiled, cfg, cfg.out_dir,
-                                                    model)),
-            'peak_gib': peak,
+            'gpu_busy': busy, 'peak_gib': peak,
             'lengths': [len(tree.prefix) + len(tree.stem) for tree in trees]}
+
+
+def time_variants(model, trees):
+    """Return {variant: seconds to score `trees`} in rows of one length, after a warm-up."""
+    seconds = {}
+    for name, variant in VARIANTS.items():
+        if variant:
+            models.KERNELS, model.decoder.attention = variant
+        else:
+            models.KERNELS = True
+            models.compile_blocks(model)
+        for _ in range(2):      # the first time kernels are loaded or compiled
+            started = now()
+            option_log_probs(model, trees, pack_len=16384, trim=0)
+            seconds[name] = now() - started
+    models.KERNELS = True
+    return seconds
 
 
 def busy_share(call):
@@ -158,6 +179,8 @@ def print_table(table):
           f'questions before {ours["first_s"]:.1f})\n'
           f'              {ours["tokens"]} tokens, {ours["of_matrix_rate"]:.1%} of the matrix rate '
           f'while scoring, GPU busy {ours["gpu_busy"]:.1%}, peak {ours["peak_gib"]:.1f} GiB')
+    for name, seconds in ours.get('variants', {}).items():
+        print(f'              {seconds:6.2f} s for 2,000 questions: {name}')
     if peer is None:
         return
     if 'failed' in peer:

@@ -17,6 +17,7 @@ import functools
 import itertools
 import math
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class AdamW(torch.optim.Optimizer):
         self.betas, self.eps, self.stochastic = betas, eps, stochastic
         self.seed, self.rank = seed, rank
         self.steps = 0
-        self.sums = {}              # parameter -> its gradient, summed in float32
+        self.sums: dict[Tensor, Tensor] = {}    # parameter -> its gradient, summed in float32
         self.summing = False
         for p in self.parameters():
             half = p.dtype == torch.bfloat16
@@ -81,12 +82,12 @@ class AdamW(torch.optim.Optimizer):
         return [sums[p] if p in sums else _local(p.grad) for p in self.parameters()]
 
     @torch.no_grad()
-    def step(self, scale: Tensor):
+    def step(self, scale: Tensor):      # type: ignore[override]    # there is no closure
         """Update with the gradients times `scale`, a 0-dim tensor, and clear them."""
         self.steps += 1
         beta1, beta2 = self.betas
         gradients, place = iter(self.gradients()), itertools.count()
-        update = _compiled_update() if scale.is_cuda else _update
+        update: Callable = _compiled_update() if scale.is_cuda else _update
         for group in self.param_groups:
             lr = group['lr']
             numbers = torch.tensor([
@@ -122,8 +123,10 @@ class AdamW(torch.optim.Optimizer):
         return p.float() if low is None else _join(p.view(torch.int16), low)
 
 
-def _local(x: Tensor) -> Tensor:
-    """This process's part of a DTensor, whose class takes a second to import, or the tensor."""
+def _local(x: Tensor | None) -> Tensor:
+    """Return this process's part of a DTensor, or a plain tensor. Importing DTensor takes 1 s."""
+    if x is None:
+        raise RuntimeError('a parameter has no gradient: call backward before step')
     return x.to_local() if hasattr(x, 'to_local') else x
 
 
@@ -162,7 +165,7 @@ def _update(w, low, g, m, v, numbers, scale, seed):
 
 
 @functools.cache
-def _compiled_update():
+def _compiled_update() -> Callable:
     # compiled twice: for the first length, and once for all other lengths
     return torch.compile(_update)
 

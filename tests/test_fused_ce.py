@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fused_ce
-from fused_ce import (Loss, brier, confidence_penalty, cross_entropy, dft, entropy_weighted, focal,
-                      fused_loss, gce, smoothed_cross_entropy, smoothing, spherical,
+from fused_ce import (LOSSES, Loss, brier, confidence_penalty, cross_entropy, dft, entropy_weighted,
+                      focal, fused_loss, gce, smoothed_cross_entropy, smoothing, spherical,
                       token_statistics, z_loss)
-from runtime.loss import LOSSES, parse_loss
+from runtime.loss import parse_loss
 
 numpy_warns = pytest.mark.filterwarnings('ignore::RuntimeWarning')    # the interpreter's exp(1000)
 
@@ -226,7 +226,8 @@ def test_ce_says_what_is_wrong():
     assert 'memory must be a number of bytes' in message(memory=-1)
     assert "'mean', 'sum' or 'none'" in message(reduction='avg')
     assert 'num_items' in message(reduction='sum', num_items=3)
-    assert 'num_items must be positive' in message(num_items=0)
+    for num_items in (0, -1, torch.tensor(0), torch.tensor([0.0]), torch.tensor(float('nan'))):
+        assert 'num_items must be positive' in message(num_items=num_items)
 
 
 @numpy_warns
@@ -778,8 +779,7 @@ def poly1(epsilon):
     return Loss(lambda s: s.nll + epsilon * (1 - s.p_y), coefficients)
 
 
-def test_loss_of_a_user(ce_device, monkeypatch):
-    """A loss that is not in the list takes a function of torch, and no kernel."""
+def test_a_new_loss_is_a_function_of_torch_and_a_row_of_the_table(ce_device, monkeypatch):
     hidden, weight, target = ce_inputs(7, 31, 300, ce_device, std=2.0)
     expected = loss_reference(lambda z, y: nll_of(z, y) + 2 * (1 - (-nll_of(z, y)).exp()), hidden,
                               weight, target)

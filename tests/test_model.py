@@ -202,7 +202,8 @@ def test_flex_attention_with_tuned_blocks_equals_the_explicit_mask(head_dim, sof
     (4, 2, 32, None, None), (3, 3, 20, 5.0, None), (4, 1, 64, None, 40), (2, 2, 16, 3.0, 7),
     (2, 1, 256, 50.0, 90), (2, 1, 80, None, None)])
 @pytest.mark.parametrize('T', [64, 130, 257])
-def test_the_tree_kernel_equals_the_explicit_mask(heads, kv_heads, head_dim, softcap, window, T, device):
+def test_the_tree_kernel_equals_the_explicit_mask(heads, kv_heads, head_dim, softcap, window, T,
+                                                  device):
     """The kernel on random trees against the explicit mask in float64."""
     if device == 'cpu' and torch.cuda.is_available():
         pytest.skip("Triton's interpreter runs where there is no GPU")

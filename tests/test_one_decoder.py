@@ -48,11 +48,14 @@ def calls_of_kernels(device, monkeypatch):
         if torch.cuda.is_available():
             pytest.skip("Triton's interpreter runs where there is no GPU")
         monkeypatch.setattr(attention, 'kernels_apply', lambda x: not torch.is_grad_enabled())
-    for name in ('norm_kernel', 'rotate_kernel', 'gated_kernel'):
-        def record(*arguments, kernel=getattr(models, name), name=name, **options):
+    def recorded(name, kernel):
+        def call(*arguments, **options):
             calls.append(name)
             return kernel(*arguments, **options)
-        monkeypatch.setattr(models, name, record)
+        return call
+
+    for name in ('norm_kernel', 'rotate_kernel', 'gated_kernel'):
+        monkeypatch.setattr(models, name, recorded(name, getattr(models, name)))
     return calls
 
 
@@ -71,7 +74,7 @@ def edit(what, name, monkeypatch):
 
 
 def measured(model, device):
-    """Return {use: numbers} of the program, and the tokens drawn: a step's NLL, scores, sampling."""
+    """Return {use: numbers} as the program computes them, and the tokens that were drawn."""
     model.decoder.attention = 'auto'
     packed = packing.pack(TEXTS, 48)
     _, nll = train.forward_backward(model, packed, train.TrainConfig(), device)
@@ -120,7 +123,8 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
     assert not calls_of_kernels     # which have no gradients
     for use, values in ours.items():
         error, change = (np.abs(np.subtract(values, x[use])).max() for x in (edited, unedited))
-        assert error < (1e-4 if device == 'cpu' else 0.1 * change) and change > 0.03, (use, error, change)
+        tolerance = 1e-4 if device == 'cpu' else 0.2 * change
+        assert error < tolerance and change > 0.03, (use, error, change)
 
 
 def random(*shape, device, dtype=torch.float32):
