@@ -42,7 +42,7 @@ from data.chat import question_frame
 from data.probes import INSTRUCTIONS
 from data.questions import TASKS
 from data.tasks import describe_tasks, load_tasks
-from data.tokenizer import begins_with_bos
+from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import compare, report, samples
 from runtime import ownership, processes
 from runtime.config import Later, load_config, read_assignments, require_range
@@ -457,7 +457,7 @@ def run(cfg):
     device.pick_device(cfg.device)
     cfg = replace(cfg, model=os.path.expanduser(cfg.model))
     folder = checkpoint.fetch(cfg.model, cfg.revision)
-    tokenizer = checkpoint.load_model_tokenizer(folder)
+    tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
     default = Path(folder if Path(cfg.model).is_dir() else
                    f'out/eval/{cfg.model.replace("/", "--")}')

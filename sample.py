@@ -26,7 +26,7 @@ import torch
 
 from data.chat import encode_conversation, question_frame
 from data.files import require_text
-from data.tokenizer import begins_with_bos
+from data.tokenizer import begins_with_bos, load_model_tokenizer
 from evaluate import bad_logits, trained_template, trained_with_bos
 from runtime import checkpoint
 from runtime.config import load_config, require_range
@@ -160,7 +160,7 @@ def main(argv):
     if cfg.top_p < 1 and cfg.temperature == 0:
         raise ConfigError(f'top_p = {cfg.top_p} needs a temperature above 0, such as 1')
     device, folder = pick_device(cfg.device), checkpoint.fetch(cfg.model, cfg.revision)
-    tokenizer = checkpoint.load_model_tokenizer(folder)
+    tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
     add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
     template = '' if cfg.raw else trained_template(folder) if cfg.chat == 'trained' else cfg.chat
     lead = question_frame(tokenizer, template, add_bos)[-1] if template else ''

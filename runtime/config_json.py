@@ -10,12 +10,12 @@ import json
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
-from data import bpe
 from families.neox import NeoxConfig
 from model import ModelConfig
+from runtime import ownership
 from runtime.errors import CheckpointError
 
-read_json_object = functools.partial(bpe.read_json_object, error=CheckpointError)
+read_json_object = functools.partial(ownership.read_json_object, error=CheckpointError)
 
 ARCHITECTURES = {'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM',
                  'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM',
