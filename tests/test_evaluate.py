@@ -776,6 +776,12 @@ def test_files_of_others_are_kept(scored_folder, tmp_path):
                 evaluate_words(scored_folder, out, f'--tasks={task}', *option)
         assert (out / name).read_text() == 'mine'
         assert {p.name for p in out.iterdir()} <= {name, ownership.LOCK}
+    # names that other programs give to temporary files
+    out = tmp_path / 'temporary'
+    out.mkdir()
+    (out / 'results.json.tmp').write_text('mine')
+    evaluate_words(scored_folder, out, f'--tasks={task}')
+    assert (out / 'results.json.tmp').read_text() == 'mine' and (out / 'results.json').exists()
     out = tmp_path / 'out'
     evaluate_words(scored_folder, out, f'--tasks={task}')
     (out / 'results.py').write_text('mine')
@@ -814,7 +820,7 @@ def test_two_at_once_on_one_folder(scored_folder, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize('content', ['[]', '{"a"', '{}', '', '{"tasks": 3}'])
+@pytest.mark.parametrize('content', ['[]', '{"a"', '{}', '', '{"tasks": 3}', '\0', '[' * 100_000])
 def test_damaged_eval_config(scored_folder, tmp_path, content):
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
     evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
@@ -828,7 +834,8 @@ def test_damaged_eval_config(scored_folder, tmp_path, content):
 def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
     task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
     whole = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
-    for content in ('[]', '{"tasks": [1]}', '{"tasks": {"foxes": {}}}', 'junk'):
+    for content in ('[]', '{"tasks": [1]}', '{"tasks": {"foxes": {}}}', 'junk', '\0',
+                    '[' * 100_000):
         (out / 'results.json').write_text(content)
         with pytest.raises(ConfigError, match='results.json is not what .*; remove it'):
             evaluate_words(scored_folder, out, f'--tasks={task}')
