@@ -29,7 +29,7 @@ from runtime.hub import download
 from runtime.parallel import rank
 
 SHARD_BYTES = 5_000_000_000
-# what transformers and vLLM need besides the weights; copied from the folder of the base model
+# files that transformers and vLLM need besides the weights; copied from the base model's folder
 SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'tokenizer.model.v*',
               'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
               'chat_template.jinja', 'original/tokenizer.model')

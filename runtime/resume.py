@@ -26,7 +26,7 @@ from runtime.ownership import (LIST, LOCK, TEMPORARY, check_free, claim, discard
 from runtime.parallel import gather, gather_full, load_full, rank
 
 FILE_BYTES = 4_000_000_000
-# what a resumed run must have in common with the run that wrote the checkpoint
+# the names of facts that a resumed run must share with the run that wrote the checkpoint
 FACTS = {'data': 'training data', 'model': 'base model', 'dtype': 'weights on the device'}
 
 
@@ -104,7 +104,7 @@ def checkpoints(out_dir):
 
 
 def advice(out_dir):
-    """Return how to continue after an error, as the end of a sentence."""
+    """Return how to continue after an error, as the last part of a message."""
     folders = checkpoints(out_dir)
     if not folders:
         return 'there is no checkpoint yet'
@@ -115,8 +115,8 @@ def advice(out_dir):
 def save_checkpoint(out_dir, step, named, optimizer, facts):
     """Write out_dir/resume-<step>/, state.json last, then remove the older checkpoints.
 
-    named: {name: trained parameter}; facts: what a resumed run must have in common, for JSON. Every
-    process must call this; the first one writes. Raises TrainingError if that fails.
+    named: {name: trained parameter}; facts: {name: value} that a resumed run must share, for JSON.
+    Every process must call this; the first one writes. Raises TrainingError if that fails.
     """
     folder, digests, tensors = Path(out_dir) / f'resume-{step}', {}, {}
     device = next(iter(named.values())).device
@@ -170,7 +170,7 @@ def restore(out_dir, named, optimizer, facts):
             content = read_state(path, step)
             for key, value in facts.items():
                 if content[key] != value:
-                    raise TrainingError(f'{path}: the checkpoint is of different '
+                    raise TrainingError(f'{path}: the checkpoint was written with different '
                                         f'{FACTS.get(key, key)}: {content[key]}, and this run has '
                                         f'{value}; use the same, or --overwrite to start over')
             unread, random = dict(state_tensors(named, optimizer)), {}

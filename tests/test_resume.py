@@ -27,7 +27,7 @@ from runtime.errors import ConfigError
 def long_run(small_world, tmp_path_factory):
     """(arguments of a run whose every random state matters, the folder of it undisturbed)"""
     folder = tmp_path_factory.mktemp('long') / 'whole'
-    arguments = [small_world[0] / 'tuned' / 'train_config.py', '--eval=None', '--epochs=80',
+    arguments = [small_world[0] / 'tuned' / 'train_config.py', '--eval=None', '--epochs=30',
                  '--save_every=7', '--dtype=bfloat16', '--master_weights=stochastic',
                  '--val_every=1000', '--checkpoint_epochs=False', '--device=cpu']
     code, _, error = run_train(*arguments, f'--out_dir={folder}')
@@ -457,8 +457,8 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, capsys, 
 
 
 @pytest.mark.parametrize('key, message', [
-    ('sequences', 'checkpoint is of different sequences: 4, and this run has 5'),
-    ('dtype', 'checkpoint is of different weights on the device: 4, and this run has 5')])
+    ('sequences', 'written with different sequences: 4, and this run has 5'),
+    ('dtype', 'written with different weights on the device: 4, and this run has 5')])
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, key, message):
     run = TinyRun(tmp_path, 'resume-2')
     ownership.claim(run.out, 'log.jsonl')
