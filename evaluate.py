@@ -149,7 +149,8 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
                 dropout_seeds=[(cfg.seed, n) for n in range(cfg.passes)]):
             key, prompt, item, tree = waiting.pop(index)
             if not np.isfinite(values).all():
-                raise CheckpointError(bad_logits(f'{label}: {item.place}', folder))
+                raise CheckpointError(checkpoint.bad_logits(f'{label}: {item.place}', folder,
+                                                            cfg.dtype))
             common = dict(zip(('task', 'split', 'language', 'id'), key)) | {'prompt': prompt}
             for sample in to_samples(item, tree, numbers, values):
                 write(common | sample)
@@ -160,15 +161,6 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
         raise DataError(f'{label}: no question could be scored ({len(bad_rows)} bad rows'
                         f'{f", the first: {bad_rows[0]}" if bad_rows else ""})')
     return prompts, bad_rows
-
-
-def bad_logits(place, folder):
-    """The message for NaN or infinite logits: which tensor is damaged, if one is."""
-    name = checkpoint.nonfinite_tensor(folder)
-    cause = (f'{name} in {folder} holds NaN or infinity: download or train the model again' if name
-             else f'the weights in {folder} are finite; activations probably overflow: try '
-             f'--dtype=float32')
-    return f'{place}: the model gives NaN or infinite logits; {cause}'
 
 
 def question_samples(question, tree, numbers, values):

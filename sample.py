@@ -27,7 +27,7 @@ import torch
 from data.chat import encode_conversation, question_frame
 from data.files import require_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from evaluate import bad_logits, trained_template, trained_with_bos
+from evaluate import trained_template, trained_with_bos
 from runtime import checkpoint
 from runtime.config import load_config, require_range
 from runtime.device import pick_device, pick_dtype
@@ -70,7 +70,8 @@ def generate(model, ids, stop, cfg, random, n_vocab=None):
         hidden = model(torch.tensor([ids], device=device), positions, None)
         logits = model.logits(hidden[0, -1]).cpu().double()
         if not logits.isfinite().all():
-            raise CheckpointError(bad_logits('the answer', cfg.model))
+            raise CheckpointError(checkpoint.bad_logits(
+                'the answer', cfg.model, str(model.head.dtype).removeprefix('torch.')))
         token = int(logits[:n_vocab].argmax())
         if cfg.temperature:
             scaled = ((logits[:n_vocab] - logits[token]) / cfg.temperature).softmax(0)

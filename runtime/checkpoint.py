@@ -271,6 +271,19 @@ def nonfinite_tensor(folder: str | Path) -> str | None:
     return None
 
 
+def bad_logits(where: str, folder: str | Path, dtype: str) -> str:
+    """Return the message for NaN or infinite logits: which tensor is damaged, if one is."""
+    if name := nonfinite_tensor(folder):
+        cause = f'{name} in {folder} holds NaN or infinity: download or train the model again'
+    elif dtype == 'float32':
+        cause = (f'the weights in {folder} are finite, but activations overflow even in float32: '
+                 f'check config.json, or train the model again with a lower lr')
+    else:
+        cause = (f'the weights in {folder} are finite; activations probably overflow in {dtype}: '
+                 f'compute in float32 (evaluate.py --dtype=float32, sample.py --device=cpu)')
+    return f'{where}: the model gives NaN or infinite logits; {cause}'
+
+
 def fingerprint(folder: str | Path) -> str:
     """Return a hash of a model: of the values in config.json and of a sample of every tensor.
 

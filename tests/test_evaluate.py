@@ -883,6 +883,17 @@ def test_weights_that_give_nan(scored_folder, tmp_path):
         evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}')
 
 
+def test_overflow_in_float32_is_not_advised_to_use_float32(scored_folder, tmp_path):
+    shutil.copytree(scored_folder / 'model', tmp_path / 'model')
+    rewrite(tmp_path / 'model', lambda tensors: [
+        tensors[f'model.layers.1.mlp.{name}_proj.weight'].fill_(1e25) for name in ('gate', 'up')])
+    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    with pytest.raises(checkpoint.CheckpointError, match='overflow even in float32: check config'):
+        evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}', '--dtype=float32')
+    assert 'evaluate.py --dtype=float32' in checkpoint.bad_logits(
+        'x', scored_folder / 'model', 'bfloat16')
+
+
 def test_a_run_that_scored_nothing_leaves_the_folder_free(scored_folder, tmp_path):
     task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
     with pytest.raises(DataError, match='foxes: .*foxes.jsonl:1: .* max_length allows 3'):
