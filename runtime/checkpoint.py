@@ -249,6 +249,10 @@ def _open(path):
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f'{path}: truncated, out of date or not a safetensors file '
                               f'({error}); download or save it again') from error
+    except RuntimeError as error:
+        if 'unable to open file' not in str(error):     # torch's message for too many open files
+            raise
+        raise CheckpointError(f'{path} cannot be read: {error}') from error
 
 
 def _read_each(files, read):

@@ -47,8 +47,8 @@ DEFAULTS = {
     'gpt_neox': {},
 }
 
-# The allowed values of each known key, as alternatives: (lowest, highest) of an integer or, if these are
-# floats, of any number; a type; [what the items of a list may be]; or one value
+# The allowed values of each known key, as alternatives: (lowest, highest) of an integer or, if these
+# are floats, of any number; a type; [the values that the items of a list may have]; or one value
 SIZE, COUNT, TOKEN, CAP, SHARE = (1, 2**20), (1, 2**31), (0, 2**31), (1e-3, 1e6), (0.0, 1.0)
 FIELDS = {key: rule for keys, rule in {
     'vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads': [SIZE],
