@@ -567,6 +567,30 @@ def test_temporary_files_replace_nothing_and_are_removed_after_a_crash(tmp_path)
         ownership.claim(tmp_path, 'x')
 
 
+def test_a_run_killed_while_it_wrote_its_first_list_starts_again(tmp_path):
+    (tmp_path / '.lock').write_text('')
+    (tmp_path / 'written.json.0123abcd.nanocal-tmp').write_text('{"fi')
+    cfg = train.TrainConfig(out_dir=str(tmp_path), model='base')
+    resume.check_folder(cfg)
+    with ownership.lock(tmp_path):
+        resume.check_run(cfg, train.FREE_KEYS)
+    assert [path.name for path in tmp_path.iterdir()] == ['.lock']
+
+
+def test_a_deletion_killed_at_any_moment_is_repeated_and_takes_nothing_else(tmp_path):
+    for operation in range(100):
+        run = TinyRun(tmp_path / str(operation), 'adapter').begin()
+        run.save()
+        (run.out / 'adapter' / 'mine').write_text('mine')
+        was_killed = killed(lambda run=run: ownership.discard(run.out, '*'), run.out, operation)
+        with ownership.lock(run.out):
+            ownership.discard(run.out, '*')
+        assert tree(run.out) == {'adapter/mine': b'mine'}
+        if not was_killed:
+            break
+    assert operation > 8
+
+
 @pytest.mark.parametrize('umask, mode', [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_files_get_the_mode_that_the_umask_says(tmp_path, umask, mode):
     before = os.umask(umask)
@@ -633,7 +657,7 @@ def test_a_run_killed_in_its_first_report_goes_on(small_world, tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         train.main(config)
     monkeypatch.undo()
-    (tmp_path / 'run' / 'written.json.tmp').write_text('{"fi')
+    (tmp_path / 'run' / 'written.json.0123abcd.nanocal-tmp').write_text('{"fi')
     train.main(config)          # nothing of a run was written, so no option is needed
     (tmp_path / 'run' / 'loss.png').unlink()
     train.main([*config, '--resume'])

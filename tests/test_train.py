@@ -614,4 +614,4 @@ def test_bad_input_gives_one_line(small_world, tmp_path):
             main(arguments)
         assert message in str(error.value) and '\n' not in str(error.value)
     assert not list((tmp_path / 'out').rglob('*.safetensors'))
-    assert not list((tmp_path / 'out').rglob('*.tmp'))
+    assert not list((tmp_path / 'out').rglob('*.nanocal-tmp'))
