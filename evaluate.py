@@ -42,7 +42,7 @@ from data.chat import question_frame
 from data.probes import INSTRUCTIONS
 from data.questions import TASKS
 from data.tasks import describe_tasks, load_tasks
-from data.tokenizer import begins_with_bos
+from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import compare, report, samples
 from runtime import ownership, processes
 from runtime.config import Later, load_config, read_assignments, require_range
@@ -149,7 +149,8 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
                 dropout_seeds=[(cfg.seed, n) for n in range(cfg.passes)]):
             key, prompt, item, tree = waiting.pop(index)
             if not np.isfinite(values).all():
-                raise CheckpointError(bad_logits(f'{label}: {item.place}', folder))
+                raise CheckpointError(checkpoint.bad_logits(f'{label}: {item.place}', folder,
+                                                            cfg.dtype))
             common = dict(zip(('task', 'split', 'language', 'id'), key)) | {'prompt': prompt}
             for sample in to_samples(item, tree, numbers, values):
                 write(common | sample)
@@ -160,15 +161,6 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
         raise DataError(f'{label}: no question could be scored ({len(bad_rows)} bad rows'
                         f'{f", the first: {bad_rows[0]}" if bad_rows else ""})')
     return prompts, bad_rows
-
-
-def bad_logits(place, folder):
-    """The message for NaN or infinite logits: which tensor is damaged, if one is."""
-    name = checkpoint.nonfinite_tensor(folder)
-    cause = (f'{name} in {folder} holds NaN or infinity: download or train the model again' if name
-             else f'the weights in {folder} are finite; activations probably overflow: try '
-             f'--dtype=float32')
-    return f'{place}: the model gives NaN or infinite logits; {cause}'
 
 
 def question_samples(question, tree, numbers, values):
@@ -457,7 +449,7 @@ def run(cfg):
     device.pick_device(cfg.device)
     cfg = replace(cfg, model=os.path.expanduser(cfg.model))
     folder = checkpoint.fetch(cfg.model, cfg.revision)
-    tokenizer = checkpoint.load_model_tokenizer(folder)
+    tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
     default = Path(folder if Path(cfg.model).is_dir() else
                    f'out/eval/{cfg.model.replace("/", "--")}')

@@ -26,8 +26,8 @@ import torch
 
 from data.chat import encode_conversation, question_frame
 from data.files import require_text
-from data.tokenizer import begins_with_bos
-from evaluate import bad_logits, trained_template, trained_with_bos
+from data.tokenizer import begins_with_bos, load_model_tokenizer
+from evaluate import trained_template, trained_with_bos
 from runtime import checkpoint
 from runtime.config import load_config, require_range
 from runtime.device import pick_device, pick_dtype
@@ -70,7 +70,8 @@ def generate(model, ids, stop, cfg, random, n_vocab=None):
         hidden = model(torch.tensor([ids], device=device), positions, None)
         logits = model.logits(hidden[0, -1]).cpu().double()
         if not logits.isfinite().all():
-            raise CheckpointError(bad_logits('the answer', cfg.model))
+            raise CheckpointError(checkpoint.bad_logits(
+                'the answer', cfg.model, str(model.head.dtype).removeprefix('torch.')))
         token = int(logits[:n_vocab].argmax())
         if cfg.temperature:
             scaled = ((logits[:n_vocab] - logits[token]) / cfg.temperature).softmax(0)
@@ -160,7 +161,7 @@ def main(argv):
     if cfg.top_p < 1 and cfg.temperature == 0:
         raise ConfigError(f'top_p = {cfg.top_p} needs a temperature above 0, such as 1')
     device, folder = pick_device(cfg.device), checkpoint.fetch(cfg.model, cfg.revision)
-    tokenizer = checkpoint.load_model_tokenizer(folder)
+    tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
     add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
     template = '' if cfg.raw else trained_template(folder) if cfg.chat == 'trained' else cfg.chat
     lead = question_frame(tokenizer, template, add_bos)[-1] if template else ''

@@ -34,10 +34,11 @@ from data.instruct import load_conversations
 from data.packing import epoch_order, pack, sequence_weights
 from data.tasks import load_tasks
 from data.text import load_text
-from data.tokenizer import begins_with_bos
+from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trees import load_answers
 from evaluate import EvalConfig, check_eval_config, evaluate, result_labels
 from results.report import print_report
+from results.samples import OUTPUTS
 from runtime import ownership
 from runtime.config import load_config, require_range
 from runtime.errors import CheckpointError, ConfigError, DataError
@@ -358,9 +359,9 @@ def train(cfg):
     device, out_dir, results = pick_device(cfg.device), Path(cfg.out_dir), {}
     with contextlib.ExitStack() as stack:
         if rank() == 0 and not cfg.dry_run:
-            resume.check_folder(cfg, FREE_KEYS)
+            resume.check_folder(cfg)
             stack.enter_context(ownership.lock(out_dir))
-            resume.check_folder(cfg, FREE_KEYS)     # again: now no other process can change it
+            resume.check_run(cfg, FREE_KEYS)
         barrier()
         torch.manual_seed(cfg.seed)
         with first_process_first():
@@ -370,7 +371,7 @@ def train(cfg):
             if cfg.lora and (not cfg.lora_targets or set(cfg.lora_targets) - set(layers)):
                 raise ConfigError(f'lora_targets = {cfg.lora_targets}, but the layers of '
                                   f'{config.model_type} are {", ".join(layers)}; choose from them')
-            tokenizer = checkpoint.load_model_tokenizer(base, config)
+            tokenizer = load_model_tokenizer(base, config)
             if cfg.max_length > config.max_position_embeddings:
                 raise ConfigError(f'max_length = {cfg.max_length}, but the context of {cfg.model} '
                                   f'is {config.max_position_embeddings} tokens')
@@ -378,10 +379,12 @@ def train(cfg):
             data = load_sequences(cfg, tokenizer)
             if not cfg.from_scratch:
                 checkpoint.check_weights(base, config)
-        if cfg.overwrite and rank() == 0 and not cfg.dry_run:
-            ownership.discard(out_dir / 'before')
-            ownership.discard(out_dir)
-        if rank() == 0 and not cfg.dry_run:     # from here on the folder is that of a run
+        if rank() == 0 and not cfg.dry_run:
+            ownership.check_free(out_dir, *run_files(cfg, config, base, tokenizer))
+            if cfg.overwrite:
+                ownership.discard(out_dir / 'before', '*')
+                ownership.discard(out_dir, '*')
+            # from here on the folder is that of a run
             ownership.claim(out_dir, 'train_config.py', 'log.jsonl')
         if tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
             results['before'] = calibration_report(cfg, base, tokenizer, tasks, out_dir / 'before')
@@ -394,6 +397,17 @@ def train(cfg):
         if tasks and not cfg.dry_run:
             results['after'] = calibration_report(cfg, out_dir, tokenizer, tasks, out_dir)
     return results
+
+
+def run_files(cfg, config, base, tokenizer):
+    """Return the names of the files that a run writes at its end and after each epoch."""
+    names = checkpoint.saved_names(config, cfg.out_dir, getattr(torch, cfg.save_dtype), base,
+                                   saved_tokenizer(cfg, base, tokenizer))
+    if cfg.lora:
+        names += [f'adapter/{name}' for name in checkpoint.ADAPTER_FILES]
+    epochs = range(1, math.ceil(cfg.epochs)) if cfg.checkpoint_epochs else ()
+    return ['train_config.py', 'log.jsonl', 'loss.png', *names, *(OUTPUTS if cfg.eval else ()),
+            *(f'epoch-{epoch}/{name}' for epoch in epochs for name in names)]
 
 
 def logit_config(cfg, config):
@@ -524,16 +538,13 @@ def save_weights(cfg, model, optimizer, base, more, below='.'):
 
     more: {name: content} of files in place of those of the base model
     """
-    place, claim = Path(cfg.out_dir, below), functools.partial(ownership.claim, cfg.out_dir)
-    common = {'full': optimizer.master, 'write': rank() == 0}
+    folder, common = Path(cfg.out_dir, below), {'full': optimizer.master, 'owner': cfg.out_dir}
     try:
         if cfg.lora:
-            checkpoint.save_adapter(model, place / 'adapter', cfg.model, **common,
-                                    claim=functools.partial(claim, below=f'{below}/adapter'))
-        checkpoint.save(model, place, getattr(torch, cfg.save_dtype), base, **common,
-                        claim=functools.partial(claim, below=below), more=more)
-    except (OSError, CheckpointError, ConfigError) as error:
-        raise TrainingError(f'saving the weights to {place} failed: {error}; '
+            checkpoint.save_adapter(model, folder / 'adapter', cfg.model, **common)
+        checkpoint.save(model, folder, getattr(torch, cfg.save_dtype), base, more=more, **common)
+    except (OSError, ConfigError) as error:
+        raise TrainingError(f'saving the weights to {folder} failed: {error}; '
                             f'{resume.advice(cfg.out_dir)}') from error
 
 

@@ -25,6 +25,7 @@ from bench.common import (DEVICE, MODELS, busy_time, draw_bars, failure, free_me
                           load, matrix_rate, now, our_model, peak_gib, peer_model,
                           reset_peak_memory)
 from data.tasks import load_tasks
+from data.tokenizer import load_model_tokenizer
 from evaluate import EvalConfig, evaluate
 from runtime import checkpoint
 from runtime.errors import ConfigError
@@ -88,7 +89,7 @@ def measure_ours(raw, config, folder, rate):
                      device=DEVICE, add_bos=True, max_length=8192, overwrite=True,
                      out_dir=str(folder / 'out'))
     pack_len, trim = row_lengths(cfg)
-    tokenizer = checkpoint.load_model_tokenizer(folder)
+    tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
     task = load_tasks(cfg)['mmlu']
     trees = [tree for _, tree in replace(task, validation=[]).tokenize(tokenizer, cfg)]
     started = now()

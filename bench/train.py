@@ -32,7 +32,7 @@ from bench.common import (DEVICE, MODELS, compiled_graphs, draw_bars, empty_cach
 from bench.peers import hugging_face_step, trl_steps
 from data.instruct import load_conversations
 from data.packing import pack
-from runtime.checkpoint import load_model_tokenizer
+from data.tokenizer import load_tokenizer
 from runtime.errors import ConfigError
 from train import TrainConfig, build_optimizer, prepare, train_step
 
@@ -206,7 +206,7 @@ def full_rows(V):
 
 def real_batches(data, tokenizer):
     """Return steps of BATCH conversations in random order, as (tokens, loss mask)."""
-    sequences = load_conversations(data, load_model_tokenizer(Path(tokenizer)), template='tulu',
+    sequences = load_conversations(data, load_tokenizer(Path(tokenizer)), template='tulu',
                                    max_length=4096, add_bos=True, revision=None, workers=8,
                                    cache_dir='out/cache', on_bad_row='stop')
     order = torch.randperm(len(sequences)).tolist()

@@ -1,12 +1,12 @@
 """Byte-level BPE through tiktoken, from Llama 3's `tokenizer.model` or any `tokenizer.json`."""
 
 import binascii
-import json
 import re
 import unicodedata
 from pathlib import Path
 
 from runtime.errors import DataError
+from runtime.ownership import read_json_object
 
 # Llama 3's pre-tokenization, and the 256 control tokens that follow its 128,000 ranks
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -213,14 +213,3 @@ def _bos_and_eos(path, content, ids):
             raise DataError(f'{path.parent / "tokenizer_config.json"} must have {name}, the name '
                             f'of a token in {path.name}')
     return ids[bos] if settings.get('add_bos_token') else None, eos_id
-
-
-def read_json_object(path, error=DataError):
-    """Return the object in a JSON file; raises `error`."""
-    try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-    except (ValueError, RecursionError) as reason:
-        raise error(f'{path}: not valid JSON: {reason}') from reason
-    if not isinstance(content, dict):
-        raise error(f'{path}: not a JSON object')
-    return content

@@ -7,8 +7,9 @@ from our tokenizer, with the same ids.
 
 from pathlib import Path
 
-from data.bpe import BYTE_CHARS, BytePairTokenizer, read_json_object
+from data.bpe import BYTE_CHARS, BytePairTokenizer
 from data.chat import encode_conversation, jinja
+from runtime.ownership import read_json_object
 
 SPACE = '\u2581'        # stands for a space in the pieces of sentencepiece
 FLAGS = dict.fromkeys(('single_word', 'lstrip', 'rstrip'), False)   # of an added token

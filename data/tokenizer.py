@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from data.bpe import from_json, from_tiktoken
-from runtime.errors import DataError
+from runtime.errors import CheckpointError, DataError
 
 # Gemma's file declares these as user-defined symbols, which sentencepiece would find in any text
 GEMMA_CONTROLS = rb'<start_of_turn>|<end_of_turn>|<mask>|<2mass>|\[@BOS@\]|<unused\d+>'
@@ -107,4 +107,13 @@ def load_tokenizer(folder):
     else:
         tokenizer = SentencePieceTokenizer(files[0])
     tokenizer.fingerprint = hashlib.sha256(raw).hexdigest()[:16]
+    return tokenizer
+
+
+def load_model_tokenizer(folder, config):
+    """Return the tokenizer of a model folder; CheckpointError if the model has fewer tokens."""
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.n_vocab > config.vocab_size:
+        raise CheckpointError(f'{folder}: the tokenizer has {tokenizer.n_vocab} tokens, but '
+                              f'vocab_size in config.json is {config.vocab_size}')
     return tokenizer

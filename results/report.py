@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import operator
-import os
 import re
 import sys
 import textwrap
@@ -25,7 +24,7 @@ import scaling
 import stats
 from data.files import read_rows
 from runtime.errors import DataError
-from runtime.ownership import claim, write_text
+from runtime.ownership import claim, temporary, write_text
 from runtime.processes import parallel_map
 
 SCHEMA = 1      # of results.json, as docs/evaluation.md states it; keys that are added keep it
@@ -599,5 +598,5 @@ def figure_title(text, width):
 
 def save_figure(figure, path, dpi):
     """Write a PNG under a temporary name and rename it."""
-    figure.savefig(f'{path}.tmp', format='png', dpi=dpi)
-    os.replace(f'{path}.tmp', path)
+    with temporary(path) as part:
+        figure.savefig(part, format='png', dpi=dpi)

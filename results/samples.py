@@ -6,7 +6,6 @@ share: the model, the settings, and a hash of the questions of each task.
 
 import json
 import math
-from fnmatch import fnmatch
 
 from results import report
 from runtime import ownership
@@ -15,25 +14,25 @@ from runtime.errors import ConfigError
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
            'results.tex')
 DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
-OTHER_FOLDER = 'give another --out_dir, or --overwrite what was evaluated there'
+OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
 
 def open_folder(out_dir, tasks, settings, *, pictures, overwrite):
-    """Return (earlier, done) of `out_dir`, before samples of `tasks` are added to it.
+    """Prepare `out_dir` for more samples of `tasks`; return (earlier, done).
 
-    earlier: {task: its entry of results.json}
-    done:    {(sample_key, prompt)} of the samples; a text is in it if all its tokens are scored
+    earlier: {task: its entry in results.json}
+    done:    {(sample_key, prompt)} of the samples there; a text counts if all its tokens are scored
     Raises ConfigError, before it changes anything, if an output file exists that no evaluation
     wrote, if the samples were made with other `settings`, or if a file of results or settings is
-    damaged. `overwrite` deletes what an evaluation wrote there.
+    damaged. `overwrite` first deletes what an evaluation wrote there. The caller holds the lock.
     """
+    ownership.remove_leftovers(out_dir)
     grids = [GRID.format(label) for label, task in tasks.items()
              if len({item.language for item in task.items}) > 1]
-    ownership.claim(out_dir, *OUTPUTS, *((DIAGRAM, *grids) if pictures else ()))
+    outputs = [*OUTPUTS, *((DIAGRAM, *grids) if pictures else ())]
+    ownership.check_free(out_dir, *outputs)
     if overwrite:
-        for name in ownership.written_files(out_dir):
-            if name in (*OUTPUTS, DIAGRAM) or fnmatch(name, GRID.format('*')):
-                (out_dir / name).unlink(missing_ok=True)
+        ownership.discard(out_dir, *OUTPUTS, DIAGRAM, GRID.format('*'))
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
     begun = results.exists() or samples.exists() and samples.stat().st_size
     sources = _read_sources(out_dir, settings) if begun else {}
@@ -46,13 +45,15 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite):
         sources[label] = now
     earlier = _read_results(results) if results.exists() else {}
     done = _scored(samples) if samples.exists() else set()
+    ownership.claim(out_dir, *outputs)
     ownership.write_text(out_dir / 'eval_config.json',
-                      json.dumps(settings | {'tasks': sources}, indent=1) + '\n')
+                         json.dumps(settings | {'tasks': sources}, indent=1) + '\n')
     return earlier, done
 
 
 def _read_sources(out_dir, settings):
-    """Return {task: source} of eval_config.json; ConfigError if it has other `settings`."""
+    """Return {task: {'source', 'questions'}} from eval_config.json; ConfigError if its settings
+    are not `settings`."""
     with ownership.read_json(out_dir / 'eval_config.json', OTHER_FOLDER) as old:
         sources = {label: {key: task[key] for key in ('source', 'questions')}
                    for label, task in old.pop('tasks').items()}
@@ -66,7 +67,7 @@ def _read_sources(out_dir, settings):
 def _read_results(path):
     """Return {task: result} of a results.json, with NaN for null."""
     with ownership.read_json(path, 'remove it and evaluate its tasks again: with samples.jsonl '
-                                   'beside it that needs no model') as content:
+                                   'beside it, that needs no model') as content:
         for result in content['tasks'].values():
             result['norm'], result['distribution'], result['pooled']['n']
             for _, _, values in report.report_rows(result):
@@ -75,7 +76,7 @@ def _read_results(path):
 
 
 def _scored(path):
-    """Return {(sample_key, prompt)} of the samples; cut off a last line that is incomplete."""
+    """Return {(sample_key, prompt)} of the samples; remove an incomplete last line."""
     with open(path, 'rb+') as file:
         file.truncate(file.read().rfind(b'\n') + 1)
     ids, expected = {}, {}

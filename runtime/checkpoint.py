@@ -1,8 +1,9 @@
-"""A model folder in the Hugging Face layout: weights, adapters, the tokenizer, the hub.
+"""Read and write a model folder in the Hugging Face layout: config.json, weights, adapters.
 
-What is written here loads in transformers, vLLM and peft.
+The folders that are written here load in transformers, vLLM and peft.
 """
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -16,24 +17,26 @@ from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.tokenizer import load_tokenizer
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
+from runtime import ownership
 from runtime.config_json import (ADAPTER_FIELDS, check_values, config_to_hf, read_config,
                                  read_json_object)
 from runtime.errors import CheckpointError
 from runtime.hub import download
+from runtime.parallel import rank
 
 SHARD_BYTES = 5_000_000_000
-# what transformers and vLLM need besides the weights; copied from the folder of the base model
+# files that transformers and vLLM need besides the weights; copied from the base model's folder
 SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'tokenizer.model.v*',
               'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
               'chat_template.jinja', 'original/tokenizer.model')
+ADAPTER_FILES = ('adapter_model.safetensors', 'adapter_config.json')
 HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
-# what old conversions hold besides weights: rotary frequencies, causal masks, their filling
+# buffers in older checkpoints that are not weights: rotary frequencies, causal masks, mask fill
+# values
 BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias')
 
 
@@ -96,7 +99,7 @@ def add_adapter(model: CausalLM, folder: str | Path):
     Soft-cap and temperature of the logits become those of `folder`. Raises CheckpointError if the
     adapters do not fit the model; with a model on the meta device it only checks that.
     """
-    adapter, path = read_adapter(folder), Path(folder) / 'adapter' / 'adapter_model.safetensors'
+    adapter, path = read_adapter(folder), Path(folder) / 'adapter' / ADAPTER_FILES[0]
     config = read_config(folder)
     model.config.final_logit_softcapping = config.final_logit_softcapping
     model.config.temperature = config.temperature
@@ -119,8 +122,7 @@ def add_adapter(model: CausalLM, folder: str | Path):
 
 def adapter_fingerprint(folder: str | Path) -> str:
     """Return a hash of the adapters in `folder`/adapter and of their settings."""
-    files = (Path(folder) / 'adapter' / name
-             for name in ('adapter_config.json', 'adapter_model.safetensors'))
+    files = (Path(folder) / 'adapter' / name for name in sorted(ADAPTER_FILES))
     return hashlib.blake2b(b''.join(file.read_bytes() for file in files),
                            digest_size=8).hexdigest()
 
@@ -128,12 +130,15 @@ def adapter_fingerprint(folder: str | Path) -> str:
 def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
     """Return {parameter: its file} after a check of the headers; read no weights.
 
-    Raises CheckpointError naming the tensor that is missing, unknown, misshaped or quantized, or
-    the damaged file. An output matrix beside tied embeddings is read, and must equal them.
+    Raises CheckpointError naming the tensor that is missing, unknown, misshaped, quantized or
+    listed twice, or the damaged file. An output matrix beside tied embeddings is read, and must
+    equal them.
     """
     with torch.device('meta'):
         shapes = {k: list(p.shape) for k, p in CausalLM(config).named_parameters()}
     files = weight_files(Path(folder))
+    for path in dict.fromkeys(files.values()):
+        _check_header(path)
     if config.tie_word_embeddings and {HEAD, EMBEDDING} <= files.keys():
         with _open(files[HEAD]) as a, _open(files[EMBEDDING]) as b:
             head, embedding = a.get_tensor(HEAD), b.get_tensor(EMBEDDING)
@@ -158,6 +163,20 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
             raise CheckpointError(f'{path}: tensor {key} is {dtype}; quantized weights are not '
                                   f'supported')
     return files
+
+
+def _check_header(path):
+    """Raise CheckpointError if the header of a safetensors file lists a tensor twice."""
+    def unique(pairs):
+        keys = [key for key, _ in pairs]
+        if twice := [key for key, n in collections.Counter(keys).items() if n > 1]:
+            raise CheckpointError(f'{path}: {twice[0]} is listed twice in the header; download or '
+                                  f'save the file again')
+    with _open(path):       # the header is valid JSON
+        if path.suffix == '.safetensors':
+            with open(path, 'rb') as file:
+                length = int.from_bytes(file.read(8), 'little')
+                json.loads(file.read(length), object_pairs_hook=unique)
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -216,7 +235,11 @@ def _read_pickle(path, _time):
 
 @contextlib.contextmanager
 def _open(path):
-    """Open a file of weights; what it raises becomes a CheckpointError that names the file."""
+    """Open a file of weights; raise a CheckpointError that names the file if that fails."""
+    try:
+        open(path, 'rb').close()    # safe_open would not tell a missing permission from damage
+    except OSError as error:
+        raise CheckpointError(f'{path} cannot be read: {error.strerror}') from error
     if path.suffix == '.bin':
         yield _read_pickle(path, path.stat().st_mtime_ns)
         return
@@ -226,6 +249,10 @@ def _open(path):
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f'{path}: truncated, out of date or not a safetensors file '
                               f'({error}); download or save it again') from error
+    except RuntimeError as error:
+        if 'unable to open file' not in str(error):     # torch's message for too many open files
+            raise
+        raise CheckpointError(f'{path} cannot be read: {error}') from error
 
 
 def _read_each(files, read):
@@ -246,6 +273,19 @@ def nonfinite_tensor(folder: str | Path) -> str | None:
                 and not BUFFERS.fullmatch(key)):
             return key
     return None
+
+
+def bad_logits(where: str, folder: str | Path, dtype: str) -> str:
+    """Return the message for NaN or infinite logits: which tensor is damaged, if one is."""
+    if name := nonfinite_tensor(folder):
+        cause = f'{name} in {folder} holds NaN or infinity: download or train the model again'
+    elif dtype == 'float32':
+        cause = (f'the weights in {folder} are finite, but activations overflow even in float32: '
+                 f'check config.json, or train the model again with a lower lr')
+    else:
+        cause = (f'the weights in {folder} are finite; activations probably overflow in {dtype}: '
+                 f'compute in float32 (evaluate.py --dtype=float32, sample.py --device=cpu)')
+    return f'{where}: the model gives NaN or infinite logits; {cause}'
 
 
 def fingerprint(folder: str | Path) -> str:
@@ -277,28 +317,45 @@ def fingerprint(folder: str | Path) -> str:
 # ------------------------------------------------------------------------------------------------
 
 def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
-         side_files: str | Path | None = None, full=None, write: bool = True, claim=None,
-         more: dict | None = None) -> list[str]:
+         side_files: str | Path | None = None, *, full=Tensor.detach, more: dict | None = None,
+         owner: str | Path | None = None) -> list[str]:
     """Write config and weights as `dtype` in the Hugging Face layout, in shards of at most 5 GB.
 
     LoRA is merged in float32. config.json is renamed last: a folder that has it is complete. No
-    other file of the folder is touched. Returns the names of the files, relative to `folder`.
+    other file of the folder is touched. Returns the names of the files, relative to `folder`. Every
+    process must call this; the first one writes.
 
     side_files:      the folder of the base model; its tokenizer and generation files are copied
     full(parameter): the tensor to write for a parameter, if that is not the parameter itself: the
-                     float32 master copy, or what FSDP2 spreads over processes, gathered
-    write:           False in all processes but one; `full` runs in all of them
-    claim(*names):   called with the names of the files before any of them is written
-    more:            {name: text, or the content of a JSON file} of files to write besides, in place
-                     of copies
+                     float32 master copy, or the full tensor of one that FSDP2 sharded
+    more:            {name: text, or the content of a JSON file} of more files, which replace those
+                     of the base model
+    owner:           the folder of the run, on whose list the files are put before they are written
 
-    Raises CheckpointError or OSError.
+    Raises CheckpointError, ConfigError (as `ownership.claim`) or OSError.
     """
+    files = _files(model, folder, dtype, side_files, full, more)
+    _write(folder, files, owner)
+    config = files['config.json']
+    if rank() == 0 and 'nanocal' in config:
+        print(f'note: only this program applies {config["nanocal"]}, the key nanocal in '
+              f'{Path(folder) / "config.json"}; transformers and vLLM will not')
+    return list(files)
+
+
+def saved_names(config: ModelConfig, folder, dtype, side_files=None, more=None) -> list[str]:
+    """Return the names of the files that `save` would write for a model with this config."""
+    with torch.device('meta'):
+        return list(_files(CausalLM(config), folder, dtype, side_files, None, more))
+
+
+def _files(model, folder, dtype, side_files, full, more):
+    """Return {name: content} of a model's files, config.json last; content as in `_write`."""
     from huggingface_hub import split_torch_state_dict_into_shards
     shapes = {key: torch.empty(p.shape, dtype=dtype, device='meta')
               for key, p in model.named_parameters() if '.lora_' not in key}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_BYTES)
-    files = {name: functools.partial(_merged, model, keys, dtype, full or Tensor.detach)
+    files = {name: functools.partial(_merged, model, keys, dtype, full)
              for name, keys in split.filename_to_tensors.items()}
     if side_files is not None and Path(side_files).resolve() != Path(folder).resolve():
         files |= {str(path.relative_to(side_files)): path for pattern in SIDE_FILES
@@ -306,68 +363,61 @@ def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
     if split.is_sharded:
         files['model.safetensors.index.json'] = {'metadata': split.metadata,
                                                  'weight_map': split.tensor_to_filename}
-    files |= more or {}
     config = config_to_hf(model.config) | {'torch_dtype': str(dtype).removeprefix('torch.')}
-    files['config.json'] = config
-    _write(folder, files, write, claim)
-    if write and 'nanocal' in config:
-        print(f'note: only this program applies {config["nanocal"]}, the key nanocal in '
-              f'{Path(folder) / "config.json"}; transformers and vLLM will not')
-    return list(files)
+    return files | (more or {}) | {'config.json': config}
 
 
 def _merged(model, keys, dtype, full):
     """Return {key: tensor} for a shard, LoRA merged in float32, on the CPU."""
     tensors = {}
     for key in keys:
-        tensor, owner = full(model.get_parameter(key)), model.get_submodule(key.rpartition('.')[0])
-        if isinstance(owner, LoRALinear) and key.endswith('.weight'):
-            low_rank = full(owner.lora_B.weight) @ full(owner.lora_A.weight)
-            tensor = tensor.float() + owner.scale * low_rank
+        tensor, layer = full(model.get_parameter(key)), model.get_submodule(key.rpartition('.')[0])
+        if isinstance(layer, LoRALinear) and key.endswith('.weight'):
+            low_rank = full(layer.lora_B.weight) @ full(layer.lora_A.weight)
+            tensor = tensor.float() + layer.scale * low_rank
         tensors[key] = tensor.to(dtype).cpu().contiguous()
     return tensors
 
 
-def save_adapter(model: CausalLM, folder: str | Path, base: str, full=None,
-                 write: bool = True, claim=None) -> list[str]:
+def save_adapter(model: CausalLM, folder: str | Path, base: str, *, full=Tensor.detach,
+                 owner: str | Path | None = None) -> list[str]:
     """Write the adapters alone, in the folder that `peft` loads beside the model `base`.
 
-    full, write, claim: as in `save`. Returns the names of the files, relative to `folder`.
+    full, owner: as in `save`. Returns the names of the files, relative to `folder`.
     """
-    full = full or Tensor.detach
     adapted = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
     tensors = {f'base_model.model.{name}.{part}.weight':
                full(getattr(m, part).weight).cpu().contiguous()
                for name, m in adapted.items() for part in ('lora_A', 'lora_B')}
     layer = next(iter(adapted.values()))    # all have the same rank, alpha and dropout
-    rank = layer.lora_A.out_features
+    r = layer.lora_A.out_features
     config = {'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'base_model_name_or_path': base,
-              'r': rank, 'lora_alpha': layer.scale * rank, 'lora_dropout': layer.dropout.p,
+              'r': r, 'lora_alpha': layer.scale * r, 'lora_dropout': layer.dropout.p,
               'target_modules': sorted({name.rpartition('.')[2] for name in adapted}),
               'bias': 'none', 'fan_in_fan_out': False, 'inference_mode': True}
-    files = {'adapter_model.safetensors': lambda: tensors, 'adapter_config.json': config}
-    _write(folder, files, write, claim)
+    files = dict(zip(ADAPTER_FILES, (lambda: tensors, config), strict=True))
+    _write(folder, files, owner)
     return list(files)
 
 
-def _write(folder, files, write, claim):
-    """Write all files under temporary names, and rename them when every byte is on disk.
+def _write(folder, files, owner):
+    """Write all files under temporary names, then rename them, the last one of `files` last.
 
     files: {name: a path to copy, a function that returns tensors, text, or the content of a JSON
-    file}.
-    Without `write` only the functions are called: they may gather from all processes.
+    file}. In other processes than the first one only the functions are called: they gather from all
+    of them.
     """
-    if write and claim:
-        claim(*files)
-    parts = {name: Path(folder) / f'{name}.tmp' for name in files} if write else {}
-    try:
-        for name, content in files.items():
+    folder = Path(folder)
+    if rank() == 0 and owner is not None:
+        ownership.claim(owner, *files, below=folder.relative_to(owner))
+    with contextlib.ExitStack() as renames:     # which happen in reverse order
+        for name, content in reversed(files.items()):
             if callable(content):
                 content = content()     # the same name, so that only one shard is in memory
-            if not write:
+            if rank() > 0:
                 continue
-            part = parts[name]
-            part.parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            part = renames.enter_context(ownership.temporary(folder / name))
             if isinstance(content, Path):
                 shutil.copyfile(content, part)
             elif name.endswith('.safetensors'):
@@ -375,27 +425,25 @@ def _write(folder, files, write, claim):
             else:
                 text = content if isinstance(content, str) else json.dumps(content, indent=2) + '\n'
                 part.write_text(text, encoding='utf-8')
-        for name, part in parts.items():
-            os.replace(part, Path(folder) / name)
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]):
-    """Write a safetensors file of CPU tensors; CheckpointError if that fails (full disk)."""
-    try:
-        save_file(tensors, path, metadata={'format': 'pt'})
-    except SafetensorError as error:
-        Path(path).unlink(missing_ok=True)
-        raise CheckpointError(f'{path}: could not be written: {error}') from error
+    """Write a safetensors file of CPU tensors.
 
-
-def load_model_tokenizer(folder: str | Path, config: ModelConfig | None = None):
-    """Return the tokenizer of a model folder; raises CheckpointError if it has too many tokens."""
-    vocab_size = (config or read_config(folder)).vocab_size
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.n_vocab > vocab_size:
-        raise CheckpointError(f'{folder}: the tokenizer has {tokenizer.n_vocab} pieces, the model '
-                              f'{vocab_size}')
-    return tokenizer
+    safetensors' own function leaves a file of its own naming if it is killed, and allows nobody but
+    the user to read the result.
+    """
+    names = {torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16', torch.int16: 'I16',
+             torch.uint8: 'U8'}
+    header, end = {'__metadata__': {'format': 'pt'}}, 0
+    # readers want aligned tensors: large items first
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    for key, tensor in ordered:
+        header[key] = {'dtype': names[tensor.dtype], 'shape': list(tensor.shape),
+                       'data_offsets': [end, end := end + tensor.nbytes]}
+    text = json.dumps(header).encode()
+    text += b' ' * (-len(text) % 8)
+    with open(path, 'wb') as file:
+        file.write(len(text).to_bytes(8, 'little') + text)
+        for _, tensor in ordered:
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy())

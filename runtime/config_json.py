@@ -10,12 +10,12 @@ import json
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
-from data import bpe
 from families.neox import NeoxConfig
 from model import ModelConfig
+from runtime import ownership
 from runtime.errors import CheckpointError
 
-read_json_object = functools.partial(bpe.read_json_object, error=CheckpointError)
+read_json_object = functools.partial(ownership.read_json_object, error=CheckpointError)
 
 ARCHITECTURES = {'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM',
                  'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM',
@@ -31,7 +31,7 @@ FOREIGN = dict.fromkeys(ARCHITECTURES, WINDOWED | GEMMA_ONLY) | {
     'mistral': GEMMA_ONLY, 'gemma2': set(), 'gpt_neox': WINDOWED | GEMMA_ONLY | NOT_NEOX}
 # {our name: the key in config.json}, outside the block rope_parameters
 OWN_NAMES = {'gpt_neox': {'rope_theta': 'rotary_emb_base', 'partial_rotary_factor': 'rotary_pct'}}
-# what transformers assumes for a missing key, where that differs from the defaults of ModelConfig
+# values that transformers assumes for a missing key and that are not the defaults of ModelConfig
 QWEN_DEFAULTS = {'num_key_value_heads': 32, 'max_position_embeddings': 32768}
 GEMMA_DEFAULTS = {'tie_word_embeddings': True, 'head_dim': 256, 'max_position_embeddings': 8192}
 DEFAULTS = {
@@ -47,8 +47,8 @@ DEFAULTS = {
     'gpt_neox': {},
 }
 
-# What each known key may be, as alternatives: (lowest, highest) of an integer or, if these are
-# floats, of any number; a type; [what the items of a list may be]; or one value
+# The allowed values of each known key, as alternatives: (lowest, highest) of an integer or, if these
+# are floats, of any number; a type; [the values that the items of a list may have]; or one value
 SIZE, COUNT, TOKEN, CAP, SHARE = (1, 2**20), (1, 2**31), (0, 2**31), (1e-3, 1e6), (0.0, 1.0)
 FIELDS = {key: rule for keys, rule in {
     'vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads': [SIZE],
@@ -74,7 +74,7 @@ FIELDS = {key: rule for keys, rule in {
     'rope_parameters rope_scaling nanocal': [dict, None],
     'per_layer_config quantization_config': [None],
 }.items() for key in keys.split()}
-# what is stricter in one architecture; the windows of Qwen are not implemented
+# stricter rules of one architecture; the sliding windows of Qwen are not implemented
 QWEN_FIELDS = {'use_sliding_window': [False], 'layer_types': [['full_attention'], None],
                'max_window_layers': [(0, 10_000)], 'head_dim': [SIZE]}
 OWN_FIELDS = {
@@ -241,7 +241,7 @@ def _describe(rule):
 
 
 def _check_shape(config, where):
-    """Raise CheckpointError if the values do not fit each other."""
+    """Raise CheckpointError if two values contradict each other."""
     D, H, K = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     n_layers, n_types = config.num_hidden_layers, len(config.layer_types or ())
     hd, R = config.head_dim, config.rotary_dim
@@ -260,7 +260,7 @@ def _check_shape(config, where):
 
 
 def _resolve_rope(raw, where):
-    """Return rope_theta, rope_scaling (the 'llama3' scheme or None) and what else the block holds.
+    """Return rope_theta, rope_scaling ('llama3' scheme or None) and the block's other keys.
 
     transformers 4 has rope_theta and rope_scaling, transformers 5 has both in rope_parameters.
     Raises CheckpointError if they disagree, or for a scheme that is not implemented.

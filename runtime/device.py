@@ -1,5 +1,6 @@
-"""Which device, type and versions a run uses; values that come back from the device."""
+"""Select device and dtype, report versions, copy results to the host asynchronously."""
 
+import contextlib
 import platform
 import re
 import subprocess
@@ -9,19 +10,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from runtime import __version__
 from runtime.errors import ConfigError
 
 
 def pick_device(device: str) -> str:
     """Return `device`, or for 'auto' the GPU if there is one. Raises ConfigError.
 
-    A GPU named by its number becomes the current one: kernels and events go there.
+    A GPU given by number becomes the current one, where kernels and events go.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == 'auto':
         return 'cuda' if count else 'cpu'
     if not re.fullmatch(r'cpu|cuda(:\d+)?', device):
-        raise ConfigError(f"device = {device!r}; wanted 'auto', 'cpu', 'cuda' or 'cuda:0'")
+        raise ConfigError(f"device = {device!r}; it must be 'auto', 'cpu', 'cuda' or like 'cuda:0'")
     number = device.partition(':')[2]
     if device != 'cpu' and int(number or 0) >= count:
         available = f'CUDA devices 0 to {count - 1}' if count else 'no CUDA device'
@@ -39,9 +41,9 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
 
 
 class HostCopy:
-    """A tensor's values on the host, and the time when the device had computed them.
+    """An asynchronous copy of a tensor on the host, and the time at which it was computed.
 
-    Reading waits for this tensor alone, not for the work that the device was given after it.
+    Reading it waits for this tensor alone, not for work that was queued on the device later.
     """
 
     def __init__(self, x):
@@ -53,13 +55,13 @@ class HostCopy:
             self.event.record()
 
     def values(self):
-        """The values as a numpy array."""
+        """Return the values as a numpy array."""
         if self.event:
             self.event.synchronize()
         return self.host.numpy()
 
     def seconds_after(self, earlier):
-        """Seconds from `earlier` to this one, by the device's clock if it has one."""
+        """Return the seconds from `earlier` to this copy, by the device's clock if it has one."""
         if not self.event:
             return self.clock - earlier.clock
         self.event.synchronize()
@@ -67,10 +69,15 @@ class HostCopy:
 
 
 def versions():
-    """Versions of what computed the numbers, with our commit if this is a git checkout."""
-    git = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True,
-                         cwd=Path(__file__).parent, text=True)
+    """Return the versions of the software and the device that compute the numbers.
+
+    Ours ends with the commit if this is a checkout and git is installed.
+    """
+    commit = ''
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        commit = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True,
+                                cwd=Path(__file__).parent, text=True, check=True).stdout.strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    return {'nanocal': git.stdout.strip() if git.returncode == 0 else None,
+    return {'nanocal': f'{__version__}+{commit}' if commit else __version__,
             'python': platform.python_version(), 'torch': torch.__version__,
             'numpy': np.__version__, 'device': device}

@@ -7,16 +7,16 @@ from runtime.errors import CheckpointError
 
 def download(name: str, patterns, revision: str | None = None, repo_type: str = 'model',
              ignore=()) -> Path:
-    """Return a local snapshot of a hub repository: its files that match one of `patterns`.
+    """Return the folder with a snapshot of a hub repository: its files that match `patterns`.
 
-    repo_type: 'model' or 'dataset'. Raises CheckpointError.
+    repo_type: 'model' or 'dataset'; ignore: patterns of files to leave out. Raises CheckpointError.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError
     try:
         return Path(snapshot_download(name, repo_type=repo_type, revision=revision,
                                       allow_patterns=list(patterns), ignore_patterns=list(ignore)))
-    except Exception as error:  # the hub raises many kinds, of its own and of its HTTP client
+    except Exception as error:  # the hub and its HTTP client raise many kinds
         reason = str(error).strip().split('\n')[0]
         advice = ('accept its license there, then set HF_TOKEN or run `hf auth login`'
                   if isinstance(error, GatedRepoError) else 'check the name and the network')

@@ -156,10 +156,10 @@ class StepLog:
 def open_log(cfg, first):
     """Open log.jsonl with the records of the first `first` steps; write the config beside it.
 
-    If an interrupted run's log has damaged lines, it is kept as log.jsonl.damaged.
+    A log with damaged lines is renamed to log.jsonl.damaged first.
     """
     out_dir = Path(cfg.out_dir)
-    path, kept, damaged = out_dir / 'log.jsonl', [], 0
+    path, records, damaged = out_dir / 'log.jsonl', [], 0
     ownership.claim(out_dir, 'train_config.py', path.name)
     ownership.write_text(out_dir / 'train_config.py', dump_config(replace(cfg, resume=False)))
     lines = (path.read_text(encoding='utf-8', errors='replace').splitlines(keepends=True)
@@ -167,16 +167,16 @@ def open_log(cfg, first):
     for number, line in enumerate(lines, 1):
         try:
             if json.loads(line)['step'] <= first:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
+                records.append(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
             damaged += number < len(lines)      # a crash may cut off the last line
     if damaged:
         ownership.claim(out_dir, f'{path.name}.damaged')
         os.replace(path, f'{path}.damaged')
-    if len(kept) < first:
-        print(f'warning: {path} lacks {first - len(kept)} of the first {first} steps'
-              + ('; what was found there is kept in log.jsonl.damaged' if damaged else ''))
-    ownership.write_text(path, ''.join(kept))
+    if len(records) < first:
+        print(f'warning: {path} lacks {first - len(records)} of the first {first} steps'
+              + ('; the damaged file is now log.jsonl.damaged' if damaged else ''))
+    ownership.write_text(path, ''.join(records))
     return open(path, 'a', encoding='utf-8')
 
 

@@ -1,40 +1,73 @@
-"""What this program may write and delete in a folder.
+"""Track which files of an output folder belong to this program.
 
-written.json lists the files that runs and evaluations wrote in its folder. A name is put on the
-list before its file is written, and nothing that is not listed is ever replaced or deleted. Files
-are written under a temporary name and renamed, so a crash leaves the old file or the new one.
-Exceptions: log.jsonl and samples.jsonl grow line by line, and resume.py says when a checkpoint is
-complete.
+written.json lists the files that runs and evaluations wrote in its folder. `claim` puts a name on
+the list before its file is written. A file that is not on the list is never replaced or deleted.
+
+Files are written under a temporary name and renamed, so a crash leaves the old file or the new one;
+`lock` removes temporary files that a crash left behind. Exceptions: log.jsonl and samples.jsonl
+grow line by line, and resume.py says when a checkpoint is complete.
 """
 
 import contextlib
 import fcntl
 import json
 import os
+import re
+import secrets
+import stat
 from fnmatch import fnmatch
 from pathlib import Path
 
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, DataError
 
 LIST, LOCK = 'written.json', '.lock'
+TEMPORARY = re.compile(r'(.+)\.[0-9a-f]{8}\.nanocal-tmp')
+_locks = []     # the open lock files of this process
 
 
+@contextlib.contextmanager
 def lock(folder):
-    """Return an open file that keeps other processes out of `folder` until it is closed.
+    """Keep other processes out of `folder`, which is created if it is missing, in a `with` block.
 
-    The lock ends with the process, however that ends. Raises ConfigError if another one holds it.
+    The lock ends with the process, however that ends. Raises ConfigError if another process holds
+    it, or if the folder was removed or moved inside the block.
     """
+    path, flags = Path(folder) / LOCK, os.O_NOFOLLOW | os.O_NONBLOCK     # of a FIFO: do not wait
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        file = open(Path(folder) / LOCK, 'w')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, 'ab', opener=lambda name, mode: os.open(name, mode | flags, 0o666))
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(None, f'{LOCK} is not a regular file')
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(f'{folder}: another process is writing there; choose another --out_dir '
                           f'or wait until it has ended') from None
-    except OSError as error:
-        raise ConfigError(f'{folder} cannot be written ({error.strerror}); choose another '
-                          f'--out_dir') from error
-    return file
+    except (OSError, ValueError) as error:      # ValueError: a NUL in the name
+        reason = getattr(error, 'strerror', error)
+        if path.is_symlink():
+            reason = f'{LOCK} is a symbolic link'
+        raise ConfigError(f'{folder} cannot be written ({reason}); choose another --out_dir'
+                          ) from error
+    with file:
+        remove_leftovers(folder)
+        _locks.append(file)
+        try:
+            yield
+            _check_locks()
+        finally:
+            _locks.remove(file)
+
+
+def _check_locks():
+    """Raise ConfigError if a folder that this process has locked was removed or moved."""
+    for file in _locks:
+        try:
+            here = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+        except OSError:
+            here = False
+        if not here:
+            raise ConfigError(f'{Path(file.name).parent} was removed or moved, or its {LOCK} was '
+                              f'deleted, while this program was writing there')
 
 
 def written_files(folder):
@@ -43,7 +76,13 @@ def written_files(folder):
     if not path.exists():
         return []
     with read_json(path, 'move the folder away or choose another --out_dir') as content:
-        return [str(Path(name)) for name in content['files']]
+        names = [str(Path(name)) for name in content['files']]
+        for name in names:
+            if Path(name).is_absolute() or '..' in Path(name).parts or '\0' in name:
+                raise ValueError(f'{name!r} is not a file below this folder')
+        if not isinstance(content['files'], list):
+            raise TypeError('files is not a list')
+        return names
 
 
 @contextlib.contextmanager
@@ -55,51 +94,102 @@ def read_json(path, advice):
     """
     try:
         yield json.loads(Path(path).read_text(encoding='utf-8'))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f'{path} is not what this program wrote ({error!r}); {advice}') from error
 
 
-def claim(folder, *names, below='.'):
-    """Put files on the folder's list before they are written; `names` are relative to `below`.
+def read_json_object(path, error=DataError):
+    """Return the object in a JSON file of any origin; raise `error` for other content."""
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+    except (ValueError, RecursionError) as reason:
+        raise error(f'{path}: not valid JSON: {reason}') from reason
+    if not isinstance(content, dict):
+        raise error(f'{path}: not a JSON object')
+    return content
 
-    Raises ConfigError for a file that exists and is not on the list: this program did not write it.
+
+def check_free(folder, *names, below='.'):
+    """Return those of `names`, relative to `below`, that are not on the list of `folder`.
+
+    Raises ConfigError if a file of such a name exists: this program did not write it.
     """
-    folder, listed = Path(folder), written_files(folder)
+    listed = set(written_files(folder))
     new = [name for name in (str(Path(below, name)) for name in names) if name not in listed]
     for name in new:
-        if (folder / name).exists():
-            raise ConfigError(f'{folder / name} was not written by this program and is not '
+        if os.path.lexists(Path(folder, name)):
+            raise ConfigError(f'{Path(folder, name)} was not written by this program and is not '
                               f'replaced; move it away or choose another --out_dir')
-    if new:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / LIST, json.dumps({'files': listed + new}, indent=0) + '\n')
+    return new
 
 
-def discard(folder, pattern='*', keep=''):
-    """Delete the listed files of `folder` that match `pattern` and not `keep`, and no others.
+def claim(folder, *names, below='.'):
+    """Put files on the list of `folder` before they are written; raise ConfigError as `check_free`.
+
+    Raises ConfigError also if a folder that this process has locked was removed or moved.
+    """
+    _check_locks()
+    if new := check_free(folder, *names, below=below):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _write_list(folder, written_files(folder) + new)
+
+
+def discard(folder, *patterns, keep=''):
+    """Delete the listed files of `folder` that match one of `patterns` and not `keep`, no others.
 
     Subfolders that this leaves empty are removed too.
     """
+    _check_locks()
     folder, listed = Path(folder), written_files(folder)
-    gone = [name for name in listed if fnmatch(name, pattern) and not fnmatch(name, keep)]
+    gone = [name for name in listed
+            if any(fnmatch(name, pattern) for pattern in patterns) and not fnmatch(name, keep)]
     if not gone:
         return
     # config.json and state.json say that the other files are complete, so they go first
     for name in sorted(gone, key=lambda name: Path(name).name not in ('config.json', 'state.json')):
         (folder / name).unlink(missing_ok=True)
-        (folder / f'{name}.tmp').unlink(missing_ok=True)
     parents = {parent for name in gone for parent in Path(name).parents} - {Path('.')}
     for parent in sorted(parents, reverse=True):
         with contextlib.suppress(OSError):      # it holds a file that is not ours
             (folder / parent).rmdir()
-    if left := [name for name in listed if name not in gone]:
-        write_text(folder / LIST, json.dumps({'files': left}, indent=0) + '\n')
+    _write_list(folder, [name for name in listed if name not in gone])
+
+
+def _write_list(folder, names):
+    """Write the list of a folder, or remove it if it is empty."""
+    path = Path(folder) / LIST
+    if names:
+        write_text(path, json.dumps({'files': names}, indent=0) + '\n')
     else:
-        (folder / LIST).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def temporary(path):
+    """Yield the name of a new file beside `path`, for a `with` block that writes it.
+
+    It is renamed to `path` at the end of the block, or removed if the block fails.
+    """
+    part = Path(f'{path}.{secrets.token_hex(4)}.nanocal-tmp')
+    open(part, 'xb').close()
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def write_text(path, text):
     """Write a file under a temporary name and rename it."""
-    part = Path(f'{path}.tmp')
-    part.write_text(text, encoding='utf-8')
-    os.replace(part, path)
+    with temporary(path) as part:
+        part.write_text(text, encoding='utf-8')
+
+
+def remove_leftovers(folder):
+    """Remove temporary files of listed names that a crash left; the caller has locked `folder`."""
+    folder, names = Path(folder), {LIST, *written_files(folder)}
+    for parent in {(folder / name).parent for name in names}:
+        for path in parent.glob('*.nanocal-tmp'):
+            match = TEMPORARY.fullmatch(str(path.relative_to(folder)))
+            if match and match[1] in names:
+                path.unlink(missing_ok=True)

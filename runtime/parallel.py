@@ -1,7 +1,7 @@
 """Several processes on one machine, started by torchrun: ranks, FSDP2, gathering.
 
-This is the only file that asks for a rank. Weights, gradients and optimizer states are spread over
-the processes by PyTorch's FSDP2; files are written by the first process, which gathers them.
+The only file that calls torch.distributed. PyTorch's FSDP2 shards weights, gradients and optimizer
+states over the processes; the first process gathers them to write files.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def join_processes():
     """Under torchrun, connect the processes: NCCL with a GPU each, else gloo; the first prints."""
     if 'TORCHELASTIC_RUN_ID' not in os.environ:
         return
-    backend = 'gloo'    # the same for all: else they would wait for each other forever
+    backend = 'gloo'    # all processes choose the same one, or they would wait forever
     if torch.cuda.device_count() >= int(os.environ['LOCAL_WORLD_SIZE']):
         torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
         backend = 'cpu:gloo,cuda:nccl'
@@ -40,11 +40,11 @@ def join_processes():
 
 
 def leave_processes():
-    """End a process that join_processes connected, once all of them are done."""
+    """Wait for the other processes, then end this one."""
     if world_size() > 1:
         barrier()
         dist.destroy_process_group()
-        # in the interpreter's own shutdown the threads of gloo now and then abort the process
+        # during the shutdown of the interpreter gloo's threads sometimes abort the process
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -57,14 +57,14 @@ def abort_processes():
 
 
 def barrier():
-    """Wait until all processes are here."""
+    """Wait until every process has called this."""
     if world_size() > 1:
         dist.barrier()
 
 
 @contextlib.contextmanager
 def first_process_first():
-    """Run the block in the first process, then in the others, which find the files it made."""
+    """Run the block in the first process, then in the others, which reuse the files it wrote."""
     if rank() > 0:
         barrier()
     yield
@@ -81,14 +81,14 @@ def gather(value) -> list:
 
 
 def sum_over_processes(x: Tensor) -> Tensor:
-    """Add up a tensor over the processes, in place."""
+    """Sum a tensor over the processes, in place."""
     if world_size() > 1:
         dist.all_reduce(x)
     return x
 
 
 def shard(model):
-    """Spread weights, gradients and optimizer states over the processes, in place."""
+    """Shard weights, gradients and optimizer states over the processes, in place."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     options = {'mesh': init_device_mesh(model.head.device.type, (world_size(),)),
                'mp_policy': MixedPrecisionPolicy(reduce_dtype=torch.float32)}
@@ -97,8 +97,8 @@ def shard(model):
     fully_shard(model, **options)
 
 
-def whole(x: Tensor) -> Tensor:
-    """Return a tensor with the parts of all processes; every process takes part."""
+def gather_full(x: Tensor) -> Tensor:
+    """Return the full tensor of a sharded one; every process must call this."""
     x = x.detach()
     if hasattr(x, 'full_tensor'):   # a DTensor; importing its class takes a second
         # NCCL cannot send int16
@@ -106,8 +106,8 @@ def whole(x: Tensor) -> Tensor:
     return x
 
 
-def fill(target: Tensor, x: Tensor):
-    """Copy `x` into `target`, or this process's part of it; ValueError if they do not match."""
+def load_full(target: Tensor, x: Tensor):
+    """Copy the full tensor `x` into `target`, or this process's shard; ValueError on a mismatch."""
     target = target.detach()
     if target.shape != x.shape or target.dtype != x.dtype:
         raise ValueError(f'a tensor is {x.dtype} {list(x.shape)}, not {target.dtype} '

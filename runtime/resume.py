@@ -2,35 +2,32 @@
 
 out_dir/resume-<step>/ holds in safetensors all that the next step depends on: the trained weights
 with the low 16 bits of their float32 master, the Adam moments, the random states. Data positions
-and learning rates follow from the step. state.json is written last, and only then the checkpoint
-before it is removed, so there is a complete one at any moment.
+and learning rates follow from the step. state.json has a checksum of every file and of itself. It
+is written last, and only then the checkpoint before it is removed, so there is a complete one at
+any moment.
 """
 
+import hashlib
 import json
+import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from results.samples import OUTPUTS
-from runtime.checkpoint import SIDE_FILES, write_tensors
+from runtime.checkpoint import write_tensors
 from runtime.config import read_assignments
-from runtime.errors import CheckpointError, ConfigError, TrainingError
-from runtime.ownership import LIST, LOCK, claim, discard, write_text, written_files
-from runtime.parallel import fill, gather, rank, whole
+from runtime.errors import ConfigError, TrainingError
+from runtime.ownership import (LIST, LOCK, TEMPORARY, check_free, claim, discard, write_text,
+                               written_files)
+from runtime.parallel import gather, gather_full, load_full, rank
 
 FILE_BYTES = 4_000_000_000
-# what a resumed run must have in common with the run that wrote the checkpoint
+# the names of facts that a resumed run must share with the run that wrote the checkpoint
 FACTS = {'data': 'training data', 'model': 'base model', 'dtype': 'weights on the device'}
-
-# what a run writes into its folder
-MODEL_FILES = ('config.json', 'model*.safetensors*', *SIDE_FILES)
-REPORT_FILES = (*OUTPUTS, 'reliability*.png')
-RUN_FILES = ('train_config.py', 'log.jsonl', 'loss.png', 'adapter/adapter_*', 'resume-*/state*',
-             *MODEL_FILES, *REPORT_FILES, *(f'epoch-*/{name}' for name in MODEL_FILES),
-             *(f'before/{name}' for name in REPORT_FILES))
 
 
 class StopSignals:
@@ -51,29 +48,37 @@ class StopSignals:
             signal.signal(number, handler)
 
 
-def check_folder(cfg, free_keys):
-    """Raise ConfigError unless out_dir is empty, or holds a run that is to be resumed or replaced.
+def check_folder(cfg):
+    """Raise ConfigError unless out_dir is empty or holds what this program wrote; change nothing.
 
-    A resumed run must have the same settings as before, except for `free_keys`.
+    The caller then locks the folder and calls `check_run`.
     """
     out_dir = Path(cfg.out_dir)
+    if '\0' in cfg.out_dir:
+        raise ConfigError(f'out_dir = {cfg.out_dir!r} has a NUL, which no file name can have')
     if out_dir.exists() and not out_dir.is_dir():
         raise ConfigError(f'out_dir = {cfg.out_dir} is a file; a run needs a folder')
     if Path(cfg.model).is_dir() and Path(cfg.model).resolve().is_relative_to(out_dir.resolve()):
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
     files = {path.name for path in out_dir.iterdir()} if out_dir.exists() else set()
-    if files - {LOCK, f'{LIST}.tmp'} and LIST not in files:
+    # a run that was killed while it wrote its first list leaves that under a temporary name
+    foreign = {name for name in files - {LOCK} if not TEMPORARY.fullmatch(name)}
+    if foreign and LIST not in files:
         raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the '
                           f'list of the files that a run wrote, so nothing in it is touched; '
                           f'choose another --out_dir, or move that folder away')
-    written = written_files(out_dir)
-    listed = {Path(name) for name in written} | {
-        Path('before', name) for name in written_files(out_dir / 'before')}
-    for path in sorted(path for pattern in RUN_FILES for path in out_dir.glob(pattern)):
-        if path.is_file() and path.relative_to(out_dir) not in listed:
-            raise ConfigError(f'{path} was not written by a run, and a run would replace it; move '
-                              f'it away or choose another --out_dir')
-    before = out_dir / 'train_config.py'
+
+
+def check_run(cfg, free_keys):
+    """Raise ConfigError if out_dir holds a run that is neither to be resumed nor to be replaced.
+
+    A resumed run must have the same settings as before, except for `free_keys`. The caller has
+    locked the folder.
+    """
+    out_dir = Path(cfg.out_dir)
+    before, written = out_dir / 'train_config.py', written_files(out_dir)
+    check_free(out_dir, *(path.relative_to(out_dir)
+                          for path in out_dir.glob('resume-*/state*')))
     if cfg.resume and before.exists():
         for key, (value, _) in read_assignments(before).items():
             if key not in free_keys and getattr(cfg, key, value) != value:
@@ -94,55 +99,57 @@ def checkpoints(out_dir):
     """Return {step: folder} of the complete checkpoints that a run wrote, the newest last."""
     states = [Path(out_dir, name) for name in written_files(out_dir)
               if re.fullmatch(r'resume-\d+/state\.json', name)]
-    found = {int(path.parent.name[7:]): path.parent for path in states if path.exists()}
-    return dict(sorted(found.items()))
+    folders = {int(path.parent.name[7:]): path.parent for path in states if path.exists()}
+    return dict(sorted(folders.items()))
 
 
 def advice(out_dir):
-    """Return how to continue after an error, as the end of a sentence."""
-    found = checkpoints(out_dir)
-    if not found:
+    """Return how to continue after an error, as the last part of a message."""
+    folders = checkpoints(out_dir)
+    if not folders:
         return 'there is no checkpoint yet'
-    step, folder = found.popitem()
+    step, folder = folders.popitem()
     return f'the last good checkpoint is {folder}: --resume continues after step {step}'
 
 
 def save_checkpoint(out_dir, step, named, optimizer, facts):
     """Write out_dir/resume-<step>/, state.json last, then remove the older checkpoints.
 
-    named: {name: trained parameter}; facts: what a resumed run must have in common, for JSON. All
-    processes take part and the first one writes. Raises TrainingError if that fails.
+    named: {name: trained parameter}; facts: {name: value} that a resumed run must share, for JSON.
+    Every process must call this; the first one writes. Raises TrainingError if that fails.
     """
-    folder, files, tensors = Path(out_dir) / f'resume-{step}', [], {}
+    folder, digests, tensors = Path(out_dir) / f'resume-{step}', {}, {}
     device = next(iter(named.values())).device
     random = {'cpu': torch.get_rng_state()}
     if device.type == 'cuda':
         random['cuda'] = torch.cuda.get_rng_state(device)
-    every_random = gather(random)
+    random_states = gather(random)
 
     def write():
         if rank() == 0:
-            files.append(f'state-{len(files) + 1:05d}.safetensors')
-            claim(out_dir, files[-1], below=folder.name)
+            name = f'state-{len(digests) + 1:05d}.safetensors'
+            claim(out_dir, name, below=folder.name)
             folder.mkdir(exist_ok=True)
-            write_tensors(folder / files[-1], tensors)
+            write_tensors(folder / name, tensors)
+            digests[name] = file_digest(folder / name)
         tensors.clear()
 
     try:
         if rank() == 0:
             discard(out_dir, f'{folder.name}/*')
         for key, tensor in state_tensors(named, optimizer):
-            tensors[key] = whole(tensor).cpu().contiguous()
+            tensors[key] = gather_full(tensor).cpu().contiguous()
             if sum(t.nbytes for t in tensors.values()) > FILE_BYTES:
                 write()
-        for number, states in enumerate(every_random):
+        for number, states in enumerate(random_states):
             tensors |= {f'random.{number}.{kind}': state for kind, state in states.items()}
         write()
         if rank() == 0:
-            content = {'step': step, 'optimizer_steps': optimizer.steps, 'files': files} | facts
+            content = {'step': step, 'optimizer_steps': optimizer.steps, 'files': digests} | facts
             claim(out_dir, 'state.json', below=folder.name)
-            write_text(folder / 'state.json', json.dumps(content, indent=1))
-    except (OSError, CheckpointError, ConfigError) as error:
+            write_text(folder / 'state.json',
+                       json.dumps(content | {'digest': json_digest(content)}, indent=1))
+    except (OSError, ConfigError) as error:
         discard(out_dir, f'{folder.name}/*')
         raise TrainingError(f'step {step}: saving {folder} failed: {error}; '
                             f'{advice(out_dir)}') from error
@@ -151,37 +158,40 @@ def save_checkpoint(out_dir, step, named, optimizer, facts):
 
 
 def restore(out_dir, named, optimizer, facts):
-    """Fill parameters and optimizer from the newest readable checkpoint; return its step, or 0.
+    """Fill parameters and optimizer from the newest intact checkpoint; return its step, or 0.
 
     A damaged checkpoint is reported, and an older one used. Raises TrainingError if all are damaged
     or if the run has other `facts` than the one that wrote the checkpoint.
     """
     damaged = None
     for step, folder in reversed(checkpoints(out_dir).items()):
-        wanted, random = dict(state_tensors(named, optimizer)), {}
         path = folder / 'state.json'
         try:
-            content = json.loads(path.read_text(encoding='utf-8'))
+            content = read_state(path, step)
             for key, value in facts.items():
                 if content[key] != value:
-                    raise TrainingError(f'{path}: the checkpoint is of different '
+                    raise TrainingError(f'{path}: the checkpoint was written with different '
                                         f'{FACTS.get(key, key)}: {content[key]}, and this run has '
                                         f'{value}; use the same, or --overwrite to start over')
-            steps = int(content['optimizer_steps'])
-            for path in [folder / str(name) for name in content['files']]:
+            unread, random = dict(state_tensors(named, optimizer)), {}
+            for name, digest in content['files'].items():
+                path = folder / name
+                if file_digest(path) != digest:
+                    raise ValueError('its content does not match its checksum in state.json')
                 with safe_open(path, framework='pt') as tensors:
                     for key in tensors.keys():
                         if key.startswith('random.'):
                             random[key] = tensors.get_tensor(key)
                         else:
-                            fill(wanted.pop(key), tensors.get_tensor(key))
-            if wanted:
-                raise ValueError(f'{min(wanted)} is missing')
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+                            load_full(unread.pop(key), tensors.get_tensor(key))
+            if unread:
+                raise ValueError(f'{min(unread)} is missing')
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
+                SafetensorError) as error:
             damaged = f'{path} is damaged ({error!r})'
             print(f'warning: {damaged}')
             continue
-        optimizer.steps = steps
+        optimizer.steps = content['optimizer_steps']
         device = next(iter(named.values())).device
         if f'random.{rank()}.cpu' in random:
             torch.set_rng_state(random[f'random.{rank()}.cpu'])
@@ -192,6 +202,36 @@ def restore(out_dir, named, optimizer, facts):
     if damaged:
         raise TrainingError(f'{damaged}, and there is no older checkpoint; --overwrite starts over')
     return 0
+
+
+def read_state(path, step):
+    """Return the content of state.json; ValueError if it was edited or is not that of `step`."""
+    content = json.loads(path.read_text(encoding='utf-8'))
+    if content.pop('digest') != json_digest(content):
+        raise ValueError('its content does not match its checksum')
+    if content['step'] != step:
+        raise ValueError(f'it holds step {content["step"]}, not {step}')
+    return content
+
+
+def json_digest(content):
+    """Return a checksum of the content of a JSON file."""
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def file_digest(path, piece=2 ** 26):
+    """Return a checksum of a file: the hash of the hashes of its pieces, computed in threads.
+
+    One core takes 0.9 s per GB.
+    """
+    def digest(start):
+        with open(path, 'rb') as file:
+            file.seek(start)
+            return hashlib.blake2b(file.read(piece)).digest()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count())) as pool:
+        pieces = pool.map(digest, range(0, os.path.getsize(path), piece))
+        return hashlib.blake2b(b''.join(pieces), digest_size=16).hexdigest()
 
 
 def state_tensors(named, optimizer):

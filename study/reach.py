@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.nn.functional as F
 
+from data.tokenizer import load_model_tokenizer
 from runtime import checkpoint, ownership
 from runtime.device import pick_device, pick_dtype
 
@@ -28,7 +29,7 @@ def probe(folder, seed=0):
         return
     device = pick_device('auto')
     model = checkpoint.load(folder, device, pick_dtype('auto', device))
-    n_pieces = checkpoint.load_model_tokenizer(folder, model.config).n_vocab
+    n_pieces = load_model_tokenizer(folder, model.config).n_vocab
     ownership.claim(folder, 'reach.json')
     ownership.write_text(folder / 'reach.json', json.dumps(
         reachable_entropy(model, n_pieces, seed=seed), indent=1) + '\n')

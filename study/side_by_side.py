@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
+from data.tokenizer import load_model_tokenizer
 from runtime import checkpoint
 from study import base, common, gather, known, losses, transfer
 from train import load_sequences, train
@@ -69,7 +70,7 @@ def world(seed, root):
     """Make the world of a seed and tokenize its text, which all base models read."""
     base.world(seed, root)
     cfg = next(base.runs(seed, root))
-    load_sequences(cfg, checkpoint.load_model_tokenizer(
+    load_sequences(cfg, load_model_tokenizer(
         cfg.model, checkpoint.read_config(cfg.model, cfg.shape)))
     Path(common.seed_folder('base', seed, root), 'world-tokenized').touch()
 

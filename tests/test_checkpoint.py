@@ -1,7 +1,9 @@
 """config_json.py and checkpoint.py: what is read, refused and written; transformers and peft."""
 
+import contextlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from common import (ARCHITECTURES, HERE, LLAMA3_ROPE, lora_model, reference_mode
 from safetensors.torch import load_file
 
 import model as models
-from runtime import checkpoint, config_json, device
+from runtime import __version__, checkpoint, config_json, device
 from runtime.errors import ConfigError
 
 
@@ -33,7 +35,7 @@ def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeyp
     weights = checkpoint.load(tmp_path / 'ours').state_dict()
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
     files = {path.name for path in (tmp_path / 'ours').iterdir()}
-    assert 'generation_config.json' in files and not any(f.endswith('.tmp') for f in files)
+    assert 'generation_config.json' in files and not any(f.endswith('-tmp') for f in files)
     assert ('model.safetensors' in files) == (shard_bytes == 10**9)
     names = checkpoint.save(model, tmp_path / 'half', torch.bfloat16, tmp_path / 'theirs')
     assert checkpoint.load(tmp_path / 'half').head.dtype == torch.bfloat16
@@ -50,6 +52,7 @@ def test_saving_removes_no_file(folder, monkeypatch):
     assert len(names) > 4 and all((folder / name).exists() for name in names)
     assert (folder / 'model-old.safetensors').read_text() == 'mine'
     assert (folder / 'notes.txt').read_text() == 'mine'
+    assert (folder / 'model.safetensors.tmp').read_text() == 'mine'
     with pytest.raises(checkpoint.CheckpointError, match='holds two models: model.safetensors, '):
         checkpoint.load(folder)
     (folder / 'model.safetensors').unlink()
@@ -441,6 +444,65 @@ def test_weights_are_checked_without_reading_them(folder, monkeypatch):
                 (folder / 'model.safetensors').stat().st_size - 1)
     with pytest.raises(checkpoint.CheckpointError, match='truncated'):
         checkpoint.check_weights(folder, checkpoint.read_config(folder))
+
+
+def test_a_tensor_listed_twice_in_a_header_is_refused(folder):
+    path = folder / 'model.safetensors'
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], 'little')
+    header = json.loads(content[8:end])
+    entry = json.dumps(header[KEY] | {'dtype': 'I32'})
+    header = content[8:end].rstrip()[:-1] + f', "{KEY}": {entry}}}'.encode()
+    path.write_bytes(len(header).to_bytes(8, 'little') + header + content[end:])
+    with pytest.raises(checkpoint.CheckpointError, match=f'{KEY} is listed twice in the header'):
+        checkpoint.check_weights(folder, checkpoint.read_config(folder))
+
+
+@pytest.mark.parametrize('name', ['model.safetensors', 'pytorch_model.bin'])
+def test_weights_that_may_not_be_read_are_named_as_that(folder, monkeypatch, name):
+    (folder / 'model.safetensors').rename(folder / name)
+
+    def forbidden(path, *rest):
+        raise PermissionError(13, 'Permission denied', str(path))
+    monkeypatch.setattr('builtins.open', forbidden)     # root may read everything
+    with pytest.raises(checkpoint.CheckpointError, match=f'{name} cannot be read: Permission den'):
+        checkpoint.weight_files(folder)
+
+
+@pytest.mark.parametrize('n_free', [0, 1])
+def test_too_many_open_files_is_not_called_damage(folder, n_free):
+    limits, files = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                files.append(open(os.devnull))
+        for file in files[:n_free]:
+            file.close()
+        with pytest.raises(checkpoint.CheckpointError, match='cannot be read: .*Too many open files'):
+            checkpoint.weight_files(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for file in files:
+            file.close()
+
+
+def test_written_tensors_are_read_by_safetensors_bitwise(tmp_path):
+    tensors = {'odd': torch.arange(7, dtype=torch.uint8), 'scalar': torch.tensor(1.5),
+               'empty': torch.zeros(0, 3), 'low': torch.arange(-4, 5, dtype=torch.int16),
+               'half': torch.randn(3, 5).half(), 'brain': torch.randn(5, 3).bfloat16(),
+               'single': torch.randn(2, 3, 4)}
+    checkpoint.write_tensors(tmp_path / 'x.safetensors', tensors)
+    again = load_file(tmp_path / 'x.safetensors')
+    assert again.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert again[key].dtype == tensor.dtype and torch.equal(again[key], tensor)
+
+
+def test_versions_are_known_without_git(monkeypatch):
+    assert device.versions()['nanocal'].startswith(__version__)
+    monkeypatch.setenv('PATH', '/nowhere')
+    assert device.versions()['nanocal'] == __version__
 
 
 def test_first_nonfinite_tensor(folder):

@@ -50,7 +50,7 @@ def test_a_run_of_the_demo_leaves_its_files(small_world):
         assert [r['step'] for r in log] == list(range(1, len(log) + 1))
         assert all(r['nll'] <= r['loss'] + 1e-6 or run == 'tuned_ls01' for r in log)
         assert 'val_nll' in log[-1]
-        assert not list((folder / run).rglob('*.tmp'))
+        assert not list((folder / run).rglob('*.nanocal-tmp'))
     losses = [json.loads(line)['nll'] for line in (folder / 'base' / 'log.jsonl').open()]
     assert losses[-1] < 0.8 * losses[0]
 

@@ -774,6 +774,12 @@ def test_files_of_others_are_kept(scored_folder, tmp_path):
                 evaluate_words(scored_folder, out, f'--tasks={task}', *option)
         assert (out / name).read_text() == 'mine'
         assert {p.name for p in out.iterdir()} <= {name, ownership.LOCK}
+    # names that other programs give to temporary files
+    out = tmp_path / 'temporary'
+    out.mkdir()
+    (out / 'results.json.tmp').write_text('mine')
+    evaluate_words(scored_folder, out, f'--tasks={task}')
+    assert (out / 'results.json.tmp').read_text() == 'mine' and (out / 'results.json').exists()
     out = tmp_path / 'out'
     evaluate_words(scored_folder, out, f'--tasks={task}')
     (out / 'results.py').write_text('mine')
@@ -812,7 +818,7 @@ def test_two_at_once_on_one_folder(scored_folder, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize('content', ['[]', '{"a"', '{}', '', '{"tasks": 3}'])
+@pytest.mark.parametrize('content', ['[]', '{"a"', '{}', '', '{"tasks": 3}', '\0', '[' * 100_000])
 def test_damaged_eval_config(scored_folder, tmp_path, content):
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
     evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
@@ -826,7 +832,8 @@ def test_damaged_eval_config(scored_folder, tmp_path, content):
 def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
     task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
     whole = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
-    for content in ('[]', '{"tasks": [1]}', '{"tasks": {"foxes": {}}}', 'junk'):
+    for content in ('[]', '{"tasks": [1]}', '{"tasks": {"foxes": {}}}', 'junk', '\0',
+                    '[' * 100_000):
         (out / 'results.json').write_text(content)
         with pytest.raises(ConfigError, match='results.json is not what .*; remove it'):
             evaluate_words(scored_folder, out, f'--tasks={task}')
@@ -872,6 +879,17 @@ def test_weights_that_give_nan(scored_folder, tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match='foxes: .*foxes.jsonl:1: .* NaN or '
                        'infinite logits; model.layers.1.mlp.up_proj.weight in .* holds NaN'):
         evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}')
+
+
+def test_overflow_in_float32_is_not_advised_to_use_float32(scored_folder, tmp_path):
+    shutil.copytree(scored_folder / 'model', tmp_path / 'model')
+    rewrite(tmp_path / 'model', lambda tensors: [
+        tensors[f'model.layers.1.mlp.{name}_proj.weight'].fill_(1e25) for name in ('gate', 'up')])
+    task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    with pytest.raises(checkpoint.CheckpointError, match='overflow even in float32: check config'):
+        evaluate_words(tmp_path, tmp_path / 'out', f'--tasks={task}', '--dtype=float32')
+    assert 'evaluate.py --dtype=float32' in checkpoint.bad_logits(
+        'x', scored_folder / 'model', 'bfloat16')
 
 
 def test_a_run_that_scored_nothing_leaves_the_folder_free(scored_folder, tmp_path):

@@ -258,13 +258,13 @@ def panels_of(n):
 
 
 def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
-    (tmp_path / 'reliability.png.tmp').mkdir()
-    (tmp_path / 'results.md.tmp').mkdir()
+    (tmp_path / 'reliability.png').mkdir()
+    (tmp_path / 'results.md').mkdir()
     written = {'tasks': {'mmlu': result()}}
     report.write_results(written, tmp_path)
     report.draw_reliability(tmp_path / 'reliability.png', panels_of(1))
     assert json.loads((tmp_path / 'results.json').read_text())['tasks']['mmlu']['pooled']['n'] == 6
-    assert (tmp_path / 'results.csv').exists() and not (tmp_path / 'results.md').exists()
+    assert (tmp_path / 'results.csv').exists() and not (tmp_path / 'results.md').is_file()
     assert tabulars((tmp_path / 'results.tex').read_text())
     said = capsys.readouterr().err
     assert 'results.md was not written: IsADirectoryError' in said

@@ -4,16 +4,22 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
+import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
+import model as models
 import train
 from common import await_steps, rewrite, run_train, same_weights, steps_done
-from runtime import log, optim, ownership, resume
+from runtime import checkpoint, log, optim, ownership, resume
 from runtime.errors import ConfigError
 
 
@@ -21,7 +27,7 @@ from runtime.errors import ConfigError
 def long_run(small_world, tmp_path_factory):
     """(arguments of a run whose every random state matters, the folder of it undisturbed)"""
     folder = tmp_path_factory.mktemp('long') / 'whole'
-    arguments = [small_world[0] / 'tuned' / 'train_config.py', '--eval=None', '--epochs=80',
+    arguments = [small_world[0] / 'tuned' / 'train_config.py', '--eval=None', '--epochs=30',
                  '--save_every=7', '--dtype=bfloat16', '--master_weights=stochastic',
                  '--val_every=1000', '--checkpoint_epochs=False', '--device=cpu']
     code, _, error = run_train(*arguments, f'--out_dir={folder}')
@@ -29,23 +35,15 @@ def long_run(small_world, tmp_path_factory):
     return arguments, folder
 
 
-def test_ten_kills_change_nothing(long_run, tmp_path):
+def test_kills_change_no_bit_of_the_final_files(long_run, tmp_path):
     arguments, whole = long_run
-    chance = random.Random()
-    kills, out = 0, tmp_path / 'run'
-    while kills < 10:
+    out = tmp_path / 'run'
+    for steps, wait in ((0, 0.3), (8, random.uniform(0, 0.4))):     # early, and around a checkpoint
         process = run_train(*arguments, f'--out_dir={out}', '--resume', wait=False)
-        before = steps_done(out)
-        # at any moment: sometimes before the first step, mostly during or after a few of them
-        await_steps(process, out, 1 if before == 0 else 0)
-        if chance.random() < 0.8:
-            found = list(resume.checkpoints(out))
-            await_steps(process, out, max([before, *found]) + 1 if before else 1)
-        time.sleep(chance.uniform(0, 0.4))
+        await_steps(process, out, steps)
+        time.sleep(wait)
         process.kill()
         process.communicate()
-        kills += 1
-        assert len(resume.checkpoints(out)) <= 2 or (out / 'config.json').exists()
     code, _, error = run_train(*arguments, f'--out_dir={out}', '--resume')
     assert code == 0, error
     assert same_weights(out, whole)
@@ -53,7 +51,127 @@ def test_ten_kills_change_nothing(long_run, tmp_path):
                 for line in (folder / 'log.jsonl').open()] for folder in (out, whole)]
     assert records[0] == records[1]
     assert not resume.checkpoints(out) and (out / 'loss.png').read_bytes().startswith(b'\x89PNG')
-    assert not list(out.rglob('*.tmp'))
+    assert not list(out.rglob('*.nanocal-tmp'))
+
+
+# ------------------------------------------------------------------------------------------------
+# A save that is killed at each of its file operations, and in the middle of its writes
+# ------------------------------------------------------------------------------------------------
+
+class TinyRun:
+    """What train.py holds when it saves `kind`, for a model of 3,000 weights after some steps."""
+
+    def __init__(self, folder, kind):
+        self.kind, self.base, self.lora = kind, folder / 'base', kind == 'adapter'
+        self.cfg = train.TrainConfig(out_dir=str(folder / 'run'), save_dtype='float32', resume=True,
+                                     model='base', lora=self.lora)
+        self.out = Path(self.cfg.out_dir)
+        torch.manual_seed(0)
+        self.model = models.CausalLM(models.ModelConfig('llama', 50, 16, 24, 2, 2))
+        self.model.init_weights()
+        if not self.base.exists():
+            checkpoint.save(self.model, self.base, torch.float32)
+            (self.base / 'tokenizer_config.json').write_text('{}')
+        if self.lora:
+            models.add_lora(self.model, 2, 4.0, 0.0, ('q_proj',))
+        self.named = {k: p for k, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = optim.AdamW([{'params': [*self.named.values()]}], 1e-2)
+        self.step = 0
+
+    def take_steps(self, until):
+        for self.step in range(self.step + 1, until + 1):
+            for i, p in enumerate(self.named.values()):
+                p.grad = torch.full_like(p, 0.01 * (i + self.step))
+            self.optimizer.begin(1)
+            self.optimizer.step(scale=torch.ones(()))
+
+    def save_checkpoint(self):
+        resume.save_checkpoint(self.out, self.step, self.named, self.optimizer, {'steps': 9})
+
+    def begin(self):
+        """Go to the moment before the save: a checkpoint of step 1 on disk, step 2 in memory."""
+        ownership.claim(self.out, 'train_config.py', 'log.jsonl')
+        (self.out / 'train_config.py').write_text(f'lora = {self.lora}\n')
+        (self.out / 'log.jsonl').write_text('')
+        self.take_steps(1)
+        self.save_checkpoint()
+        self.take_steps(2)
+        return self
+
+    def save(self):
+        if self.kind == 'resume-2':
+            self.save_checkpoint()
+        else:
+            below = 'epoch-1' if self.kind == 'epoch-1' else '.'
+            train.save_weights(self.cfg, self.model, self.optimizer, self.base,
+                               {'tokenizer.json': '{"made": "up"}'}, below)
+
+    def resume_and_save(self):
+        """As train.py does it with --resume."""
+        resume.check_folder(self.cfg)
+        with ownership.lock(self.out):
+            resume.check_run(self.cfg, train.FREE_KEYS)
+            self.step = resume.restore(self.out, self.named, self.optimizer, {'steps': 9})
+            assert self.step in (1, 2)
+            self.take_steps(2)
+            self.save()
+
+
+OPERATIONS = {'open', 'os.rename', 'os.remove', 'os.mkdir', 'os.rmdir'}
+
+
+def killed(save, folder, operation=None, n_bytes=None):
+    """Call `save` in a forked child that is killed before its file operation number `operation`
+    below `folder`, or when a file of it reaches `n_bytes`. Return whether it was killed."""
+    if child := os.fork():
+        status = os.waitpid(child, 0)[1]
+        assert os.WIFSIGNALED(status) or status == 0
+        return os.WIFSIGNALED(status)
+    left = [operation]
+
+    def watch(event, arguments):
+        if event in OPERATIONS and str(arguments[0]).startswith(str(folder)) and (
+                event != 'open' or arguments[2] & (os.O_CREAT | os.O_WRONLY)):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if n_bytes is None:
+            sys.addaudithook(watch)
+        else:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes))
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        save()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+@pytest.mark.parametrize('kind', ['weights', 'shards', 'epoch-1', 'resume-2', 'adapter'])
+def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
+    if kind == 'shards':
+        monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 4000)
+    whole = TinyRun(tmp_path / 'whole', kind).begin()
+    whole.save()
+    expected = tree(whole.out)
+    moments = [{'operation': n} for n in range(200)] + [
+        {'n_bytes': n} for n in (0, 90, 600, 1000, 3000, 6000)]
+    n_kills, finished = 0, False
+    for number, moment in enumerate(moments):
+        if finished and 'operation' in moment:
+            continue
+        run = TinyRun(tmp_path / str(number), kind).begin()
+        was_killed = killed(run.save, run.out, **moment)
+        finished, n_kills = finished or not was_killed, n_kills + was_killed
+        again = TinyRun(tmp_path / str(number), kind)
+        again.resume_and_save()
+        files = tree(again.out)
+        assert set(json.loads(files.pop('written.json'))['files']) >= files.keys()
+        assert files == {k: v for k, v in expected.items() if k != 'written.json'}, moment
+        shutil.rmtree(tmp_path / str(number))
+    assert finished and n_kills >= (120 if kind == 'shards' else 25), n_kills
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
@@ -106,7 +224,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(long_run, tmp_path):
     assert code == 1 and re.match(r'error: step \d+: saving .*resume-\d+ failed: ', error)
     assert f'the last good checkpoint is {before}' in error
     assert files == {p: p.read_bytes() for p in before.iterdir()}
-    assert not list(tmp_path.glob('*.tmp'))
+    assert not list(tmp_path.rglob('*.nanocal-tmp'))
     assert run_train(*arguments, f'--out_dir={tmp_path}', '--resume')[0] == 0
     assert same_weights(tmp_path, whole)
 
@@ -117,7 +235,7 @@ def test_a_disk_that_fills_up_at_the_end(small_world, tmp_path):
                                '--checkpoint_epochs=False', '--device=cpu',
                                f'--out_dir={tmp_path}', limit=500_000)
     assert code == 1 and 'saving the weights' in error
-    assert not (tmp_path / 'config.json').exists() and not list(tmp_path.glob('*.tmp'))
+    assert not (tmp_path / 'config.json').exists() and not list(tmp_path.rglob('*.nanocal-tmp'))
 
 
 def test_two_runs_in_one_folder(long_run, tmp_path):
@@ -125,31 +243,11 @@ def test_two_runs_in_one_folder(long_run, tmp_path):
     process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)
     await_steps(process, tmp_path, 1)
     process.send_signal(signal.SIGSTOP)     # so that it holds the folder until the others are done
-    for option in ('--resume', '--overwrite'):
+    for option in ('--resume', '--overwrite', '--resume=False'):
         code, _, error = run_train(*arguments, f'--out_dir={tmp_path}', option)
         assert code == 1 and 'another process is writing there; choose another --out_dir' in error
     process.kill()
     process.communicate()
-
-
-def test_damaged_resume_checkpoints(long_run, tmp_path):
-    arguments, _ = long_run
-    process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)
-    await_steps(process, tmp_path, 8)
-    process.kill()
-    process.communicate()
-    [*_, folder] = resume.checkpoints(tmp_path).values()
-    (folder.with_name('resume-100000')).mkdir()       # half written: not looked at
-    whole = (folder / 'state.json').read_text()
-    for content, message in ((whole[:50], 'state.json is damaged'),
-                             (whole.replace('state-00001', 'state-00009'), '00009.* is damaged'),
-                             (whole.replace('"sequences": ', '"sequences": 1'),
-                              'of different sequences'),
-                             (whole.replace('"dtype": "bfloat16"', '"dtype": "float32"'),
-                              'of different weights on the device: float32, and this run has b')):
-        (folder / 'state.json').write_text(content)
-        with pytest.raises(train.TrainingError, match=message):
-            train.main([*map(str, arguments), f'--out_dir={tmp_path}', '--resume'])
 
 
 def test_a_finished_run_only_reports_what_is_missing(small_world, tmp_path, monkeypatch):
@@ -223,7 +321,7 @@ def test_overwrite_removes_what_runs_wrote_and_nothing_else(small_world, tmp_pat
     # somebody's file where a run would write
     (out / 'epoch-1' / 'model.safetensors').write_text('mine')
     before = tree(out)
-    with pytest.raises(ConfigError, match='epoch-1/m.* was not written by a run'):
+    with pytest.raises(ConfigError, match='epoch-1/m.* was not written by this program'):
         train.main([config, f'--out_dir={out}', '--overwrite', '--max_steps=1', '--eval=None'])
     assert tree(out) == before
 
@@ -302,34 +400,208 @@ def test_resume_wants_the_same_data_and_model(interrupted, tmp_path, change, mes
         train.main(interrupted[0])
 
 
-def test_resume_from_the_older_of_two_checkpoints(interrupted, tmp_path, capsys):
-    arguments, out = interrupted
-    newer = out / 'resume-6'
-    shutil.copytree(out / 'resume-4', newer)
-    state = json.loads((newer / 'state.json').read_text())
-    (newer / 'state.json').write_text(json.dumps(state | {'step': 6}))
-    ownership.claim(tmp_path / 'other', 'x')       # another folder's list is another matter
-    names = [f'resume-6/{p.name}' for p in newer.iterdir()]
-    (out / 'written.json').write_text(json.dumps({'files': ownership.written_files(out) + names}))
-    os.truncate(newer / 'state-00001.safetensors', 1000)
-    train.main(arguments)
-    printed = capsys.readouterr().out
-    assert 'state-00001.safetensors is damaged' in printed and 'resuming after step 4' in printed
-    assert not resume.checkpoints(out) and not newer.exists()
+def swap_tensors(folder):
+    path = folder / 'state-00001.safetensors'
+    tensors = load_file(path)
+    a, b = (f'model.layers.{i}.mlp.up_proj.weight.weight' for i in range(2))
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+    save_file(tensors, path)
 
 
-@pytest.mark.parametrize('name, content', [
-    ('state.json', b'[1, 2]'), ('state.json', b'{"step": 4'), ('state.json', b'\xff\xfe'),
-    ('state-00001.safetensors', b'junk'), ('state-00001.safetensors', None)])
-def test_a_damaged_checkpoint_is_named(interrupted, name, content):
-    arguments, out = interrupted
-    path = out / 'resume-4' / name
-    if content is None:
-        path.unlink()
-    else:
-        path.write_bytes(content)
-    with pytest.raises(train.TrainingError, match=f'resume-4/{name} is damaged .* --overwrite'):
-        train.main(arguments)
+def write_state(text):
+    return lambda folder: (folder / 'state.json').write_text(text)
+
+
+def edit_state(old, new):
+    def edit(folder):
+        text = (folder / 'state.json').read_text()
+        assert old in text
+        (folder / 'state.json').write_text(text.replace(old, new))
+    return edit
+
+
+@pytest.mark.parametrize('damage, message', [
+    (swap_tensors, 'safetensors is damaged .*checksum in state.json'),
+    (lambda f: os.truncate(f / 'state-00001.safetensors', 1000), 'safetensors is damaged'),
+    (lambda f: (f / 'state-00001.safetensors').write_bytes(b'junk'), 'safetensors is damaged'),
+    (lambda f: (f / 'state-00001.safetensors').unlink(), 'safetensors is damaged .*No such file'),
+    (edit_state('"optimizer_steps": 2', '"optimizer_steps": 3'),
+     'state.json is damaged .*checksum'),
+    (edit_state('"step": 2', '"step": 3'), 'state.json is damaged .*checksum'),
+    (edit_state('state-00001', 'state-00009'), 'state.json is damaged .*checksum'),
+    (edit_state('"digest": ', '"": '), "state.json is damaged .*KeyError"),
+    (write_state('{"step": 2'), 'state.json is damaged'),
+    (write_state('[1, 2]'), 'state.json is damaged'), (write_state('\0'), 'state.json is damaged'),
+    (write_state('[' * 100_000), 'state.json is damaged .*RecursionError'),
+    (lambda f: (f / 'state.json').write_bytes(b'\xff\xfe'), 'state.json is damaged'),
+    (lambda f: f.rename(f.with_name('resume-9999')),
+     'resume-9999/state.json is damaged .*it holds step 2, not 9999')])
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, capsys, damage, message):
+    run = TinyRun(tmp_path, 'resume-2').begin()
+    older = run.out / 'resume-1'
+    shutil.copytree(older, tmp_path / 'older')
+    run.save()
+    names = [f'resume-{step}/{path.name}' for path in (run.out / 'resume-2').iterdir()
+             for step in (1, 9999)]
+    ownership.claim(run.out, *names)
+    shutil.copytree(tmp_path / 'older', older)
+    damage(run.out / 'resume-2')
+    again, wanted = (TinyRun(tmp_path, 'resume-2') for _ in range(2))
+    wanted.take_steps(1)
+    assert resume.restore(again.out, again.named, again.optimizer, {'steps': 9}) == 1
+    assert re.search(message, capsys.readouterr().out)
+    assert all(torch.equal(p, wanted.named[name]) for name, p in again.named.items())
+    shutil.rmtree(older)
+    with pytest.raises(train.TrainingError, match='is damaged .*no older checkpoint; --overwrite'):
+        resume.restore(again.out, again.named, again.optimizer, {'steps': 9})
+
+
+@pytest.mark.parametrize('key, message', [
+    ('sequences', 'written with different sequences: 4, and this run has 5'),
+    ('dtype', 'written with different weights on the device: 4, and this run has 5')])
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, key, message):
+    run = TinyRun(tmp_path, 'resume-2')
+    ownership.claim(run.out, 'log.jsonl')
+    resume.save_checkpoint(run.out, 1, run.named, run.optimizer, {key: 4})
+    with pytest.raises(train.TrainingError, match=message):
+        resume.restore(run.out, run.named, run.optimizer, {key: 5})
+
+
+def test_a_folder_moved_under_a_run_ends_it_with_an_error(tmp_path):
+    run = TinyRun(tmp_path, 'resume-2').begin()
+    moved, message = tmp_path / 'moved', 'run was removed or moved, or its .lock was deleted'
+    with pytest.raises(ConfigError, match=message), ownership.lock(run.out):
+        run.out.rename(moved)
+    with pytest.raises(ConfigError, match=message), ownership.lock(run.out):
+        shutil.rmtree(run.out)
+        with pytest.raises(ConfigError, match=message):     # and nothing is written elsewhere
+            run.save()
+        assert not run.out.exists()
+    with ownership.lock(moved):
+        assert resume.checkpoints(moved)
+
+
+def test_training_in_a_folder_that_was_moved_fails(small_world, tmp_path, monkeypatch):
+    train_step, out = train.train_step, tmp_path / 'run'
+
+    def move_and_step(*rest):
+        if out.exists():
+            out.rename(tmp_path / 'moved')
+        return train_step(*rest)
+    monkeypatch.setattr(train, 'train_step', move_and_step)
+    with pytest.raises(train.TrainingError, match='run was removed or moved'):
+        train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
+                    '--eval=None', '--max_steps=1', '--device=cpu'])
+    assert not out.exists()
+
+
+# ------------------------------------------------------------------------------------------------
+# Whose files are whose
+# ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('content', [
+    '{"files": ["../../victim"]}', '{"files": ["mine/../../../victim"]}',
+    '{"files": ["VICTIM"]}', '{"files": ["a\\u0000b"]}', '{"files": "abc"}', '{"files": [1]}', '[]',
+    '{"files": {"a": 1}}', '[' * 100_000, '{"a":' * 100_000, '\0', ''])
+def test_a_list_that_names_files_elsewhere_is_refused(tmp_path, content):
+    victim, out = tmp_path / 'victim', tmp_path / 'a' / 'out'
+    out.mkdir(parents=True)
+    victim.write_text('mine')
+    (out / 'a').write_text('mine')
+    (out / 'written.json').write_text(content.replace('VICTIM', str(victim)))
+    before = tree(tmp_path)
+    for use in (lambda: ownership.discard(out, '*'), lambda: ownership.claim(out, 'x'),
+                lambda: ownership.lock(out).__enter__(), lambda: resume.checkpoints(out)):
+        with pytest.raises(ConfigError, match='written.json is not what this program wrote'):
+            use()
+    assert tree(tmp_path) == before
+
+
+def test_the_lock_changes_no_file_that_is_there(tmp_path):
+    elsewhere, out = tmp_path / 'elsewhere', tmp_path / 'out'
+    elsewhere.write_text('mine')
+    out.mkdir()
+    lock = out / '.lock'
+    lock.write_text('mine')
+    with ownership.lock(out):
+        assert lock.read_text() == 'mine'
+    lock.unlink()
+    for make, message in ((lambda: lock.symlink_to(elsewhere), '.lock is a symbolic link'),
+                          (lambda: os.mkfifo(lock), 'cannot be written'),
+                          (lambda: lock.mkdir(), 'Is a directory')):
+        make()
+        with pytest.raises(ConfigError, match=message), ownership.lock(out):
+            pass
+        lock.rmdir() if lock.is_dir() else lock.unlink()
+    assert elsewhere.read_text() == 'mine'
+    os.mkfifo(lock)
+    reader = os.open(lock, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(ConfigError, match='.lock is not a regular file'), ownership.lock(out):
+        pass
+    os.close(reader)
+
+
+def test_a_nul_in_out_dir_is_an_error_of_one_line(small_world):
+    with pytest.raises(ConfigError, match='has a NUL'):
+        train.train(train.TrainConfig(out_dir='a\0b'))
+    with pytest.raises(ConfigError, match='cannot be written .*null byte'), ownership.lock('a\0b'):
+        pass
+
+
+def test_temporary_files_replace_nothing_and_are_removed_after_a_crash(tmp_path):
+    theirs = ['results.json.tmp', 'results.json.nanocal-tmp', 'x.0123abcd.nanocal-tmp',
+              'before/x.0123abcd.nanocal-tmp']
+    ours = ['results.json.0123abcd.nanocal-tmp', 'written.json.0123abcd.nanocal-tmp',
+            'before/results.json.0123abcd.nanocal-tmp']
+    ownership.claim(tmp_path, 'results.json', 'before/results.json')
+    (tmp_path / 'before').mkdir()
+    for name in theirs + ours:
+        (tmp_path / name).write_text('mine')
+    ownership.write_text(tmp_path / 'results.json', '1')
+    with ownership.lock(tmp_path):
+        pass
+    assert {k: v for k, v in tree(tmp_path).items() if k != 'written.json'} == {
+        'results.json': b'1'} | dict.fromkeys(theirs, b'mine')
+    with pytest.raises(ConfigError, match='x was not written by this program'):
+        (tmp_path / 'x').symlink_to('nowhere')      # dangling: `exists` says False
+        ownership.claim(tmp_path, 'x')
+
+
+def test_a_run_killed_while_it_wrote_its_first_list_starts_again(tmp_path):
+    (tmp_path / '.lock').write_text('')
+    (tmp_path / 'written.json.0123abcd.nanocal-tmp').write_text('{"fi')
+    cfg = train.TrainConfig(out_dir=str(tmp_path), model='base')
+    resume.check_folder(cfg)
+    with ownership.lock(tmp_path):
+        resume.check_run(cfg, train.FREE_KEYS)
+    assert [path.name for path in tmp_path.iterdir()] == ['.lock']
+
+
+def test_a_deletion_killed_at_any_moment_is_repeated_and_takes_nothing_else(tmp_path):
+    for operation in range(100):
+        run = TinyRun(tmp_path / str(operation), 'adapter').begin()
+        run.save()
+        (run.out / 'adapter' / 'mine').write_text('mine')
+        was_killed = killed(lambda run=run: ownership.discard(run.out, '*'), run.out, operation)
+        with ownership.lock(run.out):
+            ownership.discard(run.out, '*')
+        assert tree(run.out) == {'adapter/mine': b'mine'}
+        if not was_killed:
+            break
+    assert operation > 8
+
+
+@pytest.mark.parametrize('umask, mode', [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_get_the_mode_that_the_umask_says(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        run = TinyRun(tmp_path, 'adapter').begin()
+        run.save()
+    finally:
+        os.umask(before)
+    assert {p.stat().st_mode & 0o777 for p in run.out.rglob('*') if p.is_file()} == {mode}
+    assert {p.name for p in run.out.rglob('*.safetensors')} == {
+        'model.safetensors', 'adapter_model.safetensors', 'state-00001.safetensors'}
 
 
 @pytest.mark.parametrize('content, lacking', [(None, 4), (b'junk\n\xff\n', 4), (b'[]\n{}\n', 4)])
@@ -385,7 +657,7 @@ def test_a_run_killed_in_its_first_report_goes_on(small_world, tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         train.main(config)
     monkeypatch.undo()
-    (tmp_path / 'run' / 'written.json.tmp').write_text('{"fi')
+    (tmp_path / 'run' / 'written.json.0123abcd.nanocal-tmp').write_text('{"fi')
     train.main(config)          # nothing of a run was written, so no option is needed
     (tmp_path / 'run' / 'loss.png').unlink()
     train.main([*config, '--resume'])

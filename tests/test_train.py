@@ -23,7 +23,7 @@ import metrics
 import train
 from data import packing
 from data.chat import encode_conversation
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_model_tokenizer, load_tokenizer
 from results import report
 from runtime import checkpoint, parallel, resume
 from runtime.config import load_config
@@ -101,7 +101,7 @@ def test_learning_rate_schedule():
 def test_a_subset_is_drawn_by_the_seed(small_world, tmp_path, capsys):
     folder, _ = small_world
     cfg = load_config(train.TrainConfig, [str(folder / 'tuned' / 'train_config.py')])
-    tokenizer = checkpoint.load_model_tokenizer(cfg.model)
+    tokenizer = load_model_tokenizer(cfg.model, checkpoint.read_config(cfg.model))
 
     def drawn(**values):
         _, kept, held_out = train.load_sequences(dataclasses.replace(cfg, **values), tokenizer)
@@ -277,7 +277,7 @@ def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
     # the loss of the first step, from the base model's logits
     cfg = load_config(train.TrainConfig, [str(tmp_path / 'a' / 'train_config.py')])
     base = checkpoint.load(cfg.model)
-    tokenizer = checkpoint.load_model_tokenizer(cfg.model)
+    tokenizer = load_model_tokenizer(cfg.model, checkpoint.read_config(cfg.model))
     sequences, kept, _ = train.load_sequences(cfg, tokenizer)
     [(_, packed), _] = train.batches(cfg, sequences, kept, 0, 2, 1)
     tokens, positions, ends, targets = (torch.from_numpy(packed[key]) for key in (
@@ -614,4 +614,4 @@ def test_bad_input_gives_one_line(small_world, tmp_path):
             main(arguments)
         assert message in str(error.value) and '\n' not in str(error.value)
     assert not list((tmp_path / 'out').rglob('*.safetensors'))
-    assert not list((tmp_path / 'out').rglob('*.tmp'))
+    assert not list((tmp_path / 'out').rglob('*.nanocal-tmp'))
