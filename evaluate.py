@@ -230,6 +230,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     announce(config, tasks, cfg, done)
     results, prompts, new = score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model)
     rows = samples_of(read_last(out_dir / 'samples.jsonl') if done else new, prompts)
+    earlier = report.measure_again({label: earlier[label] for label in earlier
+                                    if label not in results}, rows)
     with ThreadPoolExecutor(1) as pool:     # pictures are drawn while the workers compute
         drawn = cfg.pictures and pool.submit(draw_diagrams, earlier, results, rows, tasks, out_dir)
         for label in results:
@@ -282,7 +284,7 @@ def with_p_true(tasks, path, prompts, cfg):
     rows = samples_of(read_last(path), prompts) if cfg.p_true else {}
     for label, task in tasks.items():
         if cfg.p_true and task.kind == 'questions':
-            top = {report.sample_key(s)[1:]: int(np.argmax(report.option_scores(
+            top = {samples.sample_key(s)[1:]: int(np.argmax(report.option_scores(
                 s['log_probs'], s['options'], s['n_tokens'], cfg.norm))) for s in rows[label]}
             yield f'{label}.p_true', task.proposing(top)
 
@@ -394,14 +396,14 @@ def distribution(task, cfg):
 
 def read_last(path):
     """Return the samples of the last prompt of each question or text in samples.jsonl."""
-    return report.last_asked(report.read_samples(path))
+    return samples.last_asked(samples.read_samples(path))
 
 
 def samples_of(rows, prompts):
     """{task: its samples}; of a task in `prompts`, {task: {(sample_key, prompt)}}, only those."""
     by_label = {label: [] for label in prompts}
     for sample in rows:
-        label, asked = sample['task'], (report.sample_key(sample), sample['prompt'])
+        label, asked = sample['task'], (samples.sample_key(sample), sample['prompt'])
         if label not in prompts or asked in prompts[label]:
             by_label.setdefault(label, []).append(sample)
     return by_label

@@ -31,10 +31,11 @@ else:
 
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
-              seed=0) -> dict[str, np.ndarray]:
+              seed=0, keys=None) -> dict[str, np.ndarray]:
     """Return measures of `report` on `n_resamples` samples of N rows, drawn with replacement.
 
-    {key: float64 [n_resamples]} for every measure with a column in a table, and a few more. The
+    {key: float64 [n_resamples]} for the measures `keys`, by default for every measure with a column
+    in a table and all that are fast. Measures that are not defined for probs are left out. The
     percentiles 2.5 and 97.5 are the percentile interval of Efron 1979. scores are those of
     metrics.nll. The time is that of about 20 * n_resamples * N additions; memory is needed for a
     few million numbers.
@@ -56,23 +57,24 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     arrays = [None if x is None else np.asarray(x) for x in (probs, labels, n_options, scores)]
     chunk = max(1, min(n_resamples, 300_000 // n))
     fast = _FastMeasures(confidence, correct, arrays if has_options else None, chunk)
-    plain = _plain_measures(fast(np.ones((1, n), np.int32)), (confidence, correct), arrays)
+    plain = _plain_measures(fast(np.ones((1, n), np.int32)), (confidence, correct), arrays, keys)
     parts = []
     for counts in _resample(n, n_resamples, chunk, seed):
         values = fast(counts)
         if plain:
             values |= _call_measures(plain, counts, (confidence, correct), arrays)
         parts.append(values)
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]
+            if keys is None or name in keys}
 
 
-def _plain_measures(fast, prediction, arrays):
-    """The measures that must be called: of those in a table, or with a fast value {key: [1]}, the
-    ones whose function does not return the fast value for the rows themselves."""
+def _plain_measures(fast, prediction, arrays, keys):
+    """The measures that must be called: of `keys`, or of those in a table or with a fast value
+    {key: [1]}, the ones whose function does not return the fast value for the rows themselves."""
     order = np.argsort(prediction[0], kind='stable')    # sorting sorted rows is fast
     prediction, has_options = [x[order] for x in prediction], arrays[0].ndim == 2
-    chosen = [x for x in metrics.MEASURES if (x.tables or x.key in fast)
-              and (has_options or x.needs == 'prediction')]
+    chosen = [x for x in metrics.MEASURES if (has_options or x.needs == 'prediction')
+              and (x.key in keys if keys is not None else x.tables or x.key in fast)]
     return [x for x in chosen if x.key not in fast or not np.isclose(
         fast[x.key][0], x.value(*(prediction if x.needs == 'prediction' else arrays)),
         rtol=1e-9, atol=1e-9, equal_nan=True)]

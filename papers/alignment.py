@@ -109,7 +109,8 @@ def epoch_folder(folder, epoch):
 
 def tables(options):
     root, keys = options.out_dir, ('accuracy', 'ece')
-    head = ('model', *(f'{title} {key}' for title in TASKS.values() for key in ('accuracy', 'ECE')))
+    head = ('model', *(report.Heading(key, f'{title} {report.TITLES[key]}')
+                       for title in TASKS.values() for key in keys))
 
     def line(name, folder):
         return (name, *(cell for task in TASKS for cell in numbers(
