@@ -243,8 +243,7 @@ def do(runs, options):
 
 
 def no_such_run(options):
-    return ConfigError(f'--only={options.only}: no run has such a name; --plan without --only '
-                       f'lists them')
+    return ConfigError(f'--only={options.only}: no run has such a name; --plan lists them')
 
 
 def print_plan(runs, options):

@@ -53,6 +53,8 @@ def read_run(folder):
         raise DataError(f'{folder} has no samples.jsonl: evaluate there first')
     with read_json(folder / 'results.json', 'evaluate there again') as content:
         model, seed, results = content['config']['model'], content['seed'], content['tasks']
+        if not isinstance(model, str) or '\0' in model:
+            raise ValueError(f'model is {model!r}')
         for result in results.values():
             result['distribution'], result['pooled']['n']
             if result['norm'] not in NORMS:

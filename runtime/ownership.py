@@ -55,7 +55,8 @@ def read_json(path, advice):
     """
     try:
         yield json.loads(Path(path).read_text(encoding='utf-8'))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError,
+            RecursionError) as error:
         raise ConfigError(f'{path} is not what this program wrote ({error!r}); {advice}') from error
 
 

@@ -264,6 +264,51 @@ def test_other_questions_are_not_paired(tmp_path, capsys):
     assert {row[4] for row in rows} == {'25'}
 
 
+def with_questions(folder, prefix, listed=None):
+    """Give the samples of a run hashes of their questions, and eval_config.json one of them all."""
+    rows = samples.read_samples(folder / 'samples.jsonl')
+    if prefix is not None:
+        write_rows(folder / 'samples.jsonl', [row | {'question': f'{prefix}{i}'}
+                                              for i, row in enumerate(rows)])
+    if listed:
+        (folder / 'eval_config.json').write_text(json.dumps(
+            {'tasks': {'mmlu': {'source': 'x', 'questions': listed}}}))
+    return folder
+
+
+@pytest.mark.parametrize('prefixes, hashes, paired', [
+    (('a', 'a'), ('h', 'h2'), 40), (('a', 'b'), ('h', 'h'), 0), ((None, None), ('h', 'h'), 40),
+    ((None, None), ('h', 'h2'), None), (('a', None), ('h', 'h2'), None),
+    ((None, None), ('h', None), 40)])
+def test_only_the_same_questions_are_paired(tmp_path, capsys, prefixes, hashes, paired):
+    runs = [with_questions(write_run(tmp_path / name, sharpness=sharpness), prefix, listed)
+            for name, sharpness, prefix, listed in zip('ab', (1.0, 2.0), prefixes, hashes,
+                                                       strict=True)]
+    run_compare(*runs, '--n_bootstrap=5', '--ensemble', f'--out_dir={tmp_path / "out"}')
+    printed = capsys.readouterr().out
+    counts = {line.split()[4] for line in printed.splitlines() if line.startswith('b - a')}
+    assert counts == {str(paired or 0)}
+    assert ('mmlu: no questions are paired' in printed) == (paired is None)
+    assert ('mmlu has no ensemble' in printed) == (not paired)
+
+
+@pytest.mark.parametrize('content', ['[' * 100_000, '\0', '{"config": {"model": "\\u0000"}}',
+                                     '{"config": {"model": 3}, "seed": 0, "tasks": {}}', 'null'])
+def test_results_of_any_content_are_named_not_a_traceback(tmp_path, content):
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
+    (b / 'results.json').write_text(content)
+    with pytest.raises((ConfigError, DataError), match='b/results.json is not what'):
+        run_compare(a, b, f'--out_dir={tmp_path / "out"}')
+
+
+def test_help_is_that_of_the_comparison(capsys):
+    with pytest.raises(SystemExit):
+        run_compare('--help')
+    printed = capsys.readouterr().out
+    assert printed.startswith('usage: python evaluate.py --compare FOLDER FOLDER')
+    assert '--ensemble' in printed and 'configs/' not in printed
+
+
 def test_questions_asked_again_count_once(tmp_path):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
     old = [s | {'prompt': 'old', 'answer': 0} for s in samples.read_samples(a / 'samples.jsonl')]

@@ -7,6 +7,7 @@ import json
 import operator
 import os
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -85,18 +86,64 @@ def test_a_sample_listed_twice(tmp_path):
         samples.read_samples(path)
 
 
-@pytest.mark.parametrize('row', [
-    {'task': 'mmlu'}, TOKEN | {'confidence': '0.5'}, TOKEN | {'entropy': float('nan')},
-    {k: v for k, v in TOKEN.items() if k != 'entropy'},
-    {k: v for k, v in TOKEN.items() if k != 'id'},
-    {k: v for k, v in question().items() if k != 'id'},
-    question(log_probs=[-1.0]), question(log_probs='no'), question(log_probs=[None, -1.0]),
-    question(log_probs=[float('nan'), -1.0]), question(answer=2), question(answer=-1),
-    question(answer=True), question(answer='A'), question(options=None)])
-def test_a_damaged_sample_is_named(tmp_path, row):
+def without(row, key):
+    return {k: v for k, v in row.items() if k != key}
+
+
+@pytest.mark.parametrize('row, reason', [
+    ([1], 'no JSON object'), (None, 'no JSON object'), ({'task': 'mmlu'}, 'id must be text'),
+    (without(TOKEN, 'id'), 'id must be text, not None'), (without(TOKEN, 'prompt'), 'prompt must'),
+    (question(id=['q0']), 'id must be text'), (question(task=3), 'task must be text'),
+    (question(split=1), 'split must be text'), (question(language=[]), 'language must be text'),
+    (question(category=3), 'category must be text'), (TOKEN | {'text': 1}, 'text must be text'),
+    (TOKEN | {'of': 0}, 'of must be a whole number'), (TOKEN | {'of': 'x'}, 'of must be a whole'),
+    (without(TOKEN, 'entropy'), 'entropy must be a finite'),
+    (TOKEN | {'confidence': '0.5'}, 'confidence must be a finite number'),
+    (TOKEN | {'entropy': float('nan')}, 'entropy must be a finite number'),
+    (TOKEN | {'log_prob': -10**400}, 'log_prob must be a finite number'),
+    (TOKEN | {'correct': 1}, 'correct must be true or false'),
+    (TOKEN | {'confidence': 1.5}, 'confidence must be from 0 to 1'),
+    (TOKEN | {'log_prob': 0.5}, 'log_prob must be at most 0'),
+    (TOKEN | {'entropy': -1.0}, 'entropy at least 0'),
+    (TOKEN | {'token': 5, 'top_token': 6}, 'contradict each other'),
+    (TOKEN | {'token': 5, 'top_token': 5, 'log_prob': -0.1}, 'contradict each other'),
+    (TOKEN | {'token': 5, 'top_token': 5, 'log_prob': -3.0}, 'contradict each other'),
+    (question(log_probs=[-1.0]), 'differ in length'), (question(log_probs='no'), 'a list of num'),
+    (question(log_probs=[None, -1.0]), 'log_probs must be a list of numbers'),
+    (question(log_probs=[float('nan'), -1.0]), 'finite and at most 0, not nan'),
+    (question(log_probs=[-10**400, -1.0]), 'finite and at most 0'),
+    (question(log_probs=[0.5, -1.0]), 'at most 0, not 0.5'),
+    (question(n_tokens=None), 'n_tokens must be a list of numbers, not None'),
+    (question(n_tokens=[0, 1]), 'n_tokens must be 1 or more'),
+    (question(n_tokens=[1, None]), 'n_tokens must be a list'),
+    (question(options=[1, 2]), 'options must be a list of text'),
+    (question(options=None), 'options must be a list of text'),
+    (question(answer=2), 'answer must be the index'), (question(answer=-1), 'answer must be'),
+    (question(answer=True), 'answer must be the index'), (question(answer='A'), 'answer must be')])
+def test_a_damaged_or_edited_sample_is_named_with_its_line(tmp_path, row, reason):
     path = write_rows(tmp_path / 'samples.jsonl', [question(0), row, question(2)])
-    with pytest.raises(DataError, match='samples.jsonl:2: not a sample that evaluate.py wrote'):
+    message = rf'samples.jsonl:2: not a sample that evaluate.py wrote: .*{reason}.*; delete this'
+    with pytest.raises(DataError, match=message):
         samples.read_samples(path)
+
+
+def test_a_line_with_too_many_brackets_is_named(tmp_path):
+    path = tmp_path / 'samples.jsonl'
+    path.write_text('[' * 100_000 + ']' * 100_000 + '\n')
+    with pytest.raises(DataError, match='samples.jsonl:1: unusable JSON'):
+        samples.read_samples(path)
+
+
+def test_metrics_are_computed_again_if_their_code_changed(monkeypatch, capsys):
+    rows = [question(i) for i in range(6)]
+    earlier = {'mmlu': report.summarize(rows, 'token', n_bootstrap=5) | {
+        'norm': 'token', 'distribution': 'd', 'n_bootstrap': 5, 'seed': 0}}
+    assert report.measure_again(earlier, {'mmlu': rows}) == earlier
+    assert capsys.readouterr().out == ''
+    edited = {'mmlu': earlier['mmlu'] | {'measured_by': 'other code', 'pooled': {'n': 6}}}
+    assert report.measure_again(edited, {'mmlu': rows}) == earlier
+    assert 'mmlu: its metrics are computed again from samples.jsonl' in capsys.readouterr().out
+    assert report.measure_again(edited, {'mmlu': rows[1:]}) == edited       # other samples
 
 
 def test_only_a_cut_line_is_left_out(tmp_path):
@@ -306,6 +353,20 @@ def test_reliability_diagrams(tmp_path, monkeypatch, n):
     assert len(segments) == 1 and abs(segments[0][1][1] - segments[0][0][1]) > 0.5
     assert 'n = 1' in top.get_title()
     figure.draw_without_rendering()    # no mathematics in a name
+
+
+def test_a_picture_has_no_boxes_for_characters_without_a_glyph(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plots, '_fonts', lambda: ['DejaVu Sans'])
+    plots._charmaps.cache_clear()
+    try:
+        assert plots.printable('模型 a$ü') == r'\u6a21\u578b a\$ü'
+        panel = panels_of(1)[0][1]
+        with warnings.catch_warnings(record=True) as said:      # 'Glyph 27169 missing from font'
+            warnings.simplefilter('always')
+            assert plots.draw_reliability(tmp_path / 'a.png', [('模型', panel)])
+        assert not said and not capsys.readouterr().err
+    finally:
+        plots._charmaps.cache_clear()
 
 
 def test_reliability_of_certain_answers(tmp_path, capsys):
