@@ -120,7 +120,7 @@ def option_scores(log_probs, options, n_tokens, norm):
 def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     """Return the metrics of one task; the order of its samples does not matter.
 
-    {'pooled', 'macro': reports; 'languages', 'categories', 'subjects': {name: report} if there are
+    {'unit': what n counts; 'pooled', 'macro': reports; 'languages', 'categories', 'subjects': {name: report} if there are
     several; 'option_mass': mean probability of all options together; 'post_hoc' if `fit`;
     'measured_by': `measured_by()`}. A report is that of metrics.report and 'intervals', {measure:
     [low, high]}: 95 % by bootstrap over questions. macro is the mean over languages, or over
@@ -135,7 +135,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
         groups |= {(plural, name): group
                    for name, group in split_groups(samples, key, pooled).items()}
     reports, resampled = measure(groups, n_bootstrap, seed)
-    summary = {'pooled': reports.pop(('pooled', ''))}
+    summary = {'unit': 'tokens' if 'token' in samples[0] else 'questions',
+               'pooled': reports.pop(('pooled', ''))}
     for (plural, name), report in reports.items():
         summary.setdefault(plural, {})[name] = report
     if plural := next((x for x in ('languages', 'subjects') if x in summary), None):
@@ -273,8 +274,9 @@ def option_mass(result):
 
 
 def unit(result):
-    """Return what n counts in the reports of a task."""
-    return 'tokens' if result.get('distribution', '').startswith('top token') else 'questions'
+    """Return what n counts in the reports of a task: 'questions' or 'tokens'."""
+    earlier = 'tokens' if result.get('distribution', '').startswith('top token') else 'questions'
+    return result.get('unit', earlier)      # results of earlier versions have no unit
 
 
 def task_title(task, result):
