@@ -243,8 +243,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
              'seed': cfg.seed,
              'versions': device.versions(), 'identity': identity, 'tasks': earlier | results}
     report.write_results(found, out_dir)
-    if drawn:
-        drawn.result()      # raises its error
+    if drawn and (pictures := drawn.result()):      # raises its error
+        print(f'wrote {", ".join(pictures)} to {out_dir}')
     return found
 
 
@@ -413,8 +413,9 @@ def draw_diagrams(earlier, results, rows, tasks, out_dir):
     """Draw reliability.png of all tasks, and a grid of the languages of each of `tasks`.
 
     Earlier tasks have their grids. One whose samples are no longer those of its result is left out.
+    Return the names of the pictures that were written.
     """
-    panels = []
+    panels, pictures = [], {}
     for label, result in (earlier | results).items():
         test = [s for s in rows.get(label, []) if s['split'] == 'test']
         if label not in results and len(test) != result['pooled']['n']:
@@ -425,10 +426,12 @@ def draw_diagrams(earlier, results, rows, tasks, out_dir):
         panels.append((report.panel_title(label, result), of_all))
         languages = report.split_groups(test, 'language', of_all) if label in tasks else {}
         if languages:
-            report.draw_reliability(out_dir / samples.GRID.format(label), [
-                (report.panel_title(name, result), p) for name, p in languages.items()], 7)
+            pictures[samples.GRID.format(label)] = [
+                (report.panel_title(name, result), p) for name, p in languages.items()], 7
     if panels:
-        report.draw_reliability(out_dir / samples.DIAGRAM, panels)
+        pictures[samples.DIAGRAM] = panels, 5
+    return [name for name, arguments in pictures.items()
+            if report.draw_reliability(out_dir / name, *arguments)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -495,8 +498,7 @@ def main(argv):
     results, labels, out_dir = run(cfg)
     for label in labels:
         print(f'\n{report.task_text(label, results["tasks"][label])}')
-    pictures = 'the reliability diagrams, ' * cfg.pictures
-    print(f'\nwrote samples.jsonl, {pictures}results.json, .md, .csv and .tex to {out_dir}')
+    print(f'\nwrote samples.jsonl, results.json, .md, .csv and .tex to {out_dir}')
 
 
 if __name__ == '__main__':

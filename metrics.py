@@ -949,11 +949,11 @@ def _read_tasks(path, group, norm):
                     raise ValueError(f'not a JSON object: {str(row)[:40]}')
                 if row.get('split') == 'validation':
                     continue
-                of_harness = 'filtered_resps' in row
-                if of_harness:
-                    row = {'task': group} | harness_sample(row, norm)
+                row_norm = norm
+                if 'filtered_resps' in row:     # its n_tokens are what norm divides by
+                    row, row_norm = {'task': group} | harness_sample(row, norm), 'token'
                 rows = tasks.setdefault(str(row.get('task', '')), [])
-                rows.append(_parse(row, 'token' if of_harness else norm))
+                rows.append(_parse(row, row_norm))
                 if (rows[0][0] == 'confidence') != (rows[-1][0] == 'confidence'):
                     raise ValueError(f'{rows[-1][0]}, but the task begins with {rows[0][0]}')
             except (ValueError, OverflowError, RecursionError) as error:

@@ -120,11 +120,11 @@ def option_scores(log_probs, options, n_tokens, norm):
 def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     """Return the metrics of one task; the order of its samples does not matter.
 
-    {'unit': what n counts; 'pooled', 'macro': reports; 'languages', 'categories', 'subjects': {name: report} if there are
-    several; 'option_mass': mean probability of all options together; 'post_hoc' if `fit`;
-    'measured_by': `measured_by()`}. A report is that of metrics.report and 'intervals', {measure:
-    [low, high]}: 95 % by bootstrap over questions. macro is the mean over languages, or over
-    subjects if there is one language.
+    {'unit': what n counts; 'pooled', 'macro': reports; 'languages', 'categories', 'subjects':
+    {name: report} if there are several; 'option_mass': mean probability of all options together;
+    'post_hoc' if `fit`; 'measured_by': `measured_by()`}. A report is that of metrics.report and
+    'intervals', {measure: [low, high]}: 95 % by bootstrap over questions. macro is the mean over
+    languages, or over subjects if there is one language.
     """
     samples = sorted(samples, key=sample_order)
     held_out = [s for s in samples if s.get('split') == 'validation']
