@@ -222,6 +222,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     announce(config, tasks, cfg, done)
     results, prompts, new = score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model)
     rows = samples_of(read_last(out_dir / 'samples.jsonl') if done else new, prompts)
+    earlier = report.measure_again({label: earlier[label] for label in earlier
+                                    if label not in results}, rows)
     with ThreadPoolExecutor(1) as pool:     # pictures are drawn while the workers compute
         drawn = cfg.pictures and pool.submit(draw_diagrams, earlier, results, rows, tasks, out_dir)
         for label in results:
@@ -233,8 +235,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
              'seed': cfg.seed,
              'versions': device.versions(), 'identity': identity, 'tasks': earlier | results}
     report.write_results(found, out_dir)
-    if drawn:
-        drawn.result()      # raises its error
+    if drawn and (pictures := drawn.result()):      # raises its error
+        print(f'wrote {", ".join(pictures)} to {out_dir}')
     return found
 
 
@@ -274,7 +276,7 @@ def with_p_true(tasks, path, prompts, cfg):
     rows = samples_of(read_last(path), prompts) if cfg.p_true else {}
     for label, task in tasks.items():
         if cfg.p_true and task.kind == 'questions':
-            top = {report.sample_key(s)[1:]: int(np.argmax(report.option_scores(
+            top = {samples.sample_key(s)[1:]: int(np.argmax(report.option_scores(
                 s['log_probs'], s['options'], s['n_tokens'], cfg.norm))) for s in rows[label]}
             yield f'{label}.p_true', task.proposing(top)
 
@@ -386,14 +388,14 @@ def distribution(task, cfg):
 
 def read_last(path):
     """Return the samples of the last prompt of each question or text in samples.jsonl."""
-    return report.last_asked(report.read_samples(path))
+    return samples.last_asked(samples.read_samples(path))
 
 
 def samples_of(rows, prompts):
     """{task: its samples}; of a task in `prompts`, {task: {(sample_key, prompt)}}, only those."""
     by_label = {label: [] for label in prompts}
     for sample in rows:
-        label, asked = sample['task'], (report.sample_key(sample), sample['prompt'])
+        label, asked = sample['task'], (samples.sample_key(sample), sample['prompt'])
         if label not in prompts or asked in prompts[label]:
             by_label.setdefault(label, []).append(sample)
     return by_label
@@ -403,8 +405,9 @@ def draw_diagrams(earlier, results, rows, tasks, out_dir):
     """Draw reliability.png of all tasks, and a grid of the languages of each of `tasks`.
 
     Earlier tasks have their grids. One whose samples are no longer those of its result is left out.
+    Return the names of the pictures that were written.
     """
-    panels = []
+    panels, pictures = [], {}
     for label, result in (earlier | results).items():
         test = [s for s in rows.get(label, []) if s['split'] == 'test']
         if label not in results and len(test) != result['pooled']['n']:
@@ -415,10 +418,12 @@ def draw_diagrams(earlier, results, rows, tasks, out_dir):
         panels.append((report.panel_title(label, result), of_all))
         languages = report.split_groups(test, 'language', of_all) if label in tasks else {}
         if languages:
-            report.draw_reliability(out_dir / samples.GRID.format(label), [
-                (report.panel_title(name, result), p) for name, p in languages.items()], 7)
+            pictures[samples.GRID.format(label)] = [
+                (report.panel_title(name, result), p) for name, p in languages.items()], 7
     if panels:
-        report.draw_reliability(out_dir / samples.DIAGRAM, panels)
+        pictures[samples.DIAGRAM] = panels, 5
+    return [name for name, arguments in pictures.items()
+            if report.draw_reliability(out_dir / name, *arguments)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -485,8 +490,7 @@ def main(argv):
     results, labels, out_dir = run(cfg)
     for label in labels:
         print(f'\n{report.task_text(label, results["tasks"][label])}')
-    pictures = 'the reliability diagrams, ' * cfg.pictures
-    print(f'\nwrote samples.jsonl, {pictures}results.json, .md, .csv and .tex to {out_dir}')
+    print(f'\nwrote samples.jsonl, results.json, .md, .csv and .tex to {out_dir}')
 
 
 if __name__ == '__main__':

@@ -26,7 +26,7 @@ rounds bin edges alike, so that noise of about 1e-16 changes no prediction, bin 
 and brier have no jumps and use probs as given.
 
 Input that does not fit this description, or a setting out of range, raises ValueError that names
-the row and the value; rows may be 1e-4 away from summing to 1.
+the row and the value. Rows may be 1e-4 away from summing to 1: 1e-3 in float16, 8e-3 in bfloat16.
 
 Binned metrics depend on their bins and are biased upward for small N: a perfectly calibrated
 4-option model has a mean ECE of about 0.09 on 100 questions and 0.03 on 1000. Report the settings
@@ -39,14 +39,20 @@ Effects of Language Model Instruction-Tuning', appendix A.
 import argparse
 import bisect
 import json
+import os
 import re
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 SUM_TOLERANCE = 1e-4    # float32 softmax over ten options is off by about 1e-7
+# rounding each probability to 11 or 8 bits moves the sum by up to half of this
+SHORT_TOLERANCE = {'float16': 2.0**-10, 'bfloat16': 2.0**-7}
 TIE_DECIMALS = 12       # well above the noise of float64 and well below what a model can mean
 NLL_FLOOR = np.finfo(np.float64).eps    # 2.2e-16: no row costs more than 36.04 nats
 
@@ -134,8 +140,8 @@ def label_nll(probs, labels, scores=None):
     p = softmax(scores)
     if p.shape != probs.shape:
         raise ValueError(f'scores must be [N, K] like probs, {probs.shape}, not {p.shape}')
-    refuse(np.abs(p - probs) > SUM_TOLERANCE, lambda i, k: f'the softmax of scores gives option '
-           f'{k} {p[i, k]:.6g}, probs {probs[i, k]:.6g}')
+    refuse(np.abs(p - probs) > _tolerance(probs), lambda i, k: f'the softmax of scores gives '
+           f'option {k} {p[i, k]:.6g}, probs {probs[i, k]:.6g}')
     z = np.asarray(scores, dtype=np.float64)
     refuse(np.isinf(z[rows, labels]), lambda i: f'label {labels[i]} has the score -inf')
     z = z - z.max(1, keepdims=True)
@@ -566,11 +572,99 @@ def _range_gap(p, is_label, n_ranges, equal_weights=False):
     return _expected_gap(np.ones(len(ends)) if equal_weights else count, conf, acc)
 
 
-# All metrics at once
+NORMS = ('token', 'sum', 'char', 'byte')    # what divides a log-probability; `option_lengths`
+FEW_ROWS = 1000     # fewer fill less than ten of the bins of rmsce and mad
+
+
+def few_rows_note(n, unit='questions') -> str:
+    """Return why rmsce and mad of n rows can be far below ece; '' for n >= 1000."""
+    n_bins = max(1, n // 100)
+    return '' if n >= FEW_ROWS else (
+        f'RMSCE and MAD have bins of 100 {unit}, so {n_bins} bin{"s" * (n_bins > 1)} here; with '
+        f'few bins they can be far below ECE, which has 10')
+
+
+# The table of measures
+
+
+class Measure(NamedTuple):
+    """A row of `MEASURES`; a new measure is a function and a row.
+
+    needs says for which predictions the measure is defined, and how its function is called:
+        'prediction'  function(probs, labels), of probs [N, K] or confidences [N]
+        'options'     function(probs, labels), of probs [N, K] alone
+        'n_options'   function(probs, labels, n_options=n_options), of probs [N, K] alone
+        'scores'      function(probs, labels, scores=scores), of probs [N, K] alone
+    A report holds every measure. tables names the tables with a column of it: 'runs', which a
+    training run prints; 'results', of one evaluation; 'compare', of several. A measure in a table
+    has bootstrap intervals.
+    """
+    key: str                            # in results.json
+    title: str                          # of a column
+    function: Callable[..., float]
+    higher_is_better: bool | None       # None: neither is
+    needs: str = 'prediction'
+    format: str = '.3f'
+    tables: tuple[str, ...] = ('results', 'compare')
+
+    def value(self, probs, labels, n_options=None, scores=None):
+        """Return the measure of these predictions, a float; an int if the function returns one."""
+        more = {'n_options': {'n_options': n_options}, 'scores': {'scores': scores}}
+        value = self.function(probs, labels, **more.get(self.needs, {}))
+        return value if type(value) is int else float(value)
+
+
+def _part(function, part, **settings):
+    """Return a function(probs, labels): `part`, a key or an index, of what `function` returns."""
+    return lambda probs, labels: function(probs, labels, **settings)[part]
+
+
+MEASURES = (
+    Measure('accuracy', 'accuracy', accuracy, True, tables=('runs', 'results', 'compare')),
+    Measure('accuracy_low', 'accuracy, from', _part(wilson_interval, 0), None, tables=()),
+    Measure('accuracy_high', 'accuracy, to', _part(wilson_interval, 1), None, tables=()),
+    Measure('confidence', 'confidence', mean_confidence, None, tables=('runs', 'results')),
+    Measure('gap', 'confidence - accuracy', gap, None, tables=()),
+    Measure('entropy_bits', 'entropy (bits)', entropy, None, 'options',
+            tables=('runs', 'results', 'compare')),
+    Measure('entropy_nats', 'entropy (nats)', partial(entropy, unit='nats'), None, 'options',
+            tables=()),
+    Measure('entropy_share', 'entropy / log K', partial(entropy, unit='share'), None, 'n_options',
+            tables=()),
+    Measure('ece', 'ECE', ece, False, tables=('runs', 'results', 'compare')),
+    Measure('rmsce', 'RMSCE', rmsce, False, tables=('runs', 'results', 'compare')),
+    Measure('mad', 'MAD', mad, False, tables=('results',)),
+    Measure('sce', 'SCE', sce, False, 'n_options', tables=('results',)),
+    Measure('ace', 'ACE', ace, False, 'n_options', tables=('results',)),
+    Measure('brier', 'Brier', brier, False, 'options', tables=('results',)),
+    Measure('nll', 'NLL (nats)', nll, False, 'scores', tables=('results',)),
+    Measure('ece_15', 'ECE, 15 bins', partial(ece, n_bins=15), False, tables=()),
+    Measure('mce', 'MCE', mce, False, tables=()),
+    Measure('mce_count', 'rows in the bin of MCE', _part(mce_bin, 1), None, format='d', tables=()),
+    Measure('ece_equal_mass', 'ECE, equal mass', ece_equal_mass, False, tables=()),
+    Measure('ece_sweep', 'ECE, sweep', ece_sweep, False, tables=()),
+    Measure('ece_debiased', 'ECE, debiased', ece_debiased, False, tables=()),
+    Measure('tace', 'TACE', tace, False, 'n_options', tables=()),
+    Measure('rmsce_hendrycks', 'RMSCE of Hendrycks', rmsce_hendrycks, False, tables=()),
+    Measure('mad_hendrycks', 'MAD of Hendrycks', mad_hendrycks, False, tables=()),
+    Measure('rms_mmlu_repo', "RMS of MMLU's code", rms_mmlu_repo, False, tables=()),
+    Measure('ks_error', 'KS error', ks_error, False, tables=()),
+    Measure('smooth_ece', 'smooth ECE', smooth_ece, False, tables=()),
+    Measure('kde_ece', 'KDE ECE', kde_ece, False, tables=()),
+    Measure('mmce', 'MMCE', mmce, False, tables=()),
+    Measure('auroc', 'AUROC', auroc, True, tables=()),
+    Measure('aurc', 'AURC', aurc, False, tables=()),
+    Measure('excess_aurc', 'excess AURC', excess_aurc, False, tables=()),
+    Measure('brier_top_label', 'Brier of the prediction', _part(murphy, 'brier'), False, tables=()),
+    Measure('reliability', 'reliability', _part(murphy, 'reliability'), False, tables=()),
+    Measure('resolution', 'resolution', _part(murphy, 'resolution'), True, tables=()),
+    Measure('uncertainty', 'uncertainty', _part(murphy, 'uncertainty'), None, tables=()),
+    Measure('within_bin', 'within-bin term', _part(murphy, 'within_bin'), None, tables=()),
+)
 
 
 class Report(dict):
-    """{metric: number}, printed as a table."""
+    """{'n': number of rows, key of a measure: its value}, printed as a table."""
 
     def __str__(self):
         return '\n'.join(f'{name:24}{value:>12}' if isinstance(value, int) else
@@ -578,41 +672,22 @@ class Report(dict):
 
 
 def report(probs, labels, n_options=None, *, scores=None) -> Report:
-    """Return every metric above at its defaults, as Python numbers that json.dumps accepts.
+    """Return every measure of `MEASURES` as Python numbers that json.dumps accepts, and n.
 
-    accuracy_low and accuracy_high are the 95 % Wilson interval; nll is in nats, without a floor if
-    scores are given (see `nll`); mce_count is the number of rows in the bin of mce; ece_15 has 15
-    bins; brier_top_label and the four names after it are those of `murphy`. From confidences [N]
-    the report holds the metrics that need no more.
+    From confidences [N] the report holds the measures that need no more. nll is without a floor if
+    scores are given; see `nll`.
     """
     confidence, correct = top_label(probs, labels)
+    has_options = np.ndim(probs) == 2
+    if scores is not None and not has_options:
+        raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
     # sorted once, since sorting sorted rows is fast; ties stay in the order given
     order = np.argsort(confidence, kind='stable')
-    top = confidence[order], correct[order]
-    low, high = wilson_interval(*top)
-    result = Report(n=len(correct), accuracy=accuracy(*top), accuracy_low=low, accuracy_high=high,
-                    confidence=mean_confidence(*top), gap=gap(*top))
-    has_options = np.ndim(probs) == 2
-    if has_options:
-        bits = entropy(probs, labels)
-        result |= {'entropy_bits': bits, 'entropy_nats': bits * float(np.log(2)),
-                   'entropy_share': entropy(probs, labels, 'share', n_options),
-                   'nll': nll(probs, labels, scores=scores), 'brier': brier(probs, labels)}
-    elif scores is not None:
-        raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
-    largest, mce_count = mce_bin(*top)
-    result |= {'ece': ece(*top), 'ece_15': ece(*top, 15), 'mce': largest, 'mce_count': mce_count,
-               'ece_equal_mass': ece_equal_mass(*top), 'ece_sweep': ece_sweep(*top),
-               'ece_debiased': ece_debiased(*top)}
-    if has_options:
-        result |= {metric.__name__: metric(probs, labels, n_options=n_options)
-                   for metric in (sce, ace, tace)}
-    result |= {metric.__name__: metric(*top) for metric in (
-        rmsce, mad, rmsce_hendrycks, mad_hendrycks, rms_mmlu_repo, ks_error, smooth_ece, kde_ece,
-        mmce, auroc, aurc, excess_aurc)}
-    parts = murphy(*top)
-    result |= {'brier_top_label': parts.pop('brier')} | parts
-    return result
+    prediction = confidence[order], correct[order]
+    return Report({'n': len(correct)} | {
+        x.key: x.value(*prediction) if x.needs == 'prediction' else
+        x.value(probs, labels, n_options, scores)
+        for x in MEASURES if x.needs == 'prediction' or has_options})
 
 
 # Predictions and bins, which scaling.py and stats.py use too
@@ -725,6 +800,12 @@ def real_array(name, values):
     return values if is_short else values.astype(np.float64, copy=False)
 
 
+def _tolerance(probs):
+    """How far a row of probs may be from summing to 1 in the precision that it was given in."""
+    name = str(getattr(probs, 'dtype', 'float64'))      # such as torch.bfloat16
+    return SHORT_TOLERANCE.get(name.removeprefix('torch.'), SUM_TOLERANCE)
+
+
 def _row_integers(name, values, n):
     values = _array(name, values)
     if values.shape != (n,):
@@ -744,13 +825,14 @@ def check_labels(labels, n, K):
 
 def check_probs(probs, labels):
     """Return probs float [N, K] and labels int [N] as arrays."""
+    tolerance = _tolerance(probs)       # before bfloat16 becomes float64
     probs = real_array('probs', probs)
     if probs.ndim != 2 or probs.size == 0:
         raise ValueError(f'probs must be [N, K] with N, K >= 1, not of shape {probs.shape}')
     labels = check_labels(labels, *probs.shape)
     refuse(~(probs >= 0), lambda i, k: f'probability of option {k} is {probs[i, k]}, not 0 or more')
     total = probs.sum(1, dtype=np.float64)
-    refuse(np.abs(total - 1) > SUM_TOLERANCE,
+    refuse(np.abs(total - 1) > tolerance,
            lambda i: f'probabilities sum to {total[i]:.6g}, not to 1')
     return probs, labels
 
@@ -808,7 +890,8 @@ def check_range(name, value, low, high, open_low=False, open_high=False):
                          f'{")" if open_high else "]"}, not {value!r}')
 
 
-# python metrics.py samples.jsonl
+# python metrics.py samples.jsonl. The reader of lm-evaluation-harness's lines is here too, so that
+# an installed `python -m nanocal.metrics` needs no other file.
 
 
 def main(arguments=None):
@@ -828,25 +911,29 @@ example: python metrics.py out/base/samples.jsonl
          python metrics.py --norm=char out/model/samples_hellaswag_*.jsonl""")
     parser.add_argument('files', nargs='+', metavar='file', help='such as the samples.jsonl of '
                         'evaluate.py')
-    parser.add_argument('--norm', choices=('sum', 'char', 'byte'), default='sum',
-                        help='what divides a log-probability of lm_eval: nothing (acc, the '
-                        'default), characters (acc_norm) or bytes (acc_bytes) of the option')
+    parser.add_argument('--norm', choices=NORMS, default='token',
+                        help='what divides the log-probability of an option: its tokens (the '
+                        'default; lm_eval does not say how many, so nothing there, as for acc), '
+                        'nothing (sum), characters (char, as for acc_norm) or bytes (byte)')
     options, reports = parser.parse_args(arguments), {}
     for path in options.files:
         try:
             task, _, date = harness_task(path)
-            place = f'{Path(path).parent}, {date}' if date else path
+            source = f'{Path(path).parent}, {date}' if date else path
             for name, rows in _read_tasks(path, task, options.norm).items():
-                reports.setdefault((place, name), []).extend(rows)
+                reports.setdefault((source, name), []).extend(rows)
         except OSError as error:
             hint = '; name a file in it, such as samples.jsonl' * Path(path).is_dir()
             sys.exit(f'error: {path}: {error.strerror}{hint}')
         except ValueError as error:
             sys.exit(f'error: {path}:{error}')
-    several = len({place for place, _ in reports}) > 1
-    for (place, task), rows in reports.items():
-        title = ': '.join(filter(None, (several and place, task)))
-        print(f'{title}\n{_report_of_rows(rows)}\n' if title else _report_of_rows(rows))
+    several = len({source for source, _ in reports}) > 1
+    for (source, task), rows in reports.items():
+        title, result = ': '.join(filter(None, (several and source, task))), _report_of_rows(rows)
+        print(*filter(None, (title, result, few_rows_note(result['n'], 'rows'))), sep='\n')
+        if title:
+            print()
+    sys.stdout.flush()
 
 
 def _read_tasks(path, group, norm):
@@ -862,10 +949,11 @@ def _read_tasks(path, group, norm):
                     raise ValueError(f'not a JSON object: {str(row)[:40]}')
                 if row.get('split') == 'validation':
                     continue
-                if 'filtered_resps' in row:
-                    row = {'task': group} | harness_sample(row, norm)
+                row_norm = norm
+                if 'filtered_resps' in row:     # its n_tokens are what norm divides by
+                    row, row_norm = {'task': group} | harness_sample(row, norm), 'token'
                 rows = tasks.setdefault(str(row.get('task', '')), [])
-                rows.append(_parse(row))
+                rows.append(_parse(row, row_norm))
                 if (rows[0][0] == 'confidence') != (rows[-1][0] == 'confidence'):
                     raise ValueError(f'{rows[-1][0]}, but the task begins with {rows[0][0]}')
             except (ValueError, OverflowError, RecursionError) as error:
@@ -894,13 +982,14 @@ def harness_task(path) -> tuple[str, str, str]:
     return max(groups, key=len, default=subtask), subtask, date
 
 
-def harness_sample(row, norm='sum') -> dict:
+def harness_sample(row, norm='token') -> dict:
     """Return a line that lm_eval 0.4.13 --log_samples wrote in the form of our samples.
 
     {'id', 'answer': index of the right option, 'options': [K], 'log_probs': [K], in nats,
-    'n_tokens': [K], what divides them: 1, or with norm 'char' or 'byte' the characters or UTF-8
-    bytes of the option}. Raises ValueError if the task is not multiple choice, or if `acc` of the
-    line contradicts the answer: several options may be right.
+    'n_tokens': [K], what divides them: with norm 'char' or 'byte' the characters or UTF-8 bytes of
+    the option, else 1, since the file does not hold the number of tokens}. Raises ValueError if
+    the task is not multiple choice, or if `acc` of the line contradicts the answer: several options
+    may be right.
     """
     try:
         pairs, target = row['filtered_resps'], row['target']
@@ -911,10 +1000,9 @@ def harness_sample(row, norm='sum') -> dict:
             raise ValueError('not multiple choice, so there are no probabilities of options: the '
                              'model wrote an answer, or a single text was scored')
         texts = [option[option[:1].isspace():] for option in options]
-        lengths = [{'sum': 1, 'char': len(x), 'byte': len(x.encode())}[norm] for x in texts]
         sample = {'id': f'{row["doc_id"]}:{row["doc_hash"][:16]}', 'options': options,
                   'log_probs': [float(log_prob) for log_prob, _ in pairs],
-                  'n_tokens': [max(1, length) for length in lengths]}
+                  'n_tokens': option_lengths(texts, [1] * len(texts), norm)}
         top = int(np.argmax(sample['log_probs']))
         if len(texts) == 2 and texts[0] == texts[1]:    # after two contexts, as in WinoGrande
             answer = top if row['acc'] else 1 - top
@@ -927,7 +1015,19 @@ def harness_sample(row, norm='sum') -> dict:
     return sample | {'answer': answer}
 
 
-def _parse(row):
+def option_lengths(texts, n_tokens, norm):
+    """Return what divides the log-probability of each option, int [K], at least 1.
+
+    norm: 'token' for n_tokens, 'sum' for 1, 'char' and 'byte' for the characters or UTF-8 bytes of
+    the texts, which have no leading space.
+    """
+    lengths = {'token': lambda: n_tokens, 'sum': lambda: [1] * len(n_tokens),
+               'char': lambda: [*map(len, texts)],
+               'byte': lambda: [len(text.encode()) for text in texts]}[norm]()
+    return [max(1, length) for length in lengths]
+
+
+def _parse(row, norm):
     """(kind, values, label) of one line; kind is 'probs', 'log_probs' or 'confidence'."""
     kind = next((x for x in ('probs', 'log_probs', 'confidence') if x in row), 'probs')
     if kind == 'confidence':
@@ -941,9 +1041,14 @@ def _parse(row):
         check_probs([values], [label])
         return kind, values, label
     n_tokens = _numbers('n_tokens', row.get('n_tokens', [1] * len(values)))
-    if n_tokens.shape != values.shape or not (n_tokens > 0).all():
-        raise ValueError(f'n_tokens must be above 0, one for each log-probability, not {n_tokens}')
-    scores = values / n_tokens
+    if n_tokens.shape != values.shape or not (n_tokens >= 1).all():
+        raise ValueError(f'n_tokens must be 1 or more for each log-probability, not {n_tokens}')
+    texts = row.get('options')
+    if norm in ('char', 'byte') and (not isinstance(texts, list) or len(texts) != len(values)
+                                     or not all(isinstance(text, str) for text in texts)):
+        raise ValueError(f'--norm={norm} needs options, the text of each, not {texts!r:.60}')
+    texts = [text.removeprefix(' ') for text in texts or ()]
+    scores = values / option_lengths(texts, n_tokens.tolist(), norm)
     nll(softmax([scores]), [label], scores=[scores])    # for its checks
     return kind, scores, label
 
@@ -969,4 +1074,8 @@ def _report_of_rows(rows):
 
 if __name__ == '__main__':
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)   # `| head` ends it without a word
-    main()
+    try:
+        main()
+    except OSError as error:        # of standard output, such as a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)    # what is left would fail again at exit
+        sys.exit(f'error: standard output cannot be written: {error.strerror}')

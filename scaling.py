@@ -13,26 +13,32 @@ they return a new confidence for the same predictions. All of them raise ValueEr
 for input that does not fit this description.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from metrics import (bin_means, check_confidence, check_count, check_labels, check_predictions,
-                     check_range, equal_width_bins, real_array, refuse, round_for_ties, softmax)
+if TYPE_CHECKING or not __package__:
+    import metrics              # in the clone, at the top level
+else:
+    from . import metrics       # installed, as nanocal.scaling
 
 
 def fit_temperature(scores, labels) -> float:
     """Return the temperature T > 0 at which softmax(scores / T) has the least NLL.
 
     Guo et al. 2017. The NLL is convex in 1/T, so T is found by bisection of its slope, between
-    0.001 and 1000. One of these ends is returned if the NLL is still falling there.
+    0.001 and 1000. One of these ends is returned if the NLL is still falling there: 0.001 if every
+    label has the highest score of its row.
     """
     scores, labels = _check_scores(scores, labels)
-    label_scores = scores[np.arange(len(labels)), labels]
-    finite = np.where(np.isfinite(scores), scores, 0)
+    margins = scores - scores[np.arange(len(labels)), labels][:, None]
+    margins = np.where(np.isfinite(margins), margins, 0)
     low, high = np.log(1e-3), np.log(1e3)
     for _ in range(60):
         middle = (low + high) / 2
-        slope = ((softmax(scores, np.exp(middle)) * finite).sum(1) - label_scores).mean()
-        low, high = (low, middle) if slope < 0 else (middle, high)
+        slope = (metrics.softmax(scores, np.exp(middle)) * margins).sum(1).mean()
+        # the slope of a separable set is negative, or 0 where its exponentials underflow
+        low, high = (low, middle) if slope <= 0 else (middle, high)
     return float(np.exp((low + high) / 2))
 
 
@@ -44,7 +50,7 @@ def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
     its own, so use it for letters or classes, not for answers in random order.
     """
     scores, labels = _check_scores(scores, labels)
-    check_range('ridge', ridge, 0, np.inf, open_low=True, open_high=True)
+    metrics.check_range('ridge', ridge, 0, np.inf, open_low=True, open_high=True)
     n, K = scores.shape
     has = np.isfinite(scores)
     x = np.where(has, scores, 0)
@@ -75,15 +81,15 @@ def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
 
 def apply_vector(scores, w, b) -> np.ndarray:
     """Return softmax(w * scores + b), float64 [N, K]; a score of -inf keeps probability 0."""
-    scores, w, b = (real_array(name, x).astype(np.float64)
+    scores, w, b = (metrics.real_array(name, x).astype(np.float64)
                     for name, x in (('scores', scores), ('w', w), ('b', b)))
     if scores.ndim != 2 or not w.shape == b.shape == scores.shape[1:]:
         raise ValueError(f'scores must be [N, K], w and b [K], not of shape {scores.shape}, '
                          f'{w.shape} and {b.shape}')
-    refuse(np.isnan(scores) | (scores == np.inf),
+    metrics.refuse(np.isnan(scores) | (scores == np.inf),
            lambda i, k: f'the score of option {k} is {scores[i, k]}')
     has = np.isfinite(scores)
-    return softmax(np.where(has, w * np.where(has, scores, 0) + b, -np.inf))
+    return metrics.softmax(np.where(has, w * np.where(has, scores, 0) + b, -np.inf))
 
 
 def fit_platt(confidence, correct) -> tuple[float, float]:
@@ -93,7 +99,7 @@ def fit_platt(confidence, correct) -> tuple[float, float]:
     wrong ones, keep a and b finite. Newton's method. The logit is cut at confidences of 1e-12 and
     1 - 1e-12.
     """
-    confidence, correct = check_predictions(confidence, correct)
+    confidence, correct = metrics.check_predictions(confidence, correct)
     n1 = correct.sum()
     target = np.where(correct, (n1 + 1) / (n1 + 2), 1 / (len(correct) - n1 + 2))
     design = np.stack([_logit(confidence), np.ones(len(correct))], 1)
@@ -113,8 +119,8 @@ def fit_platt(confidence, correct) -> tuple[float, float]:
 def apply_platt(confidence, a, b) -> np.ndarray:
     """Return sigmoid(a logit(confidence) + b), float64 [N]."""
     for name, value in (('a', a), ('b', b)):
-        check_range(name, value, -np.inf, np.inf, open_low=True, open_high=True)
-    return _sigmoid(a * _logit(check_confidence(confidence)) + b)
+        metrics.check_range(name, value, -np.inf, np.inf, open_low=True, open_high=True)
+    return _sigmoid(a * _logit(metrics.check_confidence(confidence)) + b)
 
 
 def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
@@ -123,19 +129,20 @@ def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
     Histogram binning, Zadrozny & Elkan 2001. The bins are those of metrics.bins; an empty bin gets
     its middle.
     """
-    check_count('n_bins', n_bins)
-    confidence, correct = check_predictions(confidence, correct)
-    index = equal_width_bins(round_for_ties(confidence), n_bins)
-    _, _, accuracy = bin_means(index, n_bins, confidence, correct)
+    metrics.check_count('n_bins', n_bins)
+    confidence, correct = metrics.check_predictions(confidence, correct)
+    index = metrics.equal_width_bins(metrics.round_for_ties(confidence), n_bins)
+    _, _, accuracy = metrics.bin_means(index, n_bins, confidence, correct)
     return np.where(np.isnan(accuracy), (np.arange(n_bins) + 0.5) / n_bins, accuracy)
 
 
 def apply_histogram(confidence, values) -> np.ndarray:
     """Return the value of each confidence's bin, float [N], for values [n_bins]."""
-    values = real_array('values', values)
+    values = metrics.real_array('values', values)
     if values.ndim != 1 or not len(values):
         raise ValueError(f'values must be [n_bins], not of shape {values.shape}')
-    return values[equal_width_bins(round_for_ties(check_confidence(confidence)), len(values))]
+    confidence = metrics.round_for_ties(metrics.check_confidence(confidence))
+    return values[metrics.equal_width_bins(confidence, len(values))]
 
 
 def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
@@ -145,10 +152,10 @@ def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
     the last confidence of every pool, so that `apply_isotonic` predicts what scikit-learn's
     IsotonicRegression predicts.
     """
-    confidence, correct = check_predictions(confidence, correct)
-    x, index, counts = np.unique(round_for_ties(confidence).astype(np.float64),
+    confidence, correct = metrics.check_predictions(confidence, correct)
+    x, index, counts = np.unique(metrics.round_for_ties(confidence).astype(np.float64),
                                  return_inverse=True, return_counts=True)
-    pools = []      # (mean, count, index of the first x, index of the last)
+    pools: list[tuple] = []     # (mean, count, index of the first x, index of the last)
     for i, (right, count) in enumerate(zip(np.bincount(index, correct), counts, strict=True)):
         mean, first = right / count, i
         while pools and pools[-1][0] >= mean:
@@ -161,22 +168,22 @@ def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
 
 def apply_isotonic(confidence, x, y) -> np.ndarray:
     """Return the fitted value, float64 [N]: linear between two x, the nearest y beyond them."""
-    x, y = real_array('x', x), real_array('y', y)
+    x, y = metrics.real_array('x', x), metrics.real_array('y', y)
     if x.ndim != 1 or x.shape != y.shape or not len(x) or not (np.diff(x) > 0).all():
         raise ValueError('x and y must be what fit_isotonic returned: [M] each, x ascending')
-    confidence = round_for_ties(check_confidence(confidence))
+    confidence = metrics.round_for_ties(metrics.check_confidence(confidence))
     return np.interp(confidence.astype(np.float64), x, y)
 
 
 def _check_scores(scores, labels):
     """scores float64 [N, K], -inf for a missing option, and labels int [N], as arrays."""
-    scores = real_array('scores', scores).astype(np.float64)
+    scores = metrics.real_array('scores', scores).astype(np.float64)
     if scores.ndim != 2 or scores.size == 0:
         raise ValueError(f'scores must be [N, K] with N, K >= 1, not of shape {scores.shape}')
-    labels = check_labels(labels, *scores.shape)
-    refuse(np.isnan(scores) | (scores == np.inf),
+    labels = metrics.check_labels(labels, *scores.shape)
+    metrics.refuse(np.isnan(scores) | (scores == np.inf),
            lambda i, k: f'the score of option {k} is {scores[i, k]}')
-    refuse(np.isinf(scores[np.arange(len(labels)), labels]),
+    metrics.refuse(np.isinf(scores[np.arange(len(labels)), labels]),
            lambda i: f'label {labels[i]} is not one of its options, the scores are {scores[i]}')
     return scores, labels
 

@@ -13,15 +13,18 @@ labels). All of them raise ValueError for input that metrics.py refuses, for cou
 levels outside (0, 1). The same seed gives the same numbers.
 """
 
+import functools
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from metrics import (check_count, check_n_options, check_probs, check_range, ece, equal_chunk_ends,
-                     equal_width_bins, label_nll, real_array, round_for_ties, rounded_chunk_ends,
-                     row_entropy, top_label)
+if TYPE_CHECKING or not __package__:
+    import metrics              # in the clone, at the top level
+else:
+    from . import metrics       # installed, as nanocal.stats
 
-# The bootstrap of the binned metrics
+# The bootstrap of measures
 #
 # A resample is a count of how often each row was drawn. Means are products of a matrix of counts
 # [R, N] with per-row columns [N]. A metric in bins needs cumulative sums in an order that is found
@@ -29,79 +32,164 @@ from metrics import (check_count, check_n_options, check_probs, check_range, ece
 
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
-              seed=0) -> dict[str, np.ndarray]:
-    """Return the metrics of `report` on `n_resamples` samples of N rows, drawn with replacement.
+              seed=0, keys=None) -> dict[str, np.ndarray]:
+    """Return measures of `report` on `n_resamples` samples of N rows, drawn with replacement.
 
-    {metric: float64 [n_resamples]}, for accuracy, confidence, gap, ece, mce, ece_equal_mass, rmsce
-    and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace. The percentiles 2.5
-    and 97.5 are the percentile interval of Efron 1979. scores are those of metrics.nll. The time is
-    that of about 20 * n_resamples * N additions; memory is needed for a few million numbers.
+    {key: float64 [n_resamples]} for the measures `keys`, by default for every measure with a column
+    in a table and all that are fast. Measures that are not defined for probs are left out. The
+    percentiles 2.5 and 97.5 are the percentile interval of Efron 1979. scores are those of
+    metrics.nll. The time is that of about 20 * n_resamples * N additions; memory is needed for a
+    few million numbers.
+
+    These additions compute accuracy, confidence, gap, ece, mce, ece_equal_mass, rmsce and mad, and
+    from probs [N, K] also entropy_bits, nll, brier, sce and ace. They count only if they give what
+    the functions in metrics.MEASURES return. So a new or edited measure is
+    called once per resample instead, and takes as long as that.
     """
-    check_count('n_resamples', n_resamples)
-    confidence, correct = top_label(probs, labels)
-    columns = {'accuracy': correct.astype(np.float64), 'confidence': confidence.astype(np.float64)}
-    columns['gap'] = columns['confidence'] - correct
-    by_confidence = _SortedGaps(confidence, columns['gap'], 10)
-    by_option = []
-    if np.ndim(probs) == 2:
-        of_options, by_option = _option_columns(probs, labels, n_options, scores)
-        columns |= of_options
-    elif scores is not None:
+    metrics.check_count('n_resamples', n_resamples)
+    confidence, correct = metrics.top_label(probs, labels)
+    has_options = np.ndim(probs) == 2
+    if scores is not None and not has_options:
         raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
-
-    n, parts = len(correct), []
+    if has_options:
+        probs, labels = metrics.check_probs(probs, labels)
+        n_options = metrics.check_n_options(n_options, probs, labels)
+    n = len(correct)
+    arrays = [None if x is None else np.asarray(x) for x in (probs, labels, n_options, scores)]
     chunk = max(1, min(n_resamples, 300_000 // n))
-    # once: new memory would cost as much as the sums
-    workspace = np.empty((chunk, n), np.int32), np.empty((-(-chunk // 2), n, 2))
-    for counts, sums in _resample(columns, n, n_resamples, chunk, seed):
-        values = {name: x / n for name, x in sums.items()}
-        so_far = by_confidence.accumulate(counts, workspace)
-        bin_counts, bin_gaps = _fixed_bins(*so_far, by_confidence.bin_ends)
+    fast = _FastMeasures(confidence, correct, arrays if has_options else None, chunk)
+    plain = _plain_measures(fast(np.ones((1, n), np.int32)), (confidence, correct), arrays, keys)
+    parts = []
+    for counts in _resample(n, n_resamples, chunk, seed):
+        values = fast(counts)
+        if plain:
+            values |= _call_measures(plain, counts, (confidence, correct), arrays)
+        parts.append(values)
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]
+            if keys is None or name in keys}
+
+
+def _plain_measures(fast, prediction, arrays, keys):
+    """The measures that must be called: of `keys`, or of those in a table or with a fast value
+    {key: [1]}, the ones whose function returns another value for the rows themselves, or for the
+    rows of `_edited_measures`: different formulas may agree by chance on some rows."""
+    order = np.argsort(prediction[0], kind='stable')    # sorting sorted rows is fast
+    prediction, has_options = [x[order] for x in prediction], arrays[0].ndim == 2
+    chosen = [x for x in metrics.MEASURES if (has_options or x.needs == 'prediction')
+              and (x.key in keys if keys is not None else x.tables or x.key in fast)]
+    edited = _edited_measures(metrics.MEASURES)
+    return [x for x in chosen if x.key not in fast or x.key in edited or _differs(
+        fast[x.key][0], x.value(*(prediction if x.needs == 'prediction' else arrays)))]
+
+
+def _differs(a, b):
+    return not np.isclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@functools.cache
+def _edited_measures(measures):
+    """The keys of `measures` whose functions differ from the fast values on rows with everything
+    that matters: several hundred, of 2 to 5 options, over- and underconfident, with ties."""
+    random = np.random.default_rng(0)
+    n_options = random.integers(2, 6, 350)
+    n_options[0] = 5
+    weights = np.where(np.arange(5) < n_options[:, None], random.random((350, 5)) ** 3, 0)
+    weights[::7] = np.ceil(4 * weights[::7])
+    probs = weights / weights.sum(1, keepdims=True)
+    labels = np.where(random.random(350) < 0.5, probs.argmax(1), random.integers(0, n_options))
+    arrays = [probs, labels, n_options, np.log(np.where(weights > 0, probs, 1e-9))]
+    arrays[3][np.arange(5) >= n_options[:, None]] = -np.inf
+    arrays[0] = metrics.softmax(arrays[3])
+    fast = _FastMeasures(*metrics.top_label(*arrays[:2]), arrays, 1)(np.ones((1, 350), np.int32))
+    return {x.key for x in measures if x.key in fast and _differs(fast[x.key][0],
+                                                                  x.value(*arrays))}
+
+
+def _call_measures(measures, counts, prediction, arrays):
+    """{key: [R]} of `measures`, called with the rows of each resample."""
+    values = {x.key: np.empty(len(counts)) for x in measures}
+    for i, count in enumerate(counts):
+        rows = np.repeat(np.arange(len(count)), count)
+        drawn = [None if x is None else x[rows] for x in arrays]
+        confidence, correct = (x[rows] for x in prediction)
+        for x in measures:
+            values[x.key][i] = (x.value(confidence, correct) if x.needs == 'prediction' else
+                                x.value(*drawn))
+    return values
+
+
+class _FastMeasures:
+    """Measures of resamples: called with counts int32 [R, N], it returns {key: float64 [R]}.
+
+    arrays: probs [N, K], labels, n_options and scores, or None for confidences alone. chunk is the
+    largest R.
+    """
+
+    def __init__(self, confidence, correct, arrays, chunk):
+        self.n, n = len(correct), len(correct)
+        columns = {'accuracy': correct.astype(np.float64),
+                   'confidence': confidence.astype(np.float64)}
+        columns['gap'] = columns['confidence'] - correct
+        self.by_confidence = _SortedGaps(confidence, columns['gap'], 10)
+        self.by_option: list[_SortedGaps] = []
+        if arrays:
+            option_columns, self.by_option = _option_columns(*arrays)
+            columns |= option_columns
+        self.names = [*columns]
+        # Products in blocks of 16 by 128 are so small that no BLAS library starts several threads
+        # for one; several processes that did would wait for each other.
+        self.blocks = -(-n // 128)
+        design = np.stack([*columns.values()], 1)
+        self.design = np.pad(design, ((0, 128 * self.blocks - n), (0, 0))).reshape(
+            self.blocks, 128, -1)
+        # once: new memory would cost as much as the sums
+        self.padded = np.zeros((-(-chunk // 16) * 16, 128 * self.blocks))
+        self.workspace = np.empty((chunk, n), np.int32), np.empty((-(-chunk // 2), n, 2))
+
+    def __call__(self, counts):
+        n = self.n
+        values = {name: x / n for name, x in zip(self.names, self._sums(counts).T, strict=True)}
+        drawn, gap_sums = self.by_confidence.accumulate(counts, self.workspace)
+        bin_counts, bin_gaps = _fixed_bins(drawn, gap_sums, self.by_confidence.bin_ends)
         values['ece'] = bin_gaps.sum(1) / n
         values['mce'] = (bin_gaps / np.maximum(bin_counts, 1)).max(1)
-        ends = equal_chunk_ends(np.full((len(counts), 1), n), 10)
-        values['ece_equal_mass'] = _tied_bins(*so_far, by_confidence.last_tie, ends) / n
-        values['rmsce'], values['mad'] = _split_bins(*so_far, by_confidence.gaps, 100)
-        if by_option:
-            values |= _option_metrics(counts, by_option, workspace)
-        parts.append(values)
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        ends = metrics.equal_chunk_ends(np.full((len(counts), 1), n), 10)
+        values['ece_equal_mass'] = _tied_bins(drawn, gap_sums, self.by_confidence.last_tie,
+                                              ends) / n
+        values['rmsce'], values['mad'] = _split_bins(drawn, gap_sums, self.by_confidence.gaps, 100)
+        if self.by_option:
+            values |= _option_metrics(counts, self.by_option, self.workspace)
+        return values
+
+    def _sums(self, counts):
+        """The sum of each column over each resample's rows, [R, number of columns]."""
+        self.padded[:len(counts), :self.n] = counts
+        products = self.padded.reshape(-1, 16, self.blocks, 128).swapaxes(1, 2) @ self.design
+        return products.sum(1).reshape(len(self.padded), -1)[:len(counts)]
 
 
 def _option_columns(probs, labels, n_options, scores):
-    """What needs all options: ({metric: its terms, float64 [N]}, [_SortedGaps of option k])."""
-    probs, labels = check_probs(probs, labels)
-    n_options = check_n_options(n_options, probs, labels)
+    """What needs all options: ({key: its terms, float64 [N]}, [_SortedGaps of option k])."""
     p = probs.astype(np.float64)
     by_option = []
     for k in range(n_options.max()):
-        has_k, p_k = n_options > k, round_for_ties(probs[:, k])
+        has_k, p_k = n_options > k, metrics.round_for_ties(probs[:, k])
         gap = np.where(has_k, p_k.astype(np.float64) - (labels == k), 0)
         # rows without the option sort last; they add 0 to any sum of gaps
         by_option.append(_SortedGaps(np.where(has_k, p_k, np.inf), gap, 15))
     brier = (p**2).sum(1) - 2 * p[np.arange(len(p)), labels] + 1
-    return {'entropy_bits': row_entropy(probs) / np.log(2),
-            'nll': label_nll(probs, labels, scores), 'brier': brier}, by_option
+    return {'entropy_bits': metrics.row_entropy(probs) / np.log(2),
+            'nll': metrics.label_nll(probs, labels, scores), 'brier': brier}, by_option
 
 
-def _resample(columns, n, n_resamples, chunk, seed):
-    """Yield (counts int32 [R, N], {name: sum [R] of its column [N]}), a chunk at a time."""
+def _resample(n, n_resamples, chunk, seed):
+    """Yield counts int32 [R, N] of how often each row was drawn, at most `chunk` at a time."""
     random = np.random.default_rng(seed)
-    # Products in blocks of 16 by 128 are so small that no BLAS library starts several threads for
-    # one; several processes that did would wait for each other.
-    blocks = -(-n // 128)
-    design = np.stack([*columns.values()], 1)
-    design = np.pad(design, ((0, 128 * blocks - n), (0, 0))).reshape(blocks, 128, -1)
-    padded = np.zeros((-(-chunk // 16) * 16, 128 * blocks))
     for start in range(0, n_resamples, chunk):
         size = min(chunk, n_resamples - start)
         drawn = random.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
         counts = np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)
-        counts = counts.astype(np.int32)
-        padded[:size, :n] = counts
-        products = padded.reshape(-1, 16, blocks, 128).swapaxes(1, 2) @ design
-        sums = products.sum(1).reshape(len(padded), -1)[:size]
-        yield counts, dict(zip(columns, sums.T, strict=True))
+        yield counts.astype(np.int32)
 
 
 class _SortedGaps:
@@ -114,8 +202,8 @@ class _SortedGaps:
         # int [N], where in that order the last equal probability is
         self.last_tie = np.searchsorted(ordered, ordered, side='right') - 1
         # int [n_bins], how many rows there are up to the end of each bin of equal width
-        self.bin_ends = np.searchsorted(equal_width_bins(ordered, n_bins), np.arange(n_bins),
-                                        side='right')
+        self.bin_ends = np.searchsorted(metrics.equal_width_bins(ordered, n_bins),
+                                        np.arange(n_bins), side='right')
         self.n_rows = np.isfinite(ordered).sum()
 
     def accumulate(self, counts, workspace):
@@ -150,7 +238,7 @@ def _option_metrics(counts, by_option, workspace):
         drawn, gap_sums = rows.accumulate(counts, workspace)
         n_rows[:, k] = drawn[:, rows.n_rows - 1]        # drawn rows that have option k
         sce[:, k] = _fixed_bins(drawn, gap_sums, rows.bin_ends)[1].sum(1)
-        ends = rounded_chunk_ends(n_rows[:, k, None], 15)
+        ends = metrics.rounded_chunk_ends(n_rows[:, k, None], 15)
         ace[:, k] = _tied_bins(drawn, gap_sums, rows.last_tie, ends)
     return {name: (total / np.maximum(n_rows, 1)).sum(1) / (n_rows > 0).sum(1)
             for name, total in (('sce', sce), ('ace', ace))}
@@ -213,13 +301,13 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method=
     """
     if method not in ('percentile', 'bca'):
         raise ValueError(f"method must be 'percentile' or 'bca', not {method!r}")
-    check_range('level', level, 0, 1, open_low=True, open_high=True)
-    check_count('n_resamples', n_resamples)
+    metrics.check_range('level', level, 0, 1, open_low=True, open_high=True)
+    metrics.check_count('n_resamples', n_resamples)
     arrays = [None if x is None else np.asarray(x) for x in (probs, labels, *more)]
     shapes = [x.shape for x in arrays if x is not None]
     if not all(shapes) or len({shape[0] for shape in shapes}) > 1 or not shapes[0][0]:
         raise ValueError(f'every array must have the same N >= 1 rows, not the shapes {shapes}')
-    n, random = len(arrays[0]), np.random.default_rng(seed)
+    n, random = shapes[0][0], np.random.default_rng(seed)
 
     def metric_of(rows):
         return metric(*(None if x is None else x[rows] for x in arrays))
@@ -258,8 +346,8 @@ def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, leve
     0, counted as (1 + count) / (1 + n_resamples).
     """
     a, b, labels = _check_pair(probs_a, probs_b, labels)
-    check_range('level', level, 0, 1, open_low=True, open_high=True)
-    check_count('n_resamples', n_resamples)
+    metrics.check_range('level', level, 0, 1, open_low=True, open_high=True)
+    metrics.check_count('n_resamples', n_resamples)
     random, values = np.random.default_rng(seed), np.empty(n_resamples)
     for i in range(n_resamples):
         rows = random.integers(len(labels), size=len(labels))
@@ -279,7 +367,7 @@ def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, s
     (1 + count) / (1 + n_permutations). The input is that of `paired_bootstrap`.
     """
     a, b, labels = _check_pair(probs_a, probs_b, labels)
-    check_count('n_permutations', n_permutations)
+    metrics.check_count('n_permutations', n_permutations)
     random, swapped = np.random.default_rng(seed), []
     difference = metric(b, labels) - metric(a, labels)
     for _ in range(n_permutations):
@@ -291,7 +379,8 @@ def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, s
     return float(difference), float((1 + as_large) / (1 + n_permutations))
 
 
-def consistency_test(probs, labels, metric=ece, *, n_resamples=1000, seed=0) -> dict[str, float]:
+def consistency_test(probs, labels, metric=metrics.ece, *, n_resamples=1000,
+                     seed=0) -> dict[str, float]:
     """Compare a metric with its values for a perfectly calibrated model of the same probs.
 
     Consistency resampling, Broecker & Smith 2007, and the test of Vaicenavicius et al. 2019: labels
@@ -299,8 +388,8 @@ def consistency_test(probs, labels, metric=ece, *, n_resamples=1000, seed=0) -> 
     'p95': the 95th percentile, 'p': (1 + number of values >= observed) / (1 + n_resamples)}. A
     calibrated model with 4 options and 100 questions has an expected ECE of 0.088.
     """
-    check_count('n_resamples', n_resamples)
-    top_label(probs, labels)    # for its checks
+    metrics.check_count('n_resamples', n_resamples)
+    metrics.top_label(probs, labels)    # for its checks
     observed, random = metric(probs, labels), np.random.default_rng(seed)
     probs = np.asarray(probs)
     if probs.ndim == 1:
@@ -355,7 +444,7 @@ def mean_interval(values, level=0.95) -> tuple[float, float, float]:
     mean -+ q s / sqrt(N), with q the quantile of t with N - 1 degrees of freedom. One value per
     seed, for example.
     """
-    check_range('level', level, 0, 1, open_low=True, open_high=True)
+    metrics.check_range('level', level, 0, 1, open_low=True, open_high=True)
     x = _check_sample('values', values)
     low, high = 0.0, 1.0
     while _t_tails(high, len(x) - 1) > 1 - level and high < 1e15:
@@ -368,7 +457,7 @@ def mean_interval(values, level=0.95) -> tuple[float, float, float]:
 
 
 def _check_sample(name, values):
-    x = real_array(name, values).astype(np.float64)
+    x = metrics.real_array(name, values).astype(np.float64)
     if x.ndim != 1 or len(x) < 2 or not np.isfinite(x).all():
         raise ValueError(f'{name} must be [N], finite, N >= 2, not of shape {x.shape}: {values!r}')
     return x

@@ -37,6 +37,7 @@ from data.text import load_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trees import load_answers
 from evaluate import EvalConfig, check_eval_config, evaluate, result_labels
+from results.plots import draw_loss
 from results.report import print_report
 from results.samples import OUTPUTS
 from runtime import ownership
@@ -143,7 +144,7 @@ from model import CausalLM, add_lora, compile_blocks
 from runtime import checkpoint, resume
 from runtime.device import pick_device, pick_dtype
 from runtime.errors import Stopped, TrainingError
-from runtime.log import StepLog, draw_loss, peak_memory, print_sizes, show_example
+from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import parse_loss
 from runtime.optim import AdamW
 from runtime.parallel import (abort_processes, barrier, first_process_first, gather, join_processes,

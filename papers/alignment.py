@@ -35,6 +35,7 @@ from pathlib import Path
 from common import EvalConfig, Run, TrainConfig, draw_lines, main, measured, numbers, selected
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns
+from results.report import TITLES, Heading
 
 # name: hub name, weights
 PYTHIA = {f'pythia-{size}': (f'EleutherAI/pythia-{size}', weights) for size, weights in (
@@ -109,7 +110,8 @@ def epoch_folder(folder, epoch):
 
 def tables(options):
     root, keys = options.out_dir, ('accuracy', 'ece')
-    head = ('model', *(f'{title} {key}' for title in TASKS.values() for key in ('accuracy', 'ECE')))
+    head = ('model', *(Heading(key, f'{title} {TITLES[key]}')
+                       for title in TASKS.values() for key in keys))
 
     def line(name, folder):
         return (name, *(cell for task in TASKS for cell in numbers(

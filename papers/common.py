@@ -167,7 +167,7 @@ def main(runs, tables, **more):
         load_config(TrainConfig, changes)       # fail on a misspelled key before anything is done
         changed = (run.changed(changes) for run in runs(options))
         if options.plan:
-            print_plan([*changed], options)
+            print_plan(changed, options)
             return
         keep_changes(options.out_dir, changes)
         failed = do(changed, options)
@@ -238,11 +238,18 @@ def do(runs, options):
         print(f'error: {problem}', file=sys.stderr, flush=True)
         failed.append(name)
     if not n_selected:
-        raise ConfigError(f'--only={options.only}: no run has such a name; --plan lists them')
+        raise no_such_run(options)
     return failed
 
 
+def no_such_run(options):
+    return ConfigError(f'--only={options.only}: no run has such a name; --plan lists them')
+
+
 def print_plan(runs, options):
+    runs = [run for run in runs if selected(run.cfg.out_dir, options)]
+    if not runs:
+        raise no_such_run(options)
     lines = [('run', 'state', 'GPU hours', 'GB')]
     for run in runs:
         begun = Path(run.cfg.out_dir).exists()
@@ -272,8 +279,9 @@ def print_plan(runs, options):
 # Tables and figures
 # ------------------------------------------------------------------------------------------------
 
-COLUMNS = {'accuracy': 'accuracy', 'entropy_bits': 'entropy (bits)', 'ece': 'ECE',
-           'rms_mmlu_repo': 'RMS as printed', 'rmsce': 'RMS as defined'}
+COLUMNS = {key: report.Heading(key) for key in ('accuracy', 'entropy_bits', 'ece')} | {
+    'rms_mmlu_repo': report.Heading('rms_mmlu_repo', 'RMS as printed'),
+    'rmsce': report.Heading('rmsce', 'RMS as defined')}
 
 
 def numbers(result, keys):

@@ -27,6 +27,7 @@ not in our copy of the paper, so the column 'paper' is empty.
 from dataclasses import replace
 
 from common import EvalConfig, Run, TrainConfig, draw_lines, main, measured, numbers, sweep
+from results.report import TITLES, Heading
 
 # name: hub name, weights
 MODELS = {'Gemma2-2B': ('google/gemma-2-2b', 2.61e9),
@@ -80,8 +81,8 @@ def methods(folder):
 
 def tables(options):
     keys = ('accuracy', 'ece', 'rmsce')
-    lines = [('model, data', 'method', *(f'{title} {key}' for title in TASKS.values()
-                                         for key in ('accuracy', 'ECE', 'RMSCE')), 'paper')]
+    lines = [('model, data', 'method', *(Heading(key, f'{title} {TITLES[key]}')
+                                         for title in TASKS.values() for key in keys), 'paper')]
     for model in MODELS:
         base = f'{options.out_dir}/{model}/base'
         lines.append((model, 'base', *(cell for task in TASKS for cell in numbers(

@@ -1,9 +1,9 @@
-"""What lm-evaluation-harness wrote with --log_samples, as the samples of runs for compare.py."""
+"""Convert lm-evaluation-harness --log_samples files to our sample format."""
 
 import math
 
 import metrics
-from data.files import read_rows
+from results.samples import read_jsonl
 from runtime.errors import DataError
 
 
@@ -19,11 +19,11 @@ def find_files(sources):
             source.rglob('samples_*_????-??-??T*.jsonl'))
         for path in [path.absolute() for path in paths]:
             _, subtask, date = metrics.harness_task(path)
-            of_run = runs.setdefault(path.parent if date else path, {})
-            if subtask in of_run and path != of_run[subtask]:
-                older, path = sorted((path, of_run[subtask]))   # by date, since the rest is equal
+            files = runs.setdefault(path.parent if date else path, {})
+            if subtask in files and path != files[subtask]:
+                older, path = sorted((path, files[subtask]))    # by date, since the rest is equal
                 print(f'{older} is left out: {path.name} is newer')
-            of_run[subtask] = path
+            files[subtask] = path
     return runs
 
 
@@ -36,7 +36,7 @@ def read_run(files, norm):
     tasks = {}
     for subtask, path in files.items():
         task, samples = metrics.harness_task(path)[0], []
-        for place, row in read_rows(path):
+        for line, row in read_jsonl(path):
             if isinstance(row, DataError):
                 raise row
             try:
@@ -45,7 +45,7 @@ def read_run(files, norm):
                     raise ValueError(f'the log-probabilities are {sample["log_probs"]}')
             except ValueError as error:
                 if samples:
-                    raise DataError(f'{place}: {error}') from None
+                    raise DataError(f'{line}: {error}') from None
                 print(f'{path.name} is left out: {error}')
                 break
             samples.append(sample | {'task': task, 'split': 'test', 'subject': subtask,

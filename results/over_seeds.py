@@ -1,102 +1,107 @@
-"""Runs of several seeds side by side: means with Student's interval, and paired differences.
+"""Compare runs of several seeds: means with Student's interval, and paired differences.
 
-compare.py calls `compare_seeds`. The lines of its compare.csv, one for each run, task, language,
-category and scaling, are all that the table and the figure are made of.
+compare.py calls `compare_seeds`. To choose other runs or columns, write a few lines of Python:
+`run_lines` has the numbers of a run, `group_lines` groups them by settings, and `seed_table` and
+`draw_series` show any such groups; study/pivot.py does so.
 """
 
 import itertools
 import math
-from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 import metrics
 import scaling
 import stats
-from data.files import read_rows
-from results.report import (aligned, csv_text, latex, mark_best, markdown, predictions, save_figure,
-                            warn_on_failure)
-from results.runs import TITLES, read_run_samples, sample_of
-from runtime.errors import ConfigError, DataError
-from runtime.ownership import write_text
+from results.plots import figure_title, new_figure, printable, save_figure, warn_on_failure
+from results.report import (MEASURES, Heading, aligned, csv_text, latex, mark_best, markdown,
+                            predictions)
+from results.runs import read_run_samples, sample_of
+from runtime.errors import ConfigError
+from runtime.ownership import claim, write_text
 from runtime.processes import parallel_map
 
-# the columns of a compare.csv over seeds: what names a line, the settings that differ, the metrics
+FILES = tuple(f'compare.{ending}' for ending in ('csv', 'md', 'tex', 'png'))
+# columns of compare.csv: what names a line, and, as floats, what was measured
 NAMES = ('run', 'kind', 'seed', 'task', 'language', 'category', 'scaling')
-METRICS = ('n', *TITLES)
-# columns whose values are clear without the column's name; short names of others for figures
+NUMBERS = ('n', *MEASURES)
+# columns whose values are clear without the column's name
 SELF_EVIDENT = ('task', 'category', 'kind', 'run')
-SHORT_NAMES = {'final_logit_softcapping': 'cap', 'hidden_size': 'D', 'unused_rows': 'unused'}
 
 
-def compare_seeds(runs, tables, cfg, out_dir):
+class Axes(NamedTuple):
+    """How lines are shown: a line of the table for each group of equal panel, by and x."""
+    panel: tuple    # columns; a panel of the figure for each of their values
+    by: tuple       # columns; a curve for each of their values
+    x: str          # the column along the axis
+
+
+def compare_seeds(runs, keys, out_dir):
     """Print a table of means over seeds; write compare.csv, .md, .tex and .png to out_dir.
 
-    compare.csv has the lines that `where` keeps, from which the rest can be made again. Returns
-    what is shown, (groups, reference) as `group_lines` does, and `cfg` with the axes.
+    keys: the measures of the table. A group of runs, one per seed, is equal in every setting; the
+    settings that differ between groups name them.
     """
-    all_lines = [line for table in tables for line in read_lines(table)]
-    all_lines += itertools.chain(*parallel_map(run_lines, runs, worth_it=len(runs) > 4))
-    lines = apply_where(all_lines, cfg.where)
-    if out_dir.resolve() / 'compare.csv' in tables and len(lines) < len(all_lines):
-        raise ConfigError(f'{out_dir / "compare.csv"} would lose the lines that `where` does not '
-                          f'keep; give another --out_dir')
-    if tables and len(set(map(name_of, lines))) < len(lines):
-        raise ConfigError('compare: a run is there twice, with the same name, seed and task; with '
-                          'a compare.csv each has to have a name of its own')
-    axes = [*cfg.panel, *(cfg.by or ()), *filter(None, [cfg.x])]
-    columns = dict.fromkeys(itertools.chain(*lines))
-    check_known('panel, by and x', axes, [c for c in columns if not is_metric(c)])
-    check_known('metrics', cfg.metrics or [''], filter(is_metric, columns))
-    check_known('reference', cfg.reference, {line['kind'] for line in lines})
-    if len(set(axes)) < len(axes):
-        raise ConfigError(f'a column is named twice in panel, by and x: {", ".join(axes)}')
-    named = {*axes, *(rule.partition('=')[0] for rule in cfg.where), 'sample_of'}
-    lines = drop_constant_settings(lines, columns, named)
-    shown = pool_lines(lines, named)
-    cfg = choose_axes(shown, axes, cfg)
-    groups, reference = group_lines(shown, cfg)
-    base = 'reference' if len(cfg.reference) > 1 else ''.join(cfg.reference)
-    table = seed_table(groups, reference, base, cfg)
-    write_text(out_dir / 'compare.csv', csv_text(lines))
+    claim(out_dir, *FILES)
+    lines = [*itertools.chain(*parallel_map(run_lines, runs, worth_it=len(runs) > 4))]
+    lines = drop_constant_settings(lines)
+    shown = [line for line in lines if line['scaling'] == 'none'
+             and line['language'] == line['category'] == 'all']
+    axes = choose_axes(shown, Axes(('task',), None, None))
+    headings = {key: Heading(key) for key in keys}
+    print(show_groups(lines, group_lines(shown, axes), {}, '', axes, headings, out_dir))
+
+
+def show_groups(lines, groups, reference, reference_name, axes, headings, out_dir):
+    """Write the table and the figure of `groups`, and all `lines` as CSV; return what to print.
+
+    groups: {(panel, by, x): {seed: line}}; reference: {panel: {seed: line}} of a run to compare
+    each group with, by the name `reference_name`, or {}; headings: {key of a measure: its title}.
+    """
+    table = seed_table(groups, reference, reference_name, axes, headings)
+    shown = [line for by_seed in groups.values() for line in by_seed.values()]
     sampled = list(dict.fromkeys(line['task'] for line in shown if line.get('sample_of')))
     note = f'\nonly a sample of the questions (--limit): {", ".join(sampled)}\n' if sampled else ''
+    write_text(out_dir / 'compare.csv', csv_text(lines))
     write_text(out_dir / 'compare.md', markdown(table) + note)
     write_text(out_dir / 'compare.tex', latex(
-        mark_best(table, [tuple(line[:len(cfg.panel)]) for line in table[1:]]), note.strip()))
-    with warn_on_failure(out_dir / 'compare.png'):
-        draw_series(out_dir / 'compare.png', groups, reference, base, cfg)
-    print(f'{len(lines)} lines of {len({line["run"] for line in lines})} runs and '
-          f'{len({line["seed"] for line in lines})} seeds; --x={cfg.x} --by={",".join(cfg.by)}\n\n'
-          f'{aligned(table)}\n{note}\nwrote compare.csv, .md, .tex and .png to {out_dir}')
-    return groups, reference, cfg
+        mark_best(table, [tuple(row[:len(axes.panel)]) for row in table[1:]]), note.strip()))
+    with warn_on_failure(out_dir / 'compare.png') as drawn:
+        draw_series(out_dir / 'compare.png', groups, reference, reference_name, axes, headings)
+    return (f'{len(lines)} lines of {len({line["run"] for line in lines})} runs and '
+            f'{len({line["seed"] for line in lines})} seeds, by {", ".join((*axes.by, axes.x))}\n\n'
+            f'{aligned(table)}\n{note}\nwrote {", ".join(FILES if drawn else FILES[:-1])} to '
+            f'{out_dir}')
 
+
+# ------------------------------------------------------------------------------------------------
+# The lines of a run
+# ------------------------------------------------------------------------------------------------
 
 def name_of(line):
     return tuple(str(line[key]) for key in NAMES)
 
 
-def is_metric(column):
-    return column in METRICS or column.startswith('reach_')
-
-
-def is_setting(column):
-    return not is_metric(column) and column not in (*NAMES, 'temperature')
+def settings_of(lines):
+    """Return the columns that are settings: neither names nor numbers."""
+    columns = dict.fromkeys(itertools.chain(*lines))
+    numbers = {column for line in lines for column in line if isinstance(line[column], float)}
+    return [c for c in columns if c not in numbers and c not in (*NAMES, 'temperature')]
 
 
 def run_lines(run):
-    """Return the lines of a run: names, settings, and metrics to five digits."""
+    """Return the lines of a run: names, settings, and measures to five digits."""
     lines = []
-    for names, fitted, p in answers_of(run):
-        report = p.report()
-        result = run.results[names['task']]
+    for names, fitted, p in predictions_by_group(run):
+        report, result = p.report(), run.results[names['task']]
         lines.append(names | run.settings | {'distribution': result['distribution']}
-                     | sample_of(result) | run.reach | fitted
-                     | {key: float(f'{report[key]:.5g}') for key in METRICS if key in report})
+                     | sample_of(result) | fitted
+                     | {key: float(f'{report[key]:.5g}') for key in NUMBERS if key in report})
     return sorted(lines, key=name_of)
 
 
-def answers_of(run):
+def predictions_by_group(run):
     """Yield (names of a line, {} or {'temperature': of the validation split}, Predictions)."""
     test, held_out = read_run_samples(run)
     for task, samples in test.items():
@@ -120,168 +125,116 @@ def answers_of(run):
                        'category': str(category), 'scaling': name}, fitted, p.at(rows)
 
 
-def read_lines(path):
-    """Return the lines of a compare.csv over seeds, metrics as numbers."""
-    rows, lines = list(read_rows(path)), []
-    for place, cells in rows[1:]:
-        try:
-            line = dict(zip(rows[0][1], cells, strict=True))
-            name_of(line)
-            lines.append(line | {key: float(line[key]) for key in filter(is_metric, line)
-                                 if line[key]})
-        except (KeyError, ValueError) as error:
-            raise DataError(f'{place}: not a line of a comparison over seeds ({error!r})') from None
-    if not lines:
-        raise DataError(f'{path} has no lines below its header')
-    return lines
+# ------------------------------------------------------------------------------------------------
+# Groups of lines
+# ------------------------------------------------------------------------------------------------
 
-
-# Which lines, and along which axes
-
-
-def check_known(setting, values, known):
-    """Raise ConfigError for the first of `values` that is not among the `known` ones."""
-    known = sorted(known)
-    for value in values:
-        if value not in known:
-            raise ConfigError(f'{setting}: there is no {value!r}; there are {", ".join(known)}')
-
-
-def apply_where(lines, where):
-    """Return the lines that match every rule 'column=value|value'."""
-    for rule in where:
-        name, equals, values = rule.partition('=')
-        if not equals:
-            raise ConfigError(f'where: {rule!r} is not column=value|value')
-        check_known(f'where, {rule!r}', [name], {*itertools.chain(*lines)})
-        before = lines
-        lines = [line for line in lines if str(line.get(name, '')) in values.split('|')]
-        if not lines:
-            check_known(f'where, {rule!r}', [values], {str(x.get(name, '')) for x in before})
-    return lines
-
-
-def drop_constant_settings(lines, columns, named):
+def drop_constant_settings(lines, named=('sample_of',)):
     """Return the lines without settings that are equal in all runs of a kind, except `named`."""
+    settings = settings_of(lines)
+
     def differs(column):
         values = {(line['kind'], line['task'], line.get(column, '')) for line in lines}
         return len(values) > len({value[:2] for value in values})
-    columns = [c for c in columns if not is_setting(c) or c in named or differs(c)]
+    columns = [c for c in dict.fromkeys(itertools.chain(*lines))
+               if c not in settings or c in named or differs(c)]
     return [{column: line.get(column, '') for column in columns} for line in lines]
 
 
-def pool_lines(lines, named):
-    """Return the unscaled lines of all languages and categories, except in columns `named`.
-
-    A task without such a line is shown with those that it has.
-    """
-    for column, usual in (('language', 'all'), ('category', 'all'), ('scaling', 'none')):
-        pooled = {line['task'] for line in lines if line[column] == usual}
-        lines = [line for line in lines if column in named or line[column] == usual
-                 or line['task'] not in pooled]
-    return lines
-
-
-def choose_axes(lines, axes, cfg):
-    """Return `cfg` with x and by: as given, else all columns in which runs of one seed differ.
+def choose_axes(lines, axes):
+    """Return `axes` with x and by: as given, else all columns in which runs of one seed differ.
 
     The first such column is x, the others are `by`: settings first, then what was scored, then
-    kind and run. None is chosen whose values follow from those of the others, and of `axes`.
+    kind and run. Columns that are determined by the others, or by the axes given, are skipped.
     """
+    given = (*axes.panel, *(axes.by or ()), *filter(None, [axes.x]))
+
     def n_groups(columns):
-        return len({tuple(line[column] for column in ('seed', *axes, *columns)) for line in lines
-                    if line['kind'] not in cfg.reference})
-    chosen = [*filter(is_setting, lines[0]), 'task', 'language', 'category', 'scaling', 'kind',
-              'run']
+        return len({tuple(line[column] for column in ('seed', *given, *columns))
+                    for line in lines})
+    chosen = [*settings_of(lines), 'task', 'language', 'category', 'scaling', 'kind', 'run']
     for column in chosen[::-1]:
         others = [other for other in chosen if other != column]
         if n_groups(others) == n_groups(chosen):
             chosen = others
-    x = cfg.x or (chosen.pop(0) if chosen else 'kind')
-    return replace(cfg, x=x, by=tuple(chosen) if cfg.by is None else cfg.by)
+    x = axes.x or (chosen.pop(0) if chosen else 'kind')
+    return Axes(axes.panel, tuple(chosen) if axes.by is None else axes.by, x)
 
 
-def group_lines(lines, cfg):
-    """Return ({(panel, by, x): {seed: line}} in display order, {panel: {seed: reference line}})."""
-    aside = [line for line in lines if line['kind'] in cfg.reference]
-    lines = [line for line in lines if line['kind'] not in cfg.reference]
-    if not lines:
-        raise ConfigError(f'reference = {cfg.reference} leaves no other run to compare with')
-    axes, width, groups = (*cfg.panel, *cfg.by, cfg.x), len(cfg.panel), {}
-    ranks = {column: ordered(column, lines, cfg.where) for column in axes}
-    for line in sorted(lines, key=lambda line: [ranks[c].index(line[c]) for c in axes]):
-        values = tuple(line[column] for column in axes)
-        groups.setdefault((values[:width], values[width:-1], values[-1]), []).append(line)
-    # a panel of another column of training, such as lr, has no base model of its own
-    reference = {panel: by_seed([line for line in aside if tuple(
-        line[column] for column in cfg.panel) == panel] or aside) for panel, _, _ in groups}
-    return {place: by_seed(of_place) for place, of_place in groups.items()}, reference
+def group_lines(lines, axes, order=None):
+    """Return {(panel, by, x): {seed: line}} in display order.
+
+    order: {column: its values in order}; other columns are ordered by size, else as they come
+    """
+    columns, groups = (*axes.panel, *axes.by, axes.x), {}
+    ranks = {column: (order or {}).get(column) or ordered(dict.fromkeys(
+        line[column] for line in lines))
+             for column in columns}
+    for line in sorted(lines, key=lambda line: [ranks[c].index(line[c]) for c in columns]):
+        panel, by = (tuple(line[column] for column in part) for part in axes[:2])
+        groups.setdefault((panel, by, line[axes.x]), []).append(line)
+    return {group: by_seed(members) for group, members in groups.items()}
 
 
-def ordered(column, lines, where):
-    """Return the values of a column in the order of `where`, else by size, else as they come."""
-    values = list(dict.fromkeys(line[column] for line in lines))
-    for rule in where:
-        name, _, listed = rule.partition('=')
-        if name == column:
-            return sorted(values, key=listed.split('|').index)
+def ordered(values):
+    """Return values by size if they are numbers, else as they come."""
     try:
         return sorted(values, key=lambda v: -math.inf if v in ('None', '') else float(v))
     except ValueError:
-        return values
+        return [*values]
 
 
 def by_seed(lines):
-    """Return {seed: line}; raises ConfigError if two lines have the same seed."""
-    of_seed = {}
+    """Return {seed: line}; raise ConfigError if two lines have the same seed."""
+    seeds = {}
     for line in lines:
-        other = of_seed.setdefault(line['seed'], line)
+        other = seeds.setdefault(line['seed'], line)
         if other is not line:
-            differ = [k for k in line if not is_metric(k) and line[k] != other[k]]
+            differ = [k for k in line if not isinstance(line[k], float) and line[k] != other[k]]
             raise ConfigError(
-                f'{other["run"]} and {line["run"]} of seed {line["seed"]} fall together; ' + (
-                    f'choose by --where, --by or --panel one of {", ".join(differ)}' if differ else
+                f'{other["run"]} and {line["run"]} of seed {line["seed"]} belong to one group; ' + (
+                    f'they differ in {", ".join(differ)}' if differ else
                     'their settings are the same, so compare one of them'))
-    return of_seed
+    return seeds
 
 
+# ------------------------------------------------------------------------------------------------
 # Table and figure
+# ------------------------------------------------------------------------------------------------
+
+def values_of(lines, key):
+    """Return {seed: value} of a measure, for seeds where it is defined."""
+    return {seed: line[key] for seed, line in lines.items()
+            if isinstance(line.get(key), float) and math.isfinite(line[key])}
 
 
-def values_of(lines, metric):
-    """Return {seed: value} of a metric, for seeds where it is defined."""
-    return {seed: line[metric] for seed, line in lines.items()
-            if isinstance(line.get(metric), float) and math.isfinite(line[metric])}
-
-
-def seed_table(groups, reference, base, cfg):
+def seed_table(groups, reference, reference_name, axes, headings):
     """Return cells: mean ± half-width of the 95 % interval, also of paired differences, with p.
 
-    The differences are to the reference of the panel, whose name is `base`, and to the first x of
-    the same line.
+    The differences are to the reference of the panel, and to the first x of the same curve.
     """
     first_x = {(panel, by): x for panel, by, x in reversed(groups)}
     first, *others = set(first_x.values())
-    first = f'the first {cfg.x}' if others else (
-        first if cfg.x in SELF_EVIDENT else f'{cfg.x} {first}')
-    head = [*cfg.panel, *cfg.by, cfg.x, 'seeds']
-    for metric in cfg.metrics:
-        title = TITLES.get(metric, metric)
+    first = f'the first {axes.x}' if others else (
+        first if axes.x in SELF_EVIDENT else f'{axes.x} {first}')
+    head = [*axes.panel, *axes.by, axes.x, 'seeds']
+    for title in headings.values():
         term = f'({title})' if ' - ' in title else title
-        head += [title, *(f'{term} minus that of {other}' for other in (base, first) if other)]
+        head += [title, *(f'{term} minus that of {other}' for other in (reference_name, first)
+                          if other)]
     table = [head]
     for panel in dict.fromkeys(panel for panel, _, _ in groups):
-        of_base = reference[panel]
-        rows = [((base,) * len(cfg.by), base, of_base, of_base)] if of_base else []
+        base = reference.get(panel)
+        rows = [((reference_name,) * len(axes.by), reference_name, base, base)] if base else []
         rows += [(by, x, lines, groups[panel, by, first_x[panel, by]])
-                 for (of_panel, by, x), lines in groups.items() if of_panel == panel]
+                 for (group_panel, by, x), lines in groups.items() if group_panel == panel]
         for by, x, lines, first_lines in rows:
             cells = [*panel, *by, x, str(len(lines))]
-            for metric in cfg.metrics:
-                values = values_of(lines, metric)
+            for key in headings:
+                values = values_of(lines, key)
                 cells.append(plus_minus([*values.values()], '.3f'))
-                cells += ['' if other is lines else paired(values, values_of(other, metric))
-                          for other in (*([of_base] if base else []), first_lines)]
+                cells += ['' if other is lines else paired(values, values_of(other or {}, key))
+                          for other in (*([base] if reference_name else []), first_lines)]
             table.append(cells)
     return table
 
@@ -315,50 +268,53 @@ def mean_and_ends(values):
 
 def titled(columns, values):
     """Return 'lr 0.001, smoothing 0.1'; columns of SELF_EVIDENT go without their name."""
-    return ', '.join(
-        value if column in SELF_EVIDENT else f'{SHORT_NAMES.get(column, column)} {value}'
-        for column, value in zip(columns, values, strict=True))
+    return ', '.join(value if column in SELF_EVIDENT else f'{column} {value}'
+                     for column, value in zip(columns, values, strict=True))
 
 
-def draw_series(path, groups, reference, base, cfg):
-    """Draw means over seeds with 95 % intervals: one row per metric, one column per panel."""
+def draw_series(path, groups, reference, reference_name, axes, headings):
+    """Draw means over seeds with 95 % intervals: one row per measure, one column per panel."""
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
-    panels, lines_by = (list(dict.fromkeys(key[i] for key in groups)) for i in (0, 1))
-    xs = ordered(cfg.x, [line for lines in groups.values() for line in lines.values()], cfg.where)
-    figure = Figure(figsize=(max(3.0 * len(panels), 4.5), 2.6 * len(cfg.metrics) + 0.5),
-                    layout='constrained')
-    axes = figure.subplots(len(cfg.metrics), len(panels), squeeze=False, sharex=True, sharey='row')
-    colors = colormaps['viridis'](np.linspace(0, 0.85, len(lines_by)))
-    step = min(0.06, 0.6 / len(lines_by))     # between the points of one x
+    panels, curves = (list(dict.fromkeys(group[i] for group in groups)) for i in (0, 1))
+    xs = ordered(dict.fromkeys(x for _, _, x in groups))
+    figure = new_figure(max(3.0 * len(panels), 4.5), 2.6 * len(headings) + 0.5)
+    grid = figure.subplots(len(headings), len(panels), squeeze=False, sharex=True, sharey='row')
+    colors = colormaps['viridis'](np.linspace(0, 0.85, len(curves)))
+    step = min(0.06, 0.6 / len(curves))     # between the points of one x
     slanted = {'rotation': 15, 'horizontalalignment': 'right'} if max(map(len, xs)) > 8 else {}
-    for (metric, panel), ax in zip(itertools.product(cfg.metrics, panels), axes.flat, strict=True):
-        if band := values_of(reference[panel], metric):
+    for (key, panel), ax in zip(itertools.product(headings, panels), grid.flat, strict=True):
+        if band := values_of(reference.get(panel, {}), key):
             mean, low, high = mean_and_ends([*band.values()])
-            ax.axhline(mean, color='black', linestyle='--', linewidth=1, label=base)
+            ax.axhline(mean, color='black', linestyle='--', linewidth=1, label=reference_name)
             ax.axhspan(low, high, color='black', alpha=0.1, linewidth=0)
-        for k, (by, color) in enumerate(zip(lines_by, colors, strict=True)):
+        for k, (by, color) in enumerate(zip(curves, colors, strict=True)):
             points = [(i, *mean_and_ends([*values.values()])) for i, x in enumerate(xs)
-                      if (values := values_of(groups.get((panel, by, x), {}), metric))]
+                      if (values := values_of(groups.get((panel, by, x), {}), key))]
             if points:
                 i, mean, low, high = np.array(points).T
-                ax.errorbar(i + step * (k - (len(lines_by) - 1) / 2), mean,
+                ax.errorbar(i + step * (k - (len(curves) - 1) / 2), mean,
                             (mean - low, high - mean), marker='o', markersize=4, linewidth=1.2,
-                            capsize=2, color=color, label=titled(cfg.by, by) or None)
-        ax.set_xticks(range(len(xs)), xs, **slanted)
+                            capsize=2, color=color, label=printable(titled(axes.by, by)) or None)
+        ax.set_xticks(range(len(xs)), [*map(printable, xs)], **slanted)
         ax.grid(axis='y', alpha=0.3)
-        ax.set(xlabel=cfg.x, ylabel=TITLES.get(metric, metric))
+        ax.set(xlabel=axes.x, ylabel=headings[key])
         ax.label_outer()
-    for ax, panel in zip(axes[0], panels, strict=True):
-        sampled = any(line.get('sample_of') for place, of_seed in groups.items()
-                      for line in of_seed.values() if place[0] == panel)
-        ax.set_title(titled(cfg.panel, panel) + ' (sample)' * sampled, fontsize=10)
-    entries = {label: handle for ax in axes.flat
+    for ax, panel in zip(grid[0], panels, strict=True):
+        sampled = any(line.get('sample_of') for group, lines in groups.items()
+                      for line in lines.values() if group[0] == panel)
+        ax.set_title(figure_title(titled(axes.panel, panel) + ' (sample)' * sampled, 40),
+                     fontsize=10)
+    add_legend(figure, grid.flat)
+    save_figure(figure, path, 110)
+
+
+def add_legend(figure, axes):
+    """Put a legend of all curves below the figure, in as many columns as its width can hold."""
+    entries = {label: handle for ax in axes
                for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     if entries:
-        width = 0.075 * max(map(len, entries)) + 0.6      # inches of an entry, about
+        width = 0.075 * max(map(len, entries)) + 0.6      # inches per entry, about
         n_columns = max(1, min(len(entries), int(figure.get_figwidth() / width)))
         figure.set_figheight(figure.get_figheight() + 0.2 * (len(entries) // n_columns))
         figure.legend(entries.values(), entries, loc='outside lower center', frameon=False,
                       fontsize=9, ncols=n_columns)
-    save_figure(figure, path, 110)

@@ -1,19 +1,17 @@
-"""The samples of one run: metrics with intervals, tables and reliability diagrams.
+"""Samples to a report: metrics with intervals, and their tables.
 
 Nothing here needs a model: results.json can be computed again from samples.jsonl.
 """
 
-import contextlib
 import csv
 import functools
+import hashlib
 import io
 import itertools
 import json
 import math
 import operator
 import re
-import sys
-import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,24 +20,29 @@ import numpy as np
 import metrics
 import scaling
 import stats
-from data.files import read_rows
+from results.plots import draw_reliability, warn_on_failure
+from results.samples import last_asked, read_samples, sample_order
 from runtime.errors import DataError
-from runtime.ownership import claim, temporary, write_text
+from runtime.ownership import claim, write_text
 from runtime.processes import parallel_map
 
-SCHEMA = 1      # of results.json, as docs/evaluation.md states it; keys that are added keep it
-# the columns of a table: key in a report, title, format
-SHORT = (('n', 'questions', 'd'), ('accuracy', 'accuracy', '.3f'),
-         ('interval', '95 % interval', ''), ('confidence', 'confidence', '.3f'),
-         ('entropy_bits', 'entropy (bits)', '.3f'), ('ece', 'ECE', '.3f'),
-         ('rmsce', 'RMSCE', '.3f'))
-FULL = (*SHORT, ('mad', 'MAD', '.3f'), ('sce', 'SCE', '.3f'), ('ace', 'ACE', '.3f'),
-        ('brier', 'Brier', '.3f'), ('nll', 'NLL (nats)', '.3f'))
-# titles of the columns in which a row can be the best: the highest is, or else the lowest
-BETTER = re.compile(r'(?!p |.* - )(?:.* )?(?:(accuracy|AUROC)|ECE|RMSCE|MAD|SCE|ACE|Brier'
-                    r'|NLL \(nats\)|RMS as \w+)')
+SCHEMA = 1      # of results.json, as docs/evaluation.md states it; adding a key does not change it
+MEASURES = {measure.key: measure for measure in metrics.MEASURES}
+TITLES = {key: measure.title for key, measure in MEASURES.items()}
+COMPARED = [key for key, measure in MEASURES.items() if 'compare' in measure.tables]
 # a sample's key that names a group of questions, and the groups' name in results.json
 GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subjects'}
+
+
+
+class Heading(str):
+    """The title of a column with the values of a measure; `mark_best` reads higher_is_better."""
+
+    def __new__(cls, key, title=None):
+        heading = super().__new__(cls, TITLES[key] if title is None else title)
+        heading.higher_is_better = MEASURES[key].higher_is_better
+        return heading
+
 
 # Samples
 
@@ -57,87 +60,32 @@ class Predictions(NamedTuple):
         return Predictions(*(None if x is None else x[rows] for x in self))
 
     def report(self):
-        """Return all metrics, as metrics.report names them."""
+        """Return the report of all measures, as metrics.report does."""
         report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores)
-        return report | {name: float(x.mean()) for name, x in self._of_tokens().items()}
+        return report | {key: float(x.mean()) for key, x in self._token_columns().items()}
 
-    def bootstrap(self, n_resamples, seed):
-        """Return {metric: [n_resamples]}, its values on questions drawn with replacement."""
+    def bootstrap(self, n_resamples, seed, keys=None):
+        """Return {measure: [n_resamples]}, its values on questions drawn with replacement.
+
+        keys: the measures; None: those of stats.bootstrap
+        """
         values = stats.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
-                                 n_resamples=n_resamples, seed=seed)
-        for name, x in self._of_tokens().items():
+                                 n_resamples=n_resamples, seed=seed, keys=keys)
+        for name, x in self._token_columns().items():
             random = np.random.default_rng(seed)
             values[name] = np.array([random.choice(x, len(x)).mean() for _ in range(n_resamples)])
         return values
 
-    def _of_tokens(self):
+    def _token_columns(self):
         return {} if self.nll is None else {'entropy_bits': self.entropy_bits, 'nll': self.nll}
 
 
-def read_samples(path):
-    """Return the samples in `path` in the order of the file, as a list of dicts.
-
-    A last line cut off by a crash is left out; a line that repeats an earlier one counts once.
-    Raises DataError with file and line for any other damaged line, and for a sample that differs
-    from the last one of the same question and prompt.
+def split_groups(samples, key, predicted):
+    """Return {value of `key`: its rows of the Predictions `predicted`}; {} if all have one value.
     """
-    rows = list(read_rows(path))
-    if rows and isinstance(rows[-1][1], DataError) and not Path(path).read_bytes().endswith(b'\n'):
-        rows.pop()
-    samples, last = [], {}
-    for place, row in rows:
-        if not _is_sample(row):
-            fault = row if isinstance(row, DataError) else (
-                f'{place}: not a sample that evaluate.py wrote')
-            raise DataError(f'{fault}; delete this line, and its question is scored again')
-        last_place, other = last.get(sample_order(row), (None, {}))
-        if row == other:
-            continue
-        if other and row.get('prompt') == other.get('prompt'):
-            raise DataError(f'{place}: differs from {last_place}, which is of the same question '
-                            f'({row["task"]} {row["id"]}); two processes wrote this file, or it '
-                            f'was edited: remove one of the two lines')
-        last[sample_order(row)] = place, row
-        samples.append(row)
-    return samples
-
-
-def _is_sample(row):
-    """Return whether a row of samples.jsonl has the fields that `predictions` needs."""
-    try:
-        row['task'], row['id']
-        if 'log_probs' not in row:
-            return all(math.isfinite(row[key]) for key in (
-                'confidence', 'correct', 'log_prob', 'entropy'))
-        n = len(row['options'])
-        return (n == len(row['log_probs']) == len(row['n_tokens']) > row['answer'] >= 0
-                and type(row['answer']) is int and all(map(math.isfinite, row['log_probs'])))
-    except (KeyError, TypeError):
-        return False
-
-
-def sample_order(sample):
-    """Return a key that sorts samples; it is equal only for two samples of one question."""
-    return sample['task'], sample.get('split', ''), sample.get('language', ''), sample['id']
-
-
-def sample_key(sample):
-    """Return a key of the question or text that a sample belongs to."""
-    return (*sample_order(sample)[:3], sample.get('text', sample['id']))
-
-
-def last_asked(samples):
-    """Return the samples of the last prompt of each question or text, without repetitions."""
-    prompts = {sample_key(s): s.get('prompt') for s in samples}
-    return list({(sample_key(s), s['id']): s for s in samples
-                 if s.get('prompt') == prompts[sample_key(s)]}.values())
-
-
-def split_groups(samples, key, of_all):
-    """Return {value of `key`: its rows of the Predictions `of_all`}; {} if all have one value."""
     values = np.array([sample.get(key) or '' for sample in samples])
     several = sorted({*values.tolist()})
-    return {value: of_all.at(values == value) for value in several if len(several) > 1}
+    return {value: predicted.at(values == value) for value in several if len(several) > 1}
 
 
 def predictions(samples, norm):
@@ -148,9 +96,9 @@ def predictions(samples, norm):
         return Predictions(confidence, correct, nll=-log_prob, entropy_bits=entropy / np.log(2))
     n_options = np.array([len(s['log_probs']) for s in samples])
     scores = np.full((len(samples), n_options.max()), -np.inf)
-    of_options = ([*itertools.chain.from_iterable(s[key] for s in samples)]
-                  for key in ('log_probs', 'options', 'n_tokens'))
-    scores[np.arange(scores.shape[1]) < n_options[:, None]] = option_scores(*of_options, norm)
+    columns = ([*itertools.chain.from_iterable(s[key] for s in samples)]
+               for key in ('log_probs', 'options', 'n_tokens'))
+    scores[np.arange(scores.shape[1]) < n_options[:, None]] = option_scores(*columns, norm)
     return Predictions(metrics.softmax(scores), np.array([s['answer'] for s in samples]), n_options,
                        scores)
 
@@ -162,10 +110,8 @@ def option_scores(log_probs, options, n_tokens, norm):
     by nothing; 'char' and 'byte' divide by the characters or UTF-8 bytes of the option without its
     leading space.
     """
-    length = {'token': n_tokens, 'sum': np.ones(len(options)),
-              'char': [len(o) - 1 for o in options],
-              'byte': [len(o.encode()) - 1 for o in options]}[norm]
-    return np.asarray(log_probs) / np.maximum(length, 1)
+    texts = [option.removeprefix(' ') for option in options]
+    return np.asarray(log_probs) / metrics.option_lengths(texts, n_tokens, norm)
 
 
 # Metrics and their intervals
@@ -174,10 +120,11 @@ def option_scores(log_probs, options, n_tokens, norm):
 def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     """Return the metrics of one task; the order of its samples does not matter.
 
-    {'pooled', 'macro': reports; 'languages', 'categories', 'subjects': {name: report} if there are
-    several; 'mass': mean probability of all options together; 'post_hoc' if `fit`}. A report is
-    that of metrics.report and 'intervals', {metric: [low, high]}: 95 % by bootstrap over questions.
-    macro is the mean over languages, or over subjects if there is one language.
+    {'unit': what n counts; 'pooled', 'macro': reports; 'languages', 'categories', 'subjects':
+    {name: report} if there are several; 'option_mass': mean probability of all options together;
+    'post_hoc' if `fit`; 'measured_by': `measured_by()`}. A report is that of metrics.report and
+    'intervals', {measure: [low, high]}: 95 % by bootstrap over questions. macro is the mean over
+    languages, or over subjects if there is one language.
     """
     samples = sorted(samples, key=sample_order)
     held_out = [s for s in samples if s.get('split') == 'validation']
@@ -188,24 +135,55 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
         groups |= {(plural, name): group
                    for name, group in split_groups(samples, key, pooled).items()}
     reports, resampled = measure(groups, n_bootstrap, seed)
-    summary = {'pooled': reports.pop(('pooled', ''))}
+    summary = {'unit': 'tokens' if 'token' in samples[0] else 'questions',
+               'pooled': reports.pop(('pooled', ''))}
     for (plural, name), report in reports.items():
         summary.setdefault(plural, {})[name] = report
     if plural := next((x for x in ('languages', 'subjects') if x in summary), None):
         summary['macro'] = mean_report([*summary[plural].values()], [
             resampled[plural, name] for name in summary[plural]])
     if 'log_probs' in samples[0]:
-        summary['mass'] = float(np.mean([np.exp(s['log_probs']).sum() for s in samples]))
+        summary['option_mass'] = float(np.mean([np.exp(s['log_probs']).sum() for s in samples]))
     if fit:
         summary['post_hoc'] = post_hoc(pooled, predictions(held_out, norm) if held_out else None,
                                        n_bootstrap, seed)
-    return summary
+    return summary | {'measured_by': measured_by()}
 
 
-def measure(groups, n_bootstrap, seed):
-    """Return ({key: report with intervals}, {key: {metric: resampled values}}) of `groups`.
+@functools.cache
+def measured_by():
+    """Return a hash of the code that computes a summary; it changes when a measure is edited."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in (metrics.__file__, stats.__file__, scaling.__file__, __file__):
+        digest.update(Path(path).read_bytes())
+    return digest.hexdigest()
 
-    groups: {key: Predictions}
+
+def measure_again(results, samples):
+    """Return results = {task: entry of results.json}, those of other code computed anew.
+
+    samples: {task: its samples}. An entry whose samples have changed stays as it is.
+    """
+    updated = {}
+    for task, result in results.items():
+        rows = samples.get(task, [])
+        n = sum(s.get('split') != 'validation' for s in rows)
+        if result.get('measured_by') != measured_by() and n == result['pooled']['n']:
+            print(f'{task}: its metrics are computed again from samples.jsonl, by the present code')
+            # of the summary's keys nothing is kept; mass is the earlier name of option_mass
+            described = {key: value for key, value in result.items() if key not in (
+                'pooled', 'macro', 'mass', 'post_hoc', *GROUPS.values())}
+            result = described | summarize(
+                rows, result['norm'], n_bootstrap=result.get('n_bootstrap', 1000),
+                fit='post_hoc' in result, seed=result.get('seed', 0))
+        updated[task] = result
+    return updated
+
+
+def measure(groups, n_bootstrap, seed, keys=None):
+    """Return ({group: report with intervals}, {group: {measure: resampled values}}) of `groups`.
+
+    groups: {group: Predictions}; keys: the measures to resample, None for those of stats.bootstrap.
 
     Without n_bootstrap there are neither intervals nor resampled values. The resamples of a group
     are drawn in parts that depend on its size alone, so that the same rows give the same numbers on
@@ -216,7 +194,7 @@ def measure(groups, n_bootstrap, seed):
         n = len(group.labels)
         n_parts = int(np.clip(2_000_000 // n, 1, 8)) if n > 2000 else 1
         sizes = filter(None, map(len, np.array_split(range(n_bootstrap), n_parts)))
-        jobs[key] = [group.report, *(functools.partial(group.bootstrap, size, [seed, part])
+        jobs[key] = [group.report, *(functools.partial(group.bootstrap, size, [seed, part], keys)
                                      for part, size in enumerate(sizes))]
     n_drawn = sum(len(group.labels) for group in groups.values()) * n_bootstrap
     # without start_workers, w processes take 7e-8 n_drawn / w seconds of work and 0.025 w of
@@ -224,8 +202,8 @@ def measure(groups, n_bootstrap, seed):
     outcomes = iter(parallel_map(operator.call, [*itertools.chain(*jobs.values())],
                                  worth_it=n_drawn >= 3_000_000,
                                  most=round(math.sqrt(7e-8 * n_drawn / 0.025))))
-    for key, of_key in jobs.items():
-        report, *parts = itertools.islice(outcomes, len(of_key))
+    for key, group_jobs in jobs.items():
+        report, *parts = itertools.islice(outcomes, len(group_jobs))
         resampled[key] = {name: np.concatenate([part[name] for part in parts])
                           for name in (parts[0] if parts else ())}
         reports[key] = report | intervals(resampled[key])
@@ -233,8 +211,12 @@ def measure(groups, n_bootstrap, seed):
 
 
 def intervals(resampled):
-    """Return {'intervals': the 2.5 and 97.5 % percentiles of {metric: values}}; {} of nothing."""
-    ends = {name: np.percentile(values, (2.5, 97.5)).tolist() for name, values in resampled.items()}
+    """Return {'intervals': percentiles 2.5 and 97.5 of {measure: values}}; {} for empty input.
+
+    A measure that is undefined in a resample has no interval.
+    """
+    ends = {key: np.percentile(values, (2.5, 97.5)).tolist() for key, values in resampled.items()
+            if not np.isnan(values).any()}
     return {'intervals': ends} if ends else {}
 
 
@@ -262,7 +244,7 @@ def post_hoc(test, held_out, n_bootstrap, seed):
         parts = [(held_out, np.arange(n))]
         fitted_on = f'{len(held_out.labels)} validation questions'
     elif n < 2:
-        raise DataError('--temperature=fit needs two questions or more')
+        raise DataError('fitting a temperature needs two questions or more')
     else:
         halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
         parts = [(test.at(fit), use) for fit, use in (halves, halves[::-1])]
@@ -286,6 +268,17 @@ def post_hoc(test, held_out, n_bootstrap, seed):
 # Tables
 
 
+def option_mass(result):
+    """Return the mean probability of all options of a question together; None for tokens."""
+    return result.get('option_mass', result.get('mass'))    # mass in results of earlier versions
+
+
+def unit(result):
+    """Return what n counts in the reports of a task: 'questions' or 'tokens'."""
+    earlier = 'tokens' if result.get('distribution', '').startswith('top token') else 'questions'
+    return result.get('unit', earlier)      # results of earlier versions have no unit
+
+
 def task_title(task, result):
     """Return a task and its settings, as in 'mmlu (preset mmlu, 5 shots, letters, token)'.
 
@@ -294,24 +287,27 @@ def task_title(task, result):
     if 'distribution' not in result:
         raise DataError(f'the results of {task} do not say how it was scored: they are of an '
                         f'earlier version; evaluate again')
-    scored = f'preset {result["distribution"]}' if 'mass' in result else result['distribution']
+    preset = 'preset ' * (option_mass(result) is not None)
+    scored = preset + result['distribution']
     if sample := result.get('sample'):
         scored += f'; sample of {sample["questions"]:,} of {sample["of"]:,} questions'
     return f'{task} ({scored})'
 
 
 def panel_title(name, result):
-    """Return the title of a diagram: `name`, and '(sample)' where --limit drew the questions."""
+    """Return the title of a diagram: `name`, and '(sample)' if --limit drew the questions."""
     return f'{name} (sample)' if 'sample' in result else name
 
 
 def notes(result):
     """Return the notes below a task's table, as lines."""
     lines = []
-    if 'mass' in result:
-        lines.append(f'the options together have a mean probability of {result["mass"]:.3f}'
+    if (mass := option_mass(result)) is not None:
+        lines.append(f'the options together have a mean probability of {mass:.3f}'
                      + '; with so little, another scoring or prompt may suit the model better'
-                     * (result['mass'] < 0.01))
+                     * (mass < 0.01))
+    if note := metrics.few_rows_note(result['pooled']['n'], unit(result)):
+        lines.append(note)
     if fitted := result.get('post_hoc'):
         values = [f'temperature {t:.3f}' for t in fitted.get('temperature', ())]
         values += [f'Platt scaling a {a:.3f}, b {b:.3f}' for a, b in fitted['platt']]
@@ -336,23 +332,32 @@ def report_rows(result):
     return rows
 
 
-def cells(rows, columns=FULL, first='group', intervals=False):
+def cells(rows, table='results', first='group', count='questions', intervals=False):
     """Return the cells of rows = [(..., name, report)], header first, without empty columns.
 
-    intervals: with the bootstrap interval in each cell, as in '0.102 [0.091, 0.113]'
+    The columns are the measures with that `table` in metrics.MEASURES. count: title of the column
+    n. intervals: with the bootstrap interval in each cell, as in '0.102 [0.091, 0.113]', in place
+    of the column of the accuracy's interval.
     """
-    names, texts = [first, *(name for *_, name, _ in rows)], []
-    for *_, report in rows:
-        text = {key: format(report[key], spec) + (interval_text(report, key) if intervals else '')
-                for key, _, spec in columns if key in report}
-        if 'accuracy_low' in report:
-            text['interval'] = f'{report["accuracy_low"]:.3f}-{report["accuracy_high"]:.3f}'
-        elif 'intervals' in report:
-            text['interval'] = '{:.3f}-{:.3f}'.format(*report['intervals']['accuracy'])
-        texts.append(text)
-    filled = [[title, *(text.get(key, '') for text in texts)] for key, title, _ in columns
-              if any(key in text for text in texts)]
-    return [*zip(names, *filled, strict=True)]
+    keys = [key for key, measure in MEASURES.items() if table in measure.tables]
+    columns = [[first, *(name for *_, name, _ in rows)],
+               [count, *(str(report.get('n', '')) for *_, report in rows)]]
+    for key in keys:
+        columns.append([Heading(key), *(
+            format(report[key], MEASURES[key].format) + (
+                interval_text(report, key) if intervals else '') if key in report else ''
+            for *_, report in rows)])
+        if key == 'accuracy' and not intervals:
+            columns.append(['95 % interval', *(_accuracy_interval(report) for *_, report in rows)])
+    return [*zip(*(column for column in columns if any(column[1:])), strict=True)]
+
+
+def _accuracy_interval(report):
+    """'0.506-0.550', by Wilson, or of a mean over groups by the bootstrap; '' without either."""
+    low, high = (report.get(f'accuracy_{end}') for end in ('low', 'high'))
+    if low is None and 'intervals' in report:
+        low, high = report['intervals']['accuracy']
+    return '' if low is None else f'{low:.3f}-{high:.3f}'
 
 
 def interval_text(report, metric):
@@ -362,21 +367,22 @@ def interval_text(report, metric):
 
 
 def mark_best(lines, groups):
-    """Return lines of cells with ' *' behind the best cells of each metric in each group.
+    """Append ' *' to the best cells of each measure within each group; return the new lines.
 
-    groups: a key for each line below the header. Where all cells are equal, none is the best.
+    groups: a key for each line below the header. The columns that have a `Heading` are marked. If
+    all cells are equal, none is the best.
     """
     marked = [list(line) for line in lines]
-    for column, title in enumerate(lines[0]):
-        better, values = BETTER.fullmatch(title), {}
-        for line, group in zip(marked[1:], groups, strict=True) if better else ():
+    for column, heading in enumerate(lines[0]):
+        better, values = getattr(heading, 'higher_is_better', None), {}
+        for line, group in zip(marked[1:], groups, strict=True) if better is not None else ():
             if line[column] not in ('', 'nan'):
                 value = float(line[column].split()[0])
-                values.setdefault(group, []).append((value if better[1] else -value, line))
-        for of_group in values.values():
-            best = max(value for value, _ in of_group)
-            if any(value < best for value, _ in of_group):
-                for _, line in (pair for pair in of_group if pair[0] == best):
+                values.setdefault(group, []).append((value if better else -value, line))
+        for pairs in values.values():
+            best = max(value for value, _ in pairs)
+            if any(value < best for value, _ in pairs):
+                for _, line in (pair for pair in pairs if pair[0] == best):
                     line[column] += ' *'
     return marked
 
@@ -439,7 +445,7 @@ def csv_text(lines):
 
 def task_text(task, result):
     """Return title, table and notes of a task, for printing."""
-    table = aligned(cells(report_rows(result)))
+    table = aligned(cells(report_rows(result), count=unit(result)))
     return '\n'.join([task_title(task, result), table, *notes(result)])
 
 
@@ -452,7 +458,8 @@ def print_report(runs, out_dir, pictures=True):
     for task in dict.fromkeys(task for _, tasks, _ in runs for task in tasks):
         rows = [(name, tasks[task], folder) for name, tasks, folder in runs if task in tasks]
         print(f'\n{task_title(task, rows[0][1])}')
-        print(aligned(cells([(name, result['pooled']) for name, result, _ in rows], SHORT, 'run')))
+        print(aligned(cells([(name, result['pooled']) for name, result, _ in rows], 'runs', 'run',
+                            unit(rows[0][1]))))
         if pictures:
             panels = [(panel_title(name, result), predictions([
                 s for s in last_asked(read_samples(Path(folder) / 'samples.jsonl'))
@@ -466,9 +473,12 @@ def print_report(runs, out_dir, pictures=True):
 
 def to_markdown(results):
     """Return title, table and notes of every task, in Markdown."""
-    return '\n'.join(f'### {task_title(task, result)}\n\n{markdown(cells(report_rows(result)))}'
-                     + ''.join(f'\n{line}\n' for line in notes(result))
-                     for task, result in results['tasks'].items())
+    texts = []
+    for task, result in results['tasks'].items():
+        table = markdown(cells(report_rows(result), count=unit(result)))
+        texts.append(f'### {task_title(task, result)}\n\n{table}'
+                     + ''.join(f'\n{line}\n' for line in notes(result)))
+    return '\n'.join(texts)
 
 
 def to_latex(results):
@@ -476,11 +486,11 @@ def to_latex(results):
 
     Bold is the best of the rows of the same questions: pooled, and scaled by what was fitted.
     """
-    columns, texts = [column for column in FULL if column[0] != 'interval'], []
+    texts = []
     for task, result in results['tasks'].items():
         rows = report_rows(result)
         groups = ['' if kind in ('pooled', 'post_hoc') else (kind, name) for kind, name, _ in rows]
-        table = mark_best(cells(rows, columns, intervals=True), groups)
+        table = mark_best(cells(rows, count=unit(result), intervals=True), groups)
         texts += [latex(table, task_title(task, result)),
                   *(f'{latex_text(line)}\n' for line in notes(result))]
     return '\n'.join(texts)
@@ -511,92 +521,3 @@ def write_results(results, out_dir):
     # written last: a folder with results.json has the tables; NaN is null in JSON
     finite = json.loads(json.dumps(results), parse_constant=lambda name: None)
     write_text(out_dir / 'results.json', json.dumps(finite, indent=1, ensure_ascii=False) + '\n')
-
-
-@contextlib.contextmanager
-def warn_on_failure(name):
-    """Print a warning if writing `name` fails inside; the run goes on without that file."""
-    try:
-        yield
-    except Exception as error:      # matplotlib raises many kinds
-        print(f'warning: {name} was not written: {type(error).__name__}: {error}',
-              file=sys.stderr)
-
-
-# Pictures
-
-
-def draw_reliability(path, panels, columns=5):
-    """Draw panels = [(title, Predictions), ...] as `draw_bins` does; a failure is a warning."""
-    measured = {'accuracy': metrics.accuracy, 'confidence': metrics.mean_confidence,
-                'ECE': metrics.ece}
-    with warn_on_failure(path):
-        draw_bins(path, [(title, {name: metric(*p[:2]) for name, metric in measured.items()},
-                          metrics.bins(*p[:2])) for title, p in panels], columns)
-
-
-def draw_bins(path, panels, columns=5):
-    """Draw reliability diagrams side by side, PNG: panels = [(title, {name: number}, bins), ...].
-
-    bins: as metrics.bins returns them.
-    Bars: accuracy of the questions whose confidence falls into the bin, with its 95 % Wilson
-    interval; the gap to their mean confidence is shaded. Below: the share of questions in each bin.
-    More than `columns` panels take several rows.
-    """
-    from matplotlib.figure import Figure
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(max(3.6 * columns, 4.5), 4.6 * rows + 0.5), layout='constrained')
-    axes = figure.subplots(2 * rows, columns, squeeze=False, sharex=True, sharey='row',
-                           height_ratios=(3, 1) * rows)
-    highest = max(float(bins['count'].max() / bins['count'].sum()) for _, _, bins in panels)
-    for i, panel in enumerate(panels):
-        top, bottom = axes[i // columns * 2:, i % columns][:2]
-        _draw_panel(top, bottom, *panel)
-        bottom.set_ylim(0, 1.05 * highest)
-        if i % columns == 0:
-            top.set_ylabel('accuracy')
-            bottom.set_ylabel('share')
-        if i + columns >= len(panels):
-            bottom.set_xlabel('confidence')
-            bottom.tick_params(labelbottom=True)
-    for ax in axes[-2:, len(panels) - columns * (rows - 1):].flat:
-        ax.axis('off')
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', fontsize=8,
-                  frameon=False, ncols=1 if columns == 1 else 2 if columns < 4 else 5)
-    save_figure(figure, path, 150 if rows == 1 else 80)
-
-
-def _draw_panel(top, bottom, title, numbers, bins):
-    """Draw a reliability diagram on the axes `top`, the fractions in its bins on `bottom`."""
-    used, n, width = bins['count'] > 0, bins['count'].sum(), 1 / len(bins['count'])
-    left = np.flatnonzero(used) * width
-    accuracy, confidence, low, high = (bins[key][used] for key in (
-        'accuracy', 'confidence', 'low', 'high'))
-    bar = {'width': width, 'align': 'edge'}
-    top.bar(left, accuracy, color='#4878a8', edgecolor='white', label='accuracy of the bin', **bar)
-    # bars of height 0 too, so that every picture has both colors in its legend
-    top.bar(left, np.maximum(confidence - accuracy, 0), bottom=accuracy, color='#e8a29e',
-            label='overconfident: confidence above accuracy', **bar)
-    top.bar(left, np.maximum(accuracy - confidence, 0), bottom=confidence, color='#f5c566',
-            label='underconfident: confidence below accuracy', **bar)
-    ends = np.maximum((accuracy - low, high - accuracy), 0)     # -1e-16 by rounding
-    top.errorbar(left + width / 2, accuracy, ends, fmt='none', color='black', linewidth=1,
-                 capsize=2, label='95 % Wilson interval of the accuracy')
-    top.plot((0, 1), (0, 1), '--', color='black', linewidth=1, label='perfect calibration')
-    top.set_title(f'{figure_title(title, 36)}\naccuracy {numbers["accuracy"]:.3f}, '
-                  f'confidence {numbers["confidence"]:.3f}\nECE {numbers["ECE"]:.3f}, n = {n:,}',
-                  fontsize=9)
-    top.set(xlim=(0, 1), ylim=(0, 1))
-    bottom.bar(left, bins['count'][used] / n, color='#888888', edgecolor='white', **bar)
-
-
-def figure_title(text, width):
-    """Return `text` in at most three lines of `width` characters, with $ signs escaped."""
-    return '\n'.join(textwrap.wrap(text.replace('$', r'\$'), width, max_lines=3))
-
-
-def save_figure(figure, path, dpi):
-    """Write a PNG under a temporary name and rename it."""
-    with temporary(path) as part:
-        figure.savefig(part, format='png', dpi=dpi)

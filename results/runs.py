@@ -1,22 +1,17 @@
-"""What the folders of runs say, for comparisons: training, model, results and samples."""
+"""Read run folders for comparison: model, settings of training, results and samples."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from metrics import NORMS
 from results import lm_eval
-from results.report import last_asked, read_samples, sample_order
+from results.samples import last_asked, read_samples, sample_order
 from runtime.config import read_assignments
 from runtime.errors import DataError
 from runtime.ownership import read_json
 
-# titles of the metrics of a comparison
-TITLES = {'accuracy': 'accuracy', 'confidence': 'confidence', 'gap': 'confidence - accuracy',
-          'entropy_bits': 'entropy (bits)', 'ece': 'ECE', 'rmsce': 'RMSCE',
-          'rms_mmlu_repo': "RMS of MMLU's code", 'reach_lowest_bits': 'least entropy (bits)',
-          'reach_highest_bits': 'most entropy (bits)',
-          'brier': 'Brier', 'nll': 'NLL (nats)', 'auroc': 'AUROC', 'smooth_ece': 'smooth ECE'}
-# keys of train_config.py that do not distinguish runs: places, files and devices
-PLACES = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'cache_dir', 'eval', 'eval_before',
+# keys of train_config.py that do not distinguish runs: paths, files and devices
+PATHS = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'cache_dir', 'eval', 'eval_before',
           'shape', 'workers', 'device', 'dry_run', 'pictures'}
 
 
@@ -27,9 +22,9 @@ class Run:
     model: str              # the name of the model that was tuned, or that was evaluated
     seed: int
     settings: dict          # {name: text}, of training and the shape of the model
-    reach: dict             # the entropies that the output matrix can reach
     results: dict           # {task: its entry in results.json}
-    of_harness: dict | None = None      # {task: samples} of lm-evaluation-harness
+    questions: dict = field(default_factory=dict)   # {task: hash of all its questions}
+    harness_samples: dict | None = None             # {task: samples} of lm-evaluation-harness
 
 
 def find_runs(sources, harness_files=()):
@@ -58,13 +53,17 @@ def read_run(folder):
         raise DataError(f'{folder} has no samples.jsonl: evaluate there first')
     with read_json(folder / 'results.json', 'evaluate there again') as content:
         model, seed, results = content['config']['model'], content['seed'], content['tasks']
+        if not isinstance(model, str) or '\0' in model:
+            raise ValueError(f'model is {model!r}')
         for result in results.values():
-            result['distribution'], result['norm'], result['pooled']['n']
+            result['distribution'], result['pooled']['n']
+            if result['norm'] not in NORMS:
+                raise ValueError(f'norm is {result["norm"]!r}')
     # the configuration of this run's training, or of the training of the model it evaluates
     home = next((p for p in (folder, Path(model)) if (p / 'train_config.py').exists()), None)
     training = {key: value for key, (value, _) in
                 (read_assignments(home / 'train_config.py') if home else {}).items()}
-    settings = {key: value for key, value in training.items() if key not in PLACES}
+    settings = {key: value for key, value in training.items() if key not in PATHS}
     if isinstance(settings.get('data'), str):
         settings['data'] = Path(settings['data']).stem
     if home and (home / 'config.json').exists():
@@ -72,28 +71,28 @@ def read_run(folder):
             settings |= {key: value for key, value in shape.items()
                          if isinstance(value, (int, float, str))
                          or key == 'final_logit_softcapping'}
-    reach = {}
-    if (folder / 'reach.json').exists():        # of study/reach.py
-        with read_json(folder / 'reach.json', 'remove it') as content:
-            settings['unused_rows'] = content.pop('unused_rows', 0)
-            reach = {f'reach_{key}': float(f'{value:.5g}') for key, value in content.items()}
+    questions = {}
+    if (folder / 'eval_config.json').exists():
+        with read_json(folder / 'eval_config.json', 'evaluate there again') as content:
+            questions = {task: entry['questions'] for task, entry in content['tasks'].items()}
     return Run(folder, Path(str(training.get('model') or model)).name, training.get('seed', seed),
-               {key: str(value) for key, value in settings.items()}, reach, results)
+               {key: str(value) for key, value in settings.items()}, results, questions)
 
 
 def harness_run(folder, files, norm):
     """Return the Run of {subtask: file} of lm-evaluation-harness; `norm` as in CompareConfig."""
     tasks = lm_eval.read_run(files, norm)
+    norm = 'sum' if norm == 'token' else norm       # their files do not count the tokens
     # the lengths that `norm` names are in n_tokens
     results = {task: {'distribution': f'lm-evaluation-harness, {norm}', 'norm': 'token'}
                for task in tasks}
-    return Run(folder, folder.name, 0, {}, {}, results, tasks)
+    return Run(folder, folder.name, 0, {}, results, harness_samples=tasks)
 
 
 def read_run_samples(run):
     """Return ({task: samples}, {task: samples of the validation split}) of a run's results."""
-    if run.of_harness:
-        return run.of_harness, {}
+    if run.harness_samples:
+        return run.harness_samples, {}
     path, test, held_out = run.folder / 'samples.jsonl', {}, {}
     for sample in sorted(last_asked(read_samples(path)), key=sample_order):
         split = held_out if sample.get('split') == 'validation' else test

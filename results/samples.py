@@ -6,10 +6,10 @@ share: the model, the settings, and a hash of the questions of each task.
 
 import json
 import math
+from pathlib import Path
 
-from results import report
 from runtime import ownership
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, DataError
 
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
            'results.tex')
@@ -70,8 +70,8 @@ def _read_results(path):
                                    'beside it, that needs no model') as content:
         for result in content['tasks'].values():
             result['norm'], result['distribution'], result['pooled']['n']
-            for _, _, values in report.report_rows(result):
-                values.update({k: math.nan for k, v in values.items() if v is None})
+            for report in filter(lambda value: isinstance(value, dict), result.values()):
+                _null_to_nan(report)
         return content['tasks']
 
 
@@ -80,8 +80,8 @@ def _scored(path):
     with open(path, 'rb+') as file:
         file.truncate(file.read().rfind(b'\n') + 1)
     ids, expected = {}, {}
-    for sample in report.last_asked(report.read_samples(path)):
-        key = report.sample_key(sample), sample['prompt']
+    for sample in last_asked(read_samples(path)):
+        key = sample_key(sample), sample['prompt']
         ids.setdefault(key, set()).add(sample['id'])
         expected[key] = sample.get('of', 1)
     return {key for key, scored in ids.items() if len(scored) == expected[key]}
@@ -96,3 +96,140 @@ def append(file, sample):
     except OSError as error:
         raise ConfigError(f'{file.name} cannot be written: {error.strerror}; the samples in it are '
                           f'kept, and the same command resumes from there') from error
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading: the samples of a file, and which of them count
+# ------------------------------------------------------------------------------------------------
+
+def read_samples(path):
+    """Return the samples in `path` in the order of the file, as a list of dicts.
+
+    A last line cut off by a crash is left out; a line that repeats an earlier one counts once.
+    Raises DataError with file and line for any other damaged line, and for a sample that differs
+    from the latest one of the same question and prompt.
+    """
+    rows = list(read_jsonl(path))
+    if rows and isinstance(rows[-1][1], DataError) and not Path(path).read_bytes().endswith(b'\n'):
+        rows.pop()
+    samples, last = [], {}
+    for line, row in rows:
+        if fault := row if isinstance(row, DataError) else _fault(row):
+            where = '' if fault is row else f'{line}: not a sample that evaluate.py wrote: '
+            raise DataError(f'{where}{fault}; delete this line, and its question is scored again')
+        earlier_line, earlier = last.get(sample_order(row), (None, {}))
+        if row == earlier:
+            continue
+        if earlier and row['prompt'] == earlier['prompt']:
+            raise DataError(f'{line}: differs from {earlier_line}, which is of the same question '
+                            f'({row["task"]} {row["id"]}); two processes wrote this file, or it '
+                            f'was edited: remove one of the two lines')
+        last[sample_order(row)] = line, row
+        samples.append(row)
+    return samples
+
+
+def read_jsonl(path):
+    """Yield ('file:line', row) of a JSON Lines file; a row that cannot be read is a DataError."""
+    try:
+        with open(path, 'rb') as file:
+            for number, raw in enumerate(file, 1):
+                if raw := raw.strip():
+                    yield f'{path}:{number}', _parse_line(raw, f'{path}:{number}')
+    except OSError as error:
+        raise DataError(f'cannot read {path}: {error.strerror}') from error
+
+
+def _parse_line(raw, line):
+    try:
+        return json.loads(raw.decode('utf-8-sig'))
+    except UnicodeDecodeError as error:
+        return DataError(f'{line}: not UTF-8: {error.reason} at byte 0x{raw[error.start]:02x}')
+    except json.JSONDecodeError as error:
+        return DataError(f'{line}: broken JSON: {error.msg} (column {error.colno})')
+    except (ValueError, RecursionError) as error:   # thousands of digits, or of nested brackets
+        return DataError(f'{line}: unusable JSON: {error}')
+
+
+TEXTS = ('task', 'id', 'prompt')                    # the keys of a sample that are text ...
+TEXTS_OR_NONE = ('split', 'language', 'subject', 'category', 'text', 'question')    # or missing
+LARGEST = 1e300     # a whole number may be written with more digits than a float can hold
+ROUNDING = 1e-2     # nats: a probability of 1 may be scored as 1.00001, but not as 1.1
+
+
+def _fault(row):
+    """Return what is wrong with a row of samples.jsonl, as a sentence; '' if nothing is."""
+    if not isinstance(row, dict):
+        return 'it is no JSON object'
+    for key in (*TEXTS, *TEXTS_OR_NONE):
+        value = row.get(key)
+        if not (isinstance(value, str) or value is None and key not in TEXTS):
+            return f'{key} must be text, not {value!r:.60}'
+    if type(row.get('of', 1)) is not int or row.get('of', 1) < 1:
+        return f'of must be a whole number, 1 or more, not {row["of"]!r:.60}'
+    return _fault_of_options(row) if 'log_probs' in row else _fault_of_token(row)
+
+
+def _fault_of_options(row):
+    kinds = {'options': (str,), 'log_probs': (int, float), 'n_tokens': (int,)}
+    for key, kind in kinds.items():
+        values = row.get(key)
+        if not isinstance(values, list) or not all(type(x) in kind for x in values):
+            return (f'{key} must be a list of {"text" if kind == (str,) else "numbers"}, not '
+                    f'{values!r:.60}')
+    if not len(row['options']) == len(row['log_probs']) == len(row['n_tokens']):
+        return 'options, log_probs and n_tokens differ in length'
+    if type(row.get('answer')) is not int or not 0 <= row['answer'] < len(row['options']):
+        return f'answer must be the index of an option, not {row.get("answer")!r:.60}'
+    for log_prob in row['log_probs']:
+        if not -LARGEST < log_prob <= ROUNDING:
+            return f'a log-probability must be finite and at most 0, not {log_prob}'
+    if not 1 <= min(row['n_tokens']) <= max(row['n_tokens']) < LARGEST:
+        return f'n_tokens must be 1 or more, not {row["n_tokens"]!r:.60}'
+    return ''
+
+
+def _fault_of_token(row):
+    for key in ('confidence', 'log_prob', 'entropy'):
+        if type(row.get(key)) not in (int, float) or not abs(row[key]) < LARGEST:
+            return f'{key} must be a finite number, not {row.get(key)!r:.60}'
+    if type(row.get('correct')) is not bool:
+        return f'correct must be true or false, not {row.get("correct")!r:.60}'
+    if not 0 <= row['confidence'] <= 1:
+        return f'confidence must be from 0 to 1, not {row["confidence"]}'
+    if row['log_prob'] > ROUNDING or row['entropy'] < -ROUNDING:
+        return (f'log_prob must be at most 0 and entropy at least 0, not {row["log_prob"]} and '
+                f'{row["entropy"]}')
+    # of the tokens of a text, log_prob is that of the right one and confidence that of the top one
+    top = math.log(row['confidence']) if row['confidence'] else -math.inf
+    if 'top_token' in row and (row['correct'] != (row['top_token'] == row.get('token'))
+                               or row['log_prob'] > top + ROUNDING
+                               or row['correct'] and row['log_prob'] < top - ROUNDING):
+        return 'token, top_token, correct, confidence and log_prob contradict each other'
+    return ''
+
+
+def _null_to_nan(report):
+    """Replace null by NaN in a report, and in the reports inside it."""
+    for key, value in report.items():
+        if isinstance(value, dict):
+            _null_to_nan(value)
+        elif value is None:
+            report[key] = math.nan
+
+
+def sample_order(sample):
+    """Return a key that sorts samples; it is equal only for two samples of one question."""
+    return sample['task'], sample.get('split', ''), sample.get('language', ''), sample['id']
+
+
+def sample_key(sample):
+    """Return a key of the question or text that a sample belongs to."""
+    return (*sample_order(sample)[:3], sample.get('text', sample['id']))
+
+
+def last_asked(samples):
+    """Return the samples of the latest prompt of each question or text, without repetitions."""
+    prompts = {sample_key(s): s.get('prompt') for s in samples}
+    return list({(sample_key(s), s['id']): s for s in samples
+                 if s.get('prompt') == prompts[sample_key(s)]}.values())

@@ -19,11 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from evaluate import EvalConfig
-from results.compare import CompareConfig
-from results.over_seeds import compare_seeds
+from results.over_seeds import FILES
 from results.runs import find_runs, read_run
 from runtime.errors import CheckpointError, ConfigError, DataError, Stopped, TrainingError
 from runtime.ownership import claim
+from study import pivot
 from train import TrainConfig, train
 
 ROOT = 'out/study'
@@ -79,8 +79,8 @@ def train_all(runs, seeds=SEEDS, only=('',), root=ROOT, prepare=None, finish=Non
 def print_table(runs, root=ROOT):
     """Print and write the means over the seeds of all finished runs in the folder of a script."""
     folder = Path(next(iter(runs(SEEDS[0], root))).out_dir).parent.parent
-    claim(folder, *(f'compare.{ending}' for ending in ('csv', 'md', 'tex', 'png')))
-    compare_seeds([read_run(run) for run in find_runs([folder])], [], CompareConfig(), folder)
+    claim(folder, *FILES)
+    pivot.show([read_run(run) for run in find_runs([folder])], [], pivot.View(), folder)
 
 
 def main(runs, prepare=None, finish=None, seeds=SEEDS):

@@ -19,12 +19,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import metrics as calibration
-from results.compare import CompareConfig
-from results.over_seeds import NAMES, answers_of, compare_seeds, name_of, titled
-from results.report import csv_text, draw_bins
+from results.over_seeds import NAMES, name_of, predictions_by_group, titled
+from results.plots import draw_bins
+from results.report import csv_text
 from results.runs import find_runs, read_run
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import write_text
+from study import pivot
 
 RESULTS = Path(__file__).parent / 'results'
 ENGLISH = ('language=en', 'category=seen', 'scaling=none')
@@ -37,8 +38,7 @@ ECE_GAP = ('ece', 'gap', 'accuracy')
 
 def figure(*where, sources=('base', 'smoothing'), x='smoothing', reference=('base',),
            metrics=ECE_GAP, **more):
-    return CompareConfig(sources=sources, where=where, x=x, reference=reference, metrics=metrics,
-                         **more)
+    return pivot.View(where, x=x, reference=reference, metrics=metrics, sources=sources, **more)
 
 
 # claim 3: next tokens; rows of the vocabulary by hidden size, with and without the soft-cap
@@ -104,24 +104,24 @@ def draw(name, out_dir, root=None):
 
     The numbers are read from the runs below `root`, or from the committed compare.csv.
     """
-    cfg, runs, tables = FIGURES[name], [], []
+    view, runs, tables = FIGURES[name], [], []
     if root:
-        runs = [read_run(folder) for folder in find_runs([Path(root) / s for s in cfg.sources])]
+        runs = [read_run(folder) for folder in find_runs([Path(root) / s for s in view.sources])]
     else:
         tables = [(RESULTS / name / 'compare.csv').resolve()]
     Path(out_dir).mkdir(parents=True, exist_ok=True)
-    groups, reference, cfg = compare_seeds(runs, tables, cfg, Path(out_dir))
+    groups, reference, axes = pivot.show(runs, tables, view, Path(out_dir))
     if name == 'headline':
         bins = bins_of(runs) if root else read_bins(RESULTS / name / 'bins.csv')
-        draw_reliability(Path(out_dir), groups, reference, bins, cfg)
+        draw_reliability(Path(out_dir), groups, reference, bins, axes)
 
 
 def bins_of(runs):
     return {name_of(names): calibration.bins(p.probs, p.labels)
-            for run in runs for names, _, p in answers_of(run)}
+            for run in runs for names, _, p in predictions_by_group(run)}
 
 
-def draw_reliability(out_dir, groups, reference, bins, cfg):
+def draw_reliability(out_dir, groups, reference, bins, axes):
     """Draw reliability.png, the questions of all seeds together, and write bins.csv behind it.
 
     bins: {name of a line: its bins as metrics.bins returns them}
@@ -130,13 +130,13 @@ def draw_reliability(out_dir, groups, reference, bins, cfg):
     panels = list(dict.fromkeys(panel for panel, _, _ in groups))
     for panel in panels:
         shown = [('', reference[panel])] if reference[panel] else []
-        shown += [(f', {titled((*cfg.by, cfg.x), (*by, x))}', lines)
-                  for (of_panel, by, x), lines in groups.items() if of_panel == panel]
+        shown += [(f', {titled((*axes.by, axes.x), (*by, x))}', lines)
+                  for (group_panel, by, x), lines in groups.items() if group_panel == panel]
         for title, lines in shown:
             lines = list(lines.values())
             for name in map(name_of, lines):
                 rows += bin_rows(name, bins[name])
-            diagrams.append((f'{titled(cfg.panel, panel)}: {lines[0]["kind"]}{title}',
+            diagrams.append((f'{titled(axes.panel, panel)}: {lines[0]["kind"]}{title}',
                              {name: np.mean([line[name.lower()] for line in lines])
                               for name in ('accuracy', 'confidence', 'ECE')},
                              pool_bins([bins[name_of(line)] for line in lines])))

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 from results.over_seeds import mean_and_ends
-from results.report import markdown, save_figure
-from results.runs import TITLES
+from results.plots import save_figure
+from results.report import TITLES, markdown
 from runtime.ownership import write_text
 from stats import mean_interval, student_t
 from study.known import BASES, DATA, NAMES

@@ -1,4 +1,4 @@
-"""compare.py"""
+"""results/compare.py and over_seeds.py: differences over questions and over seeds"""
 
 import csv
 import json
@@ -13,7 +13,7 @@ import evaluate
 import metrics
 import stats
 from common import HERE, write_rows, write_run
-from results import compare, over_seeds, report
+from results import compare, over_seeds, plots, report, samples
 from runtime.errors import ConfigError, DataError
 from test_report import tabulars
 
@@ -34,7 +34,7 @@ def csv_rows(path):
 def test_compare_over_questions(tmp_path, capsys):
     write_run(tmp_path / 'a', languages=('de', 'en', 'sw'), n=60)
     write_run(tmp_path / 'sharp', languages=('de', 'en', 'sw'), n=60, settings={'smoothing': 0.1})
-    sharp = report.read_samples(tmp_path / 'a' / 'samples.jsonl')
+    sharp = samples.read_samples(tmp_path / 'a' / 'samples.jsonl')
     for sample in sharp:
         sample['log_probs'] = [5 * x for x in sample['log_probs']]
     write_rows(tmp_path / 'sharp' / 'samples.jsonl', sharp)
@@ -67,7 +67,7 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
     """The mean of the probabilities of runs of several seeds, over the questions that all have."""
     folders = [write_run(tmp_path / name, seed=seed, languages=('de', 'en'), n=60)
                for seed, name in enumerate('abc')]
-    rows = [report.read_samples(folder / 'samples.jsonl') for folder in folders]
+    rows = [samples.read_samples(folder / 'samples.jsonl') for folder in folders]
     for row in rows[1]:     # options of several tokens, which are scored with another norm
         row['n_tokens'] = [1, 2, 3, 1]
     rows[1][0]['options'] = [' A', ' B', ' C', ' x']    # another question
@@ -89,15 +89,12 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
         assert float(row[name]) == pytest.approx(value, rel=1e-9), name
     lines = [x for x in printed.split('\n') if x.startswith('ensemble of 3 - ')]
     assert len(lines) == 3 * 8 and {x.split()[6] for x in lines if ' questions ' in x} == {'118'}
-    plain = compare_csv_of(folders, tmp_path / 'plain', '--where=task=mmlu', '--x=run', '--by=')
+    plain = compare_csv_of(folders, tmp_path / 'plain')     # over seeds
     assert not any('ensemble' in line['run'] for line in plain)
     # the rows of the runs are those without an ensemble, and --ensemble needs the samples
     same = [write_run(tmp_path / 'same' / name, sharpness=x) for name, x in (('a', 1), ('b', 2))]
     without = compare_csv_of(same, tmp_path / 'without', '--n_bootstrap=0')
     assert compare_csv_of(same, tmp_path / 'with', '--n_bootstrap=0', '--ensemble')[:2] == without
-    for more in (['--x=run'], [tmp_path / 'plain' / 'compare.csv']):
-        with pytest.raises(ConfigError, match='ensemble averages runs over their questio'):
-            run_compare(*folders, '--ensemble', *more, f'--out_dir={tmp_path / "no"}')
 
 
 def test_comparisons_as_latex(tmp_path, monkeypatch, capsys):
@@ -106,8 +103,11 @@ def test_comparisons_as_latex(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, 'draw_reliability', lambda path, panels: drawn.update(
         {path.name: [title for title, _ in panels]}))
     sample = {'sample': {'questions': 40, 'of': 500}}
-    pooled = {'pooled': {'n': 40, 'intervals': {'ece': [0.1234, 0.5678]}}}
-    a = write_run(tmp_path / 'run_a', result=pooled | sample)
+    a = write_run(tmp_path / 'run_a')
+    ece = report.predictions(samples.read_samples(a / 'samples.jsonl'), 'token').report()['ece']
+    pooled = {'pooled': {'n': 40, 'ece': ece, 'rmsce': 0.9,     # which another version computed
+                         'intervals': {'ece': [0.1234, 0.5678], 'rmsce': [0.8, 1.0]}}}
+    write_run(a, result=pooled | sample)
     b = write_run(tmp_path / 'b', sharpness=3.0)
     lines = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=20')
     assert [line.get('sample_of') for line in lines] == ['500', '']
@@ -115,6 +115,7 @@ def test_comparisons_as_latex(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     column = table[0].index('ECE')
     assert table[1][0] == r'run\_a' and r'\confint{0.123}{0.568}' in table[1][column]
+    assert 'confint' not in table[1][table[0].index('RMSCE')]
     best = min(lines, key=lambda line: float(line['ece']))['run'].replace('_', r'\_')
     assert [row[column].startswith(r'\textbf{0.') for row in table[1:]] == [
         row[0] == best for row in table[1:]]
@@ -127,22 +128,27 @@ def test_comparisons_as_latex(tmp_path, monkeypatch, capsys):
     ensemble = compare_csv_of([a, b], tmp_path / 'ensemble', '--n_bootstrap=0', '--ensemble')[-1]
     assert ensemble['sample_of'] == '500'
     assert 'ensemble of 2 (sample)' in drawn['reliability-mmlu.png']
-    # over seeds, also from the CSV, and when all runs are samples
+    # over seeds, when all runs are samples
     c = write_run(tmp_path / 'c', seed=1, result=sample)
-    compare_csv_of([a, c], tmp_path / 'seeds')
-    lines = compare_csv_of([tmp_path / 'seeds' / 'compare.csv'], tmp_path / 'again')
+    lines = compare_csv_of([a, c], tmp_path / 'seeds')
     assert {line['sample_of'] for line in lines} == {'500'}
     said = 'only a sample of the questions (--limit): mmlu\n'
-    assert capsys.readouterr().out.count(said) == 2
-    for folder in ('seeds', 'again'):
-        assert (tmp_path / folder / 'compare.md').read_text().endswith(f'|\n\n{said}')
-        assert 'only a sample' in (tmp_path / folder / 'compare.tex').read_text()
-    # somebody's own file stays
+    assert capsys.readouterr().out.count(said) == 1
+    assert (tmp_path / 'seeds' / 'compare.md').read_text().endswith(f'|\n\n{said}')
+    assert 'only a sample' in (tmp_path / 'seeds' / 'compare.tex').read_text()
+
+
+@pytest.mark.parametrize('name, seed', [
+    *((f'compare.{ending}', 0) for ending in ('csv', 'md', 'tex')), ('reliability-mmlu.png', 0),
+    *((f'compare.{ending}', 1) for ending in ('csv', 'md', 'tex', 'png'))])
+def test_a_file_that_compare_did_not_write_is_never_replaced(tmp_path, name, seed):
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', seed=seed, sharpness=2.0)
     (tmp_path / 'mine').mkdir()
-    (tmp_path / 'mine' / 'compare.tex').write_text('mine')
-    with pytest.raises(ConfigError, match='compare.tex was not written by this program'):
-        compare_csv_of([a, b], tmp_path / 'mine')
-    assert [p.name for p in (tmp_path / 'mine').iterdir()] == ['compare.tex']
+    (tmp_path / 'mine' / name).write_text('mine')
+    with pytest.raises(ConfigError, match=f'{name} was not written by this program'):
+        run_compare(a, b, '--n_bootstrap=2', f'--out_dir={tmp_path / "mine"}')
+    assert [p.name for p in (tmp_path / 'mine').iterdir()] == [name]
+    assert (tmp_path / 'mine' / name).read_text() == 'mine'
 
 
 def compare_csv_of(folders, out, *arguments):
@@ -155,9 +161,9 @@ def test_an_ensemble_needs_distributions(tmp_path, capsys):
     """
     for name, answer in (('a', 0), ('b', 1)):
         write_run(tmp_path / name, sharpness=1.0 + answer)
-        rows = report.read_samples(tmp_path / name / 'samples.jsonl')
+        rows = samples.read_samples(tmp_path / name / 'samples.jsonl')
         rows = [r | {'task': 'other', 'answer': answer} for r in rows] + [
-            {'task': 'clm', 'id': str(i), 'confidence': 0.5, 'correct': i % 2 == 0,
+            {'task': 'clm', 'id': str(i), 'prompt': 'p', 'confidence': 0.5, 'correct': i % 2 == 0,
              'log_prob': -0.7, 'entropy': 1.0, 'token': i} for i in range(9)] + rows
         write_rows(tmp_path / name / 'samples.jsonl', rows)
         content = json.loads((tmp_path / name / 'results.json').read_text())
@@ -195,7 +201,6 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
                               'list/results.json is not what .*; evaluate there again'),
                              ([a, alone], 'alone has no samples.jsonl'),
                              ([a, b, a], '/a is named twice'),
-                             ([tmp_path / 'none.csv', tmp_path / 'none.csv'], 'named twice'),
                              ([a, b, f'--out_dir={tmp_path / "file"}'], 'out_dir = .*/file: ')):
         with pytest.raises((ConfigError, DataError), match=message):
             run_compare(out, *sources)
@@ -247,21 +252,66 @@ def test_tasks_scored_in_different_ways(tmp_path, capsys):
 
 def test_other_questions_are_not_paired(tmp_path, capsys):
     a, b = write_run(tmp_path / 'a', n=50), write_run(tmp_path / 'b', n=50)
-    samples = report.read_samples(b / 'samples.jsonl')
-    for sample in samples[:20]:     # the same id, but another question
+    rows = samples.read_samples(b / 'samples.jsonl')
+    for sample in rows[:20]:     # the same id, but another question
         sample['answer'] = (sample['answer'] + 1) % 4
-    for i, sample in enumerate(samples[20:25]):
+    for i, sample in enumerate(rows[20:25]):
         sample['id'] = f'other {i}'
-    write_rows(b / 'samples.jsonl', samples)
+    write_rows(b / 'samples.jsonl', rows)
     run_compare(a, b, '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
     rows = [line.split() for line in capsys.readouterr().out.splitlines()
             if line.startswith('b - a')]
     assert {row[4] for row in rows} == {'25'}
 
 
+def with_questions(folder, prefix, listed=None):
+    """Give the samples of a run hashes of their questions, and eval_config.json one of them all."""
+    rows = samples.read_samples(folder / 'samples.jsonl')
+    if prefix is not None:
+        write_rows(folder / 'samples.jsonl', [row | {'question': f'{prefix}{i}'}
+                                              for i, row in enumerate(rows)])
+    if listed:
+        (folder / 'eval_config.json').write_text(json.dumps(
+            {'tasks': {'mmlu': {'source': 'x', 'questions': listed}}}))
+    return folder
+
+
+@pytest.mark.parametrize('prefixes, hashes, paired', [
+    (('a', 'a'), ('h', 'h2'), 40), (('a', 'b'), ('h', 'h'), 0), ((None, None), ('h', 'h'), 40),
+    ((None, None), ('h', 'h2'), None), (('a', None), ('h', 'h2'), None),
+    ((None, None), ('h', None), 40)])
+def test_only_the_same_questions_are_paired(tmp_path, capsys, prefixes, hashes, paired):
+    runs = [with_questions(write_run(tmp_path / name, sharpness=sharpness), prefix, listed)
+            for name, sharpness, prefix, listed in zip('ab', (1.0, 2.0), prefixes, hashes,
+                                                       strict=True)]
+    run_compare(*runs, '--n_bootstrap=5', '--ensemble', f'--out_dir={tmp_path / "out"}')
+    printed = capsys.readouterr().out
+    counts = {line.split()[4] for line in printed.splitlines() if line.startswith('b - a')}
+    assert counts == {str(paired or 0)}
+    assert ('mmlu: no questions are paired' in printed) == (paired is None)
+    assert ('mmlu has no ensemble' in printed) == (not paired)
+
+
+@pytest.mark.parametrize('content', ['[' * 100_000, '\0', '{"config": {"model": "\\u0000"}}',
+                                     '{"config": {"model": 3}, "seed": 0, "tasks": {}}', 'null'])
+def test_results_of_any_content_are_named_not_a_traceback(tmp_path, content):
+    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
+    (b / 'results.json').write_text(content)
+    with pytest.raises((ConfigError, DataError), match='b/results.json is not what'):
+        run_compare(a, b, f'--out_dir={tmp_path / "out"}')
+
+
+def test_help_is_that_of_the_comparison(capsys):
+    with pytest.raises(SystemExit):
+        run_compare('--help')
+    printed = capsys.readouterr().out
+    assert printed.startswith('usage: python evaluate.py --compare FOLDER FOLDER')
+    assert '--ensemble' in printed and 'configs/' not in printed
+
+
 def test_questions_asked_again_count_once(tmp_path):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
-    old = [s | {'prompt': 'old', 'answer': 0} for s in report.read_samples(a / 'samples.jsonl')]
+    old = [s | {'prompt': 'old', 'answer': 0} for s in samples.read_samples(a / 'samples.jsonl')]
     content = (a / 'samples.jsonl').read_text()
     for name, text in (('new', content), ('out', ''.join(json.dumps(s) + '\n' for s in old)
                                           + content)):
@@ -281,7 +331,7 @@ def test_tasks_not_in_common(tmp_path, capsys):
         for task in both:
             rows = [token | {'id': f't{i}', 'correct': i % 2 == 0} for i in range(9)]
             if task == 'arc':
-                rows = report.read_samples(c / 'samples.jsonl')
+                rows = samples.read_samples(c / 'samples.jsonl')
             entry = {'distribution': 'top token', 'norm': 'token',
                      'pooled': {'n': len(rows)}}
             content['tasks'] = {task: entry} | content['tasks']
@@ -300,38 +350,27 @@ def test_tasks_not_in_common(tmp_path, capsys):
         run_compare(b, c, f'--out_dir={tmp_path / "out"}')
 
 
-def test_a_picture_that_fails_costs_no_table(tmp_path, capsys):
+def test_a_picture_that_fails_costs_no_table_and_is_not_called_written(tmp_path, capsys,
+                                                                    monkeypatch):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
-    for name in ('reliability-mmlu.png', 'compare.png'):
-        (tmp_path / 'out' / f'{name}.tmp').mkdir(parents=True)
-    run_compare(a, b, '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
-    run_compare(a, b, '--x=run', f'--out_dir={tmp_path / "out"}')
-    warned = capsys.readouterr().err
-    assert 'reliability-mmlu.png was not written' in warned
-    assert 'compare.png was not written' in warned
+    c = write_run(tmp_path / 'c', seed=1)
+
+    def fail(*_):
+        raise OSError('no space')
+    for module in (plots, over_seeds):
+        monkeypatch.setattr(module, 'save_figure', fail)
+    for runs, picture, tables in ((
+            (a, b), 'reliability-mmlu.png', 'wrote compare.md, compare.tex, compare.csv to '), (
+            (a, c), 'compare.png', 'wrote compare.csv, compare.md, compare.tex to ')):
+        run_compare(*runs, '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
+        printed = capsys.readouterr()
+        assert f'{picture} was not written: OSError: no space' in printed.err
+        assert tables in printed.out and (tmp_path / 'out' / 'compare.md').exists()
 
 
 # ------------------------------------------------------------------------------------------------
 # Over seeds
 # ------------------------------------------------------------------------------------------------
-
-# of a study: five seeds, two rates, a base model; ECE falls by 0.02 with smoothing, but for seed 4
-def study_lines():
-    for seed in range(5):
-        for kind, smoothing in (('base', ''), ('tuned', '0.0'), ('tuned', '0.1')):
-            for task in ('text4', 'facts'):
-                ece = {'': 0.02, '0.0': 0.1, '0.1': 0.08}[smoothing] + 0.001 * seed
-                ece += 0.01 * (seed == 4 and smoothing == '0.1')
-                yield {'run': f'{kind}-smoothing{smoothing}', 'kind': kind, 'seed': seed,
-                       'task': task, 'language': 'all', 'category': 'all', 'scaling': 'none',
-                       'smoothing': smoothing, 'n': 100, 'ece': ece, 'accuracy': 0.5}
-
-
-def write_lines(path, lines):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report.csv_text(list(lines)))
-    return path
-
 
 def test_tables_into_a_closed_pipe(tmp_path):
     """As `| head` leaves it: no error, and nothing of what is written is lost."""
@@ -347,77 +386,6 @@ def test_tables_into_a_closed_pipe(tmp_path):
     os.close(write)
     assert ends == [(128 + signal.SIGPIPE, b''), (-signal.SIGPIPE, b'')]
     assert {'compare.md', 'compare.csv'} <= {p.name for p in tmp_path.iterdir()}
-
-
-def test_compare_over_seeds(tmp_path, capsys):
-    path = write_lines(tmp_path / 'study' / 'compare.csv', study_lines())
-    arguments = [path, '--x=smoothing', '--reference=base', '--where=task=text4',
-                 f'--out_dir={tmp_path / "out"}']
-    run_compare(*arguments)
-    rows = [[c.strip() for c in line.split('|')[1:-1]]
-            for line in (tmp_path / 'out' / 'compare.md').read_text().splitlines()]
-    assert rows[0][:7] == ['task', 'smoothing', 'seeds', 'ECE', 'ECE minus that of base',
-                           'ECE minus that of smoothing 0.0', 'accuracy']
-    assert [row[1] for row in rows[2:]] == ['base', '0.0', '0.1'] and {r[2] for r in rows[2:]} == {
-        '5'}
-    d = [-0.02] * 4 + [-0.01]
-    mean, low, high = stats.mean_interval(d)
-    assert rows[4][5] == f'{mean:+.3f} ± {(high - low) / 2:.3f}, p {stats.student_t(d)[2]:.1g}'
-    assert rows[2][4] == rows[2][5] == rows[3][5] == ''
-    assert rows[3][4].startswith('+0.080 ± 0.000, p 0')
-    assert (tmp_path / 'out' / 'compare.png').read_bytes().startswith(b'\x89PNG')
-    table, = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
-    assert [row[3] for row in table[1:]] == [    # ECE: base, smoothing 0.0 and 0.1
-        rf'\textbf{{{rows[2][3]}}}'.replace('±', r'$\pm$'), *(
-            row[3].replace('±', r'$\pm$') for row in rows[3:])]
-    again = csv_rows(tmp_path / 'out' / 'compare.csv')
-    assert len(again) == 15 and {r['task'] for r in again} == {'text4'}
-    capsys.readouterr()
-    for change, message in (
-            (['--x=kind', '--by=', '--reference='], 'fall together; choose by .* run, smoothing'),
-            (['--x=lr'], "there is no 'lr'; there are category, kind"),
-            (['--x=ece'], "there is no 'ece'; there are category, kind"),
-            (['--by=smoothing'], 'named twice in panel, by and x: .*smoothing'),
-            (['--metrics='], "metrics: there is no ''; there are accuracy, ece, n"),
-            (['--reference=bass'], "reference: there is no 'bass'; there are base, tuned"),
-            (['--where=task'], "where: 'task' is not column=value"),
-            (['--where=tusk=a'], "where, 'tusk=a': there is no 'tusk'; there are .*task"),
-            (['--where=task=none'],
-             "where, 'task=none': there is no 'none'; there are facts, text4"),
-            (['--metrics=ece,acuracy'], "metrics: there is no 'acuracy'; there are accuracy"),
-            (['--reference=base,tuned'], 'leaves no other run to compare with')):
-        with pytest.raises((ConfigError, DataError), match=message):
-            run_compare(*arguments, *change)
-    lines = list(study_lines())
-    one = [line | {'language': 'en'} if line['task'] == 'text4' else line for line in lines]
-    two = one + [line | {'language': 'de'} for line in one if line['language'] == 'en']
-    write_lines(path, one)      # the only language of this task need not be named
-    run_compare(*arguments)
-    assert '| text4 | 0.1 | 5 |' in (tmp_path / 'out' / 'compare.md').read_text()
-    write_lines(path, two)
-    with pytest.raises(ConfigError, match='by --where, --by or --panel one of language'):
-        run_compare(*arguments)
-    run_compare(*arguments, '--panel=task,language')
-    assert '| text4 | de | 0.1 | 5 |' in (tmp_path / 'out' / 'compare.md').read_text()
-    write_lines(path, lines)
-    path.write_text(path.read_text().replace('0.08', 'x.08'))
-    with pytest.raises(DataError, match=r"compare.csv:\d+: not a line .*'x.08"):
-        run_compare(*arguments)
-    header, first, *_ = path.read_text().splitlines()
-    for content, message in (
-            (f'{header}\n{first},1\n', 'compare.csv:2: not a line .* longer'),
-            (f'{header}\n{first}\n{first[:20]}\n', 'compare.csv:3: not a line .* shorter'),
-            (f'{header}\n', 'compare.csv has no lines below its header'),
-            ('', 'has no lines'), (f'{header}\n"{first}', 'compare.csv:2: not a line')):
-        path.write_text(content)
-        with pytest.raises(DataError, match=message):
-            run_compare(*arguments)
-    path.write_bytes(header.encode() + b'\n\xff')
-    with pytest.raises(DataError, match='compare.csv:2: not UTF-8'):
-        run_compare(*arguments)
-    path.write_text('a,b\n1,2\n')
-    with pytest.raises(DataError, match="compare.csv:2: not a line .*'run'"):
-        run_compare(*arguments)
 
 
 def write_grid(folder, seeds=(0, 1, 2)):
@@ -442,27 +410,55 @@ def test_another_loss_has_a_column(tmp_path, capsys):
     assert [row['loss'] for row in rows] == ['cross_entropy()', 'focal(2) + z_loss(1e-4)']
 
 
-def test_a_grid_is_shown_whole(tmp_path, capsys):
+def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys):
     """Two settings differ: the first is x, the second `by`, and nothing has to be chosen."""
     grid = write_grid(tmp_path / 'grid')
-    run_compare(grid, f'--out_dir={tmp_path / "out"}')
+    run_compare(grid, '--metrics=ece', f'--out_dir={tmp_path / "out"}')
     said = capsys.readouterr().out
-    assert '3 seeds; --x=lr --by=smoothing\n' in said
+    assert '3 seeds, by smoothing, lr\n' in said
     rows = [line.split()[:4] for line in said.splitlines() if line.startswith('mmlu')]
     assert rows == [['mmlu', smoothing, lr, '3'] for smoothing in ('0.0', '0.1')
                     for lr in ('0.0001', '0.001')]
     assert 'ECE minus that of lr 0.0001' in said
-    # what is given stays; one of three seeds of a run is missing
+    table, = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
+    assert [row[4].startswith(r'\textbf') for row in table[1:]].count(True) == 1
+    assert (tmp_path / 'out' / 'compare.png').read_bytes().startswith(b'\x89PNG')
+    # one of three seeds of a run is missing
     (grid / 'seed-0' / 'tuned-0.001-0.1' / 'results.json').unlink()
-    run_compare(grid, '--x=smoothing', f'--out_dir={tmp_path / "out"}')
+    run_compare(grid, f'--out_dir={tmp_path / "out"}')
     rows = [line.split()[:4] for line in capsys.readouterr().out.splitlines()
             if line.startswith('mmlu')]
-    assert [row[1:] for row in rows] == [['0.0001', '0.0', '3'], ['0.0001', '0.1', '3'],
-                                         ['0.001', '0.0', '3'], ['0.001', '0.1', '2']]
-    # runs of several tasks, languages and kinds as well
+    assert [row[1:] for row in rows] == [['0.0', '0.0001', '3'], ['0.0', '0.001', '3'],
+                                         ['0.1', '0.0001', '3'], ['0.1', '0.001', '2']]
+    # runs of several kinds as well
     write_run(grid / 'seed-0' / 'base', seed=0, settings={'lr': 1e-4, 'smoothing': 0.0})
     run_compare(grid, f'--out_dir={tmp_path / "out"}')
-    assert '--x=lr --by=smoothing,kind\n' in capsys.readouterr().out
+    assert ', by smoothing, kind, lr\n' in capsys.readouterr().out
+
+
+def test_differences_over_seeds_pair_runs_of_the_same_seed(tmp_path):
+    for seed in range(3):
+        for smoothing in (0.0, 0.1):
+            write_run(tmp_path / 'runs' / f'seed-{seed}-{smoothing}', seed=seed,
+                      sharpness=1 + smoothing, settings={'smoothing': smoothing})
+    lines = compare_csv_of([tmp_path / 'runs'], tmp_path / 'out', '--metrics=ece')
+    rows = [[c.strip() for c in line.split('|')[1:-1]]
+            for line in (tmp_path / 'out' / 'compare.md').read_text().splitlines()]
+    assert rows[0] == ['task', 'smoothing', 'seeds', 'ECE', 'ECE minus that of smoothing 0.0']
+    ece = {(line['smoothing'], line['seed']): float(line['ece']) for line in lines}
+    d = [ece['0.1', seed] - ece['0.0', seed] for seed in '012']
+    mean, low, high = stats.mean_interval(d)
+    assert rows[3][1:] == ['0.1', '3', rows[3][3], f'{mean:+.3f} ± {(high - low) / 2:.3f}, '
+                           f'p {stats.student_t(d)[2]:.1g}']
+    assert rows[2][4] == ''
+
+
+@pytest.mark.parametrize('key', ['where', 'x', 'by', 'panel', 'reference'])
+def test_the_command_line_has_no_language_for_sweeps(tmp_path, key):
+    with pytest.raises(ConfigError, match=f"there is no key '{key}'"):
+        run_compare(tmp_path, tmp_path, f'--{key}=a')
+    with pytest.raises(ConfigError, match="metrics: there is no 'acuracy'; there are accuracy, "):
+        run_compare(tmp_path, tmp_path, '--metrics=ece,acuracy')
 
 
 def test_runs_scored_in_different_ways_are_told_apart(tmp_path, capsys):
@@ -471,35 +467,16 @@ def test_runs_scored_in_different_ways_are_told_apart(tmp_path, capsys):
         write_run(tmp_path / 'runs' / f'a-{seed}-sum', seed=seed, result={
             'distribution': 'mmlu, 5 shots, letters, sum', 'norm': 'sum'})
     run_compare(tmp_path / 'runs', f'--out_dir={tmp_path / "out"}')
-    assert '--x=distribution --by=\n' in capsys.readouterr().out
+    assert ', by distribution\n' in capsys.readouterr().out
 
 
 def test_runs_that_are_the_same(tmp_path):
     for seed in (0, 1):
-        for place in ('one', 'two'):
-            write_run(tmp_path / place / f'seed-{seed}' / 'tuned', seed=seed)
+        for folder in ('one', 'two'):
+            write_run(tmp_path / folder / f'seed-{seed}' / 'tuned', seed=seed)
     with pytest.raises(ConfigError,
-                       match='tuned and tuned of seed 0 fall together; their settings are'):
+                       match='tuned and tuned of seed 0 belong to one group; their settings are'):
         run_compare(tmp_path / 'one', tmp_path / 'two', f'--out_dir={tmp_path / "out"}')
-
-
-def test_a_run_counts_once(tmp_path):
-    """Its folder and a compare.csv that was made from it are not two runs."""
-    grid, out = write_grid(tmp_path / 'grid'), f'--out_dir={tmp_path / "out"}'
-    run_compare(grid, out)
-    with pytest.raises(ConfigError, match='a run is there twice'):
-        run_compare(grid, tmp_path / 'out' / 'compare.csv', f'--out_dir={tmp_path / "again"}')
-
-
-def test_a_table_is_not_cut_by_where(tmp_path):
-    """compare.csv is a source and would be written again without the lines of another task."""
-    path = write_lines(tmp_path / 'study' / 'compare.csv', study_lines())
-    content = path.read_text()
-    with pytest.raises(ConfigError, match='would lose the lines .*; give another'):
-        run_compare(path, '--x=smoothing', '--where=task=facts', f'--out_dir={path.parent}')
-    assert path.read_text() == content
-    run_compare(path, '--x=smoothing', '--reference=base', f'--out_dir={path.parent}')
-    assert len(csv_rows(path)) == len(list(study_lines()))
 
 
 def test_a_difference_over_fewer_seeds_says_so():
@@ -513,18 +490,6 @@ def test_a_difference_over_fewer_seeds_says_so():
 def test_no_whiskers_of_two_seeds():
     assert over_seeds.mean_and_ends([1.0, 3.0]) == [2.0, 2.0, 2.0]
     assert over_seeds.mean_and_ends([1.0, 2.0, 3.0]) == pytest.approx((2.0, -0.484138, 4.484138))
-
-
-def test_reachable_entropy_is_read(tmp_path):
-    for seed in range(2):
-        for rows in (0, 512):
-            run = write_run(tmp_path / 'runs' / f'a-{rows}-{seed}', seed=seed)
-            (run / 'reach.json').write_text(json.dumps(
-                {'unused_rows': rows, 'lowest_bits': 0.25 + rows, 'highest_bits': 9.0}))
-    run_compare(tmp_path / 'runs', '--metrics=reach_lowest_bits', f'--out_dir={tmp_path / "out"}')
-    lines = (tmp_path / 'out' / 'compare.md').read_text().splitlines()
-    assert lines[0].startswith('| task | unused_rows | seeds | least entropy (bits) |')
-    assert lines[2].startswith('| mmlu | 0 | 2 | 0.250 ± 0.000 |') and '512.25' in lines[3]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -672,6 +672,28 @@ def test_metrics_as_a_program(tmp_path):
     assert ['nll', '78.0000'] in [line.split() for line in run_metrics(path).stdout.split('\n')]
 
 
+def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
+    row = {'log_probs': [-2.0, -6.0], 'n_tokens': [1, 3], 'answer': 0, 'options': [' é', ' long']}
+    path = write_rows(tmp_path / 'samples.jsonl', [row])
+    for norm, lengths in (('token', (1, 3)), ('sum', (1, 1)), ('char', (1, 4)), ('byte', (2, 4))):
+        p = metrics.softmax([row['log_probs'] / np.array(lengths)])
+        lines = [line.split() for line in run_metrics(path, f'--norm={norm}').stdout.split('\n')]
+        assert ['confidence', f'{p.max():.4f}'] in lines, norm
+    assert run_metrics(path).stdout == run_metrics(path, '--norm=token').stdout
+    write_rows(path, [row | {'options': ['a']}])
+    assert '1: --norm=char needs options' in run_metrics(path, '--norm=char').stderr
+
+
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs Linux')
+def test_a_full_disk_behind_standard_output_is_one_line(tmp_path):
+    path = write_rows(tmp_path / 'samples.jsonl', [{'probs': [1.0], 'answer': 0}])
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run([sys.executable, 'metrics.py', path], cwd=HERE, stdout=full,
+                              stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        1, 'error: standard output cannot be written: No space left on device\n')
+
+
 def test_the_program_says_how_it_is_called():
     done = run_metrics('--help')
     assert done.returncode == 0 and done.stdout.startswith('usage: metrics.py')
@@ -852,6 +874,33 @@ def test_report_holds_plain_numbers_and_agrees_with_the_functions():
     as_float32 = metrics.report(probs.astype(np.float32), labels.astype(np.int8))
     assert as_float32 == {key: pytest.approx(value, abs=1e-6) for key, value in result.items()}
     assert metrics.report(probs.tolist(), labels.tolist()) == result
+
+
+def test_the_table_of_measures_is_what_a_report_holds():
+    probs, labels = golden_case('small_4')
+    keys = [measure.key for measure in metrics.MEASURES]
+    assert list(metrics.report(probs, labels)) == ['n', *keys] and len({*keys}) == len(keys)
+    assert len({measure.title for measure in metrics.MEASURES}) == len(keys)
+    for measure in metrics.MEASURES:
+        value = measure.value(probs, labels)
+        assert format(value, measure.format) and type(value) in (int, float), measure.key
+        assert measure.higher_is_better in (True, False, None)
+        assert {*measure.tables} <= {'runs', 'results', 'compare'}
+    alone = metrics.report(*metrics.top_label(probs, labels))
+    assert list(alone) == ['n', *(x.key for x in metrics.MEASURES if x.needs == 'prediction')]
+
+
+@pytest.mark.parametrize('dtype, off, refused', [
+    (np.float16, 9e-4, 2e-3), (np.float32, 9e-5, 2e-4), (np.float64, 9e-5, 2e-4)])
+def test_rows_may_be_off_by_the_rounding_of_their_precision(dtype, off, refused):
+    rng = np.random.default_rng(0)
+    probs = metrics.softmax(3 * rng.normal(size=(5000, 5)))
+    labels = rng.integers(0, 5, 5000)
+    rounded = metrics.report(probs.astype(dtype), labels)
+    assert rounded['brier'] == pytest.approx(metrics.brier(probs, labels), abs=1e-3)
+    metrics.check_probs(np.array([[0.5, 0.5 + off]], dtype), [0])
+    with pytest.raises(ValueError, match='row 0: probabilities sum to'):
+        metrics.check_probs(np.array([[0.5, 0.5 + refused]], dtype), [0])
 
 
 def test_metrics_leave_their_input_alone():

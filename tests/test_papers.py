@@ -335,6 +335,7 @@ def test_a_killed_script_goes_on(hub, tmp_path):
 @pytest.mark.parametrize('arguments, message', [
     (['--max_step=3'], "there is no key 'max_step'; did you mean 'max_steps'?"),
     (['--only=gemma3'], '--only=gemma3: no run has such a name; --plan lists them'),
+    (['--plan', '--only=zz'], '--only=zz: no run has such a name; --plan lists them'),
     (['--only=base', '--val_size=-1'], 'no model folder|downloading the model'),
     (['stray'], "unexpected argument 'stray'"),
 ])

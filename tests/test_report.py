@@ -7,13 +7,14 @@ import json
 import operator
 import os
 import re
+import warnings
 
 import numpy as np
 import pytest
 import metrics
 from common import write_rows, write_run
-from results import report
-from runtime import log, processes
+from results import plots, report, samples
+from runtime import processes
 from runtime.errors import DataError
 
 
@@ -70,49 +71,95 @@ def test_option_scores_norms():
 
 def test_a_sample_listed_twice(tmp_path):
     path = write_rows(tmp_path / 'samples.jsonl', [question(0), question(1), question(0)])
-    assert report.read_samples(path) == [question(0), question(1)]
+    assert samples.read_samples(path) == [question(0), question(1)]
     # another prompt is another question: the last one counts
     write_rows(path, [question(0), question(1), question(0, prompt='new')])
-    assert len(report.read_samples(path)) == 3
-    assert report.last_asked(report.read_samples(path)) == [
+    assert len(samples.read_samples(path)) == 3
+    assert samples.last_asked(samples.read_samples(path)) == [
         question(1), question(0, prompt='new')]
     # asked once more with the first prompt: what is scored now counts, to its last digits
     again = question(0, log_probs=[-1.00001, -2.0])
     write_rows(path, [question(0), question(0, prompt='new'), again])
-    assert report.last_asked(report.read_samples(path)) == [again]
+    assert samples.last_asked(samples.read_samples(path)) == [again]
     write_rows(path, [question(0), question(1), question(0, log_probs=[-1.5, -2.0])])
     with pytest.raises(DataError, match=r'samples.jsonl:3: differs from .*samples.jsonl:1, .*q0'):
-        report.read_samples(path)
+        samples.read_samples(path)
 
 
-@pytest.mark.parametrize('row', [
-    {'task': 'mmlu'}, TOKEN | {'confidence': '0.5'}, TOKEN | {'entropy': float('nan')},
-    {k: v for k, v in TOKEN.items() if k != 'entropy'},
-    {k: v for k, v in TOKEN.items() if k != 'id'},
-    {k: v for k, v in question().items() if k != 'id'},
-    question(log_probs=[-1.0]), question(log_probs='no'), question(log_probs=[None, -1.0]),
-    question(log_probs=[float('nan'), -1.0]), question(answer=2), question(answer=-1),
-    question(answer=True), question(answer='A'), question(options=None)])
-def test_a_damaged_sample_is_named(tmp_path, row):
+def without(row, key):
+    return {k: v for k, v in row.items() if k != key}
+
+
+@pytest.mark.parametrize('row, reason', [
+    ([1], 'no JSON object'), (None, 'no JSON object'), ({'task': 'mmlu'}, 'id must be text'),
+    (without(TOKEN, 'id'), 'id must be text, not None'), (without(TOKEN, 'prompt'), 'prompt must'),
+    (question(id=['q0']), 'id must be text'), (question(task=3), 'task must be text'),
+    (question(split=1), 'split must be text'), (question(language=[]), 'language must be text'),
+    (question(category=3), 'category must be text'), (TOKEN | {'text': 1}, 'text must be text'),
+    (TOKEN | {'of': 0}, 'of must be a whole number'), (TOKEN | {'of': 'x'}, 'of must be a whole'),
+    (without(TOKEN, 'entropy'), 'entropy must be a finite'),
+    (TOKEN | {'confidence': '0.5'}, 'confidence must be a finite number'),
+    (TOKEN | {'entropy': float('nan')}, 'entropy must be a finite number'),
+    (TOKEN | {'log_prob': -10**400}, 'log_prob must be a finite number'),
+    (TOKEN | {'correct': 1}, 'correct must be true or false'),
+    (TOKEN | {'confidence': 1.5}, 'confidence must be from 0 to 1'),
+    (TOKEN | {'log_prob': 0.5}, 'log_prob must be at most 0'),
+    (TOKEN | {'entropy': -1.0}, 'entropy at least 0'),
+    (TOKEN | {'token': 5, 'top_token': 6}, 'contradict each other'),
+    (TOKEN | {'token': 5, 'top_token': 5, 'log_prob': -0.1}, 'contradict each other'),
+    (TOKEN | {'token': 5, 'top_token': 5, 'log_prob': -3.0}, 'contradict each other'),
+    (question(log_probs=[-1.0]), 'differ in length'), (question(log_probs='no'), 'a list of num'),
+    (question(log_probs=[None, -1.0]), 'log_probs must be a list of numbers'),
+    (question(log_probs=[float('nan'), -1.0]), 'finite and at most 0, not nan'),
+    (question(log_probs=[-10**400, -1.0]), 'finite and at most 0'),
+    (question(log_probs=[0.5, -1.0]), 'at most 0, not 0.5'),
+    (question(n_tokens=None), 'n_tokens must be a list of numbers, not None'),
+    (question(n_tokens=[0, 1]), 'n_tokens must be 1 or more'),
+    (question(n_tokens=[1, None]), 'n_tokens must be a list'),
+    (question(options=[1, 2]), 'options must be a list of text'),
+    (question(options=None), 'options must be a list of text'),
+    (question(answer=2), 'answer must be the index'), (question(answer=-1), 'answer must be'),
+    (question(answer=True), 'answer must be the index'), (question(answer='A'), 'answer must be')])
+def test_a_damaged_or_edited_sample_is_named_with_its_line(tmp_path, row, reason):
     path = write_rows(tmp_path / 'samples.jsonl', [question(0), row, question(2)])
-    with pytest.raises(DataError, match='samples.jsonl:2: not a sample that evaluate.py wrote'):
-        report.read_samples(path)
+    message = rf'samples.jsonl:2: not a sample that evaluate.py wrote: .*{reason}.*; delete this'
+    with pytest.raises(DataError, match=message):
+        samples.read_samples(path)
+
+
+def test_a_line_with_too_many_brackets_is_named(tmp_path):
+    path = tmp_path / 'samples.jsonl'
+    path.write_text('[' * 100_000 + ']' * 100_000 + '\n')
+    with pytest.raises(DataError, match='samples.jsonl:1: unusable JSON'):
+        samples.read_samples(path)
+
+
+def test_metrics_are_computed_again_if_their_code_changed(monkeypatch, capsys):
+    rows = [question(i) for i in range(6)]
+    earlier = {'mmlu': report.summarize(rows, 'token', n_bootstrap=5) | {
+        'norm': 'token', 'distribution': 'd', 'n_bootstrap': 5, 'seed': 0}}
+    assert report.measure_again(earlier, {'mmlu': rows}) == earlier
+    assert capsys.readouterr().out == ''
+    edited = {'mmlu': earlier['mmlu'] | {'measured_by': 'other code', 'pooled': {'n': 6}}}
+    assert report.measure_again(edited, {'mmlu': rows}) == earlier
+    assert 'mmlu: its metrics are computed again from samples.jsonl' in capsys.readouterr().out
+    assert report.measure_again(edited, {'mmlu': rows[1:]}) == edited       # other samples
 
 
 def test_only_a_cut_line_is_left_out(tmp_path):
     path = write_rows(tmp_path / 'samples.jsonl', [question(0), TOKEN])
     path.write_text(path.read_text() + '{"task": "mm')
-    assert len(report.read_samples(path)) == 2
+    assert len(samples.read_samples(path)) == 2
     path.write_text(path.read_text() + '\n')
     with pytest.raises(DataError, match='samples.jsonl:3: broken JSON'):
-        report.read_samples(path)
+        samples.read_samples(path)
     write_rows(path, [question(0)])
     path.write_bytes(path.read_bytes() + '{"id": "ä'.encode()[:-1])     # cut inside a character
-    assert len(report.read_samples(path)) == 1
+    assert len(samples.read_samples(path)) == 1
     path.write_text('{"task": "mm')
-    assert report.read_samples(path) == []
+    assert samples.read_samples(path) == []
     path.write_text('')
-    assert report.read_samples(path) == []
+    assert samples.read_samples(path) == []
 
 
 def test_nll_of_sums_is_not_clipped():
@@ -158,8 +205,12 @@ def test_each_task_says_how_it_was_scored():
 
 
 def test_notes_below_a_table():
-    assert report.notes(result() | {'mass': 0.4}) == [
-        'the options together have a mean probability of 0.400']
+    many = result(option_mass=0.4)
+    many['pooled']['n'] = 1000
+    expected = ['the options together have a mean probability of 0.400']
+    assert report.notes(many) == expected
+    many['mass'] = many.pop('option_mass')      # its name in results of earlier versions
+    assert report.notes(many) == expected
     noted = result(duplicate_options=9, fewer_shots=2, shots=5, bad_rows=1,
                    first_bad='x.csv:3: no answer')
     text = report.task_text('mmlu', noted)
@@ -167,6 +218,17 @@ def test_notes_below_a_table():
                  '1 bad rows left out, the first: x.csv:3: no answer'):
         assert f'\n{line}' in text
         assert f'\n{line}' in report.to_markdown({'tasks': {'mmlu': noted}})
+
+
+@pytest.mark.parametrize('n, bins', [(50, '1 bin here'), (999, '9 bins here'), (1000, None)])
+def test_few_questions_are_noted_beside_rmsce(n, bins):
+    few = result()
+    few['pooled']['n'] = n
+    lines = [line for line in report.notes(few) if 'RMSCE' in line]
+    assert (bins in lines[0] and 'bins of 100 questions' in lines[0]) if bins else not lines
+    tokens = report.summarize([TOKEN | {'id': f't{i}', 'token': i} for i in range(3)], 'token', n_bootstrap=5)
+    text = report.task_text('clm', tokens | {'distribution': 'next tokens', 'norm': 'token'})
+    assert text.split('\n')[1].split()[:2] == ['group', 'tokens'] and 'questions' not in text
 
 
 def tabulars(text):
@@ -204,8 +266,9 @@ def test_latex_escapes_everything():
 
 
 def test_the_best_of_each_group():
-    lines = [('run', 'seeds', 'MMLU accuracy', 'ECE', 'ECE (paper)', 'p ECE', 'ECE minus that of a',
-              'confidence - accuracy', 'entropy (bits)'),
+    heading = report.Heading
+    lines = [('run', 'seeds', heading('accuracy', 'MMLU accuracy'), heading('ece'), 'ECE (paper)',
+              'p ECE', 'ECE minus that of a', heading('gap'), heading('entropy_bits')),
              ('a', '1', '0.50 ± 0.1', '0.10 [0.05, 0.20]', '0.1', '0.1', '-0.1', '0.1', '1'),
              ('a', '2', '0.60 ± 0.1', '0.10', '0.2', '0.2', '-0.2', '0.2', '2'),
              ('a', '3', '0.60 ± 0.3', '0.20', '0.3', '0.3', '-0.3', '0.3', '3'),
@@ -262,7 +325,7 @@ def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
     (tmp_path / 'results.md').mkdir()
     written = {'tasks': {'mmlu': result()}}
     report.write_results(written, tmp_path)
-    report.draw_reliability(tmp_path / 'reliability.png', panels_of(1))
+    plots.draw_reliability(tmp_path / 'reliability.png', panels_of(1))
     assert json.loads((tmp_path / 'results.json').read_text())['tasks']['mmlu']['pooled']['n'] == 6
     assert (tmp_path / 'results.csv').exists() and not (tmp_path / 'results.md').is_file()
     assert tabulars((tmp_path / 'results.tex').read_text())
@@ -274,8 +337,8 @@ def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
 @pytest.mark.parametrize('n', [1, 3, 12])
 def test_reliability_diagrams(tmp_path, monkeypatch, n):
     figures = []
-    monkeypatch.setattr(report, 'save_figure', lambda figure, *rest: figures.append(figure))
-    report.draw_reliability(tmp_path / 'a.png', panels_of(n))
+    monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: figures.append(figure))
+    plots.draw_reliability(tmp_path / 'a.png', panels_of(n))
     figure = figures[0]
     labels = {text.get_text(): patch for legend in figure.legends
               for text, patch in zip(legend.get_texts(), legend.legend_handles)}
@@ -292,10 +355,24 @@ def test_reliability_diagrams(tmp_path, monkeypatch, n):
     figure.draw_without_rendering()    # no mathematics in a name
 
 
+def test_a_picture_has_no_boxes_for_characters_without_a_glyph(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plots, '_fonts', lambda: ['DejaVu Sans'])
+    plots._charmaps.cache_clear()
+    try:
+        assert plots.printable('模型 a$ü') == r'\u6a21\u578b a\$ü'
+        panel = panels_of(1)[0][1]
+        with warnings.catch_warnings(record=True) as said:      # 'Glyph 27169 missing from font'
+            warnings.simplefilter('always')
+            assert plots.draw_reliability(tmp_path / 'a.png', [('模型', panel)])
+        assert not said and not capsys.readouterr().err
+    finally:
+        plots._charmaps.cache_clear()
+
+
 def test_reliability_of_certain_answers(tmp_path, capsys):
     sure = report.Predictions(np.ones(5), np.array([True] * 4 + [False]))
     right = report.Predictions(np.full(12, 0.95), np.ones(12, bool))    # interval ends at 1 - 2e-16
-    report.draw_reliability(tmp_path / 'a.png', [('sure', sure), ('right', right)])
+    plots.draw_reliability(tmp_path / 'a.png', [('sure', sure), ('right', right)])
     assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG') and not capsys.readouterr().err
 
 
@@ -305,8 +382,8 @@ def test_loss_is_drawn_over_whole_steps(tmp_path, monkeypatch, norms):
            for i, norm in enumerate(norms)]
     write_rows(tmp_path / 'log.jsonl', steps)
     figures = []
-    monkeypatch.setattr(log, 'save_figure', lambda figure, *rest: figures.append(figure))
-    log.draw_loss(tmp_path)
+    monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: figures.append(figure))
+    plots.draw_loss(tmp_path)
     figures[0].draw_without_rendering()
     _, bottom = figures[0].axes
     low, high = bottom.get_xlim()
@@ -321,7 +398,7 @@ def test_loss_is_drawn_over_whole_steps(tmp_path, monkeypatch, norms):
 
 def test_a_log_that_cannot_be_drawn(tmp_path, capsys):
     (tmp_path / 'log.jsonl').write_text('no\n')
-    log.draw_loss(tmp_path)
+    plots.draw_loss(tmp_path)
     assert 'loss.png was not written: JSONDecodeError' in capsys.readouterr().err
 
 
@@ -330,8 +407,8 @@ def test_reports_side_by_side(tmp_path, monkeypatch, capsys):
     runs = {'none': (None, tmp_path)}
     for name, sharpness in (('before', 1.0), ('after', 2.0)):
         folder = write_run(tmp_path / name, sharpness=sharpness, held_out=9)
-        samples = report.read_samples(folder / 'samples.jsonl')
-        runs[name] = {'tasks': {'mmlu': report.summarize(samples, 'token', n_bootstrap=10) | {
+        rows = samples.read_samples(folder / 'samples.jsonl')
+        runs[name] = {'tasks': {'mmlu': report.summarize(rows, 'token', n_bootstrap=10) | {
             'norm': 'token', 'distribution': 'mmlu, x'}}}, folder
     drawn = {}
     monkeypatch.setattr(report, 'draw_reliability',

@@ -33,6 +33,13 @@ def test_scaling_finds_what_was_done():
             scaling.fit_temperature(bad, [1])
 
 
+@pytest.mark.parametrize('shift', [0.0, 5.0, -40.0])
+def test_the_temperature_of_a_separable_set_is_the_end_of_the_range(shift):
+    scores = np.array([[3.0, 0.0, -1.0], [0.0, 0.5, -np.inf]]) + shift
+    assert scaling.fit_temperature(scores, [0, 1]) == pytest.approx(0.001)
+    assert scaling.fit_temperature(scores, [1, 0]) == pytest.approx(1000)
+
+
 def test_other_scalings():
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(6000, 3)) * 2

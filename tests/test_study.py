@@ -20,13 +20,14 @@ import scaling
 from common import HERE, write_run
 from data.world import WorldSpec, make_world
 from results import over_seeds
-from results.report import csv_text, predictions, read_samples
+from results.report import csv_text, predictions
 from results.runs import read_run
-from runtime.errors import ConfigError
-from stats import student_t
+from results.samples import read_samples
+from runtime.errors import ConfigError, DataError
+from stats import mean_interval, student_t
 from study import (architectures, base, common, effects, epochs, figures, frontier, gather,
-                   homogeneous, known, lora, losses, reach, side_by_side, size, smoothing, transfer,
-                   vocabulary)
+                   homogeneous, known, lora, losses, pivot, reach, side_by_side, size, smoothing,
+                   transfer, vocabulary)
 from train import TrainConfig, training_loss
 
 SCRIPTS = architectures, base, epochs, homogeneous, lora, size, smoothing, vocabulary
@@ -192,7 +193,7 @@ def test_the_probe_is_a_column_of_the_figures(small_study):
     assert 0 < found['lowest_bits'] <= found['highest_bits'] <= found['log2_vocab']
     run = read_run(folder)
     with contextlib.redirect_stdout(io.StringIO()):
-        lines = over_seeds.run_lines(run)
+        lines = pivot.run_lines(run)
     assert {line['reach_lowest_bits'] for line in lines} == {float(f'{found["lowest_bits"]:.5g}')}
     assert {line['unused_rows'] for line in lines} == {'0'}
 
@@ -219,6 +220,136 @@ def test_reachable_entropy():
     p = 1 / (1 + 7 * math.exp(-2))      # at best logits of 1 and -1
     floor = -p * math.log2(p) - (1 - p) * math.log2((1 - p) / 7)
     assert floor < capped and capped > found['lowest_bits']
+
+
+# Chosen lines along chosen axes: study/pivot.py
+
+# of a study: five seeds, two rates, a base model; ECE falls by 0.02 with smoothing, but for seed 4
+def study_lines():
+    for seed in range(5):
+        for kind, rate in (('base', ''), ('tuned', '0.0'), ('tuned', '0.1')):
+            for task in ('text4', 'facts'):
+                ece = {'': 0.02, '0.0': 0.1, '0.1': 0.08}[rate] + 0.001 * seed
+                ece += 0.01 * (seed == 4 and rate == '0.1')
+                yield {'run': f'{kind}-smoothing{rate}', 'kind': kind, 'seed': seed,
+                       'task': task, 'language': 'all', 'category': 'all', 'scaling': 'none',
+                       'smoothing': rate, 'n': 100, 'ece': ece, 'accuracy': 0.5}
+
+
+def write_lines(path, lines):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(csv_text(list(lines)))
+    return path
+
+
+def show(tables, out_dir, **view):
+    out_dir.mkdir(exist_ok=True, parents=True)
+    pivot.show([], [table.resolve() for table in tables], pivot.View(**view), out_dir)
+    return [[c.strip() for c in line.split('|')[1:-1]]
+            for line in (out_dir / 'compare.md').read_text().splitlines()]
+
+
+def test_a_view_shows_means_over_seeds_beside_its_reference(tmp_path):
+    path = write_lines(tmp_path / 'study' / 'compare.csv', study_lines())
+    rows = show([path], tmp_path / 'out', x='smoothing', reference=('base',),
+                where=('task=text4',))
+    assert rows[0][:7] == ['task', 'smoothing', 'seeds', 'ECE', 'ECE minus that of base',
+                           'ECE minus that of smoothing 0.0', 'accuracy']
+    assert [row[1] for row in rows[2:]] == ['base', '0.0', '0.1'] and {r[2] for r in rows[2:]} == {
+        '5'}
+    d = [-0.02] * 4 + [-0.01]
+    mean, low, high = mean_interval(d)
+    assert rows[4][5] == f'{mean:+.3f} ± {(high - low) / 2:.3f}, p {student_t(d)[2]:.1g}'
+    assert rows[2][4] == rows[2][5] == rows[3][5] == ''
+    assert rows[3][4].startswith('+0.080 ± 0.000, p 0')
+    assert (tmp_path / 'out' / 'compare.png').read_bytes().startswith(b'\x89PNG')
+    lines = pivot.read_lines(tmp_path / 'out' / 'compare.csv')
+    assert len(lines) == 15 and {line['task'] for line in lines} == {'text4'}
+
+
+@pytest.mark.parametrize('change, message', [
+    ({'x': 'kind', 'by': (), 'reference': ()}, 'to one group; they differ in run, .*smoothing'),
+    ({'x': 'lr'}, "there is no 'lr'; there are category, kind"),
+    ({'x': 'ece'}, "there is no 'ece'; there are category, kind"),
+    ({'by': ('smoothing',)}, 'named twice in panel, by and x: .*smoothing'),
+    ({'metrics': ()}, "metrics: there is no ''; there are accuracy, ece, n"),
+    ({'metrics': ('ece', 'acuracy')}, "metrics: there is no 'acuracy'; there are accuracy"),
+    ({'reference': ('bass',)}, "reference: there is no 'bass'; there are base, tuned"),
+    ({'reference': ('base', 'tuned')}, 'leaves no other run to compare with'),
+    ({'where': ('task',)}, "where: 'task' is not column=value"),
+    ({'where': ('tusk=a',)}, "where, 'tusk=a': there is no 'tusk'; there are .*task"),
+    ({'where': ('task=none',)}, "'task=none': there is no 'none'; there are facts, text4")])
+def test_a_view_names_the_column_or_value_that_is_not_there(tmp_path, change, message):
+    path = write_lines(tmp_path / 'compare.csv', study_lines())
+    view = {'x': 'smoothing', 'reference': ('base',), 'where': ('task=text4',)} | change
+    with pytest.raises(ConfigError, match=message):
+        show([path], tmp_path / 'out', **view)
+
+
+def test_the_only_language_of_a_task_need_not_be_named(tmp_path):
+    lines = list(study_lines())
+    one = [line | {'language': 'en'} if line['task'] == 'text4' else line for line in lines]
+    two = one + [line | {'language': 'de'} for line in one if line['language'] == 'en']
+    view = {'x': 'smoothing', 'reference': ('base',), 'where': ('task=text4',)}
+    path = write_lines(tmp_path / 'study' / 'compare.csv', one)
+    assert show([path], tmp_path / 'out', **view)[4][:3] == ['text4', '0.1', '5']
+    write_lines(path, two)
+    with pytest.raises(ConfigError, match='they differ in language'):
+        show([path], tmp_path / 'out', **view)
+    rows = show([path], tmp_path / 'out', panel=('task', 'language'), **view)
+    assert ['text4', 'de', '0.1', '5'] in [row[:4] for row in rows]
+
+
+def test_a_damaged_table_is_named_by_its_line(tmp_path):
+    path = write_lines(tmp_path / 'study' / 'compare.csv', study_lines())
+    header, first, *_ = path.read_text().splitlines()
+    for content, message in (
+            (path.read_text().replace('0.08', 'x.08'), r"compare.csv:\d+: not a line .*'x.08"),
+            (f'{header}\n{first},1\n', 'compare.csv:2: not a line .*another number of columns'),
+            (f'{header}\n{first}\n{first[:20]}\n', 'compare.csv:3: not a line .*another number'),
+            (f'{header}\n', 'compare.csv has no lines below its header'), ('', 'has no lines'),
+            (f'{header}\n"{first}', r'compare.csv:\d: not a line'),
+            ('a,b\n1,2\n', "compare.csv:2: not a line .*'run'")):
+        path.write_text(content)
+        with pytest.raises(DataError, match=message):
+            pivot.read_lines(path)
+    path.write_bytes(header.encode() + b'\n\xff')
+    with pytest.raises(DataError, match='not a line .*0xff'):
+        pivot.read_lines(path)
+
+
+def test_a_run_in_a_folder_and_in_a_table_counts_once(tmp_path):
+    runs = [read_run(write_run(tmp_path / f'seed-{seed}' / 'tuned', seed=seed)) for seed in (0, 1)]
+    (tmp_path / 'out').mkdir()
+    pivot.show(runs, [], pivot.View(), tmp_path / 'out')
+    with pytest.raises(ConfigError, match='a run is there twice'):
+        pivot.show(runs, [tmp_path / 'out' / 'compare.csv'], pivot.View(), tmp_path)
+
+
+def test_a_table_is_not_cut_by_where(tmp_path):
+    """compare.csv is a source and would be written again without the lines of another task."""
+    path = write_lines(tmp_path / 'study' / 'compare.csv', study_lines())
+    content = path.read_text()
+    with pytest.raises(ConfigError, match='would lose the lines .*; give another'):
+        show([path], path.parent.resolve(), x='smoothing', where=('task=facts',))
+    assert path.read_text() == content
+    show([path], path.parent, x='smoothing', reference=('base',))
+    assert len(pivot.read_lines(path)) == len(list(study_lines()))
+
+
+def test_reachable_entropy_has_a_column_if_it_was_probed(tmp_path):
+    runs = []
+    for seed in range(2):
+        for rows in (0, 512):
+            folder = write_run(tmp_path / 'runs' / f'a-{rows}-{seed}', seed=seed)
+            (folder / 'reach.json').write_text(json.dumps(
+                {'unused_rows': rows, 'lowest_bits': 0.25 + rows, 'highest_bits': 9.0}))
+            runs.append(read_run(folder))
+    (tmp_path / 'out').mkdir()
+    pivot.show(runs, [], pivot.View(metrics=('reach_lowest_bits',)), tmp_path / 'out')
+    lines = (tmp_path / 'out' / 'compare.md').read_text().splitlines()
+    assert lines[0].startswith('| task | unused_rows | seeds | least entropy (bits) |')
+    assert lines[2].startswith('| mmlu | 0 | 2 | 0.250 ± 0.000 |') and '512.25' in lines[3]
 
 
 # The losses: study/PLAN.md

@@ -1,0 +1,179 @@
+"""Pictures: reliability diagrams and the loss of a training run. A picture that fails is a warning.
+
+matplotlib is imported when the first picture is drawn: it takes half a second.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+
+import metrics
+from runtime.ownership import claim, temporary
+
+# fonts with Chinese, Japanese and Korean characters, on Linux, macOS and Windows
+FALLBACK_FONTS = ('Noto Sans CJK SC', 'Noto Sans CJK JP', 'Source Han Sans SC', 'Noto Sans SC',
+                  'WenQuanYi Zen Hei', 'Droid Sans Fallback', 'Unifont', 'PingFang SC',
+                  'Arial Unicode MS', 'Microsoft YaHei', 'SimHei')
+
+
+def new_figure(width, height):
+    """Return an empty figure of these inches, in fonts with as many characters as are installed."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    matplotlib.rcParams['font.family'] = _fonts()
+    return Figure(figsize=(width, height), layout='constrained')
+
+
+@functools.cache
+def _fonts():
+    from matplotlib import font_manager
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    return ['DejaVu Sans', *(name for name in FALLBACK_FONTS if name in installed)]
+
+
+@functools.cache
+def _charmaps():
+    """The characters of each font, as {code point: glyph}."""
+    from matplotlib import font_manager
+    return [font_manager.get_font(font_manager.findfont(name)).get_charmap() for name in _fonts()]
+
+
+def printable(text):
+    r"""Return `text` for a picture: $ signs escaped, characters without a glyph as \uXXXX."""
+    def shown(character):
+        known = character == '\n' or any(ord(character) in charmap for charmap in _charmaps())
+        return character if known else character.encode('unicode_escape').decode()
+    return ''.join(map(shown, text)).replace('$', r'\$')
+
+
+def figure_title(text, width):
+    """Return `printable(text)` in at most three lines of `width` characters."""
+    return '\n'.join(textwrap.wrap(printable(text), width, max_lines=3))
+
+
+def save_figure(figure, path, dpi):
+    """Write a PNG under a temporary name and rename it."""
+    with temporary(path) as part:
+        figure.savefig(part, format='png', dpi=dpi)
+
+
+@contextlib.contextmanager
+def warn_on_failure(path):
+    """Yield a list, for a `with` block that writes `path`: [path] if it succeeds.
+
+    If it fails, print a warning; the run continues without that file.
+    """
+    written = []
+    try:
+        yield written
+        written.append(path)
+    except Exception as error:      # matplotlib raises many kinds
+        print(f'warning: {path} was not written: {type(error).__name__}: {error}',
+              file=sys.stderr)
+
+
+def draw_reliability(path, panels, columns=5):
+    """Draw panels = [(title, Predictions), ...] as `draw_bins` does; return whether that succeeded.
+
+    A failure is a warning.
+    """
+    measured = {'accuracy': metrics.accuracy, 'confidence': metrics.mean_confidence,
+                'ECE': metrics.ece}
+    with warn_on_failure(path) as written:
+        draw_bins(path, [(title, {name: metric(*p[:2]) for name, metric in measured.items()},
+                          metrics.bins(*p[:2])) for title, p in panels], columns)
+    return bool(written)
+
+
+def draw_bins(path, panels, columns=5):
+    """Draw reliability diagrams side by side, PNG: panels = [(title, {name: number}, bins), ...].
+
+    bins: as metrics.bins returns them.
+    Bars: accuracy of the questions whose confidence falls into the bin, with its 95 % Wilson
+    interval; the gap to their mean confidence is shaded. Below: the share of questions in each bin.
+    More than `columns` panels take several rows.
+    """
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(max(3.6 * columns, 4.5), 4.6 * rows + 0.5)
+    axes = figure.subplots(2 * rows, columns, squeeze=False, sharex=True, sharey='row',
+                           height_ratios=(3, 1) * rows)
+    highest = max(float(bins['count'].max() / bins['count'].sum()) for _, _, bins in panels)
+    for i, panel in enumerate(panels):
+        top, bottom = axes[i // columns * 2:, i % columns][:2]
+        _draw_panel(top, bottom, *panel)
+        bottom.set_ylim(0, 1.05 * highest)
+        if i % columns == 0:
+            top.set_ylabel('accuracy')
+            bottom.set_ylabel('share')
+        if i + columns >= len(panels):
+            bottom.set_xlabel('confidence')
+            bottom.tick_params(labelbottom=True)
+    for ax in axes[-2:, len(panels) - columns * (rows - 1):].flat:
+        ax.axis('off')
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc='outside lower center', fontsize=8,
+                  frameon=False, ncols=1 if columns == 1 else 2 if columns < 4 else 5)
+    save_figure(figure, path, 150 if rows == 1 else 80)
+
+
+def _draw_panel(top, bottom, title, numbers, bins):
+    """Draw a reliability diagram on the axes `top`, the fractions in its bins on `bottom`."""
+    used, n, width = bins['count'] > 0, bins['count'].sum(), 1 / len(bins['count'])
+    left = np.flatnonzero(used) * width
+    accuracy, confidence, low, high = (bins[key][used] for key in (
+        'accuracy', 'confidence', 'low', 'high'))
+    bar = {'width': width, 'align': 'edge'}
+    top.bar(left, accuracy, color='#4878a8', edgecolor='white', label='accuracy of the bin', **bar)
+    # bars of height 0 too, so that every picture has both colors in its legend
+    top.bar(left, np.maximum(confidence - accuracy, 0), bottom=accuracy, color='#e8a29e',
+            label='overconfident: confidence above accuracy', **bar)
+    top.bar(left, np.maximum(accuracy - confidence, 0), bottom=confidence, color='#f5c566',
+            label='underconfident: confidence below accuracy', **bar)
+    ends = np.maximum((accuracy - low, high - accuracy), 0)     # -1e-16 by rounding
+    top.errorbar(left + width / 2, accuracy, ends, fmt='none', color='black', linewidth=1,
+                 capsize=2, label='95 % Wilson interval of the accuracy')
+    top.plot((0, 1), (0, 1), '--', color='black', linewidth=1, label='perfect calibration')
+    top.set_title(f'{figure_title(title, 36)}\naccuracy {numbers["accuracy"]:.3f}, '
+                  f'confidence {numbers["confidence"]:.3f}\nECE {numbers["ECE"]:.3f}, n = {n:,}',
+                  fontsize=9)
+    top.set(xlim=(0, 1), ylim=(0, 1))
+    bottom.bar(left, bins['count'][used] / n, color='#888888', edgecolor='white', **bar)
+
+
+def draw_loss(out_dir):
+    """Draw loss, NLL and gradient norm by step, from log.jsonl to loss.png."""
+    out_dir = Path(out_dir)
+    with warn_on_failure(out_dir / 'loss.png'):
+        claim(out_dir, 'loss.png')
+        from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+        with open(out_dir / 'log.jsonl', encoding='utf-8') as lines:
+            log = [json.loads(line) for line in lines]
+        figure = new_figure(7, 5)
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        style = {'linewidth': 1, 'markersize': 4}
+        marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
+        for key, label, mark in (('loss', 'loss', marker), ('nll', 'NLL', marker),
+                                 ('val_nll', 'NLL, held out', 'o')):
+            points = [(r['step'], r[key]) for r in log if key in r]
+            if points and not (key == 'loss' and all(r['loss'] == r['nll'] for r in log)):
+                top.plot(*zip(*points, strict=True), marker=mark, label=label, **style)
+        top.set_ylabel('nats per token')
+        top.set_title(figure_title(out_dir.name, 70), fontsize=10)
+        top.legend(frameon=False)
+        norms = [(r['step'], r['grad_norm']) for r in log if 0 < r['grad_norm'] < math.inf]
+        bottom.plot(*np.reshape(norms, (-1, 2)).T, marker=marker, color='grey', **style)
+        low, high = (f((norm for _, norm in norms), default=1) for f in (min, max))
+        bottom.set(xlabel='step', ylabel='gradient\nnorm', yscale='log', ylim=(low / 2, high * 2))
+        # whole steps; so few numbers along a logarithmic axis that no two overlap
+        bottom.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1,
+                                                   steps=(1, 2, 5, 10)))
+        bottom.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 7.5 * low else (1,)))
+        bottom.yaxis.set_major_formatter('{x:g}')
+        bottom.yaxis.set_minor_formatter(NullFormatter())
+        save_figure(figure, out_dir / 'loss.png', 150)
