@@ -3,3 +3,5 @@
 Nothing here knows what a question or a conversation is (data/), or what becomes of samples
 (results/).
 """
+
+__version__ = '0.2.0'

@@ -336,7 +336,7 @@ def made_up(tmp_path):
     for seed in losses.SEEDS:
         random, lines = np.random.default_rng(seed), []
 
-        def add(run, accuracy, ece, **more):
+        def add(run, accuracy, ece, seed=seed, lines=lines, **more):
             lines.append({'run': run, 'seed': seed, 'task': 'text4', 'language': 'all',
                           'category': 'all', 'scaling': 'none', 'accuracy': accuracy, 'ece': ece,
                           'smooth_ece': ece, 'nll': 1 + ece, 'brier': 0.5} | more)
