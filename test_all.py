@@ -1,8 +1,8 @@
-"""Run the tests in tests/, one process per core.
+"""Run the tests, one process per core.
 
     python test_all.py              # all of them
     python test_all.py --fast       # without those marked slow
-    python test_all.py -n0 -k ece   # any of pytest's options; -n0: in this process
+    python test_all.py -n0 -k ece   # any of pytest's options and paths; -n0: in this process
 """
 
 import os
@@ -13,11 +13,10 @@ import pytest
 
 if __name__ == '__main__':
     arguments = sys.argv[1:]
-    fast = '--fast' in arguments
-    if fast:
-        arguments.remove('--fast')
+    if '--fast' in arguments:
+        arguments[arguments.index('--fast')] = '-mnot slow'
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-    sys.exit(pytest.main([
-        str(Path(__file__).parent / 'tests'), '-q', '--durations=10', f'-n{cores}',
-        '-W', 'ignore::pytest.PytestAssertRewriteWarning', *(['-m', 'not slow'] if fast else []),
-        *arguments]))
+    if not any(Path(argument.split('::')[0]).exists() for argument in arguments):
+        arguments.append(str(Path(__file__).parent / 'tests'))
+    sys.exit(pytest.main(['-q', '--durations=10', f'-n{cores}', '--dist=worksteal',
+                          '-W', 'ignore::pytest.PytestAssertRewriteWarning', *arguments]))
