@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (DEVICES, HERE, SHARED, head_of_32, lora_model, needs_shared, reference_model,
+from common import (DEVICES, HERE, SHARED, head_of_32, lora_model, needs_files, reference_model,
                     rewrite, sentencepiece_folder, whole_rows, write_hub_tasks, write_rows)
 from safetensors.torch import load_file, save_file
 import evaluate
@@ -395,12 +395,12 @@ def test_bos_is_there_once(tokenizers, tmp_path):
             assert [*tree.prefix, *tree.stem].count(tokenizer.bos_id) == int(add_bos)
 
 
-@needs_shared
 @pytest.mark.parametrize('file', ['llama3_tokenizer.model', 'llama2_tokenizer.model',
                                   'mistral_tokenizer.model.v1',
                                   'mistral_mistral_instruct_tokenizer_240323.model.v3'])
 def test_seams_on_real_questions(file, tmp_path):
     """Prefix, question and options in pieces are the whole prompt's tokens, in every format."""
+    needs_files(f'tokenizers/{file}', 'datasets/mmlu_pro/mmlu_pro_sample.jsonl')
     datasets = SHARED / 'datasets'
     shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
     tokenizer = load_tokenizer(tmp_path)
@@ -1323,13 +1323,13 @@ json.dump({'versions': [lm_eval.__version__, transformers.__version__], 'found':
 """
 
 
-@needs_shared
 @pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs lm-eval')
 @pytest.mark.parametrize('name, file', [
     ('llama', 'llama2_tokenizer.model'), ('mistral', 'mistral_tokenizer.model.v1'),
     ('gemma2', 'llama2_tokenizer.model')])
 def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
     """Every option of real rows, in float32, with lm-evaluation-harness's own tasks and model."""
+    needs_files(f'tokenizers/{file}', 'datasets')
     folder = tmp_path / 'model'
     folder.mkdir()
     shutil.copyfile(SHARED / 'tokenizers' / file, folder / 'tokenizer.model')
