@@ -3,7 +3,7 @@
 A recipe is a section of a page. Its steps are python blocks behind a sentence that names the file
 and where the block goes, and that ends with a colon:
 
-    In `train.py`, add to `SCHEDULES`:          entries, at the beginning of that table
+    In `train.py`, add to `SCHEDULES`:          rows, at the end of that table
     In `model.py`, after `class Attention`:     lines, after the statement that begins so
     In `fused_ce.py`, add the function:         before the table that the next step extends
 
@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from common import HERE
@@ -60,13 +61,12 @@ def apply(text, root):
     todo = list(steps(text))
     assert todo, 'no step in this section'
     for i, (file, kind, name, block) in enumerate(todo):
-        lines = (root / file).read_text().splitlines(keepends=True)
+        block, lines = textwrap.dedent(block), (root / file).read_text().splitlines(keepends=True)
         if kind == 'to':
-            first, _ = statement(lines, f'{name} =')
-            opening = re.match(r'\w+ = (?:\w+\()?[{(\[]+', lines[first]).end()
-            indented = re.sub(r'^(?=.)', '    ', block.rstrip('\n'), flags=re.M).rstrip(',') + ','
-            lines[first] = f'{lines[first][:opening]}\n{indented}\n    ' \
-                           f'{lines[first][opening:].lstrip()}'
+            _, last = statement(lines, f'{name} =')
+            rows, bracket = lines[last - 1].rstrip()[:-1], lines[last - 1].rstrip()[-1]
+            comma = ',' if rows.strip() and not rows.endswith((',', '(', '[', '{')) else ''
+            lines[last - 1] = f'{rows}{comma}\n{textwrap.indent(block, "    ")}{bracket}\n'
         elif kind == 'after':
             _, last = statement(lines, name)
             lines.insert(last, f'\n\n{block}')
@@ -90,11 +90,11 @@ p = (hidden @ head.T).softmax(1).gather(1, target[:, None])
 loss, _ = fused_loss(hidden, head, target, parse_loss('poly1(2.0)'))
 torch.testing.assert_close(loss, (-p.log() + 2 * (1 - p)).mean())
 """,
-    ('training.md', 'A schedule of your own'): """
+    ('training.md', 'Batches and the loss'): """
 from train import TrainConfig, learning_rate
 from runtime.config import load_config
-cfg = load_config(TrainConfig, ['--schedule=sqrt', '--lr=1.0', '--warmup=0.0', '--final_lr=0.0'])
-assert learning_rate(1, 101, cfg) > learning_rate(25, 101, cfg) == 0.5
+cfg = load_config(TrainConfig, ['--schedule=wsd', '--lr=1.0', '--warmup_steps=1'])
+assert [round(learning_rate(step, 101, cfg), 3) for step in (50, 80, 91)] == [1, 1, 0.5]
 """,
     ('training.md', 'A family of your own'): """
 import torch, transformers
