@@ -56,6 +56,21 @@ def statement(lines, beginning):
     raise AssertionError(f'no statement begins with {beginning!r}')
 
 
+def with_row(lines, last, block):
+    """Return line number `last`, the end of a table, with a row before the closing brackets."""
+    line = lines[last - 1].rstrip()
+    for n in (1, 2):        # {rows}, or {... for x in (rows)}
+        rows, brackets = line[:-n], line[-n:]
+        comma = ',' if rows.strip() and not rows.endswith(',') else ''
+        longer = f'{rows}{comma}\n{block}{brackets}\n'
+        try:
+            ast.parse(''.join([*lines[:last - 1], longer]))
+            return longer
+        except SyntaxError:
+            pass
+    raise AssertionError(f'no row can be added before the end of {line!r}')
+
+
 def apply(text, root):
     """Edit the copy of the repository in `root` as the steps of a recipe say."""
     todo = list(steps(text))
@@ -64,9 +79,7 @@ def apply(text, root):
         block, lines = textwrap.dedent(block), (root / file).read_text().splitlines(keepends=True)
         if kind == 'to':
             _, last = statement(lines, f'{name} =')
-            rows, bracket = lines[last - 1].rstrip()[:-1], lines[last - 1].rstrip()[-1]
-            comma = ',' if rows.strip() and not rows.endswith((',', '(', '[', '{')) else ''
-            lines[last - 1] = f'{rows}{comma}\n{textwrap.indent(block, "    ")}{bracket}\n'
+            lines[last - 1] = with_row(lines, last, textwrap.indent(block, '    '))
         elif kind == 'after':
             _, last = statement(lines, name)
             lines.insert(last, f'\n\n{block}')
