@@ -147,6 +147,7 @@ def test_scored_tokens_of_a_text(tmp_path):
                                     -(row.exp() * row).sum())], abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'neox'])
 @pytest.mark.parametrize('own_starts', [False, True])
@@ -196,6 +197,7 @@ def test_passes_sample_the_dropout_of_adapters(name, tmp_path):
          for tree in trees]))
 
 
+@pytest.mark.slow
 def test_passes_converge(tmp_path):
     """To the mean probability of one sequence per option with dropout in `model.train()`."""
     reference_model('llama', tmp_path)
@@ -453,6 +455,7 @@ def adapted_run(base, run, dropout=0.3):
     return model
 
 
+@pytest.mark.slow
 def test_an_evaluation_with_passes(scored_folder, tmp_path, capsys):
     run = tmp_path / 'run' / 'model'
     model = adapted_run(scored_folder / 'model', run)
@@ -640,6 +643,7 @@ def test_languages_and_groups(scored_folder, tmp_path, capsys):
         scored(scored_folder, tmp_path / 'none', '--languages=swa')
 
 
+@pytest.mark.slow
 def test_batch_composition_changes_nothing_but_rounding(scored_folder, tmp_path):
     """Another order of rows, row length or batch: the same samples, bit by bit if asked for."""
     turned = tmp_path / 'turned'
@@ -664,6 +668,7 @@ def test_batch_composition_changes_nothing_but_rounding(scored_folder, tmp_path)
     assert exact == samples(turned, 'd', '--deterministic', '--pack_len=200', '--batch_rows=3')
 
 
+@pytest.mark.slow
 def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, capsys):
     whole = scored(scored_folder, tmp_path / 'whole')
     samples = (tmp_path / 'whole' / 'samples.jsonl').read_text()
@@ -935,6 +940,7 @@ def test_progress_without_a_terminal(capsys, monkeypatch):
         'foxes: 62 of 100 questions, 0.8 per second, 00:45 left']
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='needs two cores')
 @pytest.mark.parametrize('to', ['group', 'parent'])
 def test_interrupt_while_intervals_are_drawn(to, scored_folder, tmp_path):
@@ -984,6 +990,7 @@ def test_interrupt_in_the_first_second(scored_folder, tmp_path, wait):
     assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_is_whole_in_the_end(scored_folder, tmp_path):
     rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old'], 'answer': i % 3}
             for i in range(1500)]
@@ -1007,6 +1014,7 @@ def test_a_killed_evaluation_is_whole_in_the_end(scored_folder, tmp_path):
     assert len(found) == len({r['id'] for r in found}) == 1500 and kills
 
 
+@pytest.mark.slow
 def test_temperature_and_platt_scaling(scored_folder, tmp_path):
     found = scored(scored_folder, tmp_path / 'halves', '--temperature=fit')['tasks']['global_mmlu']
     fitted = found['post_hoc']

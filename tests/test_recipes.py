@@ -130,6 +130,7 @@ with torch.no_grad():
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('page, heading', list(RECIPES))
 def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, tmp_path):
     root = tmp_path / 'copy'

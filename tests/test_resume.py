@@ -29,6 +29,7 @@ def long_run(small_world, tmp_path_factory):
     return arguments, folder
 
 
+@pytest.mark.slow
 def test_ten_kills_change_nothing(long_run, tmp_path):
     arguments, whole = long_run
     chance = random.Random()
@@ -56,6 +57,7 @@ def test_ten_kills_change_nothing(long_run, tmp_path):
     assert not list(out.rglob('*.tmp'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_signals_save_and_leave(long_run, tmp_path, number):
     arguments, whole = long_run
@@ -94,6 +96,7 @@ def test_a_signal_during_the_last_step(small_world, tmp_path, monkeypatch):
     assert (tmp_path / 'config.json').exists() and not (tmp_path / 'results.json').exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint(long_run, tmp_path):
     arguments, whole = long_run
     process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)

@@ -131,6 +131,7 @@ def test_tokenizer_json_is_read_as_by_tokenizers(kind, tmp_path):
     assert tokenizer.n_vocab == reference.get_vocab_size()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['llama3', 'qwen3', 'neox'])
 def test_real_tokenizer_json(name, tmp_path):
     needs_files(f'tokenizers/{name}_tokenizer.json.gz', 'datasets/wikitext2/wiki.test.txt.gz')
@@ -282,6 +283,7 @@ def test_transformers_reads_what_a_run_saves(kind, tmp_path):
     assert load_tokenizer(tmp_path / 'run').fingerprint == ours.fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('file', ['llama2_tokenizer.model', 'llama3_tokenizer.model',
                                   'mistral_tokenizer.model.v1',
                                   'mistral_mistral_instruct_tokenizer_240323.model.v3'])
@@ -314,6 +316,7 @@ CHATS = [MESSAGES, MESSAGES[1:], MESSAGES[:3], MESSAGES[1:3],
          [{'role': 'user', 'content': 'Add.\n\n1 2', 'input': '1 2'}, MESSAGES[2]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('add_bos', [True, False])
 @pytest.mark.parametrize('template, kind', [
     *((template, kind) for template in ('tulu', 'mistral', 'alpaca') for kind in (
