@@ -37,13 +37,17 @@ functions, set KERNELS = False, or edit its kernel at the end of this file as we
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import attention
+if TYPE_CHECKING or not __package__:
+    import attention            # in the clone, at the top level
+else:
+    from . import attention     # installed, as nanocal.model
 
 try:
     import triton

@@ -1,11 +1,22 @@
-"""Runs every test in tests/: `python test_all.py`, with any of pytest's options."""
+"""Run the tests, one process per core.
 
+    python test_all.py              # all of them
+    python test_all.py --fast       # without those marked slow
+    python test_all.py -n0 -k ece   # any of pytest's options and paths; -n0: in this process
+"""
+
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 if __name__ == '__main__':
-    tests = str(Path(__file__).parent / 'tests')
-    quiet = ['-q', '--durations=10', '-W', 'ignore::pytest.PytestAssertRewriteWarning']
-    sys.exit(pytest.main([tests, *quiet, *sys.argv[1:]]))
+    arguments = sys.argv[1:]
+    if '--fast' in arguments:
+        arguments[arguments.index('--fast')] = '-mnot slow'
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+    if not any(Path(argument.split('::')[0]).exists() for argument in arguments):
+        arguments.append(str(Path(__file__).parent / 'tests'))
+    sys.exit(pytest.main(['-q', '--durations=10', f'-n{cores}', '--dist=worksteal',
+                          '-W', 'ignore::pytest.PytestAssertRewriteWarning', *arguments]))

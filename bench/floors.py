@@ -136,12 +136,12 @@ def item_of(kernel, update):
 def floors(raw, master_weights, rows, length, rates):
     """Return {item: (ms that the hardware allows, its FLOPs or bytes)}, as at the top."""
     T, L, V = rows * length, raw['num_hidden_layers'], raw['vocab_size']
-    D, I, hd = raw['hidden_size'], raw['intermediate_size'], raw['head_dim']
+    D, F, hd = raw['hidden_size'], raw['intermediate_size'], raw['head_dim']
     q, kv = raw['num_attention_heads'] * hd, raw['num_key_value_heads'] * hd
     multiplied, _ = train.multiplied_weights(raw)
     norms_after = raw['model_type'] == 'gemma2'
-    forward = 8 * D + 2 * (q + kv) + 3 * I
-    backward = 8 * D + 4 * D * norms_after + 2 * (q + kv) + 6 * I
+    forward = 8 * D + 2 * (q + kv) + 3 * F
+    backward = 8 * D + 4 * D * norms_after + 2 * (q + kv) + 6 * F
     weights = (multiplied + D * V * (not raw['tie_word_embeddings'])
                + D * (1 + L * (4 if norms_after else 2)))
     flops = {'products': 6 * T * multiplied,

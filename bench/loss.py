@@ -12,6 +12,7 @@ setting that it has. A second table has every loss of fused_ce.py at the default
 
 import argparse
 import csv
+import functools
 import statistics
 import sys
 from pathlib import Path
@@ -61,8 +62,9 @@ def measure(n, D, V, softcap, rounds, peers=True):
     host, frozen, half = target.cpu(), weight.detach(), target.cpu().clone()
     half[::2] = -100
     options = {'smoothing': SMOOTHING, 'softcap': softcap}
-    losses = {f'loss {text}': step_of(lambda loss=parse_loss(text): fused_loss(
-        hidden, weight, host, loss, softcap=softcap)[0], hidden, weight) for text in LOSSES}
+    losses = {f'loss {text}': step_of(
+        functools.partial(lambda loss: fused_loss(hidden, weight, host, loss, softcap=softcap)[0],
+                          parse_loss(text)), hidden, weight) for text in LOSSES}
     uses = {
         'half of the tokens ignored': step_of(
             lambda: smoothed_cross_entropy(hidden, weight, half, **options)[0], hidden, weight),

@@ -52,13 +52,13 @@ class Numbers:
                 rows = list(csv.DictReader(file))
             self.seeds.append(rows[0]['seed'])
             for row in rows:
-                key = 'seed', 'run', 'task', 'language', 'category', 'scaling'
+                key = 'seed', 'run', 'task', 'language', 'scaling'
                 self.lines[tuple(row[k] for k in key)] = row
         if not self.seeds:
             sys.exit(f'error: {folder} has no seed-*.csv; study/gather.py writes them')
 
     def value(self, seed, run, metric, task='text4', language='all', scaling='none'):
-        line = self.lines.get((seed, run, task, language, 'all', scaling), {})
+        line = self.lines.get((seed, run, task, language, scaling), {})
         return float(line.get(metric) or 'nan')
 
     def curve(self, seed, metric, loss, kind='base', **where):

@@ -2,12 +2,11 @@
 
     python study/gather.py --seeds=5 --out_dir=study/results/losses
 
-It takes the runs that are finished, also those of an unfinished seed; frontier.py reads the files.
-Lines are of questions, facts and next tokens: all together, each language, and questions about
-entities of the text or about others. Three kinds of lines are from elsewhere: 'held out' is the NLL
-and the ECE of the conversations that tuning held out, at its end; 'trained' is the mean NLL of the
-conversations of its last 50 steps; the task 'base' or 'medium' of a base model says how many of the
-4,000 facts of the instruction data it knows, as its accuracy.
+It reads the finished runs, also those of an unfinished seed; frontier.py reads the files. There is
+a line for questions, facts and next tokens, over all languages and for each. Three more tasks are:
+'held out', the NLL and ECE of the held-out conversations at the end of tuning; 'trained', the mean
+NLL of the conversations of its last 50 steps; 'base' or 'medium', of a base model: its accuracy is
+the share of the 4,000 facts of the instruction data that the model knows.
 """
 
 import argparse
@@ -28,9 +27,8 @@ from runtime.ownership import write_text
 from runtime.processes import parallel_map
 from study import common, known, losses, transfer
 
-NAMES = ('run', 'model', 'data', 'loss', 'lr', 'epochs', 'lora', 'seed', 'task', 'language',
-         'category', 'scaling', 'temperature')
-METRICS = ('n', 'accuracy', 'confidence', 'ece', 'smooth_ece', 'brier', 'nll', 'auroc')
+COLUMNS = ('run', 'seed', 'task', 'language', 'scaling',
+           'accuracy', 'confidence', 'ece', 'smooth_ece', 'brier', 'nll')
 BASES = ('base', 'medium', 'large')
 LAST = 50           # steps
 
@@ -45,23 +43,28 @@ def folders(seed, root):
     return [Path(name) for name in names if Path(name, 'results.json').exists()]
 
 
+def is_read(line):
+    """Return whether frontier.py reads a line: languages and temperatures only of questions."""
+    if line['category'] != 'all' or line['task'] in ('text10', 'letters4', 'letters10'):
+        return False
+    if line['task'] == 'text4':
+        return line['language'] == 'all' or line['scaling'] == 'none'
+    return (line['language'], line['scaling']) == ('all', 'none')
+
+
 def lines_of(folder):
-    """Return the lines of a run with the columns NAMES and METRICS."""
+    """Return the lines of a run, {column of COLUMNS: value}."""
     run = read_run(folder)
-    lines = [line for line in run_lines(run)
-             if line['task'] not in ('text10', 'letters4', 'letters10')
-             and 'all' in (line['category'], line['language'])]
+    lines = [line for line in run_lines(run) if is_read(line)]
     if run.settings.get('val_size', '0') != '0':
         steps = [json.loads(line) for line in (folder / 'log.jsonl').read_text().splitlines()]
-        more = {'language': 'all', 'category': 'all', 'scaling': 'none'}
-        lines += [more | {'task': 'held out', 'n': run.settings['val_size'],
-                          'ece': f'{steps[-1]["val_ece"]:.5g}',
+        more = {'language': 'all', 'scaling': 'none'}
+        lines += [more | {'task': 'held out', 'ece': f'{steps[-1]["val_ece"]:.5g}',
                           'nll': f'{steps[-1]["val_nll"]:.5g}'},
-                  more | {'task': 'trained', 'n': len(steps[-LAST:]),
+                  more | {'task': 'trained',
                           'nll': f'{np.mean([step["nll"] for step in steps[-LAST:]]):.5g}'}]
-    model = run.model if run.settings.get('from_scratch') == 'False' else folder.name
-    about = run.settings | {'run': folder.name, 'model': model, 'seed': str(run.seed)}
-    return [{key: (about | line).get(key, '') for key in (*NAMES, *METRICS)} for line in lines]
+    about = {'run': folder.name, 'seed': str(run.seed)}
+    return [{key: (about | line).get(key, '') for key in COLUMNS} for line in lines]
 
 
 def write_numbers(seed, root, out_dir):

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -26,11 +27,18 @@ DEVICES = ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason='needs a CUDA device'))]
 
 
-SHARED = HERE.parent / 'shared'
+# real tokenizers and benchmarks, from tests/fetch_real_files.py
+SHARED = Path(os.environ.get('NANOCAL_SHARED', HERE.parent / 'shared'))
 
 
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(),
-                                  reason='needs ../shared: real tokenizers and benchmarks')
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason='needs tests/fetch_real_files.py')
+
+
+def needs_files(*names):
+    """Skip the test that calls this if a file or folder is missing in SHARED."""
+    for name in names:
+        if not (SHARED / name).exists():
+            pytest.skip(f'needs {SHARED / name}: see tests/fetch_real_files.py')
 
 
 def config(tmp_path, content, *arguments):

@@ -1,10 +1,12 @@
-"""Paths, environment and the fixtures that tests of several rooms share.
+"""Paths, environment and the fixtures that several test files share.
 
-Kernels run through Triton's interpreter where there is no GPU. Tests that need a GPU, or a file of
-../shared (real tokenizers and benchmarks), skip with a reason where it is missing.
+Kernels run through Triton's interpreter where there is no GPU. Tests that need a GPU, or a real
+tokenizer or benchmark (tests/fetch_real_files.py), skip with a reason where it is missing. Tests do
+not depend on their order, and several processes can share them.
 """
 
 import contextlib
+import fcntl
 import io
 import os
 import sys
@@ -13,6 +15,8 @@ from pathlib import Path
 
 os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'error')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
+# the models are tiny, and with one process per core more threads only wait for each other
+os.environ.setdefault('OMP_NUM_THREADS', '1')
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
@@ -37,15 +41,28 @@ def tokenizers(tmp_path_factory):
     return {kind: load_tokenizer(folder) for kind, folder in folders.items()}
 
 
-@pytest.fixture(scope='session')
-def small_world(tmp_path_factory):
-    """(folder, printed text) of the demo in a smaller world with fewer steps."""
-    folder, printed = tmp_path_factory.mktemp('demo'), io.StringIO()
+def train_small_world(folder):
+    """Run the demo in a smaller world with fewer steps; return what it prints."""
+    printed = io.StringIO()
     spec = WorldSpec(entities=300, documents=400, instructions=60, questions=40)
     few_steps = {'batch_size': 16, 'epochs': 1.5, 'checkpoint_epochs': True, 'val_size': 4,
                  'workers': 1}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(demo, 'make_world', lambda place, seed: make_world(place, seed, spec))
+        patch.setattr(demo, 'make_world', lambda folder, seed: make_world(folder, seed, spec))
         patch.setattr(demo, 'train', lambda cfg: train(replace(cfg, **few_steps)))
         demo.main([f'--out_dir={folder}', '--seed=7'])
-    return folder, printed.getvalue()
+    return printed.getvalue()
+
+
+@pytest.fixture(scope='session')
+def small_world(tmp_path_factory):
+    """(folder, printed text) of the demo in a small world; tests must not write into the folder."""
+    base = tmp_path_factory.getbasetemp()
+    if 'PYTEST_XDIST_WORKER' in os.environ:
+        base = base.parent      # common to all test processes: the first one trains
+    folder, printed = base / 'small_world', base / 'small_world.txt'
+    with open(base / 'small_world.lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not printed.exists():
+            printed.write_text(train_small_world(folder))
+    return folder, printed.read_text()

@@ -228,6 +228,7 @@ def computed_or_refused(folder, raw, changes):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
                                   'neox'])
 def test_every_field_of_the_config_is_checked(name, tmp_path):

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (DEVICES, HERE, SHARED, head_of_32, lora_model, needs_shared, reference_model,
+from common import (DEVICES, HERE, SHARED, head_of_32, lora_model, needs_files, reference_model,
                     rewrite, sentencepiece_folder, whole_rows, write_hub_tasks, write_rows)
 from safetensors.torch import load_file, save_file
 import evaluate
@@ -147,6 +147,7 @@ def test_scored_tokens_of_a_text(tmp_path):
                                     -(row.exp() * row).sum())], abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'neox'])
 @pytest.mark.parametrize('own_starts', [False, True])
@@ -194,6 +195,7 @@ def test_passes_sample_the_dropout_of_adapters(name, tmp_path):
          for tree in trees]))
 
 
+@pytest.mark.slow
 def test_passes_converge(tmp_path):
     """To the mean probability of one sequence per option with dropout in `model.train()`."""
     reference_model('llama', tmp_path)
@@ -393,12 +395,12 @@ def test_bos_is_there_once(tokenizers, tmp_path):
             assert [*tree.prefix, *tree.stem].count(tokenizer.bos_id) == int(add_bos)
 
 
-@needs_shared
 @pytest.mark.parametrize('file', ['llama3_tokenizer.model', 'llama2_tokenizer.model',
                                   'mistral_tokenizer.model.v1',
                                   'mistral_mistral_instruct_tokenizer_240323.model.v3'])
 def test_seams_on_real_questions(file, tmp_path):
     """Prefix, question and options in pieces are the whole prompt's tokens, in every format."""
+    needs_files(f'tokenizers/{file}', 'datasets/mmlu_pro/mmlu_pro_sample.jsonl')
     datasets = SHARED / 'datasets'
     shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
     tokenizer = load_tokenizer(tmp_path)
@@ -451,6 +453,7 @@ def adapted_run(base, run, dropout=0.3):
     return model
 
 
+@pytest.mark.slow
 def test_an_evaluation_with_passes(scored_folder, tmp_path, capsys):
     run = tmp_path / 'run' / 'model'
     model = adapted_run(scored_folder / 'model', run)
@@ -638,6 +641,7 @@ def test_languages_and_groups(scored_folder, tmp_path, capsys):
         scored(scored_folder, tmp_path / 'none', '--languages=swa')
 
 
+@pytest.mark.slow
 def test_batch_composition_changes_nothing_but_rounding(scored_folder, tmp_path):
     """Another order of rows, row length or batch: the same samples, bit by bit if asked for."""
     turned = tmp_path / 'turned'
@@ -662,6 +666,7 @@ def test_batch_composition_changes_nothing_but_rounding(scored_folder, tmp_path)
     assert exact == samples(turned, 'd', '--deterministic', '--pack_len=200', '--batch_rows=3')
 
 
+@pytest.mark.slow
 def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, capsys):
     whole = scored(scored_folder, tmp_path / 'whole')
     samples = (tmp_path / 'whole' / 'samples.jsonl').read_text()
@@ -951,6 +956,7 @@ def test_progress_without_a_terminal(capsys, monkeypatch):
         'foxes: 62 of 100 questions, 0.8 per second, 00:45 left']
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason='needs two cores')
 @pytest.mark.parametrize('to', ['group', 'parent'])
 def test_interrupt_while_intervals_are_drawn(to, scored_folder, tmp_path):
@@ -1000,6 +1006,7 @@ def test_interrupt_in_the_first_second(scored_folder, tmp_path, wait):
     assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_is_whole_in_the_end(scored_folder, tmp_path):
     rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old'], 'answer': i % 3}
             for i in range(1500)]
@@ -1023,6 +1030,7 @@ def test_a_killed_evaluation_is_whole_in_the_end(scored_folder, tmp_path):
     assert len(found) == len({r['id'] for r in found}) == 1500 and kills
 
 
+@pytest.mark.slow
 def test_temperature_and_platt_scaling(scored_folder, tmp_path):
     found = scored(scored_folder, tmp_path / 'halves', '--temperature=fit')['tasks']['global_mmlu']
     fitted = found['post_hoc']
@@ -1339,13 +1347,13 @@ json.dump({'versions': [lm_eval.__version__, transformers.__version__], 'found':
 """
 
 
-@needs_shared
 @pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs lm-eval')
 @pytest.mark.parametrize('name, file', [
     ('llama', 'llama2_tokenizer.model'), ('mistral', 'mistral_tokenizer.model.v1'),
     ('gemma2', 'llama2_tokenizer.model')])
 def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
     """Every option of real rows, in float32, with lm-evaluation-harness's own tasks and model."""
+    needs_files(f'tokenizers/{file}', 'datasets')
     folder = tmp_path / 'model'
     folder.mkdir()
     shutil.copyfile(SHARED / 'tokenizers' / file, folder / 'tokenizer.model')

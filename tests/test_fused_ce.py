@@ -211,8 +211,8 @@ def test_ce_says_what_is_wrong():
             smoothed_cross_entropy(h, w, y, **kw)
         return str(error.value)
 
-    for smoothing in (-0.1, 1.1, float('nan')):
-        assert 'smoothing must be in [0, 1]' in message(smoothing=smoothing)
+    for rate in (-0.1, 1.1, float('nan')):
+        assert 'smoothing must be in [0, 1]' in message(smoothing=rate)
     for softcap in (0, -30.0, float('inf')):
         assert 'softcap must be a positive number' in message(softcap=softcap)
     assert '[3, 8] and [8, 20]' in message(w=weight.T)
@@ -275,8 +275,8 @@ def test_ce_small_cap_beside_the_row_end(ce_device):
     # a masked logit is -inf, but -softcap if the mask comes before the cap: it would then count
     for V in (257, 300):
         hidden, weight, target = ce_inputs(4, 16, V, ce_device, ignored=0)
-        for smoothing in (0.0, 0.1):
-            kw = dict(smoothing=smoothing, softcap=1.0)
+        for rate in (0.0, 0.1):
+            kw = dict(smoothing=rate, softcap=1.0)
             assert_close(ce_ours(hidden, weight, target, **kw),
                          ce_reference(hidden, weight, target, **kw))
 

@@ -1,14 +1,18 @@
-"""pyproject.toml"""
+"""pyproject.toml and setup.py: what `pip install .` gives to other projects."""
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
 
 import pytest
+import runtime
 from common import HERE
-
-MODULES = 'fused_ce', 'metrics', 'scaling', 'stats'
 
 
 def setuptools_is_new_enough():
@@ -19,24 +23,66 @@ def setuptools_is_new_enough():
         return False
 
 
-@pytest.mark.skipif(not setuptools_is_new_enough(), reason='needs pip and setuptools 77')
-def test_pip_installs_these_files_and_no_others(tmp_path):
-    source, target, elsewhere = (tmp_path / x for x in ('source', 'target', 'elsewhere'))
-    # all files at the top, so that one which should not be installed could be
+@pytest.fixture(scope='module')
+def installed(tmp_path_factory):
+    """A function that runs Python in a fresh virtual environment, where only nanocal is installed.
+
+    The dependencies are those of the environment that runs the tests; nothing is downloaded.
+    """
+    if not setuptools_is_new_enough():
+        pytest.skip('needs pip and setuptools 77')
+    base = tmp_path_factory.mktemp('install')
+    source, environment, elsewhere = (base / x for x in ('source', 'environment', 'elsewhere'))
+    # every Python file of the top level and of runtime/, so that a wrong one could be installed
     shutil.copytree(HERE, source, ignore=lambda folder, names: [
-        name for name in names if not name.endswith(('.py', '.toml', '.md', 'LICENSE'))])
+        name for name in names
+        if not name.endswith(('.py', '.toml', '.in', '.md', 'LICENSE', 'runtime'))])
     elsewhere.mkdir()
+    for name in ('metrics', 'attention'):       # modules of the other project
+        (elsewhere / f'{name}.py').write_text('raise RuntimeError("not ours")\n')
+    venv.create(environment)
     subprocess.run([sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps', '--no-index',
-                    '--no-build-isolation', '--target', target, source], check=True)
-    assert sorted(x.name for x in target.iterdir() if x.suffix != '.dist-info'
-                  and x.name != '__pycache__') == sorted(f'{name}.py' for name in MODULES)
+                    '--no-build-isolation', '--prefix', environment, source], check=True)
+    packages = Path(sysconfig.get_path('purelib', vars={'base': str(environment)}))
+    (packages / 'dependencies.pth').write_text(sysconfig.get_path('purelib') + '\n')
 
     def python(*arguments):
-        # without this repository in the path
-        return subprocess.run([sys.executable, *arguments], cwd=elsewhere, check=True, text=True,
-                              capture_output=True, env={'PYTHONPATH': str(target)}).stdout
-    printed = python('-c', f'import {", ".join(MODULES)}; print(*(x.__file__ for x in (fused_ce, '
-                           f'metrics, scaling, stats)))')
-    assert printed.split() == [str(target / f'{name}.py') for name in MODULES]
-    (elsewhere / 'mine.jsonl').write_text('{"probs": [0.7, 0.3], "answer": 0}\n')
-    assert python('-m', 'metrics', 'mine.jsonl').startswith('n        ')
+        return subprocess.run([environment / 'bin' / 'python', *arguments], cwd=elsewhere,
+                              check=True, text=True, capture_output=True).stdout
+    python.packages, python.folder = packages, elsewhere
+    return python
+
+
+def test_pip_installs_the_package_and_no_name_beside_it(installed):
+    names = {x.name for x in installed.packages.iterdir()} - {'dependencies.pth'}
+    assert names == {'nanocal', f'nanocal-{runtime.__version__}.dist-info'}
+    files = {x.name for x in (installed.packages / 'nanocal').glob('[!_]*[!_]')}
+    assert files == {'fused_ce.py', 'metrics.py', 'scaling.py', 'stats.py', 'model.py',
+                     'attention.py', 'optim.py', 'py.typed'}
+
+
+def test_the_installed_modules_use_each_other_and_no_file_of_the_clone_or_the_project(installed):
+    printed = installed('-c', """
+import sys
+import nanocal
+from nanocal import attention, fused_ce, metrics, model, optim, scaling, stats
+print(nanocal.__version__)
+print(scaling.fit_temperature([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]], [0, 1, 1]) > 0)
+clash = {'metrics', 'scaling', 'stats', 'model', 'attention', 'optim', 'runtime'} & set(sys.modules)
+print(clash)
+""")
+    assert printed.split('\n')[:3] == [runtime.__version__, 'True', 'set()']
+
+
+def test_the_installed_metrics_read_a_file_of_predictions(installed):
+    (installed.folder / 'mine.jsonl').write_text('{"probs": [0.7, 0.3], "answer": 0}\n')
+    assert installed('-m', 'nanocal.metrics', 'mine.jsonl').startswith('n        ')
+
+
+def test_one_version_is_named_everywhere():
+    project = tomllib.loads((HERE / 'pyproject.toml').read_text())
+    assert project['project']['dynamic'] == ['version']
+    version = runtime.__version__
+    assert f'\nversion: {version}\n' in (HERE / 'CITATION.cff').read_text()
+    newest = re.search(r'^## (\S+)', (HERE / 'CHANGELOG.md').read_text(), re.M).group(1)
+    assert newest == version

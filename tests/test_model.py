@@ -166,6 +166,7 @@ def test_lora(name, tmp_path):
         models.add_lora(plain, 8, 32.0, 0.1, ('query',))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('head_dim, softcap', [(64, None), (128, None), (256, 50.0)])
 def test_flex_attention_with_tuned_blocks_equals_the_explicit_mask(head_dim, softcap, device):
@@ -197,6 +198,7 @@ def test_flex_attention_with_tuned_blocks_equals_the_explicit_mask(head_dim, sof
         assert all((a - b).norm() < 0.01 * a.norm() for a, b in zip(right, ours, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('heads, kv_heads, head_dim, softcap, window', [
     (4, 2, 32, None, None), (3, 3, 20, 5.0, None), (4, 1, 64, None, 40), (2, 2, 16, 3.0, 7),

@@ -34,6 +34,7 @@ def moves(kind, steps=1000, n=4096, gradient=None, lr=5e-6):
     return (optimizer.master(p) if ours else p).detach().double() - start.double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('gradient', [None, lambda w, start: 3e2 * (w - start)])
 def test_bfloat16_weights_follow_the_float32_run(gradient):
     """1000 steps at lr 5e-6, on given gradients and on such as depend on the weights."""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from common import HERE, SHARED, needs_shared, reference_model, sentencepiece_folder, write_rows
+from common import HERE, SHARED, needs_files, reference_model, sentencepiece_folder, write_rows
 from data.questions import GLOBAL_MMLU, MMLU_PROX
 from test_tokenizer import train_bpe
 
@@ -155,6 +155,7 @@ def read_table(folder, name):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('script, n_runs, model', [
     ('label_smoothing', 3 * (1 + 3 * 10) + 2 * 3, 'google/gemma-2-2b'),
     ('multilingual', 3 * (2 + 3 * 7), 'google/gemma-2-2b-it'),
@@ -169,6 +170,7 @@ def test_plan(tmp_path, script, n_runs, model):
     assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.slow
 def test_label_smoothing(hub, tmp_path):
     out = tmp_path / 'out'
     arguments = [f'--out_dir={out}', f'--cache_dir={tmp_path}', *SMALL, *FAST]
@@ -203,6 +205,7 @@ def test_label_smoothing(hub, tmp_path):
         hub, 'label_smoothing', '--only=OpenHermes/smoothing', *arguments)
 
 
+@pytest.mark.slow
 def test_multilingual(hub, tmp_path):
     out = tmp_path / 'out'
     printed = run_paper(hub, 'multilingual', '--only=Gemma2-2B/base,instruct,Mistral-7B/OpenHermes',
@@ -231,9 +234,9 @@ def test_the_classes_hold_every_language_once():
     assert sorted(languages) == sorted({*GLOBAL_MMLU, *MMLU_PROX})
 
 
-@needs_shared
 def test_the_printed_numbers_are_those_of_the_paper():
     """Every number of the two kinds of tables, in the order of the paper."""
+    needs_files('seeds')        # the text of the paper
     text = next(path.read_text() for path in (SHARED / 'seeds').iterdir()
                 if path.read_text().startswith('Investigating the Multilingual'))
     tables = text[text.index('Table 2:'):text.index('Appendix D')]
@@ -245,6 +248,7 @@ def test_the_printed_numbers_are_those_of_the_paper():
             ] == numbers
 
 
+@pytest.mark.slow
 def test_alignment(hub, tmp_path):
     out = tmp_path / 'out'
     facts = [{'docid': str(i), 'text': f'The sky is blue and {i} is a number.', 'triples': [],
@@ -287,6 +291,7 @@ def test_alignment(hub, tmp_path):
                                                            *more, *arguments, code=1)
 
 
+@pytest.mark.slow
 def test_the_other_runs_go_on_without_a_gated_model(hub, tmp_path):
     (tmp_path / 'hub').mkdir()
     for place in hub.iterdir():
@@ -303,6 +308,7 @@ def test_the_other_runs_go_on_without_a_gated_model(hub, tmp_path):
     assert printed.count('===') == 1 and read_table(out, 'smoothing')[0]['MMLU ECE']
 
 
+@pytest.mark.slow
 def test_finished_runs_with_other_settings_are_refused(hub, tmp_path):
     arguments = ['--only=Gemma2-2B/Alpaca/lr5e-06', f'--out_dir={tmp_path / "out"}',
                  f'--cache_dir={tmp_path}', *SMALL]
@@ -313,6 +319,7 @@ def test_finished_runs_with_other_settings_are_refused(hub, tmp_path):
     assert 'has warmup = 0.1, not 0.03' in printed
 
 
+@pytest.mark.slow
 def test_a_killed_script_goes_on(hub, tmp_path):
     out = tmp_path / 'out'
     arguments = ['--only=Gemma2-2B/Alpaca/lr', f'--out_dir={out}', f'--cache_dir={tmp_path}',
@@ -332,6 +339,7 @@ def test_a_killed_script_goes_on(hub, tmp_path):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('arguments, message', [
     (['--max_step=3'], "there is no key 'max_step'; did you mean 'max_steps'?"),
     (['--only=gemma3'], '--only=gemma3: no run has such a name; --plan lists them'),

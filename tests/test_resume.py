@@ -35,6 +35,7 @@ def long_run(small_world, tmp_path_factory):
     return arguments, folder
 
 
+@pytest.mark.slow
 def test_kills_change_no_bit_of_the_final_files(long_run, tmp_path):
     arguments, whole = long_run
     out = tmp_path / 'run'
@@ -174,6 +175,7 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
     assert finished and n_kills >= (120 if kind == 'shards' else 25), n_kills
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_signals_save_and_leave(long_run, tmp_path, number):
     arguments, whole = long_run
@@ -212,6 +214,7 @@ def test_a_signal_during_the_last_step(small_world, tmp_path, monkeypatch):
     assert (tmp_path / 'config.json').exists() and not (tmp_path / 'results.json').exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint(long_run, tmp_path):
     arguments, whole = long_run
     process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)

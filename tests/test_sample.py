@@ -228,6 +228,7 @@ def test_what_cannot_be_asked(chat_folder, tmp_path):
         sample.main([f'--model={chat_folder}', '--prompt=a'])
 
 
+@pytest.mark.slow
 def test_the_program(chat_folder):
     def run(*arguments, **more):
         return subprocess.run([sys.executable, 'sample.py', *arguments], cwd=HERE, text=True,

@@ -59,6 +59,7 @@ def test_the_worlds_are_those_the_study_was_made_with():
     assert digest(base.WORLD) == 'cfd7d081df24' and digest(vocabulary.WORLD) == '330c93bde51c'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('figure', figures.FIGURES)
 def test_a_figure_follows_from_its_committed_numbers(figure, tmp_path, monkeypatch):
     committed = HERE / 'study' / 'results' / figure
@@ -120,6 +121,7 @@ def small_study(tmp_path_factory):
 SMALL = 'tuned-smoothing0.0-lr0.0008', 'tuned-smoothing0.1-lr0.0008'
 
 
+@pytest.mark.slow
 def test_a_small_study(small_study, tmp_path, capsys):
     figures.draw('headline', tmp_path / 'headline', small_study)
     assert {'compare.png', 'compare.csv', 'bins.csv', 'reliability.png'} <= {
@@ -155,6 +157,7 @@ def test_reliability_over_seeds(tmp_path):
         assert np.allclose(together[key], expected[key], equal_nan=True)
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_skipped(small_study, capsys):
     files = sorted(path for path in small_study.rglob('*') if path.is_file())
     before = {path: path.stat().st_mtime_ns for path in files if path.name != '.lock'}
@@ -163,6 +166,7 @@ def test_what_is_finished_is_skipped(small_study, capsys):
     assert 'step 1' not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_script_ends_in_a_table_over_its_seeds(small_study, capsys, monkeypatch):
     monkeypatch.setattr(over_seeds, 'draw_series', lambda path, *rest: path.write_bytes(b'png'))
     monkeypatch.setattr('sys.argv', ['smoothing.py', '--seeds=1', f'--only={SMALL[0]}',
@@ -187,6 +191,7 @@ def test_a_name_that_no_run_has():
         common.train_all(smoothing.runs, only=('lora',))
 
 
+@pytest.mark.slow
 def test_the_probe_is_a_column_of_the_figures(small_study):
     folder = small_study / 'base' / 'seed-1' / 'base'
     found = json.loads((folder / 'reach.json').read_text())
@@ -355,6 +360,7 @@ def test_reachable_entropy_has_a_column_if_it_was_probed(tmp_path):
 # The losses: study/PLAN.md
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_losses_are_those_of_the_committed_numbers():
     numbers = frontier.Numbers(frontier.RESULTS)
     claims = re.split(r'\n## \d+\. ', (HERE / 'study' / 'STUDY.md').read_text())[7:]
@@ -397,6 +403,7 @@ def die_once(file):
         os._exit(1)
 
 
+@pytest.mark.slow
 def test_the_losses_side_by_side(tmp_path, capsys):
     """Two processes: a world's base models, what they know, tuned models; then the numbers."""
     seed, names = 5, {'base', 'medium', 'tuned-crossentropy-lr0.0008', 'tuned-gce0.7-lr0.0008',
@@ -449,6 +456,7 @@ def test_the_losses_side_by_side(tmp_path, capsys):
         assert all(len(table(numbers)) > 2 for table in tables)      # most of them without values
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_replaced(tmp_path, capsys):
     file = tmp_path / 'died'
     job = side_by_side.Job('once', die_once, (file,), (), tmp_path / 'made')
@@ -467,7 +475,7 @@ def made_up(tmp_path):
     for seed in losses.SEEDS:
         random, lines = np.random.default_rng(seed), []
 
-        def add(run, accuracy, ece, **more):
+        def add(run, accuracy, ece, seed=seed, lines=lines, **more):
             lines.append({'run': run, 'seed': seed, 'task': 'text4', 'language': 'all',
                           'category': 'all', 'scaling': 'none', 'accuracy': accuracy, 'ece': ece,
                           'smooth_ece': ece, 'nll': 1 + ece, 'brier': 0.5} | more)
@@ -488,6 +496,7 @@ def made_up(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_tables_and_figures_of_the_losses(made_up, monkeypatch, capsys):
     monkeypatch.setattr('sys.argv', ['frontier.py', f'--folder={made_up}'])
     frontier.main()

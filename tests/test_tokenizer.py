@@ -6,7 +6,7 @@ import random
 import shutil
 
 import pytest
-from common import CORPUS, SHARED, needs_shared, sentencepiece_folder, tiktoken_folder
+from common import CORPUS, SHARED, needs_files, needs_shared, sentencepiece_folder, tiktoken_folder
 from data import bpe, chat, export
 from data.instruct import to_messages
 from data.tokenizer import load_tokenizer
@@ -131,9 +131,10 @@ def test_tokenizer_json_is_read_as_by_tokenizers(kind, tmp_path):
     assert tokenizer.n_vocab == reference.get_vocab_size()
 
 
-@needs_shared
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['llama3', 'qwen3', 'neox'])
 def test_real_tokenizer_json(name, tmp_path):
+    needs_files(f'tokenizers/{name}_tokenizer.json.gz', 'datasets/wikitext2/wiki.test.txt.gz')
     from tokenizers import Tokenizer
     (tmp_path / 'tokenizer.json').write_bytes(gzip.decompress(
         (SHARED / 'tokenizers' / f'{name}_tokenizer.json.gz').read_bytes()))
@@ -282,11 +283,12 @@ def test_transformers_reads_what_a_run_saves(kind, tmp_path):
     assert load_tokenizer(tmp_path / 'run').fingerprint == ours.fingerprint
 
 
-@needs_shared
+@pytest.mark.slow
 @pytest.mark.parametrize('file', ['llama2_tokenizer.model', 'llama3_tokenizer.model',
                                   'mistral_tokenizer.model.v1',
                                   'mistral_mistral_instruct_tokenizer_240323.model.v3'])
 def test_transformers_reads_real_tokenizers(file, tmp_path):
+    needs_files(f'tokenizers/{file}', 'datasets/wikitext2/wiki.test.txt.gz')
     shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
     (tmp_path / 'config.json').write_text('{"model_type": "llama"}')
     theirs, ours = in_transformers(tmp_path)
@@ -314,6 +316,7 @@ CHATS = [MESSAGES, MESSAGES[1:], MESSAGES[:3], MESSAGES[1:3],
          [{'role': 'user', 'content': 'Add.\n\n1 2', 'input': '1 2'}, MESSAGES[2]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('add_bos', [True, False])
 @pytest.mark.parametrize('template, kind', [
     *((template, kind) for template in ('tulu', 'mistral', 'alpaca') for kind in (

@@ -240,6 +240,7 @@ def test_dry_run_writes_nothing(small_world, tmp_path, capsys):
     assert 'peak memory after the first step' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
     clock, hours = time.perf_counter, []
     monkeypatch.setattr(time, 'perf_counter', lambda: clock() + 3600 * len(hours))
@@ -300,6 +301,7 @@ def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
                            checkpoint.read_config(tmp_path / 'gemma'))
 
 
+@pytest.mark.slow
 def test_a_sweep_skips_what_is_done(small_world, tmp_path, monkeypatch):
     path = small_world[0] / 'tuned' / 'train_config.py'
     cfg = load_config(train.TrainConfig, [str(path)])
@@ -391,6 +393,7 @@ def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
     assert backends == [wanted] * 2 and devices == ([0, 1] if n_gpus == 2 else [])
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_same(small_world, tmp_path):
     """torchrun with two gloo processes: the weights of one process to rounding, resumable by it."""
     config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval=None', '--max_steps=4',
@@ -461,6 +464,7 @@ def test_lora_run(small_world, tmp_path):
     assert json.loads((tmp_path / 'epoch-1' / 'passes-2' / 'results.json').read_text())['tasks']
 
 
+@pytest.mark.slow
 def test_neox_runs(small_world, tmp_path):
     """Tune a GPT-NeoX in one process and in two, with a report; then LoRA; then from scratch."""
     import peft
@@ -507,6 +511,7 @@ def test_a_step_is_read_without_waiting_for_the_next():
     assert 0.5 < second.seconds_after(first) < 2 and later.query()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'neox'])
 @pytest.mark.parametrize('master', ['exact', 'stochastic'])
@@ -594,6 +599,7 @@ def bad_command_lines(folder, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_bad_input_gives_one_line(small_world, tmp_path):
     cases = bad_command_lines(small_world[0], tmp_path)
     # each in a folder of its own: two runs in one are refused, as another test says

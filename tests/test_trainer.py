@@ -54,6 +54,7 @@ def test_trainer_loss_is_the_models_own(trainer_class, tmp_path, name):
         assert off(p.grad, gradients[key]) < 1e-4, key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['llama', 'gemma2'])
 def test_trainer_steps_are_the_trainers_own(trainer_class, tmp_path, name):
     """Accumulated steps of cross_entropy() move the weights as transformers' own Trainer does."""
@@ -70,6 +71,7 @@ def test_trainer_steps_are_the_trainers_own(trainer_class, tmp_path, name):
     assert after[0].norm() > 0 and off(after[0], after[1]) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('loss', [cross_entropy() + smoothing(0.1), focal(2) + z_loss(1e-4),
                                   brier() + confidence_penalty(0.1)], ids='ABC')
 def test_trainer_lowers_each_loss(trainer_class, tmp_path, loss):

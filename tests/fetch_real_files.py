@@ -1,0 +1,119 @@
+"""Download the real tokenizers and benchmarks that some tests read.
+
+    python tests/fetch_real_files.py ../shared
+
+The tests look in ../shared, beside the repository, or in the folder NANOCAL_SHARED. None of these
+files may stand in the repository itself: some licenses forbid it. Meta's tokenizers are gated:
+accept the license on the hub and run `hf auth login` first. A file that cannot be had is named at
+the end; the tests that need it skip.
+"""
+
+import gzip
+import json
+import sys
+import urllib.request
+from pathlib import Path
+from typing import NamedTuple
+
+XCOPA = 'et ht id it qu sw ta th tr vi zh'.split()
+MISTRAL = 'https://raw.githubusercontent.com/mistralai/mistral-common'
+
+
+class Source(NamedTuple):
+    repo: str               # on the hub, or a URL up to the file
+    file: str
+    kind: str = 'dataset'   # 'dataset', 'model', or 'url'
+    n_rows: int | None = None           # the first rows of a dataset; None: all
+    names: dict[str, str] | None = None     # {our key: key on the hub}, if they differ
+
+
+def arc(name, split):
+    return Source('allenai/ai2_arc', f'{name}/{split}-00000-of-00001.parquet')
+
+
+FILES = {
+    # licenses: Llama 2 and 3 community; Apache-2.0 for Mistral, Qwen and EleutherAI
+    'tokenizers/llama2_tokenizer.model': Source(
+        'meta-llama/Llama-2-7b-hf', 'tokenizer.model', 'model'),
+    'tokenizers/llama3_tokenizer.model': Source(
+        'meta-llama/Meta-Llama-3-8B', 'original/tokenizer.model', 'model'),
+    'tokenizers/llama3_tokenizer.json.gz': Source(
+        'meta-llama/Meta-Llama-3-8B', 'tokenizer.json', 'model'),
+    'tokenizers/mistral_tokenizer.model.v1': Source(
+        'mistralai/Mistral-7B-v0.1', 'tokenizer.model', 'model'),
+    'tokenizers/mistral_mistral_instruct_tokenizer_240323.model.v3': Source(
+        f'{MISTRAL}/87c65673473b2222de89388b9851662a068f1a45',
+        'src/mistral_common/data/mistral_instruct_tokenizer_240323.model.v3', 'url'),
+    'tokenizers/mistral_mistral_instruct_tokenizer_241114.model.v7': Source(
+        f'{MISTRAL}/d9e120fa2e08c34d391593b4dc68808febff9759',
+        'src/mistral_common/data/mistral_instruct_tokenizer_241114.model.v7', 'url'),
+    'tokenizers/qwen3_tokenizer.json.gz': Source('Qwen/Qwen3-0.6B', 'tokenizer.json', 'model'),
+    'tokenizers/neox_tokenizer.json.gz': Source(
+        'EleutherAI/gpt-neox-20b', 'tokenizer.json', 'model'),
+    # licenses: MIT for MMLU, MMLU-Pro and HellaSwag; CC BY-SA 4.0 for ARC; CC BY 4.0 for XCOPA;
+    # CC BY-SA for WikiText
+    **{f'datasets/mmlu/{split}.jsonl.gz': Source(
+        'cais/mmlu', f'all/{split}-00000-of-00001.parquet') for split in ('dev', 'test')},
+    **{f'datasets/arc_easy/ARC-Easy-{split}.jsonl.gz': arc('ARC-Easy', split)
+       for split in ('train', 'validation', 'test')},
+    'datasets/arc_easy/ARC-Challenge-test.jsonl.gz': arc('ARC-Challenge', 'test'),
+    'datasets/hellaswag/hellaswag_val_1000.jsonl.gz': Source(
+        'Rowan/hellaswag', 'data/validation-00000-of-00001.parquet', n_rows=1000),
+    **{f'datasets/xcopa/{ours}.{language}.jsonl': Source(
+        'cambridgeltl/xcopa', f'{language}/{theirs}-00000-of-00001.parquet')
+       for language in XCOPA for ours, theirs in (('val', 'validation'), ('test', 'test'))},
+    'datasets/mmlu_pro/mmlu_pro_sample.jsonl': Source(
+        'TIGER-AI-Lab/MMLU-Pro', 'data/test-00000-of-00001.parquet', n_rows=120,
+        names={'id': 'question_id', 'question': 'question', 'choices': 'options',
+               'answer': 'answer', 'category': 'category'}),
+    'datasets/wikitext2/wiki.test.txt.gz': Source(
+        'Salesforce/wikitext', 'wikitext-2-v1/test-00000-of-00001.parquet'),
+}
+
+
+def download(source):
+    """Return the path of a file of the hub, or of one that a URL names."""
+    if source.kind == 'url':
+        return Path(urllib.request.urlretrieve(f'{source.repo}/{source.file}')[0])
+    from huggingface_hub import hf_hub_download
+    return Path(hf_hub_download(source.repo, source.file, repo_type=source.kind))
+
+
+def content(target, source, path):
+    """Return the bytes of `target`, before compression, from the downloaded file."""
+    if path.suffix != '.parquet':
+        return path.read_bytes()
+    import pyarrow.parquet
+    rows = pyarrow.parquet.read_table(path).to_pylist()[:source.n_rows]
+    if '.txt' in target:
+        return ''.join(row['text'] for row in rows).encode()
+    if source.names:
+        rows = [{ours: row[theirs] for ours, theirs in source.names.items()} for row in rows]
+    return ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows).encode()
+
+
+def fetch(folder):
+    """Write every file of FILES that `folder` lacks; return {target: why it could not be had}."""
+    missing = {}
+    for target, source in FILES.items():
+        path = Path(folder, target)
+        if path.exists():
+            continue
+        try:
+            data = content(target, source, download(source))
+        except Exception as error:      # of the hub, its HTTP client, or the network
+            missing[target] = f'{type(error).__name__}: {str(error).strip().splitlines()[0]}'
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(data) if path.suffix == '.gz' else data)
+        print(path)
+    return missing
+
+
+if __name__ == '__main__':
+    if len(sys.argv) != 2 or sys.argv[1].startswith('-'):
+        sys.exit(__doc__)
+    missing = fetch(sys.argv[1])
+    for target, reason in missing.items():
+        print(f'not fetched: {target} ({reason})')
+    sys.exit(bool(missing))

@@ -1,0 +1,109 @@
+"""README.md, CONTRIBUTING.md and docs/: what they name exists, and their links lead somewhere."""
+
+import ast
+import functools
+import re
+
+import pytest
+from common import HERE
+
+PAGES = ['README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'study/STUDY.md', 'study/PLAN.md',
+         *(f'docs/{path.name}' for path in sorted((HERE / 'docs').glob('*.md')))]
+SKIPPED = {'.git', '.venv', 'out', 'build', '__pycache__'}
+FILES = [path for path in HERE.rglob('*')
+         if path.is_file() and not SKIPPED & {*path.relative_to(HERE).parts}]
+MODULES = {}        # {name of a module: its files}, such as metrics.py and bench/metrics.py
+for path in FILES:
+    if path.suffix == '.py' and path.parent.name != 'tests' and path.stem != '__init__':
+        MODULES.setdefault(path.stem, []).append(path)
+ENDINGS = 'py', 'md', 'toml', 'csv', 'png', 'json', 'jsonl', 'tex', 'txt'
+# files that other programs write or that a reader makes
+FOREIGN = {'my_figure.py', 'generation_config.json', 'adapter_model.safetensors'}
+# options of other programs
+FOREIGN_KEYS = {'nproc_per_node', 'log_samples', 'output_path'}
+
+
+@functools.cache
+def source():
+    return '\n'.join(path.read_text() for path in FILES if path.suffix == '.py')
+
+
+@functools.cache
+def names(path):
+    """Return every name that a file defines: functions, classes, fields, variables, imports."""
+    tree, defined = ast.parse(path.read_text()), set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).split('.')[0])
+    return defined
+
+
+def text_and_code(page):
+    """Return (the text without blocks, the python blocks) of a page."""
+    content = (HERE / page).read_text()
+    blocks = re.findall(r'```python\n(.*?)```', content, re.S)
+    return re.sub(r'```.*?```', '', content, flags=re.S), blocks
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_files_named_in_the_docs_exist_or_are_written_by_the_program(page):
+    text, _ = text_and_code(page)
+    for word in re.findall(rf'`([\w./-]+\.(?:{"|".join(ENDINGS)}))`', text):
+        exists = any((folder / word).exists() for folder in (HERE, (HERE / page).parent))
+        assert exists or word in source() or word in FOREIGN, f'{page}: there is no {word}'
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_functions_named_in_the_docs_exist(page):
+    text, _ = text_and_code(page)
+    for module, name in re.findall(r'`(\w+)\.(\w+)(?:\([^`]*\))?`', text):
+        if module in MODULES and name not in ENDINGS:
+            assert name in set().union(*map(names, MODULES[module])), (
+                f'{page}: {module}.py has no {name}')
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_options_named_in_the_docs_exist(page):
+    text, _ = text_and_code(page)
+    for code in re.findall(r'`([^`]+)`', text):
+        for key in re.findall(r'(?<![\w-])--(\w+)', code):
+            known = re.search(rf'\b{key}: |--{key}\b', source()) or key in FOREIGN_KEYS
+            assert known, f'{page}: no program has an option --{key}'
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_imports_in_the_docs_work(page):
+    _, blocks = text_and_code(page)
+    for node in (node for block in blocks if 'import ' in block
+                 for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)):
+        path = HERE / (node.module.removeprefix('nanocal.').replace('.', '/') + '.py')
+        if node.module == 'nanocal':
+            assert {alias.name for alias in node.names} <= {*MODULES}, page
+        elif path.exists():
+            assert {alias.name for alias in node.names} <= names(path), page
+        else:
+            assert node.module.split('.')[0] not in {'configs', 'compare', 'report', *MODULES}, (
+                f'{page}: there is no {node.module}')
+
+
+def anchors(path):
+    """Return the anchors of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r'^#+ (.+)$', re.sub(r'```.*?```', '', path.read_text(), flags=re.S),
+                          re.M)
+    return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_relative_links_resolve(page):
+    text, _ = text_and_code(page)
+    for link in re.findall(r'\]\(([^)\s]+)\)', text):
+        if link.startswith(('http://', 'https://')):
+            continue
+        file, _, anchor = link.partition('#')
+        path = (HERE / page).parent / file if file else HERE / page
+        assert path.exists(), f'{page}: {link}'
+        assert not anchor or anchor in anchors(path), f'{page}: no heading for {link}'

@@ -1,0 +1,72 @@
+"""The repository as a whole: what each folder says of itself, lint, types."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from common import HERE
+
+FOLDERS = ('bench', 'configs', 'data', 'families', 'papers', 'results', 'runtime', 'study')
+TOP = {'align', 'attention', 'demo', 'evaluate', 'fused_ce', 'generate', 'metrics', 'model',
+       'sample', 'scaling', 'setup', 'stats', 'test_all', 'train'}
+# {file or folder: what of ours it may import}
+ARROWS = {'attention.py': set(), 'fused_ce.py': set(), 'metrics.py': set(),
+          'model.py': {'attention'}, 'runtime/optim.py': set(), 'scaling.py': {'metrics'},
+          'stats.py': {'metrics'}}
+NEVER = {'data': {'results', 'papers', 'study', 'bench'},
+         'results': {'data', 'papers', 'study', 'bench'},
+         'runtime': {'data', 'results', 'papers', 'study', 'bench'}}
+
+
+def ours(path):
+    """Return the top-level names of this repository that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split('.')[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.split('.')[0])
+    return names & (TOP | {*FOLDERS})
+
+
+@pytest.mark.parametrize('folder', FOLDERS)
+def test_each_folder_says_in_three_lines_what_belongs_there(folder):
+    docstring = ast.get_docstring(ast.parse((HERE / folder / '__init__.py').read_text()))
+    summary, empty, *rest = docstring.split('\n')
+    assert summary.endswith('.') and not empty and 1 <= len(rest) <= 3
+
+
+def test_the_top_level_holds_only_what_is_run_read_first_or_copied():
+    assert {path.stem for path in HERE.glob('*.py')} <= TOP
+
+
+@pytest.mark.parametrize('file', ARROWS)
+def test_a_file_that_others_copy_imports_nothing_else_of_ours(file):
+    if not (HERE / file).exists():
+        pytest.skip(f'there is no {file}')
+    assert ours(HERE / file) <= ARROWS[file]
+
+
+@pytest.mark.parametrize('folder', NEVER)
+def test_folders_import_only_in_the_direction_of_the_design(folder):
+    for path in (HERE / folder).rglob('*.py'):
+        assert not ours(path) & NEVER[folder], path
+
+
+def check(*command):
+    if importlib.util.find_spec(command[0]) is None:
+        pytest.skip(f'needs {command[0]}')
+    done = subprocess.run([sys.executable, '-m', *command], cwd=HERE, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ruff_finds_nothing():
+    check('ruff', 'check', '--no-cache', '.')
+
+
+@pytest.mark.slow
+def test_the_types_of_the_modules_that_others_import_are_right(tmp_path):
+    check('mypy', f'--cache-dir={tmp_path}')

@@ -1,0 +1,142 @@
+"""The recipes of the docs: each is applied to a copy of the repository, as its text says, and run.
+
+A recipe is a section of a page. Its steps are python blocks behind a sentence that names the file
+and where the block goes, and that ends with a colon:
+
+    In `train.py`, add to `SCHEDULES`:          rows, at the end of that table
+    In `model.py`, after `class Attention`:     lines, after the statement that begins so
+    In `fused_ce.py`, add the function:         before the table that the next step extends
+
+`the table` may follow without naming the file again. Other blocks are examples.
+"""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from common import HERE
+
+STEP = re.compile(r'([^\n](?:[^\n]|\n(?!\n|```))*):\n+```python\n(.*?)```', re.S)
+
+
+def section(page, heading):
+    """Return the text of a page under `heading`, up to the next heading of its level."""
+    text = (HERE / 'docs' / page).read_text()
+    level = re.search(rf'^(#+) {re.escape(heading)}$', text, re.M)
+    assert level, f'docs/{page} has no section {heading!r}'
+    return re.split(rf'^#{{2,{len(level[1])}}} ', text[level.end():], flags=re.M)[0]
+
+
+def steps(text):
+    """Yield (file, kind, name, block) of every step; kind: 'to' a table, 'after', or 'add'."""
+    file = None
+    for sentence, block in STEP.findall(text):
+        sentence = ' '.join(sentence.split())
+        file = next(iter(re.findall(r'\b[Ii]n `([\w/]+\.py)`', sentence)), file)
+        table = re.search(r'\b(?:to|in) `([A-Z_]+)`$', sentence)
+        after = re.search(r'\bafter `([^`]+)`$', sentence)
+        if file and table:
+            yield file, 'to', table[1], block
+        elif file and after:
+            yield file, 'after', after[1], block
+        elif file and re.search(r'\badd the functions?\b', sentence):
+            yield file, 'add', None, block
+
+
+def statement(lines, beginning):
+    """Return (first, last) line number, from 0, of the top-level statement that begins so."""
+    for node in ast.parse(''.join(lines)).body:
+        first = min([node.lineno, *(x.lineno for x in getattr(node, 'decorator_list', []))])
+        if lines[node.lineno - 1].startswith(beginning):
+            return first - 1, node.end_lineno
+    raise AssertionError(f'no statement begins with {beginning!r}')
+
+
+def with_row(lines, last, block):
+    """Return line number `last`, the end of a table, with a row before the closing brackets."""
+    line = lines[last - 1].rstrip()
+    for n in (1, 2):        # {rows}, or {... for x in (rows)}
+        rows, brackets = line[:-n], line[-n:]
+        comma = ',' if rows.strip() and not rows.endswith(',') else ''
+        longer = f'{rows}{comma}\n{block}{brackets}\n'
+        try:
+            ast.parse(''.join([*lines[:last - 1], longer]))
+            return longer
+        except SyntaxError:
+            pass
+    raise AssertionError(f'no row can be added before the end of {line!r}')
+
+
+def apply(text, root):
+    """Edit the copy of the repository in `root` as the steps of a recipe say."""
+    todo = list(steps(text))
+    assert todo, 'no step in this section'
+    for i, (file, kind, name, block) in enumerate(todo):
+        block, lines = textwrap.dedent(block), (root / file).read_text().splitlines(keepends=True)
+        if kind == 'to':
+            _, last = statement(lines, f'{name} =')
+            lines[last - 1] = with_row(lines, last, textwrap.indent(block, '    '))
+        elif kind == 'after':
+            _, last = statement(lines, name)
+            lines.insert(last, f'\n\n{block}')
+        else:
+            table = next(step[2] for step in todo[i:] if step[0] == file and step[1] == 'to')
+            first, _ = statement(lines, f'{table} =')
+            while lines[first - 1].startswith('#'):
+                first -= 1
+            lines.insert(first, f'{block}\n\n')
+        (root / file).write_text(''.join(lines))
+
+
+RECIPES = {     # (page, heading): a program that shows that the recipe works, run in the copy
+    ('losses.md', 'A loss of your own'): """
+import torch
+from fused_ce import fused_loss, poly1
+from runtime.loss import parse_loss
+hidden, head = torch.randn(5, 8), torch.randn(11, 8)
+target = torch.arange(5)
+p = (hidden @ head.T).softmax(1).gather(1, target[:, None])
+loss, _ = fused_loss(hidden, head, target, parse_loss('poly1(2.0)'))
+torch.testing.assert_close(loss, (-p.log() + 2 * (1 - p)).mean())
+""",
+    ('training.md', 'Batches and the loss'): """
+from train import TrainConfig, learning_rate
+from runtime.config import load_config
+cfg = load_config(TrainConfig, ['--schedule=wsd', '--lr=1.0', '--warmup_steps=1'])
+assert [round(learning_rate(step, 101, cfg), 3) for step in (50, 80, 91)] == [1, 1, 0.5]
+""",
+    ('training.md', 'A family of your own'): """
+import torch, transformers
+from runtime import checkpoint
+config = transformers.SeedOssConfig(
+    vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, head_dim=8,
+    num_attention_heads=2, num_key_value_heads=1, attn_implementation='eager')
+theirs = transformers.SeedOssForCausalLM(config).eval()
+with torch.no_grad():
+    for p in theirs.parameters():
+        p.copy_(torch.randn_like(p) / 3)
+theirs.save_pretrained('seed_oss')
+tokens = torch.arange(12)[None]
+with torch.no_grad():
+    ours = checkpoint.load('seed_oss').eval()
+    positions, ends = tokens.clone(), torch.full_like(tokens, 12)
+    logits = ours(tokens, positions, ends) @ ours.lm_head.weight.T
+    torch.testing.assert_close(logits, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('page, heading', list(RECIPES))
+def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, tmp_path):
+    root = tmp_path / 'copy'
+    shutil.copytree(HERE, root, ignore=shutil.ignore_patterns(
+        '.git', 'study', 'assets', 'out', '__pycache__', 'build', '*.png'))
+    apply(section(page, heading), root)
+    done = subprocess.run([sys.executable, '-c', RECIPES[page, heading]], cwd=root, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr
