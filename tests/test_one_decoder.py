@@ -1,11 +1,14 @@
 """One forward pass for training, evaluation and sampling: an edit of model.py moves all alike."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from common import DEVICES, documents, head_of_32, reference_model, whole_rows
+from common import DEVICES, HERE, documents, head_of_32, reference_model, whole_rows
 
 import attention
 import model as models
@@ -76,7 +79,7 @@ def edit(what, name, monkeypatch):
 def measured(model, device):
     """Return {use: numbers} as the program computes them, and the tokens that were drawn."""
     model.decoder.attention = 'auto'
-    packed = packing.pack(TEXTS, 48)
+    packed = packing.pack(TEXTS, 128)
     _, nll = train.forward_backward(model, packed, train.TrainConfig(), device)
     scores = scoring.option_log_probs(model, TREES[:1], pack_len=32)
     drawn = [*sample.generate(model, PROMPT, (), sample.SampleConfig(max_tokens=2), None)]
@@ -140,7 +143,7 @@ def rotated(x, B=2, T=9):
 
 WITH_KERNELS = {    # function of (device, dtype) that computes something that has a kernel
     'norm of Llama': lambda **on: models.LlamaRMSNorm(48, 1e-3).to(**on)(random(2, 9, 48, **on)),
-    'norm of Gemma': lambda **on: models.GemmaRMSNorm(130, 1e-6).to(**on)(random(7, 130, **on)),
+    'norm of Gemma': lambda **on: models.GemmaRMSNorm(130, 1e-3).to(**on)(random(7, 130, **on)),
     'norm of heads': lambda **on: models.LlamaRMSNorm(20, 1e-6).to(**on)(
         random(2, 3, 9, 20, **on).transpose(1, 2)),
     'rotate': lambda **on: rotated(random(2, 9, 3, 20, **on).transpose(1, 2)),
@@ -156,7 +159,7 @@ WITH_KERNELS = {    # function of (device, dtype) that computes something that h
 
 
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 2e-6), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize('what', WITH_KERNELS)
 def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance, device,
                                                           monkeypatch, calls_of_kernels):
@@ -214,3 +217,17 @@ def test_blocks_compile_to_one_graph_for_equal_masks(kind, name, tmp_path):
     assert counter.frame_count == (2 if (kind, name) == ('flex', 'gemma2') else 1)
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(expected, compiled, strict=True))
     torch._dynamo.reset()
+
+
+def test_without_triton_the_model_is_plain_torch():
+    code = """import sys
+sys.modules['triton'] = None
+import torch, attention, fused_ce, model
+config = model.ModelConfig('gemma2', 9, 8, 8, 2, 2, sliding_window=2, attn_logit_softcapping=5.0)
+at = torch.arange(6)[None]
+with torch.no_grad():
+    hidden = model.CausalLM(config)(at, at, at + 1)
+assert model.triton is attention.triton is fused_ce.triton is None and hidden.isfinite().all()
+assert attention.fastest(hidden, 64) == 'explicit'
+"""
+    subprocess.run([sys.executable, '-c', code], cwd=HERE, check=True)
