@@ -32,20 +32,21 @@ def lock(folder):
     The lock ends with the process, however that ends. Raises ConfigError if another process holds
     it, or if the folder was removed or moved inside the block.
     """
-    path, flags = Path(folder) / LOCK, os.O_NOFOLLOW | os.O_NONBLOCK     # of a FIFO: do not wait
+    # neither follow a link nor wait for the reader of a FIFO
+    path, flags = Path(folder) / LOCK, os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, 'ab', opener=lambda name, mode: os.open(name, mode | flags, 0o666))
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(None, f'{LOCK} is not a regular file')
+            raise OSError
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(f'{folder}: another process is writing there; choose another --out_dir '
                           f'or wait until it has ended') from None
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
         reason = getattr(error, 'strerror', error)
-        if path.is_symlink():
-            reason = f'{LOCK} is a symbolic link'
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+            reason = f'{LOCK} is not a regular file'
         raise ConfigError(f'{folder} cannot be written ({reason}); choose another --out_dir'
                           ) from error
     with file:
