@@ -480,7 +480,8 @@ def test_too_many_open_files_is_not_called_damage(folder, n_free):
                 files.append(open(os.devnull))
         for file in files[:n_free]:
             file.close()
-        with pytest.raises(checkpoint.CheckpointError, match='cannot be read: .*Too many open files'):
+        message = 'cannot be read: .*Too many open files'
+        with pytest.raises(checkpoint.CheckpointError, match=message):
             checkpoint.weight_files(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -172,7 +172,7 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
         assert set(json.loads(files.pop('written.json'))['files']) >= files.keys()
         assert files == {k: v for k, v in expected.items() if k != 'written.json'}, moment
         shutil.rmtree(tmp_path / str(number))
-    assert finished and n_kills >= (120 if kind == 'shards' else 25), n_kills
+    assert finished and n_kills >= (60 if kind == 'shards' else 20), n_kills
 
 
 @pytest.mark.slow
