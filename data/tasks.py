@@ -70,11 +70,21 @@ class Task:
                        validation=ask(self.validation, 'validation'))
 
 
+def _refuse_split_paths(tasks):
+    """Raise ConfigError if neighbors in `tasks` are the parts of a path with a comma."""
+    for name, following in zip(tasks, tasks[1:], strict=False):
+        whole = f'{name},{following}'
+        if not Path(name).exists() and Path(whole.partition(':')[2] or whole).exists():
+            raise ConfigError(f'tasks: a comma separates tasks, so {whole!r} was read as two; '
+                              f'write --tasks="({whole!r},)"')
+
+
 def load_tasks(cfg):
     """Return {label: Task} for every task of the EvalConfig `cfg`.
 
     Raises ConfigError or DataError for a bad task before anything is tokenized.
     """
+    _refuse_split_paths(cfg.tasks)
     labels = [task_label(name) for name in cfg.tasks]
     for name, label in zip(cfg.tasks, labels, strict=True):
         if not label:

@@ -26,7 +26,7 @@ import torch
 import evaluate
 from data.tasks import task_label, task_source
 from evaluate import EvalConfig
-from results import report
+from results import plots, report
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError, Stopped, TrainingError
 from runtime.ownership import claim, read_json, write_text
@@ -316,8 +316,7 @@ def draw_lines(path, panels, x_label, y_label, metric='ece', log=False):
 
     Points without a report are left out.
     """
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(4 * len(panels), 3.4), layout='constrained')
+    figure = plots.new_figure(4 * len(panels), 3.4)
     for ax, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False).flat,
                                    panels.items(), strict=True):
         for label, points in series.items():
@@ -330,13 +329,13 @@ def draw_lines(path, panels, x_label, y_label, metric='ece', log=False):
             errors = [[max(0, v - low) for v, (low, _) in zip(values, ends, strict=True)],
                       [max(0, high - v) for v, (_, high) in zip(values, ends, strict=True)]]
             ax.errorbar(xs, values, errors, marker='o', markersize=4, capsize=2, label=label)
-        ax.set_title(report.figure_title(title, 40), fontsize=10)
+        ax.set_title(plots.figure_title(title, 40), fontsize=10)
         ax.set(xlabel=x_label, ylabel=y_label, xscale='log' if log else 'linear')
         if not log:
             ax.set_xticks(sorted({x for points in series.values() for x, _ in points}))
         ax.set_ylim(bottom=0)
         if ax.get_legend_handles_labels()[0]:
             ax.legend(fontsize=8)
-    with report.warn_on_failure(path):
+    with plots.warn_on_failure(path):
         claim(Path(path).parent, Path(path).name)
-        report.save_figure(figure, path, 150)
+        plots.save_figure(figure, path, 150)

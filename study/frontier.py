@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 from results.over_seeds import mean_and_ends
-from results.plots import save_figure
+from results.plots import new_figure, save_figure
 from results.report import TITLES, markdown
 from runtime.ownership import write_text
 from stats import mean_interval, student_t
@@ -317,8 +317,7 @@ def loss_colors():
 
 
 def panels(rows, columns):
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(3.4 * columns, 2.9 * rows + 0.8), layout='constrained')
+    figure = new_figure(3.4 * columns, 2.9 * rows + 0.8)
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 

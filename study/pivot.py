@@ -5,8 +5,10 @@ earlier view wrote.
 """
 
 import csv
+import io
 import itertools
 from dataclasses import dataclass
+from pathlib import Path
 
 from results import over_seeds
 from results.over_seeds import Axes, name_of
@@ -94,19 +96,22 @@ def is_number(column):
 
 def read_lines(path):
     """Return the lines of a compare.csv, measures as numbers."""
-    lines = []
-    with open(path, encoding='utf-8', newline='') as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            for line in reader:
-                if None in line or None in line.values():
-                    raise ValueError('another number of columns than the header has')
-                name_of(line)
-                lines.append(line | {key: float(line[key]) for key in filter(is_number, line)
-                                     if line[key]})
-        except (KeyError, ValueError, csv.Error) as error:
-            raise DataError(f'{path}:{reader.line_num}: not a line of a comparison over seeds '
-                            f'({error!r})') from None
+    lines, content = [], Path(path).read_bytes()
+    try:
+        reader = csv.DictReader(io.StringIO(content.decode(), newline=''), strict=True)
+    except UnicodeDecodeError as error:
+        line = 1 + content.count(b'\n', 0, error.start)
+        raise DataError(f'{path}:{line}: not UTF-8: {error.reason}') from None
+    try:
+        for line in reader:
+            if None in line or None in line.values():
+                raise ValueError('another number of columns than the header has')
+            name_of(line)
+            lines.append(line | {key: float(line[key]) for key in filter(is_number, line)
+                                 if line[key]})
+    except (KeyError, ValueError, csv.Error) as error:
+        raise DataError(f'{path}:{reader.line_num}: not a line of a comparison over seeds '
+                        f'({error!r})') from None
     if not lines:
         raise DataError(f'{path} has no lines below its header')
     return lines

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from common import SHARED, needs_shared, write_rows
 from data import questions
-from runtime.errors import DataError
+from data.tasks import load_tasks
+from evaluate import EvalConfig
+from runtime.config import load_config
+from runtime.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize('row, expected', [
@@ -373,3 +376,14 @@ def test_splits_without_labels_are_bad_rows(tmp_path):
         path = write_rows(tmp_path / f'{task}.jsonl', [row])
         with pytest.raises(DataError, match=f'{task}.jsonl:1: no valid answer'):
             questions.load_task(f'{task}:{path}')
+
+
+@pytest.mark.parametrize('task', ['', 'mine:'])
+def test_a_comma_in_the_path_of_a_task_is_named(tmp_path, task):
+    (tmp_path / 'a,b').mkdir()
+    path = write_rows(tmp_path / 'a,b' / 'q.jsonl',
+                      [{'question': 'Q?', 'options': ['x', 'y'], 'answer': 0}])
+    with pytest.raises(ConfigError, match=f'a comma separates tasks, so .{task}{path}. was read'):
+        load_tasks(load_config(EvalConfig, [f'--tasks={task}{path}']))
+    alone = load_config(EvalConfig, [f'--tasks=({str(path)!r},)', '--shots=0'])
+    assert [*load_tasks(alone)] == ['q']

@@ -93,6 +93,22 @@ def apply(text, root):
 
 
 RECIPES = {     # (page, heading): a program that shows that the recipe works, run in the copy
+    ('metrics.md', 'Add a metric'): """
+import sys
+sys.path.insert(0, 'tests')
+from pathlib import Path
+from common import write_run
+from results import compare, report, samples
+runs = [write_run(Path('recipe', name), sharpness=x) for name, x in (('a', 3.0), ('b', 9.0))]
+summary = report.summarize(samples.read_samples(runs[0] / 'samples.jsonl'), 'token', n_bootstrap=9)
+assert summary['pooled']['sure_errors'] <= summary['pooled']['intervals']['sure_errors'][1]
+results = {'tasks': {'mmlu': summary | {'norm': 'token', 'distribution': 'd'}}}
+tables = report.to_markdown(results), report.to_latex(results), report.to_csv(results)
+assert all('sure' in text for text in tables)
+compare.main([*map(str, runs), '--n_bootstrap=9', '--out_dir=recipe/out'])
+text = Path('recipe/out/compare.md').read_text()
+assert '| sure errors |' in text and 'questions | 40 | sure errors | +' in text
+""",
     ('losses.md', 'A loss of your own'): """
 import torch
 from fused_ce import fused_loss, poly1
