@@ -47,7 +47,7 @@ DEFAULTS = {
     'gpt_neox': {},
 }
 
-# The allowed values of each known key, as alternatives: (lowest, highest) of an integer or, if these
+# What each known key may be, as alternatives: (lowest, highest) of an integer or, if these
 # are floats, of any number; a type; [the values that the items of a list may have]; or one value
 SIZE, COUNT, TOKEN, CAP, SHARE = (1, 2**20), (1, 2**31), (0, 2**31), (1e-3, 1e6), (0.0, 1.0)
 FIELDS = {key: rule for keys, rule in {

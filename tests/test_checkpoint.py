@@ -480,7 +480,8 @@ def test_too_many_open_files_is_not_called_damage(folder, n_free):
                 files.append(open(os.devnull))
         for file in files[:n_free]:
             file.close()
-        with pytest.raises(checkpoint.CheckpointError, match='cannot be read: .*Too many open files'):
+        with pytest.raises(checkpoint.CheckpointError,
+                           match='cannot be read: .*Too many open files'):
             checkpoint.weight_files(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -624,6 +625,7 @@ print(max([*peaks, held()]) - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs /proc')
 def test_loading_holds_one_copy(tmp_path):
     # many tensors of 4 MB: none of them is a large part of the whole

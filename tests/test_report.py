@@ -226,7 +226,8 @@ def test_few_questions_are_noted_beside_rmsce(n, bins):
     few['pooled']['n'] = n
     lines = [line for line in report.notes(few) if 'RMSCE' in line]
     assert (bins in lines[0] and 'bins of 100 questions' in lines[0]) if bins else not lines
-    tokens = report.summarize([TOKEN | {'id': f't{i}', 'token': i} for i in range(3)], 'token', n_bootstrap=5)
+    samples = [TOKEN | {'id': f't{i}', 'token': i} for i in range(3)]
+    tokens = report.summarize(samples, 'token', n_bootstrap=5)
     text = report.task_text('clm', tokens | {'distribution': 'next tokens', 'norm': 'token'})
     assert text.split('\n')[1].split()[:2] == ['group', 'tokens'] and 'questions' not in text
 
