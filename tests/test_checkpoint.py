@@ -625,6 +625,7 @@ print(max([*peaks, held()]) - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs /proc')
 def test_loading_holds_one_copy(tmp_path):
     # many tensors of 4 MB: none of them is a large part of the whole

@@ -63,6 +63,7 @@ def test_compare_over_questions(tmp_path, capsys):
         run_compare(tmp_path / 'a', tmp_path / 'sharp', '--shots=0')
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_one_more_row(tmp_path, capsys):
     """The mean of the probabilities of runs of several seeds, over the questions that all have."""
     folders = [write_run(tmp_path / name, seed=seed, languages=('de', 'en'), n=60)
@@ -499,6 +500,7 @@ def test_no_whiskers_of_two_seeds():
 HARNESS_FILES = HERE / 'tests' / 'harness_files'
 
 
+@pytest.mark.slow
 def test_two_models_of_lm_eval(tmp_path, capsys):
     out = f'--out_dir={tmp_path / "out"}'
     run_compare(HARNESS_FILES / 'first', HARNESS_FILES / 'second', out, '--n_bootstrap=50')

@@ -869,6 +869,7 @@ def test_parse_loss():
             parse_loss(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
 def test_ce_compiled_step(device):
     if device == 'cuda' and not torch.cuda.is_available():

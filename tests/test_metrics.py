@@ -1075,6 +1075,7 @@ def test_a_sample_of_lm_eval():
     assert metrics.harness_task(path.with_name('mine.jsonl')) == ('samples', '', '')
 
 
+@pytest.mark.slow
 def test_lm_eval_files_that_cannot_be_measured(tmp_path):
     for task, message in (('several', r"its target, '\[1, 2\]', is not the only right option"),
                           ('written', 'not multiple choice, so there are no probabilities'),

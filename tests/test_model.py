@@ -91,6 +91,7 @@ def test_packed_documents_do_not_see_each_other(name, tmp_path):
         assert torch.allclose(hidden[row, at], model(alone, *whole_rows(alone))[0], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
                                   'neox'])

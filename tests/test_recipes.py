@@ -119,6 +119,11 @@ p = (hidden @ head.T).softmax(1).gather(1, target[:, None])
 loss, _ = fused_loss(hidden, head, target, parse_loss('poly1(2.0)'))
 torch.testing.assert_close(loss, (-p.log() + 2 * (1 - p)).mean())
 """,
+    ('metrics.md', 'Add a metric'): """
+import metrics
+probs, labels = [[0.95, 0.05], [0.92, 0.08], [0.6, 0.4], [0.7, 0.3]], [1, 0, 1, 1]
+assert metrics.report(probs, labels)['sure_errors'] == 0.25
+""",
     ('training.md', 'Batches and the loss'): """
 from train import TrainConfig, learning_rate
 from runtime.config import load_config

@@ -270,6 +270,7 @@ def in_transformers(folder, template=None, add_bos=True):
     return transformers.AutoTokenizer.from_pretrained(folder), ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kind', ['llama3', 'llama3.json', 'qwen', 'gemma', 'mistral', 'llama2'])
 def test_transformers_reads_what_a_run_saves(kind, tmp_path):
     theirs, ours = in_transformers(base_folder(tmp_path / 'run', kind))

@@ -188,6 +188,7 @@ def test_add_bos_is_remembered(small_world, tmp_path):
     assert evaluate.trained_with_bos(tmp_path / 'epoch-1') is False
 
 
+@pytest.mark.slow
 def test_a_report_in_the_chat_template(small_world, tmp_path):
     folder, _ = small_world
     run = [str(folder / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}', '--max_steps=1',
@@ -203,6 +204,7 @@ def test_a_report_in_the_chat_template(small_world, tmp_path):
         train.main([*run, '--eval.passes=2'])
 
 
+@pytest.mark.slow
 def test_training_by_answer_letter(small_world, tmp_path):
     """A model learns that the answer is always B, and the report asks as the training did."""
     folder, _ = small_world
@@ -441,6 +443,7 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     assert apart(one, load_file(tmp_path / 'half' / 'model.safetensors')) < 1e-3
 
 
+@pytest.mark.slow
 def test_lora_run(small_world, tmp_path):
     """What `train.py --lora` leaves: merged weights, and an adapter that makes them of the base."""
     import peft
