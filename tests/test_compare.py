@@ -19,7 +19,7 @@ from test_report import tabulars
 
 
 def run_compare(*arguments):
-    evaluate.main(['--compare', *map(str, arguments)])
+    compare.main([*map(str, arguments)])
 
 
 def csv_rows(path):
