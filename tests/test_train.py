@@ -645,7 +645,7 @@ def bad_command_lines(folder, tmp_path):
         ([*score, '--model='], 'no model given'),
         ([*score, '--tasks='], 'tasks is empty'),
         ([*score, '--tasks=mmlu:a,mmlu:b'], "2 of them would be called 'mmlu'"),
-        ([*score, '--device=gpu'], "device = 'gpu'; wanted"),
+        ([*score, '--device=gpu'], "device = 'gpu'; it must be"),
         ([*score, '--batch_rows=0'], 'batch_rows = 0; it must be at least 1'),
         ([*run, '--betas=0.9,1.0'], 'each must be at least 0 and less than 1'),
         ([*run, '--max_length=600', '--pack_len=600'], 'the context of'),
