@@ -9,7 +9,6 @@ import sys
 
 import numpy as np
 import pytest
-import evaluate
 import metrics
 import stats
 from common import HERE, write_rows, write_run

@@ -558,7 +558,8 @@ def test_the_context_of_a_gpu_is_created_ahead(status, wanted, monkeypatch):
 
 @pytest.mark.parametrize('device', DEVICES[1:])
 def test_torch_works_in_the_context_that_was_created_ahead(device):
-    subprocess.run([sys.executable, '-c', 'import torch; from runtime import startup; startup.create_context(0); '
+    subprocess.run([sys.executable, '-c', 'import torch; from runtime import startup; '
+                    'startup.create_context(0); '
                     'assert torch._C._cuda_hasPrimaryContext(0); '
                     'assert torch.ones(3, device="cuda").sum() == 3'], check=True)
 
@@ -957,8 +958,8 @@ def test_what_is_printed(scored_folder, tmp_path):
                           capture_output=True)
     lines = done.stdout.split('\n')
     assert lines[0] == f'{model} (llama) in float32 on cpu'
-    assert lines[1] == ('foxes: 60 questions, prompt format mmlu, 0 shots, options scored by letters, '
-                        'log-probabilities per token, plain text')
+    assert lines[1] == ('foxes: 60 questions, prompt format mmlu, 0 shots, options scored by '
+                        'letters, log-probabilities per token, plain text')
     assert done.stderr == ''        # no bar, and too short for a line of progress
     shell = ' '.join([*common, f'--out_dir={tmp_path / "b"}', '| head -n 1'])
     done = subprocess.run(['bash', '-c', shell], cwd=HERE, text=True, capture_output=True)

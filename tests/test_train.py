@@ -516,7 +516,8 @@ def test_lora_run(small_world, tmp_path):
                           atol=1e-3)
     # the dropout of the adapters of an epoch, sampled in an evaluation
     evaluate.main([f'--model={tmp_path / "epoch-1"}', '--dropout_seed=2', '--shots=0',
-                   '--scoring=text', f'--tasks={small_world[0] / "world" / "questions.jsonl"}', '--device=cpu'])
+                   '--scoring=text', '--device=cpu',
+                   f'--tasks={small_world[0] / "world" / "questions.jsonl"}'])
     assert json.loads((tmp_path / 'epoch-1' / 'dropout-2' / 'results.json').read_text())['tasks']
 
 
