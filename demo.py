@@ -8,6 +8,11 @@ model without and with label smoothing, and evaluates all three. Prints a table 
 draws their reliability diagrams. What is finished is skipped when the demo is started again.
 """
 
+from runtime import cli
+
+if __name__ == '__main__':
+    cli.begin()
+
 import sys
 from dataclasses import dataclass, replace
 
@@ -15,7 +20,7 @@ from data.world import make_world
 from evaluate import EvalConfig
 from results.report import print_report
 from runtime.config import load_config
-from runtime.errors import CheckpointError, ConfigError, DataError, Stopped, TrainingError
+from runtime.processes import pick_threads
 from train import TrainConfig, train
 
 
@@ -59,6 +64,8 @@ def runs(demo):
 
 def main(argv):
     demo = load_config(DemoConfig, argv, usage=__doc__)
+    # beside other programs one thread can be several times as fast as one per core
+    print(f'torch uses {pick_threads()} thread(s), the fastest in a test of a second')
     # text, conversations and questions about 8,000 entities, all of it decided by the seed
     make_world(f'{demo.out_dir}/world', demo.seed)
     reports = {}
@@ -68,15 +75,10 @@ def main(argv):
         reports[name] = results['after'], cfg.out_dir
     # the table, and reliability-questions.png with a panel per model
     print_report(reports, demo.out_dir)
+    print(f'\nwrote the diagrams to {demo.out_dir}; weights, results and pictures of each model to '
+          f'{", ".join(folder for _, folder in reports.values())}')
 
 
 if __name__ == '__main__':
-    try:
+    with cli.one_line_errors(resume='the same command continues'):
         main(sys.argv[1:])
-    except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
-        sys.exit(f'error: {error}')
-    except Stopped as stopped:
-        print(stopped)
-        sys.exit(128 + stopped.signal)
-    except KeyboardInterrupt:
-        sys.exit(130)

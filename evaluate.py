@@ -1,113 +1,276 @@
-"""How well does a model know what it knows? Scores the options of questions, and tokens of texts.
+"""Evaluate a model's calibration: score answer options and next tokens, then compute metrics.
 
     python evaluate.py --model=out/run --tasks=mmlu,arc_easy,hellaswag --shots=5
     python evaluate.py --compare out/base out/sft out/ls01
 
-Questions are packed into rows as trees, so prompts that begin alike share those tokens, and
-scoring.py makes log-probabilities of them. Samples are appended to samples.jsonl as they are
-scored, and an interrupted evaluation resumes from there; report.py computes the rest from them.
+Questions are packed into rows as trees, so that prompts share the tokens of a common beginning.
+The host makes rows ahead of the device; every log-probability is float32 from the logits on. Each
+sample is appended to samples.jsonl as soon as it is scored, and an interrupted evaluation resumes
+from that file. results/ computes the metrics.
 """
 
-import atexit
-import gc
-import os
-import signal
-
-
-def stop_at_once(*_):
-    """Handle Ctrl-C while nothing is written yet: imports of C++ would crash by an exception."""
-    os.write(2, b'stopped\n')
-    os._exit(130)
-
+from runtime import cli
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGINT, stop_at_once)
-    gc.disable()    # makes the imports a quarter faster
+    cli.begin()
 
-import contextlib
-import ctypes
+import functools
+import hashlib
+import importlib
 import math
-import re
+import os
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from data.chat import question_frame
+from data.packing import pack_alone, pack_trees, stack_rows
 from data.probes import INSTRUCTIONS
 from data.questions import TASKS
 from data.tasks import describe_tasks, load_tasks
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import compare, report, samples
-from runtime import ownership, processes
-from runtime.config import Later, load_config, read_assignments, require_range
+from runtime import ownership, startup
+from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.eval_config import EvalConfig, check_eval_config
 
-# imported at their first use: --help, misspelled keys and train.py's --help need no torch
-checkpoint, device, log, scoring, torch = map(Later, (
-    'runtime.checkpoint', 'runtime.device', 'runtime.log', 'scoring', 'torch'))
+USAGE = f"""\
+usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=value ...]
+       python evaluate.py --compare FOLDER FOLDER [...]     evaluated runs side by side, or models
+                                                            that lm_eval --log_samples evaluated
+
+example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
+
+The tasks are {', '.join([*TASKS, *INSTRUCTIONS])},
+each also as task:folder-or-file, and files of questions. --tasks=help lists their files, --help
+the keys."""
 
 
-@dataclass
-class EvalConfig:
-    model: str = ''                           # a folder in Hugging Face layout, or a hub name
-    revision: str | None = None               # the hub revision of the model
-    # mmlu, global_mmlu, ..., clm, facts, each also as task:folder-or-file; or a file of questions
-    tasks: tuple[str, ...] = ('mmlu',)
-    data_revision: str | None = None          # the hub revision of the tasks' datasets
-    languages: tuple[str, ...] = ('all',)     # of multilingual tasks
-    preset: Literal['mmlu', 'harness'] = 'mmlu'     # prompts of MMLU or lm-evaluation-harness
-    header: Literal['english', 'native'] = 'english'
-    shots: int = 5                            # solved questions before each question
-    scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
-    norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # what divides a log-probability
-    passes: int = 0                           # sample the dropout of the adapters in adapter/ so
-    #                                           often and average the probabilities; 0: no dropout
-    p_true: bool = False                      # then ask if the top option is right: P(True)
-    # ask in this chat template; trained: in that of the training here; none: as plain text
-    chat: Literal['none', 'trained', 'tulu', 'llama3', 'gemma', 'mistral', 'chatml',
-                  'alpaca'] = 'none'
-    instruct: bool = False                    # clm and facts: begin with the paper's instruction
-    limit: int | None = None                  # only so many questions of each language, drawn by
-    #                                           the seed evenly over subjects
-    add_bos: bool | None = None               # None: as in training here, or as the tokenizer does
-    max_length: int | None = None             # longest prompt in tokens; None: the model's context
-    temperature: Literal['none', 'fit'] = 'none'    # fit: temperature and Platt scaling beside raw
-    n_bootstrap: int = 1000                   # resamples for the intervals; 0: none
-    pictures: bool = True                     # draw reliability diagrams
-    pack_len: int | None = None               # tokens in a packed row; None: 32768 on a GPU, 16384
-    #                                           there without the kernels, 4096 on a CPU
-    batch_rows: int = 1                       # rows in a forward pass
-    deterministic: bool = False               # scores bitwise independent of batch composition
-    on_bad_row: Literal['stop', 'skip'] = 'stop'
-    seed: int = 0                             # of clm's tokens, limit, bootstrap and dropout
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
-    device: str = 'auto'
-    out_dir: str | None = None                # None: the model's folder; out/eval/ for a hub name
-    overwrite: bool = False                   # delete what was evaluated in out_dir before
+def read_arguments(argv):
+    """Return the EvalConfig of a command line; do what needs no model (--help) and exit."""
+    if not argv:
+        raise SystemExit(USAGE)
+    if argv[0] == '--compare':
+        raise SystemExit(compare.main(argv[1:]))
+    cfg = load_config(EvalConfig, argv, USAGE)
+    check_eval_config(cfg)
+    if cfg.tasks == ('help',):
+        print(describe_tasks())
+        raise SystemExit
+    return cfg
 
+
+if __name__ == '__main__':
+    with cli.one_line_errors():     # none of this needs torch, whose import takes seconds
+        startup.load_libraries(read_arguments(sys.argv[1:]).device)
+
+import torch
+
+import fused_ce
+from model import CausalLM
+from runtime import checkpoint, device, log
+from runtime.trained import base_of_adapter, trained_template, trained_with_bos
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
-# the seed too, but each sample carries a hash of its prompt.
+# the seed too, but each sample has a hash of its prompt.
 SETTINGS = ('preset', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos', 'max_length',
             'deterministic', 'dtype')
 
 
-def check_eval_config(cfg):
-    """Raise ConfigError for a value that no evaluation can use."""
-    require_range(cfg, 0, math.inf, 'shots', 'n_bootstrap', 'passes')
-    require_range(cfg, 0, 2 ** 63 - 1, 'seed')
-    require_range(cfg, 1, math.inf, 'limit', 'batch_rows', 'max_length')
-    require_range(cfg, 16, math.inf, 'pack_len')
-    for key, example in (('tasks', '--tasks=mmlu,arc_easy or --tasks=my_questions.jsonl'),
-                         ('languages', '--languages=all or --languages=en,de')):
-        if not getattr(cfg, key):
-            raise ConfigError(f'{key} is empty; for example {example}')
+# ------------------------------------------------------------------------------------------------
+# Trees to log-probabilities
+# ------------------------------------------------------------------------------------------------
+
+def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statistics=False,
+          trim=1, dropout_seed=None):
+    """Yield (index, numbers, values) for each of `trees`, (index, Tree) pairs, as they are done.
+
+    load:          returns the model; called once there is something to score
+    deterministic: each tree in a row and a batch of its own
+    statistics:    also return the top token, its log-probability and the entropy, see values
+    trim:          drop trailing tokens that no score needs and round the length up to a multiple
+                   of `trim`; 0: keep all
+    dropout_seed:  score with the dropout of adapters, drawn by this seed; None: without
+    numbers:       int [M], for each scored token its option, or its index in Tree.scored
+    values:        float32 [M, 1] log-probability; with `statistics` [M, 4]: log-probability, top
+                   token, log-probability of the top token, entropy in nats
+    """
+    unfinished = {}
+
+    def counted():
+        for index, tree in trees:
+            unfinished[index] = tree.n_scored, [], []
+            yield index, tree
+
+    rows = pack_alone(counted()) if deterministic else pack_trees(counted(), pack_len)
+    batches = stack_rows(rows, 1 if deterministic else batch_rows, 0 if deterministic else trim)
+    for copy, scored in launch(load, batches, statistics, dropout_seed):
+        for (index, number, _, _), value in zip(scored, copy.values(), strict=True):
+            n, numbers, values = unfinished[index]
+            numbers.append(number)
+            values.append(value)
+            if len(values) == n:
+                del unfinished[index]
+                yield index, np.array(numbers), np.array(values)
+
+
+def launch(load, batches, statistics, dropout_seed):
+    """Yield (HostCopy of the values, scored) of each batch of `stack_rows`.
+
+    A thread makes batches ahead of the device, so the generators behind `batches`, which tokenize,
+    run in that thread. A batch is yielded once the next one has been launched: the device always
+    has work.
+    """
+    model, last = None, None
+    with ThreadPoolExecutor(1) as pool:
+        ahead = deque(pool.submit(next, batches, None) for _ in range(4))
+        try:
+            while batch := ahead.popleft().result():
+                ahead.append(pool.submit(next, batches, None))
+                arrays, scored = batch
+                if model is None:
+                    model = load()
+                    training = model.training
+                    model.eval()
+                    for module in model.modules():      # only adapters have dropout
+                        module.training = (dropout_seed is not None
+                                           and isinstance(module, torch.nn.Dropout))
+                if dropout_seed is not None:    # what is dropped depends on the batch's tokens too
+                    digest = hashlib.blake2b(arrays.tobytes(), digest_size=8,
+                                             key=str(dropout_seed).encode()).digest()
+                    torch.manual_seed(int.from_bytes(digest))
+                with torch.no_grad():
+                    values = forward_values(model, arrays, scored, statistics)
+                launched = device.HostCopy(values), scored
+                if last:
+                    yield last
+                last = launched
+            if last:
+                yield last
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            if model is not None:
+                model.train(training)
+
+
+def forward_values(model, arrays, scored, statistics):
+    """Return the values of `score` for each of `scored`, [M, 1 or 4], on the model's device."""
+    head, cap = model.head, model.softcap
+    inputs = torch.from_numpy(np.ascontiguousarray(arrays))
+    at, tokens = (torch.tensor([entry[i] for entry in scored]) for i in (2, 3))
+    hidden = model(*to_device(inputs, head.device)).flatten(0, 1)
+    if not statistics:
+        return token_log_probs(hidden, head, at, tokens, cap)[:, None]
+    s = fused_ce.token_statistics(hidden[to_device(at, head.device)], head, tokens, softcap=cap)
+    return torch.stack([-s.nll, s.top_token.float(), s.top_logit - s.lse, s.entropy], 1)
+
+
+def token_log_probs(hidden, head, at, tokens, softcap):
+    """Return log p(tokens[i] | hidden[at[i]]), float32 [M]; multiply each row with head only once.
+
+    hidden [N, D] and head [V, D] on one device; at [M], whose values may repeat, and tokens [M] on
+    the CPU, so that the host does not wait for the device.
+    """
+    used, place = at.unique(return_inverse=True)        # used[place] = at
+    indices = to_device(torch.cat((at, tokens, place, used)), head.device)
+    at, tokens, place, rows = indices.split([len(at)] * 3 + [len(used)])
+    label = torch.zeros_like(used)      # any: the sum over all tokens does not depend on it
+    lse = fused_ce.token_statistics(hidden[rows], head, label, softcap=softcap).lse
+    logits = torch.cat([(hidden[i].float() * head[k].float()).sum(1)
+                        for i, k in zip(at.split(4096), tokens.split(4096), strict=True)])
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return logits - lse[place]
+
+
+def to_device(x, device):
+    """Return a CPU tensor on `device`; the host does not wait for the copy."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else x
+
+
+def option_log_probs(model, trees, **options):
+    """Return the summed log-probability of every option: a float64 array [K] per tree.
+
+    options: the other arguments of `score`
+    """
+    sums = {index: np.bincount(numbers, values[:, 0], len(trees[index].leaves))
+            for index, numbers, values in score(lambda: model, enumerate(trees), **options)}
+    return [sums[index] for index in range(len(trees))]
+
+
+# ------------------------------------------------------------------------------------------------
+# The model
+# ------------------------------------------------------------------------------------------------
+
+def load_ahead(pool, folder, base, cfg, n_items):
+    """Return `load` for `score`: threads of `pool` read the weights while items are tokenized.
+
+    Other threads meanwhile load the kernels of a GPU and, once a thread of `pool` is free, the
+    library that draws pictures, for which no score waits.
+    """
+    if not n_items:
+        return lambda: load_model(folder, base, cfg)
+    warm = []
+    if loads_kernels(cfg):
+        warm.append(pool.submit(warm_up, checkpoint.read_config(folder), cfg))
+    weights = pool.submit(load_model, folder, base, cfg)
+    if cfg.pictures:
+        pool.submit(importlib.import_module, 'matplotlib.figure')
+
+    @functools.cache
+    def load():
+        wait(warm)
+        warm.clear()    # the error of one that failed would keep its tensors on the GPU
+        return weights.result()
+
+    return load
+
+
+def loads_kernels(cfg):
+    """Return whether the forward pass uses the Triton kernels of model.py and attention.py."""
+    return cfg.device.startswith('cuda') and cfg.dtype == 'bfloat16'
+
+
+def row_lengths(cfg):
+    """Return (tokens in a packed row, `trim` of `score`) that are fastest for `cfg`.
+
+    Longer rows repeat the shots less often. Triton compiles the kernels again for a length that is
+    not a multiple of 16, and FlexAttention for each new length.
+    """
+    if loads_kernels(cfg):
+        return 32768, 128
+    return (16384, 0) if cfg.device.startswith('cuda') else (4096, 1)
+
+
+def load_model(folder, base, cfg):
+    """Return the model in the folder `base`; with dropout_seed, with the adapters in `folder`."""
+    model = checkpoint.load(base, cfg.device, getattr(torch, cfg.dtype))
+    if cfg.dropout_seed is not None:
+        checkpoint.add_adapter(model, folder)
+    return model
+
+
+def warm_up(config, cfg):
+    """Load every kernel of a forward pass, which takes seconds, by running a model of one layer."""
+    device.pick_device(cfg.device)      # the current GPU of a new thread is the first one
+    # Triton makes other code for sizes that are multiples of 16
+    config = replace(config, num_hidden_layers=1, layer_types=(config.layer_types or [])[:1],
+                     vocab_size=4096 + config.vocab_size % 16)
+    with torch.device('meta'):
+        model = CausalLM(config)
+    # Any values will do; drawing them would take float32 memory. model.to_empty imports sympy.
+    for key, parameter in [*model.named_parameters()]:
+        parent, _, name = key.rpartition('.')
+        values = torch.empty(parameter.shape, dtype=torch.bfloat16, device=cfg.device)
+        setattr(model.get_submodule(parent), name, torch.nn.Parameter(values))
+    at = np.arange(cfg.pack_len)[None]
+    with torch.no_grad():
+        forward_values(model, np.stack([0 * at, at, at + 1]), [(0, 0, 0, 0)], statistics=False)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -115,83 +278,94 @@ def check_eval_config(cfg):
 # ------------------------------------------------------------------------------------------------
 
 def score_task(load, folder, tokenizer, label, task, cfg, done, write):
-    """Score what is not in `done` and hand each sample to `write`; return (prompts, bad rows).
+    """Score what is not in `done` and pass each sample to `write`; return (prompts, bad rows).
 
-    prompts: {(sample_key, prompt)} of everything that the task asks, scored now or before
-    done:    the same of what is in samples.jsonl
+    prompts: {(sample_key, prompt)} of every item of the task, scored now or earlier
+    done:    the same of the samples in samples.jsonl
     """
-    prompts, bad_rows, waiting = set(), list(task.bad_rows), {}
-    progress = log.Progress(label, len(task.items) + len(task.validation), task.unit)
-
-    def trees():
-        for index, (item, tree) in enumerate(task.tokenize(tokenizer, cfg)):
-            if isinstance(tree, DataError):
-                if cfg.on_bad_row == 'stop':
-                    raise DataError(f'{label}: {tree}; --on_bad_row=skip leaves it out')
-                bad_rows.append(str(tree))
-                progress.update(scored=False)
-                continue
-            split = 'validation' if index >= len(task.items) else 'test'
-            key, prompt = (label, split, item.language, item.id), tree.fingerprint
-            prompts.add((key, prompt))
-            if (key, prompt) in done:
-                progress.update(scored=False)
-                continue
-            waiting[index] = key, prompt, item, tree
-            yield index, tree
-
+    tokenized = []
+    n_done = sum(key[0] == label for key, _ in done)
+    progress = log.Progress(label, len(task.items) + len(task.validation) - n_done, task.unit)
     to_samples = {'questions': question_samples, 'p_true': p_true_samples}.get(task.kind,
                                                                               text_samples)
     try:
-        for index, numbers, values in scoring.score(
-                load, trees(), cfg.pack_len, cfg.batch_rows, cfg.deterministic,
-                statistics=task.kind in INSTRUCTIONS, trim=scoring.row_lengths(cfg)[1],
-                dropout_seeds=[(cfg.seed, n) for n in range(cfg.passes)]):
-            key, prompt, item, tree = waiting.pop(index)
+        for index, numbers, values in score(
+                load, unscored(task, label, tokenizer, cfg, done, tokenized), cfg.pack_len,
+                cfg.batch_rows, cfg.deterministic, statistics=task.kind in INSTRUCTIONS,
+                trim=row_lengths(cfg)[1], dropout_seed=cfg.dropout_seed):
+            key, prompt, item, tree = tokenized[index]
+            tokenized[index] = key, prompt, None, None      # free the tree
             if not np.isfinite(values).all():
                 raise CheckpointError(checkpoint.bad_logits(f'{label}: {item.place}', folder,
                                                             cfg.dtype))
-            common = dict(zip(('task', 'split', 'language', 'id'), key)) | {'prompt': prompt}
+            common = dict(zip(('task', 'split', 'language', 'id'), key, strict=True),
+                          prompt=prompt)
             for sample in to_samples(item, tree, numbers, values):
                 write(common | sample)
             progress.update()
     finally:
         progress.bar.close()
+    bad_rows = [*task.bad_rows, *(str(entry) for entry in tokenized
+                                  if isinstance(entry, DataError))]
+    prompts = {entry[:2] for entry in tokenized if not isinstance(entry, DataError)}
     if not prompts:
         raise DataError(f'{label}: no question could be scored ({len(bad_rows)} bad rows'
                         f'{f", the first: {bad_rows[0]}" if bad_rows else ""})')
     return prompts, bad_rows
 
 
+def unscored(task, label, tokenizer, cfg, done, tokenized):
+    """Tokenize the items of `task`; yield (index, Tree) of each that is not in `done`.
+
+    Append every item to the list `tokenized`, at its index: (sample_key, prompt, item, tree), or
+    the DataError that says why it cannot be scored. `launch` runs this in its thread.
+    """
+    for index, (item, tree) in enumerate(task.tokenize(tokenizer, cfg)):
+        if isinstance(tree, DataError):
+            if cfg.on_bad_row == 'stop':
+                raise DataError(f'{label}: {tree}; --on_bad_row=skip leaves it out')
+            tokenized.append(tree)
+            continue
+        split = 'validation' if index >= len(task.items) else 'test'
+        key, prompt = (label, split, item.language, item.id), tree.fingerprint
+        if task.kind not in INSTRUCTIONS:
+            prompt += f'-{item.answer}'     # a question whose answer was corrected is scored again
+        tokenized.append((key, prompt, item, tree))
+        if (key, prompt) not in done:
+            yield index, tree
+
+
 def question_samples(question, tree, numbers, values):
-    log_probs = scoring.mean_log_probs(numbers, values, len(tree.leaves))
-    return [{'subject': question.subject, 'category': question.category, 'shots': tree.shots,
-             'answer': question.answer,
+    """Return the one sample of a question: the summed log-probability of each option."""
+    log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves))    # in float64
+    return [{'question': question.digest, 'subject': question.subject,
+             'category': question.category, 'shots': tree.shots, 'answer': question.answer,
              'options': [question.ending or option for option in question.options],
              'log_probs': log_probs.tolist(), 'n_tokens': tree.n_tokens}]
 
 
 def p_true_samples(question, tree, numbers, values):
-    """The confidence is P(True): the probability of (A), True, among the two options."""
-    true, false = scoring.mean_log_probs(numbers, values, 2)
+    """Return the one sample of P(True), the probability of (A), True, among the two options."""
+    true, false = np.bincount(numbers, values[:, 0], 2)
     log_probs = -np.logaddexp(0, [false - true, true - false])
-    return [{'subject': question.subject, 'category': question.category, 'shots': tree.shots,
+    return [{'question': question.digest, 'subject': question.subject,
+             'category': question.category, 'shots': tree.shots,
              'correct': question.answer == 0, 'confidence': float(np.exp(log_probs[0])),
              'log_prob': float(log_probs[question.answer]),
              'entropy': float(-(np.exp(log_probs) * log_probs).sum())}]
 
 
 def text_samples(text, tree, numbers, values):
-    ids = [*tree.prefix, *tree.stem]
-    found = []
+    """Return a sample for each scored token of a text: whether the top token is the next one."""
+    ids, token_samples = [*tree.prefix, *tree.stem], []
     for n in np.argsort(numbers):
         at, (log_prob, top, top_log_prob, entropy) = tree.scored[numbers[n]], values[n]
-        found.append({
+        token_samples.append({
             'id': f'{text.id}:{at}' if len(tree.scored) > 1 else text.id, 'text': text.id,
             'position': at, 'token': ids[at], 'top_token': int(top),
             'correct': bool(int(top) == ids[at]), 'confidence': min(1.0, math.exp(top_log_prob)),
             'log_prob': float(log_prob), 'entropy': float(entropy), 'of': len(tree.scored)})
-    return found
+    return token_samples
 
 
 # ------------------------------------------------------------------------------------------------
@@ -201,11 +375,11 @@ def text_samples(text, tree, numbers, values):
 def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     """Score `tasks`, as load_tasks(cfg) returns them, with the model in `folder`, or `model`.
 
-    Resumes from `out_dir`/samples.jsonl. Writes that, eval_config.json, results.json, .md, .csv and
-    .tex, and reliability diagrams into `out_dir`, where the results of other tasks that were
-    evaluated with the same model and settings are kept. Returns the results. The caller holds the
-    folder's lock. Raises ConfigError or CheckpointError before it changes anything, DataError for a
-    question that cannot be scored, CheckpointError for logits that are not finite.
+    Resume from samples.jsonl in `out_dir`; write that file, eval_config.json, results.json, .md,
+    .csv, .tex and reliability diagrams there; keep the results of other tasks with the same model
+    and settings. Return the results. The caller holds the folder's lock. Raises ConfigError or
+    CheckpointError before anything is changed, DataError for a question that cannot be scored,
+    CheckpointError for logits that are not finite.
     """
     out_dir, config = Path(out_dir), checkpoint.read_config(folder)
     cfg = resolve(cfg, folder, config, tokenizer)
@@ -213,14 +387,15 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
     identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
-    if cfg.passes:
+    base = folder
+    if cfg.dropout_seed is not None:
         base = base_of_adapter(folder)
-        settings |= {'passes': cfg.passes, 'seed': cfg.seed, 'base': checkpoint.fingerprint(base),
+        settings |= {'dropout_seed': cfg.dropout_seed, 'base': checkpoint.fingerprint(base),
                      'adapter': checkpoint.adapter_fingerprint(folder)}
     earlier, done = samples.open_folder(out_dir, tasks, settings, pictures=cfg.pictures,
                                         overwrite=cfg.overwrite)
     announce(config, tasks, cfg, done)
-    results, prompts, new = score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model)
+    results, prompts, new = score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model)
     rows = samples_of(read_last(out_dir / 'samples.jsonl') if done else new, prompts)
     earlier = report.measure_again({label: earlier[label] for label in earlier
                                     if label not in results}, rows)
@@ -228,30 +403,30 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
         drawn = cfg.pictures and pool.submit(draw_diagrams, earlier, results, rows, tasks, out_dir)
         for label in results:
             results[label] |= report.summarize(rows[label], cfg.norm, n_bootstrap=cfg.n_bootstrap,
-                                               fit=cfg.temperature == 'fit', seed=cfg.seed)
+                                               fit=cfg.fit_temperature, seed=cfg.seed)
             results[label]['fewer_shots'] = sum(s.get('shots', cfg.shots) < cfg.shots
                                                 for s in rows[label])
-    found = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
-             'seed': cfg.seed,
-             'versions': device.versions(), 'identity': identity, 'tasks': earlier | results}
-    report.write_results(found, out_dir)
+    content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
+               'seed': cfg.seed, 'versions': device.versions(), 'identity': identity,
+               'tasks': earlier | results}
+    report.write_results(content, out_dir)
     if drawn and (pictures := drawn.result()):      # raises its error
         print(f'wrote {", ".join(pictures)} to {out_dir}')
-    return found
+    return content
 
 
-def score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model):
+def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
     """Append the samples of `tasks` to samples.jsonl.
 
-    Returns {label: what is known of its results}, {label: its prompts} and the new samples.
+    Return {label: result without metrics}, {label: its prompts} and the new samples.
     """
     results, prompts, new, path = {}, {}, [], out_dir / 'samples.jsonl'
-    asked = [tasks[label.removesuffix('.p_true')] for label in result_labels(tasks, cfg)]
-    n_items = sum(len(task.items) + len(task.validation) for task in asked)
-    n_items = max(0, n_items - sum(key[0] in result_labels(tasks, cfg) for key, _ in done))
+    labels = result_labels(tasks, cfg)
+    parents = [tasks[label.removesuffix('.p_true')] for label in labels]
+    n_items = sum(len(task.items) + len(task.validation) for task in parents)
+    n_items = max(0, n_items - sum(key[0] in labels for key, _ in done))
     with ThreadPoolExecutor(2) as pool, open(path, 'ab', buffering=0) as file:
-        base = base_of_adapter(folder) if cfg.passes else folder
-        load = (lambda: model) if model else scoring.load_ahead(pool, folder, base, cfg, n_items)
+        load = (lambda: model) if model else load_ahead(pool, folder, base, cfg, n_items)
 
         def append(sample):
             samples.append(file, sample)
@@ -264,13 +439,13 @@ def score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, model):
             results[label] = describe(task, cfg) | {
                 'scoring_seconds': round(time.perf_counter() - started, 2),
                 'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}
-    return results, prompts, new    # and free the memory of the model: the metrics need some
+    return results, prompts, new    # this also frees the model's memory, before the metrics
 
 
 def with_p_true(tasks, path, prompts, cfg):
-    """Yield (label, Task) of `tasks`; then, with p_true, of what asks about their top options.
+    """Yield (label, Task) of `tasks`; then, with p_true, of the tasks about their top options.
 
-    By then the samples of `tasks` must be in the file `path`; prompts: as of `samples_of`.
+    By then the samples of `tasks` must be in the file `path`. prompts: as in `samples_of`.
     """
     yield from tasks.items()
     rows = samples_of(read_last(path), prompts) if cfg.p_true else {}
@@ -288,62 +463,18 @@ def result_labels(tasks, cfg):
 
 
 def resolve(cfg, folder, config, tokenizer):
-    """`cfg` with what 'auto' and None stand for here."""
-    place, context = device.pick_device(cfg.device), config.max_position_embeddings
-    dtype = str(device.pick_dtype(cfg.dtype, place))
+    """Return `cfg` with the values that 'auto' and None stand for on this machine and model."""
+    target, context = device.pick_device(cfg.device), config.max_position_embeddings
+    dtype = str(device.pick_dtype(cfg.dtype, target))
     add_bos = trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos
     add_bos, chat = begins_with_bos(tokenizer, add_bos), cfg.chat
     if chat == 'trained':
         chat = trained_template(folder)
     if chat != 'none':
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
-    cfg = replace(cfg, device=place, dtype=dtype.split('.')[-1], add_bos=add_bos, chat=chat,
+    cfg = replace(cfg, device=target, dtype=dtype.split('.')[-1], add_bos=add_bos, chat=chat,
                   max_length=min(cfg.max_length or context, context))
-    return replace(cfg, pack_len=cfg.pack_len or scoring.row_lengths(cfg)[0])
-
-
-def trained_with_bos(folder):
-    """Return the add_bos with which the model in `folder` was trained here; None for others."""
-    return training_settings(folder).get('add_bos')
-
-
-def trained_template(folder):
-    """Return the chat template with which the model in `folder` was trained here; ConfigError."""
-    settings = training_settings(folder)
-    if settings.get('data_kind') != 'instruct' or 'template' not in settings:
-        raise ConfigError(f'chat = trained, but {folder} was not trained here on conversations; '
-                          f'name the template, for example --chat=llama3; --raw of sample.py '
-                          f'uses none')
-    return settings['template']
-
-
-def training_settings(folder):
-    """Return the settings of the run that trained the model in `folder`; {} if there was none."""
-    folder = Path(folder).resolve()
-    if re.fullmatch(r'epoch-\d+', folder.name):     # the config is in the folder of the run
-        folder = folder.parent
-    path = folder / 'train_config.py'
-    assigned = read_assignments(path) if path.exists() else {}
-    return {key: value for key, (value, _) in assigned.items()}
-
-
-def base_of_adapter(folder):
-    """Return the folder of the model that the adapters in `folder`/adapter were trained on.
-
-    Raises ConfigError if they have no dropout to sample, CheckpointError if they or the base model
-    are missing or do not fit each other.
-    """
-    adapter = checkpoint.read_adapter(folder)
-    if not adapter['lora_dropout']:
-        raise ConfigError(f'passes: {folder} was trained with lora_dropout = 0, so all passes '
-                          f'would be equal; leave out --passes')
-    base = checkpoint.fetch(adapter['base_model_name_or_path'],
-                            training_settings(folder).get('revision'))
-    config = checkpoint.read_config(base)
-    checkpoint.check_weights(base, config)
-    with torch.device('meta'):      # fail on adapters of another model before anything is scored
-        checkpoint.add_adapter(checkpoint.CausalLM(config), folder)
-    return base
+    return replace(cfg, pack_len=cfg.pack_len or row_lengths(cfg)[0])
 
 
 def announce(config, tasks, cfg, done):
@@ -352,19 +483,20 @@ def announce(config, tasks, cfg, done):
     print(f'{cfg.model} ({config.model_type}) in {cfg.dtype} on {cfg.device}{name}')
     for label, task in tasks.items():
         n_done = sum(key[0] == label for key, _ in done)
-        print(f'{label}: {len(task.items):,} {task.unit}, {distribution(task, cfg)}'
+        form = '' if task.kind in INSTRUCTIONS else 'prompt format '
+        print(f'{label}: {len(task.items):,} {task.unit}, {form}{distribution(task, cfg)}'
               + (f'; a sample of {task.total:,}' if len(task.items) < task.total else '')
               + (f'; {len(task.validation):,} for validation' if task.validation else '')
               + (f'; {n_done:,} scored earlier in this folder' if n_done else ''), flush=True)
 
 
 def describe(task, cfg):
-    """The part of a task's result that says how it was scored."""
+    """Return the part of a task's result that says how it was scored."""
     facts = {'source': task.source, 'distribution': distribution(task, cfg), 'norm': cfg.norm,
              'selected_languages': cfg.languages, 'limit': cfg.limit, 'seed': cfg.seed,
              'n_bootstrap': cfg.n_bootstrap, 'data_revision': cfg.data_revision}
-    if cfg.passes:
-        facts['passes'] = cfg.passes
+    if cfg.dropout_seed is not None:
+        facts['dropout_seed'] = cfg.dropout_seed
     if len(task.items) < task.total:
         facts['sample'] = {'questions': len(task.items), 'of': task.total}
     if task.kind not in INSTRUCTIONS:
@@ -375,37 +507,42 @@ def describe(task, cfg):
 
 
 def distribution(task, cfg):
-    """Which probabilities are measured, for the head of a table."""
+    """Return in words which probabilities are measured, for the header of a table."""
+    dropout = '' if cfg.dropout_seed is None else f', dropout with seed {cfg.dropout_seed}'
     if task.kind in INSTRUCTIONS:
-        return 'top token, with an instruction' if cfg.instruct else 'top token'
-    of_preset = 'letters' if cfg.preset == 'mmlu' else 'as the harness'
-    scored_as = of_preset if cfg.scoring == 'auto' else cfg.scoring
-    asked = 'P(True) of the top option, ' if task.kind == 'p_true' else ''
+        return 'top token' + ', with an instruction' * cfg.instruct + dropout
+    scoring_of_preset = 'letters' if cfg.preset == 'mmlu' else 'as the harness'
+    scored = scoring_of_preset if cfg.scoring == 'auto' else cfg.scoring
+    p_true = 'P(True) of the top option, ' if task.kind == 'p_true' else ''
     form = 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
-    form += f', {cfg.passes} passes with dropout' if cfg.passes else ''
-    return f'{asked}{cfg.preset}, {cfg.shots} shots, {scored_as}, {cfg.norm}, {form}'
+    return (f'{p_true}{cfg.preset}, {cfg.shots} shots, options scored by {scored}, '
+            f'{NORMS[cfg.norm]}, {form}{dropout}')
+
+
+NORMS = {'token': 'log-probabilities per token', 'sum': 'summed log-probabilities',
+         'char': 'log-probabilities per character', 'byte': 'log-probabilities per byte'}
 
 
 def read_last(path):
-    """Return the samples of the last prompt of each question or text in samples.jsonl."""
+    """Return the samples of the latest prompt of each question or text in samples.jsonl."""
     return samples.last_asked(samples.read_samples(path))
 
 
 def samples_of(rows, prompts):
-    """{task: its samples}; of a task in `prompts`, {task: {(sample_key, prompt)}}, only those."""
+    """Return {task: its samples}; of a task in {task: {(sample_key, prompt)}} only those."""
     by_label = {label: [] for label in prompts}
     for sample in rows:
-        label, asked = sample['task'], (samples.sample_key(sample), sample['prompt'])
-        if label not in prompts or asked in prompts[label]:
+        label, prompt = sample['task'], (samples.sample_key(sample), sample['prompt'])
+        if label not in prompts or prompt in prompts[label]:
             by_label.setdefault(label, []).append(sample)
     return by_label
 
 
 def draw_diagrams(earlier, results, rows, tasks, out_dir):
-    """Draw reliability.png of all tasks, and a grid of the languages of each of `tasks`.
+    """Draw reliability.png with all tasks, and for each of `tasks` a grid of its languages.
 
-    Earlier tasks have their grids. One whose samples are no longer those of its result is left out.
-    Return the names of the pictures that were written.
+    The grids of earlier tasks exist. An earlier task whose samples changed is left out. Return the
+    names of the pictures that were written.
     """
     panels, pictures = [], {}
     for label, result in (earlier | results).items():
@@ -414,9 +551,9 @@ def draw_diagrams(earlier, results, rows, tasks, out_dir):
             print(f'reliability.png leaves out {label}: of its {result["pooled"]["n"]} questions '
                   f'samples.jsonl now holds {len(test)}; evaluate {label} again to draw it')
             continue
-        of_all = report.predictions(test, result['norm'])
-        panels.append((report.panel_title(label, result), of_all))
-        languages = report.split_groups(test, 'language', of_all) if label in tasks else {}
+        pooled = report.predictions(test, result['norm'])
+        panels.append((report.panel_title(label, result), pooled))
+        languages = report.split_groups(test, 'language', pooled) if label in tasks else {}
         if languages:
             pictures[samples.GRID.format(label)] = [
                 (report.panel_title(name, result), p) for name, p in languages.items()], 7
@@ -429,18 +566,6 @@ def draw_diagrams(earlier, results, rows, tasks, out_dir):
 # ------------------------------------------------------------------------------------------------
 # The command line
 # ------------------------------------------------------------------------------------------------
-
-USAGE = f"""\
-usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=value ...]
-       python evaluate.py --compare FOLDER FOLDER [...]     evaluated runs side by side, or models
-                                                            that lm_eval --log_samples evaluated
-
-example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
-
-The tasks are {', '.join([*TASKS, *INSTRUCTIONS])},
-each also as task:folder-or-file, and files of questions. --tasks=help lists their files, --help
-the keys."""
-
 
 def run(cfg):
     """Do the evaluation `cfg`; return (results, labels of its tasks, the folder of the results).
@@ -458,35 +583,15 @@ def run(cfg):
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
     default = Path(folder if Path(cfg.model).is_dir() else
                    f'out/eval/{cfg.model.replace("/", "--")}')
-    default = default / f'passes-{cfg.passes}' if cfg.passes else default
+    if cfg.dropout_seed is not None:
+        default = default / f'dropout-{cfg.dropout_seed}'
     out_dir = Path(os.path.expanduser(cfg.out_dir or default))
-    if signal.getsignal(signal.SIGINT) is stop_at_once:     # nothing was written so far
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     with ownership.lock(out_dir):
         return evaluate(folder, tokenizer, tasks, cfg, out_dir), result_labels(tasks, cfg), out_dir
 
 
-def create_context(number):
-    """Create the CUDA context of a GPU, in which torch will work.
-
-    If that fails, torch says why when it is asked for the GPU.
-    """
-    with contextlib.suppress(OSError, AttributeError, ctypes.ArgumentError):
-        cuda, gpu, context = ctypes.CDLL('libcuda.so.1'), ctypes.c_int(), ctypes.c_void_p()
-        if not (cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(gpu), number)):     # 0: no error
-            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)
-
-
 def main(argv):
-    if argv[:1] == ['--compare']:
-        compare.main(argv[1:])
-        return
-    if not argv:
-        raise SystemExit(USAGE)
-    cfg = load_config(EvalConfig, argv, USAGE)
-    if cfg.tasks == ('help',):
-        print(describe_tasks())
-        return
+    cfg = read_arguments(argv)
     results, labels, out_dir = run(cfg)
     for label in labels:
         print(f'\n{report.task_text(label, results["tasks"][label])}')
@@ -494,35 +599,7 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    try:
-        if sys.argv[1:] and sys.argv[1] != '--compare':
-            cfg = load_config(EvalConfig, sys.argv[1:], USAGE)
-            check_eval_config(cfg)
-            processes.start_workers()
-            if gpu := re.fullmatch(r'auto|cuda(?::(\d+))?', cfg.device):
-                threading.Thread(target=create_context, args=[int(gpu[1] or 0)],
-                                 daemon=True).start()
-            from runtime import log
-            import scoring     # torch and Triton, before Ctrl-C raises
-        else:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        gc.freeze()     # what is imported need not be searched for garbage
-        gc.enable()
-        atexit.register(gc.unfreeze)    # or else Triton reports leaks
-        sys.setswitchinterval(5e-4)     # tokenizing must not delay the launch of kernels by 5 ms
+    with cli.one_line_errors(
+            resume='the scored samples are kept, and the same command resumes from there',
+            memory='lower --batch_rows or --pack_len'):
         main(sys.argv[1:])
-        sys.stdout.flush()
-        os._exit(0)     # torch would need half a second to end itself
-    except BrokenPipeError:     # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
-    except (ConfigError, DataError, CheckpointError, OSError) as error:
-        sys.exit(f'error: {error}')
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError):
-            raise
-        sys.exit('error: out of GPU memory; lower --batch_rows or --pack_len')
-    except KeyboardInterrupt:
-        print('stopped; the scored samples are kept, and the same command resumes from there',
-              file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)

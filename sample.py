@@ -9,28 +9,20 @@ NO_COLOR turns that off. Probabilities are those of the model, before `temperatu
 There is no KV cache: each token computes the whole conversation again, in quadratic time.
 """
 
-import signal
+from runtime import cli
 
-if __name__ == '__main__':      # no traceback of Ctrl-C during the imports, which take seconds
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == '__main__':
+    cli.begin()
 
+import contextlib
 import math
 import os
 import re
-import readline     # noqa: F401    input() then edits lines and has a history
 import sys
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from data.chat import encode_conversation, question_frame
-from data.files import require_text
-from data.tokenizer import begins_with_bos, load_model_tokenizer
-from evaluate import trained_template, trained_with_bos
-from runtime import checkpoint
 from runtime.config import load_config, require_range
-from runtime.device import pick_device, pick_dtype
 from runtime.errors import CheckpointError, ConfigError, DataError
 
 
@@ -50,6 +42,37 @@ class SampleConfig:
     device: str = 'auto'
 
 
+def read_arguments(argv):
+    """Return the SampleConfig of a command line; raise ConfigError for values of no use."""
+    cfg = load_config(SampleConfig, argv, __doc__)
+    require_range(cfg, 0, math.inf, 'temperature')
+    require_range(cfg, 1e-3, 1, 'top_p')
+    require_range(cfg, 1, math.inf, 'max_tokens')
+    require_range(cfg, 0, 2 ** 63 - 1, 'seed')
+    if not cfg.model:
+        raise ConfigError('no model given; for example --model=out/run')
+    if cfg.top_p < 1 and cfg.temperature == 0:
+        raise ConfigError(f'top_p = {cfg.top_p} needs a temperature above 0, such as 1')
+    return cfg
+
+
+if __name__ == '__main__':
+    with cli.one_line_errors():     # --help and misspelled keys need no torch
+        read_arguments(sys.argv[1:])
+
+import torch
+
+from data.chat import encode_conversation, question_frame
+from data.files import require_text
+from data.tokenizer import begins_with_bos, load_model_tokenizer
+from runtime import checkpoint
+from runtime.device import pick_device, pick_dtype
+from runtime.trained import trained_template, trained_with_bos
+
+with contextlib.suppress(ImportError):
+    import readline     # noqa: F401    input() then edits lines and has a history
+
+
 def keep_top_p(probs, top_p):
     """Return probs [V] with 0 for all but the fewest that sum to `top_p` (Holtzman et al. 2020)."""
     ordered, order = probs.sort(descending=True, stable=True)
@@ -61,8 +84,8 @@ def keep_top_p(probs, top_p):
 def generate(model, ids, stop, cfg, random, n_vocab=None):
     """Yield (token, its probability by the model) after `ids`, up to a token of the set `stop`.
 
-    At most max_tokens, and what the context has room for. random: a torch.Generator on the CPU.
-    Tokens from n_vocab on have no text and are never drawn. Raises CheckpointError.
+    Yield at most max_tokens, and no more than the context has room for. random: a torch.Generator
+    on the CPU. Tokens from n_vocab on have no text and are never drawn. Raises CheckpointError.
     """
     ids, device = list(ids), model.head.device
     for _ in range(min(cfg.max_tokens, model.config.max_position_embeddings - len(ids))):
@@ -151,15 +174,7 @@ def prompts(cfg):
 
 
 def main(argv):
-    cfg = load_config(SampleConfig, argv, __doc__)
-    require_range(cfg, 0, math.inf, 'temperature')
-    require_range(cfg, 1e-3, 1, 'top_p')
-    require_range(cfg, 1, math.inf, 'max_tokens')
-    require_range(cfg, 0, 2 ** 63 - 1, 'seed')
-    if not cfg.model:
-        raise ConfigError('no model given; for example --model=out/run')
-    if cfg.top_p < 1 and cfg.temperature == 0:
-        raise ConfigError(f'top_p = {cfg.top_p} needs a temperature above 0, such as 1')
+    cfg = read_arguments(argv)
     device, folder = pick_device(cfg.device), checkpoint.fetch(cfg.model, cfg.revision)
     tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
     add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
@@ -179,11 +194,5 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)       # `| head` ends it without a word
-    try:
+    with cli.one_line_errors(memory='a smaller --max_tokens or a shorter prompt needs less'):
         main(sys.argv[1:])
-    except (ConfigError, DataError, CheckpointError, OSError, torch.OutOfMemoryError) as error:
-        sys.exit(f'error: {error}')
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -8,41 +8,34 @@ holds the config, log.jsonl, the weights in Hugging Face layout with the tokeniz
 the calibration report.
 """
 
-import os
-import signal
-import sys
+from runtime import cli
 
-if __name__ == '__main__':      # Ctrl-C while the libraries load, which takes seconds
-    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b'stopped before it began\n'),
-                                             os._exit(128 + signal.SIGINT)))
+if __name__ == '__main__':
+    cli.begin()
 
 import contextlib
 import functools
 import importlib.util
 import json
 import math
+import os
+import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
-import metrics
-from data.export import tokenizer_files
-from data.instruct import load_conversations
-from data.packing import epoch_order, pack, sequence_weights
-from data.tasks import load_tasks
-from data.text import load_text
-from data.tokenizer import begins_with_bos, load_model_tokenizer
-from data.trees import load_answers
-from evaluate import EvalConfig, check_eval_config, evaluate, result_labels
-from results.plots import draw_loss
-from results.report import print_report
-from results.samples import OUTPUTS
-from runtime import ownership
 from runtime.config import load_config, require_range
-from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.errors import ConfigError, DataError, Stopped, TrainingError
+from runtime.eval_config import EvalConfig, check_eval_config
+
+# A schedule takes the share of the steps after warm-up that are done, 0 to 1, and returns a factor
+# that falls from 1, for `lr`, to 0, for `final_lr * lr`.
+SCHEDULES = {
+    'linear': lambda done: 1 - done,
+    'cosine': lambda done: (1 + math.cos(math.pi * done)) / 2,
+}
 
 
 @dataclass
@@ -60,18 +53,17 @@ class TrainConfig:
     lora_targets: tuple[str, ...] = ('q_proj', 'v_proj')  # or k_, o_, gate_, up_, down_proj; for
     #                                           Pythia query_key_value, dense, ...
     # data
-    data: str = 'allenai/tulu-3-sft-mixture'  # a file, a folder, or a hub dataset; of questions, a
-    #                                           task of evaluate.py
+    data: str = 'allenai/tulu-3-sft-mixture'  # a file, a folder or a hub dataset
     data_revision: str | None = None          # hub revision: pin it, datasets change
-    # questions: the solved ones of a task, with a loss on the letter of the answer alone
+    # questions: `data` is a task of evaluate.py; the loss is on the letter of the answer alone
     data_kind: Literal['instruct', 'text', 'questions'] = 'instruct'
     template: Literal['tulu', 'llama3', 'gemma', 'mistral', 'chatml', 'alpaca'] = 'tulu'
-    answers: Literal['best', 'all'] = 'best'  # of OASST1, to a prompt: the best ranked, or each
+    answers: Literal['best', 'all'] = 'best'  # OASST1: the best-ranked answer to a prompt, or all
     add_bos: bool | None = None               # one BOS or none; None: as the tokenizer does
     max_length: int = 4096                    # tokens per sequence; longer ones are cut
     on_bad_row: Literal['stop', 'skip'] = 'stop'
-    data_limit: int | None = None             # train on only so many sequences, drawn by the seed
-    cache_dir: str = 'out/cache'              # of tokenized data
+    data_limit: int | None = None             # sequences to train on, drawn by the seed; None: all
+    cache_dir: str = 'out/cache'              # for tokenized data
     workers: int = 0                          # processes that tokenize; 0: one per core
     val_size: int = 0                         # sequences held out for the validation loss
     val_every: int = 200                      # steps between validation losses
@@ -87,13 +79,12 @@ class TrainConfig:
     #                                           as `nanocal` in config.json; only we apply them
     loss_reduction: Literal['token', 'sequence'] = 'token'  # mean over the supervised tokens of a
     #                                           step, or mean of sequence means as in older recipes
-    loss_memory: int | None = None            # MB for the logits of a chunk, less is slower; None:
-    #                                           1100 on a GPU, 8 on a CPU; 0: 67
+    loss_memory: int | None = None            # MB for a chunk of logits; None: GPU 1100, else 8
     # optimizer
     epochs: float = 2.0
     max_steps: int | None = None              # stop earlier; the schedule then ends there
     lr: float = 2e-5                          # at the end of warm-up
-    schedule: Literal['linear', 'cosine'] = 'linear'
+    schedule: Literal[*SCHEDULES] = 'linear'  # after warm-up
     warmup: float = 0.02                      # share of the steps
     warmup_steps: int | None = None           # number of steps, in place of warmup
     final_lr: float = 0.0                     # at the end of the schedule, as a share of lr
@@ -102,12 +93,10 @@ class TrainConfig:
     weight_decay: float = 0.0                 # on matrices, not on norms
     grad_clip: float = 1.0                    # largest gradient norm; 0: no clipping
     # precision and memory
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of weights and products; auto:
-    #                                           bfloat16 on a GPU, float32 on a CPU
-    master_weights: Literal['exact', 'stochastic'] = 'exact'  # of bfloat16 weights. exact: as
-    #                                           float32, 14 bytes per weight (16 with
-    #                                           micro-batches). stochastic: all bfloat16, rounded
-    #                                           at random, 8 bytes
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU, else float32
+    master_weights: Literal['exact', 'stochastic'] = 'exact'  # for bfloat16. exact: as float32, 14
+    #                                           bytes per weight (16 with micro-batches).
+    #                                           stochastic: all bfloat16, rounded at random, 8 bytes
     checkpoint_activations: bool = False      # compute blocks twice: 25 % slower, less memory
     compile: bool = True                      # the decoder blocks, on a GPU in bfloat16
     # calibration report: the settings of evaluate.py, such as {'tasks': ('mmlu',), 'shots': 5}
@@ -118,8 +107,7 @@ class TrainConfig:
     out_dir: str = 'out/run'
     overwrite: bool = False                   # replace the run in out_dir
     resume: bool = False                      # continue the run in out_dir where it stopped
-    save_every: int | None = 500              # steps between checkpoints to resume from; None: only
-    #                                           when a signal stops the run
+    save_every: int | None = 500              # steps between checkpoints; None: only on a signal
     checkpoint_epochs: bool = True            # keep the weights of each epoch in epoch-<n>/
     save_dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # of the weights on disk
     device: str = 'auto'                      # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
@@ -129,28 +117,44 @@ class TrainConfig:
     dry_run: bool = False                     # print sizes, take two steps, write no run folder
 
 
-if __name__ == '__main__':      # --help and misspelled keys need no torch, which takes seconds
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)       # `| head` may read the beginning alone
-    try:
-        load_config(TrainConfig, sys.argv[1:], usage=__doc__)
-    except ConfigError as error:
-        sys.exit(f'error: {error}')
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+def read_arguments(argv):
+    """Return the TrainConfig of a command line."""
+    if not argv:
+        raise ConfigError('no config file given: python train.py configs/gemma2_ls01.py --lr=1e-5; '
+                          '--help lists all settings')
+    return load_config(TrainConfig, argv, usage=__doc__)
 
+
+if __name__ == '__main__':
+    with cli.one_line_errors():     # --help and misspelled keys need no torch, which takes seconds
+        read_arguments(sys.argv[1:])
+
+import numpy as np
 import torch
 
+import metrics
+from data.export import tokenizer_files
+from data.instruct import load_conversations
+from data.packing import epoch_order, pack, sequence_weights
+from data.tasks import load_tasks
+from data.text import load_text
+from data.tokenizer import begins_with_bos, load_model_tokenizer
+from data.trees import load_answers
+from evaluate import evaluate, result_labels
 from fused_ce import fused_loss, smoothing, token_statistics
 from model import CausalLM, add_lora, compile_blocks
-from runtime import checkpoint, resume
+from results.plots import draw_loss
+from results.report import print_report
+from results.samples import OUTPUTS
+from runtime import checkpoint, ownership, resume
 from runtime.device import pick_device, pick_dtype
-from runtime.errors import Stopped, TrainingError
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import parse_loss
 from runtime.optim import AdamW
 from runtime.parallel import (abort_processes, barrier, first_process_first, gather, join_processes,
                               leave_processes, rank, shard, sum_over_processes, world_size)
 
-# keys that may differ when a run is resumed: all others decide what its weights become
+# Keys that may differ when a run is resumed; all others decide its weights.
 FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_every', 'tracker',
              'cache_dir', 'workers', 'checkpoint_epochs', 'save_dtype', 'device', 'eval',
              'eval_before', 'pictures', 'dry_run'}
@@ -195,9 +199,9 @@ def check_config(cfg):
         if cfg.eval.chat == 'trained' and cfg.data_kind != 'instruct':
             raise ConfigError(f"eval: chat = 'trained' needs data_kind = 'instruct': "
                               f'{cfg.data_kind!r} has no chat template')
-        if cfg.eval.passes:
-            raise ConfigError('eval: passes needs the adapters that a run saves at its end; leave '
-                              'it out, then python evaluate.py --model=out/run --passes=10')
+        if cfg.eval.dropout_seed is not None:
+            raise ConfigError('eval: dropout_seed needs the adapters that a run saves at its end; '
+                              'leave it out, then evaluate.py --model=out/run --dropout_seed=0')
         check_eval_config(cfg.eval)
 
 
@@ -206,7 +210,7 @@ def check_config(cfg):
 # ------------------------------------------------------------------------------------------------
 
 def load_sequences(cfg, tokenizer):
-    """Return (all sequences, indices of those to train on, indices of the held-out ones)."""
+    """Return (all sequences, indices of those to train on, indices of the held-out sequences)."""
     common = {'max_length': cfg.max_length, 'add_bos': begins_with_bos(tokenizer, cfg.add_bos),
               'revision': cfg.data_revision, 'cache_dir': cfg.cache_dir,
               'on_bad_row': cfg.on_bad_row, 'workers': cfg.workers or os.cpu_count()}
@@ -222,21 +226,21 @@ def load_sequences(cfg, tokenizer):
     if len(rest) < (cfg.data_limit or 0):
         raise DataError(f'{cfg.data}: data_limit = {cfg.data_limit}, but it has {len(rest)} '
                         f'sequences' + f' beside val_size = {cfg.val_size}' * (cfg.val_size > 0))
-    kept = np.sort(rest[:cfg.data_limit])
-    if len(kept) * cfg.epochs < cfg.batch_size:
-        raise DataError(f'{cfg.data}: {len(kept)} sequences for training in {cfg.epochs:g} epochs '
-                        f'do not fill one step of batch_size = {cfg.batch_size}')
-    return sequences, kept, held_out
+    training = np.sort(rest[:cfg.data_limit])
+    if len(training) * cfg.epochs < cfg.batch_size:
+        raise DataError(f'{cfg.data}: {len(training)} sequences for training in {cfg.epochs:g} '
+                        f'epochs do not fill one step of batch_size = {cfg.batch_size}')
+    return sequences, training, held_out
 
 
-def batches(cfg, sequences, kept, first, until, multiple):
+def batches(cfg, sequences, training, first, until, multiple):
     """Yield (indices of the sequences, packed rows) of the steps `first` to `until`.
 
     Epochs are concatenated, so every step has exactly batch_size sequences. The next batch is
     packed in a thread while the device is busy. The number of rows is a multiple of `multiple`.
     """
-    epochs = range(math.ceil(until * cfg.batch_size / len(kept)))
-    order = np.concatenate([kept[epoch_order(len(kept), e, cfg.seed)] for e in epochs])
+    epochs = range(math.ceil(until * cfg.batch_size / len(training)))
+    order = np.concatenate([training[epoch_order(len(training), e, cfg.seed)] for e in epochs])
 
     def batch(step):
         chosen = order[step * cfg.batch_size:(step + 1) * cfg.batch_size]
@@ -274,44 +278,62 @@ def micro_batches(packed, cfg, device):
 
 
 def training_loss(cfg):
-    """Return the loss that `loss` and `smoothing` say; raise ConfigError."""
+    """Return the loss that `loss` and `smoothing` describe; raise ConfigError."""
+    if cfg.smoothing and 'smoothing' in cfg.loss:
+        raise ConfigError(f'smoothing = {cfg.smoothing} and loss = {cfg.loss!r} both set the '
+                          f'smoothing; set one of them')
     try:
         return parse_loss(cfg.loss) + smoothing(cfg.smoothing)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def forward_backward(model, packed, cfg, device):
-    """Accumulate the gradients of a step; return its loss and plain NLL, a tensor [2] on `device`.
+def token_loss(packed, cfg):
+    """Return the function (model, rows, inputs, targets) -> (loss, {name: metric}) of a step.
 
-    The divisor is that of the whole step, so micro-batches change nothing but rounding.
+    Another training objective replaces this. The arguments are those that `micro_batches` yields;
+    the results are scalars on the device that are summed over the micro-batches of the step.
     """
     n_targets = int((packed['targets'] >= 0).sum())
     weights = sequence_weights(packed) if cfg.loss_reduction == 'sequence' else None
     memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
-    total = torch.zeros(2, device=device)
-    for rows, inputs, targets in micro_batches(packed, cfg, device):
+    loss_function = training_loss(cfg)
+
+    def compute(model, rows, inputs, targets):
         options = ({'num_items': n_targets} if weights is None else
                    {'reduction': 'sum', 'token_weight': torch.from_numpy(weights[rows])})
-        loss, nll = fused_loss(model(*inputs), model.head, targets, training_loss(cfg),
+        loss, nll = fused_loss(model(*inputs), model.head, targets, loss_function,
                                softcap=model.softcap, memory=memory, **options)
+        return loss, {'nll': nll}
+
+    return compute
+
+
+def forward_backward(model, packed, cfg, device, objective=token_loss):
+    """Accumulate the gradients of a step; return {'loss', 'nll'}, scalars on `device`.
+
+    Splitting a step into more micro-batches changes nothing but rounding.
+    """
+    compute, total = objective(packed, cfg), 0
+    for rows, inputs, targets in micro_batches(packed, cfg, device):
+        loss, values = compute(model, rows, inputs, targets)
         (loss * world_size()).backward()        # FSDP averages gradients over processes
-        total += torch.stack((loss.detach(), nll))
-    return sum_over_processes(total)
+        total = total + torch.stack([x.detach() for x in (loss, *values.values())])
+    return dict(zip(('loss', *values), sum_over_processes(total), strict=True))
 
 
-def train_step(model, optimizer, packed, cfg, device):
-    """Take one optimizer step; return loss, NLL and gradient norm as a tensor [3] on `device`.
+def train_step(model, optimizer, packed, cfg, device, objective=token_loss):
+    """Take one optimizer step; return {'loss', 'nll', 'grad_norm'}, scalars on `device`.
 
     The host never waits for the device.
     """
     optimizer.begin(-(-len(packed['tokens']) // (world_size() * cfg.micro_rows)))
-    losses = forward_backward(model, packed, cfg, device)
+    values = forward_backward(model, packed, cfg, device, objective)
     norms = torch._foreach_norm(optimizer.gradients(), dtype=torch.float32)
     norm = sum_over_processes(torch.stack(norms).square().sum()).sqrt()
     limit = cfg.grad_clip or math.inf
     optimizer.step(scale=(limit / (norm + 1e-6)).clamp(max=1.0))
-    return torch.cat((losses, norm[None]))
+    return values | {'grad_norm': norm}
 
 
 @torch.no_grad()
@@ -335,12 +357,13 @@ def validation_loss(model, packed, cfg, device):
 
 def learning_rate(step, steps, cfg):
     """Learning rate at `step` of 0 .. steps - 1: linear warm-up, then decay to final_lr * lr."""
+    if cfg.schedule not in SCHEDULES:
+        raise ConfigError(f'schedule = {cfg.schedule!r}; the schedules are {", ".join(SCHEDULES)}')
     warmup = max(1, round(cfg.warmup * steps) if cfg.warmup_steps is None else cfg.warmup_steps)
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
-    share = 1 - done if cfg.schedule == 'linear' else (1 + math.cos(math.pi * done)) / 2
-    return cfg.lr * (cfg.final_lr + (1 - cfg.final_lr) * share)
+    return cfg.lr * (cfg.final_lr + (1 - cfg.final_lr) * SCHEDULES[cfg.schedule](done))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -350,9 +373,9 @@ def learning_rate(step, steps, cfg):
 def train(cfg):
     """Do the run `cfg`; return {'before' and 'after': results of evaluate()}, if cfg.eval is set.
 
-    With resume=True, what is there already is kept: weights, reports, the last checkpoint. Raises
-    ConfigError, DataError, CheckpointError or TrainingError. Nothing is replaced before model,
-    data, tasks and settings have been checked.
+    With resume=True, existing weights, reports and the last checkpoint are used. Nothing is
+    replaced before model, data, tasks and settings have been checked. Raises ConfigError,
+    DataError, CheckpointError or TrainingError.
     """
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
@@ -412,7 +435,7 @@ def run_files(cfg, config, base, tokenizer):
 
 
 def logit_config(cfg, config):
-    """Return the model's config with the soft-cap and the temperature that the run gives it."""
+    """Return the model's config with the softcap and the temperature of the run."""
     if cfg.logit_softcap is not None:
         if config.final_logit_softcapping is not None:
             raise ConfigError(f'logit_softcap = {cfg.logit_softcap}, but {cfg.model} has a cap of '
@@ -440,7 +463,7 @@ def build_model(cfg, config, base, device):
 
 
 def prepare(model, cfg, device):
-    """Give `model` adapters, activation checkpointing, compilation and processes, as `cfg` says."""
+    """Apply the adapters, activation checkpointing, compilation and sharding of `cfg`."""
     if cfg.lora:
         add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets)
     model.decoder.attention = cfg.attention
@@ -467,14 +490,14 @@ def optimize(cfg, model, tokenizer, data, device, base):
 
     A dry run takes two steps and saves nothing.
     """
-    sequences, kept, held_out = data
-    steps = int(len(kept) * cfg.epochs) // cfg.batch_size
+    sequences, training, held_out = data
+    steps = int(len(training) * cfg.epochs) // cfg.batch_size
     steps = min(steps, cfg.max_steps or steps)
     optimizer, out_dir, first = build_optimizer(model, cfg), Path(cfg.out_dir), 0
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    print_sizes(cfg, model, sequences, kept, steps, device)
-    show_example(sequences[kept[epoch_order(len(kept), 0, cfg.seed)[0]]], tokenizer)
-    facts = {'steps': steps, 'sequences': len(kept), 'data': sequences.digest,
+    print_sizes(cfg, model, sequences, training, steps, device)
+    show_example(sequences[training[epoch_order(len(training), 0, cfg.seed)[0]]], tokenizer)
+    facts = {'steps': steps, 'sequences': len(training), 'data': sequences.digest,
              'dtype': str(model.head.dtype).removeprefix('torch.'),
              'model': (checkpoint.config_to_hf(model.config) if cfg.from_scratch
                        else checkpoint.fingerprint(base))}
@@ -489,7 +512,7 @@ def optimize(cfg, model, tokenizer, data, device, base):
     if len(held_out):
         validation = pack([sequences[i] for i in held_out], cfg.pack_len, multiple)
         validate = functools.partial(validation_loss, model, validation, cfg, device)
-    upcoming = batches(cfg, sequences, kept, first, until, multiple)
+    upcoming = batches(cfg, sequences, training, first, until, multiple)
     with StepLog(cfg, first, until, device, base, validate) as log, resume.StopSignals() as stop:
         for done, (chosen, packed) in enumerate(upcoming, first + 1):
             lr = learning_rate(done - 1, steps, cfg)
@@ -497,7 +520,7 @@ def optimize(cfg, model, tokenizer, data, device, base):
                 group['lr'] = lr
             log.begin()
             log.end(done, lr, chosen, packed, train_step(model, optimizer, packed, cfg, device))
-            epoch, rest = divmod(done * cfg.batch_size, len(kept))
+            epoch, rest = divmod(done * cfg.batch_size, len(training))
             epoch_ends = cfg.checkpoint_epochs and rest < cfg.batch_size    # within this step
             signalled = max(gather(stop.number))
             save = cfg.save_every and done % cfg.save_every == 0
@@ -510,7 +533,7 @@ def optimize(cfg, model, tokenizer, data, device, base):
             if save or signalled:
                 resume.save_checkpoint(out_dir, done, named, optimizer, facts)
             if signalled:
-                raise Stopped(signalled, f'after step {done}; --resume continues from there')
+                raise Stopped(signalled, f'after step {done}')
         signalled = max(gather(stop.number))        # during the last step
     print(f'peak memory {peak_memory(device):.2f} GiB')
     if not cfg.dry_run:
@@ -518,11 +541,11 @@ def optimize(cfg, model, tokenizer, data, device, base):
         if rank() == 0:
             finish(cfg)
     if signalled:
-        raise Stopped(signalled, 'after the last step; --resume makes the report')
+        raise Stopped(signalled, 'after the last step, before the report')
 
 
 def finish(cfg):
-    """Remove the checkpoints of a run that has its weights, and draw its loss."""
+    """Remove the checkpoints of a run whose weights are saved, and draw its loss."""
     ownership.discard(cfg.out_dir, 'resume-*')
     if cfg.pictures and not Path(cfg.out_dir, 'loss.png').exists():
         draw_loss(cfg.out_dir)
@@ -535,9 +558,9 @@ def saved_tokenizer(cfg, base, tokenizer):
 
 
 def save_weights(cfg, model, optimizer, base, more, below='.'):
-    """Write the weights into out_dir/`below`; of LoRA merged, and the adapters in adapter/.
+    """Write the weights into out_dir/`below`; with LoRA merged, and the adapters in adapter/.
 
-    more: {name: content} of files in place of those of the base model
+    more: {name: content} of tokenizer files that replace those of the base model
     """
     folder, common = Path(cfg.out_dir, below), {'full': optimizer.master, 'owner': cfg.out_dir}
     try:
@@ -569,40 +592,26 @@ def report_config(cfg, model_folder, out_dir):
 
 
 def main(argv):
-    if not argv:
-        raise ConfigError('no config file given: python train.py configs/gemma2_ls01.py --lr=1e-5; '
-                          '--help lists all settings, python evaluate.py --compare compares runs')
-    cfg = load_config(TrainConfig, argv, usage=__doc__)
+    cfg = read_arguments(argv)
     results = train(cfg)
-    if results and rank() == 0:
-        places = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}
-        print_report({name: (result, places[name]) for name, result in results.items()},
+    if rank() or cfg.dry_run:
+        return
+    if results:
+        folders = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}
+        print_report({name: (result, folders[name]) for name, result in results.items()},
                      cfg.out_dir, cfg.eval.pictures)
+    print(f'\nwrote weights, log.jsonl, pictures{", results.*" * bool(results)} to {cfg.out_dir}')
 
 
 if __name__ == '__main__':
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        join_processes()
-        main(sys.argv[1:])
-        leave_processes()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit('stopped: the reader of the output closed the pipe; --resume continues from the '
-                 'last checkpoint, and `> train.log` avoids this')
-    except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
-        sys.exit(f'error: {error}')
-    except torch.OutOfMemoryError:
-        sys.exit('error: out of GPU memory; --checkpoint_activations, --micro_rows=1 and a shorter '
-                 '--pack_len need less for a forward pass, --master_weights=stochastic less for '
-                 'the weights')
-    except Stopped as stopped:
-        print(stopped)
-        sys.exit(128 + stopped.signal)
-    except KeyboardInterrupt:
-        print('stopped before a checkpoint could be saved; --resume continues from an earlier one, '
-              'if there is one', file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        with cli.one_line_errors(
+                resume='--resume continues from the last checkpoint',
+                memory='--checkpoint_activations, --micro_rows=1 and a shorter --pack_len need '
+                       'less for a forward pass, --master_weights=stochastic less for the weights'):
+            join_processes()
+            main(sys.argv[1:])
+            leave_processes()
     finally:
         abort_processes()

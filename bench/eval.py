@@ -29,7 +29,7 @@ from data.tokenizer import load_model_tokenizer
 from evaluate import EvalConfig, evaluate
 from runtime import checkpoint
 from runtime.errors import ConfigError
-from scoring import option_log_probs, row_lengths
+from evaluate import option_log_probs, row_lengths
 
 
 @dataclass

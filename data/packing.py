@@ -22,14 +22,21 @@ def first_fit(lengths, row_length):
     return rows
 
 
-def pack(sequences, row_length, multiple=1):
+def pack(sequences, row_length, multiple=1, groups=None):
     """Pack (tokens, loss mask) pairs into rows; return a dict of int64 arrays [rows, row_length].
 
     tokens, positions (from 0 in each sequence), ends, targets (the next token of the same sequence
     if its loss mask is set, else -100) and owner (index of the sequence, -1 for padding). Rows of
-    padding make the number of rows a multiple of `multiple`.
+    padding make the number of rows a multiple of `multiple`. groups: int [n], the group of each
+    sequence, from 0; the sequences of a group, such as a preference pair, share a row and so a
+    micro-batch. Raises ValueError for a group or sequence that is longer than a row.
     """
-    row_of = first_fit([len(tokens) for tokens, _ in sequences], row_length)
+    groups = np.arange(len(sequences)) if groups is None else np.asarray(groups)
+    lengths = np.bincount(groups, [len(tokens) for tokens, _ in sequences]).astype(np.int64)
+    if lengths.max() > row_length:
+        raise ValueError(f'group {lengths.argmax()} has {lengths.max()} tokens, and a row has room '
+                         f'for {row_length}')
+    row_of = first_fit(lengths, row_length)[groups]
     n_rows = _round_up(row_of.max() + 1, multiple)
     shape = (n_rows, row_length)
     packed = {'tokens': np.zeros(shape, np.int64), 'positions': np.zeros(shape, np.int64),
@@ -107,7 +114,7 @@ class Tree:
 class Row:
     """A packed row of trees that is being filled.
 
-    scored: a tuple for each scored token: (tree, option or place in Tree.scored, index in the row
+    scored: a tuple for each scored token: (tree, option or index in Tree.scored, index in the row
     of the token before it, which predicts it, the token itself)
     """
 
@@ -125,7 +132,7 @@ class Row:
         return range(begin, end)
 
     def add(self, index, tree, options):
-        """Append the tree with those of its options; its prefix only if the last one differs.
+        """Append the tree with these options; its prefix only if the previous tree's differs.
 
         The last token of an option predicts nothing and is left out.
         """
@@ -142,8 +149,7 @@ class Row:
             tokens = [*ids[start:], *leaf[max(0, start - len(trunk)):]]
             # of an option without a leaf, the last of `before` predicts nothing
             self.scored += [(index, k, *pair) for pair in zip(before, tokens, strict=False)]
-        self.scored += [(index, n, trunk[place - 1], ids[place])
-                        for n, place in enumerate(tree.scored)]
+        self.scored += [(index, n, trunk[at - 1], ids[at]) for n, at in enumerate(tree.scored)]
 
     def padded(self, length):
         """Return (int64 [3, length] of tokens, positions and ends; scored)."""
@@ -202,12 +208,11 @@ def _round_up(n, multiple):
 def stack_rows(rows, batch_rows, trim):
     """Yield (arrays [3, B, T], scored with indices into B * T) of `batch_rows` rows or fewer.
 
-    Rows of one batch have one length; `trim` cuts off what follows the last token whose prediction
-    is scored, padding and other tokens that no score depends on; what remains is rounded up to a
-    multiple of `trim`, and 0 cuts off nothing.
+    Rows of a batch have one length. Trailing tokens that no score needs are dropped, and the length
+    is rounded up to a multiple of `trim`; 0 keeps all tokens.
     """
-    for _, of_length in itertools.groupby(rows, key=lambda row: row[0].shape):
-        while batch := list(itertools.islice(of_length, batch_rows)):
+    for _, group in itertools.groupby(rows, key=lambda row: row[0].shape):
+        while batch := list(itertools.islice(group, batch_rows)):
             arrays = np.stack([arrays for arrays, _ in batch], 1)
             if trim:
                 last = max((at for _, scored in batch for _, _, at, _ in scored), default=0)

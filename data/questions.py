@@ -5,6 +5,7 @@ To add a benchmark, add a line to TASKS and, if its rows have a new schema, a ca
 
 import difflib
 import functools
+import hashlib
 import os
 import re
 from dataclasses import dataclass, replace
@@ -149,6 +150,7 @@ class Question:
     duplicate_options: bool = False     # two of the choices are the same text
     place: str = ''             # file and line or row, for messages
     ending: str = ''            # follows each option, and then only this is scored (WinoGrande)
+    digest: str = ''            # hash of the question's own text and choices, without the prompt
 
     @property
     def solved(self):
@@ -341,8 +343,9 @@ def _to_question(benchmark, prompt, language, row, place, number):
         require_text(value, f'the {name}')
     context, options = prompt.format(row, text, choices, language)
     duplicates = len({choice.strip() for choice in choices}) < len(choices)
+    digest = hashlib.blake2b(repr((text, choices)).encode(), digest_size=8).hexdigest()
     return Question(str(id), context, options, answer, subject, prompt.header(subject, language),
-                    category, language, duplicates, place, prompt.ending(text))
+                    category, language, duplicates, place, prompt.ending(text), digest)
 
 
 def _subject_of_file(file, task):

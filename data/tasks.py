@@ -15,7 +15,7 @@ from runtime.errors import ConfigError, DataError
 HELP = """\
 A task is read from its dataset on the hub, or from a folder as task:folder. In both, the first name
 with a match is taken. task:file reads one file, with --shots=0. `test` is scored; `shots` is not
-read with --shots=0; `validation` is read for --temperature=fit, if it is there.
+read with --shots=0; `validation` is read for --fit_temperature, if it is there.
 """
 
 
@@ -39,7 +39,8 @@ class Task:
         """Return a hash of every question or text; the same for a copy of the files elsewhere."""
         digest = hashlib.blake2b(digest_size=8)
         for item in (*self.items, *self.validation):
-            content = {key: value for key, value in vars(item).items() if key != 'place'}
+            content = {key: value for key, value in vars(item).items()
+                       if key not in ('place', 'digest')}
             digest.update(repr(content).encode())
         return digest.hexdigest()
 
@@ -99,8 +100,8 @@ def load_tasks(cfg):
         raise ConfigError(f'p_true = True, but tasks = {cfg.tasks} have no options to propose; '
                           f'leave it out')
     for label, task in tasks.items():
-        if cfg.temperature == 'fit' and len(task.items) < 2 and not task.validation:
-            raise DataError(f'{label}: temperature = fit needs two {task.unit} or more')
+        if cfg.fit_temperature and len(task.items) < 2 and not task.validation:
+            raise DataError(f'{label}: fit_temperature needs two {task.unit} or more')
     return tasks
 
 
@@ -111,16 +112,13 @@ def _load(name, cfg):
         if cfg.chat != 'none':
             raise ConfigError(f'chat = {cfg.chat}: {kind} scores tokens of texts, not answers; '
                               f'evaluate it without --chat in another --out_dir')
-        if cfg.passes:
-            raise ConfigError(f'passes = {cfg.passes}: {kind} takes the top token of the whole '
-                              f'vocabulary, which is not averaged over passes; evaluate it without')
         loaded = load_texts(name, limit=cfg.limit, **common)
         return Task(kind, source, loaded.texts, loaded.total, loaded.bad)
     common |= {'preset': cfg.preset, 'scoring': cfg.scoring, 'header': cfg.header,
                'languages': cfg.languages}
     loaded = load_task(name, shots=cfg.shots, limit=cfg.limit, **common)
     task = Task('questions', source, loaded.questions, loaded.total, loaded.bad, loaded.shots)
-    if cfg.temperature == 'fit':
+    if cfg.fit_temperature:
         task.validation = load_task(name, split='validation', **common).questions
     return task
 

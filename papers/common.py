@@ -27,8 +27,9 @@ import evaluate
 from data.tasks import task_label, task_source
 from evaluate import EvalConfig
 from results import plots, report
+from runtime import cli
 from runtime.config import load_config
-from runtime.errors import CheckpointError, ConfigError, DataError, Stopped, TrainingError
+from runtime.errors import CheckpointError, ConfigError, TrainingError
 from runtime.ownership import claim, read_json, write_text
 from runtime.resume import check_folder
 from train import FREE_KEYS, TrainConfig, train
@@ -161,7 +162,7 @@ def main(runs, tables, **more):
         parser.add_argument(f'--{key}', default='', help=text)
     options, changes = parser.parse_known_args()
     options.out_dir = os.path.expanduser(options.out_dir)
-    try:
+    with cli.one_line_errors(resume='the same command continues'):
         if stray := [text for text in changes if not text.startswith('--')]:
             raise ConfigError(f'unexpected argument {stray[0]!r}; settings are --key=value')
         load_config(TrainConfig, changes)       # fail on a misspelled key before anything is done
@@ -175,13 +176,6 @@ def main(runs, tables, **more):
         write_tables(tables(options), options.out_dir, doc, limits)
         if failed:
             sys.exit('error: not done: ' + ', '.join(failed) + '; the messages are above')
-    except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
-        sys.exit(f'error: {error}')
-    except Stopped as stopped:
-        print(stopped)
-        sys.exit(128 + stopped.signal)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def keep_changes(folder, changes):

@@ -42,7 +42,7 @@ SMOOTHINGS = (0.1, 0.2, 0.3, 0.4, 0.5)
 TASKS = {'mmlu': 'MMLU', 'hellaswag': 'HellaSwag', 'arc_easy': 'ARC-Easy'}
 EPOCHS, CAP = 2, 30.0
 EVAL_TOKENS = 1.6e6 + 1.1e6 + 0.2e6     # of the three tasks, counted with Llama 3's tokenizer
-REPORT = EvalConfig(tasks=tuple(TASKS), shots=5, scoring='letters', temperature='fit',
+REPORT = EvalConfig(tasks=tuple(TASKS), shots=5, scoring='letters', fit_temperature=True,
                     on_bad_row='skip')
 TUNING = TrainConfig(template='tulu', loss_reduction='sequence', epochs=EPOCHS,
                      warmup=0.03, val_size=1000, max_length=4096, checkpoint_epochs=False,

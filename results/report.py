@@ -197,7 +197,7 @@ def measure(groups, n_bootstrap, seed, keys=None):
         jobs[key] = [group.report, *(functools.partial(group.bootstrap, size, [seed, part], keys)
                                      for part, size in enumerate(sizes))]
     n_drawn = sum(len(group.labels) for group in groups.values()) * n_bootstrap
-    # without start_workers, w processes take 7e-8 n_drawn / w seconds of work and 0.025 w of
+    # w processes take 7e-8 n_drawn / w seconds of work and 0.025 w of
     # forking, one after the other
     outcomes = iter(parallel_map(operator.call, [*itertools.chain(*jobs.values())],
                                  worth_it=n_drawn >= 3_000_000,

@@ -1,7 +1,7 @@
 """Read settings: a file of `key = value` lines, then `--key=value` arguments, into a dataclass.
 
-The dataclass at the top of `train.py` (or `evaluate.py`, `compare.py`) lists every key with its
-type, default and meaning. A config file holds plain literals only: nothing in it is executed, any
+The dataclass of a program (`TrainConfig` in train.py) lists every key with its type, default and
+meaning. A config file holds plain literals only: nothing in it is executed, any
 tool can read it, and a misspelled key is an error. A field whose type is a dataclass takes a dict
 of that dataclass's keys: `eval = {'shots': 0}` in a file, `--eval.shots=0` on the command line.
 """
@@ -9,7 +9,6 @@ of that dataclass's keys: `eval = {'shots': 0}` in a file, `--eval.shots=0` on t
 import ast
 import dataclasses
 import difflib
-import importlib
 import inspect
 import math
 import pprint
@@ -21,19 +20,6 @@ import typing
 from pathlib import Path
 
 from runtime.errors import ConfigError
-
-
-class Later:
-    """A module that is imported when something in it is used first.
-
-    Importing torch takes seconds, and --help or a message about a misspelled key need none of it.
-    """
-
-    def __init__(self, name):
-        self._name = name
-
-    def __getattr__(self, name):
-        return getattr(importlib.import_module(self._name), name)
 
 
 def load_config(cls, argv, usage='', config=None):
@@ -157,7 +143,7 @@ def _annotation(cls, key, where):
 
 
 def _options(annotation):
-    """The alternatives of an annotation: the members of a union, the strings of a Literal."""
+    """Return the alternatives of an annotation: members of a union, strings of a Literal."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return tuple(o for arg in typing.get_args(annotation) for o in _options(arg))
     if typing.get_origin(annotation) is typing.Literal:
@@ -166,7 +152,7 @@ def _options(annotation):
 
 
 def _parse(text, annotation):
-    """Return a command-line value: as it stands for a string, else as a Python literal."""
+    """Return a command-line value: unchanged if a string is wanted, else as a Python literal."""
     options = _options(annotation)
     if text == 'None' and types.NoneType in options:
         return None
@@ -182,8 +168,8 @@ def _parse(text, annotation):
 
 
 def _coerce(value, annotation, where):
-    """Return `value` as its annotation wants it: an int as a float, a list as a tuple, a dict as
-    the record; raises ConfigError.
+    """Return `value` converted to its annotation: an int to a float, a list to a tuple, a dict to
+    the dataclass; raises ConfigError.
     """
     for option in _options(annotation):
         if typing.get_origin(option) is tuple and isinstance(value, (tuple, list)):
@@ -200,12 +186,15 @@ def _coerce(value, annotation, where):
                              for k, v in value.items()})
         elif option in (object, type(value), value):
             return value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f'{where} is {value}, beyond the largest number or not a number; wanted '
+                          f'a finite number')
     raise ConfigError(f'{where} is {value!r}, of type {type(value).__name__}; '
                       f'wanted {_describe(annotation)}')
 
 
 def _describe(annotation):
-    """The annotation in words."""
+    """Return the annotation in words."""
     names = {types.NoneType: 'None', str: 'a string', int: 'an int', float: 'a float',
              bool: 'True or False', dict: 'a dict'}
 
@@ -219,7 +208,7 @@ def _describe(annotation):
     return ' or '.join(name(option) for option in _options(annotation))
 
 
-# a field with the comment lines above it, the comment beside it and the lines that go on with that
+# a field with the comment lines above it, the comment beside it and the lines that continue that
 FIELD = re.compile(r'((?:^    # {1,4}\S.*\n)*)^    (\w+): .*?(?:  # (.*))?\n'
                    r'((?:    (?:#  | +#).*\n)*)', re.MULTILINE)
 

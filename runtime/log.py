@@ -23,9 +23,9 @@ from runtime.parallel import rank
 from runtime.resume import advice
 
 
-def print_sizes(cfg, model, sequences, kept, steps, device):
+def print_sizes(cfg, model, sequences, training, steps, device):
     """Print what the run is about to do; all of its settings are in train_config.py."""
-    lengths, c = sequences.lengths[kept], model.config
+    lengths, c = sequences.lengths[training], model.config
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     adapters = f' ({trained:,} of them trained)' if trained < total else ''
@@ -33,15 +33,17 @@ def print_sizes(cfg, model, sequences, kept, steps, device):
     print(f'device: {device} ({name}), {str(model.head.dtype).split(".")[-1]}')
     print(f'model: {cfg.model}: {c.model_type}, {total:,} parameters{adapters}')
     sample = f' (a sample of {len(sequences) - cfg.val_size:,})' if cfg.data_limit else ''
-    print(f'data: {cfg.data}: {len(kept):,} sequences{sample}, {lengths.sum():,} tokens '
+    print(f'data: {cfg.data}: {len(training):,} sequences{sample}, {lengths.sum():,} tokens '
           f'(mean {lengths.mean():.0f}, longest {lengths.max()})')
     print(f'steps: {steps} of {cfg.batch_size} sequences, about '
           f'{lengths.mean() * cfg.batch_size:,.0f} tokens each')
-    used, wanted = steps * cfg.batch_size, int(len(kept) * cfg.epochs)
-    unused = [f'the last {wanted - used:,} of the {wanted:,} sequences of {cfg.epochs:g} epochs'
-              ] * (used < wanted) + [f'{len(kept) - used:,} are never seen'] * (used < len(kept))
-    if unused:
-        print(f'unused: {"; ".join(unused)}')
+    used, available = steps * cfg.batch_size, int(len(training) * cfg.epochs)
+    if used < available:
+        cause = (f'max_steps = {cfg.max_steps}' if cfg.max_steps == steps else
+                 f'the last {available - used:,} do not fill a step of {cfg.batch_size}')
+        never = f'; {len(training) - used:,} are never seen' if used < len(training) else ''
+        print(f'sequences trained on: {used:,} of {available:,}, epochs = {cfg.epochs:g} times '
+              f'{len(training):,}: {cause}{never}')
     print(f'folder: {cfg.out_dir}')
 
 
@@ -50,7 +52,8 @@ def show_example(example, tokenizer):
     tokens, loss_mask = example
     print('first example, supervised tokens between >>> and <<<:')
     pieces, changes = [], np.flatnonzero(np.diff(loss_mask)) + 1
-    for part, supervised in zip(np.split(tokens, changes), np.split(loss_mask, changes)):
+    for part, supervised in zip(np.split(tokens, changes), np.split(loss_mask, changes),
+                                 strict=True):
         piece = tokenizer.decode(part.tolist(), start=not pieces)
         if len(piece) > 1000:
             piece = f'{piece[:500]} [... {len(piece) - 1000} characters ...] {piece[-500:]}'
@@ -89,21 +92,21 @@ class StepLog:
         self.began = self.unread[-1] if self.unread else HostCopy(now)
 
     def end(self, step, lr, chosen, packed, values):
-        """Take the numbers of a step, a tensor on the device, and read those of the one before."""
-        ended = HostCopy(values)
+        """Take {name: scalar on the device} of a step, and read the step before it."""
+        ended = HostCopy(torch.stack([*values.values()]))
         self.read()
-        self.unread = step, lr, chosen, packed, self.began, ended
+        self.unread = step, lr, chosen, packed, [*values], self.began, ended
 
     def read(self):
         """Wait for the unread step, check it and record it."""
         if not self.unread:
             return
-        (step, lr, chosen, packed, began, ended), self.unread = self.unread, None
-        loss, nll, norm = ended.values().tolist()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.fail(step, loss, norm, chosen)
+        (step, lr, chosen, packed, names, began, ended), self.unread = self.unread, None
+        values = dict(zip(names, ended.values().tolist(), strict=True))
+        if not (math.isfinite(values['loss']) and math.isfinite(values['grad_norm'])):
+            self.fail(step, values['loss'], values['grad_norm'], chosen)
         n_tokens = int((packed['owner'] >= 0).sum())
-        record = {'step': step, 'lr': lr, 'loss': loss, 'nll': nll, 'grad_norm': norm,
+        record = {'step': step, 'lr': lr, **values,
                   'tokens': n_tokens, 'supervised_tokens': int((packed['targets'] >= 0).sum()),
                   'tokens_per_s': n_tokens / ended.seconds_after(began)}
         if self.validate and (step % self.cfg.val_every == 0 or step == self.until):
@@ -137,9 +140,11 @@ class StepLog:
                if 'val_nll' in record else '')
         per_step = (time.monotonic() - self.started) / (record['step'] - self.first)
         left = datetime.timedelta(seconds=round(per_step * (self.until - record['step'])))
-        self.bar.write(f'step {record["step"]}/{self.until}  loss {record["loss"]:.4f}  '
-                       f'nll {record["nll"]:.4f}{val}  lr {record["lr"]:.2e}  '
-                       f'grad norm {record["grad_norm"]:.2f}  '
+        keys = [*record]    # from the loss to the gradient norm: what the objective returned
+        values = '  '.join(f'{key} {record[key]:.4f}'
+                           for key in keys[keys.index('loss'):keys.index('grad_norm')])
+        self.bar.write(f'step {record["step"]}/{self.until}  {values}{val}  '
+                       f'lr {record["lr"]:.2e}  grad norm {record["grad_norm"]:.2f}  '
                        f'{record["tokens_per_s"]:.0f} tokens/s  {left} left')
         sys.stdout.flush()      # for those who follow a redirected output
 
@@ -208,18 +213,17 @@ class Progress:
     def __init__(self, label, total, unit, interval=30.0):
         self.label, self.total, self.unit, self.interval = label, total, unit, interval
         self.bar = tqdm(total=total, desc=label, unit=f' {unit}', mininterval=1, disable=None)
-        self.count = self.scored = 0
+        self.count = 0
         self.started = self.printed = time.monotonic()
 
-    def update(self, scored=True):
-        """One more is done; `scored` is False for one that needed no model."""
+    def update(self):
+        """Count one more item."""
         self.count += 1
-        self.scored += scored
         self.bar.update()
         now = time.monotonic()
-        if self.bar.disable and now - self.printed > self.interval and self.scored:
-            rate = self.scored / (now - self.started)
-            left = tqdm.format_interval((self.total - self.count) / rate)
+        if self.bar.disable and now - self.printed > self.interval:
+            rate = self.count / (now - self.started)
+            left = tqdm.format_interval(max(0, self.total - self.count) / rate)
             print(f'{self.label}: {self.count} of {self.total} {self.unit}, {rate:.1f} per second, '
                   f'{left} left', file=sys.stderr, flush=True)
             self.printed = now

@@ -1,68 +1,28 @@
-"""A function of many items, computed by forked processes."""
+"""Parallel map over forked processes, and the number of torch's threads."""
 
 import contextlib
 import multiprocessing
 import os
 import signal
 import sys
-
-
-_workers = None     # the connection to the process of `start_workers`
+import time
 
 
 def parallel_map(function, items, worth_it, most=32):
-    """Return [function(x) for x in items], on Linux by a process per core.
+    """Return [function(x) for x in items], computed by up to `most` forked processes on Linux.
 
-    Without `start_workers`, `most` processes are forked at most, and only if that is worth it.
+    A fork takes about 25 ms beside a GPU, so the caller says whether the work is worth it.
     """
-    cores = min(_cores(), 32)
-    if _workers and items and most:
-        # if it has ended, or the function has failed, the lines below raise the error
-        with contextlib.suppress(EOFError, OSError):
-            _workers.send((function, items, min(cores, len(items))))
-            return _workers.recv()
-    if cores == 1 or not worth_it:
+    cores = min(_cores(), most)
+    if cores <= 1 or not worth_it:
         return [function(item) for item in items]
-    with forked_pool(min(cores, most)) as pool:
+    with forked_pool(cores) as pool:
         return pool.map(function, items, chunksize=1)
-
-
-def start_workers():
-    """Fork a process that will fork the workers of `parallel_map`; it ends when this one does.
-
-    The time of a fork depends on the memory: 1 ms before torch is imported, 25 ms on a GPU.
-    """
-    global _workers
-    if _cores() == 1:
-        return
-    try:
-        _workers, theirs = multiprocessing.Pipe()
-        child = os.fork()
-    except OSError:     # too many files or processes
-        _workers = None
-        return
-    if child:
-        theirs.close()
-        return
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)    # Ctrl-C ends the workers
-        _workers.close()
-        while True:
-            function, items, processes = theirs.recv()
-            with forked_pool(processes) as pool:
-                results = pool.map_async(function, items, chunksize=1)
-                while not results.ready():
-                    results.wait(0.1)
-                    if theirs.poll():       # the other process has ended
-                        theirs.recv()       # raises EOFError
-                theirs.send(results.get())
-    finally:        # the message of whatever ends this process comes from its parent
-        os._exit(0)
 
 
 @contextlib.contextmanager
 def forked_pool(processes):
-    """A multiprocessing.Pool of forked processes, which inherit everything that is in memory.
+    """Yield a multiprocessing.Pool of forked processes, which inherit everything in memory.
 
     A worker does not run the signal handlers of its parent: Pool ends its workers by SIGTERM, and a
     worker that is about to wait for a task would never get to run a handler written in Python.
@@ -88,3 +48,26 @@ def _begin_worker():
 
 def _cores():
     return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1       # forking is unsafe
+
+
+def pick_threads(seconds=1.0):
+    """Set torch's number of threads to the fastest of 1, 2, 4, ..., its default; return it.
+
+    Beside other busy processes one thread can be several times as fast as one per core. `seconds`
+    are spent on a small network's products, in turn with each number of threads.
+    """
+    import torch
+    default = torch.get_num_threads()
+    counts = sorted({default, *(2 ** i for i in range(default.bit_length()))})
+    x, weight = torch.rand(2048, 128), torch.rand(128, 512)
+    finished, ends = dict.fromkeys(counts, 0.0), time.perf_counter() + seconds
+    while time.perf_counter() < ends:
+        for n in counts:
+            torch.set_num_threads(n)
+            begins = time.perf_counter()
+            for _ in range(4):
+                (torch.nn.functional.silu(x @ weight) @ weight.T).softmax(-1)
+            finished[n] += time.perf_counter() - begins
+    fastest = min(finished, key=finished.get)
+    torch.set_num_threads(fastest)
+    return fastest

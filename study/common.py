@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from evaluate import EvalConfig
 from results.over_seeds import FILES
 from results.runs import find_runs, read_run
-from runtime.errors import CheckpointError, ConfigError, DataError, Stopped, TrainingError
+from runtime import cli
+from runtime.errors import ConfigError
 from runtime.ownership import claim
 from study import pivot
 from train import TrainConfig, train
@@ -39,7 +40,7 @@ def evaluation(world, forms, **settings):
     """Return the report on the questions, next tokens and facts of the world in folder `world`."""
     tasks = (*(f'{world}/{form}' for form in forms), f'clm:{world}/clm.jsonl',
              f'facts:{world}/facts.jsonl')
-    return EvalConfig(tasks=tasks, scoring='text', shots=0, temperature='fit', n_bootstrap=0,
+    return EvalConfig(tasks=tasks, scoring='text', shots=0, fit_temperature=True, n_bootstrap=0,
                       pictures=False, **settings)
 
 
@@ -90,14 +91,7 @@ def main(runs, prepare=None, finish=None, seeds=SEEDS):
     parser.add_argument('--only', default='', help='beginnings of names of runs, such as base,tiny')
     parser.add_argument('--out_dir', default=ROOT, help='folder of the study, %(default)s')
     options = parser.parse_args()
-    try:
+    with cli.one_line_errors(resume='the same command continues'):
         train_all(runs, [int(seed) for seed in options.seeds.split(',')],
                   tuple(options.only.split(',')), options.out_dir, prepare, finish)
         print_table(runs, options.out_dir)
-    except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
-        sys.exit(f'error: {error}')
-    except Stopped as stopped:
-        print(stopped)
-        sys.exit(128 + stopped.signal)
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -23,7 +23,7 @@ from results.over_seeds import NAMES, name_of, predictions_by_group, titled
 from results.plots import draw_bins
 from results.report import csv_text
 from results.runs import find_runs, read_run
-from runtime.errors import ConfigError, DataError
+from runtime import cli
 from runtime.ownership import write_text
 from study import pivot
 
@@ -191,7 +191,5 @@ def main():
 
 
 if __name__ == '__main__':
-    try:
+    with cli.one_line_errors():
         main()
-    except (ConfigError, DataError) as error:
-        sys.exit(f'error: {error}')

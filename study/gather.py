@@ -22,7 +22,8 @@ import numpy as np
 from results.over_seeds import run_lines
 from results.report import csv_text
 from results.runs import read_run
-from runtime.errors import ConfigError, DataError
+from runtime import cli
+from runtime.errors import ConfigError
 from runtime.ownership import write_text
 from runtime.processes import parallel_map
 from study import common, known, losses, transfer
@@ -89,7 +90,5 @@ def main():
 
 
 if __name__ == '__main__':
-    try:
+    with cli.one_line_errors():
         main()
-    except (ConfigError, DataError) as error:
-        sys.exit(f'error: {error}')

@@ -198,8 +198,8 @@ def documents(seed, lengths):
 
 def gradients(model, packed, cfg):
     model.zero_grad()
-    loss, nll = train.forward_backward(model, packed, cfg, 'cpu').tolist()
-    return loss, nll, torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+    values = train.forward_backward(model, packed, cfg, 'cpu')
+    return *map(float, values.values()), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
 
 
 def off(a, b):

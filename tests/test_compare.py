@@ -9,7 +9,6 @@ import sys
 
 import numpy as np
 import pytest
-import evaluate
 import metrics
 import stats
 from common import HERE, write_rows, write_run
@@ -19,7 +18,7 @@ from test_report import tabulars
 
 
 def run_compare(*arguments):
-    evaluate.main(['--compare', *map(str, arguments)])
+    compare.main([*map(str, arguments)])
 
 
 def csv_rows(path):

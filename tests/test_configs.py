@@ -1,6 +1,7 @@
 """configs"""
 
 import dataclasses
+import os
 import re
 import shlex
 import signal
@@ -168,23 +169,111 @@ def test_help(capsys):
                      '--sizes=1,2 (tuple[int, ...]) of its parts, a long comment that goes on in a',
                      'second line', '--places={} (a dict)', '# said before',
                      "--kind=a ('a' or 'b')", '']
-    for module, cls in ((train, train.TrainConfig), (evaluate, evaluate.EvalConfig)):
+    for cls in (train.TrainConfig, evaluate.EvalConfig):
         with pytest.raises(SystemExit):
             load_config(cls, ['-h'])
         out = capsys.readouterr().out
-        assert out.startswith('usage: python ') and module.__doc__.strip() in out
+        assert out.startswith('usage: python ') and sys.modules[cls.__module__].__doc__ in out
         assert all(f'\n  --{f.name}=' in out for f in dataclasses.fields(cls))
         assert max(map(len, out.split('\n'))) <= 100 and 'def ' not in out
 
 
-@pytest.mark.parametrize('program', ['train.py', 'evaluate.py'])
+@pytest.mark.parametrize('program', ['train.py', 'evaluate.py', 'sample.py'])
 def test_help_and_misspelled_keys_load_no_torch(program):
-    for argument, code in (('--help', 0), ('--shotts=1', 1)):
-        done = subprocess.run([sys.executable, '-X', 'importtime', program, argument], cwd=HERE,
+    heavy = {'torch', 'matplotlib', 'pyarrow', 'sentencepiece', 'huggingface_hub'}
+    for arguments, code in ((['--help'], 0), (['--shotts=1'], 1), ([], 1)):
+        done = subprocess.run([sys.executable, '-X', 'importtime', program, *arguments], cwd=HERE,
                               capture_output=True, text=True)
         loaded = {line.split('|')[-1].strip() for line in done.stderr.split('\n') if '|' in line}
-        assert done.returncode == code and {'numpy', 'metrics', 'data.questions'} <= loaded
-        assert not loaded & {'torch', 'matplotlib', 'pyarrow', 'sentencepiece', 'huggingface_hub'}
+        assert done.returncode == code and 'runtime.config' in loaded and not loaded & heavy
+        assert code == 0 or 'Traceback' not in done.stderr
+
+
+def test_a_number_that_is_not_finite_is_named():
+    for text in ('1e999', '-1e999'):
+        with pytest.raises(ConfigError, match='--lr is -?inf, .*; wanted a finite number'):
+            load_config(train.TrainConfig, [f'--lr={text}'])
+
+
+# A script as the real ones are; the argument says how its main part fails.
+SCRIPT = """
+from runtime import cli
+cli.begin()
+import sys
+def main(kind):
+    if kind == 'memory':
+        import numpy
+        numpy.zeros(10 ** 15)
+    if kind == 'torch':
+        import torch
+        torch.empty(10 ** 15)
+    if kind == 'foreign':
+        raise RuntimeError('a bug')
+    if kind == 'stopped':
+        from runtime.errors import Stopped
+        raise Stopped(15, 'after step 7')
+    if kind == 'interrupt':
+        raise KeyboardInterrupt
+    if kind == 'output':
+        for _ in range(10 ** 6): print('x' * 100)
+    if kind == 'descriptors':
+        with open(sys.argv[2], 'w') as file:
+            print('printed'); print('warned', file=sys.stderr); sys.stdin.read()
+            print(file.fileno(), file=file)
+    print('\u6c49\u5b57')
+with cli.one_line_errors(resume='the same command continues', memory='lower --pack_len'):
+    main(sys.argv[1])
+"""
+
+
+def run_script(folder, *arguments, redirect='', **environment):
+    path = folder / 'script.py'
+    path.write_text(SCRIPT)
+    command = ' '.join([sys.executable, str(path), *arguments, redirect])
+    return subprocess.run(['bash', '-c', command], capture_output=True, timeout=60,
+                          env=os.environ | {'PYTHONPATH': str(HERE)} | environment)
+
+
+@pytest.mark.parametrize('kind, code, message', [
+    ('memory', 1, b'error: out of memory: Unable to allocate'),
+    ('torch', 1, b'error: out of memory: '),
+    ('interrupt', 130, b'stopped; the same command continues\n')])
+def test_what_ends_a_script_is_one_line(kind, code, message, tmp_path):
+    done = run_script(tmp_path, kind)
+    assert done.returncode == code and done.stderr.startswith(message)
+    assert done.stderr.count(b'\n') == 1
+    assert code == 130 or done.stderr.endswith(b'; lower --pack_len\n')
+
+
+def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_path):
+    done = run_script(tmp_path, 'stopped')
+    assert (done.returncode, done.stdout) == (
+        143, b'stopped by SIGTERM after step 7; the same command continues\n')
+    done = run_script(tmp_path, 'foreign')
+    assert done.returncode == 1 and b'Traceback' in done.stderr
+    done = run_script(tmp_path, 'output', redirect='| head -n 1; exit ${PIPESTATUS[0]}')
+    assert done.returncode == 141 and done.stdout == b'x' * 100 + b'\n' and done.stderr == b''
+
+
+@pytest.mark.parametrize('closed', ['<&-', '>&-', '2>&-', '<&- >&- 2>&-'])
+def test_missing_descriptors_are_opened_first(closed, tmp_path):
+    done = run_script(tmp_path, 'descriptors', str(tmp_path / 'file'), redirect=closed)
+    assert done.returncode == 0 and b'Traceback' not in done.stderr
+    assert int((tmp_path / 'file').read_text()) > 2     # and nothing that was printed
+
+
+def test_an_ascii_terminal_shows_other_characters_as_escapes(tmp_path):
+    done = run_script(tmp_path, 'nothing', PYTHONIOENCODING='ascii')
+    assert (done.returncode, done.stdout) == (0, b'\\u6c49\\u5b57\n')
+
+
+@pytest.mark.parametrize('closed', ['<&-', '>&-', '2>&-'])
+@pytest.mark.parametrize('program', ['train.py', 'evaluate.py', 'sample.py', 'demo.py'])
+def test_programs_end_with_any_descriptor_missing(program, closed):
+    done = subprocess.run(['bash', '-c', f'{sys.executable} {program} --none=1 {closed}'], cwd=HERE,
+                          capture_output=True, timeout=120)
+    assert done.returncode == 1 and b'Traceback' not in done.stderr
+    assert done.stderr.startswith(b'error: ') or closed == '2>&-'
 
 
 def test_what_is_imported_late():

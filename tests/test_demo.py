@@ -1,13 +1,17 @@
 """demo.py: its settings, what it leaves and prints, and that a second call only looks."""
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
 
 import pytest
+import torch
+
 import demo
 from common import HERE
+from runtime import processes
 from runtime.errors import ConfigError
 
 
@@ -55,13 +59,43 @@ def test_a_run_of_the_demo_leaves_its_files(small_world):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_a_second_call_trains_nothing(tmp_path, monkeypatch):
+def test_a_second_call_trains_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, 'make_world', lambda place, seed: None)
     monkeypatch.setattr(demo, 'print_report', lambda reports, out_dir: None)
     seen = []
     monkeypatch.setattr(demo, 'train', lambda cfg: seen.append(cfg) or {'after': {}})
+    monkeypatch.setattr(demo, 'pick_threads', lambda: 1)
     demo.main([f'--out_dir={tmp_path}'])
     assert len(seen) == 3 and all(cfg.resume and not cfg.overwrite for cfg in seen)
+    printed = capsys.readouterr().out       # how it runs, and where its files are
+    assert printed.startswith('torch uses 1 thread(s)') and printed.endswith(
+        f'{tmp_path}/base, {tmp_path}/tuned, {tmp_path}/tuned_ls01\n')
+
+
+@pytest.mark.parametrize('seconds, fastest', [({1: 1, 2: 3, 4: 2}, 1), ({1: 4, 2: 3, 4: 2}, 4)])
+def test_the_demo_takes_the_number_of_threads_that_is_fastest_now(seconds, fastest, monkeypatch):
+    clock, threads = [0.0], [4]
+
+    def silu(x):
+        clock[0] += seconds[threads[0]] / 1000
+        return x
+    monkeypatch.setattr(processes.time, 'perf_counter', lambda: clock[0])
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 4)
+    monkeypatch.setattr(torch, 'set_num_threads', lambda n: threads.__setitem__(0, n))
+    monkeypatch.setattr(torch.nn.functional, 'silu', silu)
+    assert processes.pick_threads() == threads[0] == fastest and 1 <= clock[0] < 1.1
+
+
+def test_an_interrupted_demo_says_that_the_same_command_continues(tmp_path):
+    process = subprocess.Popen([sys.executable, 'demo.py', f'--out_dir={tmp_path}'], cwd=HERE,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith('torch uses'):
+            break
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 130 and 'Traceback' not in errors
+    assert (printed + errors).endswith('the same command continues\n')
 
 
 def test_options_of_the_demo():

@@ -30,13 +30,12 @@ from safetensors.torch import load_file, save_file
 import evaluate
 import attention
 import metrics
-import scoring
 from data import packing, questions
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
-from results import report
-from runtime import checkpoint, device as devices, log, ownership
+from results import compare, report
+from runtime import checkpoint, device as devices, log, ownership, startup
 from runtime.errors import ConfigError, DataError
 from test_tokenizer import train_bpe
 
@@ -82,7 +81,7 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     for options in ({'pack_len': 16}, {'pack_len': 40}, {'pack_len': 64}, {'deterministic': True},
                     {'pack_len': 128, 'batch_rows': 3, 'trim': 16},
                     {'pack_len': 1024, 'trim': 0}):
-        found = scoring.option_log_probs(model, trees, **options)
+        found = evaluate.option_log_probs(model, trees, **options)
         for ours, theirs in zip(found, right, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-4)
 
@@ -100,8 +99,8 @@ def test_questions_of_few_tokens(batch_rows, tmp_path):
     own_context = packing.Tree((), [], [[5, 6], [7, 8]], [1, 1])
     empty_leaf = packing.Tree((), [9, 3], [[], [1]], [1, 1])    # one option begins the other
     for trees in ([one], [own_context], [one, empty_leaf, own_context], [empty_leaf, one, one]):
-        found = scoring.option_log_probs(model, trees, pack_len=2, batch_rows=batch_rows)
-        found += scoring.option_log_probs(model, trees, pack_len=16, batch_rows=batch_rows)
+        found = evaluate.option_log_probs(model, trees, pack_len=2, batch_rows=batch_rows)
+        found += evaluate.option_log_probs(model, trees, pack_len=16, batch_rows=batch_rows)
         for tree, ours in zip(trees * 2, found, strict=True):
             assert ours == pytest.approx(plain_log_probs(model, tree, 'cpu'), abs=1e-4)
 
@@ -120,9 +119,9 @@ def test_deterministic_scores_are_bitwise_equal(tmp_path):
     reference_model('gemma2', tmp_path)
     model = checkpoint.load(tmp_path)
     trees = random_trees(np.random.default_rng(0))
-    alone = [scoring.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
+    alone = [evaluate.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
     order = np.random.default_rng(1).permutation(len(trees))
-    found = scoring.option_log_probs(model, [trees[i] for i in order], pack_len=64, batch_rows=4,
+    found = evaluate.option_log_probs(model, [trees[i] for i in order], pack_len=64, batch_rows=4,
                                       deterministic=True)
     assert all(np.array_equal(alone[i], sums) for i, sums in zip(order, found, strict=True))
 
@@ -134,7 +133,7 @@ def test_scored_tokens_of_a_text(tmp_path):
     rng = np.random.default_rng(0)
     trees = [packing.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
-    for index, numbers, values in scoring.score(lambda: model, enumerate(trees), 64,
+    for index, numbers, values in evaluate.score(lambda: model, enumerate(trees), 64,
                                                  statistics=True):
         tree = trees[index]
         ids = torch.tensor([tree.stem])
@@ -162,7 +161,7 @@ def test_trees_in_bfloat16(name, own_starts, device, tmp_path):
         with torch.no_grad():
             right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
             plain = [np.array(plain_log_probs(half, tree, device)) for tree in trees]
-        packed = scoring.option_log_probs(by_kernels, trees, pack_len=512, trim=128)
+        packed = evaluate.option_log_probs(by_kernels, trees, pack_len=512, trim=128)
         return [np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
                                 for i in range(n)]) for found in (plain, packed)]
 
@@ -173,46 +172,37 @@ def test_trees_in_bfloat16(name, own_starts, device, tmp_path):
 
 
 @pytest.mark.parametrize('name', ['llama', 'gemma2', 'neox'])
-def test_passes_sample_the_dropout_of_adapters(name, tmp_path):
+def test_a_dropout_seed_draws_the_dropout_of_adapters(name, tmp_path):
     reference_model(name, tmp_path)
     trees = random_trees(np.random.default_rng(0))
 
-    def log_probs(model, *seeds, **options):
-        return np.concatenate(scoring.option_log_probs(model, trees, pack_len=256,
-                                                        dropout_seeds=seeds, **options))
+    def log_probs(model, seed=None, **options):
+        return np.concatenate(evaluate.option_log_probs(model, trees, pack_len=256,
+                                                       dropout_seed=seed, **options))
     fixed = lora_model(tmp_path, dropout=0.0)
-    assert np.allclose(log_probs(fixed, 0, 1, 2), log_probs(fixed), atol=1e-9)
+    assert np.array_equal(log_probs(fixed, 0), log_probs(fixed))
     model = lora_model(tmp_path, dropout=0.3)
     plain = log_probs(model)
     assert np.array_equal(plain, log_probs(fixed)) and model.training
-    one, two, both = log_probs(model, 0), log_probs(model, 1), log_probs(model, 0, 1)
+    one, two = log_probs(model, 0), log_probs(model, 1)
     assert np.array_equal(one, log_probs(model, 0)) and not np.allclose(one, two, atol=1e-2)
     assert np.abs(one - plain).max() > 1e-2
-    assert np.allclose(both, np.log((np.exp(one) + np.exp(two)) / 2), atol=1e-9)
     # alone in its row, what is dropped for a question does not depend on the others
     assert np.array_equal(log_probs(model, 0, deterministic=True), np.concatenate(
-        [scoring.option_log_probs(model, [tree], deterministic=True, dropout_seeds=[0])[0]
+        [evaluate.option_log_probs(model, [tree], deterministic=True, dropout_seed=0)[0]
          for tree in trees]))
 
 
 @pytest.mark.slow
-def test_passes_converge(tmp_path):
-    """To the mean probability of one sequence per option with dropout in `model.train()`."""
+def test_the_mean_over_dropout_seeds_is_that_of_training_mode(tmp_path):
     reference_model('llama', tmp_path)
-    model, trees = lora_model(tmp_path, dropout=0.5), random_trees(np.random.default_rng(0))[:2]
+    model, trees = lora_model(tmp_path, dropout=0.5), random_trees(np.random.default_rng(0))[:1]
     with torch.no_grad():
-        drawn = [[np.exp(plain_log_probs(model.train(), tree, 'cpu')) for tree in trees]
-                 for _ in range(400)]
-    found = scoring.option_log_probs(model, trees, dropout_seeds=range(400))
-    fixed = scoring.option_log_probs(model, trees)
-    for i in range(2):
-        probs = np.array([draw[i] for draw in drawn])
-        error = probs.std(0) * (2 / 400) ** 0.5
-        assert (np.abs(np.exp(found[i]) - probs.mean(0)) < 4.5 * error).all()
-        few = scoring.option_log_probs(model, trees, dropout_seeds=[0])[i]
-        assert np.abs(np.exp(found[i]) - probs.mean(0)).max() < np.abs(
-            np.exp(few) - probs.mean(0)).max()
-    assert max(np.abs(a - b).max() for a, b in zip(found, fixed, strict=True)) > 0.05
+        trained = np.array([plain_log_probs(model.train(), trees[0], 'cpu') for _ in range(40)])
+    drawn = np.array([evaluate.option_log_probs(model, trees, dropout_seed=seed)[0]
+                      for seed in range(40)])
+    error = trained.std(0) * (2 / 40) ** 0.5
+    assert (np.abs(drawn.mean(0) - trained.mean(0)) < 4.5 * error).all()
 
 
 def write_task(folder, n=4, choices=('blue', 'a lazy dog', 'brown')):
@@ -330,7 +320,8 @@ def test_asking_in_the_chat_template(scored_folder, tmp_path, capsys):
     found = scored(folder, tmp_path / 'chat', '--chat=trained', '--limit=10')
     result, config = found['tasks']['global_mmlu'], found['config']
     assert result['chat'] == config['chat'] == 'mistral' and config['add_bos'] is False
-    said = 'mmlu, 2 shots, letters, token, chat template mistral'
+    said = ('mmlu, 2 shots, options scored by letters, log-probabilities per token, '
+            'chat template mistral')
     assert result['distribution'] == said
     assert said in capsys.readouterr().out
     assert said in (tmp_path / 'chat' / 'results.md').read_text()
@@ -454,7 +445,7 @@ def adapted_run(base, run, dropout=0.3):
 
 
 @pytest.mark.slow
-def test_an_evaluation_with_passes(scored_folder, tmp_path, capsys):
+def test_an_evaluation_with_the_dropout_of_adapters(scored_folder, tmp_path, capsys):
     run = tmp_path / 'run' / 'model'
     model = adapted_run(scored_folder / 'model', run)
     shutil.copytree(scored_folder / 'data', tmp_path / 'run' / 'data')
@@ -464,9 +455,9 @@ def test_an_evaluation_with_passes(scored_folder, tmp_path, capsys):
         scored(tmp_path / 'run', out, '--limit=8', '--deterministic', '--device=cpu', *arguments)
         return {(s['task'], s['language'], s['id']): s['log_probs']
                 for s in report.read_samples(out / 'samples.jsonl') if 'log_probs' in s}
-    plain, three = samples('plain'), samples('three', '--passes=3', '--p_true')
-    off = [np.abs(np.subtract(plain[key], three[key])).max() for key in plain]
-    assert plain.keys() == three.keys() and min(off) > 1e-3
+    plain, dropped = samples('plain'), samples('dropped', '--dropout_seed=3', '--p_true')
+    off = [np.abs(np.subtract(plain[key], dropped[key])).max() for key in plain]
+    assert plain.keys() == dropped.keys() and min(off) > 1e-3
     # by hand, from the adapters themselves
     asked, solved, _, _ = questions.load_task(f'global_mmlu:{tmp_path / "run" / "data"}', shots=2,
                                               limit=8)
@@ -474,34 +465,33 @@ def test_an_evaluation_with_passes(scored_folder, tmp_path, capsys):
     trees = {(q.language, q.id): tree for q, tree in tokenize_questions(
         asked, solved, tokenizer, add_bos=True, max_length=2048)}
     keys = [*trees]
-    for key, log_probs in zip(keys, scoring.option_log_probs(
-            model, [trees[key] for key in keys], deterministic=True,
-            dropout_seeds=[(0, 0), (0, 1), (0, 2)]), strict=True):
-        assert three['global_mmlu', *key] == pytest.approx(log_probs.tolist(), abs=1e-6)
+    for key, log_probs in zip(keys, evaluate.option_log_probs(
+            model, [trees[key] for key in keys], deterministic=True, dropout_seed=3), strict=True):
+        assert dropped['global_mmlu', *key] == pytest.approx(log_probs.tolist(), abs=1e-6)
     # the record, the table and the label of P(True)
-    record = json.loads((tmp_path / 'three' / 'eval_config.json').read_text())
-    assert (record['passes'], record['seed']) == (3, 0) and record['adapter'] != record['base']
-    assert 'passes' not in json.loads((tmp_path / 'plain' / 'eval_config.json').read_text())
-    content = json.loads((tmp_path / 'three' / 'results.json').read_text())
-    assert content['tasks']['global_mmlu']['passes'] == 3
+    record = json.loads((tmp_path / 'dropped' / 'eval_config.json').read_text())
+    assert record['dropout_seed'] == 3 and record['adapter'] != record['base']
+    assert 'dropout_seed' not in json.loads((tmp_path / 'plain' / 'eval_config.json').read_text())
+    content = json.loads((tmp_path / 'dropped' / 'results.json').read_text())
+    assert content['tasks']['global_mmlu']['dropout_seed'] == 3
     assert {'global_mmlu', 'global_mmlu.p_true'} == content['tasks'].keys()
-    assert 'plain text, 3 passes with dropout' in capsys.readouterr().out
+    assert 'plain text, dropout with seed 3' in capsys.readouterr().out
     # a seed gives the same samples, also if the evaluation was interrupted
     path = tmp_path / 'cut' / 'samples.jsonl'
-    assert samples('cut', '--passes=3') == three
+    assert samples('cut', '--dropout_seed=3') == dropped
     path.write_text(''.join(path.read_text().splitlines(True)[:9]))
     (tmp_path / 'cut' / 'results.json').unlink()
-    assert samples('cut', '--passes=3') == three
-    assert samples('other', '--passes=3', '--seed=1', '--limit=40') != three
-    for arguments in (['--passes=4'], [], ['--passes=3', '--seed=1']):
-        with pytest.raises(ConfigError, match='holds samples with (passes|seed) = '):
-            samples('three', *arguments)
+    assert samples('cut', '--dropout_seed=3') == dropped
+    assert samples('other', '--dropout_seed=4') != dropped
+    for arguments in (['--dropout_seed=4'], []):
+        with pytest.raises(ConfigError, match='holds samples with dropout_seed = '):
+            samples('dropped', *arguments)
     evaluate.main([f'--model={run}', f'--tasks=global_mmlu:{tmp_path / "run" / "data"}',
-                   '--passes=2', '--limit=2', '--shots=0', '--n_bootstrap=0'])
-    assert (run / 'passes-2' / 'results.json').exists() and not (run / 'results.json').exists()
+                   '--dropout_seed=2', '--limit=2', '--shots=0', '--n_bootstrap=0'])
+    assert (run / 'dropout-2' / 'results.json').exists() and not (run / 'results.json').exists()
 
 
-def test_passes_that_cannot_be_done(scored_folder, tmp_path):
+def test_dropout_that_cannot_be_drawn(scored_folder, tmp_path):
     run = tmp_path / 'run' / 'model'
     adapted_run(scored_folder / 'model', run)
     settings = run / 'adapter' / 'adapter_config.json'
@@ -510,21 +500,17 @@ def test_passes_that_cannot_be_done(scored_folder, tmp_path):
     def fails(message, folder=run.parent, **changes):
         settings.write_text(json.dumps(content | changes))
         with pytest.raises((ConfigError, checkpoint.CheckpointError), match=message):
-            evaluate.main([f'--model={folder / "model"}', '--passes=2', '--shots=2',
+            evaluate.main([f'--model={folder / "model"}', '--dropout_seed=2', '--shots=2',
                            f'--tasks=global_mmlu:{scored_folder / "data"}'])
-        assert not (run / 'passes-2' / 'samples.jsonl').exists()
+        assert not (run / 'dropout-2' / 'samples.jsonl').exists()
     fails('model has no adapter/, which train.py --lora saves', scored_folder)
-    fails('trained with lora_dropout = 0, so all passes would be equal', lora_dropout=0.0)
+    fails('trained with lora_dropout = 0, so nothing would be dropped', lora_dropout=0.0)
     fails("config.json: adapter.use_dora is not supported; the keys are peft_type", use_dora=True)
     fails('adapter.r = 0 is not supported', r=0)
     fails("lora_targets = .*'query'.*; wanted some of q_proj", target_modules=['query'])
     fails('lora_A.weight has shape .4, 80., the base .* want .3, 80.', r=3)
     fails('down_proj.lora_A.weight has shape .4, 80., .* want None', target_modules=['q_proj'])
     fails('there is no file or folder|no model folder at', base_model_name_or_path='/none')
-    settings.write_text(json.dumps(content))
-    write_rows(tmp_path / 'texts.jsonl', [{'text': 'the quick brown fox jumps'}])
-    with pytest.raises(ConfigError, match='passes = 2: clm takes the top token'):
-        evaluate.main([f'--model={run}', f'--tasks=clm:{tmp_path / "texts.jsonl"}', '--passes=2'])
 
 
 @pytest.mark.parametrize('change, kernels', [
@@ -535,9 +521,9 @@ def test_kernels_are_loaded_where_they_compute(change, kernels, monkeypatch, tmp
     model, calls = SimpleNamespace(), []
     monkeypatch.setattr(checkpoint, 'load', lambda *_: model)
     monkeypatch.setattr(checkpoint, 'read_config', lambda *_: None)
-    monkeypatch.setattr(scoring, 'warm_up', lambda *_: calls.append('warm'))
+    monkeypatch.setattr(evaluate, 'warm_up', lambda *_: calls.append('warm'))
     with ThreadPoolExecutor(2) as pool:
-        load = scoring.load_ahead(pool, tmp_path, tmp_path, cfg, 1)
+        load = evaluate.load_ahead(pool, tmp_path, tmp_path, cfg, 1)
         assert load() is load() is model
     assert calls == ['warm'] * kernels
 
@@ -546,9 +532,9 @@ def test_kernels_are_loaded_where_they_compute(change, kernels, monkeypatch, tmp
 def test_the_kernels_are_loaded_by_a_model_of_one_layer(name, monkeypatch, tmp_path):
     reference_model(name, tmp_path, **head_of_32(name))
     calls, place, random_state = [], [], torch.get_rng_state()
-    monkeypatch.setattr(scoring, 'forward_values', lambda *call, statistics: calls.append(call))
+    monkeypatch.setattr(evaluate, 'forward_values', lambda *call, statistics: calls.append(call))
     monkeypatch.setattr(devices, 'pick_device', place.append)
-    scoring.warm_up(checkpoint.read_config(tmp_path),
+    evaluate.warm_up(checkpoint.read_config(tmp_path),
                      evaluate.EvalConfig(device='cpu', pack_len=64))
     (model, arrays, _), = calls
     assert len(model.decoder.layers) == 1 and model.head.dtype == torch.bfloat16
@@ -564,15 +550,16 @@ def test_the_context_of_a_gpu_is_created_ahead(status, wanted, monkeypatch):
                              cuDeviceGet=lambda gpu, number: calls.append(number) or 0,
                              cuDevicePrimaryCtxRetain=lambda context, gpu: calls.append('created'))
     monkeypatch.setattr(ctypes, 'CDLL', lambda name: driver)
-    evaluate.create_context(1)
+    startup.create_context(1)
     assert calls == wanted
     monkeypatch.setattr(ctypes, 'CDLL', lambda name: open('/none'))
-    evaluate.create_context(0)      # no driver: torch says so, if it is asked for a GPU
+    startup.create_context(0)       # no driver: torch says so, if it is asked for a GPU
 
 
 @pytest.mark.parametrize('device', DEVICES[1:])
 def test_torch_works_in_the_context_that_was_created_ahead(device):
-    subprocess.run([sys.executable, '-c', 'import evaluate, torch; evaluate.create_context(0); '
+    subprocess.run([sys.executable, '-c', 'import torch; from runtime import startup; '
+                    'startup.create_context(0); '
                     'assert torch._C._cuda_hasPrimaryContext(0); '
                     'assert torch.ones(3, device="cuda").sum() == 3'], check=True)
 
@@ -586,10 +573,10 @@ def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(checkpoint, 'read_config', lambda *_: None)
-    monkeypatch.setattr(scoring, 'warm_up', fails)
-    monkeypatch.setattr(scoring, 'load_model', lambda *_: model)
+    monkeypatch.setattr(evaluate, 'warm_up', fails)
+    monkeypatch.setattr(evaluate, 'load_model', lambda *_: model)
     with ThreadPoolExecutor(2) as pool:
-        load = scoring.load_ahead(pool, tmp_path, tmp_path, evaluate.EvalConfig(
+        load = evaluate.load_ahead(pool, tmp_path, tmp_path, evaluate.EvalConfig(
             dtype='bfloat16', device='cuda', pictures=False), 1)
         assert load() is model and tensors[0]() is None
 
@@ -674,8 +661,8 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
     (tmp_path / 'cut' / 'results.json').unlink()
     (tmp_path / 'cut' / 'samples.jsonl').write_text(samples[:len(samples) // 2])
-    launched, forward = [], scoring.forward_values
-    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, scored, statistics: (
+    launched, forward = [], evaluate.forward_values
+    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, statistics: (
         launched.append(len({tree for tree, *_ in scored})),
         forward(model, arrays, scored, statistics))[1])
     again = scored(scored_folder, tmp_path / 'cut')
@@ -691,7 +678,7 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
         whole['tasks']['global_mmlu']['pooled'])
     flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')
     assert flat['tasks']['global_mmlu']['distribution'] == (
-        'mmlu, 2 shots, letters, sum, plain text')
+        'mmlu, 2 shots, options scored by letters, summed log-probabilities, plain text')
     for option in ('--shots=1', '--scoring=text', '--preset=harness', '--deterministic',
                    '--chat=tulu'):
         with pytest.raises(ConfigError, match='holds samples with '
@@ -717,6 +704,41 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
         scored(tmp_path / 'changed', tmp_path / 'whole')
     assert scored(tmp_path / 'changed', tmp_path / 'whole', '--overwrite')['tasks']['global_mmlu'][
         'pooled']['n'] == 120
+
+
+@pytest.mark.parametrize('more', [[], ['--p_true', '--fit_temperature']])
+def test_a_corrected_answer_counts_in_the_same_folder(more, scored_folder, tmp_path):
+    """The same folder evaluated again gives what a new folder gives, post-hoc and P(True) too."""
+    task = write_words(tmp_path / 'foxes.jsonl', 12, 'fox')
+
+    def results(name):
+        evaluate_words(scored_folder, tmp_path / name, f'--tasks={task}', '--deterministic',
+                       '--scoring=text', *more)
+        content = json.loads((tmp_path / name / 'results.json').read_text())
+        for result in content['tasks'].values():
+            del result['scoring_seconds']
+        return content['tasks']
+    before = results('same')
+    rows = [json.loads(line) for line in task.read_text().splitlines()]
+    write_rows(task, [row | {'answer': (row['answer'] + 1) % 3} for row in rows])
+    corrected = results('same')
+    assert corrected == results('new') != before
+    write_rows(task, rows)      # and back again
+    assert results('same') == before
+
+
+def test_samples_of_questions_carry_the_hash_of_the_question(scored_folder, tmp_path):
+    task = write_words(tmp_path / 'foxes.jsonl', 4, 'fox')
+
+    def digests(name, *arguments):
+        evaluate_words(scored_folder, tmp_path / name, f'--tasks={task}', *arguments)
+        return [s['question'] for s in report.read_samples(tmp_path / name / 'samples.jsonl')]
+    letters = digests('letters')
+    assert len(set(letters)) == 4
+    assert digests('text', '--scoring=text', '--p_true') == letters * 2     # no matter how asked
+    task.write_text(task.read_text().replace('fox', 'hound', 1))
+    assert [a == b for a, b in zip(digests('other'), letters, strict=True)] == [
+        False, True, True, True]
 
 
 def write_words(path, n, word):
@@ -904,7 +926,7 @@ def test_a_run_that_scored_nothing_leaves_the_folder_free(scored_folder, tmp_pat
     assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
         'n'] == 5
     with pytest.raises(DataError, match='foxes: temperature = fit needs two questions or more'):
-        evaluate_words(scored_folder, out, f'--tasks={task}', '--limit=1', '--temperature=fit')
+        evaluate_words(scored_folder, out, f'--tasks={task}', '--limit=1', '--fit_temperature')
 
 
 def test_an_out_dir_that_cannot_be(scored_folder, tmp_path):
@@ -936,7 +958,8 @@ def test_what_is_printed(scored_folder, tmp_path):
                           capture_output=True)
     lines = done.stdout.split('\n')
     assert lines[0] == f'{model} (llama) in float32 on cpu'
-    assert lines[1] == 'foxes: 60 questions, mmlu, 0 shots, letters, token, plain text'
+    assert lines[1] == ('foxes: 60 questions, prompt format mmlu, 0 shots, options scored by '
+                        'letters, log-probabilities per token, plain text')
     assert done.stderr == ''        # no bar, and too short for a line of progress
     shell = ' '.join([*common, f'--out_dir={tmp_path / "b"}', '| head -n 1'])
     done = subprocess.run(['bash', '-c', shell], cwd=HERE, text=True, capture_output=True)
@@ -947,13 +970,13 @@ def test_progress_without_a_terminal(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
     progress = log.Progress('foxes', 100, 'questions', interval=30)
-    for i in range(90):
+    for _ in range(90):
         clock[0] += 1
-        progress.update(scored=i >= 10)
+        progress.update()
     printed = capsys.readouterr()
     assert printed.out == '' and printed.err.splitlines() == [
-        'foxes: 31 of 100 questions, 0.7 per second, 01:41 left',
-        'foxes: 62 of 100 questions, 0.8 per second, 00:45 left']
+        'foxes: 31 of 100 questions, 1.0 per second, 01:09 left',
+        'foxes: 62 of 100 questions, 1.0 per second, 00:38 left']
 
 
 @pytest.mark.slow
@@ -972,10 +995,8 @@ def test_interrupt_while_intervals_are_drawn(to, scored_folder, tmp_path):
                                cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                start_new_session=True)
 
-    def children(pid):
-        return Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
-    # of the process that was forked first
-    while process.poll() is None and sum(len(children(pid)) for pid in children(process.pid)) < 2:
+    children = Path(f'/proc/{process.pid}/task/{process.pid}/children')
+    while process.poll() is None and len(children.read_text().split()) < 2:
         time.sleep(0.01)
     time.sleep(0.5)
     (os.killpg if to == 'group' else os.kill)(process.pid, signal.SIGINT)
@@ -1032,7 +1053,7 @@ def test_a_killed_evaluation_is_whole_in_the_end(scored_folder, tmp_path):
 
 @pytest.mark.slow
 def test_temperature_and_platt_scaling(scored_folder, tmp_path):
-    found = scored(scored_folder, tmp_path / 'halves', '--temperature=fit')['tasks']['global_mmlu']
+    found = scored(scored_folder, tmp_path / 'halves', '--fit_temperature')['tasks']['global_mmlu']
     fitted = found['post_hoc']
     assert fitted['fitted_on'] == 'the other half of the questions'
     assert len(fitted['temperature']) == len(fitted['platt']) == 2
@@ -1045,7 +1066,7 @@ def test_temperature_and_platt_scaling(scored_folder, tmp_path):
     shutil.copytree(scored_folder / 'model', tmp_path / 'mmlu' / 'model')
     for split, some in (('dev', rows[:2]), ('test', rows[2:30]), ('validation', rows[30:])):
         write_rows(tmp_path / 'mmlu' / 'data' / f'{split}.jsonl', some)
-    found = scored(tmp_path / 'mmlu', tmp_path / 'out', '--temperature=fit', tasks='mmlu')
+    found = scored(tmp_path / 'mmlu', tmp_path / 'out', '--fit_temperature', tasks='mmlu')
     assert found['tasks']['mmlu']['post_hoc']['fitted_on'] == '30 validation questions'
     assert found['tasks']['mmlu']['pooled']['n'] == 28
     assert len(found['tasks']['mmlu']['post_hoc']['temperature']) == 1
@@ -1072,14 +1093,14 @@ def test_the_schema_of_results_is_documented(scored_folder, tmp_path):
     """Every key of real results is in docs/evaluation.md, and every key there is in one of them."""
     of_file, of_task, of_report = documented_keys()
     text = write_rows(tmp_path / 'text.jsonl', [{'text': 'the quick fox is old'}] * 6)
-    found = scored(scored_folder, tmp_path / 'out', '--limit=10', '--temperature=fit', '--p_true')
+    found = scored(scored_folder, tmp_path / 'out', '--limit=10', '--fit_temperature', '--p_true')
     found['tasks'] |= evaluate_words(scored_folder, tmp_path / 'clm',
                                      f'--tasks=clm:{text}')['tasks']
     assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1
     assert found['config'].keys() == dataclasses.asdict(evaluate.EvalConfig()).keys()
     assert found['identity'].keys() == {'model', 'tokenizer'}
-    # passes need adapters
-    assert {key for task in found['tasks'].values() for key in task} == of_task - {'passes'}
+    # dropout needs adapters
+    assert {key for task in found['tasks'].values() for key in task} == of_task - {'dropout_seed'}
     reports = []
     for task in found['tasks'].values():
         assert isinstance(task['distribution'], str) and isinstance(task['pooled']['n'], int)
@@ -1272,11 +1293,11 @@ def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsy
         {'question': f'the quick fox {i}?', 'answer': i % 3,
          'choices': [' '.join(words[i % 9:i % 9 + n]) for n in (1, 2, 4)]} for i in range(30)])
     plain = evaluate_words(scored_folder, out, f'--tasks={foxes}', '--scoring=text')
-    launched, forward = [], scoring.forward_values
-    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, scored, statistics: (
+    launched, forward = [], evaluate.forward_values
+    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, statistics: (
         launched.append(len({tree for tree, *_ in scored})),
         forward(model, arrays, scored, statistics))[1])
-    text = ['--scoring=text', f'--tasks={foxes}', '--p_true', '--temperature=fit']
+    text = ['--scoring=text', f'--tasks={foxes}', '--p_true', '--fit_temperature']
     both = evaluate_words(scored_folder, out, *text)
     assert sum(launched) == 30 and 'foxes.p_true (P(True)' in capsys.readouterr().out
     assert list(both['tasks']) == ['foxes', 'foxes.p_true']
@@ -1297,8 +1318,7 @@ def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsy
              for s in map(json.loads, lines[:30])] for norm in ('token', 'sum')]
     assert sum(launched) == sum(a != b for a, b in zip(*tops)) > 0
     evaluate_words(scored_folder, tmp_path / 'second', *text, '--norm=sum', '--pack_len=64')
-    evaluate.main(['--compare', str(out), str(tmp_path / 'second'),
-                   f'--out_dir={tmp_path / "compare"}'])
+    compare.main([str(out), str(tmp_path / 'second'), f'--out_dir={tmp_path / "compare"}'])
     assert 'foxes.p_true' in (tmp_path / 'compare' / 'compare.md').read_text()
     write_rows(tmp_path / 'texts.jsonl', [{'text': 'the quick brown fox'}])
     with pytest.raises(ConfigError, match='p_true = True, but tasks = .* have no options'):
@@ -1307,7 +1327,8 @@ def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsy
 
 
 def test_the_list_of_tasks(capsys):
-    evaluate.main(['--tasks=help'])
+    with pytest.raises(SystemExit):
+        evaluate.main(['--tasks=help'])
     printed = capsys.readouterr().out
     for part in ('winogrande_m  allenai/winogrande\n    test        winogrande_m/validation-*',
                  '    shots       winogrande_m/train-*.parquet, train_m.jsonl*, train.jsonl*\n',

@@ -13,7 +13,7 @@ from common import DEVICES, HERE, documents, head_of_32, reference_model, whole_
 import attention
 import model as models
 import sample
-import scoring
+import evaluate
 import train
 from data import packing
 from families import neox
@@ -81,7 +81,7 @@ def measured(model, device):
     model.decoder.attention = 'auto'
     packed = packing.pack(TEXTS, 128)
     _, nll = train.forward_backward(model, packed, train.TrainConfig(), device)
-    scores = scoring.option_log_probs(model, TREES[:1], pack_len=32)
+    scores = evaluate.option_log_probs(model, TREES[:1], pack_len=32)
     drawn = [*sample.generate(model, PROMPT, (), sample.SampleConfig(max_tokens=2), None)]
     return {'training': [nll.item()], 'evaluation': np.concatenate(scores),
             'sampling': np.log([p for _, p in drawn])}, [token for token, _ in drawn]
@@ -189,11 +189,11 @@ def test_kernels_score_a_question_alone_bitwise_the_same_in_any_batch(name, devi
                                                                        calls_of_kernels):
     reference_model(name, tmp_path, num_hidden_layers=2, **head_of_32(name))
     model = checkpoint.load(tmp_path, device, torch.float32 if device == 'cpu' else torch.bfloat16)
-    together = scoring.option_log_probs(model, TREES[::-1], pack_len=32, batch_rows=3,
+    together = evaluate.option_log_probs(model, TREES[::-1], pack_len=32, batch_rows=3,
                                         deterministic=True)
     assert calls_of_kernels
     for tree, scores in zip(TREES[::-1], together, strict=True):
-        assert np.array_equal(scoring.option_log_probs(model, [tree], deterministic=True)[0],
+        assert np.array_equal(evaluate.option_log_probs(model, [tree], deterministic=True)[0],
                               scores)
 
 

@@ -34,27 +34,14 @@ def result(**more):
         'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token', 'bad_rows': 0} | more
 
 
-def test_workers_that_were_forked_ahead(monkeypatch):
-    monkeypatch.setattr(processes, '_workers', None)
+def test_parallel_map_forks_only_if_it_is_worth_it(monkeypatch):
     monkeypatch.setattr(processes, '_cores', lambda: 2)
-    processes.start_workers()
 
-    def parents():
-        return {*processes.parallel_map(operator.call, [os.getppid] * 3, worth_it=False)}
-    assert len(parents()) == 1 and os.getpid() not in parents()
+    def parents(worth_it):
+        return {*processes.parallel_map(operator.call, [os.getppid] * 3, worth_it=worth_it)}
+    assert parents(False) == {os.getppid()} and parents(True) == {os.getpid()}
     with pytest.raises(ZeroDivisionError):
         processes.parallel_map(operator.call, [functools.partial(divmod, 1, 0)], worth_it=True)
-    assert parents() == {os.getppid()}      # they have ended, and no more are worth forking
-
-
-def test_workers_that_cannot_be_forked(monkeypatch):
-    def fork():
-        raise BlockingIOError(11, 'Resource temporarily unavailable')
-    monkeypatch.setattr(processes, '_cores', lambda: 2)
-    monkeypatch.setattr(os, 'fork', fork)
-    processes.start_workers()
-    assert processes._workers is None
-    assert processes.parallel_map(abs, [-1, 2], worth_it=False) == [1, 2]
 
 
 def test_option_scores_norms():

@@ -209,7 +209,7 @@ def test_a_signal_during_the_last_step(small_world, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return train_step(*arguments)
     monkeypatch.setattr(train, 'train_step', step_and_signal)
-    with pytest.raises(train.Stopped, match='SIGTERM after the last step; --resume makes the'):
+    with pytest.raises(train.Stopped, match='SIGTERM after the last step, before the report'):
         train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
                     '--max_steps=2'])
     assert (tmp_path / 'config.json').exists() and not (tmp_path / 'results.json').exists()

@@ -38,8 +38,10 @@ ADDED = {'loss', 'logit_softcap', 'logit_temperature', 'answers', 'data_limit', 
 def digest(config):
     settings = {key: value for key, value in asdict(config).items() if key not in ADDED}
     if settings.get('eval'):    # added to the report since
-        added = {key: settings['eval'].pop(key) for key in ('p_true', 'chat', 'passes')}
-        assert added == {'p_true': False, 'chat': 'none', 'passes': 0}
+        added = {key: settings['eval'].pop(key) for key in ('p_true', 'chat', 'dropout_seed')}
+        assert added == {'p_true': False, 'chat': 'none', 'dropout_seed': None}
+        fit = settings['eval'].pop('fit_temperature')       # by its name of then
+        settings['eval']['temperature'] = 'fit' if fit else 'none'
         settings['eval']['compile'] = True      # evaluation had a compiler then
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -25,7 +25,7 @@ from data import packing
 from data.chat import encode_conversation
 from data.tokenizer import load_model_tokenizer, load_tokenizer
 from results import report
-from runtime import checkpoint, parallel, resume
+from runtime import checkpoint, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import HostCopy
 from runtime.errors import ConfigError, DataError
@@ -98,6 +98,62 @@ def test_learning_rate_schedule():
         train.check_config(dataclasses.replace(in_steps, warmup=0.1))
 
 
+def test_an_unknown_schedule_is_refused_where_the_rate_is_computed():
+    cfg = tiny_config(schedule='wsd', warmup=0.1)
+    with pytest.raises(ConfigError, match="schedule = 'wsd'; the schedules are linear, cosine"):
+        train.learning_rate(50, 100, cfg)
+    with pytest.raises(ConfigError, match="wanted 'linear' or 'cosine'"):
+        load_config(train.TrainConfig, ['--schedule=wsd'])
+
+
+def test_smoothing_that_is_given_twice_is_refused():
+    twice = tiny_config(loss='cross_entropy() + smoothing(0.1)', smoothing=0.1,
+                        max_length=48)
+    with pytest.raises(ConfigError, match='both set the smoothing'):
+        train.check_config(twice)
+    train.check_config(dataclasses.replace(twice, smoothing=0.0))
+
+
+def test_another_objective_replaces_the_loss_of_a_step(tiny_model):
+    """A preference loss: the log-ratio of the two sequences of each pair, which share a row."""
+    cfg = tiny_config(micro_rows=1)
+    packed = packing.pack(documents(3, [60, 30, 40, 50, 20, 70]), 128, groups=[0, 0, 1, 1, 2, 2])
+    pairs_seen = []
+
+    def preference(packed, cfg):
+        def compute(model, rows, inputs, targets):
+            hidden, owner = model(*inputs), torch.from_numpy(packed['owner'][rows])
+            log_probs = model.logits(hidden).log_softmax(-1).gather(
+                -1, targets.clamp(min=0)[..., None])[..., 0]
+            sums = [log_probs[(owner == i) & (targets >= 0)].sum() for i in range(6)]
+            pairs = [i for i in range(3) if (owner == 2 * i).any()]
+            pairs_seen.append(pairs)
+            assert all((owner == 2 * i + 1).any() for i in pairs)
+            margins = torch.stack([sums[2 * i] - sums[2 * i + 1] for i in pairs])
+            loss = -F.logsigmoid(margins).sum() / 3
+            return loss, {'margin': margins.detach().sum() / 3}
+        return compute
+
+    values = train.forward_backward(tiny_model, packed, cfg, 'cpu', preference)
+    assert [*values] == ['loss', 'margin'] and sorted(sum(pairs_seen, [])) == [0, 1, 2]
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in tiny_model.parameters())
+    optimizer = train.build_optimizer(tiny_model, cfg)
+    values = train.train_step(tiny_model, optimizer, packed, cfg, 'cpu', preference)
+    assert [*values] == ['loss', 'margin', 'grad_norm']
+
+
+def test_the_sequences_of_a_group_share_a_row():
+    sequences = documents(0, [50, 50, 60, 60, 10, 20])
+    packed = packing.pack(sequences, 128, groups=[0, 0, 1, 1, 2, 2])
+    owners = [{*row.tolist()} - {-1} for row in packed['owner']]
+    assert all(sum({2 * g, 2 * g + 1} <= row for row in owners) == 1 for g in range(3))
+    assert not all(row >= {0, 1} or not row & {0, 1}       # without groups they are separated
+                   for row in ({*r.tolist()} for r in packing.pack(
+                       documents(0, [50, 80, 60, 60, 10, 20]), 128)['owner']))
+    with pytest.raises(ValueError, match='group 0 has 130 tokens, and a row has room for 128'):
+        packing.pack(documents(0, [70, 60]), 128, groups=[0, 0])
+
+
 def test_a_subset_is_drawn_by_the_seed(small_world, tmp_path, capsys):
     folder, _ = small_world
     cfg = load_config(train.TrainConfig, [str(folder / 'tuned' / 'train_config.py')])
@@ -134,7 +190,7 @@ def test_results_follow_from_the_samples(small_world):
     expected = metrics.report(found.probs, found.labels, found.n_options)
     assert expected == pytest.approx({key: pooled[key] for key in expected})
     assert written['tasks']['questions']['distribution'] == (
-        'mmlu, 0 shots, text, token, plain text')
+        'mmlu, 0 shots, options scored by text, log-probabilities per token, plain text')
     again = report.summarize(samples[::-1], 'token', seed=7)
     assert {k: written['tasks']['questions'][k] for k in again} == again
     for key, (low, high) in pooled['intervals'].items():
@@ -180,12 +236,12 @@ def test_the_same_seed_gives_the_same_weights(small_world, tmp_path):
 
 def test_add_bos_is_remembered(small_world, tmp_path):
     folder, _ = small_world
-    assert evaluate.trained_with_bos(folder / 'tuned') is None
+    assert trained.trained_with_bos(folder / 'tuned') is None
     train.main([str(folder / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
                 '--max_steps=1', '--eval=None', '--add_bos=False'])
-    assert evaluate.trained_with_bos(tmp_path) is False
+    assert trained.trained_with_bos(tmp_path) is False
     (tmp_path / 'epoch-1').mkdir(exist_ok=True)
-    assert evaluate.trained_with_bos(tmp_path / 'epoch-1') is False
+    assert trained.trained_with_bos(tmp_path / 'epoch-1') is False
 
 
 @pytest.mark.slow
@@ -197,11 +253,11 @@ def test_a_report_in_the_chat_template(small_world, tmp_path):
     for place in ('.', 'before'):       # the base model is asked in the same way
         result = json.loads((tmp_path / place / 'results.json').read_text())['tasks']['questions']
         assert result['chat'] == 'tulu' and result['pooled']['n'] == 8
-    assert evaluate.trained_template(tmp_path) == 'tulu'
+    assert trained.trained_template(tmp_path) == 'tulu'
     with pytest.raises(ConfigError, match='needs data_kind = .instruct'):
         train.main([*run, '--data_kind=text'])
-    with pytest.raises(ConfigError, match='eval: passes needs the adapters that a run'):
-        train.main([*run, '--eval.passes=2'])
+    with pytest.raises(ConfigError, match='eval: dropout_seed needs the adapters that a run'):
+        train.main([*run, '--eval.dropout_seed=2'])
 
 
 @pytest.mark.slow
@@ -462,9 +518,10 @@ def test_lora_run(small_world, tmp_path):
     assert torch.allclose(ours.logits(ours(tokens, *whole_rows(tokens))), merged(tokens).logits,
                           atol=1e-3)
     # the dropout of the adapters of an epoch, sampled in an evaluation
-    evaluate.main([f'--model={tmp_path / "epoch-1"}', '--passes=2', '--shots=0', '--scoring=text',
-                   f'--tasks={small_world[0] / "world" / "questions.jsonl"}', '--device=cpu'])
-    assert json.loads((tmp_path / 'epoch-1' / 'passes-2' / 'results.json').read_text())['tasks']
+    evaluate.main([f'--model={tmp_path / "epoch-1"}', '--dropout_seed=2', '--shots=0',
+                   '--scoring=text', '--device=cpu',
+                   f'--tasks={small_world[0] / "world" / "questions.jsonl"}'])
+    assert json.loads((tmp_path / 'epoch-1' / 'dropout-2' / 'results.json').read_text())['tasks']
 
 
 @pytest.mark.slow
@@ -534,7 +591,8 @@ def test_compiled_steps(name, master, device, tmp_path):
         for i, batch in enumerate(batches):
             packed = packing.pack(batch, 128, cfg.micro_rows if place == 'cuda' else 1)
             with torch.compiler.set_stance('fail_on_recompile' if i > 3 else 'default'):
-                losses.append(train.train_step(model, optimizer, packed, cfg, place).tolist())
+                losses.append([float(x) for x in train.train_step(
+                    model, optimizer, packed, cfg, place).values()])
         runs.append(np.array(losses))
     # a norm of gradients at weights that were rounded at random, summed in bfloat16
     assert np.allclose(runs[0], runs[1], rtol=0.03 if master == 'exact' else 0.1)
@@ -552,7 +610,7 @@ def test_a_run_leaves_no_memory_behind(tmp_path):
         model = train.build_model(cfg, checkpoint.read_config(tmp_path), tmp_path, 'cuda')
         optimizer = train.build_optimizer(model, cfg)
         packed = packing.pack(documents(0, [100, 90, 120]), 128)
-        train.train_step(model, optimizer, packed, cfg, 'cuda').tolist()
+        float(train.train_step(model, optimizer, packed, cfg, 'cuda')['loss'])
         weights = sum(p.nbytes for p in model.parameters())
         del model, optimizer
         gc.collect()
@@ -591,7 +649,7 @@ def bad_command_lines(folder, tmp_path):
         ([*score, '--model='], 'no model given'),
         ([*score, '--tasks='], 'tasks is empty'),
         ([*score, '--tasks=mmlu:a,mmlu:b'], "2 of them would be called 'mmlu'"),
-        ([*score, '--device=gpu'], "device = 'gpu'; wanted"),
+        ([*score, '--device=gpu'], "device = 'gpu'; it must be"),
         ([*score, '--batch_rows=0'], 'batch_rows = 0; it must be at least 1'),
         ([*run, '--betas=0.9,1.0'], 'each must be at least 0 and less than 1'),
         ([*run, '--max_length=600', '--pack_len=600'], 'the context of'),

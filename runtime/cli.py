@@ -1,0 +1,74 @@
+"""How every script begins and ends: standard streams, Ctrl-C, and errors as one line."""
+
+import contextlib
+import os
+import signal
+import sys
+
+from runtime.errors import CheckpointError, ConfigError, DataError, Stopped, TrainingError
+
+
+def begin():
+    """Prepare the standard streams and Ctrl-C: the first call of a script, before its imports."""
+    _prepare_streams()
+    signal.signal(signal.SIGINT, _stop_at_once)
+
+
+def _prepare_streams():
+    """Open missing standard streams on /dev/null; print what the encoding lacks as an escape.
+
+    The next file that is opened, such as the lock of a folder, would get the number of a missing
+    descriptor, and what is printed would go into that file.
+    """
+    for number, name in enumerate(('stdin', 'stdout', 'stderr')):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)      # takes the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, 'w' if number else 'r', closefd=False))
+    for stream in (sys.stdout, sys.stderr):     # no UnicodeEncodeError where the locale is ASCII
+        stream.reconfigure(errors='backslashreplace')
+
+
+def _stop_at_once(*_):
+    """End the process on Ctrl-C: an exception inside the import of a C++ library would crash."""
+    os.write(2, b'stopped\n')
+    os._exit(128 + signal.SIGINT)
+
+
+@contextlib.contextmanager
+def one_line_errors(resume='', memory=''):
+    """End the script with one line and its exit status if the block of this `with` fails.
+
+    resume: what the user does to continue an interrupted run; memory: which settings need less
+    """
+    _prepare_streams()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:         # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(128 + signal.SIGPIPE)
+    except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
+        sys.exit(f'error: {error}')
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().split('\n')[0] or 'this process can have no more'
+        sys.exit(f'error: out of memory: {reason}' + f'; {memory}' * bool(memory))
+    except Stopped as stopped:
+        print(stopped, *[resume] * bool(resume), sep='; ')
+        sys.exit(128 + stopped.signal)
+    except KeyboardInterrupt:
+        print('stopped', *[resume] * bool(resume), sep='; ', file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def is_out_of_memory(error):
+    """Return whether an error says that the host or the GPU has no memory left."""
+    return (isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError'
+            or "can't allocate memory" in str(error))       # torch's allocator for the CPU

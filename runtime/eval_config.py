@@ -1,0 +1,65 @@
+"""The settings of evaluate.py, which train.py takes as `eval`: reading them needs no torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.config import require_range
+from runtime.errors import ConfigError
+
+
+@dataclass
+class EvalConfig:
+    model: str = ''                           # a folder in Hugging Face layout, or a hub name
+    revision: str | None = None               # the hub revision of the model
+    # mmlu, global_mmlu, ..., clm, facts, each also as task:folder-or-file; or a file of questions
+    tasks: tuple[str, ...] = ('mmlu',)
+    data_revision: str | None = None          # the hub revision of the tasks' datasets
+    languages: tuple[str, ...] = ('all',)     # of multilingual tasks
+    preset: Literal['mmlu', 'harness'] = 'mmlu'     # prompts of MMLU or lm-evaluation-harness
+    header: Literal['english', 'native'] = 'english'
+    shots: int = 5                            # solved questions before each question
+    scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
+    norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # what divides a log-probability
+    dropout_seed: int | None = None           # score once with the dropout of the adapters in
+    #                                           adapter/, drawn by this seed; None: no dropout
+    p_true: bool = False                      # then ask whether the top option is right: P(True)
+    # chat template of the prompt; trained: that of the model's training here; none: plain text
+    chat: Literal['none', 'trained', 'tulu', 'llama3', 'gemma', 'mistral', 'chatml',
+                  'alpaca'] = 'none'
+    instruct: bool = False                    # clm and facts: begin with the paper's instruction
+    limit: int | None = None                  # questions per language, drawn by the seed evenly
+    #                                           over subjects; None: all
+    add_bos: bool | None = None               # None: as in training here, or as the tokenizer does
+    max_length: int | None = None             # longest prompt in tokens; None: the model's context
+    fit_temperature: bool = False             # also report temperature and Platt scaling
+    n_bootstrap: int = 1000                   # resamples for the intervals; 0: none
+    pictures: bool = True                     # draw reliability diagrams
+    pack_len: int | None = None               # tokens in a packed row; None: 32768 on a GPU, 16384
+    #                                           there without the kernels, 4096 on a CPU
+    batch_rows: int = 1                       # rows in a forward pass
+    deterministic: bool = False               # scores bitwise independent of batch composition
+    on_bad_row: Literal['stop', 'skip'] = 'stop'
+    seed: int = 0                             # for clm's tokens, `limit` and the bootstrap
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
+    device: str = 'auto'
+    out_dir: str | None = None                # None: the model's folder; out/eval/ for a hub name
+    overwrite: bool = False                   # delete what was evaluated in out_dir before
+
+
+# Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
+# the seed too, but each sample carries a hash of its prompt.
+SETTINGS = ('preset', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos', 'max_length',
+            'deterministic', 'dtype')
+
+
+def check_eval_config(cfg):
+    """Raise ConfigError for a value that no evaluation can use."""
+    require_range(cfg, 0, math.inf, 'shots', 'n_bootstrap')
+    require_range(cfg, 0, 2 ** 63 - 1, 'seed', 'dropout_seed')
+    require_range(cfg, 1, math.inf, 'limit', 'batch_rows', 'max_length')
+    require_range(cfg, 16, math.inf, 'pack_len')
+    for key, example in (('tasks', '--tasks=mmlu,arc_easy or --tasks=my_questions.jsonl'),
+                         ('languages', '--languages=all or --languages=en,de')):
+        if not getattr(cfg, key):
+            raise ConfigError(f'{key} is empty; for example {example}')
