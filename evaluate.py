@@ -38,9 +38,10 @@ from typing import Literal
 
 import numpy as np
 
+from data.benchmarks import BENCHMARKS
 from data.chat import question_frame
 from data.probes import INSTRUCTIONS
-from data.questions import TASKS
+from data.prompts import PROMPT_FORMATS
 from data.tasks import describe_tasks, load_tasks
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import compare, report, samples
@@ -61,7 +62,8 @@ class EvalConfig:
     tasks: tuple[str, ...] = ('mmlu',)
     data_revision: str | None = None          # the hub revision of the tasks' datasets
     languages: tuple[str, ...] = ('all',)     # of multilingual tasks
-    preset: Literal['mmlu', 'harness'] = 'mmlu'     # prompts of MMLU or lm-evaluation-harness
+    # how a question is asked: mmlu, harness (as lm-evaluation-harness does), or a format of yours
+    prompt_format: Literal[tuple(PROMPT_FORMATS)] = 'mmlu'
     header: Literal['english', 'native'] = 'english'
     shots: int = 5                            # solved questions before each question
     scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
@@ -94,8 +96,8 @@ class EvalConfig:
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample carries a hash of its prompt.
-SETTINGS = ('preset', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos', 'max_length',
-            'deterministic', 'dtype')
+SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos',
+            'max_length', 'deterministic', 'dtype')
 
 
 def check_eval_config(cfg):
@@ -368,8 +370,8 @@ def describe(task, cfg):
     if len(task.items) < task.total:
         facts['sample'] = {'questions': len(task.items), 'of': task.total}
     if task.kind not in INSTRUCTIONS:
-        facts |= {'preset': cfg.preset, 'shots': cfg.shots, 'scoring': cfg.scoring,
-                  'chat': cfg.chat,
+        facts |= {'prompt_format': cfg.prompt_format, 'shots': cfg.shots,
+                  'scoring': cfg.scoring, 'chat': cfg.chat,
                   'duplicate_options': sum(q.duplicate_options for q in task.items)}
     return facts
 
@@ -378,12 +380,12 @@ def distribution(task, cfg):
     """Which probabilities are measured, for the head of a table."""
     if task.kind in INSTRUCTIONS:
         return 'top token, with an instruction' if cfg.instruct else 'top token'
-    of_preset = 'letters' if cfg.preset == 'mmlu' else 'as the harness'
-    scored_as = of_preset if cfg.scoring == 'auto' else cfg.scoring
+    default = 'as the harness' if cfg.prompt_format == 'harness' else 'letters'
+    scored_as = default if cfg.scoring == 'auto' else cfg.scoring
     asked = 'P(True) of the top option, ' if task.kind == 'p_true' else ''
     form = 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
     form += f', {cfg.passes} passes with dropout' if cfg.passes else ''
-    return f'{asked}{cfg.preset}, {cfg.shots} shots, {scored_as}, {cfg.norm}, {form}'
+    return f'{asked}{cfg.prompt_format}, {cfg.shots} shots, {scored_as}, {cfg.norm}, {form}'
 
 
 def read_last(path):
@@ -437,7 +439,7 @@ usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=
 
 example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
 
-The tasks are {', '.join([*TASKS, *INSTRUCTIONS])},
+The tasks are {', '.join([*BENCHMARKS, *INSTRUCTIONS])},
 each also as task:folder-or-file, and files of questions. --tasks=help lists their files, --help
 the keys."""
 

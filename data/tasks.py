@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
-from data.questions import GENERIC, TASKS, load_task
+from data.benchmarks import BENCHMARKS, GENERIC
+from data.questions import load_task
 from data.trees import tokenize_questions
 from runtime.errors import ConfigError, DataError
 
@@ -39,7 +40,7 @@ class Task:
         """Return a hash of every question or text; the same for a copy of the files elsewhere."""
         digest = hashlib.blake2b(digest_size=8)
         for item in (*self.items, *self.validation):
-            content = {key: value for key, value in vars(item).items() if key != 'place'}
+            content = {key: value for key, value in vars(item).items() if key not in ('place', 'digest')}
             digest.update(repr(content).encode())
         return digest.hexdigest()
 
@@ -106,7 +107,7 @@ def _load(name, cfg):
                               f'vocabulary, which is not averaged over passes; evaluate it without')
         loaded = load_texts(name, limit=cfg.limit, **common)
         return Task(kind, source, loaded.texts, loaded.total, loaded.bad)
-    common |= {'preset': cfg.preset, 'scoring': cfg.scoring, 'header': cfg.header,
+    common |= {'prompt_format': cfg.prompt_format, 'scoring': cfg.scoring, 'header': cfg.header,
                'languages': cfg.languages}
     loaded = load_task(name, shots=cfg.shots, limit=cfg.limit, **common)
     task = Task('questions', source, loaded.questions, loaded.total, loaded.bad, loaded.shots)
@@ -123,7 +124,7 @@ def describe_tasks():
         lines.extend(textwrap.wrap(text, 100, initial_indent=f'    {label:<12}',
                                    subsequent_indent=' ' * 16, break_on_hyphens=False))
 
-    for name, benchmark in (TASKS | {'a file or folder of your own': GENERIC}).items():
+    for name, benchmark in (BENCHMARKS | {'a file or folder of your own': GENERIC}).items():
         lines.append(f'{name}  {benchmark.hub}'.rstrip())
         for split in ('test', 'shots', 'validation'):
             add(split, ', '.join(getattr(benchmark, split)))
@@ -137,7 +138,7 @@ def describe_tasks():
 def _split(name):
     """Return ('mmlu', 'some/folder') for 'mmlu:some/folder', ('', 'some/file') for a path."""
     kind, _, place = name.partition(':')
-    return (kind, place) if kind in TASKS or kind in INSTRUCTIONS else ('', name)
+    return (kind, place) if kind in BENCHMARKS or kind in INSTRUCTIONS else ('', name)
 
 
 def task_label(name):
