@@ -219,8 +219,17 @@ class _PickledTensors(dict):
                                get_dtype=lambda: names.get(tensor.dtype, str(tensor.dtype)))
 
 
+# how a file begins that torch wrote before version 1.6: its magic number, pickled
+OLD_TORCH_FILE = b'\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.'
+
+
 @functools.lru_cache(4)
 def _read_pickle(path, _time):
+    with open(path, 'rb') as file:
+        if file.read(len(OLD_TORCH_FILE)) == OLD_TORCH_FILE:
+            raise CheckpointError(
+                f"{path}: the file format of torch before 1.6, which cannot be mapped; convert it "
+                f"in Python: torch.save(torch.load('{path}', 'cpu', weights_only=True), '{path}')")
     try:
         tensors = torch.load(path, 'cpu', mmap=True, weights_only=True)
         if not (isinstance(tensors, dict)
