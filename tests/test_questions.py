@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 from common import SHARED, needs_shared, write_rows
 from data import benchmarks, questions
+from data.chat import encode_conversation
+from data.tokenizer import load_tokenizer
+from data.trees import tokenize_questions
 from runtime.errors import DataError
+from test_tokenizer import train_kind
 
 
 def parse(row, task=None):
@@ -423,3 +427,40 @@ def test_splits_without_labels_are_bad_rows(tmp_path):
         path = write_rows(tmp_path / f'{task}.jsonl', [row])
         with pytest.raises(DataError, match=f'{task}.jsonl:1: no valid answer'):
             questions.load_task(f'{task}:{path}')
+
+
+# what a question can begin with: words, digits, white space, added tokens, other scripts
+BEGINNINGS = ['Which', '7 foxes', '3.5', ' led', '  two', '\n', '\t x', '"Quote"', '...', '中文',
+              '\u0301x', '١', '<think> x', 'é', "'s", '(1)', ' ' * 9 + '4', 'Å', '\U0001f600']
+
+
+def assert_tokens_of_the_whole_text(tokenizer, chat='none'):
+    """The ids of shots, question and option are those of the whole prompt, encoded at once."""
+    for header in ('', 'About foxes.\n\n', 'About 7 foxes \n \n'):
+        asked = [questions.Question(str(i), f'{beginning} is it?\nAnswer:', [' A', ' 1'], 0, 's',
+                                    header) for i, beginning in enumerate(BEGINNINGS)]
+        shots = {asked[0].group: asked[:2]}
+        for question, tree in tokenize_questions(asked, shots, tokenizer, add_bos=False,
+                                                 max_length=10 ** 6, chat=chat):
+            text = header + ''.join(shot.solved for shot in asked[:2]) + question.context
+            for option, leaf in zip(question.options, tree.leaves, strict=True):
+                whole = tokenizer.encode(text + option)
+                if chat != 'none':
+                    messages = [{'role': 'user', 'content': text},
+                                {'role': 'assistant', 'content': option.strip()}]
+                    whole, _ = encode_conversation(messages, tokenizer, chat, add_bos=False)
+                ids = [*tree.prefix, *tree.stem, *leaf]
+                assert ids == whole[:len(ids)] and len(ids) >= len(whole) - (chat != 'none')
+
+
+@pytest.mark.parametrize('chat', ['none', 'tulu'])
+@pytest.mark.parametrize('kind', ['gpt2', 'digits', 'split', 'nfc', 'ignore_merges'])
+def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, chat, tmp_path):
+    train_kind(tmp_path, kind)
+    assert_tokens_of_the_whole_text(load_tokenizer(tmp_path), chat)
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+def test_sentencepiece_questions_have_the_tokens_of_the_whole_text(kind, tokenizers):
+    assert_tokens_of_the_whole_text(tokenizers[kind])
+    assert_tokens_of_the_whole_text(tokenizers[kind], 'tulu')

@@ -116,14 +116,19 @@ def same_ids(folder, reference, texts):
     return tokenizer
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'digits', 'split', 'nfc', 'ignore_merges'])
-def test_tokenizer_json_is_read_as_by_tokenizers(kind, tmp_path):
+def train_kind(folder, kind):
+    """Train a byte-level BPE with one of the pre-tokenizers that are read."""
     from tokenizers import Regex, pre_tokenizers
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != 'split')
     steps = {'digits': [pre_tokenizers.Digits(individual_digits=True)],
              'split': [pre_tokenizers.Split(Regex(bpe.LLAMA3_PATTERN), 'isolated')]}
-    reference = train_bpe(tmp_path, [*steps.get(kind, []), byte_level], nfc=kind == 'nfc',
-                          ignore_merges=kind == 'ignore_merges', bos=kind == 'split')
+    return train_bpe(folder, [*steps.get(kind, []), byte_level], nfc=kind == 'nfc',
+                     ignore_merges=kind == 'ignore_merges', bos=kind == 'split')
+
+
+@pytest.mark.parametrize('kind', ['gpt2', 'digits', 'split', 'nfc', 'ignore_merges'])
+def test_tokenizer_json_is_read_as_by_tokenizers(kind, tmp_path):
+    reference = train_kind(tmp_path, kind)
     tokenizer = same_ids(tmp_path, reference, strings(2000))
     assert tokenizer.bos_id == (reference.token_to_id('<|begin|>') if kind == 'split' else None)
     assert tokenizer.eos_id == reference.token_to_id('<|end|>')
@@ -286,12 +291,16 @@ def test_transformers_reads_what_a_run_saves(kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('file', ['llama2_tokenizer.model', 'llama3_tokenizer.model',
                                   'mistral_tokenizer.model.v1',
-                                  'mistral_mistral_instruct_tokenizer_240323.model.v3'])
+                                  'mistral_mistral_instruct_tokenizer_240323.model.v3',
+                                  'mistral_mistral_instruct_tokenizer_241114.model.v7'])
 def test_transformers_reads_real_tokenizers(file, tmp_path):
     needs_files(f'tokenizers/{file}', 'datasets/wikitext2/wiki.test.txt.gz')
     shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
     (tmp_path / 'config.json').write_text('{"model_type": "llama"}')
-    theirs, ours = in_transformers(tmp_path)
+    theirs, ours = in_transformers(tmp_path, 'llama3' if 'llama3' in file else 'mistral')
+    for messages in CHATS:
+        assert theirs.apply_chat_template(messages)['input_ids'] == chat.encode_conversation(
+            messages, ours, 'llama3' if 'llama3' in file else 'mistral')[0], messages
     lines = gzip.open(SHARED / 'datasets' / 'wikitext2' / 'wiki.test.txt.gz', 'rt').readlines()
     for text in [*strings(5000), *lines]:
         if not any(name in text for name in ours.control_ids):
