@@ -118,9 +118,10 @@ def from_json(path):
     """Return the tokenizer of a `tokenizer.json`: of Llama 3, Qwen, SmolLM2, OLMo 2, Pythia.
 
     Its ids are those of the `tokenizers` library with `encode_special_tokens`. BOS and EOS are
-    named in the files beside it; bos_id is None if the tokenizer adds no BOS. Raises DataError for
-    any other kind of tokenizer. tiktoken joins two pieces whenever the result is a piece: in a file
-    made by hand, whose list of merges lacks such a pair, ids can differ.
+    named in the files beside it; bos_id is None if the tokenizer adds no BOS. A special token that
+    is an ordinary word, which merges make too, is no control token: text still has that word.
+    Raises DataError for any other kind of tokenizer. tiktoken joins two pieces whenever the result
+    is a piece: in a file made by hand, whose list of merges lacks such a pair, ids can differ.
     """
     path = Path(path)
     content = read_json_object(path)
@@ -130,6 +131,8 @@ def from_json(path):
             raise DataError(f'{path} is that of a sentencepiece model, which is read from '
                             f'tokenizer.model: download that file from the same hub repository')
         pattern, nfc = _pattern(content, path), content['normalizer'] is not None
+        _require_ids(path, model['vocab'], added)
+        merges = _merges(path, model, {token['content'] for token in added})
         plain = [token for token in added if not token['special']]
         for problem, found in (
                 ('model.type', model['type'] != 'BPE'), ('model.dropout', model.get('dropout')),
@@ -142,10 +145,13 @@ def from_json(path):
                 raise DataError(f'{path}: {problem} is not supported; only byte-level BPE is, with '
                                 f'or without NFC')
         special = {token['content']: token['id'] for token in added if token['special']}
+        bos_id, eos_id = _bos_and_eos(path, content, model['vocab'] | special)
+        words = {*filter(str.isalpha, map(''.join, merges))}
+        special = {name: i for name, i in special.items()
+                   if name not in words or i in (bos_id, eos_id)}
         first, late = ({token['content']: token['id'] for token in plain
                         if token['normalized'] is normalized} for normalized in (False, True))
-        pieces = _pieces(model, special | first | late)
-        bos_id, eos_id = _bos_and_eos(path, content, model['vocab'] | special)
+        pieces = _pieces(model, merges, special | first | late)
         missing = [byte for byte in UTF8_BYTES if bytes([byte]) not in pieces]
         if missing:
             raise DataError(f'{path}: model.vocab has no piece for byte {missing[0]}')
@@ -175,7 +181,33 @@ def _pattern(content, path):
                     f'ByteLevel is, alone or after Digits or one Split by a regular expression')
 
 
-def _pieces(model, added):
+def _require_ids(path, vocab, added):
+    """Raise DataError unless every id is an integer from 0 that one token has."""
+    names = {}
+    for name, i in [*vocab.items(), *((token['content'], token['id']) for token in added)]:
+        if type(i) is not int or i < 0:
+            raise DataError(f'{path}: the token {name!r} has the id {i!r}; an id is an integer '
+                            f'from 0')
+        if names.setdefault(i, name) != name:
+            raise DataError(f'{path}: the tokens {names[i]!r} and {name!r} have the same id {i}')
+
+
+def _merges(path, model, added):
+    """Return the pairs of pieces to join, in order; in the file 'a b' or, newer, ['a', 'b']."""
+    merges = []
+    for number, merge in enumerate(model['merges']):
+        pair = merge if isinstance(merge, list) else merge.split(' ')
+        if len(pair) != 2 or not all(pair):
+            raise DataError(f'{path}: model.merges[{number}] is {merge!r}; wanted two pieces')
+        merges.append(pair)
+    long = next((piece for piece in model['vocab'] if len(piece) > 1 and piece not in added), None)
+    if long and not merges and not model.get('ignore_merges'):
+        raise DataError(f'{path}: model.merges is empty, so that nothing makes the piece {long!r} '
+                        f'of model.vocab; download the file again')
+    return merges
+
+
+def _pieces(model, merges, added):
     """Return {bytes: id} in the order of merges, which are the ranks of tiktoken: bytes first."""
     to_byte = {char: byte for byte, char in BYTE_CHARS.items()}
 
@@ -183,9 +215,7 @@ def _pieces(model, added):
         return bytes(map(to_byte.__getitem__, piece))
     ids = {piece: i for piece, i in model['vocab'].items() if piece not in added}
     order = sorted((piece for piece in ids if len(piece) == 1), key=ids.get)
-    # a merge is 'a b' or, in newer files, ['a', 'b']
-    order += [''.join(merge) if isinstance(merge, list) else merge.replace(' ', '')
-              for merge in model['merges']]
+    order += map(''.join, merges)
     if model.get('ignore_merges'):      # a word that is a piece is taken as it is
         order += ids
     # once per piece, which most merges repeat; also where it is left out, to refuse bad characters

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 import shutil
 
 import pytest
@@ -165,6 +166,14 @@ def test_real_tokenizer_json(name, tmp_path):
     (lambda f: f['model']['vocab'].pop('h'), 'model.vocab has no piece for byte 104'),
     (lambda f: f.update(pre_tokenizer={'type': 'Sequence', 'pretokenizers': []}), 'IndexError'),
     (lambda f: f.update(post_processor={'type': 'TemplateProcessing', 'single': []}), 'IndexError'),
+    (lambda f: f['model']['vocab'].update(h=-3), "tokenizer.json: the token 'h' has the id -3; an"),
+    (lambda f: f['added_tokens'][-1].update(id=True), 'has the id True; an id is an integer'),
+    (lambda f: f['model']['vocab'].update(h=f['model']['vocab']['i']),
+     "the tokens 'h' and 'i' have the same id"),
+    (lambda f: f['added_tokens'][-1].update(id=9), "have the same id 9"),
+    (lambda f: f['model']['merges'].__setitem__(3, ''), r"model.merges\[3\] is ''; wanted two"),
+    (lambda f: f['model']['merges'].__setitem__(3, ['', 'a']), r'model.merges\[3\] is '),
+    (lambda f: f['model'].update(merges=[]), 'model.merges is empty, so that nothing makes'),
     (lambda f: f.update(pre_tokenizer=None), 'not a tokenizer.json')])
 def test_other_tokenizer_json_is_refused(change, message, tmp_path):
     from tokenizers import pre_tokenizers
@@ -174,6 +183,17 @@ def test_other_tokenizer_json_is_refused(change, message, tmp_path):
     (tmp_path / 'tokenizer.json').write_text(json.dumps(file))
     with pytest.raises(DataError, match=message):
         load_tokenizer(tmp_path)
+
+
+def test_a_special_token_that_is_a_word_does_not_split_it(tmp_path):
+    from tokenizers import AddedToken, pre_tokenizers
+    reference = train_bpe(tmp_path, [pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    word = min(name for name in reference.get_vocab() if re.fullmatch('[a-z]{3,}', name))
+    reference.add_special_tokens([AddedToken(word)])
+    reference.save(str(tmp_path / 'tokenizer.json'))
+    tokenizer = same_ids(tmp_path, reference, [f'{word}', f'a {word}s', f'{word}{word}\n{word}'])
+    assert tokenizer.control_ids.keys() == {'<|begin|>', '<|end|>'}
+    assert reference.token_to_id(word) in tokenizer.encode(word)
 
 
 def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
@@ -388,6 +408,14 @@ def test_prompt_tokens_do_not_depend_on_the_answer(tokenizers):
         prompt = [i for i, flag in zip(ids, loss_mask, strict=True) if not flag]
         assert prompt == [tokenizers['gemma'].bos_id] + tokenizers['gemma'].encode(
             '<|user|>\nsky\n<|assistant|>\n')
+
+
+def test_a_template_that_cannot_ask_is_refused(tokenizers, monkeypatch):
+    for wrong in (lambda messages, tokenizer: [(messages[1]['content'], True)],
+                  lambda messages, tokenizer: [(messages[0]['content'], False)]):
+        monkeypatch.setitem(chat.TEMPLATES, 'mine', wrong)
+        with pytest.raises(DataError, match="template 'mine' cannot ask a question"):
+            chat.question_frame(tokenizers['gemma'], 'mine')
 
 
 def test_template_needs_its_control_tokens(tokenizers):
