@@ -42,7 +42,7 @@ from data.benchmarks import BENCHMARKS
 from data.chat import question_frame
 from data.probes import INSTRUCTIONS
 from data.prompts import PROMPT_FORMATS
-from data.tasks import describe_tasks, load_tasks
+from data.tasks import describe_tasks, load_tasks, show
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import compare, report, samples
 from runtime import ownership, processes
@@ -75,6 +75,8 @@ class EvalConfig:
     chat: Literal['none', 'trained', 'tulu', 'llama3', 'gemma', 'mistral', 'chatml',
                   'alpaca'] = 'none'
     instruct: bool = False                    # clm and facts: begin with the paper's instruction
+    show: int = 0                             # print so many prompts of each task, as the model
+    #                                           reads them, and score nothing; needs no weights
     limit: int | None = None                  # only so many questions of each language, drawn by
     #                                           the seed evenly over subjects
     add_bos: bool | None = None               # None: as in training here, or as the tokenizer does
@@ -102,7 +104,7 @@ SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', '
 
 def check_eval_config(cfg):
     """Raise ConfigError for a value that no evaluation can use."""
-    require_range(cfg, 0, math.inf, 'shots', 'n_bootstrap', 'passes')
+    require_range(cfg, 0, math.inf, 'shots', 'show', 'n_bootstrap', 'passes')
     require_range(cfg, 0, 2 ** 63 - 1, 'seed')
     require_range(cfg, 1, math.inf, 'limit', 'batch_rows', 'max_length')
     require_range(cfg, 16, math.inf, 'pack_len')
@@ -468,6 +470,21 @@ def run(cfg):
         return evaluate(folder, tokenizer, tasks, cfg, out_dir), result_labels(tasks, cfg), out_dir
 
 
+def show_prompts(cfg):
+    """Print the prompts of --show; without a model as plain text."""
+    check_eval_config(cfg)
+    tasks, tokenizer = load_tasks(cfg), None
+    if cfg.model:
+        folder = checkpoint.fetch(cfg.model, cfg.revision, weights=False)
+        tokenizer = load_model_tokenizer(folder)
+        cfg = resolve(cfg, folder, checkpoint.read_config(folder), tokenizer)
+    elif cfg.chat != 'none':
+        raise ConfigError(f'chat = {cfg.chat}: the template needs the tokenizer of --model')
+    for label, task in tasks.items():
+        print(f'{label}: {min(cfg.show, len(task.items))} of {len(task.items):,} {task.unit}\n'
+              f'{show(task, tokenizer, cfg)}\n')
+
+
 def create_context(number):
     """Create the CUDA context of a GPU, in which torch will work.
 
@@ -488,6 +505,9 @@ def main(argv):
     cfg = load_config(EvalConfig, argv, USAGE)
     if cfg.tasks == ('help',):
         print(describe_tasks())
+        return
+    if cfg.show:
+        show_prompts(cfg)
         return
     results, labels, out_dir = run(cfg)
     for label in labels:

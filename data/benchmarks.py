@@ -57,7 +57,7 @@ def generic_row(row):
     options = [row.get(name) for name in names] if names else row.get('options')
     if not isinstance(options, list):
         return Row(question, None, answer)
-    present = [(option, letter) for option, letter in zip(options, LETTERS)
+    present = [(option, letter) for option, letter in zip(options, LETTERS, strict=False)
                if option is not None and option != 'N/A']
     return Row(question, [option for option, _ in present], answer,
                [letter for _, letter in present])

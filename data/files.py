@@ -127,7 +127,7 @@ def _csv_rows(path, file):
             if header and len(row) != len(header):
                 row = DataError(f'{place}: {len(row)} columns; the header names {len(header)}')
             elif header:
-                row = dict(zip(header, row))
+                row = dict(zip(header, row, strict=True))
             yield place, row
     except csv.Error as error:
         raise DataError(f'{path}:{reader.line_num}: broken csv: {error}') from error

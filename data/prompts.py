@@ -109,7 +109,8 @@ def cmmlu_words(item):
 
 def listed(choices):
     """Return the choices as lines that begin with their letters."""
-    return ''.join(f'\n{letter}. {choice}' for letter, choice in zip(LETTERS, choices))
+    return ''.join(f'\n{letter}. {choice}'
+                   for letter, choice in zip(LETTERS, choices, strict=False))
 
 
 def lettered(question, choices, answer='Answer:', header=''):

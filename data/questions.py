@@ -81,8 +81,8 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
     prompt_format: a key of prompts.PROMPT_FORMATS
     scoring:   'letters' or 'text', for formats that let you choose; 'auto': the format's default
     header:    'english', or 'native' if the benchmark publishes one in the question's language
-    languages: the languages of a multilingual benchmark to read; 'all': all that it has, or all
-               in the local folder
+    languages: the languages of a multilingual benchmark to read; 'all': all that it has, or all in
+               the local folder
     shots:     number of solved questions per subject, the first ones of the shots split
     limit:     at most this many questions per language, drawn by `seed` evenly over the subjects
     split:     'test' or 'validation'; a missing validation split has no questions
@@ -264,7 +264,8 @@ def parse_row(row, to_row=generic_row):
         raise DataError(f'a question needs 2 to {len(LETTERS)} choices in a list; a file in the '
                         f'schema of a benchmark is read as benchmark:file, for example '
                         f'--tasks=arc_easy:FILE')
-    choices = [_choice(choice, letter) for choice, letter in zip(choices, LETTERS)]
+    choices = [_choice(choice, letter)
+               for choice, letter in zip(choices, LETTERS, strict=False)]
     return question, choices, _index(answer, list(labels[:len(choices)]))
 
 

@@ -1,4 +1,4 @@
-"""The tasks of an evaluation: the questions or texts of each, and their token trees."""
+"""The tasks of an evaluation: load the questions or texts of each, and make token trees of them."""
 
 import hashlib
 import os
@@ -14,9 +14,10 @@ from runtime.errors import ConfigError, DataError
 
 
 HELP = """\
-A task is read from its dataset on the hub, or from a folder as task:folder. In both, the first name
-with a match is taken. task:file reads one file, with --shots=0. `test` is scored; `shots` is not
-read with --shots=0; `validation` is read for --temperature=fit, if it is there.
+A task is read from its dataset on the hub, or from a folder as task:folder. In both, the first
+pattern with a match is used. task:file reads one file, with --shots=0. The files of `test` are
+scored. Those of `shots` are read unless --shots=0, those of `validation` for --temperature=fit if
+they exist.
 """
 
 
@@ -54,10 +55,10 @@ class Task:
                               **options)
 
     def proposing(self, top):
-        """Return the Task that asks whether the model's top options are right (see P_TRUE).
+        """Return the P(True) Task: is the model's top option of each question right?
 
-        top: {(split, language, id): index of the option} of the questions that were scored. Of the
-        shots the first, fourth, fifth, eighth, ... propose the right option, the others the next.
+        top: {(split, language, id): index of the top option} of the scored questions. In each four
+        shots, the first and last propose the correct option, the middle two the option after it.
         """
         def ask(questions, split):
             return [q.proposing(top[key]) for q in questions
@@ -116,8 +117,50 @@ def _load(name, cfg):
     return task
 
 
+def show(task, tokenizer, cfg):
+    """Return the text of --show: the first cfg.show questions or texts as the model reads them.
+
+    That is the whole prompt as one string, the options (or scored tokens), and the tokens, with '|'
+    at their boundaries. tokenizer: None shows the text alone, with all shots.
+    """
+    task, lines = replace(task, items=task.items[:cfg.show], validation=[]), []
+    if tokenizer is None:
+        return '\n'.join(_show_text(item, task.shots) for item in task.items)
+    for item, tree in task.tokenize(tokenizer, cfg):
+        if isinstance(tree, DataError):
+            lines.append(f'--- {tree}')
+            continue
+        ids, contexts = [*tree.prefix, *tree.stem], {}
+        for leaf, start in zip(tree.leaves, tree.starts, strict=True):
+            prompt = [*ids, *leaf]
+            contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
+        for i in tree.scored:
+            contexts[tuple(ids[:i])] = [ids[i:i + 1]]
+        for context, options in contexts.items():
+            lines += _show_prompt(item, tokenizer.decode(context), [
+                tokenizer.decode(option, start=False) for option in options])
+            tokens = (tokenizer.decode([i], start=False) for i in [*context, *options[0]])
+            lines.append('--- its tokens, with the first option')
+            lines.append('|'.join(tokens).replace('\n', '\\n').replace('\\n|', '\\n|\n'))
+    return '\n'.join(lines)
+
+
+def _show_text(item, shots):
+    """Return the prompt of a Question, or the text of a Text, without tokens."""
+    if not hasattr(item, 'options'):
+        return f'--- {item.place}\n{item.text}'
+    before = item.header + ''.join(shot.solved for shot in shots.get(item.group, []))
+    return '\n'.join(line for part in item.parts
+                     for line in _show_prompt(item, before + part.context, part.options))
+
+
+def _show_prompt(item, context, options):
+    return [f'--- {item.place}', context, '--- options' if len(options) > 1 else '--- scored',
+            *map(repr, options)]
+
+
 def describe_tasks():
-    """Return the text of --tasks=help: of each task the hub dataset and the names of its files."""
+    """Return the text of --tasks=help: the hub dataset and the file names of each task."""
     lines = [HELP]
 
     def add(label, text):

@@ -44,8 +44,11 @@ BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.
 # Reading weights
 # ------------------------------------------------------------------------------------------------
 
-def fetch(name: str, revision: str | None = None) -> Path:
-    """Return the folder of a model: `name` if that is a folder, else a snapshot from the hub."""
+def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
+    """Return the folder of a model: `name` if that is a folder, else a snapshot from the hub.
+
+    weights: False downloads only its configuration and tokenizer
+    """
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
@@ -54,6 +57,8 @@ def fetch(name: str, revision: str | None = None) -> Path:
     if name.startswith(('/', '.', '~')) or name.count('/') != 1:
         raise CheckpointError(f'no model folder at {name}, and it is not a hub name '
                               f'like google/gemma-2-2b')
+    if not weights:
+        return download(name, ['config.json', *SIDE_FILES], revision)
     wanted = ['config.json', '*.safetensors', '*.safetensors.index.json', *SIDE_FILES]
     folder = download(name, wanted, revision, ignore=['original/*.safetensors', 'consolidated*'])
     if not any(folder.glob('*.safetensors')):

@@ -4,12 +4,15 @@ import shutil
 
 import numpy as np
 import pytest
-from common import SHARED, needs_shared, write_rows
+import transformers
+from common import SHARED, needs_shared, sentencepiece_folder, write_rows
+
+import evaluate
 from data import benchmarks, questions
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
-from runtime.errors import DataError
+from runtime.errors import ConfigError, DataError
 from test_tokenizer import train_kind
 
 
@@ -464,3 +467,48 @@ def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, ch
 def test_sentencepiece_questions_have_the_tokens_of_the_whole_text(kind, tokenizers):
     assert_tokens_of_the_whole_text(tokenizers[kind])
     assert_tokens_of_the_whole_text(tokenizers[kind], 'tulu')
+
+
+@pytest.fixture
+def mmlu_folder(tmp_path):
+    rows = [{'question': f'Q{i}?', 'choices': ['w', 'x'], 'answer': i % 2, 'subject': 'virology'}
+            for i in range(4)]
+    write_rows(tmp_path / 'mmlu' / 'dev.jsonl', rows[:1])
+    write_rows(tmp_path / 'mmlu' / 'test.jsonl', rows[1:])
+    return tmp_path / 'mmlu'
+
+
+SHOT = ('The following are multiple choice questions (with answers) about virology.\n\n'
+        'Q0?\nA. w\nB. x\nAnswer: A\n\n')
+
+
+def test_show_prints_whole_prompts_without_a_model(mmlu_folder, capsys):
+    evaluate.main([f'--tasks=mmlu:{mmlu_folder}', '--shots=1', '--show=2'])
+    printed = capsys.readouterr().out
+    for i in (1, 2):
+        assert f"{SHOT}Q{i}?\nA. w\nB. x\nAnswer:\n--- options\n' A'\n' B'\n" in printed
+    assert 'mmlu: 2 of 3 questions' in printed and 'Q3?' not in printed
+    with pytest.raises(ConfigError, match='chat = tulu: the template needs .*--model'):
+        evaluate.main([f'--tasks=mmlu:{mmlu_folder}', '--shots=1', '--show=2', '--chat=tulu'])
+
+
+@pytest.mark.parametrize('chat', ['none', 'tulu'])
+def test_show_prints_what_is_scored_and_needs_no_weights(mmlu_folder, tmp_path, capsys, chat):
+    folder = sentencepiece_folder(tmp_path / 'model', 'llama2')
+    transformers.LlamaConfig(vocab_size=400, hidden_size=16, num_attention_heads=2,
+                             intermediate_size=16).save_pretrained(folder)
+    text = write_rows(tmp_path / 'text.jsonl', [{'text': 'The quick brown fox'}])
+    tasks = f'mmlu:{mmlu_folder}' + f',clm:{text}' * (chat == 'none')
+    evaluate.main([f'--model={folder}', f'--tasks={tasks}', '--shots=1', '--show=1',
+                   f'--chat={chat}', '--device=cpu'])
+    printed, tokenizer = capsys.readouterr().out, load_tokenizer(folder)
+    loaded = questions.load_task(f'mmlu:{mmlu_folder}', shots=1)
+    (_, tree), *_ = tokenize_questions(loaded.questions, loaded.shots, tokenizer, add_bos=True,
+                                       max_length=999, chat=chat)
+    ids = [*tree.prefix, *tree.stem]
+    assert SHOT in tokenizer.decode(ids)
+    tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*ids, *tree.leaves[0]])
+    assert f"{tokenizer.decode(ids)}\n--- options\n" in printed
+    assert tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n') in printed
+    assert ('clm: 1 of 1 texts' in printed) == (chat == 'none')
+    assert {path.name for path in folder.iterdir()} == {'tokenizer.model', 'config.json'}
