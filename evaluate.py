@@ -62,8 +62,8 @@ class EvalConfig:
     tasks: tuple[str, ...] = ('mmlu',)
     data_revision: str | None = None          # the hub revision of the tasks' datasets
     languages: tuple[str, ...] = ('all',)     # of multilingual tasks
-    # how a question is asked: mmlu, harness (as lm-evaluation-harness does), or a format of yours
-    prompt_format: Literal[tuple(PROMPT_FORMATS)] = 'mmlu'
+    prompt_format: Literal[tuple(PROMPT_FORMATS)] = 'mmlu'  # prompts of MMLU or of
+    #                                           lm-evaluation-harness, or of data/prompts.py
     header: Literal['english', 'native'] = 'english'
     shots: int = 5                            # solved questions before each question
     scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
@@ -382,7 +382,7 @@ def distribution(task, cfg):
     """Which probabilities are measured, for the head of a table."""
     if task.kind in INSTRUCTIONS:
         return 'top token, with an instruction' if cfg.instruct else 'top token'
-    default = 'as the harness' if cfg.prompt_format == 'harness' else 'letters'
+    default = 'letters' if cfg.prompt_format == 'mmlu' else f'as {cfg.prompt_format} does'
     scored_as = default if cfg.scoring == 'auto' else cfg.scoring
     asked = 'P(True) of the top option, ' if task.kind == 'p_true' else ''
     form = 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
@@ -476,8 +476,9 @@ def show_prompts(cfg):
     tasks, tokenizer = load_tasks(cfg), None
     if cfg.model:
         folder = checkpoint.fetch(cfg.model, cfg.revision, weights=False)
-        tokenizer = load_model_tokenizer(folder)
-        cfg = resolve(cfg, folder, checkpoint.read_config(folder), tokenizer)
+        config = checkpoint.read_config(folder)
+        tokenizer = load_model_tokenizer(folder, config)
+        cfg = resolve(cfg, folder, config, tokenizer)
     elif cfg.chat != 'none':
         raise ConfigError(f'chat = {cfg.chat}: the template needs the tokenizer of --model')
     for label, task in tasks.items():
