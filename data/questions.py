@@ -129,8 +129,8 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
 
 
 # after the message that a folder holds no file of a split
-HINTS = {'test': '--tasks=help lists the file names of each task; a file under another name is read '
-                 'as task:file',
+HINTS = {'test': '--tasks=help lists the file names of each task; a file under another name is '
+                 'read as task:file',
          'shots': 'solved questions are needed for shots (--shots=0 asks without) and for training'}
 
 

@@ -41,7 +41,8 @@ class Task:
         """Return a hash of every question or text; the same for a copy of the files elsewhere."""
         digest = hashlib.blake2b(digest_size=8)
         for item in (*self.items, *self.validation):
-            content = {key: value for key, value in vars(item).items() if key not in ('place', 'digest')}
+            content = {key: value for key, value in vars(item).items()
+                       if key not in ('place', 'digest')}
             digest.update(repr(content).encode())
         return digest.hexdigest()
 

@@ -35,7 +35,7 @@ from data import benchmarks, packing, questions
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
-from results import report
+from results import report, samples
 from runtime import checkpoint, device as devices, log, ownership
 from runtime.errors import ConfigError, DataError
 from test_tokenizer import train_bpe
@@ -259,7 +259,7 @@ def test_chat_tokens_are_those_of_training(tokenizers, tmp_path, kind, template,
         tokenizer = copy.copy(tokenizer)
         tokenizer.control_ids = {'<|im_start|>': 128100, '<|im_end|>': 128101}
     asked, solved, _, _ = questions.load_task(write_task(tmp_path), **options)
-    if options.get('prompt_format'):       # without header and shots the question begins the message
+    if options.get('prompt_format'):   # no header and shots before the question
         asked = [dataclasses.replace(question, header='') for question in asked]
     trees = [tree for _, tree in tokenize_questions(asked, solved, tokenizer, add_bos=add_bos,
                                                     max_length=2000, chat=template)]
@@ -405,7 +405,8 @@ def test_seams_on_real_questions(file, tmp_path):
     shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
     tokenizer = load_tokenizer(tmp_path)
     for name, options in ((f'mmlu:{datasets / "mmlu"}', dict(shots=5)),
-                          (f'arc_easy:{datasets / "arc_easy"}', dict(shots=2, prompt_format='harness')),
+                          (f'arc_easy:{datasets / "arc_easy"}',
+                           dict(shots=2, prompt_format='harness')),
                           (f'hellaswag:{datasets / "hellaswag"}', dict(prompt_format='harness')),
                           (f'xcopa:{datasets / "xcopa"}', dict(prompt_format='harness', shots=1)),
                           (f'xcopa:{datasets / "xcopa"}', dict(scoring='text')),
@@ -1410,3 +1411,13 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
         assert len(ours) == len(theirs['found'][task]) > 10
         for a, b in zip(ours, theirs['found'][task], strict=True):
             assert a == pytest.approx(b, abs=1e-4)
+
+
+def test_a_folder_that_calls_the_prompt_format_preset_is_resumed(tmp_path):
+    sources = {'mmlu': {'source': 'cais/mmlu', 'questions': 'x'}}
+    (tmp_path / 'eval_config.json').write_text(json.dumps(
+        {'model': 'm', 'preset': 'mmlu', 'shots': 5, 'tasks': sources}))
+    settings = {'model': 'm', 'prompt_format': 'mmlu', 'shots': 5}
+    assert samples._read_sources(tmp_path, settings) == sources
+    with pytest.raises(ConfigError, match="prompt_format = 'mmlu', not 'harness'"):
+        samples._read_sources(tmp_path, settings | {'prompt_format': 'harness'})

@@ -136,7 +136,8 @@ def test_digest_of_a_question_is_independent_of_its_prompt(tmp_path):
 
 def test_a_folder_with_files_under_other_names_is_refused_with_real_names(tmp_path):
     write_rows(tmp_path / 'mine.jsonl', [{'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}])
-    for task, example in (('global_mmlu', 'am/test-'), ('mmlu', 'test.jsonl'), ('xcopa', 'et/test-')):
+    for task, example in (('global_mmlu', 'am/test-'), ('mmlu', 'test.jsonl'),
+                          ('xcopa', 'et/test-')):
         with pytest.raises(DataError) as error:
             questions.load_task(f'{task}:{tmp_path}')
         assert example in str(error.value) and '{' not in str(error.value)
