@@ -18,9 +18,10 @@ NORMAL, USER_DEFINED, BYTE = 1, 4, 6    # types of its pieces
 
 
 def tokenizer_files(folder, tokenizer, template=None, add_bos=True):
-    """Return {name: content} of files that replace or join those of the base model in `folder`.
+    """Return {name: content} of files to write beside, or in place of, those of the base model.
 
-    template: name of the chat template that was trained, None: the base model's stays
+    folder:   the folder of the base model
+    template: name of the chat template used in training; None keeps the base model's
     content:  text, or an object for a JSON file
 
     Raises DataError for a JSON file that is damaged.

@@ -1,4 +1,4 @@
-"""Instruction data to sequences: Alpaca, OpenHermes 2.5, Tulu 3, OASST1, any file of `messages`."""
+"""Load instruction data: Alpaca, OpenHermes 2.5, Tulu 3, OASST1, any file of `messages`."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from runtime.errors import DataError
 # the files to read in a folder or a hub dataset; the first pattern with a match decides
 PATTERNS = ('data/train-*.parquet', '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl',
             '*.jsonl.gz', '*.json', '*.json.gz')
-ROLE_NAMES = {'human': 'user', 'gpt': 'assistant'}      # of OpenHermes
+ROLE_NAMES = {'human': 'user', 'gpt': 'assistant'}      # in OpenHermes
 
 
 def to_messages(row):

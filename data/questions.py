@@ -128,7 +128,7 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
     return Loaded(questions, {group: qs[:shots] for group, qs in solved.items()}, bad, total)
 
 
-# after the message that a folder holds no file of a split
+# added to the message that a folder has no file of a split
 HINTS = {'test': '--tasks=help lists the file names of each task; a file under another name is '
                  'read as task:file',
          'shots': 'solved questions are needed for shots (--shots=0 asks without) and for training'}
@@ -147,10 +147,10 @@ def _find(name):
 
 
 def solved_files(name, revision=None):
-    """Return (files of a task's solved questions, to_question) to train on, in every language.
+    """Return (files of a task's solved questions in every language, to_question) for training.
 
-    They are the training split where shots come from it, as in ARC, HellaSwag, OpenBookQA,
-    WinoGrande, BoolQ and PIQA. to_question(row, place) returns the Question by letters.
+    The files are those of the shots: the training split of ARC, HellaSwag, OpenBookQA, WinoGrande,
+    BoolQ and PIQA. to_question(row, place) returns the Question in the format `mmlu`, by letters.
     """
     task, benchmark, source = _find(name)
     files = [file for language in _languages(benchmark, source, task, ['all'])
@@ -161,7 +161,7 @@ def solved_files(name, revision=None):
 
 
 def _files_of(benchmark, source, split, language, revision):
-    """Return the files of a split in a language; none if there is no validation split."""
+    """Return the files of a split in a language; [] for a validation split that does not exist."""
     patterns, folder = _patterns(benchmark, split, language), Path(source)
     if split == 'validation' and (not patterns or folder.is_file()
                                   or folder.is_dir() and not _holds(folder, patterns)):

@@ -181,20 +181,20 @@ def describe_tasks():
 
 def _split(name):
     """Return ('mmlu', 'some/folder') for 'mmlu:some/folder', ('', 'some/file') for a path."""
-    kind, _, place = name.partition(':')
-    return (kind, place) if kind in BENCHMARKS or kind in INSTRUCTIONS else ('', name)
+    kind, _, path = name.partition(':')
+    return (kind, path) if kind in BENCHMARKS or kind in INSTRUCTIONS else ('', name)
 
 
 def task_label(name):
     """Return a task's name in results: 'mmlu' for 'mmlu:folder', 'q' for 'a/q.jsonl'."""
-    kind, place = _split(name)
-    return kind or Path(place).name.split('.')[0]
+    kind, path = _split(name)
+    return kind or Path(path).name.split('.')[0]
 
 
 def task_source(name):
     """Return a task's `source` in results: as in --tasks, but with the full path of a local file.
     """
-    kind, place = _split(name)
-    if place and os.path.exists(os.path.expanduser(place)):
-        place = os.path.realpath(os.path.expanduser(place))
-    return f'{kind}:{place}' if kind and place else kind or place
+    kind, path = _split(name)
+    if path and os.path.exists(os.path.expanduser(path)):
+        path = os.path.realpath(os.path.expanduser(path))
+    return f'{kind}:{path}' if kind and path else kind or path
