@@ -28,11 +28,11 @@ from pathlib import Path
 
 import numpy as np
 
+from data.benchmarks import BENCHMARKS
 from data.chat import question_frame
 from data.packing import pack_alone, pack_trees, stack_rows
 from data.probes import INSTRUCTIONS
-from data.questions import TASKS
-from data.tasks import describe_tasks, load_tasks
+from data.tasks import describe_tasks, load_tasks, show
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import compare, report, samples
 from runtime import ownership, startup
@@ -47,7 +47,7 @@ usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=
 
 example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
 
-The tasks are {', '.join([*TASKS, *INSTRUCTIONS])},
+The tasks are {', '.join([*BENCHMARKS, *INSTRUCTIONS])},
 each also as task:folder-or-file, and files of questions. --tasks=help lists their files, --help
 the keys."""
 
@@ -79,8 +79,8 @@ from runtime.trained import base_of_adapter, trained_template, trained_with_bos
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
-SETTINGS = ('preset', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos', 'max_length',
-            'deterministic', 'dtype')
+SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos',
+            'max_length', 'deterministic', 'dtype')
 
 
 # ------------------------------------------------------------------------------------------------
@@ -500,8 +500,8 @@ def describe(task, cfg):
     if len(task.items) < task.total:
         facts['sample'] = {'questions': len(task.items), 'of': task.total}
     if task.kind not in INSTRUCTIONS:
-        facts |= {'preset': cfg.preset, 'shots': cfg.shots, 'scoring': cfg.scoring,
-                  'chat': cfg.chat,
+        facts |= {'prompt_format': cfg.prompt_format, 'shots': cfg.shots,
+                  'scoring': cfg.scoring, 'chat': cfg.chat,
                   'duplicate_options': sum(q.duplicate_options for q in task.items)}
     return facts
 
@@ -511,11 +511,11 @@ def distribution(task, cfg):
     dropout = '' if cfg.dropout_seed is None else f', dropout with seed {cfg.dropout_seed}'
     if task.kind in INSTRUCTIONS:
         return 'top token' + ', with an instruction' * cfg.instruct + dropout
-    scoring_of_preset = 'letters' if cfg.preset == 'mmlu' else 'as the harness'
-    scored = scoring_of_preset if cfg.scoring == 'auto' else cfg.scoring
+    default = 'letters' if cfg.prompt_format == 'mmlu' else f'the rule of {cfg.prompt_format}'
+    scored = default if cfg.scoring == 'auto' else cfg.scoring
     p_true = 'P(True) of the top option, ' if task.kind == 'p_true' else ''
     form = 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
-    return (f'{p_true}{cfg.preset}, {cfg.shots} shots, options scored by {scored}, '
+    return (f'{p_true}{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
             f'{NORMS[cfg.norm]}, {form}{dropout}')
 
 
@@ -590,8 +590,25 @@ def run(cfg):
         return evaluate(folder, tokenizer, tasks, cfg, out_dir), result_labels(tasks, cfg), out_dir
 
 
+def show_prompts(cfg):
+    """Print the prompts of --show; without a model as plain text."""
+    tasks, tokenizer = load_tasks(cfg), None
+    if cfg.model:
+        folder = checkpoint.fetch(cfg.model, cfg.revision, weights=False)
+        config = checkpoint.read_config(folder)
+        tokenizer = load_model_tokenizer(folder, config)
+        cfg = resolve(cfg, folder, config, tokenizer)
+    elif cfg.chat != 'none':
+        raise ConfigError(f'chat = {cfg.chat}: the template needs the tokenizer of --model')
+    for label, task in tasks.items():
+        print(f'{label}: {min(cfg.show, len(task.items))} of {len(task.items):,} {task.unit}\n'
+              f'{show(task, tokenizer, cfg)}\n')
+
+
 def main(argv):
     cfg = read_arguments(argv)
+    if cfg.show:
+        return show_prompts(cfg)
     results, labels, out_dir = run(cfg)
     for label in labels:
         print(f'\n{report.task_text(label, results["tasks"][label])}')

@@ -29,7 +29,8 @@ from bench import common
 from bench.common import (DEVICE, MODELS, draw_bars, empty_caches, free_memory, last_error, load,
                           our_model)
 from data.files import fetch, read_rows
-from data.questions import TASKS, parse_row
+from data.benchmarks import BENCHMARKS
+from data.questions import parse_row
 from runtime import checkpoint
 from runtime.errors import ConfigError
 
@@ -98,7 +99,7 @@ def commands(config, folder):
             f'--out_dir={folder / "out"}', f'--device={DEVICE}', '--dtype=bfloat16']
     limit = [] if config.lm_limit is None else ['--limit', str(config.lm_limit)]
     return {
-        MMLU: [*ours, f'--tasks=mmlu:{config.data}', '--shots=5', '--preset=harness'],
+        MMLU: [*ours, f'--tasks=mmlu:{config.data}', '--shots=5', '--prompt_format=harness'],
         LM_EVAL: ['-m', 'lm_eval', 'run', '--model', 'hf', '--model_args',
                   f'pretrained={folder / "model"},dtype=bfloat16,add_bos_token=True',
                   '--tasks', TASK, '--include_path', str(folder / 'tasks'), '--num_fewshot', '5',
@@ -154,7 +155,7 @@ def write_tasks(config, folder):
     A task of ours includes that of lm_eval and changes nothing but where the rows are.
     """
     rows = {'test': {}, 'dev': {}}
-    for split, patterns in (('test', TASKS['mmlu'].test), ('dev', TASKS['mmlu'].shots)):
+    for split, patterns in (('test', BENCHMARKS['mmlu'].test), ('dev', BENCHMARKS['mmlu'].shots)):
         for file in fetch(config.data, patterns):
             for place, row in read_rows(file):
                 if not isinstance(row, dict) or 'subject' not in row:

@@ -1,4 +1,4 @@
-"""Byte-level BPE through tiktoken, from Llama 3's `tokenizer.model` or any `tokenizer.json`."""
+"""Byte-level BPE by tiktoken, from Llama 3's `tokenizer.model` or any `tokenizer.json`."""
 
 import binascii
 import re
@@ -16,8 +16,8 @@ LLAMA3_NAMES = {0: '<|begin_of_text|>', 1: '<|end_of_text|>', 4: '<|finetune_rig
                 6: '<|start_header_id|>', 7: '<|end_header_id|>', 8: '<|eom_id|>', 9: '<|eot_id|>',
                 10: '<|python_tag|>'}
 UTF8_BYTES = {*range(256)} - {0xc0, 0xc1, *range(0xf5, 256)}    # the others are in no text
-# the step `ByteLevel` of a tokenizer.json, and `Digits` before it: a digit is a word, and the white
-# space before it is one, as at the end of a text
+# The step `ByteLevel` of a tokenizer.json, alone and after `Digits`. After `Digits` each digit is a
+# word, and so is all white space before it, as at the end of a text.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGITS_PATTERN = GPT2_PATTERN.replace(r' ?\p{N}+', r'\p{N}').replace(
     r'\s+(?!\S)', r'\s+(?=\p{N})|\s+(?!\S)')
@@ -37,9 +37,9 @@ class BytePairTokenizer:
     pattern      regular expression of the words of a text, which are encoded one by one
     pieces       {bytes: id}, in the order in which they are merged
     control_ids  {name: id} of tokens that no text produces
-    added        {text: id} of tokens that are cut out of a text first
-    nfc          True: what is left is normalized to NFC
-    added_late   {text: id} of tokens that are cut out after that
+    added        {text: id} of tokens that are split off a text first
+    nfc          whether the text between them is normalized to NFC
+    added_late   {text: id} of tokens that are split off after that
     """
 
     def __init__(self, pattern, pieces, control_ids, bos_id, eos_id, added=(), nfc=False,
@@ -90,7 +90,7 @@ class BytePairTokenizer:
 
 
 def _cut(text, added):
-    """Return the parts of a text, with the keys of `added`, the longest first, as their ids."""
+    """Split a text at the tokens of `added`, the longest first; return text and ids in order."""
     if not added:
         return [text]
     longest_first = '|'.join(map(re.escape, sorted(added, key=len, reverse=True)))
@@ -115,12 +115,13 @@ def from_tiktoken(path):
 
 
 def from_json(path):
-    """Return the tokenizer of a `tokenizer.json`: of Llama 3, Qwen, SmolLM2, OLMo 2, Pythia.
+    """Return the tokenizer of a `tokenizer.json`: Llama 3, Qwen, SmolLM2, OLMo 2, Pythia, ...
 
     Its ids are those of the `tokenizers` library with `encode_special_tokens`. BOS and EOS are
-    named in the files beside it; bos_id is None if the tokenizer adds no BOS. Raises DataError for
-    any other kind of tokenizer. tiktoken joins two pieces whenever the result is a piece: in a file
-    made by hand, whose list of merges lacks such a pair, ids can differ.
+    named in the files beside it; bos_id is None if the tokenizer adds no BOS. A special token that
+    is an ordinary word, which merges make too, is no control token: text still has that word.
+    Raises DataError for any other kind of tokenizer. tiktoken joins two pieces whenever the result
+    is a piece: in a file made by hand, whose list of merges lacks such a pair, ids can differ.
     """
     path = Path(path)
     content = read_json_object(path)
@@ -130,22 +131,27 @@ def from_json(path):
             raise DataError(f'{path} is that of a sentencepiece model, which is read from '
                             f'tokenizer.model: download that file from the same hub repository')
         pattern, nfc = _pattern(content, path), content['normalizer'] is not None
+        _require_ids(path, model['vocab'], added)
+        merges = _merges(path, model, {token['content'] for token in added})
         plain = [token for token in added if not token['special']]
-        for problem, found in (
+        for problem, occurs in (
                 ('model.type', model['type'] != 'BPE'), ('model.dropout', model.get('dropout')),
                 ('model.continuing_subword_prefix', model.get('continuing_subword_prefix')),
                 ('model.end_of_word_suffix', model.get('end_of_word_suffix')),
                 ('normalizer', nfc and content['normalizer'] != {'type': 'NFC'}),
                 ('an added token with lstrip, rstrip or single_word', any(
                     token[key] for token in plain for key in ('lstrip', 'rstrip', 'single_word')))):
-            if found:
+            if occurs:
                 raise DataError(f'{path}: {problem} is not supported; only byte-level BPE is, with '
                                 f'or without NFC')
         special = {token['content']: token['id'] for token in added if token['special']}
+        bos_id, eos_id = _bos_and_eos(path, content, model['vocab'] | special)
+        words = {*filter(str.isalpha, map(''.join, merges))}
+        special = {name: i for name, i in special.items()
+                   if name not in words or i in (bos_id, eos_id)}
         first, late = ({token['content']: token['id'] for token in plain
                         if token['normalized'] is normalized} for normalized in (False, True))
-        pieces = _pieces(model, special | first | late)
-        bos_id, eos_id = _bos_and_eos(path, content, model['vocab'] | special)
+        pieces = _pieces(model, merges, special | first | late)
         missing = [byte for byte in UTF8_BYTES if bytes([byte]) not in pieces]
         if missing:
             raise DataError(f'{path}: model.vocab has no piece for byte {missing[0]}')
@@ -158,7 +164,7 @@ def from_json(path):
 
 
 def _pattern(content, path):
-    """Return the regular expression of a word that `pre_tokenizer` stands for."""
+    """Return the regular expression that splits a text into words as `pre_tokenizer` does."""
     steps = content['pre_tokenizer']
     steps = steps.get('pretokenizers', [steps])
     first, last, kinds = steps[0], steps[-1], [step['type'] for step in steps]
@@ -175,7 +181,33 @@ def _pattern(content, path):
                     f'ByteLevel is, alone or after Digits or one Split by a regular expression')
 
 
-def _pieces(model, added):
+def _require_ids(path, vocab, added):
+    """Raise DataError unless every id is an integer from 0 that one token has."""
+    names = {}
+    for name, i in [*vocab.items(), *((token['content'], token['id']) for token in added)]:
+        if type(i) is not int or i < 0:
+            raise DataError(f'{path}: the token {name!r} has the id {i!r}; an id is an integer '
+                            f'from 0')
+        if names.setdefault(i, name) != name:
+            raise DataError(f'{path}: the tokens {names[i]!r} and {name!r} have the same id {i}')
+
+
+def _merges(path, model, added):
+    """Return the pairs of pieces to join, in order; in the file 'a b' or, newer, ['a', 'b']."""
+    merges = []
+    for number, merge in enumerate(model['merges']):
+        pair = merge if isinstance(merge, list) else merge.split(' ')
+        if len(pair) != 2 or not all(pair):
+            raise DataError(f'{path}: model.merges[{number}] is {merge!r}; wanted two pieces')
+        merges.append(pair)
+    long = next((piece for piece in model['vocab'] if len(piece) > 1 and piece not in added), None)
+    if long and not merges and not model.get('ignore_merges'):
+        raise DataError(f'{path}: model.merges is empty, so that nothing makes the piece {long!r} '
+                        f'of model.vocab; download the file again')
+    return merges
+
+
+def _pieces(model, merges, added):
     """Return {bytes: id} in the order of merges, which are the ranks of tiktoken: bytes first."""
     to_byte = {char: byte for byte, char in BYTE_CHARS.items()}
 
@@ -183,12 +215,10 @@ def _pieces(model, added):
         return bytes(map(to_byte.__getitem__, piece))
     ids = {piece: i for piece, i in model['vocab'].items() if piece not in added}
     order = sorted((piece for piece in ids if len(piece) == 1), key=ids.get)
-    # a merge is 'a b' or, in newer files, ['a', 'b']
-    order += [''.join(merge) if isinstance(merge, list) else merge.replace(' ', '')
-              for merge in model['merges']]
+    order += map(''.join, merges)
     if model.get('ignore_merges'):      # a word that is a piece is taken as it is
         order += ids
-    # once per piece, which most merges repeat; also where it is left out, to refuse bad characters
+    # once per piece, since most merges repeat one; also pieces left out, to refuse bad characters
     raw = {piece: to_bytes(piece) for piece in ids | dict.fromkeys(order)}
     return {raw[piece]: ids[piece] for piece in order if piece in ids}
 

@@ -2,10 +2,12 @@
 
 A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8) of all sequences,
 concatenated; `offsets.npy`, the begin of each sequence and the end of the last; and `info.json`
-with a hash of these three. Its name is a hash of everything that decides its content. Files are
-written elsewhere and moved there; a folder that does not match its hash is rebuilt.
+with a hash of these three. Its name is a hash of everything that decides its content: the raw
+files, the settings, and the source code of data/, so that an edited template makes new tokens.
+Files are written elsewhere and moved there; a folder that does not match its hash is rebuilt.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,7 +22,6 @@ from data.files import parsed, read_rows, without_bad, writing
 from runtime.errors import DataError
 from runtime.processes import forked_pool
 
-FORMAT = 3  # of the cache; increase it when its content changes
 FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'info.json')
 
 
@@ -67,17 +68,27 @@ def _digest(*arrays):
     return digest.hexdigest()
 
 
+def source_digest():
+    """Return a hash of the files of data/: all code and text that can decide what is encoded."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.iterdir()):
+        if path.suffix in ('.py', '.json'):
+            digest.update(f'{path.name} {path.stat().st_size} '.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers=1, regroup=iter):
     """Return the Sequences of every row, from the cache if this was tokenized before.
 
     files:    the raw files; their types and contents are part of the key
     encode:   row -> list of (token ids, loss mask); may raise DataError; runs in worker processes
-    settings: dict of everything else that changes the result (tokenizer fingerprint, template, ...)
+    settings: dict of what changes the result besides files and code: the tokenizer's fingerprint,
+              the name of the template, ...
     on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and shows the first
-    regroup:  makes the (place, row) pairs to encode from those of all files
+    regroup:  turns the (place, row) pairs of all files into those to encode
     """
     types = [Path(file).suffixes[-2:] for file in files]
-    key = hashlib.sha256(json.dumps([FORMAT, settings, on_bad_row, types],
+    key = hashlib.sha256(json.dumps([source_digest(), settings, on_bad_row, types],
                                     sort_keys=True).encode())
     for file in files:
         with open(file, 'rb') as raw:
@@ -98,7 +109,7 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
 
 
 def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
-    """Write the cache; in a damaged one its files are replaced, and no others."""
+    """Write the cache; in the folder of a damaged one, replace only the files of a cache."""
     part, bad, offsets = folder.with_name(f'{folder.name}.{uuid.uuid4().hex}.tmp'), [], [0]
     part.mkdir(parents=True)
     try:
@@ -136,7 +147,13 @@ def _encoded(rows, encode, workers):
     if workers <= 1:
         yield from map(_encode_row, rows)
         return
-    with forked_pool(workers) as pool:
+    with contextlib.ExitStack() as stack:
+        try:
+            pool = stack.enter_context(forked_pool(workers))
+        except OSError as error:
+            raise DataError(f'cannot start {workers} processes for tokenizing: {error}. They need '
+                            f'a writable /dev/shm and free process slots; --workers=1 does '
+                            f'without them') from error
         yield from pool.imap(_encode_row, rows, chunksize=64)
 
 

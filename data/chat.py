@@ -1,4 +1,4 @@
-"""Conversations to token ids with a loss mask, in the templates that TEMPLATES names.
+"""Encode conversations as token ids with a loss mask, in the templates that TEMPLATES names.
 
 A template turns messages into segments: plain text, or the id of a control token, each with a flag
 that says whether it is supervised. Adjacent text is encoded together, but never across a change of
@@ -39,19 +39,24 @@ def question_frame(tokenizer, template, add_bos=True):
 
     A question and its answer, without white space around them, are encoded as the token ids
     `opening`, the text before + question + after, the ids `closing`, the text lead + answer. Raises
-    DataError if the tokenizer lacks a control token of the template.
+    DataError if the tokenizer lacks a control token of the template, or if the template does not
+    put the question as text before a supervised answer.
     """
     question, answer = '\0', '\1'
     messages = [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]
-    ids = [tokenizer.bos_id] if add_bos else []
+    around, opening, closing = None, [tokenizer.bos_id] if add_bos else [], []
     for piece, supervised in _joined_segments(messages, tokenizer, template):
         if supervised:
-            return opening, before, after, ids, piece.removesuffix(answer)
+            if around is None or answer not in piece:
+                break
+            return opening, *around, closing, piece.partition(answer)[0]
         if isinstance(piece, str) and question in piece:
-            before, after = piece.split(question)
-            opening, ids = ids, []
+            around = piece.split(question)
         else:   # text stands here only between control tokens
-            ids = ids + (tokenizer.encode(piece, start=False) if isinstance(piece, str) else piece)
+            ids = tokenizer.encode(piece, start=False) if isinstance(piece, str) else piece
+            (opening if around is None else closing).extend(ids)
+    raise DataError(f"template {template!r} cannot ask a question: it must yield the user's text "
+                    f"and then, supervised, the assistant's text")
 
 
 def _joined_segments(messages, tokenizer, template):
@@ -74,8 +79,8 @@ def _check_messages(messages):
         raise DataError('no answer: there is no assistant message with text')
 
 
-# What each Jinja template begins with: all of them, and those without a system role. In the latter
-# `turns` are the messages without a system message, and `lead` is what opens the first of them.
+# The beginning of all Jinja templates, and of those without a system role. The latter sets `turns`
+# to the messages without a system message, and `lead` to the text before the first of them.
 CHECK_ROLES = r"""
 {%- for message in messages if message['role'] not in ['system', 'user', 'assistant'] -%}
   {{- raise_exception('role ' ~ message['role'] ~ '; wanted one of system, user, assistant') -}}
@@ -209,7 +214,7 @@ MISTRAL = SYSTEM_INTO_USER + r"""
 def alpaca(messages, tokenizer):
     """Stanford Alpaca's prompt as plain text, one answer and EOS; no system message, no more turns.
 
-    Of a user message with the field 'input' (see `instruct.to_messages`) that text gets a section
+    If the user message has the field 'input' (see `instruct.to_messages`), that text gets a section
     of its own. The answer follows `### Response:` without a space or a line break.
     """
     roles = [message['role'] for message in messages]

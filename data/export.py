@@ -1,10 +1,11 @@
-"""Files for other programs: tokenizer.json, the chat template, the token that ends an answer.
+"""Write the tokenizer files that other programs read: tokenizer.json, chat template, stop tokens.
 
-transformers reads neither Llama 3's tokenizer.model nor, without the package protobuf, one of
-sentencepiece. So the folder of a run whose base model has no tokenizer.json gets one that is made
-from our tokenizer, with the same ids.
+transformers reads neither Llama 3's tokenizer.model nor, without the package protobuf, a
+sentencepiece model. So if the base model has no tokenizer.json, the run gets one made from our
+tokenizer, which gives the ids of training for plain text and for the chat template.
 """
 
+import re
 from pathlib import Path
 
 from data.bpe import BYTE_CHARS, BytePairTokenizer
@@ -17,9 +18,10 @@ NORMAL, USER_DEFINED, BYTE = 1, 4, 6    # types of its pieces
 
 
 def tokenizer_files(folder, tokenizer, template=None, add_bos=True):
-    """Return {name: content} of files that replace or join those of the base model in `folder`.
+    """Return {name: content} of files to write beside, or in place of, those of the base model.
 
-    template: name of the chat template that was trained, None: the base model's stays
+    folder:   the folder of the base model
+    template: name of the chat template used in training; None keeps the base model's
     content:  text, or an object for a JSON file
 
     Raises DataError for a JSON file that is damaged.
@@ -80,16 +82,16 @@ def sentencepiece_json(tokenizer):
     """Return the content of a tokenizer.json for a sentencepiece tokenizer.model.
 
     Returns None for a model that is not BPE or that normalizes text. If the model puts a space
-    before any text, `tokenizers` also puts one after a control token or symbol inside a text.
+    before any text, so does the tokenizer.json, at the beginning and after BOS, but not before or
+    after another control token.
     """
     model, prefix = tokenizer.model, SPACE if tokenizer.leads_with_space else ''
     types = _piece_types(model.serialized_model_proto(), tokenizer.n_vocab)
     pieces = [model.id_to_piece(i) for i in range(tokenizer.n_vocab)]
-    # such a symbol may consist of spaces, so it is looked for in normalized text; not where that
-    # begins with another space, which would be part of its name
-    symbols = [{'id': i, 'content': pieces[i], **FLAGS, 'normalized': not prefix, 'special': False}
+    # such a symbol may consist of spaces, so it is looked for in normalized text
+    symbols = [{'id': i, 'content': pieces[i], **FLAGS, 'normalized': True, 'special': False}
                for i, kind in enumerate(types) if kind == USER_DEFINED]
-    # of BPE the scores are 0, -1, -2, ... in the order of merges
+    # the scores of a BPE model are 0, -1, -2, ... in the order of merges
     scores = {pieces[i]: model.get_score(i) for i, kind in enumerate(types) if kind == NORMAL}
     if (any(score != int(score) for score in scores.values())
             or model.normalize('  a \ufb01 ') != f'{prefix}  a \ufb01 '.replace(' ', SPACE)):
@@ -99,13 +101,26 @@ def sentencepiece_json(tokenizer):
              {'type': 'ByteFallback'}, {'type': 'Fuse'}]
     if prefix:
         replace = {'type': 'Sequence', 'normalizers': [
-            {'type': 'Prepend', 'prepend': SPACE}, replace]}
+            _leading_space(tokenizer, [symbol['content'] for symbol in symbols]), replace]}
         steps.append({'type': 'Strip', 'content': ' ', 'start': 1, 'stop': 0})
     bpe = {'vocab': {piece: i for i, piece in enumerate(pieces)}, 'fuse_unk': True,
            'merges': _merges(sorted(scores, key=scores.get, reverse=True)),
            'unk_token': pieces[model.unk_id()], 'byte_fallback': BYTE in types}
-    return _content(tokenizer, bpe, symbols, normalizer=replace,
+    # a normalizer sees the text between tokens that are not `normalized`, so the one that puts a
+    # space at the beginning needs control tokens that are
+    return _content(tokenizer, bpe, symbols, normalized=bool(prefix), normalizer=replace,
                     decoder={'type': 'Sequence', 'decoders': steps})
+
+
+def _leading_space(tokenizer, symbols):
+    """Return the normalizer that puts a space at the beginning of a text, or after BOS there.
+
+    None is put before a control token or a symbol, whose names are normalized too.
+    """
+    names = '|'.join(map(re.escape, (*tokenizer.control_ids, *symbols)))
+    bos = re.escape(tokenizer.decode([tokenizer.bos_id]))
+    return {'type': 'Replace', 'content': SPACE,
+            'pattern': {'Regex': rf'(?:\A|(?<=\A{bos}))(?=[\s\S])(?!{names})'}}
 
 
 def _piece_types(raw, n):
@@ -136,12 +151,13 @@ def _merges(pieces):
     return [list(pair) for pair in merges]
 
 
-def _content(tokenizer, model, symbols=(), **parts):
+def _content(tokenizer, model, symbols=(), normalized=False, **parts):
     """Return a tokenizer.json: the control tokens are special, and BOS begins every text.
 
-    symbols: what to add to `added_tokens`
+    symbols:    entries to add to `added_tokens`
+    normalized: whether control tokens are looked for in normalized text
     """
-    added = [{'id': i, 'content': name, **FLAGS, 'normalized': False, 'special': True}
+    added = [{'id': i, 'content': name, **FLAGS, 'normalized': normalized, 'special': True}
              for name, i in tokenizer.control_ids.items()]
     bos = tokenizer.decode([tokenizer.bos_id])
     first = {'SpecialToken': {'id': bos, 'type_id': 0}}

@@ -1,4 +1,4 @@
-"""Raw files to tokens or to questions. This file finds data files and reads rows from them."""
+"""Find data files, in a folder or on the hub, and read rows from them."""
 
 import codecs
 import collections
@@ -69,9 +69,10 @@ def read_rows(path):
     """Yield (place, row) from a .json list, .jsonl, .csv, .parquet or .txt file, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
-    a dict: of a .txt file {'text': all of it}. A row of a csv whose first row does not name a
-    question and an answer is a list of strings. A row that cannot be read is yielded as a
-    DataError, so that the caller can stop or skip it. A file that cannot be read raises DataError.
+    a dict; a .txt file is one row, {'text': its content}. If the first row of a csv file does not
+    name a question and an answer, its rows are lists of strings. A row that cannot be read, or
+    that repeats a key, is yielded as a DataError, so that the caller can stop or skip it. A file
+    that cannot be read raises DataError.
     """
     path = Path(path)
     readers = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows, '.txt': _txt_rows,
@@ -126,7 +127,7 @@ def _csv_rows(path, file):
             if header and len(row) != len(header):
                 row = DataError(f'{place}: {len(row)} columns; the header names {len(header)}')
             elif header:
-                row = dict(zip(header, row))
+                row = dict(zip(header, row, strict=True))
             yield place, row
     except csv.Error as error:
         raise DataError(f'{path}:{reader.line_num}: broken csv: {error}') from error
@@ -148,10 +149,23 @@ def _parquet_rows(path, file):
             number += 1
             place = f'{path}: row {number}'
             try:
-                row = {name: column[i].as_py() for name, column in zip(names, columns)}
+                row = {name: _value(column[i]) for name, column in zip(names, columns, strict=True)}
             except UnicodeDecodeError as error:
                 row = DataError(f'{place}: not UTF-8: {error.reason}')
             yield place, row
+
+
+def _value(cell):
+    """Return the Python value of a cell, or the cell where Python has none: the year 10000.
+
+    So such a cell is an error only if its column is used.
+    """
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, OverflowError):
+        return cell
 
 
 def _parquet_batches(path, file):
@@ -176,12 +190,26 @@ def _decode(raw, path, line=1):
 def _parse_json(raw, path, line=1):
     text = _decode(raw, path, line)
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise DataError(f'{path}:{line + error.lineno - 1}: broken JSON: {error.msg} (column '
                         f'{error.colno})') from error
     except (ValueError, RecursionError) as error:   # thousands of digits, or nested brackets
         raise DataError(f'{path}:{line}: unusable JSON: {error}') from error
+
+
+def _object(pairs):
+    """Return the dict of a JSON object, or a DataError if it, or an object in it, repeats a key."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        keys = [key for key, _ in pairs]
+        return DataError(f'the key {next(key for key in keys if keys.count(key) > 1)!r} is given '
+                         f'twice')
+    for value in row.values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, DataError):
+                return part
+    return row
 
 
 # ------------------------------------------------------------------------------------------------
@@ -196,7 +224,8 @@ def require_fields(row):
 
 
 def require_text(value, what):
-    """Return `value` if it is a string of valid Unicode; raises DataError that names `what`."""
+    """Return `value` if it is a string of valid Unicode, else raise a DataError that names `what`.
+    """
     if not isinstance(value, str):
         raise DataError(f'{what} is not text but {type(value).__name__}')
     try:
@@ -221,7 +250,7 @@ def parsed(place, row, parse, *arguments):
 
 
 def without_bad(results, on_bad_row, bad):
-    """Yield the results that are no DataError. 'stop' raises the first, 'skip' lists it in `bad`.
+    """Yield the results that are not DataErrors; 'stop' raises the first, 'skip' adds it to `bad`.
     """
     for result in results:
         if not isinstance(result, DataError):

@@ -1,4 +1,4 @@
-"""Instruction data to sequences: Alpaca, OpenHermes 2.5, Tulu 3, OASST1, any file of `messages`."""
+"""Load instruction data: Alpaca, OpenHermes 2.5, Tulu 3, OASST1, any file of `messages`."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from runtime.errors import DataError
 # the files to read in a folder or a hub dataset; the first pattern with a match decides
 PATTERNS = ('data/train-*.parquet', '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl',
             '*.jsonl.gz', '*.json', '*.json.gz')
-ROLE_NAMES = {'human': 'user', 'gpt': 'assistant'}      # of OpenHermes
+ROLE_NAMES = {'human': 'user', 'gpt': 'assistant'}      # in OpenHermes
 
 
 def to_messages(row):
@@ -47,10 +47,10 @@ def first_turns(rows, answers='best'):
     """Yield (place, row) pairs, with the first turns of message trees for the messages of OASST1.
 
     A row with message_id, parent_id, role and text is one message of a tree. After the last row
-    comes {'messages': [prompt, answer]} for every English prompt without a parent, with the best
-    ranked of its English answers (the first in the file if none is ranked), or each of them if
-    answers = 'all'. Prompts without an answer, and messages that are deleted or that the review
-    rejected, are left out. Other rows stay as they are.
+    comes {'messages': [prompt, answer]} for every English prompt without a parent, with its best
+    ranked English answer (the first in the file if none is ranked), or with each of its answers if
+    answers = 'all'. Prompts without an answer, deleted messages and messages that the review
+    rejected are left out. Other rows stay as they are.
     """
     prompts, replies = {}, {}
 
@@ -69,9 +69,10 @@ def first_turns(rows, answers='best'):
 
     for place, row in rows:
         if isinstance(row, dict) and {'message_id', 'parent_id', 'role', 'text'} <= row.keys():
-            row = parsed(place, row, add, place)    # None, or what is wrong with the message
-        if row is not None:
-            yield place, row
+            row = parsed(place, row, add, place)
+            if not isinstance(row, DataError):      # the message is in a tree now
+                continue
+        yield place, row
     for message_id, (place, prompt) in prompts.items():
         ranked = sorted(replies.get(message_id, ()), key=lambda reply: reply[0])
         for _, answer in ranked[:1] if answers == 'best' else ranked:

@@ -1,4 +1,4 @@
-"""Texts in which a model predicts a token: at a random position, or where an entity begins.
+"""Texts in which one token is scored: at a random position, or at the beginning of an entity.
 
 These are the two tasks, besides multiple choice, of Zhu et al. 2023, 'On the Calibration of Large
 Language Models and Alignment': causal language modeling (`clm`) and fact generation (`facts`).
@@ -18,10 +18,10 @@ from data.text import PATTERNS as TEXT_PATTERNS
 from runtime.errors import DataError
 
 WIKITEXT = 'Salesforce/wikitext'
-# of the files on the hub or in a folder; the first pattern with a match decides
+# the files to read on the hub or in a folder; the first pattern with a match decides
 PATTERNS = {'clm': ('wikitext-2-raw-v1/test-*.parquet', 'wiki.test.txt*', *TEXT_PATTERNS, '*.json'),
             'facts': (*TEXT_PATTERNS, '*.json')}
-# T-REx's annotators of pronouns and of words that express a relation
+# the annotators of T-REx that mark pronouns, and words that express a relation
 NOT_ENTITIES = 'Simple_Coreference', 'Wikidata_Property_Linker'
 # the instruction of an aligned model before the text (table 1 of the paper)
 INSTRUCTIONS = {'clm': 'Finish this sentence:', 'facts': 'Finish this Wikipedia description:'}
@@ -39,36 +39,36 @@ class Text:
 
 
 class LoadedTexts(NamedTuple):
-    """The texts of a task, and what could not be read."""
+    """The texts of a task, and the messages of the rows left out."""
     texts: list         # of Text
     bad: list           # messages of bad rows
     total: int          # number of texts before `limit`
 
 
 def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
-    """Return LoadedTexts(texts, bad, total) of 'clm:place' or 'facts:place'; raises DataError.
+    """Return LoadedTexts(texts, bad, total) of 'clm:path' or 'facts:path'; raises DataError.
 
     clm:   .txt files, also with .gz, or `text` fields of JSONL and parquet; 'clm' alone is
-           wikitext-2's test split. A .txt file is one text, but of wikitext's own (wiki.test.txt)
-           each line is one, as on the hub
-    facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}), less its
+           wikitext-2's test split. A .txt file is one text, except wikitext's own (wiki.test.txt),
+           where each line is one text, as on the hub
+    facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}) without
            pronouns and relations, or JSONL of {text, spans: [[begin, end], ...]}
     limit: at most this many texts per language, drawn by the seed
     """
-    kind, _, place = name.partition(':')
-    if not place and kind == 'facts':
+    kind, _, path = name.partition(':')
+    if not path and kind == 'facts':
         raise DataError('facts: no folder or file given; use --tasks=facts:folder-or-file, in the '
                         'format of T-REx or JSONL of {text, spans}')
-    patterns = PATTERNS[kind] if place else PATTERNS[kind][:1]
-    rows = (row for file in fetch(place or WIKITEXT, patterns, revision) for row in _rows(file))
+    patterns = PATTERNS[kind] if path else PATTERNS[kind][:1]
+    rows = (row for file in fetch(path or WIKITEXT, patterns, revision) for row in _rows(file))
     texts, bad = parse_rows(rows, functools.partial(_to_text, kind), on_bad_row)
     if not texts:
-        raise DataError(f'{place or WIKITEXT} has no texts ({len(bad)} bad rows)')
+        raise DataError(f'{path or WIKITEXT} has no texts ({len(bad)} bad rows)')
     return LoadedTexts(draw(texts, limit, seed), bad, len(texts))
 
 
 def _rows(file):
-    """Yield the (place, row) pairs of a file; of wikitext's .txt files those of its lines."""
+    """Yield the (place, row) pairs of a file; a line of wikitext's .txt files is a row."""
     for place, row in read_rows(file):
         if file.name.startswith('wiki.') and '.txt' in file.suffixes and isinstance(row, dict):
             for number, line in enumerate(io.StringIO(row['text']), 1):
@@ -103,10 +103,10 @@ def _to_text(kind, row, place, number):
 
 
 def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=False, seed=0):
-    """Yield (Text, Tree or DataError): clm scores a random token, facts the first of each entity.
+    """Yield (Text, Tree or DataError); clm scores a random token, facts each entity's first token.
 
-    A text is cut after `max_length` tokens. An entity is left out if its beginning falls inside a
-    token; the space before it is part of it.
+    A text is truncated to `max_length` tokens. An entity is left out if it begins inside a token;
+    the space before it belongs to it.
     """
     lead = f'{INSTRUCTIONS[kind]} ' if instruct else ''
     bos = [tokenizer.bos_id] if add_bos else []

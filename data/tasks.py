@@ -1,4 +1,4 @@
-"""The tasks of an evaluation: the questions or texts of each, and their token trees."""
+"""The tasks of an evaluation: load the questions or texts of each, and make token trees of them."""
 
 import hashlib
 import os
@@ -7,15 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
-from data.questions import GENERIC, TASKS, load_task
+from data.benchmarks import BENCHMARKS, GENERIC
+from data.questions import load_task
 from data.trees import tokenize_questions
 from runtime.errors import ConfigError, DataError
 
 
 HELP = """\
-A task is read from its dataset on the hub, or from a folder as task:folder. In both, the first name
-with a match is taken. task:file reads one file, with --shots=0. `test` is scored; `shots` is not
-read with --shots=0; `validation` is read for --fit_temperature, if it is there.
+A task is read from its dataset on the hub, or from a folder as task:folder. In both, the first
+pattern with a match is used. task:file reads one file, with --shots=0. The files of `test` are
+scored. Those of `shots` are read unless --shots=0, those of `validation` for --fit_temperature if
+they exist.
 """
 
 
@@ -54,10 +56,10 @@ class Task:
                               **options)
 
     def proposing(self, top):
-        """Return the Task that asks whether the model's top options are right (see P_TRUE).
+        """Return the P(True) Task: is the model's top option of each question right?
 
-        top: {(split, language, id): index of the option} of the questions that were scored. Of the
-        shots the first, fourth, fifth, eighth, ... propose the right option, the others the next.
+        top: {(split, language, id): index of the top option} of the scored questions. In each four
+        shots, the first and last propose the correct option, the middle two the option after it.
         """
         def ask(questions, split):
             return [q.proposing(top[key]) for q in questions
@@ -114,7 +116,7 @@ def _load(name, cfg):
                               f'evaluate it without --chat in another --out_dir')
         loaded = load_texts(name, limit=cfg.limit, **common)
         return Task(kind, source, loaded.texts, loaded.total, loaded.bad)
-    common |= {'preset': cfg.preset, 'scoring': cfg.scoring, 'header': cfg.header,
+    common |= {'prompt_format': cfg.prompt_format, 'scoring': cfg.scoring, 'header': cfg.header,
                'languages': cfg.languages}
     loaded = load_task(name, shots=cfg.shots, limit=cfg.limit, **common)
     task = Task('questions', source, loaded.questions, loaded.total, loaded.bad, loaded.shots)
@@ -123,15 +125,57 @@ def _load(name, cfg):
     return task
 
 
+def show(task, tokenizer, cfg):
+    """Return the text of --show: the first cfg.show questions or texts as the model reads them.
+
+    That is the whole prompt as one string, the options (or scored tokens), and the tokens, with '|'
+    at their boundaries. tokenizer: None shows the text alone, with all shots.
+    """
+    task, lines = replace(task, items=task.items[:cfg.show], validation=[]), []
+    if tokenizer is None:
+        return '\n'.join(_show_text(item, task.shots) for item in task.items)
+    for item, tree in task.tokenize(tokenizer, cfg):
+        if isinstance(tree, DataError):
+            lines.append(f'--- {tree}')
+            continue
+        ids, contexts = [*tree.prefix, *tree.stem], {}
+        for leaf, start in zip(tree.leaves, tree.starts, strict=True):
+            prompt = [*ids, *leaf]
+            contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
+        for i in tree.scored:
+            contexts[tuple(ids[:i])] = [ids[i:i + 1]]
+        for context, options in contexts.items():
+            lines += _show_prompt(item, tokenizer.decode(context), [
+                tokenizer.decode(option, start=False) for option in options])
+            tokens = (tokenizer.decode([i], start=False) for i in [*context, *options[0]])
+            lines.append('--- its tokens, with the first option')
+            lines.append('|'.join(tokens).replace('\n', '\\n').replace('\\n|', '\\n|\n'))
+    return '\n'.join(lines)
+
+
+def _show_text(item, shots):
+    """Return the prompt of a Question, or the text of a Text, without tokens."""
+    if not hasattr(item, 'options'):
+        return f'--- {item.place}\n{item.text}'
+    before = item.header + ''.join(shot.solved for shot in shots.get(item.group, []))
+    return '\n'.join(line for part in item.parts
+                     for line in _show_prompt(item, before + part.context, part.options))
+
+
+def _show_prompt(item, context, options):
+    return [f'--- {item.place}', context, '--- options' if len(options) > 1 else '--- scored',
+            *map(repr, options)]
+
+
 def describe_tasks():
-    """Return the text of --tasks=help: of each task the hub dataset and the names of its files."""
+    """Return the text of --tasks=help: the hub dataset and the file names of each task."""
     lines = [HELP]
 
     def add(label, text):
         lines.extend(textwrap.wrap(text, 100, initial_indent=f'    {label:<12}',
                                    subsequent_indent=' ' * 16, break_on_hyphens=False))
 
-    for name, benchmark in (TASKS | {'a file or folder of your own': GENERIC}).items():
+    for name, benchmark in (BENCHMARKS | {'a file or folder of your own': GENERIC}).items():
         lines.append(f'{name}  {benchmark.hub}'.rstrip())
         for split in ('test', 'shots', 'validation'):
             add(split, ', '.join(getattr(benchmark, split)))
@@ -144,20 +188,20 @@ def describe_tasks():
 
 def _split(name):
     """Return ('mmlu', 'some/folder') for 'mmlu:some/folder', ('', 'some/file') for a path."""
-    kind, _, place = name.partition(':')
-    return (kind, place) if kind in TASKS or kind in INSTRUCTIONS else ('', name)
+    kind, _, path = name.partition(':')
+    return (kind, path) if kind in BENCHMARKS or kind in INSTRUCTIONS else ('', name)
 
 
 def task_label(name):
     """Return a task's name in results: 'mmlu' for 'mmlu:folder', 'q' for 'a/q.jsonl'."""
-    kind, place = _split(name)
-    return kind or Path(place).name.split('.')[0]
+    kind, path = _split(name)
+    return kind or Path(path).name.split('.')[0]
 
 
 def task_source(name):
     """Return a task's `source` in results: as in --tasks, but with the full path of a local file.
     """
-    kind, place = _split(name)
-    if place and os.path.exists(os.path.expanduser(place)):
-        place = os.path.realpath(os.path.expanduser(place))
-    return f'{kind}:{place}' if kind and place else kind or place
+    kind, path = _split(name)
+    if path and os.path.exists(os.path.expanduser(path)):
+        path = os.path.realpath(os.path.expanduser(path))
+    return f'{kind}:{path}' if kind and path else kind or path

@@ -1,4 +1,4 @@
-"""Plain text to training sequences: .txt files, or `text` fields of JSONL and parquet."""
+"""Load plain text for training: .txt files, or `text` fields of JSONL and parquet."""
 
 from data.cache import tokenize_once
 from data.files import fetch, require_fields, require_text

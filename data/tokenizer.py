@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: sentencepiece, or byte-level BPE from bpe.py.
+"""Load the tokenizer of a model folder: sentencepiece, or byte-level BPE from bpe.py.
 
 `encode` takes plain text and never produces a control token: `<|eot_id|>`, `[INST]` or
 `<start_of_turn>` in it become ordinary pieces. To use a control token, append its id.
@@ -11,7 +11,7 @@ from pathlib import Path
 from data.bpe import from_json, from_tiktoken
 from runtime.errors import CheckpointError, DataError
 
-# Gemma's file declares these as user-defined symbols, which sentencepiece would find in any text
+# Gemma's file declares these as user-defined symbols, which sentencepiece would use in any text
 GEMMA_CONTROLS = rb'<start_of_turn>|<end_of_turn>|<mask>|<2mass>|\[@BOS@\]|<unused\d+>'
 
 
@@ -76,8 +76,10 @@ class SentencePieceTokenizer:
 
 
 def begins_with_bos(tokenizer, add_bos):
-    """Return `add_bos`, whether a sequence begins with BOS, or what None stands for: whether the
-    model's own tokenizer adds one. Raises DataError."""
+    """Return whether a sequence begins with BOS: `add_bos`, or as the tokenizer does if it is None.
+
+    Raises DataError if the tokenizer has no BOS to add.
+    """
     if add_bos and tokenizer.bos_id is None:
         raise DataError('add_bos = True, but the tokenizer of this model adds no BOS; leave it out')
     return tokenizer.bos_id is not None if add_bos is None else add_bos

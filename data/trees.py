@@ -1,7 +1,13 @@
-"""Questions to token trees or to training sequences; each option is encoded with its prompt."""
+"""Questions to token trees, or to training sequences.
+
+A prompt's tokens are those of the whole text, header to option, encoded at once. Parts are encoded
+separately only where that gives the same tokens.
+"""
 
 import functools
 import os
+import re
+from dataclasses import replace
 
 from data.cache import tokenize_once
 from data.chat import question_frame
@@ -13,27 +19,29 @@ from runtime.errors import DataError
 def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat='none'):
     """Yield (question, Tree or DataError): each with as many whole shots as max_length allows.
 
-    shots: {Question.group: solved questions}. Context and option are encoded together and cut where
-    the tokens of the context end. Shots and question are encoded separately: shots end in a blank
-    line, and no tokenizer joins that with a word that follows.
-
-    chat: the chat template in which to ask, or 'none'
+    shots: {Question.group: solved questions}. Header and shots are encoded once for the questions
+           that share them.
+    chat:  the chat template in which to ask, or 'none'
     """
     encoder = (OptionEncoder(tokenizer, add_bos) if chat == 'none' else
                ChatEncoder(tokenizer, add_bos, chat))
+    shared = SharedText(tokenizer, encoder.before, encoder.start)
 
     @functools.cache
-    def prefix(header, group, n):
-        text = header + ''.join(shot.solved for shot in shots.get(group, [])[:n])
-        return tuple(encoder.prefix(text))
+    def text_before(header, group, n):
+        return header + ''.join(shot.solved for shot in shots.get(group, [])[:n])
 
     def tree(question):
         for n in range(len(shots.get(question.group, [])), -1, -1):
-            before = prefix(question.header, question.group, n)
-            # without header and shots the question begins the text
+            text = text_before(question.header, question.group, n)
+            ids = shared.encode(text, question.context) if text else None
+            parts = question.parts
+            if ids is None and text:    # a token spans both texts: they are encoded as one
+                parts = [replace(part, context=text + part.context) for part in parts]
+            before = (*encoder.opening, *(ids or ()))
             starts, prompts = [], []
-            for part in question.parts:
-                context, whole = encoder.encode(part, start=not (n or question.header))
+            for part in parts:
+                context, whole = encoder.encode(part, start=ids is None)
                 starts += [len(before) + len(context)] * len(whole)
                 prompts += whole
             longest = len(before) + max(map(len, prompts))
@@ -55,7 +63,7 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, cache_d
     """Return Sequences of a task's solved questions, with a loss on the letter of the answer alone.
 
     name: as in --tasks of evaluate.py, see `solved_files`. The tokens are those of an evaluation
-    with preset 'mmlu' and 0 shots. The other arguments are those of `tokenize_once`.
+    with prompt_format 'mmlu' and 0 shots. The other arguments are those of `tokenize_once`.
     """
     files, to_question = solved_files(name, revision)
 
@@ -78,14 +86,37 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, cache_d
     return tokenize_once(files, encode, settings, cache_dir, on_bad_row, workers, with_place)
 
 
-def encode_before(tokenizer, text, start):
-    """Return the tokens of a text that a word follows.
+def encode_before(tokenizer, text, following, start):
+    """Return the tokens of `text` within text + following; None if a token spans both.
 
-    Alone, GPT-2's words end in white space that is one token, and several before a word.
+    White space at the end of `text` can be other tokens before a digit than before a letter.
     """
-    ids, word = tokenizer.encode(text + 'Q', start=start), tokenizer.encode('Q', start=False)
-    return ids[:-len(word)] if text and ids[-len(word):] == word else tokenizer.encode(
-        text, start=start)
+    whole = tokenizer.encode(text + following, start=start)
+    end = tokenizer.encode(following, start=False)
+    return whole[:-len(end)] if end and whole[-len(end):] == end else None
+
+
+class SharedText:
+    """Tokens of a text that many questions follow: header and shots.
+
+    They are encoded once, as before a 'Q'. For each question only the last line of the text is
+    encoded again, with the first word of the question, to see whether that changes its tokens.
+
+    before: text of a chat template before header and shots
+    start:  whether that text begins the prompt
+    """
+
+    def __init__(self, tokenizer, before, start):
+        self.before, self.start = before, start
+        self.encode_before = functools.cache(functools.partial(encode_before, tokenizer))
+
+    def encode(self, text, context):
+        """Return the tokens of before + text, which `context` follows; None if a token spans both.
+        """
+        word = re.match(r'\s*\S*', context)[0]
+        line = text[text.rstrip().rfind('\n') + 1:]
+        same = self.encode_before(line, word, False) == self.encode_before(line, 'Q', False)
+        return self.encode_before(self.before + text, 'Q' if same else word, self.start)
 
 
 class OptionEncoder:
@@ -97,16 +128,13 @@ class OptionEncoder:
 
     def __init__(self, tokenizer, add_bos):
         self.tokenizer, self.lines = tokenizer, {}
-        self.bos = [tokenizer.bos_id] if add_bos else []
-
-    def prefix(self, text):
-        """Return the tokens of header and shots, with those before them."""
-        return self.bos + encode_before(self.tokenizer, text, True)
+        self.opening = [tokenizer.bos_id] if add_bos else []
+        self.before, self.start = '', True
 
     def encode(self, question, start):
         """Return (tokens of the context, [tokens of context + option]).
 
-        start: whether the context begins the text
+        start: whether nothing but `opening` precedes the context
         """
         context = self.tokenizer.encode(question.context, start=start)
         _, newline, line = question.context.rpartition('\n')
@@ -132,7 +160,7 @@ class OptionEncoder:
 
 
 class ChatEncoder:
-    """The same for a question as a user's message and an option as the beginning of the answer.
+    """An OptionEncoder for a question as a user's message, an option as the answer's beginning.
 
     The tokens are those of the conversation in training: header, shots and context are one message,
     and an option has no white space around it.
@@ -142,13 +170,8 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.opening, self.before, self.after, self.closing, self.lead = question_frame(
             tokenizer, template, add_bos)
-        # whether the text of the template begins the text
+        # whether `before` begins the text
         self.start = self.opening == [tokenizer.bos_id] * add_bos
-
-    def prefix(self, text):
-        """Return the tokens of header and shots, with those before them."""
-        text = self.before + text if text else ''       # else it is encoded with the question
-        return self.opening + encode_before(self.tokenizer, text, self.start)
 
     def encode(self, question, start):
         """Return (tokens of the context, [tokens of context + option]), as OptionEncoder does."""

@@ -2,9 +2,10 @@
 
 A world has entities with a name and four attributes. Plain text states the attributes of entity
 number r with frequency proportional to r^-zipf: some facts appear thousands of times, some once,
-some never. The base model keeps meeting entities that it hardly knows, so it learns how uncertain
-to be. Instruction data then asks about known and unknown facts alike and demands a definite answer
-to each, which is what makes a real model overconfident. The questions are about other facts.
+some never. During pretraining the base model sees many entities that it hardly knows, so it learns
+how uncertain to be. Instruction data asks about known and unknown facts alike and requires a
+definite answer to each, which makes real models overconfident too. The questions are about other
+facts.
 
 `WorldSpec()` is the world of the demo. The study uses a larger one: it states the same facts in
 several languages with generated words, only one of which the instruction data uses, paraphrases
@@ -40,27 +41,28 @@ class WorldSpec:
     zipf: float = 0.9               # exponent of an entity's frequency in the text
     first_names: int = 150
     family_names: int = 150
-    documents: int = 24_000         # of text, each about entities_each entities
+    documents: int = 24_000         # texts, each about entities_each entities
     entities_each: int = 6
-    list_share: float = 0.3         # of documents that are lists of solved questions
-    exam_share: float = 0.0         # of documents that are such lists with options and letters
+    list_share: float = 0.3         # share of documents that are lists of solved questions
+    exam_share: float = 0.0         # share that are such lists with options and letters
     paraphrases: bool = False       # several wordings, single statements beside whole profiles,
     #                                 instructions of five kinds
-    language_shares: tuple[float, ...] = (1.0,)     # of documents: English, then generated ones
+    language_shares: tuple[float, ...] = (1.0,)     # of the documents: English, generated ones
     vocab_sizes: tuple[int, ...] = (1_280,)         # one tokenizer each; several: in model-<size>/
-    tokenizer_documents: int = 4_000                # that the tokenizers are trained on
+    tokenizer_documents: int = 4_000                # documents that the tokenizers are trained on
     instructions: int = 2_000
     questions: int = 2_000          # about other facts than the instructions; log-uniform ranks
     unseen_questions: int = 0       # about entities that no text mentions
     validation: int = 0             # questions in English about further facts
-    forms: tuple[str, ...] = ()     # of the questions beside questions.jsonl, one folder each
+    forms: tuple[str, ...] = ()     # further FORMS of the questions, in a folder each
     probes: int = 0                 # held-out documents for clm, and as many profiles for facts
 
 
-# of a question: the options are texts, or letters of options listed in the question; their number
+# form of a question: whether its options are texts or letters (then the question lists the texts),
+# and how many there are
 FORMS = {'text4': ('text', 4), 'text10': ('text', 10),
          'letters4': ('letters', 4), 'letters10': ('letters', 10)}
-# attribute -> (what a question calls it, its 24 values)
+# attribute -> (its name in a question, its 24 values)
 ATTRIBUTES = {
     'trades': ('trade',
                'baker weaver smith miller potter tailor cooper mason glazier tanner brewer hunter '
@@ -84,7 +86,7 @@ ATTRIBUTES = {
 class Language:
     """Words and templates. Names, the header of a list and 'Answer:' are the same in all."""
     code: str
-    attributes: dict    # attribute -> what a question calls it
+    attributes: dict    # attribute -> its name in a question
     values: dict        # attribute -> its 24 values, in the order of ATTRIBUTES
     profiles: tuple     # templates of {name} and all attributes
     statements: dict    # attribute -> templates of {name} and {value}
@@ -132,13 +134,13 @@ class World:
             name=self.names[entity], value=self.value(language, entity, attribute))
 
     def sentence(self, language, entity, rng):
-        """Return a whole profile, or with paraphrases half the time one fact."""
+        """Return a whole profile; with paraphrases, in half of the cases one fact."""
         if self.spec.paraphrases and rng.random() < 0.5:
             return self.statement(language, entity, _draw(list(ATTRIBUTES), rng), rng)
         return self.profile(language, entity, rng)
 
     def ask(self, language, entity, attribute, rng=None):
-        """Return a question; with `rng` and paraphrases in any of its wordings."""
+        """Return a question, in a random wording if `rng` and paraphrases are on."""
         template = _draw(language.asks, rng) if rng and self.spec.paraphrases else language.asks[0]
         return template.format(name=self.names[entity], attribute=language.attributes[attribute])
 
@@ -317,8 +319,7 @@ def _draw(items, rng):
 
 
 def _log_uniform_facts(spec, n, rng):
-    """Return n distinct (entity, attribute) pairs with log-uniform ranks: known and unknown ones.
-    """
+    """Return n distinct (entity, attribute) pairs with log-uniform ranks, frequent and rare."""
     facts = {}
     while len(facts) < n:
         rank = np.exp(rng.uniform(0, np.log(spec.entities + 1), size=n)).astype(int) - 1
@@ -329,8 +330,10 @@ def _log_uniform_facts(spec, n, rng):
 
 
 def _instruction(world, entity, attribute, rng=None):
-    """Return the fact as an answer; with `rng` also as a sentence, a profile, a letter, or a second
-    turn. Without, the wording is that of the questions: another trains another kind of answer.
+    """Return a conversation that asks for a fact.
+
+    Without `rng` it is worded as the questions are. With `rng` the answer can also be a sentence, a
+    profile, a letter, or come in a second turn.
     """
     ask = world.ask(ENGLISH, entity, attribute, rng)
     answer = f'Answer: {world.value(ENGLISH, entity, attribute)}'
@@ -352,7 +355,7 @@ def _conversation(*turns):
 
 
 def _question(world, fact, options, kind='text', category='', language=None):
-    """Return a question of one of the FORMS; without `language` the row does not name any."""
+    """Return a question in one of the FORMS; without `language` the row has no field for it."""
     (entity, attribute), (values, answer), words = fact, options, language or ENGLISH
     text, choices = world.ask(words, *fact), [words.values[attribute][v] for v in values]
     if kind == 'letters':

@@ -30,7 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common import COLUMNS, EvalConfig, Run, main, measured, numbers, report, sweep
-from data.questions import GLOBAL_MMLU, MMLU_PROX
+from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from label_smoothing import DATA, EPOCHS, MODELS, TUNING
 from results.samples import last_asked
 from stats import student_t

@@ -280,15 +280,14 @@ def unit(result):
 
 
 def task_title(task, result):
-    """Return a task and its settings, as in 'mmlu (preset mmlu, 5 shots, letters, token)'.
+    """Return a task and its settings, as in 'mmlu (prompt format mmlu, 5 shots, letters, token)'.
 
     Raises DataError for a result of an earlier version, which does not say how it was scored.
     """
     if 'distribution' not in result:
         raise DataError(f'the results of {task} do not say how it was scored: they are of an '
                         f'earlier version; evaluate again')
-    preset = 'preset ' * (option_mass(result) is not None)
-    scored = preset + result['distribution']
+    scored = 'prompt format ' * (option_mass(result) is not None) + result['distribution']
     if sample := result.get('sample'):
         scored += f'; sample of {sample["questions"]:,} of {sample["of"]:,} questions'
     return f'{task} ({scored})'

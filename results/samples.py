@@ -57,6 +57,8 @@ def _read_sources(out_dir, settings):
     with ownership.read_json(out_dir / 'eval_config.json', OTHER_FOLDER) as old:
         sources = {label: {key: task[key] for key in ('source', 'questions')}
                    for label, task in old.pop('tasks').items()}
+    if 'preset' in old:     # the name of prompt_format in earlier versions
+        old['prompt_format'] = old.pop('preset')
     if old != settings:
         key = next(k for k in [*settings, *old] if settings.get(k) != old.get(k))
         raise ConfigError(f'{out_dir} holds samples with {key} = {old.get(key)!r}, not '

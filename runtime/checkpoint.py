@@ -44,8 +44,11 @@ BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.
 # Reading weights
 # ------------------------------------------------------------------------------------------------
 
-def fetch(name: str, revision: str | None = None) -> Path:
-    """Return the folder of a model: `name` if that is a folder, else a snapshot from the hub."""
+def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
+    """Return the folder of a model: `name` if that is a folder, else a snapshot from the hub.
+
+    weights: False downloads only its configuration and tokenizer
+    """
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
@@ -54,6 +57,8 @@ def fetch(name: str, revision: str | None = None) -> Path:
     if name.startswith(('/', '.', '~')) or name.count('/') != 1:
         raise CheckpointError(f'no model folder at {name}, and it is not a hub name '
                               f'like google/gemma-2-2b')
+    if not weights:
+        return download(name, ['config.json', *SIDE_FILES], revision)
     wanted = ['config.json', '*.safetensors', '*.safetensors.index.json', *SIDE_FILES]
     folder = download(name, wanted, revision, ignore=['original/*.safetensors', 'consolidated*'])
     if not any(folder.glob('*.safetensors')):
@@ -219,8 +224,17 @@ class _PickledTensors(dict):
                                get_dtype=lambda: names.get(tensor.dtype, str(tensor.dtype)))
 
 
+# how a file begins that torch wrote before version 1.6: its magic number, pickled
+OLD_TORCH_FILE = b'\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.'
+
+
 @functools.lru_cache(4)
 def _read_pickle(path, _time):
+    with open(path, 'rb') as file:
+        if file.read(len(OLD_TORCH_FILE)) == OLD_TORCH_FILE:
+            raise CheckpointError(
+                f"{path}: the file format of torch before 1.6, which cannot be mapped; convert it "
+                f"in Python: torch.save(torch.load('{path}', 'cpu', weights_only=True), '{path}')")
     try:
         tensors = torch.load(path, 'cpu', mmap=True, weights_only=True)
         if not (isinstance(tensors, dict)

@@ -16,7 +16,8 @@ class EvalConfig:
     tasks: tuple[str, ...] = ('mmlu',)
     data_revision: str | None = None          # the hub revision of the tasks' datasets
     languages: tuple[str, ...] = ('all',)     # of multilingual tasks
-    preset: Literal['mmlu', 'harness'] = 'mmlu'     # prompts of MMLU or lm-evaluation-harness
+    prompt_format: str = 'mmlu'               # prompts of MMLU, or harness: those of
+    #                                           lm-evaluation-harness, or your own: data/prompts.py
     header: Literal['english', 'native'] = 'english'
     shots: int = 5                            # solved questions before each question
     scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
@@ -28,6 +29,8 @@ class EvalConfig:
     chat: Literal['none', 'trained', 'tulu', 'llama3', 'gemma', 'mistral', 'chatml',
                   'alpaca'] = 'none'
     instruct: bool = False                    # clm and facts: begin with the paper's instruction
+    show: int = 0                             # print so many prompts of each task, as the model
+    #                                           reads them, and score nothing; needs no weights
     limit: int | None = None                  # questions per language, drawn by the seed evenly
     #                                           over subjects; None: all
     add_bos: bool | None = None               # None: as in training here, or as the tokenizer does
@@ -47,15 +50,9 @@ class EvalConfig:
     overwrite: bool = False                   # delete what was evaluated in out_dir before
 
 
-# Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
-# the seed too, but each sample carries a hash of its prompt.
-SETTINGS = ('preset', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos', 'max_length',
-            'deterministic', 'dtype')
-
-
 def check_eval_config(cfg):
     """Raise ConfigError for a value that no evaluation can use."""
-    require_range(cfg, 0, math.inf, 'shots', 'n_bootstrap')
+    require_range(cfg, 0, math.inf, 'shots', 'show', 'n_bootstrap')
     require_range(cfg, 0, 2 ** 63 - 1, 'seed', 'dropout_seed')
     require_range(cfg, 1, math.inf, 'limit', 'batch_rows', 'max_length')
     require_range(cfg, 16, math.inf, 'pack_len')

@@ -199,7 +199,8 @@ def documents(seed, lengths):
 def gradients(model, packed, cfg):
     model.zero_grad()
     values = train.forward_backward(model, packed, cfg, 'cpu')
-    return *map(float, values.values()), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+    of_all = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+    return *map(float, values.values()), of_all
 
 
 def off(a, b):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -711,3 +712,16 @@ def test_a_pickle_runs_no_code(folder):
     with pytest.raises(checkpoint.CheckpointError, match='not a file of weights'):
         checkpoint.load(folder)
     assert not (folder / 'attacked').exists()
+
+
+def test_weights_in_the_old_torch_format_are_named_with_the_conversion(tmp_path):
+    reference_model('llama', tmp_path)
+    tensors = load_file(tmp_path / 'model.safetensors')
+    (tmp_path / 'model.safetensors').unlink()
+    path = tmp_path / 'pytorch_model.bin'
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(checkpoint.CheckpointError, match='before 1.6') as error:
+        checkpoint.load(tmp_path)
+    exec(re.search(r'torch.save.*', str(error.value))[0])       # what the message advises
+    assert torch.equal(checkpoint.load(tmp_path).state_dict()['model.norm.weight'],
+                       tensors['model.norm.weight'])

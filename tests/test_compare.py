@@ -40,7 +40,7 @@ def test_compare_over_questions(tmp_path, capsys):
     run_compare(tmp_path / 'a', tmp_path / 'sharp', '--n_bootstrap=200',
                 f'--out_dir={tmp_path / "out"}')
     printed = capsys.readouterr().out
-    assert '\nmmlu (preset mmlu, 5 shots, letters, token)\n' in printed
+    assert '\nmmlu (prompt format mmlu, 5 shots, letters, token)\n' in printed
     assert (tmp_path / 'out' / 'reliability-mmlu.png').exists()
     rows = csv_rows(tmp_path / 'out' / 'compare.csv')
     assert [r['language'] for r in rows[:8]] == ['de', 'de', 'en', 'en', 'sw', 'sw', 'pooled',
@@ -244,8 +244,8 @@ def test_tasks_scored_in_different_ways(tmp_path, capsys):
         'distribution': 'harness, 0 shots, text, sum', 'norm': 'sum',
         'sample': {'questions': 40, 'of': 90}})
     run_compare(a, b, '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
-    title = ('mmlu: a (preset mmlu, 5 shots, letters, token), '
-             'b (preset harness, 0 shots, text, sum; sample of 40 of 90 questions)')
+    title = ('mmlu: a (prompt format mmlu, 5 shots, letters, token), '
+             'b (prompt format harness, 0 shots, text, sum; sample of 40 of 90 questions)')
     assert f'\n{title}\n' in capsys.readouterr().out
     assert f'### {title}\n' in (tmp_path / 'out' / 'compare.md').read_text()
 

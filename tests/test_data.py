@@ -4,11 +4,13 @@ import gzip
 import json
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from common import documents, write_hub_tasks, write_rows
+from common import HERE, documents, sentencepiece_folder, write_hub_tasks, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,6 +168,86 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     write_rows(path, [{'messages': SAME}] * 2)
     assert len(conversations(path, tokenizers['gemma'])) == 2
     assert len(list(cache.iterdir())) == 6
+
+
+ENCODE = """
+from data import instruct
+from data.tokenizer import load_tokenizer
+tokenizer = load_tokenizer('tokenizer')
+sequences = instruct.load_conversations('chat.jsonl', tokenizer, template='tulu', max_length=64,
+                                        add_bos=True, cache_dir='cache')
+print(tokenizer.decode(sequences[0][0].tolist()))
+"""
+
+
+def test_an_edited_template_makes_new_tokens_in_the_same_cache(tmp_path):
+    for folder in ('data', 'runtime'):
+        shutil.copytree(HERE / folder, tmp_path / folder,
+                        ignore=shutil.ignore_patterns('__pycache__'))
+    sentencepiece_folder(tmp_path / 'tokenizer', 'gemma')
+    write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
+
+    def tokens():
+        return subprocess.run([sys.executable, '-c', ENCODE], cwd=tmp_path, text=True, check=True,
+                              capture_output=True).stdout
+
+    assert tokens() == '<s><|user|>\nsky?\n<|assistant|>\nblue</s>\n'
+    source = (tmp_path / 'data' / 'chat.py').read_text()
+    edited = source.replace("yield f'<|{message[\"role\"]}|>\\n', False",
+                            "yield f'<|{message[\"role\"]}|> says\\n', False")
+    assert edited != source
+    (tmp_path / 'data' / 'chat.py').write_text(edited)
+    assert tokens() == '<s><|user|> says\nsky?\n<|assistant|> says\nblue</s>\n'
+    assert len(list((tmp_path / 'cache').iterdir())) == 2
+
+
+def test_an_unwritable_dev_shm_is_not_blamed_on_the_cache(tmp_path, tokenizers, monkeypatch):
+    def no_semaphores(workers):
+        raise OSError(30, 'Read-only file system')
+    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
+    monkeypatch.setattr(cache, 'forked_pool', no_semaphores)
+    with pytest.raises(DataError, match='^cannot start 2 processes .*Read-only.* --workers=1'):
+        conversations(path, tokenizers['gemma'], workers=2)
+    assert len(conversations(path, tokenizers['gemma'], workers=1)) == 1
+
+
+def test_a_null_row_is_a_bad_row(tmp_path, tokenizers):
+    path = tmp_path / 'chat.jsonl'
+    good = json.dumps({'messages': SAME})
+    path.write_text(f'{good}\nnull\n')
+    with pytest.raises(DataError, match='chat.jsonl:2: a row must be an object .* not NoneType'):
+        conversations(path, tokenizers['gemma'])
+    sequences = conversations(path, tokenizers['gemma'], on_bad_row='skip')
+    assert len(sequences) == 1 and sequences.info['bad_rows'] == 1
+
+
+@pytest.mark.parametrize('row', ['{"text": "fox", "text": "dog"}',
+                                 '{"text": "fox", "more": {"a": 1, "a": 1}}',
+                                 '{"text": "fox", "more": [1, {"a": [{"b": 1, "b": 2}]}]}'])
+def test_a_row_that_repeats_a_key_is_a_bad_row(tmp_path, row):
+    lines, whole = tmp_path / 'a.jsonl', tmp_path / 'a.json'
+    lines.write_text('{"text": "one two three four"}\n' + row)
+    whole.write_text('[{"text": "one two three four"},\n' + row + ']')
+    for path, place in ((lines, 'a.jsonl:2'), (whole, 'a.json: row 2')):
+        with pytest.raises(DataError, match=f"{place}: the key '(text|a|b)' is given twice"):
+            probes.load_texts(f'clm:{path}')
+        texts, bad, _ = probes.load_texts(f'clm:{path}', on_bad_row='skip')
+        assert len(texts) == len(bad) == 1
+
+
+def test_a_timestamp_beyond_the_year_9999_matters_only_where_it_is_used(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    times = pyarrow.array([0, 2 ** 40], pyarrow.timestamp('s'))
+    table = pyarrow.table({'text': ['one two three four'] * 2, 'created': times,
+                           'nested': pyarrow.array([{'at': 0}, {'at': 2 ** 40}], pyarrow.struct(
+                               {'at': pyarrow.timestamp('s')}))})
+    pyarrow.parquet.write_table(table, tmp_path / 'a.parquet')
+    assert len(probes.load_texts(f'clm:{tmp_path / "a.parquet"}').texts) == 2
+    pyarrow.parquet.write_table(table.drop(['text']).rename_columns(['text', 'nested']),
+                                tmp_path / 'a.parquet')
+    with pytest.raises(DataError, match='a.parquet: row 1: the field "text" is not text'):
+        probes.load_texts(f'clm:{tmp_path / "a.parquet"}')
 
 
 def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):

@@ -30,11 +30,11 @@ from safetensors.torch import load_file, save_file
 import evaluate
 import attention
 import metrics
-from data import packing, questions
+from data import benchmarks, packing, questions
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
-from results import compare, report
+from results import compare, report, samples
 from runtime import checkpoint, device as devices, log, ownership, startup
 from runtime.errors import ConfigError, DataError
 from test_tokenizer import train_bpe
@@ -223,7 +223,7 @@ def first_tree(asked, solved, tokenizer, max_length=2000, **keys):
 
 @pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
 @pytest.mark.parametrize('options', [dict(scoring='letters'), dict(scoring='text'),
-                                     dict(preset='harness')])
+                                     dict(prompt_format='harness')])
 def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, options):
     tokenizer = tokenizers[kind]
     asked, solved, _, _ = questions.load_task(write_task(tmp_path), shots=2, **options)
@@ -242,14 +242,14 @@ def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, opti
       for template in ('tulu', 'mistral')),
     ('llama3', 'llama3'), ('gemma', 'gemma'), ('qwen', 'chatml')])
 @pytest.mark.parametrize('options', [dict(shots=2), dict(scoring='text', shots=2), {},
-                                     dict(preset='harness')])
+                                     dict(prompt_format='harness')])
 def test_chat_tokens_are_those_of_training(tokenizers, tmp_path, kind, template, add_bos, options):
     tokenizer = tokenizers[kind if kind != 'qwen' else 'llama3']
     if kind == 'qwen':      # the names of ChatML for two of its control tokens
         tokenizer = copy.copy(tokenizer)
         tokenizer.control_ids = {'<|im_start|>': 128100, '<|im_end|>': 128101}
     asked, solved, _, _ = questions.load_task(write_task(tmp_path), **options)
-    if options.get('preset'):       # without header and shots the question begins the message
+    if options.get('prompt_format'):   # no header and shots before the question
         asked = [dataclasses.replace(question, header='') for question in asked]
     trees = [tree for _, tree in tokenize_questions(asked, solved, tokenizer, add_bos=add_bos,
                                                     max_length=2000, chat=template)]
@@ -273,7 +273,7 @@ def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
     row = {'sentence': 'The fox and the lazy dog: _' + rest, 'option1': 'the quick brown fox',
            'option2': 'the dog', 'answer': '1'}
     (question,), *_ = questions.load_task(
-        f'winogrande_s:{write_rows(tmp_path / "dev.jsonl", [row])}', preset='harness')
+        f'winogrande_s:{write_rows(tmp_path / "dev.jsonl", [row])}', prompt_format='harness')
     for chat in ('none', 'tulu'):
         ((_, tree),) = tokenize_questions([question], {}, tokenizer, add_bos=True, max_length=200,
                                           chat=chat)
@@ -396,9 +396,10 @@ def test_seams_on_real_questions(file, tmp_path):
     shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
     tokenizer = load_tokenizer(tmp_path)
     for name, options in ((f'mmlu:{datasets / "mmlu"}', dict(shots=5)),
-                          (f'arc_easy:{datasets / "arc_easy"}', dict(shots=2, preset='harness')),
-                          (f'hellaswag:{datasets / "hellaswag"}', dict(preset='harness')),
-                          (f'xcopa:{datasets / "xcopa"}', dict(preset='harness', shots=1)),
+                          (f'arc_easy:{datasets / "arc_easy"}',
+                           dict(shots=2, prompt_format='harness')),
+                          (f'hellaswag:{datasets / "hellaswag"}', dict(prompt_format='harness')),
+                          (f'xcopa:{datasets / "xcopa"}', dict(prompt_format='harness', shots=1)),
                           (f'xcopa:{datasets / "xcopa"}', dict(scoring='text')),
                           (str(datasets / 'mmlu_pro' / 'mmlu_pro_sample.jsonl'), {})):
         asked, solved, _, _ = questions.load_task(name, **options)
@@ -679,7 +680,7 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     flat = scored(scored_folder, tmp_path / 'whole', '--norm=sum')
     assert flat['tasks']['global_mmlu']['distribution'] == (
         'mmlu, 2 shots, options scored by letters, summed log-probabilities, plain text')
-    for option in ('--shots=1', '--scoring=text', '--preset=harness', '--deterministic',
+    for option in ('--shots=1', '--scoring=text', '--prompt_format=harness', '--deterministic',
                    '--chat=tulu'):
         with pytest.raises(ConfigError, match='holds samples with '
                                                       + option[2:].split('=')[0] + ' = '):
@@ -1335,7 +1336,7 @@ def test_the_list_of_tasks(capsys):
                  'clm  Salesforce/wikitext\n    test        wikitext-2-raw-v1/test-*.parquet',
                  'a file or folder of your own\n', '    {lang}      et ht id it'):
         assert part in printed
-    assert all(f'\n{name}  {task.hub}\n' in printed for name, task in questions.TASKS.items())
+    assert all(f'\n{name}  {task.hub}\n' in printed for name, task in benchmarks.BENCHMARKS.items())
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -1426,8 +1427,18 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
                                ('boolq', f'boolq:{tmp_path / "super_glue"}', 0)):
         out = tmp_path / f'out-{task}'
         evaluate.main([f'--model={folder}', f'--tasks={place}', f'--shots={shots}',
-                       '--preset=harness', f'--out_dir={out}', '--n_bootstrap=0'])
+                       '--prompt_format=harness', f'--out_dir={out}', '--n_bootstrap=0'])
         ours = [s['log_probs'] for s in report.read_samples(out / 'samples.jsonl')]
         assert len(ours) == len(theirs['found'][task]) > 10
         for a, b in zip(ours, theirs['found'][task], strict=True):
             assert a == pytest.approx(b, abs=1e-4)
+
+
+def test_a_folder_that_calls_the_prompt_format_preset_is_resumed(tmp_path):
+    sources = {'mmlu': {'source': 'cais/mmlu', 'questions': 'x'}}
+    (tmp_path / 'eval_config.json').write_text(json.dumps(
+        {'model': 'm', 'preset': 'mmlu', 'shots': 5, 'tasks': sources}))
+    settings = {'model': 'm', 'prompt_format': 'mmlu', 'shots': 5}
+    assert samples._read_sources(tmp_path, settings) == sources
+    with pytest.raises(ConfigError, match="prompt_format = 'mmlu', not 'harness'"):
+        samples._read_sources(tmp_path, settings | {'prompt_format': 'harness'})

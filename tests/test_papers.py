@@ -13,7 +13,7 @@ import sys
 
 import pytest
 from common import HERE, SHARED, needs_files, reference_model, sentencepiece_folder, write_rows
-from data.questions import GLOBAL_MMLU, MMLU_PROX
+from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from test_tokenizer import train_bpe
 
 PATTERN = 'data/train-00000-of-00001.parquet'

@@ -4,12 +4,24 @@ import shutil
 
 import numpy as np
 import pytest
-from common import SHARED, needs_shared, write_rows
-from data import questions
+import transformers
+from common import SHARED, needs_shared, sentencepiece_folder, write_rows
+
+import evaluate
+from data import benchmarks, questions
+from data.chat import encode_conversation
 from data.tasks import load_tasks
-from evaluate import EvalConfig
+from data.tokenizer import load_tokenizer
+from data.trees import tokenize_questions
 from runtime.config import load_config
 from runtime.errors import ConfigError, DataError
+from runtime.eval_config import EvalConfig
+from test_tokenizer import train_kind
+
+
+def parse(row, task=None):
+    benchmark = benchmarks.BENCHMARKS[task] if task else benchmarks.GENERIC
+    return questions.parse_row(row, benchmark.row)
 
 
 @pytest.mark.parametrize('row, expected', [
@@ -17,12 +29,6 @@ from runtime.errors import ConfigError, DataError
     ({'question': 'Q?', 'choices': ['a', 'b', 'c', 'd'], 'answer': 'C'}, 2),
     (['Q?', 'a', 'b', 'c', 'd', 'C'], 2),
     (['Q?', 'a', 'b', 'c', 'd', '2'], 2),
-    ({'question': 'Q?', 'choices': {'text': ['a', 'b', 'c'], 'label': ['1', '2', '3']},
-      'answerKey': '3'}, 2),
-    ({'question': 'Q?', 'choices': {'text': list('abcde'), 'label': list('ABCDE')},
-      'answerKey': 'C'}, 2),
-    ({'question': {'stem': 'Q?', 'choices': [{'text': t, 'label': k} for t, k in
-                                             zip('abcd', 'ABCD')]}, 'answerKey': 'C'}, 2),
     ({'question': 'Q?', 'option_a': 'a', 'option_b': 'b', 'option_c': 'c', 'option_d': 'd',
       'answer': 'C', 'sample_id': 'x/test/1'}, 2),
     ({'question': 'Q?', 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'option_3': 'c',
@@ -33,15 +39,31 @@ from runtime.errors import ConfigError, DataError
       'answer_index': 2}, 2),
     ({'question': 'Q?', 'choice0': 'a', 'choice1': 'b', 'choice2': 'c', 'answer': '2'}, 2),
 ])
-def test_question_schemas(row, expected):
-    text, choices, answer = questions.parse_row(row)
+def test_generic_rows_in_every_naming_scheme(row, expected):
+    text, choices, answer = parse(row)
     assert text.strip() == 'Q?' and choices[:3] == ['a', 'b', 'c'] and answer == expected
+
+
+@pytest.mark.parametrize('row, expected', [
+    ({'question': 'Q?', 'choices': {'text': ['a', 'b', 'c'], 'label': ['1', '2', '3']},
+      'answerKey': '3'}, 2),
+    ({'question': 'Q?', 'choices': {'text': list('abcde'), 'label': list('ABCDE')},
+      'answerKey': 'C'}, 2),
+    ({'question': {'stem': 'Q?', 'choices': [{'text': t, 'label': k} for t, k in
+                                             zip('abcd', 'ABCD')]}, 'answerKey': 'C'}, 2),
+    ({'question_stem': 'Q?', 'choices': {'text': list('abcd'), 'label': list('ABCD')},
+      'answerKey': 'C'}, 2),
+])
+def test_arc_rows_on_the_hub_and_as_first_published(row, expected):
+    for task in ('arc_easy', 'openbookqa'):
+        text, choices, answer = parse(row, task)
+        assert text == 'Q?' and choices[:3] == ['a', 'b', 'c'] and answer == expected
 
 
 def test_hellaswag_cleaning():
     row = {'activity_label': 'Roof [title] repair', 'ctx_a': 'A man [step] works.', 'ctx_b': 'he',
            'endings': ['runs  [x]away', 'b', 'c', 'd'], 'label': '3'}
-    text, choices, answer = questions.parse_row(row)
+    text, choices, answer = parse(row, 'hellaswag')
     assert text == 'Roof.  repair: A man works. He'.replace('.  r', '. r') and answer == 3
     assert choices[0] == 'runs away'
 
@@ -56,16 +78,12 @@ def test_hellaswag_cleaning():
     ({'question': 'Q?', 'option_0': 'a', 'option_1': None, 'option_2': 'b', 'answer': 'B'},
      "no valid answer: 'B'; wanted one of A, C"),
     ({'question': '', 'choices': ['a', 'b'], 'answer': 0}, 'no question'),
-    ({'endings': ['a', 'b'], 'activity_label': 'x', 'label': ''}, 'no valid answer'),
-    ({'endings': None, 'label': 0}, 'not the fields of its format'),
     ({'question': '\ud83d?', 'choices': ['a', 'b'], 'answer': 0}, 'not valid Unicode'),
-    ({'question': 'Q?', 'choices': {'text': ['a', 'b']}, 'answerKey': 'A'}, 'not the fields'),
     ({'question': 'Q?', 'choices': ['a', None], 'answer': 0}, 'choice B is null'),
     ({'question': 'Q?', 'choices': [float('nan'), 'b'], 'answer': 0}, 'choice A is null'),
-    ({'question': 'Q?', 'choices': {'text': ['a', None], 'label': ['A', 'B']}, 'answerKey': 'A'},
-     'choice B is null'),
-    ({'premise': 'P.', 'question': 'cause', 'choice1': 'a', 'choice2': None, 'label': 0},
-     'choice B is null'),
+    ({'question': 'Q?', 'choices': {'text': ['a', 'b']}, 'answerKey': 'A'},
+     'choices in a list; .* --tasks=arc_easy:FILE'),
+    ({'goal': 'g', 'sol1': 'a', 'sol2': 'b', 'label': 0}, 'no question among .* benchmark:file'),
     ({'question': 'Q?', 'choices': ['a', ['b']], 'answer': 0}, 'choice B is not text but list'),
     ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': '\u00b2'}, 'no valid answer'),
     ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': '9' * 9000}, 'no valid answer'),
@@ -74,8 +92,6 @@ def test_hellaswag_cleaning():
      'the id is not valid Unicode'),
     ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0, 'subject': '\ud83d'},
      'the subject is not valid Unicode'),
-    ({'activity_label': 'x', 'ctx_a': None, 'ctx_b': '', 'endings': ['a', 'b'], 'label': '0'},
-     'the field "ctx_a" is not text'),
     ([1, 2, 3, 4], 'the question is not text'),
     ('text', 'named fields')])
 def test_bad_questions_name_their_line(tmp_path, row, message):
@@ -87,6 +103,48 @@ def test_bad_questions_name_their_line(tmp_path, row, message):
     kept, _, bad, total = questions.load_task(str(path), on_bad_row='skip')
     assert len(kept) == 1 and len(bad) == 1 and total == 1
     assert kept[0].place == f'{path}:1'
+
+
+@pytest.mark.parametrize('task, row, message', [
+    ('hellaswag', {'endings': ['a', 'b'], 'activity_label': 'x', 'label': ''}, 'no valid answer'),
+    ('hellaswag', {'endings': None, 'label': 0}, 'not the fields of its format'),
+    ('hellaswag', {'activity_label': 'x', 'ctx_a': None, 'ctx_b': '', 'endings': ['a', 'b'],
+                   'label': '0'}, 'the field "ctx_a" is not text'),
+    ('arc_easy', {'question': 'Q?', 'choices': {'text': ['a', 'b']}, 'answerKey': 'A'},
+     "not the fields of its format: KeyError.'label'"),
+    ('arc_easy', {'question': 'Q?', 'choices': {'text': ['a', None], 'label': ['A', 'B']},
+                  'answerKey': 'A'}, 'choice B is null'),
+    ('xcopa', {'premise': 'P.', 'question': 'cause', 'choice1': 'a', 'choice2': None, 'label': 0},
+     'choice B is null'),
+    ('piqa', {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}, "KeyError.'goal'"),
+    ('arc_easy', 'text', 'not the fields of its format')])
+def test_rows_that_do_not_fit_their_benchmark_name_their_line(tmp_path, task, row, message):
+    path = write_rows(tmp_path / 'some.jsonl', [row])
+    with pytest.raises(DataError, match=f'some.jsonl:1: .*{message}'):
+        questions.load_task(f'{task}:{path}')
+
+
+def test_digest_of_a_question_is_independent_of_its_prompt(tmp_path):
+    row = {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0, 'subject': 's'}
+    path = write_rows(tmp_path / 'some.jsonl', [
+        row, row | {'answer': 1, 'subject': 't'}, row | {'choices': ['a', 'c']},
+        row | {'question': 'R?'}, row | {'question': 'Q?a'}])
+    first = [q.digest for q in questions.load_task(str(path)).questions]
+    assert first[0] == first[1] and len(set(first)) == 4 and len(first[0]) == 16
+    for options in (dict(scoring='text'), dict(prompt_format='harness')):
+        assert [q.digest for q in questions.load_task(str(path), **options).questions] == first
+    question = questions.load_task(str(path)).questions[0]
+    assert question.proposing(1).digest == first[0]
+
+
+def test_a_folder_with_files_under_other_names_is_refused_with_real_names(tmp_path):
+    write_rows(tmp_path / 'mine.jsonl', [{'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}])
+    for task, example in (('global_mmlu', 'am/test-'), ('mmlu', 'test.jsonl'),
+                          ('xcopa', 'et/test-')):
+        with pytest.raises(DataError) as error:
+            questions.load_task(f'{task}:{tmp_path}')
+        assert example in str(error.value) and '{' not in str(error.value)
+        assert 'is read as task:file' in str(error.value)
 
 
 def write_mmlu(folder, sizes):
@@ -204,7 +262,7 @@ def test_arc_as_first_published_under_the_harness(tmp_path):
     row = {'question': {'stem': ' Q?', 'choices': [{'text': t, 'label': k} for t, k in
                                                    zip('abcd', 'ABCD')]}, 'answerKey': 'C'}
     path = write_rows(tmp_path / 'ARC-Easy-Test.jsonl', [row])
-    (question,), *_ = questions.load_task(f'arc_easy:{path}', preset='harness')
+    (question,), *_ = questions.load_task(f'arc_easy:{path}', prompt_format='harness')
     assert question.context == 'Question:  Q?\nAnswer:'
 
 
@@ -266,7 +324,7 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (dict(preset='harness'), 'lets the model write its answer to mmlu_prox'),
+    (dict(prompt_format='harness'), 'lets the model write its answer to mmlu_prox'),
     (dict(languages=('xx',)), "mmlu_prox has no language 'xx'; it has af, ar"),
     (dict(languages=('sw',)), 'holds nothing that matches sw/test-')])
 def test_multilingual_refusals(tmp_path, arguments, message):
@@ -278,7 +336,7 @@ def test_multilingual_refusals(tmp_path, arguments, message):
     assert question.language == 'de' and question.context.endswith('\nAntwort:')
     assert question.header == ('Im Folgenden sind Multiple-Choice-Fragen (mit Antworten) zu '
                                'various things.\n\n')
-    with pytest.raises(DataError, match='mmlu publishes no header of its own'):
+    with pytest.raises(DataError, match='mmlu has no header of its own'):
         questions.load_task(f'mmlu:{tmp_path}', header='native')
 
 
@@ -338,7 +396,7 @@ GOLDEN = [
 @pytest.mark.parametrize('task, file, row, prompts, answer, letters', GOLDEN)
 def test_tasks_of_bayesian_lora(tmp_path, task, file, row, prompts, answer, letters):
     write_rows(tmp_path / file, [row])
-    (question,), *_ = questions.load_task(f'{task}:{tmp_path}', preset='harness')
+    (question,), *_ = questions.load_task(f'{task}:{tmp_path}', prompt_format='harness')
     assert not question.header and question.answer == answer
     assert [f'{part.context}|{option}' for part in question.parts
             for option in part.options] == prompts
@@ -356,13 +414,13 @@ def test_white_space_of_the_harness(tmp_path):
     stem = {'question_stem': 'A plant needs ', 'answerKey': 'A',
             'choices': {'text': ['air', 'ink'], 'label': ['A', 'B']}}
     path = write_rows(tmp_path / 'test.jsonl', [stem])
-    (question,), *_ = questions.load_task(f'openbookqa:{path}', preset='harness')
+    (question,), *_ = questions.load_task(f'openbookqa:{path}', prompt_format='harness')
     assert (question.context, question.options) == ('A plant needs', ['  air', '  ink'])
     row = {'sentence': 'Kim met Ann; _ won.', 'option1': 'Kim ', 'option2': 'Ann', 'answer': '1'}
     path = write_rows(tmp_path / 'dev.jsonl', [row, row | {'sentence': 'Kim won.'}])
     with pytest.raises(DataError, match='dev.jsonl:2: the sentence has no blank, an underscore'):
-        questions.load_task(f'winogrande_m:{path}', preset='harness')
-    (question,), *_ = questions.load_task(f'winogrande_m:{path}', preset='harness',
+        questions.load_task(f'winogrande_m:{path}', prompt_format='harness')
+    (question,), *_ = questions.load_task(f'winogrande_m:{path}', prompt_format='harness',
                                           on_bad_row='skip')
     assert [(p.context, p.options) for p in question.parts] == [
         ('Kim met Ann; Kim', ['  won.']), ('Kim met Ann; Ann', [' won.'])]
@@ -387,3 +445,85 @@ def test_a_comma_in_the_path_of_a_task_is_named(tmp_path, task):
         load_tasks(load_config(EvalConfig, [f'--tasks={task}{path}']))
     alone = load_config(EvalConfig, [f'--tasks=({str(path)!r},)', '--shots=0'])
     assert [*load_tasks(alone)] == ['q']
+
+
+# what a question can begin with: words, digits, white space, added tokens, other scripts
+BEGINNINGS = ['Which', '7 foxes', '3.5', ' led', '  two', '\n', '\t x', '"Quote"', '...', '中文',
+              '\u0301x', '١', '<think> x', 'é', "'s", '(1)', ' ' * 9 + '4', 'Å', '\U0001f600']
+
+
+def assert_tokens_of_the_whole_text(tokenizer, chat='none'):
+    """The ids of shots, question and option are those of the whole prompt, encoded at once."""
+    for header in ('', 'About foxes.\n\n', 'About 7 foxes \n \n'):
+        asked = [questions.Question(str(i), f'{beginning} is it?\nAnswer:', [' A', ' 1'], 0, 's',
+                                    header) for i, beginning in enumerate(BEGINNINGS)]
+        shots = {asked[0].group: asked[:2]}
+        for question, tree in tokenize_questions(asked, shots, tokenizer, add_bos=False,
+                                                 max_length=10 ** 6, chat=chat):
+            text = header + ''.join(shot.solved for shot in asked[:2]) + question.context
+            for option, leaf in zip(question.options, tree.leaves, strict=True):
+                whole = tokenizer.encode(text + option)
+                if chat != 'none':
+                    messages = [{'role': 'user', 'content': text},
+                                {'role': 'assistant', 'content': option.strip()}]
+                    whole, _ = encode_conversation(messages, tokenizer, chat, add_bos=False)
+                ids = [*tree.prefix, *tree.stem, *leaf]
+                assert ids == whole[:len(ids)] and len(ids) >= len(whole) - (chat != 'none')
+
+
+@pytest.mark.parametrize('chat', ['none', 'tulu'])
+@pytest.mark.parametrize('kind', ['gpt2', 'digits', 'split', 'nfc', 'ignore_merges'])
+def test_questions_with_any_beginning_have_the_tokens_of_the_whole_text(kind, chat, tmp_path):
+    train_kind(tmp_path, kind)
+    assert_tokens_of_the_whole_text(load_tokenizer(tmp_path), chat)
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+def test_sentencepiece_questions_have_the_tokens_of_the_whole_text(kind, tokenizers):
+    assert_tokens_of_the_whole_text(tokenizers[kind])
+    assert_tokens_of_the_whole_text(tokenizers[kind], 'tulu')
+
+
+@pytest.fixture
+def mmlu_folder(tmp_path):
+    rows = [{'question': f'Q{i}?', 'choices': ['w', 'x'], 'answer': i % 2, 'subject': 'virology'}
+            for i in range(4)]
+    write_rows(tmp_path / 'mmlu' / 'dev.jsonl', rows[:1])
+    write_rows(tmp_path / 'mmlu' / 'test.jsonl', rows[1:])
+    return tmp_path / 'mmlu'
+
+
+SHOT = ('The following are multiple choice questions (with answers) about virology.\n\n'
+        'Q0?\nA. w\nB. x\nAnswer: A\n\n')
+
+
+def test_show_prints_whole_prompts_without_a_model(mmlu_folder, capsys):
+    evaluate.main([f'--tasks=mmlu:{mmlu_folder}', '--shots=1', '--show=2'])
+    printed = capsys.readouterr().out
+    for i in (1, 2):
+        assert f"{SHOT}Q{i}?\nA. w\nB. x\nAnswer:\n--- options\n' A'\n' B'\n" in printed
+    assert 'mmlu: 2 of 3 questions' in printed and 'Q3?' not in printed
+    with pytest.raises(ConfigError, match='chat = tulu: the template needs .*--model'):
+        evaluate.main([f'--tasks=mmlu:{mmlu_folder}', '--shots=1', '--show=2', '--chat=tulu'])
+
+
+@pytest.mark.parametrize('chat', ['none', 'tulu'])
+def test_show_prints_what_is_scored_and_needs_no_weights(mmlu_folder, tmp_path, capsys, chat):
+    folder = sentencepiece_folder(tmp_path / 'model', 'llama2')
+    transformers.LlamaConfig(vocab_size=400, hidden_size=16, num_attention_heads=2,
+                             intermediate_size=16).save_pretrained(folder)
+    text = write_rows(tmp_path / 'text.jsonl', [{'text': 'The quick brown fox'}])
+    tasks = f'mmlu:{mmlu_folder}' + f',clm:{text}' * (chat == 'none')
+    evaluate.main([f'--model={folder}', f'--tasks={tasks}', '--shots=1', '--show=1',
+                   f'--chat={chat}', '--device=cpu'])
+    printed, tokenizer = capsys.readouterr().out, load_tokenizer(folder)
+    loaded = questions.load_task(f'mmlu:{mmlu_folder}', shots=1)
+    (_, tree), *_ = tokenize_questions(loaded.questions, loaded.shots, tokenizer, add_bos=True,
+                                       max_length=999, chat=chat)
+    ids = [*tree.prefix, *tree.stem]
+    assert SHOT in tokenizer.decode(ids)
+    tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*ids, *tree.leaves[0]])
+    assert f"{tokenizer.decode(ids)}\n--- options\n" in printed
+    assert tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n') in printed
+    assert ('clm: 1 of 1 texts' in printed) == (chat == 'none')
+    assert {path.name for path in folder.iterdir()} == {'tokenizer.model', 'config.json'}

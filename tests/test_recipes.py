@@ -119,11 +119,6 @@ p = (hidden @ head.T).softmax(1).gather(1, target[:, None])
 loss, _ = fused_loss(hidden, head, target, parse_loss('poly1(2.0)'))
 torch.testing.assert_close(loss, (-p.log() + 2 * (1 - p)).mean())
 """,
-    ('metrics.md', 'Add a metric'): """
-import metrics
-probs, labels = [[0.95, 0.05], [0.92, 0.08], [0.6, 0.4], [0.7, 0.3]], [1, 0, 1, 1]
-assert metrics.report(probs, labels)['sure_errors'] == 0.25
-""",
     ('training.md', 'Batches and the loss'): """
 from train import TrainConfig, learning_rate
 from runtime.config import load_config
@@ -147,6 +142,33 @@ with torch.no_grad():
     positions, ends = tokens.clone(), torch.full_like(tokens, 12)
     logits = ours(tokens, positions, ends) @ ours.lm_head.weight.T
     torch.testing.assert_close(logits, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+""",
+    ('evaluation.md', 'A benchmark of your own'): """
+import json
+from pathlib import Path
+from runtime.eval_config import EvalConfig
+from data.tasks import load_tasks, show
+Path('dev.jsonl').write_text(json.dumps({
+    'context': 'Ann fell.', 'question': 'Why?', 'answerA': 'ice', 'answerB': 'joy',
+    'answerC': 'sun', 'label': '2'}))
+for prompt_format, options in (('mmlu', [' A', ' B', ' C']), ('harness', [' ice', ' joy', ' sun'])):
+    cfg = EvalConfig(tasks=('social_iqa:dev.jsonl',), shots=0, show=1, prompt_format=prompt_format)
+    task, = load_tasks(cfg).values()
+    question, = task.items
+    assert question.options == options and question.answer == 1
+    assert 'Ann fell. Why?' in show(task, None, cfg) and question.subject == 'social situations'
+""",
+    ('evaluation.md', 'A prompt of your own'): """
+import json
+from pathlib import Path
+from runtime.eval_config import EvalConfig
+from data.tasks import load_tasks, show
+Path('q.jsonl').write_text(json.dumps({'question': 'Why?', 'choices': ['a', 'b'], 'answer': 0,
+                                       'subject': 'life'}))
+cfg = EvalConfig(tasks=('q.jsonl',), shots=0, show=1, prompt_format='question_answer')
+task, = load_tasks(cfg).values()
+text = show(task, None, cfg)
+assert 'Answer these questions about life.' in text and 'Q: Why?' in text and 'A:' in text
 """,
 }
 

@@ -167,10 +167,11 @@ def test_nll_of_sums_is_not_clipped():
 
 def test_a_sample_of_a_task_says_so():
     whole, part = result(), result(sample={'questions': 200, 'of': 14042})
-    assert report.task_title('mmlu', whole) == 'mmlu (preset mmlu, 5 shots, letters, token)'
+    assert report.task_title('mmlu', whole) == 'mmlu (prompt format mmlu, 5 shots, letters, token)'
     assert 'sample of 200 of 14,042 questions' in report.task_title('mmlu', part)
     tables = {'tasks': {'mmlu': whole, 'some': part}}
-    assert '### some (preset mmlu, 5 shots, letters, token; sample of 200 of 14,042 questions' in (
+    assert ('### some (prompt format mmlu, 5 shots, letters, token; '
+            'sample of 200 of 14,042 questions') in (
         report.to_markdown(tables))
     rows = list(csv.DictReader(io.StringIO(report.to_csv(tables))))
     assert [(r['task'], r['sample_of']) for r in rows if r['kind'] == 'pooled'] == [
@@ -183,8 +184,8 @@ def test_each_task_says_how_it_was_scored():
     other = result(distribution='harness, 0 shots, text, sum')
     tables = {'tasks': {'mmlu': result(), 'arc': other}}
     text = report.to_markdown(tables)
-    assert '### mmlu (preset mmlu, 5 shots, letters, token)\n' in text
-    assert '### arc (preset harness, 0 shots, text, sum)\n' in text
+    assert '### mmlu (prompt format mmlu, 5 shots, letters, token)\n' in text
+    assert '### arc (prompt format harness, 0 shots, text, sum)\n' in text
     old = result()
     del old['distribution']
     with pytest.raises(DataError, match='mmlu do not say how it was scored: .*; evaluate again'):
@@ -279,7 +280,7 @@ def test_results_as_latex():
     shown = result(**fitted, first_bad='a_b.csv:3', bad_rows=1)
     text = report.to_latex({'tasks': {'my_task': result(), 'other': shown}})
     first, second = tabulars(text)
-    assert 'my\\_task (preset mmlu, 5 shots' in text and 'the first: a\\_b.csv:3\n' in text
+    assert 'my\\_task (prompt format mmlu, 5 shots' in text and 'the first: a\\_b.csv:3\n' in text
     plain = report.cells(report.report_rows(shown))
     column = plain[0].index('ECE')
     values = {row[0]: row[column] for row in plain[1:]}
@@ -403,7 +404,8 @@ def test_reports_side_by_side(tmp_path, monkeypatch, capsys):
                         lambda path, panels: drawn.update({path.name: panels}))
     report.print_report(runs, tmp_path)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == 'mmlu (preset mmlu, x)' and lines[2].split()[:2] == ['run', 'questions']
+    assert lines[1] == 'mmlu (prompt format mmlu, x)'
+    assert lines[2].split()[:2] == ['run', 'questions']
     assert [line.split()[:2] for line in lines[4:]] == [['before', '40'], ['after', '40']]
     assert [(name, len(p.labels)) for name, p in drawn['reliability-mmlu.png']] == [
         ('before', 40), ('after', 40)]

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 import shutil
 
 import pytest
@@ -116,14 +117,19 @@ def same_ids(folder, reference, texts):
     return tokenizer
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'digits', 'split', 'nfc', 'ignore_merges'])
-def test_tokenizer_json_is_read_as_by_tokenizers(kind, tmp_path):
+def train_kind(folder, kind):
+    """Train a byte-level BPE with one of the pre-tokenizers that are read."""
     from tokenizers import Regex, pre_tokenizers
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != 'split')
     steps = {'digits': [pre_tokenizers.Digits(individual_digits=True)],
              'split': [pre_tokenizers.Split(Regex(bpe.LLAMA3_PATTERN), 'isolated')]}
-    reference = train_bpe(tmp_path, [*steps.get(kind, []), byte_level], nfc=kind == 'nfc',
-                          ignore_merges=kind == 'ignore_merges', bos=kind == 'split')
+    return train_bpe(folder, [*steps.get(kind, []), byte_level], nfc=kind == 'nfc',
+                     ignore_merges=kind == 'ignore_merges', bos=kind == 'split')
+
+
+@pytest.mark.parametrize('kind', ['gpt2', 'digits', 'split', 'nfc', 'ignore_merges'])
+def test_tokenizer_json_is_read_as_by_tokenizers(kind, tmp_path):
+    reference = train_kind(tmp_path, kind)
     tokenizer = same_ids(tmp_path, reference, strings(2000))
     assert tokenizer.bos_id == (reference.token_to_id('<|begin|>') if kind == 'split' else None)
     assert tokenizer.eos_id == reference.token_to_id('<|end|>')
@@ -160,6 +166,14 @@ def test_real_tokenizer_json(name, tmp_path):
     (lambda f: f['model']['vocab'].pop('h'), 'model.vocab has no piece for byte 104'),
     (lambda f: f.update(pre_tokenizer={'type': 'Sequence', 'pretokenizers': []}), 'IndexError'),
     (lambda f: f.update(post_processor={'type': 'TemplateProcessing', 'single': []}), 'IndexError'),
+    (lambda f: f['model']['vocab'].update(h=-3), "tokenizer.json: the token 'h' has the id -3; an"),
+    (lambda f: f['added_tokens'][-1].update(id=True), 'has the id True; an id is an integer'),
+    (lambda f: f['model']['vocab'].update(h=f['model']['vocab']['i']),
+     "the tokens 'h' and 'i' have the same id"),
+    (lambda f: f['added_tokens'][-1].update(id=9), "have the same id 9"),
+    (lambda f: f['model']['merges'].__setitem__(3, ''), r"model.merges\[3\] is ''; wanted two"),
+    (lambda f: f['model']['merges'].__setitem__(3, ['', 'a']), r'model.merges\[3\] is '),
+    (lambda f: f['model'].update(merges=[]), 'model.merges is empty, so that nothing makes'),
     (lambda f: f.update(pre_tokenizer=None), 'not a tokenizer.json')])
 def test_other_tokenizer_json_is_refused(change, message, tmp_path):
     from tokenizers import pre_tokenizers
@@ -169,6 +183,17 @@ def test_other_tokenizer_json_is_refused(change, message, tmp_path):
     (tmp_path / 'tokenizer.json').write_text(json.dumps(file))
     with pytest.raises(DataError, match=message):
         load_tokenizer(tmp_path)
+
+
+def test_a_special_token_that_is_a_word_does_not_split_it(tmp_path):
+    from tokenizers import AddedToken, pre_tokenizers
+    reference = train_bpe(tmp_path, [pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    word = min(name for name in reference.get_vocab() if re.fullmatch('[a-z]{3,}', name))
+    reference.add_special_tokens([AddedToken(word)])
+    reference.save(str(tmp_path / 'tokenizer.json'))
+    tokenizer = same_ids(tmp_path, reference, [f'{word}', f'a {word}s', f'{word}{word}\n{word}'])
+    assert tokenizer.control_ids.keys() == {'<|begin|>', '<|end|>'}
+    assert reference.token_to_id(word) in tokenizer.encode(word)
 
 
 def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
@@ -287,12 +312,16 @@ def test_transformers_reads_what_a_run_saves(kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('file', ['llama2_tokenizer.model', 'llama3_tokenizer.model',
                                   'mistral_tokenizer.model.v1',
-                                  'mistral_mistral_instruct_tokenizer_240323.model.v3'])
+                                  'mistral_mistral_instruct_tokenizer_240323.model.v3',
+                                  'mistral_mistral_instruct_tokenizer_241114.model.v7'])
 def test_transformers_reads_real_tokenizers(file, tmp_path):
     needs_files(f'tokenizers/{file}', 'datasets/wikitext2/wiki.test.txt.gz')
     shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / 'tokenizer.model')
     (tmp_path / 'config.json').write_text('{"model_type": "llama"}')
-    theirs, ours = in_transformers(tmp_path)
+    theirs, ours = in_transformers(tmp_path, 'llama3' if 'llama3' in file else 'mistral')
+    for messages in CHATS:
+        assert theirs.apply_chat_template(messages)['input_ids'] == chat.encode_conversation(
+            messages, ours, 'llama3' if 'llama3' in file else 'mistral')[0], messages
     lines = gzip.open(SHARED / 'datasets' / 'wikitext2' / 'wiki.test.txt.gz', 'rt').readlines()
     for text in [*strings(5000), *lines]:
         if not any(name in text for name in ours.control_ids):
@@ -336,7 +365,7 @@ def test_transformers_renders_what_was_trained(template, kind, add_bos, tmp_path
         for turn, answer in zip(turns, answers, strict=True):
             asked = {'conversation': messages[:turn], 'add_generation_prompt': True}
             assert theirs.apply_chat_template(**asked, tokenize=False) == ours.decode(ids[:answer])
-            if kind not in ('mistral', 'llama2') and turn == turns[0]:
+            if turn == turns[0]:
                 assert theirs.apply_chat_template(**asked)['input_ids'] == ids[:answer]
 
 
@@ -380,6 +409,14 @@ def test_prompt_tokens_do_not_depend_on_the_answer(tokenizers):
         prompt = [i for i, flag in zip(ids, loss_mask, strict=True) if not flag]
         assert prompt == [tokenizers['gemma'].bos_id] + tokenizers['gemma'].encode(
             '<|user|>\nsky\n<|assistant|>\n')
+
+
+def test_a_template_that_cannot_ask_is_refused(tokenizers, monkeypatch):
+    for wrong in (lambda messages, tokenizer: [(messages[1]['content'], True)],
+                  lambda messages, tokenizer: [(messages[0]['content'], False)]):
+        monkeypatch.setitem(chat.TEMPLATES, 'mine', wrong)
+        with pytest.raises(DataError, match="template 'mine' cannot ask a question"):
+            chat.question_frame(tokenizers['gemma'], 'mine')
 
 
 def test_template_needs_its_control_tokens(tokenizers):

@@ -1,0 +1,232 @@
+"""The table of multiple-choice benchmarks: files, schema of the rows, prompt in the harness.
+
+A new benchmark is an entry of BENCHMARKS, and a row function if no benchmark has its schema yet. A
+row function takes a raw row and returns a Row; a row with other fields may raise KeyError, which
+becomes a message that names the file and the line.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from data import prompts
+from data.files import require_fields, require_text
+from data.prompts import LETTERS, WORDING
+from runtime.errors import DataError
+
+
+class Row(NamedTuple):
+    """A question as its file holds it.
+
+    answer: one of `labels`; with letters as labels, an index from 0 is an answer too
+    """
+    question: str
+    choices: list
+    answer: object
+    labels: list | str = LETTERS
+
+
+# ------------------------------------------------------------------------------------------------
+# Row functions
+# ------------------------------------------------------------------------------------------------
+
+# the names of the columns of choices, in files with one column per choice
+COLUMNS = ([f'option_{c}' for c in LETTERS.lower()],    # Global-MMLU
+           [f'option_{i}' for i in range(26)],          # MMLU-ProX
+           [f'choice{i}' for i in range(26)],           # copies of MMLU
+           list(LETTERS), list(LETTERS.lower()))        # CMMLU, with a header
+
+
+def generic_row(row):
+    """MMLU and its relatives: question, answer, and the choices under one of several names.
+
+    The choices are a list named `choices` or, for MMLU-Pro, `options`, or columns (see COLUMNS). A
+    choice that is null or 'N/A' is absent, and the choices after it keep their letters. MMLU's csv
+    files without a header have the question, the choices and the letter as columns.
+    """
+    if isinstance(row, list):
+        if len(row) < 4:
+            raise DataError(f'{len(row)} columns; wanted question, options and answer')
+        return Row(row[0], row[1:-1], row[-1])
+    require_fields(row)
+    question, answer = (row.get(name, row.get(name.title())) for name in ('question', 'answer'))
+    if row.get('choices') is not None:
+        return Row(question, row['choices'], answer)
+    names = next((names for names in COLUMNS if row.get(names[0]) is not None), None)
+    options = [row.get(name) for name in names] if names else row.get('options')
+    if not isinstance(options, list):
+        return Row(question, None, answer)
+    present = [(option, letter) for option, letter in zip(options, LETTERS, strict=False)
+               if option is not None and option != 'N/A']
+    return Row(question, [option for option, _ in present], answer,
+               [letter for _, letter in present])
+
+
+def arc_row(row):
+    """ARC and OpenBookQA, on the hub and as first published: 3 to 5 labeled choices."""
+    if isinstance(row['question' if 'question' in row else 'question_stem'], dict):
+        choices = row['question'].get('choices') or []
+        return Row(row['question'].get('stem'), [choice['text'] for choice in choices],
+                   row.get('answerKey'), [choice['label'] for choice in choices])
+    question = row['question'] if 'question' in row else row['question_stem']
+    return Row(question, row['choices']['text'], row.get('answerKey'), row['choices']['label'])
+
+
+def hellaswag_row(row):
+    """HellaSwag, without the marks of WikiHow, as the harness cleans it."""
+    def clean(text):
+        text = re.sub(r'\[.*?\]', '', text.strip().replace(' [title]', '. '))
+        return text.replace('  ', ' ')
+
+    activity, start, end = (require_text(row.get(name, ''), f'the field "{name}"')
+                            for name in ('activity_label', 'ctx_a', 'ctx_b'))
+    return Row(clean(f'{activity}: {start} {end.capitalize()}'),
+               [clean(ending) for ending in row['endings']], row.get('label'))
+
+
+def winogrande_row(row):
+    """WinoGrande: which of two options belongs at the '_' of the sentence."""
+    return Row(row['sentence'], [row['option1'], row['option2']], row['answer'], '12')
+
+
+def piqa_row(row):
+    return Row(row['goal'], [row['sol1'], row['sol2']], row['label'])
+
+
+def boolq_row(row):
+    """BoolQ of SuperGLUE (label: 0 is no, 1 is yes) and as first published (answer: a Boolean)."""
+    answer = row['label'] if 'label' in row else row['answer']
+    answer = int(answer) if isinstance(answer, bool) else answer
+    return Row(f'{row["passage"]}\nQuestion: {row["question"]}?', ['no', 'yes'], answer)
+
+
+def xcopa_row(row):
+    """XCOPA: which of two choices was the cause or the effect of the premise."""
+    asks = {'cause': 'What was the cause of this?', 'effect': 'What happened as a result?'}
+    return Row(f'{row["premise"].strip()}\n{asks[row["question"]]}',
+               [row['choice1'], row['choice2']], row.get('label'))
+
+
+# ------------------------------------------------------------------------------------------------
+# The table
+# ------------------------------------------------------------------------------------------------
+
+@dataclass
+class Benchmark:
+    """A benchmark. {lang} in a pattern stands for one of `languages`."""
+    hub: str                    # the hub dataset
+    test: tuple                 # patterns of the files to score
+    shots: tuple                # patterns of the files with solved questions
+    row: Callable = generic_row         # raw row -> Row
+    harness: Callable | None = None     # Item -> Prompt of lm-evaluation-harness; None: there the
+    #                                     model writes its answer, so that no option is scored
+    validation: tuple = ()      # to fit a temperature on; neither scored nor used as shots
+    languages: tuple = ()
+    subject: str = 'various things'     # for the header, if rows and files name no subject
+    native: Callable | None = None      # Item -> (header, word before the answer) in its language
+    continues: bool = False     # whether the choices continue the sentence of the question
+    subject_files: bool = False         # whether the name of a file or its folder is the subject
+
+
+def _files(split, *others):
+    """Return the patterns of a split of a multilingual benchmark, on the hub and as plain files."""
+    return tuple(pattern.format(s, lang='{lang}') for s in (split, *others) for pattern in (
+        '{lang}/{}-*.parquet', '{lang}/{}.jsonl*', '{lang}_{}*.jsonl*', '{}.{lang}.jsonl*'))
+
+
+def _arc(name):
+    def split(hub, published):
+        return f'{name}/{hub}-*.parquet', f'{name}-{hub}.jsonl*', f'**/{name}-{published}.jsonl'
+    return Benchmark('allenai/ai2_arc', split('test', 'Test'), split('train', 'Train'), arc_row,
+                     prompts.harness_question, split('validation', 'Dev'), subject='science')
+
+
+def _winogrande(size):
+    # the labels of the test split are not published; all sizes have one validation split
+    return Benchmark('allenai/winogrande',
+                     (f'winogrande_{size}/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
+                     (f'winogrande_{size}/train-*.parquet', f'train_{size}.jsonl*',
+                      'train.jsonl*'), winogrande_row, prompts.harness_winogrande,
+                     subject='common sense')
+
+
+GLOBAL_MMLU = tuple('am ar bn cs de el en es fa fil fr ha he hi id ig it ja ko ky lt mg ms ne nl '
+                    'ny pl pt ro ru si sn so sr sv sw te tr uk vi yo zh'.split())
+GLOBAL_MMLU_LITE = tuple('ar bn de en es fr hi id it ja ko my pt sw yo zh'.split())
+MMLU_PROX = tuple(sorted(WORDING['headers']))
+BENCHMARKS = {
+    'mmlu': Benchmark('cais/mmlu',
+                      ('all/test-*.parquet', 'test.jsonl*', 'test/*_test.csv', '*_test.csv'),
+                      ('all/dev-*.parquet', 'dev.jsonl*', 'dev/*_dev.csv', '*_dev.csv'),
+                      generic_row, prompts.harness_mmlu,
+                      ('all/validation-*.parquet', 'validation.jsonl*', 'val/*_val.csv')),
+    'arc_easy': _arc('ARC-Easy'),
+    'arc_challenge': _arc('ARC-Challenge'),
+    # the labels of the test split are not published; the same holds for BoolQ and PIQA
+    'hellaswag': Benchmark('Rowan/hellaswag',
+                           ('data/validation-*.parquet', 'hellaswag_val*.jsonl*'),
+                           ('data/train-*.parquet', 'hellaswag_train*.jsonl*'),
+                           hellaswag_row, prompts.harness_hellaswag,
+                           subject='everyday situations', continues=True),
+    'openbookqa': Benchmark('allenai/openbookqa', ('main/test-*.parquet', 'test.jsonl*'),
+                            ('main/train-*.parquet', 'train.jsonl*'),
+                            arc_row, prompts.harness_openbookqa,
+                            ('main/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
+                            subject='elementary science'),
+    'winogrande_s': _winogrande('s'),
+    'winogrande_m': _winogrande('m'),
+    'winogrande_xl': _winogrande('xl'),
+    'boolq': Benchmark('aps/super_glue', ('boolq/validation-*.parquet', 'data/validation-*.parquet',
+                                          'validation.jsonl*', 'val.jsonl*', 'dev.jsonl*'),
+                       ('boolq/train-*.parquet', 'data/train-*.parquet', 'train.jsonl*'),
+                       boolq_row, prompts.harness_boolq, subject='passages of text'),
+    'piqa': Benchmark('baber/piqa', ('piqa_validation.parquet', 'plain_text/validation-*.parquet',
+                                     'validation.jsonl*'),
+                      ('piqa_train.parquet', 'plain_text/train-*.parquet', 'train.jsonl*'),
+                      piqa_row, prompts.harness_question, subject='everyday tasks'),
+    'global_mmlu': Benchmark('CohereLabs/Global-MMLU', _files('test'), _files('dev'),
+                             generic_row, prompts.harness_letters, languages=GLOBAL_MMLU),
+    'global_mmlu_lite': Benchmark('CohereLabs/Global-MMLU-Lite', _files('test'), _files('dev'),
+                                  generic_row, prompts.harness_letters,
+                                  languages=GLOBAL_MMLU_LITE),
+    'mmlu_prox': Benchmark('li-lab/MMLU-ProX', _files('test'), _files('validation'),
+                           languages=MMLU_PROX, native=prompts.mmlu_prox_words),
+    'mmlu_prox_lite': Benchmark('li-lab/MMLU-ProX-Lite', _files('test', 'lite'),
+                                _files('validation'), languages=MMLU_PROX,
+                                native=prompts.mmlu_prox_words),
+    'mmlu_pro': Benchmark('TIGER-Lab/MMLU-Pro', ('data/test-*.parquet', 'test.jsonl*'),
+                          ('data/validation-*.parquet', 'validation.jsonl*')),
+    'cmmlu': Benchmark('haonan-li/cmmlu',
+                       ('*/test-*.parquet', 'test/*.csv', '**/test/*.csv', '*.zip'),
+                       ('*/dev-*.parquet', 'dev/*.csv', '**/dev/*.csv', '*.zip'),
+                       generic_row, prompts.harness_cmmlu, native=prompts.cmmlu_words,
+                       subject_files=True),
+    'xcopa': Benchmark('cambridgeltl/xcopa', _files('test'), _files('validation', 'val'),
+                       xcopa_row, prompts.harness_xcopa,
+                       languages=tuple(sorted(WORDING['xcopa'])), subject='causes and effects'),
+}
+# any file or folder of {question, choices, answer[, subject, language, id]}
+GENERIC = Benchmark('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.parquet', '*.csv'),
+                    ('dev.jsonl*', 'dev*.parquet', '*_dev.csv'), generic_row, prompts.harness_mmlu,
+                    ('validation.jsonl*',))
+
+CATEGORIES = {      # MMLU's four groups of subjects
+    'STEM': 'abstract_algebra anatomy astronomy college_biology college_chemistry '
+            'college_computer_science college_mathematics college_physics computer_security '
+            'conceptual_physics electrical_engineering elementary_mathematics high_school_biology '
+            'high_school_chemistry high_school_computer_science high_school_mathematics '
+            'high_school_physics high_school_statistics machine_learning',
+    'humanities': 'formal_logic high_school_european_history high_school_us_history '
+                  'high_school_world_history international_law jurisprudence logical_fallacies '
+                  'moral_disputes moral_scenarios philosophy prehistory professional_law '
+                  'world_religions',
+    'social sciences': 'econometrics high_school_geography high_school_government_and_politics '
+                       'high_school_macroeconomics high_school_microeconomics '
+                       'high_school_psychology human_sexuality professional_psychology '
+                       'public_relations security_studies sociology us_foreign_policy',
+    'other': 'business_ethics clinical_knowledge college_medicine global_facts human_aging '
+             'management marketing medical_genetics miscellaneous nutrition '
+             'professional_accounting professional_medicine virology',
+}
+CATEGORY = {subject: name for name, subjects in CATEGORIES.items() for subject in subjects.split()}
