@@ -146,9 +146,9 @@ def from_json(path):
                                 f'or without NFC')
         special = {token['content']: token['id'] for token in added if token['special']}
         bos_id, eos_id = _bos_and_eos(path, content, model['vocab'] | special)
-        words = {*filter(str.isalpha, map(''.join, merges))}
+        words = {*merges}
         special = {name: i for name, i in special.items()
-                   if name not in words or i in (bos_id, eos_id)}
+                   if not (name.isalpha() and name in words) or i in (bos_id, eos_id)}
         first, late = ({token['content']: token['id'] for token in plain
                         if token['normalized'] is normalized} for normalized in (False, True))
         pieces = _pieces(model, merges, special | first | late)
@@ -193,13 +193,13 @@ def _require_ids(path, vocab, added):
 
 
 def _merges(path, model, added):
-    """Return the pairs of pieces to join, in order; in the file 'a b' or, newer, ['a', 'b']."""
+    """Return the pieces that merges make, in order; in the file 'a b' or, newer, ['a', 'b']."""
     merges = []
     for number, merge in enumerate(model['merges']):
         pair = merge if isinstance(merge, list) else merge.split(' ')
         if len(pair) != 2 or not all(pair):
             raise DataError(f'{path}: model.merges[{number}] is {merge!r}; wanted two pieces')
-        merges.append(pair)
+        merges.append(pair[0] + pair[1])
     long = next((piece for piece in model['vocab'] if len(piece) > 1 and piece not in added), None)
     if long and not merges and not model.get('ignore_merges'):
         raise DataError(f'{path}: model.merges is empty, so that nothing makes the piece {long!r} '
@@ -215,7 +215,7 @@ def _pieces(model, merges, added):
         return bytes(map(to_byte.__getitem__, piece))
     ids = {piece: i for piece, i in model['vocab'].items() if piece not in added}
     order = sorted((piece for piece in ids if len(piece) == 1), key=ids.get)
-    order += map(''.join, merges)
+    order += merges
     if model.get('ignore_merges'):      # a word that is a piece is taken as it is
         order += ids
     # once per piece, since most merges repeat one; also pieces left out, to refuse bad characters

@@ -197,11 +197,10 @@ def measure(groups, n_bootstrap, seed, keys=None):
         jobs[key] = [group.report, *(functools.partial(group.bootstrap, size, [seed, part], keys)
                                      for part, size in enumerate(sizes))]
     n_drawn = sum(len(group.labels) for group in groups.values()) * n_bootstrap
-    # w processes take 7e-8 n_drawn / w seconds of work and 0.025 w of
-    # forking, one after the other
+    # of one process; w processes take seconds / w, and 0.025 w to be forked one after the other
+    seconds = 0.012 * len(groups) + 7e-8 * n_drawn
     outcomes = iter(parallel_map(operator.call, [*itertools.chain(*jobs.values())],
-                                 worth_it=n_drawn >= 3_000_000,
-                                 most=round(math.sqrt(7e-8 * n_drawn / 0.025))))
+                                 worth_it=seconds > 0.2, most=round(math.sqrt(seconds / 0.025))))
     for key, group_jobs in jobs.items():
         report, *parts = itertools.islice(outcomes, len(group_jobs))
         resampled[key] = {name: np.concatenate([part[name] for part in parts])
