@@ -9,10 +9,10 @@ sample is appended to samples.jsonl as soon as it is scored, and an interrupted 
 from that file. results/ computes the metrics.
 """
 
-from runtime import cli
+from runtime import cli, startup
 
 if __name__ == '__main__':
-    cli.begin()
+    startup.begin()
 
 import functools
 import hashlib
@@ -34,8 +34,8 @@ from data.packing import pack_alone, pack_trees, stack_rows
 from data.probes import INSTRUCTIONS
 from data.tasks import describe_tasks, load_tasks, show
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from results import compare, report, samples
-from runtime import ownership, startup
+from results import report, samples
+from runtime import ownership
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.eval_config import EvalConfig, check_eval_config
@@ -57,6 +57,7 @@ def read_arguments(argv):
     if not argv:
         raise SystemExit(USAGE)
     if argv[0] == '--compare':
+        from results import compare
         raise SystemExit(compare.main(argv[1:]))
     cfg = load_config(EvalConfig, argv, USAGE)
     check_eval_config(cfg)

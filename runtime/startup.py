@@ -9,22 +9,29 @@ import re
 import sys
 import threading
 
+from runtime import cli
+
+
+def begin():
+    """Prepare the script as every script, and its imports: to be called before them.
+
+    They make a million objects that stay. With Python's usual threshold of 700 (2,000) new objects,
+    searching these for garbage again and again takes 0.7 s beside a GPU.
+    """
+    gc.set_threshold(100_000)
+    cli.begin()
+
 
 def load_libraries(device):
     """Import torch, and Triton if it is there, for a run on `device`, the key of that name.
 
-    Two things make this faster on a machine with a GPU, see docs/benchmarks.md: the CUDA context is
-    created by a thread meanwhile, and nothing searches the imported objects for garbage.
+    Meanwhile a thread creates the CUDA context, which takes half a second or more.
     """
     if gpu := re.fullmatch(r'auto|cuda(?::(\d+))?', device):
         threading.Thread(target=create_context, args=[int(gpu[1] or 0)], daemon=True).start()
-    gc.disable()            # the imports take a quarter less time
     import torch  # noqa: F401
     with contextlib.suppress(ImportError):
         import triton  # noqa: F401
-    gc.freeze()
-    gc.enable()
-    atexit.register(gc.unfreeze)    # or else Triton reports leaks
     sys.setswitchinterval(5e-4)     # tokenizing must not delay the launch of kernels by 5 ms
 
 
@@ -43,7 +50,7 @@ def end_at_once():
 
 
 def create_context(number):
-    """Create the CUDA context of a GPU, which torch then finds; takes half a second or more.
+    """Create the CUDA context of a GPU, which torch then finds.
 
     If that fails, torch says why when it is asked for the GPU.
     """
