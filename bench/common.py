@@ -107,9 +107,14 @@ def last_error(stderr):
 
 
 def empty_caches(folder):
-    """Return environment variables that put caches of compiled kernels and data into `folder`."""
+    """Return environment variables that put caches of compiled kernels and data into `folder`.
+
+    Also the cache of Python's byte code: where libraries are installed read-only and without it,
+    every start would compile 1,000 modules of torch again.
+    """
     return {name: str(Path(folder) / name.lower()) for name in (
-        'TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR', 'CUDA_CACHE_PATH', 'HF_DATASETS_CACHE')}
+        'TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR', 'CUDA_CACHE_PATH', 'HF_DATASETS_CACHE',
+        'PYTHONPYCACHEPREFIX')}
 
 
 def gpu_kernels(call):
