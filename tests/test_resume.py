@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 import model as models
 import train
 from common import await_steps, rewrite, run_train, same_weights, steps_done
-from runtime import checkpoint, log, optim, ownership, resume
+from results import plots
+from runtime import checkpoint, optim, ownership, resume
 from runtime.errors import ConfigError
 
 
@@ -351,7 +352,7 @@ def test_overwrite_checks_everything_before_it_deletes(small_world, tmp_path, ty
 def test_weights_survive_a_picture_that_fails(small_world, tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise RuntimeError('no fonts')
-    monkeypatch.setattr(log, 'save_figure', fail)
+    monkeypatch.setattr(plots, 'save_figure', fail)
     train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
                 '--max_steps=1', '--eval=None'])
     assert (tmp_path / 'config.json').exists() and not (tmp_path / 'loss.png').exists()

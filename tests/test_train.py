@@ -274,7 +274,7 @@ def test_training_by_answer_letter(small_world, tmp_path):
         eval=evaluate.EvalConfig(tasks=(str(path),), shots=0, n_bootstrap=0, pictures=False)))
     before, after = (results[when]['tasks']['mine'] for when in ('before', 'after'))
     assert after['pooled']['accuracy'] == 1 and before['pooled']['nll'] > 0.3
-    assert before['mass'] < 0.1 and after['mass'] > 0.5
+    assert before['option_mass'] < 0.1 and after['option_mass'] > 0.5
     log = [json.loads(line) for line in (tmp_path / 'out' / 'log.jsonl').read_text().splitlines()]
     assert log[-1]['nll'] < 1 and after['pooled']['nll'] < 0.1
     assert not (tmp_path / 'out' / 'chat_template.jinja').exists()
