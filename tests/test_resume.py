@@ -20,7 +20,7 @@ import model as models
 import train
 from common import await_steps, rewrite, run_train, same_weights, steps_done
 from results import plots
-from runtime import checkpoint, optim, ownership, resume
+from runtime import checkpoint, optim, ownership, resume, trained
 from runtime.errors import ConfigError
 
 
@@ -106,8 +106,8 @@ class TinyRun:
             self.save_checkpoint()
         else:
             below = 'epoch-1' if self.kind == 'epoch-1' else '.'
-            train.save_weights(self.cfg, self.model, self.optimizer, self.base,
-                               {'tokenizer.json': '{"made": "up"}'}, below)
+            trained.save_weights(self.cfg, self.model, self.optimizer, self.base,
+                                 {'tokenizer.json': '{"made": "up"}'}, below)
 
     def resume_and_save(self):
         """As train.py does it with --resume."""

@@ -355,8 +355,7 @@ def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
             train.main([*config, bad, f'--out_dir={tmp_path / "b"}'])
     reference_model('gemma2', tmp_path / 'gemma')
     with pytest.raises(ConfigError, match='has a cap of 3.0; leave it out'):
-        train.logit_config(tiny_config(logit_softcap=9.0),
-                           checkpoint.read_config(tmp_path / 'gemma'))
+        trained.model_config(tiny_config(logit_softcap=9.0), tmp_path / 'gemma')
 
 
 @pytest.mark.slow
