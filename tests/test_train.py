@@ -28,7 +28,7 @@ from results import report
 from runtime import checkpoint, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import HostCopy
-from runtime.errors import ConfigError, DataError
+from runtime.errors import ConfigError, DataError, TrainingError
 
 
 def tiny_config(**values):
@@ -312,7 +312,7 @@ def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
 
 def test_a_nan_loss_stops_the_run(small_world, tmp_path):
     folder, _ = small_world
-    with pytest.raises(train.TrainingError, match='step 1: loss nan.* not finite in '
+    with pytest.raises(TrainingError, match='step 1: loss nan.* not finite in '
                        'model.norm.weight; there is no checkpoint yet'):
         broken = tmp_path / 'broken'
         shutil.copytree(folder / 'base', broken)
