@@ -32,7 +32,7 @@ from data.benchmarks import BENCHMARKS
 from data.chat import question_frame
 from data.packing import pack_alone, pack_trees, stack_rows
 from data.probes import INSTRUCTIONS
-from data.tasks import describe_tasks, load_tasks, show
+from data.tasks import describe, describe_tasks, distribution, load_tasks, show
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import report, samples
 from runtime import ownership
@@ -397,11 +397,12 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
                                         overwrite=cfg.overwrite)
     announce(config, tasks, cfg, done)
     results, prompts, new = score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model)
-    rows = samples_of(read_last(out_dir / 'samples.jsonl') if done else new, prompts)
+    rows = samples.by_task(latest_samples(out_dir) if done else new, prompts)
     earlier = report.measure_again({label: earlier[label] for label in earlier
                                     if label not in results}, rows)
     with ThreadPoolExecutor(1) as pool:     # pictures are drawn while the workers compute
-        drawn = cfg.pictures and pool.submit(draw_diagrams, earlier, results, rows, tasks, out_dir)
+        drawn = cfg.pictures and pool.submit(report.draw_diagrams, earlier, results, rows, tasks,
+                                             out_dir)
         for label in results:
             results[label] |= report.summarize(rows[label], cfg.norm, n_bootstrap=cfg.n_bootstrap,
                                                fit=cfg.fit_temperature, seed=cfg.seed)
@@ -421,19 +422,20 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
 
     Return {label: result without metrics}, {label: its prompts} and the new samples.
     """
-    results, prompts, new, path = {}, {}, [], out_dir / 'samples.jsonl'
+    results, prompts, new = {}, {}, []
     labels = result_labels(tasks, cfg)
     parents = [tasks[label.removesuffix('.p_true')] for label in labels]
     n_items = sum(len(task.items) + len(task.validation) for task in parents)
     n_items = max(0, n_items - sum(key[0] in labels for key, _ in done))
-    with ThreadPoolExecutor(2) as pool, open(path, 'ab', buffering=0) as file:
+    with (ThreadPoolExecutor(2) as pool,
+          open(out_dir / 'samples.jsonl', 'ab', buffering=0) as file):
         load = (lambda: model) if model else load_ahead(pool, folder, base, cfg, n_items)
 
         def append(sample):
             samples.append(file, sample)
             new.append(sample)
 
-        for label, task in with_p_true(tasks, path, prompts, cfg):
+        for label, task in with_p_true(tasks, out_dir, prompts, cfg):
             started = time.perf_counter()
             prompts[label], bad_rows = score_task(load, folder, tokenizer, label, task, cfg, done,
                                                   append)
@@ -443,13 +445,17 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
     return results, prompts, new    # this also frees the model's memory, before the metrics
 
 
-def with_p_true(tasks, path, prompts, cfg):
+def latest_samples(out_dir):
+    return samples.last_asked(samples.read_samples(out_dir / 'samples.jsonl'))
+
+
+def with_p_true(tasks, out_dir, prompts, cfg):
     """Yield (label, Task) of `tasks`; then, with p_true, of the tasks about their top options.
 
-    By then the samples of `tasks` must be in the file `path`. prompts: as in `samples_of`.
+    By then the samples of `tasks` must be in samples.jsonl. prompts: as in `samples.by_task`.
     """
     yield from tasks.items()
-    rows = samples_of(read_last(path), prompts) if cfg.p_true else {}
+    rows = samples.by_task(latest_samples(out_dir), prompts) if cfg.p_true else {}
     for label, task in tasks.items():
         if cfg.p_true and task.kind == 'questions':
             top = {samples.sample_key(s)[1:]: int(np.argmax(report.option_scores(
@@ -489,79 +495,6 @@ def announce(config, tasks, cfg, done):
               + (f'; a sample of {task.total:,}' if len(task.items) < task.total else '')
               + (f'; {len(task.validation):,} for validation' if task.validation else '')
               + (f'; {n_done:,} scored earlier in this folder' if n_done else ''), flush=True)
-
-
-def describe(task, cfg):
-    """Return the part of a task's result that says how it was scored."""
-    facts = {'source': task.source, 'distribution': distribution(task, cfg), 'norm': cfg.norm,
-             'selected_languages': cfg.languages, 'limit': cfg.limit, 'seed': cfg.seed,
-             'n_bootstrap': cfg.n_bootstrap, 'data_revision': cfg.data_revision}
-    if cfg.dropout_seed is not None:
-        facts['dropout_seed'] = cfg.dropout_seed
-    if len(task.items) < task.total:
-        facts['sample'] = {'questions': len(task.items), 'of': task.total}
-    if task.kind not in INSTRUCTIONS:
-        facts |= {'prompt_format': cfg.prompt_format, 'shots': cfg.shots,
-                  'scoring': cfg.scoring, 'chat': cfg.chat,
-                  'duplicate_options': sum(q.duplicate_options for q in task.items)}
-    return facts
-
-
-def distribution(task, cfg):
-    """Return in words which probabilities are measured, for the header of a table."""
-    dropout = '' if cfg.dropout_seed is None else f', dropout with seed {cfg.dropout_seed}'
-    if task.kind in INSTRUCTIONS:
-        return 'top token' + ', with an instruction' * cfg.instruct + dropout
-    default = 'letters' if cfg.prompt_format == 'mmlu' else f'the rule of {cfg.prompt_format}'
-    scored = default if cfg.scoring == 'auto' else cfg.scoring
-    p_true = 'P(True) of the top option, ' if task.kind == 'p_true' else ''
-    form = 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
-    return (f'{p_true}{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
-            f'{NORMS[cfg.norm]}, {form}{dropout}')
-
-
-NORMS = {'token': 'log-probabilities per token', 'sum': 'summed log-probabilities',
-         'char': 'log-probabilities per character', 'byte': 'log-probabilities per byte'}
-
-
-def read_last(path):
-    """Return the samples of the latest prompt of each question or text in samples.jsonl."""
-    return samples.last_asked(samples.read_samples(path))
-
-
-def samples_of(rows, prompts):
-    """Return {task: its samples}; of a task in {task: {(sample_key, prompt)}} only those."""
-    by_label = {label: [] for label in prompts}
-    for sample in rows:
-        label, prompt = sample['task'], (samples.sample_key(sample), sample['prompt'])
-        if label not in prompts or prompt in prompts[label]:
-            by_label.setdefault(label, []).append(sample)
-    return by_label
-
-
-def draw_diagrams(earlier, results, rows, tasks, out_dir):
-    """Draw reliability.png with all tasks, and for each of `tasks` a grid of its languages.
-
-    The grids of earlier tasks exist. An earlier task whose samples changed is left out. Return the
-    names of the pictures that were written.
-    """
-    panels, pictures = [], {}
-    for label, result in (earlier | results).items():
-        test = [s for s in rows.get(label, []) if s['split'] == 'test']
-        if label not in results and len(test) != result['pooled']['n']:
-            print(f'reliability.png leaves out {label}: of its {result["pooled"]["n"]} questions '
-                  f'samples.jsonl now holds {len(test)}; evaluate {label} again to draw it')
-            continue
-        pooled = report.predictions(test, result['norm'])
-        panels.append((report.panel_title(label, result), pooled))
-        languages = report.split_groups(test, 'language', pooled) if label in tasks else {}
-        if languages:
-            pictures[samples.GRID.format(label)] = [
-                (report.panel_title(name, result), p) for name, p in languages.items()], 7
-    if panels:
-        pictures[samples.DIAGRAM] = panels, 5
-    return [name for name, arguments in pictures.items()
-            if report.draw_reliability(out_dir / name, *arguments)]
 
 
 # ------------------------------------------------------------------------------------------------

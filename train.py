@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Literal
 
 from runtime.config import load_config, require_range
-from runtime.errors import ConfigError, DataError, Stopped, TrainingError
-from runtime.eval_config import EvalConfig, check_eval_config
+from runtime.errors import ConfigError, DataError, Stopped
+from runtime.eval_config import EvalConfig, check_report_config
 
 # A schedule takes the share of the steps after warm-up that are done, 0 to 1, and returns a factor
 # that falls from 1, for `lr`, to 0, for `final_lr * lr`.
@@ -145,8 +145,7 @@ from fused_ce import fused_loss, smoothing, token_statistics
 from model import CausalLM, add_lora, compile_blocks
 from results.plots import draw_loss
 from results.report import print_report
-from results.samples import OUTPUTS
-from runtime import checkpoint, ownership, resume
+from runtime import checkpoint, ownership, resume, trained
 from runtime.device import pick_device, pick_dtype
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import parse_loss
@@ -192,17 +191,7 @@ def check_config(cfg):
     if cfg.resume and cfg.overwrite:
         raise ConfigError('resume continues the run in out_dir, overwrite removes it; set one')
     if cfg.eval:
-        given = [key for key in ('model', 'out_dir', 'device', 'dtype', 'seed', 'overwrite')
-                 if getattr(cfg.eval, key) != getattr(EvalConfig(), key)]
-        if given:
-            raise ConfigError(f'eval: {given[0]} is decided by the run; leave it out')
-        if cfg.eval.chat == 'trained' and cfg.data_kind != 'instruct':
-            raise ConfigError(f"eval: chat = 'trained' needs data_kind = 'instruct': "
-                              f'{cfg.data_kind!r} has no chat template')
-        if cfg.eval.dropout_seed is not None:
-            raise ConfigError('eval: dropout_seed needs the adapters that a run saves at its end; '
-                              'leave it out, then evaluate.py --model=out/run --dropout_seed=0')
-        check_eval_config(cfg.eval)
+        check_report_config(cfg.eval, cfg.data_kind)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -214,13 +203,10 @@ def load_sequences(cfg, tokenizer):
     common = {'max_length': cfg.max_length, 'add_bos': begins_with_bos(tokenizer, cfg.add_bos),
               'revision': cfg.data_revision, 'cache_dir': cfg.cache_dir,
               'on_bad_row': cfg.on_bad_row, 'workers': cfg.workers or os.cpu_count()}
-    if cfg.data_kind == 'text':
-        sequences = load_text(cfg.data, tokenizer, **common)
-    elif cfg.data_kind == 'questions':
-        sequences = load_answers(cfg.data, tokenizer, **common)
-    else:
-        sequences = load_conversations(cfg.data, tokenizer, template=cfg.template,
-                                       answers=cfg.answers, **common)
+    if cfg.data_kind == 'instruct':
+        common |= {'template': cfg.template, 'answers': cfg.answers}
+    load = {'instruct': load_conversations, 'text': load_text, 'questions': load_answers}
+    sequences = load[cfg.data_kind](cfg.data, tokenizer, **common)
     order = np.random.default_rng(cfg.seed).permutation(len(sequences))
     held_out, rest = np.split(order, [cfg.val_size])
     if len(rest) < (cfg.data_limit or 0):
@@ -390,21 +376,16 @@ def train(cfg):
         torch.manual_seed(cfg.seed)
         with first_process_first():
             base = checkpoint.fetch(cfg.model, cfg.revision)
-            config = logit_config(cfg, checkpoint.read_config(base, cfg.shape))
-            layers = config.family.lora_targets
-            if cfg.lora and (not cfg.lora_targets or set(cfg.lora_targets) - set(layers)):
-                raise ConfigError(f'lora_targets = {cfg.lora_targets}, but the layers of '
-                                  f'{config.model_type} are {", ".join(layers)}; choose from them')
+            config = trained.model_config(cfg, base)
             tokenizer = load_model_tokenizer(base, config)
-            if cfg.max_length > config.max_position_embeddings:
-                raise ConfigError(f'max_length = {cfg.max_length}, but the context of {cfg.model} '
-                                  f'is {config.max_position_embeddings} tokens')
             tasks = load_tasks(report_config(cfg, base, out_dir)) if cfg.eval else {}
             data = load_sequences(cfg, tokenizer)
             if not cfg.from_scratch:
                 checkpoint.check_weights(base, config)
+        more = tokenizer_files(base, tokenizer, cfg.template if cfg.data_kind == 'instruct' else
+                               None, begins_with_bos(tokenizer, cfg.add_bos))
         if rank() == 0 and not cfg.dry_run:
-            ownership.check_free(out_dir, *run_files(cfg, config, base, tokenizer))
+            ownership.check_free(out_dir, *trained.run_files(cfg, config, base, more))
             if cfg.overwrite:
                 ownership.discard(out_dir / 'before', '*')
                 ownership.discard(out_dir, '*')
@@ -414,38 +395,13 @@ def train(cfg):
             results['before'] = calibration_report(cfg, base, tokenizer, tasks, out_dir / 'before')
         if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file to be written
             model = build_model(cfg, config, base, device)
-            optimize(cfg, model, tokenizer, data, device, base)
+            optimize(cfg, model, tokenizer, data, device, base, more)
             del model   # the report reads the saved weights, those that people will use
         elif rank() == 0:
             finish(cfg)     # the run may have been killed right after its weights
         if tasks and not cfg.dry_run:
             results['after'] = calibration_report(cfg, out_dir, tokenizer, tasks, out_dir)
     return results
-
-
-def run_files(cfg, config, base, tokenizer):
-    """Return the names of the files that a run writes at its end and after each epoch."""
-    names = checkpoint.saved_names(config, cfg.out_dir, getattr(torch, cfg.save_dtype), base,
-                                   saved_tokenizer(cfg, base, tokenizer))
-    if cfg.lora:
-        names += [f'adapter/{name}' for name in checkpoint.ADAPTER_FILES]
-    epochs = range(1, math.ceil(cfg.epochs)) if cfg.checkpoint_epochs else ()
-    return ['train_config.py', 'log.jsonl', 'loss.png', *names, *(OUTPUTS if cfg.eval else ()),
-            *(f'epoch-{epoch}/{name}' for epoch in epochs for name in names)]
-
-
-def logit_config(cfg, config):
-    """Return the model's config with the softcap and the temperature of the run."""
-    if cfg.logit_softcap is not None:
-        if config.final_logit_softcapping is not None:
-            raise ConfigError(f'logit_softcap = {cfg.logit_softcap}, but {cfg.model} has a cap of '
-                              f'{config.final_logit_softcapping}; leave it out')
-        config = replace(config, final_logit_softcapping=cfg.logit_softcap)
-    temperature = config.temperature * cfg.logit_temperature
-    if not 1e-3 <= temperature <= 1e3:
-        raise ConfigError(f'logit_temperature = {cfg.logit_temperature} times the {cfg.model} '
-                          f"model's own {config.temperature} is not between 0.001 and 1000")
-    return replace(config, temperature=temperature)
 
 
 def build_model(cfg, config, base, device):
@@ -485,10 +441,11 @@ def build_optimizer(model, cfg):
                  stochastic=cfg.master_weights == 'stochastic', seed=cfg.seed, rank=rank())
 
 
-def optimize(cfg, model, tokenizer, data, device, base):
+def optimize(cfg, model, tokenizer, data, device, base, more):
     """Train to the last step, from the newest checkpoint if there is one, and save the weights.
 
-    A dry run takes two steps and saves nothing.
+    more: {name: content} of files that are saved beside the weights. A dry run takes two steps and
+    saves nothing.
     """
     sequences, training, held_out = data
     steps = int(len(training) * cfg.epochs) // cfg.batch_size
@@ -503,8 +460,7 @@ def optimize(cfg, model, tokenizer, data, device, base):
                        else checkpoint.fingerprint(base))}
     if cfg.resume and not cfg.dry_run:
         first = resume.restore(out_dir, named, optimizer, facts)
-    save_files = functools.partial(save_weights, cfg, model, optimizer, base, saved_tokenizer(
-        cfg, base, tokenizer))
+    save_files = functools.partial(trained.save_weights, cfg, model, optimizer, base, more)
     until = min(steps, 2) if cfg.dry_run else steps
     # on a GPU rows come in full micro-batches, so that each shape is compiled once
     multiple = world_size() * (cfg.micro_rows if device.startswith('cuda') else 1)
@@ -549,27 +505,6 @@ def finish(cfg):
     ownership.discard(cfg.out_dir, 'resume-*')
     if cfg.pictures and not Path(cfg.out_dir, 'loss.png').exists():
         draw_loss(cfg.out_dir)
-
-
-def saved_tokenizer(cfg, base, tokenizer):
-    """Return {name: content} of tokenizer files that differ from those in the folder `base`."""
-    template = cfg.template if cfg.data_kind == 'instruct' else None
-    return tokenizer_files(base, tokenizer, template, begins_with_bos(tokenizer, cfg.add_bos))
-
-
-def save_weights(cfg, model, optimizer, base, more, below='.'):
-    """Write the weights into out_dir/`below`; with LoRA merged, and the adapters in adapter/.
-
-    more: {name: content} of tokenizer files that replace those of the base model
-    """
-    folder, common = Path(cfg.out_dir, below), {'full': optimizer.master, 'owner': cfg.out_dir}
-    try:
-        if cfg.lora:
-            checkpoint.save_adapter(model, folder / 'adapter', cfg.model, **common)
-        checkpoint.save(model, folder, getattr(torch, cfg.save_dtype), base, more=more, **common)
-    except (OSError, ConfigError) as error:
-        raise TrainingError(f'saving the weights to {folder} failed: {error}; '
-                            f'{resume.advice(cfg.out_dir)}') from error
 
 
 def calibration_report(cfg, model_folder, tokenizer, tasks, out_dir):

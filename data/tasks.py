@@ -167,6 +167,38 @@ def _show_prompt(item, context, options):
             *map(repr, options)]
 
 
+def describe(task, cfg):
+    """Return the part of a task's result that says how it was scored."""
+    facts = {'source': task.source, 'distribution': distribution(task, cfg), 'norm': cfg.norm,
+             'selected_languages': cfg.languages, 'limit': cfg.limit, 'seed': cfg.seed,
+             'n_bootstrap': cfg.n_bootstrap, 'data_revision': cfg.data_revision}
+    if cfg.dropout_seed is not None:
+        facts['dropout_seed'] = cfg.dropout_seed
+    if len(task.items) < task.total:
+        facts['sample'] = {'questions': len(task.items), 'of': task.total}
+    if task.kind not in INSTRUCTIONS:
+        facts |= {key: getattr(cfg, key) for key in ('prompt_format', 'shots', 'scoring', 'chat')}
+        facts['duplicate_options'] = sum(q.duplicate_options for q in task.items)
+    return facts
+
+
+LENGTHS = {'token': 'log-probabilities per token', 'sum': 'summed log-probabilities',
+           'char': 'log-probabilities per character', 'byte': 'log-probabilities per byte'}
+
+
+def distribution(task, cfg):
+    """Return in words which probabilities are measured, for the header of a table."""
+    dropout = '' if cfg.dropout_seed is None else f', dropout with seed {cfg.dropout_seed}'
+    if task.kind in INSTRUCTIONS:
+        return 'top token' + ', with an instruction' * cfg.instruct + dropout
+    default = 'letters' if cfg.prompt_format == 'mmlu' else f'the rule of {cfg.prompt_format}'
+    scored = default if cfg.scoring == 'auto' else cfg.scoring
+    p_true = 'P(True) of the top option, ' if task.kind == 'p_true' else ''
+    form = 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
+    return (f'{p_true}{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
+            f'{LENGTHS[cfg.norm]}, {form}{dropout}')
+
+
 def describe_tasks():
     """Return the text of --tasks=help: the hub dataset and the file names of each task."""
     lines = [HELP]

@@ -21,7 +21,7 @@ import metrics
 import scaling
 import stats
 from results.plots import draw_reliability, warn_on_failure
-from results.samples import last_asked, read_samples, sample_order
+from results.samples import DIAGRAM, GRID, last_asked, read_samples, sample_order
 from runtime.errors import DataError
 from runtime.ownership import claim, write_text
 from runtime.processes import parallel_map
@@ -467,6 +467,32 @@ def print_report(runs, out_dir, pictures=True):
             with warn_on_failure(path):
                 claim(out_dir, path.name)
                 draw_reliability(path, panels)
+
+
+def draw_diagrams(earlier, results, samples, tasks, out_dir):
+    """Draw reliability.png with all tasks, and for each of `tasks` a grid of its languages.
+
+    earlier, results: {task: result} of the earlier evaluations there and of this one; samples:
+    {task: its samples}. The grids of earlier tasks exist. An earlier task whose samples changed is
+    left out. Return the names of the pictures that were written.
+    """
+    panels, pictures = [], {}
+    for task, result in (earlier | results).items():
+        test = [s for s in samples.get(task, []) if s['split'] == 'test']
+        if task not in results and len(test) != result['pooled']['n']:
+            print(f'reliability.png leaves out {task}: of its {result["pooled"]["n"]} questions '
+                  f'samples.jsonl now holds {len(test)}; evaluate {task} again to draw it')
+            continue
+        pooled = predictions(test, result['norm'])
+        panels.append((panel_title(task, result), pooled))
+        languages = split_groups(test, 'language', pooled) if task in tasks else {}
+        if languages:
+            pictures[GRID.format(task)] = [(panel_title(name, result), p)
+                                           for name, p in languages.items()], 7
+    if panels:
+        pictures[DIAGRAM] = panels, 5
+    return [name for name, arguments in pictures.items()
+            if draw_reliability(out_dir / name, *arguments)]
 
 
 def to_markdown(results):

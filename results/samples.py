@@ -235,3 +235,13 @@ def last_asked(samples):
     prompts = {sample_key(s): s.get('prompt') for s in samples}
     return list({(sample_key(s), s['id']): s for s in samples
                  if s.get('prompt') == prompts[sample_key(s)]}.values())
+
+
+def by_task(samples, prompts):
+    """Return {task: its samples}; of a task in {task: {(sample_key, prompt)}} only those."""
+    tasks = {task: [] for task in prompts}
+    for sample in samples:
+        task, prompt = sample['task'], (sample_key(sample), sample['prompt'])
+        if task not in prompts or prompt in prompts[task]:
+            tasks.setdefault(task, []).append(sample)
+    return tasks

@@ -1,6 +1,7 @@
 """How every script begins and ends: standard streams, Ctrl-C, and errors as one line."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ def begin():
     signal.signal(signal.SIGINT, _stop_at_once)
 
 
+@functools.cache        # once in a process
 def _prepare_streams():
     """Open missing standard streams on /dev/null; print what the encoding lacks as an escape.
 

@@ -49,6 +49,19 @@ class EvalConfig:
     out_dir: str | None = None                # None: the model's folder; out/eval/ for a hub name
     overwrite: bool = False                   # delete what was evaluated in out_dir before
 
+    @staticmethod
+    def renamed(values):
+        """Return {key: value} with the present names of the keys of earlier versions."""
+        values = dict(values)
+        if 'preset' in values:
+            values['prompt_format'] = values.pop('preset')
+        if 'temperature' in values:
+            values['fit_temperature'] = values.pop('temperature') == 'fit'
+        if values.pop('passes', 0):
+            raise ConfigError('eval: passes, an average over dropout, is no longer computed; leave '
+                              'it out, then evaluate.py --model=out/run --dropout_seed=0')
+        return values
+
 
 def check_eval_config(cfg):
     """Raise ConfigError for a value that no evaluation can use."""
@@ -60,3 +73,18 @@ def check_eval_config(cfg):
                          ('languages', '--languages=all or --languages=en,de')):
         if not getattr(cfg, key):
             raise ConfigError(f'{key} is empty; for example {example}')
+
+
+def check_report_config(cfg, data_kind):
+    """Raise ConfigError for a value that the report of a training run on `data_kind` cannot use."""
+    given = [key for key in ('model', 'out_dir', 'device', 'dtype', 'seed', 'overwrite')
+             if getattr(cfg, key) != getattr(EvalConfig(), key)]
+    if given:
+        raise ConfigError(f'eval: {given[0]} is decided by the run; leave it out')
+    if cfg.chat == 'trained' and data_kind != 'instruct':
+        raise ConfigError(f"eval: chat = 'trained' needs data_kind = 'instruct': {data_kind!r} has "
+                          f'no chat template')
+    if cfg.dropout_seed is not None:
+        raise ConfigError('eval: dropout_seed needs the adapters that a run saves at its end; '
+                          'leave it out, then evaluate.py --model=out/run --dropout_seed=0')
+    check_eval_config(cfg)

@@ -1,15 +1,76 @@
-"""What a model folder says about the run that trained it here: settings, template, adapters."""
+"""The folder of a trained model: the files that a run writes there, and what they say about it."""
 
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from model import CausalLM
-from runtime import checkpoint
+from results.samples import OUTPUTS
+from runtime import checkpoint, resume
 from runtime.config import read_assignments
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, TrainingError
 
+
+# ------------------------------------------------------------------------------------------------
+# Writing: `cfg` is a TrainConfig, `base` the folder of its model
+# ------------------------------------------------------------------------------------------------
+
+def model_config(cfg, base):
+    """Return the config of the model to train; raise ConfigError for settings that do not fit it."""
+    config = checkpoint.read_config(base, cfg.shape)
+    layers = config.family.lora_targets
+    if cfg.lora and (not cfg.lora_targets or set(cfg.lora_targets) - set(layers)):
+        raise ConfigError(f'lora_targets = {cfg.lora_targets}, but the layers of '
+                          f'{config.model_type} are {", ".join(layers)}; choose from them')
+    if cfg.max_length > config.max_position_embeddings:
+        raise ConfigError(f'max_length = {cfg.max_length}, but the context of {cfg.model} is '
+                          f'{config.max_position_embeddings} tokens')
+    if cfg.logit_softcap is not None:
+        if config.final_logit_softcapping is not None:
+            raise ConfigError(f'logit_softcap = {cfg.logit_softcap}, but {cfg.model} has a cap of '
+                              f'{config.final_logit_softcapping}; leave it out')
+        config = replace(config, final_logit_softcapping=cfg.logit_softcap)
+    temperature = config.temperature * cfg.logit_temperature
+    if not 1e-3 <= temperature <= 1e3:
+        raise ConfigError(f'logit_temperature = {cfg.logit_temperature} times the {cfg.model} '
+                          f"model's own {config.temperature} is not between 0.001 and 1000")
+    return replace(config, temperature=temperature)
+
+
+def run_files(cfg, config, base, more):
+    """Return the names, relative to out_dir, of the files that a run writes apart from checkpoints.
+
+    more: as in `save_weights`
+    """
+    names = checkpoint.saved_names(config, cfg.out_dir, getattr(torch, cfg.save_dtype), base, more)
+    if cfg.lora:
+        names += [f'adapter/{name}' for name in checkpoint.ADAPTER_FILES]
+    epochs = range(1, math.ceil(cfg.epochs)) if cfg.checkpoint_epochs else ()
+    return ['train_config.py', 'log.jsonl', 'loss.png', *names, *(OUTPUTS if cfg.eval else ()),
+            *(f'epoch-{epoch}/{name}' for epoch in epochs for name in names)]
+
+
+def save_weights(cfg, model, optimizer, base, more, below='.'):
+    """Write the weights into out_dir/`below`; with LoRA merged, and the adapters in adapter/.
+
+    more: {name: content} of tokenizer files that replace those of the base model
+    """
+    folder, common = Path(cfg.out_dir, below), {'full': optimizer.master, 'owner': cfg.out_dir}
+    try:
+        if cfg.lora:
+            checkpoint.save_adapter(model, folder / 'adapter', cfg.model, **common)
+        checkpoint.save(model, folder, getattr(torch, cfg.save_dtype), base, more=more, **common)
+    except (OSError, ConfigError) as error:
+        raise TrainingError(f'saving the weights to {folder} failed: {error}; '
+                            f'{resume.advice(cfg.out_dir)}') from error
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading
+# ------------------------------------------------------------------------------------------------
 
 def training_settings(folder):
     """Return the settings of the run that trained the model in `folder`; {} if there was none."""

@@ -768,8 +768,10 @@ def test_a_folder_holds_every_task_scored_there(scored_folder, tmp_path, capsys,
     assert both['tasks']['stones']['pooled']['n'] == 12
     said = {label: [task[key] for key in ('distribution', 'norm', 'shots', 'limit')]
             for label, task in both['tasks'].items()}
-    assert said == {'foxes': ['mmlu, 0 shots, letters, token, plain text', 'token', 0, None],
-                    'stones': ['mmlu, 0 shots, letters, sum, plain text', 'sum', 0, 12]}
+    scoring = 'mmlu, 0 shots, options scored by letters'
+    assert said == {
+        'foxes': [f'{scoring}, log-probabilities per token, plain text', 'token', 0, None],
+        'stones': [f'{scoring}, summed log-probabilities, plain text', 'sum', 0, 12]}
     for name in ('results.md', 'results.csv', 'results.tex'):
         text = (out / name).read_text()
         assert 'foxes' in text and 'stones' in text
@@ -926,7 +928,7 @@ def test_a_run_that_scored_nothing_leaves_the_folder_free(scored_folder, tmp_pat
         evaluate_words(scored_folder, out, f'--tasks={task}', '--max_length=3')
     assert evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']['foxes']['pooled'][
         'n'] == 5
-    with pytest.raises(DataError, match='foxes: temperature = fit needs two questions or more'):
+    with pytest.raises(DataError, match='foxes: fit_temperature needs two questions or more'):
         evaluate_words(scored_folder, out, f'--tasks={task}', '--limit=1', '--fit_temperature')
 
 
@@ -1139,8 +1141,8 @@ def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, tm
     assert {r['n'] for r in result['languages'].values()} == {10}
     assert {r['n'] for r in result['subjects'].values()} == {15}
     printed = capsys.readouterr().out
-    assert ('global_mmlu: 30 questions, mmlu, 2 shots, letters, token, plain text; a sample of 120'
-            in printed)
+    assert ('global_mmlu: 30 questions, prompt format mmlu, 2 shots, options scored by letters, '
+            'log-probabilities per token, plain text; a sample of 120' in printed)
     for name in ('results.md', 'results.tex'):
         assert 'sample of 30 of 120 questions' in (tmp_path / 'some' / name).read_text()
     assert 'sample' not in scored(scored_folder, tmp_path / 'some')['tasks']['global_mmlu']

@@ -80,7 +80,7 @@ def measured(model, device):
     """Return {use: numbers} as the program computes them, and the tokens that were drawn."""
     model.decoder.attention = 'auto'
     packed = packing.pack(TEXTS, 128)
-    _, nll = train.forward_backward(model, packed, train.TrainConfig(), device)
+    nll = train.forward_backward(model, packed, train.TrainConfig(), device)['nll']
     scores = evaluate.option_log_probs(model, TREES[:1], pack_len=32)
     drawn = [*sample.generate(model, PROMPT, (), sample.SampleConfig(max_tokens=2), None)]
     return {'training': [nll.item()], 'evaluation': np.concatenate(scores),

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 import model as models
 import train
 from common import await_steps, rewrite, run_train, same_weights, steps_done
-from runtime import checkpoint, log, optim, ownership, resume
-from runtime.errors import ConfigError
+from results import plots
+from runtime import checkpoint, optim, ownership, resume, trained
+from runtime.errors import ConfigError, TrainingError
 
 
 @pytest.fixture(scope='module')
@@ -105,8 +106,8 @@ class TinyRun:
             self.save_checkpoint()
         else:
             below = 'epoch-1' if self.kind == 'epoch-1' else '.'
-            train.save_weights(self.cfg, self.model, self.optimizer, self.base,
-                               {'tokenizer.json': '{"made": "up"}'}, below)
+            trained.save_weights(self.cfg, self.model, self.optimizer, self.base,
+                                 {'tokenizer.json': '{"made": "up"}'}, below)
 
     def resume_and_save(self):
         """As train.py does it with --resume."""
@@ -351,7 +352,7 @@ def test_overwrite_checks_everything_before_it_deletes(small_world, tmp_path, ty
 def test_weights_survive_a_picture_that_fails(small_world, tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise RuntimeError('no fonts')
-    monkeypatch.setattr(log, 'save_figure', fail)
+    monkeypatch.setattr(plots, 'save_figure', fail)
     train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
                 '--max_steps=1', '--eval=None'])
     assert (tmp_path / 'config.json').exists() and not (tmp_path / 'loss.png').exists()
@@ -402,7 +403,7 @@ def change_base(tmp_path):
     (change_base, 'different base model')])
 def test_resume_wants_the_same_data_and_model(interrupted, tmp_path, change, message):
     change(tmp_path)
-    with pytest.raises(train.TrainingError, match=message):
+    with pytest.raises(TrainingError, match=message):
         train.main(interrupted[0])
 
 
@@ -458,7 +459,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, capsys, 
     assert re.search(message, capsys.readouterr().out)
     assert all(torch.equal(p, wanted.named[name]) for name, p in again.named.items())
     shutil.rmtree(older)
-    with pytest.raises(train.TrainingError, match='is damaged .*no older checkpoint; --overwrite'):
+    with pytest.raises(TrainingError, match='is damaged .*no older checkpoint; --overwrite'):
         resume.restore(again.out, again.named, again.optimizer, {'steps': 9})
 
 
@@ -469,7 +470,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, key, message):
     run = TinyRun(tmp_path, 'resume-2')
     ownership.claim(run.out, 'log.jsonl')
     resume.save_checkpoint(run.out, 1, run.named, run.optimizer, {key: 4})
-    with pytest.raises(train.TrainingError, match=message):
+    with pytest.raises(TrainingError, match=message):
         resume.restore(run.out, run.named, run.optimizer, {key: 5})
 
 
@@ -495,7 +496,7 @@ def test_training_in_a_folder_that_was_moved_fails(small_world, tmp_path, monkey
             out.rename(tmp_path / 'moved')
         return train_step(*rest)
     monkeypatch.setattr(train, 'train_step', move_and_step)
-    with pytest.raises(train.TrainingError, match='run was removed or moved'):
+    with pytest.raises(TrainingError, match='run was removed or moved'):
         train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
                     '--eval=None', '--max_steps=1', '--device=cpu'])
     assert not out.exists()
@@ -648,7 +649,7 @@ def test_a_checkpoint_that_is_complete_survives_its_clean_up(tmp_path, monkeypat
     def full(path, *rest, **options):
         raise OSError(28, 'No space left on device', str(path))
     monkeypatch.setattr(Path, 'write_text', full)
-    with pytest.raises(train.TrainingError, match='resume continues after step 10'):
+    with pytest.raises(TrainingError, match='resume continues after step 10'):
         save(15)
 
 

@@ -28,7 +28,7 @@ from results import report
 from runtime import checkpoint, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import HostCopy
-from runtime.errors import ConfigError, DataError
+from runtime.errors import ConfigError, DataError, TrainingError
 
 
 def tiny_config(**values):
@@ -274,7 +274,7 @@ def test_training_by_answer_letter(small_world, tmp_path):
         eval=evaluate.EvalConfig(tasks=(str(path),), shots=0, n_bootstrap=0, pictures=False)))
     before, after = (results[when]['tasks']['mine'] for when in ('before', 'after'))
     assert after['pooled']['accuracy'] == 1 and before['pooled']['nll'] > 0.3
-    assert before['mass'] < 0.1 and after['mass'] > 0.5
+    assert before['option_mass'] < 0.1 and after['option_mass'] > 0.5
     log = [json.loads(line) for line in (tmp_path / 'out' / 'log.jsonl').read_text().splitlines()]
     assert log[-1]['nll'] < 1 and after['pooled']['nll'] < 0.1
     assert not (tmp_path / 'out' / 'chat_template.jinja').exists()
@@ -312,7 +312,7 @@ def test_a_steps_time_is_without_validation(small_world, tmp_path, monkeypatch):
 
 def test_a_nan_loss_stops_the_run(small_world, tmp_path):
     folder, _ = small_world
-    with pytest.raises(train.TrainingError, match='step 1: loss nan.* not finite in '
+    with pytest.raises(TrainingError, match='step 1: loss nan.* not finite in '
                        'model.norm.weight; there is no checkpoint yet'):
         broken = tmp_path / 'broken'
         shutil.copytree(folder / 'base', broken)
@@ -355,8 +355,7 @@ def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
             train.main([*config, bad, f'--out_dir={tmp_path / "b"}'])
     reference_model('gemma2', tmp_path / 'gemma')
     with pytest.raises(ConfigError, match='has a cap of 3.0; leave it out'):
-        train.logit_config(tiny_config(logit_softcap=9.0),
-                           checkpoint.read_config(tmp_path / 'gemma'))
+        trained.model_config(tiny_config(logit_softcap=9.0), tmp_path / 'gemma')
 
 
 @pytest.mark.slow
