@@ -14,6 +14,7 @@ from pathlib import Path
 
 from runtime.errors import CheckpointError, DataError
 from runtime.hub import download
+from runtime.ownership import temporary
 
 
 def fetch(source, patterns, revision=None):
@@ -46,9 +47,8 @@ def _download(name, patterns, revision):
     for archive in folder.glob('*.zip'):
         unpacked = archive.with_suffix('')
         if not unpacked.exists():
-            with writing(unpacked):
-                shutil.unpack_archive(archive, f'{unpacked}.tmp')
-                os.replace(f'{unpacked}.tmp', unpacked)
+            with writing(unpacked), temporary(unpacked, folder=True) as part:
+                shutil.unpack_archive(archive, part)
     return folder
 
 

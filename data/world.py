@@ -29,6 +29,7 @@ from tqdm import tqdm
 from data.files import writing
 from data.prompts import HEADER, LETTERS, listed
 from runtime.errors import DataError
+from runtime.ownership import temporary
 
 VALUE_EXPONENT = 0.7            # of a value's frequency among entities: some trades are common
 
@@ -389,8 +390,7 @@ def _train_tokenizer(vocab_size, texts):
 
 
 def _write(path, content):
-    part = Path(f'{path}.tmp')
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content if isinstance(content, bytes) else content.encode())
-        os.replace(part, path)
+        with temporary(path) as part:
+            part.write_bytes(content if isinstance(content, bytes) else content.encode())

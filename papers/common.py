@@ -30,7 +30,7 @@ from results import plots, report
 from runtime import cli
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, TrainingError
-from runtime.ownership import claim, read_json, write_text
+from runtime.ownership import claim, lock, read_json, write_text
 from runtime.resume import check_folder
 from train import FREE_KEYS, TrainConfig, train
 
@@ -170,10 +170,12 @@ def main(runs, tables, **more):
         if options.plan:
             print_plan(changed, options)
             return
-        keep_changes(options.out_dir, changes)
+        with lock(options.out_dir):     # not while runs are done: several processes can share them
+            keep_changes(options.out_dir, changes)
         failed = do(changed, options)
         limits = ''.join(f' ({change})' for change in changes if change.startswith('--eval.limit='))
-        write_tables(tables(options), options.out_dir, doc, limits)
+        with lock(options.out_dir):
+            write_tables(tables(options), options.out_dir, doc, limits)
         if failed:
             sys.exit('error: not done: ' + ', '.join(failed) + '; the messages are above')
 

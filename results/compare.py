@@ -28,7 +28,7 @@ from results.runs import Run, find_runs, harness_run, read_run, read_run_samples
 from results.samples import sample_order
 from runtime.config import load_config, require_range
 from runtime.errors import ConfigError, DataError
-from runtime.ownership import claim, write_text
+from runtime.ownership import claim, lock, write_text
 
 USAGE = """\
 usage: python evaluate.py --compare FOLDER FOLDER [...] [--key=value ...]
@@ -73,14 +73,11 @@ def main(argv):
     runs = [read_run(folder) for folder in folders]
     runs += [harness_run(folder, files, cfg.norm) for folder, files in harness.items()]
     out_dir = Path(os.path.expanduser(cfg.out_dir))
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f'out_dir = {out_dir}: {error.strerror}; choose another') from error
-    if len({run.seed for run in runs}) > 1 and not cfg.ensemble:
-        compare_seeds(runs, keys, out_dir)
-    else:
-        compare_questions(runs, keys, cfg, out_dir)
+    with lock(out_dir):
+        if len({run.seed for run in runs}) > 1 and not cfg.ensemble:
+            compare_seeds(runs, keys, out_dir)
+        else:
+            compare_questions(runs, keys, cfg, out_dir)
 
 
 # Over questions

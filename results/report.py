@@ -23,7 +23,7 @@ import stats
 from results.plots import draw_reliability, warn_on_failure
 from results.samples import DIAGRAM, GRID, last_asked, read_samples, sample_order
 from runtime.errors import DataError
-from runtime.ownership import claim, write_text
+from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
 
 SCHEMA = 1      # of results.json, as docs/evaluation.md states it; adding a key does not change it
@@ -464,7 +464,7 @@ def print_report(runs, out_dir, pictures=True):
                 if s['task'] == task and s.get('split') != 'validation'], result['norm']))
                 for name, result, folder in rows]
             path = Path(out_dir) / f'reliability-{task}.png'
-            with warn_on_failure(path):
+            with warn_on_failure(path), lock(out_dir):
                 claim(out_dir, path.name)
                 draw_reliability(path, panels)
 

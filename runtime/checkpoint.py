@@ -1,9 +1,5 @@
-"""Read and write a model folder in the Hugging Face layout: config.json, weights, adapters.
+"""Read and write model folders in the Hugging Face layout, which transformers, vLLM and peft load."""
 
-The folders that are written here load in transformers, vLLM and peft.
-"""
-
-import collections
 import contextlib
 import functools
 import hashlib
@@ -13,7 +9,6 @@ import pickle
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,14 +24,16 @@ from runtime.hub import download
 from runtime.parallel import rank
 
 SHARD_BYTES = 5_000_000_000
+# the names of types in a safetensors file; weights have one of the first four
+TYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16',
+         torch.int16: 'I16', torch.uint8: 'U8', torch.bool: 'BOOL'}
 # files that transformers and vLLM need besides the weights; copied from the base model's folder
 SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'tokenizer.model.v*',
               'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
               'chat_template.jinja', 'original/tokenizer.model')
 ADAPTER_FILES = ('adapter_model.safetensors', 'adapter_config.json')
 HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
-# buffers in older checkpoints that are not weights: rotary frequencies, causal masks, mask fill
-# values
+# what older checkpoints hold besides weights: rotary frequencies, causal masks and their fill value
 BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias')
 
 
@@ -57,11 +54,9 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     if name.startswith(('/', '.', '~')) or name.count('/') != 1:
         raise CheckpointError(f'no model folder at {name}, and it is not a hub name '
                               f'like google/gemma-2-2b')
-    if not weights:
-        return download(name, ['config.json', *SIDE_FILES], revision)
-    wanted = ['config.json', '*.safetensors', '*.safetensors.index.json', *SIDE_FILES]
+    wanted = ['config.json', *SIDE_FILES, *['*.safetensors', '*.safetensors.index.json'] * weights]
     folder = download(name, wanted, revision, ignore=['original/*.safetensors', 'consolidated*'])
-    if not any(folder.glob('*.safetensors')):
+    if weights and not any(folder.glob('*.safetensors')):
         # older checkpoints, such as Pythia's at a training step, have only these
         folder = download(name, ['pytorch_model*.bin', 'pytorch_model*.bin.index.json'], revision)
     return folder
@@ -70,20 +65,19 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
 def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> CausalLM:
     """Return a CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
-    Tensors are read one at a time, so there is never a second copy of the model. Raises
-    CheckpointError as `read_config` and `check_weights` do.
+    Raises CheckpointError as `read_config` and `check_weights` do.
     """
     config = read_config(folder)
     dtype = dtype or getattr(torch, config.dtype)
     files = check_weights(folder, config)
     with torch.device('meta'):
         model = CausalLM(config)
-    for key, path in tqdm(files.items(), 'loading', unit=' tensors', delay=1, disable=None):
+    for key, tensor in tqdm(_tensors(files), 'loading', len(files), unit=' tensors', delay=1,
+                            disable=None):
         parent, _, name = key.rpartition('.')
-        with _open(path) as tensors:    # per tensor: pages that stay mapped count as our memory
-            # a copy, not a view into the file, which may be replaced in the meantime
-            tensor = tensors.get_tensor(key).to(device, dtype, copy=True)
-        setattr(model.get_submodule(parent), name, nn.Parameter(tensor))
+        # a copy, not a view into the file, which may be replaced in the meantime
+        weight = nn.Parameter(tensor.to(device, dtype, copy=True))
+        setattr(model.get_submodule(parent), name, weight)
     return model
 
 
@@ -101,8 +95,8 @@ def read_adapter(folder: str | Path) -> dict:
 def add_adapter(model: CausalLM, folder: str | Path):
     """Add the adapters in `folder`/adapter to their base model, in place.
 
-    Soft-cap and temperature of the logits become those of `folder`. Raises CheckpointError if the
-    adapters do not fit the model; with a model on the meta device it only checks that.
+    The softcap and the temperature of the logits become those of `folder`. Raises CheckpointError
+    if the adapters do not fit the model; a model on the meta device is only checked.
     """
     adapter, path = read_adapter(folder), Path(folder) / 'adapter' / ADAPTER_FILES[0]
     config = read_config(folder)
@@ -133,11 +127,11 @@ def adapter_fingerprint(folder: str | Path) -> str:
 
 
 def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
-    """Return {parameter: its file} after a check of the headers; read no weights.
+    """Check the headers of the weight files and return {parameter: its file}; read no weights.
 
-    Raises CheckpointError naming the tensor that is missing, unknown, misshaped, quantized or
-    listed twice, or the damaged file. An output matrix beside tied embeddings is read, and must
-    equal them.
+    Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown,
+    misshaped, quantized or listed twice. Only an output matrix beside tied embeddings is read; it
+    must equal them.
     """
     with torch.device('meta'):
         shapes = {k: list(p.shape) for k, p in CausalLM(config).named_parameters()}
@@ -145,8 +139,7 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
     for path in dict.fromkeys(files.values()):
         _check_header(path)
     if config.tie_word_embeddings and {HEAD, EMBEDDING} <= files.keys():
-        with _open(files[HEAD]) as a, _open(files[EMBEDDING]) as b:
-            head, embedding = a.get_tensor(HEAD), b.get_tensor(EMBEDDING)
+        head, embedding = (x for _, x in _tensors({k: files[k] for k in (HEAD, EMBEDDING)}))
         if head.dtype != embedding.dtype or not torch.equal(head, embedding):
             raise CheckpointError(f'{files[HEAD]}: tensor {HEAD} differs from {EMBEDDING}, but '
                                   f'config.json has tie_word_embeddings = true: set that to false '
@@ -159,35 +152,32 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
         if keys:
             more = f' (and {len(keys) - 1} more)' if len(keys) > 1 else ''
             raise CheckpointError(f'{folder}: tensor {min(keys)}{more} {problem}')
-    for key, path, header in _read_each(files, lambda file, key: file.get_slice(key)):
-        shape, dtype = header.get_shape(), header.get_dtype()
-        if shape != shapes[key]:
-            raise CheckpointError(f'{path}: tensor {key} has shape {shape}, config.json wants '
-                                  f'{shapes[key]}')
-        if dtype not in ('F64', 'F32', 'F16', 'BF16'):
-            raise CheckpointError(f'{path}: tensor {key} is {dtype}; quantized weights are not '
-                                  f'supported')
+    for key, tensor in _tensors(files):
+        if [*tensor.shape] != shapes[key]:
+            raise CheckpointError(f'{files[key]}: tensor {key} has shape {[*tensor.shape]}, '
+                                  f'config.json wants {shapes[key]}')
+        if tensor.dtype not in [*TYPES][:4]:
+            raise CheckpointError(f'{files[key]}: tensor {key} is {tensor.dtype}; quantized '
+                                  f'weights are not supported')
     return files
 
 
 def _check_header(path):
     """Raise CheckpointError if the header of a safetensors file lists a tensor twice."""
-    def unique(pairs):
-        keys = [key for key, _ in pairs]
-        if twice := [key for key, n in collections.Counter(keys).items() if n > 1]:
-            raise CheckpointError(f'{path}: {twice[0]} is listed twice in the header; download or '
-                                  f'save the file again')
-    with _open(path):       # the header is valid JSON
-        if path.suffix == '.safetensors':
-            with open(path, 'rb') as file:
-                length = int.from_bytes(file.read(8), 'little')
-                json.loads(file.read(length), object_pairs_hook=unique)
+    if path.suffix != '.safetensors':
+        return
+    with _open(path), open(path, 'rb') as file:     # a header that _open accepts is valid JSON
+        header = file.read(int.from_bytes(file.read(8), 'little'))
+    keys = [key for key, _ in json.loads(header, object_pairs_hook=list)]
+    if len(keys) > len(set(keys)):
+        raise CheckpointError(f'{path}: {max(keys, key=keys.count)} is listed twice in the header; '
+                              f'download or save the file again')
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
     """Return {tensor: its file}, from a single file or an index of shards.
 
-    safetensors come before pytorch_model.bin, which is read without running code from it.
+    model.safetensors is preferred to pytorch_model.bin, from which no code is run.
     """
     for single in (folder / 'model.safetensors', folder / 'pytorch_model.bin'):
         index = single.with_name(f'{single.name}.index.json')
@@ -213,28 +203,12 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 class _PickledTensors(dict):
-    """The tensors of a pytorch_model.bin, mapped, with the methods of safe_open used here."""
+    """The tensors of a pytorch_model.bin, mapped, with the method of safe_open used here."""
     get_tensor = dict.__getitem__
-
-    def get_slice(self, key):
-        names = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16',
-                 torch.bfloat16: 'BF16'}
-        tensor = self[key]
-        return SimpleNamespace(get_shape=lambda: list(tensor.shape),
-                               get_dtype=lambda: names.get(tensor.dtype, str(tensor.dtype)))
-
-
-# how a file begins that torch wrote before version 1.6: its magic number, pickled
-OLD_TORCH_FILE = b'\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.'
 
 
 @functools.lru_cache(4)
 def _read_pickle(path, _time):
-    with open(path, 'rb') as file:
-        if file.read(len(OLD_TORCH_FILE)) == OLD_TORCH_FILE:
-            raise CheckpointError(
-                f"{path}: the file format of torch before 1.6, which cannot be mapped; convert it "
-                f"in Python: torch.save(torch.load('{path}', 'cpu', weights_only=True), '{path}')")
     try:
         tensors = torch.load(path, 'cpu', mmap=True, weights_only=True)
         if not (isinstance(tensors, dict)
@@ -243,8 +217,10 @@ def _read_pickle(path, _time):
         return _PickledTensors(tensors)
     except (RuntimeError, OSError, EOFError, ValueError, TypeError,
             pickle.UnpicklingError) as error:
-        raise CheckpointError(f'{path}: truncated, or not a file of weights '
-                              f'({type(error).__name__}); download it again') from error
+        raise CheckpointError(
+            f"{path}: truncated, not a file of weights, or written by torch before 1.6 "
+            f"({type(error).__name__}); download it again, or convert it in Python: "
+            f"torch.save(torch.load('{path}', 'cpu', weights_only=True), '{path}')") from error
 
 
 @contextlib.contextmanager
@@ -269,20 +245,17 @@ def _open(path):
         raise CheckpointError(f'{path} cannot be read: {error}') from error
 
 
-def _read_each(files, read):
-    """Yield (key, path, read(file, key)) of {key: path}; each file of weights is opened once."""
-    for path in dict.fromkeys(files.values()):
-        with _open(path) as file:
-            for key in (key for key in files if files[key] == path):
-                yield key, path, read(file, key)
+def _tensors(files):
+    """Yield (key, tensor) of {key: path}; the tensor is mapped, and read when it is used."""
+    for key, path in files.items():
+        with _open(path) as file:   # for each tensor: pages that stay mapped count as our memory
+            yield key, file.get_tensor(key)
 
 
 def nonfinite_tensor(folder: str | Path) -> str | None:
     """Return the name of the first tensor of a model folder with NaN or infinity in it, or None."""
-    for key, path in weight_files(Path(folder)).items():
-        with _open(path) as tensors:
-            tensor = tensors.get_tensor(key)
-        # the filling of Pythia's masks, -1e9, is minus infinity in float16
+    for key, tensor in _tensors(weight_files(Path(folder))):
+        # the fill value of Pythia's masks, -1e9, is minus infinity in float16
         if (tensor.is_floating_point() and not tensor.isfinite().all()
                 and not BUFFERS.fullmatch(key)):
             return key
@@ -303,22 +276,20 @@ def bad_logits(where: str, folder: str | Path, dtype: str) -> str:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """Return a hash of a model: of the values in config.json and of a sample of every tensor.
+    """Return a hash of the values in config.json and of a sample of every tensor.
 
-    The sample is the name, type and shape of the tensor and 16 blocks of 4 KiB spread evenly over
-    its bytes: under a second for a model of 16 GB on an SSD. The formatting of config.json and the
-    split into shards do not matter.
+    The sample is the tensor's name, type, shape and 16 blocks of 4 KiB spread evenly over its
+    bytes: under a second for a model of 16 GB on an SSD. Shards and formatting do not matter.
     """
     folder = Path(folder)
     config = json.dumps(read_json_object(folder / 'config.json'), sort_keys=True)
     digests = {}
-    for key, _, (header, tensor) in _read_each(
-            weight_files(folder), lambda file, key: (file.get_slice(key), file.get_tensor(key))):
-        # mapped: only the sample is read
+    for key, tensor in _tensors(weight_files(folder)):
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
         offsets = (range(0, data.size, 4096) if data.size <= 16 * 4096 else
                    [i * (data.size - 4096) // 15 for i in range(16)])
-        digest = hashlib.blake2b(f'{key} {header.get_dtype()} {header.get_shape()}'.encode())
+        kind = TYPES.get(tensor.dtype, tensor.dtype)
+        digest = hashlib.blake2b(f'{key} {kind} {[*tensor.shape]}'.encode())
         for offset in offsets:
             digest.update(data[offset:offset + 4096])
         digests[key] = digest.digest()
@@ -333,18 +304,15 @@ def fingerprint(folder: str | Path) -> str:
 def save(model: CausalLM, folder: str | Path, dtype: torch.dtype,
          side_files: str | Path | None = None, *, full=Tensor.detach, more: dict | None = None,
          owner: str | Path | None = None) -> list[str]:
-    """Write config and weights as `dtype` in the Hugging Face layout, in shards of at most 5 GB.
+    """Write config and weights as `dtype`, in shards of at most 5 GB; return the files' names.
 
-    LoRA is merged in float32. config.json is renamed last: a folder that has it is complete. No
-    other file of the folder is touched. Returns the names of the files, relative to `folder`. Every
+    LoRA is merged in float32. config.json is renamed last: a folder that has it is complete. Every
     process must call this; the first one writes.
 
-    side_files:      the folder of the base model; its tokenizer and generation files are copied
-    full(parameter): the tensor to write for a parameter, if that is not the parameter itself: the
-                     float32 master copy, or the full tensor of one that FSDP2 sharded
-    more:            {name: text, or the content of a JSON file} of more files, which replace those
-                     of the base model
-    owner:           the folder of the run, on whose list the files are put before they are written
+    side_files:      the folder of the base model, whose tokenizer and generation files are copied
+    full(parameter): the tensor to write, such as the float32 master, whole on every process
+    more:            {name: text, or the content of a JSON file}; these replace side files
+    owner:           the folder of the run, whose list gets the names before the files are written
 
     Raises CheckpointError, ConfigError (as `ownership.claim`) or OSError.
     """
@@ -364,7 +332,7 @@ def saved_names(config: ModelConfig, folder, dtype, side_files=None, more=None) 
 
 
 def _files(model, folder, dtype, side_files, full, more):
-    """Return {name: content} of a model's files, config.json last; content as in `_write`."""
+    """Return {name: content as in `_write`} of a model's files, config.json last."""
     from huggingface_hub import split_torch_state_dict_into_shards
     shapes = {key: torch.empty(p.shape, dtype=dtype, device='meta')
               for key, p in model.named_parameters() if '.lora_' not in key}
@@ -418,8 +386,7 @@ def _write(folder, files, owner):
     """Write all files under temporary names, then rename them, the last one of `files` last.
 
     files: {name: a path to copy, a function that returns tensors, text, or the content of a JSON
-    file}. In other processes than the first one only the functions are called: they gather from all
-    of them.
+    file}. Every process calls the functions, which gather tensors; the first one writes.
     """
     folder = Path(folder)
     if rank() == 0 and owner is not None:
@@ -444,16 +411,14 @@ def _write(folder, files, owner):
 def write_tensors(path: Path, tensors: dict[str, Tensor]):
     """Write a safetensors file of CPU tensors.
 
-    safetensors' own function leaves a file of its own naming if it is killed, and allows nobody but
-    the user to read the result.
+    safetensors' own function, if killed, leaves a file under a name of its own; and nobody but the
+    user may read what it writes.
     """
-    names = {torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16', torch.int16: 'I16',
-             torch.uint8: 'U8'}
     header, end = {'__metadata__': {'format': 'pt'}}, 0
     # readers want aligned tensors: large items first
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     for key, tensor in ordered:
-        header[key] = {'dtype': names[tensor.dtype], 'shape': list(tensor.shape),
+        header[key] = {'dtype': TYPES[tensor.dtype], 'shape': list(tensor.shape),
                        'data_offsets': [end, end := end + tensor.nbytes]}
     text = json.dumps(header).encode()
     text += b' ' * (-len(text) % 8)

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 from fnmatch import fnmatch
 from pathlib import Path
@@ -166,18 +167,18 @@ def _write_list(folder, names):
 
 
 @contextlib.contextmanager
-def temporary(path):
-    """Yield the name of a new file beside `path`, for a `with` block that writes it.
+def temporary(path, folder=False):
+    """Yield a new file or empty folder beside `path`, for a `with` block that writes it.
 
     It is renamed to `path` at the end of the block, or removed if the block fails.
     """
     part = Path(f'{path}.{secrets.token_hex(4)}.nanocal-tmp')
-    open(part, 'xb').close()
+    part.mkdir() if folder else open(part, 'xb').close()
     try:
         yield part
         os.replace(part, path)
     finally:
-        part.unlink(missing_ok=True)
+        shutil.rmtree(part, ignore_errors=True) if folder else part.unlink(missing_ok=True)
 
 
 def write_text(path, text):

@@ -1,10 +1,10 @@
 """Crash safety of a training run: checkpoints to resume from, and a graceful shutdown.
 
 out_dir/resume-<step>/ holds in safetensors all that the next step depends on: the trained weights
-with the low 16 bits of their float32 master, the Adam moments, the random states. Data positions
-and learning rates follow from the step. state.json has a checksum of every file and of itself. It
-is written last, and only then the checkpoint before it is removed, so there is a complete one at
-any moment.
+with the low 16 bits of their float32 master, the Adam moments and the random states. The position
+in the data and the learning rate follow from the step. state.json has a checksum of every file and
+of itself. It is written last, and then the older checkpoint is removed, so that a complete one
+exists at any moment.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ from runtime.ownership import (LIST, LOCK, TEMPORARY, check_free, claim, discard
 from runtime.parallel import gather, gather_full, load_full, rank
 
 FILE_BYTES = 4_000_000_000
-# the names of facts that a resumed run must share with the run that wrote the checkpoint
+# facts that a resumed run must share with the run that wrote the checkpoint, as messages name them
 FACTS = {'data': 'training data', 'model': 'base model', 'dtype': 'weights on the device'}
 
 
 class StopSignals:
-    """A context in which the first SIGINT or SIGTERM sets `number`; the next one interrupts."""
+    """A context in which the first SIGINT or SIGTERM sets `number` and the next one interrupts."""
 
     def __enter__(self):
         self.number = 0
@@ -49,7 +49,7 @@ class StopSignals:
 
 
 def check_folder(cfg):
-    """Raise ConfigError unless out_dir is empty or holds what this program wrote; change nothing.
+    """Raise ConfigError unless out_dir is missing, empty or the folder of a run; change nothing.
 
     The caller then locks the folder and calls `check_run`.
     """
@@ -61,8 +61,8 @@ def check_folder(cfg):
     if Path(cfg.model).is_dir() and Path(cfg.model).resolve().is_relative_to(out_dir.resolve()):
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
     files = {path.name for path in out_dir.iterdir()} if out_dir.exists() else set()
-    # a run that was killed while it wrote its first list leaves that under a temporary name
-    foreign = {name for name in files - {LOCK} if not TEMPORARY.fullmatch(name)}
+    # a run that is killed while it writes its first list leaves that under a temporary name
+    foreign = any(name != LOCK and not TEMPORARY.fullmatch(name) for name in files)
     if foreign and LIST not in files:
         raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the '
                           f'list of the files that a run wrote, so nothing in it is touched; '
@@ -70,17 +70,16 @@ def check_folder(cfg):
 
 
 def check_run(cfg, free_keys):
-    """Raise ConfigError if out_dir holds a run that is neither to be resumed nor to be replaced.
+    """Raise ConfigError if the run in out_dir is neither to be resumed nor to be overwritten.
 
-    A resumed run must have the same settings as before, except for `free_keys`. The caller has
-    locked the folder.
+    To be resumed, a run must keep its settings except for `free_keys`. The caller has locked the
+    folder.
     """
     out_dir = Path(cfg.out_dir)
-    before, written = out_dir / 'train_config.py', written_files(out_dir)
-    check_free(out_dir, *(path.relative_to(out_dir)
-                          for path in out_dir.glob('resume-*/state*')))
-    if cfg.resume and before.exists():
-        for key, (value, _) in read_assignments(before).items():
+    settings, written = out_dir / 'train_config.py', written_files(out_dir)
+    check_free(out_dir, *(path.relative_to(out_dir) for path in out_dir.glob('resume-*/state*')))
+    if cfg.resume and settings.exists():
+        for key, (value, _) in read_assignments(settings).items():
             if key not in free_keys and getattr(cfg, key, value) != value:
                 raise ConfigError(f'resume: the run in {out_dir} has {key} = {value!r}, not '
                                   f'{getattr(cfg, key)!r}; keep it, or --overwrite the run')
@@ -97,14 +96,13 @@ def check_run(cfg, free_keys):
 
 def checkpoints(out_dir):
     """Return {step: folder} of the complete checkpoints that a run wrote, the newest last."""
-    states = [Path(out_dir, name) for name in written_files(out_dir)
-              if re.fullmatch(r'resume-\d+/state\.json', name)]
-    folders = {int(path.parent.name[7:]): path.parent for path in states if path.exists()}
-    return dict(sorted(folders.items()))
+    found = (re.fullmatch(r'resume-(\d+)/state\.json', name) for name in written_files(out_dir))
+    steps = sorted(int(m[1]) for m in found if m and Path(out_dir, m[0]).exists())
+    return {step: Path(out_dir, f'resume-{step}') for step in steps}
 
 
 def advice(out_dir):
-    """Return how to continue after an error, as the last part of a message."""
+    """Return the last part of an error message: how to continue."""
     folders = checkpoints(out_dir)
     if not folders:
         return 'there is no checkpoint yet'
@@ -115,7 +113,7 @@ def advice(out_dir):
 def save_checkpoint(out_dir, step, named, optimizer, facts):
     """Write out_dir/resume-<step>/, state.json last, then remove the older checkpoints.
 
-    named: {name: trained parameter}; facts: {name: value} that a resumed run must share, for JSON.
+    named: {name: trained parameter}; facts: {name: JSON value} that a resumed run must share.
     Every process must call this; the first one writes. Raises TrainingError if that fails.
     """
     folder, digests, tensors = Path(out_dir) / f'resume-{step}', {}, {}
@@ -160,7 +158,7 @@ def save_checkpoint(out_dir, step, named, optimizer, facts):
 def restore(out_dir, named, optimizer, facts):
     """Fill parameters and optimizer from the newest intact checkpoint; return its step, or 0.
 
-    A damaged checkpoint is reported, and an older one used. Raises TrainingError if all are damaged
+    A damaged checkpoint is reported and an older one used. Raises TrainingError if all are damaged
     or if the run has other `facts` than the one that wrote the checkpoint.
     """
     damaged = None
@@ -193,10 +191,11 @@ def restore(out_dir, named, optimizer, facts):
             continue
         optimizer.steps = content['optimizer_steps']
         device = next(iter(named.values())).device
-        if f'random.{rank()}.cpu' in random:
-            torch.set_rng_state(random[f'random.{rank()}.cpu'])
-        if f'random.{rank()}.cuda' in random and device.type == 'cuda':
-            torch.cuda.set_rng_state(random[f'random.{rank()}.cuda'], device)
+        cpu, cuda = (random.get(f'random.{rank()}.{kind}') for kind in ('cpu', 'cuda'))
+        if cpu is not None:
+            torch.set_rng_state(cpu)
+        if cuda is not None and device.type == 'cuda':
+            torch.cuda.set_rng_state(cuda, device)
         print(f'resuming after step {step}, from {folder}')
         return step
     if damaged:
@@ -207,6 +206,9 @@ def restore(out_dir, named, optimizer, facts):
 def read_state(path, step):
     """Return the content of state.json; ValueError if it was edited or is not that of `step`."""
     content = json.loads(path.read_text(encoding='utf-8'))
+    if 'digest' not in content:
+        raise ValueError('it has no checksum: an earlier version of this program wrote it, which '
+                         'alone can resume from it, or it was edited')
     if content.pop('digest') != json_digest(content):
         raise ValueError('its content does not match its checksum')
     if content['step'] != step:

@@ -23,7 +23,7 @@ from results.over_seeds import FILES
 from results.runs import find_runs, read_run
 from runtime import cli
 from runtime.errors import ConfigError
-from runtime.ownership import claim
+from runtime.ownership import claim, lock
 from study import pivot
 from train import TrainConfig, train
 
@@ -80,8 +80,9 @@ def train_all(runs, seeds=SEEDS, only=('',), root=ROOT, prepare=None, finish=Non
 def print_table(runs, root=ROOT):
     """Print and write the means over the seeds of all finished runs in the folder of a script."""
     folder = Path(next(iter(runs(SEEDS[0], root))).out_dir).parent.parent
-    claim(folder, *FILES)
-    pivot.show([read_run(run) for run in find_runs([folder])], [], pivot.View(), folder)
+    with lock(folder):
+        claim(folder, *FILES)
+        pivot.show([read_run(run) for run in find_runs([folder])], [], pivot.View(), folder)
 
 
 def main(runs, prepare=None, finish=None, seeds=SEEDS):

@@ -30,9 +30,10 @@ def probe(folder, seed=0):
     device = pick_device('auto')
     model = checkpoint.load(folder, device, pick_dtype('auto', device))
     n_pieces = load_model_tokenizer(folder, model.config).n_vocab
-    ownership.claim(folder, 'reach.json')
-    ownership.write_text(folder / 'reach.json', json.dumps(
-        reachable_entropy(model, n_pieces, seed=seed), indent=1) + '\n')
+    content = reachable_entropy(model, n_pieces, seed=seed)
+    with ownership.lock(folder):
+        ownership.claim(folder, 'reach.json')
+        ownership.write_text(folder / 'reach.json', json.dumps(content, indent=1) + '\n')
 
 
 def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0):

@@ -158,7 +158,7 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(2, 3)})),
      f'tensor {KEY} has shape [2, 3], config.json wants [80, 48]'),
     (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(80, 48, dtype=torch.int8)})),
-     f'tensor {KEY} is I8; quantized weights are not supported'),
+     f'tensor {KEY} is torch.int8; quantized weights are not supported'),
     (lambda f: os.truncate(f / 'model.safetensors', 5000),
      'truncated, out of date or not a safetensors file'),
     (lambda f: (f / 'model.safetensors').unlink(), 'has no model.safetensors'),
@@ -183,7 +183,7 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
      'hidden_size = 48 is not a multiple of num_attention_heads = 5'),
     (lambda f: edit_config(f, head_dim=13), 'head_dim = 13 is odd'),
     (lambda f: rewrite(f, lambda t: t.update({KEY: t[KEY].to(torch.float8_e4m3fn)})),
-     f'tensor {KEY} is F8_E4M3; quantized weights are not supported'),
+     f'tensor {KEY} is torch.float8_e4m3fn; quantized weights are not supported'),
     (lambda f: write_index(f, '../model.safetensors'),
      "names '../model.safetensors', which is not a .safetensors file in this folder"),
     (lambda f: write_index(f, '/etc/passwd'), "names '/etc/passwd', which is not"),
@@ -690,7 +690,7 @@ def test_pickled_weights_are_read(tmp_path, name, shards):
     assert checkpoint.fingerprint(pickled) == checkpoint.fingerprint(tmp_path / 'model')
     assert checkpoint.nonfinite_tensor(pickled) is None
     os.truncate(pickled / names[0], 3000)
-    with pytest.raises(checkpoint.CheckpointError, match='truncated, or not a file of weights'):
+    with pytest.raises(checkpoint.CheckpointError, match='truncated, not a file of weights'):
         checkpoint.load(pickled)
 
 
@@ -698,7 +698,7 @@ def test_pickled_weights_are_read(tmp_path, name, shards):
 def test_a_pickle_of_other_things_is_refused(content, folder):
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
-    with pytest.raises(checkpoint.CheckpointError, match='model.bin: truncated, or not a f'):
+    with pytest.raises(checkpoint.CheckpointError, match='model.bin: truncated, not a f'):
         checkpoint.load(folder)
 
 

@@ -13,6 +13,7 @@ import metrics
 import stats
 from common import HERE, write_rows, write_run
 from results import compare, over_seeds, plots, report, samples
+from runtime import ownership
 from runtime.errors import ConfigError, DataError
 from test_report import tabulars
 
@@ -60,6 +61,15 @@ def test_compare_over_questions(tmp_path, capsys):
         line[6:10] for line in lines if line[4] == 'languages']
     with pytest.raises(ConfigError, match="no key 'shots'; did you mean 'sources'"):
         run_compare(tmp_path / 'a', tmp_path / 'sharp', '--shots=0')
+
+
+@pytest.mark.parametrize('seeds', [(0, 0), (0, 1)])
+def test_two_processes_do_not_write_a_comparison_to_one_folder(tmp_path, seeds):
+    runs = [write_run(tmp_path / name, seed=seed) for name, seed in zip('ab', seeds, strict=True)]
+    with ownership.lock(tmp_path / 'out'), pytest.raises(
+            ConfigError, match='out: another process is writing there'):
+        run_compare(*runs, f'--out_dir={tmp_path / "out"}')
+    assert not (tmp_path / 'out' / 'compare.csv').exists()
 
 
 @pytest.mark.slow

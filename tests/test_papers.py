@@ -14,6 +14,7 @@ import sys
 import pytest
 from common import HERE, SHARED, needs_files, reference_model, sentencepiece_folder, write_rows
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
+from runtime import ownership
 from test_tokenizer import train_bpe
 
 PATTERN = 'data/train-00000-of-00001.parquet'
@@ -168,6 +169,14 @@ def test_plan(tmp_path, script, n_runs, model):
     if script == 'alignment':       # 10 checkpoints of Pythia 1.4B count, and a and b
         assert 'the models to download are about 517 GB' in printed
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.slow
+def test_two_scripts_do_not_write_to_one_folder_at_once(tmp_path):
+    with ownership.lock(tmp_path / 'out'):
+        printed = run_paper(tmp_path, 'alignment', f'--out_dir={tmp_path / "out"}', code=1)
+    assert 'out: another process is writing there' in printed
+    assert not (tmp_path / 'out' / 'changes.json').exists()
 
 
 @pytest.mark.slow

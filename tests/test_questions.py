@@ -314,6 +314,7 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
         path.write_text(',Question,A,B,C,D,Answer\n' + ''.join(
             f'{i},问题{split}{i},甲,乙,丙,丁,{"ABCD"[i]}\n' for i in range(n)))
     (tmp_path / 'snapshot').mkdir()
+    (tmp_path / 'snapshot' / 'cmmlu_v1_0_1.tmp').write_text('mine')
     shutil.make_archive(tmp_path / 'snapshot' / 'cmmlu_v1_0_1', 'zip', tmp_path / 'content')
     monkeypatch.setattr('huggingface_hub.snapshot_download', download)
     for _ in range(2):
@@ -321,6 +322,8 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
         assert [q.answer for q in asked] == [0, 1, 2] and len(solved['', 'agronomy']) == 2
         assert asked[0].header.startswith('以下是关于农学的') and asked[0].subject == 'agronomy'
         assert asked[1].context == '问题test1\nA. 甲\nB. 乙\nC. 丙\nD. 丁\n答案：'
+    assert {path.name for path in (tmp_path / 'snapshot').iterdir()} == {
+        'cmmlu_v1_0_1', 'cmmlu_v1_0_1.zip', 'cmmlu_v1_0_1.tmp'}
 
 
 @pytest.mark.parametrize('arguments, message', [

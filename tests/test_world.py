@@ -39,8 +39,10 @@ def test_a_world_is_made_once_and_anew_after_an_interruption(tmp_path):
     assert all(path.stat().st_mtime_ns == time for path, (time, _) in made.items())
     (tmp_path / 'world.json').write_text('unfinished')
     (tmp_path / 'questions.jsonl').unlink()
+    (tmp_path / 'questions.jsonl.tmp').write_text('mine')
     make_world(tmp_path, 7, spec)
     assert all(path.read_bytes() == content for path, (_, content) in made.items())
+    assert (tmp_path / 'questions.jsonl.tmp').read_text() == 'mine'
 
 
 def test_a_folder_of_other_files_is_left_alone(tmp_path):
