@@ -5,28 +5,26 @@ Every metric takes
     probs      float [N, K]   one row per question, each row sums to 1; a question with fewer than
                               K options is padded with zeros on the right
     labels     int [N]        index of the correct option
-    n_options  int [N]        optional in entropy, sce, ace, tace and report: the number of options
-                              of each question, by default K
+    n_options  int [N]        where accepted, the number of options of each question; default K
 
-and returns a Python float, unless its docstring says otherwise. A metric of the prediction alone
-also takes confidences, float [N], as probs; then labels say whether each prediction is right, bool
-or 0/1 [N]. The docstrings write
+and returns a Python float unless its docstring says otherwise. A metric of the prediction alone
+also takes confidences, float [N], as probs, and labels that say whether each prediction is correct,
+bool or 0/1 [N]. In the docstrings
 
     p_ik  probability of option k in row i
     c_i   = max_k p_ik, the confidence
-    a_i   = 1 if argmax_k p_ik is the label, else 0. The first of equal options is predicted, so a
-            row of four 0.25 predicts option 0.
+    a_i   = 1 if argmax_k p_ik is the label, else 0; the first of equal options is predicted
 
-and, for a bin B of rows, conf(B) = mean c_i, acc(B) = mean a_i, |B| = number of rows. Empty bins
-add nothing. Sums are taken in float64 whatever the precision of probs.
+and |B|, conf(B) = mean c_i and acc(B) = mean a_i are the size and means of a bin B of rows. Empty
+bins add nothing. Sums are taken in float64 whatever the precision of probs.
 
-Ties: float64 probabilities are equal if they are the same to 12 decimals; float32 and float16 ones
-if they are the same. Every metric of the prediction or of single options rounds them first, and
-rounds bin edges alike, so that noise of about 1e-16 changes no prediction, bin or tie. Entropy, nll
-and brier have no jumps and use probs as given.
+Ties: float64 probabilities are equal if they agree to 12 decimals, float32 and float16 ones if they
+are identical. Metrics of the prediction or of single options round probabilities and bin edges
+first, so that noise of about 1e-16 changes no prediction, bin or tie. Entropy, nll and brier are
+continuous and use probs as given.
 
-Input that does not fit this description, or a setting out of range, raises ValueError that names
-the row and the value. Rows may be 1e-4 away from summing to 1: 1e-3 in float16, 8e-3 in bfloat16.
+Invalid input and settings out of range raise ValueError that names the row and the value. A row may
+be 1e-4 away from summing to 1 (1e-3 in float16, 8e-3 in bfloat16).
 
 Binned metrics depend on their bins and are biased upward for small N: a perfectly calibrated
 4-option model has a mean ECE of about 0.09 on 100 questions and 0.03 on 1000. Report the settings
@@ -97,9 +95,8 @@ def gap(probs, labels) -> float:
 def entropy(probs, labels, unit='bits', n_options=None) -> float:
     """Return the mean entropy of the rows, -1/N sum_i sum_k p_ik log p_ik, with 0 log 0 = 0.
 
-    unit is 'bits' (log2; the published tables of Huang et al. exceed ln K, so they are in bits),
-    'nats', or 'share': the entropy divided by log K_i, in [0, 1], where K_i is from n_options and a
-    row with one option counts 0. Padded options add nothing; labels are only checked.
+    unit: 'bits' (log2, as in the tables of Huang et al.), 'nats', or 'share', the entropy divided
+    by log n_options, in [0, 1] and 0 for a row with one option. labels are only checked.
     """
     if unit not in ('bits', 'nats', 'share'):
         raise ValueError(f"unit must be 'bits', 'nats' or 'share', not {unit!r}")
@@ -121,8 +118,7 @@ def row_entropy(probs):
 def nll(probs, labels, *, scores=None) -> float:
     """Return the negative log-likelihood in nats, -1/N sum_i log max(p_i,label, 2.2e-16).
 
-    The floor is the machine epsilon of float64, as in scikit-learn's log_loss: a label of
-    probability 0 costs 36.04 nats instead of infinitely many.
+    The floor is the machine epsilon of float64, as in scikit-learn's log_loss.
 
     With scores there is no floor: 1/N sum_i (logsumexp(scores_i) - scores_i,label). scores are
     float [N, K], logits or log-probabilities whose softmax is probs to 1e-4, with -inf for a
@@ -152,7 +148,7 @@ def brier(probs, labels) -> float:
     """Return the Brier score, 1/N sum_i sum_k (p_ik - [k = label_i])^2, in [0, 2].
 
     Brier 1950, and `brier_score` of lm-evaluation-harness: summed over options, so twice the binary
-    form of scikit-learn at K = 2. Padded options add nothing.
+    form of scikit-learn at K = 2.
     """
     probs, labels = check_probs(probs, labels)
     p_label = probs[np.arange(len(labels)), labels].astype(np.float64)
@@ -169,8 +165,8 @@ def murphy(probs, labels, n_bins=10) -> dict[str, float]:
         uncertainty  acc (1 - acc)
         within_bin   1/N sum_B sum_i (c_i - conf(B))^2 - 2 (c_i - conf(B)) (a_i - acc(B))
 
-    Murphy 1973; the last term is WBV - WBC of Stephenson et al. 2008, without which the identity
-    holds only if confidences are equal within each bin. The bins are those of `bins`.
+    Murphy 1973, over the bins of `bins`. The last term is WBV - WBC of Stephenson et al. 2008; it
+    is 0 if confidences are equal within each bin.
     """
     confidence, correct = top_label(probs, labels)
     index = equal_width_bins(confidence, n_bins)
@@ -191,11 +187,11 @@ def murphy(probs, labels, n_bins=10) -> dict[str, float]:
 
 
 def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
-    """Return what a reliability diagram shows: rows in `n_bins` bins of equal width by confidence.
+    """Return the content of a reliability diagram: `n_bins` bins of equal width by confidence.
 
-    Bin m = 1..M holds ((m-1)/M, m/M]; bin 1 also holds 0, and the last one what exceeds 1 by
-    rounding. A confidence on an edge, or one that ties with it, counts in the bin below. Edges are
-    m/M in the precision of probs, since a float32 0.1 exceeds the float64 one.
+    Bin m = 1..M holds ((m-1)/M, m/M], so a confidence on an edge counts in the bin below; 0 is in
+    bin 1, and a confidence above 1 by rounding in bin M. Edges are m/M in the precision of probs,
+    since a float32 0.1 exceeds the float64 one.
 
     Returns, in ascending order, {'edges': float [M+1], 'count': int [M], 'confidence': float [M],
     'accuracy': float [M], 'low' and 'high': float [M], its 95 % Wilson interval}. All but edges and
@@ -238,9 +234,8 @@ def mce_bin(probs, labels, n_bins=10) -> tuple[float, int]:
 def ece_sweep(probs, labels) -> float:
     """Return the ECE with as many equal-mass bins as keep accuracy monotonic in confidence.
 
-    Roelofs et al. 2022. The sorted rows are cut into b = 1, 2, 3, ... chunks, the first N mod b of
-    them one row longer. The last b before acc(B) decreases anywhere counts, at most 10,000. Rows of
-    one confidence stay together, in the lowest chunk that holds one of them.
+    Roelofs et al. 2022. The bins are those of `ece_equal_mass` for n_bins = 1, 2, 3, ..., at most
+    10,000; the last number before acc(B) decreases anywhere counts.
     """
     confidence, correct, tie_ends = sort_by_confidence(probs, labels)
     n, last_tie = len(correct), np.repeat(tie_ends, np.diff(tie_ends, prepend=0))
@@ -251,7 +246,7 @@ def ece_sweep(probs, labels) -> float:
         return accuracies, float(np.abs(np.diff(gaps[ends - 1], prepend=0)).sum() / n)
 
     accuracies, best = accuracies_and_error(tie_ends)
-    if (np.diff(accuracies) >= 0).all():    # then it is so for any number of chunks
+    if (np.diff(accuracies) >= 0).all():    # then it is so for any number of bins
         return best
     for n_bins in range(1, min(n, 10_000) + 1):
         ends = np.unique(last_tie[equal_chunk_ends(n, n_bins) - 1])
@@ -278,9 +273,9 @@ def ece_equal_mass(probs, labels, n_bins=10) -> float:
     """Return the expected calibration error, eq. (2), over bins of equal count.
 
     Nguyen & O'Connor 2015, Kumar et al. 2019; equal to get_ece_em of uncertainty-calibration and so
-    to `ece_10_bin` of HELM. Rows sorted by confidence are cut into min(n_bins, N) chunks, the first
-    N mod n_bins of them one row longer. Rows of one confidence stay together, in the lowest chunk
-    that holds one of them, so the order of rows does not matter and ties leave fewer bins.
+    to `ece_10_bin` of HELM. Rows sorted by confidence are cut into min(n_bins, N) bins, the first
+    N mod n_bins of them one row longer. Tied rows stay together, in the lowest bin that holds one
+    of them, so the order of rows does not matter and ties leave fewer bins.
     """
     return _expected_gap(*_equal_mass_means(probs, labels, n_bins))
 
@@ -323,8 +318,8 @@ def rmsce_hendrycks(probs, labels, bin_size=100) -> float:
     """Return the RMSCE as the code of Hendrycks et al. 2019 computes it; use `rmsce` instead.
 
     This is calib_err(p='2') of outlier-exposure, copied by HLE and others: the last, most confident
-    bin is left out of the sum but not out of N. With fewer than two bins the result is 0, where
-    that code raises IndexError below bin_size rows.
+    bin is left out of the sum but not out of N. With a single bin the result is 0, where that code
+    raises IndexError below bin_size rows.
     """
     count, conf, acc = _fixed_size_means(probs, labels, bin_size)
     return float(np.sqrt((count * (acc - conf) ** 2)[:-1].sum() / count.sum()))
@@ -402,7 +397,7 @@ def kde_ece(probs, labels) -> float:
     """Return the kernel-density ECE: the integral of |z p(z) - acc(z) p(z)| over confidence z.
 
     Zhang et al. 2020 (d = 1). p(z) and acc(z) p(z) are density estimates of all rows and of the
-    right ones, with the triweight kernel, reflected at 0 and 1, on a grid of 8192 cells. Its
+    correct ones, with the triweight kernel, reflected at 0 and 1, on a grid of 8192 cells. Its
     standard deviation is 1.06 s N^(-1/5), with s that of the confidences, and at least 0.001.
     """
     confidence, correct = top_label(probs, labels)
@@ -424,11 +419,11 @@ def kde_ece(probs, labels) -> float:
 
 
 def _on_grid(x, weight, points):
-    """Share each weight [N] between the points next to its x; return the sums at `points` points,
-    which are evenly spaced from 0 to 1."""
-    place = np.clip(x.astype(np.float64), 0, 1) * (points - 1)
-    left = np.minimum(place.astype(int), points - 2)
-    share = place - left
+    """Split each weight [N] between the two neighbors of its x among `points` evenly spaced points
+    from 0 to 1; return the sums, [points]."""
+    position = np.clip(x.astype(np.float64), 0, 1) * (points - 1)
+    left = np.minimum(position.astype(int), points - 2)
+    share = position - left
     return (np.bincount(left, weight * (1 - share), points)
             + np.bincount(left + 1, weight * share, points))
 
@@ -436,9 +431,9 @@ def _on_grid(x, weight, points):
 def mmce(probs, labels) -> float:
     """Return the maximum mean calibration error, sqrt(sum_ij r_i r_j k(c_i, c_j)) / N, r = a - c.
 
-    Kumar et al. 2018, with their kernel k = exp(-|c_i - c_j| / 0.4). For sorted confidences k is a
-    product of steps, and the double sum one of N squares, sum_i (1 - k(c_i, c_i-1)^2) s_i^2 with
-    s_i = sum_{j >= i} r_j k(c_i, c_j). So it takes O(N log N), and nothing cancels under the root.
+    Kumar et al. 2018, with their kernel k = exp(-|c_i - c_j| / 0.4). For sorted confidences the
+    double sum is one of N squares, sum_i (1 - k(c_i, c_i-1)^2) s_i^2 with s_i = sum_{j >= i} r_j
+    k(c_i, c_j). So it takes O(N log N), and nothing cancels under the root.
     """
     c, correct, _ = sort_by_confidence(probs, labels)
     s = np.cumsum(((correct - c) * np.exp(-c / 0.4))[::-1])[::-1] * np.exp(c / 0.4)
@@ -446,11 +441,11 @@ def mmce(probs, labels) -> float:
     return float(np.sqrt((weight * s**2).sum()) / len(c))
 
 
-# Ranking and abstention. Tied rows count as the mean over their orders.
+# Ranking and abstention: the expectation over the orders of tied rows
 
 
 def auroc(probs, labels) -> float:
-    """Return the area under the ROC of confidence for being right, P(c_right > c_wrong).
+    """Return the area under the ROC curve of confidence for correctness, P(c_right > c_wrong).
 
     Hendrycks & Gimpel 2017. It is nan, undefined, if all rows are right or all are wrong.
     """
@@ -468,9 +463,9 @@ def aurc(probs, labels) -> float:
 
 
 def excess_aurc(probs, labels) -> float:
-    """Return `aurc` minus the aurc of the same rows in the best order, right ones first.
+    """Return `aurc` minus the aurc of the same rows in the best order, right ones first, in [0, 1].
 
-    Geifman et al. 2019, with the sum for the best order and not its integral. In [0, 1].
+    Geifman et al. 2019, with the sum for the best order and not its integral.
     """
     curve = _accuracy_of_top(probs, labels)
     k = np.arange(1, len(curve) + 1)
@@ -514,8 +509,8 @@ def sce(probs, labels, n_bins=15, n_options=None) -> float:
     """Return the static calibration error, eq. (3): 1/K sum_k sum_m |B_mk|/N |acc - conf|.
 
     Nixon et al. 2019; the class-wise ECE of Kull et al. 2019. For each option k all N probabilities
-    p_ik, including zeros, are put into bins of equal width, closed on the right as in `bins`. Code
-    that pools the options into one set of bins returns a smaller number.
+    p_ik, including zeros, are put into the bins of `bins`. Code that pools the options into one set
+    of bins returns a smaller number.
 
     With n_options, option k counts only the N_k rows that have it, and the mean is over the options
     that some row has. Without it, padding counts as a probability of 0 that is always right.
@@ -528,12 +523,10 @@ def sce(probs, labels, n_bins=15, n_options=None) -> float:
 def ace(probs, labels, n_ranges=15, n_options=None, equal_weights=False) -> float:
     """Return the adaptive calibration error, 1/K sum_k sum_r |B_rk|/N |acc(B_rk) - conf(B_rk)|.
 
-    Nixon et al. 2019. For each option k the N probabilities p_ik are sorted and cut into
-    R = min(n_ranges, N) ranges of equal count, at round(r N / R). Tied probabilities stay together,
-    in the lowest range that holds one. Equation (4) weights each range by 1/R, as equal_weights
-    does; the default weight is |B_rk|/N, as in the authors' code, so that small ranges count less.
-
-    Zeros count; the authors' code drops them, which is TACE. n_options is used as in `sce`. The
+    Nixon et al. 2019. For each option k the N probabilities p_ik, including zeros, are sorted and
+    cut into R = min(n_ranges, N) ranges of equal count, at round(r N / R). Tied probabilities stay
+    together, in the lowest range that holds one. The weight |B_rk|/N is that of the authors' code;
+    equal_weights gives each range 1/R, as equation (4) does. n_options is used as in `sce`. The
     metric that Neumann et al. 2018 and netcal call ACE is another one, of the prediction alone.
     """
     check_count('n_ranges', n_ranges)
@@ -572,14 +565,10 @@ def _range_gap(p, is_label, n_ranges, equal_weights=False):
     return _expected_gap(np.ones(len(ends)) if equal_weights else count, conf, acc)
 
 
-NORMS = ('token', 'sum', 'char', 'byte')    # what divides a log-probability; `option_lengths`
-FEW_ROWS = 1000     # fewer fill less than ten of the bins of rmsce and mad
-
-
 def few_rows_note(n, unit='questions') -> str:
-    """Return why rmsce and mad of n rows can be far below ece; '' for n >= 1000."""
+    """Return why rmsce and mad of n rows can be far below ece; '' for 1,000 rows or more."""
     n_bins = max(1, n // 100)
-    return '' if n >= FEW_ROWS else (
+    return '' if n >= 1000 else (
         f'RMSCE and MAD have bins of 100 {unit}, so {n_bins} bin{"s" * (n_bins > 1)} here; with '
         f'few bins they can be far below ECE, which has 10')
 
@@ -590,14 +579,14 @@ def few_rows_note(n, unit='questions') -> str:
 class Measure(NamedTuple):
     """A row of `MEASURES`; a new measure is a function and a row.
 
-    needs says for which predictions the measure is defined, and how its function is called:
-        'prediction'  function(probs, labels), of probs [N, K] or confidences [N]
-        'options'     function(probs, labels), of probs [N, K] alone
-        'n_options'   function(probs, labels, n_options=n_options), of probs [N, K] alone
-        'scores'      function(probs, labels, scores=scores), of probs [N, K] alone
-    A report holds every measure. tables names the tables with a column of it: 'runs', which a
-    training run prints; 'results', of one evaluation; 'compare', of several. A measure in a table
-    has bootstrap intervals.
+    needs: the predictions for which the measure is defined, and how its function is called
+        'prediction'  function(probs, labels), for probs [N, K] or confidences [N]
+        'options'     function(probs, labels), for probs [N, K] only
+        'n_options'   function(probs, labels, n_options=n_options), for probs [N, K] only
+        'scores'      function(probs, labels, scores=scores), for probs [N, K] only
+    tables: the tables with a column of it: 'runs', which a training run prints; 'results', of one
+    evaluation; 'compare', of several. A measure in a table has bootstrap intervals; a report holds
+    every measure.
     """
     key: str                            # in results.json
     title: str                          # of a column
@@ -614,25 +603,25 @@ class Measure(NamedTuple):
         return value if type(value) is int else float(value)
 
 
-def _part(function, part, **settings):
+def _part(function, part):
     """Return a function(probs, labels): `part`, a key or an index, of what `function` returns."""
-    return lambda probs, labels: function(probs, labels, **settings)[part]
+    return lambda probs, labels: function(probs, labels)[part]
 
 
+ALL_TABLES = ('runs', 'results', 'compare')
 MEASURES = (
-    Measure('accuracy', 'accuracy', accuracy, True, tables=('runs', 'results', 'compare')),
+    Measure('accuracy', 'accuracy', accuracy, True, tables=ALL_TABLES),
     Measure('accuracy_low', 'accuracy, from', _part(wilson_interval, 0), None, tables=()),
     Measure('accuracy_high', 'accuracy, to', _part(wilson_interval, 1), None, tables=()),
     Measure('confidence', 'confidence', mean_confidence, None, tables=('runs', 'results')),
     Measure('gap', 'confidence - accuracy', gap, None, tables=()),
-    Measure('entropy_bits', 'entropy (bits)', entropy, None, 'options',
-            tables=('runs', 'results', 'compare')),
+    Measure('entropy_bits', 'entropy (bits)', entropy, None, 'options', tables=ALL_TABLES),
     Measure('entropy_nats', 'entropy (nats)', partial(entropy, unit='nats'), None, 'options',
             tables=()),
     Measure('entropy_share', 'entropy / log K', partial(entropy, unit='share'), None, 'n_options',
             tables=()),
-    Measure('ece', 'ECE', ece, False, tables=('runs', 'results', 'compare')),
-    Measure('rmsce', 'RMSCE', rmsce, False, tables=('runs', 'results', 'compare')),
+    Measure('ece', 'ECE', ece, False, tables=ALL_TABLES),
+    Measure('rmsce', 'RMSCE', rmsce, False, tables=ALL_TABLES),
     Measure('mad', 'MAD', mad, False, tables=('results',)),
     Measure('sce', 'SCE', sce, False, 'n_options', tables=('results',)),
     Measure('ace', 'ACE', ace, False, 'n_options', tables=('results',)),
@@ -672,11 +661,8 @@ class Report(dict):
 
 
 def report(probs, labels, n_options=None, *, scores=None) -> Report:
-    """Return every measure of `MEASURES` as Python numbers that json.dumps accepts, and n.
-
-    From confidences [N] the report holds the measures that need no more. nll is without a floor if
-    scores are given; see `nll`.
-    """
+    """Return n and every measure of `MEASURES` that is defined for probs, as Python numbers that
+    json.dumps accepts. scores: those of `nll`."""
     confidence, correct = top_label(probs, labels)
     has_options = np.ndim(probs) == 2
     if scores is not None and not has_options:
@@ -728,13 +714,13 @@ def equal_width_bins(values, n_bins):
 
 
 def equal_chunk_ends(n, n_bins):
-    """Return where n rows are cut into n_bins chunks, the first n mod n_bins one row longer."""
+    """Return the ends of n_bins chunks of n rows, the first n mod n_bins of them one row longer."""
     m = np.arange(1, n_bins + 1)
     return m * (n // n_bins) + np.minimum(m, n % n_bins)
 
 
 def rounded_chunk_ends(n, n_bins):
-    """Return where n rows are cut into n_bins chunks, at round(r n / n_bins)."""
+    """Return the ends of n_bins chunks of n rows, round(r n / n_bins)."""
     return np.round(np.arange(1, n_bins + 1) * (n / n_bins)).astype(int)
 
 
@@ -801,7 +787,7 @@ def real_array(name, values):
 
 
 def _tolerance(probs):
-    """How far a row of probs may be from summing to 1 in the precision that it was given in."""
+    """How far a row may be from summing to 1 in the precision that probs were given in."""
     name = str(getattr(probs, 'dtype', 'float64'))      # such as torch.bfloat16
     return SHORT_TOLERANCE.get(name.removeprefix('torch.'), SUM_TOLERANCE)
 
@@ -890,8 +876,10 @@ def check_range(name, value, low, high, open_low=False, open_high=False):
                          f'{")" if open_high else "]"}, not {value!r}')
 
 
-# python metrics.py samples.jsonl. The reader of lm-evaluation-harness's lines is here too, so that
-# an installed `python -m nanocal.metrics` needs no other file.
+# python metrics.py samples.jsonl. It reads files of lm-evaluation-harness too, so that an installed
+# `python -m nanocal.metrics` needs no other file.
+
+NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
 
 
 def main(arguments=None):
@@ -905,30 +893,30 @@ each line of a file is a JSON object of one of these forms:
   {"confidence": 0.8, "correct": true}        the prediction alone
   or of samples_<task>_<date>.jsonl, which lm_eval --log_samples writes
 Lines with "split": "validation" are left out. Each "task" of a file has a report of its own, and
-each group of one call of lm_eval, such as mmlu.
+so has each group of one call of lm_eval, such as mmlu.
 
 example: python metrics.py out/base/samples.jsonl
          python metrics.py --norm=char out/model/samples_hellaswag_*.jsonl""")
     parser.add_argument('files', nargs='+', metavar='file', help='such as the samples.jsonl of '
                         'evaluate.py')
     parser.add_argument('--norm', choices=NORMS, default='token',
-                        help='what divides the log-probability of an option: its tokens (the '
-                        'default; lm_eval does not say how many, so nothing there, as for acc), '
-                        'nothing (sum), characters (char, as for acc_norm) or bytes (byte)')
-    options, reports = parser.parse_args(arguments), {}
+                        help='divisor of the log-probability of an option: its number of tokens '
+                        '(the default; 1 for lm_eval, which does not give that number, as for '
+                        'acc), 1 (sum), characters (char, as for acc_norm) or bytes (byte)')
+    options, tasks = parser.parse_args(arguments), {}
     for path in options.files:
         try:
             task, _, date = harness_task(path)
             source = f'{Path(path).parent}, {date}' if date else path
-            for name, rows in _read_tasks(path, task, options.norm).items():
-                reports.setdefault((source, name), []).extend(rows)
+            for name, row in _read_rows(path, task, options.norm):
+                tasks.setdefault((source, name), []).append(row)
         except OSError as error:
             hint = '; name a file in it, such as samples.jsonl' * Path(path).is_dir()
             sys.exit(f'error: {path}: {error.strerror}{hint}')
         except ValueError as error:
             sys.exit(f'error: {path}:{error}')
-    several = len({source for source, _ in reports}) > 1
-    for (source, task), rows in reports.items():
+    several = len({source for source, _ in tasks}) > 1
+    for (source, task), rows in tasks.items():
         title, result = ': '.join(filter(None, (several and source, task))), _report_of_rows(rows)
         print(*filter(None, (title, result, few_rows_note(result['n'], 'rows'))), sep='\n')
         if title:
@@ -936,9 +924,9 @@ example: python metrics.py out/base/samples.jsonl
     sys.stdout.flush()
 
 
-def _read_tasks(path, group, norm):
-    """{task: [what _parse returns, row by row]}; ValueError begins with the line number."""
-    tasks = {}
+def _read_rows(path, group, norm):
+    """Yield (task, what _parse returns) of each line; ValueError begins with the line number."""
+    first_kinds = {}
     with open(path, 'rb') as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -949,21 +937,21 @@ def _read_tasks(path, group, norm):
                     raise ValueError(f'not a JSON object: {str(row)[:40]}')
                 if row.get('split') == 'validation':
                     continue
-                row_norm = norm
-                if 'filtered_resps' in row:     # its n_tokens are what norm divides by
-                    row, row_norm = {'task': group} | harness_sample(row, norm), 'token'
-                rows = tasks.setdefault(str(row.get('task', '')), [])
-                rows.append(_parse(row, row_norm))
-                if (rows[0][0] == 'confidence') != (rows[-1][0] == 'confidence'):
-                    raise ValueError(f'{rows[-1][0]}, but the task begins with {rows[0][0]}')
+                if 'filtered_resps' in row:
+                    task, parsed = group, _parse(harness_sample(row, norm), 'token')
+                else:
+                    task, parsed = str(row.get('task', '')), _parse(row, norm)
+                first = first_kinds.setdefault(task, parsed[0])
+                if (first == 'confidence') != (parsed[0] == 'confidence'):
+                    raise ValueError(f'{parsed[0]}, but the task begins with {first}')
             except (ValueError, OverflowError, RecursionError) as error:
                 raise ValueError(
                     f'{number}: {str(error).removeprefix("row 0: ")}. Wanted: a JSON object with '
                     f'probs (or log_probs) and answer, or confidence and correct, or a line of '
                     f'multiple choice by lm_eval --log_samples') from None
-    if not tasks:
+            yield task, parsed
+    if not first_kinds:
         raise ValueError(' no row to score')
-    return tasks
 
 
 def harness_task(path) -> tuple[str, str, str]:
@@ -983,13 +971,13 @@ def harness_task(path) -> tuple[str, str, str]:
 
 
 def harness_sample(row, norm='token') -> dict:
-    """Return a line that lm_eval 0.4.13 --log_samples wrote in the form of our samples.
+    """Convert a line that lm_eval 0.4.13 --log_samples wrote to the form of our samples.
 
-    {'id', 'answer': index of the right option, 'options': [K], 'log_probs': [K], in nats,
-    'n_tokens': [K], what divides them: with norm 'char' or 'byte' the characters or UTF-8 bytes of
-    the option, else 1, since the file does not hold the number of tokens}. Raises ValueError if
-    the task is not multiple choice, or if `acc` of the line contradicts the answer: several options
-    may be right.
+    Returns {'id', 'answer': index of the correct option, 'options': [K], 'log_probs': [K] in nats,
+    'n_tokens': [K], the divisors: the length in characters or UTF-8 bytes for norm 'char' or
+    'byte', else 1, since the file does not give the number of tokens}. Raises ValueError if the
+    task is not multiple choice, or if `acc` of the line contradicts the answer, as with several
+    correct options.
     """
     try:
         pairs, target = row['filtered_resps'], row['target']
@@ -1016,15 +1004,14 @@ def harness_sample(row, norm='token') -> dict:
 
 
 def option_lengths(texts, n_tokens, norm):
-    """Return what divides the log-probability of each option, int [K], at least 1.
+    """Return the divisor of the log-probability of each option, int [K], at least 1.
 
     norm: 'token' for n_tokens, 'sum' for 1, 'char' and 'byte' for the characters or UTF-8 bytes of
     the texts, which have no leading space.
     """
-    lengths = {'token': lambda: n_tokens, 'sum': lambda: [1] * len(n_tokens),
-               'char': lambda: [*map(len, texts)],
-               'byte': lambda: [len(text.encode()) for text in texts]}[norm]()
-    return [max(1, length) for length in lengths]
+    if norm in ('token', 'sum'):
+        return [*n_tokens] if norm == 'token' else [1] * len(n_tokens)
+    return [max(1, len(text if norm == 'char' else text.encode())) for text in texts]
 
 
 def _parse(row, norm):
@@ -1073,9 +1060,9 @@ def _report_of_rows(rows):
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)   # `| head` ends it without a word
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)   # `| head` ends it silently
     try:
         main()
     except OSError as error:        # of standard output, such as a full disk
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)    # what is left would fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)    # the rest would fail again at exit
         sys.exit(f'error: standard output cannot be written: {error.strerror}')

@@ -1,4 +1,4 @@
-"""How certain a number is: bootstrap, intervals, tests.
+"""Uncertainty of a number: bootstrap, intervals, tests.
 
     bootstrap            the binned metrics of metrics.report on resampled rows, all at once
     interval             a percentile or BCa interval of any metric
@@ -27,8 +27,8 @@ else:
 # The bootstrap of measures
 #
 # A resample is a count of how often each row was drawn. Means are products of a matrix of counts
-# [R, N] with per-row columns [N]. A metric in bins needs cumulative sums in an order that is found
-# once, and no sorting.
+# [R, N] with per-row columns [N]. A metric in bins needs cumulative sums in sorted order; the rows
+# are sorted once, not once per resample.
 
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
@@ -37,89 +37,83 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
 
     {key: float64 [n_resamples]} for the measures `keys`, by default for every measure with a column
     in a table and all that are fast. Measures that are not defined for probs are left out. The
-    percentiles 2.5 and 97.5 are the percentile interval of Efron 1979. scores are those of
-    metrics.nll. The time is that of about 20 * n_resamples * N additions; memory is needed for a
-    few million numbers.
+    percentiles 2.5 and 97.5 are the percentile interval of Efron 1979. scores: those of `nll`.
 
-    These additions compute accuracy, confidence, gap, ece, mce, ece_equal_mass, rmsce and mad, and
-    from probs [N, K] also entropy_bits, nll, brier, sce and ace. They count only if they give what
-    the functions in metrics.MEASURES return. So a new or edited measure is
-    called once per resample instead, and takes as long as that.
+    Sums compute accuracy, confidence, gap, ece, mce, ece_equal_mass, rmsce and mad, and from probs
+    [N, K] also entropy_bits, nll, brier, sce and ace, in the time of about 20 * n_resamples * N
+    additions. They are used only if they equal the functions in metrics.MEASURES: a new or edited
+    measure is called once per resample instead, which takes longer.
     """
     metrics.check_count('n_resamples', n_resamples)
-    confidence, correct = metrics.top_label(probs, labels)
+    prediction = metrics.top_label(probs, labels)
     has_options = np.ndim(probs) == 2
     if scores is not None and not has_options:
         raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
     if has_options:
         probs, labels = metrics.check_probs(probs, labels)
         n_options = metrics.check_n_options(n_options, probs, labels)
-    n = len(correct)
+    n = len(prediction[1])
     arrays = [None if x is None else np.asarray(x) for x in (probs, labels, n_options, scores)]
-    chunk = max(1, min(n_resamples, 300_000 // n))
-    fast = _FastMeasures(confidence, correct, arrays if has_options else None, chunk)
-    plain = _plain_measures(fast(np.ones((1, n), np.int32)), (confidence, correct), arrays, keys)
+    chunk = max(1, min(n_resamples, 300_000 // n))      # a few million numbers in memory
+    sums = _Sums(*prediction, arrays if has_options else None, chunk)
+    measures = [x for x in metrics.MEASURES if (has_options or x.needs == 'prediction')
+                and (x.key in keys if keys is not None else x.tables or x.key in sums.keys)]
+    called = [x for x in measures if x.key not in sums.keys]
+    order = np.argsort(prediction[0], kind='stable')    # sorting sorted rows is fast
+    called += _unequal([x for x in measures if x.key in sums.keys], sums,
+                       [x[order] for x in prediction], arrays)
+    called += [x for x in measures if x.key in _edited(metrics.MEASURES) and x not in called]
     parts = []
     for counts in _resample(n, n_resamples, chunk, seed):
-        values = fast(counts)
-        if plain:
-            values |= _call_measures(plain, counts, (confidence, correct), arrays)
-        parts.append(values)
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]
-            if keys is None or name in keys}
+        values = sums(counts) | _call_measures(called, counts, prediction, arrays)
+        parts.append({x.key: values[x.key] for x in measures})
+    return {x.key: np.concatenate([part[x.key] for part in parts]) for x in measures}
 
 
-def _plain_measures(fast, prediction, arrays, keys):
-    """The measures that must be called: of `keys`, or of those in a table or with a fast value
-    {key: [1]}, the ones whose function returns another value for the rows themselves, or for the
-    rows of `_edited_measures`: different formulas may agree by chance on some rows."""
-    order = np.argsort(prediction[0], kind='stable')    # sorting sorted rows is fast
-    prediction, has_options = [x[order] for x in prediction], arrays[0].ndim == 2
-    chosen = [x for x in metrics.MEASURES if (has_options or x.needs == 'prediction')
-              and (x.key in keys if keys is not None else x.tables or x.key in fast)]
-    edited = _edited_measures(metrics.MEASURES)
-    return [x for x in chosen if x.key not in fast or x.key in edited or _differs(
-        fast[x.key][0], x.value(*(prediction if x.needs == 'prediction' else arrays)))]
+def _value(measure, prediction, arrays):
+    return measure.value(*(prediction if measure.needs == 'prediction' else arrays))
 
 
-def _differs(a, b):
-    return not np.isclose(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
+def _unequal(measures, sums, prediction, arrays):
+    """The measures whose function returns another value for these rows than the sums."""
+    fast = sums(np.ones((1, len(prediction[1])), np.int32))
+    return [x for x in measures if not np.isclose(
+        fast[x.key][0], _value(x, prediction, arrays), rtol=1e-9, atol=1e-9, equal_nan=True)]
 
 
 @functools.cache
-def _edited_measures(measures):
-    """The keys of `measures` whose functions differ from the fast values on rows with everything
-    that matters: several hundred, of 2 to 5 options, over- and underconfident, with ties."""
+def _edited(measures):
+    """The keys of `measures` whose functions differ from the sums on several hundred rows of 2 to 5
+    options, over- and underconfident, with ties: other formulas may agree by chance on few rows."""
     random = np.random.default_rng(0)
     n_options = random.integers(2, 6, 350)
     n_options[0] = 5
-    weights = np.where(np.arange(5) < n_options[:, None], random.random((350, 5)) ** 3, 0)
+    has_option = np.arange(5) < n_options[:, None]
+    weights = np.where(has_option, random.random((350, 5)) ** 3, 0)
     weights[::7] = np.ceil(4 * weights[::7])
     probs = weights / weights.sum(1, keepdims=True)
     labels = np.where(random.random(350) < 0.5, probs.argmax(1), random.integers(0, n_options))
-    arrays = [probs, labels, n_options, np.log(np.where(weights > 0, probs, 1e-9))]
-    arrays[3][np.arange(5) >= n_options[:, None]] = -np.inf
-    arrays[0] = metrics.softmax(arrays[3])
-    fast = _FastMeasures(*metrics.top_label(*arrays[:2]), arrays, 1)(np.ones((1, 350), np.int32))
-    return {x.key for x in measures if x.key in fast and _differs(fast[x.key][0],
-                                                                  x.value(*arrays))}
+    scores = np.where(has_option, np.log(np.where(weights > 0, probs, 1e-9)), -np.inf)
+    arrays = [metrics.softmax(scores), labels, n_options, scores]
+    prediction = metrics.top_label(*arrays[:2])
+    sums = _Sums(*prediction, arrays, 1)
+    return {x.key for x in _unequal([x for x in measures if x.key in sums.keys], sums, prediction,
+                                    arrays)}
 
 
 def _call_measures(measures, counts, prediction, arrays):
     """{key: [R]} of `measures`, called with the rows of each resample."""
     values = {x.key: np.empty(len(counts)) for x in measures}
-    for i, count in enumerate(counts):
+    for i, count in enumerate(counts if measures else ()):
         rows = np.repeat(np.arange(len(count)), count)
         drawn = [None if x is None else x[rows] for x in arrays]
-        confidence, correct = (x[rows] for x in prediction)
         for x in measures:
-            values[x.key][i] = (x.value(confidence, correct) if x.needs == 'prediction' else
-                                x.value(*drawn))
+            values[x.key][i] = _value(x, [column[rows] for column in prediction], drawn)
     return values
 
 
-class _FastMeasures:
-    """Measures of resamples: called with counts int32 [R, N], it returns {key: float64 [R]}.
+class _Sums:
+    """Measures of resamples by sums: a call with counts int32 [R, N] returns {key: float64 [R]}.
 
     arrays: probs [N, K], labels, n_options and scores, or None for confidences alone. chunk is the
     largest R.
@@ -135,33 +129,34 @@ class _FastMeasures:
         if arrays:
             option_columns, self.by_option = _option_columns(*arrays)
             columns |= option_columns
-        self.names = [*columns]
+        self.columns = [*columns]
+        self.keys = {*columns, 'ece', 'mce', 'ece_equal_mass', 'rmsce', 'mad',
+                     *(('sce', 'ace') if arrays else ())}
         # Products in blocks of 16 by 128 are so small that no BLAS library starts several threads
         # for one; several processes that did would wait for each other.
         self.blocks = -(-n // 128)
         design = np.stack([*columns.values()], 1)
         self.design = np.pad(design, ((0, 128 * self.blocks - n), (0, 0))).reshape(
             self.blocks, 128, -1)
-        # once: new memory would cost as much as the sums
+        # allocated once: new memory would cost as much as the sums
         self.padded = np.zeros((-(-chunk // 16) * 16, 128 * self.blocks))
         self.workspace = np.empty((chunk, n), np.int32), np.empty((-(-chunk // 2), n, 2))
 
     def __call__(self, counts):
-        n = self.n
-        values = {name: x / n for name, x in zip(self.names, self._sums(counts).T, strict=True)}
-        drawn, gap_sums = self.by_confidence.accumulate(counts, self.workspace)
-        bin_counts, bin_gaps = _fixed_bins(drawn, gap_sums, self.by_confidence.bin_ends)
+        n, rows = self.n, self.by_confidence
+        values = {key: x / n for key, x in zip(self.columns, self._totals(counts).T, strict=True)}
+        drawn, gap_sums = rows.accumulate(counts, self.workspace)
+        bin_counts, bin_gaps = _fixed_bins(drawn, gap_sums, rows.bin_ends)
         values['ece'] = bin_gaps.sum(1) / n
         values['mce'] = (bin_gaps / np.maximum(bin_counts, 1)).max(1)
         ends = metrics.equal_chunk_ends(np.full((len(counts), 1), n), 10)
-        values['ece_equal_mass'] = _tied_bins(drawn, gap_sums, self.by_confidence.last_tie,
-                                              ends) / n
-        values['rmsce'], values['mad'] = _split_bins(drawn, gap_sums, self.by_confidence.gaps, 100)
+        values['ece_equal_mass'] = _tied_bins(drawn, gap_sums, rows.last_tie, ends) / n
+        values['rmsce'], values['mad'] = _split_bins(drawn, gap_sums, rows.gaps, 100)
         if self.by_option:
             values |= _option_metrics(counts, self.by_option, self.workspace)
         return values
 
-    def _sums(self, counts):
+    def _totals(self, counts):
         """The sum of each column over each resample's rows, [R, number of columns]."""
         self.padded[:len(counts), :self.n] = counts
         products = self.padded.reshape(-1, 16, self.blocks, 128).swapaxes(1, 2) @ self.design
@@ -169,7 +164,7 @@ class _FastMeasures:
 
 
 def _option_columns(probs, labels, n_options, scores):
-    """What needs all options: ({key: its terms, float64 [N]}, [_SortedGaps of option k])."""
+    """({key: its terms, float64 [N]}, [_SortedGaps of option k]) of the metrics of all options."""
     p = probs.astype(np.float64)
     by_option = []
     for k in range(n_options.max()):
@@ -193,15 +188,15 @@ def _resample(n, n_resamples, chunk, seed):
 
 
 class _SortedGaps:
-    """Rows in the order of a probability [N], with their gaps [N], probability - outcome."""
+    """Rows sorted by a probability [N], with their gaps [N], probability - outcome."""
 
     def __init__(self, probability, gaps, n_bins):
         self.order = np.argsort(probability, kind='stable')     # int [N], ascending
         self.gaps = gaps[self.order]                            # float64 [N], in that order
         ordered = probability[self.order]
-        # int [N], where in that order the last equal probability is
+        # int [N], the position of the last equal probability in that order
         self.last_tie = np.searchsorted(ordered, ordered, side='right') - 1
-        # int [n_bins], how many rows there are up to the end of each bin of equal width
+        # int [n_bins], the number of rows up to the end of each bin of equal width
         self.bin_ends = np.searchsorted(metrics.equal_width_bins(ordered, n_bins),
                                         np.arange(n_bins), side='right')
         self.n_rows = np.isfinite(ordered).sum()
@@ -209,7 +204,7 @@ class _SortedGaps:
     def accumulate(self, counts, workspace):
         """(number of drawn rows so far [R, N], sum of their gaps so far), in that order.
 
-        The second is [R / 2, N, 2], of resample r at [r % (R / 2), :, r // (R / 2)]: as complex
+        The second is [R / 2, N, 2], with resample r at [r % (R / 2), :, r // (R / 2)]: as complex
         numbers two are added in the time of one. Integers are added ten times as fast as float64,
         and as exactly.
         """
@@ -257,7 +252,7 @@ def _tied_bins(drawn, gap_sums, last_tie, ends):
 
     A bin ends after the first ends [R, M] drawn rows, or after the last that ties with that one.
     """
-    at = last_tie[_places(drawn, np.maximum(ends, 1))]
+    at = last_tie[_positions(drawn, np.maximum(ends, 1))]
     edges = _sums_at(gap_sums, at)
     return np.abs(np.diff(edges, axis=1, prepend=0)).sum(1)
 
@@ -268,7 +263,7 @@ def _split_bins(drawn, gap_sums, gaps, bin_size):
     n_bins = max(1, n // bin_size)
     ends = np.append(np.arange(1, n_bins) * bin_size, n)
     size = np.diff(ends, prepend=0)
-    at = _places(drawn, np.broadcast_to(ends, (len(drawn), n_bins)))
+    at = _positions(drawn, np.broadcast_to(ends, (len(drawn), n_bins)))
     # a row that was drawn several times may be cut: take back the draws beyond the end
     beyond = np.take_along_axis(drawn, at, 1) - ends
     edges = _sums_at(gap_sums, at) - beyond * gaps[at]
@@ -276,15 +271,15 @@ def _split_bins(drawn, gap_sums, gaps, bin_size):
     return np.sqrt((in_bin**2 / size).sum(1) / n), np.abs(in_bin).sum(1) / n
 
 
-def _places(drawn, ends):
+def _positions(drawn, ends):
     """For each resample the first index where `drawn` [R, N] reaches each end; int [R, M]."""
     resamples, n = drawn.shape
     ends = ends.astype(drawn.dtype)     # else searchsorted would copy `drawn` in another type
     if n > 1000:
         return np.stack([row.searchsorted(end) for row, end in zip(drawn, ends, strict=True)])
     apart = (np.arange(resamples) * (n + 1))[:, None]      # all resamples as one ascending row
-    place = np.searchsorted((drawn + apart).ravel(), (ends + apart).ravel())
-    return place.reshape(ends.shape) - np.arange(resamples)[:, None] * n
+    position = np.searchsorted((drawn + apart).ravel(), (ends + apart).ravel())
+    return position.reshape(ends.shape) - np.arange(resamples)[:, None] * n
 
 
 # Any metric
@@ -301,31 +296,47 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method=
     """
     if method not in ('percentile', 'bca'):
         raise ValueError(f"method must be 'percentile' or 'bca', not {method!r}")
-    metrics.check_range('level', level, 0, 1, open_low=True, open_high=True)
-    metrics.check_count('n_resamples', n_resamples)
     arrays = [None if x is None else np.asarray(x) for x in (probs, labels, *more)]
     shapes = [x.shape for x in arrays if x is not None]
     if not all(shapes) or len({shape[0] for shape in shapes}) > 1 or not shapes[0][0]:
         raise ValueError(f'every array must have the same N >= 1 rows, not the shapes {shapes}')
     n, random = shapes[0][0], np.random.default_rng(seed)
 
-    def metric_of(rows):
+    def value(rows):
         return metric(*(None if x is None else x[rows] for x in arrays))
 
-    values = np.array([metric_of(random.integers(n, size=n)) for _ in range(n_resamples)])
-    _check_defined(values)
-    shares = (1 - level) / 2, (1 + level) / 2
+    shares = _check_level(level)
+    values = _resampled(value, n, n_resamples, random)
     if method == 'bca':
         groups = np.array_split(random.permutation(n), min(n, 200)) if n > 1 else []
-        jackknife = [metric_of(np.delete(np.arange(n), group)) for group in groups]
-        shares = _bca_shares(shares, values, metric_of(slice(None)), np.array(jackknife or [0.0]))
+        jackknife = [value(np.delete(np.arange(n), group)) for group in groups]
+        shares = _bca_shares(shares, values, value(slice(None)), _check_defined(jackknife or [0.0]))
     low, high = np.quantile(values, shares)
     return float(low), float(high)
 
 
+def _check_level(level):
+    """Return the shares of values below the two ends of an interval of this level."""
+    metrics.check_range('level', level, 0, 1, open_low=True, open_high=True)
+    return (1 - level) / 2, (1 + level) / 2
+
+
+def _resampled(value, n, n_resamples, random):
+    """value(rows) of `n_resamples` samples of n rows, drawn with replacement, as an array."""
+    metrics.check_count('n_resamples', n_resamples)
+    return _check_defined([value(random.integers(n, size=n)) for _ in range(n_resamples)])
+
+
+def _check_defined(values):
+    missing = np.isnan(values).sum()
+    if missing:
+        raise ValueError(f'the metric is nan in {missing} of {len(values)} samples of the rows, as '
+                         f'auroc is where all are right; take one that is defined, or more rows')
+    return np.array(values)
+
+
 def _bca_shares(shares, values, value, jackknife):
     """The shares of the resampled values at which BCa reads its ends; Efron 1987, (2.3)."""
-    _check_defined(jackknife)
     normal, n_resamples = NormalDist(), len(values)
     below = ((values < value).mean() + (values <= value).mean()) / 2
     bias = normal.inv_cdf(np.clip(below, 0.5 / n_resamples, 1 - 0.5 / n_resamples))
@@ -341,23 +352,27 @@ def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, leve
     """Return (b - a, low, high, p) of a metric of two models' predictions for the same questions.
 
     probs_a and probs_b are [N, K], or confidences [N] if both models are right in the same rows, as
-    before and after scaling. Rows are drawn for both at once. (low, high) is the percentile
-    interval of the difference. The two-sided p is twice the share of resamples on the rarer side of
-    0, counted as (1 + count) / (1 + n_resamples).
+    before and after scaling. Rows are drawn for both at once. low, high and p: `difference_test`.
     """
     a, b, labels = _check_pair(probs_a, probs_b, labels)
-    metrics.check_range('level', level, 0, 1, open_low=True, open_high=True)
-    metrics.check_count('n_resamples', n_resamples)
-    random, values = np.random.default_rng(seed), np.empty(n_resamples)
-    for i in range(n_resamples):
-        rows = random.integers(len(labels), size=len(labels))
-        values[i] = metric(b[rows], labels[rows]) - metric(a[rows], labels[rows])
-    difference = metric(b, labels) - metric(a, labels)
-    _check_defined([difference, *values])
-    low, high = np.quantile(values, ((1 - level) / 2, (1 + level) / 2))
+
+    def difference(rows):
+        return metric(b[rows], labels[rows]) - metric(a[rows], labels[rows])
+
+    observed = float(_check_defined([difference(slice(None))])[0])
+    values = _resampled(difference, len(labels), n_resamples, np.random.default_rng(seed))
+    return observed, *difference_test(values, level)
+
+
+def difference_test(values, level=0.95) -> tuple[float, float, float]:
+    """Return (low, high, p) of a difference from its values on resamples, float [n_resamples].
+
+    (low, high) is the percentile interval. The two-sided p is twice the share of resamples on the
+    rarer side of 0, counted as (1 + count) / (1 + n_resamples), at most 1.
+    """
+    low, high = np.quantile(values, _check_level(level))
     rarer = min((values <= 0).sum(), (values >= 0).sum())
-    p = min(1, 2 * (1 + rarer) / (1 + n_resamples))
-    return float(difference), float(low), float(high), float(p)
+    return float(low), float(high), float(min(1, 2 * (1 + rarer) / (1 + len(values))))
 
 
 def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, seed=0):
@@ -377,6 +392,14 @@ def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, s
     _check_defined([difference, *swapped])
     as_large = (np.abs(swapped) >= abs(difference) - 1e-12).sum()
     return float(difference), float((1 + as_large) / (1 + n_permutations))
+
+
+def _check_pair(a, b, labels):
+    a, b, labels = np.asarray(a), np.asarray(b), np.asarray(labels)
+    if a.shape != b.shape or len(a) != len(labels):
+        raise ValueError(f'both must predict the same rows, not be of shape {a.shape} and '
+                         f'{b.shape} for {len(labels)} labels')
+    return a, b, labels
 
 
 def consistency_test(probs, labels, metric=metrics.ece, *, n_resamples=1000,
@@ -404,21 +427,6 @@ def consistency_test(probs, labels, metric=metrics.ece, *, n_resamples=1000,
     return {'observed': float(observed), 'expected': float(values.mean()),
             'p95': float(np.quantile(values, 0.95)),
             'p': float((1 + (values >= observed - 1e-12).sum()) / (1 + n_resamples))}
-
-
-def _check_defined(values):
-    missing = np.isnan(values).sum()
-    if missing:
-        raise ValueError(f'the metric is nan in {missing} of {len(values)} samples of the rows, as '
-                         f'auroc is where all are right; take one that is defined, or more rows')
-
-
-def _check_pair(a, b, labels):
-    a, b, labels = np.asarray(a), np.asarray(b), np.asarray(labels)
-    if a.shape != b.shape or len(a) != len(labels):
-        raise ValueError(f'both must predict the same rows, not be of shape {a.shape} and '
-                         f'{b.shape} for {len(labels)} labels')
-    return a, b, labels
 
 
 # Student's t
@@ -470,7 +478,7 @@ def _t_tails(t, freedom):
     """P(|T| >= |t|): the regularized beta function I_w(freedom / 2, 1 / 2), w = freedom / (freedom
     + t^2). With sin^2 as the variable its integrand is cos^(freedom - 1), which is smooth."""
     angle = np.arctan(abs(t) / np.sqrt(freedom))
-    # 40 of its standard deviations out it is 0, and the nodes are needed where it is not
+    # beyond 40 of its standard deviations the integrand is 0 and needs no nodes
     end = min(np.pi / 2, 40 / np.sqrt(freedom))
 
     def area(low, high):
