@@ -31,7 +31,7 @@ from runtime import cli
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, TrainingError
 from runtime.ownership import claim, lock, read_json, write_text
-from runtime.resume import check_folder
+from runtime.resume import check_run
 from train import FREE_KEYS, TrainConfig, train
 
 # FLOP/s on one H200 in bfloat16. Training reaches 0.48 to 0.58 of the 989e12 of the data sheet,
@@ -216,9 +216,9 @@ def do(runs, options):
         if run.waits_for:
             print(f'\n=== {name} waits for {run.waits_for}', flush=True)
             continue
-        if run.trains:
-            check_folder(run.cfg, FREE_KEYS)
         if run.finished:
+            if run.trains:
+                check_run(run.cfg, FREE_KEYS)
             continue
         print(f'\n=== {name}', flush=True)
         try:
