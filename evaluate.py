@@ -165,10 +165,11 @@ def forward_values(model, arrays, scored, statistics):
     head, cap = model.head, model.softcap
     inputs = torch.from_numpy(np.ascontiguousarray(arrays))
     at, tokens = (torch.tensor([entry[i] for entry in scored]) for i in (2, 3))
-    hidden = model(*to_device(inputs, head.device)).flatten(0, 1)
+    hidden = model(*device.to_device(inputs, head.device)).flatten(0, 1)
     if not statistics:
         return token_log_probs(hidden, head, at, tokens, cap)[:, None]
-    s = fused_ce.token_statistics(hidden[to_device(at, head.device)], head, tokens, softcap=cap)
+    scored_hidden = hidden[device.to_device(at, head.device)]
+    s = fused_ce.token_statistics(scored_hidden, head, tokens, softcap=cap)
     return torch.stack([-s.nll, s.top_token.float(), s.top_logit - s.lse, s.entropy], 1)
 
 
@@ -179,7 +180,7 @@ def token_log_probs(hidden, head, at, tokens, softcap):
     the CPU, so that the host does not wait for the device.
     """
     used, place = at.unique(return_inverse=True)        # used[place] = at
-    indices = to_device(torch.cat((at, tokens, place, used)), head.device)
+    indices = device.to_device(torch.cat((at, tokens, place, used)), head.device)
     at, tokens, place, rows = indices.split([len(at)] * 3 + [len(used)])
     label = torch.zeros_like(used)      # any: the sum over all tokens does not depend on it
     lse = fused_ce.token_statistics(hidden[rows], head, label, softcap=softcap).lse
@@ -187,11 +188,6 @@ def token_log_probs(hidden, head, at, tokens, softcap):
                         for i, k in zip(at.split(4096), tokens.split(4096), strict=True)])
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     return logits - lse[place]
-
-
-def to_device(x, device):
-    """Return a CPU tensor on `device`; the host does not wait for the copy."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == 'cuda' else x
 
 
 def option_log_probs(model, trees, **options):

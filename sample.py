@@ -4,9 +4,9 @@
     python sample.py --model=out/run --prompt='Who was Ada Lovelace?' --probs
     python sample.py --model=google/gemma-2-2b --raw --temperature=1 --top_p=0.9 < text.txt
 
-In a terminal of 256 colors every token has a gray background: white for probability 1, black for 0.
-NO_COLOR turns that off. Probabilities are those of the model, before `temperature` and `top_p`.
-There is no KV cache: each token computes the whole conversation again, in quadratic time.
+In a terminal with 256 colors the background of a token shows its probability, from black (0) to
+white (1); NO_COLOR turns that off. Probabilities are the model's, before `temperature` and `top_p`.
+There is no KV cache: each token computes the whole conversation again.
 """
 
 from runtime import cli
@@ -31,7 +31,7 @@ class SampleConfig:
     model: str = ''                           # a folder in Hugging Face layout, or a hub name
     revision: str | None = None               # the hub revision of the model
     prompt: str | None = None                 # answer this and exit, as for a prompt from a pipe
-    # the chat template; trained: that of the training here
+    # the chat template; trained: that of the model's training here
     chat: Literal['trained', 'tulu', 'llama3', 'gemma', 'mistral', 'chatml', 'alpaca'] = 'trained'
     raw: bool = False                         # continue each prompt as plain text, without chat
     temperature: float = 0.0                  # divides the logits; 0: the most probable token
@@ -43,7 +43,7 @@ class SampleConfig:
 
 
 def read_arguments(argv):
-    """Return the SampleConfig of a command line; raise ConfigError for values of no use."""
+    """Return the SampleConfig of a command line; raise ConfigError for unusable values."""
     cfg = load_config(SampleConfig, argv, __doc__)
     require_range(cfg, 0, math.inf, 'temperature')
     require_range(cfg, 1e-3, 1, 'top_p')
@@ -62,8 +62,7 @@ if __name__ == '__main__':
 
 import torch
 
-from data.chat import encode_conversation, question_frame
-from data.files import require_text
+from data.chat import encode_prompt, question_frame
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from runtime import checkpoint
 from runtime.device import pick_device, pick_dtype
@@ -82,10 +81,10 @@ def keep_top_p(probs, top_p):
 
 @torch.no_grad()
 def generate(model, ids, stop, cfg, random, n_vocab=None):
-    """Yield (token, its probability by the model) after `ids`, up to a token of the set `stop`.
+    """Yield (token, the model's probability of it) after `ids`, up to a token of the set `stop`.
 
-    Yield at most max_tokens, and no more than the context has room for. random: a torch.Generator
-    on the CPU. Tokens from n_vocab on have no text and are never drawn. Raises CheckpointError.
+    Yield at most max_tokens, and no more than fit into the context. random: a torch.Generator on
+    the CPU. Tokens from n_vocab on have no text and are never drawn. Raises CheckpointError.
     """
     ids, device = list(ids), model.head.device
     for _ in range(min(cfg.max_tokens, model.config.max_position_embeddings - len(ids))):
@@ -106,12 +105,12 @@ def generate(model, ids, stop, cfg, random, n_vocab=None):
 
 
 def whole_characters(drawn, tokenizer, stop):
-    """Yield (text, its pairs) of (token, probability) pairs: those of one character together."""
+    """Group (token, probability) pairs by whole characters; yield (text, its pairs)."""
     pairs = []
     for pair in drawn:
         pairs.append(pair)
         text = tokenizer.decode([token for token, _ in pairs if token not in stop], start=False)
-        if pair[0] in stop or not text.endswith('\ufffd'):  # that stands for an incomplete one
+        if pair[0] in stop or not text.endswith('\ufffd'):  # stands for an incomplete character
             yield text, pairs
             pairs = []
     if pairs:
@@ -119,26 +118,14 @@ def whole_characters(drawn, tokenizer, stop):
 
 
 def shaded(text, p):
-    """Return `text` on one of a terminal's 24 grays; its control characters are replaced."""
+    """Return `text` on one of a terminal's 24 grays, its control characters replaced."""
     text = re.sub('[\x00-\x08\x0b-\x1f\x7f-\x9f]', '\ufffd', text)
     gray = f'\x1b[48;5;{232 + round(23 * p)};38;5;{16 if p > 0.5 else 231}m'
     return '\n'.join(f'{gray}{line}\x1b[0m' if line else '' for line in text.split('\n'))
 
 
-def encode_prompt(messages, tokenizer, template, add_bos):
-    """Return (ids of the conversation up to the answer, the set of ids that end the answer)."""
-    if not template:        # the prompt as plain text
-        text = require_text(messages[-1]['content'], 'the prompt')
-        return [tokenizer.bos_id] * add_bos + tokenizer.encode(text), {tokenizer.eos_id}
-    ids, mask = encode_conversation([*messages, {'role': 'assistant', 'content': 'x'}], tokenizer,
-                                    template, add_bos)
-    last = max(i for i, supervised in enumerate(mask) if supervised)    # it ends the turn
-    first = max(i for i in range(last) if not mask[i]) + 1
-    return ids[:first], {ids[last], tokenizer.eos_id}
-
-
 def answer(model, tokenizer, ids, stop, cfg, random):
-    """Print the answer to `ids` while it is drawn and, with probs, its tokens; return its text."""
+    """Print the answer to `ids` while it is generated; return its text."""
     context = model.config.max_position_embeddings
     if not 0 < len(ids) < context:
         raise DataError(f'the conversation has {len(ids)} tokens; it may have 1 to {context - 1}')
@@ -159,18 +146,17 @@ def answer(model, tokenizer, ids, stop, cfg, random):
 
 
 def prompts(cfg):
-    """Yield the prompt that was given or piped, else what is typed until Ctrl-D."""
+    """Yield --prompt or the text of a pipe; on a terminal, each line until Ctrl-D."""
     if cfg.prompt is not None:
         yield cfg.prompt
     elif not sys.stdin.isatty():
         yield sys.stdin.buffer.read().decode(errors='surrogateescape').removesuffix('\n')
     else:
-        while True:
-            try:
+        with contextlib.suppress(EOFError):
+            while True:
                 if line := input('\n> ').strip():
                     yield line
-            except EOFError:
-                return print()
+        print()
 
 
 def main(argv):

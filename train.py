@@ -143,10 +143,9 @@ from data.trees import load_answers
 from evaluate import evaluate, result_labels
 from fused_ce import fused_loss, smoothing, token_statistics
 from model import CausalLM, add_lora, compile_blocks
-from results.plots import draw_loss
 from results.report import print_report
 from runtime import checkpoint, ownership, resume, trained
-from runtime.device import pick_device, pick_dtype
+from runtime.device import pick_device, pick_dtype, to_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import parse_loss
 from runtime.optim import AdamW
@@ -248,16 +247,15 @@ def batches(cfg, sequences, training, first, until, multiple):
 def micro_batches(packed, cfg, device):
     """Yield (row indices, model inputs on `device`, targets on the CPU) of micro_rows rows each.
 
-    The rows are this process's share of `packed`. The loss wants its targets on the CPU.
+    The rows are this process's share of `packed`.
     """
     rows, owner = np.arange(rank(), len(packed['tokens']), world_size()), packed['owner']
     # of the whole step: a row that holds one document by chance would compile another graph
     one_document = ((owner == owner[:, :1]) | (owner < 0)).all()
     for i in range(0, len(rows), cfg.micro_rows):
         chosen = rows[i:i + cfg.micro_rows]
-        inputs = [torch.from_numpy(packed[key][chosen]) for key in ('tokens', 'positions', 'ends')]
-        if device.startswith('cuda'):   # from pinned memory the host need not wait
-            inputs = [x.pin_memory().to(device, non_blocking=True) for x in inputs]
+        inputs = [to_device(torch.from_numpy(packed[key][chosen]), device)
+                  for key in ('tokens', 'positions', 'ends')]
         if one_document:        # in each row: no mask is needed
             inputs[2] = None
         yield chosen, inputs, torch.from_numpy(packed['targets'][chosen])
@@ -389,8 +387,7 @@ def train(cfg):
             if cfg.overwrite:
                 ownership.discard(out_dir / 'before', '*')
                 ownership.discard(out_dir, '*')
-            # from here on the folder is that of a run
-            ownership.claim(out_dir, 'train_config.py', 'log.jsonl')
+            ownership.claim(out_dir, 'train_config.py', 'log.jsonl')    # now it is a run's folder
         if tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
             results['before'] = calibration_report(cfg, base, tokenizer, tasks, out_dir / 'before')
         if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file to be written
@@ -398,7 +395,7 @@ def train(cfg):
             optimize(cfg, model, tokenizer, data, device, base, more)
             del model   # the report reads the saved weights, those that people will use
         elif rank() == 0:
-            finish(cfg)     # the run may have been killed right after its weights
+            trained.finish(cfg)     # the run may have been killed right after its weights
         if tasks and not cfg.dry_run:
             results['after'] = calibration_report(cfg, out_dir, tokenizer, tasks, out_dir)
     return results
@@ -434,9 +431,9 @@ def prepare(model, cfg, device):
 
 
 def build_optimizer(model, cfg):
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [{'params': [p for p in trained if p.ndim >= 2], 'weight_decay': cfg.weight_decay},
-              {'params': [p for p in trained if p.ndim < 2], 'weight_decay': 0.0}]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [{'params': [p for p in trainable if p.ndim >= 2], 'weight_decay': cfg.weight_decay},
+              {'params': [p for p in trainable if p.ndim < 2], 'weight_decay': 0.0}]
     return AdamW([group for group in groups if group['params']], cfg.lr, cfg.betas, cfg.eps,
                  stochastic=cfg.master_weights == 'stochastic', seed=cfg.seed, rank=rank())
 
@@ -464,10 +461,9 @@ def optimize(cfg, model, tokenizer, data, device, base, more):
     until = min(steps, 2) if cfg.dry_run else steps
     # on a GPU rows come in full micro-batches, so that each shape is compiled once
     multiple = world_size() * (cfg.micro_rows if device.startswith('cuda') else 1)
-    validate = None
-    if len(held_out):
-        validation = pack([sequences[i] for i in held_out], cfg.pack_len, multiple)
-        validate = functools.partial(validation_loss, model, validation, cfg, device)
+    held_out = [sequences[i] for i in held_out]
+    validate = functools.partial(validation_loss, model, pack(held_out, cfg.pack_len, multiple),
+                                 cfg, device) if held_out else None
     upcoming = batches(cfg, sequences, training, first, until, multiple)
     with StepLog(cfg, first, until, device, base, validate) as log, resume.StopSignals() as stop:
         for done, (chosen, packed) in enumerate(upcoming, first + 1):
@@ -495,16 +491,9 @@ def optimize(cfg, model, tokenizer, data, device, base, more):
     if not cfg.dry_run:
         save_files()
         if rank() == 0:
-            finish(cfg)
+            trained.finish(cfg)
     if signalled:
         raise Stopped(signalled, 'after the last step, before the report')
-
-
-def finish(cfg):
-    """Remove the checkpoints of a run whose weights are saved, and draw its loss."""
-    ownership.discard(cfg.out_dir, 'resume-*')
-    if cfg.pictures and not Path(cfg.out_dir, 'loss.png').exists():
-        draw_loss(cfg.out_dir)
 
 
 def calibration_report(cfg, model_folder, tokenizer, tasks, out_dir):

@@ -34,6 +34,21 @@ def encode_conversation(messages, tokenizer, template='tulu', add_bos=True):
     return ids, loss_mask
 
 
+def encode_prompt(messages, tokenizer, template, add_bos=True):
+    """Return (token ids of `messages` up to the answer, the set of ids that end the answer).
+
+    template: '' encodes the last message as plain text
+    """
+    if not template:
+        text = require_text(messages[-1]['content'], 'the prompt')
+        return [tokenizer.bos_id] * add_bos + tokenizer.encode(text), {tokenizer.eos_id}
+    ids, loss_mask = encode_conversation([*messages, {'role': 'assistant', 'content': 'x'}],
+                                         tokenizer, template, add_bos)
+    last = max(i for i, supervised in enumerate(loss_mask) if supervised)   # it ends the turn
+    first = max(i for i in range(last) if not loss_mask[i]) + 1
+    return ids[:first], {ids[last], tokenizer.eos_id}
+
+
 def question_frame(tokenizer, template, add_bos=True):
     """Return what a template puts around a question: (opening, before, after, closing, lead).
 

@@ -40,6 +40,12 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
     return getattr(torch, dtype)
 
 
+def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """Return a CPU tensor on `device`; the host does not wait for the copy."""
+    cuda = torch.device(device).type == 'cuda'
+    return x.pin_memory().to(device, non_blocking=True) if cuda else x
+
+
 class HostCopy:
     """An asynchronous copy of a tensor on the host, and the time at which it was computed.
 

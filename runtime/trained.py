@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from model import CausalLM
+from results.plots import draw_loss
 from results.samples import OUTPUTS
-from runtime import checkpoint, resume
+from runtime import checkpoint, ownership, resume
 from runtime.config import read_assignments
 from runtime.errors import ConfigError, TrainingError
 
@@ -19,7 +20,7 @@ from runtime.errors import ConfigError, TrainingError
 # ------------------------------------------------------------------------------------------------
 
 def model_config(cfg, base):
-    """Return the config of the model to train; raise ConfigError for settings that do not fit it."""
+    """Return the config of the model to train; raise ConfigError if a setting does not fit it."""
     config = checkpoint.read_config(base, cfg.shape)
     layers = config.family.lora_targets
     if cfg.lora and (not cfg.lora_targets or set(cfg.lora_targets) - set(layers)):
@@ -66,6 +67,13 @@ def save_weights(cfg, model, optimizer, base, more, below='.'):
     except (OSError, ConfigError) as error:
         raise TrainingError(f'saving the weights to {folder} failed: {error}; '
                             f'{resume.advice(cfg.out_dir)}') from error
+
+
+def finish(cfg):
+    """Remove the checkpoints of a run whose weights are saved, and draw its loss."""
+    ownership.discard(cfg.out_dir, 'resume-*')
+    if cfg.pictures and not Path(cfg.out_dir, 'loss.png').exists():
+        draw_loss(cfg.out_dir)
 
 
 # ------------------------------------------------------------------------------------------------
