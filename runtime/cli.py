@@ -10,17 +10,17 @@ from runtime.errors import CheckpointError, ConfigError, DataError, Stopped, Tra
 
 
 def begin():
-    """Prepare the standard streams and Ctrl-C: the first call of a script, before its imports."""
+    """Prepare the standard streams and Ctrl-C; a script calls this before its other imports."""
     _prepare_streams()
     signal.signal(signal.SIGINT, _stop_at_once)
 
 
 @functools.cache        # once in a process
 def _prepare_streams():
-    """Open missing standard streams on /dev/null; print what the encoding lacks as an escape.
+    """Open missing standard streams on /dev/null; print unencodable characters as escapes.
 
-    The next file that is opened, such as the lock of a folder, would get the number of a missing
-    descriptor, and what is printed would go into that file.
+    Otherwise the next file that is opened would get the number of the missing descriptor, and
+    printed text would go into that file.
     """
     for number, name in enumerate(('stdin', 'stdout', 'stderr')):
         try:
@@ -34,16 +34,16 @@ def _prepare_streams():
 
 
 def _stop_at_once(*_):
-    """End the process on Ctrl-C: an exception inside the import of a C++ library would crash."""
+    """End the process: an exception inside the import of a C++ library would crash."""
     os.write(2, b'stopped\n')
     os._exit(128 + signal.SIGINT)
 
 
 @contextlib.contextmanager
 def one_line_errors(resume='', memory=''):
-    """End the script with one line and its exit status if the block of this `with` fails.
+    """Run the block of a `with`; if it fails, end the script with one line and an exit status.
 
-    resume: what the user does to continue an interrupted run; memory: which settings need less
+    resume: how to continue an interrupted run; memory: which settings need less memory
     """
     _prepare_streams()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -58,7 +58,7 @@ def one_line_errors(resume='', memory=''):
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        reason = str(error).strip().split('\n')[0] or 'this process can have no more'
+        reason = str(error).strip().split('\n')[0] or 'the system gives this process no more'
         sys.exit(f'error: out of memory: {reason}' + f'; {memory}' * bool(memory))
     except Stopped as stopped:
         print(stopped, *[resume] * bool(resume), sep='; ')
@@ -71,6 +71,6 @@ def one_line_errors(resume='', memory=''):
 
 
 def is_out_of_memory(error):
-    """Return whether an error says that the host or the GPU has no memory left."""
+    """Return whether an error says that the host or the GPU is out of memory."""
     return (isinstance(error, MemoryError) or type(error).__name__ == 'OutOfMemoryError'
             or "can't allocate memory" in str(error))       # torch's allocator for the CPU

@@ -1,9 +1,9 @@
 """Read settings: a file of `key = value` lines, then `--key=value` arguments, into a dataclass.
 
 The dataclass of a program (`TrainConfig` in train.py) lists every key with its type, default and
-meaning. A config file holds plain literals only: nothing in it is executed, any
-tool can read it, and a misspelled key is an error. A field whose type is a dataclass takes a dict
-of that dataclass's keys: `eval = {'shots': 0}` in a file, `--eval.shots=0` on the command line.
+meaning; any other key is an error. A config file holds only literals: nothing in it is executed. A
+field whose type is a dataclass takes a dict of that dataclass's keys: `eval = {'shots': 0}` in a
+file, `--eval.shots=0` on the command line.
 """
 
 import ast
@@ -25,10 +25,10 @@ from runtime.errors import ConfigError
 def load_config(cls, argv, usage='', config=None):
     """Return `cls(...)` from `argv` = ['configs/file.py', '--key=value', '--flag', ...].
 
-    Every field of the dataclass `cls` needs a default; `config` holds other ones. The file is
-    optional and comes first; on the command line later values win. `-h` or `--help` prints `usage`
-    (by default the docstring of the dataclass's module), then every key with its type, default and
-    comment, and exits. Raises ConfigError.
+    Every field of the dataclass `cls` needs a default; `config` replaces the defaults. The file is
+    optional and comes first; later values win. `-h` or `--help` prints `usage` (by default the
+    docstring of the module of `cls`), then every key with its type, default and comment, and exits.
+    Raises ConfigError.
     """
     if '-h' in argv or '--help' in argv:
         usage = (usage or sys.modules[cls.__module__].__doc__ or '').strip()
@@ -63,13 +63,14 @@ def require_range(config, low, high, *keys):
 
 
 def dump_config(config):
-    """Return the resolved config as the text of a config file that reads back as the same."""
+    """Return the text of a config file from which `load_config` reads the same config."""
     return ''.join(f'{key} = {pprint.pformat(value, width=95, sort_dicts=False)}\n'
                    for key, value in dataclasses.asdict(config).items())
 
 
 def read_assignments(path):
-    """Return {key: (value, 'file:line')} of a config file with any keys; raises ConfigError."""
+    """Return {key: (value, 'file:line')} of a config file, whatever its keys. Raises ConfigError.
+    """
     try:
         tree = ast.parse(Path(path).read_text(encoding='utf-8-sig'))
     except OSError as error:
@@ -113,15 +114,17 @@ def _literal(node, key, path):
 
 
 def _replace(config, name, text, where):
-    """Return `config`, a record or a dict, with `name` = 'key.inner' set from the command-line
-    value `text`, which is None for a bare flag.
+    """Return `config`, a dataclass or a dict, with the key `name` set to the argument `text`.
+
+    name: 'key', or 'key.inner' for a key of the dataclass or dict in `key`
+    text: None for an argument without a value, which is True
     """
     key, _, inner = name.partition('.')
     free = isinstance(config, dict)
     annotation = object if free else _annotation(type(config), key, where)
     if inner:
         value = config.get(key, {}) if free else getattr(config, key)
-        if value is None:       # made from the defaults of the record
+        if value is None:       # begin with the defaults of the dataclass
             value = next(filter(dataclasses.is_dataclass, _options(annotation)), type(None))()
         if not (isinstance(value, dict) or dataclasses.is_dataclass(value)):
             raise ConfigError(f'{where}: {key} has no keys of its own')
@@ -143,7 +146,7 @@ def _annotation(cls, key, where):
 
 
 def _options(annotation):
-    """Return the alternatives of an annotation: members of a union, strings of a Literal."""
+    """Return the alternatives of an annotation: members of a union, values of a Literal."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return tuple(o for arg in typing.get_args(annotation) for o in _options(arg))
     if typing.get_origin(annotation) is typing.Literal:
@@ -152,7 +155,7 @@ def _options(annotation):
 
 
 def _parse(text, annotation):
-    """Return a command-line value: unchanged if a string is wanted, else as a Python literal."""
+    """Return the value of an argument: a string if the annotation allows one, else a literal."""
     options = _options(annotation)
     if text == 'None' and types.NoneType in options:
         return None
@@ -168,8 +171,8 @@ def _parse(text, annotation):
 
 
 def _coerce(value, annotation, where):
-    """Return `value` converted to its annotation: an int to a float, a list to a tuple, a dict to
-    the dataclass; raises ConfigError.
+    """Return `value` in the type of `annotation`: a float for an int, a tuple for a list, a dataclass
+    for a dict. Raises ConfigError.
     """
     for option in _options(annotation):
         if typing.get_origin(option) is tuple and isinstance(value, (tuple, list)):
@@ -187,15 +190,13 @@ def _coerce(value, annotation, where):
                              for k, v in value.items()})
         elif option in (object, type(value), value):
             return value
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f'{where} is {value}, beyond the largest number or not a number; wanted '
-                          f'a finite number')
+    infinite = isinstance(value, float) and not math.isfinite(value)
     raise ConfigError(f'{where} is {value!r}, of type {type(value).__name__}; '
-                      f'wanted {_describe(annotation)}')
+                      f'wanted {"a finite number" if infinite else _describe(annotation)}')
 
 
 def _describe(annotation):
-    """Return the annotation in words."""
+    """Return an annotation in words."""
     names = {types.NoneType: 'None', str: 'a string', int: 'an int', float: 'a float',
              bool: 'True or False', dict: 'a dict'}
 
@@ -209,7 +210,7 @@ def _describe(annotation):
     return ' or '.join(name(option) for option in _options(annotation))
 
 
-# a field with the comment lines above it, the comment beside it and the lines that continue that
+# a field with the comment above it, the comment beside it and the lines that continue the latter
 FIELD = re.compile(r'((?:^    # {1,4}\S.*\n)*)^    (\w+): .*?(?:  # (.*))?\n'
                    r'((?:    (?:#  | +#).*\n)*)', re.MULTILINE)
 

@@ -1,18 +1,18 @@
-"""The errors that end a program with one line for the person at the keyboard."""
+"""The errors that end a program with one line."""
 
 import signal
 
 
 class ConfigError(ValueError):
-    """A key, a value or a config file that cannot be used; the message says what would be right."""
+    """An unusable key, value or config file; the message says what would be right."""
 
 
 class CheckpointError(ValueError):
-    """A model folder, config or weight file cannot be used; the message names it."""
+    """An unusable model folder, config.json or weight file; the message names it."""
 
 
 class DataError(ValueError):
-    """A data file, row or tokenizer that cannot be used; the message names file and line."""
+    """An unusable data file, row or tokenizer; the message names file and line."""
 
 
 class TrainingError(RuntimeError):

@@ -1,4 +1,4 @@
-"""The settings of evaluate.py, which train.py takes as `eval`: reading them needs no torch."""
+"""The settings of evaluate.py, which train.py takes as `eval`. This file does not import torch."""
 
 import math
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class EvalConfig:
                   'alpaca'] = 'none'
     instruct: bool = False                    # clm and facts: begin with the paper's instruction
     show: int = 0                             # print so many prompts of each task, as the model
-    #                                           reads them, and score nothing; needs no weights
+    #                                           reads them, instead of scoring; needs no weights
     limit: int | None = None                  # questions per language, drawn by the seed evenly
     #                                           over subjects; None: all
     add_bos: bool | None = None               # None: as in training here, or as the tokenizer does
@@ -64,7 +64,7 @@ class EvalConfig:
 
 
 def check_eval_config(cfg):
-    """Raise ConfigError for a value that no evaluation can use."""
+    """Raise ConfigError for unusable values."""
     require_range(cfg, 0, math.inf, 'shots', 'show', 'n_bootstrap')
     require_range(cfg, 0, 2 ** 63 - 1, 'seed', 'dropout_seed')
     require_range(cfg, 1, math.inf, 'limit', 'batch_rows', 'max_length')
@@ -76,7 +76,7 @@ def check_eval_config(cfg):
 
 
 def check_report_config(cfg, data_kind):
-    """Raise ConfigError for a value that the report of a training run on `data_kind` cannot use."""
+    """Raise ConfigError for values unusable in the `eval` of a training run on `data_kind`."""
     given = [key for key in ('model', 'out_dir', 'device', 'dtype', 'seed', 'overwrite')
              if getattr(cfg, key) != getattr(EvalConfig(), key)]
     if given:

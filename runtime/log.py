@@ -1,4 +1,4 @@
-"""What runs print and record: sizes, one example, the steps, a tracker, progress."""
+"""What runs print and record: sizes, one example, the steps, progress."""
 
 import datetime
 import json
@@ -24,7 +24,7 @@ from runtime.resume import advice
 
 
 def print_sizes(cfg, model, sequences, training, steps, device):
-    """Print what the run is about to do; all of its settings are in train_config.py."""
+    """Print the sizes of a run before it begins."""
     lengths, c = sequences.lengths[training], model.config
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -40,10 +40,10 @@ def print_sizes(cfg, model, sequences, training, steps, device):
     used, available = steps * cfg.batch_size, int(len(training) * cfg.epochs)
     if used < available:
         cause = (f'max_steps = {cfg.max_steps}' if cfg.max_steps == steps else
-                 f'the last {available - used:,} do not fill a step of {cfg.batch_size}')
+                 f'the rest does not fill a step of {cfg.batch_size}')
         never = f'; {len(training) - used:,} are never seen' if used < len(training) else ''
-        print(f'sequences trained on: {used:,} of {available:,}, epochs = {cfg.epochs:g} times '
-              f'{len(training):,}: {cause}{never}')
+        print(f'sequences trained on: {used:,} of {available:,} in {cfg.epochs:g} epochs: '
+              f'{cause}{never}')
     print(f'folder: {cfg.out_dir}')
 
 
@@ -62,16 +62,17 @@ def show_example(example, tokenizer):
 
 
 class StepLog:
-    """Reads each step's numbers while the device is busy with the next; checks and records them.
+    """Check and record each step's numbers while the device computes the next step.
 
-    One line per log_every steps is printed; log.jsonl and the tracker get every step. `validate`
-    returns the validation losses, or is None.
+    Every log_every-th step is printed; log.jsonl and the tracker get every step. `validate` returns
+    the validation losses, or is None.
     """
 
     def __init__(self, cfg, first, until, device, base, validate):
         self.cfg, self.first, self.until, self.base = cfg, first, until, base
         self.device, self.validate = device, validate
-        self.unread, self.started, self.file, self.send = None, time.monotonic(), None, id
+        self.unread, self.started = None, time.monotonic()
+        self.file = self.send = None
         if rank() == 0 and not cfg.dry_run:
             self.file = open_log(cfg, first)
             self.track()
@@ -87,18 +88,18 @@ class StepLog:
             self.file.close()
 
     def begin(self):
-        """A step begins where the one before it ends, or now, if that one has been read."""
+        """Note when a step begins: at the end of an unread step before it, else now."""
         now = torch.zeros((), device=self.device)
         self.began = self.unread[-1] if self.unread else HostCopy(now)
 
     def end(self, step, lr, chosen, packed, values):
-        """Take {name: scalar on the device} of a step, and read the step before it."""
+        """Keep the `values` of a step, {name: scalar on the device}; read the step before it."""
         ended = HostCopy(torch.stack([*values.values()]))
         self.read()
         self.unread = step, lr, chosen, packed, [*values], self.began, ended
 
     def read(self):
-        """Wait for the unread step, check it and record it."""
+        """Wait for the unread step, if there is one; check and record it."""
         if not self.unread:
             return
         (step, lr, chosen, packed, names, began, ended), self.unread = self.unread, None
@@ -125,15 +126,15 @@ class StepLog:
             self.track(record)
 
     def track(self, record=None):
-        """Send a record to the tracker, or start it; a failure is a warning, printed once."""
+        """Start the tracker, or send it a record; a failure is a warning, printed once."""
         try:
-            if record:
-                self.send(record)
-            else:
+            if not record:
                 self.send = start_tracker(self.cfg)
+            elif self.send:
+                self.send(record)
         except Exception as error:      # a tracker may raise anything
             print(f'warning: {self.cfg.tracker} failed, the run continues without it: {error}')
-            self.send = id
+            self.send = None
 
     def print(self, record):
         val = (f'  val nll {record["val_nll"]:.4f} ECE {record["val_ece"]:.3f}'
@@ -158,9 +159,9 @@ class StepLog:
 
 
 def open_log(cfg, first):
-    """Open log.jsonl with the records of the first `first` steps; write the config beside it.
+    """Open log.jsonl, cut to the first `first` steps; write train_config.py beside it.
 
-    A log with damaged lines is renamed to log.jsonl.damaged first.
+    A log with damaged lines is first renamed to log.jsonl.damaged.
     """
     out_dir = Path(cfg.out_dir)
     path, records, damaged = out_dir / 'log.jsonl', [], 0
@@ -185,7 +186,7 @@ def open_log(cfg, first):
 
 
 def start_tracker(cfg):
-    """Return a function that sends a step's record to the tracker."""
+    """Return a function that sends a step's record to the tracker, or None."""
     if cfg.tracker == 'wandb':
         import wandb
         run = wandb.init(project='nanocal', name=Path(cfg.out_dir).name, dir=cfg.out_dir,
@@ -196,11 +197,11 @@ def start_tracker(cfg):
         writer = SummaryWriter(Path(cfg.out_dir) / 'runs')
         return lambda record: [writer.add_scalar(key, value, record['step'])
                                for key, value in record.items()]
-    return id       # does nothing
+    return None
 
 
 def peak_memory(device):
-    """Return GiB: of the GPU, or of this process where there is none."""
+    """Return the peak memory in GiB: of the GPU, or of this process if there is none."""
     if device.startswith('cuda'):
         return torch.cuda.max_memory_allocated() / 2 ** 30
     unit = 1 if sys.platform == 'darwin' else 1024      # macOS counts bytes, Linux KiB

@@ -1,4 +1,4 @@
-"""Parse the `loss` of a config, a text such as 'focal(2) + z_loss(1e-4)', by the table LOSSES."""
+"""Parse the `loss` of a config, such as 'focal(2) + z_loss(1e-4)', with the table LOSSES."""
 
 import ast
 import difflib
@@ -9,9 +9,9 @@ NODES = (ast.Expression, ast.BinOp, ast.Add, ast.Call, ast.Name, ast.Load, ast.U
 
 
 def parse_loss(text):
-    """Return the Loss of a text: a sum of calls of LOSSES with numbers, one of them a whole loss.
+    """Return the Loss of a sum of calls of functions in LOSSES, at least one of them a whole loss.
 
-    Raises ValueError; for an unknown name it suggests the nearest one.
+    The arguments are numbers. Raises ValueError, for an unknown name with the nearest one.
     """
     try:
         tree = ast.parse(text.strip(), mode='eval')

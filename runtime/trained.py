@@ -81,7 +81,7 @@ def finish(cfg):
 # ------------------------------------------------------------------------------------------------
 
 def training_settings(folder):
-    """Return the settings of the run that trained the model in `folder`; {} if there was none."""
+    """Return the settings of the run that trained the model in `folder`; {} without a run."""
     folder = Path(folder).resolve()
     if re.fullmatch(r'epoch-\d+', folder.name):     # the config is in the folder of the run
         folder = folder.parent
@@ -91,12 +91,15 @@ def training_settings(folder):
 
 
 def trained_with_bos(folder):
-    """Return the add_bos with which the model in `folder` was trained here; None for others."""
+    """Return the add_bos of the run that trained the model in `folder`; None without a run."""
     return training_settings(folder).get('add_bos')
 
 
 def trained_template(folder):
-    """Return the chat template with which the model in `folder` was trained here; ConfigError."""
+    """Return the chat template of the run that trained the model in `folder`.
+
+    Raises ConfigError without a run, or after one on other data than conversations.
+    """
     settings = training_settings(folder)
     if settings.get('data_kind') != 'instruct' or 'template' not in settings:
         raise ConfigError(f'chat = trained, but {folder} was not trained here on conversations; '
