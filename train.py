@@ -159,7 +159,7 @@ FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_e
 
 
 def check_config(cfg):
-    """Raise ConfigError for values that no run can use."""
+    """Raise ConfigError for unusable values."""
     require_range(cfg, 1, math.inf, 'batch_size', 'micro_rows', 'log_every', 'val_every',
                   'max_steps', 'save_every', 'lora_rank', 'data_limit')
     require_range(cfg, 2, math.inf, 'pack_len', 'max_length')
@@ -219,10 +219,10 @@ def load_sequences(cfg, tokenizer):
 
 
 def batches(cfg, sequences, training, first, until, multiple):
-    """Yield (indices of the sequences, packed rows) of the steps `first` to `until`.
+    """Yield (indices of the sequences, packed rows) of each step from `first` to `until` - 1.
 
-    Epochs are concatenated, so every step has exactly batch_size sequences. The next batch is
-    packed in a thread while the device is busy. The number of rows is a multiple of `multiple`.
+    Epochs are concatenated, so every step has exactly batch_size sequences. A thread packs the next
+    batch while the device is busy. The number of rows is a multiple of `multiple`.
     """
     epochs = range(math.ceil(until * cfg.batch_size / len(training)))
     order = np.concatenate([training[epoch_order(len(training), e, cfg.seed)] for e in epochs])
@@ -262,21 +262,19 @@ def micro_batches(packed, cfg, device):
 
 
 def training_loss(cfg):
-    """Return the loss that `loss` and `smoothing` describe; raise ConfigError."""
+    """Return the sum of the keys `loss` and `smoothing`; raises ConfigError."""
     if cfg.smoothing and 'smoothing' in cfg.loss:
         raise ConfigError(f'smoothing = {cfg.smoothing} and loss = {cfg.loss!r} both set the '
                           f'smoothing; set one of them')
-    try:
-        return parse_loss(cfg.loss) + smoothing(cfg.smoothing)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    return parse_loss(cfg.loss) + smoothing(cfg.smoothing)
 
 
 def token_loss(packed, cfg):
     """Return the function (model, rows, inputs, targets) -> (loss, {name: metric}) of a step.
 
-    Another training objective replaces this. The arguments are those that `micro_batches` yields;
-    the results are scalars on the device that are summed over the micro-batches of the step.
+    To train on another objective, replace this function. rows, inputs and targets come from
+    `micro_batches`; loss and metrics are scalars on the device, which are summed over the
+    micro-batches of the step.
     """
     n_targets = int((packed['targets'] >= 0).sum())
     weights = sequence_weights(packed) if cfg.loss_reduction == 'sequence' else None
@@ -355,11 +353,11 @@ def learning_rate(step, steps, cfg):
 # ------------------------------------------------------------------------------------------------
 
 def train(cfg):
-    """Do the run `cfg`; return {'before' and 'after': results of evaluate()}, if cfg.eval is set.
+    """Do the run `cfg`; with cfg.eval return {'before' and 'after': results of evaluate()}.
 
-    With resume=True, existing weights, reports and the last checkpoint are used. Nothing is
-    replaced before model, data, tasks and settings have been checked. Raises ConfigError,
-    DataError, CheckpointError or TrainingError.
+    resume=True uses the weights, the reports and the last checkpoint in out_dir. Model, data, tasks
+    and settings are checked before anything is replaced. Raises ConfigError, DataError,
+    CheckpointError or TrainingError.
     """
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
@@ -393,9 +391,9 @@ def train(cfg):
         if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file to be written
             model = build_model(cfg, config, base, device)
             optimize(cfg, model, tokenizer, data, device, base, more)
-            del model   # the report reads the saved weights, those that people will use
+            del model   # the report reads the saved weights, which people will use
         elif rank() == 0:
-            trained.finish(cfg)     # the run may have been killed right after its weights
+            trained.finish(cfg)     # the run may have been killed right after it saved its weights
         if tasks and not cfg.dry_run:
             results['after'] = calibration_report(cfg, out_dir, tokenizer, tasks, out_dir)
     return results
@@ -441,8 +439,8 @@ def build_optimizer(model, cfg):
 def optimize(cfg, model, tokenizer, data, device, base, more):
     """Train to the last step, from the newest checkpoint if there is one, and save the weights.
 
-    more: {name: content} of files that are saved beside the weights. A dry run takes two steps and
-    saves nothing.
+    more: {name: content} of files to save beside the weights. A dry run takes two steps and saves
+    nothing.
     """
     sequences, training, held_out = data
     steps = int(len(training) * cfg.epochs) // cfg.batch_size
@@ -497,7 +495,7 @@ def optimize(cfg, model, tokenizer, data, device, base, more):
 
 
 def calibration_report(cfg, model_folder, tokenizer, tasks, out_dir):
-    """Return the results of the saved model on the tasks of cfg.eval; files go to `out_dir`."""
+    """Evaluate a saved model on the tasks of cfg.eval, with files in `out_dir`; return the results."""
     path, reported = out_dir / 'results.json', set()
     if cfg.resume and path.exists():
         with ownership.read_json(path, 'remove it to make the report again') as earlier:

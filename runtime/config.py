@@ -171,8 +171,8 @@ def _parse(text, annotation):
 
 
 def _coerce(value, annotation, where):
-    """Return `value` in the type of `annotation`: a float for an int, a tuple for a list, a dataclass
-    for a dict. Raises ConfigError.
+    """Return `value` in the type of `annotation`: an int becomes a float, a list a tuple, a dict a
+    dataclass. Raises ConfigError.
     """
     for option in _options(annotation):
         if typing.get_origin(option) is tuple and isinstance(value, (tuple, list)):

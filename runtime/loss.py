@@ -4,6 +4,7 @@ import ast
 import difflib
 
 from fused_ce import LOSSES, Loss
+from runtime.errors import ConfigError
 
 NODES = (ast.Expression, ast.BinOp, ast.Add, ast.Call, ast.Name, ast.Load, ast.UnaryOp, ast.USub)
 
@@ -11,7 +12,7 @@ NODES = (ast.Expression, ast.BinOp, ast.Add, ast.Call, ast.Name, ast.Load, ast.U
 def parse_loss(text):
     """Return the Loss of a sum of calls of functions in LOSSES, at least one of them a whole loss.
 
-    The arguments are numbers. Raises ValueError, for an unknown name with the nearest one.
+    The arguments are numbers. Raises ConfigError, for an unknown name with the nearest one.
     """
     try:
         tree = ast.parse(text.strip(), mode='eval')
@@ -32,4 +33,4 @@ def parse_loss(text):
                              "'cross_entropy() + z_loss(1e-4)'")
         return loss
     except (SyntaxError, TypeError, ValueError) as error:
-        raise ValueError(f'loss {text!r}: {error}') from None
+        raise ConfigError(f'loss {text!r}: {error}') from None

@@ -15,9 +15,7 @@ from runtime.config import read_assignments
 from runtime.errors import ConfigError, TrainingError
 
 
-# ------------------------------------------------------------------------------------------------
 # Writing: `cfg` is a TrainConfig, `base` the folder of its model
-# ------------------------------------------------------------------------------------------------
 
 def model_config(cfg, base):
     """Return the config of the model to train; raise ConfigError if a setting does not fit it."""
@@ -76,9 +74,7 @@ def finish(cfg):
         draw_loss(cfg.out_dir)
 
 
-# ------------------------------------------------------------------------------------------------
 # Reading
-# ------------------------------------------------------------------------------------------------
 
 def training_settings(folder):
     """Return the settings of the run that trained the model in `folder`; {} without a run."""
