@@ -3,10 +3,10 @@
     python evaluate.py --model=out/run --tasks=mmlu,arc_easy,hellaswag --shots=5
     python evaluate.py --compare out/base out/sft out/ls01
 
-Questions are packed into rows as trees, so that prompts share the tokens of a common beginning.
-The host makes rows ahead of the device; every log-probability is float32 from the logits on. Each
-sample is appended to samples.jsonl as soon as it is scored, and an interrupted evaluation resumes
-from that file. results/ computes the metrics.
+Questions are packed into rows as trees, so that prompts share the tokens of a common prefix. The
+host prepares rows ahead of the device; logits and log-probabilities are float32. Each sample is
+appended to samples.jsonl as soon as it is scored, and an interrupted evaluation resumes from that
+file. results/ computes the metrics.
 """
 
 from runtime import cli, startup
@@ -207,8 +207,7 @@ def option_log_probs(model, trees, **options):
 def load_ahead(pool, folder, base, cfg, n_items):
     """Return `load` for `score`: threads of `pool` read the weights while items are tokenized.
 
-    Other threads meanwhile load the kernels of a GPU and, once a thread of `pool` is free, the
-    library that draws pictures, for which no score waits.
+    They also load the kernels of a GPU, and then matplotlib, for which scoring does not wait.
     """
     if not n_items:
         return lambda: load_model(folder, base, cfg)
@@ -275,10 +274,10 @@ def warm_up(config, cfg):
 # ------------------------------------------------------------------------------------------------
 
 def score_task(load, folder, tokenizer, label, task, cfg, done, write):
-    """Score what is not in `done` and pass each sample to `write`; return (prompts, bad rows).
+    """Score the items of `task` not in `done`, `write` each sample; return (prompts, bad rows).
 
     prompts: {(sample_key, prompt)} of every item of the task, scored now or earlier
-    done:    the same of the samples in samples.jsonl
+    done:    the same, of the samples in samples.jsonl
     """
     tokenized = []
     n_done = sum(key[0] == label for key, _ in done)
@@ -438,7 +437,7 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
             results[label] = describe(task, cfg) | {
                 'scoring_seconds': round(time.perf_counter() - started, 2),
                 'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}
-    return results, prompts, new    # this also frees the model's memory, before the metrics
+    return results, prompts, new    # which frees the model's memory, before the metrics
 
 
 def latest_samples(out_dir):
@@ -466,7 +465,7 @@ def result_labels(tasks, cfg):
 
 
 def resolve(cfg, folder, config, tokenizer):
-    """Return `cfg` with the values that 'auto' and None stand for on this machine and model."""
+    """Return `cfg` with 'auto' and None replaced by the values for this machine and model."""
     target, context = device.pick_device(cfg.device), config.max_position_embeddings
     dtype = str(device.pick_dtype(cfg.dtype, target))
     add_bos = trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos
@@ -481,7 +480,7 @@ def resolve(cfg, folder, config, tokenizer):
 
 
 def announce(config, tasks, cfg, done):
-    """Print what is about to be scored, and on which device."""
+    """Print the model, its device, and what will be scored."""
     name = f', {torch.cuda.get_device_name(cfg.device)}' if cfg.device.startswith('cuda') else ''
     print(f'{cfg.model} ({config.model_type}) in {cfg.dtype} on {cfg.device}{name}')
     for label, task in tasks.items():
