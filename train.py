@@ -495,7 +495,7 @@ def optimize(cfg, model, tokenizer, data, device, base, more):
 
 
 def calibration_report(cfg, model_folder, tokenizer, tasks, out_dir):
-    """Evaluate a saved model on the tasks of cfg.eval and write to `out_dir`; return the results."""
+    """Evaluate a saved model on the tasks of cfg.eval into `out_dir`; return the results."""
     path, reported = out_dir / 'results.json', set()
     if cfg.resume and path.exists():
         with ownership.read_json(path, 'remove it to make the report again') as earlier:
