@@ -143,7 +143,9 @@ from data.trees import load_answers
 from evaluate import evaluate, result_labels
 from fused_ce import fused_loss, smoothing, token_statistics
 from model import CausalLM, add_lora, compile_blocks
+from results.plots import draw_loss
 from results.report import print_report
+from results.samples import OUTPUTS
 from runtime import checkpoint, ownership, resume, trained
 from runtime.device import pick_device, pick_dtype, to_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
@@ -381,7 +383,8 @@ def train(cfg):
         more = tokenizer_files(base, tokenizer, cfg.template if cfg.data_kind == 'instruct' else
                                None, begins_with_bos(tokenizer, cfg.add_bos))
         if rank() == 0 and not cfg.dry_run:
-            ownership.check_free(out_dir, *trained.run_files(cfg, config, base, more))
+            ownership.check_free(out_dir, *trained.run_files(cfg, config, base, more),
+                                 *(OUTPUTS if cfg.eval else ()))
             if cfg.overwrite:
                 ownership.discard(out_dir / 'before', '*')
                 ownership.discard(out_dir, '*')
@@ -393,7 +396,7 @@ def train(cfg):
             optimize(cfg, model, tokenizer, data, device, base, more)
             del model   # the report reads the saved weights, which people will use
         elif rank() == 0:
-            trained.finish(cfg)     # the run may have been killed right after it saved its weights
+            finish(cfg)     # the run may have been killed right after it saved its weights
         if tasks and not cfg.dry_run:
             results['after'] = calibration_report(cfg, out_dir, tokenizer, tasks, out_dir)
     return results
@@ -489,9 +492,16 @@ def optimize(cfg, model, tokenizer, data, device, base, more):
     if not cfg.dry_run:
         save_files()
         if rank() == 0:
-            trained.finish(cfg)
+            finish(cfg)
     if signalled:
         raise Stopped(signalled, 'after the last step, before the report')
+
+
+def finish(cfg):
+    """Remove the checkpoints of a run whose weights are saved, and draw its loss."""
+    ownership.discard(cfg.out_dir, 'resume-*')
+    if cfg.pictures and not Path(cfg.out_dir, 'loss.png').exists():
+        draw_loss(cfg.out_dir)
 
 
 def calibration_report(cfg, model_folder, tokenizer, tasks, out_dir):

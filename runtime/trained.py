@@ -8,9 +8,7 @@ from pathlib import Path
 import torch
 
 from model import CausalLM
-from results.plots import draw_loss
-from results.samples import OUTPUTS
-from runtime import checkpoint, ownership, resume
+from runtime import checkpoint, resume
 from runtime.config import read_assignments
 from runtime.errors import ConfigError, TrainingError
 
@@ -40,7 +38,7 @@ def model_config(cfg, base):
 
 
 def run_files(cfg, config, base, more):
-    """Return the names, relative to out_dir, of the files that a run writes apart from checkpoints.
+    """Return the names, relative to out_dir, of what a run writes besides checkpoints and reports.
 
     more: as in `save_weights`
     """
@@ -48,7 +46,7 @@ def run_files(cfg, config, base, more):
     if cfg.lora:
         names += [f'adapter/{name}' for name in checkpoint.ADAPTER_FILES]
     epochs = range(1, math.ceil(cfg.epochs)) if cfg.checkpoint_epochs else ()
-    return ['train_config.py', 'log.jsonl', 'loss.png', *names, *(OUTPUTS if cfg.eval else ()),
+    return ['train_config.py', 'log.jsonl', 'loss.png', *names,
             *(f'epoch-{epoch}/{name}' for epoch in epochs for name in names)]
 
 
@@ -65,13 +63,6 @@ def save_weights(cfg, model, optimizer, base, more, below='.'):
     except (OSError, ConfigError) as error:
         raise TrainingError(f'saving the weights to {folder} failed: {error}; '
                             f'{resume.advice(cfg.out_dir)}') from error
-
-
-def finish(cfg):
-    """Remove the checkpoints of a run whose weights are saved, and draw its loss."""
-    ownership.discard(cfg.out_dir, 'resume-*')
-    if cfg.pictures and not Path(cfg.out_dir, 'loss.png').exists():
-        draw_loss(cfg.out_dir)
 
 
 # Reading
