@@ -1,4 +1,4 @@
-"""Read and write model folders in the Hugging Face layout, which transformers, vLLM and peft load."""
+"""Read and write model folders in the Hugging Face layout: config.json, weights, adapters."""
 
 import contextlib
 import functools
