@@ -47,8 +47,8 @@ DEFAULTS = {
     'gpt_neox': {},
 }
 
-# the allowed values of each known key, as alternatives: a range (lowest, highest), of integers or, if
-# its ends are floats, of any numbers; a type; a list of alternatives for the items of a list; a value
+# the allowed values of each key, as alternatives: (lowest, highest) of integers or, if these are
+# floats, of any numbers; a type; [alternatives for the items of a list]; or a value
 SIZE, COUNT, TOKEN, CAP, SHARE = (1, 2**20), (1, 2**31), (0, 2**31), (1e-3, 1e6), (0.0, 1.0)
 FIELDS = {key: rule for keys, rule in {
     'vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads': [SIZE],
