@@ -63,8 +63,7 @@ def check_folder(cfg):
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
     files = {path.name for path in out_dir.iterdir()} if out_dir.exists() else set()
     # a run that is killed while it writes its first list leaves that under a temporary name
-    foreign = any(name != LOCK and not TEMPORARY.fullmatch(name) for name in files)
-    if foreign and LIST not in files:
+    if LIST not in files and any(not TEMPORARY.fullmatch(name) for name in files - {LOCK}):
         raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the '
                           f'list of the files that a run wrote, so nothing in it is touched; '
                           f'choose another --out_dir, or move that folder away')
