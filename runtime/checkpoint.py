@@ -1,4 +1,4 @@
-"""Read and write model folders in the Hugging Face layout, which transformers, vLLM and peft load."""
+"""Read and write model folders in the Hugging Face layout: config.json, weights, adapters."""
 
 import contextlib
 import functools
@@ -239,9 +239,7 @@ def _open(path):
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f'{path}: truncated, out of date or not a safetensors file '
                               f'({error}); download or save it again') from error
-    except RuntimeError as error:
-        if 'unable to open file' not in str(error):     # torch's message for too many open files
-            raise
+    except RuntimeError as error:       # of torch, for example for too many open files
         raise CheckpointError(f'{path} cannot be read: {error}') from error
 
 
@@ -281,10 +279,9 @@ def fingerprint(folder: str | Path) -> str:
     The sample is the tensor's name, type, shape and 16 blocks of 4 KiB spread evenly over its
     bytes: under a second for a model of 16 GB on an SSD. Shards and formatting do not matter.
     """
-    folder = Path(folder)
-    config = json.dumps(read_json_object(folder / 'config.json'), sort_keys=True)
-    digests = {}
-    for key, tensor in _tensors(weight_files(folder)):
+    config = json.dumps(read_json_object(Path(folder) / 'config.json'), sort_keys=True)
+    total = hashlib.blake2b(config.encode(), digest_size=8)
+    for key, tensor in _tensors(dict(sorted(weight_files(Path(folder)).items()))):
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
         offsets = (range(0, data.size, 4096) if data.size <= 16 * 4096 else
                    [i * (data.size - 4096) // 15 for i in range(16)])
@@ -292,9 +289,8 @@ def fingerprint(folder: str | Path) -> str:
         digest = hashlib.blake2b(f'{key} {kind} {[*tensor.shape]}'.encode())
         for offset in offsets:
             digest.update(data[offset:offset + 4096])
-        digests[key] = digest.digest()
-    ordered = [digests[key] for key in sorted(digests)]
-    return hashlib.blake2b(b''.join([config.encode(), *ordered]), digest_size=8).hexdigest()
+        total.update(digest.digest())
+    return total.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------

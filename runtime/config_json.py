@@ -1,7 +1,7 @@
-"""config.json of a model in the Hugging Face layout: read, checked and written.
+"""Read, check and write the config.json of a model in the Hugging Face layout.
 
-A model is computed as transformers computes it. Any key that this program does not support is an
-error that names the key.
+A model is computed as transformers computes it. A value that this program does not support is an
+error that names its key.
 """
 
 import difflib
@@ -22,7 +22,7 @@ ARCHITECTURES = {'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM',
                  'gemma': 'GemmaForCausalLM', 'gemma2': 'Gemma2ForCausalLM',
                  'gpt_neox': 'GPTNeoXForCausalLM'}
 ACTIVATION_KEYS = ('hidden_act', 'hidden_activation')
-# keys that only some architectures have; transformers ignores them in the others
+# keys of some architectures only; transformers ignores them in the others, listed in FOREIGN
 WINDOWED = {'sliding_window', 'layer_types'}
 GEMMA_ONLY = {'query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping'}
 NOT_NEOX = {'num_key_value_heads', 'head_dim', 'rms_norm_eps', 'rope_theta',
@@ -31,7 +31,7 @@ FOREIGN = dict.fromkeys(ARCHITECTURES, WINDOWED | GEMMA_ONLY) | {
     'mistral': GEMMA_ONLY, 'gemma2': set(), 'gpt_neox': WINDOWED | GEMMA_ONLY | NOT_NEOX}
 # {our name: the key in config.json}, outside the block rope_parameters
 OWN_NAMES = {'gpt_neox': {'rope_theta': 'rotary_emb_base', 'partial_rotary_factor': 'rotary_pct'}}
-# values that transformers assumes for a missing key and that are not the defaults of ModelConfig
+# what transformers assumes for a missing key, where that is not the default of ModelConfig
 QWEN_DEFAULTS = {'num_key_value_heads': 32, 'max_position_embeddings': 32768}
 GEMMA_DEFAULTS = {'tie_word_embeddings': True, 'head_dim': 256, 'max_position_embeddings': 8192}
 DEFAULTS = {
@@ -47,8 +47,8 @@ DEFAULTS = {
     'gpt_neox': {},
 }
 
-# The allowed values of each known key, as alternatives: (lowest, highest) of an integer or, if they
-# are floats, of any number; a type; [the values that the items of a list may have]; or one value
+# the allowed values of each key, as alternatives: (lowest, highest) of integers or, if these are
+# floats, of any numbers; a type; [alternatives for the items of a list]; or a value
 SIZE, COUNT, TOKEN, CAP, SHARE = (1, 2**20), (1, 2**31), (0, 2**31), (1e-3, 1e6), (0.0, 1.0)
 FIELDS = {key: rule for keys, rule in {
     'vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads': [SIZE],
@@ -74,18 +74,18 @@ FIELDS = {key: rule for keys, rule in {
     'rope_parameters rope_scaling nanocal': [dict, None],
     'per_layer_config quantization_config': [None],
 }.items() for key in keys.split()}
-# stricter rules of one architecture; the sliding windows of Qwen are not implemented
+# other rules of one architecture; the sliding windows of Qwen are not implemented
 QWEN_FIELDS = {'use_sliding_window': [False], 'layer_types': [['full_attention'], None],
                'max_window_layers': [(0, 10_000)], 'head_dim': [SIZE]}
 OWN_FIELDS = {
     'qwen2': QWEN_FIELDS,
     'qwen3': QWEN_FIELDS,
-    # 'gelu' in the first files means the tanh approximation, too
+    # Gemma's first config files say 'gelu' and mean the tanh approximation, too
     'gemma': {'head_dim': [SIZE], 'hidden_act': ['gelu_pytorch_tanh', 'gelu'],
               'hidden_activation': ['gelu_pytorch_tanh', None]},
     'gemma2': {'head_dim': [SIZE], 'sliding_window': [COUNT],
                **dict.fromkeys(ACTIVATION_KEYS, ['gelu_pytorch_tanh'])},
-    # head_dim would change the angles in transformers, but not the size of the heads
+    # in transformers, head_dim would change the rotary angles but not the size of the heads
     'gpt_neox': {'head_dim': [None], 'hidden_act': ['gelu'], 'layer_norm_eps': [(1e-12, 1.0)],
                  'rotary_emb_base': FIELDS['rope_theta'], 'rotary_pct': [SHARE],
                  'hidden_dropout': [SHARE], 'classifier_dropout': [SHARE],
@@ -104,15 +104,15 @@ ADAPTER_FIELDS = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM'],
                   'base_model_name_or_path': [str], 'r': [SIZE], 'lora_alpha': [(0.0, 1e9)],
                   'lora_dropout': [SHARE], 'target_modules': [[str]], 'bias': ['none'],
                   'fan_in_fan_out': [False], 'inference_mode': [True]}
-# our own block `nanocal`: logits = softcap * tanh(hidden @ head.T / (temperature * softcap))
+# the block `nanocal`: logits = softcap * tanh(hidden @ head.T / (temperature * softcap))
 NANOCAL_FIELDS = {'softcap': [CAP, None], 'temperature': [(1e-3, 1e3)]}
 
 
 def read_config(folder: str | Path, changes: dict | None = None) -> ModelConfig:
     """Return the configuration in the config.json of `folder`, with `changes` to its keys.
 
-    A change applies to the resolved value: {'rope_theta': 5e5} works for files that have it in
-    rope_parameters, too. Raises CheckpointError, also for a key that the architecture lacks.
+    {'rope_theta': 5e5} also changes a file that has it in rope_parameters. Raises CheckpointError,
+    also for a key that the architecture lacks.
     """
     folder = Path(folder)
     path = folder / 'config.json'
@@ -124,10 +124,9 @@ def read_config(folder: str | Path, changes: dict | None = None) -> ModelConfig:
     if not path.exists():
         raise CheckpointError(f'{folder} is not a model folder: it has no config.json')
     raw = read_json_object(path)
-    config = config_from_hf(raw, str(path))     # validate the file before applying changes
+    config = config_from_hf(raw, str(path))     # check the file before the changes
     if not changes:
         return config
-
     names = {'rope_theta': 'rope_theta'} | OWN_NAMES.get(config.model_type, {})
     raw = {k: v for k, v in raw.items() if k not in (*ROPE_BLOCKS, 'dtype')} | {
         'torch_dtype': config.dtype, 'rope_scaling': config.rope_scaling,
@@ -147,9 +146,9 @@ def read_config(folder: str | Path, changes: dict | None = None) -> ModelConfig:
 
 
 def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
-    """Return the ModelConfig of a parsed `config.json` of transformers 4 or 5.
+    """Return the ModelConfig of the content of a config.json of transformers 4 or 5.
 
-    Raises CheckpointError that begins with `where` and names the key.
+    Raises CheckpointError, which begins with `where` and names the key.
     """
     check_values(raw, {'model_type': [*ARCHITECTURES]}, where, required=['model_type'])
     kind = raw['model_type']
@@ -173,7 +172,7 @@ def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
     values['dtype'] = raw.get('dtype') or raw.get('torch_dtype') or 'float32'
     values['temperature'] = float(own.get('temperature', 1.0))
     values.setdefault('final_logit_softcapping', own.get('softcap'))
-    for key in FLOATS & values.keys():      # transformers refuses an integer for them
+    for key in FLOATS & values.keys():      # so that they are saved as transformers wants them
         values[key] = None if values[key] is None else float(values[key])
     resolved = {*names, *ROPE_BLOCKS, *ACTIVATION_KEYS, 'nanocal', 'torch_dtype', 'architectures'}
     config = record(**values, extra={k: v for k, v in raw.items() if k not in resolved})
@@ -191,7 +190,7 @@ def config_to_hf(config: ModelConfig) -> dict:
         own['softcap'] = config.final_logit_softcapping
     if own:
         extra['nanocal'] = own
-    if config.layer_types is None:      # with this key transformers loads a Mistral as a Ministral
+    if config.layer_types is None:      # transformers takes a Mistral with this key for a Ministral
         del values['layer_types']
     activation = {'gemma': 'gelu_pytorch_tanh', 'gemma2': 'gelu_pytorch_tanh', 'gpt_neox': 'gelu'}
     return (extra | {'architectures': [ARCHITECTURES[kind]], 'torch_dtype': dtype,
@@ -202,7 +201,7 @@ def config_to_hf(config: ModelConfig) -> dict:
 
 
 def check_values(values, rules, where, block='', required=()):
-    """Raise CheckpointError for a missing or a wrong value or, in a block, an unknown key."""
+    """Raise CheckpointError for a missing or wrong value and, inside a block, an unknown key."""
     for key in rules | values:
         if block and key not in rules:
             problem = f'is not supported; the keys are {", ".join(rules)}'
@@ -260,10 +259,10 @@ def _check_shape(config, where):
 
 
 def _resolve_rope(raw, where):
-    """Return rope_theta, rope_scaling ('llama3' scheme or None) and the block's other keys.
+    """Return rope_theta, rope_scaling ('llama3' scheme or None) and the other keys of the block.
 
     transformers 4 has rope_theta and rope_scaling, transformers 5 has both in rope_parameters.
-    Raises CheckpointError if they disagree, or for a scheme that is not implemented.
+    Raises CheckpointError if two values disagree, or for a scheme that is not implemented.
     """
     blocks = [key for key in ROPE_BLOCKS if raw.get(key)]
     if len(blocks) == 2:

@@ -15,9 +15,9 @@ from runtime.errors import ConfigError
 
 
 def pick_device(device: str) -> str:
-    """Return `device`, or for 'auto' the GPU if there is one. Raises ConfigError.
+    """Return `device`, or for 'auto' the GPU if there is one, else the CPU. Raises ConfigError.
 
-    A GPU given by number becomes the current one, where kernels and events go.
+    A GPU given by number becomes the current one, on which kernels and events run.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == 'auto':
@@ -47,9 +47,9 @@ def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor on the host, and the time at which it was computed.
+    """An asynchronous copy of a tensor to the host, and the time at which the tensor was computed.
 
-    Reading it waits for this tensor alone, not for work that was queued on the device later.
+    Reading it waits for this tensor alone, not for work that the device was given later.
     """
 
     def __init__(self, x):
@@ -75,10 +75,7 @@ class HostCopy:
 
 
 def versions():
-    """Return the versions of the software and the device that compute the numbers.
-
-    Ours ends with the commit if this is a checkout and git is installed.
-    """
+    """Return the versions of the software, ours with the commit if git knows it, and the device."""
     commit = ''
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         commit = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True,

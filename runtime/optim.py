@@ -1,14 +1,14 @@
 """AdamW that loses nothing to bfloat16.
 
-A bfloat16 weight has 8 significant bits: at a learning rate of 5e-6 a weight above 0.0026 never
-changes, because its update is less than half the distance to the next bfloat16 number. There are
-two remedies:
+A bfloat16 weight has 8 significant bits. At a learning rate of 5e-6, a weight above 0.0026 never
+changes: its update is less than half the distance to the next bfloat16 number. There are two
+remedies:
 
     exact        An int16 beside each weight holds the missing bits of float32; the two together are
                  the float32 master weight. The moments are float32: 12 bytes per weight, plus the
                  gradient.
-    stochastic   Weights and moments are bfloat16 and are rounded up or down at random, so that they
-                 are right on average: 6 bytes per weight, plus the gradient.
+    stochastic   Weights and moments are bfloat16 and are rounded up or down at random, correctly on
+                 average: 6 bytes per weight, plus the gradient.
 
 Float32 weights are updated as they are. This file imports nothing of ours.
 """
@@ -26,9 +26,9 @@ from torch import Tensor
 class AdamW(torch.optim.Optimizer):
     """The update of torch.optim.AdamW, computed in float32 whatever the weights are.
 
-    `stochastic` (see above) applies to bfloat16 weights only. Parameters may be DTensors; each
-    process then updates its part, with its `rank` in the random numbers. A step is `begin`, one or
-    more backward passes, `step`.
+    `stochastic` (see above) applies to bfloat16 weights only. Parameters may be DTensors: each
+    process updates its part, with random numbers that depend on its `rank`. A step is `begin`, one
+    or more backward passes, `step`.
 
     Source: Loshchilov and Hutter 2019, algorithm 2, with the learning rate on the decay as well.
     """
@@ -61,9 +61,8 @@ class AdamW(torch.optim.Optimizer):
     def begin(self, micro_batches: int):
         """Begin a step of `micro_batches` backward passes.
 
-        Each pass makes bfloat16 gradients. A single one is used as it is; several are summed in
-        float32, so that each summand is rounded only once. 'stochastic' saves that memory and sums
-        in bfloat16.
+        Each pass computes bfloat16 gradients. Several are summed in float32, so that each is
+        rounded only once; 'stochastic' saves that memory and sums in bfloat16.
         """
         self.summing = micro_batches > 1
 
@@ -77,7 +76,7 @@ class AdamW(torch.optim.Optimizer):
         p.grad = None
 
     def gradients(self) -> list[Tensor]:
-        """Return the step's gradients, of this process's part of each parameter."""
+        """Return the step's gradient of this process's part of each parameter."""
         sums = self.sums if self.summing else {}
         return [sums[p] if p in sums else _local(p.grad) for p in self.parameters()]
 
@@ -86,7 +85,7 @@ class AdamW(torch.optim.Optimizer):
         """Update with the gradients times `scale`, a 0-dim tensor, and clear them."""
         self.steps += 1
         beta1, beta2 = self.betas
-        gradients, place = iter(self.gradients()), itertools.count()
+        gradients, index = iter(self.gradients()), itertools.count()
         update: Callable = _compiled_update() if scale.is_cuda else _update
         for group in self.param_groups:
             lr = group['lr']
@@ -104,7 +103,7 @@ class AdamW(torch.optim.Optimizer):
                 if 'low_bits' in state:
                     w, low = w.view(torch.int16), _local(state['low_bits']).view(shape)
                 elif p.dtype == torch.bfloat16:
-                    key = self.seed, self.steps, next(place), self.rank
+                    key = self.seed, self.steps, next(index), self.rank
                     seed = torch.tensor(hash(key) % 2 ** 31, dtype=torch.int32)
                 update(w, low, next(gradients).reshape(shape), *tensors, numbers, scale, seed)
         self.zero_grad()
@@ -115,7 +114,7 @@ class AdamW(torch.optim.Optimizer):
             total.zero_()
 
     def master(self, p: Tensor) -> Tensor:
-        """Return the float32 master of `p`: with its missing bits, whole on every process."""
+        """Return the float32 master of `p`, in full on every process."""
         low = self.state.get(p, {}).get('low_bits')
         p = p.detach()
         if hasattr(p, 'full_tensor'):
@@ -138,8 +137,8 @@ def _update(w, low, g, m, v, numbers, scale, seed):
     """Update w, low, m and v in place; all are matrices of the shape of g.
 
     Exact: w and low are int16, the two halves of the master. The upper half is the master rounded
-    to the nearest bfloat16, since truncation would shrink all weights; so the lower half is signed.
-    Stochastic: `seed` is a 0-dim int32 tensor.
+    to the nearest bfloat16, because truncation would shrink all weights; so the lower half has a
+    sign. Stochastic: `seed` is a 0-dim int32 tensor.
     """
     gain1, beta2, gain2, step_size, root2, eps, decay = numbers.unbind()
     g = g.float() * scale

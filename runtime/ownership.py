@@ -1,7 +1,7 @@
 """Track which files of an output folder belong to this program.
 
-written.json lists the files that runs and evaluations wrote in its folder. `claim` puts a name on
-the list before its file is written. A file that is not on the list is never replaced or deleted.
+written.json lists the files that this program wrote in its folder. `claim` puts a name on the list
+before its file is written. A file that is not on the list is never replaced or deleted.
 
 Files are written under a temporary name and renamed, so a crash leaves the old file or the new one;
 `lock` removes temporary files that a crash left behind. Exceptions: log.jsonl and samples.jsonl
@@ -23,17 +23,17 @@ from runtime.errors import ConfigError, DataError
 
 LIST, LOCK = 'written.json', '.lock'
 TEMPORARY = re.compile(r'(.+)\.[0-9a-f]{8}\.nanocal-tmp')
-_locks = []     # the open lock files of this process
+_locks = []     # the lock files that this process holds open
 
 
 @contextlib.contextmanager
 def lock(folder):
-    """Keep other processes out of `folder`, which is created if it is missing, in a `with` block.
+    """Lock `folder`, which is created if it is missing, for a `with` block.
 
-    The lock ends with the process, however that ends. Raises ConfigError if another process holds
-    it, or if the folder was removed or moved inside the block.
+    The lock ends with the process at the latest. Raises ConfigError if another process holds it, or
+    if the folder is removed or moved inside the block.
     """
-    # neither follow a link nor wait for the reader of a FIFO
+    # do not follow a link or wait for the reader of a FIFO
     path, flags = Path(folder) / LOCK, os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,10 +64,10 @@ def _check_locks():
     """Raise ConfigError if a folder that this process has locked was removed or moved."""
     for file in _locks:
         try:
-            here = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+            in_place = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
         except OSError:
-            here = False
-        if not here:
+            in_place = False
+        if not in_place:
             raise ConfigError(f'{Path(file.name).parent} was removed or moved, or its {LOCK} was '
                               f'deleted, while this program was writing there')
 
@@ -89,10 +89,9 @@ def written_files(folder):
 
 @contextlib.contextmanager
 def read_json(path, advice):
-    """Yield the content of a JSON file that this program wrote, for a `with` block.
+    """Yield the content of a JSON file that this program wrote, for a `with` block that uses it.
 
-    Raises ConfigError with `advice` if it cannot be read, or if reading its keys inside the block
-    fails.
+    Raises ConfigError with `advice` if the file or, in the block, one of its keys cannot be read.
     """
     try:
         yield json.loads(Path(path).read_text(encoding='utf-8'))
@@ -101,7 +100,7 @@ def read_json(path, advice):
 
 
 def read_json_object(path, error=DataError):
-    """Return the object in a JSON file of any origin; raise `error` for other content."""
+    """Return the object in a JSON file of any origin; raise `error` for any other content."""
     try:
         content = json.loads(path.read_text(encoding='utf-8'))
     except (ValueError, RecursionError) as reason:
@@ -114,7 +113,7 @@ def read_json_object(path, error=DataError):
 def check_free(folder, *names, below='.'):
     """Return those of `names`, relative to `below`, that are not on the list of `folder`.
 
-    Raises ConfigError if a file of such a name exists: this program did not write it.
+    Raises ConfigError if a file of such a name exists, because this program did not write it.
     """
     listed = set(written_files(folder))
     new = [name for name in (str(Path(below, name)) for name in names) if name not in listed]
@@ -126,9 +125,9 @@ def check_free(folder, *names, below='.'):
 
 
 def claim(folder, *names, below='.'):
-    """Put files on the list of `folder` before they are written; raise ConfigError as `check_free`.
+    """Put `names` on the list of `folder` before the files are written.
 
-    Raises ConfigError also if a folder that this process has locked was removed or moved.
+    Raises ConfigError as `check_free`, or if a locked folder was removed or moved.
     """
     _check_locks()
     if new := check_free(folder, *names, below=below):
@@ -137,9 +136,9 @@ def claim(folder, *names, below='.'):
 
 
 def discard(folder, *patterns, keep=''):
-    """Delete the listed files of `folder` that match one of `patterns` and not `keep`, no others.
+    """Delete the listed files of `folder` that match one of `patterns` but not `keep`.
 
-    Subfolders that this leaves empty are removed too.
+    Subfolders that become empty are removed too.
     """
     _check_locks()
     folder, listed = Path(folder), written_files(folder)
@@ -147,12 +146,12 @@ def discard(folder, *patterns, keep=''):
             if any(fnmatch(name, pattern) for pattern in patterns) and not fnmatch(name, keep)]
     if not gone:
         return
-    # config.json and state.json say that the other files are complete, so they go first
+    # first config.json and state.json, which say that the other files are complete
     for name in sorted(gone, key=lambda name: Path(name).name not in ('config.json', 'state.json')):
         (folder / name).unlink(missing_ok=True)
     parents = {parent for name in gone for parent in Path(name).parents} - {Path('.')}
     for parent in sorted(parents, reverse=True):
-        with contextlib.suppress(OSError):      # it holds a file that is not ours
+        with contextlib.suppress(OSError):      # it may hold a file that is not ours
             (folder / parent).rmdir()
     _write_list(folder, [name for name in listed if name not in gone])
 
@@ -188,7 +187,7 @@ def write_text(path, text):
 
 
 def remove_leftovers(folder):
-    """Remove temporary files of listed names that a crash left; the caller has locked `folder`."""
+    """Remove the temporary files of listed names; the caller has locked `folder`."""
     folder, names = Path(folder), {LIST, *written_files(folder)}
     for parent in {(folder / name).parent for name in names}:
         for path in parent.glob('*.nanocal-tmp'):

@@ -1,6 +1,6 @@
 """Several processes on one machine, started by torchrun: ranks, FSDP2, gathering.
 
-The only file that calls torch.distributed. PyTorch's FSDP2 shards weights, gradients and optimizer
+Only this file calls torch.distributed. PyTorch's FSDP2 shards weights, gradients and optimizer
 states over the processes; the first process gathers them to write files.
 """
 
@@ -26,25 +26,25 @@ def world_size() -> int:
 
 
 def join_processes():
-    """Under torchrun, connect the processes: NCCL with a GPU each, else gloo; the first prints."""
+    """Under torchrun, connect the processes; only the first one prints."""
     if 'TORCHELASTIC_RUN_ID' not in os.environ:
         return
-    backend = 'gloo'    # all processes choose the same one, or they would wait forever
+    backend = 'gloo'    # chosen by what all processes see: different ones would wait forever
     if torch.cuda.device_count() >= int(os.environ['LOCAL_WORLD_SIZE']):
         torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
         backend = 'cpu:gloo,cuda:nccl'
-    # the others wait while the first process tokenizes and evaluates, which can take a day
+    # the others wait while the first one tokenizes and evaluates, which can take a day
     dist.init_process_group(backend, timeout=datetime.timedelta(days=2))
     if rank() > 0:
         sys.stdout = open(os.devnull, 'w')
 
 
 def leave_processes():
-    """Wait for the other processes, then end this one."""
+    """Under torchrun, wait for the other processes, then end this one."""
     if world_size() > 1:
         barrier()
         dist.destroy_process_group()
-        # during the shutdown of the interpreter gloo's threads sometimes abort the process
+        # gloo's threads sometimes abort a process that shuts down normally
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -98,7 +98,7 @@ def shard(model):
 
 
 def gather_full(x: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one; every process must call this."""
+    """Return the full tensor of one that may be sharded; every process must call this."""
     x = x.detach()
     if hasattr(x, 'full_tensor'):   # a DTensor; importing its class takes a second
         # NCCL cannot send int16

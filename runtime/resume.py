@@ -7,6 +7,7 @@ of itself. It is written last, and then the older checkpoint is removed, so that
 exists at any moment.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -62,8 +63,7 @@ def check_folder(cfg):
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
     files = {path.name for path in out_dir.iterdir()} if out_dir.exists() else set()
     # a run that is killed while it writes its first list leaves that under a temporary name
-    foreign = any(name != LOCK and not TEMPORARY.fullmatch(name) for name in files)
-    if foreign and LIST not in files:
+    if LIST not in files and any(not TEMPORARY.fullmatch(name) for name in files - {LOCK}):
         raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the '
                           f'list of the files that a run wrote, so nothing in it is touched; '
                           f'choose another --out_dir, or move that folder away')
@@ -96,8 +96,8 @@ def check_run(cfg, free_keys):
 
 def checkpoints(out_dir):
     """Return {step: folder} of the complete checkpoints that a run wrote, the newest last."""
-    found = (re.fullmatch(r'resume-(\d+)/state\.json', name) for name in written_files(out_dir))
-    steps = sorted(int(m[1]) for m in found if m and Path(out_dir, m[0]).exists())
+    states = (re.fullmatch(r'resume-(\d+)/state\.json', name) for name in written_files(out_dir))
+    steps = sorted(int(m[1]) for m in states if m and Path(out_dir, m[0]).exists())
     return {step: Path(out_dir, f'resume-{step}') for step in steps}
 
 
@@ -161,7 +161,10 @@ def restore(out_dir, named, optimizer, facts):
     A damaged checkpoint is reported and an older one used. Raises TrainingError if all are damaged
     or if the run has other `facts` than the one that wrote the checkpoint.
     """
-    damaged = None
+    damaged, device = None, next(iter(named.values())).device
+    random = {f'random.{rank()}.cpu': torch.set_rng_state}
+    if device.type == 'cuda':
+        random[f'random.{rank()}.cuda'] = functools.partial(torch.cuda.set_rng_state, device=device)
     for step, folder in reversed(checkpoints(out_dir).items()):
         path = folder / 'state.json'
         try:
@@ -171,31 +174,25 @@ def restore(out_dir, named, optimizer, facts):
                     raise TrainingError(f'{path}: the checkpoint was written with different '
                                         f'{FACTS.get(key, key)}: {content[key]}, and this run has '
                                         f'{value}; use the same, or --overwrite to start over')
-            unread, random = dict(state_tensors(named, optimizer)), {}
+            unread = dict(state_tensors(named, optimizer))
             for name, digest in content['files'].items():
                 path = folder / name
                 if file_digest(path) != digest:
                     raise ValueError('its content does not match its checksum in state.json')
                 with safe_open(path, framework='pt') as tensors:
                     for key in tensors.keys():
-                        if key.startswith('random.'):
-                            random[key] = tensors.get_tensor(key)
-                        else:
+                        if key in random:
+                            random[key](tensors.get_tensor(key))
+                        elif not key.startswith('random.'):     # of another process
                             load_full(unread.pop(key), tensors.get_tensor(key))
             if unread:
                 raise ValueError(f'{min(unread)} is missing')
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
                 SafetensorError) as error:
-            damaged = f'{path} is damaged ({error!r})'
+            damaged = f'{path} is damaged ({error if type(error) is ValueError else repr(error)})'
             print(f'warning: {damaged}')
             continue
         optimizer.steps = content['optimizer_steps']
-        device = next(iter(named.values())).device
-        cpu, cuda = (random.get(f'random.{rank()}.{kind}') for kind in ('cpu', 'cuda'))
-        if cpu is not None:
-            torch.set_rng_state(cpu)
-        if cuda is not None and device.type == 'cuda':
-            torch.cuda.set_rng_state(cuda, device)
         print(f'resuming after step {step}, from {folder}')
         return step
     if damaged:
@@ -207,8 +204,8 @@ def read_state(path, step):
     """Return the content of state.json; ValueError if it was edited or is not that of `step`."""
     content = json.loads(path.read_text(encoding='utf-8'))
     if 'digest' not in content:
-        raise ValueError('it has no checksum: an earlier version of this program wrote it, which '
-                         'alone can resume from it, or it was edited')
+        raise ValueError('it has no checksum; checkpoints of earlier versions have none, and only '
+                         'the version that wrote one can resume from it')
     if content.pop('digest') != json_digest(content):
         raise ValueError('its content does not match its checksum')
     if content['step'] != step:
@@ -222,10 +219,7 @@ def json_digest(content):
 
 
 def file_digest(path, piece=2 ** 26):
-    """Return a checksum of a file: the hash of the hashes of its pieces, computed in threads.
-
-    One core takes 0.9 s per GB.
-    """
+    """Return the hash of the hashes of a file's pieces: 0.9 s per GB on each of up to 8 threads."""
     def digest(start):
         with open(path, 'rb') as file:
             file.seek(start)
