@@ -158,61 +158,56 @@ def _parse_line(raw, line):
         return DataError(f'{line}: unusable JSON: {error}')
 
 
-REQUIRED_TEXTS = ('task', 'id', 'prompt')           # keys of a sample
-OPTIONAL_TEXTS = ('split', 'language', 'subject', 'category', 'text', 'question')
 LARGEST = 1e300     # a whole number may be written with more digits than a float can hold
 ROUNDING = 1e-2     # nats: a probability of 1 may be scored as 1.00001, but not as 1.1
+
+
+def _is_list(values, *kinds):
+    return isinstance(values, list) and all(type(x) in kinds for x in values)
+
+
+# (keys of a sample, whether a value is valid, what it must be); a missing key has the value None
+COMMON_RULES = (
+    ('task id prompt', lambda x: isinstance(x, str), 'text'),
+    ('split language subject category text question',
+     lambda x: x is None or isinstance(x, str), 'text'),
+    ('of', lambda x: x is None or type(x) is int and x > 0, 'a whole number, 1 or more'))
+OPTION_RULES = (
+    ('options', lambda x: _is_list(x, str), 'a list of text'),
+    ('log_probs', lambda x: _is_list(x, int, float), 'a list of numbers'),
+    ('n_tokens', lambda x: _is_list(x, int), 'a list of numbers'),
+    ('log_probs', lambda x: all(-LARGEST < y <= ROUNDING for y in x), 'finite and at most 0'),
+    ('n_tokens', lambda x: all(1 <= y < LARGEST for y in x), '1 or more'),
+    ('answer', lambda x: type(x) is int and x >= 0, 'the index of an option'))
+TOKEN_RULES = (
+    ('confidence log_prob entropy',
+     lambda x: type(x) in (int, float) and abs(x) < LARGEST, 'a finite number'),
+    ('correct', lambda x: type(x) is bool, 'true or false'),
+    ('confidence', lambda x: 0 <= x <= 1, 'from 0 to 1'),
+    ('log_prob', lambda x: x <= ROUNDING, 'at most 0'),
+    ('entropy', lambda x: x >= -ROUNDING, 'at least 0'))
 
 
 def _fault(row):
     """Return what is wrong with a row of samples.jsonl, as a sentence; '' if nothing is."""
     if not isinstance(row, dict):
         return 'it is no JSON object'
-    for key in (*REQUIRED_TEXTS, *OPTIONAL_TEXTS):
-        value = row.get(key)
-        if not (isinstance(value, str) or value is None and key in OPTIONAL_TEXTS):
-            return f'{key} must be text, not {value!r:.60}'
-    if type(row.get('of', 1)) is not int or row.get('of', 1) < 1:
-        return f'of must be a whole number, 1 or more, not {row["of"]!r:.60}'
-    return _fault_of_options(row) if 'log_probs' in row else _fault_of_token(row)
-
-
-def _fault_of_options(row):
-    kinds = {'options': (str,), 'log_probs': (int, float), 'n_tokens': (int,)}
-    for key, kind in kinds.items():
-        values = row.get(key)
-        if not isinstance(values, list) or not all(type(x) in kind for x in values):
-            return (f'{key} must be a list of {"text" if kind == (str,) else "numbers"}, not '
-                    f'{values!r:.60}')
-    if not len(row['options']) == len(row['log_probs']) == len(row['n_tokens']):
+    has_options = 'log_probs' in row
+    for keys, is_valid, wanted in COMMON_RULES + (OPTION_RULES if has_options else TOKEN_RULES):
+        for key in keys.split():
+            if not is_valid(row.get(key)):
+                return f'{key} must be {wanted}, not {row.get(key)!r:.60}'
+    if has_options and not len(row['options']) == len(row['log_probs']) == len(row['n_tokens']):
         return 'options, log_probs and n_tokens differ in length'
-    if type(row.get('answer')) is not int or not 0 <= row['answer'] < len(row['options']):
-        return f'answer must be the index of an option, not {row.get("answer")!r:.60}'
-    for log_prob in row['log_probs']:
-        if not -LARGEST < log_prob <= ROUNDING:
-            return f'a log-probability must be finite and at most 0, not {log_prob}'
-    if not 1 <= min(row['n_tokens']) <= max(row['n_tokens']) < LARGEST:
-        return f'n_tokens must be 1 or more, not {row["n_tokens"]!r:.60}'
-    return ''
-
-
-def _fault_of_token(row):
-    for key in ('confidence', 'log_prob', 'entropy'):
-        if type(row.get(key)) not in (int, float) or not abs(row[key]) < LARGEST:
-            return f'{key} must be a finite number, not {row.get(key)!r:.60}'
-    if type(row.get('correct')) is not bool:
-        return f'correct must be true or false, not {row.get("correct")!r:.60}'
-    if not 0 <= row['confidence'] <= 1:
-        return f'confidence must be from 0 to 1, not {row["confidence"]}'
-    if row['log_prob'] > ROUNDING or row['entropy'] < -ROUNDING:
-        return (f'log_prob must be at most 0 and entropy at least 0, not {row["log_prob"]} and '
-                f'{row["entropy"]}')
-    # for a token of a text, log_prob is that of the correct token, confidence that of the top one
-    top = math.log(row['confidence']) if row['confidence'] else -math.inf
-    if 'top_token' in row and (row['correct'] != (row['top_token'] == row.get('token'))
-                               or row['log_prob'] > top + ROUNDING
-                               or row['correct'] and row['log_prob'] < top - ROUNDING):
-        return 'token, top_token, correct, confidence and log_prob contradict each other'
+    if has_options and row['answer'] >= len(row['options']):
+        return f'answer must be the index of an option, not {row["answer"]}'
+    if 'top_token' in row and not has_options:
+        # log_prob is that of the correct token, confidence that of the top token
+        top = math.log(row['confidence']) if row['confidence'] else -math.inf
+        if (row['correct'] != (row['top_token'] == row.get('token'))
+                or row['log_prob'] > top + ROUNDING
+                or row['correct'] and row['log_prob'] < top - ROUNDING):
+            return 'token, top_token, correct, confidence and log_prob contradict each other'
     return ''
 
 
