@@ -441,7 +441,7 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
 
 
 def latest_samples(out_dir):
-    return samples.last_asked(samples.read_samples(out_dir / 'samples.jsonl'))
+    return samples.latest_samples(samples.read_samples(out_dir / 'samples.jsonl'))
 
 
 def with_p_true(tasks, out_dir, prompts, cfg):

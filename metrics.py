@@ -26,9 +26,8 @@ continuous and use probs as given.
 Invalid input and settings out of range raise ValueError that names the row and the value. A row may
 be 1e-4 away from summing to 1 (1e-3 in float16, 8e-3 in bfloat16).
 
-Binned metrics depend on their bins and are biased upward for small N: a perfectly calibrated
-4-option model has a mean ECE of about 0.09 on 100 questions and 0.03 on 1000. Report the settings
-and N beside the number.
+Binned metrics are biased upward for small N: a perfectly calibrated 4-option model has a mean ECE
+of about 0.09 on 100 questions and 0.03 on 1000. Report bins and N beside the number.
 
 Equations (2) to (6) are numbered as in Huang et al., 'Investigating the Multilingual Calibration
 Effects of Language Model Instruction-Tuning', appendix A.
@@ -334,11 +333,11 @@ def mad_hendrycks(probs, labels, bin_size=100) -> float:
 def rms_mmlu_repo(probs, labels, bin_size=100) -> float:
     """Return `rmsce` of calib_tools.py in the MMLU repository: (sum_B (|B|/N gap(B))^2)^(1/4).
 
-    It is no root mean square: the weight is squared with the gap, and the root is taken twice, in
-    get_calibration_error and in update_state. With B = N / bin_size equal bins, cut as in `ace`, it
-    is sqrt(RMSCE) B^(-1/4), so it shrinks as N grows. Very probably it is the column 'RMS' of Huang
-    et al.: there RMS is below ECE in 396 of 1260 rows, and its mean falls by a factor of 2.49, near
-    42^(1/4), when 42 languages are pooled. Pooled rows of low ECE do not fit.
+    It is no root mean square: the weight is squared with the gap, and the root is taken twice. With
+    B = N / bin_size equal bins, cut as in `ace`, it is sqrt(RMSCE) B^(-1/4), so it shrinks as N
+    grows. Very probably it is the column 'RMS' of Huang et al.: there RMS is below ECE in 396 of
+    1260 rows, and its mean falls by a factor of 2.49, near 42^(1/4), when 42 languages are pooled.
+    Pooled rows of low ECE do not fit.
     """
     check_count('bin_size', bin_size)
     confidence, correct = top_label(probs, labels)
@@ -364,11 +363,11 @@ def ks_error(probs, labels) -> float:
 def smooth_ece(probs, labels) -> float:
     """Return the smooth ECE: the mean |residual| after smoothing by a Gaussian of the same width.
 
-    Blasiok & Nakkiran 2023. The residuals a_i - c_i and the rows themselves are placed on [0, 1] at
-    c_i and smoothed, with reflection at both ends. The error at a width is the sum of |smoothed
-    residuals| over the sum of smoothed rows; the result is the error at the least width k / 1024
-    that is not below it. It equals relplot's smECE to 1e-4, whose Gaussian ends half a unit from
-    its center and is read at max(200, 10 / width) points.
+    Blasiok & Nakkiran 2023. The residuals a_i - c_i and a 1 per row are placed on [0, 1] at c_i and
+    smoothed, with reflection at both ends. The error at a width is the sum of |smoothed residuals|
+    over the sum of smoothed ones; the result is the error at the least width k / 1024 that is not
+    below it. It equals relplot's smECE to 1e-4, whose Gaussian ends half a unit from its center and
+    is read at max(200, 10 / width) points.
     """
     confidence, correct = top_label(probs, labels)
     residual = correct - confidence.astype(np.float64)
@@ -802,7 +801,7 @@ def _row_integers(name, values, n):
 
 
 def check_labels(labels, n, K):
-    """Return labels int [n] as an array; they are from 0 to K - 1."""
+    """Return labels int [n], from 0 to K - 1, as an array."""
     labels = _row_integers('labels', labels, n)
     refuse((labels < 0) | (labels >= K),
            lambda i: f'label {labels[i]} is not one of the options 0 to {K - 1}')
@@ -842,7 +841,7 @@ def check_predictions(confidence, correct):
     if correct.dtype.kind not in 'biuf':
         raise ValueError(f'correct must be bool, or 0 and 1, not {correct.dtype}')
     refuse((correct != 0) & (correct != 1), lambda i: f'correct is {correct[i]}, not 0 or 1; '
-           f'one-dimensional probs are confidences, their labels say right or wrong')
+           f'one-dimensional probs are confidences, and labels say which are right')
     return confidence, correct.astype(bool)
 
 

@@ -9,8 +9,8 @@
 The first two take scores float [N, K], logits or log-probabilities with -inf where a question lacks
 an option, and labels int [N]; they return a distribution over the options. The other three take the
 confidence of the predicted option, float [N] in [0, 1], and whether it is right, bool or 0/1 [N];
-they return a new confidence for the same predictions. All of them raise ValueError, naming the row,
-for input that does not fit this description.
+they return a new confidence for the same predictions. Invalid input raises ValueError that names
+the row.
 """
 
 from typing import TYPE_CHECKING
@@ -26,9 +26,9 @@ else:
 def fit_temperature(scores, labels) -> float:
     """Return the temperature T > 0 at which softmax(scores / T) has the least NLL.
 
-    Guo et al. 2017. The NLL is convex in 1/T, so T is found by bisection of its slope, between
-    0.001 and 1000. One of these ends is returned if the NLL is still falling there: 0.001 if every
-    label has the highest score of its row.
+    Guo et al. 2017. The NLL is convex in 1/T, so a bisection finds where its slope is 0, between
+    0.001 and 1000. If the NLL is still falling at one of these ends, the end is returned: 0.001 if
+    every label has the highest score of its row.
     """
     scores, labels = _check_scores(scores, labels)
     margins = scores - scores[np.arange(len(labels)), labels][:, None]
@@ -46,7 +46,7 @@ def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
     """Return (w [K], b [K]) of vector scaling, softmax(w * scores + b), with the least NLL.
 
     Guo et al. 2017. Damped Newton on the convex NLL plus ridge * (|w - 1|^2 + |b|^2); the ridge, a
-    positive number, chooses among the b that differ by a constant. Each option place has weights of
+    positive number, chooses among the b that differ by a constant. Each option index has weights of
     its own, so use it for letters or classes, not for answers in random order.
     """
     scores, labels = _check_scores(scores, labels)
@@ -80,14 +80,14 @@ def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
 
 
 def apply_vector(scores, w, b) -> np.ndarray:
-    """Return softmax(w * scores + b), float64 [N, K]; a score of -inf keeps probability 0."""
+    """Return softmax(w * scores + b), float64 [N, K]; an option of score -inf has probability 0."""
     scores, w, b = (metrics.real_array(name, x).astype(np.float64)
                     for name, x in (('scores', scores), ('w', w), ('b', b)))
     if scores.ndim != 2 or not w.shape == b.shape == scores.shape[1:]:
         raise ValueError(f'scores must be [N, K], w and b [K], not of shape {scores.shape}, '
                          f'{w.shape} and {b.shape}')
     metrics.refuse(np.isnan(scores) | (scores == np.inf),
-           lambda i, k: f'the score of option {k} is {scores[i, k]}')
+                   lambda i, k: f'the score of option {k} is {scores[i, k]}')
     has = np.isfinite(scores)
     return metrics.softmax(np.where(has, w * np.where(has, scores, 0) + b, -np.inf))
 
@@ -96,8 +96,8 @@ def fit_platt(confidence, correct) -> tuple[float, float]:
     """Return (a, b) of Platt scaling, P(right) = sigmoid(a logit(confidence) + b).
 
     Platt 1999. Its targets, (n1 + 1) / (n1 + 2) for the n1 right rows and 1 / (n0 + 2) for the n0
-    wrong ones, keep a and b finite. Newton's method. The logit is cut at confidences of 1e-12 and
-    1 - 1e-12.
+    wrong ones, keep a and b finite. Fitted by Newton's method, with confidences clipped to 1e-12
+    and 1 - 1e-12.
     """
     confidence, correct = metrics.check_predictions(confidence, correct)
     n1 = correct.sum()
@@ -126,8 +126,8 @@ def apply_platt(confidence, a, b) -> np.ndarray:
 def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
     """Return the accuracy in each of `n_bins` bins of equal width, float [n_bins].
 
-    Histogram binning, Zadrozny & Elkan 2001. The bins are those of metrics.bins; an empty bin gets
-    its middle.
+    Histogram binning, Zadrozny & Elkan 2001, over the bins of metrics.bins. The value of an empty
+    bin is its center.
     """
     metrics.check_count('n_bins', n_bins)
     confidence, correct = metrics.check_predictions(confidence, correct)
@@ -149,8 +149,8 @@ def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
     """Return (x [M], y [M]), both ascending: the non-decreasing fit of `correct` to `confidence`.
 
     Isotonic regression, Zadrozny & Elkan 2002, by pooling adjacent violators. x holds the first and
-    the last confidence of every pool, so that `apply_isotonic` predicts what scikit-learn's
-    IsotonicRegression predicts.
+    the last confidence of every pool, so that `apply_isotonic` equals scikit-learn's
+    IsotonicRegression.
     """
     confidence, correct = metrics.check_predictions(confidence, correct)
     x, index, counts = np.unique(metrics.round_for_ties(confidence).astype(np.float64),
@@ -167,7 +167,7 @@ def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
 
 
 def apply_isotonic(confidence, x, y) -> np.ndarray:
-    """Return the fitted value, float64 [N]: linear between two x, the nearest y beyond them."""
+    """Return the fitted values, float64 [N]: linear between two x, the nearest y beyond them."""
     x, y = metrics.real_array('x', x), metrics.real_array('y', y)
     if x.ndim != 1 or x.shape != y.shape or not len(x) or not (np.diff(x) > 0).all():
         raise ValueError('x and y must be what fit_isotonic returned: [M] each, x ascending')
@@ -176,15 +176,15 @@ def apply_isotonic(confidence, x, y) -> np.ndarray:
 
 
 def _check_scores(scores, labels):
-    """scores float64 [N, K], -inf for a missing option, and labels int [N], as arrays."""
+    """Return scores float64 [N, K], -inf for a missing option, and labels int [N], as arrays."""
     scores = metrics.real_array('scores', scores).astype(np.float64)
     if scores.ndim != 2 or scores.size == 0:
         raise ValueError(f'scores must be [N, K] with N, K >= 1, not of shape {scores.shape}')
     labels = metrics.check_labels(labels, *scores.shape)
     metrics.refuse(np.isnan(scores) | (scores == np.inf),
-           lambda i, k: f'the score of option {k} is {scores[i, k]}')
-    metrics.refuse(np.isinf(scores[np.arange(len(labels)), labels]),
-           lambda i: f'label {labels[i]} is not one of its options, the scores are {scores[i]}')
+                   lambda i, k: f'the score of option {k} is {scores[i, k]}')
+    metrics.refuse(np.isinf(scores[np.arange(len(labels)), labels]), lambda i:
+                   f'label {labels[i]} is not one of its options, the scores are {scores[i]}')
     return scores, labels
 
 

@@ -1,16 +1,8 @@
 """Uncertainty of a number: bootstrap, intervals, tests.
 
-    bootstrap            the binned metrics of metrics.report on resampled rows, all at once
-    interval             a percentile or BCa interval of any metric
-    paired_bootstrap     the difference of a metric between two models, with interval and p
-    permutation_test     the same difference, with the p of swapping the two models' rows
-    consistency_test     how large an error a perfectly calibrated model of this size shows
-    student_t            whether the mean of paired differences (of seeds, languages) is zero
-    mean_interval        Student's interval for a mean
-
 probs, labels and n_options are those of metrics.py, and a metric is a function metric(probs,
-labels). All of them raise ValueError for input that metrics.py refuses, for counts below 1 and for
-levels outside (0, 1). The same seed gives the same numbers.
+labels). All functions raise ValueError for input that metrics.py refuses, for counts below 1 and
+for levels outside (0, 1). The same seed gives the same numbers.
 """
 
 import functools
@@ -26,9 +18,9 @@ else:
 
 # The bootstrap of measures
 #
-# A resample is a count of how often each row was drawn. Means are products of a matrix of counts
-# [R, N] with per-row columns [N]. A metric in bins needs cumulative sums in sorted order; the rows
-# are sorted once, not once per resample.
+# A resample is a count of how often each row was drawn. Means are sums of a matrix of counts [R, N]
+# times per-row terms [N]. A metric in bins needs cumulative sums in sorted order; the rows are
+# sorted once, not once per resample.
 
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
@@ -115,12 +107,10 @@ def _call_measures(measures, counts, prediction, arrays):
 class _Sums:
     """Measures of resamples by sums: a call with counts int32 [R, N] returns {key: float64 [R]}.
 
-    arrays: probs [N, K], labels, n_options and scores, or None for confidences alone. chunk is the
-    largest R.
+    arrays: probs [N, K], labels, n_options and scores; None for confidences. chunk: the largest R.
     """
 
     def __init__(self, confidence, correct, arrays, chunk):
-        self.n, n = len(correct), len(correct)
         columns = {'accuracy': correct.astype(np.float64),
                    'confidence': confidence.astype(np.float64)}
         columns['gap'] = columns['confidence'] - correct
@@ -129,22 +119,18 @@ class _Sums:
         if arrays:
             option_columns, self.by_option = _option_columns(*arrays)
             columns |= option_columns
-        self.columns = [*columns]
+        self.columns, self.terms = [*columns], np.stack([*columns.values()])    # [columns, N]
         self.keys = {*columns, 'ece', 'mce', 'ece_equal_mass', 'rmsce', 'mad',
                      *(('sce', 'ace') if arrays else ())}
-        # Products in blocks of 16 by 128 are so small that no BLAS library starts several threads
-        # for one; several processes that did would wait for each other.
-        self.blocks = -(-n // 128)
-        design = np.stack([*columns.values()], 1)
-        self.design = np.pad(design, ((0, 128 * self.blocks - n), (0, 0))).reshape(
-            self.blocks, 128, -1)
         # allocated once: new memory would cost as much as the sums
-        self.padded = np.zeros((-(-chunk // 16) * 16, 128 * self.blocks))
+        n = len(correct)
         self.workspace = np.empty((chunk, n), np.int32), np.empty((-(-chunk // 2), n, 2))
 
     def __call__(self, counts):
-        n, rows = self.n, self.by_confidence
-        values = {key: x / n for key, x in zip(self.columns, self._totals(counts).T, strict=True)}
+        n, rows = counts.shape[1], self.by_confidence
+        # no product of matrices: a BLAS library would start threads in each of several processes
+        totals = np.einsum('rn,cn->cr', counts, self.terms)
+        values = {key: total / n for key, total in zip(self.columns, totals, strict=True)}
         drawn, gap_sums = rows.accumulate(counts, self.workspace)
         bin_counts, bin_gaps = _fixed_bins(drawn, gap_sums, rows.bin_ends)
         values['ece'] = bin_gaps.sum(1) / n
@@ -155,12 +141,6 @@ class _Sums:
         if self.by_option:
             values |= _option_metrics(counts, self.by_option, self.workspace)
         return values
-
-    def _totals(self, counts):
-        """The sum of each column over each resample's rows, [R, number of columns]."""
-        self.padded[:len(counts), :self.n] = counts
-        products = self.padded.reshape(-1, 16, self.blocks, 128).swapaxes(1, 2) @ self.design
-        return products.sum(1).reshape(len(self.padded), -1)[:len(counts)]
 
 
 def _option_columns(probs, labels, n_options, scores):
@@ -274,9 +254,6 @@ def _split_bins(drawn, gap_sums, gaps, bin_size):
 def _positions(drawn, ends):
     """For each resample the first index where `drawn` [R, N] reaches each end; int [R, M]."""
     resamples, n = drawn.shape
-    ends = ends.astype(drawn.dtype)     # else searchsorted would copy `drawn` in another type
-    if n > 1000:
-        return np.stack([row.searchsorted(end) for row, end in zip(drawn, ends, strict=True)])
     apart = (np.arange(resamples) * (n + 1))[:, None]      # all resamples as one ascending row
     position = np.searchsorted((drawn + apart).ravel(), (ends + apart).ravel())
     return position.reshape(ends.shape) - np.arange(resamples)[:, None] * n
@@ -291,8 +268,8 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method=
 
     method is 'percentile' (Efron 1979) or 'bca', bias-corrected and accelerated (Efron 1987), with
     the acceleration from a jackknife that leaves out one of up to 200 groups of rows. metric may be
-    any function of rows; more are arrays with one row per row of probs, or None. For the metrics of
-    `bootstrap`, that function is far faster.
+    any function of rows; more are arrays with one row per row of probs, or None. `bootstrap` is far
+    faster for its metrics.
     """
     if method not in ('percentile', 'bca'):
         raise ValueError(f"method must be 'percentile' or 'bca', not {method!r}")

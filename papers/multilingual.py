@@ -32,7 +32,7 @@ from pathlib import Path
 from common import COLUMNS, EvalConfig, Run, main, measured, numbers, report, sweep
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from label_smoothing import DATA, EPOCHS, MODELS, TUNING
-from results.samples import last_asked
+from results.samples import latest_samples
 from stats import student_t
 
 TUNED = {'Gemma2-2B': 'google/gemma-2-2b-it', 'Mistral-7B': 'mistralai/Mistral-7B-Instruct-v0.1',
@@ -145,7 +145,7 @@ def predictions(folder, language):
     """Return the Predictions of a run on the questions of Global-MMLU in one language."""
     with open(Path(folder, 'samples.jsonl'), encoding='utf-8') as file:
         samples = map(json.loads, (x for x in file if f'"language": "{language}"' in x))
-        return report.predictions(last_asked(
+        return report.predictions(latest_samples(
             [s for s in samples if s['task'] == 'global_mmlu']), REPORT.norm)
 
 

@@ -2,9 +2,8 @@
 
     python evaluate.py --compare out/base out/sft out/ls01
 
-Runs of one seed are compared over the questions that they answered: differences with a paired
-bootstrap. Runs of several seeds are compared over the seeds; see over_seeds.py. The measures are
-those of metrics.MEASURES with the table 'compare'.
+Runs of one seed are compared over the questions that they answered, with a paired bootstrap. Runs
+of several seeds are compared over the seeds; see over_seeds.py.
 """
 
 import itertools
@@ -23,7 +22,7 @@ from results.over_seeds import compare_seeds
 from results.plots import draw_reliability
 from results.report import (COMPARED, MEASURES, TITLES, Heading, aligned, csv_text, interval_text,
                             latex, mark_best, markdown, measure, panel_title, predictions,
-                            task_title, unit)
+                            split_groups, task_title, unit)
 from results.runs import Run, find_runs, harness_run, read_run, read_run_samples, sample_of
 from results.samples import sample_order
 from runtime.config import load_config, require_range
@@ -48,9 +47,8 @@ class CompareConfig:
     seed: int = 0                             # of the bootstrap
     out_dir: str = 'out/compare'
     ensemble: bool = False                    # one more row: the mean of the runs' probabilities
-    # of files of lm-evaluation-harness, what divides a log-probability; token: nothing, since they
-    # do not count the tokens, as for acc; sum: nothing; char: the characters of the option, as for
-    # acc_norm; byte: its bytes
+    # divisor of a log-probability in files of lm-evaluation-harness; token and sum: 1, as for acc,
+    # since the files do not count tokens; char: characters, as for acc_norm; byte: bytes
     norm: Literal['token', 'sum', 'char', 'byte'] = 'token'
 
 
@@ -86,10 +84,10 @@ def main(argv):
 def compare_questions(runs, keys, cfg, out_dir):
     """Print a table of several runs for each task that they share, and write it to out_dir.
 
-    For every language: the measures `keys` of each run, the best one marked; then each run's
-    difference to those before it, with a paired bootstrap over the questions that both answered,
-    and Student's t over languages if there are several. Writes compare.md, .csv and .tex, and a
-    reliability diagram of all runs for each task.
+    For every language: the measures `keys` of each run, the best one marked. Then the differences
+    of each pair of runs: a paired bootstrap over the questions that both answered, and Student's t
+    over languages if there are several. The files are compare.md, .csv and .tex, and a reliability
+    diagram of all runs for each task.
     """
     runs = dict(zip(label_runs([run.folder for run in runs]), runs, strict=True))
     by_run = {name: read_run_samples(run)[0] for name, run in runs.items()}
@@ -113,7 +111,7 @@ def compare_questions(runs, keys, cfg, out_dir):
 
 
 class TaskComparison(NamedTuple):
-    """The comparison of one task: as printed, its files, and [(title, Predictions)] to draw."""
+    """The comparison of one task: text to print, files, and [(title, Predictions)] to draw."""
     text: str
     markdown: str
     latex: str
@@ -122,20 +120,19 @@ class TaskComparison(NamedTuple):
 
 
 def compare_task(task, runs, samples, keys, cfg):
-    """Return the TaskComparison of {name: Run} and {name: its samples}."""
+    """Return the TaskComparison of runs {name: Run} with samples {name: [sample]}."""
     titles = {task_title(task, run.results[task]) for run in runs.values()}
     title = titles.pop() if len(titles) == 1 else f'{task}: ' + ', '.join(
         task_title(name, run.results[task]) for name, run in runs.items())
     remarks, question_keys = [], pairing_keys(task, runs, samples)
     if question_keys is None:
         question_keys = {name: [] for name in runs}
-        remarks.append(f'{task}: no questions are paired: the runs have different questions by '
-                       f'eval_config.json, and samples.jsonl of an earlier version does not say '
-                       f'which are the same; evaluate again with this version, or make the '
-                       f'questions and --limit the same')
+        remarks.append(f'{task}: no questions are paired: eval_config.json says that the runs have '
+                       f'different questions, and samples.jsonl does not identify them; evaluate '
+                       f'again, or make the questions and --limit the same')
     if cfg.ensemble:
-        name, averaged = f'ensemble of {len(runs)}', average_runs(task, runs, samples,
-                                                                  question_keys)
+        name = f'ensemble of {len(runs)}'
+        averaged = average_runs(task, runs, samples, question_keys)
         if isinstance(averaged, str):
             remarks.append(f'{task} has no ensemble: {averaged}')
         else:
@@ -163,11 +160,11 @@ def compare_task(task, runs, samples, keys, cfg):
 
 
 def pairing_keys(task, runs, samples):
-    """Return {name: [a key of each sample]}: two samples of one key are of the same question.
+    """Return {name: [key of each sample]}; samples with equal keys are of the same question.
 
-    Samples carry a hash of the question and its options. Those of an earlier version do not: there
-    the language, id, answer and number of options decide. Return None if eval_config.json says
-    that the runs have different questions.
+    A key has the hash of the question and its options, if all samples have one, besides language,
+    id, answer and number of options. Without the hash, return None if eval_config.json says that
+    the runs have different questions.
     """
     hashed = all('question' in s for rows in samples.values() for s in rows)
     hashes = {run.questions.get(task) for run in runs.values()} - {None}
@@ -179,23 +176,22 @@ def pairing_keys(task, runs, samples):
 
 
 def label_runs(folders):
-    """Return the last part of each path, or as many parts as make them unique."""
+    """Return the last parts of each path, as many as make them unique."""
     labels = (['/'.join(folder.parts[-n:]) for folder in folders] for n in itertools.count(1))
     return next(names for names in labels if len(set(names)) == len(names))
 
 
 def average_runs(task, runs, samples, question_keys):
-    """Return (Run, its samples, their keys) of the mean of the runs' probabilities.
+    """Return (Run, its samples, their keys) for the mean of the runs' probabilities.
 
-    Averaged are the questions that all runs answered with the same options. The log-probabilities
-    of the samples are the logarithms of the mean, so their norm is 'sum'. If no mean can be taken,
-    return why, as text.
+    The mean is over the questions that all runs answered with the same options. The samples hold
+    its logarithms, so their norm is 'sum'. If there is no mean, return the reason as text.
     """
     by_run = []
     for name, run in runs.items():
         if 'log_probs' not in samples[name][0]:
             return ('its samples hold the probability of one token or answer of each run, not a '
-                    'distribution that could be averaged')
+                    'distribution to average')
         scores = predictions(samples[name], run.results[task]['norm']).scores
         log_probs = scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
         by_run.append({(key, *s['options']): (s, row[:len(s['options'])]) for key, s, row in zip(
@@ -219,17 +215,16 @@ def average_runs(task, runs, samples, question_keys):
 
 def reports_by_language(samples, predicted):
     """Return {run: {language: report}}: 'pooled', and each language if all runs share several."""
-    languages = {name: np.array([s.get('language') or '' for s in rows])
-                 for name, rows in samples.items()}
-    shared = sorted(set.intersection(*(set(x.tolist()) for x in languages.values())))
-    return {name: {x: p.at(languages[name] == x).report() for x in shared if len(shared) > 1}
+    groups = {name: split_groups(samples[name], 'language', p) for name, p in predicted.items()}
+    shared = sorted(set.intersection(*map(set, groups.values())))
+    return {name: {x: groups[name][x].report() for x in shared if len(shared) > 1}
             | {'pooled': p.report()} for name, p in predicted.items()}
 
 
 def question_table(task, runs, reports, keys, intervals=False):
     """Return (cells of one task's table, the best marked with a star; the lines of its CSV).
 
-    intervals: with those that results.json has, behind the measures
+    intervals: add those of results.json to the cells
     """
     losses = {run.settings.get('loss') for run in runs.values()}
     settings = ('loss', 'smoothing') if len(losses) > 1 else ('smoothing',)
@@ -245,7 +240,7 @@ def question_table(task, runs, reports, keys, intervals=False):
                 language, {}) if intervals else {}
             table.append([*labels.values(), str(report['n']), *(
                 format(report[key], MEASURES[key].format) + (
-                    # the interval of another value is by another version of the code
+                    # another value was computed by another version of the code
                     interval_text(written, key) if math.isclose(
                         written.get(key, math.nan), report[key], rel_tol=1e-6) else '')
                 for key in keys)])
@@ -257,14 +252,14 @@ def question_table(task, runs, reports, keys, intervals=False):
 
 
 def pad_marks(lines):
-    """Return the lines with '  ' in place of a missing ' *' below a Heading, to align numbers."""
+    """Return the lines with '  ' for each missing ' *' below a Heading, to align numbers."""
     return [lines[0], *([cell + '  ' if isinstance(heading, Heading) and not cell.endswith(' *')
                          else cell for heading, cell in zip(lines[0], line, strict=True)]
                         for line in lines[1:])]
 
 
 def difference(first, second, question_keys, predicted, reports, keys, cfg):
-    """Yield rows of the run `second` - the run `first`, over questions and over languages."""
+    """Yield the rows of the run `second` minus `first`, over questions and over languages."""
     name, shared = f'{second} - {first}', {*question_keys[first]} & {*question_keys[second]}
     count = str(len(shared))
     if len(shared) < 2:
@@ -276,9 +271,7 @@ def difference(first, second, question_keys, predicted, reports, keys, cfg):
             {run: predicted[run].at([key in shared for key in question_keys[run]])
              for run in (first, second)}, cfg.n_bootstrap, cfg.seed, keys)
         for key in [key for key in keys if key in resampled[first]]:
-            d = resampled[second][key] - resampled[first][key]
-            low, high = np.percentile(d, (2.5, 97.5))
-            p = min(1.0, 2 * (1 + min((d <= 0).sum(), (d >= 0).sum())) / (1 + len(d)))
+            low, high, p = stats.difference_test(resampled[second][key] - resampled[first][key])
             yield [name, 'questions', count, TITLES[key],
                    f'{values[second][key] - values[first][key]:+.4f}', f'{low:+.4f} {high:+.4f}',
                    f'{p:.3f}']

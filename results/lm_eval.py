@@ -8,10 +8,9 @@ from runtime.errors import DataError
 
 
 def find_files(sources):
-    """Return {run: {subtask: file}} of the files `sources`, and of samples_*.jsonl below folders.
+    """Return {run: {subtask: file}} for the files `sources` and samples_*.jsonl below folders.
 
-    A run is the folder of a model, in which the newest file of each subtask counts, or a file that
-    has another name than lm_eval gave it.
+    A run is the folder of a model, with the newest file of each subtask, or a renamed file.
     """
     runs = {}
     for source in sources:
@@ -30,8 +29,8 @@ def find_files(sources):
 def read_run(files, norm):
     """Return {task: samples}, as evaluate.py writes them, of {subtask: file}.
 
-    Prints which files are left out: those whose first line is not multiple choice. Raises DataError
-    with file and line for another line that cannot be used, and if no file is left.
+    Skip a file whose first line is not multiple choice, and say so. Raise DataError with file and
+    line for any other unusable line, and if no file is left.
     """
     tasks = {}
     for subtask, path in files.items():

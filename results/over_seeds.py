@@ -1,8 +1,8 @@
 """Compare runs of several seeds: means with Student's interval, and paired differences.
 
 compare.py calls `compare_seeds`. To choose other runs or columns, write a few lines of Python:
-`run_lines` has the numbers of a run, `group_lines` groups them by settings, and `seed_table` and
-`draw_series` show any such groups; study/pivot.py does so.
+`run_lines` returns the numbers of a run, `group_lines` groups them by settings, and `show_groups`
+prints and draws any such groups; study/pivot.py does so.
 """
 
 import itertools
@@ -11,21 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-import metrics
 import scaling
 import stats
 from results.plots import figure_title, new_figure, printable, save_figure, warn_on_failure
-from results.report import (MEASURES, Heading, aligned, csv_text, latex, mark_best, markdown,
-                            predictions)
+from results.report import Heading, aligned, csv_text, latex, mark_best, markdown, predictions
 from results.runs import read_run_samples, sample_of
 from runtime.errors import ConfigError
 from runtime.ownership import claim, write_text
 from runtime.processes import parallel_map
 
 FILES = tuple(f'compare.{ending}' for ending in ('csv', 'md', 'tex', 'png'))
-# columns of compare.csv: what names a line, and, as floats, what was measured
+# the columns of compare.csv that identify a line; the others are settings or, as floats, measures
 NAMES = ('run', 'kind', 'seed', 'task', 'language', 'category', 'scaling')
-NUMBERS = ('n', *MEASURES)
 # columns whose values are clear without the column's name
 SELF_EVIDENT = ('task', 'category', 'kind', 'run')
 
@@ -48,7 +45,8 @@ def compare_seeds(runs, keys, out_dir):
     lines = drop_constant_settings(lines)
     shown = [line for line in lines if line['scaling'] == 'none'
              and line['language'] == line['category'] == 'all']
-    axes = choose_axes(shown, Axes(('task',), None, None))
+    x, *by = varying_columns(shown, ['task']) or ['kind']
+    axes = Axes(('task',), tuple(by), x)
     headings = {key: Heading(key) for key in keys}
     print(show_groups(lines, group_lines(shown, axes), {}, '', axes, headings, out_dir))
 
@@ -56,8 +54,8 @@ def compare_seeds(runs, keys, out_dir):
 def show_groups(lines, groups, reference, reference_name, axes, headings, out_dir):
     """Write the table and the figure of `groups`, and all `lines` as CSV; return what to print.
 
-    groups: {(panel, by, x): {seed: line}}; reference: {panel: {seed: line}} of a run to compare
-    each group with, by the name `reference_name`, or {}; headings: {key of a measure: its title}.
+    groups: {(panel, by, x): {seed: line}}; headings: {key of a measure: its title}; reference:
+    {panel: {seed: line}} of a run named `reference_name` to compare each group with, or {}.
     """
     table = seed_table(groups, reference, reference_name, axes, headings)
     shown = [line for by_seed in groups.values() for line in by_seed.values()]
@@ -75,19 +73,10 @@ def show_groups(lines, groups, reference, reference_name, axes, headings, out_di
             f'{out_dir}')
 
 
-# ------------------------------------------------------------------------------------------------
-# The lines of a run
-# ------------------------------------------------------------------------------------------------
+# The lines of a run, and groups of lines
 
 def name_of(line):
     return tuple(str(line[key]) for key in NAMES)
-
-
-def settings_of(lines):
-    """Return the columns that are settings: neither names nor numbers."""
-    columns = dict.fromkeys(itertools.chain(*lines))
-    numbers = {column for line in lines for column in line if isinstance(line[column], float)}
-    return [c for c in columns if c not in numbers and c not in (*NAMES, 'temperature')]
 
 
 def run_lines(run):
@@ -97,7 +86,7 @@ def run_lines(run):
         report, result = p.report(), run.results[names['task']]
         lines.append(names | run.settings | {'distribution': result['distribution']}
                      | sample_of(result) | fitted
-                     | {key: float(f'{report[key]:.5g}') for key in NUMBERS if key in report})
+                     | {key: float(f'{report[key]:.5g}') for key in report})
     return sorted(lines, key=name_of)
 
 
@@ -111,9 +100,7 @@ def predictions_by_group(run):
         if task in held_out and plain.scores is not None:
             fit = predictions(held_out[task], norm)
             temperature = scaling.fit_temperature(fit.scores, fit.labels)
-            scores = plain.scores / temperature
-            scaled['temperature'] = {'temperature': f'{temperature:.5g}'}, plain._replace(
-                probs=metrics.softmax(scores), scores=scores)
+            scaled['temperature'] = {'temperature': f'{temperature:.5g}'}, plain.scaled(temperature)
         languages, categories = (np.array([str(s.get(key) or 'all') for s in samples])
                                  for key in ('language', 'category'))
         for language, category in itertools.product({*languages, 'all'}, {*categories, 'all'}):
@@ -125,51 +112,48 @@ def predictions_by_group(run):
                        'category': str(category), 'scaling': name}, fitted, p.at(rows)
 
 
-# ------------------------------------------------------------------------------------------------
-# Groups of lines
-# ------------------------------------------------------------------------------------------------
+def setting_columns(lines):
+    """Return the columns that are settings: neither names nor measures."""
+    columns = dict.fromkeys(itertools.chain(*lines))
+    measured = {column for line in lines for column in line if isinstance(line[column], float)}
+    return [c for c in columns if c not in measured and c not in (*NAMES, 'temperature')]
+
 
 def drop_constant_settings(lines, named=('sample_of',)):
     """Return the lines without settings that are equal in all runs of a kind, except `named`."""
-    settings = settings_of(lines)
-
-    def differs(column):
+    def is_constant(column):
         values = {(line['kind'], line['task'], line.get(column, '')) for line in lines}
-        return len(values) > len({value[:2] for value in values})
-    columns = [c for c in dict.fromkeys(itertools.chain(*lines))
-               if c not in settings or c in named or differs(c)]
+        return len(values) == len({value[:2] for value in values})
+    constant = {c for c in setting_columns(lines) if c not in named and is_constant(c)}
+    columns = [c for c in dict.fromkeys(itertools.chain(*lines)) if c not in constant]
     return [{column: line.get(column, '') for column in columns} for line in lines]
 
 
-def choose_axes(lines, axes):
-    """Return `axes` with x and by: as given, else all columns in which runs of one seed differ.
+def varying_columns(lines, given):
+    """Return the columns in which runs of one seed differ, besides the columns `given`.
 
-    The first such column is x, the others are `by`: settings first, then what was scored, then
-    kind and run. Columns that are determined by the others, or by the axes given, are skipped.
+    Settings come first, then what was scored, then kind and run. Skip columns that are determined
+    by the others or by those given.
     """
-    given = (*axes.panel, *(axes.by or ()), *filter(None, [axes.x]))
-
     def n_groups(columns):
         return len({tuple(line[column] for column in ('seed', *given, *columns))
                     for line in lines})
-    chosen = [*settings_of(lines), 'task', 'language', 'category', 'scaling', 'kind', 'run']
+    chosen = [*setting_columns(lines), 'task', 'language', 'category', 'scaling', 'kind', 'run']
     for column in chosen[::-1]:
         others = [other for other in chosen if other != column]
         if n_groups(others) == n_groups(chosen):
             chosen = others
-    x = axes.x or (chosen.pop(0) if chosen else 'kind')
-    return Axes(axes.panel, tuple(chosen) if axes.by is None else axes.by, x)
+    return chosen
 
 
 def group_lines(lines, axes, order=None):
     """Return {(panel, by, x): {seed: line}} in display order.
 
-    order: {column: its values in order}; other columns are ordered by size, else as they come
+    order: {column: its values in order}; the values of other columns are sorted by `ordered`.
     """
     columns, groups = (*axes.panel, *axes.by, axes.x), {}
     ranks = {column: (order or {}).get(column) or ordered(dict.fromkeys(
-        line[column] for line in lines))
-             for column in columns}
+        line[column] for line in lines)) for column in columns}
     for line in sorted(lines, key=lambda line: [ranks[c].index(line[c]) for c in columns]):
         panel, by = (tuple(line[column] for column in part) for part in axes[:2])
         groups.setdefault((panel, by, line[axes.x]), []).append(line)
@@ -177,7 +161,7 @@ def group_lines(lines, axes, order=None):
 
 
 def ordered(values):
-    """Return values by size if they are numbers, else as they come."""
+    """Return values in ascending order if they are numbers, else in the order given."""
     try:
         return sorted(values, key=lambda v: -math.inf if v in ('None', '') else float(v))
     except ValueError:
@@ -198,9 +182,7 @@ def by_seed(lines):
     return seeds
 
 
-# ------------------------------------------------------------------------------------------------
 # Table and figure
-# ------------------------------------------------------------------------------------------------
 
 def values_of(lines, key):
     """Return {seed: value} of a measure, for seeds where it is defined."""
@@ -213,29 +195,32 @@ def seed_table(groups, reference, reference_name, axes, headings):
 
     The differences are to the reference of the panel, and to the first x of the same curve.
     """
-    first_x = {(panel, by): x for panel, by, x in reversed(groups)}
-    first, *others = set(first_x.values())
-    first = f'the first {axes.x}' if others else (
-        first if axes.x in SELF_EVIDENT else f'{axes.x} {first}')
-    head = [*axes.panel, *axes.by, axes.x, 'seeds']
+    first_x = {}
+    for panel, by, x in groups:
+        first_x.setdefault((panel, by), x)
+    xs = {*first_x.values()}
+    first = f'the first {axes.x}' if len(xs) > 1 else titled([axes.x], xs)
+    others = [*filter(None, [reference_name]), first]
+    table = [[*axes.panel, *axes.by, axes.x, 'seeds']]
     for title in headings.values():
         term = f'({title})' if ' - ' in title else title
-        head += [title, *(f'{term} minus that of {other}' for other in (reference_name, first)
-                          if other)]
-    table = [head]
-    for panel in dict.fromkeys(panel for panel, _, _ in groups):
-        base = reference.get(panel)
-        rows = [((reference_name,) * len(axes.by), reference_name, base, base)] if base else []
-        rows += [(by, x, lines, groups[panel, by, first_x[panel, by]])
-                 for (group_panel, by, x), lines in groups.items() if group_panel == panel]
-        for by, x, lines, first_lines in rows:
-            cells = [*panel, *by, x, str(len(lines))]
-            for key in headings:
-                values = values_of(lines, key)
-                cells.append(plus_minus([*values.values()], '.3f'))
-                cells += ['' if other is lines else paired(values, values_of(other or {}, key))
-                          for other in (*([base] if reference_name else []), first_lines)]
-            table.append(cells)
+        table[0] += [title, *(f'{term} minus that of {other}' for other in others)]
+
+    def add_row(panel, by, x, lines, *compared):
+        cells = [*panel, *by, x, str(len(lines))]
+        for key in headings:
+            values = values_of(lines, key)
+            cells.append(plus_minus([*values.values()], '.3f'))
+            cells += ['' if other is lines else paired(values, values_of(other or {}, key))
+                      for other in compared[-len(others):]]
+        table.append(cells)
+
+    for panel, members in itertools.groupby(groups, key=lambda group: group[0]):
+        if base := reference.get(panel):
+            add_row(panel, (reference_name,) * len(axes.by), reference_name, base, base, base)
+        for _, by, x in members:
+            add_row(panel, by, x, groups[panel, by, x], base,
+                    groups[panel, by, first_x[panel, by]])
     return table
 
 
@@ -261,7 +246,7 @@ def paired(values, others):
 def mean_and_ends(values):
     """Return (mean, low, high) to draw; with one or two seeds all three are the mean.
 
-    The interval of two seeds is 13 standard errors to each side: it would hide the rest.
+    The interval of two seeds is 13 standard errors to each side and would dwarf the others.
     """
     return stats.mean_interval(values) if len(values) > 2 else [sum(values) / len(values)] * 3
 
@@ -276,25 +261,27 @@ def draw_series(path, groups, reference, reference_name, axes, headings):
     """Draw means over seeds with 95 % intervals: one row per measure, one column per panel."""
     from matplotlib import colormaps
     panels, curves = (list(dict.fromkeys(group[i] for group in groups)) for i in (0, 1))
+    labels = [printable(titled(axes.by, by)) for by in curves]
     xs = ordered(dict.fromkeys(x for _, _, x in groups))
-    figure = new_figure(max(3.0 * len(panels), 4.5), 2.6 * len(headings) + 0.5)
+    width = max(3.0 * len(panels), 4.5)
+    n_columns = max(1, int(width / (0.075 * max(map(len, labels)) + 0.6)))      # of the legend
+    figure = new_figure(width, 2.6 * len(headings) + 0.5 + 0.2 * (len(curves) // n_columns))
     grid = figure.subplots(len(headings), len(panels), squeeze=False, sharex=True, sharey='row')
     colors = colormaps['viridis'](np.linspace(0, 0.85, len(curves)))
-    step = min(0.06, 0.6 / len(curves))     # between the points of one x
+    offsets = min(0.06, 0.6 / len(curves)) * (np.arange(len(curves)) - (len(curves) - 1) / 2)
     slanted = {'rotation': 15, 'horizontalalignment': 'right'} if max(map(len, xs)) > 8 else {}
     for (key, panel), ax in zip(itertools.product(headings, panels), grid.flat, strict=True):
         if band := values_of(reference.get(panel, {}), key):
             mean, low, high = mean_and_ends([*band.values()])
             ax.axhline(mean, color='black', linestyle='--', linewidth=1, label=reference_name)
             ax.axhspan(low, high, color='black', alpha=0.1, linewidth=0)
-        for k, (by, color) in enumerate(zip(curves, colors, strict=True)):
+        for by, label, color, offset in zip(curves, labels, colors, offsets, strict=True):
             points = [(i, *mean_and_ends([*values.values()])) for i, x in enumerate(xs)
                       if (values := values_of(groups.get((panel, by, x), {}), key))]
             if points:
                 i, mean, low, high = np.array(points).T
-                ax.errorbar(i + step * (k - (len(curves) - 1) / 2), mean,
-                            (mean - low, high - mean), marker='o', markersize=4, linewidth=1.2,
-                            capsize=2, color=color, label=printable(titled(axes.by, by)) or None)
+                ax.errorbar(i + offset, mean, (mean - low, high - mean), marker='o', markersize=4,
+                            linewidth=1.2, capsize=2, color=color, label=label or None)
         ax.set_xticks(range(len(xs)), [*map(printable, xs)], **slanted)
         ax.grid(axis='y', alpha=0.3)
         ax.set(xlabel=axes.x, ylabel=headings[key])
@@ -304,17 +291,8 @@ def draw_series(path, groups, reference, reference_name, axes, headings):
                       for line in lines.values() if group[0] == panel)
         ax.set_title(figure_title(titled(axes.panel, panel) + ' (sample)' * sampled, 40),
                      fontsize=10)
-    add_legend(figure, grid.flat)
-    save_figure(figure, path, 110)
-
-
-def add_legend(figure, axes):
-    """Put a legend of all curves below the figure, in as many columns as its width can hold."""
-    entries = {label: handle for ax in axes
-               for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    if entries:
-        width = 0.075 * max(map(len, entries)) + 0.6      # inches per entry, about
-        n_columns = max(1, min(len(entries), int(figure.get_figwidth() / width)))
-        figure.set_figheight(figure.get_figheight() + 0.2 * (len(entries) // n_columns))
+    if entries := {label: handle for ax in grid.flat for handle, label in zip(
+            *ax.get_legend_handles_labels(), strict=True)}:
         figure.legend(entries.values(), entries, loc='outside lower center', frameon=False,
                       fontsize=9, ncols=n_columns)
+    save_figure(figure, path, 110)

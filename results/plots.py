@@ -1,6 +1,6 @@
-"""Pictures: reliability diagrams and the loss of a training run. A picture that fails is a warning.
+"""Pictures: reliability diagrams and the loss of a training run. A failure is only a warning.
 
-matplotlib is imported when the first picture is drawn: it takes half a second.
+matplotlib is imported when the first picture is drawn, since that takes half a second.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ FALLBACK_FONTS = ('Noto Sans CJK SC', 'Noto Sans CJK JP', 'Source Han Sans SC', 
 
 
 def new_figure(width, height):
-    """Return an empty figure of these inches, in fonts with as many characters as are installed."""
+    """Return an empty figure of this size in inches, with fonts for as many scripts as possible."""
     import matplotlib
     from matplotlib.figure import Figure
     matplotlib.rcParams['font.family'] = _fonts()
@@ -65,9 +65,9 @@ def save_figure(figure, path, dpi):
 
 @contextlib.contextmanager
 def warn_on_failure(path):
-    """Yield a list, for a `with` block that writes `path`: [path] if it succeeds.
+    """Print a warning if the `with` block that writes `path` fails, and continue.
 
-    If it fails, print a warning; the run continues without that file.
+    Yields a list that is [path] after the block if it succeeded.
     """
     written = []
     try:
@@ -79,9 +79,7 @@ def warn_on_failure(path):
 
 
 def draw_reliability(path, panels, columns=5):
-    """Draw panels = [(title, Predictions), ...] as `draw_bins` does; return whether that succeeded.
-
-    A failure is a warning.
+    """Draw panels = [(title, Predictions), ...] as `draw_bins` does; return whether it succeeded.
     """
     measured = {'accuracy': metrics.accuracy, 'confidence': metrics.mean_confidence,
                 'ECE': metrics.ece}
@@ -92,12 +90,11 @@ def draw_reliability(path, panels, columns=5):
 
 
 def draw_bins(path, panels, columns=5):
-    """Draw reliability diagrams side by side, PNG: panels = [(title, {name: number}, bins), ...].
+    """Draw reliability diagrams side by side, at most `columns` in a row, as a PNG.
 
-    bins: as metrics.bins returns them.
-    Bars: accuracy of the questions whose confidence falls into the bin, with its 95 % Wilson
-    interval; the gap to their mean confidence is shaded. Below: the share of questions in each bin.
-    More than `columns` panels take several rows.
+    panels: [(title, {name: number}, bins of metrics.bins), ...]. Bars: accuracy of the questions
+    whose confidence falls into the bin, with its 95 % Wilson interval; the gap to their mean
+    confidence is shaded. Below: the share of questions in each bin.
     """
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
@@ -123,7 +120,7 @@ def draw_bins(path, panels, columns=5):
 
 
 def _draw_panel(top, bottom, title, numbers, bins):
-    """Draw a reliability diagram on the axes `top`, the fractions in its bins on `bottom`."""
+    """Draw a reliability diagram on the axes `top`, and the shares of its bins on `bottom`."""
     used, n, width = bins['count'] > 0, bins['count'].sum(), 1 / len(bins['count'])
     left = np.flatnonzero(used) * width
     accuracy, confidence, low, high = (bins[key][used] for key in (
@@ -170,7 +167,7 @@ def draw_loss(out_dir):
         bottom.plot(*np.reshape(norms, (-1, 2)).T, marker=marker, color='grey', **style)
         low, high = (f((norm for _, norm in norms), default=1) for f in (min, max))
         bottom.set(xlabel='step', ylabel='gradient\nnorm', yscale='log', ylim=(low / 2, high * 2))
-        # whole steps; so few numbers along a logarithmic axis that no two overlap
+        # whole steps; few enough labels on a logarithmic axis that no two overlap
         bottom.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1,
                                                    steps=(1, 2, 5, 10)))
         bottom.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 7.5 * low else (1,)))

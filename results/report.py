@@ -1,7 +1,4 @@
-"""Samples to a report: metrics with intervals, and their tables.
-
-Nothing here needs a model: results.json can be computed again from samples.jsonl.
-"""
+"""From samples to a report: metrics with intervals, and their tables."""
 
 import csv
 import functools
@@ -21,7 +18,7 @@ import metrics
 import scaling
 import stats
 from results.plots import draw_reliability, warn_on_failure
-from results.samples import DIAGRAM, GRID, last_asked, read_samples, sample_order
+from results.samples import DIAGRAM, GRID, latest_samples, read_samples, sample_order
 from runtime.errors import DataError
 from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
@@ -30,9 +27,8 @@ SCHEMA = 1      # of results.json, as docs/evaluation.md states it; adding a key
 MEASURES = {measure.key: measure for measure in metrics.MEASURES}
 TITLES = {key: measure.title for key, measure in MEASURES.items()}
 COMPARED = [key for key, measure in MEASURES.items() if 'compare' in measure.tables]
-# a sample's key that names a group of questions, and the groups' name in results.json
+# {key of a sample that names its group of questions: name of these groups in results.json}
 GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subjects'}
-
 
 
 class Heading(str):
@@ -48,27 +44,29 @@ class Heading(str):
 
 
 class Predictions(NamedTuple):
-    """What the metrics take: distributions over options, or the confidence in single tokens."""
-    probs: np.ndarray                   # [N, K]; of tokens the confidence [N]
-    labels: np.ndarray                  # int [N]; of tokens bool [N], right or wrong
+    """Input of the metrics: distributions over options, or the confidence in single tokens."""
+    probs: np.ndarray                   # [N, K]; for tokens the confidence [N]
+    labels: np.ndarray                  # int [N]; for tokens bool [N], right or wrong
     n_options: np.ndarray | None = None
     scores: np.ndarray | None = None    # [N, K] normalized log-probabilities, -inf for no option
-    nll: np.ndarray | None = None       # of tokens [N], in nats
-    entropy_bits: np.ndarray | None = None      # of tokens [N], over the whole vocabulary
+    nll: np.ndarray | None = None       # for tokens [N], in nats
+    entropy_bits: np.ndarray | None = None      # for tokens [N], over the whole vocabulary
 
     def at(self, rows):
         return Predictions(*(None if x is None else x[rows] for x in self))
 
+    def scaled(self, temperature):
+        """Return the predictions with scores / temperature, a number or [N, 1]."""
+        scores = self.scores / temperature
+        return self._replace(probs=metrics.softmax(scores), scores=scores)
+
     def report(self):
-        """Return the report of all measures, as metrics.report does."""
+        """Return metrics.report of the predictions."""
         report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores)
         return report | {key: float(x.mean()) for key, x in self._token_columns().items()}
 
     def bootstrap(self, n_resamples, seed, keys=None):
-        """Return {measure: [n_resamples]}, its values on questions drawn with replacement.
-
-        keys: the measures; None: those of stats.bootstrap
-        """
+        """Return stats.bootstrap of the predictions, {measure: [n_resamples]}."""
         values = stats.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
                                  n_resamples=n_resamples, seed=seed, keys=keys)
         for name, x in self._token_columns().items():
@@ -81,15 +79,14 @@ class Predictions(NamedTuple):
 
 
 def split_groups(samples, key, predicted):
-    """Return {value of `key`: its rows of the Predictions `predicted`}; {} if all have one value.
-    """
+    """Return {value of `key`: its rows of the Predictions `predicted`}; {} for a single value."""
     values = np.array([sample.get(key) or '' for sample in samples])
-    several = sorted({*values.tolist()})
-    return {value: predicted.at(values == value) for value in several if len(several) > 1}
+    distinct = sorted({*values.tolist()})
+    return {value: predicted.at(values == value) for value in distinct if len(distinct) > 1}
 
 
 def predictions(samples, norm):
-    """Return the Predictions of samples, either all of questions or all of tokens."""
+    """Return the Predictions of samples, which are all questions or all tokens."""
     if 'log_probs' not in samples[0]:
         confidence, correct, log_prob, entropy = (np.array([s[key] for s in samples]) for key in (
             'confidence', 'correct', 'log_prob', 'entropy'))
@@ -106,9 +103,8 @@ def predictions(samples, norm):
 def option_scores(log_probs, options, n_tokens, norm):
     """Return log-probabilities / length [K]; their softmax is the distribution over the options.
 
-    norm: 'token' gives the mean over tokens, the logarithm of the inverse perplexity; 'sum' divides
-    by nothing; 'char' and 'byte' divide by the characters or UTF-8 bytes of the option without its
-    leading space.
+    norm as in metrics.option_lengths: 'token' gives the mean over tokens, the logarithm of the
+    inverse perplexity; 'char' and 'byte' do not count the leading space of an option.
     """
     texts = [option.removeprefix(' ') for option in options]
     return np.asarray(log_probs) / metrics.option_lengths(texts, n_tokens, norm)
@@ -120,11 +116,11 @@ def option_scores(log_probs, options, n_tokens, norm):
 def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     """Return the metrics of one task; the order of its samples does not matter.
 
-    {'unit': what n counts; 'pooled', 'macro': reports; 'languages', 'categories', 'subjects':
-    {name: report} if there are several; 'option_mass': mean probability of all options together;
-    'post_hoc' if `fit`; 'measured_by': `measured_by()`}. A report is that of metrics.report and
-    'intervals', {measure: [low, high]}: 95 % by bootstrap over questions. macro is the mean over
-    languages, or over subjects if there is one language.
+    {'unit': what n counts; 'pooled': report; 'languages', 'categories', 'subjects': {name: report}
+    if there are several; 'macro': the mean report over languages, or else over subjects;
+    'option_mass': mean probability of all options together; 'post_hoc' if `fit`; 'measured_by'}.
+    A report is that of metrics.report with 'intervals', {measure: [low, high]}: 95 % by bootstrap
+    over questions.
     """
     samples = sorted(samples, key=sample_order)
     held_out = [s for s in samples if s.get('split') == 'validation']
@@ -160,7 +156,7 @@ def measured_by():
 
 
 def measure_again(results, samples):
-    """Return results = {task: entry of results.json}, those of other code computed anew.
+    """Return {task: entry of results.json} with entries that other code computed measured again.
 
     samples: {task: its samples}. An entry whose samples have changed stays as it is.
     """
@@ -170,10 +166,9 @@ def measure_again(results, samples):
         n = sum(s.get('split') != 'validation' for s in rows)
         if result.get('measured_by') != measured_by() and n == result['pooled']['n']:
             print(f'{task}: its metrics are computed again from samples.jsonl, by the present code')
-            # of the summary's keys nothing is kept; mass is the earlier name of option_mass
-            described = {key: value for key, value in result.items() if key not in (
-                'pooled', 'macro', 'mass', 'post_hoc', *GROUPS.values())}
-            result = described | summarize(
+            settings = {key: value for key, value in result.items() if key not in (
+                'pooled', 'macro', 'option_mass', 'post_hoc', *GROUPS.values())}
+            result = settings | summarize(
                 rows, result['norm'], n_bootstrap=result.get('n_bootstrap', 1000),
                 fit='post_hoc' in result, seed=result.get('seed', 0))
         updated[task] = result
@@ -181,13 +176,11 @@ def measure_again(results, samples):
 
 
 def measure(groups, n_bootstrap, seed, keys=None):
-    """Return ({group: report with intervals}, {group: {measure: resampled values}}) of `groups`.
+    """Return ({group: report with intervals}, {group: {measure: resampled values}}).
 
-    groups: {group: Predictions}; keys: the measures to resample, None for those of stats.bootstrap.
-
-    Without n_bootstrap there are neither intervals nor resampled values. The resamples of a group
-    are drawn in parts that depend on its size alone, so that the same rows give the same numbers on
-    every machine.
+    groups: {group: Predictions}; n_bootstrap: the number of resamples, 0 for no intervals; keys:
+    those of stats.bootstrap. The resamples of a group are drawn in parts that depend on its size
+    alone, so that the same rows give the same numbers on every machine.
     """
     jobs, reports, resampled = {}, {}, {}
     for key, group in groups.items():
@@ -220,7 +213,7 @@ def intervals(resampled):
 
 
 def mean_report(reports, resampled):
-    """Return the mean of reports; its intervals are those of the mean of the resampled groups."""
+    """Return the mean of reports, with intervals from the mean of the resampled values."""
     mean = {'groups': len(reports)}
     for key in reports[0]:
         if key not in ('n', 'intervals', 'accuracy_low', 'accuracy_high'):
@@ -234,7 +227,7 @@ def mean_report(reports, resampled):
 def post_hoc(test, held_out, n_bootstrap, seed):
     """Return temperature and Platt scaling of `test`, fitted on `held_out`.
 
-    Without `held_out` each half of `test` is scaled by what was fitted on the other half, and there
+    Without `held_out`, each half of `test` is scaled with the fit of the other half, so that there
     are two values of each parameter. Returns {'fitted_on', 'temperature': [T], 'platt': [[a, b]],
     'reports': {'temperature': of the scaled distribution, 'platt': of the scaled confidence}}.
     """
@@ -247,19 +240,16 @@ def post_hoc(test, held_out, n_bootstrap, seed):
     else:
         halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
         parts = [(test.at(fit), use) for fit, use in (halves, halves[::-1])]
-    fitted, groups, platt = {'fitted_on': fitted_on, 'platt': []}, {}, np.empty(n)
     confidence, correct = metrics.top_label(test.probs, test.labels)
-    if test.scores is not None:
-        fitted['temperature'] = [scaling.fit_temperature(fit.scores, fit.labels)
-                                 for fit, _ in parts]
-        scores = test.scores.copy()
-        for (_, use), temperature in zip(parts, fitted['temperature'], strict=True):
-            scores[use] /= temperature
-        groups['temperature'] = test._replace(probs=metrics.softmax(scores), scores=scores)
+    fitted, temperatures, platt = {'fitted_on': fitted_on, 'platt': []}, np.empty(n), np.empty(n)
     for fit, use in parts:
         a, b = scaling.fit_platt(*metrics.top_label(fit.probs, fit.labels))
         fitted['platt'].append([a, b])
         platt[use] = scaling.apply_platt(confidence[use], a, b)
+        if test.scores is not None:
+            temperatures[use] = scaling.fit_temperature(fit.scores, fit.labels)
+            fitted.setdefault('temperature', []).append(float(temperatures[use][0]))
+    groups = {} if test.scores is None else {'temperature': test.scaled(temperatures[:, None])}
     groups['platt'] = Predictions(platt, correct)
     return fitted | {'reports': measure(groups, n_bootstrap, seed)[0]}
 
@@ -267,26 +257,14 @@ def post_hoc(test, held_out, n_bootstrap, seed):
 # Tables
 
 
-def option_mass(result):
-    """Return the mean probability of all options of a question together; None for tokens."""
-    return result.get('option_mass', result.get('mass'))    # mass in results of earlier versions
-
-
 def unit(result):
     """Return what n counts in the reports of a task: 'questions' or 'tokens'."""
-    earlier = 'tokens' if result.get('distribution', '').startswith('top token') else 'questions'
-    return result.get('unit', earlier)      # results of earlier versions have no unit
+    return result.get('unit', 'questions')      # results of lm_eval have no unit
 
 
 def task_title(task, result):
-    """Return a task and its settings, as in 'mmlu (prompt format mmlu, 5 shots, letters, token)'.
-
-    Raises DataError for a result of an earlier version, which does not say how it was scored.
-    """
-    if 'distribution' not in result:
-        raise DataError(f'the results of {task} do not say how it was scored: they are of an '
-                        f'earlier version; evaluate again')
-    scored = 'prompt format ' * (option_mass(result) is not None) + result['distribution']
+    """Return a task and its settings: 'mmlu (prompt format mmlu, 5 shots, letters, token)'."""
+    scored = 'prompt format ' * ('option_mass' in result) + result['distribution']
     if sample := result.get('sample'):
         scored += f'; sample of {sample["questions"]:,} of {sample["of"]:,} questions'
     return f'{task} ({scored})'
@@ -300,7 +278,7 @@ def panel_title(name, result):
 def notes(result):
     """Return the notes below a task's table, as lines."""
     lines = []
-    if (mass := option_mass(result)) is not None:
+    if (mass := result.get('option_mass')) is not None:
         lines.append(f'the options together have a mean probability of {mass:.3f}'
                      + '; with so little, another scoring or prompt may suit the model better'
                      * (mass < 0.01))
@@ -334,8 +312,8 @@ def cells(rows, table='results', first='group', count='questions', intervals=Fal
     """Return the cells of rows = [(..., name, report)], header first, without empty columns.
 
     The columns are the measures with that `table` in metrics.MEASURES. count: title of the column
-    n. intervals: with the bootstrap interval in each cell, as in '0.102 [0.091, 0.113]', in place
-    of the column of the accuracy's interval.
+    n. intervals: add the bootstrap interval to each cell, '0.102 [0.091, 0.113]', instead of a
+    column with the interval of the accuracy.
     """
     keys = [key for key, measure in MEASURES.items() if table in measure.tables]
     columns = [[first, *(name for *_, name, _ in rows)],
@@ -351,7 +329,7 @@ def cells(rows, table='results', first='group', count='questions', intervals=Fal
 
 
 def _accuracy_interval(report):
-    """'0.506-0.550', by Wilson, or of a mean over groups by the bootstrap; '' without either."""
+    """'0.506-0.550': Wilson's interval, or for a mean over groups the bootstrap's; else ''."""
     low, high = (report.get(f'accuracy_{end}') for end in ('low', 'high'))
     if low is None and 'intervals' in report:
         low, high = report['intervals']['accuracy']
@@ -367,8 +345,8 @@ def interval_text(report, metric):
 def mark_best(lines, groups):
     """Append ' *' to the best cells of each measure within each group; return the new lines.
 
-    groups: a key for each line below the header. The columns that have a `Heading` are marked. If
-    all cells are equal, none is the best.
+    groups: a key for each line below the header. Mark only columns that have a `Heading`; if all
+    cells are equal, none is the best.
     """
     marked = [list(line) for line in lines]
     for column, heading in enumerate(lines[0]):
@@ -402,7 +380,7 @@ def markdown(lines):
 def latex(lines, title=''):
     r"""Return lines of cells as a LaTeX table below its title; it needs \usepackage{booktabs}.
 
-    A cell that ends in ' *' is bold. The interval of '0.102 [0.091, 0.113]' becomes
+    A cell that ends in ' *' becomes bold, the interval of '0.102 [0.091, 0.113]' becomes
     \confint{0.091}{0.113}, which prints nothing unless the document defines that command.
     """
     head, *body = [' & '.join(map(_latex_cell, line)) + r' \\' for line in lines]
@@ -441,12 +419,6 @@ def csv_text(lines):
 # Files
 
 
-def task_text(task, result):
-    """Return title, table and notes of a task, for printing."""
-    table = aligned(cells(report_rows(result), count=unit(result)))
-    return '\n'.join([task_title(task, result), table, *notes(result)])
-
-
 def print_report(runs, out_dir, pictures=True):
     """Print one table per task and draw reliability-<task>.png of all runs side by side.
 
@@ -460,7 +432,7 @@ def print_report(runs, out_dir, pictures=True):
                             unit(rows[0][1]))))
         if pictures:
             panels = [(panel_title(name, result), predictions([
-                s for s in last_asked(read_samples(Path(folder) / 'samples.jsonl'))
+                s for s in latest_samples(read_samples(Path(folder) / 'samples.jsonl'))
                 if s['task'] == task and s.get('split') != 'validation'], result['norm']))
                 for name, result, folder in rows]
             path = Path(out_dir) / f'reliability-{task}.png'
@@ -495,13 +467,19 @@ def draw_diagrams(earlier, results, samples, tasks, out_dir):
             if draw_reliability(out_dir / name, *arguments)]
 
 
+def task_text(task, result):
+    """Return title, table and notes of a task, for printing."""
+    table = aligned(cells(report_rows(result), count=unit(result)))
+    return '\n'.join([task_title(task, result), table, *notes(result)])
+
+
 def to_markdown(results):
     """Return title, table and notes of every task, in Markdown."""
     texts = []
     for task, result in results['tasks'].items():
         table = markdown(cells(report_rows(result), count=unit(result)))
-        texts.append(f'### {task_title(task, result)}\n\n{table}'
-                     + ''.join(f'\n{line}\n' for line in notes(result)))
+        texts += [f'### {task_title(task, result)}\n', table,
+                  *(f'{line}\n' for line in notes(result))]
     return '\n'.join(texts)
 
 
@@ -524,11 +502,11 @@ def to_csv(results):
     """Return one line per report: every metric and the bounds of its interval."""
     lines = []
     for task, result in results['tasks'].items():
-        scored = {'distribution': result['distribution']}
-        if 'sample' in result:
-            scored['sample_of'] = result['sample']['of']
         for kind, name, report in report_rows(result):
-            line = {'task': task, 'kind': kind, 'name': name} | scored | report
+            line = {'task': task, 'kind': kind, 'name': name,
+                    'distribution': result['distribution']} | report
+            if 'sample' in result:
+                line['sample_of'] = result['sample']['of']
             for key, (low, high) in line.pop('intervals', {}).items():
                 line |= {f'{key}_boot_low': low, f'{key}_boot_high': high}
             lines.append(line)

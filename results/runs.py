@@ -5,7 +5,7 @@ from pathlib import Path
 
 from metrics import NORMS
 from results import lm_eval
-from results.samples import last_asked, read_samples, sample_order
+from results.samples import latest_samples, read_samples, sample_order
 from runtime.config import read_assignments
 from runtime.errors import DataError
 from runtime.ownership import read_json
@@ -17,9 +17,9 @@ PATHS = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'cache_dir', 'eval',
 
 @dataclass
 class Run:
-    """The content of the folder of a run, except the samples that evaluate.py wrote."""
+    """The content of the folder of a run, except samples.jsonl."""
     folder: Path
-    model: str              # the name of the model that was tuned, or that was evaluated
+    model: str              # name of the model that was tuned or evaluated
     seed: int
     settings: dict          # {name: text}, of training and the shape of the model
     results: dict           # {task: its entry in results.json}
@@ -28,9 +28,9 @@ class Run:
 
 
 def find_runs(sources, harness_files=()):
-    """Return the folders of runs: those named, or the runs below a folder that is not one.
+    """Return the folders of runs: each source that is one, else all runs below it.
 
-    Raises DataError for a source that holds none, nor one of `harness_files`.
+    Raises DataError for a source without a run and without one of `harness_files`.
     """
     folders = []
     for source in sources:
@@ -59,7 +59,7 @@ def read_run(folder):
             result['distribution'], result['pooled']['n']
             if result['norm'] not in NORMS:
                 raise ValueError(f'norm is {result["norm"]!r}')
-    # the configuration of this run's training, or of the training of the model it evaluates
+    # the training of this run, or of the model that it evaluates
     home = next((p for p in (folder, Path(model)) if (p / 'train_config.py').exists()), None)
     training = {key: value for key, (value, _) in
                 (read_assignments(home / 'train_config.py') if home else {}).items()}
@@ -80,31 +80,31 @@ def read_run(folder):
 
 
 def harness_run(folder, files, norm):
-    """Return the Run of {subtask: file} of lm-evaluation-harness; `norm` as in CompareConfig."""
+    """Return the Run of lm-evaluation-harness's {subtask: file}; `norm` as in CompareConfig."""
     tasks = lm_eval.read_run(files, norm)
-    norm = 'sum' if norm == 'token' else norm       # their files do not count the tokens
-    # the lengths that `norm` names are in n_tokens
+    norm = 'sum' if norm == 'token' else norm       # the files do not count tokens
+    # n_tokens of these samples holds the lengths that `norm` names
     results = {task: {'distribution': f'lm-evaluation-harness, {norm}', 'norm': 'token'}
                for task in tasks}
     return Run(folder, folder.name, 0, {}, results, harness_samples=tasks)
 
 
 def read_run_samples(run):
-    """Return ({task: samples}, {task: samples of the validation split}) of a run's results."""
+    """Return ({task: samples}, {task: samples of the validation split}) of a run."""
     if run.harness_samples:
         return run.harness_samples, {}
     path, test, held_out = run.folder / 'samples.jsonl', {}, {}
-    for sample in sorted(last_asked(read_samples(path)), key=sample_order):
+    for sample in sorted(latest_samples(read_samples(path)), key=sample_order):
         split = held_out if sample.get('split') == 'validation' else test
         split.setdefault(sample['task'], []).append(sample)
     for task, result in run.results.items():
         n, n_samples = result['pooled']['n'], len(test.get(task, ()))
         if n != n_samples:
             raise DataError(f'{path} has {n_samples} samples of {task}, but results.json was made '
-                            f'of {n}; evaluate there again, without --limit')
+                            f'from {n}; evaluate there again, without --limit')
     return {task: test[task] for task in run.results}, held_out
 
 
 def sample_of(result):
-    """Return {'sample_of': number of questions} of a result with --limit, for a CSV; else {}."""
+    """Return {'sample_of': number of questions} for a result with --limit, else {}."""
     return {'sample_of': str(result['sample']['of'])} if 'sample' in result else {}

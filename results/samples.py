@@ -1,4 +1,4 @@
-"""Open the output folder of an evaluation: read its samples, or refuse it if the settings differ.
+"""The output folder of an evaluation: open it for more samples, and read samples.jsonl.
 
 samples.jsonl has one line per scored question or token. eval_config.json has what all samples
 share: the model, the settings, and a hash of the questions of each task.
@@ -22,9 +22,9 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite):
 
     earlier: {task: its entry in results.json}
     done:    {(sample_key, prompt)} of the samples there; a text counts if all its tokens are scored
-    Raises ConfigError, before it changes anything, if an output file exists that no evaluation
-    wrote, if the samples were made with other `settings`, or if a file of results or settings is
-    damaged. `overwrite` first deletes what an evaluation wrote there. The caller holds the lock.
+    Raises ConfigError, before it changes anything, if a file of this name exists that no evaluation
+    wrote, if the samples were made with other `settings`, or if a file is damaged. `overwrite`
+    first deletes the files of an evaluation. The caller holds the lock.
     """
     ownership.remove_leftovers(out_dir)
     grids = [GRID.format(label) for label, task in tasks.items()
@@ -52,8 +52,8 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite):
 
 
 def _read_sources(out_dir, settings):
-    """Return {task: {'source', 'questions'}} from eval_config.json; ConfigError if its settings
-    are not `settings`."""
+    """Return {task: {'source', 'questions'}} of eval_config.json; ConfigError for other settings.
+    """
     with ownership.read_json(out_dir / 'eval_config.json', OTHER_FOLDER) as old:
         sources = {label: {key: task[key] for key in ('source', 'questions')}
                    for label, task in old.pop('tasks').items()}
@@ -72,9 +72,16 @@ def _read_results(path):
                                    'beside it, that needs no model') as content:
         for result in content['tasks'].values():
             result['norm'], result['distribution'], result['pooled']['n']
-            for report in filter(lambda value: isinstance(value, dict), result.values()):
-                _null_to_nan(report)
+            for key, value in result.items():
+                result[key] = _null_to_nan(value) if isinstance(value, dict) else value
         return content['tasks']
+
+
+def _null_to_nan(value):
+    """Return a report with NaN for null, also in the reports inside it."""
+    if isinstance(value, dict):
+        return {key: _null_to_nan(x) for key, x in value.items()}
+    return math.nan if value is None else value
 
 
 def _scored(path):
@@ -82,7 +89,7 @@ def _scored(path):
     with open(path, 'rb+') as file:
         file.truncate(file.read().rfind(b'\n') + 1)
     ids, expected = {}, {}
-    for sample in last_asked(read_samples(path)):
+    for sample in latest_samples(read_samples(path)):
         key = sample_key(sample), sample['prompt']
         ids.setdefault(key, set()).add(sample['id'])
         expected[key] = sample.get('of', 1)
@@ -100,16 +107,14 @@ def append(file, sample):
                           f'kept, and the same command resumes from there') from error
 
 
-# ------------------------------------------------------------------------------------------------
 # Reading: the samples of a file, and which of them count
-# ------------------------------------------------------------------------------------------------
 
 def read_samples(path):
     """Return the samples in `path` in the order of the file, as a list of dicts.
 
-    A last line cut off by a crash is left out; a line that repeats an earlier one counts once.
-    Raises DataError with file and line for any other damaged line, and for a sample that differs
-    from the latest one of the same question and prompt.
+    Skip a last line that a crash cut off, and lines that repeat an earlier one. Raise DataError
+    with file and line for any other damaged line, and for a sample that differs from the latest one
+    of the same question and prompt.
     """
     rows = list(read_jsonl(path))
     if rows and isinstance(rows[-1][1], DataError) and not Path(path).read_bytes().endswith(b'\n'):
@@ -123,7 +128,7 @@ def read_samples(path):
         if row == earlier:
             continue
         if earlier and row['prompt'] == earlier['prompt']:
-            raise DataError(f'{line}: differs from {earlier_line}, which is of the same question '
+            raise DataError(f'{line}: differs from {earlier_line}, of the same question '
                             f'({row["task"]} {row["id"]}); two processes wrote this file, or it '
                             f'was edited: remove one of the two lines')
         last[sample_order(row)] = line, row
@@ -153,75 +158,61 @@ def _parse_line(raw, line):
         return DataError(f'{line}: unusable JSON: {error}')
 
 
-TEXTS = ('task', 'id', 'prompt')                    # the keys of a sample that are text ...
-TEXTS_OR_NONE = ('split', 'language', 'subject', 'category', 'text', 'question')    # or missing
 LARGEST = 1e300     # a whole number may be written with more digits than a float can hold
 ROUNDING = 1e-2     # nats: a probability of 1 may be scored as 1.00001, but not as 1.1
+
+
+def _is_list(values, *kinds):
+    return isinstance(values, list) and all(type(x) in kinds for x in values)
+
+
+# (keys of a sample, whether a value is valid, what it must be); a missing key has the value None
+COMMON_RULES = (
+    ('task id prompt', lambda x: isinstance(x, str), 'text'),
+    ('split language subject category text question',
+     lambda x: x is None or isinstance(x, str), 'text'),
+    ('of', lambda x: x is None or type(x) is int and x > 0, 'a whole number, 1 or more'))
+OPTION_RULES = (
+    ('options', lambda x: _is_list(x, str), 'a list of text'),
+    ('log_probs', lambda x: _is_list(x, int, float), 'a list of numbers'),
+    ('n_tokens', lambda x: _is_list(x, int), 'a list of numbers'),
+    ('log_probs', lambda x: all(-LARGEST < y <= ROUNDING for y in x), 'finite and at most 0'),
+    ('n_tokens', lambda x: all(1 <= y < LARGEST for y in x), '1 or more'),
+    ('answer', lambda x: type(x) is int and x >= 0, 'the index of an option'))
+TOKEN_RULES = (
+    ('confidence log_prob entropy',
+     lambda x: type(x) in (int, float) and abs(x) < LARGEST, 'a finite number'),
+    ('correct', lambda x: type(x) is bool, 'true or false'),
+    ('confidence', lambda x: 0 <= x <= 1, 'from 0 to 1'),
+    ('log_prob', lambda x: x <= ROUNDING, 'at most 0'),
+    ('entropy', lambda x: x >= -ROUNDING, 'at least 0'))
 
 
 def _fault(row):
     """Return what is wrong with a row of samples.jsonl, as a sentence; '' if nothing is."""
     if not isinstance(row, dict):
         return 'it is no JSON object'
-    for key in (*TEXTS, *TEXTS_OR_NONE):
-        value = row.get(key)
-        if not (isinstance(value, str) or value is None and key not in TEXTS):
-            return f'{key} must be text, not {value!r:.60}'
-    if type(row.get('of', 1)) is not int or row.get('of', 1) < 1:
-        return f'of must be a whole number, 1 or more, not {row["of"]!r:.60}'
-    return _fault_of_options(row) if 'log_probs' in row else _fault_of_token(row)
-
-
-def _fault_of_options(row):
-    kinds = {'options': (str,), 'log_probs': (int, float), 'n_tokens': (int,)}
-    for key, kind in kinds.items():
-        values = row.get(key)
-        if not isinstance(values, list) or not all(type(x) in kind for x in values):
-            return (f'{key} must be a list of {"text" if kind == (str,) else "numbers"}, not '
-                    f'{values!r:.60}')
-    if not len(row['options']) == len(row['log_probs']) == len(row['n_tokens']):
+    has_options = 'log_probs' in row
+    for keys, is_valid, wanted in COMMON_RULES + (OPTION_RULES if has_options else TOKEN_RULES):
+        for key in keys.split():
+            if not is_valid(row.get(key)):
+                return f'{key} must be {wanted}, not {row.get(key)!r:.60}'
+    if has_options and not len(row['options']) == len(row['log_probs']) == len(row['n_tokens']):
         return 'options, log_probs and n_tokens differ in length'
-    if type(row.get('answer')) is not int or not 0 <= row['answer'] < len(row['options']):
-        return f'answer must be the index of an option, not {row.get("answer")!r:.60}'
-    for log_prob in row['log_probs']:
-        if not -LARGEST < log_prob <= ROUNDING:
-            return f'a log-probability must be finite and at most 0, not {log_prob}'
-    if not 1 <= min(row['n_tokens']) <= max(row['n_tokens']) < LARGEST:
-        return f'n_tokens must be 1 or more, not {row["n_tokens"]!r:.60}'
+    if has_options and row['answer'] >= len(row['options']):
+        return f'answer must be the index of an option, not {row["answer"]}'
+    if 'top_token' in row and not has_options:
+        # log_prob is that of the correct token, confidence that of the top token
+        top = math.log(row['confidence']) if row['confidence'] else -math.inf
+        if (row['correct'] != (row['top_token'] == row.get('token'))
+                or row['log_prob'] > top + ROUNDING
+                or row['correct'] and row['log_prob'] < top - ROUNDING):
+            return 'token, top_token, correct, confidence and log_prob contradict each other'
     return ''
-
-
-def _fault_of_token(row):
-    for key in ('confidence', 'log_prob', 'entropy'):
-        if type(row.get(key)) not in (int, float) or not abs(row[key]) < LARGEST:
-            return f'{key} must be a finite number, not {row.get(key)!r:.60}'
-    if type(row.get('correct')) is not bool:
-        return f'correct must be true or false, not {row.get("correct")!r:.60}'
-    if not 0 <= row['confidence'] <= 1:
-        return f'confidence must be from 0 to 1, not {row["confidence"]}'
-    if row['log_prob'] > ROUNDING or row['entropy'] < -ROUNDING:
-        return (f'log_prob must be at most 0 and entropy at least 0, not {row["log_prob"]} and '
-                f'{row["entropy"]}')
-    # of the tokens of a text, log_prob is that of the right one and confidence that of the top one
-    top = math.log(row['confidence']) if row['confidence'] else -math.inf
-    if 'top_token' in row and (row['correct'] != (row['top_token'] == row.get('token'))
-                               or row['log_prob'] > top + ROUNDING
-                               or row['correct'] and row['log_prob'] < top - ROUNDING):
-        return 'token, top_token, correct, confidence and log_prob contradict each other'
-    return ''
-
-
-def _null_to_nan(report):
-    """Replace null by NaN in a report, and in the reports inside it."""
-    for key, value in report.items():
-        if isinstance(value, dict):
-            _null_to_nan(value)
-        elif value is None:
-            report[key] = math.nan
 
 
 def sample_order(sample):
-    """Return a key that sorts samples; it is equal only for two samples of one question."""
+    """Return a key to sort samples by; it is equal only for samples of the same question."""
     return sample['task'], sample.get('split', ''), sample.get('language', ''), sample['id']
 
 
@@ -230,7 +221,7 @@ def sample_key(sample):
     return (*sample_order(sample)[:3], sample.get('text', sample['id']))
 
 
-def last_asked(samples):
+def latest_samples(samples):
     """Return the samples of the latest prompt of each question or text, without repetitions."""
     prompts = {sample_key(s): s.get('prompt') for s in samples}
     return list({(sample_key(s), s['id']): s for s in samples

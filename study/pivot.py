@@ -66,7 +66,9 @@ def show(runs, tables, view, out_dir):
     shown = [line for line in pooled if line['kind'] not in view.reference]
     if not shown:
         raise ConfigError(f'reference = {view.reference} leaves no other run to compare with')
-    axes = over_seeds.choose_axes(shown, Axes(view.panel, view.by, view.x))
+    varying = over_seeds.varying_columns(shown, given)
+    x = view.x or (varying.pop(0) if varying else 'kind')
+    axes = Axes(view.panel, tuple(varying) if view.by is None else view.by, x)
     groups = over_seeds.group_lines(shown, axes, listed_values(view.where))
     # a panel of another column of training, such as lr, has no base model of its own
     reference = {panel: over_seeds.by_seed([line for line in aside if tuple(

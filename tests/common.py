@@ -274,7 +274,7 @@ def write_run(folder, *, seed=0, n=40, task='mmlu', sharpness=1.0, languages=(''
                     'log_probs': (logits - np.log(np.exp(logits).sum())).tolist(),
                     'n_tokens': [1] * 4})
     write_rows(folder / 'samples.jsonl', samples)
-    entry = {'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token', 'mass': 0.9,
+    entry = {'distribution': 'mmlu, 5 shots, letters, token', 'norm': 'token', 'option_mass': 0.9,
              'pooled': {'n': n * len(languages)}} | (result or {})
     (folder / 'results.json').write_text(json.dumps(
         {'config': {'model': str(folder)}, 'seed': seed, 'tasks': {task: entry}}))

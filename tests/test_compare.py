@@ -242,7 +242,7 @@ def test_a_damaged_run_is_named(tmp_path):
     (b / 'results.json').write_text('{"config": {}}')
     fails("b/results.json is not what .*KeyError.'model'")
     write_run(b, result={'pooled': {'n': 7}})
-    fails('b/samples.jsonl has 40 samples of mmlu, but results.json was made of 7')
+    fails('b/samples.jsonl has 40 samples of mmlu, but results.json was made from 7')
     write_run(b)
     with open(b / 'samples.jsonl', 'ab') as file:
         file.write(b'\xff\n')
