@@ -279,7 +279,7 @@ def unit(result):
 
 
 def task_title(task, result):
-    """Return a task and its settings, as in 'mmlu (prompt format mmlu, 5 shots, letters, token)'.
+    """Return a task and how it was scored, as in 'mmlu (prompt format mmlu, 5 shots, ...)'.
 
     Raises DataError for a result of an earlier version, which does not say how it was scored.
     """
@@ -288,7 +288,8 @@ def task_title(task, result):
                         f'earlier version; evaluate again')
     scored = 'prompt format ' * (option_mass(result) is not None) + result['distribution']
     if sample := result.get('sample'):
-        scored += f'; sample of {sample["questions"]:,} of {sample["of"]:,} questions'
+        items = 'texts' if unit(result) == 'tokens' else 'questions'
+        scored += f'; sample of {sample["questions"]:,} of {sample["of"]:,} {items}'
     return f'{task} ({scored})'
 
 
