@@ -139,8 +139,8 @@ def _find(name):
         task, path = '', name
         if not os.path.exists(os.path.expanduser(path)):
             near = difflib.get_close_matches(name, BENCHMARKS, 1)
-            hint = f'; did you mean {near[0]!r}?' if near else ''
-            raise DataError(f'no task, file or folder {name!r}{hint}; the tasks are '
+            hint = f'did you mean {near[0]!r}? The' if near else 'the'
+            raise DataError(f'no task, file or folder {name!r}; {hint} tasks are '
                             f'{", ".join(BENCHMARKS)}, each also as task:folder')
     return task, benchmark, os.path.expanduser(path) or benchmark.hub
 
