@@ -21,7 +21,7 @@ from evaluate import EvalConfig
 from results.report import print_report
 from runtime.config import load_config
 from runtime.processes import pick_threads
-from train import TrainConfig, train
+from train import TrainConfig, check_config, train
 
 
 @dataclass
@@ -64,6 +64,8 @@ def runs(demo):
 
 def main(argv):
     demo = load_config(DemoConfig, argv, usage=__doc__)
+    for cfg in runs(demo).values():     # fail on a bad setting now, not after minutes
+        check_config(cfg)
     # beside other programs one thread can be several times as fast as one per core
     print(f'torch uses {pick_threads()} thread(s), the fastest in a test of a second')
     # text, conversations and questions about 8,000 entities, all of it decided by the seed
@@ -75,8 +77,8 @@ def main(argv):
         reports[name] = results['after'], cfg.out_dir
     # the table, and reliability-questions.png with a panel per model
     print_report(reports, demo.out_dir)
-    print(f'\nwrote the diagrams to {demo.out_dir}; weights, results and pictures of each model to '
-          f'{", ".join(folder for _, folder in reports.values())}')
+    print(f'\nwrote {demo.out_dir}/reliability-questions.png; weights, results and pictures of '
+          f'each model to {", ".join(folder for _, folder in reports.values())}')
 
 
 if __name__ == '__main__':

@@ -6,7 +6,11 @@
 Questions are packed into rows as trees, so that prompts share the tokens of a common prefix. The
 host prepares rows ahead of the device; logits and log-probabilities are float32. Each sample is
 appended to samples.jsonl as soon as it is scored, and an interrupted evaluation resumes from that
-file. results/ computes the metrics.
+file.
+
+From file to ECE: data/tasks.py loads questions (data/questions.py, with the row function in
+data/benchmarks.py and the prompt in data/prompts.py), data/trees.py tokenizes them, data/packing.py
+makes rows, `score` calls model.py and fused_ce.py, results/report.py calls metrics.py.
 """
 
 from runtime import cli, startup

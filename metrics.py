@@ -576,7 +576,7 @@ def few_rows_note(n, unit='questions') -> str:
 
 
 class Measure(NamedTuple):
-    """A row of `MEASURES`; a new measure is a function and a row.
+    """A metric as a row of `MEASURES`; a new metric is a function and a row.
 
     needs: the predictions for which the measure is defined, and how its function is called
         'prediction'  function(probs, labels), for probs [N, K] or confidences [N]

@@ -289,6 +289,7 @@ class Family:
     residual_layers: tuple[str, ...] = ('o_proj', 'down_proj')
 
 
+# a new family needs rows in runtime/config_json.py as well: see docs/training.md
 GEMMA = Family(norm=GemmaRMSNorm, activation=gelu_tanh, scaled_embeddings=True)
 FAMILIES = {'llama': Family(), 'mistral': Family(), 'qwen2': Family(qkv_bias=True),
             'qwen3': Family(qk_norm=True), 'gemma': GEMMA,

@@ -31,7 +31,7 @@ class SampleConfig:
     model: str = ''                           # a folder in Hugging Face layout, or a hub name
     revision: str | None = None               # the hub revision of the model
     prompt: str | None = None                 # answer this and exit, as for a prompt from a pipe
-    # the chat template; trained: that of the model's training here
+    # the chat template; trained: that of the model's train.py run
     chat: Literal['trained', 'tulu', 'llama3', 'gemma', 'mistral', 'chatml', 'alpaca'] = 'trained'
     raw: bool = False                         # continue each prompt as plain text, without chat
     temperature: float = 0.0                  # divides the logits; 0: the most probable token

@@ -6,6 +6,10 @@
 A config file makes one run; several runs are a loop in a script (see demo.py). The run's folder
 holds the config, log.jsonl, the weights in Hugging Face layout with the tokenizer beside them, and
 the calibration report.
+
+From file to gradient: data/instruct.py reads rows (data/files.py) and encodes them (data/chat.py,
+data/tokenizer.py), data/cache.py stores the tokens, data/packing.py packs those of a step into
+rows; `train_step` calls model.py with attention.py, fused_ce.py and runtime/optim.py.
 """
 
 from runtime import cli
@@ -55,7 +59,7 @@ class TrainConfig:
     # data
     data: str = 'allenai/tulu-3-sft-mixture'  # a file, a folder or a hub dataset
     data_revision: str | None = None          # hub revision: pin it, datasets change
-    # questions: `data` is a task of evaluate.py; the loss is on the letter of the answer alone
+    # 'questions': `data` is a task of evaluate.py, and the loss is on the answer's letter alone
     data_kind: Literal['instruct', 'text', 'questions'] = 'instruct'
     template: Literal['tulu', 'llama3', 'gemma', 'mistral', 'chatml', 'alpaca'] = 'tulu'
     answers: Literal['best', 'all'] = 'best'  # OASST1: the best-ranked answer to a prompt, or all
@@ -105,7 +109,8 @@ class TrainConfig:
     pictures: bool = True                     # draw loss.png
     # running
     out_dir: str = 'out/run'
-    overwrite: bool = False                   # replace the run in out_dir
+    overwrite: bool = False                   # first delete the run in out_dir: what written.json
+    #                                           and before/written.json list, nothing else
     resume: bool = False                      # continue the run in out_dir where it stopped
     save_every: int | None = 500              # steps between checkpoints; None: only on a signal
     checkpoint_epochs: bool = True            # keep the weights of each epoch in epoch-<n>/

@@ -8,6 +8,7 @@ import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.random import default_rng     # not at its first use: that import would lose a Ctrl-C
 
 IGNORE = -100   # a target without loss
 
@@ -68,7 +69,7 @@ def sequence_weights(packed):
 
 def epoch_order(n, epoch, seed):
     """Return a permutation of n sequences that depends only on the epoch and the seed."""
-    return np.random.default_rng([seed, epoch]).permutation(n)
+    return default_rng([seed, epoch]).permutation(n)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ PROMPT_FORMATS is the table of `--prompt_format`. `mmlu` asks every task as MMLU
 papers: a header that names the subject, solved questions ('shots'), then the question; options are
 scored as letters (` A` after `Answer:`) or as their full text. `harness` asks each task as
 lm-evaluation-harness 0.4 does, by the function that the task's row in `benchmarks.BENCHMARKS`
-names: one of the functions `harness_...` below.
+names: one of the functions `harness_...` below. trees.py joins header, shots and question.
 """
 
 import json

@@ -20,10 +20,7 @@ from runtime.errors import DataError
 
 @dataclass
 class Question:
-    """One question as text. The prompt is header + shots + context + one of the options + ending.
-
-    digest: hash of question and choices as published; independent of the prompt format
-    """
+    """One question as text. The prompt is header + shots + context + one option + ending."""
     id: str
     context: str                # ends where an option begins
     options: list[str]          # each begins with a space, unless `ending` is given
@@ -35,7 +32,7 @@ class Question:
     duplicate_options: bool = False     # two of the choices are the same text
     place: str = ''             # file and line or row, for messages
     ending: str = ''            # follows each option, and then only this is scored (WinoGrande)
-    digest: str = ''            # hash of the question's own text and choices, without the prompt
+    digest: str = ''            # hash of question and choices as published, without the prompt
 
     @property
     def solved(self):
@@ -141,7 +138,9 @@ def _find(name):
     if benchmark is GENERIC:
         task, path = '', name
         if not os.path.exists(os.path.expanduser(path)):
-            raise DataError(f'no task, file or folder {name!r}; the tasks are '
+            near = difflib.get_close_matches(name, BENCHMARKS, 1)
+            hint = f'did you mean {near[0]!r}? The' if near else 'the'
+            raise DataError(f'no task, file or folder {name!r}; {hint} tasks are '
                             f'{", ".join(BENCHMARKS)}, each also as task:folder')
     return task, benchmark, os.path.expanduser(path) or benchmark.hub
 

@@ -266,7 +266,8 @@ def task_title(task, result):
     """Return a task and its settings: 'mmlu (prompt format mmlu, 5 shots, letters, token)'."""
     scored = 'prompt format ' * ('option_mass' in result) + result['distribution']
     if sample := result.get('sample'):
-        scored += f'; sample of {sample["questions"]:,} of {sample["of"]:,} questions'
+        items = 'texts' if unit(result) == 'tokens' else 'questions'
+        scored += f'; sample of {sample["questions"]:,} of {sample["of"]:,} {items}'
     return f'{task} ({scored})'
 
 

@@ -25,7 +25,7 @@ class EvalConfig:
     dropout_seed: int | None = None           # score once with the dropout of the adapters in
     #                                           adapter/, drawn by this seed; None: no dropout
     p_true: bool = False                      # then ask whether the top option is right: P(True)
-    # chat template of the prompt; trained: that of the model's training here; none: plain text
+    # chat template of the prompt; trained: that of the model's train.py run; none: plain text
     chat: Literal['none', 'trained', 'tulu', 'llama3', 'gemma', 'mistral', 'chatml',
                   'alpaca'] = 'none'
     instruct: bool = False                    # clm and facts: begin with the paper's instruction

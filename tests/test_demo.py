@@ -28,6 +28,12 @@ def test_the_two_tuned_models_differ_in_smoothing_alone():
     assert 'out/' not in text
 
 
+def test_a_bad_setting_of_the_last_run_stops_the_demo_before_the_first(tmp_path):
+    with pytest.raises(ConfigError, match='smoothing = 2.0; it must be between 0 and 1'):
+        demo.main(['--smoothing=2', f'--out_dir={tmp_path / "out"}'])
+    assert not (tmp_path / 'out').exists()
+
+
 def test_the_demo_leaves_a_report(small_world):
     folder, printed = small_world
     table = printed.split('\nquestions (')[-1]
@@ -38,7 +44,7 @@ def test_the_demo_leaves_a_report(small_world):
         pooled = json.loads((folder / run / 'results.json').read_text())[
             'tasks']['questions']['pooled']
         assert row.split()[1:3] == ['40', f'{pooled["accuracy"]:.3f}']
-    for words in ('>>>Answer: ', 'supervised tokens between', 'peak memory'):
+    for words in ('{{Answer: ', 'supervised tokens between', 'peak memory'):
         assert words in printed, words
     assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
 

@@ -169,6 +169,7 @@ def test_a_sample_of_a_task_says_so():
     whole, part = result(), result(sample={'questions': 200, 'of': 14042})
     assert report.task_title('mmlu', whole) == 'mmlu (prompt format mmlu, 5 shots, letters, token)'
     assert 'sample of 200 of 14,042 questions' in report.task_title('mmlu', part)
+    assert 'sample of 200 of 14,042 texts' in report.task_title('clm', part | {'unit': 'tokens'})
     tables = {'tasks': {'mmlu': whole, 'some': part}}
     assert ('### some (prompt format mmlu, 5 shots, letters, token; '
             'sample of 200 of 14,042 questions') in (

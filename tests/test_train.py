@@ -645,6 +645,7 @@ def bad_command_lines(folder, tmp_path):
         ([*score, '--tasks=mmlu', '--shots=-1'], 'shots = -1; it must be at least 0'),
         ([*score, f'--tasks={tmp_path / "no_answer.jsonl"}'], 'no_answer.jsonl:1: no valid answer'),
         ([*score, '--tasks=nothing'], "no task, file or folder 'nothing'; the tasks are mmlu"),
+        ([*score, '--tasks=arc_eassy'], "'arc_eassy'; did you mean 'arc_easy'? The tasks are"),
         ([*score, '--model='], 'no model given'),
         ([*score, '--tasks='], 'tasks is empty'),
         ([*score, '--tasks=mmlu:a,mmlu:b'], "2 of them would be called 'mmlu'"),
