@@ -52,6 +52,7 @@ def test_config_file_then_command_line(tmp_path):
     ('', f'--lr={"9" * 400}', 'wanted a float'),
     ('', '--shape={[]: 1}', 'wanted a dict'),
     ('x = "' + '\\0', '', 'experiment.py:1: not valid Python'),
+    ('', '--data=a\udcff.jsonl', "'--data=a\\udcff.jsonl' is not valid Unicode; rename the file"),
 ])
 def test_config_errors(tmp_path, content, argument, message):
     with pytest.raises(ConfigError, match='.') as error:
