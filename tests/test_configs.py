@@ -220,6 +220,8 @@ def main(kind):
     if kind == 'torch':
         import torch
         torch.empty(10 ** 15)
+    if kind == 'module':
+        import no_such_module
     if kind == 'foreign':
         raise RuntimeError('a bug')
     if kind == 'stopped':
@@ -250,6 +252,7 @@ def run_script(folder, *arguments, redirect='', **environment):
 @pytest.mark.parametrize('kind, code, message', [
     ('memory', 1, b'error: out of memory: Unable to allocate'),
     ('torch', 1, b'error: out of memory: '),
+    ('module', 1, b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
     ('interrupt', 130, b'stopped; the same command continues\n')])
 def test_what_ends_a_script_is_one_line(kind, code, message, tmp_path):
     done = run_script(tmp_path, kind)
