@@ -258,7 +258,7 @@ def test_what_ends_a_script_is_one_line(kind, code, message, tmp_path):
     done = run_script(tmp_path, kind)
     assert done.returncode == code and done.stderr.startswith(message)
     assert done.stderr.count(b'\n') == 1
-    assert code == 130 or done.stderr.endswith(b'; lower --pack_len\n')
+    assert kind not in ('memory', 'torch') or done.stderr.endswith(b'; lower --pack_len\n')
 
 
 def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_path):
