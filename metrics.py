@@ -1027,7 +1027,7 @@ def _parse(row, norm):
         check_probs([values], [label])
         return kind, values, label
     n_tokens = _numbers('n_tokens', row.get('n_tokens', [1] * len(values)))
-    if n_tokens.shape != values.shape or not (n_tokens >= 1).all():
+    if n_tokens.shape != values.shape or not ((n_tokens >= 1) & (n_tokens < np.inf)).all():
         raise ValueError(f'n_tokens must be 1 or more for each log-probability, not {n_tokens}')
     texts = row.get('options')
     if norm in ('char', 'byte') and (not isinstance(texts, list) or len(texts) != len(values)

@@ -441,7 +441,7 @@ def add_lora(model: CausalLM, rank: int, alpha: float, dropout: float, targets: 
     model.requires_grad_(False)
     for layer in model.decoder.layers:
         for parent in list(layer.children()):
-            for name in (t for t in targets if hasattr(parent, t)):
+            for name in (t for t in possible if t in targets and hasattr(parent, t)):
                 setattr(parent, name, LoRALinear(getattr(parent, name), rank, alpha, dropout))
 
 

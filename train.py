@@ -170,9 +170,10 @@ def check_config(cfg):
     require_range(cfg, 1, math.inf, 'batch_size', 'micro_rows', 'log_every', 'val_every',
                   'max_steps', 'save_every', 'lora_rank', 'data_limit')
     require_range(cfg, 2, math.inf, 'pack_len', 'max_length')
-    require_range(cfg, 0, math.inf, 'val_size', 'workers', 'epochs', 'lr', 'eps', 'weight_decay',
+    require_range(cfg, 0, math.inf, 'val_size', 'workers', 'lr', 'eps', 'weight_decay',
                   'grad_clip', 'loss_memory', 'lora_alpha', 'warmup_steps')
     require_range(cfg, 0, 2 ** 63 - 1, 'seed')
+    require_range(cfg, 0, 1e5, 'epochs')    # each can have a folder of weights
     require_range(cfg, 0, 1, 'smoothing', 'warmup', 'final_lr', 'lora_dropout')
     require_range(cfg, 1e-3, 1e6, 'logit_softcap')
     require_range(cfg, 1e-3, 1e3, 'logit_temperature')      # as config_json.py reads it
@@ -537,7 +538,8 @@ def main(argv):
         folders = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}
         print_report({name: (result, folders[name]) for name, result in results.items()},
                      cfg.out_dir, cfg.eval.pictures)
-    print(f'\nwrote weights, log.jsonl, pictures{", results.*" * bool(results)} to {cfg.out_dir}')
+    print(f'\nwrote weights, log.jsonl{", pictures" * cfg.pictures}{", results.*" * bool(results)} '
+          f'to {cfg.out_dir}')
 
 
 if __name__ == '__main__':

@@ -122,6 +122,8 @@ def _csv_rows(path, file):
             if header is None:
                 header = [name.strip().lower() for name in row]
                 if {'question', 'answer'} <= set(header):
+                    if twice := [name for name in header if header.count(name) > 1]:
+                        raise DataError(f'{place}: the header names {twice[0]!r} twice')
                     continue
                 header = []
             if header and len(row) != len(header):

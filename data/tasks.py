@@ -114,6 +114,9 @@ def _load(name, cfg):
         if cfg.chat != 'none':
             raise ConfigError(f'chat = {cfg.chat}: {kind} scores tokens of texts, not answers; '
                               f'evaluate it without --chat in another --out_dir')
+        if cfg.languages != ('all',):
+            raise ConfigError(f'languages = {cfg.languages}: {kind} scores all texts of its files; '
+                              f'evaluate it without --languages')
         loaded = load_texts(name, limit=cfg.limit, **common)
         return Task(kind, source, loaded.texts, loaded.total, loaded.bad)
     common |= {'prompt_format': cfg.prompt_format, 'scoring': cfg.scoring, 'header': cfg.header,

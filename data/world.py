@@ -31,6 +31,7 @@ from data.prompts import HEADER, LETTERS, listed
 from runtime.errors import DataError
 from runtime.ownership import temporary
 
+UNFINISHED = 'unfinished'       # the content of world.json while the other files are written
 VALUE_EXPONENT = 0.7            # of a value's frequency among entities: some trades are common
 
 
@@ -204,12 +205,15 @@ def make_world(folder, seed, spec=None):
         raise ValueError(f'unseen_questions = {spec.unseen_questions} with unseen = 0: there are '
                          f'no such entities to ask about')
     mark, complete = folder / 'world.json', json.dumps({'seed': seed} | asdict(spec), indent=1)
-    if mark.exists() and mark.read_text(encoding='utf-8') == complete:
+    before = mark.read_text(encoding='utf-8', errors='replace') if mark.is_file() else ''
+    if before == complete:
         return
-    if not mark.exists() and folder.exists() and any(folder.iterdir()):
+    # such a file is ours if it begins as we write it, or was being written
+    if folder.exists() and any(folder.iterdir()) and not before.startswith(
+            (UNFINISHED, complete[:complete.index(':')])):
         raise DataError(f'{folder} is not empty and holds no world; choose another folder')
     world = World(spec, seed)
-    _write(mark, 'unfinished')
+    _write(mark, UNFINISHED)
     files = _rows(world, seed)
     for path, rows in files.items():
         _write(folder / path, ''.join(json.dumps(row) + '\n' for row in rows))

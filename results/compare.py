@@ -25,7 +25,7 @@ from results.report import (COMPARED, MEASURES, TITLES, Heading, aligned, csv_te
                             split_groups, task_title, unit)
 from results.runs import Run, find_runs, harness_run, read_run, read_run_samples, sample_of
 from results.samples import sample_order
-from runtime.config import load_config, require_range
+from runtime.config import load_config, require_range, require_unicode
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock, write_text
 
@@ -53,6 +53,7 @@ class CompareConfig:
 
 
 def main(argv):
+    require_unicode(argv)
     settings = [a for a in argv if a.startswith('-') or a.endswith('.py')]
     cfg = load_config(CompareConfig, sorted(settings, key=lambda a: a.startswith('-')), USAGE)
     require_range(cfg, 0, math.inf, 'n_bootstrap', 'seed')

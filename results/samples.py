@@ -34,6 +34,9 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite):
     if overwrite:
         ownership.discard(out_dir, *OUTPUTS, DIAGRAM, GRID.format('*'))
     samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
+    if samples.is_symlink():
+        raise ConfigError(f'{samples} is a link to a file elsewhere, where nothing is appended; '
+                          f'move that file here in its place, or {OTHER_FOLDER}')
     begun = results.exists() or samples.exists() and samples.stat().st_size
     sources = _read_sources(out_dir, settings) if begun else {}
     for label, task in tasks.items():

@@ -55,6 +55,8 @@ def one_line_errors(resume='', memory=''):
         sys.exit(128 + signal.SIGPIPE)
     except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
         sys.exit(f'error: {error}')
+    except ModuleNotFoundError as error:
+        sys.exit(f'error: {error}; pip install -r requirements.txt')
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

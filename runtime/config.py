@@ -39,6 +39,7 @@ def load_config(cls, argv, usage='', config=None):
         print(usage, '', 'keys:', *_describe_keys(cls), sep='\n')
         raise SystemExit(0)
     config = config or cls()
+    require_unicode(argv)
     for i, argument in enumerate(argv):
         if argument.startswith('--'):
             name, has_value, text = argument[2:].partition('=')
@@ -51,6 +52,15 @@ def load_config(cls, argv, usage='', config=None):
             raise ConfigError(f'unexpected argument {argument!r}: a config file comes first, '
                               f'everything after it is --key=value')
     return config
+
+
+def require_unicode(argv):
+    """Raise ConfigError for an argument, such as a file name in Latin-1, that is not UTF-8."""
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f'{argument!a} is not valid Unicode; rename the file') from None
 
 
 def require_range(config, low, high, *keys):

@@ -79,7 +79,8 @@ def versions():
     commit = ''
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         commit = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True,
-                                cwd=Path(__file__).parent, text=True, check=True).stdout.strip()
+                                cwd=Path(__file__).parent, text=True, errors='replace',
+                                check=True, timeout=10).stdout.strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     return {'nanocal': f'{__version__}+{commit}' if commit else __version__,
             'python': platform.python_version(), 'torch': torch.__version__,

@@ -42,15 +42,9 @@ def print_sizes(cfg, model, sequences, training, steps, device):
         cause = (f'max_steps = {cfg.max_steps}' if cfg.max_steps == steps else
                  f'the rest does not fill a step of {cfg.batch_size}')
         never = f'; {len(training) - used:,} are never seen' if used < len(training) else ''
-<<<<<<< HEAD
-        print(f'sequences trained on: {used:,} of {available:,} in {cfg.epochs:g} epochs: '
-              f'{cause}{never}')
-    print(f'folder: {cfg.out_dir}')
-=======
         print(f'sequences trained on: {used:,} of {available:,} (epochs = {cfg.epochs:g}, each of '
               f'{len(training):,}): {cause}{never}')
     print(f'folder: {cfg.out_dir}' + ' (a dry run writes nothing there)' * cfg.dry_run)
->>>>>>> stranger
 
 
 def show_example(example, tokenizer):
@@ -77,12 +71,8 @@ class StepLog:
     def __init__(self, cfg, first, until, device, base, validate):
         self.cfg, self.first, self.until, self.base = cfg, first, until, base
         self.device, self.validate = device, validate
-<<<<<<< HEAD
         self.unread, self.started = None, time.monotonic()
         self.file = self.send = None
-=======
-        self.unread, self.started, self.file, self.send = None, time.monotonic(), None, None
->>>>>>> stranger
         if rank() == 0 and not cfg.dry_run:
             self.file = open_log(cfg, first)
             self.track()
@@ -144,11 +134,7 @@ class StepLog:
                 self.send(record)
         except Exception as error:      # a tracker may raise anything
             print(f'warning: {self.cfg.tracker} failed, the run continues without it: {error}')
-<<<<<<< HEAD
             self.send = None
-=======
-            self.send = lambda record: None
->>>>>>> stranger
 
     def print(self, record):
         val = (f'  val nll {record["val_nll"]:.4f} ECE {record["val_ece"]:.3f}'
@@ -211,11 +197,7 @@ def start_tracker(cfg):
         writer = SummaryWriter(Path(cfg.out_dir) / 'runs')
         return lambda record: [writer.add_scalar(key, value, record['step'])
                                for key, value in record.items()]
-<<<<<<< HEAD
     return None
-=======
-    return lambda record: None
->>>>>>> stranger
 
 
 def peak_memory(device):

@@ -113,15 +113,25 @@ def read_json_object(path, error=DataError):
 def check_free(folder, *names, below='.'):
     """Return those of `names`, relative to `below`, that are not on the list of `folder`.
 
-    Raises ConfigError if a file of such a name exists, because this program did not write it.
+    Raises ConfigError if a file of such a name exists, because this program did not write it, or if
+    one of `names` is behind a link to another folder.
     """
     listed = set(written_files(folder))
+    _refuse_links(folder, (Path(below, name) for name in names))
     new = [name for name in (str(Path(below, name)) for name in names) if name not in listed]
     for name in new:
         if os.path.lexists(Path(folder, name)):
             raise ConfigError(f'{Path(folder, name)} was not written by this program and is not '
                               f'replaced; move it away or choose another --out_dir')
     return new
+
+
+def _refuse_links(folder, names):
+    """Raise ConfigError if a folder between `folder` and one of the files `names` is a link."""
+    for parent in {Path(folder, parent) for name in names for parent in Path(name).parents[:-1]}:
+        if parent.is_symlink():
+            raise ConfigError(f'{parent} is a link to a folder elsewhere, where nothing is written '
+                              f'or deleted; move that folder here in its place, or remove the link')
 
 
 def claim(folder, *names, below='.'):
@@ -146,6 +156,7 @@ def discard(folder, *patterns, keep=''):
             if any(fnmatch(name, pattern) for pattern in patterns) and not fnmatch(name, keep)]
     if not gone:
         return
+    _refuse_links(folder, gone)
     # first config.json and state.json, which say that the other files are complete
     for name in sorted(gone, key=lambda name: Path(name).name not in ('config.json', 'state.json')):
         (folder / name).unlink(missing_ok=True)
@@ -176,6 +187,9 @@ def temporary(path, folder=False):
     try:
         yield part
         os.replace(part, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)    # which the error of a full disk lacks
+        raise
     finally:
         shutil.rmtree(part, ignore_errors=True) if folder else part.unlink(missing_ok=True)
 

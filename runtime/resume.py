@@ -59,7 +59,8 @@ def check_folder(cfg):
         raise ConfigError(f'out_dir = {cfg.out_dir!r} has a NUL, which no file name can have')
     if out_dir.exists() and not out_dir.is_dir():
         raise ConfigError(f'out_dir = {cfg.out_dir} is a file; a run needs a folder')
-    if Path(cfg.model).is_dir() and Path(cfg.model).resolve().is_relative_to(out_dir.resolve()):
+    if Path(cfg.model).is_dir() and Path(os.path.realpath(cfg.model)).is_relative_to(
+            os.path.realpath(out_dir)):     # unlike Path.resolve it accepts a link to itself
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
     files = {path.name for path in out_dir.iterdir()} if out_dir.exists() else set()
     # a run that is killed while it writes its first list leaves that under a temporary name

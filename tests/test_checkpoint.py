@@ -508,6 +508,14 @@ def test_versions_are_known_without_git(monkeypatch):
     assert device.versions()['nanocal'] == __version__
 
 
+@pytest.mark.parametrize('script', [r"printf '\377\376'", 'exit 1', 'kill -9 $$'])
+def test_versions_are_known_whatever_git_does(script, monkeypatch, tmp_path):
+    (tmp_path / 'git').write_text(f'#!/bin/sh\n{script}\n')
+    (tmp_path / 'git').chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+    assert device.versions()['nanocal'] in (__version__, f'{__version__}+\ufffd\ufffd')
+
+
 def test_first_nonfinite_tensor(folder):
     assert checkpoint.nonfinite_tensor(folder) is None
     for value in (float('nan'), float('inf')):

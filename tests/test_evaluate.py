@@ -819,6 +819,18 @@ def test_files_of_others_are_kept(scored_folder, tmp_path):
         'mine')
 
 
+def test_samples_are_not_appended_to_a_file_behind_a_link(scored_folder, tmp_path):
+    task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
+    evaluate_words(scored_folder, out, f'--tasks={task}')
+    (tmp_path / 'elsewhere').write_text('no whole line')
+    (out / 'samples.jsonl').unlink()
+    (out / 'samples.jsonl').symlink_to(tmp_path / 'elsewhere')
+    with pytest.raises(ConfigError, match='samples.jsonl is a link to a file elsewhere'):
+        evaluate_words(scored_folder, out, f'--tasks={task}')
+    evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite')
+    assert (tmp_path / 'elsewhere').read_text() == 'no whole line'
+
+
 def test_overwrite_deletes_after_all_is_checked(scored_folder, tmp_path):
     out, task = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
     evaluate_words(scored_folder, out, f'--tasks={task}')

@@ -733,6 +733,7 @@ def test_the_program_says_how_it_is_called():
     ('{"log_probs": [-1, NaN], "answer": 0}', '1: the largest score is nan'),
     ('{"log_probs": [-1, -Infinity], "answer": 1}', '1: label 1 has the score -inf'),
     ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
+    ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 1e999]}', '1: n_tokens must be'),
     ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1]}', '1: n_tokens must be'),
     ('{"probs": [1%s], "answer": 0}' % ('0' * 400), '1: int too large'),
     ('[1]', '1: not a JSON object: [1]'), ('null', '1: not a JSON object: None'),

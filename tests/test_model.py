@@ -129,7 +129,7 @@ def test_lora(name, tmp_path):
     hidden = plain(tokens, *whole_rows(tokens))
     model = checkpoint.load(tmp_path / 'base')
     targets = ('query_key_value',) if name == 'neox' else ('q_proj', 'v_proj')
-    models.add_lora(model, 8, 32.0, 0.1, targets)
+    models.add_lora(model, 8, 32.0, 0.1, targets * 2)   # named twice, adapted once
     assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), hidden)   # B begins at zero
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * len(targets) * plain.config.num_hidden_layers

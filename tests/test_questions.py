@@ -243,6 +243,9 @@ def test_csv_rows_fit_their_header(tmp_path):
     path.write_text('question,A,B,C,D,answer\nQ?,a,b,c,d,B\nQ, and more?,a,b,c,d,B\n')
     with pytest.raises(DataError, match='some.csv:3: 7 columns; the header names 6'):
         questions.load_task(str(path))
+    path.write_text('question,A,A,C,D,answer\nQ?,a,b,c,d,B\n')
+    with pytest.raises(DataError, match="some.csv:1: the header names 'a' twice"):
+        questions.load_task(str(path))
     path.write_text('Q?,a,b,c,d,B\n\nWhich?,question,answer,c,d,A\nQ?,a,b,c,d,B\n')
     kept = questions.load_task(str(path)).questions
     assert [q.place[-1] for q in kept] == ['1', '3', '4']    # only a first row can be a header
@@ -437,6 +440,14 @@ def test_splits_without_labels_are_bad_rows(tmp_path):
         path = write_rows(tmp_path / f'{task}.jsonl', [row])
         with pytest.raises(DataError, match=f'{task}.jsonl:1: no valid answer'):
             questions.load_task(f'{task}:{path}')
+
+
+@pytest.mark.parametrize('kind', ['clm', 'facts'])
+@pytest.mark.parametrize('setting', ['chat=tulu', 'languages=de'])
+def test_settings_of_questions_are_refused_for_texts(tmp_path, kind, setting):
+    cfg = load_config(EvalConfig, [f'--tasks={kind}:{tmp_path}', f'--{setting}'])
+    with pytest.raises(ConfigError, match=f'{setting[:4]}.*: {kind} scores'):
+        load_tasks(cfg)
 
 
 @pytest.mark.parametrize('task', ['', 'mine:'])

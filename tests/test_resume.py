@@ -548,6 +548,38 @@ def test_the_lock_changes_no_file_that_is_there(tmp_path):
     os.close(reader)
 
 
+def test_nothing_behind_a_link_is_written_or_deleted(tmp_path):
+    out, elsewhere = tmp_path / 'out', tmp_path / 'elsewhere'
+    ownership.claim(out, 'config.json', 'epoch-1/adapter/a')
+    (elsewhere / 'adapter').mkdir(parents=True)
+    (elsewhere / 'adapter' / 'a').write_text('mine')
+    (out / 'epoch-1').symlink_to(elsewhere)
+    before = tree(tmp_path)
+    for use in (lambda: ownership.discard(out, '*'), lambda: ownership.claim(out, 'epoch-1/b'),
+                lambda: ownership.check_free(out, 'adapter/a', below='epoch-1')):
+        with pytest.raises(ConfigError, match='epoch-1 is a link to a folder elsewhere'):
+            use()
+    assert tree(tmp_path) == before
+    ownership.discard(out, 'config.json')
+    with ownership.lock(out):       # a link to which nothing is written does no harm
+        ownership.claim(out, 'results.json')
+
+
+def test_an_out_dir_that_is_a_link_to_itself_is_refused(tmp_path):
+    out = tmp_path / 'out'
+    out.symlink_to(out)
+    resume.check_folder(train.TrainConfig(out_dir=str(out), model=str(tmp_path)))
+    with pytest.raises(ConfigError, match='out cannot be written'), ownership.lock(out):
+        pass
+
+
+def test_the_error_of_a_full_disk_names_the_file(tmp_path):
+    with pytest.raises(OSError, match='No space left on device: .*results.json'):
+        with ownership.temporary(tmp_path / 'results.json'), open('/dev/full', 'w') as full:
+            full.write('x' * 100_000)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_nul_in_out_dir_is_an_error_of_one_line(small_world):
     with pytest.raises(ConfigError, match='has a NUL'):
         train.train(train.TrainConfig(out_dir='a\0b'))

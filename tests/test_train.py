@@ -106,6 +106,11 @@ def test_an_unknown_schedule_is_refused_where_the_rate_is_computed():
         load_config(train.TrainConfig, ['--schedule=wsd'])
 
 
+def test_more_epochs_than_a_folder_can_hold_are_refused():
+    with pytest.raises(ConfigError, match='epochs = 1e.300; it must be between 0 and 100000'):
+        train.check_config(tiny_config(epochs=1e300, max_length=48))
+
+
 def test_smoothing_that_is_given_twice_is_refused():
     twice = tiny_config(loss='cross_entropy() + smoothing(0.1)', smoothing=0.1,
                         max_length=48)

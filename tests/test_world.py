@@ -45,11 +45,25 @@ def test_a_world_is_made_once_and_anew_after_an_interruption(tmp_path):
     assert (tmp_path / 'questions.jsonl.tmp').read_text() == 'mine'
 
 
-def test_a_folder_of_other_files_is_left_alone(tmp_path):
-    (tmp_path / 'questions.jsonl').write_text('mine')
+@pytest.mark.parametrize('name', ['questions.jsonl', 'world.json'])
+@pytest.mark.parametrize('content', [b'mine', b'{"name": "x"}', b'\xff', b''])
+def test_a_folder_of_other_files_is_left_alone(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match='is not empty and holds no world'):
         make_world(tmp_path, 7, WorldSpec(**SMALL))
-    assert [path.read_text() for path in tmp_path.iterdir()] == ['mine']
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [content]
+
+
+def test_a_world_replaces_no_temporary_file_and_writes_through_no_link(tmp_path):
+    world, victim = tmp_path / 'world', tmp_path / 'victim'
+    world.mkdir()
+    (world / 'world.json').write_text('unfinished')
+    victim.write_text('mine')
+    (world / 'text.jsonl.tmp').symlink_to(victim)
+    (world / 'instruct.jsonl').symlink_to(victim)
+    make_world(world, 7, WorldSpec(**SMALL))
+    assert victim.read_text() == 'mine' and (world / 'text.jsonl.tmp').is_symlink()
+    assert not (world / 'instruct.jsonl').is_symlink()
 
 
 @pytest.mark.parametrize('change, message', [
