@@ -181,7 +181,7 @@ def test_a_script_ends_in_a_table_over_its_seeds(small_study, capsys, monkeypatc
     printed, table = capsys.readouterr().out, (folder / 'compare.md').read_text().splitlines()
     assert table[0].startswith('| task | smoothing | seeds | ECE |') and 'text4' in printed
     assert [row.split(' | ')[1:3] for row in table[2:4]] == [['0.0', '2'], ['0.1', '2']]
-    assert {'compare.csv', 'compare.tex', 'compare.png', 'compare.md', 'written.json'} == {
+    assert {'compare.csv', 'compare.tex', 'compare.png', 'compare.md', 'written.json', '.lock'} == {
         path.name for path in folder.iterdir() if path.is_file()}
     common.main(small_runs(smoothing.runs, epochs=1.0))
     assert (folder / 'compare.md').read_text().splitlines() == table
