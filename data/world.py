@@ -7,8 +7,8 @@ data asks about known and unknown facts alike and requires a definite answer to 
 real models overconfident too. The questions are about other facts.
 
 `WorldSpec()` is the world of the demo. The study uses a larger one, in several languages with
-generated words, with paraphrases, and with questions answered in text or by letter. `world.json` has
-the English words.
+generated words, with paraphrases, and with questions answered in text or by letter. The English
+words are in world.json.
 """
 
 import io
