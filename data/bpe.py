@@ -185,7 +185,8 @@ def _require_ids(path, vocab, added):
     names = {}
     for name, i in [*vocab.items(), *((token['content'], token['id']) for token in added)]:
         if type(i) is not int or i < 0:
-            raise DataError(f'{path}: the token {name!r} has the id {i!r}, not an integer from 0')
+            raise DataError(f'{path}: the token {name!r} has the id {i!r}; an id is an integer '
+                            f'from 0')
         if names.setdefault(i, name) != name:
             raise DataError(f'{path}: the tokens {names[i]!r} and {name!r} have the same id {i}')
 

@@ -57,8 +57,8 @@ def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
     """
     kind, _, path = name.partition(':')
     if not path and kind == 'facts':
-        raise DataError('facts needs --tasks=facts:folder-or-file, in the format of T-REx or JSONL '
-                        'of {text, spans}')
+        raise DataError('facts: no folder or file given; use --tasks=facts:folder-or-file, with '
+                        'the format of T-REx or JSONL of {text, spans}')
     patterns = PATTERNS[kind] if path else PATTERNS[kind][:1]
     rows = (row for file in fetch(path or WIKITEXT, patterns, revision) for row in _rows(file))
     texts, bad = parse_rows(rows, functools.partial(_to_text, kind), on_bad_row)
