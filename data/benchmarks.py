@@ -1,8 +1,8 @@
 """The table of multiple-choice benchmarks: files, schema of the rows, prompt in the harness.
 
 A new benchmark is an entry of BENCHMARKS, and a row function if no benchmark has its schema yet. A
-row function takes a raw row and returns a Row; a row with other fields may raise KeyError, which
-becomes a message that names the file and the line.
+row function takes a raw row and returns a Row. It may raise KeyError for a row with other fields:
+the caller turns that into a message with file and line.
 """
 
 import re
@@ -41,9 +41,9 @@ COLUMNS = ([f'option_{c}' for c in LETTERS.lower()],    # Global-MMLU
 def generic_row(row):
     """MMLU and its relatives: question, answer, and the choices under one of several names.
 
-    The choices are a list named `choices` or, for MMLU-Pro, `options`, or columns (see COLUMNS). A
-    choice that is null or 'N/A' is absent, and the choices after it keep their letters. MMLU's csv
-    files without a header have the question, the choices and the letter as columns.
+    The choices are a list named `choices` or (MMLU-Pro) `options`, or COLUMNS. A choice that is
+    null or 'N/A' is absent, and the choices after it keep their letters. MMLU's csv files have no
+    header; their columns are the question, the choices and the letter.
     """
     if isinstance(row, list):
         if len(row) < 4:
@@ -57,24 +57,23 @@ def generic_row(row):
     options = [row.get(name) for name in names] if names else row.get('options')
     if not isinstance(options, list):
         return Row(question, None, answer)
-    present = [(option, letter) for option, letter in zip(options, LETTERS, strict=False)
-               if option is not None and option != 'N/A']
-    return Row(question, [option for option, _ in present], answer,
-               [letter for _, letter in present])
+    present = {letter: option for letter, option in zip(LETTERS, options)
+               if option is not None and option != 'N/A'}
+    return Row(question, list(present.values()), answer, list(present))
 
 
 def arc_row(row):
     """ARC and OpenBookQA, on the hub and as first published: 3 to 5 labeled choices."""
-    if isinstance(row['question' if 'question' in row else 'question_stem'], dict):
-        choices = row['question'].get('choices') or []
-        return Row(row['question'].get('stem'), [choice['text'] for choice in choices],
-                   row.get('answerKey'), [choice['label'] for choice in choices])
     question = row['question'] if 'question' in row else row['question_stem']
+    if isinstance(question, dict):
+        choices = question.get('choices') or []
+        return Row(question.get('stem'), [choice['text'] for choice in choices],
+                   row.get('answerKey'), [choice['label'] for choice in choices])
     return Row(question, row['choices']['text'], row.get('answerKey'), row['choices']['label'])
 
 
 def hellaswag_row(row):
-    """HellaSwag, without the marks of WikiHow, as the harness cleans it."""
+    """HellaSwag, without WikiHow's markup, as the harness cleans it."""
     def clean(text):
         text = re.sub(r'\[.*?\]', '', text.strip().replace(' [title]', '. '))
         return text.replace('  ', ' ')
@@ -95,7 +94,7 @@ def piqa_row(row):
 
 
 def boolq_row(row):
-    """BoolQ of SuperGLUE (label: 0 is no, 1 is yes) and as first published (answer: a Boolean)."""
+    """BoolQ of SuperGLUE (label: 0 is no, 1 is yes) and as first published (answer: Boolean)."""
     answer = row['label'] if 'label' in row else row['answer']
     answer = int(answer) if isinstance(answer, bool) else answer
     return Row(f'{row["passage"]}\nQuestion: {row["question"]}?', ['no', 'yes'], answer)
@@ -119,20 +118,21 @@ class Benchmark:
     test: tuple                 # patterns of the files to score
     shots: tuple                # patterns of the files with solved questions
     row: Callable = generic_row         # raw row -> Row
-    harness: Callable | None = None     # Item -> Prompt of lm-evaluation-harness; None: there the
-    #                                     model writes its answer, so that no option is scored
+    harness: Callable | None = None     # Item -> Prompt of lm-evaluation-harness; None: it
+    #                                     generates the answer and scores no options
     validation: tuple = ()      # to fit a temperature on; neither scored nor used as shots
     languages: tuple = ()
     subject: str = 'various things'     # for the header, if rows and files name no subject
     native: Callable | None = None      # Item -> (header, word before the answer) in its language
     continues: bool = False     # whether the choices continue the sentence of the question
-    subject_files: bool = False         # whether the name of a file or its folder is the subject
+    subject_files: bool = False         # whether the subject is the name of the file or its folder
 
 
 def _files(split, *others):
     """Return the patterns of a split of a multilingual benchmark, on the hub and as plain files."""
-    return tuple(pattern.format(s, lang='{lang}') for s in (split, *others) for pattern in (
-        '{lang}/{}-*.parquet', '{lang}/{}.jsonl*', '{lang}_{}*.jsonl*', '{}.{lang}.jsonl*'))
+    return tuple(pattern for s in (split, *others) for pattern in (
+        f'{{lang}}/{s}-*.parquet', f'{{lang}}/{s}.jsonl*', f'{{lang}}_{s}*.jsonl*',
+        f'{s}.{{lang}}.jsonl*'))
 
 
 def _arc(name):
@@ -143,12 +143,12 @@ def _arc(name):
 
 
 def _winogrande(size):
-    # the labels of the test split are not published; all sizes have one validation split
-    return Benchmark('allenai/winogrande',
-                     (f'winogrande_{size}/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
-                     (f'winogrande_{size}/train-*.parquet', f'train_{size}.jsonl*',
-                      'train.jsonl*'), winogrande_row, prompts.harness_winogrande,
-                     subject='common sense')
+    # the labels of the test split are not published; the sizes share their validation split
+    return Benchmark(
+        'allenai/winogrande',
+        (f'winogrande_{size}/validation-*.parquet', 'validation.jsonl*', 'dev.jsonl*'),
+        (f'winogrande_{size}/train-*.parquet', f'train_{size}.jsonl*', 'train.jsonl*'),
+        winogrande_row, prompts.harness_winogrande, subject='common sense')
 
 
 GLOBAL_MMLU = tuple('am ar bn cs de el en es fa fil fr ha he hi id ig it ja ko ky lt mg ms ne nl '
@@ -163,7 +163,7 @@ BENCHMARKS = {
                       ('all/validation-*.parquet', 'validation.jsonl*', 'val/*_val.csv')),
     'arc_easy': _arc('ARC-Easy'),
     'arc_challenge': _arc('ARC-Challenge'),
-    # the labels of the test split are not published; the same holds for BoolQ and PIQA
+    # the labels of the test split are not published; nor are those of BoolQ and PIQA
     'hellaswag': Benchmark('Rowan/hellaswag',
                            ('data/validation-*.parquet', 'hellaswag_val*.jsonl*'),
                            ('data/train-*.parquet', 'hellaswag_train*.jsonl*'),
@@ -211,22 +211,6 @@ GENERIC = Benchmark('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.parquet', '*
                     ('dev.jsonl*', 'dev*.parquet', '*_dev.csv'), generic_row, prompts.harness_mmlu,
                     ('validation.jsonl*',))
 
-CATEGORIES = {      # MMLU's four groups of subjects
-    'STEM': 'abstract_algebra anatomy astronomy college_biology college_chemistry '
-            'college_computer_science college_mathematics college_physics computer_security '
-            'conceptual_physics electrical_engineering elementary_mathematics high_school_biology '
-            'high_school_chemistry high_school_computer_science high_school_mathematics '
-            'high_school_physics high_school_statistics machine_learning',
-    'humanities': 'formal_logic high_school_european_history high_school_us_history '
-                  'high_school_world_history international_law jurisprudence logical_fallacies '
-                  'moral_disputes moral_scenarios philosophy prehistory professional_law '
-                  'world_religions',
-    'social sciences': 'econometrics high_school_geography high_school_government_and_politics '
-                       'high_school_macroeconomics high_school_microeconomics '
-                       'high_school_psychology human_sexuality professional_psychology '
-                       'public_relations security_studies sociology us_foreign_policy',
-    'other': 'business_ethics clinical_knowledge college_medicine global_facts human_aging '
-             'management marketing medical_genetics miscellaneous nutrition '
-             'professional_accounting professional_medicine virology',
-}
-CATEGORY = {subject: name for name, subjects in CATEGORIES.items() for subject in subjects.split()}
+# MMLU's four groups of subjects
+CATEGORY = {subject: category for category, subjects in WORDING['mmlu_categories'].items()
+            for subject in subjects.split()}

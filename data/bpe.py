@@ -8,16 +8,16 @@ from pathlib import Path
 from runtime.errors import DataError
 from runtime.ownership import read_json_object
 
-# Llama 3's pre-tokenization, and the 256 control tokens that follow its 128,000 ranks
+# Llama 3: the regular expression of words, and 256 control tokens after 128,000 ranks
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
                   r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 LLAMA3_RANKS, LLAMA3_CONTROLS = 128_000, 256
 LLAMA3_NAMES = {0: '<|begin_of_text|>', 1: '<|end_of_text|>', 4: '<|finetune_right_pad_id|>',
                 6: '<|start_header_id|>', 7: '<|end_header_id|>', 8: '<|eom_id|>', 9: '<|eot_id|>',
                 10: '<|python_tag|>'}
-UTF8_BYTES = {*range(256)} - {0xc0, 0xc1, *range(0xf5, 256)}    # the others are in no text
-# The step `ByteLevel` of a tokenizer.json, alone and after `Digits`. After `Digits` each digit is a
-# word, and so is all white space before it, as at the end of a text.
+UTF8_BYTES = {*range(256)} - {0xc0, 0xc1, *range(0xf5, 256)}    # no text has the others
+# The step `ByteLevel` of a tokenizer.json, alone and after `Digits`, which makes each digit a word,
+# and all white space before it, as at the end of a text.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGITS_PATTERN = GPT2_PATTERN.replace(r' ?\p{N}+', r'\p{N}').replace(
     r'\s+(?!\S)', r'\s+(?=\p{N})|\s+(?!\S)')
@@ -25,8 +25,8 @@ DIGITS_PATTERN = GPT2_PATTERN.replace(r' ?\p{N}+', r'\p{N}').replace(
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_CHARS = {byte: chr(byte) for byte in PRINTABLE} | {
     byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - set(PRINTABLE)))}
-# tiktoken's regular expression recurses on long runs, so a longer run of white space, or of other
-# characters, is split
+# tiktoken's regular expression recurses on long runs of white space or of other characters, so
+# longer ones are split
 LONGEST_RUN = 25_000
 LONG_RUN = rf'\S{{{LONGEST_RUN}}}(?=\S)|\s{{{LONGEST_RUN}}}(?=\s)'
 
@@ -34,12 +34,12 @@ LONG_RUN = rf'\S{{{LONGEST_RUN}}}(?=\S)|\s{{{LONGEST_RUN}}}(?=\s)'
 class BytePairTokenizer:
     """Byte-level BPE.
 
-    pattern      regular expression of the words of a text, which are encoded one by one
-    pieces       {bytes: id}, in the order in which they are merged
-    control_ids  {name: id} of tokens that no text produces
-    added        {text: id} of tokens that are split off a text first
-    nfc          whether the text between them is normalized to NFC
-    added_late   {text: id} of tokens that are split off after that
+    pattern:     regular expression of the words of a text, which are encoded one by one
+    pieces:      {bytes: id}, in the order in which they are merged
+    control_ids: {name: id} of tokens that no text produces
+    added:       {text: id} of tokens that are split off first
+    nfc:         whether the text between them is then normalized to NFC
+    added_late:  {text: id} of tokens that are split off after that
     """
 
     def __init__(self, pattern, pieces, control_ids, bos_id, eos_id, added=(), nfc=False,
@@ -52,9 +52,9 @@ class BytePairTokenizer:
         ids = list(pieces.values())
         self._ids = None if ids == list(range(len(ids))) else ids
         self._added, self._nfc, self._added_late = dict(added), nfc, dict(added_late)
-        self._bytes = {i: piece for piece, i in pieces.items()} | {
-            i: name.encode()
-            for name, i in (control_ids | self._added | self._added_late).items()}
+        names = control_ids | self._added | self._added_late
+        self._bytes = ({i: piece for piece, i in pieces.items()}
+                       | {i: name.encode() for name, i in names.items()})
         self.control_ids, self.bos_id, self.eos_id = control_ids, bos_id, eos_id
         self.n_vocab = max(self._bytes) + 1
 
@@ -64,10 +64,9 @@ class BytePairTokenizer:
         for part in self._parts(text):
             if isinstance(part, int):
                 ids.append(part)
-            elif self._ids is None:
-                ids += self._encoding.encode_ordinary(part)
             else:
-                ids += [self._ids[rank] for rank in self._encoding.encode_ordinary(part)]
+                ranks = self._encoding.encode_ordinary(part)
+                ids += ranks if self._ids is None else [self._ids[rank] for rank in ranks]
         return ids
 
     def decode(self, ids, start=True):
@@ -90,7 +89,7 @@ class BytePairTokenizer:
 
 
 def _cut(text, added):
-    """Split a text at the tokens of `added`, the longest first; return text and ids in order."""
+    """Split a text at the tokens of `added`, the longest first; return texts and ids in order."""
     if not added:
         return [text]
     longest_first = '|'.join(map(re.escape, sorted(added, key=len, reverse=True)))
@@ -98,15 +97,15 @@ def _cut(text, added):
 
 
 def from_tiktoken(path):
-    """Return the tokenizer of Llama 3's `tokenizer.model`: a base64 token and its rank per line."""
+    """Return the tokenizer of Llama 3's `tokenizer.model`: per line a base64 token and its rank."""
     try:
         words = Path(path).read_bytes().split()
         ranks = dict(zip(map(binascii.a2b_base64, words[::2]), map(int, words[1::2]), strict=True))
     except ValueError as error:
         raise DataError(f'{path}: not a tiktoken file: {error}') from error
     if sorted(ranks.values()) != list(range(LLAMA3_RANKS)):
-        raise DataError(f'{path}: {len(ranks)} ranks; only the Llama 3 file '
-                        f'({LLAMA3_RANKS} ranks) is known')
+        raise DataError(f'{path}: {len(ranks)} ranks; only the Llama 3 file ({LLAMA3_RANKS} ranks) '
+                        f'is supported')
     control_ids = {LLAMA3_NAMES.get(i, f'<|reserved_{i}|>'): LLAMA3_RANKS + i
                    for i in range(LLAMA3_CONTROLS)}
     return BytePairTokenizer(LLAMA3_PATTERN, dict(sorted(ranks.items(), key=lambda item: item[1])),
@@ -117,19 +116,19 @@ def from_tiktoken(path):
 def from_json(path):
     """Return the tokenizer of a `tokenizer.json`: Llama 3, Qwen, SmolLM2, OLMo 2, Pythia, ...
 
-    Its ids are those of the `tokenizers` library with `encode_special_tokens`. BOS and EOS are
-    named in the files beside it; bos_id is None if the tokenizer adds no BOS. A special token that
-    is an ordinary word, which merges make too, is no control token: text still has that word.
-    Raises DataError for any other kind of tokenizer. tiktoken joins two pieces whenever the result
-    is a piece: in a file made by hand, whose list of merges lacks such a pair, ids can differ.
+    Its ids are those of the `tokenizers` library with `encode_special_tokens`. The files beside it
+    name BOS and EOS; bos_id is None if the tokenizer adds no BOS. A special token that is also a
+    word made by merges is no control token. Raises DataError for other kinds of tokenizer. tiktoken
+    joins two pieces whenever the result is a piece: with a file made by hand, whose merges lack
+    such a pair, ids can differ.
     """
     path = Path(path)
     content = read_json_object(path)
     try:
         model, added = content['model'], content['added_tokens']
         if model.get('byte_fallback'):
-            raise DataError(f'{path} is that of a sentencepiece model, which is read from '
-                            f'tokenizer.model: download that file from the same hub repository')
+            raise DataError(f'{path} is a sentencepiece model, which is read from tokenizer.model: '
+                            f'download that file from the same hub repository')
         pattern, nfc = _pattern(content, path), content['normalizer'] is not None
         _require_ids(path, model['vocab'], added)
         merges = _merges(path, model, {token['content'] for token in added})
@@ -164,7 +163,7 @@ def from_json(path):
 
 
 def _pattern(content, path):
-    """Return the regular expression that splits a text into words as `pre_tokenizer` does."""
+    """Return the regular expression of the words that `pre_tokenizer` makes."""
     steps = content['pre_tokenizer']
     steps = steps.get('pretokenizers', [steps])
     first, last, kinds = steps[0], steps[-1], [step['type'] for step in steps]
@@ -182,7 +181,7 @@ def _pattern(content, path):
 
 
 def _require_ids(path, vocab, added):
-    """Raise DataError unless every id is an integer from 0 that one token has."""
+    """Raise DataError unless the ids are distinct integers from 0."""
     names = {}
     for name, i in [*vocab.items(), *((token['content'], token['id']) for token in added)]:
         if type(i) is not int or i < 0:
@@ -208,18 +207,15 @@ def _merges(path, model, added):
 
 
 def _pieces(model, merges, added):
-    """Return {bytes: id} in the order of merges, which are the ranks of tiktoken: bytes first."""
+    """Return {bytes: id} in the order of tiktoken's ranks: single bytes, then the merges."""
     to_byte = {char: byte for byte, char in BYTE_CHARS.items()}
-
-    def to_bytes(piece):
-        return bytes(map(to_byte.__getitem__, piece))
     ids = {piece: i for piece, i in model['vocab'].items() if piece not in added}
     order = sorted((piece for piece in ids if len(piece) == 1), key=ids.get)
     order += merges
-    if model.get('ignore_merges'):      # a word that is a piece is taken as it is
+    if model.get('ignore_merges'):      # a word that is a piece is not merged from others
         order += ids
     # once per piece, since most merges repeat one; also pieces left out, to refuse bad characters
-    raw = {piece: to_bytes(piece) for piece in ids | dict.fromkeys(order)}
+    raw = {piece: bytes(to_byte[char] for char in piece) for piece in ids | dict.fromkeys(order)}
     return {raw[piece]: ids[piece] for piece in order if piece in ids}
 
 

@@ -1,10 +1,9 @@
 """Tokenized datasets on disk: written once, then memory-mapped.
 
-A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8) of all sequences,
-concatenated; `offsets.npy`, the begin of each sequence and the end of the last; and `info.json`
-with a hash of these three. Its name is a hash of everything that decides its content: the raw
-files, the settings, and the source code of data/, so that an edited template makes new tokens.
-Files are written elsewhere and moved there; a folder that does not match its hash is rebuilt.
+A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8), the concatenated sequences;
+`offsets.npy`, where each begins and the last ends; and `info.json` with a hash of these three. Its
+name is a hash of what decides its content: the raw files, the settings and the code of data/, so
+that an edited template makes new tokens. A folder that does not match its hash is rebuilt.
 """
 
 import contextlib
@@ -28,8 +27,8 @@ FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'info.json')
 class Sequences:
     """Memory-mapped sequences: `seqs[i]` is (tokens uint32 [n], loss mask uint8 [n]).
 
-    digest: a hash of all tokens, loss masks and their order. Raises DataError if a file of
-    the folder is missing or has changed since it was written.
+    digest: hash of the tokens, loss masks and their order. Raises DataError if a file of the folder
+    is missing or damaged.
     """
 
     def __init__(self, folder):
@@ -57,7 +56,7 @@ class Sequences:
 
 
 def _map(path, dtype):
-    # a plain array over the map: slicing a memmap costs ten times as much
+    # slicing a plain array over the map is ten times as fast as slicing a memmap
     return np.asarray(np.memmap(path, dtype=dtype, mode='r'))
 
 
@@ -69,23 +68,22 @@ def _digest(*arrays):
 
 
 def source_digest():
-    """Return a hash of the files of data/: all code and text that can decide what is encoded."""
+    """Return a hash of the files of data/, the code and text that decide what is encoded."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.iterdir()):
-        if path.suffix in ('.py', '.json'):
+        if path.suffix in ('.py', '.json', '.jinja'):
             digest.update(f'{path.name} {path.stat().st_size} '.encode() + path.read_bytes())
     return digest.hexdigest()
 
 
 def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers=1, regroup=iter):
-    """Return the Sequences of every row, from the cache if this was tokenized before.
+    """Return the Sequences of all rows, from the cache if this was tokenized before.
 
-    files:    the raw files; their types and contents are part of the key
     encode:   row -> list of (token ids, loss mask); may raise DataError; runs in worker processes
-    settings: dict of what changes the result besides files and code: the tokenizer's fingerprint,
-              the name of the template, ...
-    on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and shows the first
-    regroup:  turns the (place, row) pairs of all files into those to encode
+    settings: dict of what changes the result besides the content of the files and the code: the
+              tokenizer's fingerprint, the name of the template, ...
+    on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first
+    regroup:  maps the (place, row) pairs of all files to those to encode
     """
     types = [Path(file).suffixes[-2:] for file in files]
     key = hashlib.sha256(json.dumps([source_digest(), settings, on_bad_row, types],
@@ -109,7 +107,7 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
 
 
 def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
-    """Write the cache; in the folder of a damaged one, replace only the files of a cache."""
+    """Write the cache elsewhere and move it; in an existing folder, replace only its files."""
     part, bad, offsets = folder.with_name(f'{folder.name}.{uuid.uuid4().hex}.tmp'), [], [0]
     part.mkdir(parents=True)
     try:
@@ -152,8 +150,8 @@ def _encoded(rows, encode, workers):
             pool = stack.enter_context(forked_pool(workers))
         except OSError as error:
             raise DataError(f'cannot start {workers} processes for tokenizing: {error}. They need '
-                            f'a writable /dev/shm and free process slots; --workers=1 does '
-                            f'without them') from error
+                            f'a writable /dev/shm and free process slots; --workers=1 uses '
+                            f'none') from error
         yield from pool.imap(_encode_row, rows, chunksize=64)
 
 

@@ -1,14 +1,15 @@
 """Encode conversations as token ids with a loss mask, in the templates that TEMPLATES names.
 
-A template turns messages into segments: plain text, or the id of a control token, each with a flag
-that says whether it is supervised. Adjacent text is encoded together, but never across a change of
-the flag: prompt and answer then meet at the same token boundary in training as in generation.
+A template yields segments of (plain text or the id of a control token, whether it is supervised).
+Adjacent text is encoded together, but never across the border of supervision: prompt and answer
+then meet at the same token boundary in training as in generation.
 
-Each template has a second form, in Jinja: transformers and vLLM read it from chat_template.jinja.
+chat_templates/ has each template a second time, in Jinja for transformers and vLLM.
 """
 
 import itertools
 import json
+from pathlib import Path
 
 from data.files import require_text
 from runtime.errors import DataError
@@ -20,8 +21,8 @@ def encode_conversation(messages, tokenizer, template='tulu', add_bos=True):
     """Return (token ids, loss mask), two lists of equal length; the mask is 0 or 1 per token.
 
     messages: [{'role': 'system' | 'user' | 'assistant', 'content': str}, ...]
-    Supervised tokens are the assistant's text and the token that ends its turn. Raises DataError
-    for a conversation that does not fit the template or has no assistant text.
+    The assistant's text and the token that ends its turn are supervised. Raises DataError for a
+    conversation that does not fit the template or has no assistant text.
     """
     _check_messages(messages)
     bos = [tokenizer.bos_id] if add_bos else []
@@ -52,10 +53,9 @@ def encode_prompt(messages, tokenizer, template, add_bos=True):
 def question_frame(tokenizer, template, add_bos=True):
     """Return what a template puts around a question: (opening, before, after, closing, lead).
 
-    A question and its answer, without white space around them, are encoded as the token ids
-    `opening`, the text before + question + after, the ids `closing`, the text lead + answer. Raises
-    DataError if the tokenizer lacks a control token of the template, or if the template does not
-    put the question as text before a supervised answer.
+    A stripped question and its answer are encoded as the ids `opening`, the text before + question
+    + after, the ids `closing`, the text lead + answer. Raises DataError if the tokenizer lacks a
+    control token of the template, or if the template yields anything else.
     """
     question, answer = '\0', '\1'
     messages = [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]
@@ -75,7 +75,7 @@ def question_frame(tokenizer, template, add_bos=True):
 
 
 def _joined_segments(messages, tokenizer, template):
-    """Yield (text or list of ids, whether it is supervised), adjacent segments of a kind as one."""
+    """Yield (text or list of ids, supervised), adjacent segments of one kind joined."""
     segments = itertools.groupby(TEMPLATES[template](messages, tokenizer),
                                  key=lambda segment: (isinstance(segment[0], str), segment[1]))
     for (is_text, supervised), group in segments:
@@ -94,27 +94,8 @@ def _check_messages(messages):
         raise DataError('no answer: there is no assistant message with text')
 
 
-# The beginning of all Jinja templates, and of those without a system role. The latter sets `turns`
-# to the messages without a system message, and `lead` to the text before the first of them.
-CHECK_ROLES = r"""
-{%- for message in messages if message['role'] not in ['system', 'user', 'assistant'] -%}
-  {{- raise_exception('role ' ~ message['role'] ~ '; wanted one of system, user, assistant') -}}
-{%- endfor -%}
-"""
-SYSTEM_INTO_USER = CHECK_ROLES + r"""
-{%- set turns, lead = messages, '' -%}
-{%- if messages[0]['role'] == 'system' -%}
-  {%- if messages | length < 2 or messages[1]['role'] != 'user' -%}
-    {{- raise_exception('a system message must be followed by a user message in this template') -}}
-  {%- endif -%}
-  {%- set turns, lead = messages[1:], messages[0]['content'] + '\n\n' -%}
-{%- endif -%}
-"""
-
-
 def tulu(messages, tokenizer):
-    """open-instruct's template: tags as plain text, EOS after each answer, no default system turn.
-    """
+    """open-instruct's template: plain text tags, EOS after each answer, no default system turn."""
     for i, message in enumerate(messages):
         answer = message['role'] == 'assistant'
         yield f'<|{message["role"]}|>\n', False
@@ -123,16 +104,6 @@ def tulu(messages, tokenizer):
             yield tokenizer.eos_id, True
             if i < len(messages) - 1:
                 yield '\n', True  # supervised in open-instruct too
-
-
-TULU = CHECK_ROLES + r"""
-{%- for message in messages -%}
-  {{- '<|' + message['role'] + '|>\n' + message['content'] -}}
-  {{- eos if message['role'] == 'assistant' -}}
-  {{- '\n' if message['role'] != 'assistant' or not loop.last or add_generation_prompt -}}
-{%- endfor -%}
-{{- '<|assistant|>\n' if add_generation_prompt -}}
-"""
 
 
 def llama3(messages, tokenizer):
@@ -148,15 +119,6 @@ def llama3(messages, tokenizer):
         yield control['<|eot_id|>'], answer
 
 
-LLAMA3 = CHECK_ROLES + r"""
-{%- for message in messages -%}
-  {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' -}}
-  {{- message['content'] | trim + '<|eot_id|>' -}}
-{%- endfor -%}
-{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' if add_generation_prompt -}}
-"""
-
-
 def chatml(messages, tokenizer):
     """ChatML, which Qwen uses, without Qwen's default system message."""
     control = _controls(tokenizer, '<|im_start|>', '<|im_end|>')
@@ -169,16 +131,9 @@ def chatml(messages, tokenizer):
         yield '\n', False
 
 
-CHATML = CHECK_ROLES + r"""
-{%- for message in messages -%}
-  {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}
-{%- endfor -%}
-{{- '<|im_start|>assistant\n' if add_generation_prompt -}}
-"""
-
-
 def gemma(messages, tokenizer):
-    """Gemma 2's instruct template; without a system role: system text opens the first user turn."""
+    """Gemma 2's instruct template; system text opens the first user turn, as there is no such role.
+    """
     control = _controls(tokenizer, '<start_of_turn>', '<end_of_turn>')
     for message in _system_into_user(messages):
         answer = message['role'] == 'assistant'
@@ -187,15 +142,6 @@ def gemma(messages, tokenizer):
         yield message['content'].strip(), answer
         yield control['<end_of_turn>'], answer
         yield '\n', False
-
-
-GEMMA = SYSTEM_INTO_USER + r"""
-{%- for message in turns -%}
-  {{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\n' -}}
-  {{- ((lead if loop.first else '') + message['content']) | trim + '<end_of_turn>\n' -}}
-{%- endfor -%}
-{{- '<start_of_turn>model\n' if add_generation_prompt -}}
-"""
 
 
 def mistral(messages, tokenizer):
@@ -207,30 +153,17 @@ def mistral(messages, tokenizer):
             yield ' ' + message['content'], True
             yield tokenizer.eos_id, True
         else:
-            # as text, later turns begin with the space that the tokenizer puts before any text
+            # as text, a later turn begins with the space that the tokenizer puts before a text
             yield ' [INST]' if i > 0 and opening == '[INST]' else opening, False
             yield ' ' + message['content'], False
             yield closing, False
 
 
-MISTRAL = SYSTEM_INTO_USER + r"""
-{%- for message in turns -%}
-  {%- if message['role'] == 'assistant' -%}
-    {{- ' ' + message['content'] + eos -}}
-  {%- else -%}
-    {{- ' ' if text_tags and not loop.first -}}
-    {{- '[INST] ' + (lead if loop.first else '') + message['content'] -}}
-    {{- ' [/INST]' if text_tags else '[/INST]' -}}
-  {%- endif -%}
-{%- endfor -%}
-"""
-
-
 def alpaca(messages, tokenizer):
-    """Stanford Alpaca's prompt as plain text, one answer and EOS; no system message, no more turns.
+    """Stanford Alpaca's prompt as plain text, one answer and EOS; no system message, one turn.
 
-    If the user message has the field 'input' (see `instruct.to_messages`), that text gets a section
-    of its own. The answer follows `### Response:` without a space or a line break.
+    The user message's field 'input' (see `instruct.to_messages`) gets a section of its own. The
+    answer follows `### Response:` without a space or a line break.
     """
     roles = [message['role'] for message in messages]
     if roles != ['user', 'assistant']:
@@ -249,35 +182,20 @@ def alpaca(messages, tokenizer):
     yield tokenizer.eos_id, True
 
 
-ALPACA = r"""
-{%- if messages | map(attribute='role') | join(', ') not in ('user', 'user, assistant') -%}
-  {{- raise_exception('this template takes one user message and one answer') -}}
-{%- endif -%}
-{%- set given = messages[0].get('input') -%}
-{{- 'Below is an instruction that describes a task' -}}
-{{- ', paired with an input that provides further context' if given -}}
-{{- '. Write a response that appropriately completes the request.\n\n### Instruction:\n' -}}
-{{- messages[0]['content'].removesuffix('\n\n' + given) if given else messages[0]['content'] -}}
-{{- '\n\n### Input:\n' + given if given -}}
-{{- '\n\n### Response:' + (messages[1]['content'] + eos if messages | length == 2 else '') -}}
-"""
-
-
 TEMPLATES = {'tulu': tulu, 'llama3': llama3, 'gemma': gemma, 'mistral': mistral, 'chatml': chatml,
              'alpaca': alpaca}
-JINJA = {'tulu': TULU, 'llama3': LLAMA3, 'gemma': GEMMA, 'mistral': MISTRAL, 'chatml': CHATML,
-         'alpaca': ALPACA}
 
 
 def jinja(template, tokenizer, add_bos=True):
-    """Return the Jinja form of a template: it renders the text that `encode_conversation` encodes.
+    """Return the Jinja form of a template, which renders what `encode_conversation` encodes.
 
     The names of BOS and EOS are written into it, so it does not depend on tokenizer_config.json.
     """
     bos = tokenizer.decode([tokenizer.bos_id]) if add_bos else ''
     eos, text_tags = tokenizer.decode([tokenizer.eos_id]), '[INST]' not in tokenizer.control_ids
+    path = Path(__file__).parent / 'chat_templates' / f'{template}.jinja'
     return (f'{{%- set eos, text_tags = {json.dumps(eos)}, {json.dumps(text_tags)} -%}}\n'
-            f'{{{{- {json.dumps(bos)} -}}}}{JINJA[template]}')
+            f'{{{{- {json.dumps(bos)} -}}}}\n{path.read_text(encoding="utf-8")}')
 
 
 def _controls(tokenizer, *names):

@@ -1,8 +1,8 @@
 """Write the tokenizer files that other programs read: tokenizer.json, chat template, stop tokens.
 
 transformers reads neither Llama 3's tokenizer.model nor, without the package protobuf, a
-sentencepiece model. So if the base model has no tokenizer.json, the run gets one made from our
-tokenizer, which gives the ids of training for plain text and for the chat template.
+sentencepiece model. So a run whose base model has no tokenizer.json gets one made from our
+tokenizer, with the same ids as in training for plain text and for the chat template.
 """
 
 import re
@@ -18,13 +18,10 @@ NORMAL, USER_DEFINED, BYTE = 1, 4, 6    # types of its pieces
 
 
 def tokenizer_files(folder, tokenizer, template=None, add_bos=True):
-    """Return {name: content} of files to write beside, or in place of, those of the base model.
+    """Return {name: text, or object for a JSON file} to write beside or over the base model's.
 
-    folder:   the folder of the base model
+    folder:   the folder of the base model; DataError if a JSON file in it is damaged
     template: name of the chat template used in training; None keeps the base model's
-    content:  text, or an object for a JSON file
-
-    Raises DataError for a JSON file that is damaged.
     """
     def base(name):
         path = Path(folder) / name
@@ -36,7 +33,7 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True):
                    sentencepiece_json)(tokenizer)
         if content is None:
             print('note: this kind of sentencepiece model cannot be written as a tokenizer.json; '
-                  'to read its tokenizer.model, transformers needs the package protobuf')
+                  'transformers needs the package protobuf to read its tokenizer.model')
         else:
             files['tokenizer.json'] = content
             settings |= {'tokenizer_class': 'PreTrainedTokenizerFast',
@@ -82,13 +79,13 @@ def sentencepiece_json(tokenizer):
     """Return the content of a tokenizer.json for a sentencepiece tokenizer.model.
 
     Returns None for a model that is not BPE or that normalizes text. If the model puts a space
-    before any text, so does the tokenizer.json, at the beginning and after BOS, but not before or
-    after another control token.
+    before any text, the tokenizer.json does so at the beginning and after BOS, but not beside
+    another control token.
     """
     model, prefix = tokenizer.model, SPACE if tokenizer.leads_with_space else ''
     types = _piece_types(model.serialized_model_proto(), tokenizer.n_vocab)
     pieces = [model.id_to_piece(i) for i in range(tokenizer.n_vocab)]
-    # such a symbol may consist of spaces, so it is looked for in normalized text
+    # such a symbol may consist of spaces, so it is matched in normalized text
     symbols = [{'id': i, 'content': pieces[i], **FLAGS, 'normalized': True, 'special': False}
                for i, kind in enumerate(types) if kind == USER_DEFINED]
     # the scores of a BPE model are 0, -1, -2, ... in the order of merges
@@ -115,7 +112,7 @@ def sentencepiece_json(tokenizer):
 def _leading_space(tokenizer, symbols):
     """Return the normalizer that puts a space at the beginning of a text, or after BOS there.
 
-    None is put before a control token or a symbol, whose names are normalized too.
+    It puts none before a control token or a symbol, whose names are normalized too.
     """
     names = '|'.join(map(re.escape, (*tokenizer.control_ids, *symbols)))
     bos = re.escape(tokenizer.decode([tokenizer.bos_id]))
@@ -124,7 +121,7 @@ def _leading_space(tokenizer, symbols):
 
 
 def _piece_types(raw, n):
-    """Return the types of the `n` pieces of a serialized model, which begin it.
+    """Return the types of the `n` pieces at the beginning of a serialized model.
 
     A piece is 0x0a, its size, 0x0a, the size of its text, the text, 0x15 and a float score, then
     0x18 and its type unless that is NORMAL.
@@ -142,7 +139,7 @@ def _piece_types(raw, n):
 
 
 def _merges(pieces):
-    """Return [left, right] of every way to join two pieces to a third, in the order of `pieces`."""
+    """Return every [left, right] that joins to one of `pieces`, in their order."""
     ranks, merges = {piece: rank for rank, piece in enumerate(pieces)}, []
     for piece in pieces:
         pairs = [(piece[:i], piece[i:]) for i in range(1, len(piece))
@@ -152,10 +149,10 @@ def _merges(pieces):
 
 
 def _content(tokenizer, model, symbols=(), normalized=False, **parts):
-    """Return a tokenizer.json: the control tokens are special, and BOS begins every text.
+    """Return a tokenizer.json whose control tokens are special and whose texts begin with BOS.
 
-    symbols:    entries to add to `added_tokens`
-    normalized: whether control tokens are looked for in normalized text
+    symbols:    further entries of `added_tokens`
+    normalized: whether control tokens are matched in normalized text
     """
     added = [{'id': i, 'content': name, **FLAGS, 'normalized': normalized, 'special': True}
              for name, i in tokenizer.control_ids.items()]

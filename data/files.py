@@ -20,9 +20,9 @@ from runtime.ownership import temporary
 def fetch(source, patterns, revision=None):
     """Return the files of a dataset, a sorted list of paths; raises DataError.
 
-    source:   a file, a folder, or a hub dataset name like 'allenai/tulu-3-sft-mixture'
-    patterns: globs; the first one with a match in the folder decides. If '*.zip' is among them, an
-              archive on the hub is downloaded and unpacked first
+    source:   a file, a folder, or the name of a hub dataset
+    patterns: globs; the first one with a match in the folder is used. With '*.zip' among them,
+              archives on the hub are downloaded and unpacked first
     revision: the hub commit, tag or branch to read; pin it, because datasets change
     """
     path = Path(os.path.expanduser(source))
@@ -54,7 +54,7 @@ def _download(name, patterns, revision):
 
 @contextlib.contextmanager
 def writing(path):
-    """Name `path` in the error when writing fails: the error of a full disk does not."""
+    """Raise a DataError that names `path` if writing fails; the error of a full disk does not."""
     try:
         yield
     except OSError as error:
@@ -69,18 +69,17 @@ def read_rows(path):
     """Yield (place, row) from a .json list, .jsonl, .csv, .parquet or .txt file, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
-    a dict; a .txt file is one row, {'text': its content}. If the first row of a csv file does not
-    name a question and an answer, its rows are lists of strings. A row that cannot be read, or
-    that repeats a key, is yielded as a DataError, so that the caller can stop or skip it. A file
-    that cannot be read raises DataError.
+    a dict; a .txt file is one row, {'text': its content}. The rows of a csv file without the
+    columns question and answer in its first row are lists of strings. A row that cannot be read or
+    repeats a key is yielded as a DataError, to stop or skip; a file that cannot be read raises one.
     """
     path = Path(path)
     readers = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows, '.txt': _txt_rows,
                '.parquet': _parquet_rows}
     kind = (path.with_suffix('') if path.suffix == '.gz' else path).suffix
     if kind not in readers:
-        raise DataError(f'{path}: unknown kind of file; {", ".join(readers)} are read, each also '
-                        f'with .gz')
+        raise DataError(f'{path}: unknown kind of file; wanted {", ".join(readers)}, or one of '
+                        f'these with .gz')
     try:
         with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as file:
             if file.read(3) != codecs.BOM_UTF8:
@@ -94,7 +93,7 @@ def read_rows(path):
 
 def _jsonl_rows(path, file):
     for number, raw in enumerate(file, 1):
-        raw = raw.strip()       # an error at the line break would count as the next line
+        raw = raw.strip()       # JSON's error at the line break would name the next line
         if not raw:
             continue
         try:
@@ -107,8 +106,8 @@ def _jsonl_rows(path, file):
 def _json_rows(path, file):
     rows = _parse_json(file.read(), path)
     if not isinstance(rows, list):
-        raise DataError(f'{path}: a .json file must hold a list of rows; with one row per '
-                        f'line it is .jsonl')
+        raise DataError(f'{path}: a .json file must hold a list of rows; a file with one row per '
+                        f'line is .jsonl')
     for number, row in enumerate(rows, 1):
         yield f'{path}: row {number}', row
 
@@ -144,23 +143,27 @@ def _txt_rows(path, file):
 
 
 def _parquet_rows(path, file):
+    import pyarrow.parquet
     number = 0
-    for batch in _parquet_batches(path, file):
-        names, columns = batch.schema.names, batch.columns
-        for i in range(batch.num_rows):
-            number += 1
-            place = f'{path}: row {number}'
-            try:
-                row = {name: _value(column[i]) for name, column in zip(names, columns, strict=True)}
-            except UnicodeDecodeError as error:
-                row = DataError(f'{place}: not UTF-8: {error.reason}')
-            yield place, row
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+            names, columns = batch.schema.names, batch.columns
+            for i in range(batch.num_rows):
+                number += 1
+                place = f'{path}: row {number}'
+                try:
+                    row = {name: _value(column[i]) for name, column in zip(names, columns)}
+                except UnicodeDecodeError as error:
+                    row = DataError(f'{place}: not UTF-8: {error.reason}')
+                yield place, row
+    except pyarrow.ArrowException as error:
+        raise DataError(f'cannot read {path}: {error}') from error
 
 
 def _value(cell):
-    """Return the Python value of a cell, or the cell where Python has none: the year 10000.
+    """Return the Python value of a cell, or the cell itself if Python has none (the year 10000).
 
-    So such a cell is an error only if its column is used.
+    Such a cell is then an error only if its column is used.
     """
     try:
         return cell.as_py()
@@ -170,17 +173,8 @@ def _value(cell):
         return cell
 
 
-def _parquet_batches(path, file):
-    import pyarrow.parquet
-    try:
-        yield from pyarrow.parquet.ParquetFile(file).iter_batches()
-    except pyarrow.ArrowException as error:
-        raise DataError(f'cannot read {path}: {error}') from error
-
-
 def _decode(raw, path, line=1):
-    """Return the text of UTF-8 bytes that begin at `line` of a file; the DataError names the line.
-    """
+    """Return the text of UTF-8 bytes that begin at `line` of a file; errors name the line."""
     try:
         return raw.decode('utf-8')
     except UnicodeDecodeError as error:
@@ -202,11 +196,10 @@ def _parse_json(raw, path, line=1):
 
 def _object(pairs):
     """Return the dict of a JSON object, or a DataError if it, or an object in it, repeats a key."""
-    row = dict(pairs)
+    row, keys = dict(pairs), [key for key, _ in pairs]
     if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        return DataError(f'the key {next(key for key in keys if keys.count(key) > 1)!r} is given '
-                         f'twice')
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        return DataError(f'the key {repeated!r} is given twice')
     for value in row.values():
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, DataError):
@@ -226,8 +219,7 @@ def require_fields(row):
 
 
 def require_text(value, what):
-    """Return `value` if it is a string of valid Unicode, else raise a DataError that names `what`.
-    """
+    """Return `value` if it is a string of valid Unicode; raise a DataError that names `what`."""
     if not isinstance(value, str):
         raise DataError(f'{what} is not text but {type(value).__name__}')
     try:
@@ -244,16 +236,15 @@ def parsed(place, row, parse, *arguments):
             raise row
         return parse(row, *arguments)
     except (DataError, LookupError, TypeError, AttributeError) as error:
-        # wrong fields are found by using them
+        # a parser does not check the fields that it uses
         message = str(error) if isinstance(error, DataError) else (
             f'not the fields of its format: {error!r}')
-        message = message.encode('utf-8', 'backslashreplace').decode()  # lone surrogates
+        message = message.encode('utf-8', 'backslashreplace').decode()      # lone surrogates
         return DataError(message if message.startswith(place) else f'{place}: {message}')
 
 
 def without_bad(results, on_bad_row, bad):
-    """Yield the results that are not DataErrors; 'stop' raises the first, 'skip' adds it to `bad`.
-    """
+    """Yield results; 'stop' raises a DataError among them, 'skip' adds its message to `bad`."""
     for result in results:
         if not isinstance(result, DataError):
             yield result
@@ -269,25 +260,24 @@ def parse_rows(rows, parse, on_bad_row):
     parse(row, place, number) returns an item, or None to ignore the row; `number` counts from 0.
     The ids of the items are made unique: the second 'x' becomes 'x#2'.
     """
-    items, bad, seen = [], [], {}
+    items, bad, seen = [], [], collections.Counter()
     results = (parsed(place, row, parse, place, len(items) + len(bad)) for place, row in rows)
     for item in without_bad(results, on_bad_row, bad):
-        if item is not None:
-            item.id = _unique(item.id, seen)
-            items.append(item)
+        if item is None:
+            continue
+        seen[item.id] += 1
+        while seen[item.id] > 1:
+            item.id = f'{item.id}#{seen[item.id]}'
+            seen[item.id] += 1
+        items.append(item)
     return items, bad
 
 
-def _unique(id, seen):
-    seen[id] = times = seen.get(id, 0) + 1
-    return id if times == 1 else _unique(f'{id}#{times}', seen)
-
-
 def draw(items, limit, seed):
-    """Return at most `limit` items of each language, drawn evenly from its subjects, in order.
+    """Return at most `limit` items per language, drawn evenly from its subjects, in their order.
 
-    The choice depends only on the seed and on the items' subjects and ids. A larger limit contains
-    the sample of a smaller one; languages that share ids get the same questions.
+    The choice depends only on the seed and on the items' subjects and ids. The sample of a larger
+    limit contains that of a smaller one; languages that share ids get the same questions.
     """
     if limit is None:
         return items
@@ -298,7 +288,7 @@ def draw(items, limit, seed):
     counts, queues = collections.Counter(), collections.defaultdict(list)
     for i in sorted(range(len(items)), key=lambda i: rank(items[i].subject, items[i].id)):
         language, subject = items[i].language, items[i].subject
-        # the first of every subject goes before the second of any
+        # the first item of every subject comes before the second of any
         counts[language, subject] += 1
         queues[language].append((counts[language, subject], rank(subject), i))
     chosen = [sorted(queue)[:limit] for queue in queues.values()]

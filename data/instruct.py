@@ -8,7 +8,7 @@ from data.chat import encode_conversation
 from data.files import fetch, parsed, require_fields, require_text
 from runtime.errors import DataError
 
-# the files to read in a folder or a hub dataset; the first pattern with a match decides
+# patterns of the files; the first one with a match is used
 PATTERNS = ('data/train-*.parquet', '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl',
             '*.jsonl.gz', '*.json', '*.json.gz')
 ROLE_NAMES = {'human': 'user', 'gpt': 'assistant'}      # in OpenHermes
@@ -44,13 +44,12 @@ def to_messages(row):
 
 
 def first_turns(rows, answers='best'):
-    """Yield (place, row) pairs, with the first turns of message trees for the messages of OASST1.
+    """Yield (place, row) pairs; replace OASST1's messages by the first turns of their trees.
 
     A row with message_id, parent_id, role and text is one message of a tree. After the last row
     comes {'messages': [prompt, answer]} for every English prompt without a parent, with its best
-    ranked English answer (the first in the file if none is ranked), or with each of its answers if
-    answers = 'all'. Prompts without an answer, deleted messages and messages that the review
-    rejected are left out. Other rows stay as they are.
+    ranked English answer (the first in the file if none is ranked), or with each answer if
+    answers = 'all'. Prompts without an answer, and deleted or rejected messages, are left out.
     """
     prompts, replies = {}, {}
 
@@ -70,7 +69,7 @@ def first_turns(rows, answers='best'):
     for place, row in rows:
         if isinstance(row, dict) and {'message_id', 'parent_id', 'role', 'text'} <= row.keys():
             row = parsed(place, row, add, place)
-            if not isinstance(row, DataError):      # the message is in a tree now
+            if not isinstance(row, DataError):      # the message was added to its tree
                 continue
         yield place, row
     for message_id, (place, prompt) in prompts.items():
@@ -84,8 +83,8 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
                        cache_dir, on_bad_row='stop', workers=1, answers='best'):
     """Return Sequences of the conversations in `source`: a file, a folder or a hub dataset.
 
-    Conversations are truncated to max_length tokens; without a supervised token left the row is
-    bad. answers: see `first_turns`. The other arguments are those of `encode_conversation` and
+    Conversations are truncated to max_length tokens; a row without a supervised token left is bad.
+    answers: see `first_turns`. The other arguments are those of `encode_conversation` and
     `tokenize_once`.
     """
     files = fetch(source, PATTERNS, revision)

@@ -1,4 +1,4 @@
-"""Packed rows of equal length: of documents for training, of token trees for evaluation.
+"""Pack rows of equal length: documents for training, token trees for evaluation.
 
 Token i of a row sees token j when j <= i < ends[j] (see model.py).
 """
@@ -14,7 +14,7 @@ IGNORE = -100   # a target without loss
 
 
 def first_fit(lengths, row_length):
-    """Return the row of each sequence, int [n], by first-fit decreasing; lengths <= row_length."""
+    """Return the row of each sequence, int [n], by first-fit decreasing."""
     rows = np.zeros(len(lengths), dtype=np.int64)
     space = np.full(len(lengths), row_length)  # at most one row per sequence
     for i in np.argsort(-np.asarray(lengths), kind='stable'):
@@ -27,10 +27,11 @@ def pack(sequences, row_length, multiple=1, groups=None):
     """Pack (tokens, loss mask) pairs into rows; return a dict of int64 arrays [rows, row_length].
 
     tokens, positions (from 0 in each sequence), ends, targets (the next token of the same sequence
-    if its loss mask is set, else -100) and owner (index of the sequence, -1 for padding). Rows of
-    padding make the number of rows a multiple of `multiple`. groups: int [n], the group of each
-    sequence, from 0; the sequences of a group, such as a preference pair, share a row and so a
-    micro-batch. Raises ValueError for a group or sequence that is longer than a row.
+    if its loss mask is set, else -100), owner (index of the sequence, -1 for padding)
+
+    multiple: rows of padding make the number of rows a multiple of this
+    groups:   int [n], the group of each sequence, from 0; the sequences of a group, such as a
+              preference pair, share a row. Raises ValueError for a group that is longer than a row
     """
     groups = np.arange(len(sequences)) if groups is None else np.asarray(groups)
     lengths = np.bincount(groups, [len(tokens) for tokens, _ in sequences]).astype(np.int64)
@@ -78,10 +79,10 @@ def epoch_order(n, epoch, seed):
 
 @dataclass
 class Tree:
-    """A prompt whose tokens several options share: prefix + stem + leaves[k] is option k's prompt.
+    """A prompt that options share: prefix + stem + leaves[k] are the tokens up to option k's end.
 
-    Of option k the tokens from index starts[k] of that sequence on are scored. A tree without
-    leaves is a text: of prefix + stem the tokens at the indices `scored` are scored.
+    Its tokens from index starts[k] on are scored. A tree without leaves is a text: the tokens of
+    prefix + stem at the indices `scored` are scored.
     """
     prefix: tuple[int, ...]     # shared with other trees: BOS, header and shots
     stem: list[int]             # shared by the options: the question
@@ -106,7 +107,7 @@ class Tree:
     def fingerprint(self):
         """Return a hash of the scored tokens and of those before them; changes with the prompt."""
         digest = hashlib.blake2b(digest_size=6)
-        starts = dict.fromkeys(self.starts or [0])      # nearly always one for all options
+        starts = dict.fromkeys(self.starts or [0])      # nearly always the same for all options
         for ids in (self.prefix, self.stem, *self.leaves, (*starts, *self.scored)):
             digest.update(np.array([*ids, -1], dtype=np.int32).tobytes())
         return digest.hexdigest()
@@ -115,8 +116,8 @@ class Tree:
 class Row:
     """A packed row of trees that is being filled.
 
-    scored: a tuple for each scored token: (tree, option or index in Tree.scored, index in the row
-    of the token before it, which predicts it, the token itself)
+    scored: per scored token (tree, option or index in Tree.scored, index in the row of the token
+            before it, which predicts it, the token itself)
     """
 
     def __init__(self):
@@ -124,16 +125,15 @@ class Row:
         self.prefix = self.prefix_at = None
 
     def append(self, ids, position):
-        """Append tokens, which begin at `position` of their prompt; return their row indices."""
-        begin = len(self.tokens)
-        end = begin + len(ids)
+        """Append tokens that begin at `position` of their prompt; return their row indices."""
+        begin, end = len(self.tokens), len(self.tokens) + len(ids)
         self.tokens += ids
         self.positions += range(position, position + len(ids))
         self.ends += [end] * len(ids)
         return range(begin, end)
 
     def add(self, index, tree, options):
-        """Append the tree with these options; its prefix only if the previous tree's differs.
+        """Append the tree with these options, without a prefix that equals the previous tree's.
 
         The last token of an option predicts nothing and is left out.
         """
@@ -148,7 +148,7 @@ class Row:
             start, leaf = tree.starts[k], tree.leaves[k]    # in the trunk, or in the leaf
             before = [*trunk[start - 1:], *leaf_at[max(0, start - 1 - len(trunk)):]]
             tokens = [*ids[start:], *leaf[max(0, start - len(trunk)):]]
-            # of an option without a leaf, the last of `before` predicts nothing
+            # with an empty leaf, the last of `before` predicts nothing
             self.scored += [(index, k, *pair) for pair in zip(before, tokens, strict=False)]
         self.scored += [(index, n, trunk[at - 1], ids[at]) for n, at in enumerate(tree.scored)]
 
@@ -162,11 +162,10 @@ class Row:
 
 
 def pack_trees(trees, row_length):
-    """Yield (arrays, scored) of packed rows, as `Row.padded` gives them, from (index, Tree) pairs.
+    """Yield (arrays, scored) of packed rows, see `Row.padded`, from (index, Tree) pairs.
 
-    A prefix is written once for trees that follow each other in a row. A question is split over
-    rows only if it does not fit into one: its stem is then repeated with the other options. A
-    prompt longer than row_length gets a row of a multiple of it.
+    Consecutive trees in a row share a prefix. A question that does not fit into one row is split,
+    and its stem repeated. The row of a longer prompt is a multiple of row_length.
     """
     row = Row()
     for index, tree in trees:
@@ -194,7 +193,7 @@ def pack_trees(trees, row_length):
 def pack_alone(trees):
     """Yield (arrays, scored) like `pack_trees`, each tree in a row of its own.
 
-    The row's length, a power of two, depends on nothing but the tree.
+    The row's length, a power of two, depends only on the tree.
     """
     for index, tree in trees:
         row = Row()
@@ -207,10 +206,10 @@ def _round_up(n, multiple):
 
 
 def stack_rows(rows, batch_rows, trim):
-    """Yield (arrays [3, B, T], scored with indices into B * T) of `batch_rows` rows or fewer.
+    """Yield (arrays [3, B, T], scored with indices into B * T) of up to `batch_rows` equal rows.
 
-    Rows of a batch have one length. Trailing tokens that no score needs are dropped, and the length
-    is rounded up to a multiple of `trim`; 0 keeps all tokens.
+    Trailing tokens that no score needs are dropped; T is rounded up to a multiple of `trim`. With
+    trim = 0 all tokens stay.
     """
     for _, group in itertools.groupby(rows, key=lambda row: row[0].shape):
         while batch := list(itertools.islice(group, batch_rows)):

@@ -1,7 +1,7 @@
-"""Texts in which one token is scored: at a random position, or at the beginning of an entity.
+"""Texts whose tokens are scored: one at a random position, or the first of each entity.
 
-These are the two tasks, besides multiple choice, of Zhu et al. 2023, 'On the Calibration of Large
-Language Models and Alignment': causal language modeling (`clm`) and fact generation (`facts`).
+These are causal language modeling (`clm`) and fact generation (`facts`) of Zhu et al. 2023, 'On the
+Calibration of Large Language Models and Alignment'.
 """
 
 import functools
@@ -18,12 +18,12 @@ from data.text import PATTERNS as TEXT_PATTERNS
 from runtime.errors import DataError
 
 WIKITEXT = 'Salesforce/wikitext'
-# the files to read on the hub or in a folder; the first pattern with a match decides
+# patterns of the files; the first one with a match is used
 PATTERNS = {'clm': ('wikitext-2-raw-v1/test-*.parquet', 'wiki.test.txt*', *TEXT_PATTERNS, '*.json'),
             'facts': (*TEXT_PATTERNS, '*.json')}
-# the annotators of T-REx that mark pronouns, and words that express a relation
+# T-REx's annotators of pronouns and of words that express a relation
 NOT_ENTITIES = 'Simple_Coreference', 'Wikidata_Property_Linker'
-# the instruction of an aligned model before the text (table 1 of the paper)
+# the instruction before the text, for an aligned model (table 1 of the paper)
 INSTRUCTIONS = {'clm': 'Finish this sentence:', 'facts': 'Finish this Wikipedia description:'}
 
 
@@ -39,9 +39,9 @@ class Text:
 
 
 class LoadedTexts(NamedTuple):
-    """The texts of a task, and the messages of the rows left out."""
+    """The texts of a task."""
     texts: list         # of Text
-    bad: list           # messages of bad rows
+    bad: list           # messages of the bad rows, which are left out
     total: int          # number of texts before `limit`
 
 
@@ -49,16 +49,16 @@ def load_texts(name, *, limit=None, seed=0, revision=None, on_bad_row='stop'):
     """Return LoadedTexts(texts, bad, total) of 'clm:path' or 'facts:path'; raises DataError.
 
     clm:   .txt files, also with .gz, or `text` fields of JSONL and parquet; 'clm' alone is
-           wikitext-2's test split. A .txt file is one text, except wikitext's own (wiki.test.txt),
-           where each line is one text, as on the hub
+           wikitext-2's test split. A .txt file is one text; of wikitext's own (wiki.test.txt), each
+           line is one, as on the hub
     facts: T-REx's files (a list of {docid, text, entities: [{boundaries: [begin, end]}]}) without
            pronouns and relations, or JSONL of {text, spans: [[begin, end], ...]}
     limit: at most this many texts per language, drawn by the seed
     """
     kind, _, path = name.partition(':')
     if not path and kind == 'facts':
-        raise DataError('facts: no folder or file given; use --tasks=facts:folder-or-file, in the '
-                        'format of T-REx or JSONL of {text, spans}')
+        raise DataError('facts: no folder or file given; use --tasks=facts:folder-or-file, with '
+                        'the format of T-REx or JSONL of {text, spans}')
     patterns = PATTERNS[kind] if path else PATTERNS[kind][:1]
     rows = (row for file in fetch(path or WIKITEXT, patterns, revision) for row in _rows(file))
     texts, bad = parse_rows(rows, functools.partial(_to_text, kind), on_bad_row)
@@ -105,8 +105,8 @@ def _to_text(kind, row, place, number):
 def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=False, seed=0):
     """Yield (Text, Tree or DataError); clm scores a random token, facts each entity's first token.
 
-    A text is truncated to `max_length` tokens. An entity is left out if it begins inside a token;
-    the space before it belongs to it.
+    A text is truncated to `max_length` tokens. An entity, with the space before it, is left out if
+    it begins inside a token.
     """
     lead = f'{INSTRUCTIONS[kind]} ' if instruct else ''
     bos = [tokenizer.bos_id] if add_bos else []
@@ -123,7 +123,7 @@ def tokenize_texts(kind, texts, tokenizer, *, add_bos, max_length, instruct=Fals
 
 
 def _random_token(text, n_tokens, first, seed):
-    """Return [index of a random token from `first` on]; depends only on text and seed."""
+    """Return [index of a random token from `first` on], which depends only on text and seed."""
     if first >= n_tokens:
         raise DataError(f'{text.place}: {n_tokens} tokens leave none to predict')
     digest = hashlib.blake2b(text.text.encode(), digest_size=8).digest()

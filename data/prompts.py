@@ -1,10 +1,10 @@
-"""Prompts: the text that a model reads before and of a question, and the options to score.
+"""Prompts: the text that a model reads of a question and before it, and the options to score.
 
-PROMPT_FORMATS is the table of `--prompt_format`. `mmlu` asks every task as MMLU does, as in the
-papers: a header that names the subject, solved questions ('shots'), then the question; options are
-scored as letters (` A` after `Answer:`) or as their full text. `harness` asks each task as
-lm-evaluation-harness 0.4 does, by the function that the task's row in `benchmarks.BENCHMARKS`
-names: one of the functions `harness_...` below. trees.py joins header, shots and question.
+PROMPT_FORMATS is the table of `--prompt_format`. `mmlu` asks every task as MMLU does: a header that
+names the subject, solved questions ('shots'), then the question; options are scored as letters
+(` A` after `Answer:`) or as their full text. `harness` asks each task as lm-evaluation-harness 0.4
+does, by one of the functions `harness_...`, which `benchmarks.BENCHMARKS` names for each task.
+trees.py joins header, shots and question.
 """
 
 import json
@@ -17,28 +17,24 @@ from runtime.errors import DataError
 
 HEADER = 'The following are multiple choice questions (with answers) about {}.'
 LETTERS = string.ascii_uppercase
-# Kadavath et al. 2022, 'Language Models (Mostly) Know What They Know': after a proposed answer
+# follows a proposed answer (Kadavath et al. 2022, 'Language Models (Mostly) Know What They Know')
 P_TRUE = '\nIs the proposed answer:\n (A) True\n (B) False\nThe proposed answer is:'
-# texts that benchmarks publish in other languages: MMLU-ProX's headers, CMMLU's names of subjects,
-# XCOPA's connectives
+# words that benchmarks publish: MMLU-ProX's headers, names of subjects, XCOPA's connectives
 WORDING = json.loads((Path(__file__).parent / 'wording.json').read_text(encoding='utf-8'))
 
 
 @dataclass
 class Item:
-    """A question as its benchmark publishes it.
-
-    row: the raw row, for a prompt that needs more of it than question and choices
-    """
+    """A question as its benchmark publishes it."""
     question: str
     choices: list[str]
     subject: str
     language: str
-    row: dict | list
+    row: dict | list    # the raw row, for a prompt that needs further fields
 
 
 class Prompt(NamedTuple):
-    """How an item is asked; see `questions.Question`, which has the same fields."""
+    """The text of an item; `questions.Question` explains the fields."""
     context: str
     options: list[str]
     header: str = ''
@@ -52,8 +48,8 @@ class Prompt(NamedTuple):
 def mmlu(item, benchmark, scoring, native):
     """Return the Prompt of an Item in MMLU's format.
 
-    scoring: 'letters' or 'text'; 'auto' is 'letters'
-    native:  whether header and `Answer:` are in the item's language, as the benchmark has them
+    scoring: 'letters' or 'text'; 'auto' means 'letters'
+    native:  whether header and `Answer:` are in the item's language, as the benchmark publishes
     """
     header, answer = (benchmark.native if native else english_words)(item)
     question, choices = item.question.strip(), [choice.strip() for choice in item.choices]
@@ -68,19 +64,18 @@ def harness(item, benchmark, scoring, native):
     return benchmark.harness(item)
 
 
-# A prompt format is a function(item, benchmark, scoring, native) that returns a Prompt
 PROMPT_FORMATS = {'mmlu': mmlu, 'harness': harness}
 
 
 def check_prompt_format(prompt_format, scoring, header, task, benchmark):
-    """Raise DataError if `task` cannot be asked so; fail before any row is read."""
+    """Raise DataError if these settings do not apply to `task`."""
     if prompt_format not in PROMPT_FORMATS:
         raise DataError(f'prompt_format {prompt_format!r} is unknown; the formats are '
                         f'{", ".join(PROMPT_FORMATS)}')
     name = task or 'a file of questions'
     if prompt_format == 'harness' and benchmark.harness is None:
-        raise DataError(f'lm-evaluation-harness lets the model write its answer to {name} and has '
-                        f'no probabilities of options; use --prompt_format=mmlu')
+        raise DataError(f'lm-evaluation-harness generates the answers to {name} and scores no '
+                        f'options; use --prompt_format=mmlu')
     if prompt_format == 'harness' and scoring != 'auto':
         raise DataError(f'--prompt_format=harness scores {name} as lm-evaluation-harness does; '
                         f'leave out --scoring')
@@ -91,26 +86,25 @@ def check_prompt_format(prompt_format, scoring, header, task, benchmark):
 
 
 def english_words(item):
-    """Return (header, the word before the answer) of MMLU."""
+    """Return MMLU's (header, word before the answer)."""
     return HEADER.format(item.subject.replace('_', ' ')), 'Answer:'
 
 
 def mmlu_prox_words(item):
-    """Return (header, the word before the answer) that MMLU-ProX publishes for a language."""
+    """Return the (header, word before the answer) that MMLU-ProX publishes for a language."""
     header, answer = _wording('headers', item.language)
     return header.format(item.subject.replace('_', ' ')), answer
 
 
 def cmmlu_words(item):
-    """Return (header, the word before the answer) of CMMLU."""
+    """Return CMMLU's (header, word before the answer)."""
     subject = WORDING['cmmlu_subjects'].get(item.subject, item.subject)
     return f'以下是关于{subject}的单项选择题，请直接给出正确答案的选项。', '答案：'
 
 
 def listed(choices):
     """Return the choices as lines that begin with their letters."""
-    return ''.join(f'\n{letter}. {choice}'
-                   for letter, choice in zip(LETTERS, choices, strict=False))
+    return ''.join(f'\n{letter}. {choice}' for letter, choice in zip(LETTERS, choices))
 
 
 def lettered(question, choices, answer='Answer:', header=''):
@@ -127,7 +121,7 @@ def _wording(kind, language):
 
 
 # ------------------------------------------------------------------------------------------------
-# The formats of lm-evaluation-harness. It does not strip white space from the choices.
+# The formats of lm-evaluation-harness, which does not strip white space from the choices
 # ------------------------------------------------------------------------------------------------
 
 def harness_mmlu(item):
@@ -148,7 +142,7 @@ def harness_hellaswag(item):
 
 
 def harness_question(item):
-    """ARC and PIQA: the text of the choices after 'Question: ' and 'Answer:'."""
+    """ARC and PIQA: 'Question: ' before the question; the choices as text after 'Answer:'."""
     return Prompt(f'Question: {item.question}\nAnswer:', [f' {choice}' for choice in item.choices])
 
 
@@ -157,14 +151,14 @@ def harness_boolq(item):
 
 
 def harness_openbookqa(item):
-    """The choices continue the question; white space that ends the question is scored."""
+    """The choices continue the question; white space at the end of the question is scored."""
     question = item.question.rstrip()
     space = item.question[len(question):]
     return Prompt(question, [f'{space} {choice}' for choice in item.choices])
 
 
 def harness_winogrande(item):
-    """The end of the sentence is scored after each choice in the blank."""
+    """The part of the sentence after the blank is scored, with each choice in the blank."""
     before, blank, after = item.question.partition('_')
     if not blank:
         raise DataError('the sentence has no blank, an underscore')
@@ -172,7 +166,7 @@ def harness_winogrande(item):
 
 
 def harness_xcopa(item):
-    """The choices continue the premise after 'because' or 'therefore' in its language."""
+    """The choices continue the premise, after 'because' or 'therefore' in its language."""
     link = _wording('xcopa', item.language)[item.row['question']]
     return Prompt(f'{item.row["premise"].strip()[:-1]} {link}',
                   [f' {choice[0].lower()}{choice[1:]}' for choice in item.choices])

@@ -1,7 +1,4 @@
-"""Load the questions of a multiple-choice task: find its files, read rows, make prompts of them.
-
-data/benchmarks.py has the table of benchmarks, data/prompts.py the prompts.
-"""
+"""Load the questions of a multiple-choice task: find its files, read rows, make prompts of them."""
 
 import difflib
 import functools
@@ -31,8 +28,8 @@ class Question:
     language: str = ''
     duplicate_options: bool = False     # two of the choices are the same text
     place: str = ''             # file and line or row, for messages
-    ending: str = ''            # follows each option, and then only this is scored (WinoGrande)
-    digest: str = ''            # hash of question and choices as published, without the prompt
+    ending: str = ''            # follows each option; if given, only this is scored (WinoGrande)
+    digest: str = ''            # hash of question and choices, independent of the prompt format
 
     @property
     def solved(self):
@@ -51,35 +48,32 @@ class Question:
 
     @property
     def group(self):
-        """Return the group of questions that share their shots."""
+        """Questions of one group share their shots."""
         return self.language, self.subject
 
     def proposing(self, k):
-        """Return the P(True) question for option k: is it (A) True or (B) False?"""
+        """Return the P(True) question for option k."""
         context = re.sub(r'\bAnswer:$', 'Proposed Answer:', self.context)
         return replace(self, context=f'{context}{self.options[k]}{self.ending}{P_TRUE}',
                        options=[' (A)', ' (B)'], answer=int(k != self.answer), ending='')
 
 
 class Loaded(NamedTuple):
-    """The questions of a task, its shots, and the messages of the rows left out."""
+    """The questions of a task and its shots."""
     questions: list     # of Question
     shots: dict         # Question.group -> solved questions
-    bad: list           # messages of bad rows
+    bad: list           # messages of the bad rows, which are left out
     total: int          # number of questions before `limit`
 
 
 def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', languages=('all',),
               shots=0, limit=None, seed=0, revision=None, on_bad_row='stop', split='test'):
-    """Return Loaded(questions, shots, bad, total) of the task `name`.
+    """Return Loaded(questions, shots, bad, total) of a task.
 
     name:      a benchmark ('mmlu', from the hub), a benchmark and its files
                ('mmlu:folder-or-file'), or a file or folder of generic rows
-    prompt_format: a key of prompts.PROMPT_FORMATS
-    scoring:   'letters' or 'text', for formats that let you choose; 'auto': the format's default
-    header:    'english', or 'native' if the benchmark publishes one in the question's language
-    languages: the languages of a multilingual benchmark to read; 'all': all that it has, or all in
-               the local folder
+    prompt_format, scoring, header: the settings of evaluate.py, see docs/evaluation.md
+    languages: of a multilingual benchmark; 'all': all that it, or its local folder, has
     shots:     number of solved questions per subject, the first ones of the shots split
     limit:     at most this many questions per language, drawn by `seed` evenly over the subjects
     split:     'test' or 'validation'; a missing validation split has no questions
@@ -91,9 +85,9 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
     if shots and is_file:
         raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that also '
                         f'holds {" or ".join(benchmark.shots)}, or --shots=0')
+    questions, solved, bad = [], {}, []
     make_prompt = functools.partial(PROMPT_FORMATS[prompt_format], benchmark=benchmark,
                                     scoring=scoring, native=header == 'native')
-    questions, examples, bad = [], [], []
 
     def read(split, language):
         rows = (row for file in _files_of(benchmark, source, split, language, revision)
@@ -105,7 +99,8 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
 
     for language in _languages(benchmark, source, task, languages):
         questions += read(split, language)
-        examples += read('shots', language) if shots else []
+        for question in read('shots', language) if shots else ():
+            solved.setdefault(question.group, []).append(question)
     if not questions and split == 'test':
         raise DataError(f'{source} has no questions ({len(bad)} bad rows)')
     rows_name_languages = benchmark is GENERIC or benchmark.languages and is_file
@@ -114,25 +109,22 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
             _require_languages(languages, {q.language for q in questions} - {''}, source)
         questions = [q for q in questions if q.language in languages]
     total, questions = len(questions), draw(questions, limit, seed)
-    solved = {}
-    for question in examples:
-        solved.setdefault(question.group, []).append(question)
     for group in {q.group for q in questions} if shots else ():
-        if len(solved.get(group, [])) < shots:
-            raise DataError(f'{source}: {len(solved.get(group, []))} solved questions about '
-                            f'{group[1]!r}, {shots} wanted; '
-                            f'--shots={len(solved.get(group, []))} would fit')
+        n = len(solved.get(group, []))
+        if n < shots:
+            raise DataError(f'{source}: {n} solved questions about {group[1]!r}, {shots} wanted; '
+                            f'--shots={n} would fit')
     return Loaded(questions, {group: qs[:shots] for group, qs in solved.items()}, bad, total)
 
 
-# added to the message that a folder has no file of a split
+# what to do about a folder without the file of a split
 HINTS = {'test': '--tasks=help lists the file names of each task; a file under another name is '
                  'read as task:file',
          'shots': 'solved questions are needed for shots (--shots=0 asks without) and for training'}
 
 
 def _find(name):
-    """Return (task, its Benchmark, its file, folder or hub dataset) of a name for `load_task`."""
+    """Return (task, Benchmark, its file, folder or hub dataset) of a name for `load_task`."""
     task, _, path = name.partition(':')
     benchmark = BENCHMARKS.get(task, GENERIC)
     if benchmark is GENERIC:
@@ -146,10 +138,10 @@ def _find(name):
 
 
 def solved_files(name, revision=None):
-    """Return (files of a task's solved questions in every language, to_question) for training.
+    """Return (files of the shots of a task in every language, to_question) for training.
 
-    The files are those of the shots: the training split of ARC, HellaSwag, OpenBookQA, WinoGrande,
-    BoolQ and PIQA. to_question(row, place) returns the Question in the format `mmlu`, by letters.
+    For ARC, HellaSwag, OpenBookQA, WinoGrande, BoolQ and PIQA they are the training split.
+    to_question(row, place) returns the Question in the format `mmlu`, by letters.
     """
     task, benchmark, source = _find(name)
     files = [file for language in _languages(benchmark, source, task, ['all'])
@@ -163,7 +155,7 @@ def _files_of(benchmark, source, split, language, revision):
     """Return the files of a split in a language; [] for a validation split that does not exist."""
     patterns, folder = _patterns(benchmark, split, language), Path(source)
     if split == 'validation' and (not patterns or folder.is_file()
-                                  or folder.is_dir() and not _holds(folder, patterns)):
+                                  or folder.is_dir() and not _matches(folder, patterns)):
         return []
     try:
         files = fetch(source, patterns, revision)
@@ -172,8 +164,7 @@ def _files_of(benchmark, source, split, language, revision):
             raise
         raise DataError(f'{error}; {HINTS[split]}') from error
     if benchmark is GENERIC and split == 'test':    # its patterns match the other splits too
-        others = {file for pattern in benchmark.shots + benchmark.validation
-                  for file in folder.glob(pattern)}
+        others = _matches(folder, benchmark.shots + benchmark.validation)
         files = [file for file in files if file not in others]
     return files
 
@@ -182,8 +173,8 @@ def _patterns(benchmark, split, language):
     return tuple(p.replace('{lang}', language) for p in getattr(benchmark, split))
 
 
-def _holds(folder, patterns):
-    return any(any(folder.glob(pattern)) for pattern in patterns)
+def _matches(folder, patterns):
+    return {file for pattern in patterns for file in folder.glob(pattern)}
 
 
 def _languages(benchmark, source, task, wanted):
@@ -199,7 +190,7 @@ def _languages(benchmark, source, task, wanted):
     if not os.path.isdir(source):
         return benchmark.languages
     there = [language for language in benchmark.languages
-             if _holds(Path(source), _patterns(benchmark, 'test', language))]
+             if _matches(Path(source), _patterns(benchmark, 'test', language))]
     if not there:
         example = ' or '.join(_patterns(benchmark, 'test', benchmark.languages[0])[:2])
         raise DataError(f'{source} holds no file of {task} in any language, such as {example}; '
@@ -225,13 +216,13 @@ def _to_question(benchmark, make_prompt, language, row, place, number):
     fields = row if isinstance(row, dict) else {}
     id = next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID')
                if fields.get(key) is not None), number)
+    file = Path(place.rpartition(':')[0])
     subject = str(fields.get('subject') or fields.get('category')
-                  or _subject_of_file(Path(place.rpartition(':')[0]), benchmark)
-                  or benchmark.subject)
+                  or _file_subject(file, benchmark) or benchmark.subject)
     category = str(fields.get('subject_category') or CATEGORY.get(subject, ''))
     language = language or str(fields.get('language') or '')
-    for name, value in (('id', str(id)), ('subject', subject), ('category', category),
-                        ('language', language)):
+    for name, value in {'id': str(id), 'subject': subject, 'category': category,
+                        'language': language}.items():
         require_text(value, f'the {name}')
     context, options, header, ending = make_prompt(Item(text, choices, subject, language, row))
     duplicates = len({choice.strip() for choice in choices}) < len(choices)
@@ -240,8 +231,8 @@ def _to_question(benchmark, make_prompt, language, row, place, number):
                     duplicates, place, ending, digest)
 
 
-def _subject_of_file(file, benchmark):
-    """Return the subject from the name of the file, or '' if it has none."""
+def _file_subject(file, benchmark):
+    """Return the subject that the name of a file gives, or ''."""
     if match := re.match(r'(.+?)_(?:test|dev|val)\.csv', file.name):
         return match[1]
     if benchmark.subject_files:
@@ -255,16 +246,14 @@ def parse_row(row, to_row=generic_row):
     to_row: the row function of its benchmark
     """
     question, choices, answer, labels = to_row(row)
+    hint = ('a file in the schema of a benchmark is read as benchmark:file, for example '
+            '--tasks=arc_easy:FILE')
     if not question or not require_text(question, 'the question').strip():
         fields = f' among the fields {", ".join(map(str, row))}' if isinstance(row, dict) else ''
-        raise DataError(f'no question{fields}; a file in the schema of a benchmark is read as '
-                        f'benchmark:file, for example --tasks=arc_easy:FILE')
+        raise DataError(f'no question{fields}; {hint}')
     if not isinstance(choices, (list, tuple)) or not 2 <= len(choices) <= len(LETTERS):
-        raise DataError(f'a question needs 2 to {len(LETTERS)} choices in a list; a file in the '
-                        f'schema of a benchmark is read as benchmark:file, for example '
-                        f'--tasks=arc_easy:FILE')
-    choices = [_choice(choice, letter)
-               for choice, letter in zip(choices, LETTERS, strict=False)]
+        raise DataError(f'a question needs 2 to {len(LETTERS)} choices in a list; {hint}')
+    choices = [_choice(choice, letter) for choice, letter in zip(choices, LETTERS)]
     return question, choices, _index(answer, list(labels[:len(choices)]))
 
 
@@ -279,7 +268,7 @@ def _choice(value, letter):
 
 
 def _index(answer, labels):
-    """Return the index of an answer given as an index, a label, or the digits of an index."""
+    """Return the index of an answer: a label, or with letters as labels an index."""
     index = answer.strip() if isinstance(answer, str) else answer
     if isinstance(index, str) and index in labels:
         return labels.index(index)

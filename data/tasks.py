@@ -23,9 +23,9 @@ they exist.
 
 @dataclass
 class Task:
-    """A loaded task: its questions with their shots, or its texts."""
+    """A loaded task: questions with their shots, or texts."""
     kind: str                   # 'questions', 'p_true', 'clm' or 'facts'
-    source: str                 # as given in --tasks, but with the full path of a local file
+    source: str                 # see `task_source`
     items: list                 # of Question or Text
     total: int                  # number of items without `limit`
     bad_rows: list[str]
@@ -38,7 +38,7 @@ class Task:
 
     @property
     def fingerprint(self):
-        """Return a hash of every question or text; the same for a copy of the files elsewhere."""
+        """Return a hash of all questions or texts, the same for a copy of the files elsewhere."""
         digest = hashlib.blake2b(digest_size=8)
         for item in (*self.items, *self.validation):
             content = {key: value for key, value in vars(item).items()
@@ -61,21 +61,21 @@ class Task:
         top: {(split, language, id): index of the top option} of the scored questions. In each four
         shots, the first and last propose the correct option, the middle two the option after it.
         """
-        def ask(questions, split):
-            return [q.proposing(top[key]) for q in questions
+        def questions(items, split):
+            return [q.proposing(top[key]) for q in items
                     if (key := (split, q.language, q.id)) in top]
 
-        items = ask(self.items, 'test')
+        items = questions(self.items, 'test')
         shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
                          for i, q in enumerate(solved)] for group, solved in self.shots.items()}
         return replace(self, kind='p_true', items=items, shots=shots, bad_rows=[],
                        total=self.total - len(self.items) + len(items),
-                       validation=ask(self.validation, 'validation'))
+                       validation=questions(self.validation, 'validation'))
 
 
 def _refuse_split_paths(tasks):
-    """Raise ConfigError if neighbors in `tasks` are the parts of a path with a comma."""
-    for name, following in zip(tasks, tasks[1:], strict=False):
+    """Raise ConfigError if two consecutive `tasks` are the parts of a path with a comma."""
+    for name, following in zip(tasks, tasks[1:]):
         whole = f'{name},{following}'
         if not Path(name).exists() and Path(whole.partition(':')[2] or whole).exists():
             raise ConfigError(f'tasks: a comma separates tasks, so {whole!r} was read as two; '
@@ -89,7 +89,7 @@ def load_tasks(cfg):
     """
     _refuse_split_paths(cfg.tasks)
     labels = [task_label(name) for name in cfg.tasks]
-    for name, label in zip(cfg.tasks, labels, strict=True):
+    for name, label in zip(cfg.tasks, labels):
         if not label:
             raise ConfigError(f'tasks: {name!r} gives no name for its results; rename the file or '
                               f'folder')
@@ -97,10 +97,9 @@ def load_tasks(cfg):
             raise ConfigError(f'tasks = {cfg.tasks}: {labels.count(label)} of them would be called '
                               f'{label!r} in the results; rename a file, or evaluate one of them '
                               f'with another --out_dir')
-    tasks = {label: _load(name, cfg) for label, name in zip(labels, cfg.tasks, strict=True)}
+    tasks = {label: _load(name, cfg) for label, name in zip(labels, cfg.tasks)}
     if cfg.p_true and all(task.kind in INSTRUCTIONS for task in tasks.values()):
-        raise ConfigError(f'p_true = True, but tasks = {cfg.tasks} have no options to propose; '
-                          f'leave it out')
+        raise ConfigError(f'p_true = True: tasks = {cfg.tasks} have no options; leave it out')
     for label, task in tasks.items():
         if cfg.fit_temperature and len(task.items) < 2 and not task.validation:
             raise DataError(f'{label}: fit_temperature needs two {task.unit} or more')
@@ -113,14 +112,14 @@ def _load(name, cfg):
     if kind in INSTRUCTIONS:
         if cfg.chat != 'none':
             raise ConfigError(f'chat = {cfg.chat}: {kind} scores tokens of texts, not answers; '
-                              f'evaluate it without --chat in another --out_dir')
+                              f'evaluate it without --chat into another --out_dir')
         if cfg.languages != ('all',):
             raise ConfigError(f'languages = {cfg.languages}: {kind} scores all texts of its files; '
                               f'evaluate it without --languages')
         loaded = load_texts(name, limit=cfg.limit, **common)
         return Task(kind, source, loaded.texts, loaded.total, loaded.bad)
-    common |= {'prompt_format': cfg.prompt_format, 'scoring': cfg.scoring, 'header': cfg.header,
-               'languages': cfg.languages}
+    common |= {key: getattr(cfg, key)
+               for key in ('prompt_format', 'scoring', 'header', 'languages')}
     loaded = load_task(name, shots=cfg.shots, limit=cfg.limit, **common)
     task = Task('questions', source, loaded.questions, loaded.total, loaded.bad, loaded.shots)
     if cfg.fit_temperature:
@@ -131,8 +130,8 @@ def _load(name, cfg):
 def show(task, tokenizer, cfg):
     """Return the text of --show: the first cfg.show questions or texts as the model reads them.
 
-    That is the whole prompt as one string, the options (or scored tokens), and the tokens, with '|'
-    at their boundaries. tokenizer: None shows the text alone, with all shots.
+    It has the whole prompt, the options or scored tokens, and the tokens with '|' between them.
+    Without a tokenizer it has the prompt with all shots, and no tokens.
     """
     task, lines = replace(task, items=task.items[:cfg.show], validation=[]), []
     if tokenizer is None:
@@ -142,7 +141,7 @@ def show(task, tokenizer, cfg):
             lines.append(f'--- {tree}')
             continue
         ids, contexts = [*tree.prefix, *tree.stem], {}
-        for leaf, start in zip(tree.leaves, tree.starts, strict=True):
+        for leaf, start in zip(tree.leaves, tree.starts):
             prompt = [*ids, *leaf]
             contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
         for i in tree.scored:
@@ -150,9 +149,9 @@ def show(task, tokenizer, cfg):
         for context, options in contexts.items():
             lines += _show_prompt(item, tokenizer.decode(context), [
                 tokenizer.decode(option, start=False) for option in options])
-            tokens = (tokenizer.decode([i], start=False) for i in [*context, *options[0]])
-            lines.append('--- its tokens, with the first option')
-            lines.append('|'.join(tokens).replace('\n', '\\n').replace('\\n|', '\\n|\n'))
+            tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*context, *options[0]])
+            lines += ['--- its tokens, with the first option',
+                      tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n')]
     return '\n'.join(lines)
 
 
@@ -234,8 +233,7 @@ def task_label(name):
 
 
 def task_source(name):
-    """Return a task's `source` in results: as in --tasks, but with the full path of a local file.
-    """
+    """Return a task's `source` in results: its name in --tasks, with the full path of a file."""
     kind, path = _split(name)
     if path and os.path.exists(os.path.expanduser(path)):
         path = os.path.realpath(os.path.expanduser(path))

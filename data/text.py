@@ -11,8 +11,8 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, cache_di
               on_bad_row='stop', workers=1):
     """Return Sequences of the documents in `source`, with a loss on every token but BOS.
 
-    EOS ends each document. A document longer than max_length tokens becomes several sequences, each
-    of which begins with BOS. A last sequence of only EOS is dropped: nothing would precede EOS.
+    EOS ends each document. A document longer than max_length tokens becomes several sequences that
+    each begin with BOS. A last sequence of EOS alone is dropped.
     """
     files = fetch(source, PATTERNS, revision)
     bos = [tokenizer.bos_id] if add_bos else []

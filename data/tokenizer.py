@@ -76,9 +76,9 @@ class SentencePieceTokenizer:
 
 
 def begins_with_bos(tokenizer, add_bos):
-    """Return whether a sequence begins with BOS: `add_bos`, or as the tokenizer does if it is None.
+    """Return `add_bos`, or if it is None whether the tokenizer adds BOS.
 
-    Raises DataError if the tokenizer has no BOS to add.
+    Raises DataError if add_bos is True and the tokenizer adds no BOS.
     """
     if add_bos and tokenizer.bos_id is None:
         raise DataError('add_bos = True, but the tokenizer of this model adds no BOS; leave it out')
@@ -88,10 +88,9 @@ def begins_with_bos(tokenizer, add_bos):
 def load_tokenizer(folder):
     """Return the tokenizer of a model folder, by the content of its file; raises DataError.
 
-    Looks for tokenizer.model, original/tokenizer.model (Llama 3 on the hub), tokenizer.model.v*
-    (Mistral) and tokenizer.json. The returned object has encode, decode, bos_id (None if the
-    tokenizer adds no BOS), eos_id, control_ids (name -> id), n_vocab, and `fingerprint`, a hash of
-    the file and of BOS and EOS.
+    The first of tokenizer.model, original/tokenizer.model (Llama 3 on the hub), tokenizer.model.v*
+    (Mistral) and tokenizer.json is read. A tokenizer has encode, decode, bos_id (None if it adds no
+    BOS), eos_id, control_ids (name -> id), n_vocab, and `fingerprint`, a hash of file, BOS and EOS.
     """
     folder = Path(folder)
     files = [p for pattern in ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*',

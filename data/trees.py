@@ -1,7 +1,7 @@
-"""Questions to token trees, or to training sequences.
+"""Encode questions as token trees, or as training sequences.
 
-A prompt's tokens are those of the whole text, header to option, encoded at once. Parts are encoded
-separately only where that gives the same tokens.
+A prompt has the tokens of its whole text, from header to option. Parts are encoded separately only
+where that gives the same tokens.
 """
 
 import functools
@@ -17,11 +17,10 @@ from runtime.errors import DataError
 
 
 def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat='none'):
-    """Yield (question, Tree or DataError): each with as many whole shots as max_length allows.
+    """Yield (question, Tree or DataError), each with as many whole shots as max_length allows.
 
-    shots: {Question.group: solved questions}. Header and shots are encoded once for the questions
-           that share them.
-    chat:  the chat template in which to ask, or 'none'
+    shots: {Question.group: solved questions}
+    chat:  name of the chat template, or 'none' for plain text
     """
     encoder = (OptionEncoder(tokenizer, add_bos) if chat == 'none' else
                ChatEncoder(tokenizer, add_bos, chat))
@@ -36,7 +35,7 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
             text = text_before(question.header, question.group, n)
             ids = shared.encode(text, question.context) if text else None
             parts = question.parts
-            if ids is None and text:    # a token spans both texts: they are encoded as one
+            if ids is None and text:    # a token spans both texts, so they are encoded as one
                 parts = [replace(part, context=text + part.context) for part in parts]
             before = (*encoder.opening, *(ids or ()))
             starts, prompts = [], []
@@ -60,10 +59,10 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
 
 def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, cache_dir,
                  on_bad_row='stop', workers=1):
-    """Return Sequences of a task's solved questions, with a loss on the letter of the answer alone.
+    """Return Sequences of a task's solved questions, with a loss on the letter of the answer only.
 
-    name: as in --tasks of evaluate.py, see `solved_files`. The tokens are those of an evaluation
-    with prompt_format 'mmlu' and 0 shots. The other arguments are those of `tokenize_once`.
+    name: as in --tasks, see `solved_files`. The tokens are those of an evaluation with
+    prompt_format 'mmlu' and 0 shots. The other arguments are those of `tokenize_once`.
     """
     files, to_question = solved_files(name, revision)
 
@@ -89,7 +88,7 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, cache_d
 def encode_before(tokenizer, text, following, start):
     """Return the tokens of `text` within text + following; None if a token spans both.
 
-    White space at the end of `text` can be other tokens before a digit than before a letter.
+    They depend on what follows: white space can have other tokens before a digit than a letter.
     """
     whole = tokenizer.encode(text + following, start=start)
     end = tokenizer.encode(following, start=False)
@@ -97,10 +96,10 @@ def encode_before(tokenizer, text, following, start):
 
 
 class SharedText:
-    """Tokens of a text that many questions follow: header and shots.
+    """Encode header and shots, which many questions share, once, as if a 'Q' followed.
 
-    They are encoded once, as before a 'Q'. For each question only the last line of the text is
-    encoded again, with the first word of the question, to see whether that changes its tokens.
+    For each question only the last line of the text is encoded again, with the first word of the
+    question, to see whether that word changes its tokens.
 
     before: text of a chat template before header and shots
     start:  whether that text begins the prompt
@@ -111,8 +110,7 @@ class SharedText:
         self.encode_before = functools.cache(functools.partial(encode_before, tokenizer))
 
     def encode(self, text, context):
-        """Return the tokens of before + text, which `context` follows; None if a token spans both.
-        """
+        """Return the tokens of before + text in front of `context`; None if a token spans both."""
         word = re.match(r'\s*\S*', context)[0]
         line = text[text.rstrip().rfind('\n') + 1:]
         same = self.encode_before(line, word, False) == self.encode_before(line, 'Q', False)
@@ -120,10 +118,10 @@ class SharedText:
 
 
 class OptionEncoder:
-    """Tokens of a question's context and of context + option, each as if encoded as a whole.
+    """Encode a question's context and context + option, with the tokens of the whole text.
 
     No tokenizer joins a line break with what follows. So if the context ends in the tokens of its
-    last line, only that line of `context + option` is encoded again for each option.
+    last line, only that line is encoded again for each option.
     """
 
     def __init__(self, tokenizer, add_bos):
@@ -144,7 +142,7 @@ class OptionEncoder:
         else:
             prompts = [self.tokenizer.encode(question.context + option, start=start)
                        for option in question.options]
-        for option, ids in zip(question.options, prompts, strict=True):
+        for option, ids in zip(question.options, prompts):
             if len(ids) <= len(context) or ids[:len(context)] != context:
                 raise DataError(f'{question.place}: option {option!r} does not begin at a token '
                                 f'boundary after {question.context[-20:]!r}')
@@ -160,7 +158,7 @@ class OptionEncoder:
 
 
 class ChatEncoder:
-    """An OptionEncoder for a question as a user's message, an option as the answer's beginning.
+    """An OptionEncoder for a question as the user's message and an option as the answer.
 
     The tokens are those of the conversation in training: header, shots and context are one message,
     and an option has no white space around it.
@@ -170,8 +168,7 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.opening, self.before, self.after, self.closing, self.lead = question_frame(
             tokenizer, template, add_bos)
-        # whether `before` begins the text
-        self.start = self.opening == [tokenizer.bos_id] * add_bos
+        self.start = self.opening == [tokenizer.bos_id] * add_bos   # `before` begins the text
 
     def encode(self, question, start):
         """Return (tokens of the context, [tokens of context + option]), as OptionEncoder does."""

@@ -1,18 +1,14 @@
 """Generated worlds: small universes of facts that a tiny model can partly learn, made from a seed.
 
-A world has entities with a name and four attributes. Plain text states the attributes of entity
-number r with frequency proportional to r^-zipf: some facts appear thousands of times, some once,
-some never. During pretraining the base model sees many entities that it hardly knows, so it learns
-how uncertain to be. Instruction data asks about known and unknown facts alike and requires a
-definite answer to each, which makes real models overconfident too. The questions are about other
-facts.
+A world has entities with a name and four attributes. Plain text states the facts about entity
+number r with frequency proportional to r^-zipf: some thousands of times, some once, some never.
+From the many entities that it hardly knows, the base model learns how uncertain to be. Instruction
+data asks about known and unknown facts alike and requires a definite answer to each, which makes
+real models overconfident too. The questions are about other facts.
 
-`WorldSpec()` is the world of the demo. The study uses a larger one: it states the same facts in
-several languages with generated words, only one of which the instruction data uses, paraphrases
-them, and asks for an answer in text or by letter.
-
-All files have the formats of real data: a sentencepiece model and a config.json in `model/`, JSONL
-of {text}, of {messages} and of {question, choices, answer}.
+`WorldSpec()` is the world of the demo. The study uses a larger one, in several languages with
+generated words, with paraphrases, and with questions answered in text or by letter. The English
+words are in world.json.
 """
 
 import io
@@ -32,7 +28,7 @@ from runtime.errors import DataError
 from runtime.ownership import temporary
 
 UNFINISHED = 'unfinished'       # the content of world.json while the other files are written
-VALUE_EXPONENT = 0.7            # of a value's frequency among entities: some trades are common
+VALUE_EXPONENT = 0.7            # the entities' values have Zipf frequencies: some trades are common
 
 
 @dataclass(frozen=True)
@@ -47,41 +43,22 @@ class WorldSpec:
     entities_each: int = 6
     list_share: float = 0.3         # share of documents that are lists of solved questions
     exam_share: float = 0.0         # share that are such lists with options and letters
-    paraphrases: bool = False       # several wordings, single statements beside whole profiles,
-    #                                 instructions of five kinds
+    paraphrases: bool = False       # several wordings, single statements, five kinds of instruction
     language_shares: tuple[float, ...] = (1.0,)     # of the documents: English, generated ones
     vocab_sizes: tuple[int, ...] = (1_280,)         # one tokenizer each; several: in model-<size>/
-    tokenizer_documents: int = 4_000                # documents that the tokenizers are trained on
+    tokenizer_documents: int = 4_000                # the tokenizers are trained on these
     instructions: int = 2_000
     questions: int = 2_000          # about other facts than the instructions; log-uniform ranks
     unseen_questions: int = 0       # about entities that no text mentions
     validation: int = 0             # questions in English about further facts
-    forms: tuple[str, ...] = ()     # further FORMS of the questions, in a folder each
+    forms: tuple[str, ...] = ()     # further FORMS of the questions, each in its own folder
     probes: int = 0                 # held-out documents for clm, and as many profiles for facts
 
 
-# form of a question: whether its options are texts or letters (then the question lists the texts),
-# and how many there are
+# form of a question -> (whether its options are texts, or letters of texts that the question
+# lists; the number of options)
 FORMS = {'text4': ('text', 4), 'text10': ('text', 10),
          'letters4': ('letters', 4), 'letters10': ('letters', 10)}
-# attribute -> (its name in a question, its 24 values)
-ATTRIBUTES = {
-    'trades': ('trade',
-               'baker weaver smith miller potter tailor cooper mason glazier tanner brewer hunter '
-               'fisher shepherd scribe healer printer painter carver sailor gardener joiner '
-               'roofer cutler'),
-    'towns': ('home town',
-              'Arden Belmar Corvale Dunmere Eastwick Farrow Glenholt Harwell Inverlyn Jessop '
-              'Kestrel Lorne Marwick Norhaven Oakley Pellam Quarrin Rosmoor Selby Thornby '
-              'Ulverton Vesper Westmar Yarrow'),
-    'instruments': ('instrument',
-                    'flute fiddle drum harp lute cello horn organ zither banjo bugle cornet viola '
-                    'piccolo bassoon oboe tuba clarinet mandolin piano gong whistle trombone '
-                    'guitar'),
-    'colours': ('favourite colour',
-                'red blue green yellow black white orange purple brown grey pink teal violet '
-                'crimson amber olive navy maroon ivory indigo scarlet beige turquoise copper'),
-}
 
 
 @dataclass(frozen=True)
@@ -89,24 +66,15 @@ class Language:
     """Words and templates. Names, the header of a list and 'Answer:' are the same in all."""
     code: str
     attributes: dict    # attribute -> its name in a question
-    values: dict        # attribute -> its 24 values, in the order of ATTRIBUTES
-    profiles: tuple     # templates of {name} and all attributes
+    values: dict        # attribute -> its 24 values
+    profiles: list      # templates of {name} and all attributes
     statements: dict    # attribute -> templates of {name} and {value}
-    asks: tuple         # templates of {attribute} and {name}; the questions use the first one
+    asks: list          # templates of {attribute} and {name}; the questions use the first one
 
 
-ENGLISH = Language(
-    'en', {a: name for a, (name, _) in ATTRIBUTES.items()},
-    {a: words.split() for a, (_, words) in ATTRIBUTES.items()},
-    ('{name} is a {trades} from {towns} who plays the {instruments} and likes {colours}.',
-     '{name}, who likes {colours} and plays the {instruments}, is a {trades} from {towns}.',
-     'From {towns} comes {name}, a {trades} who likes {colours} and plays the {instruments}.'),
-    {'trades': ('{name} works as a {value}.', 'The trade of {name} is that of a {value}.'),
-     'towns': ('{name} lives in {value}.', 'The home town of {name} is {value}.'),
-     'instruments': ('{name} plays the {value}.', 'In the evening {name} plays the {value}.'),
-     'colours': ('{name} likes {value} best.', 'The favourite colour of {name} is {value}.')},
-    ('What is the {attribute} of {name}?', "What is {name}'s {attribute}?",
-     'Do you know the {attribute} of {name}?'))
+ENGLISH = Language(**json.loads((Path(__file__).parent / 'world.json').read_text(encoding='utf-8')))
+ENGLISH.values.update({a: words.split() for a, words in ENGLISH.values.items()})
+ATTRIBUTES = list(ENGLISH.attributes)
 
 
 class World:
@@ -136,9 +104,9 @@ class World:
             name=self.names[entity], value=self.value(language, entity, attribute))
 
     def sentence(self, language, entity, rng):
-        """Return a whole profile; with paraphrases, in half of the cases one fact."""
+        """Return a profile; with paraphrases, a single fact in half of the cases."""
         if self.spec.paraphrases and rng.random() < 0.5:
-            return self.statement(language, entity, _draw(list(ATTRIBUTES), rng), rng)
+            return self.statement(language, entity, _draw(ATTRIBUTES, rng), rng)
         return self.profile(language, entity, rng)
 
     def ask(self, language, entity, attribute, rng=None):
@@ -155,7 +123,7 @@ class World:
         return [values[i] for i in order], order.index(0)
 
     def exam(self, language, entity, attribute, n_options, rng):
-        """Return (question with lettered options, the letter of the answer)."""
+        """Return (question with lettered options, letter of the answer)."""
         values, answer = self.options(entity, attribute, n_options, rng)
         return (self.ask(language, entity, attribute, rng)
                 + listed(language.values[attribute][v] for v in values), LETTERS[answer])
@@ -168,7 +136,7 @@ class World:
         kind = rng.random()
         if kind >= spec.list_share + spec.exam_share:
             return ' '.join(self.sentence(language, entity, rng) for entity in entities)
-        attribute = _draw(list(ATTRIBUTES), rng)
+        attribute = _draw(ATTRIBUTES, rng)
         if kind < spec.list_share:
             solved = [(self.ask(language, e, attribute, rng), self.value(language, e, attribute))
                       for e in entities]
@@ -183,27 +151,26 @@ class World:
         spec = self.spec
         share = np.arange(1, spec.entities + 1) ** -spec.zipf
         entities = rng.choice(spec.entities, (n, spec.entities_each), p=share / share.sum())
-        return [self.document(rng, row)
-                for row in tqdm(entities, 'generated world', unit=' documents', mininterval=1,
-                                disable=None)]
+        bar = tqdm(entities, 'generated world', unit=' documents', mininterval=1, disable=None)
+        return [self.document(rng, row) for row in bar]
 
 
 def make_world(folder, seed, spec=None):
     """Write model/{config.json, tokenizer.model}, text.jsonl, instruct.jsonl, questions.jsonl.
 
-    With spec.forms also one folder each with test.jsonl and validation.jsonl, in all languages and
-    with the category 'seen' or 'unseen'; with spec.probes clm.jsonl and facts.jsonl; with
-    spec.paraphrases instruct-homogeneous.jsonl, the same facts asked in a single wording. A folder
-    that already holds this world stays as it is. Raises ValueError for an impossible spec,
-    DataError for a folder that holds anything but a world.
+    spec.forms adds folders with test.jsonl (all languages, category 'seen' or 'unseen') and
+    validation.jsonl; spec.probes adds clm.jsonl and facts.jsonl; spec.paraphrases adds
+    instruct-homogeneous.jsonl, the same facts asked in one wording. A folder that already holds
+    this world stays as it is. Raises ValueError for an impossible spec, DataError for a folder
+    that holds anything but a world.
     """
     folder, spec = Path(os.path.expanduser(folder)), spec or WorldSpec()
     for form in spec.forms:
         if form not in FORMS:
             raise ValueError(f'form {form!r}; wanted one of {", ".join(FORMS)}')
     if spec.unseen_questions and not spec.unseen:
-        raise ValueError(f'unseen_questions = {spec.unseen_questions} with unseen = 0: there are '
-                         f'no such entities to ask about')
+        raise ValueError(f'unseen_questions = {spec.unseen_questions} with unseen = 0: no entity '
+                         f'is unseen')
     mark, complete = folder / 'world.json', json.dumps({'seed': seed} | asdict(spec), indent=1)
     before = mark.read_text(encoding='utf-8', errors='replace') if mark.is_file() else ''
     if before == complete:
@@ -226,33 +193,31 @@ def make_world(folder, seed, spec=None):
 
 
 def _rows(world, seed):
-    """Return {path: its rows} of all JSONL files."""
+    """Return {path: rows} of all JSONL files."""
     spec, rng = world.spec, np.random.default_rng([seed, 1])
     files = {'text.jsonl': [{'text': text} for text in world.documents(spec.documents, rng)]}
     facts = _log_uniform_facts(spec, spec.instructions + spec.questions + spec.validation, rng)
     instructed, rest = facts[:spec.instructions], facts[spec.instructions:]
     test, held_out = rest[:spec.questions], rest[spec.questions:]
-    files['questions.jsonl'] = [_question(world, fact, world.options(*fact, 4, rng))
-                                for fact in test]
+    files['questions.jsonl'] = [_question(world, f, world.options(*f, 4, rng)) for f in test]
     files['instruct.jsonl'] = [_instruction(world, *fact) for fact in instructed]
     if spec.paraphrases:
         rng = np.random.default_rng([seed, 2])
         files['instruct-homogeneous.jsonl'] = files['instruct.jsonl']
         files['instruct.jsonl'] = [_instruction(world, *fact, rng) for fact in instructed]
     rng = np.random.default_rng([seed, 3])
-    unseen = [(spec.entities + int(rng.integers(spec.unseen)), _draw(list(ATTRIBUTES), rng))
+    unseen = [(spec.entities + int(rng.integers(spec.unseen)), _draw(ATTRIBUTES, rng))
               for _ in range(spec.unseen_questions)]
     for form in spec.forms:
         kind, n_options = FORMS[form]
-        questions = {}
-        for category, facts in (('seen', test), ('unseen', unseen), ('', held_out)):
-            questions[category] = [(fact, world.options(*fact, n_options, rng), kind, category)
-                                   for fact in facts]
-        files[f'{form}/test.jsonl'] = [
-            _question(world, *question, language) for language in world.languages
-            for question in questions['seen'] + questions['unseen']]
+        drawn = [(fact, world.options(*fact, n_options, rng), kind, category)
+                 for category, facts in (('seen', test), ('unseen', unseen), ('', held_out))
+                 for fact in facts]
+        n = len(test) + len(unseen)
+        files[f'{form}/test.jsonl'] = [_question(world, *question, language)
+                                       for language in world.languages for question in drawn[:n]]
         files[f'{form}/validation.jsonl'] = [_question(world, *question, ENGLISH)
-                                             for question in questions['']]
+                                             for question in drawn[n:]]
     if spec.probes:
         files['clm.jsonl'] = [{'text': text} for text in world.documents(spec.probes, rng)]
         entities = [entity for entity, _ in _log_uniform_facts(spec, spec.probes, rng)]
@@ -288,7 +253,7 @@ def _names(spec, n, rng):
 
 
 def _make_language(code, rng, taken):
-    """Return a language with its own sounds and words; none is in the set `taken`, which grows."""
+    """Return a language of generated words, none of which is in `taken`; add them to `taken`."""
     onsets = rng.permutation('b ch d f g h k kh l m n p r s sh t th v w y z'.split())[:9]
     vowels, codas = rng.permutation(list('aeiouy'))[:4], rng.permutation(list('nklmrstx'))[:3]
 
@@ -309,13 +274,13 @@ def _make_language(code, rng, taken):
         words = [verbs[attribute][verb], slot]
         return ' '.join(words[::-1] if verb_last else words)
 
-    profiles = tuple('{name} ' + f' {link} '.join(clause(a, 0, f'{{{a}}}') for a in order) + '.'
-                     for order in (rng.permutation(list(ATTRIBUTES)) for _ in range(3)))
-    statements = {a: tuple('{name} ' + clause(a, verb, '{value}') + '.' for verb in (0, 1))
+    profiles = ['{name} ' + f' {link} '.join(clause(a, 0, f'{{{a}}}') for a in order) + '.'
+                for order in (rng.permutation(ATTRIBUTES) for _ in range(3))]
+    statements = {a: ['{name} ' + clause(a, verb, '{value}') + '.' for verb in (0, 1)]
                   for a in ATTRIBUTES}
     of, what = word(), [word() for _ in range(3)]
-    asks = tuple(f'{{name}} {of} {{attribute}} {w}?' if verb_last else
-                 f'{w.capitalize()} {{attribute}} {of} {{name}}?' for w in what)
+    asks = [f'{{name}} {of} {{attribute}} {w}?' if verb_last else
+            f'{w.capitalize()} {{attribute}} {of} {{name}}?' for w in what]
     return Language(code, attributes, values, profiles, statements, asks)
 
 
@@ -324,21 +289,20 @@ def _draw(items, rng):
 
 
 def _log_uniform_facts(spec, n, rng):
-    """Return n distinct (entity, attribute) pairs with log-uniform ranks, frequent and rare."""
+    """Return n distinct (entity, attribute) pairs, with log-uniform ranks of the entities."""
     facts = {}
     while len(facts) < n:
         rank = np.exp(rng.uniform(0, np.log(spec.entities + 1), size=n)).astype(int) - 1
-        attributes = rng.choice(list(ATTRIBUTES), size=n)
+        attributes = rng.choice(ATTRIBUTES, size=n)
         facts |= dict.fromkeys(zip(rank.clip(0, spec.entities - 1).tolist(), attributes.tolist()))
     chosen = list(facts)
     return [chosen[i] for i in rng.permutation(len(chosen))[:n]]
 
 
 def _instruction(world, entity, attribute, rng=None):
-    """Return a conversation that asks for a fact.
+    """Return a conversation that asks for a fact in the wording of the questions.
 
-    Without `rng` it is worded as the questions are. With `rng` the answer can also be a sentence, a
-    profile, a letter, or come in a second turn.
+    With `rng` the answer can also be a sentence, a profile or a letter, or come in a second turn.
     """
     ask = world.ask(ENGLISH, entity, attribute, rng)
     answer = f'Answer: {world.value(ENGLISH, entity, attribute)}'
@@ -360,7 +324,7 @@ def _conversation(*turns):
 
 
 def _question(world, fact, options, kind='text', category='', language=None):
-    """Return a question in one of the FORMS; without `language` the row has no field for it."""
+    """Return the row of a question; without `language` the row has no field for it."""
     (entity, attribute), (values, answer), words = fact, options, language or ENGLISH
     text, choices = world.ask(words, *fact), [words.values[attribute][v] for v in values]
     if kind == 'letters':
@@ -374,10 +338,9 @@ def _question(world, fact, options, kind='text', category='', language=None):
 
 def _probe(world, language, entity, rng):
     """Return a profile and the character spans of its values."""
-    text, spans = world.profile(language, entity, rng), []
-    for attribute in ATTRIBUTES:
-        value = world.value(language, entity, attribute)
-        spans.append(list(re.search(rf'(?<= ){value}\b', text).span()))
+    text = world.profile(language, entity, rng)
+    values = [world.value(language, entity, attribute) for attribute in ATTRIBUTES]
+    spans = [list(re.search(rf'(?<= ){value}\b', text).span()) for value in values]
     return {'text': text, 'spans': spans, 'language': language.code}
 
 

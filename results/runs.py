@@ -5,7 +5,7 @@ from pathlib import Path
 
 from metrics import NORMS
 from results import lm_eval
-from results.samples import latest_samples, read_samples, sample_order
+from results.samples import latest_samples, read_samples, sample_order, use_new_names
 from runtime.config import read_assignments
 from runtime.errors import DataError
 from runtime.ownership import read_json
@@ -56,6 +56,7 @@ def read_run(folder):
         if not isinstance(model, str) or '\0' in model:
             raise ValueError(f'model is {model!r}')
         for result in results.values():
+            use_new_names(result)
             result['distribution'], result['pooled']['n']
             if result['norm'] not in NORMS:
                 raise ValueError(f'norm is {result["norm"]!r}')

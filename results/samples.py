@@ -74,10 +74,18 @@ def _read_results(path):
     with ownership.read_json(path, 'remove it and evaluate its tasks again: with samples.jsonl '
                                    'beside it, that needs no model') as content:
         for result in content['tasks'].values():
+            use_new_names(result)
             result['norm'], result['distribution'], result['pooled']['n']
             for key, value in result.items():
                 result[key] = _null_to_nan(value) if isinstance(value, dict) else value
         return content['tasks']
+
+
+def use_new_names(result):
+    """Give a task's result that an earlier version wrote the names of today, in place."""
+    for old, new in (('mass', 'option_mass'), ('preset', 'prompt_format')):
+        if old in result:
+            result[new] = result.pop(old)
 
 
 def _null_to_nan(value):

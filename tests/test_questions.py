@@ -330,7 +330,7 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (dict(prompt_format='harness'), 'lets the model write its answer to mmlu_prox'),
+    (dict(prompt_format='harness'), 'generates the answers to mmlu_prox'),
     (dict(languages=('xx',)), "mmlu_prox has no language 'xx'; it has af, ar"),
     (dict(languages=('sw',)), 'holds nothing that matches sw/test-')])
 def test_multilingual_refusals(tmp_path, arguments, message):
