@@ -307,6 +307,7 @@ def test_white_space_before_a_question_is_as_in_one_text(tmp_path, chat):
         assert [*tree.prefix, *tree.stem] == whole[:len(tree.prefix) + len(tree.stem)]
 
 
+@pytest.mark.slow
 def test_asking_in_the_chat_template(scored_folder, tmp_path, capsys):
     folder = tmp_path / 'run'
     shutil.copytree(scored_folder / 'model', folder / 'model')

@@ -183,6 +183,7 @@ def test_an_activation_without_a_kernel_is_computed_by_torch(device, calls_of_ke
     assert not calls_of_kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['gemma2'])
 def test_kernels_score_a_question_alone_bitwise_the_same_in_any_batch(name, device, tmp_path,
