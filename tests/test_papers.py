@@ -331,8 +331,8 @@ def test_finished_runs_with_other_settings_are_refused(hub, tmp_path):
 @pytest.mark.slow
 def test_a_killed_script_goes_on(hub, tmp_path):
     out = tmp_path / 'out'
-    arguments = ['--only=Gemma2-2B/Alpaca/lr', f'--out_dir={out}', f'--cache_dir={tmp_path}',
-                 *SMALL, '--max_steps=12', '--save_every=2', '--epochs=9']
+    arguments = ['--only=Gemma2-2B/Alpaca/lr5e-06,Gemma2-2B/Alpaca/lr2e-05',
+                 f'--out_dir={out}', f'--cache_dir={tmp_path}', *SMALL, '--max_steps=12', '--save_every=2', '--epochs=9']
     whole = tmp_path / 'whole'
     run_paper(hub, 'label_smoothing', *arguments, f'--out_dir={whole}')
     process = run_paper(hub, 'label_smoothing', *arguments, wait=False)
@@ -343,7 +343,7 @@ def test_a_killed_script_goes_on(hub, tmp_path):
     process.wait()
     assert not log.with_name('config.json').exists()
     run_paper(hub, 'label_smoothing', *arguments)
-    for lr in ('5e-06', '2e-05', '5e-05', '0.0002'):
+    for lr in ('5e-06', '2e-05'):
         name = f'Gemma2-2B/Alpaca/lr{lr}/model.safetensors'
         assert (out / name).read_bytes() == (whole / name).read_bytes()
 

@@ -152,8 +152,9 @@ def killed(save, folder, operation=None, n_bytes=None):
         os._exit(1)
 
 
-@pytest.mark.parametrize('kind', ['resume-2', *(pytest.param(kind, marks=pytest.mark.slow) for kind in
-                                             ('weights', 'shards', 'epoch-1', 'adapter'))])
+@pytest.mark.parametrize('kind', [
+    'resume-2', *(pytest.param(kind, marks=pytest.mark.slow)
+                  for kind in ('weights', 'shards', 'epoch-1', 'adapter'))])
 def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
     if kind == 'shards':
         monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 4000)
