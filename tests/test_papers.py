@@ -332,7 +332,8 @@ def test_finished_runs_with_other_settings_are_refused(hub, tmp_path):
 def test_a_killed_script_goes_on(hub, tmp_path):
     out = tmp_path / 'out'
     arguments = ['--only=Gemma2-2B/Alpaca/lr5e-06,Gemma2-2B/Alpaca/lr2e-05',
-                 f'--out_dir={out}', f'--cache_dir={tmp_path}', *SMALL, '--max_steps=12', '--save_every=2', '--epochs=9']
+                 f'--out_dir={out}', f'--cache_dir={tmp_path}', *SMALL, '--max_steps=12',
+                 '--save_every=2', '--epochs=9']
     whole = tmp_path / 'whole'
     run_paper(hub, 'label_smoothing', *arguments, f'--out_dir={whole}')
     process = run_paper(hub, 'label_smoothing', *arguments, wait=False)
