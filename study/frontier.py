@@ -3,8 +3,8 @@
     python study/frontier.py        # study/results/losses/*.md and *.png, from seed-*.csv beside
 
 An excess is the mean of ECE, or another metric, minus that of cross-entropy at equal accuracy.
-Cells are means over seeds, ± half of the 95 % interval (Student's t). p is of a two-sided t test over
-seeds, after Holm's correction for all tests of the claim; only the first strength of a loss is
+Cells are means over seeds, ± half of the 95 % interval (Student's t). p is of a two-sided t test
+over seeds, after Holm's correction for all tests of the claim; only the first strength of a loss is
 tested. One seed has neither interval nor p.
 """
 

@@ -327,6 +327,7 @@ def test_workers_end_by_sigterm():
     assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_ended_at_once(tmp_path):
     """SIGTERM right after the fork ran the parent's handler; one pool in a few hundred hung."""
     code = """

@@ -105,6 +105,7 @@ def test_an_interrupted_demo_says_that_the_same_command_continues(tmp_path):
     assert (printed + errors).endswith('the same command continues\n')
 
 
+@pytest.mark.slow
 def test_options_of_the_demo():
     with pytest.raises(ConfigError, match="no key 'smothing'; did you mean 'smoothing'"):
         demo.main(['--smothing=0.2'])

@@ -387,6 +387,7 @@ def test_bos_is_there_once(tokenizers, tmp_path):
             assert [*tree.prefix, *tree.stem].count(tokenizer.bos_id) == int(add_bos)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('file', ['llama3_tokenizer.model', 'llama2_tokenizer.model',
                                   'mistral_tokenizer.model.v1',
                                   'mistral_mistral_instruct_tokenizer_240323.model.v3'])
@@ -595,6 +596,7 @@ def test_the_same_results_by_the_kernels_and_without(scored_folder, tmp_path, de
     assert 0 < np.abs(probs[0] - probs[1]).max() < 0.03
 
 
+@pytest.mark.slow
 def test_a_model_that_is_given_scores_as_the_one_that_is_loaded(scored_folder, tmp_path):
     folder = scored_folder / 'model'
     for name, model in (('given', checkpoint.load(folder)), ('loaded', None)):
@@ -606,6 +608,7 @@ def test_a_model_that_is_given_scores_as_the_one_that_is_loaded(scored_folder, t
         tmp_path / 'loaded/samples.jsonl').read_bytes()
 
 
+@pytest.mark.slow
 def test_languages_and_groups(scored_folder, tmp_path, capsys):
     found = scored(scored_folder, tmp_path / 'all')
     result = found['tasks']['global_mmlu']
@@ -708,6 +711,7 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
         'pooled']['n'] == 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('more', [[], ['--p_true', '--fit_temperature']])
 def test_a_corrected_answer_counts_in_the_same_folder(more, scored_folder, tmp_path):
     """The same folder evaluated again gives what a new folder gives, post-hoc and P(True) too."""
@@ -895,6 +899,7 @@ def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
         'accuracy'] == whole['foxes']['pooled']['accuracy']
 
 
+@pytest.mark.slow
 def test_a_full_disk_names_the_file_and_loses_nothing(scored_folder, tmp_path):
     task, out = write_words(tmp_path / 'foxes.jsonl', 400, 'fox'), tmp_path / 'out'
     command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
@@ -964,6 +969,7 @@ def test_home_in_paths(scored_folder, tmp_path, monkeypatch):
     assert found['global_mmlu']['source'] == f'global_mmlu:{tmp_path / "data"}'
 
 
+@pytest.mark.slow
 def test_what_is_printed(scored_folder, tmp_path):
     """Device and dtype that 'auto' chose, progress in lines of their own, a quiet end at `head`."""
     task = write_words(tmp_path / 'foxes.jsonl', 60, 'fox')
@@ -1264,6 +1270,7 @@ def p_true_prompt(row, top, shots, subject):
     return f'{header}{solved}{ask(row, top)}', 'ABCD'[top] == row['answer']
 
 
+@pytest.mark.slow
 def test_p_true_is_that_of_transformers(scored_folder, tmp_path):
     import transformers
     found = scored(scored_folder, tmp_path, '--p_true', '--languages=en,de')['tasks']
@@ -1302,6 +1309,7 @@ def test_p_true_is_that_of_transformers(scored_folder, tmp_path):
     assert '### global_mmlu.p_true (P(True)' in (tmp_path / 'results.md').read_text()
 
 
+@pytest.mark.slow
 def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsys):
     """Asked for later, stopped, with another norm, compared; and a task without options."""
     words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()

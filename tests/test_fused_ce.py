@@ -736,7 +736,8 @@ def test_loss_gradient_sums_to_zero(ce_device, text):
 
 
 @numpy_warns
-@pytest.mark.parametrize('softcap', [None, 5.0, 100.0])
+@pytest.mark.parametrize('softcap', [None, *(pytest.param(cap, marks=pytest.mark.slow)
+                                            for cap in (5.0, 100.0))])
 @pytest.mark.parametrize('text', REFERENCES)
 def test_loss_at_the_ends_of_probability(ce_device, text, softcap):
     """p_y = 1, p_y = 0, a huge range of logits, saturated caps, equal logits: finite and right."""
