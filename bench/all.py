@@ -46,17 +46,17 @@ def command(name, options, out, ours=False):
 
     out: path of its results, without suffix
     """
-    found = [f'bench/{name}.py', f'--out={out}' + '.json' * (name != 'loss')]
-    found += ['--ours'] * (ours and name != 'floors')
+    arguments = [f'bench/{name}.py', f'--out={out}' + '.json' * (name != 'loss')]
+    arguments += ['--ours'] * (ours and name != 'floors')
     if name in ('eval', 'commands'):
         if not (options.data and options.tokenizer):
             return None
-        found += [f'--data={options.data}', f'--tokenizer={options.tokenizer}']
+        arguments += [f'--data={options.data}', f'--tokenizer={options.tokenizer}']
     if name == 'train' and options.conversations:
-        found += [f'--data={options.conversations}', f'--tokenizer={options.tokenizer}']
+        arguments += [f'--data={options.conversations}', f'--tokenizer={options.tokenizer}']
     if options.shape and name != 'metrics':
-        found.append(f'--shape{"s" * (name == "loss")}={options.shape}')
-    return found
+        arguments.append(f'--shape{"s" * (name == "loss")}={options.shape}')
+    return arguments
 
 
 # ------------------------------------------------------------------------------------------------
@@ -118,29 +118,29 @@ def tables_of(name, content):
 
 def timings(name, content):
     """Return {what: a number that grows with the time} of our rows in a script's results."""
-    tables, found = content['tables'], {}
+    tables, numbers = content['tables'], {}
     if name == 'loss':
         return {f'loss, {shape}, {method}, ms': row['ms'] for shape, table in tables.items()
                 for method, row in table['methods'].items() if method.startswith('ours')}
     for table in tables:
         if name == 'metrics':
-            found |= {f'metrics, {table["n"]} x {table["k"]}, {what}, s': times['ours']
+            numbers |= {f'metrics, {table["n"]} x {table["k"]}, {what}, s': times['ours']
                       for what, times in table['seconds'].items()}
             continue
         if name == 'floors':
-            found |= {f'{table["shape"]}, {item}, ms': ms for item, ms in table['items'].items()
+            numbers |= {f'{table["shape"]}, {item}, ms': ms for item, ms in table['items'].items()
                       if item != 'idle' and ms > 1}     # shorter ones vary by more than they are
             continue
         for method, row in table['results'].items():
             label = f'{table["shape"]}, {table.get("data", "MMLU")}, {method}'
             if name == 'train' and method.startswith('ours'):
-                found[f'{label}, us per token'] = 1e6 / row['tokens_per_s']
+                numbers[f'{label}, us per token'] = 1e6 / row['tokens_per_s']
             elif name == 'eval' and method == 'ours':
-                found |= {f'{label}, {key}': row[key] for key in ('seconds', 'scoring_s')}
+                numbers |= {f'{label}, {key}': row[key] for key in ('seconds', 'scoring_s')}
             elif name == 'commands' and method.startswith('ours'):
-                found |= {f'{table["shape"]}, {method}, {kind}, s': min(row[kind])
+                numbers |= {f'{table["shape"]}, {method}, {kind}, s': min(row[kind])
                           for kind in ('cold', 'warm') if kind in row}
-    return found
+    return numbers
 
 
 def compare(old, new, options):

@@ -118,24 +118,24 @@ def run(name, command, config, folder):
     caches = empty_caches(folder / f'caches of {name}')
     plan = [kind for kind in ('cold', 'warm') if kind in config.caches
             for _ in range(config.repeats if kind == 'warm' else 1)]
-    found = {}
+    result = {}
     try:
         if 'cold' not in plan:
             seconds(command + ['--limit', '1'] * (name == LM_EVAL), caches)
         for kind in plan:
-            found.setdefault(kind, []).append(round(seconds(command, caches), 2))
+            result.setdefault(kind, []).append(round(seconds(command, caches), 2))
     except RuntimeError as error:
         if name != LM_EVAL:
             raise
         return {'failed': last_error(str(error))}
     if name == MMLU:
         content = json.loads((folder / 'out/results.json').read_text())
-        found['accuracy'] = content['tasks']['mmlu']['pooled']['accuracy']
+        result['accuracy'] = content['tasks']['mmlu']['pooled']['accuracy']
     if name == LM_EVAL:
         newest = max((folder / 'lm_eval').rglob('results_*.json'), key=os.path.getmtime)
-        found['accuracy'] = json.loads(newest.read_text())['results'][TASK]['acc,none']
-        found['batch_size'], found['questions per subject'] = config.batch_size, config.lm_limit
-    return found
+        result['accuracy'] = json.loads(newest.read_text())['results'][TASK]['acc,none']
+        result['batch_size'], result['questions per subject'] = config.batch_size, config.lm_limit
+    return result
 
 
 def seconds(command, caches):
@@ -167,10 +167,10 @@ def write_tasks(config, folder):
                      'subject': row['subject']}) + '\n')
     every = [line for lines in rows['test'].values() for line in lines]
     (folder / 'few.jsonl').write_text(''.join(every[::max(1, len(every) // 200)][:200]))
-    found = importlib.util.find_spec('lm_eval')
-    if found is None or config.ours:
+    spec = importlib.util.find_spec('lm_eval')
+    if spec is None or config.ours:
         return      # its command fails then, and says why
-    tasks, published = folder / 'tasks', Path(found.origin).parent / 'tasks/mmlu/default'
+    tasks, published = folder / 'tasks', Path(spec.origin).parent / 'tasks/mmlu/default'
     tasks.mkdir()
     for subject in rows['test']:
         files = {}
@@ -191,7 +191,7 @@ def write_tasks(config, folder):
 # ------------------------------------------------------------------------------------------------
 
 def print_table(table):
-    """The table as Markdown; ratios are lm_eval's seconds over ours."""
+    """Print the table as Markdown; ratios are lm_eval's seconds over ours."""
     rows = table['results']
     peer = rows.get(LM_EVAL, {})
     print(f'\n### {table["shape"]}, seconds of whole commands\n\n'

@@ -84,18 +84,18 @@ def free_memory():
 
 def versions():
     device = torch.cuda.get_device_name() if DEVICE == 'cuda' else 'CPU'
-    found = {'device': device, 'torch': torch.__version__}
+    installed = {'device': device, 'torch': torch.__version__}
     for package in ('triton', 'transformers', 'liger-kernel', 'cut-cross-entropy',
                     'trl', 'lm_eval', 'torchmetrics', 'netcal'):
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 def failure(error):
-    """Return the entry of a peer that cannot do what was asked of it."""
+    """Return the entry of a peer that cannot run this benchmark."""
     return {'failed': f'{type(error).__name__}: {str(error).splitlines()[0]}'[:300]}
 
 
@@ -180,8 +180,8 @@ def draw_bars(path, what, panels):
         axis.tick_params(labelsize=7)
         axis.set_title(title, fontsize=9)
         axis.margins(x=0.35)
-    found = load(path)['versions']
-    figure.suptitle(f'{what} in bfloat16 on one {found["device"]}, torch {found["torch"]}',
+    used = load(path)['versions']
+    figure.suptitle(f'{what} in bfloat16 on one {used["device"]}, torch {used["torch"]}',
                     fontsize=10)
     picture = Path(path).with_suffix('.png')
     figure.savefig(picture, dpi=130)

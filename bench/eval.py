@@ -144,7 +144,7 @@ def busy_share(call):
 
 
 def measure_peer(raw, attention, batch, lengths, sample):
-    """Time what lm-evaluation-harness does: sorted by length, padded, a forward pass a question."""
+    """Time the way of lm-evaluation-harness: sorted, padded, one forward pass per question."""
     model = peer_model(raw, attention).eval()
     generator = torch.Generator().manual_seed(0)
     picked = torch.randperm(len(lengths), generator=generator)[:sample].tolist()

@@ -23,7 +23,7 @@ key-value heads * head_dim, and V words, in bfloat16:
                   writes all but the gradient: 26 bytes per weight; stochastic: all 2, 14 bytes.
     gradient norm reads each gradient once, 2 bytes.
     other         copies, the embedding and its gradient, the last norm; no floor is given.
-    idle          the step's time less the time in which some kernel ran.
+    idle          the step's time minus the time in which any kernel ran.
 
 Writes out/bench_floors.json and its picture.
 """
@@ -100,13 +100,13 @@ def measure(raw, config):
     forward_backward(model, rows[0], cfg, DEVICE)
     update = {name for name, *_ in gpu_kernels(
         lambda: optimizer.step(torch.ones((), device=DEVICE))) if name.startswith('triton_')}
-    found = gpu_kernels(steps)
+    kernels = gpu_kernels(steps)
     items, longest = Counter(), Counter()
-    for name, start, end in found:
+    for name, start, end in kernels:
         items[item_of(name, update)] += (end - start) / 1e3 / STEPS
         longest[name[:100]] += (end - start) / 1e3 / STEPS
     wall = statistics.median(walls)
-    items['idle'] = wall - busy_time(found) / 1e3 / STEPS
+    items['idle'] = wall - busy_time(kernels) / 1e3 / STEPS
     return dict(items), dict(longest.most_common(30)), wall
 
 
@@ -159,7 +159,7 @@ def floors(raw, master_weights, rows, length, rates):
 # ------------------------------------------------------------------------------------------------
 
 def print_table(table, n_kernels=0):
-    """The table as Markdown, the longest item first."""
+    """Print the table as Markdown, the longest item first."""
     items, lower = table['items'], table['floors']
     total = sum(ms for ms, _ in lower.values())
     print(f'\n### {table["shape"]}, {table["master_weights"]}: a step of {table["ms"]:.1f} ms, '

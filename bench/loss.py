@@ -40,7 +40,7 @@ LOSSES = ('cross_entropy()', 'cross_entropy() + smoothing(0.1)', 'brier()', 'sph
 
 
 def measure(n, D, V, softcap, rounds, peers=True):
-    """One shape: {products, methods: {name: row}, losses: {name: ms}, uses: {name: ms}}."""
+    """Return {products, methods: {name: row}, losses: {name: ms}, uses: {name: ms}} of a shape."""
     hidden, weight, target = inputs(n, D, V)
     at = picked(target, V)
     exact = {smoothing: exact_gradients(hidden, weight, target, smoothing, softcap, at)
@@ -111,9 +111,9 @@ def inputs(n, D, V):
 
 
 def methods(softcap, host_target):
-    """Name to (loss(hidden, weight, target), its smoothing). A peer raises if it cannot.
+    """Return {name: (loss(hidden, weight, target), its smoothing)}; a peer raises if it cannot.
 
-    Ours takes the target from the CPU, where a data loader has it: nothing waits then.
+    Ours takes the target from the CPU, where a data loader leaves it, so nothing waits.
     """
     def eager(hidden, weight, target):
         logits = (hidden @ weight.T).float()
@@ -180,7 +180,7 @@ def trl_loss(softcap):
 
 
 def picked(target, V):
-    """Rows of dh, and rows of dW (64 labels, then 192 at random), to compare."""
+    """Return the rows of dh, and of dW (64 labels, then 192 at random), to compare."""
     make = torch.Generator('cuda').manual_seed(1)
     tokens = torch.randperm(len(target), generator=make, device='cuda')[:128]
     return tokens, torch.cat([target[:64],
@@ -189,7 +189,7 @@ def picked(target, V):
 
 @torch.no_grad()
 def exact_gradients(hidden, weight, target, smoothing, softcap, at):
-    """Loss and the picked rows of dh and dW, in float32 from the bfloat16 inputs."""
+    """Return the loss and the picked rows of dh and dW, in float32 from the bfloat16 inputs."""
     tokens, vocabulary = at
     weight = weight.float()
     n, V, total = len(target), len(weight), 0.0
@@ -217,7 +217,7 @@ def exact_gradients(hidden, weight, target, smoothing, softcap, at):
 
 
 def three_products(hidden, weight, rows):
-    """Names to the products of logits, dh and dW for `rows` tokens, by cuBLAS into bfloat16."""
+    """Return {name: product} of logits, dh and dW for `rows` tokens, by cuBLAS into bfloat16."""
     hidden = hidden[:rows]
     logits, dh, dw = hidden @ weight.T, torch.empty_like(hidden), torch.empty_like(weight)
     g = torch.randn_like(logits)    # products of zeros are faster
@@ -261,9 +261,9 @@ def clear(hidden, weight):
 
 
 def interleaved(steps, rounds, hidden, weight):
-    """Median ms of each; in turn, since clocks fall as the device warms up.
+    """Return the median ms of each; they take turns, since clocks fall as the device warms up.
 
-    Each begins with an empty cache of memory: the pieces that another one left cost some 3 %.
+    Each starts with an empty memory cache: blocks that another one left cost about 3 %.
     """
     from triton.testing import do_bench
     ms = {name: [] for name in steps}
@@ -275,7 +275,7 @@ def interleaved(steps, rounds, hidden, weight):
 
 
 def print_table(name, n, table):
-    """The table of a shape as Markdown."""
+    """Print the table of a shape as Markdown."""
     D, V, softcap = SHAPES[name]
     products, rows = sum(table['products']), table['methods']
     print(f'\n### {name}: D {D}, V {V}, softcap {softcap}, {n} tokens\n\n'
@@ -358,9 +358,9 @@ def draw(path):
         ax.minorticks_off()
     axes[0, 0].set_ylabel('ms, forward and backward')
     axes[0, 0].legend(fontsize=8)
-    found = content['versions']
+    installed = content['versions']
     figure.suptitle(f'Smoothed cross-entropy of {content["n"]} tokens in bfloat16 on one '
-                    f'{found["device"]}, torch {found["torch"]}', fontsize=10)
+                    f'{installed["device"]}, torch {installed["torch"]}', fontsize=10)
     figure.tight_layout()
     figure.savefig(Path(path).with_suffix('.png'), dpi=130)
 

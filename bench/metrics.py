@@ -63,7 +63,7 @@ def netcal_calls(probs, labels):
 
 
 def seconds(call):
-    """Return the median of three calls, after one."""
+    """Return the median time of three calls, after a warm-up call."""
     call()
     times = []
     for _ in range(3):
@@ -74,7 +74,7 @@ def seconds(call):
 
 
 def print_table(table):
-    """The table as Markdown."""
+    """Print the table as Markdown."""
     print(f'\n### {table["n"]} x {table["k"]}, seconds\n\n| | ours | torchmetrics | netcal |\n'
           '|---|---|---|---|')
     for name, times in table['seconds'].items():

@@ -16,7 +16,7 @@ Not stated, and chosen here: OASST1's pairs are all answers to a first prompt, w
 paper's 11,000, with a loss on the answer alone; the Pile's validation and test set from
 EleutherAI's copy on the hub, another source by --pile; 100,000 texts of each source, where a text
 of T-REx has as many samples as entities; the words that T-REx marks as a relation or as a pronoun
-are no entities, and an entity counts only where a token begins with it. All prompts and texts have
+are not entities, and an entity counts only where a token begins with it. All prompts and texts have
 at most 2,048 tokens, the context of Pythia and LLaMA: a text is cut, and a question with long shots
 has fewer of them. Texts without a token to score are left out and counted.
 
@@ -118,7 +118,7 @@ def tables(options):
             measured(folder, task).get('pooled', {}), keys)))
 
     def draw(name, points, x_label, metric='ece', **options):
-        """points: {line: [(x, folder of a run)]}"""
+        """Draw the figure `name`; points: {line: [(x, folder of a run)]}."""
         draw_lines(f'{root}/{name}.png', {title: {label: [
             (x, measured(folder, task).get('pooled', {})) for x, folder in folders]
             for label, folders in points.items()} for task, title in TASKS.items()},

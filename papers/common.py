@@ -57,8 +57,8 @@ class Run:
     def changed(self, changes):
         """Return the run with the settings `changes` of the command line, such as '--lr=1e-5'."""
         if self.trains:
-            kept = [c for c in changes if self.cfg.eval or not c.startswith('--eval.')]
-            return replace(self, cfg=replace(load_config(TrainConfig, kept, config=self.cfg),
+            allowed = [c for c in changes if self.cfg.eval or not c.startswith('--eval.')]
+            return replace(self, cfg=replace(load_config(TrainConfig, allowed, config=self.cfg),
                                              resume=True))
         cfg = load_config(TrainConfig, changes, config=TrainConfig(eval=self.cfg))
         return replace(self, cfg=replace(cfg.eval, device=cfg.device, dtype=cfg.dtype,

@@ -104,13 +104,13 @@ def tables(options):
                                             for c in (COLUMNS[key], f'{COLUMNS[key]} (paper)')]
     head = ('model', 'data', 'smoothing', *measures, COLUMNS['rmsce'])
     for task, (title, languages) in BENCHMARKS.items():
-        found = {row[:3]: measured(row[3], task) for row in rows(options)}
-        of_all, by_class = [(*head, 'p accuracy', 'p ECE')], [('class', *head)]
-        for key, result in found.items():
+        results = {row[:3]: measured(row[3], task) for row in rows(options)}
+        pooled_lines, by_class = [(*head, 'p accuracy', 'p ECE')], [('class', *head)]
+        for key, result in results.items():
             reports = result.get('languages', {})
-            of_all.append((*key, *beside(result.get('pooled', {}), printed.get(
-                (task, 'all', *key), {})), *p_values(reports, found.get((*key[:2], '0.0'), {}).get(
-                    'languages', reports))))
+            plain = results.get((*key[:2], '0.0'), {}).get('languages', reports)
+            pooled_lines.append((*key, *beside(result.get('pooled', {}), printed.get(
+                (task, 'all', *key), {})), *p_values(reports, plain)))
             for name, members in CLASSES.items():
                 members = [x for x in members if x in languages]
                 theirs = [printed[task, x, *key] for x in members if (task, x, *key) in printed]
@@ -119,8 +119,8 @@ def tables(options):
         by_language = [('language', *head), *(
             (x, *key, *beside(result.get('languages', {}).get(x, {}),
                               printed.get((task, x, *key), {})))
-            for x in languages for key, result in found.items())]
-        yield task, f'{title}, all languages together (tables 1 and 2)', of_all
+            for x in languages for key, result in results.items())]
+        yield task, f'{title}, all languages together (tables 1 and 2)', pooled_lines
         yield f'{task}_classes', f'{title}, means over the languages of a class', by_class
         yield f'{task}_languages', f'{title} by language (tables 3 to 73)', by_language
     figures(options)

@@ -2,10 +2,10 @@
 
     python study/effects.py        # study/results/effects.md, from the compare.csv files beside it
 
-An effect is the ECE of the tuned model less that of the model tuned with smoothing 0.1, of the same
+An effect is the ECE of the tuned model minus that of the model tuned with smoothing 0.1, same
 seed. Cells are the mean over five seeds, ± half of its 95 % interval (Student's t); p is of a
 paired, two-sided t test, not corrected for the number of tests. A trend is the slope of a
-least-squares fit of the effect over the logarithm of the rows or of the hidden size, one slope a
+least-squares fit of the effect over the logarithm of the rows or of the hidden size, one slope per
 seed, times the whole range. The interaction is how much more the effect changes from 2^9 to 2^18
 rows at hidden size 64 than at 1,024.
 """
@@ -56,7 +56,7 @@ def vocabulary_ece(task, softcap):
 
 
 def vocabulary_table():
-    """Next tokens with the soft-cap: the effect, and what tuning had cost."""
+    """Return the table of next tokens with the soft-cap: the effect, and the cost of tuning."""
     of = vocabulary_ece('next tokens', '30.0')
     tuned, smoothed, base = (
         np.concatenate((of(kind, smoothing), of(kind, smoothing, True, ROWS[3:])), axis=1)
@@ -92,7 +92,7 @@ def trend_table():
 
 
 def size_table():
-    """ECE of the tuned model, and what smoothing 0.1 adds to it."""
+    """Return the table of the ECE of the tuned model, and of what smoothing 0.1 adds to it."""
     yield ['base model', 'English questions, 4 options in text', 'of all languages and entities',
            'first tokens of facts', 'next tokens']
     columns = [read(figure, task) for figure, task in (

@@ -5,8 +5,8 @@
 
 Every figure is a folder: compare.csv has the numbers, from which compare.md, compare.tex (which is
 not committed) and compare.png follow.
-With --runs compare.csv is made anew of the runs in out/study. The headline has reliability diagrams
-as well, of the questions of all seeds together, and the numbers behind them in bins.csv.
+With --runs, compare.csv is written again from the runs in out/study. The headline has reliability
+diagrams as well, of the questions of all seeds together, and the numbers behind them in bins.csv.
 """
 
 import argparse
@@ -148,14 +148,14 @@ BIN_KEYS = ('count', 'confidence', 'accuracy')
 
 
 def bin_rows(name, bins):
-    """Lines of bins.csv: the bins that hold a question."""
+    """Return the lines of bins.csv: the bins that hold a question."""
     return [dict(zip(NAMES, name, strict=True)) | {
         'bin': i, 'count': int(bins['count'][i]), 'confidence': f'{bins["confidence"][i]:.5g}',
         'accuracy': f'{bins["accuracy"][i]:.5g}'} for i in np.flatnonzero(bins['count'])]
 
 
 def pool_bins(several):
-    """The bins of all questions behind `several` bins, as metrics.bins returns them."""
+    """Return the bins of all questions behind `several` bins, as metrics.bins returns them."""
     count = sum(bins['count'] for bins in several)
     pooled = {'count': count} | {key: sum(
         np.where(bins['count'] > 0, bins['count'] * bins[key], 0) for bins in several)

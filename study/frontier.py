@@ -2,9 +2,9 @@
 
     python study/frontier.py        # study/results/losses/*.md and *.png, from seed-*.csv beside
 
-An excess is the mean of ECE, or another metric, less that of cross-entropy at equal accuracy. Cells
-are means over seeds, ± half of the 95 % interval (Student's t). p is of a two-sided t test over
-seeds, after Holm's correction for all tests of the claim; only the first strength of a loss is
+An excess is the mean of ECE, or another metric, minus that of cross-entropy at equal accuracy.
+Cells are means over seeds, ± half of the 95 % interval (Student's t). p is of a two-sided t test
+over seeds, after Holm's correction for all tests of the claim; only the first strength of a loss is
 tested. One seed has neither interval nor p.
 """
 
@@ -72,7 +72,7 @@ class Numbers:
         return points[:, np.argsort(points[0], kind='stable')]
 
     def excess(self, metric, loss, kind='base', **where):
-        """Return [seeds]: the metric of a loss less that of cross-entropy at equal accuracy."""
+        """Return [seeds]: the metric of a loss minus that of cross-entropy at equal accuracy."""
         return np.array([at_equal_accuracy(self.curve(seed, metric, loss, kind, **where),
                                            self.curve(seed, metric, CROSS_ENTROPY, kind, **where))
                          for seed in self.seeds])
@@ -103,7 +103,7 @@ def holm(p_values):
 
 
 def p_of(values):
-    """Return p of a t test against 0; 1 if a seed has no value: what is missing never holds."""
+    """Return p of a t test against 0; 1 if a seed has no value: a missing run confirms nothing."""
     return student_t(values)[2] if np.isfinite(values).all() else 1.0
 
 
@@ -156,7 +156,7 @@ def all_losses(primary=False):
 
 
 def equal_accuracy_table(numbers):
-    """Claim 7"""
+    """Return the table of claim 7: losses at equal accuracy."""
     rows = []
     for _, loss in all_losses():
         columns = [numbers.excess('ece', loss, task=task) for task in TASKS]
@@ -174,7 +174,7 @@ def equal_accuracy_table(numbers):
 
 
 def temperature_table(numbers):
-    """Claim 8"""
+    """Return the table of claim 8: losses after temperature scaling."""
     rows = [([name], [numbers.excess('ece', loss)]
              + [numbers.excess(metric, loss, scaling='temperature') for metric in ('ece', 'nll')])
             for name, loss in all_losses(primary=True)]
@@ -223,7 +223,7 @@ def predictions_table(numbers):
     def by_heart(run):
         return (numbers.over_seeds(run, 'nll', task='held out')
                 - numbers.over_seeds(run, 'nll', task='trained'))
-    kept = {base: by_heart(f'{prefix}-{short(CROSS_ENTROPY)}-lr{lr}')
+    not_memorized = {base: by_heart(f'{prefix}-{short(CROSS_ENTROPY)}-lr{lr}')
             - by_heart(f'{prefix}-{short(SMOOTHING)}-lr{lr}')
             for base, (prefix, lr) in {'base': ('tuned', 8e-4), 'medium': ('medium', 4e-4)}.items()}
     share = {base: numbers.over_seeds(base, 'accuracy', task=base) for base in BASES}
@@ -241,7 +241,7 @@ def predictions_table(numbers):
             (["smoothing's gain on unknown facts, 34 million"],
              [gain('medium', 'unknown', 'smoothing')]),
             (['what smoothing takes from learning by heart (NLL), 6 - 34 million'],
-             [kept['base'] - kept['medium']])]
+             [not_memorized['base'] - not_memorized['medium']])]
     return tested_table(['prediction: above 0', 'difference'], rows,
                         [(i, 0) for i in range(len(rows))])
 
@@ -271,19 +271,19 @@ def recipe_values(numbers):
     """Return [(choice, ECE taken away [seeds], points of accuracy lost, NLL taken away, NLL of
     held-out conversations added)]; a temperature does not change the last one.
     """
-    found = [(name, *(numbers.over_seeds(run, m, scaling=scaling)
-                      for m in ('ece', 'accuracy', 'nll')),
-              numbers.over_seeds(run, 'nll', task='held out'))
-             for name, run, scaling in choices()]
-    _, ece, accuracy, nll, held_out = found[0]
+    values = [(name, *(numbers.over_seeds(run, m, scaling=scaling)
+                       for m in ('ece', 'accuracy', 'nll')),
+               numbers.over_seeds(run, 'nll', task='held out'))
+              for name, run, scaling in choices()]
+    _, ece, accuracy, nll, held_out = values[0]
     return [(name, ece - e, 100 * (accuracy - a), nll - n, h - held_out)
-            for name, e, a, n, h in found[1:]]
+            for name, e, a, n, h in values[1:]]
 
 
 def per_point(ece, lost):
     """Return (rank, text) of the ECE taken away per point of accuracy lost.
 
-    Free is what does not lose accuracy beyond its interval; it comes first.
+    A choice that loses no accuracy beyond its interval is free and comes first.
     """
     if not np.isfinite([ece, lost]).all():
         return (2, 0), 'not run'
@@ -298,7 +298,7 @@ def per_point(ece, lost):
 
 
 def recipe_table(numbers):
-    """Claim 11"""
+    """Return the table of claim 11: choices that keep a model calibrated."""
     ranked = sorted((*per_point(ece, lost), name, ece, lost, nll, held_out)
                     for name, ece, lost, nll, held_out in recipe_values(numbers))
     return [['choice', 'ECE taken away', 'points of accuracy lost', 'NLL taken away',

@@ -1,4 +1,4 @@
-"""Claim 4: the same facts, all of them asked and answered in one way."""
+"""Claim 4: the same facts, with one wording for all questions and one for all answers."""
 
 import sys
 from pathlib import Path

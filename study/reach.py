@@ -1,9 +1,9 @@
-"""How sure, and how unsure, can the output layer of a model be at all?
+"""Measure the least and the most entropy that the output layer of a model can express.
 
     python study/reach.py out/study/vocabulary/seed-0/base-D64-V512-cap30.0
 
 writes the answer to reach.json in the folder of the model; study/vocabulary.py does so after each
-run, and runs.py reads it for comparisons.
+run, and results/runs.py reads it for comparisons.
 """
 
 import copy
@@ -40,10 +40,10 @@ def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0
     """Least and most entropy that a next-token distribution of `model` can have, in bits.
 
     The final norm gives every hidden state the same length, up to its weights, so the output matrix
-    and the soft-cap bound how sure and how unsure the model can be. Both ends are searched for by
+    and the soft-cap bound the entropy of its distributions. Both ends are searched for by
     Adam over the input of the norm, in float32. For the lowest, n_tokens tokens are drawn from the
     first n_pieces rows, and each is made as probable as possible; the result is the mean. The
-    highest is the best of n_tokens random starts. Both are what the search found, not bounds.
+    highest is the best of n_tokens random starts. Both are results of the search, not bounds.
 
     Returns {'unused_rows', 'lowest_bits', 'lowest_nll_bits' (of those tokens), 'highest_bits',
     'log2_vocab'}.

@@ -51,7 +51,7 @@ def jobs_of(seed, root):
     yield Job(f'{folder}/world', world, (seed, root), (), folder / 'world-tokenized')
     for cfg in base.runs(seed, root):
         if Path(cfg.out_dir).name in gather.BASES:
-            yield of_run(cfg, folder / 'world-tokenized')
+            yield training_job(cfg, folder / 'world-tokenized')
     for script in (losses, known, transfer):
         if script is known:
             for name in known.BASES:
@@ -59,10 +59,10 @@ def jobs_of(seed, root):
                 yield Job(f'{files.parent}/{name}', known.select, (seed, root, name),
                           (folder / name / 'config.json',), files.with_suffix('.jsonl'))
         for cfg in script.runs(seed, root):
-            yield of_run(cfg, f'{cfg.model}/config.json', cfg.data)
+            yield training_job(cfg, f'{cfg.model}/config.json', cfg.data)
 
 
-def of_run(cfg, *needs):
+def training_job(cfg, *needs):
     return Job(cfg.out_dir, once, (cfg,), needs, Path(cfg.out_dir, 'results.json'))
 
 

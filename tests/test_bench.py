@@ -172,7 +172,7 @@ def test_metrics():
 
 @needs_no_gpu
 @pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors'])
-def test_without_a_gpu_they_say_so(script):
+def test_scripts_without_a_gpu_say_that_they_need_one(script):
     with pytest.raises(SystemExit, match=f'error: bench/{script}.py needs a CUDA device'):
         getattr(bench, script).main([])
 

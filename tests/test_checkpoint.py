@@ -107,7 +107,7 @@ LLAMA_2 = LLAMA_1 | {'max_position_embeddings': 4096, 'num_key_value_heads': 32,
     (LLAMA_1, 32), (LLAMA_2, 32),
     (LLAMA_2 | {'hidden_size': 8192, 'intermediate_size': 28672, 'num_attention_heads': 64,
                 'num_hidden_layers': 80, 'num_key_value_heads': 8}, 8)])
-def test_llama_1_and_2(raw, heads, tmp_path):
+def test_configs_of_llama_1_and_2_are_read(raw, heads, tmp_path):
     """Their own config.json, and logits of transformers at a smaller width and depth."""
     import transformers
     config = config_json.config_from_hf(raw)
@@ -308,7 +308,7 @@ def test_rotary_keys_of_neox_are_computed_or_refused(computed, changes, tmp_path
     assert computed_or_refused(tmp_path, raw, changes) == computed
 
 
-def test_pythias_config(tmp_path):
+def test_the_config_of_pythia_is_read(tmp_path):
     """The keys of the hub's files of the 2.8B model; what is saved has them again."""
     raw = {'architectures': ['GPTNeoXForCausalLM'], 'bos_token_id': 0, 'eos_token_id': 0,
            'hidden_act': 'gelu', 'hidden_size': 2560, 'initializer_range': 0.02,
@@ -636,7 +636,7 @@ print(max([*peaks, held()]) - before)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs /proc')
-def test_loading_holds_one_copy(tmp_path):
+def test_loading_holds_one_copy_of_the_weights_in_memory(tmp_path):
     # many tensors of 4 MB: none of them is a large part of the whole
     config = models.ModelConfig('llama', 4000, 1024, 2048, 16, 16, dtype='bfloat16')
     model = models.CausalLM(config).to(torch.bfloat16)

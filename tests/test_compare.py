@@ -409,7 +409,7 @@ def write_grid(folder, seeds=(0, 1, 2)):
     return folder
 
 
-def test_another_loss_has_a_column(tmp_path, capsys):
+def test_runs_with_another_loss_have_a_column_of_it(tmp_path, capsys):
     for name, loss in (('a', 'cross_entropy()'), ('b', 'focal(2) + z_loss(1e-4)')):
         (tmp_path / name).mkdir()
         write_run(tmp_path / name, settings={'smoothing': 0.1, 'loss': loss})
@@ -481,7 +481,7 @@ def test_runs_scored_in_different_ways_are_told_apart(tmp_path, capsys):
     assert ', by distribution\n' in capsys.readouterr().out
 
 
-def test_runs_that_are_the_same(tmp_path):
+def test_two_runs_with_equal_settings_and_seed_are_refused(tmp_path):
     for seed in (0, 1):
         for folder in ('one', 'two'):
             write_run(tmp_path / folder / f'seed-{seed}' / 'tuned', seed=seed)
@@ -498,7 +498,7 @@ def test_a_difference_over_fewer_seeds_says_so():
     assert over_seeds.paired(values, {'5': 0.1}) == ''
 
 
-def test_no_whiskers_of_two_seeds():
+def test_a_group_of_two_seeds_has_no_whiskers():
     assert over_seeds.mean_and_ends([1.0, 3.0]) == [2.0, 2.0, 2.0]
     assert over_seeds.mean_and_ends([1.0, 2.0, 3.0]) == pytest.approx((2.0, -0.484138, 4.484138))
 

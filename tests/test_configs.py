@@ -254,7 +254,7 @@ def run_script(folder, *arguments, redirect='', **environment):
     ('torch', 1, b'error: out of memory: '),
     ('module', 1, b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
     ('interrupt', 130, b'stopped; the same command continues\n')])
-def test_what_ends_a_script_is_one_line(kind, code, message, tmp_path):
+def test_an_error_that_ends_a_script_is_one_line(kind, code, message, tmp_path):
     done = run_script(tmp_path, kind)
     assert done.returncode == code and done.stderr.startswith(message)
     assert done.stderr.count(b'\n') == 1
@@ -284,7 +284,8 @@ def test_an_ascii_terminal_shows_other_characters_as_escapes(tmp_path):
 
 
 @pytest.mark.parametrize('closed', ['<&-', '>&-', '2>&-'])
-@pytest.mark.parametrize('program', ['train.py', 'evaluate.py', 'sample.py', 'demo.py'])
+@pytest.mark.parametrize('program', ['train.py', 'evaluate.py', 'sample.py',
+                                     pytest.param('demo.py', marks=pytest.mark.slow)])
 def test_programs_end_with_any_descriptor_missing(program, closed):
     done = subprocess.run(['bash', '-c', f'{sys.executable} {program} --none=1 {closed}'], cwd=HERE,
                           capture_output=True, timeout=120)
@@ -292,7 +293,7 @@ def test_programs_end_with_any_descriptor_missing(program, closed):
     assert done.stderr.startswith(b'error: ') or closed == '2>&-'
 
 
-def test_what_is_imported_late():
+def test_slow_libraries_are_not_imported_before_they_are_needed():
     """The compiler, FSDP and the libraries for pictures and files are for those who use them."""
     late = ['torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'matplotlib', 'pyarrow',
             'torch.distributed.tensor', 'sentencepiece', 'tiktoken', 'huggingface_hub']
@@ -326,7 +327,8 @@ def test_workers_end_by_sigterm():
     assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_a_worker_that_is_ended_at_once(tmp_path):
+@pytest.mark.slow
+def test_a_worker_ended_right_after_the_fork_does_not_run_the_handler_of_its_parent(tmp_path):
     """SIGTERM right after the fork ran the parent's handler; one pool in a few hundred hung."""
     code = """
 import signal, sys

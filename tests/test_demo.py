@@ -78,6 +78,7 @@ def test_a_second_call_trains_nothing(tmp_path, monkeypatch, capsys):
         f'{tmp_path}/base, {tmp_path}/tuned, {tmp_path}/tuned_ls01\n')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('seconds, fastest', [({1: 1, 2: 3, 4: 2}, 1), ({1: 4, 2: 3, 4: 2}, 4)])
 def test_the_demo_takes_the_number_of_threads_that_is_fastest_now(seconds, fastest, monkeypatch):
     clock, threads = [0.0], [4]
@@ -104,6 +105,7 @@ def test_an_interrupted_demo_says_that_the_same_command_continues(tmp_path):
     assert (printed + errors).endswith('the same command continues\n')
 
 
+@pytest.mark.slow
 def test_options_of_the_demo():
     with pytest.raises(ConfigError, match="no key 'smothing'; did you mean 'smoothing'"):
         demo.main(['--smothing=0.2'])

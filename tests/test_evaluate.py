@@ -150,7 +150,7 @@ def test_scored_tokens_of_a_text(tmp_path):
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'neox'])
 @pytest.mark.parametrize('own_starts', [False, True])
-def test_trees_in_bfloat16(name, own_starts, device, tmp_path):
+def test_bfloat16_trees_score_as_single_sequences(name, own_starts, device, tmp_path):
     """Packed trees, by the kernels on a GPU, have no larger errors than one sequence per option."""
     reference_model(name, tmp_path, **head_of_32(name))
     exact, half = checkpoint.load(tmp_path), checkpoint.load(tmp_path, device, torch.bfloat16)
@@ -307,7 +307,8 @@ def test_white_space_before_a_question_is_as_in_one_text(tmp_path, chat):
         assert [*tree.prefix, *tree.stem] == whole[:len(tree.prefix) + len(tree.stem)]
 
 
-def test_asking_in_the_chat_template(scored_folder, tmp_path, capsys):
+@pytest.mark.slow
+def test_questions_can_be_scored_in_the_chat_template(scored_folder, tmp_path, capsys):
     folder = tmp_path / 'run'
     shutil.copytree(scored_folder / 'model', folder / 'model')
     shutil.copytree(scored_folder / 'data', folder / 'data')
@@ -378,7 +379,7 @@ def test_options_that_cannot_be_scored(tokenizers):
         first_tree([bad], {}, tokenizers['llama3'])
 
 
-def test_bos_is_there_once(tokenizers, tmp_path):
+def test_a_prompt_has_exactly_one_bos(tokenizers, tmp_path):
     asked, _, _, _ = questions.load_task(write_task(tmp_path))
     for add_bos in (True, False):
         for tokenizer in tokenizers.values():
@@ -386,10 +387,11 @@ def test_bos_is_there_once(tokenizers, tmp_path):
             assert [*tree.prefix, *tree.stem].count(tokenizer.bos_id) == int(add_bos)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('file', ['llama3_tokenizer.model', 'llama2_tokenizer.model',
                                   'mistral_tokenizer.model.v1',
                                   'mistral_mistral_instruct_tokenizer_240323.model.v3'])
-def test_seams_on_real_questions(file, tmp_path):
+def test_real_questions_have_the_tokens_of_the_whole_text(file, tmp_path):
     """Prefix, question and options in pieces are the whole prompt's tokens, in every format."""
     needs_files(f'tokenizers/{file}', 'datasets/mmlu_pro/mmlu_pro_sample.jsonl')
     datasets = SHARED / 'datasets'
@@ -594,6 +596,7 @@ def test_the_same_results_by_the_kernels_and_without(scored_folder, tmp_path, de
     assert 0 < np.abs(probs[0] - probs[1]).max() < 0.03
 
 
+@pytest.mark.slow
 def test_a_model_that_is_given_scores_as_the_one_that_is_loaded(scored_folder, tmp_path):
     folder = scored_folder / 'model'
     for name, model in (('given', checkpoint.load(folder)), ('loaded', None)):
@@ -605,6 +608,7 @@ def test_a_model_that_is_given_scores_as_the_one_that_is_loaded(scored_folder, t
         tmp_path / 'loaded/samples.jsonl').read_bytes()
 
 
+@pytest.mark.slow
 def test_languages_and_groups(scored_folder, tmp_path, capsys):
     found = scored(scored_folder, tmp_path / 'all')
     result = found['tasks']['global_mmlu']
@@ -707,6 +711,7 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
         'pooled']['n'] == 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('more', [[], ['--p_true', '--fit_temperature']])
 def test_a_corrected_answer_counts_in_the_same_folder(more, scored_folder, tmp_path):
     """The same folder evaluated again gives what a new folder gives, post-hoc and P(True) too."""
@@ -791,7 +796,7 @@ def test_a_folder_holds_every_task_scored_there(scored_folder, tmp_path, capsys,
     assert list(replaced['tasks']) == ['foxes'] and replaced['tasks']['foxes']['pooled']['n'] == 10
 
 
-def test_files_of_others_are_kept(scored_folder, tmp_path):
+def test_files_that_the_program_did_not_write_are_kept(scored_folder, tmp_path):
     """What an evaluation did not write is neither replaced nor deleted, also by --overwrite."""
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
     for name in ('samples.jsonl', 'results.csv', 'results.json', 'results.tex', 'reliability.png',
@@ -847,7 +852,7 @@ def test_overwrite_deletes_after_all_is_checked(scored_folder, tmp_path):
         assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
-def test_two_at_once_on_one_folder(scored_folder, tmp_path):
+def test_a_second_process_on_one_folder_is_refused(scored_folder, tmp_path):
     task, out = write_words(tmp_path / 'foxes.jsonl', 40, 'fox'), tmp_path / 'out'
     command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
                f'--tasks={task}', '--n_bootstrap=0', f'--out_dir={out}']
@@ -894,6 +899,7 @@ def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
         'accuracy'] == whole['foxes']['pooled']['accuracy']
 
 
+@pytest.mark.slow
 def test_a_full_disk_names_the_file_and_loses_nothing(scored_folder, tmp_path):
     task, out = write_words(tmp_path / 'foxes.jsonl', 400, 'fox'), tmp_path / 'out'
     command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
@@ -913,7 +919,7 @@ def test_a_full_disk_names_the_file_and_loses_nothing(scored_folder, tmp_path):
     assert len(ids) == len(set(ids)) == 400
 
 
-def test_weights_that_give_nan(scored_folder, tmp_path):
+def test_nan_log_probabilities_stop_with_the_question_named(scored_folder, tmp_path):
     shutil.copytree(scored_folder / 'model', tmp_path / 'model')
     rewrite(tmp_path / 'model', lambda tensors: tensors['model.layers.1.mlp.up_proj.weight'][
         3].fill_(math.nan))
@@ -944,14 +950,14 @@ def test_a_run_that_scored_nothing_leaves_the_folder_free(scored_folder, tmp_pat
         evaluate_words(scored_folder, out, f'--tasks={task}', '--limit=1', '--fit_temperature')
 
 
-def test_an_out_dir_that_cannot_be(scored_folder, tmp_path):
+def test_an_out_dir_that_cannot_be_created_is_one_line(scored_folder, tmp_path):
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
     for out in (task, task / 'deeper', Path('/proc/nowhere')):
         with pytest.raises(ConfigError, match='cannot be written .* choose another'):
             evaluate_words(scored_folder, out, f'--tasks={task}')
 
 
-def test_home_in_paths(scored_folder, tmp_path, monkeypatch):
+def test_a_tilde_in_paths_is_expanded(scored_folder, tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
     shutil.copytree(scored_folder / 'model', tmp_path / 'model')
     write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
@@ -963,7 +969,8 @@ def test_home_in_paths(scored_folder, tmp_path, monkeypatch):
     assert found['global_mmlu']['source'] == f'global_mmlu:{tmp_path / "data"}'
 
 
-def test_what_is_printed(scored_folder, tmp_path):
+@pytest.mark.slow
+def test_the_output_names_device_and_settings_in_plain_lines(scored_folder, tmp_path):
     """Device and dtype that 'auto' chose, progress in lines of their own, a quiet end at `head`."""
     task = write_words(tmp_path / 'foxes.jsonl', 60, 'fox')
     model = scored_folder / 'model'
@@ -1019,7 +1026,7 @@ def test_interrupt_while_intervals_are_drawn(to, scored_folder, tmp_path):
     assert errors.startswith('stopped') and errors.count('\n') == 1 and process.returncode == 130
 
 
-def test_usage(capsys):
+def test_the_usage_and_the_help_name_the_commands_and_tasks(capsys):
     for arguments in ([], ['--help']):
         with pytest.raises(SystemExit) as end:
             evaluate.main(arguments)
@@ -1043,7 +1050,7 @@ def test_interrupt_in_the_first_second(scored_folder, tmp_path, wait):
 
 
 @pytest.mark.slow
-def test_a_killed_evaluation_is_whole_in_the_end(scored_folder, tmp_path):
+def test_a_killed_evaluation_is_resumed_to_the_same_results(scored_folder, tmp_path):
     rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old'], 'answer': i % 3}
             for i in range(1500)]
     path = write_rows(tmp_path / 'many.jsonl', rows)
@@ -1263,6 +1270,7 @@ def p_true_prompt(row, top, shots, subject):
     return f'{header}{solved}{ask(row, top)}', 'ABCD'[top] == row['answer']
 
 
+@pytest.mark.slow
 def test_p_true_is_that_of_transformers(scored_folder, tmp_path):
     import transformers
     found = scored(scored_folder, tmp_path, '--p_true', '--languages=en,de')['tasks']
@@ -1301,6 +1309,7 @@ def test_p_true_is_that_of_transformers(scored_folder, tmp_path):
     assert '### global_mmlu.p_true (P(True)' in (tmp_path / 'results.md').read_text()
 
 
+@pytest.mark.slow
 def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsys):
     """Asked for later, stopped, with another norm, compared; and a task without options."""
     words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()

@@ -498,7 +498,8 @@ def test_ce_same_bits_twice(ce_device):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize('N, D, V', [(1, 8, 5), (7, 31, 300), (40, 64, 300)])
+@pytest.mark.parametrize('N, D, V', [(1, 8, 5), (7, 31, 300),
+                                     pytest.param(40, 64, 300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('softcap', [None, 5.0])
 def test_token_statistics(ce_device, N, D, V, dtype, softcap):
@@ -672,7 +673,9 @@ def test_loss_golden(ce_device, case):
         assert off(ours.cpu(), torch.tensor(exact)) < 2e-6
 
 
-@pytest.mark.parametrize('softcap', [None, 5.0, 60.0])      # within the kernels' bound and beyond
+# within the kernels' bound and beyond
+@pytest.mark.parametrize('softcap', [None, *(pytest.param(cap, marks=pytest.mark.slow)
+                                            for cap in (5.0, 60.0))])
 @pytest.mark.parametrize('text', REFERENCES)
 def test_loss_equals_autograd(ce_device, text, softcap):
     hidden, weight, target = ce_inputs(7, 31, 300, ce_device, std=3.0)
@@ -733,7 +736,8 @@ def test_loss_gradient_sums_to_zero(ce_device, text):
 
 
 @numpy_warns
-@pytest.mark.parametrize('softcap', [None, 5.0, 100.0])
+@pytest.mark.parametrize('softcap', [None, *(pytest.param(cap, marks=pytest.mark.slow)
+                                            for cap in (5.0, 100.0))])
 @pytest.mark.parametrize('text', REFERENCES)
 def test_loss_at_the_ends_of_probability(ce_device, text, softcap):
     """p_y = 1, p_y = 0, a huge range of logits, saturated caps, equal logits: finite and right."""

@@ -478,7 +478,7 @@ def test_noise_of_rounding_changes_no_number(case, seed):
                          every_number(confidence, correct))
 
 
-def test_what_ties():
+def test_probabilities_that_differ_by_a_rounding_are_tied():
     below, above = 0.6 - 5e-17, 0.6 + 1.2e-16
     assert below < above
     correct = np.array([True, False])
@@ -535,7 +535,7 @@ def test_correct_may_be_0_and_1(metric, kind):
 
 @pytest.mark.parametrize('metric', [metrics.entropy, metrics.nll, metrics.brier, metrics.sce,
                                     metrics.ace, metrics.tace])
-def test_what_needs_every_option_says_so(metric):
+def test_metrics_of_the_whole_distribution_refuse_confidences_alone(metric):
     with pytest.raises(ValueError, match='probs must be .N, K. with N, K >= 1, not of shape .2,.'):
         metric([0.5, 0.5], [True, False])
 
@@ -569,7 +569,7 @@ def test_nll_of_scores_has_no_floor():
     (lambda x: metrics.softmax([[1.0, 2.0]], -1 if x == 2 else x), 'temperature must be'),
 ])
 @pytest.mark.parametrize('value', [2, -0.1, math.nan, '0.5', None, True])
-def test_settings_out_of_range(call, message, value):
+def test_metrics_refuse_settings_out_of_range(call, message, value):
     with pytest.raises(ValueError, match=re.escape(message)):
         call(value)
 
@@ -585,7 +585,7 @@ def test_settings_out_of_range(call, message, value):
     ([[0.5, 0.5]], np.ma.array([0], mask=[True]), 'labels has masked entries'),
     ([[0.5, 0.5], [0.5, 0.5]], [[0], [0, 1]], 'labels has rows of different length'),
 ])
-def test_arrays_that_hide_a_mistake(probs, labels, message):
+def test_ragged_masked_and_impossible_arrays_are_refused(probs, labels, message):
     for metric in (metrics.ece, metrics.nll, metrics.sce, metrics.report):
         with pytest.raises(ValueError, match=message):
             metric(probs, labels)
@@ -1051,13 +1051,13 @@ def test_accuracy_of_lm_eval_files_is_their_own(model, n_tasks):
 
 
 @pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs lm-eval')
-def test_what_lm_eval_writes_now(tmp_path):
+def test_files_of_the_present_lm_eval_are_read(tmp_path):
     subprocess.run([sys.executable, HARNESS_FILES / 'write.py', tmp_path / 'out'], check=True)
     check_accuracies(tmp_path / 'out' / 'first', 5)
     check_accuracies(tmp_path / 'out' / 'second', 3)
 
 
-def test_a_sample_of_lm_eval():
+def test_a_sample_of_lm_eval_has_its_log_probs_lengths_and_answer():
     _, rows = harness_rows('endings')
     row = rows[2]       # Im Café trank er: einen süßen Tee., Öl., über.
     theirs = [float(x) for x, _ in row['filtered_resps']]

@@ -110,7 +110,8 @@ def plain(model, device, drawn):
 
 
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', FAMILIES)
+@pytest.mark.parametrize('name', ['llama', *(pytest.param(name, marks=pytest.mark.slow)
+                                             for name in FAMILIES if name != 'llama')])
 @pytest.mark.parametrize('what', EDITS)
 def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device, monkeypatch,
                                                               calls_of_kernels, tmp_path):
@@ -183,6 +184,7 @@ def test_an_activation_without_a_kernel_is_computed_by_torch(device, calls_of_ke
     assert not calls_of_kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['gemma2'])
 def test_kernels_score_a_question_alone_bitwise_the_same_in_any_batch(name, device, tmp_path,
@@ -197,6 +199,7 @@ def test_kernels_score_a_question_alone_bitwise_the_same_in_any_batch(name, devi
                               scores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', FAMILIES)
 @pytest.mark.parametrize('kind', ['explicit', 'flex'])
 def test_blocks_compile_to_one_graph_for_equal_masks(kind, name, tmp_path):

@@ -161,7 +161,7 @@ def read_table(folder, name):
     ('label_smoothing', 3 * (1 + 3 * 10) + 2 * 3, 'google/gemma-2-2b'),
     ('multilingual', 3 * (2 + 3 * 7), 'google/gemma-2-2b-it'),
     ('alignment', 15 + 10 + 1 + 4 * 3 + 2, 'meta-llama/Llama-2-70b-hf')])
-def test_plan(tmp_path, script, n_runs, model):
+def test_the_plan_lists_every_run_and_writes_nothing(tmp_path, script, n_runs, model):
     more = ['--rlhf=a,b', '--trex=c'] if script == 'alignment' else []
     printed = run_paper(tmp_path, script, '--plan', f'--out_dir={tmp_path / "out"}', *more)
     assert f'0 of {n_runs} finished' in printed and model in printed
@@ -180,7 +180,7 @@ def test_two_scripts_do_not_write_to_one_folder_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_label_smoothing(hub, tmp_path):
+def test_label_smoothing_smooths_at_the_chosen_rate_and_tabulates_its_reports(hub, tmp_path):
     out = tmp_path / 'out'
     arguments = [f'--out_dir={out}', f'--cache_dir={tmp_path}', *SMALL, *FAST]
     printed = run_paper(hub, 'label_smoothing', '--only=Llama-3.1-8B/Tulu3,base,Gemma2-2B/Alpaca/'
@@ -215,7 +215,7 @@ def test_label_smoothing(hub, tmp_path):
 
 
 @pytest.mark.slow
-def test_multilingual(hub, tmp_path):
+def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
     out = tmp_path / 'out'
     printed = run_paper(hub, 'multilingual', '--only=Gemma2-2B/base,instruct,Mistral-7B/OpenHermes',
                         f'--out_dir={out}', f'--cache_dir={tmp_path}', *SMALL, *FAST)
@@ -258,7 +258,7 @@ def test_the_printed_numbers_are_those_of_the_paper():
 
 
 @pytest.mark.slow
-def test_alignment(hub, tmp_path):
+def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, tmp_path):
     out = tmp_path / 'out'
     facts = [{'docid': str(i), 'text': f'The sky is blue and {i} is a number.', 'triples': [],
               'entities': [{'boundaries': [11, 15], 'annotator': 'Wikidata_Spotlight_Entity_Linker',
@@ -301,7 +301,7 @@ def test_alignment(hub, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_other_runs_go_on_without_a_gated_model(hub, tmp_path):
+def test_the_other_runs_continue_without_a_gated_model(hub, tmp_path):
     (tmp_path / 'hub').mkdir()
     for place in hub.iterdir():
         if place.name != 'models--google--gemma-2-2b':
@@ -329,10 +329,11 @@ def test_finished_runs_with_other_settings_are_refused(hub, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_script_goes_on(hub, tmp_path):
+def test_a_killed_script_resumes_to_the_same_weights(hub, tmp_path):
     out = tmp_path / 'out'
-    arguments = ['--only=Gemma2-2B/Alpaca/lr', f'--out_dir={out}', f'--cache_dir={tmp_path}',
-                 *SMALL, '--max_steps=12', '--save_every=2', '--epochs=9']
+    arguments = ['--only=Gemma2-2B/Alpaca/lr5e-06,Gemma2-2B/Alpaca/lr2e-05',
+                 f'--out_dir={out}', f'--cache_dir={tmp_path}', *SMALL, '--max_steps=12',
+                 '--save_every=2', '--epochs=9']
     whole = tmp_path / 'whole'
     run_paper(hub, 'label_smoothing', *arguments, f'--out_dir={whole}')
     process = run_paper(hub, 'label_smoothing', *arguments, wait=False)
@@ -343,7 +344,7 @@ def test_a_killed_script_goes_on(hub, tmp_path):
     process.wait()
     assert not log.with_name('config.json').exists()
     run_paper(hub, 'label_smoothing', *arguments)
-    for lr in ('5e-06', '2e-05', '5e-05', '0.0002'):
+    for lr in ('5e-06', '2e-05'):
         name = f'Gemma2-2B/Alpaca/lr{lr}/model.safetensors'
         assert (out / name).read_bytes() == (whole / name).read_bytes()
 
@@ -356,7 +357,7 @@ def test_a_killed_script_goes_on(hub, tmp_path):
     (['--only=base', '--val_size=-1'], 'no model folder|downloading the model'),
     (['stray'], "unexpected argument 'stray'"),
 ])
-def test_bad_arguments(tmp_path, arguments, message):
+def test_bad_arguments_of_a_script_are_named_in_one_line(tmp_path, arguments, message):
     printed = run_paper(tmp_path, 'label_smoothing', f'--out_dir={tmp_path / "out"}', *arguments,
                         code=1)
     assert re.search(message, printed) and 'Traceback' not in printed

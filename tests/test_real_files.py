@@ -32,6 +32,7 @@ def as_on_the_hub(target, source, path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('target', fetch_real_files.FILES)
 def test_a_fetched_file_has_the_content_that_the_tests_read(target, tmp_path, monkeypatch):
     needs_files(target)

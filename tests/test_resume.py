@@ -152,7 +152,9 @@ def killed(save, folder, operation=None, n_bytes=None):
         os._exit(1)
 
 
-@pytest.mark.parametrize('kind', ['weights', 'shards', 'epoch-1', 'resume-2', 'adapter'])
+@pytest.mark.parametrize('kind', [
+    'resume-2', *(pytest.param(kind, marks=pytest.mark.slow)
+                  for kind in ('weights', 'shards', 'epoch-1', 'adapter'))])
 def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
     if kind == 'shards':
         monkeypatch.setattr(checkpoint, 'SHARD_BYTES', 4000)
@@ -179,7 +181,7 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_signals_save_and_leave(long_run, tmp_path, number):
+def test_a_signal_saves_a_checkpoint_and_exits(long_run, tmp_path, number):
     arguments, whole = long_run
     process = run_train(*arguments, f'--out_dir={tmp_path}', '--save_every=None', wait=False)
     await_steps(process, tmp_path, 3)
@@ -245,7 +247,7 @@ def test_a_disk_that_fills_up_at_the_end(small_world, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_runs_in_one_folder(long_run, tmp_path):
+def test_a_second_run_in_one_folder_is_refused(long_run, tmp_path):
     arguments, _ = long_run
     process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)
     await_steps(process, tmp_path, 1)
@@ -302,7 +304,7 @@ def test_a_folder_that_no_run_made_is_refused(small_world, tmp_path, more):
         assert tree(out) == before
 
 
-def test_the_current_folder_is_no_out_dir(small_world, tmp_path, monkeypatch):
+def test_the_current_folder_is_refused_as_out_dir(small_world, tmp_path, monkeypatch):
     (tmp_path / 'results.py').write_text('mine')
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match='is not empty'):
@@ -401,7 +403,7 @@ def change_base(tmp_path):
 @pytest.mark.parametrize('change, message', [
     (swap_rows, 'different training data'), (change_config, 'different base model'),
     (change_base, 'different base model')])
-def test_resume_wants_the_same_data_and_model(interrupted, tmp_path, change, message):
+def test_resume_refuses_other_data_and_another_model(interrupted, tmp_path, change, message):
     change(tmp_path)
     with pytest.raises(TrainingError, match=message):
         train.main(interrupted[0])

@@ -164,7 +164,7 @@ def test_one_answer(chat_folder, capsys, monkeypatch):
         [i for i, _ in raw if i != 2], start=False) + '\n'
 
 
-def test_a_conversation_goes_on(chat_folder, capsys, monkeypatch):
+def test_a_conversation_continues_after_an_answer(chat_folder, capsys, monkeypatch):
     asked, lines = [], iter(['What?', '', '  And then? '])
 
     def line(prompt):
@@ -184,7 +184,7 @@ def test_a_conversation_goes_on(chat_folder, capsys, monkeypatch):
     assert asked[1][1]['content'].startswith(first) and asked[1][2]['content'] == 'And then?'
 
 
-def test_shades(monkeypatch):
+def test_a_token_is_shaded_by_its_probability(monkeypatch):
     assert sample.shaded('a', 1.0) == '\x1b[48;5;255;38;5;16ma\x1b[0m'
     assert sample.shaded('a\n\nb', 0.0) == (
         '\x1b[48;5;232;38;5;231ma\x1b[0m\n\n\x1b[48;5;232;38;5;231mb\x1b[0m')
@@ -207,7 +207,7 @@ def test_only_a_terminal_with_colors_is_shaded(chat_folder, capsys, monkeypatch,
     assert '\x1b' not in capsys.readouterr().out
 
 
-def test_what_cannot_be_asked(chat_folder, tmp_path):
+def test_prompts_that_cannot_be_answered_are_refused(chat_folder, tmp_path):
     base = tmp_path / 'base'
     shutil.copytree(chat_folder, base)
     (base / 'train_config.py').unlink()
@@ -229,7 +229,7 @@ def test_what_cannot_be_asked(chat_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_program(chat_folder):
+def test_the_command_line_prints_an_answer_or_one_line_of_error(chat_folder):
     def run(*arguments, **more):
         return subprocess.run([sys.executable, 'sample.py', *arguments], cwd=HERE, text=True,
                               capture_output=True, env=os.environ | {'TERM': 'xterm-256color'},

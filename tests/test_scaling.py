@@ -12,7 +12,7 @@ import metrics
 import scaling
 
 
-def test_scaling_finds_what_was_done():
+def test_temperature_scaling_recovers_the_temperature_that_was_applied():
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(20000, 4)) * 3
     scores[::3, 3] = -np.inf
@@ -40,7 +40,7 @@ def test_the_temperature_of_a_separable_set_is_the_end_of_the_range(shift):
     assert scaling.fit_temperature(scores, [1, 0]) == pytest.approx(1000)
 
 
-def test_other_scalings():
+def test_vector_histogram_and_isotonic_scaling_fit_what_was_applied():
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(6000, 3)) * 2
     scores[::4, 2] = -np.inf

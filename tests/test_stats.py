@@ -231,6 +231,6 @@ def test_bootstrap_refuses_what_metrics_refuse():
     lambda level: stats.interval(metrics.ece, [0.5], [1], level=level),
     lambda level: stats.paired_bootstrap(metrics.ece, [0.5], [0.6], [1], level=level)])
 @pytest.mark.parametrize('level', [2, 1, 0, -0.1, math.nan, '0.5', None, True])
-def test_levels_out_of_range(call, level):
+def test_levels_out_of_range_are_refused(call, level):
     with pytest.raises(ValueError, match=re.escape('level must be a number in (0, 1), not')):
         call(level)

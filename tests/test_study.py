@@ -126,7 +126,7 @@ SMALL = 'tuned-smoothing0.0-lr0.0008', 'tuned-smoothing0.1-lr0.0008'
 
 
 @pytest.mark.slow
-def test_a_small_study(small_study, tmp_path, capsys):
+def test_a_small_study_runs_from_worlds_to_tables(small_study, tmp_path, capsys):
     figures.draw('headline', tmp_path / 'headline', small_study)
     assert {'compare.png', 'compare.csv', 'bins.csv', 'reliability.png'} <= {
         path.name for path in (tmp_path / 'headline').iterdir()}
@@ -190,7 +190,7 @@ def test_a_script_ends_in_a_table_over_its_seeds(small_study, capsys, monkeypatc
         common.main(small_runs(smoothing.runs, epochs=1.0))
 
 
-def test_a_name_that_no_run_has():
+def test_a_name_that_no_run_has_is_refused():
     with pytest.raises(ConfigError, match='--only=lora: no run has such a name; there are tuned-'):
         common.train_all(smoothing.runs, only=('lora',))
 
@@ -532,7 +532,7 @@ def test_differences_at_equal_accuracy():
     assert math.isnan(frontier.at_equal_accuracy(np.full((2, 3), np.nan), reference))
 
 
-def test_holm():
+def test_holm_multiplies_the_smallest_p_by_the_number_of_tests():
     # Holm 1979: the smallest p times 4, the next times 3, ..., never less than the one before
     assert frontier.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert frontier.holm([0.6, 0.5]) == pytest.approx([1, 1])

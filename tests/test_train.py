@@ -504,7 +504,7 @@ def test_two_processes_train_the_same(small_world, tmp_path):
 
 
 @pytest.mark.slow
-def test_lora_run(small_world, tmp_path):
+def test_a_lora_run_saves_merged_weights_and_adapters(small_world, tmp_path):
     """What `train.py --lora` leaves: merged weights, and an adapter that makes them of the base."""
     import peft
     import transformers
@@ -529,7 +529,7 @@ def test_lora_run(small_world, tmp_path):
 
 
 @pytest.mark.slow
-def test_neox_runs(small_world, tmp_path):
+def test_neox_trains_and_is_evaluated(small_world, tmp_path):
     """Tune a GPT-NeoX in one process and in two, with a report; then LoRA; then from scratch."""
     import peft
     import transformers
