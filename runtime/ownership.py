@@ -95,6 +95,8 @@ def read_json(path, advice):
     """
     try:
         yield json.loads(Path(path).read_text(encoding='utf-8'))
+    except PermissionError as error:
+        raise ConfigError(f'{path} cannot be read: {error.strerror}') from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f'{path} is not what this program wrote ({error!r}); {advice}') from error
 

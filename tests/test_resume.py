@@ -527,6 +527,15 @@ def test_a_list_that_names_files_elsewhere_is_refused(tmp_path, content):
     assert tree(tmp_path) == before
 
 
+def test_a_file_without_read_permission_is_not_called_damaged(tmp_path, monkeypatch):
+    def refuse(path, **_):
+        raise PermissionError(13, 'Permission denied', str(path))
+    monkeypatch.setattr(Path, 'read_text', refuse)      # as root there would be no such error
+    with pytest.raises(ConfigError, match='results.json cannot be read: Permission denied$'):
+        with ownership.read_json(tmp_path / 'results.json', 'evaluate there again'):
+            pass
+
+
 def test_the_lock_changes_no_file_that_is_there(tmp_path):
     elsewhere, out = tmp_path / 'elsewhere', tmp_path / 'out'
     elsewhere.write_text('mine')
