@@ -93,6 +93,7 @@ def test_the_demo_takes_the_number_of_threads_that_is_fastest_now(seconds, faste
     assert processes.pick_threads() == threads[0] == fastest and 1 <= clock[0] < 1.1
 
 
+@pytest.mark.slow
 def test_an_interrupted_demo_says_that_the_same_command_continues(tmp_path):
     process = subprocess.Popen([sys.executable, 'demo.py', f'--out_dir={tmp_path}'], cwd=HERE,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1035,6 +1035,7 @@ def test_the_usage_and_the_help_name_the_commands_and_tasks(capsys):
             assert part in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('wait', [0.3, 1.0])
 def test_interrupt_in_the_first_second(scored_folder, tmp_path, wait):
     task = write_words(tmp_path / 'foxes.jsonl', 20000, 'fox')
@@ -1146,6 +1147,7 @@ def test_the_schema_of_results_is_documented(scored_folder, tmp_path):
     assert again['tasks']['clm']['pooled'] == found['tasks']['clm']['pooled']
 
 
+@pytest.mark.slow
 def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, tmp_path, capsys,
                                                                monkeypatch):
     drawn = {}

@@ -708,7 +708,7 @@ def test_loss_with_token_weights_and_num_items(ce_device, text):
     assert off(hidden.grad, expected[1]) < 2e-5 and frozen.grad is None
 
 
-@pytest.mark.parametrize('softcap', [None, 5.0])
+@pytest.mark.parametrize('softcap', [None, pytest.param(5.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('text', REFERENCES)
 def test_loss_in_bfloat16(ce_device, text, softcap):
     """Nearer to float64 than 1.6 times what torch makes of it in bfloat16."""

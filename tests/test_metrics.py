@@ -467,6 +467,7 @@ def every_number(probs, labels):
                       'coverage': metrics.coverage_at_accuracy(probs, labels, 0.5)}
 
 
+@pytest.mark.slow
 @small
 @given(predictions(), st.integers(0, 99))
 def test_noise_of_rounding_changes_no_number(case, seed):

@@ -318,6 +318,7 @@ def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
     assert 'reliability.png was not written: IsADirectoryError' in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('n', [1, 3, 12])
 def test_reliability_diagrams(tmp_path, monkeypatch, n):
     figures = []

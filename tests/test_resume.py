@@ -654,6 +654,7 @@ def test_files_get_the_mode_that_the_umask_says(tmp_path, umask, mode):
         'model.safetensors', 'adapter_model.safetensors', 'state-00001.safetensors'}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('content, lacking', [(None, 4), (b'junk\n\xff\n', 4), (b'[]\n{}\n', 4)])
 def test_a_damaged_log_is_kept_aside(interrupted, capsys, content, lacking):
     arguments, out = interrupted
