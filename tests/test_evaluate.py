@@ -1347,7 +1347,7 @@ def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsy
     compare.main([str(out), str(tmp_path / 'second'), f'--out_dir={tmp_path / "compare"}'])
     assert 'foxes.p_true' in (tmp_path / 'compare' / 'compare.md').read_text()
     write_rows(tmp_path / 'texts.jsonl', [{'text': 'the quick brown fox'}])
-    with pytest.raises(ConfigError, match='p_true = True, but tasks = .* have no options'):
+    with pytest.raises(ConfigError, match='p_true = True: tasks = .* have no options'):
         evaluate_words(scored_folder, tmp_path / 'none', f'--tasks=clm:{tmp_path / "texts.jsonl"}',
                        '--p_true')
 
