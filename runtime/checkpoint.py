@@ -226,6 +226,8 @@ def _read_pickle(path, _time):
 @contextlib.contextmanager
 def _open(path):
     """Open a file of weights; raise a CheckpointError that names the file if that fails."""
+    if not path.is_file():      # a FIFO would wait for a writer
+        raise CheckpointError(f'{path} is not a regular file')
     try:
         open(path, 'rb').close()    # safe_open would not tell a missing permission from damage
     except OSError as error:

@@ -471,6 +471,14 @@ def test_weights_that_may_not_be_read_are_named_as_that(folder, monkeypatch, nam
         checkpoint.weight_files(folder)
 
 
+@pytest.mark.parametrize('make', [os.mkfifo, os.mkdir])
+def test_weights_that_are_no_regular_file_are_refused(folder, make):
+    (folder / 'model.safetensors').unlink()
+    make(folder / 'model.safetensors')
+    with pytest.raises(checkpoint.CheckpointError, match='safetensors is not a regular file'):
+        checkpoint.weight_files(folder)
+
+
 @pytest.mark.parametrize('n_free', [0, 1])
 def test_too_many_open_files_is_not_called_damage(folder, n_free):
     limits, files = resource.getrlimit(resource.RLIMIT_NOFILE), []
