@@ -51,7 +51,7 @@ class EvalConfig:
 
     @staticmethod
     def renamed(values):
-        """Return {key: value} with the present names of the keys of earlier versions."""
+        """Return {key: value} with the keys that older versions used renamed to those of today."""
         values = dict(values)
         if 'preset' in values:
             values['prompt_format'] = values.pop('preset')

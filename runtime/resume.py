@@ -205,8 +205,8 @@ def read_state(path, step):
     """Return the content of state.json; ValueError if it was edited or is not that of `step`."""
     content = json.loads(path.read_text(encoding='utf-8'))
     if 'digest' not in content:
-        raise ValueError('it has no checksum; checkpoints of earlier versions have none, and only '
-                         'the version that wrote one can resume from it')
+        raise ValueError('it has no checksum; older versions wrote checkpoints without one, and '
+                         'only the version that wrote a checkpoint can resume from it')
     if content.pop('digest') != json_digest(content):
         raise ValueError('its content does not match its checksum')
     if content['step'] != step:

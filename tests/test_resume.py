@@ -439,7 +439,7 @@ def edit_state(old, new):
     (edit_state('"step": 2', '"step": 3'), 'state.json is damaged .*checksum'),
     (edit_state('state-00001', 'state-00009'), 'state.json is damaged .*checksum'),
     (edit_state('"digest": ', '"": '),
-     'state.json is damaged .it has no checksum; checkpoints of earlier versions have none'),
+     'state.json is damaged .it has no checksum; older versions wrote checkpoints without one'),
     (write_state('{"step": 2'), 'state.json is damaged'),
     (write_state('[1, 2]'), 'state.json is damaged'), (write_state('\0'), 'state.json is damaged'),
     (write_state('[' * 100_000), 'state.json is damaged .*RecursionError'),
