@@ -320,31 +320,36 @@ class Decoder(nn.Module):
         self.attention = 'auto'     # or 'explicit', 'flex', 'tree': see attention.make_masks
         self.checkpoint = False     # store only the input of a block; recompute it in backward
 
-    def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None,
+                masks: list | None = None) -> Tensor:
         config, family = self.config, self.config.family
         x = self.get_submodule(family.embedding)(tokens)
         # rounded to the type of the weights, as in transformers: for Gemma 2 9B 59.8665 in float32
         # (so in training here), 59.75 in bfloat16
         x = x * torch.tensor(self.embed_scale, dtype=x.dtype) if self.embed_scale != 1 else x
-        # in a row no longer than the window, every token sees all before it
-        windows = [w if w and w < tokens.shape[1] else None for w in config.windows]
-        masks = attention.make_masks(self.attention, positions, ends, set(windows), config.head_dim,
-                                     config.attn_logit_softcapping, x)
+        if masks is None:
+            # in a row no longer than the window, every token sees all before it
+            windows = [w if w and w < tokens.shape[1] else None for w in config.windows]
+            by_window = attention.make_masks(self.attention, positions, ends, set(windows),
+                                             config.head_dim, config.attn_logit_softcapping, x)
+            masks = [by_window[window] for window in windows]
         rotary = rotary_angles(positions, config, x.dtype)
         recompute = self.checkpoint and self.training and torch.is_grad_enabled()
-        for layer, window in zip(self.layers, windows, strict=True):
+        for layer, mask in zip(self.layers, masks, strict=True):
             if recompute:
-                x = checkpoint(layer, x, rotary, masks[window], use_reentrant=False)
+                x = checkpoint(layer, x, rotary, mask, use_reentrant=False)
             else:
-                x = layer(x, rotary, masks[window])
+                x = layer(x, rotary, mask)
         return self.get_submodule(family.last_norm)(x)
 
 
 class CausalLM(nn.Module):
     """`model(tokens, positions, ends)`, int [B, T] each, returns the hidden states [B, T, D].
 
-    `ends` may be None: see the top of this file. The logits are cap * tanh(hidden @ head.T / cap)
-    with cap = `softcap`. The hidden states are already divided by the temperature.
+    `ends` may be None: see the top of this file. `masks`, one per layer (see attention.py), take
+    the place of those that `ends` describes, as for a cache. The logits are
+    cap * tanh(hidden @ head.T / cap) with cap = `softcap`. The hidden states are already divided by
+    the temperature.
     """
 
     def __init__(self, config: ModelConfig):
@@ -376,8 +381,9 @@ class CausalLM(nn.Module):
         """Return the divisor of the hidden states, and so of the logits before the cap."""
         return self.config.temperature
 
-    def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None) -> Tensor:
-        hidden = self.decoder(tokens, positions, ends)
+    def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None,
+                masks: list | None = None) -> Tensor:
+        hidden = self.decoder(tokens, positions, ends, masks)
         return hidden if self.temperature == 1 else hidden / self.temperature
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -40,6 +40,9 @@ def test_each_folder_says_in_three_lines_what_belongs_there(folder):
 
 def test_the_top_level_holds_only_what_is_run_read_first_or_copied():
     assert {path.stem for path in HERE.glob('*.py')} <= TOP
+    tracked = subprocess.run(['git', 'ls-files'], cwd=HERE, capture_output=True, text=True).stdout
+    folders = {line.split('/')[0] for line in tracked.splitlines() if '/' in line}
+    assert folders <= {*FOLDERS, '.ci', '.github', 'assets', 'docs', 'tests'}
 
 
 @pytest.mark.parametrize('file', ARROWS)
