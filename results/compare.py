@@ -19,7 +19,7 @@ import metrics
 import stats
 from results import lm_eval
 from results.over_seeds import compare_seeds
-from results.plots import draw_reliability
+from results.plots import draw_curves, draw_reliability
 from results.report import (COMPARED, MEASURES, TITLES, Heading, aligned, csv_text, interval_text,
                             latex, mark_best, markdown, measure, panel_title, predictions,
                             split_groups, task_title, unit)
@@ -87,8 +87,8 @@ def compare_questions(runs, keys, cfg, out_dir):
 
     For every language: the measures `keys` of each run, the best one marked. Then the differences
     of each pair of runs: a paired bootstrap over the questions that both answered, and Student's t
-    over languages if there are several. The files are compare.md, .csv and .tex, and a reliability
-    diagram of all runs for each task.
+    over languages if there are several. The files are compare.md, .csv and .tex, and for each task
+    two pictures: the runs' reliability diagrams side by side, and their curves in one diagram.
     """
     runs = dict(zip(label_runs([run.folder for run in runs]), runs, strict=True))
     by_run = {name: read_run_samples(run)[0] for name, run in runs.items()}
@@ -98,7 +98,8 @@ def compare_questions(runs, keys, cfg, out_dir):
         raise DataError('these runs have no task in common: ' + '; '.join(
             f'{name}: {", ".join(by_task)}' for name, by_task in by_run.items()))
     names = ['compare.md', 'compare.tex', 'compare.csv']
-    claim(out_dir, *names, *(f'reliability-{task}.png' for task in tasks))
+    claim(out_dir, *names, *(f'{kind}-{task}.png' for task in tasks
+                             for kind in ('reliability', 'curves')))
     parts = [compare_task(task, runs, {name: by_task[task] for name, by_task in by_run.items()},
                           keys, cfg) for task in tasks]
     write_text(out_dir / 'compare.md', '\n'.join(part.markdown for part in parts))
@@ -106,6 +107,8 @@ def compare_questions(runs, keys, cfg, out_dir):
     write_text(out_dir / 'compare.csv', csv_text([line for part in parts for line in part.lines]))
     names += [f'reliability-{task}.png' for task, part in zip(tasks, parts, strict=True)
               if draw_reliability(out_dir / f'reliability-{task}.png', part.panels)]
+    names += [f'curves-{task}.png' for task, part in zip(tasks, parts, strict=True)
+              if draw_curves(out_dir / f'curves-{task}.png', {task: dict(part.panels)})]
     print(*(part.text for part in parts),
           *(f'\n{task} is left out: not every run has it' for task in all_tasks
             if task not in tasks), f'\nwrote {", ".join(names)} to {out_dir}', sep='\n')

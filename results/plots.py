@@ -21,6 +21,8 @@ FALLBACK_FONTS = ('Noto Sans CJK SC', 'Noto Sans CJK JP', 'Source Han Sans SC', 
                   'WenQuanYi Zen Hei', 'Droid Sans Fallback', 'Unifont', 'PingFang SC',
                   'Arial Unicode MS', 'Microsoft YaHei', 'SimHei')
 
+FEWEST = 10     # questions in a bin that is a point of a reliability curve
+
 
 def new_figure(width, height):
     """Return an empty figure of this size in inches, with fonts for as many scripts as possible."""
@@ -141,6 +143,58 @@ def _draw_panel(top, bottom, title, numbers, bins):
                   fontsize=9)
     top.set(xlim=(0, 1), ylim=(0, 1))
     bottom.bar(left, bins['count'][used] / n, color='#888888', edgecolor='white', **bar)
+
+
+def draw_curves(path, panels, columns=3):
+    """Draw reliability curves of several runs in one diagram per panel; return if it succeeded.
+
+    panels: {title: {run: Predictions}}. A curve joins the bins of metrics.bins at their mean
+    confidence and accuracy; its band is the 95 % Wilson interval, and a larger point has a larger
+    share of the questions. A bin of fewer than FEWEST is left out. Below: the share of questions
+    in each bin.
+    """
+    with warn_on_failure(path) as written:
+        columns = min(columns, len(panels))
+        rows = -(-len(panels) // columns)
+        figure = new_figure(4.6 * columns, 5.8 * rows)
+        axes = figure.subplots(2 * rows, columns, squeeze=False, height_ratios=(3, 1) * rows)
+        for ax in axes.flat:
+            ax.axis('off')
+        for i, (title, runs) in enumerate(panels.items()):
+            top, bottom = axes[i // columns * 2:, i % columns][:2]
+            top.axis('on')
+            bottom.axis('on')
+            top.plot((0, 1), (0, 1), '--', color='black', linewidth=1)
+            for color, (run, p) in zip(_run_colors(len(runs)), runs.items(), strict=True):
+                _draw_curve(top, bottom, run, p, color)
+            top.set(title=figure_title(title, 44), xlim=(0, 1), ylim=(0, 1), ylabel='accuracy')
+            top.legend(fontsize=7, loc='upper left', title_fontsize=7, alignment='left',
+                       title=f'ECE  (bins of ≥ {FEWEST})')
+            bottom.set(xlim=(0, 1), ylim=(0, None), xlabel='confidence', ylabel='share')
+        save_figure(figure, path, 150)
+    return bool(written)
+
+
+def _run_colors(n):
+    """Return n colors: distinct ones, or for more than ten runs a scale from dark to bright."""
+    import matplotlib
+    if n <= 10:
+        return matplotlib.colormaps['tab10'].colors[:n]
+    return matplotlib.colormaps['viridis'](np.linspace(0, 0.95, n))
+
+
+def _draw_curve(top, bottom, run, predicted, color):
+    """Draw one run's reliability curve on the axes `top`, and its shares on `bottom`."""
+    table = metrics.bins(predicted.probs, predicted.labels)
+    used, share = table['count'] >= FEWEST, table['count'] / table['count'].sum()
+    confidence, accuracy, low, high = (table[key][used] for key in (
+        'confidence', 'accuracy', 'low', 'high'))
+    error = metrics.ece(predicted.probs, predicted.labels)
+    top.fill_between(confidence, low, high, color=color, alpha=0.12, linewidth=0)
+    top.plot(confidence, accuracy, color=color, linewidth=1.3,
+             label=f'{error:.3f}  {figure_title(run, 30)}')
+    top.scatter(confidence, accuracy, 4 + 60 * share[used], color=color, linewidth=0)
+    bottom.stairs(share, table['edges'], color=color, linewidth=1.3)
 
 
 def draw_loss(out_dir):

@@ -42,7 +42,8 @@ def test_compare_over_questions(tmp_path, capsys):
                 f'--out_dir={tmp_path / "out"}')
     printed = capsys.readouterr().out
     assert '\nmmlu (prompt format mmlu, 5 shots, letters, token)\n' in printed
-    assert (tmp_path / 'out' / 'reliability-mmlu.png').exists()
+    assert all((tmp_path / 'out' / f'{kind}-mmlu.png').read_bytes().startswith(b'\x89PNG')
+               for kind in ('reliability', 'curves'))
     rows = csv_rows(tmp_path / 'out' / 'compare.csv')
     assert [r['language'] for r in rows[:8]] == ['de', 'de', 'en', 'en', 'sw', 'sw', 'pooled',
                                                  'pooled']
@@ -150,6 +151,7 @@ def test_comparisons_as_latex(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize('name, seed', [
     *((f'compare.{ending}', 0) for ending in ('csv', 'md', 'tex')), ('reliability-mmlu.png', 0),
+    ('curves-mmlu.png', 0),
     *((f'compare.{ending}', 1) for ending in ('csv', 'md', 'tex', 'png'))])
 def test_a_file_that_compare_did_not_write_is_never_replaced(tmp_path, name, seed):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', seed=seed, sharpness=2.0)

@@ -340,6 +340,27 @@ def test_reliability_diagrams(tmp_path, monkeypatch, n):
     figure.draw_without_rendering()    # no mathematics in a name
 
 
+def test_reliability_curves_of_runs_in_one_diagram(tmp_path, monkeypatch):
+    """A point is (mean confidence, accuracy) of a bin of 10 questions or more."""
+    figures = []
+    monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: figures.append(figure))
+    confidence = np.repeat([0.35, 0.55, 0.93], (20, 9, 40))
+    correct = np.arange(69) % 4 < 2
+    p = report.Predictions(confidence, correct)
+    for n in (2, 12):
+        runs = {f'$\\x$ {i}': p for i in range(n)}
+        assert plots.draw_curves(tmp_path / 'a.png', {'mmlu': runs, 'arc': {'one': p}})
+        top = figures[-1].axes[0]
+        _, *curves = top.lines      # after the diagonal
+        for curve in curves:
+            assert np.allclose(curve.get_xydata(), [[0.35, 0.5], [0.93, correct[29:].mean()]])
+        assert len(curves) == n == len({curve.get_color() if n < 11 else tuple(curve.get_color())
+                                        for curve in curves})
+        labels = [text.get_text() for text in top.get_legend().get_texts()]
+        assert labels[0] == f'{metrics.ece(confidence, correct):.3f}  \\$\\x\\$ 0'
+        figures[-1].draw_without_rendering()
+
+
 def test_a_picture_has_no_boxes_for_characters_without_a_glyph(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plots, '_fonts', lambda: ['DejaVu Sans'])
     plots._charmaps.cache_clear()
