@@ -21,7 +21,9 @@ The printed column RMS is below ECE in many rows, so it is no root mean square o
 probably `rms_mmlu_repo` of metrics.py, which is shown beside RMSCE as the paper defines it. Rows of
 all languages are pooled, as the printed ones for Global-MMLU seem to be; those printed for
 MMLU-ProX do not follow from the tables by language. The MMLU-ProX language printed as 'rj' is read
-as Russian. Different here: all weights are tuned without dropout, as in papers/label_smoothing.py.
+as Russian, and the second '0.1' of Tulu 3 in tables 27 and 31 as 0.2.
+
+Different here: all weights are tuned without dropout, as in papers/label_smoothing.py.
 """
 
 import csv

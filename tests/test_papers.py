@@ -257,6 +257,21 @@ def test_the_printed_numbers_are_those_of_the_paper():
             ] == numbers
 
 
+def test_every_printed_row_has_a_setting_of_its_own():
+    """Tables 27 and 31 print the last smoothing of Tulu3 as 0.1 a second time."""
+    with open(HERE / 'papers' / 'multilingual_printed.csv', newline='') as file:
+        settings = [[row[key] for key in ('benchmark', 'language', 'model', 'data', 'smoothing')]
+                    for row in csv.DictReader(file)]
+    by_language = [row for row in settings if row[1] != 'all']
+    smoothings = {'base': [''], **dict.fromkeys(('Alpaca', 'OpenHermes', 'Tulu3'),
+                                                ['0.0', '0.1', '0.2'])}
+    assert sorted(by_language) == sorted(
+        [task, language, model, data, smoothing]
+        for task, languages in (('global_mmlu', GLOBAL_MMLU), ('mmlu_prox', MMLU_PROX))
+        for language in languages for model in ('Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B')
+        for data in smoothings for smoothing in smoothings[data])
+
+
 @pytest.mark.slow
 def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, tmp_path):
     out = tmp_path / 'out'
