@@ -11,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from data.world import WorldSpec, make_world
 from study import common
+from study.world import StudySpec, make_world
 from train import TrainConfig
 
-WORLD = WorldSpec(
+WORLD = StudySpec(
     entities=1_000_000, unseen=10_000, zipf=1.0, first_names=1_000, family_names=1_200,
     documents=400_000, entities_each=6, list_share=0.2, exam_share=0.25, paraphrases=True,
     language_shares=(0.4, 0.3, 0.2, 0.1), vocab_sizes=(4_096,), tokenizer_documents=20_000,

@@ -29,7 +29,7 @@ from train import TrainConfig, train
 
 ROOT = 'out/study'
 SEEDS = (0, 1, 2, 3, 4)
-FORMS = ('text4', 'text10', 'letters4', 'letters10')    # of the questions; see data/world.py
+FORMS = ('text4', 'text10', 'letters4', 'letters10')    # of the questions; see world.py
 
 
 def seed_folder(experiment, seed, root=ROOT):

@@ -12,14 +12,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from data.world import WorldSpec, make_world
 from study import common
 from study.reach import probe
+from study.world import StudySpec, make_world
 from train import TrainConfig
 
 VOCABULARIES = (512, 4_096, 32_768, 262_144)
 FORMS = ('text4', 'letters4')
-WORLD = WorldSpec(
+WORLD = StudySpec(
     entities=1_000_000, unseen=10_000, zipf=0.7, first_names=10, family_names=400_000,
     documents=120_000, entities_each=6, list_share=0.3, exam_share=0.15, paraphrases=True,
     vocab_sizes=VOCABULARIES, tokenizer_documents=120_000, instructions=4_000, questions=2_000,

@@ -18,7 +18,6 @@ import metrics
 import model as models
 import scaling
 from common import HERE, write_run
-from data.world import WorldSpec, make_world
 from results import over_seeds
 from results.report import csv_text, predictions
 from results.runs import read_run
@@ -28,6 +27,7 @@ from stats import mean_interval, student_t
 from study import (architectures, base, common, effects, epochs, figures, frontier, gather,
                    homogeneous, known, lora, losses, pivot, reach, side_by_side, size, smoothing,
                    transfer, vocabulary)
+from study.world import StudySpec, make_world
 from train import TrainConfig, training_loss
 
 SCRIPTS = architectures, base, epochs, homogeneous, lora, size, smoothing, vocabulary
@@ -102,7 +102,7 @@ def small_runs(runs, **settings):
     return small
 
 
-SMALL_WORLD = WorldSpec(**asdict(base.WORLD) | dict(
+SMALL_WORLD = StudySpec(**asdict(base.WORLD) | dict(
     entities=500, unseen=20, first_names=40, family_names=40, documents=300,
     tokenizer_documents=300, vocab_sizes=(700,), instructions=80, questions=12,
     unseen_questions=6, validation=12, probes=10))
