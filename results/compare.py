@@ -15,11 +15,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-import metrics
 import stats
 from results import lm_eval
 from results.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
+from results.prediction_files import few_rows_note
 from results.report import (COMPARED, MEASURES, TITLES, Heading, aligned, csv_text, interval_text,
                             latex, mark_best, markdown, measure, panel_title, predictions,
                             split_groups, task_title, unit)
@@ -150,7 +150,7 @@ def compare_task(task, runs, samples, keys, cfg):
     for pair in itertools.combinations(runs, 2):
         differences += difference(*pair, question_keys, predicted, reports, keys, cfg)
     fewest = min(by_language['pooled']['n'] for by_language in reports.values())
-    if {'rmsce', 'mad'} & {*keys} and (note := metrics.few_rows_note(
+    if {'rmsce', 'mad'} & {*keys} and (note := few_rows_note(
             fewest, unit(next(iter(runs.values())).results[task]))):
         remarks.append(note)
     with_intervals, _ = question_table(task, runs, reports, keys, intervals=True)

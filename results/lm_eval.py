@@ -2,7 +2,7 @@
 
 import math
 
-import metrics
+from results.prediction_files import harness_sample, harness_task
 from results.samples import read_jsonl
 from runtime.errors import DataError
 
@@ -17,7 +17,7 @@ def find_files(sources):
         paths = [source] if source.suffix == '.jsonl' else sorted(
             source.rglob('samples_*_????-??-??T*.jsonl'))
         for path in [path.absolute() for path in paths]:
-            _, subtask, date = metrics.harness_task(path)
+            _, subtask, date = harness_task(path)
             files = runs.setdefault(path.parent if date else path, {})
             if subtask in files and path != files[subtask]:
                 older, path = sorted((path, files[subtask]))    # by date, since the rest is equal
@@ -34,12 +34,12 @@ def read_run(files, norm):
     """
     tasks = {}
     for subtask, path in files.items():
-        task, samples = metrics.harness_task(path)[0], []
+        task, samples = harness_task(path)[0], []
         for line, row in read_jsonl(path):
             if isinstance(row, DataError):
                 raise row
             try:
-                sample = metrics.harness_sample(row, norm)
+                sample = harness_sample(row, norm)
                 if not all(map(math.isfinite, sample['log_probs'])):
                     raise ValueError(f'the log-probabilities are {sample["log_probs"]}')
             except ValueError as error:

@@ -17,6 +17,7 @@ import numpy as np
 import metrics
 import scaling
 import stats
+from results import prediction_files
 from results.plots import draw_reliability, warn_on_failure
 from results.samples import DIAGRAM, GRID, latest_samples, read_samples, sample_order
 from runtime.errors import DataError
@@ -103,11 +104,11 @@ def predictions(samples, norm):
 def option_scores(log_probs, options, n_tokens, norm):
     """Return log-probabilities / length [K]; their softmax is the distribution over the options.
 
-    norm as in metrics.option_lengths: 'token' gives the mean over tokens, the logarithm of the
-    inverse perplexity; 'char' and 'byte' do not count the leading space of an option.
+    norm as in prediction_files.option_lengths: 'token' gives the mean over tokens, the logarithm
+    of the inverse perplexity; 'char' and 'byte' do not count the leading space of an option.
     """
     texts = [option.removeprefix(' ') for option in options]
-    return np.asarray(log_probs) / metrics.option_lengths(texts, n_tokens, norm)
+    return np.asarray(log_probs) / prediction_files.option_lengths(texts, n_tokens, norm)
 
 
 # Metrics and their intervals
@@ -150,7 +151,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
 def measured_by():
     """Return a hash of the code that computes a summary; it changes when a measure is edited."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in (metrics.__file__, stats.__file__, scaling.__file__, __file__):
+    for path in (metrics.__file__, stats.__file__, scaling.__file__, prediction_files.__file__,
+                 __file__):
         digest.update(Path(path).read_bytes())
     return digest.hexdigest()
 
@@ -283,7 +285,7 @@ def notes(result):
         lines.append(f'the options together have a mean probability of {mass:.3f}'
                      + '; with so little, another scoring or prompt may suit the model better'
                      * (mass < 0.01))
-    if note := metrics.few_rows_note(result['pooled']['n'], unit(result)):
+    if note := prediction_files.few_rows_note(result['pooled']['n'], unit(result)):
         lines.append(note)
     if fitted := result.get('post_hoc'):
         values = [f'temperature {t:.3f}' for t in fitted.get('temperature', ())]

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from metrics import NORMS
 from results import lm_eval
+from results.prediction_files import NORMS
 from results.samples import latest_samples, read_samples, sample_order, use_new_names
 from runtime.config import read_assignments
 from runtime.errors import DataError

@@ -33,10 +33,10 @@ def installed(tmp_path_factory):
         pytest.skip('needs pip and setuptools 77')
     base = tmp_path_factory.mktemp('install')
     source, environment, elsewhere = (base / x for x in ('source', 'environment', 'elsewhere'))
-    # every Python file of the top level and of runtime/, so that a wrong one could be installed
+    # every Python file of these folders, so that a wrong one could be installed
     shutil.copytree(HERE, source, ignore=lambda folder, names: [
         name for name in names
-        if not name.endswith(('.py', '.toml', '.in', '.md', 'LICENSE', 'runtime'))])
+        if not name.endswith(('.py', '.toml', '.in', '.md', 'LICENSE', 'runtime', 'results'))])
     elsewhere.mkdir()
     for name in ('metrics', 'attention'):       # modules of the other project
         (elsewhere / f'{name}.py').write_text('raise RuntimeError("not ours")\n')
@@ -58,7 +58,7 @@ def test_pip_installs_the_package_and_no_name_beside_it(installed):
     assert names == {'nanocal', f'nanocal-{runtime.__version__}.dist-info'}
     files = {x.name for x in (installed.packages / 'nanocal').glob('[!_]*[!_]')}
     assert files == {'fused_ce.py', 'metrics.py', 'scaling.py', 'stats.py', 'model.py',
-                     'attention.py', 'optim.py', 'py.typed'}
+                     'attention.py', 'optim.py', 'prediction_files.py', 'py.typed'}
 
 
 def test_the_installed_modules_use_each_other_and_no_file_of_the_clone_or_the_project(installed):

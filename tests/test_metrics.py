@@ -25,6 +25,7 @@ from predictions import (
 )
 
 import metrics
+from results.prediction_files import harness_sample, harness_task
 
 
 def golden_case(name):
@@ -1026,7 +1027,7 @@ def harness_rows(task, model='first'):
 
 
 def accuracies(folder, norm):
-    """{task: accuracy} by what `metrics.main` prints of all its multiple-choice files."""
+    """{task: accuracy} by what `python metrics.py` prints of all its multiple-choice files."""
     files = [path for path in folder.glob('samples_*.jsonl') if not re.search(
         'several|written|last_word|whole_text', path.name)]
     lines = run_metrics(f'--norm={norm}', *files).stdout.split('\n')
@@ -1063,18 +1064,18 @@ def test_a_sample_of_lm_eval_has_its_log_probs_lengths_and_answer():
     row = rows[2]       # Im Café trank er: einen süßen Tee., Öl., über.
     theirs = [float(x) for x, _ in row['filtered_resps']]
     for norm, lengths in (('sum', [1, 1, 1]), ('char', [16, 3, 5]), ('byte', [18, 4, 6])):
-        sample = metrics.harness_sample(row, norm)
+        sample = harness_sample(row, norm)
         assert (sample['log_probs'], sample['n_tokens']) == (theirs, lengths)
         assert sample['options'] == [' einen süßen Tee.', ' Öl.', ' über.']
         assert sample['answer'] == 0 and sample['id'] == f'2:{row["doc_hash"][:16]}'
     # the answer of two contexts, of an option's text, and of log-probabilities beside others
-    assert [metrics.harness_sample(row)['answer'] for row in harness_rows('gaps')[1]] == [0, 1]
-    assert metrics.harness_sample(harness_rows('named')[1][0])['answer'] == 1
-    unconditional = [metrics.harness_sample(row) for row in harness_rows('against_nothing')[1]]
-    assert unconditional == [metrics.harness_sample(row) for row in rows]
+    assert [harness_sample(row)['answer'] for row in harness_rows('gaps')[1]] == [0, 1]
+    assert harness_sample(harness_rows('named')[1][0])['answer'] == 1
+    unconditional = [harness_sample(row) for row in harness_rows('against_nothing')[1]]
+    assert unconditional == [harness_sample(row) for row in rows]
     path, _ = harness_rows('trivia_animals')
-    assert metrics.harness_task(path) == ('trivia', 'trivia_animals', '2026-' + path.stem[-21:])
-    assert metrics.harness_task(path.with_name('mine.jsonl')) == ('samples', '', '')
+    assert harness_task(path) == ('trivia', 'trivia_animals', '2026-' + path.stem[-21:])
+    assert harness_task(path.with_name('mine.jsonl')) == ('samples', '', '')
 
 
 @pytest.mark.slow
