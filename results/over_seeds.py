@@ -1,13 +1,11 @@
 """Compare runs of several seeds: means with Student's interval, and paired differences.
 
-compare.py calls `compare_seeds`. To choose other runs or columns, write a few lines of Python:
-`run_lines` returns the numbers of a run, `group_lines` groups them by settings, and `show_groups`
-prints and draws any such groups; study/pivot.py does so.
+compare.py calls `compare_seeds`. To choose other runs or columns, write a few lines of Python with
+`run_lines`, which returns the numbers of a run, as in docs/evaluation.md.
 """
 
 import itertools
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,13 +25,6 @@ NAMES = ('run', 'kind', 'seed', 'task', 'language', 'category', 'scaling')
 SELF_EVIDENT = ('task', 'category', 'kind', 'run')
 
 
-class Axes(NamedTuple):
-    """How lines are shown: a line of the table for each group of equal panel, by and x."""
-    panel: tuple    # columns; a panel of the figure for each of their values
-    by: tuple       # columns; a curve for each of their values
-    x: str          # the column along the axis
-
-
 def compare_seeds(runs, keys, out_dir):
     """Print a table of means over seeds; write compare.csv, .md, .tex and .png to out_dir.
 
@@ -46,31 +37,21 @@ def compare_seeds(runs, keys, out_dir):
     shown = [line for line in lines if line['scaling'] == 'none'
              and line['language'] == line['category'] == 'all']
     x, *by = varying_columns(shown, ['task']) or ['kind']
-    axes = Axes(('task',), tuple(by), x)
-    headings = {key: Heading(key) for key in keys}
-    print(show_groups(lines, group_lines(shown, axes), {}, '', axes, headings, out_dir))
-
-
-def show_groups(lines, groups, reference, reference_name, axes, headings, out_dir):
-    """Write the table and the figure of `groups`, and all `lines` as CSV; return what to print.
-
-    groups: {(panel, by, x): {seed: line}}; headings: {key of a measure: its title}; reference:
-    {panel: {seed: line}} of a run named `reference_name` to compare each group with, or {}.
-    """
-    table = seed_table(groups, reference, reference_name, axes, headings)
-    shown = [line for by_seed in groups.values() for line in by_seed.values()]
+    columns = ['task', *by, x]
+    groups = {group: by_seed(members) for group, members in group_lines(shown, columns).items()}
+    table = seed_table(groups, columns, keys)
     sampled = list(dict.fromkeys(line['task'] for line in shown if line.get('sample_of')))
     note = f'\nonly a sample of the questions (--limit): {", ".join(sampled)}\n' if sampled else ''
     write_text(out_dir / 'compare.csv', csv_text(lines))
     write_text(out_dir / 'compare.md', markdown(table) + note)
     write_text(out_dir / 'compare.tex', latex(
-        mark_best(table, [tuple(row[:len(axes.panel)]) for row in table[1:]]), note.strip()))
+        mark_best(table, [row[0] for row in table[1:]]), note.strip()))
     with warn_on_failure(out_dir / 'compare.png') as drawn:
-        draw_series(out_dir / 'compare.png', groups, reference, reference_name, axes, headings)
-    return (f'{len(lines)} lines of {len({line["run"] for line in lines})} runs and '
-            f'{len({line["seed"] for line in lines})} seeds, by {", ".join((*axes.by, axes.x))}\n\n'
-            f'{aligned(table)}\n{note}\nwrote {", ".join(FILES if drawn else FILES[:-1])} to '
-            f'{out_dir}')
+        draw_means(out_dir / 'compare.png', groups, columns, keys, sampled)
+    print(f'{len(lines)} lines of {len({line["run"] for line in lines})} runs and '
+          f'{len({line["seed"] for line in lines})} seeds, by {", ".join(columns[1:])}\n\n'
+          f'{aligned(table)}\n{note}\nwrote {", ".join(FILES if drawn else FILES[:-1])} to '
+          f'{out_dir}')
 
 
 # The lines of a run, and groups of lines
@@ -146,18 +127,17 @@ def varying_columns(lines, given):
     return chosen
 
 
-def group_lines(lines, axes, order=None):
-    """Return {(panel, by, x): {seed: line}} in display order.
+def group_lines(lines, columns, order=None):
+    """Return {values of the columns: lines} in display order.
 
     order: {column: its values in order}; the values of other columns are sorted by `ordered`.
     """
-    columns, groups = (*axes.panel, *axes.by, axes.x), {}
     ranks = {column: (order or {}).get(column) or ordered(dict.fromkeys(
         line[column] for line in lines)) for column in columns}
+    groups = {}
     for line in sorted(lines, key=lambda line: [ranks[c].index(line[c]) for c in columns]):
-        panel, by = (tuple(line[column] for column in part) for part in axes[:2])
-        groups.setdefault((panel, by, line[axes.x]), []).append(line)
-    return {group: by_seed(members) for group, members in groups.items()}
+        groups.setdefault(tuple(line[column] for column in columns), []).append(line)
+    return groups
 
 
 def ordered(values):
@@ -190,37 +170,29 @@ def values_of(lines, key):
             if isinstance(line.get(key), float) and math.isfinite(line[key])}
 
 
-def seed_table(groups, reference, reference_name, axes, headings):
+def seed_table(groups, columns, keys):
     """Return cells: mean ± half-width of the 95 % interval, also of paired differences, with p.
 
-    The differences are to the reference of the panel, and to the first x of the same curve.
+    groups: {values of the columns: {seed: line}}. The differences are to the group that differs in
+    the last column alone and is the first such group.
     """
     first_x = {}
-    for panel, by, x in groups:
-        first_x.setdefault((panel, by), x)
-    xs = {*first_x.values()}
-    first = f'the first {axes.x}' if len(xs) > 1 else titled([axes.x], xs)
-    others = [*filter(None, [reference_name]), first]
-    table = [[*axes.panel, *axes.by, axes.x, 'seeds']]
-    for title in headings.values():
-        term = f'({title})' if ' - ' in title else title
-        table[0] += [title, *(f'{term} minus that of {other}' for other in others)]
-
-    def add_row(panel, by, x, lines, *compared):
-        cells = [*panel, *by, x, str(len(lines))]
-        for key in headings:
+    for *curve, x in groups:
+        first_x.setdefault(tuple(curve), x)
+    xs, x = {*first_x.values()}, columns[-1]
+    first = f'the first {x}' if len(xs) > 1 else titled([x], xs)
+    table = [[*columns, 'seeds']]
+    for heading in map(Heading, keys):
+        term = f'({heading})' if ' - ' in heading else heading
+        table[0] += [heading, f'{term} minus that of {first}']
+    for group, lines in groups.items():
+        base = groups[*group[:-1], first_x[group[:-1]]]
+        row = [*group, str(len(lines))]
+        for key in keys:
             values = values_of(lines, key)
-            cells.append(plus_minus([*values.values()], '.3f'))
-            cells += ['' if other is lines else paired(values, values_of(other or {}, key))
-                      for other in compared[-len(others):]]
-        table.append(cells)
-
-    for panel, members in itertools.groupby(groups, key=lambda group: group[0]):
-        if base := reference.get(panel):
-            add_row(panel, (reference_name,) * len(axes.by), reference_name, base, base, base)
-        for _, by, x in members:
-            add_row(panel, by, x, groups[panel, by, x], base,
-                    groups[panel, by, first_x[panel, by]])
+            row += [plus_minus([*values.values()], '.3f'),
+                    '' if base is lines else paired(values, values_of(base, key))]
+        table.append(row)
     return table
 
 
@@ -257,42 +229,34 @@ def titled(columns, values):
                      for column, value in zip(columns, values, strict=True))
 
 
-def draw_series(path, groups, reference, reference_name, axes, headings):
-    """Draw means over seeds with 95 % intervals: one row per measure, one column per panel."""
+def draw_means(path, groups, columns, keys, sampled):
+    """Draw means over seeds with 95 % intervals: one row per measure, one column per task."""
     from matplotlib import colormaps
-    panels, curves = (list(dict.fromkeys(group[i] for group in groups)) for i in (0, 1))
-    labels = [printable(titled(axes.by, by)) for by in curves]
-    xs = ordered(dict.fromkeys(x for _, _, x in groups))
-    width = max(3.0 * len(panels), 4.5)
-    n_columns = max(1, int(width / (0.075 * max(map(len, labels)) + 0.6)))      # of the legend
-    figure = new_figure(width, 2.6 * len(headings) + 0.5 + 0.2 * (len(curves) // n_columns))
-    grid = figure.subplots(len(headings), len(panels), squeeze=False, sharex=True, sharey='row')
+    tasks, curves = dict.fromkeys(g[0] for g in groups), dict.fromkeys(g[1:-1] for g in groups)
+    xs = ordered(dict.fromkeys(group[-1] for group in groups))
+    figure = new_figure(max(3.0 * len(tasks), 4.5), 2.6 * len(keys) + 0.5 + 0.2 * len(curves))
+    grid = figure.subplots(len(keys), len(tasks), squeeze=False, sharex=True, sharey='row')
     colors = colormaps['viridis'](np.linspace(0, 0.85, len(curves)))
     offsets = min(0.06, 0.6 / len(curves)) * (np.arange(len(curves)) - (len(curves) - 1) / 2)
     slanted = {'rotation': 15, 'horizontalalignment': 'right'} if max(map(len, xs)) > 8 else {}
-    for (key, panel), ax in zip(itertools.product(headings, panels), grid.flat, strict=True):
-        if band := values_of(reference.get(panel, {}), key):
-            mean, low, high = mean_and_ends([*band.values()])
-            ax.axhline(mean, color='black', linestyle='--', linewidth=1, label=reference_name)
-            ax.axhspan(low, high, color='black', alpha=0.1, linewidth=0)
-        for by, label, color, offset in zip(curves, labels, colors, offsets, strict=True):
+    for (key, task), ax in zip(itertools.product(keys, tasks), grid.flat, strict=True):
+        for curve, color, offset in zip(curves, colors, offsets, strict=True):
             points = [(i, *mean_and_ends([*values.values()])) for i, x in enumerate(xs)
-                      if (values := values_of(groups.get((panel, by, x), {}), key))]
+                      if (values := values_of(groups.get((task, *curve, x), {}), key))]
             if points:
                 i, mean, low, high = np.array(points).T
                 ax.errorbar(i + offset, mean, (mean - low, high - mean), marker='o', markersize=4,
-                            linewidth=1.2, capsize=2, color=color, label=label or None)
+                            linewidth=1.2, capsize=2, color=color,
+                            label=printable(titled(columns[1:-1], curve)))
         ax.set_xticks(range(len(xs)), [*map(printable, xs)], **slanted)
         ax.grid(axis='y', alpha=0.3)
-        ax.set(xlabel=axes.x, ylabel=headings[key])
+        ax.set(xlabel=columns[-1], ylabel=Heading(key))
         ax.label_outer()
-    for ax, panel in zip(grid[0], panels, strict=True):
-        sampled = any(line.get('sample_of') for group, lines in groups.items()
-                      for line in lines.values() if group[0] == panel)
-        ax.set_title(figure_title(titled(axes.panel, panel) + ' (sample)' * sampled, 40),
-                     fontsize=10)
-    if entries := {label: handle for ax in grid.flat for handle, label in zip(
-            *ax.get_legend_handles_labels(), strict=True)}:
+    for ax, task in zip(grid[0], tasks, strict=True):
+        ax.set_title(figure_title(task + ' (sample)' * (task in sampled), 40), fontsize=10)
+    entries = {label: handle for ax in grid.flat for handle, label in zip(
+        *ax.get_legend_handles_labels(), strict=True) if label}
+    if entries:
         figure.legend(entries.values(), entries, loc='outside lower center', frameon=False,
-                      fontsize=9, ncols=n_columns)
+                      fontsize=9)
     save_figure(figure, path, 110)

@@ -9,12 +9,17 @@ import io
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from results import over_seeds
-from results.over_seeds import Axes, name_of
-from results.report import MEASURES, Heading
+from results.over_seeds import (FILES, by_seed, mean_and_ends, name_of, ordered, paired, plus_minus,
+                                titled, values_of)
+from results.plots import figure_title, new_figure, printable, save_figure, warn_on_failure
+from results.report import MEASURES, Heading, aligned, csv_text, latex, mark_best, markdown
 from runtime.errors import ConfigError, DataError
-from runtime.ownership import read_json
+from runtime.ownership import read_json, write_text
 from runtime.processes import parallel_map
 
 # of reach.py
@@ -36,6 +41,13 @@ class View:
     metrics: tuple = ('ece', 'accuracy')
     reference: tuple = ()           # kinds drawn as a band, such as 'base'
     sources: tuple = ()             # folders of runs
+
+
+class Axes(NamedTuple):
+    """How lines are shown: a line of the table for each group of equal panel, by and x."""
+    panel: tuple    # columns; a panel of the figure for each of their values
+    by: tuple       # columns; a curve for each of their values
+    x: str          # the column along the axis
 
 
 def show(runs, tables, view, out_dir):
@@ -69,14 +81,14 @@ def show(runs, tables, view, out_dir):
     varying = over_seeds.varying_columns(shown, given)
     x = view.x or (varying.pop(0) if varying else 'kind')
     axes = Axes(view.panel, tuple(varying) if view.by is None else view.by, x)
-    groups = over_seeds.group_lines(shown, axes, listed_values(view.where))
+    groups = group_lines(shown, axes, listed_values(view.where))
     # a panel of another column of training, such as lr, has no base model of its own
-    reference = {panel: over_seeds.by_seed([line for line in aside if tuple(
+    reference = {panel: by_seed([line for line in aside if tuple(
         line[column] for column in axes.panel) == panel] or aside) for panel, _, _ in groups}
     name = 'reference' if len(view.reference) > 1 else ''.join(view.reference)
     headings = {key: Heading(key) if key in MEASURES else REACH.get(key, key)
                 for key in view.metrics}
-    print(over_seeds.show_groups(lines, groups, reference, name, axes, headings, out_dir))
+    print(show_groups(lines, groups, reference, name, axes, headings, out_dir))
     return groups, reference, axes
 
 
@@ -156,3 +168,110 @@ def pool_lines(lines, named):
         lines = [line for line in lines if column in named or line[column] == usual
                  or line['task'] not in pooled]
     return lines
+
+
+# Table and figure
+
+def group_lines(lines, axes, order):
+    """Return {(panel, by, x): {seed: line}} in display order; order: {column: its values}."""
+    n = len(axes.panel)
+    groups = over_seeds.group_lines(lines, (*axes.panel, *axes.by, axes.x), order)
+    return {(values[:n], values[n:-1], values[-1]): by_seed(members)
+            for values, members in groups.items()}
+
+
+def show_groups(lines, groups, reference, reference_name, axes, headings, out_dir):
+    """Write the table and the figure of `groups`, and all `lines` as CSV; return what to print.
+
+    groups: {(panel, by, x): {seed: line}}; headings: {key of a measure: its title}; reference:
+    {panel: {seed: line}} of a run named `reference_name` to compare each group with, or {}.
+    """
+    table = seed_table(groups, reference, reference_name, axes, headings)
+    shown = [line for by_seed in groups.values() for line in by_seed.values()]
+    sampled = list(dict.fromkeys(line['task'] for line in shown if line.get('sample_of')))
+    note = f'\nonly a sample of the questions (--limit): {", ".join(sampled)}\n' if sampled else ''
+    write_text(out_dir / 'compare.csv', csv_text(lines))
+    write_text(out_dir / 'compare.md', markdown(table) + note)
+    write_text(out_dir / 'compare.tex', latex(
+        mark_best(table, [tuple(row[:len(axes.panel)]) for row in table[1:]]), note.strip()))
+    with warn_on_failure(out_dir / 'compare.png') as drawn:
+        draw_series(out_dir / 'compare.png', groups, reference, reference_name, axes, headings)
+    return (f'{len(lines)} lines of {len({line["run"] for line in lines})} runs and '
+            f'{len({line["seed"] for line in lines})} seeds, by {", ".join((*axes.by, axes.x))}\n\n'
+            f'{aligned(table)}\n{note}\nwrote {", ".join(FILES if drawn else FILES[:-1])} to '
+            f'{out_dir}')
+
+
+def seed_table(groups, reference, reference_name, axes, headings):
+    """Return cells: mean ± half-width of the 95 % interval, also of paired differences, with p.
+
+    The differences are to the reference of the panel, and to the first x of the same curve.
+    """
+    first_x = {}
+    for panel, by, x in groups:
+        first_x.setdefault((panel, by), x)
+    xs = {*first_x.values()}
+    first = f'the first {axes.x}' if len(xs) > 1 else titled([axes.x], xs)
+    others = [*filter(None, [reference_name]), first]
+    table = [[*axes.panel, *axes.by, axes.x, 'seeds']]
+    for title in headings.values():
+        term = f'({title})' if ' - ' in title else title
+        table[0] += [title, *(f'{term} minus that of {other}' for other in others)]
+
+    def add_row(panel, by, x, lines, *compared):
+        cells = [*panel, *by, x, str(len(lines))]
+        for key in headings:
+            values = values_of(lines, key)
+            cells.append(plus_minus([*values.values()], '.3f'))
+            cells += ['' if other is lines else paired(values, values_of(other or {}, key))
+                      for other in compared[-len(others):]]
+        table.append(cells)
+
+    for panel, members in itertools.groupby(groups, key=lambda group: group[0]):
+        if base := reference.get(panel):
+            add_row(panel, (reference_name,) * len(axes.by), reference_name, base, base, base)
+        for _, by, x in members:
+            add_row(panel, by, x, groups[panel, by, x], base,
+                    groups[panel, by, first_x[panel, by]])
+    return table
+
+
+def draw_series(path, groups, reference, reference_name, axes, headings):
+    """Draw means over seeds with 95 % intervals: one row per measure, one column per panel."""
+    from matplotlib import colormaps
+    panels, curves = (list(dict.fromkeys(group[i] for group in groups)) for i in (0, 1))
+    labels = [printable(titled(axes.by, by)) for by in curves]
+    xs = ordered(dict.fromkeys(x for _, _, x in groups))
+    width = max(3.0 * len(panels), 4.5)
+    n_columns = max(1, int(width / (0.075 * max(map(len, labels)) + 0.6)))      # of the legend
+    figure = new_figure(width, 2.6 * len(headings) + 0.5 + 0.2 * (len(curves) // n_columns))
+    grid = figure.subplots(len(headings), len(panels), squeeze=False, sharex=True, sharey='row')
+    colors = colormaps['viridis'](np.linspace(0, 0.85, len(curves)))
+    offsets = min(0.06, 0.6 / len(curves)) * (np.arange(len(curves)) - (len(curves) - 1) / 2)
+    slanted = {'rotation': 15, 'horizontalalignment': 'right'} if max(map(len, xs)) > 8 else {}
+    for (key, panel), ax in zip(itertools.product(headings, panels), grid.flat, strict=True):
+        if band := values_of(reference.get(panel, {}), key):
+            mean, low, high = mean_and_ends([*band.values()])
+            ax.axhline(mean, color='black', linestyle='--', linewidth=1, label=reference_name)
+            ax.axhspan(low, high, color='black', alpha=0.1, linewidth=0)
+        for by, label, color, offset in zip(curves, labels, colors, offsets, strict=True):
+            points = [(i, *mean_and_ends([*values.values()])) for i, x in enumerate(xs)
+                      if (values := values_of(groups.get((panel, by, x), {}), key))]
+            if points:
+                i, mean, low, high = np.array(points).T
+                ax.errorbar(i + offset, mean, (mean - low, high - mean), marker='o', markersize=4,
+                            linewidth=1.2, capsize=2, color=color, label=label or None)
+        ax.set_xticks(range(len(xs)), [*map(printable, xs)], **slanted)
+        ax.grid(axis='y', alpha=0.3)
+        ax.set(xlabel=axes.x, ylabel=headings[key])
+        ax.label_outer()
+    for ax, panel in zip(grid[0], panels, strict=True):
+        sampled = any(line.get('sample_of') for group, lines in groups.items()
+                      for line in lines.values() if group[0] == panel)
+        ax.set_title(figure_title(titled(axes.panel, panel) + ' (sample)' * sampled, 40),
+                     fontsize=10)
+    if entries := {label: handle for ax in grid.flat for handle, label in zip(
+            *ax.get_legend_handles_labels(), strict=True)}:
+        figure.legend(entries.values(), entries, loc='outside lower center', frameon=False,
+                      fontsize=9, ncols=n_columns)
+    save_figure(figure, path, 110)

@@ -18,7 +18,6 @@ import metrics
 import model as models
 import scaling
 from common import HERE, write_run
-from results import over_seeds
 from results.report import csv_text, predictions
 from results.runs import read_run
 from results.samples import read_samples
@@ -68,7 +67,7 @@ def test_the_worlds_are_those_the_study_was_made_with():
 def test_a_figure_follows_from_its_committed_numbers(figure, tmp_path, monkeypatch):
     committed = HERE / 'study' / 'results' / figure
     drawn = []
-    monkeypatch.setattr(over_seeds, 'draw_series', lambda path, *rest, **more: drawn.append(path))
+    monkeypatch.setattr(pivot, 'draw_series', lambda path, *rest, **more: drawn.append(path))
     monkeypatch.setattr(figures, 'draw_bins', lambda path, *rest, **more: drawn.append(path))
     figures.draw(figure, tmp_path)
     tables = {path.name for path in committed.glob('*.csv')} | {'compare.md'}
@@ -172,7 +171,7 @@ def test_what_is_finished_is_skipped(small_study, capsys):
 
 @pytest.mark.slow
 def test_a_script_ends_in_a_table_over_its_seeds(small_study, capsys, monkeypatch):
-    monkeypatch.setattr(over_seeds, 'draw_series', lambda path, *rest: path.write_bytes(b'png'))
+    monkeypatch.setattr(pivot, 'draw_series', lambda path, *rest: path.write_bytes(b'png'))
     monkeypatch.setattr('sys.argv', ['smoothing.py', '--seeds=1', f'--only={SMALL[0]}',
                                      f'--out_dir={small_study}'])
     monkeypatch.setattr('__main__.__doc__', smoothing.__doc__)
