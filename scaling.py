@@ -1,6 +1,7 @@
 """Calibration after training: fit a scaling on held-out predictions, apply it to others.
 
     temperature  fit_temperature(scores, labels), then metrics.softmax(scores, temperature)
+                 fit_temperatures(scores, labels, groups) for one per group, such as a language
     vector       fit_vector(scores, labels), apply_vector(scores, w, b)
     Platt        fit_platt(confidence, correct), apply_platt(confidence, a, b)
     histogram    fit_histogram(confidence, correct), apply_histogram(confidence, values)
@@ -40,6 +41,54 @@ def fit_temperature(scores, labels) -> float:
         # the slope of a separable set is negative, or 0 where its exponentials underflow
         low, high = (low, middle) if slope <= 0 else (middle, high)
     return float(np.exp((low + high) / 2))
+
+
+def fit_temperatures(scores, labels, groups) -> tuple[dict, dict]:
+    """Return ({group: its temperature}, {group: its temperature shrunk to the mean}).
+
+    groups: [N] names, such as the language of each row. The first are `fit_temperature` of the
+    group's rows alone. The second suit small groups: empirical Bayes on t = log T, where the fit of
+    group g has the sampling variance v_g and the groups vary by tau^2 around their mean m (the
+    random-effects model of DerSimonian & Laird 1986): t_g' = (tau^2 t_g + v_g m) / (tau^2 + v_g). A
+    group whose fit is at an end of the range has no v_g and gets m; if all are, the second are the
+    temperature of all rows together.
+    """
+    scores, labels = _check_scores(scores, labels)
+    groups = np.asarray(groups)
+    if groups.shape != labels.shape:
+        raise ValueError(f'groups must be [N], N = {len(labels)}, not of shape {groups.shape}')
+    names = np.unique(groups)
+    t, v = np.empty((2, len(names)))
+    for i, name in enumerate(names):
+        group = scores[groups == name], labels[groups == name]
+        t[i] = np.log(fit_temperature(*group))
+        v[i] = _log_temperature_variance(*group, t[i]) if abs(t[i]) < np.log(999) else np.inf
+
+    w = 1 / v
+    if w.any():
+        spread = (w * (t - np.average(t, weights=w)) ** 2).sum() - (np.isfinite(v).sum() - 1)
+        scale = w.sum() - (w ** 2).sum() / w.sum()
+        tau2 = max(0.0, spread / scale) if scale > 0 else 0.0
+        mean = np.average(t, weights=1 / (v + tau2))
+        shrunk = mean + tau2 / (tau2 + v) * (t - mean)
+    else:
+        shrunk = np.full(len(t), np.log(fit_temperature(scores, labels)))
+    return tuple(dict(zip(names.tolist(), np.exp(x).tolist(), strict=True)) for x in (t, shrunk))
+
+
+def _log_temperature_variance(scores, labels, t):
+    """Return the sampling variance of log T at its fit t; inf if it is not identified.
+
+    That is max(mean(g^2), h) / (N h^2), with g the derivative of a row's NLL by log T and h the
+    mean of the second derivatives: the sandwich estimate, or the inverse information 1 / (N h) if
+    that is larger, since the sandwich is far too small for a few rows.
+    """
+    p = metrics.softmax(scores, np.exp(t))
+    z = np.where(np.isfinite(scores), scores, 0) / np.exp(t)
+    z -= (p * z).sum(1, keepdims=True)
+    g = z[np.arange(len(labels)), labels]
+    h = ((p * z * z).sum(1) - g).mean()
+    return max((g ** 2).mean(), h) / (len(labels) * h ** 2) if h > 0 else np.inf
 
 
 def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ import numpy as np
 import metrics
 import scaling
 import stats
-from results import prediction_files
+from results import prediction_files, temperatures
 from results.plots import draw_reliability, warn_on_failure
 from results.samples import DIAGRAM, GRID, latest_samples, read_samples, sample_order
 from runtime.errors import DataError
@@ -142,8 +142,10 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     if 'log_probs' in samples[0]:
         summary['option_mass'] = float(np.mean([np.exp(s['log_probs']).sum() for s in samples]))
     if fit:
+        languages = [np.array([s.get('language') or '' for s in part])
+                     for part in (samples, held_out)] if 'languages' in summary else None
         summary['post_hoc'] = post_hoc(pooled, predictions(held_out, norm) if held_out else None,
-                                       n_bootstrap, seed)
+                                       n_bootstrap, seed, languages)
     return summary | {'measured_by': measured_by()}
 
 
@@ -151,8 +153,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
 def measured_by():
     """Return a hash of the code that computes a summary; it changes when a measure is edited."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in (metrics.__file__, stats.__file__, scaling.__file__, prediction_files.__file__,
-                 __file__):
+    modules = metrics, stats, scaling, prediction_files, temperatures
+    for path in (*(module.__file__ for module in modules), __file__):
         digest.update(Path(path).read_bytes())
     return digest.hexdigest()
 
@@ -226,32 +228,43 @@ def mean_report(reports, resampled):
                              for key in resampled[0]})
 
 
-def post_hoc(test, held_out, n_bootstrap, seed):
+def post_hoc(test, held_out, n_bootstrap, seed, languages=None):
     """Return temperature and Platt scaling of `test`, fitted on `held_out`.
 
     Without `held_out`, each half of `test` is scaled with the fit of the other half, so that there
-    are two values of each parameter. Returns {'fitted_on', 'temperature': [T], 'platt': [[a, b]],
-    'reports': {'temperature': of the scaled distribution, 'platt': of the scaled confidence}}.
+    are two values of each parameter. languages: those of the rows of `test` and of `held_out`, two
+    arrays, if there are several. Returns {'fitted_on', 'temperature': [T], 'platt': [[a, b]],
+    'languages': as of temperatures.by_language, 'reports': {'temperature': of the scaled
+    distribution, 'language temperature': shrunk by language, 'platt': of the scaled confidence}}.
     """
     n, fitted_on = len(test.labels), 'the other half of the questions'
+    source = test
     if held_out is not None:
-        parts = [(held_out, np.arange(n))]
+        source, parts = held_out, [(np.arange(len(held_out.labels)), np.arange(n))]
         fitted_on = f'{len(held_out.labels)} validation questions'
     elif n < 2:
         raise DataError('fitting a temperature needs two questions or more')
     else:
         halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
-        parts = [(test.at(fit), use) for fit, use in (halves, halves[::-1])]
+        parts = [halves, halves[::-1]]
     confidence, correct = metrics.top_label(test.probs, test.labels)
-    fitted, temperatures, platt = {'fitted_on': fitted_on, 'platt': []}, np.empty(n), np.empty(n)
-    for fit, use in parts:
+    fitted, single, platt = {'fitted_on': fitted_on, 'platt': []}, np.empty(n), np.empty(n)
+    for rows, use in parts:
+        fit = source.at(rows)
         a, b = scaling.fit_platt(*metrics.top_label(fit.probs, fit.labels))
         fitted['platt'].append([a, b])
         platt[use] = scaling.apply_platt(confidence[use], a, b)
         if test.scores is not None:
-            temperatures[use] = scaling.fit_temperature(fit.scores, fit.labels)
-            fitted.setdefault('temperature', []).append(float(temperatures[use][0]))
-    groups = {} if test.scores is None else {'temperature': test.scaled(temperatures[:, None])}
+            single[use] = scaling.fit_temperature(fit.scores, fit.labels)
+            fitted.setdefault('temperature', []).append(float(single[use][0]))
+    groups = {}
+    if test.scores is not None:
+        groups['temperature'] = test.scaled(single[:, None])
+        if languages:
+            of_source = languages[held_out is not None]
+            fits = [(source.at(rows), of_source[rows], use) for rows, use in parts]
+            fitted['languages'], shrunk = temperatures.by_language(test, languages[0], fits, single)
+            groups['language temperature'] = test.scaled(shrunk)
     groups['platt'] = Predictions(platt, correct)
     return fitted | {'reports': measure(groups, n_bootstrap, seed)[0]}
 
@@ -471,9 +484,11 @@ def draw_diagrams(earlier, results, samples, tasks, out_dir):
 
 
 def task_text(task, result):
-    """Return title, table and notes of a task, for printing."""
-    table = aligned(cells(report_rows(result), count=unit(result)))
-    return '\n'.join([task_title(task, result), table, *notes(result)])
+    """Return title, tables and notes of a task, for printing."""
+    tables = [aligned(cells(report_rows(result), count=unit(result)))]
+    if by_language := temperatures.cells(result):
+        tables.append(f'\nTemperatures by language\n{aligned(by_language)}\n')
+    return '\n'.join([task_title(task, result), *tables, *notes(result)])
 
 
 def to_markdown(results):
@@ -483,6 +498,8 @@ def to_markdown(results):
         table = markdown(cells(report_rows(result), count=unit(result)))
         texts += [f'### {task_title(task, result)}\n', table,
                   *(f'{line}\n' for line in notes(result))]
+        if by_language := temperatures.cells(result):
+            texts += ['Temperatures by language:\n', markdown(by_language)]
     return '\n'.join(texts)
 
 
@@ -498,6 +515,8 @@ def to_latex(results):
         table = mark_best(cells(rows, count=unit(result), intervals=True), groups)
         texts += [latex(table, task_title(task, result)),
                   *(f'{latex_text(line)}\n' for line in notes(result))]
+        if by_language := temperatures.cells(result):
+            texts.append(latex(by_language, f'{task}: temperatures by language'))
     return '\n'.join(texts)
 
 

@@ -1128,7 +1128,8 @@ def test_the_schema_of_results_is_documented(scored_folder, tmp_path):
     for task in found['tasks'].values():
         assert isinstance(task['distribution'], str) and isinstance(task['pooled']['n'], int)
         if 'post_hoc' in task:
-            assert task['post_hoc'].keys() - {'temperature'} == {'fitted_on', 'platt', 'reports'}
+            assert task['post_hoc'].keys() - {'temperature', 'languages'} == {
+                'fitted_on', 'platt', 'reports'}
         reports += [of_kind for _, _, of_kind in report.report_rows(task)]
     metric_names = metrics.report(np.full((4, 2), 0.5), np.arange(4) % 2).keys()
     for of_kind in reports:

@@ -12,6 +12,7 @@ import warnings
 import numpy as np
 import pytest
 import metrics
+import scaling
 from common import write_rows, write_run
 from results import plots, report, samples
 from runtime import processes
@@ -159,6 +160,41 @@ def test_nll_of_sums_is_not_clipped():
     assert low < nll < high and high > 60
     temperatures = found['post_hoc']['temperature']
     assert found['post_hoc']['reports']['temperature']['nll'] < 5 and min(temperatures) > 20
+
+
+@pytest.mark.parametrize('held_out', [0, 50])
+def test_temperatures_by_language(tmp_path, held_out):
+    """Each language has its own, one shrunk to the mean, and that of the others."""
+    rows = samples.read_samples(write_run(tmp_path, languages=('de', 'en', 'sw'), n=80,
+                                          held_out=held_out) / 'samples.jsonl')
+    for row in rows:
+        row['log_probs'] = [{'de': 1, 'en': 2, 'sw': 6}[row['language']] * x
+                            for x in row['log_probs']]
+    found = report.summarize(rows, 'sum', n_bootstrap=5, fit=True)
+    fitted = found['post_hoc']
+    assert list(fitted['languages']) == ['de', 'en', 'sw']
+    if held_out:
+        swahili = report.predictions(rows[-held_out:], 'sum')
+        temperature = scaling.fit_temperature(swahili.scores, swahili.labels)
+        assert fitted['languages']['sw']['temperature'] == pytest.approx([temperature])
+        de = report.predictions(rows[:80], 'sum')
+        assert fitted['languages']['sw']['ece_on']['de'] == pytest.approx(
+            metrics.ece(metrics.softmax(de.scores, temperature), de.labels))
+    for name, entry in fitted['languages'].items():
+        assert len(entry['temperature']) == len(entry['shrunk']) == (1 if held_out else 2)
+        assert entry['ece']['unscaled'] == pytest.approx(found['languages'][name]['ece'])
+        assert entry['ece_on'].keys() == {'de', 'en', 'sw'} - {name}
+    own, single = ([fitted['languages'][x]['ece'][kind] for x in ('de', 'en', 'sw')]
+                   for kind in ('shrunk', 'single'))
+    assert sum(own) < sum(single)
+    reports = fitted['reports']
+    assert list(reports) == ['temperature', 'language temperature', 'platt']
+    assert reports['language temperature']['nll'] < reports['temperature']['nll']
+    shown = result(**found)
+    for text in (report.task_text('mmlu', shown), report.to_markdown({'tasks': {'mmlu': shown}}),
+                 report.to_latex({'tasks': {'mmlu': shown}})):
+        assert 'emperatures by language' in text and f'{np.mean(own):.3f}' in text
+        assert 'language temperature scaling' in text
 
 
 # ------------------------------------------------------------------------------------------------
