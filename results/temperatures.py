@@ -16,10 +16,10 @@ def by_language(test, languages, fits, single):
     fits:      [(Predictions to fit on, their languages, the rows of `test` to scale), ...]
     single:    [N], the temperature of each row that is fitted on all languages together
 
-    An entry holds `temperature` and `shrunk`, [T per fit], as scaling.fit_temperatures returns them;
-    `ece`, of the language's rows unscaled and with the single, its own and the shrunk temperature;
-    and `ece_on` {other language: ECE of its rows with this language's temperature}. A language that
-    a fit has no rows of is scaled with the single temperature there.
+    An entry holds `temperature` and `shrunk`, [T per fit], the results of
+    scaling.fit_temperatures; `ece`, of the language's rows unscaled and with the single, its own
+    and the shrunk temperature; and `ece_on`, {other language: ECE of its rows with this language's
+    temperature}. A language that a fit has no rows of is scaled with the single temperature there.
     """
     names = sorted({*languages.tolist()})
     entries = {name: {'temperature': [], 'shrunk': [], 'ece': {}, 'ece_on': {}} for name in names}
