@@ -73,7 +73,8 @@ def fit_temperatures(scores, labels, groups) -> tuple[dict, dict]:
         shrunk = mean + tau2 / (tau2 + v) * (t - mean)
     else:
         shrunk = np.full(len(t), np.log(fit_temperature(scores, labels)))
-    return tuple(dict(zip(names.tolist(), np.exp(x).tolist(), strict=True)) for x in (t, shrunk))
+    return (dict(zip(names.tolist(), np.exp(t).tolist(), strict=True)),
+            dict(zip(names.tolist(), np.exp(shrunk).tolist(), strict=True)))
 
 
 def _log_temperature_variance(scores, labels, t):
