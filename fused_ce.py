@@ -157,9 +157,7 @@ LOSSES = {make.__name__: make for make in (
 
 # ---- Public functions ----------------------------------------------------------------------------
 
-_smoothing = smoothing      # for functions with an argument called smoothing
-
-
+_smoothing = smoothing      # for a function with an argument of that name
 _disabled = functools.cache(torch.compiler.disable)
 
 
@@ -250,15 +248,14 @@ class TokenStatistics(NamedTuple):
 
 @torch.no_grad()
 @_uncompiled
-def token_statistics(hidden, weight, target, *, smoothing=0.0, softcap=None, ignore_index=-100,
-                     loss=None):
+def token_statistics(hidden, weight, target, loss=None, *, softcap=None, ignore_index=-100):
     """Return TokenStatistics of each token's distribution, from one product, without gradient.
 
-    Arguments are those of `fused_loss`. The loss is `loss`, by default cross_entropy(), plus the
-    term smoothing(smoothing). The logits are float32 for any inputs: between 16 and 32, bfloat16
-    has steps of 0.125, coarser than what a calibration metric measures.
+    Arguments are those of `fused_loss`; the loss is cross_entropy() by default. The logits are
+    float32 for any inputs: between 16 and 32, bfloat16 has steps of 0.125, coarser than what a
+    calibration metric measures.
     """
-    loss = (loss or cross_entropy()) + _smoothing(smoothing)
+    loss = loss or cross_entropy()
     dtype, labels, supervised, _ = _check(hidden, weight, target, loss, softcap, ignore_index)
     labels = _on_device(labels.masked_fill(~supervised, 0), hidden.device)
     s, _, _ = _sums_and_gradients(hidden.reshape(-1, weight.shape[1]), weight, labels, loss,

@@ -508,7 +508,8 @@ def test_token_statistics(ce_device, N, D, V, dtype, softcap):
     z = hidden.detach().double() @ weight.detach().double().T
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     log_probs = z.log_softmax(-1)
-    ours = token_statistics(hidden, weight, target, smoothing=0.1, softcap=softcap)
+    ours = token_statistics(hidden, weight, target, cross_entropy() + smoothing(0.1),
+                            softcap=softcap)
     nll = F.cross_entropy(z.flatten(0, 1), target.flatten(), reduction='none').view(N, 1)
     loss = F.cross_entropy(z.flatten(0, 1), target.flatten(), reduction='none',
                            label_smoothing=0.1).view(N, 1)
@@ -824,7 +825,7 @@ def test_loss_smoothing_is_label_smoothing(ce_device):
 
 def test_loss_statistics(ce_device):
     hidden, weight, target = ce_inputs(7, 31, 300, ce_device)
-    ours = token_statistics(hidden, weight, target, loss=focal(2), smoothing=0.1)
+    ours = token_statistics(hidden, weight, target, focal(2) + smoothing(0.1))
     each, nll = fused_loss(hidden, weight, target, focal(2) + smoothing(0.1), reduction='none')
     assert off(ours.loss, each) < 1e-5 and off(ours.nll, nll) < 1e-5
 
