@@ -201,9 +201,7 @@ def check_config(cfg):
         check_report_config(cfg.eval, cfg.data_kind)
 
 
-# ------------------------------------------------------------------------------------------------
-# Data
-# ------------------------------------------------------------------------------------------------
+# ---- Data ----------------------------------------------------------------------------------------
 
 def load_sequences(cfg, tokenizer):
     """Return (all sequences, indices of those to train on, indices of the held-out sequences)."""
@@ -248,9 +246,7 @@ def batches(cfg, sequences, training, first, until, multiple):
             yield current
 
 
-# ------------------------------------------------------------------------------------------------
-# One step
-# ------------------------------------------------------------------------------------------------
+# ---- One step ------------------------------------------------------------------------------------
 
 def micro_batches(packed, cfg, device):
     """Yield (row indices, model inputs on `device`, targets on the CPU) of micro_rows rows each.
@@ -356,9 +352,7 @@ def learning_rate(step, steps, cfg):
     return cfg.lr * (cfg.final_lr + (1 - cfg.final_lr) * SCHEDULES[cfg.schedule](done))
 
 
-# ------------------------------------------------------------------------------------------------
-# One run
-# ------------------------------------------------------------------------------------------------
+# ---- One run -------------------------------------------------------------------------------------
 
 def train(cfg):
     """Do the run `cfg`; with cfg.eval return {'before' and 'after': results of evaluate()}.
