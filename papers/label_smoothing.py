@@ -20,14 +20,23 @@ questions, and a cap of 30 on the logits, as in Gemma 2, for the models that hav
 scored on its validation split, so there each half is scaled by the temperature of the other half.
 
 Different here: all weights are tuned without dropout, since the 0.1 of open-instruct applies to
-LoRA adapters. With --lora all runs are LoRA runs with that dropout. The printed numbers are
-not in our copy of the paper, so the column 'paper' is empty.
+LoRA adapters. With --lora all runs are LoRA runs with that dropout.
+
+The printed numbers are not in our copy of the paper. Whoever has them writes them into
+papers/label_smoothing_printed.csv, a line per benchmark, model, data and method as the table of
+this script names them (data is empty for the base model), with an empty cell for what is not
+printed; each column with a number then stands beside ours. RMS is compared with `rms_mmlu_repo` of
+metrics.py, as in papers/multilingual.py.
 """
 
+import csv
 from dataclasses import replace
+from pathlib import Path
 
-from common import EvalConfig, Run, TrainConfig, draw_lines, main, measured, numbers, sweep
-from results.report import TITLES, Heading
+from common import (COLUMNS, EvalConfig, Run, TrainConfig, draw_lines, main, measured, numbers,
+                    sweep)
+from results.report import Heading
+from runtime.errors import DataError
 
 # name: hub name, weights
 MODELS = {'Gemma2-2B': ('google/gemma-2-2b', 2.61e9),
@@ -44,6 +53,8 @@ EPOCHS, CAP = 2, 30.0
 EVAL_TOKENS = 1.6e6 + 1.1e6 + 0.2e6     # of the three tasks, counted with Llama 3's tokenizer
 REPORT = EvalConfig(tasks=tuple(TASKS), shots=5, scoring='letters', fit_temperature=True,
                     on_bad_row='skip')
+PRINTED = {'accuracy': 'accuracy', 'ece': 'ece', 'rms_mmlu_repo': 'rms', 'rmsce': ''}
+#                           our metrics: their columns in label_smoothing_printed.csv
 TUNING = TrainConfig(template='tulu', loss_reduction='sequence', epochs=EPOCHS,
                      warmup=0.03, val_size=1000, max_length=4096, checkpoint_epochs=False,
                      on_bad_row='skip', eval=REPORT, eval_before=False)
@@ -79,19 +90,69 @@ def methods(folder):
         yield title, {task: result.get('pooled', {}) for task, result in reports(name).items()}
 
 
+def printed_numbers(path=Path(__file__).with_name('label_smoothing_printed.csv')):
+    """Return {(benchmark, model, data, method): {our metric: number}}; raises DataError."""
+    numbers, allowed = {}, {
+        'benchmark': [*TASKS], 'model': [*MODELS], 'data': ['', *DATA],
+        'method': ['base', *(method for method, _ in methods(''))]}
+    names = [*allowed, *filter(None, PRINTED.values())]
+    with open(path, newline='', encoding='utf-8') as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != names:
+            raise DataError(f'{path}:1: the columns must be {",".join(names)}')
+        for row in reader:
+            place, row = f'{path}:{reader.line_num}', {name: row[name] or '' for name in names}
+            for name, values in allowed.items():
+                if row[name] not in values:
+                    raise DataError(f'{place}: {name} {row[name]!r} is not one of '
+                                    f'{", ".join(map(repr, values))}')
+            if (row['data'] == '') != (row['method'] == 'base'):
+                raise DataError(f'{place}: data must be empty for the method base, and only there')
+            key = tuple(row[name] for name in allowed)
+            if key in numbers:
+                raise DataError(f'{place}: {" ".join(filter(None, key))} is there twice')
+            numbers[key] = {ours: _share(row[theirs], f'{place}: {theirs}')
+                            for ours, theirs in PRINTED.items() if theirs and row[theirs]}
+    return numbers
+
+
+def _share(text, place):
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= 1:
+        raise DataError(f'{place} must be a number from 0 to 1, not {text!r}')
+    return value
+
+
 def tables(options):
-    keys = ('accuracy', 'ece', 'rmsce')
-    lines = [('model, data', 'method', *(Heading(key, f'{title} {TITLES[key]}')
-                                         for title in TASKS.values() for key in keys), 'paper')]
+    printed = printed_numbers()
+    shown = {(task, key) for (task, *_), row in printed.items() for key in row}
+    columns = [(task, key) for task in TASKS for key in PRINTED]
+
+    def line(model, data, method, reports):
+        cells = [', '.join(filter(None, (model, data))), method]
+        for task, key in columns:
+            cells += numbers(reports[task], [key])
+            if (task, key) in shown:
+                cells += numbers(printed.get((task, model, data, method), {}), [key])
+        return cells
+
+    head = ['model, data', 'method']
+    for task, key in columns:
+        title = f'{TASKS[task]} {COLUMNS[key]}'
+        head += [Heading(key, title), f'{title} (paper)'][:2 if (task, key) in shown else 1]
+    lines = [head]
     for model in MODELS:
         base = f'{options.out_dir}/{model}/base'
-        lines.append((model, 'base', *(cell for task in TASKS for cell in numbers(
-            measured(base, task).get('pooled', {}), keys)), ''))
+        lines.append(line(model, '', 'base', {task: measured(base, task).get('pooled', {})
+                                              for task in TASKS}))
         for data in DATA:
-            lines += [(f'{model}, {data}', method, *(cell for task in TASKS for cell in numbers(
-                reports[task], keys)), '')
-                for method, reports in methods(f'{options.out_dir}/{model}/{data}')
-                if any(reports.values())]
+            lines += [line(model, data, method, reports)
+                      for method, reports in methods(f'{options.out_dir}/{model}/{data}')
+                      if any(reports.values())
+                      or any((task, model, data, method) in printed for task in TASKS)]
     yield 'smoothing', 'Accuracy and calibration by smoothing, at 5 shots', lines
     for task, title in TASKS.items():
         draw_lines(f'{options.out_dir}/{task}.png', {

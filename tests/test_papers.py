@@ -214,6 +214,62 @@ def test_label_smoothing_smooths_at_the_chosen_rate_and_tabulates_its_reports(hu
         hub, 'label_smoothing', '--only=OpenHermes/smoothing', *arguments)
 
 
+IN_PAPERS = """
+import sys, types
+from pathlib import Path
+sys.path.insert(0, 'papers')
+"""
+
+
+def in_papers(code, *arguments):
+    """Return what Python code prints that runs where the modules of papers/ are found."""
+    done = subprocess.run([sys.executable, '-c', IN_PAPERS + code, *map(str, arguments)], cwd=HERE,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_label_smoothing_shows_the_printed_numbers_that_its_file_holds(tmp_path):
+    """Empty as it comes; a wrong row is named by its line."""
+    head = 'benchmark,model,data,method,accuracy,ece,rms\n'
+    assert (HERE / 'papers' / 'label_smoothing_printed.csv').read_text() == head
+    good = 'mmlu,Gemma2-2B,Tulu3,smoothing 0.1,0.5,0.04,\nmmlu,Gemma2-2B,,base,,0.03,0.2\n'
+    wrong = {'arc,Gemma2-2B,,base,,,\n': "2: benchmark 'arc' is not one of 'mmlu', 'hellaswag'",
+             'mmlu,Gemma2-2B,,base,50.1,,\n': "2: accuracy must be a number from 0 to 1, not '50.1'",
+             'mmlu,Gemma2-2B,,cap 30,,,\n': '2: data must be empty for the method base, and only',
+             2 * 'mmlu,Gemma2-2B,,base,,,\n': '3: mmlu Gemma2-2B base is there twice',
+             'mmlu,Gemma2-2B\n': "2: method '' is not one of 'base', 'smoothing 0'"}
+    files = [tmp_path / f'{i}.csv' for i in range(len(wrong) + 1)]
+    for file, rows in zip(files, (good, *wrong), strict=True):
+        file.write_text(head + rows)
+    first, *problems, empty, filled = in_papers("""
+import json
+import label_smoothing as paper
+read = paper.printed_numbers
+for path in sys.argv[1:]:
+    try:
+        print(json.dumps([*read(Path(path)).values()]))
+    except paper.DataError as error:
+        print(error)
+paper.draw_lines = lambda *_: None
+for path in (Path('papers/label_smoothing_printed.csv'), Path(sys.argv[1])):
+    paper.printed_numbers = lambda: read(path)
+    (_, _, lines), = paper.tables(types.SimpleNamespace(out_dir='nowhere'))
+    print(json.dumps(lines))
+""", *files).splitlines()
+    assert json.loads(first) == [{'accuracy': 0.5, 'ece': 0.04},
+                                 {'ece': 0.03, 'rms_mmlu_repo': 0.2}]
+    for file, problem, message in zip(files[1:], problems, wrong.values(), strict=True):
+        assert problem.startswith(f'{file}:{message}')
+    assert not any('(paper)' in title for title in json.loads(empty)[0])
+    head, *rows = json.loads(filled)
+    assert [title for title in head if '(paper)' in title] == [
+        'MMLU accuracy (paper)', 'MMLU ECE (paper)', 'MMLU RMS as printed (paper)']
+    at = head.index('MMLU ECE (paper)')
+    assert {(*row[:2], row[at]) for row in rows if row[at]} == {
+        ('Gemma2-2B', 'base', '0.030'), ('Gemma2-2B, Tulu3', 'smoothing 0.1', '0.040')}
+
+
 @pytest.mark.slow
 def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
     out = tmp_path / 'out'
