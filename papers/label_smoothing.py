@@ -53,8 +53,9 @@ EPOCHS, CAP = 2, 30.0
 EVAL_TOKENS = 1.6e6 + 1.1e6 + 0.2e6     # of the three tasks, counted with Llama 3's tokenizer
 REPORT = EvalConfig(tasks=tuple(TASKS), shots=5, scoring='letters', fit_temperature=True,
                     on_bad_row='skip')
+PRINTED_FILE = Path(__file__).with_name('label_smoothing_printed.csv')
 PRINTED = {'accuracy': 'accuracy', 'ece': 'ece', 'rms_mmlu_repo': 'rms', 'rmsce': ''}
-#                           our metrics: their columns in label_smoothing_printed.csv
+#                                           our metrics: their columns in that file
 TUNING = TrainConfig(template='tulu', loss_reduction='sequence', epochs=EPOCHS,
                      warmup=0.03, val_size=1000, max_length=4096, checkpoint_epochs=False,
                      on_bad_row='skip', eval=REPORT, eval_before=False)
@@ -90,7 +91,7 @@ def methods(folder):
         yield title, {task: result.get('pooled', {}) for task, result in reports(name).items()}
 
 
-def printed_numbers(path=Path(__file__).with_name('label_smoothing_printed.csv')):
+def printed_numbers(path=PRINTED_FILE):
     """Return {(benchmark, model, data, method): {our metric: number}}; raises DataError."""
     numbers, allowed = {}, {
         'benchmark': [*TASKS], 'model': [*MODELS], 'data': ['', *DATA],

@@ -235,7 +235,7 @@ def test_label_smoothing_shows_the_printed_numbers_that_its_file_holds(tmp_path)
     assert (HERE / 'papers' / 'label_smoothing_printed.csv').read_text() == head
     good = 'mmlu,Gemma2-2B,Tulu3,smoothing 0.1,0.5,0.04,\nmmlu,Gemma2-2B,,base,,0.03,0.2\n'
     wrong = {'arc,Gemma2-2B,,base,,,\n': "2: benchmark 'arc' is not one of 'mmlu', 'hellaswag'",
-             'mmlu,Gemma2-2B,,base,50.1,,\n': "2: accuracy must be a number from 0 to 1, not '50.1'",
+             'mmlu,Gemma2-2B,,base,50.1,,\n': "2: accuracy must be a number from 0 to 1, not '50",
              'mmlu,Gemma2-2B,,cap 30,,,\n': '2: data must be empty for the method base, and only',
              2 * 'mmlu,Gemma2-2B,,base,,,\n': '3: mmlu Gemma2-2B base is there twice',
              'mmlu,Gemma2-2B\n': "2: method '' is not one of 'base', 'smoothing 0'"}
