@@ -104,6 +104,15 @@ class Tree:
         return len(self.scored) + sum(self.n_tokens)
 
     @property
+    def branches(self):
+        """Return lists of consecutive options whose leaves differ in their last token alone.
+
+        The last token of a leaf predicts nothing, so the options of a branch share its others.
+        """
+        groups = itertools.groupby(range(len(self.leaves)), key=lambda k: self.leaves[k][:-1])
+        return [[*group] for _, group in groups]
+
+    @property
     def fingerprint(self):
         """Return a hash of the scored tokens and of those before them; changes with the prompt."""
         digest = hashlib.blake2b(digest_size=6)
@@ -132,24 +141,22 @@ class Row:
         self.ends += [end] * len(ids)
         return range(begin, end)
 
-    def add(self, index, tree, options):
-        """Append the tree with these options, without a prefix that equals the previous tree's.
-
-        The last token of an option predicts nothing and is left out.
-        """
+    def add(self, index, tree, branches):
+        """Append the tree with these branches, without a prefix that equals the previous tree's."""
         if self.prefix != tree.prefix:
             self.prefix, self.prefix_at = tree.prefix, self.append(tree.prefix, 0)
         stem_at = self.append(tree.stem, len(tree.prefix))
         trunk, ids = [*self.prefix_at, *stem_at], [*tree.prefix, *tree.stem]
-        leaves_at = [self.append(tree.leaves[k][:-1], len(trunk)) for k in options]
+        leaves_at = [self.append(tree.leaves[k][:-1], len(trunk)) for k, *_ in branches]
         for at in (self.prefix_at, stem_at):    # all tokens since then see these
             self.ends[at.start:at.stop] = [len(self.tokens)] * len(at)
-        for k, leaf_at in zip(options, leaves_at, strict=True):
-            start, leaf = tree.starts[k], tree.leaves[k]    # in the trunk, or in the leaf
-            before = [*trunk[start - 1:], *leaf_at[max(0, start - 1 - len(trunk)):]]
-            tokens = [*ids[start:], *leaf[max(0, start - len(trunk)):]]
-            # with an empty leaf, the last of `before` predicts nothing
-            self.scored += [(index, k, *pair) for pair in zip(before, tokens, strict=False)]
+        for branch, leaf_at in zip(branches, leaves_at, strict=True):
+            for k in branch:
+                start, leaf = tree.starts[k], tree.leaves[k]    # in the trunk, or in the leaf
+                before = [*trunk[start - 1:], *leaf_at[max(0, start - 1 - len(trunk)):]]
+                tokens = [*ids[start:], *leaf[max(0, start - len(trunk)):]]
+                # with an empty leaf, the last of `before` predicts nothing
+                self.scored += [(index, k, *pair) for pair in zip(before, tokens, strict=False)]
         self.scored += [(index, n, trunk[at - 1], ids[at]) for n, at in enumerate(tree.scored)]
 
     def padded(self, length):
@@ -169,19 +176,18 @@ def pack_trees(trees, row_length):
     """
     row = Row()
     for index, tree in trees:
-        options = list(range(len(tree.leaves)))
-        computed = [max(0, len(leaf) - 1) for leaf in tree.leaves]      # without the last token
+        branches = tree.branches
         while True:
             prefix = 0 if row.prefix == tree.prefix else len(tree.prefix)
             room = row_length - len(row.tokens) - prefix - len(tree.stem)
-            if not row.tokens:      # an empty row takes one option, however long
-                room = max(room, computed[options[0]] if options else 0)
-            ends = itertools.accumulate(computed[k] for k in options)
-            n = sum(end <= room for end in ends)
-            fits = n == len(options) and room >= 0
+            computed = [max(0, len(tree.leaves[k]) - 1) for k, *_ in branches]
+            if not row.tokens:      # an empty row takes one branch, however long
+                room = max(room, computed[0] if branches else 0)
+            n = sum(end <= room for end in itertools.accumulate(computed))
+            fits = n == len(branches) and room >= 0
             if fits or not row.tokens:
-                row.add(index, tree, options[:n])
-                options = options[n:]
+                row.add(index, tree, branches[:n])
+                branches = branches[n:]
             if fits:
                 break
             yield row.padded(_round_up(len(row.tokens), row_length))
@@ -197,7 +203,7 @@ def pack_alone(trees):
     """
     for index, tree in trees:
         row = Row()
-        row.add(index, tree, range(len(tree.leaves)))
+        row.add(index, tree, tree.branches)
         yield row.padded(max(128, 1 << (len(row.tokens) - 1).bit_length()))
 
 
