@@ -286,8 +286,8 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
     tokenized = []
     n_done = sum(key[0] == label for key, _ in done)
     progress = log.Progress(label, len(task.items) + len(task.validation) - n_done, task.unit)
-    to_samples = {'questions': question_samples, 'p_true': p_true_samples}.get(task.kind,
-                                                                              text_samples)
+    to_samples = {'questions': question_samples, 'permuted': permuted_samples,
+                  'p_true': p_true_samples}.get(task.kind, text_samples)
     try:
         for index, numbers, values in score(
                 load, unscored(task, label, tokenizer, cfg, done, tokenized), cfg.pack_len,
@@ -338,21 +338,39 @@ def unscored(task, label, tokenizer, cfg, done, tokenized):
 def question_samples(question, tree, numbers, values):
     """Return the one sample of a question: the summed log-probability of each option."""
     log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves))    # in float64
-    return [{'question': question.digest, 'subject': question.subject,
-             'category': question.category, 'shots': tree.shots, 'answer': question.answer,
-             'options': [question.ending or option for option in question.options],
-             'log_probs': log_probs.tolist(), 'n_tokens': tree.n_tokens}]
+    return [facts(question, tree) | {
+        'answer': question.answer,
+        'options': [question.ending or option for option in question.options],
+        'log_probs': log_probs.tolist(), 'n_tokens': tree.n_tokens}]
+
+
+def permuted_samples(question, tree, numbers, values):
+    """Return the one sample of a question in several orders: their mean, and each of them."""
+    n = len(question.options)
+    log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves)).reshape(-1, n).tolist()
+    n_tokens = np.reshape(tree.n_tokens, (-1, n)).tolist()
+    orders = [{'order': [*range(n)]} | question.published, *(
+        {'order': order, 'log_probs': log_probs, 'n_tokens': n_tokens}
+        for order, log_probs, n_tokens in zip(question.orders, log_probs, n_tokens, strict=True))]
+    return [facts(question, tree) | {
+        'answer': question.answer, 'options': question.options,
+        'log_probs': samples.mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}]
+
+
+def facts(question, tree):
+    """Return the part of a sample that says which question it is of."""
+    return {'question': question.digest, 'subject': question.subject,
+            'category': question.category, 'shots': tree.shots}
 
 
 def p_true_samples(question, tree, numbers, values):
     """Return the one sample of P(True), the probability of (A), True, among the two options."""
     true, false = np.bincount(numbers, values[:, 0], 2)
     log_probs = -np.logaddexp(0, [false - true, true - false])
-    return [{'question': question.digest, 'subject': question.subject,
-             'category': question.category, 'shots': tree.shots,
-             'correct': question.answer == 0, 'confidence': float(np.exp(log_probs[0])),
-             'log_prob': float(log_probs[question.answer]),
-             'entropy': float(-(np.exp(log_probs) * log_probs).sum())}]
+    return [facts(question, tree) | {
+        'correct': question.answer == 0, 'confidence': float(np.exp(log_probs[0])),
+        'log_prob': float(log_probs[question.answer]),
+        'entropy': float(-(np.exp(log_probs) * log_probs).sum())}]
 
 
 def text_samples(text, tree, numbers, values):
@@ -423,7 +441,7 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
     """
     results, prompts, new = {}, {}, []
     labels = result_labels(tasks, cfg)
-    parents = [tasks[label.removesuffix('.p_true')] for label in labels]
+    parents = [tasks[label.partition('.')[0]] for label in labels]
     n_items = sum(len(task.items) + len(task.validation) for task in parents)
     n_items = max(0, n_items - sum(key[0] in labels for key, _ in done))
     with (ThreadPoolExecutor(2) as pool,
@@ -434,7 +452,7 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
             samples.append(file, sample)
             new.append(sample)
 
-        for label, task in with_p_true(tasks, out_dir, prompts, cfg):
+        for label, task in with_variants(tasks, out_dir, prompts, cfg):
             started = time.perf_counter()
             prompts[label], bad_rows = score_task(load, folder, tokenizer, label, task, cfg, done,
                                                   append)
@@ -448,24 +466,32 @@ def latest_samples(out_dir):
     return samples.latest_samples(samples.read_samples(out_dir / 'samples.jsonl'))
 
 
-def with_p_true(tasks, out_dir, prompts, cfg):
-    """Yield (label, Task) of `tasks`; then, with p_true, of the tasks about their top options.
+def with_variants(tasks, out_dir, prompts, cfg):
+    """Yield (label, Task) of `tasks`; then, with permute and p_true, of their questions once more.
 
     By then the samples of `tasks` must be in samples.jsonl. prompts: as in `samples.by_task`.
     """
     yield from tasks.items()
-    rows = samples.by_task(latest_samples(out_dir), prompts) if cfg.p_true else {}
-    for label, task in tasks.items():
-        if cfg.p_true and task.kind == 'questions':
-            top = {samples.sample_key(s)[1:]: int(np.argmax(report.option_scores(
-                s['log_probs'], s['options'], s['n_tokens'], cfg.norm))) for s in rows[label]}
-            yield f'{label}.p_true', task.proposing(top)
+    variants = [*result_labels(tasks, cfg)][len(tasks):]
+    rows = samples.by_task(latest_samples(out_dir), prompts) if variants else {}
+    for label, kind in (variant.split('.') for variant in variants):
+        scored = {samples.sample_key(s)[1:]: s for s in rows[label]}
+        if kind == 'permuted':
+            yield f'{label}.permuted', tasks[label].permuted({
+                key: {name: s[name] for name in ('log_probs', 'n_tokens')}
+                for key, s in scored.items()})
+        else:
+            yield f'{label}.p_true', tasks[label].proposing({
+                key: int(np.argmax(report.option_scores(s['log_probs'], s['options'],
+                                                        s['n_tokens'], cfg.norm)))
+                for key, s in scored.items()})
 
 
 def result_labels(tasks, cfg):
-    """Return the labels of all results of `tasks`, those of P(True) included."""
-    return [*tasks, *(f'{label}.p_true' for label, task in tasks.items()
-                      if cfg.p_true and task.kind == 'questions')]
+    """Return the labels of all results of `tasks`: theirs, and those of the variants asked for."""
+    variants = ['permuted'] * bool(cfg.permute) + ['p_true'] * cfg.p_true
+    return [*tasks, *(f'{label}.{variant}' for label, task in tasks.items()
+                      if task.kind == 'questions' for variant in variants)]
 
 
 def resolve(cfg, folder, config, tokenizer):
@@ -533,7 +559,10 @@ def show_prompts(cfg):
         cfg = resolve(cfg, folder, config, tokenizer)
     elif cfg.chat != 'none':
         raise ConfigError(f'chat = {cfg.chat}: the template needs the tokenizer of --model')
-    for label, task in tasks.items():
+    for label in result_labels(tasks, replace(cfg, p_true=False)):
+        task = tasks[label.partition('.')[0]]
+        if label not in tasks:
+            task = task.permuted({('test', q.language, q.id): {} for q in task.items})
         print(f'{label}: {min(cfg.show, len(task.items))} of {len(task.items):,} {task.unit}\n'
               f'{show(task, tokenizer, cfg)}\n')
 

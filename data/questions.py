@@ -5,7 +5,7 @@ import functools
 import hashlib
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ class Question:
     place: str = ''             # file and line or row, for messages
     ending: str = ''            # follows each option; if given, only this is scored (WinoGrande)
     digest: str = ''            # hash of question and choices, independent of the prompt format
+    orders: dict = field(default_factory=dict)  # {order: Prompt} of other orders of the options
+    published: dict | None = None   # log_probs and n_tokens as published, to ask the other orders
 
     @property
     def solved(self):
@@ -38,7 +40,14 @@ class Question:
 
     @property
     def parts(self):
-        """Return [self], or with an ending one question per option, whose option is the ending."""
+        """Return [self], or the questions that are encoded in its place.
+
+        These are one per other order of the options, or with an ending one per option, whose option
+        is the ending.
+        """
+        if self.published is not None:
+            return [replace(self, context=prompt.context, options=prompt.options, published=None)
+                    for prompt in self.orders.values()]
         if not self.ending:
             return [self]
         texts = [self.context + option for option in self.options]
@@ -67,7 +76,8 @@ class Loaded(NamedTuple):
 
 
 def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', languages=('all',),
-              shots=0, limit=None, seed=0, revision=None, on_bad_row='stop', split='test'):
+              shots=0, limit=None, seed=0, revision=None, on_bad_row='stop', split='test',
+              permute=None):
     """Return Loaded(questions, shots, bad, total) of a task.
 
     name:      a benchmark ('mmlu', from the hub), a benchmark and its files
@@ -78,6 +88,7 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
     limit:     at most this many questions per language, drawn by `seed` evenly over the subjects
     split:     'test' or 'validation'; a missing validation split has no questions
     on_bad_row: 'stop' raises DataError for a row without a valid answer; 'skip' returns its message
+    permute:   also make the prompts of so many orders of the options, see `shifts`
     """
     task, benchmark, source = _find(name)
     check_prompt_format(prompt_format, scoring, header, task, benchmark)
@@ -92,7 +103,8 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
     def read(split, language):
         rows = (row for file in _files_of(benchmark, source, split, language, revision)
                 for row in read_rows(file))
-        parse = functools.partial(_to_question, benchmark, make_prompt, language)
+        parse = functools.partial(_to_question, benchmark, make_prompt, language,
+                                  0 if split == 'shots' else permute or 0)
         items, messages = parse_rows(rows, parse, on_bad_row)
         bad.extend(messages)
         return items
@@ -103,6 +115,10 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
             solved.setdefault(question.group, []).append(question)
     if not questions and split == 'test':
         raise DataError(f'{source} has no questions ({len(bad)} bad rows)')
+    if any(prompt.options != q.options for q in questions for prompt in q.orders.values()):
+        raise DataError(f'permute = {permute} changes which options the letters stand for, but '
+                        f'{name} with these settings scores the text of its options; use '
+                        f'--prompt_format=mmlu and --scoring=letters')
     rows_name_languages = benchmark is GENERIC or benchmark.languages and is_file
     if rows_name_languages and 'all' not in languages:
         if split == 'test':
@@ -148,7 +164,7 @@ def solved_files(name, revision=None):
              for file in _files_of(benchmark, source, 'shots', language, revision)]
     make_prompt = functools.partial(PROMPT_FORMATS['mmlu'], benchmark=benchmark,
                                     scoring='letters', native=False)
-    return files, lambda row, place: _to_question(benchmark, make_prompt, '', row, place, 0)
+    return files, lambda row, place: _to_question(benchmark, make_prompt, '', 0, row, place, 0)
 
 
 def _files_of(benchmark, source, split, language, revision):
@@ -211,7 +227,17 @@ def _require_languages(wanted, known, source):
                         f'{", ".join(sorted(known))}')
 
 
-def _to_question(benchmark, make_prompt, language, row, place, number):
+def shifts(n_options, n_orders):
+    """Return up to `n_orders` cyclic orders of the options, tuples of their indices.
+
+    The first order is the published one. With all `n_options` of them, each option stands once at
+    each letter.
+    """
+    return [tuple((i + shift) % n_options for i in range(n_options))
+            for shift in range(min(n_orders, n_options))]
+
+
+def _to_question(benchmark, make_prompt, language, n_orders, row, place, number):
     text, choices, answer = parse_row(row, benchmark.row)
     fields = row if isinstance(row, dict) else {}
     id = next((fields[key] for key in ('id', 'ind', 'sample_id', 'question_id', 'idx', 'qID')
@@ -224,11 +250,14 @@ def _to_question(benchmark, make_prompt, language, row, place, number):
     for name, value in {'id': str(id), 'subject': subject, 'category': category,
                         'language': language}.items():
         require_text(value, f'the {name}')
-    context, options, header, ending = make_prompt(Item(text, choices, subject, language, row))
+    item = Item(text, choices, subject, language, row)
+    context, options, header, ending = make_prompt(item)
+    orders = {order: make_prompt(replace(item, choices=[choices[i] for i in order]))
+              for order in shifts(len(choices), n_orders)[1:]}
     duplicates = len({choice.strip() for choice in choices}) < len(choices)
     digest = hashlib.blake2b(repr((text, choices)).encode(), digest_size=8).hexdigest()
     return Question(str(id), context, options, answer, subject, header, category, language,
-                    duplicates, place, ending, digest)
+                    duplicates, place, ending, digest, orders)
 
 
 def _file_subject(file, benchmark):

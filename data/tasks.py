@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
 from data.benchmarks import BENCHMARKS, GENERIC
-from data.questions import load_task
+from data.questions import Question, load_task
 from data.trees import tokenize_questions
 from runtime.errors import ConfigError, DataError
 
@@ -24,7 +24,7 @@ they exist.
 @dataclass
 class Task:
     """A loaded task: questions with their shots, or texts."""
-    kind: str                   # 'questions', 'p_true', 'clm' or 'facts'
+    kind: str                   # 'questions', 'permuted', 'p_true', 'clm' or 'facts'
     source: str                 # see `task_source`
     items: list                 # of Question or Text
     total: int                  # number of items without `limit`
@@ -42,7 +42,7 @@ class Task:
         digest = hashlib.blake2b(digest_size=8)
         for item in (*self.items, *self.validation):
             content = {key: value for key, value in vars(item).items()
-                       if key not in ('place', 'digest')}
+                       if key not in ('place', 'digest', 'orders', 'published')}
             digest.update(repr(content).encode())
         return digest.hexdigest()
 
@@ -55,20 +55,33 @@ class Task:
         return tokenize_texts(self.kind, items, tokenizer, instruct=cfg.instruct, seed=cfg.seed,
                               **options)
 
+    def permuted(self, published):
+        """Return the Task of the same questions with their options in the other orders.
+
+        published: {(split, language, id): {'log_probs', 'n_tokens'} in the published order} of the
+        scored questions
+        """
+        return self._asked_again('permuted', self.shots, published, lambda question, result:
+                                 replace(question, published=result))
+
     def proposing(self, top):
         """Return the P(True) Task: is the model's top option of each question right?
 
         top: {(split, language, id): index of the top option} of the scored questions. In each four
         shots, the first and last propose the correct option, the middle two the option after it.
         """
-        def questions(items, split):
-            return [q.proposing(top[key]) for q in items
-                    if (key := (split, q.language, q.id)) in top]
-
-        items = questions(self.items, 'test')
         shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
                          for i, q in enumerate(solved)] for group, solved in self.shots.items()}
-        return replace(self, kind='p_true', items=items, shots=shots, bad_rows=[],
+        return self._asked_again('p_true', shots, top, Question.proposing)
+
+    def _asked_again(self, kind, shots, results, ask):
+        """Return the Task with the questions ask(question, its result) of {key: result}."""
+        def questions(items, split):
+            return [ask(q, results[key]) for q in items
+                    if (key := (split, q.language, q.id)) in results]
+
+        items = questions(self.items, 'test')
+        return replace(self, kind=kind, items=items, shots=shots, bad_rows=[],
                        total=self.total - len(self.items) + len(items),
                        validation=questions(self.validation, 'validation'))
 
@@ -98,8 +111,10 @@ def load_tasks(cfg):
                               f'{label!r} in the results; rename a file, or evaluate one of them '
                               f'with another --out_dir')
     tasks = {label: _load(name, cfg) for label, name in zip(labels, cfg.tasks)}
-    if cfg.p_true and all(task.kind in INSTRUCTIONS for task in tasks.values()):
-        raise ConfigError(f'p_true = True: tasks = {cfg.tasks} have no options; leave it out')
+    for key in ('p_true', 'permute'):
+        if getattr(cfg, key) and all(task.kind in INSTRUCTIONS for task in tasks.values()):
+            raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no options; '
+                              f'leave it out')
     for label, task in tasks.items():
         if cfg.fit_temperature and len(task.items) < 2 and not task.validation:
             raise DataError(f'{label}: fit_temperature needs two {task.unit} or more')
@@ -119,7 +134,7 @@ def _load(name, cfg):
         loaded = load_texts(name, limit=cfg.limit, **common)
         return Task(kind, source, loaded.texts, loaded.total, loaded.bad)
     common |= {key: getattr(cfg, key)
-               for key in ('prompt_format', 'scoring', 'header', 'languages')}
+               for key in ('prompt_format', 'scoring', 'header', 'languages', 'permute')}
     loaded = load_task(name, shots=cfg.shots, limit=cfg.limit, **common)
     task = Task('questions', source, loaded.questions, loaded.total, loaded.bad, loaded.shots)
     if cfg.fit_temperature:
@@ -174,6 +189,8 @@ def describe(task, cfg):
     facts = {'source': task.source, 'distribution': distribution(task, cfg), 'norm': cfg.norm,
              'selected_languages': cfg.languages, 'limit': cfg.limit, 'seed': cfg.seed,
              'n_bootstrap': cfg.n_bootstrap, 'data_revision': cfg.data_revision}
+    if task.kind == 'permuted':
+        facts['permute'] = cfg.permute
     if cfg.dropout_seed is not None:
         facts['dropout_seed'] = cfg.dropout_seed
     if len(task.items) < task.total:
@@ -196,9 +213,10 @@ def distribution(task, cfg):
     default = 'letters' if cfg.prompt_format == 'mmlu' else f'the rule of {cfg.prompt_format}'
     scored = default if cfg.scoring == 'auto' else cfg.scoring
     p_true = 'P(True) of the top option, ' if task.kind == 'p_true' else ''
+    orders = f', mean over {cfg.permute} orders of the options' if task.kind == 'permuted' else ''
     form = 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
     return (f'{p_true}{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
-            f'{LENGTHS[cfg.norm]}, {form}{dropout}')
+            f'{LENGTHS[cfg.norm]}, {form}{orders}{dropout}')
 
 
 def describe_tasks():

@@ -9,6 +9,7 @@ import json
 import math
 import operator
 import re
+import string
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import scaling
 import stats
 from results import prediction_files, temperatures
 from results.plots import draw_reliability, warn_on_failure
-from results.samples import DIAGRAM, GRID, latest_samples, read_samples, sample_order
+from results.samples import DIAGRAM, GRID, by_order, latest_samples, read_samples, sample_order
 from runtime.errors import DataError
 from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
@@ -118,7 +119,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     """Return the metrics of one task; the order of its samples does not matter.
 
     {'unit': what n counts; 'pooled': report; 'languages', 'categories', 'subjects': {name: report}
-    if there are several; 'macro': the mean report over languages, or else over subjects;
+    if there are several; 'orders' likewise, 'letters' and 'same_option' of a task in several orders
+    of its options; 'macro': the mean report over languages, or else over subjects;
     'option_mass': mean probability of all options together; 'post_hoc' if `fit`; 'measured_by'}.
     A report is that of metrics.report with 'intervals', {measure: [low, high]}: 95 % by bootstrap
     over questions.
@@ -131,6 +133,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     for key, plural in GROUPS.items():
         groups |= {(plural, name): group
                    for name, group in split_groups(samples, key, pooled).items()}
+    orders = by_order(samples) if 'orders' in samples[0] else {}
+    groups |= {('orders', name): predictions(rows, norm) for name, rows in orders.items()}
     reports, resampled = measure(groups, n_bootstrap, seed)
     summary = {'unit': 'tokens' if 'token' in samples[0] else 'questions',
                'pooled': reports.pop(('pooled', ''))}
@@ -139,6 +143,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     if plural := next((x for x in ('languages', 'subjects') if x in summary), None):
         summary['macro'] = mean_report([*summary[plural].values()], [
             resampled[plural, name] for name in summary[plural]])
+    if orders:
+        summary |= letters([*orders.values()], [groups['orders', name] for name in orders])
     if 'log_probs' in samples[0]:
         summary['option_mass'] = float(np.mean([np.exp(s['log_probs']).sum() for s in samples]))
     if fit:
@@ -147,6 +153,23 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
         summary['post_hoc'] = post_hoc(pooled, predictions(held_out, norm) if held_out else None,
                                        n_bootstrap, seed, languages)
     return summary | {'measured_by': measured_by()}
+
+
+def letters(samples, predicted):
+    """Return how the choice depends on the order of the options.
+
+    samples, predicted: for each order, its samples (see `by_order`) and their Predictions
+    Returns {'letters': {letter: {'chosen': its share of the top options, 'correct': of the right
+    ones}}, 'same_option': share of the questions with the same top option in all orders}.
+    """
+    chosen = np.array([p.probs.argmax(1) for p in predicted])
+    correct = np.array([p.labels for p in predicted])
+    options = np.array([[s['order'][k] for s, k in zip(rows, tops, strict=True)]
+                        for rows, tops in zip(samples, chosen.tolist(), strict=True)])
+    return {'letters': {string.ascii_uppercase[k]: {'chosen': float((chosen == k).mean()),
+                                                    'correct': float((correct == k).mean())}
+                        for k in range(max(chosen.max(), correct.max()) + 1)},
+            'same_option': float((options == options[0]).all(0).mean())}
 
 
 @functools.cache
@@ -304,6 +327,15 @@ def notes(result):
         values = [f'temperature {t:.3f}' for t in fitted.get('temperature', ())]
         values += [f'Platt scaling a {a:.3f}, b {b:.3f}' for a, b in fitted['platt']]
         lines.append(f'fitted on {fitted["fitted_on"]}: {"; ".join(values)}')
+    if 'orders' in result:
+        lines.append('letters chosen (correct): ' + ', '.join(
+            f'{letter} {share["chosen"]:.3f} ({share["correct"]:.3f})'
+            for letter, share in result['letters'].items()))
+        ends = {key: [f(report[key] for report in result['orders'].values()) for f in (min, max)]
+                for key in ('accuracy', 'ece')}
+        lines.append(f'the same option in all orders: {result["same_option"]:.3f} of the questions'
+                     + ''.join(f'; {TITLES[key]} by order: {low:.3f} to {high:.3f}'
+                               for key, (low, high) in ends.items()))
     if result.get('bad_rows'):
         lines.append(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
     if result.get('fewer_shots'):
@@ -318,6 +350,8 @@ def report_rows(result):
     """Return [(kind, name, report)] of one task's result."""
     rows = [(plural, name, report) for plural in reversed(GROUPS.values())
             for name, report in result.get(plural, {}).items()]
+    rows += [('orders', f'order {name}', report)
+             for name, report in result.get('orders', {}).items()]
     rows += [(kind, kind, result[kind]) for kind in ('pooled', 'macro') if kind in result]
     rows += [('post_hoc', f'{name} scaling', report)
              for name, report in result.get('post_hoc', {}).get('reports', {}).items()]

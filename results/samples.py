@@ -8,6 +8,8 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
+
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
 
@@ -189,7 +191,8 @@ OPTION_RULES = (
     ('n_tokens', lambda x: _is_list(x, int), 'a list of numbers'),
     ('log_probs', lambda x: all(-LARGEST < y <= ROUNDING for y in x), 'finite and at most 0'),
     ('n_tokens', lambda x: all(1 <= y < LARGEST for y in x), '1 or more'),
-    ('answer', lambda x: type(x) is int and x >= 0, 'the index of an option'))
+    ('answer', lambda x: type(x) is int and x >= 0, 'the index of an option'),
+    ('orders', lambda x: x is None or x and _is_list(x, dict), 'a list of orders of the options'))
 TOKEN_RULES = (
     ('confidence log_prob entropy',
      lambda x: type(x) in (int, float) and abs(x) < LARGEST, 'a finite number'),
@@ -212,6 +215,12 @@ def _fault(row):
         return 'options, log_probs and n_tokens differ in length'
     if has_options and row['answer'] >= len(row['options']):
         return f'answer must be the index of an option, not {row["answer"]}'
+    for order in has_options and row.get('orders') or ():
+        indices = order.get('order')
+        if not _is_list(indices, int) or sorted(indices) != [*range(len(row['options']))]:
+            return f'order must have the index of each option, not {indices!r:.60}'
+        if fault := _fault(row | {'orders': None} | order):
+            return fault
     if 'top_token' in row and not has_options:
         # log_prob is that of the correct token, confidence that of the top token
         top = math.log(row['confidence']) if row['confidence'] else -math.inf
@@ -230,6 +239,33 @@ def sample_order(sample):
 def sample_key(sample):
     """Return a key of the question or text that a sample belongs to."""
     return (*sample_order(sample)[:3], sample.get('text', sample['id']))
+
+
+def mean_over_orders(orders):
+    """Return log-probabilities [K] whose softmax is the mean distribution over several orders.
+
+    orders: of dicts, {'order': [index of the option at each letter], 'log_probs': of the letters}.
+    Each order's distribution is the softmax of its log_probs. The sum of the returned
+    probabilities is the mean over the orders of the sums of theirs, for `option_mass`.
+    """
+    log_probs = np.array([[log_prob for _, log_prob in sorted(zip(x['order'], x['log_probs']))]
+                          for x in orders])
+    total = np.logaddexp.reduce(log_probs, axis=1, keepdims=True)
+    mean = np.logaddexp.reduce(log_probs - total) - np.log(len(orders))
+    return (mean + np.logaddexp.reduce(total) - np.log(len(orders))).tolist()
+
+
+def by_order(samples):
+    """Return {'1', '2', ...: samples as an evaluation in that order of the options gives them}.
+
+    samples: with `orders`. A question with fewer orders than others has its first one again after
+    its last.
+    """
+    n = max(len(s['orders']) for s in samples)
+    chosen = {str(k + 1): [(s, s['orders'][k % len(s['orders'])]) for s in samples]
+              for k in range(n)}
+    return {name: [s | order | {'answer': order['order'].index(s['answer'])}
+                   for s, order in pairs] for name, pairs in chosen.items()}
 
 
 def latest_samples(samples):

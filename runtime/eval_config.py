@@ -25,6 +25,8 @@ class EvalConfig:
     dropout_seed: int | None = None           # score once with the dropout of the adapters in
     #                                           adapter/, drawn by this seed; None: no dropout
     p_true: bool = False                      # then ask whether the top option is right: P(True)
+    permute: int | None = None                # then ask in so many orders of the options: cyclic
+    #                                           shifts behind the same letters; None: as published
     # chat template of the prompt; trained: that of the model's train.py run; none: plain text
     chat: Literal['none', 'trained', 'tulu', 'llama3', 'gemma', 'mistral', 'chatml',
                   'alpaca'] = 'none'
@@ -69,6 +71,7 @@ def check_eval_config(cfg):
     require_range(cfg, 0, 2 ** 63 - 1, 'seed', 'dropout_seed')
     require_range(cfg, 1, math.inf, 'limit', 'batch_rows', 'max_length')
     require_range(cfg, 16, math.inf, 'pack_len')
+    require_range(cfg, 2, 26, 'permute')
     for key, example in (('tasks', '--tasks=mmlu,arc_easy or --tasks=my_questions.jsonl'),
                          ('languages', '--languages=all or --languages=en,de')):
         if not getattr(cfg, key):

@@ -115,6 +115,22 @@ def test_an_option_that_begins_another_does_not_lengthen_a_row():
     assert len(list(packing.pack_trees([(0, one_option)], 5))) == 1
 
 
+def test_options_that_differ_in_their_last_token_share_the_others(tmp_path):
+    """As the letters after each order of the options do."""
+    reference_model('llama', tmp_path)
+    model, rng = checkpoint.load(tmp_path), np.random.default_rng(0)
+    orders = [rng.integers(0, 211, 6).tolist() for _ in range(3)]
+    tree = packing.Tree((1, 2), [3, 4, 5], [[*order, k] for order in orders for k in (7, 8, 9)],
+                        [11] * 9)
+    ((arrays, scored),) = packing.pack_trees([(0, tree)], 64)
+    assert arrays.shape == (3, 64) and len(scored) == tree.n_scored == 9
+    assert np.count_nonzero(arrays[0]) == 5 + 3 * 6
+    right = plain_log_probs(model, tree, 'cpu')
+    for pack_len in (8, 16, 64):        # a row of 8 has room for one order and no more
+        (sums,) = evaluate.option_log_probs(model, [tree], pack_len=pack_len)
+        assert sums == pytest.approx(right, abs=1e-4)
+
+
 def test_deterministic_scores_are_bitwise_equal(tmp_path):
     reference_model('gemma2', tmp_path)
     model = checkpoint.load(tmp_path)
@@ -1116,7 +1132,8 @@ def test_the_schema_of_results_is_documented(scored_folder, tmp_path):
     """Every key of real results is in docs/evaluation.md, and every key there is in one of them."""
     of_file, of_task, of_report = documented_keys()
     text = write_rows(tmp_path / 'text.jsonl', [{'text': 'the quick fox is old'}] * 6)
-    found = scored(scored_folder, tmp_path / 'out', '--limit=10', '--fit_temperature', '--p_true')
+    found = scored(scored_folder, tmp_path / 'out', '--limit=10', '--fit_temperature', '--p_true',
+                   '--permute=2')
     found['tasks'] |= evaluate_words(scored_folder, tmp_path / 'clm',
                                      f'--tasks=clm:{text}')['tasks']
     assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1
@@ -1351,6 +1368,119 @@ def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsy
     with pytest.raises(ConfigError, match='p_true = True: tasks = .* have no options'):
         evaluate_words(scored_folder, tmp_path / 'none', f'--tasks=clm:{tmp_path / "texts.jsonl"}',
                        '--p_true')
+
+
+def write_lettered(folder, n=12):
+    """Questions with 3 and 4 options, and solved ones; return the rows to score."""
+    rng = random.Random(1)
+    words = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
+    rows = [{'question': ' '.join(rng.sample(words, 5)) + '?', 'answer': i % 3, 'id': f'q{i}',
+             'subject': ('anatomy', 'sociology')[i % 2],
+             'choices': rng.sample(words, 3 + i // 2 % 2)} for i in range(n)]
+    for split in ('dev', 'test', 'validation'):
+        write_rows(folder / f'{split}.jsonl', [row | {'id': f'{split}-{row["id"]}'}
+                                               for row in (rows if split == 'test' else rows[:6])])
+    return rows
+
+
+def test_orders_of_the_options_are_those_of_permuted_files(scored_folder, tmp_path, capsys):
+    """The log-probabilities of each order are those of a file with the options in that order."""
+    folder, out = tmp_path / 'quiz', tmp_path / 'out'
+    rows = write_lettered(folder)
+    found = evaluate_words(scored_folder, out, f'--tasks={folder}', '--permute=4',
+                           '--shots=2', '--norm=sum')
+    assert list(found['tasks']) == ['quiz', 'quiz.permuted']
+    printed, result = capsys.readouterr().out, found['tasks']['quiz.permuted']
+    asked = {s['id']: s for s in report.read_samples(out / 'samples.jsonl')
+             if s['task'] == 'quiz.permuted'}
+    single, chosen, options = [], [], []
+    for shift in range(4):
+        orders = [[(i + shift) % len(row['choices']) for i in range(len(row['choices']))]
+                  for row in rows]
+        write_rows(folder / 'test.jsonl', [row | {
+            'id': f'test-{row["id"]}', 'choices': [row['choices'][i] for i in order],
+            'answer': order.index(row['answer'])} for row, order in zip(rows, orders)])
+        alone = evaluate_words(scored_folder, tmp_path / f'{shift}', f'--tasks={folder}',
+                               '--shots=2', '--norm=sum')['tasks']['quiz']
+        for key in ('accuracy', 'ece', 'nll', 'sce'):
+            assert result['orders'][f'{shift + 1}'][key] == pytest.approx(
+                alone['pooled'][key], abs=1e-5)
+        samples_alone = report.read_samples(tmp_path / f'{shift}' / 'samples.jsonl')
+        single.append({s['id']: (order, s['log_probs']) for s, order in zip(samples_alone, orders)})
+        top = [int(np.argmax(s['log_probs'])) for s in samples_alone]
+        chosen += top
+        options.append([order[k] for order, k in zip(orders, top)])
+    for id, sample in asked.items():
+        n = len(sample['options'])
+        assert len(sample['orders']) == n and sample['shots'] == 2
+        probs = np.zeros((n, n))
+        for k, order in enumerate(sample['orders']):
+            expected, log_probs = single[k][id]
+            assert order['order'] == expected
+            assert order['log_probs'] == pytest.approx(log_probs, abs=1e-4)
+            probs[k, expected] = metrics.softmax(np.array(log_probs))
+        assert np.exp(sample['log_probs']) / np.exp(sample['log_probs']).sum() == pytest.approx(
+            probs.mean(0), abs=1e-5)
+        assert np.exp(sample['log_probs']).sum() == pytest.approx(np.mean(
+            [np.exp(order['log_probs']).sum() for order in sample['orders']]))
+    assert {k: v['chosen'] for k, v in result['letters'].items()} == pytest.approx(
+        {letter: chosen.count(i) / 48 for i, letter in enumerate('ABCD')})
+    assert result['same_option'] == np.mean([len({*tops}) == 1 for tops in zip(*options)])
+    assert result['permute'] == 4 and result['distribution'].endswith(
+        'plain text, mean over 4 orders of the options')
+    for part in ('\norder 4 ', 'letters chosen (correct): A ', 'the same option in all orders: '):
+        assert part in printed and part in (out / 'results.md').read_text().replace(
+            '| order 4', '\norder 4')
+
+
+def test_orders_are_scored_once(scored_folder, tmp_path, monkeypatch):
+    """Asked for later, stopped, with fewer orders, with P(True), compared."""
+    folder, out = tmp_path / 'quiz', tmp_path / 'out'
+    write_lettered(folder)
+    quiz, launched, forward = f'--tasks={folder}', [], evaluate.forward_values
+    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, statistics: (
+        launched.append(len(scored)), forward(model, arrays, scored, statistics))[1])
+    evaluate_words(scored_folder, out, quiz, '--shots=2')
+    plain = sum(launched)
+    permuted = evaluate_words(scored_folder, out, quiz, '--shots=2', '--permute=2')
+    assert sum(launched) == 2 * plain           # the published order is not scored again
+    lines = (out / 'samples.jsonl').read_text().splitlines(keepends=True)
+    (out / 'samples.jsonl').write_text(''.join(lines[:20]))
+    again = evaluate_words(scored_folder, out, quiz, '--shots=2', '--permute=2', '--norm=sum')
+    assert sum(launched) == 2 * plain + sum(
+        sum(json.loads(line)['orders'][1]['n_tokens']) for line in lines[20:])
+    for key in ('n', 'accuracy', 'ece', 'nll'):
+        assert again['tasks']['quiz.permuted']['pooled'][key] == pytest.approx(
+            permuted['tasks']['quiz.permuted']['pooled'][key], abs=1e-4)
+    more = evaluate_words(scored_folder, out, quiz, '--shots=2', '--permute=3', '--p_true',
+                          '--fit_temperature')
+    assert list(more['tasks']) == ['quiz', 'quiz.permuted', 'quiz.p_true']
+    assert list(more['tasks']['quiz.permuted']['orders']) == ['1', '2', '3']
+    assert more['tasks']['quiz.permuted']['post_hoc']['fitted_on'] == '6 validation questions'
+    evaluate_words(scored_folder, tmp_path / 'second', quiz, '--shots=2', '--permute=3')
+    compare.main([str(out), str(tmp_path / 'second'), f'--out_dir={tmp_path / "compare"}'])
+    assert 'quiz.permuted' in (tmp_path / 'compare' / 'compare.md').read_text()
+    (tmp_path / 'text.jsonl').write_text('{"text": "the quick brown fox"}\n')
+    for tasks, message in ((f'clm:{tmp_path / "text.jsonl"}', 'permute = 3: tasks = .* no options'),
+                           (str(folder), 'quiz with these settings scores the text of its opt')):
+        with pytest.raises((ConfigError, DataError), match=message):
+            evaluate_words(scored_folder, tmp_path / 'none', f'--tasks={tasks}', '--permute=3',
+                           '--scoring=text')
+
+
+@pytest.mark.parametrize('orders, message', [
+    ([], 'a list of orders'), ([3], 'a list of orders'),
+    ([{'order': [0, 0], 'log_probs': [-1, -2], 'n_tokens': [1, 1]}], 'the index of each option'),
+    ([{'order': [1, 0], 'log_probs': [-1], 'n_tokens': [1, 1]}], 'differ in length'),
+    ([{'order': [1, 0], 'log_probs': [-1, 'x'], 'n_tokens': [1, 1]}], 'a list of numbers')])
+def test_damaged_orders_name_their_line(tmp_path, orders, message):
+    good = {'order': [1, 0], 'log_probs': [-1, -2], 'n_tokens': [1, 1]}
+    sample = {'task': 't', 'id': 'a', 'prompt': 'p', 'options': ['A', 'B'], 'log_probs': [-1, -2],
+              'n_tokens': [1, 1], 'answer': 0, 'orders': [good]}
+    path = write_rows(tmp_path / 'samples.jsonl', [sample, sample | {'id': 'b', 'orders': orders}])
+    with pytest.raises(DataError, match=f'samples.jsonl:2: .*{message}'):
+        samples.read_samples(path)
+    assert len(samples.read_samples(write_rows(path, [sample]))) == 1
 
 
 def test_the_list_of_tasks(capsys):

@@ -38,8 +38,9 @@ def digest(config):
     settings = {key: value for key, value in asdict(config).items() if key not in ADDED}
     if settings.get('eval'):    # added to the report since
         added = {key: settings['eval'].pop(key) for key in ('p_true', 'chat', 'dropout_seed',
-                                                            'show')}
-        assert added == {'p_true': False, 'chat': 'none', 'dropout_seed': None, 'show': 0}
+                                                            'show', 'permute')}
+        assert added == {'p_true': False, 'chat': 'none', 'dropout_seed': None, 'show': 0,
+                         'permute': None}
         settings['eval']['preset'] = settings['eval'].pop('prompt_format')
         fit = settings['eval'].pop('fit_temperature')       # by its name of then
         settings['eval']['temperature'] = 'fit' if fit else 'none'
