@@ -175,6 +175,40 @@ def murphy(probs, labels, n_bins=10) -> dict[str, float]:
     }
 
 
+def brier_skill(probs, labels) -> float:
+    """Return the Brier skill score of the prediction, 1 - brier_top_label / (acc (1 - acc)).
+
+    Murphy 1973: 1 is perfect, 0 as good as the confidence acc in every row, and below 0 is worse.
+    It is nan if all rows are right or all are wrong.
+    """
+    parts = murphy(probs, labels, n_bins=1)
+    return 1 - parts['brier'] / (parts['uncertainty'] or np.nan)
+
+
+def refinement(probs, labels, *, scores=None) -> dict[str, float]:
+    """Return the parts of nll and brier by name: what recalibration cannot remove, and the rest.
+
+        nll = nll_refinement + nll_calibration,    brier = brier_refinement + brier_calibration
+
+    Berta et al. 2025 (arXiv 2501.19195). The refinement is the loss after the best recalibration.
+    As in their probmetrics ('temp-scaling', fitted on all rows) that is the temperature of least
+    NLL, for both losses. Fitted on the rows it is measured on, nll_refinement is about 1/2N nats
+    too small; nll_calibration is never negative. An option of probability 0 stays at 0, unless it
+    is the label, which has 2.2e-16 as in `nll`. scores: those of `nll`.
+    """
+    whole = {'nll': nll(probs, labels, scores=scores), 'brier': brier(probs, labels)}
+    probs, labels = check_probs(probs, labels)
+    is_label = np.arange(probs.shape[1]) == labels[:, None]
+    if scores is None:
+        p = np.where(is_label, np.maximum(probs.astype(np.float64), NLL_FLOOR), probs)
+        scores = np.log(p, out=np.full(p.shape, -np.inf), where=p > 0)
+    scaled = np.asarray(scores, np.float64) / best_temperature(scores, is_label)
+    parts = {'nll': float(label_nll(softmax(scaled), labels, scaled).mean()),
+             'brier': brier(softmax(scaled), labels)}
+    return {f'{key}_refinement': part for key, part in parts.items()} | {
+        f'{key}_calibration': whole[key] - part for key, part in parts.items()}
+
+
 # Calibration of the prediction, in bins
 
 
@@ -468,6 +502,35 @@ def excess_aurc(probs, labels) -> float:
     return float((np.minimum(k, n_right) / k - curve).mean())
 
 
+def prr(probs, labels) -> float:
+    """Return the prediction-rejection ratio: the share of the best possible gain by abstention.
+
+    Malinin & Gales 2021: (A - A_random) / (A_best - A_random), with A = 1 - aurc, A_random the
+    accuracy and A_best that of the best order. 1 is a perfect ranking, 0 a random one. It is nan if
+    all rows are right or all are wrong.
+    """
+    curve = _accuracy_of_top(probs, labels)
+    gain, missing = curve.mean() - curve[-1], excess_aurc(probs, labels)
+    return float(gain / (gain + missing)) if 0 < curve[-1] < 1 else float('nan')
+
+
+def bas(probs, labels) -> float:
+    """Return the behavioral alignment score, 1/N sum_i c_i + (1 - a_i) log(1 - c_i), at most 1.
+
+    Wu et al. 2026 (arXiv 2604.03216), as an integral: the mean utility over thresholds t uniform in
+    [0, 1] of a user who takes answers of confidence t or more, 1 if it is right, -t / (1 - t) if it
+    is wrong, and 0 for abstaining. Confidence that is the accuracy maximizes it. 1 - c_i counts as
+    2.2e-16 or more, as in `nll`, so no row costs more than 35.04.
+    """
+    return float(row_bas(*top_label(probs, labels)).mean())
+
+
+def row_bas(confidence, correct):
+    """Return the term of each row of `bas`, float64 [N]."""
+    c = confidence.astype(np.float64)
+    return c + np.where(correct, 0, np.log(np.maximum(1 - c, NLL_FLOOR)))
+
+
 def accuracy_at_coverage(probs, labels, coverage=0.5) -> float:
     """Return the accuracy of the ceil(coverage * N) most confident rows, coverage in (0, 1]."""
     check_range('coverage', coverage, 0, 1, open_low=True)
@@ -560,6 +623,49 @@ def _range_gap(p, is_label, n_ranges, equal_weights=False):
     return _expected_gap(np.ones(len(ends)) if equal_weights else count, conf, acc)
 
 
+# Prediction sets
+
+
+def conformal_sets(probs, labels, n_options=None, *, method='lac', alpha=0.1) -> np.ndarray:
+    """Return which options are in each row's conformal prediction set, bool [N, K].
+
+    A set holds the options of nonconformity s <= q_i, with q_i the k-th smallest s of the labels of
+    all other rows, k = ceil(N (1 - alpha)), or infinite if k = N. So it holds the label of a new
+    row with probability 1 - alpha or more, whatever the model, if rows are exchangeable.
+
+        'lac'   s_ik = 1 - p_ik, Sadinle et al. 2019: the smallest sets on average
+        'aps'   s_ik = sum of p_ij over options j down to and with k, Romano et al. 2020, without
+                their random term: sets that grow with difficulty; the first of equal options leads
+
+    Leaving out its own row spares a split: over all N rows the coverage is k / N but for ties. What
+    tells models apart is the size, and what tells groups apart is their coverage. A set may be
+    empty; torch-uncertainty, which computes the same s, then adds the option of least s.
+    """
+    if method not in ('lac', 'aps'):
+        raise ValueError(f"method must be 'lac' or 'aps', not {method!r}")
+    check_range('alpha', alpha, 0, 1, open_low=True, open_high=True)
+    probs, labels = check_probs(probs, labels)
+    n_options, p = check_n_options(n_options, probs, labels), probs.astype(np.float64)
+    if method == 'lac':
+        s = 1 - p
+    else:
+        order = np.argsort(-round_for_ties(p), axis=1, kind='stable')
+        s = np.empty(p.shape)
+        np.put_along_axis(s, order, np.take_along_axis(p, order, 1).cumsum(1), 1)
+    s = np.where(np.arange(p.shape[1]) < n_options[:, None], round_for_ties(s), np.inf)
+    of_label = s[np.arange(len(s)), labels]
+    k = int(np.ceil(len(s) * (1 - alpha) - 1e-9))
+    low, high = np.append(np.sort(of_label), np.inf)[[k - 1, k]]
+    # without a row that is among the k smallest, the k-th smallest is the next
+    return (s <= np.where(of_label <= low, high, low)[:, None]) & np.isfinite(s)
+
+
+def conformal(probs, labels, n_options=None, *, method='lac', alpha=0.1) -> tuple[float, float]:
+    """Return (share of sets that hold the label, mean size) of the `conformal_sets`."""
+    sets = conformal_sets(probs, labels, n_options, method=method, alpha=alpha)
+    return float(sets[np.arange(len(sets)), labels].mean()), float(sets.sum(1).mean())
+
+
 # The table of measures
 
 
@@ -590,9 +696,9 @@ class Measure(NamedTuple):
         return value if type(value) is int else float(value)
 
 
-def _part(function, part):
-    """Return a function(probs, labels): `part`, a key or an index, of what `function` returns."""
-    return lambda probs, labels: function(probs, labels)[part]
+def _part(function, part, **settings):
+    """Return a function: `part`, a key or an index, of what `function` returns."""
+    return lambda probs, labels, **more: function(probs, labels, **settings, **more)[part]
 
 
 ALL_TABLES = ('runs', 'results', 'compare')
@@ -631,11 +737,20 @@ MEASURES = (
     Measure('auroc', 'AUROC', auroc, True, tables=()),
     Measure('aurc', 'AURC', aurc, False, tables=()),
     Measure('excess_aurc', 'excess AURC', excess_aurc, False, tables=()),
+    Measure('prr', 'prediction-rejection ratio', prr, True, tables=()),
+    Measure('bas', 'BAS', bas, True, tables=()),
     Measure('brier_top_label', 'Brier of the prediction', _part(murphy, 'brier'), False, tables=()),
+    Measure('brier_skill', 'Brier skill', brier_skill, True, tables=()),
     Measure('reliability', 'reliability', _part(murphy, 'reliability'), False, tables=()),
     Measure('resolution', 'resolution', _part(murphy, 'resolution'), True, tables=()),
     Measure('uncertainty', 'uncertainty', _part(murphy, 'uncertainty'), None, tables=()),
     Measure('within_bin', 'within-bin term', _part(murphy, 'within_bin'), None, tables=()),
+    *(Measure(f'{loss}_{part}', f'{title}, {part}', _part(refinement, f'{loss}_{part}'), False,
+              'scores', tables=()) for loss, title in (('nll', 'NLL'), ('brier', 'Brier'))
+      for part in ('refinement', 'calibration')),
+    *(Measure(f'{method}_{name}', f'{method.upper()} {name}', _part(conformal, i, method=method),
+              better, 'n_options', tables=()) for method in ('lac', 'aps')
+      for i, (name, better) in enumerate((('coverage', None), ('size', False)))),
 )
 
 
@@ -742,6 +857,32 @@ def softmax(scores, temperature=1.0) -> np.ndarray:
     refuse(~np.isfinite(largest), lambda *at: f'the largest score is {largest[at]}, not finite')
     z = np.exp(z - largest)
     return z / z.sum(-1, keepdims=True)
+
+
+def best_temperature(scores, targets) -> float:
+    """Return the T from 0.001 to 1000 with the least cross-entropy of softmax(scores / T).
+
+    scores are float [N, K], -inf for a missing option; targets float or bool [N, K] are
+    distributions over the options, such as one-hot labels. The cross-entropy is convex in 1 / T;
+    Newton's method, with a bisection where a step does not halve the one before the last.
+    """
+    z = np.asarray(scores, np.float64)
+    is_option = np.isfinite(z)
+    margins = np.where(is_option, z, 0)
+    margins -= np.where(is_option, (margins * targets).sum(1, keepdims=True), margins)
+    low, high, inverse, before, last = 1e-3, 1e3, 1.0, np.inf, np.inf
+    while abs(last) > 1e-14 * inverse:
+        p = softmax(z, 1 / inverse)
+        mean = np.einsum('ik,ik->i', p, margins)
+        slope = mean.mean()
+        curvature = (np.einsum('ik,ik,ik->i', p, margins, margins) - mean**2).mean()
+        # the slope of a separable set is negative, or 0 where its exponentials underflow
+        low, high = (low, inverse) if slope > 0 else (inverse, high)
+        newton = inverse - slope / curvature if curvature > 0 else np.nan
+        fast = low < newton < high and abs(newton - inverse) < abs(before) / 2
+        before, last = last, (newton if fast else np.sqrt(low * high)) - inverse
+        inverse += last
+    return float(1 / inverse)
 
 
 # Checks of input, which raise ValueError

@@ -27,20 +27,11 @@ else:
 def fit_temperature(scores, labels) -> float:
     """Return the temperature T > 0 at which softmax(scores / T) has the least NLL.
 
-    Guo et al. 2017. The NLL is convex in 1/T, so a bisection finds where its slope is 0, between
-    0.001 and 1000. If the NLL is still falling at one of these ends, the end is returned: 0.001 if
-    every label has the highest score of its row.
+    Guo et al. 2017. T is from 0.001 to 1000. If the NLL is still falling at one of these ends, the
+    end is returned: 0.001 if every label has the highest score of its row.
     """
     scores, labels = _check_scores(scores, labels)
-    margins = scores - scores[np.arange(len(labels)), labels][:, None]
-    margins = np.where(np.isfinite(margins), margins, 0)
-    low, high = np.log(1e-3), np.log(1e3)
-    for _ in range(60):
-        middle = (low + high) / 2
-        slope = (metrics.softmax(scores, np.exp(middle)) * margins).sum(1).mean()
-        # the slope of a separable set is negative, or 0 where its exponentials underflow
-        low, high = (low, middle) if slope <= 0 else (middle, high)
-    return float(np.exp((low + high) / 2))
+    return metrics.best_temperature(scores, np.arange(scores.shape[1]) == labels[:, None])
 
 
 def fit_temperatures(scores, labels, groups) -> tuple[dict, dict]:

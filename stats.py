@@ -6,6 +6,7 @@ for levels outside (0, 1). The same seed gives the same numbers.
 """
 
 import functools
+import math
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -24,17 +25,19 @@ else:
 
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
-              seed=0, keys=None) -> dict[str, np.ndarray]:
+              seed=0, keys=None, columns=None) -> dict[str, np.ndarray]:
     """Return measures of `report` on `n_resamples` samples of N rows, drawn with replacement.
 
     {key: float64 [n_resamples]} for the measures `keys`, by default for every measure with a column
     in a table and all that are fast. Measures that are not defined for probs are left out. The
-    percentiles 2.5 and 97.5 are the percentile interval of Efron 1979. scores: those of `nll`.
+    percentiles 2.5 and 97.5 are the percentile interval of Efron 1979. scores: those of `nll`;
+    columns: {key: float [N]}, more metrics that are means of a number per row.
 
-    Sums compute accuracy, confidence, gap, ece, mce, ece_equal_mass, rmsce and mad, and from probs
-    [N, K] also entropy_bits, nll, brier, sce and ace, in the time of about 20 * n_resamples * N
-    additions. They are used only if they equal the functions in metrics.MEASURES: a new or edited
-    measure is called once per resample instead, which takes longer.
+    Sums compute accuracy, confidence, gap, bas, brier_top_label, brier_skill, ece, mce,
+    ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace,
+    in the time of about 20 * n_resamples * N additions. They are used only if they equal the
+    functions in metrics.MEASURES: a new or edited measure is called once per resample instead,
+    which takes longer.
     """
     metrics.check_count('n_resamples', n_resamples)
     prediction = metrics.top_label(probs, labels)
@@ -47,9 +50,11 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     n = len(prediction[1])
     arrays = [None if x is None else np.asarray(x) for x in (probs, labels, n_options, scores)]
     chunk = max(1, min(n_resamples, 300_000 // n))      # a few million numbers in memory
-    sums = _Sums(*prediction, arrays if has_options else None, chunk)
+    columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
+    sums = _Sums(*prediction, arrays if has_options else None, chunk, columns)
     measures = [x for x in metrics.MEASURES if (has_options or x.needs == 'prediction')
-                and (x.key in keys if keys is not None else x.tables or x.key in sums.keys)]
+                and (x.key in keys if keys is not None else x.tables or x.key in sums.keys)
+                and x.key not in columns]
     called = [x for x in measures if x.key not in sums.keys]
     order = np.argsort(prediction[0], kind='stable')    # sorting sorted rows is fast
     called += _unequal([x for x in measures if x.key in sums.keys], sums,
@@ -58,8 +63,8 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     parts = []
     for counts in _resample(n, n_resamples, chunk, seed):
         values = sums(counts) | _call_measures(called, counts, prediction, arrays)
-        parts.append({x.key: values[x.key] for x in measures})
-    return {x.key: np.concatenate([part[x.key] for part in parts]) for x in measures}
+        parts.append({key: values[key] for key in (*(x.key for x in measures), *columns)})
+    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
 def _value(measure, prediction, arrays):
@@ -108,20 +113,23 @@ class _Sums:
     """Measures of resamples by sums: a call with counts int32 [R, N] returns {key: float64 [R]}.
 
     arrays: probs [N, K], labels, n_options and scores; None for confidences. chunk: the largest R.
+    more: {key: float64 [N]}, whose means are returned as well.
     """
 
-    def __init__(self, confidence, correct, arrays, chunk):
-        columns = {'accuracy': correct.astype(np.float64),
-                   'confidence': confidence.astype(np.float64)}
-        columns['gap'] = columns['confidence'] - correct
+    def __init__(self, confidence, correct, arrays, chunk, more=()):
+        c = confidence.astype(np.float64)
+        columns = {'accuracy': correct.astype(np.float64), 'confidence': c, 'gap': c - correct,
+                   'bas': metrics.row_bas(confidence, correct),
+                   'brier_top_label': (c - correct) ** 2}
         self.by_confidence = _SortedGaps(confidence, columns['gap'], 10)
         self.by_option: list[_SortedGaps] = []
         if arrays:
             option_columns, self.by_option = _option_columns(*arrays)
             columns |= option_columns
-        self.columns, self.terms = [*columns], np.stack([*columns.values()])    # [columns, N]
-        self.keys = {*columns, 'ece', 'mce', 'ece_equal_mass', 'rmsce', 'mad',
+        self.keys = {*columns, 'brier_skill', 'ece', 'mce', 'ece_equal_mass', 'rmsce', 'mad',
                      *(('sce', 'ace') if arrays else ())}
+        columns |= more
+        self.columns, self.terms = [*columns], np.stack([*columns.values()])    # [columns, N]
         # allocated once: new memory would cost as much as the sums
         n = len(correct)
         self.workspace = np.empty((chunk, n), np.int32), np.empty((-(-chunk // 2), n, 2))
@@ -131,6 +139,8 @@ class _Sums:
         # no product of matrices: a BLAS library would start threads in each of several processes
         totals = np.einsum('rn,cn->cr', counts, self.terms)
         values = {key: total / n for key, total in zip(self.columns, totals, strict=True)}
+        spread = values['accuracy'] * (1 - values['accuracy'])
+        values['brier_skill'] = 1 - values['brier_top_label'] / np.where(spread, spread, np.nan)
         drawn, gap_sums = rows.accumulate(counts, self.workspace)
         bin_counts, bin_gaps = _fixed_bins(drawn, gap_sums, rows.bin_ends)
         values['ece'] = bin_gaps.sum(1) / n
@@ -377,6 +387,64 @@ def _check_pair(a, b, labels):
         raise ValueError(f'both must predict the same rows, not be of shape {a.shape} and '
                          f'{b.shape} for {len(labels)} labels')
     return a, b, labels
+
+
+def mcnemar(correct_a, correct_b) -> tuple[int, int, float]:
+    """Return (rows that only a has right, rows that only b has right, two-sided p).
+
+    McNemar 1947, exact: of the rows in which two models differ, each is as likely to have either
+    right, so p = min(1, 2 P(X <= the fewer)) with X binomial. correct_a, correct_b: bool [N].
+    """
+    a, b = _check_correct([correct_a, correct_b])
+    only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
+    n, term, total = only_a + only_b, 1, 0
+    for k in range(min(only_a, only_b) + 1):
+        total, term = total + term, term * (n - k) // (k + 1)       # whole numbers, so exact
+    return only_a, only_b, min(1.0, 2 * total / 2**n)
+
+
+def cochran_q(correct) -> tuple[float, float]:
+    """Return (Q, p): do M models differ in accuracy? correct is bool [M, N], M >= 2.
+
+    Cochran 1950: Q = (M - 1) (M sum_m C_m^2 - S^2) / (M S - sum_i R_i^2), with C_m the number of
+    rows that model m has right, R_i the number of models that have row i right, S their sum. p is
+    of chi-square with M - 1 degrees of freedom, an approximation for many rows in which the models
+    differ. If there is none, Q is 0 and p is 1.
+    """
+    correct = _check_correct(correct)
+    M, by_model, by_row = len(correct), correct.sum(1), correct.sum(0)
+    total, spread = by_model.sum(), M * by_model.sum() - (by_row**2).sum()
+    q = float((M - 1) * (M * (by_model**2).sum() - total**2) / spread) if spread else 0.0
+    # P(chi-square > q), from that of 1 or 2 degrees of freedom, two more at a time
+    half = q / 2
+    p, term, a = (math.exp(-half), math.exp(-half), 1.0) if M % 2 else (
+        math.erfc(math.sqrt(half)), math.exp(-half) / math.sqrt(math.pi * half or 1), 0.5)
+    while a < (M - 1) / 2:
+        term *= half / a
+        p, a = p + term, a + 1
+    return q, p
+
+
+def _check_correct(correct):
+    correct = np.asarray(correct)
+    if correct.ndim != 2 or len(correct) < 2 or not correct.size or correct.dtype != bool:
+        raise ValueError(f'correct must be bool, [N] for each of two models or more, with N >= 1, '
+                         f'not {correct.dtype} of shape {correct.shape}')
+    return correct
+
+
+def holm(p_values) -> np.ndarray:
+    """Return p-values corrected for their number, float [M], in the order given.
+
+    Holm 1979: the k-th smallest of M is multiplied by M - k + 1, and none is below a smaller one's.
+    Rejecting those below 0.05 makes any false rejection at most 5 % likely, however they depend.
+    """
+    p = np.asarray(p_values, np.float64)
+    metrics.refuse(~((p >= 0) & (p <= 1)), lambda i: f'p is {p[i]}, not from 0 to 1')
+    order = np.argsort(p, kind='stable')
+    corrected = np.empty(len(p))
+    corrected[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
+    return corrected
 
 
 def consistency_test(probs, labels, metric=metrics.ece, *, n_resamples=1000,

@@ -51,33 +51,39 @@ class Predictions(NamedTuple):
     labels: np.ndarray                  # int [N]; for tokens bool [N], right or wrong
     n_options: np.ndarray | None = None
     scores: np.ndarray | None = None    # [N, K] normalized log-probabilities, -inf for no option
-    nll: np.ndarray | None = None       # for tokens [N], in nats
-    entropy_bits: np.ndarray | None = None      # for tokens [N], over the whole vocabulary
+    # {key of a metric: [N], whose mean it is}: the NLL and entropy of tokens, and conformal sets,
+    # whose thresholds come from all rows, so that no group can compute its own
+    columns: dict | None = None
 
     def at(self, rows):
-        return Predictions(*(None if x is None else x[rows] for x in self))
+        *arrays, columns = self
+        return Predictions(*(None if x is None else x[rows] for x in arrays),
+                           columns and {key: x[rows] for key, x in columns.items()})
 
     def scaled(self, temperature):
         """Return the predictions with scores / temperature, a number or [N, 1]."""
         scores = self.scores / temperature
-        return self._replace(probs=metrics.softmax(scores), scores=scores)
+        return of_options(metrics.softmax(scores), self.labels, self.n_options, scores)
 
     def report(self):
         """Return metrics.report of the predictions."""
         report = metrics.report(self.probs, self.labels, self.n_options, scores=self.scores)
-        return report | {key: float(x.mean()) for key, x in self._token_columns().items()}
+        return report | {key: float(x.mean()) for key, x in (self.columns or {}).items()}
 
     def bootstrap(self, n_resamples, seed, keys=None):
         """Return stats.bootstrap of the predictions, {measure: [n_resamples]}."""
-        values = stats.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
-                                 n_resamples=n_resamples, seed=seed, keys=keys)
-        for name, x in self._token_columns().items():
-            random = np.random.default_rng(seed)
-            values[name] = np.array([random.choice(x, len(x)).mean() for _ in range(n_resamples)])
-        return values
+        return stats.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
+                               n_resamples=n_resamples, seed=seed, keys=keys, columns=self.columns)
 
-    def _token_columns(self):
-        return {} if self.nll is None else {'entropy_bits': self.entropy_bits, 'nll': self.nll}
+
+def of_options(probs, labels, n_options, scores):
+    """Return the Predictions of distributions over options, with their conformal sets."""
+    columns = {}
+    for method in ('lac', 'aps'):
+        sets = metrics.conformal_sets(probs, labels, n_options, method=method)
+        columns[f'{method}_coverage'] = sets[np.arange(len(sets)), labels].astype(float)
+        columns[f'{method}_size'] = sets.sum(1).astype(float)
+    return Predictions(probs, labels, n_options, scores, columns)
 
 
 def split_groups(samples, key, predicted):
@@ -92,14 +98,15 @@ def predictions(samples, norm):
     if 'log_probs' not in samples[0]:
         confidence, correct, log_prob, entropy = (np.array([s[key] for s in samples]) for key in (
             'confidence', 'correct', 'log_prob', 'entropy'))
-        return Predictions(confidence, correct, nll=-log_prob, entropy_bits=entropy / np.log(2))
+        return Predictions(confidence, correct, columns={'entropy_bits': entropy / np.log(2),
+                                                         'nll': -log_prob})
     n_options = np.array([len(s['log_probs']) for s in samples])
     scores = np.full((len(samples), n_options.max()), -np.inf)
     columns = ([*itertools.chain.from_iterable(s[key] for s in samples)]
                for key in ('log_probs', 'options', 'n_tokens'))
     scores[np.arange(scores.shape[1]) < n_options[:, None]] = option_scores(*columns, norm)
-    return Predictions(metrics.softmax(scores), np.array([s['answer'] for s in samples]), n_options,
-                       scores)
+    return of_options(metrics.softmax(scores), np.array([s['answer'] for s in samples]), n_options,
+                      scores)
 
 
 def option_scores(log_probs, options, n_tokens, norm):
