@@ -522,6 +522,7 @@ TOP_LABEL = [
     *[metrics.ece_debiased, metrics.ece_equal_mass, metrics.rmsce, metrics.mad, metrics.mmce],
     *[metrics.rmsce_hendrycks, metrics.mad_hendrycks, metrics.rms_mmlu_repo, metrics.ks_error],
     *[metrics.smooth_ece, metrics.kde_ece, metrics.auroc, metrics.aurc, metrics.excess_aurc],
+    *[metrics.prr, metrics.bas, metrics.brier_skill],
     *[metrics.accuracy_at_coverage, metrics.coverage_at_accuracy, metrics.report],
 ]
 
@@ -637,6 +638,105 @@ def test_aurc_is_the_mean_over_orders_of_tied_rows():
             wrong = np.cumsum(~correct[list(order)])
             risks.append((wrong / np.arange(1, 7)).mean())
     assert len(risks) == 12 and metrics.aurc(confidence, correct) == exactly(np.mean(risks))
+
+
+@pytest.mark.parametrize('name, expected', [    # of probmetrics 1.3.0, fitted on all rows
+    ('mmlu_overconfident_4', {'nll_refinement': 1.1219052343566662,
+                              'brier_refinement': 0.6125921801632707,
+                              'nll_calibration': 0.2919320903054865,
+                              'brier_calibration': 0.08312306795604962}),
+    ('small_4', {'nll_refinement': 1.0570489415237312, 'brier_refinement': 0.5661800206392814,
+                 'nll_calibration': 0.11765896096117046,
+                 'brier_calibration': 0.027789584930690725})])
+def test_refinement_is_that_of_probmetrics(name, expected):
+    probs, labels = golden_case(name)
+    assert metrics.refinement(probs, labels) == {key: exactly(x) for key, x in expected.items()}
+    report = metrics.report(probs, labels)
+    assert {key: report[key] for key in expected} == {
+        key: exactly(x) for key, x in expected.items()}
+
+
+@small
+@given(predictions())
+def test_recalibration_by_a_temperature_leaves_the_refinement_as_it_is(case):
+    probs, labels = case
+    scores = 3 * np.log(np.maximum(probs, 1e-4))
+    parts = metrics.refinement(metrics.softmax(scores), labels, scores=scores)
+    for loss in ('nll', 'brier'):
+        whole = parts[f'{loss}_refinement'] + parts[f'{loss}_calibration']
+        more = {'scores': scores} if loss == 'nll' else {}
+        assert whole == exactly(getattr(metrics, loss)(metrics.softmax(scores), labels, **more))
+    assert parts['nll_calibration'] >= -1e-12
+    grid = [metrics.nll(metrics.softmax(scores / t), labels, scores=scores / t)
+            for t in np.geomspace(1e-3, 1e3, 40)]
+    assert parts['nll_refinement'] <= min(grid) + 1e-9
+    cooler = metrics.refinement(metrics.softmax(scores / 2), labels, scores=scores / 2)
+    assert cooler['nll_refinement'] == pytest.approx(parts['nll_refinement'], abs=2e-3)
+
+
+def test_refinement_of_a_label_of_probability_0_is_finite():
+    probs, labels = [[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.2, 0.8, 0.0]], [1, 0, 1]
+    parts = metrics.refinement(probs, labels)
+    assert parts['nll_refinement'] + parts['nll_calibration'] == exactly(
+        metrics.nll(probs, labels))
+    assert 0 < parts['nll_refinement'] < 1.5
+
+
+def test_the_best_temperature_has_no_slope_in_float64():
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        n, k = rng.integers(2, 40), rng.integers(2, 6)
+        scores = rng.normal(size=(n, k)) * 10 ** rng.uniform(-2, 2)
+        targets = rng.dirichlet(np.ones(k), n) if i % 2 else np.eye(k)[rng.integers(0, k, n)]
+        scores[:, -1] = np.where((targets[:, -1] == 0) & (i % 3 == 0), -np.inf, scores[:, -1])
+        finite = np.where(np.isfinite(scores), scores, 0)
+
+        t = metrics.best_temperature(scores, targets)
+        lower, at, higher = (((metrics.softmax(scores, t * x) - targets) * finite).sum()
+                             for x in (0.99, 1, 1.01))
+        if 0.001001 < t < 999:
+            assert abs(at) <= 1e-9 and higher < 0 < lower
+        else:
+            assert at <= 0 if t < 1 else at >= 0
+
+
+def test_brier_skill_compares_with_the_accuracy_as_confidence():
+    confidence, correct = np.array([0.9, 0.8, 0.6, 0.3]), np.array([True, True, False, False])
+    literal = 1 - ((confidence - correct) ** 2).mean() / ((0.5 - correct) ** 2).mean()
+    assert metrics.brier_skill(confidence, correct) == exactly(literal)
+    assert metrics.brier_skill(np.full(4, 0.5), correct) == 0
+    assert metrics.brier_skill(correct.astype(float), correct) == 1
+    assert math.isnan(metrics.brier_skill(confidence, [True] * 4))
+
+
+def test_prr_is_the_share_of_the_area_between_a_random_and_the_best_order():
+    rng = np.random.default_rng(0)
+    correct = rng.random(30) < 0.6
+
+    def area(order):
+        return np.mean([correct[order[:k]].mean() for k in range(1, 31)])
+
+    for confidence in (rng.random(30), np.where(correct, 0.9, 0.2), np.where(correct, 0.2, 0.9)):
+        confidence = confidence + 1e-6 * np.arange(30)
+        expected = (area(np.argsort(-confidence)) - correct.mean()) / (
+            area(np.argsort(~correct, kind='stable')) - correct.mean())
+        assert metrics.prr(confidence, correct) == exactly(expected)
+    assert metrics.prr(np.where(correct, 0.9, 0.2), correct) == 1
+    assert metrics.prr(np.full(30, 0.5), correct) == exactly(0)     # ties are in random order
+    assert math.isnan(metrics.prr([0.5, 0.6], [True, True]))
+
+
+def test_bas_is_the_mean_utility_over_thresholds():
+    confidence, correct = np.array([0.9, 0.35, 0.6, 0.0]), np.array([True, False, False, True])
+    t = (np.arange(200_000) + 0.5) / 200_000
+    utility = [np.where(t <= c, 1 if a else -t / (1 - t), 0).mean()
+               for c, a in zip(confidence, correct)]
+    assert metrics.bas(confidence, correct) == pytest.approx(np.mean(utility), abs=1e-5)
+    assert metrics.bas([1.0], [True]) == 1 and metrics.bas([1.0], [False]) == exactly(
+        1 + math.log(np.finfo(float).eps))
+    # a right share of 0.7: no other confidence does better
+    of = [metrics.bas(np.full(10, c), np.arange(10) < 7) for c in np.linspace(0, 0.99, 100)]
+    assert np.argmax(of) == 70
 
 
 def test_kde_ece_of_many_rows_is_the_true_error():
@@ -825,6 +925,48 @@ def test_class_wise_metrics_count_only_rows_that_have_the_option(case, n_bins):
         adaptive.append(literal_gap(p, is_label, equal_mass_bin(p, sizes)))
     assert metrics.sce(probs, labels, n_bins, n_options) == exactly(np.mean(static))
     assert metrics.ace(probs, labels, n_bins, n_options) == exactly(np.mean(adaptive))
+
+
+def literal_sets(probs, labels, n_options, method, alpha):
+    """Conformal sets by their definition: each row's quantile from a sort of the other rows."""
+    def score(i, k):
+        if method == 'lac':
+            return round(1 - probs[i, k], 12)
+        p = [round(x, 12) for x in probs[i].tolist()]
+        return round(sum(probs[i, j] for j in range(len(p)) if (-p[j], j) <= (-p[k], k)), 12)
+    n, sets = len(labels), np.zeros(probs.shape, bool)
+    k = math.ceil(n * (1 - alpha) - 1e-9)
+    for i in range(n):
+        others = sorted(score(j, labels[j]) for j in range(n) if j != i)
+        q = others[k - 1] if k <= n - 1 else math.inf
+        for option in range(n_options[i]):
+            sets[i, option] = score(i, option) <= q
+    return sets
+
+
+@pytest.mark.parametrize('method', ['lac', 'aps'])
+@small
+@given(ragged_predictions(), st.sampled_from([0.1, 0.25, 0.5]))
+def test_conformal_sets_leave_out_their_own_row(method, case, alpha):
+    probs, labels, n_options = case
+    sets = metrics.conformal_sets(probs, labels, n_options, method=method, alpha=alpha)
+    assert (sets == literal_sets(probs, labels, n_options, method, alpha)).all()
+    coverage, size = metrics.conformal(probs, labels, n_options, method=method, alpha=alpha)
+    assert size == exactly(sets.sum() / len(labels)) and coverage >= 1 - alpha - 1e-12
+
+
+@pytest.mark.parametrize('method', ['lac', 'aps'])
+def test_conformal_sets_of_new_rows_hold_the_label_as_often_as_promised(method):
+    """The thresholds come from other rows, so coverage holds for a model that is far off."""
+    probs, labels = calibration_case(0, 3000, 5, 2.0, 0.6)
+    assert metrics.conformal(probs, labels, method=method)[0] == pytest.approx(0.9, abs=1e-3)
+    _, sharp = metrics.conformal(*calibration_case(0, 3000, 5, 3.0, 3.0), method=method)
+    assert sharp < metrics.conformal(probs, labels, method=method)[1] - 1
+    for bad in (0, 1, -0.1, math.nan):
+        with pytest.raises(ValueError, match='alpha must be a number in'):
+            metrics.conformal_sets(probs, labels, method=method, alpha=bad)
+    with pytest.raises(ValueError, match="method must be 'lac' or 'aps', not 'raps'"):
+        metrics.conformal_sets(probs, labels, method='raps')
 
 
 @small

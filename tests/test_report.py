@@ -201,6 +201,35 @@ def test_temperatures_by_language(tmp_path, held_out):
 # Tables
 # ------------------------------------------------------------------------------------------------
 
+def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
+    """Pooled, the coverage is 0.9 by construction; a language that the model knows less has less.
+    """
+    random = np.random.default_rng(0)
+    rows = []
+    for i in range(400):
+        z = random.normal(size=4) * 2
+        hard = i % 2 == 0
+        answer = int(random.integers(4) if hard else (z + random.gumbel(size=4)).argmax())
+        rows.append(question(i, options=[' A', ' B', ' C', ' D'], n_tokens=[1] * 4, answer=answer,
+                             log_probs=np.log(metrics.softmax(z)).tolist(),
+                             language='sw' if hard else 'en'))
+    summary = report.summarize(rows, 'token', n_bootstrap=50)
+    p = report.predictions(sorted(rows, key=samples.sample_order), 'token')
+    sets = metrics.conformal_sets(p.probs, p.labels, p.n_options)
+    covered = sets[np.arange(400), p.labels]
+    is_sw = np.array([s['language'] for s in sorted(rows, key=samples.sample_order)]) == 'sw'
+    for name, of in (('sw', is_sw), ('en', ~is_sw)):
+        group = summary['languages'][name]
+        assert group['lac_coverage'] == covered[of].mean()
+        assert group['lac_size'] == pytest.approx(sets[of].sum(1).mean())
+        low, high = group['intervals']['lac_coverage']
+        assert low <= group['lac_coverage'] <= high
+    assert summary['pooled']['lac_coverage'] == 0.9
+    assert summary['languages']['sw']['lac_coverage'] < 0.85
+    assert summary['languages']['en']['lac_coverage'] > 0.95
+    assert {'bas', 'brier_skill', 'aps_size'} <= summary['pooled']['intervals'].keys()
+
+
 def test_a_sample_of_a_task_says_so():
     whole, part = result(), result(sample={'questions': 200, 'of': 14042})
     assert report.task_title('mmlu', whole) == 'mmlu (prompt format mmlu, 5 shots, letters, token)'

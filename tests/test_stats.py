@@ -1,5 +1,6 @@
 """stats.py: the bootstrap is the report of resampled rows; intervals and tests hold their level"""
 
+import itertools
 import math
 import re
 
@@ -28,13 +29,15 @@ def test_bootstrap_is_the_report_of_resampled_rows(n, K, ragged, ties):
     for i, rows in enumerate(np.sort(drawn, 1)):
         report = metrics.report(probs[rows], labels[rows], n_options[rows])
         for metric, values in found.items():
-            assert values[i] == pytest.approx(report[metric], abs=1e-9), metric
+            assert values[i] == pytest.approx(report[metric], rel=1e-9, abs=1e-9,
+                                              nan_ok=True), metric
     assert found.keys() == {
         'accuracy', 'confidence', 'gap', 'entropy_bits', 'nll', 'brier', 'ece', 'mce', 'sce', 'ace',
-        'ece_equal_mass', 'rmsce', 'mad'}
+        'ece_equal_mass', 'rmsce', 'mad', 'bas', 'brier_top_label', 'brier_skill'}
     correct = probs.argmax(1) == labels
     alone = stats.bootstrap(probs.max(1), correct, n_resamples=7, seed=3)
-    assert all(np.allclose(values, found[metric]) for metric, values in alone.items())
+    assert all(np.allclose(values, found[metric], equal_nan=True)
+               for metric, values in alone.items())
 
 
 def test_an_edited_measure_has_the_intervals_of_its_new_code(monkeypatch):
@@ -68,6 +71,80 @@ def test_a_new_measure_has_an_interval_if_it_has_a_column(monkeypatch):
     assert 'first' not in stats.bootstrap([0.9, 0.8], [1, 1], n_resamples=3)    # needs options
     assert stats.bootstrap(probs, labels, n_resamples=3, keys=['auroc', 'ece']).keys() == {
         'auroc', 'ece'}
+
+
+def test_columns_are_resampled_with_the_rows_of_the_measures():
+    rng = np.random.default_rng(0)
+    probs, labels, x = rng.dirichlet(np.ones(3), 40), rng.integers(0, 3, 40), rng.random(40)
+    columns = {'x': x, 'nll': 2 * x}        # a column takes the place of a measure
+    found = stats.bootstrap(probs, labels, n_resamples=9, seed=4, columns=columns)
+    rows = np.random.default_rng(4).integers(40, size=(9, 40))
+    assert found['x'] == exactly(x[rows].mean(1)) and found['nll'] == exactly(2 * found['x'])
+    assert np.array_equal(found['ece'], stats.bootstrap(probs, labels, n_resamples=9, seed=4)[
+        'ece'])
+    assert stats.bootstrap(probs, labels, n_resamples=2, keys=['x'], columns=columns).keys() == {
+        'x'}
+
+
+def test_mcnemar_is_the_exact_test_of_the_rows_in_which_two_models_differ():
+    a, b = np.repeat([[1, 0], [0, 1], [1, 1], [0, 0]], [3, 10, 20, 7], axis=0).T == 1
+    assert stats.mcnemar(a, b) == (3, 10, 0.09228515625)        # scipy.stats.binomtest(3, 13)
+    assert stats.mcnemar(b, a) == (10, 3, 0.09228515625)
+    for n, k in ((1, 0), (6, 2), (7, 3), (8, 4)):
+        a, b = (np.arange(n) < k), (np.arange(n) >= k)
+        tails = [bin(x).count('1') for x in range(2**n)]
+        p = 2 * sum(tail <= min(k, n - k) for tail in tails) / 2**n
+        assert stats.mcnemar(a, b) == (k, n - k, min(1, p))
+    assert stats.mcnemar([True], [True]) == (0, 0, 1)
+    many = np.arange(20_000) < 9_800
+    assert stats.mcnemar(many, ~many)[2] == pytest.approx(math.erfc(399 / math.sqrt(40_000)),
+                                                          rel=1e-3)
+
+
+def test_cochran_q():
+    correct = np.array([[1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1]]) == 1
+    # right in each model: 4, 2, 6; models that have each row right: 3, 2, 1, 3, 1, 2
+    by_hand = 2 * 3 * ((4 - 4)**2 + (2 - 4)**2 + (6 - 4)**2) / (0 + 2 + 2 + 0 + 2 + 2)
+    assert stats.cochran_q(correct) == (exactly(by_hand), exactly(math.exp(-by_hand / 2)))
+    # of two models it is McNemar's chi-square
+    rng = np.random.default_rng(0)
+    correct = rng.random((2, 200)) < [[0.5], [0.65]]
+    only_a, only_b, _ = stats.mcnemar(*correct)
+    q, p = stats.cochran_q(correct)
+    assert q == exactly((only_a - only_b) ** 2 / (only_a + only_b))
+    assert p == exactly(math.erfc(math.sqrt(q / 2)))
+    assert stats.cochran_q(np.ones((3, 9), bool)) == (0, 1)
+    # as often below a level as it says
+    p = [stats.cochran_q(rng.random((5, 300)) < 0.4)[1] for _ in range(400)]
+    assert 0.02 < np.mean(np.array(p) < 0.05) < 0.08
+    for bad in ([[1, 0], [0, 1]], [[True, False]], [True, False], np.ones((2, 0), bool)):
+        with pytest.raises(ValueError, match='correct must be bool'):
+            stats.cochran_q(bad)
+
+
+def test_tails_of_chi_square():
+    rng = np.random.default_rng(1)
+    for m in range(2, 9):
+        correct = rng.random((m, 80)) < np.linspace(0.4, 0.6, m)[:, None]
+        q, p = stats.cochran_q(correct)
+        x = np.linspace(q, q + 200, 400_001)        # the density, integrated
+        density = x ** ((m - 1) / 2 - 1) * np.exp(-x / 2) / (
+            2 ** ((m - 1) / 2) * math.gamma((m - 1) / 2))
+        area = (density[1:] + density[:-1]).sum() / 2 * (x[1] - x[0])
+        assert p == pytest.approx(area, rel=1e-4), m
+
+
+def test_holm_corrects_for_the_number_of_tests():
+    assert stats.holm([0.01, 0.04, 0.03, 0.005]) == exactly([0.03, 0.06, 0.06, 0.02])
+    assert stats.holm([0.9, 0.8]).tolist() == [1, 1] and len(stats.holm([])) == 0
+    rng = np.random.default_rng(0)
+    for p in rng.random((20, 6)) ** 3:      # by closed testing with Bonferroni's test
+        subsets = [s for r in range(1, 7) for s in itertools.combinations(range(6), r)]
+        closed = [max(min(1, len(s) * min(p[list(s)])) for s in subsets if i in s)
+                  for i in range(6)]
+        assert stats.holm(p) == exactly(closed)
+    with pytest.raises(ValueError, match='row 1: p is 1.5, not from 0 to 1'):
+        stats.holm([0.5, 1.5])
 
 
 @pytest.mark.parametrize('x, t, p', [
