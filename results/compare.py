@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+import metrics
 import stats
 from results import lm_eval
 from results.over_seeds import compare_seeds
@@ -108,7 +109,8 @@ def compare_questions(runs, keys, cfg, out_dir):
     names += [f'reliability-{task}.png' for task, part in zip(tasks, parts, strict=True)
               if draw_reliability(out_dir / f'reliability-{task}.png', part.panels)]
     names += [f'curves-{task}.png' for task, part in zip(tasks, parts, strict=True)
-              if draw_curves(out_dir / f'curves-{task}.png', {task: dict(part.panels)})]
+              if draw_curves(out_dir / f'curves-{task}.png', {task: {
+                  title: metrics.bins(p.probs, p.labels) for title, p in part.panels}})]
     print(*(part.text for part in parts),
           *(f'\n{task} is left out: not every run has it' for task in all_tasks
             if task not in tasks), f'\nwrote {", ".join(names)} to {out_dir}', sep='\n')

@@ -148,10 +148,10 @@ def _draw_panel(top, bottom, title, numbers, bins):
 def draw_curves(path, panels, columns=3):
     """Draw reliability curves of several runs in one diagram per panel; return if it succeeded.
 
-    panels: {title: {run: Predictions}}. A curve joins the bins of metrics.bins at their mean
-    confidence and accuracy; its band is the 95 % Wilson interval, and a larger point has a larger
-    share of the questions. A bin of fewer than FEWEST is left out. Below: the share of questions
-    in each bin.
+    panels: {title: {run: bins}}, of metrics.bins or `bins` of results.json. A curve joins the bins
+    at their mean confidence and accuracy; its band is the 95 % Wilson interval, and a larger point
+    has a larger share of the questions. A bin of fewer than FEWEST is left out. Below: the share of
+    questions in each bin.
     """
     with warn_on_failure(path) as written:
         columns = min(columns, len(panels))
@@ -165,8 +165,8 @@ def draw_curves(path, panels, columns=3):
             top.axis('on')
             bottom.axis('on')
             top.plot((0, 1), (0, 1), '--', color='black', linewidth=1)
-            for color, (run, p) in zip(_run_colors(len(runs)), runs.items(), strict=True):
-                _draw_curve(top, bottom, run, p, color)
+            for color, (run, bins) in zip(_run_colors(len(runs)), runs.items(), strict=True):
+                _draw_curve(top, bottom, run, bins, color)
             top.set(title=figure_title(title, 44), xlim=(0, 1), ylim=(0, 1), ylabel='accuracy')
             top.legend(fontsize=7, loc='upper left', title_fontsize=7, alignment='left',
                        title=f'ECE  (bins of ≥ {FEWEST})')
@@ -183,18 +183,17 @@ def _run_colors(n):
     return matplotlib.colormaps['viridis'](np.linspace(0, 0.95, n))
 
 
-def _draw_curve(top, bottom, run, predicted, color):
+def _draw_curve(top, bottom, run, bins, color):
     """Draw one run's reliability curve on the axes `top`, and its shares on `bottom`."""
-    table = metrics.bins(predicted.probs, predicted.labels)
-    used, share = table['count'] >= FEWEST, table['count'] / table['count'].sum()
-    confidence, accuracy, low, high = (table[key][used] for key in (
-        'confidence', 'accuracy', 'low', 'high'))
-    error = metrics.ece(predicted.probs, predicted.labels)
-    top.fill_between(confidence, low, high, color=color, alpha=0.12, linewidth=0)
-    top.plot(confidence, accuracy, color=color, linewidth=1.3,
-             label=f'{error:.3f}  {figure_title(run, 30)}')
-    top.scatter(confidence, accuracy, 4 + 60 * share[used], color=color, linewidth=0)
-    bottom.stairs(share, table['edges'], color=color, linewidth=1.3)
+    count, confidence, accuracy, low, high = (np.array(bins[key], float) for key in (
+        'count', 'confidence', 'accuracy', 'low', 'high'))
+    share, used = count / count.sum(), count >= FEWEST
+    ece = np.nansum(share * np.abs(accuracy - confidence))
+    top.fill_between(confidence[used], low[used], high[used], color=color, alpha=0.12, linewidth=0)
+    top.plot(confidence[used], accuracy[used], color=color, linewidth=1.3,
+             label=f'{ece:.3f}  {figure_title(run, 30)}')
+    top.scatter(confidence[used], accuracy[used], 4 + 60 * share[used], color=color, linewidth=0)
+    bottom.stairs(share, np.linspace(0, 1, len(share) + 1), color=color, linewidth=1.3)
 
 
 def draw_loss(out_dir):

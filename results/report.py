@@ -125,12 +125,12 @@ def option_scores(log_probs, options, n_tokens, norm):
 def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     """Return the metrics of one task; the order of its samples does not matter.
 
-    {'unit': what n counts; 'pooled': report; 'languages', 'categories', 'subjects': {name: report}
-    if there are several; 'orders' likewise, 'letters' and 'same_option' of a task in several orders
-    of its options; 'macro': the mean report over languages, or else over subjects;
-    'option_mass': mean probability of all options together; 'post_hoc' if `fit`; 'measured_by'}.
-    A report is that of metrics.report with 'intervals', {measure: [low, high]}: 95 % by bootstrap
-    over questions.
+    {'unit': what n counts; 'pooled': report; 'bins': those of metrics.bins, of all samples;
+    'languages', 'categories', 'subjects': {name: report} if there are several; 'orders' likewise,
+    'letters' and 'same_option' of a task in several orders of its options; 'macro': the mean report
+    over languages, or else over subjects; 'option_mass': mean probability of all options together;
+    'post_hoc' if `fit`; 'measured_by'}. A report is that of metrics.report with 'intervals',
+    {measure: [low, high]}: 95 % by bootstrap over questions.
     """
     samples = sorted(samples, key=sample_order)
     held_out = [s for s in samples if s.get('split') == 'validation']
@@ -144,7 +144,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     groups |= {('orders', name): predictions(rows, norm) for name, rows in orders.items()}
     reports, resampled = measure(groups, n_bootstrap, seed)
     summary = {'unit': 'tokens' if 'token' in samples[0] else 'questions',
-               'pooled': reports.pop(('pooled', ''))}
+               'pooled': reports.pop(('pooled', '')),
+               'bins': {key: x.tolist() for key, x in metrics.bins(*pooled[:2]).items()}}
     for (plural, name), report in reports.items():
         summary.setdefault(plural, {})[name] = report
     if plural := next((x for x in ('languages', 'subjects') if x in summary), None):
@@ -201,7 +202,7 @@ def measure_again(results, samples):
         if result.get('measured_by') != measured_by() and n == result['pooled']['n']:
             print(f'{task}: its metrics are computed again from samples.jsonl, by the present code')
             settings = {key: value for key, value in result.items() if key not in (
-                'pooled', 'macro', 'option_mass', 'post_hoc', *GROUPS.values())}
+                'pooled', 'bins', 'macro', 'option_mass', 'post_hoc', *GROUPS.values())}
             result = settings | summarize(
                 rows, result['norm'], n_bootstrap=result.get('n_bootstrap', 1000),
                 fit='post_hoc' in result, seed=result.get('seed', 0))
