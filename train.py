@@ -413,11 +413,6 @@ def build_model(cfg, config, base, device):
         model = checkpoint.load(base, device, dtype)
         model.config.final_logit_softcapping = config.final_logit_softcapping
         model.config.temperature = config.temperature
-    return prepare(model, cfg, device)
-
-
-def prepare(model, cfg, device):
-    """Apply the adapters, activation checkpointing, compilation and sharding of `cfg`."""
     if cfg.lora:
         add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets)
     model.decoder.attention = cfg.attention

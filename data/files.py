@@ -91,14 +91,8 @@ def read_rows(path):
 
 def _jsonl_rows(path, file):
     for number, raw in enumerate(file, 1):
-        raw = raw.strip()       # JSON's error at the line break would name the next line
-        if not raw:
-            continue
-        try:
-            row = _parse_json(raw, path, number)
-        except DataError as error:
-            row = error
-        yield f'{path}:{number}', row
+        if raw := raw.strip():      # JSON's error at the line break would name the next line
+            yield f'{path}:{number}', parsed(f'{path}:{number}', raw, _parse_json, path, number)
 
 
 def _json_rows(path, file):

@@ -80,12 +80,11 @@ def first_turns(rows, answers='best'):
 
 
 def load_conversations(source, tokenizer, *, template, max_length, add_bos, revision=None,
-                       cache_dir, on_bad_row='stop', workers=1, answers='best'):
+                       answers='best', **options):
     """Return Sequences of the conversations in `source`: a file, a folder or a hub dataset.
 
     Conversations are truncated to max_length tokens; a row without a supervised token left is bad.
-    answers: see `first_turns`. The other arguments are those of `encode_conversation` and
-    `tokenize_once`.
+    answers: see `first_turns`; options: of `tokenize_once`
     """
     files = fetch(source, PATTERNS, revision)
 
@@ -97,5 +96,5 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
 
     settings = {'kind': 'instruct', 'tokenizer': tokenizer.fingerprint, 'template': template,
                 'max_length': max_length, 'add_bos': add_bos, 'answers': answers}
-    return tokenize_once(files, encode, settings, cache_dir, on_bad_row, workers,
-                         functools.partial(first_turns, answers=answers))
+    return tokenize_once(files, encode, settings, **options,
+                         regroup=functools.partial(first_turns, answers=answers))

@@ -7,12 +7,11 @@ from runtime.errors import DataError
 PATTERNS = ('data/train-*.parquet', '*.parquet', '*.jsonl', '*.jsonl.gz', '*.txt', '*.txt.gz')
 
 
-def load_text(source, tokenizer, *, max_length, add_bos, revision=None, cache_dir,
-              on_bad_row='stop', workers=1):
+def load_text(source, tokenizer, *, max_length, add_bos, revision=None, **options):
     """Return Sequences of the documents in `source`, with a loss on every token but BOS.
 
     EOS ends each document. A document longer than max_length tokens becomes several sequences that
-    each begin with BOS. A last sequence of EOS alone is dropped.
+    each begin with BOS. A last sequence of EOS alone is dropped. options: of `tokenize_once`
     """
     files = fetch(source, PATTERNS, revision)
     bos = [tokenizer.bos_id] if add_bos else []
@@ -32,4 +31,4 @@ def load_text(source, tokenizer, *, max_length, add_bos, revision=None, cache_di
 
     settings = {'kind': 'text', 'tokenizer': tokenizer.fingerprint, 'max_length': max_length,
                 'add_bos': add_bos}
-    return tokenize_once(files, encode, settings, cache_dir, on_bad_row, workers)
+    return tokenize_once(files, encode, settings, **options)

@@ -57,12 +57,11 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
             yield question, error
 
 
-def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, cache_dir,
-                 on_bad_row='stop', workers=1):
+def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **options):
     """Return Sequences of a task's solved questions, with a loss on the letter of the answer only.
 
     name: as in --tasks, see `solved_files`. The tokens are those of an evaluation with
-    prompt_format 'mmlu' and 0 shots. The other arguments are those of `tokenize_once`.
+    prompt_format 'mmlu' and 0 shots. options: of `tokenize_once`
     """
     files, to_question = solved_files(name, revision)
 
@@ -82,7 +81,7 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, cache_d
     settings = {'kind': 'questions', 'task': name.partition(':')[0], 'max_length': max_length,
                 'tokenizer': tokenizer.fingerprint, 'add_bos': add_bos,
                 'files': ['/'.join(file.parts[-2:]) for file in files]}     # some name a subject
-    return tokenize_once(files, encode, settings, cache_dir, on_bad_row, workers, with_place)
+    return tokenize_once(files, encode, settings, **options, regroup=with_place)
 
 
 def encode_before(tokenizer, text, following, start):
@@ -125,7 +124,9 @@ class OptionEncoder:
     """
 
     def __init__(self, tokenizer, add_bos):
-        self.tokenizer, self.lines = tokenizer, {}
+        self.tokenizer = tokenizer
+        self.encode_line = functools.lru_cache(1000)(functools.partial(tokenizer.encode,
+                                                                       start=False))
         self.opening = [tokenizer.bos_id] if add_bos else []
         self.before, self.start = '', True
 
@@ -147,14 +148,6 @@ class OptionEncoder:
                 raise DataError(f'{question.place}: option {option!r} does not begin at a token '
                                 f'boundary after {question.context[-20:]!r}')
         return context, prompts
-
-    def encode_line(self, text):
-        """Return the tokens of a text after a line break; short texts are cached."""
-        if len(text) > 20:
-            return self.tokenizer.encode(text, start=False)
-        if text not in self.lines:
-            self.lines[text] = self.tokenizer.encode(text, start=False)
-        return self.lines[text]
 
 
 class ChatEncoder:
