@@ -19,12 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from evaluate import EvalConfig
-from results.over_seeds import FILES
+from results.over_seeds import compare_seeds
 from results.runs import find_runs, read_run
 from runtime import cli
 from runtime.errors import ConfigError
-from runtime.ownership import claim, lock
-from study import pivot
+from runtime.ownership import lock
 from train import TrainConfig, train
 
 ROOT = 'out/study'
@@ -81,8 +80,7 @@ def print_table(runs, root=ROOT):
     """Print and write the means over the seeds of all finished runs in the folder of a script."""
     folder = Path(next(iter(runs(SEEDS[0], root))).out_dir).parent.parent
     with lock(folder):
-        claim(folder, *FILES)
-        pivot.show([read_run(run) for run in find_runs([folder])], [], pivot.View(), folder)
+        compare_seeds([read_run(run) for run in find_runs([folder])], ('ece', 'accuracy'), folder)
 
 
 def main(runs, prepare=None, finish=None, seeds=SEEDS):

@@ -5,20 +5,18 @@ earlier view wrote.
 """
 
 import csv
-import io
 import itertools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from results import over_seeds
-from results.over_seeds import (FILES, by_seed, mean_and_ends, name_of, ordered, paired, plus_minus,
-                                titled, values_of)
+from results.over_seeds import (FILES, by_seed, mean_and_ends, ordered, paired, plus_minus, titled,
+                                values_of)
 from results.plots import figure_title, new_figure, printable, save_figure, warn_on_failure
 from results.report import MEASURES, Heading, aligned, csv_text, latex, mark_best, markdown
-from runtime.errors import ConfigError, DataError
+from runtime.errors import ConfigError
 from runtime.ownership import read_json, write_text
 from runtime.processes import parallel_map
 
@@ -61,23 +59,12 @@ def show(runs, tables, view, out_dir):
     if out_dir.resolve() / 'compare.csv' in tables and len(lines) < len(all_lines):
         raise ConfigError(f'{out_dir / "compare.csv"} would lose the lines that `where` does not '
                           f'keep; give another --out_dir')
-    if tables and len(set(map(name_of, lines))) < len(lines):
-        raise ConfigError('a run is there twice, with the same name, seed and task; with a '
-                          'compare.csv each has to have a name of its own')
     given = [*view.panel, *(view.by or ()), *filter(None, [view.x])]
-    columns = dict.fromkeys(itertools.chain(*lines))
-    check_known('panel, by and x', given, [c for c in columns if not is_number(c)])
-    check_known('metrics', view.metrics or [''], filter(is_number, columns))
-    check_known('reference', view.reference, {line['kind'] for line in lines})
-    if len(set(given)) < len(given):
-        raise ConfigError(f'a column is named twice in panel, by and x: {", ".join(given)}')
-    named = {*given, *(rule.partition('=')[0] for rule in view.where), 'sample_of'}
+    named = {*given, *listed_values(view.where), 'sample_of'}
     lines = over_seeds.drop_constant_settings(lines, named)
     pooled = pool_lines(lines, named)
     aside = [line for line in pooled if line['kind'] in view.reference]
     shown = [line for line in pooled if line['kind'] not in view.reference]
-    if not shown:
-        raise ConfigError(f'reference = {view.reference} leaves no other run to compare with')
     varying = over_seeds.varying_columns(shown, given)
     x = view.x or (varying.pop(0) if varying else 'kind')
     axes = Axes(view.panel, tuple(varying) if view.by is None else view.by, x)
@@ -110,46 +97,17 @@ def is_number(column):
 
 def read_lines(path):
     """Return the lines of a compare.csv, measures as numbers."""
-    lines, content = [], Path(path).read_bytes()
-    try:
-        reader = csv.DictReader(io.StringIO(content.decode(), newline=''), strict=True)
-    except UnicodeDecodeError as error:
-        line = 1 + content.count(b'\n', 0, error.start)
-        raise DataError(f'{path}:{line}: not UTF-8: {error.reason}') from None
-    try:
-        for line in reader:
-            if None in line or None in line.values():
-                raise ValueError('another number of columns than the header has')
-            name_of(line)
-            lines.append(line | {key: float(line[key]) for key in filter(is_number, line)
-                                 if line[key]})
-    except (KeyError, ValueError, csv.Error) as error:
-        raise DataError(f'{path}:{reader.line_num}: not a line of a comparison over seeds '
-                        f'({error!r})') from None
-    if not lines:
-        raise DataError(f'{path} has no lines below its header')
-    return lines
-
-
-def check_known(setting, values, known):
-    """Raise ConfigError for the first of `values` that is not among the `known` ones."""
-    known = sorted(known)
-    for value in values:
-        if value not in known:
-            raise ConfigError(f'{setting}: there is no {value!r}; there are {", ".join(known)}')
+    with open(path, encoding='utf-8', newline='') as file:
+        return [line | {key: float(line[key]) for key in filter(is_number, line) if line[key]}
+                for line in csv.DictReader(file)]
 
 
 def apply_where(lines, where):
     """Return the lines that match every rule 'column=value|value'."""
-    for rule in where:
-        name, equals, values = rule.partition('=')
-        if not equals:
-            raise ConfigError(f'where: {rule!r} is not column=value|value')
-        check_known(f'where, {rule!r}', [name], {*itertools.chain(*lines)})
-        before = lines
-        lines = [line for line in lines if str(line.get(name, '')) in values.split('|')]
+    for name, values in listed_values(where).items():
+        lines = [line for line in lines if str(line.get(name, '')) in values]
         if not lines:
-            check_known(f'where, {rule!r}', [values], {str(x.get(name, '')) for x in before})
+            raise ConfigError(f'where: {name} is never {" or ".join(values)}')
     return lines
 
 
