@@ -48,6 +48,7 @@ class RowSums(NamedTuple):
     entropy: Tensor | None = None       # nats
     top_logit: Tensor | None = None
     top_token: Tensor | None = None     # int64; the first if several logits are equal
+    tokens: Tensor | None = None        # int64: indices of these n tokens in the flat target
 
     @property
     def nll(self):
@@ -149,6 +150,25 @@ def confidence_penalty(w):
                 ('entropy',), whole=False)
 
 
+def joint(function, entropy=False):
+    """A loss of several tokens together, such as those of a pair of answers; needs `group`.
+
+    function(log_p, entropy, tokens) returns the sum of the losses of some whole groups, a scalar
+    that is differentiable in log_p float32 [n] and, if entropy=True, in entropy [n] (else None).
+    tokens int64 [n] are the tokens' indices in the flat target of `fused_loss`. Reported per token,
+    the loss is an equal share of the sum.
+    """
+    def share(s):
+        return (function(-s.nll, s.entropy, s.tokens) / max(1, len(s.lse))).expand_as(s.lse)
+
+    def coefficients(s):    # with g = dL/dlog p_y and h = dL/dH; dH/dz = -p (log p + H)
+        with torch.enable_grad():
+            log_p, H = (x if x is None else x.clone().requires_grad_() for x in (-s.nll, s.entropy))
+            g, *h = torch.autograd.grad(function(log_p, H, s.tokens), [log_p] + [H] * entropy)
+        return {'a': -g - h[0] * s.entropy, 'b': -h[0], 'f': -g} if h else {'a': -g, 'f': -g}
+    return Loss(share, coefficients, ('tokens', 'entropy') if entropy else ('tokens',))
+
+
 # What a config may name: a loss of your own is a function above and a name here.
 LOSSES = {make.__name__: make for make in (
     cross_entropy, brier, spherical, focal, gce, dft, entropy_weighted, smoothing, z_loss,
@@ -172,7 +192,7 @@ def _uncompiled(function):
 
 @_uncompiled
 def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100, reduction='mean',
-               num_items=None, token_weight=None, memory=None):
+               num_items=None, token_weight=None, memory=None, group=None):
     """Return (loss, nll) of the logits cap(hidden @ weight.T), in float32.
 
     hidden        [N, D], or any leading shape such as [B, T, D]; float32 or bfloat16
@@ -189,6 +209,9 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
                   least 128 tokens. 0: 64 MiB; None: 1.1 GB on a GPU, 8 MiB elsewhere. Each chunk
                   reads and writes dW, which takes time. In bfloat16 it also rounds dW: k chunks
                   have sqrt((k + 1) / 2) times the error of one (docs/losses.md has measurements)
+    group         for a `joint` loss in reduction 'sum': int tensor of target's shape, on the CPU.
+                  Neighboring tokens of equal group are computed in one chunk; if one group alone
+                  needs more than `memory`, all logits are computed twice
 
     nll is the negative log-likelihood in the same reduction, without gradient. Use it to compare
     runs with different losses. Ignored tokens are dropped before the first product; if no token is
@@ -208,18 +231,27 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
              f"num_items divides in reduction 'mean' only, and this is {reduction!r}")
     _require(token_weight is None or token_weight.shape == shape,
              f'token_weight must have the shape of target, {list(shape)}')
-    hidden = hidden.reshape(-1, weight.shape[1])
+    _require(('tokens' in loss.sums) == (group is not None)
+             and (group is None or (reduction, token_weight) == ('sum', None)),
+             "a joint loss needs `group` and reduction 'sum' without token_weight; others no group")
+    _require(group is None or group.shape == shape, f'group must have the shape of target, '
+             f'{list(shape)}')
+    hidden, tokens = hidden.reshape(-1, weight.shape[1]), None
     scale = torch.ones(shape, device=device) if token_weight is None else token_weight.detach()
     scale = _on_device(scale.float().reshape(-1), device)
     if n < len(target):
         rows = torch.nonzero_static(supervised, size=n).squeeze(1)
         rows, target = (_on_device(x, device) for x in (rows, target[rows]))
         hidden, scale = hidden.index_select(0, rows), scale[rows]
+    if group is not None:
+        tokens = rows if n < shape.numel() else torch.arange(n, device=device)
+        group = group.reshape(-1)[supervised.cpu()]
     if reduction == 'mean' and n:
         scale = scale / _divisor(n if num_items is None else num_items)
     value, nll = _FusedLoss.apply(hidden, weight, scale, reduction != 'none',
                                   torch.is_grad_enabled(),
-                                  (_on_device(target, device), loss, softcap, dtype, memory))
+                                  (_on_device(target, device), loss, softcap, dtype, memory,
+                                   tokens, group))
     if reduction != 'none':
         return value, nll
     if n < shape.numel():
@@ -297,13 +329,13 @@ class _FusedLoss(torch.autograd.Function):
         return *gradients, None, None, None, None
 
 
-def _sums_and_gradients(hidden, weight, target, loss, softcap, dtype, memory=None, scale=None,
-                        need=(False, False), sums=()):
+def _sums_and_gradients(hidden, weight, target, loss, softcap, dtype, memory=None, tokens=None,
+                        group=None, scale=None, need=(False, False), sums=()):
     """Return the RowSums of n tokens, and dh and dW of sum(scale * loss), chunk after chunk.
 
-    hidden [n, D]; weight [V, D]; target and scale [n]; dtype: of the products; need: (dh?, dW?),
-    None is returned for one that is not needed. sums: names of RowSums to compute besides those of
-    the loss; with them the logits are float32.
+    hidden [n, D]; weight [V, D]; target, tokens, group and scale [n]; dtype: of the products; need:
+    (dh?, dW?), None is returned for one that is not needed. sums: names of RowSums to compute
+    besides those of the loss; with them the logits are float32.
     """
     n, V, (need_dh, need_dw) = len(hidden), len(weight), need
     softcap = softcap and float(softcap)
@@ -311,31 +343,58 @@ def _sums_and_gradients(hidden, weight, target, loss, softcap, dtype, memory=Non
     if sums and not h.is_cuda:      # on a CPU a product of bfloat16 is bfloat16
         h, w = h.float(), w.float()
     device, logits_dtype = h.device, torch.float32 if sums else dtype
-    # Tokens per chunk: all n, or a multiple of ROWS such that chunks have about the same size.
     memory = MEMORY.get(device.type, MEMORY['cpu']) if memory is None else memory or LEAST_MEMORY
     rows = max(ROWS, memory // (V * logits_dtype.itemsize) // ROWS * ROWS)
-    rows = min(n, math.ceil(n / max(1, math.ceil(n / rows)) / ROWS) * ROWS)
-    buffer = torch.empty(rows, V, device=device, dtype=logits_dtype)
+    chunks, groups_fit = _chunks(n, rows, group)
+    buffer = torch.empty(max((c.stop - c.start for c in chunks), default=0), V, device=device,
+                         dtype=logits_dtype)
     # Separate tensors, all aligned: Triton compiles a kernel anew for another alignment.
     s = RowSums(V, **{name: torch.zeros(n, device=device, dtype=torch.int64 if name == 'top_token'
                                         else torch.float32)
-                      for name in {'z_y', 'lse', *loss.sums, *sums}})
+                      for name in {'z_y', 'lse', *loss.sums, *sums} - {'tokens'}}, tokens=tokens)
     dh = torch.empty_like(h) if need_dh else None
     dw = (torch.empty_like if n else torch.zeros_like)(w, dtype=weight.dtype) if need_dw else None
     process = _kernels if _use_triton(h) else _plain
+
+    def coefficients(part, chunk):
+        return _coefficients(loss, part) if groups_fit else _take(_coefficients(loss, s), chunk)
+
     with torch.autocast(device.type, enabled=False):
-        for start in range(0, n, max(1, rows)):
-            chunk = slice(start, start + rows)
-            logits = buffer[:n - start]
-            _product(h[chunk], w.T, logits)
-            part = RowSums(V, *(x if x is None else x[chunk] for x in s[1:]))
-            process(logits, h[chunk], w, target[chunk], part, softcap, loss,
-                    scale[chunk] if need_dh or need_dw else None)
-            if need_dh:     # logits now holds the gradient
-                _product(logits, w, dh[chunk])
-            if need_dw:
-                _product(logits.T, h[chunk], dw, add=start > 0)
+        # the coefficients of a group in several chunks need all its RowSums: a first pass
+        for last in (True,) if groups_fit or not any(need) else (False, True):
+            for chunk in chunks:
+                logits = buffer[:chunk.stop - chunk.start]
+                _product(h[chunk], w.T, logits)
+                process(logits, h[chunk], w, target[chunk], RowSums(V, *_take(s[1:], chunk)),
+                        softcap, functools.partial(coefficients, chunk=chunk),
+                        scale[chunk] if last and any(need) else None)
+                if last and need_dh:    # logits now holds the gradient
+                    _product(logits, w, dh[chunk])
+                if last and need_dw:
+                    _product(logits.T, h[chunk], dw, add=chunk.start > 0)
     return s, dh, dw
+
+
+def _chunks(n, rows, group):
+    """Return ([slice of at most `rows` tokens, ...], whether each group is in one of them)."""
+    # all n, or a multiple of ROWS such that chunks have about the same size
+    size = max(1, min(n, math.ceil(n / max(1, math.ceil(n / rows)) / ROWS) * ROWS))
+    equal = [slice(start, min(n, start + size)) for start in range(0, n, size)]
+    if group is None or len(equal) < 2:
+        return equal, True
+    chunks, start, end = [], 0, 0
+    for border in [*(torch.nonzero(group.diff()).squeeze(1) + 1).tolist(), n]:
+        if border - end > rows:
+            return equal, False
+        if border - start > rows:
+            chunks.append(slice(start, end))
+            start = end
+        end = border
+    return [*chunks, slice(start, n)], True
+
+
+def _take(columns, chunk):
+    return [x[chunk] if isinstance(x, Tensor) else x for x in columns]
 
 
 def _product(a, b, out, add=False):
@@ -357,22 +416,23 @@ def _scale(x, factor, dtype):
 
 
 # Both functions fill `s`, the RowSums of a chunk's logits [n, V] = h @ w.T, and, if scale is given,
-# overwrite the logits with scale * dloss/dlogits. The label's logit is computed again, in float32:
-# loss and gradient depend on it most, and rounding it is plain torch's largest error.
+# overwrite the logits with scale * dloss/dlogits; coefficients(s) returns [a, b, c, e, f]. The
+# label's logit is computed again, in float32: loss and gradient depend on it most, and rounding it
+# is plain torch's largest error.
 
-def _kernels(logits, h, w, target, s, softcap, loss, scale):
+def _kernels(logits, h, w, target, s, softcap, coefficients, scale):
     n, V = logits.shape
     # The error of the hardware's tanh is 2**-11, that of rounding to bfloat16 2**-8.
     fast = logits.is_cuda and logits.dtype == torch.bfloat16
     wide = 4 if n < 512 else 1      # few rows: more threads for each
-    _row_sums_kernel[(n,)](logits, h, w, target, *s[1:], *w.shape, softcap, FAST=fast,
+    _row_sums_kernel[(n,)](logits, h, w, target, *s[1:8], *w.shape, softcap, FAST=fast,
                            BLOCK=wide * BLOCK, num_warps=4 * wide)
     if scale is not None:
         _gradient_kernel[(n, triton.cdiv(V, BLOCK))](
-            logits, target, s.z_y, s.lse, scale, *_coefficients(loss, s), V, softcap, fast, BLOCK)
+            logits, target, s.z_y, s.lse, scale, *coefficients(s), V, softcap, fast, BLOCK)
 
 
-def _plain(logits, h, w, target, s, softcap, loss, scale):
+def _plain(logits, h, w, target, s, softcap, coefficients, scale):
     label = target[:, None]
     z, z_y = logits.float(), (h.float() * w[target].float()).sum(1)
     if softcap is not None:
@@ -388,7 +448,7 @@ def _plain(logits, h, w, target, s, softcap, loss, scale):
         if getattr(s, name) is not None:
             getattr(s, name).copy_(compute())
     if scale is not None:
-        a, b, c, e, f = (x[:, None] if isinstance(x, Tensor) else x for x in _coefficients(loss, s))
+        a, b, c, e, f = (x[:, None] if isinstance(x, Tensor) else x for x in coefficients(s))
         factor = a if b is None else a + b * log_p.clamp_min(-1e4)      # 0 * -inf is NaN
         factor = factor if c is None else factor + c * p
         g = p.mul_(factor).add_(e)
