@@ -5,13 +5,15 @@ row function takes a raw row and returns a Row. It may raise KeyError for a row 
 the caller turns that into a message with file and line.
 """
 
+import hashlib
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from data import prompts
-from data.files import require_fields, require_text
+from data.files import has_fields, require_fields, require_text
 from data.prompts import LETTERS, WORDING
 from runtime.errors import DataError
 
@@ -43,13 +45,18 @@ def generic_row(row):
 
     The choices are a list named `choices` or (MMLU-Pro) `options`, or COLUMNS. A choice that is
     null or 'N/A' is absent, and the choices after it keep their letters. MMLU's csv files have no
-    header; their columns are the question, the choices and the letter.
+    header; their columns are the question, the choices and the letter. Rows of BIG-bench and of
+    inverse-scaling are known by their fields.
     """
     if isinstance(row, list):
         if len(row) < 4:
             raise DataError(f'{len(row)} columns; wanted question, options and answer')
         return Row(row[0], row[1:-1], row[-1])
     require_fields(row)
+    if has_fields(row, 'input', 'target_scores'):
+        return big_bench_row(row)
+    if has_fields(row, 'prompt', 'classes'):
+        return inverse_scaling_row(row)
     question, answer = (row.get(name, row.get(name.title())) for name in ('question', 'answer'))
     if row.get('choices') is not None:
         return Row(question, row['choices'], answer)
@@ -60,6 +67,41 @@ def generic_row(row):
     present = {letter: option for letter, option in zip(LETTERS, options)
                if option is not None and option != 'N/A'}
     return Row(question, list(present.values()), answer, list(present))
+
+
+def scored_row(question, choices, scores):
+    """Return the Row of choices with a score each; the answer is the one with the highest score.
+
+    Such files often begin with the right choice, so the order here depends on the texts alone.
+    """
+    numbers = all(type(score) in (int, float) and math.isfinite(score) for score in scores)
+    if not numbers or len(scores) != len(choices):
+        raise DataError(f'wanted one number for each of {len(choices)} choices, not {scores!r:.60}')
+    best = [i for i, score in enumerate(scores) if score == max(scores)]
+    if len(best) != 1:
+        raise DataError(f'{len(best)} choices have the highest score; wanted one right choice')
+    order = sorted(range(len(choices)), key=lambda i: hashlib.blake2b(
+        repr((question, choices[i])).encode(), digest_size=8).digest())
+    return Row(question, [choices[i] for i in order], order.index(best[0]))
+
+
+def big_bench_row(row):
+    """BIG-bench's examples in task.json: {input, target_scores: {choice: score}}."""
+    scores = row['target_scores']
+    return scored_row(row['input'], [*scores], [*scores.values()])
+
+
+def truthfulqa_row(row):
+    """TruthfulQA mc1, on the hub {choices, labels} and as first published {choice: label}."""
+    targets = row['mc1_targets']
+    if 'labels' in targets:
+        return scored_row(row['question'], targets['choices'], targets['labels'])
+    return scored_row(row['question'], [*targets], [*targets.values()])
+
+
+def inverse_scaling_row(row):
+    """The inverse scaling prize: a whole prompt, and the classes that may follow it."""
+    return Row(row['prompt'], row['classes'], row['answer_index'])
 
 
 def arc_row(row):
@@ -185,6 +227,10 @@ BENCHMARKS = {
                                      'validation.jsonl*'),
                       ('piqa_train.parquet', 'plain_text/train-*.parquet', 'train.jsonl*'),
                       piqa_row, prompts.harness_question, subject='everyday tasks'),
+    # without shots, by convention: there is no other split
+    'truthfulqa_mc1': Benchmark('truthfulqa/truthful_qa', (
+        'multiple_choice/validation-*.parquet', 'validation.jsonl*', 'mc_task.json'), (),
+                                truthfulqa_row, prompts.harness_truthfulqa),
     'global_mmlu': Benchmark('CohereLabs/Global-MMLU', _files('test'), _files('dev'),
                              generic_row, prompts.harness_letters, languages=GLOBAL_MMLU),
     'global_mmlu_lite': Benchmark('CohereLabs/Global-MMLU-Lite', _files('test'), _files('dev'),
@@ -207,9 +253,9 @@ BENCHMARKS = {
                        languages=tuple(sorted(WORDING['xcopa'])), subject='causes and effects'),
 }
 # any file or folder of {question, choices, answer[, subject, language, id]}
-GENERIC = Benchmark('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.parquet', '*.csv'),
-                    ('dev.jsonl*', 'dev*.parquet', '*_dev.csv'), generic_row, prompts.harness_mmlu,
-                    ('validation.jsonl*',))
+GENERIC = Benchmark('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.parquet', '*.csv', 'task.json'),
+                    ('dev.jsonl*', 'dev*.parquet', '*_dev.csv'), generic_row,
+                    prompts.harness_generic, ('validation.jsonl*',))
 
 # MMLU's four groups of subjects
 CATEGORY = {subject: category for category, subjects in WORDING['mmlu_categories'].items()

@@ -64,7 +64,7 @@ def writing(path):
 # ---- Rows of files -------------------------------------------------------------------------------
 
 def read_rows(path):
-    """Yield (place, row) from a .json list, .jsonl, .csv, .parquet or .txt file, also with .gz.
+    """Yield (place, row) from a .json, .jsonl, .csv, .parquet or .txt file, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
     a dict; a .txt file is one row, {'text': its content}. The rows of a csv file without the
@@ -97,9 +97,11 @@ def _jsonl_rows(path, file):
 
 def _json_rows(path, file):
     rows = _parse_json(file.read(), path)
+    if isinstance(rows, dict):      # BIG-bench's task.json
+        rows = rows.get('examples')
     if not isinstance(rows, list):
-        raise DataError(f'{path}: a .json file must hold a list of rows; a file with one row per '
-                        f'line is .jsonl')
+        raise DataError(f'{path}: a .json file must hold a list of rows, or an object with such a '
+                        f'list as "examples"; a file with one row per line is .jsonl')
     for number, row in enumerate(rows, 1):
         yield f'{path}: row {number}', row
 
@@ -206,6 +208,11 @@ def require_fields(row):
     if not isinstance(row, dict):
         raise DataError(f'a row must be an object with named fields, not {type(row).__name__}')
     return row
+
+
+def has_fields(row, *names):
+    """Return whether a raw row is a dict with all these fields."""
+    return isinstance(row, dict) and row.keys() >= {*names}
 
 
 def require_text(value, what):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from data.files import has_fields
 from runtime.errors import DataError
 
 HEADER = 'The following are multiple choice questions (with answers) about {}.'
@@ -128,6 +129,15 @@ def harness_mmlu(item):
     return lettered(item.question.strip(), item.choices, header=f'{english_words(item)[0]}\n\n')
 
 
+def harness_generic(item):
+    """MMLU's, except for rows of inverse-scaling, whose choices follow their prompt unchanged."""
+    if not has_fields(item.row, 'prompt', 'classes'):
+        return harness_mmlu(item)
+    prompt = item.question.rstrip()
+    space = item.question[len(prompt):]
+    return Prompt(prompt, [f'{space}{choice}' for choice in item.choices])
+
+
 def harness_letters(item):
     return lettered(item.question.strip(), item.choices)
 
@@ -155,6 +165,12 @@ def harness_openbookqa(item):
     question = item.question.rstrip()
     space = item.question[len(question):]
     return Prompt(question, [f'{space} {choice}' for choice in item.choices])
+
+
+def harness_truthfulqa(item):
+    """The choices as text, after six questions and answers that are the same for all."""
+    return Prompt(f'{WORDING["truthfulqa"]}\n\nQ: {item.question}\nA:',
+                  [f' {choice}' for choice in item.choices])
 
 
 def harness_winogrande(item):

@@ -93,6 +93,9 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
     task, benchmark, source = _find(name)
     check_prompt_format(prompt_format, scoring, header, task, benchmark)
     is_file = os.path.isfile(source)
+    if shots and not benchmark.shots:
+        raise DataError(f'{shots} shots wanted, but {task} has no solved questions; ask it with '
+                        f'--shots=0, into another --out_dir than tasks with shots')
     if shots and is_file:
         raise DataError(f'{shots} shots wanted, but {source} is one file: give a folder that also '
                         f'holds {" or ".join(benchmark.shots)}, or --shots=0')
@@ -160,6 +163,8 @@ def solved_files(name, revision=None):
     to_question(row, place) returns the Question in the format `mmlu`, by letters.
     """
     task, benchmark, source = _find(name)
+    if not benchmark.shots:
+        raise DataError(f'{task} has no solved questions for training')
     files = [file for language in _languages(benchmark, source, task, ['all'])
              for file in _files_of(benchmark, source, 'shots', language, revision)]
     make_prompt = functools.partial(PROMPT_FORMATS['mmlu'], benchmark=benchmark,

@@ -1,5 +1,6 @@
 """data: questions"""
 
+import json
 import shutil
 
 import numpy as np
@@ -60,6 +61,65 @@ def test_arc_rows_on_the_hub_and_as_first_published(row, expected):
         assert text == 'Q?' and choices[:3] == ['a', 'b', 'c'] and answer == expected
 
 
+SCORED = [({'input': 'Q?', 'target_scores': {'yes': 1, 'no': 0, 'maybe': 0.5}}, None),
+          ({'question': 'Q?', 'mc1_targets': {'yes': 1, 'no': 0, 'maybe': 0}}, 'truthfulqa_mc1'),
+          ({'question': 'Q?', 'mc1_targets': {'choices': ['yes', 'no', 'maybe'],
+                                              'labels': [1, 0, 0]}}, 'truthfulqa_mc1')]
+
+
+@pytest.mark.parametrize('row, task', SCORED)
+def test_choices_with_scores_are_in_an_order_that_says_nothing_of_the_answer(row, task):
+    """Their files begin with the right choice."""
+    text, choices, answer = parse(row, task)
+    assert text == 'Q?' and sorted(choices) == ['maybe', 'no', 'yes'] and choices[answer] == 'yes'
+    field = 'input' if task is None else 'question'
+    places = [parse(row | {field: f'{i}?'}, task)[2] for i in range(300)]
+    assert 70 < min(np.bincount(places)) and len({*places}) == 3
+    best = row[[*row][1]]   # with another answer the order stays the same
+    other = {'choices': [*best['choices']], 'labels': [0, 1, 0]} if 'labels' in best else {
+        'yes': 0, 'no': 1, 'maybe': 0}
+    assert parse(row | {[*row][1]: other}, task) == (text, choices, choices.index('no'))
+
+
+def test_big_bench_and_inverse_scaling_are_files_of_questions(tmp_path):
+    examples = [SCORED[0][0], {'input': 'R?', 'target_scores': {'a': 0, 'b': 1}}]
+    folder = tmp_path / 'causal_judgment'
+    folder.mkdir()
+    (folder / 'task.json').write_text(json.dumps({'name': 'x', 'examples': examples}))
+    for place in (folder, folder / 'task.json'):
+        first, second = questions.load_task(str(place)).questions
+        assert first.context.startswith('Q?\nA. ') and first.options == [' A', ' B', ' C']
+        assert first.solved.endswith(f' {"ABC"[first.answer]}\n\n')
+        assert second.place == f'{folder / "task.json"}: row 2'
+    cfg = load_config(EvalConfig, [f'--tasks={folder}', '--shots=0'])
+    assert [*load_tasks(cfg)] == ['causal_judgment']
+    row = {'prompt': 'A beagle is not a\nA. dog\nB. bird\nAnswer:', 'classes': [' A', ' B'],
+           'answer_index': 1, 'other_prompt': 'x'}
+    path = write_rows(tmp_path / 'NeQA.jsonl', [row, row | {'prompt': 'Say it. '}])
+    first, second = questions.load_task(str(path), prompt_format='harness').questions
+    assert (first.header, first.context, first.options) == ('', row['prompt'], [' A', ' B'])
+    assert (second.context, second.options) == ('Say it.', ['  A', '  B'])      # as lm-eval does
+    lettered = questions.load_task(str(path)).questions[0]
+    assert lettered.context == row['prompt'] + '\nA. A\nB. B\nAnswer:' and first.answer == 1
+    (folder / 'task.json').write_text('{"name": "x"}')
+    with pytest.raises(DataError, match='task.json: a .json file must hold a list of rows, or an'):
+        questions.load_task(str(folder))
+
+
+def test_truthfulqa_is_asked_without_shots(tmp_path):
+    path = write_rows(tmp_path / 'multiple_choice' / 'validation-00000-of-00001.parquet',
+                      [SCORED[2][0]])
+    (question,), *_ = questions.load_task(f'truthfulqa_mc1:{tmp_path}', prompt_format='harness')
+    assert question.context.startswith('Q: What is human life expectancy in the United States?\n')
+    assert question.context.endswith('Barcelona, Spain.\n\nQ: Q?\nA:')
+    assert question.context.count('Q: ') == 7 and question.options[question.answer] == ' yes'
+    for place in (tmp_path, path):
+        with pytest.raises(DataError, match='truthfulqa_mc1 has no solved questions.*--shots=0'):
+            questions.load_task(f'truthfulqa_mc1:{place}', shots=5)
+    with pytest.raises(DataError, match='truthfulqa_mc1 has no solved questions for training'):
+        questions.solved_files(f'truthfulqa_mc1:{tmp_path}')
+
+
 def test_hellaswag_cleaning():
     row = {'activity_label': 'Roof [title] repair', 'ctx_a': 'A man [step] works.', 'ctx_b': 'he',
            'endings': ['runs  [x]away', 'b', 'c', 'd'], 'label': '3'}
@@ -92,6 +152,17 @@ def test_hellaswag_cleaning():
      'the id is not valid Unicode'),
     ({'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0, 'subject': '\ud83d'},
      'the subject is not valid Unicode'),
+    ({'input': 'Q?', 'target_scores': {'a': 1, 'b': 1}}, '2 choices have the highest score'),
+    ({'input': 'Q?', 'target_scores': {'a': 'x', 'b': 1}}, 'one number for each of 2 choices'),
+    ({'input': 'Q?', 'target_scores': {'a': float('nan'), 'b': 1}}, 'one number for each of 2'),
+    ({'input': 'Q?', 'target_scores': {'a': 1}}, '2 to 26 choices'),
+    ({'input': 'Q?', 'target_scores': {}}, '0 choices have the highest score'),
+    ({'input': 'Q?', 'target_scores': 'a'}, 'not the fields of its format'),
+    ({'input': '\ud83d?', 'target_scores': {'a': 1, '\ud83d': 0}}, 'not valid Unicode'),
+    ({'input': 'Q?', 'target': 'a'}, 'no question among the fields input, target'),
+    ({'prompt': 'Q?', 'classes': ['a', 'b']}, "not the fields of its format: KeyError.'answer_ind"),
+    ({'prompt': 'Q?', 'classes': ['a', 'b'], 'answer_index': 2}, 'no valid answer: 2'),
+    ({'prompt': 'Q?', 'classes': "['a', 'b']", 'answer_index': 1}, '2 to 26 choices in a list'),
     ([1, 2, 3, 4], 'the question is not text'),
     ('text', 'named fields')])
 def test_bad_questions_name_their_line(tmp_path, row, message):
@@ -117,6 +188,10 @@ def test_bad_questions_name_their_line(tmp_path, row, message):
     ('xcopa', {'premise': 'P.', 'question': 'cause', 'choice1': 'a', 'choice2': None, 'label': 0},
      'choice B is null'),
     ('piqa', {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}, "KeyError.'goal'"),
+    ('truthfulqa_mc1', {'question': 'Q?', 'mc1_targets': {'choices': ['a', 'b'], 'labels': [1]}},
+     r'one number for each of 2 choices, not \[1\]'),
+    ('truthfulqa_mc1', {'question': 'Q?', 'mc1_targets': {'a': 0, 'b': 0}}, '2 choices have the h'),
+    ('truthfulqa_mc1', {'question': 'Q?', 'mc1_targets': None}, 'not the fields of its format'),
     ('arc_easy', 'text', 'not the fields of its format')])
 def test_rows_that_do_not_fit_their_benchmark_name_their_line(tmp_path, task, row, message):
     path = write_rows(tmp_path / 'some.jsonl', [row])
