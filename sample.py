@@ -32,7 +32,8 @@ class SampleConfig:
     revision: str | None = None               # the hub revision of the model
     prompt: str | None = None                 # answer this and exit, as for a prompt from a pipe
     # the chat template; trained: that of the model's train.py run
-    chat: Literal['trained', 'tulu', 'llama3', 'gemma', 'mistral', 'chatml', 'alpaca'] = 'trained'
+    chat: Literal['trained', 'tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken', 'chatml',
+                  'cohere', 'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'trained'
     raw: bool = False                         # continue each prompt as plain text, without chat
     temperature: float = 0.0                  # divides the logits; 0: the most probable token
     top_p: float = 1.0                        # draw from the fewest tokens that together have it

@@ -61,7 +61,8 @@ class TrainConfig:
     data_revision: str | None = None          # hub revision: pin it, datasets change
     # 'questions': `data` is a task of evaluate.py, and the loss is on the answer's letter alone
     data_kind: Literal['instruct', 'text', 'questions'] = 'instruct'
-    template: Literal['tulu', 'llama3', 'gemma', 'mistral', 'chatml', 'alpaca'] = 'tulu'
+    template: Literal['tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken', 'chatml', 'cohere',
+                      'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'tulu'
     answers: Literal['best', 'all'] = 'best'  # OASST1: the best-ranked answer to a prompt, or all
     add_bos: bool | None = None               # one BOS or none; None: as the tokenizer does
     max_length: int = 4096                    # tokens per sequence; longer ones are cut

@@ -1,6 +1,7 @@
-"""Byte-level BPE by tiktoken, from Llama 3's `tokenizer.model` or any `tokenizer.json`."""
+"""Byte-level BPE by tiktoken: `tokenizer.json`, `vocab.json`, `tekken.json`, Llama 3's file."""
 
 import binascii
+import itertools
 import re
 import unicodedata
 from pathlib import Path
@@ -15,12 +16,18 @@ LLAMA3_RANKS, LLAMA3_CONTROLS = 128_000, 256
 LLAMA3_NAMES = {0: '<|begin_of_text|>', 1: '<|end_of_text|>', 4: '<|finetune_right_pad_id|>',
                 6: '<|start_header_id|>', 7: '<|end_header_id|>', 8: '<|eom_id|>', 9: '<|eot_id|>',
                 10: '<|python_tag|>'}
+# The characters of a word in Oniguruma, the library that other programs split texts with; Python's
+# `regex` has zero-width joiners and no superscripts or fractions of Latin-1.
+WORD = r'(?:(?![\u200c\u200d])[\w\xb2\xb3\xb9\xbc-\xbe])'
+BOUNDARY = rf'(?:(?<={WORD})(?!{WORD})|(?<!{WORD})(?={WORD}))'
 UTF8_BYTES = {*range(256)} - {0xc0, 0xc1, *range(0xf5, 256)}    # no text has the others
 # The step `ByteLevel` of a tokenizer.json, alone and after `Digits`, which makes each digit a word,
-# and all white space before it, as at the end of a text.
+# and all white space before it, as at the end of a text: one expression is faster than two.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGITS_PATTERN = GPT2_PATTERN.replace(r' ?\p{N}+', r'\p{N}').replace(
     r'\s+(?!\S)', r'\s+(?=\p{N})|\s+(?!\S)')
+ADDED_FLAGS = ('lstrip', 'rstrip', 'single_word')       # of an added token of a tokenizer.json
+CONTROL = {'special': True, 'normalized': False} | dict.fromkeys(ADDED_FLAGS, False)
 # the character that stands for each byte in the pieces of a tokenizer.json
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_CHARS = {byte: chr(byte) for byte in PRINTABLE} | {
@@ -34,21 +41,29 @@ LONG_RUN = rf'\S{{{LONGEST_RUN}}}(?=\S)|\s{{{LONGEST_RUN}}}(?=\s)'
 class BytePairTokenizer:
     """Byte-level BPE.
 
-    pattern:     regular expression of the words of a text, which are encoded one by one
+    patterns:    regular expressions. The words of a text, which are encoded one by one, are the
+                 matches of the last one. Each earlier one first splits the text into its matches
+                 and the text between them.
     pieces:      {bytes: id}, in the order in which they are merged
     control_ids: {name: id} of tokens that no text produces
     added:       {text: id} of tokens that are split off first
     nfc:         whether the text between them is then normalized to NFC
     added_late:  {text: id} of tokens that are split off after that
+    strips:      {id of a control token: (before it, after it)}, whether white space disappears
     """
 
-    def __init__(self, pattern, pieces, control_ids, bos_id, eos_id, added=(), nfc=False,
-                 added_late=()):
+    fresh_after = frozenset()   # as in SentencePieceTokenizer: no text gets a leading space here
+
+    def __init__(self, patterns, pieces, control_ids, bos_id, eos_id, added=(), nfc=False,
+                 added_late=(), strips=()):
+        import regex
         import tiktoken
-        self.pattern, self.pieces = pattern, pieces
+        *splits, self.pattern = patterns
+        self.pieces, self.strips = pieces, dict(strips)
         ranks = {piece: rank for rank, piece in enumerate(pieces)}
-        self._encoding = tiktoken.Encoding('bpe', pat_str=pattern, mergeable_ranks=ranks,
+        self._encoding = tiktoken.Encoding('bpe', pat_str=self.pattern, mergeable_ranks=ranks,
                                            special_tokens={})
+        self._splits = [regex.compile(split.replace(r'\b', BOUNDARY)) for split in splits]
         ids = list(pieces.values())
         self._ids = None if ids == list(range(len(ids))) else ids
         self._added, self._nfc, self._added_late = dict(added), nfc, dict(added_late)
@@ -82,9 +97,12 @@ class BytePairTokenizer:
             for piece in _cut(part, self._added_late) if isinstance(part, str) else [part]:
                 if isinstance(piece, str) and len(piece) > LONGEST_RUN:
                     cuts = [0, *(m.end() for m in re.finditer(LONG_RUN, piece)), len(piece)]
-                    parts += [piece[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+                    parts += [piece[a:b] for a, b in itertools.pairwise(cuts)]
                 else:
                     parts.append(piece)
+        for split in self._splits:
+            parts = [piece for part in parts for piece in (
+                _matches_and_gaps(split, part) if isinstance(part, str) else [part])]
         return parts
 
 
@@ -94,6 +112,12 @@ def _cut(text, added):
         return [text]
     longest_first = '|'.join(map(re.escape, sorted(added, key=len, reverse=True)))
     return [added.get(part, part) for part in re.split(f'({longest_first})', text) if part]
+
+
+def _matches_and_gaps(pattern, text):
+    """Split a text into the matches of a compiled expression and the text between them."""
+    ends = [end for match in pattern.finditer(text) for end in match.span()]
+    return [text[a:b] for a, b in itertools.pairwise([0, *ends, len(text)]) if a < b]
 
 
 def from_tiktoken(path):
@@ -108,13 +132,87 @@ def from_tiktoken(path):
                         f'is supported')
     control_ids = {LLAMA3_NAMES.get(i, f'<|reserved_{i}|>'): LLAMA3_RANKS + i
                    for i in range(LLAMA3_CONTROLS)}
-    return BytePairTokenizer(LLAMA3_PATTERN, dict(sorted(ranks.items(), key=lambda item: item[1])),
-                             control_ids, control_ids['<|begin_of_text|>'],
-                             control_ids['<|end_of_text|>'])
+    pieces = dict(sorted(ranks.items(), key=lambda item: item[1]))
+    return BytePairTokenizer([LLAMA3_PATTERN], pieces, control_ids,
+                             control_ids['<|begin_of_text|>'], control_ids['<|end_of_text|>'])
+
+
+def from_tekken(path):
+    """Return the tokenizer of Mistral's `tekken.json`: special tokens, then pieces by their rank.
+
+    Raises DataError for the oldest files, which do not list the special tokens.
+    """
+    path = Path(path)
+    content = read_json_object(path)
+    try:
+        settings, controls = content['config'], content['special_tokens']
+        n_special = settings['default_num_special_tokens']
+        n_pieces = settings['default_vocab_size'] - n_special
+        pieces = {binascii.a2b_base64(token['token_bytes']): token['rank'] + n_special
+                  for token in sorted(content['vocab'], key=lambda token: token['rank'])[:n_pieces]}
+        control_ids = {token['token_str']: token['rank'] for token in controls}
+        control_ids |= {f'<SPECIAL_{i}>': i for i in range(len(control_ids), n_special)}
+        if [*pieces.values()] != [*range(n_special, n_special + n_pieces)]:
+            raise DataError(f'{path}: the ranks in vocab are not {n_pieces} in a row from 0')
+        return BytePairTokenizer([settings['pattern']], pieces, control_ids, control_ids['<s>'],
+                                 control_ids['</s>'])
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f'{path}: not a tekken.json with special_tokens: {type(error).__name__}: '
+                        f'{error}; download tokenizer.json from the same hub repository') from error
+
+
+def from_merges(path):
+    """Return the tokenizer of a `vocab.json` with `merges.txt` beside it: GPT-2 and OPT.
+
+    A piece that no merge makes, such as OPT's `<s>`, is a control token.
+    """
+    path = Path(path)
+    vocab, merges_path = read_json_object(path), path.parent / 'merges.txt'
+    if not merges_path.exists():
+        raise DataError(f'{path} needs {merges_path.name} beside it; download both')
+    lines = merges_path.read_text(encoding='utf-8').split('\n')
+    merges = [line for line in lines if line and not line.startswith('#version')]
+    made = {merge.replace(' ', '') for merge in merges}
+    unmade = {i: CONTROL | {'content': name} for name, i in vocab.items()
+              if len(name) > 1 and name not in made}
+    return _from_content(path, {
+        'model': {'type': 'BPE', 'vocab': vocab, 'merges': merges}, 'normalizer': None,
+        'pre_tokenizer': {'type': 'ByteLevel', 'add_prefix_space': False},
+        'added_tokens': [token | {'id': i}
+                         for i, token in (unmade | added_beside(path.parent)).items()]})
+
+
+def _read_beside(folder, name):
+    return read_json_object(folder / name) if (folder / name).exists() else {}
+
+
+def settings_beside(folder):
+    """Return the keys of special_tokens_map.json and tokenizer_config.json, tokens as names."""
+    settings = (_read_beside(folder, 'special_tokens_map.json')
+                | _read_beside(folder, 'tokenizer_config.json'))
+    return {key: value['content'] if isinstance(value, dict) and 'content' in value else value
+            for key, value in settings.items()}
+
+
+def added_beside(folder):
+    """Return the tokens that added_tokens.json and tokenizer_config.json add: {id: object}.
+
+    An object has the keys of a token in a tokenizer.json: content, special, ADDED_FLAGS,
+    normalized. Raises DataError for a damaged file.
+    """
+    try:
+        names = _read_beside(folder, 'added_tokens.json').items()
+        tokens = settings_beside(folder).get('added_tokens_decoder', {}).items()
+        return ({int(i): CONTROL | {'content': name} for name, i in names}
+                | {int(i): CONTROL | token | {'content': token['content']} for i, token in tokens})
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f'{folder}: added_tokens.json or added_tokens_decoder in '
+                        f'tokenizer_config.json is damaged: {type(error).__name__}: {error}'
+                        ) from error
 
 
 def from_json(path):
-    """Return the tokenizer of a `tokenizer.json`: Llama 3, Qwen, SmolLM2, OLMo 2, Pythia, ...
+    """Return the tokenizer of a `tokenizer.json`: Llama 3, Qwen, OLMo 2, Aya, Phi-4, Pythia, ...
 
     Its ids are those of the `tokenizers` library with `encode_special_tokens`. The files beside it
     name BOS and EOS; bos_id is None if the tokenizer adds no BOS. A special token that is also a
@@ -122,14 +220,17 @@ def from_json(path):
     joins two pieces whenever the result is a piece: with a file made by hand, whose merges lack
     such a pair, ids can differ.
     """
-    path = Path(path)
-    content = read_json_object(path)
+    return _from_content(Path(path), read_json_object(Path(path)))
+
+
+def _from_content(path, content):
+    """Return the tokenizer with the content of a tokenizer.json; `path` names it in errors."""
     try:
         model, added = content['model'], content['added_tokens']
         if model.get('byte_fallback'):
             raise DataError(f'{path} is a sentencepiece model, which is read from tokenizer.model: '
                             f'download that file from the same hub repository')
-        pattern, nfc = _pattern(content, path), content['normalizer'] is not None
+        patterns, nfc = _patterns(content, path), content['normalizer'] is not None
         _require_ids(path, model['vocab'], added)
         merges = _merges(path, model, {token['content'] for token in added})
         plain = [token for token in added if not token['special']]
@@ -139,7 +240,7 @@ def from_json(path):
                 ('model.end_of_word_suffix', model.get('end_of_word_suffix')),
                 ('normalizer', nfc and content['normalizer'] != {'type': 'NFC'}),
                 ('an added token with lstrip, rstrip or single_word', any(
-                    token[key] for token in plain for key in ('lstrip', 'rstrip', 'single_word')))):
+                    token[key] for token in plain for key in ADDED_FLAGS))):
             if occurs:
                 raise DataError(f'{path}: {problem} is not supported; only byte-level BPE is, with '
                                 f'or without NFC')
@@ -148,13 +249,16 @@ def from_json(path):
         words = {*merges}
         special = {name: i for name, i in special.items()
                    if not (name.isalpha() and name in words) or i in (bos_id, eos_id)}
+        strips = {token['id']: (token['lstrip'], token['rstrip']) for token in added
+                  if token['content'] in special and (token['lstrip'] or token['rstrip'])}
         first, late = ({token['content']: token['id'] for token in plain
                         if token['normalized'] is normalized} for normalized in (False, True))
         pieces = _pieces(model, merges, special | first | late)
         missing = [byte for byte in UTF8_BYTES if bytes([byte]) not in pieces]
         if missing:
             raise DataError(f'{path}: model.vocab has no piece for byte {missing[0]}')
-        return BytePairTokenizer(pattern, pieces, special, bos_id, eos_id, first, nfc, late)
+        return BytePairTokenizer(patterns, pieces, special, bos_id, eos_id, first, nfc, late,
+                                 strips)
     except DataError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -162,22 +266,33 @@ def from_json(path):
                         f'{type(error).__name__}: {error}') from error
 
 
-def _pattern(content, path):
-    """Return the regular expression of the words that `pre_tokenizer` makes."""
+def _patterns(content, path):
+    """Return the regular expressions of `pre_tokenizer`, as BytePairTokenizer takes them."""
     steps = content['pre_tokenizer']
-    steps = steps.get('pretokenizers', [steps])
-    first, last, kinds = steps[0], steps[-1], [step['type'] for step in steps]
-    if kinds[-1] == 'ByteLevel' and not last['add_prefix_space']:
-        by_itself = last.get('use_regex', True)
-        if by_itself and kinds == ['ByteLevel']:
-            return GPT2_PATTERN
-        if by_itself and kinds == ['Digits', 'ByteLevel'] and first['individual_digits']:
-            return DIGITS_PATTERN
-        if (not by_itself and kinds == ['Split', 'ByteLevel'] and 'Regex' in first['pattern']
-                and first['behavior'] == 'Isolated' and not first['invert']):
-            return first['pattern']['Regex']
-    raise DataError(f'{path}: pre_tokenizer with {", ".join(kinds)} is not supported; only '
-                    f'ByteLevel is, alone or after Digits or one Split by a regular expression')
+    *splits, last = steps.get('pretokenizers', [steps])
+    patterns = [_split_pattern(step) for step in splits]
+    if last['type'] == 'ByteLevel' and not last['add_prefix_space'] and None not in patterns:
+        if last.get('use_regex', True):
+            patterns.append(GPT2_PATTERN)
+        elif patterns:      # tiktoken drops what no expression matches; a Split makes it a word
+            patterns[-1] = rf'{patterns[-1]}|(?:(?!{patterns[-1]})[\s\S])+'
+        if patterns == [r'\p{N}', GPT2_PATTERN]:
+            return [DIGITS_PATTERN]
+        if patterns:
+            return patterns
+    kinds = ', '.join(step['type'] for step in [*splits, last])
+    raise DataError(f'{path}: pre_tokenizer with {kinds} is not supported; only ByteLevel is, '
+                    f'alone or after Digits or Splits by regular expressions')
+
+
+def _split_pattern(step):
+    """Return the regular expression of a step before ByteLevel; None if it is not supported."""
+    if step['type'] == 'Digits':
+        return r'\p{N}' if step['individual_digits'] else r'\p{N}+'
+    if (step['type'] == 'Split' and 'Regex' in step['pattern'] and step['behavior'] == 'Isolated'
+            and not step['invert']):
+        return step['pattern']['Regex']
+    return None
 
 
 def _require_ids(path, vocab, added):
@@ -221,17 +336,14 @@ def _pieces(model, merges, added):
 
 def _bos_and_eos(path, content, ids):
     """Return bos_id, None if the tokenizer adds no BOS, and eos_id."""
-    beside = {name: read_json_object(path.parent / name) if (path.parent / name).exists() else {}
-              for name in ('special_tokens_map.json', 'tokenizer_config.json', 'config.json')}
-    settings = beside['special_tokens_map.json'] | beside['tokenizer_config.json']
-    bos, eos = (token['content'] if isinstance(token, dict) else token
-                for token in (settings.get('bos_token'), settings.get('eos_token')))
+    settings, config = settings_beside(path.parent), _read_beside(path.parent, 'config.json')
+    bos, eos = settings.get('bos_token'), settings.get('eos_token')
     steps = content.get('post_processor') or {}
     for step in steps.get('processors', [steps]):
         if step.get('type') == 'TemplateProcessing' and 'SpecialToken' in step['single'][0]:
             bos = step['single'][0]['SpecialToken']['id']
             settings.setdefault('add_bos_token', True)
-    eos_id = ids.get(eos, beside['config.json'].get('eos_token_id'))
+    eos_id = ids.get(eos, config.get('eos_token_id'))
     eos_id = eos_id[0] if isinstance(eos_id, list) else eos_id
     eos_id = eos_id if eos_id in ids.values() else None
     for name, i in (('eos_token', eos_id), ('bos_token', ids.get(bos))):

@@ -4,11 +4,14 @@ A template yields segments of (plain text or the id of a control token, whether 
 Adjacent text is encoded together, but never across the border of supervision: prompt and answer
 then meet at the same token boundary in training as in generation.
 
-chat_templates/ has each template a second time, in Jinja for transformers and vLLM.
+A template whose turns differ only by their role is a row of TURNS. chat_templates/ has the others a
+second time, and the rows' loop, in Jinja for transformers and vLLM.
 """
 
+import functools
 import itertools
 import json
+import re
 from pathlib import Path
 
 from data.files import require_text
@@ -29,10 +32,15 @@ def encode_conversation(messages, tokenizer, template='tulu', add_bos=True):
     ids, loss_mask = [*bos], [0] * len(bos)
     for piece, supervised in _joined_segments(messages, tokenizer, template):
         if isinstance(piece, str):
-            piece = tokenizer.encode(piece, start=ids == bos)
+            piece = tokenizer.encode(piece, start=begins_text(ids, bos, tokenizer))
         ids += piece
         loss_mask += [int(supervised)] * len(piece)
     return ids, loss_mask
+
+
+def begins_text(ids, bos, tokenizer):
+    """Return whether a text after `ids` is encoded as at the beginning, where ids == bos."""
+    return ids == bos or bool(ids) and ids[-1] in tokenizer.fresh_after
 
 
 def encode_prompt(messages, tokenizer, template, add_bos=True):
@@ -68,19 +76,38 @@ def question_frame(tokenizer, template, add_bos=True):
         if isinstance(piece, str) and question in piece:
             around = piece.split(question)
         else:   # text stands here only between control tokens
-            ids = tokenizer.encode(piece, start=False) if isinstance(piece, str) else piece
-            (opening if around is None else closing).extend(ids)
+            ids = opening if around is None else closing
+            ids += tokenizer.encode(piece, start=begins_text(ids, None, tokenizer)) if isinstance(
+                piece, str) else piece
     raise DataError(f"template {template!r} cannot ask a question: it must yield the user's text "
                     f"and then, supervised, the assistant's text")
 
 
 def _joined_segments(messages, tokenizer, template):
     """Yield (text or list of ids, supervised), adjacent segments of one kind joined."""
-    segments = itertools.groupby(TEMPLATES[template](messages, tokenizer),
+    segments = itertools.groupby(_strip(TEMPLATES[template](messages, tokenizer), tokenizer),
                                  key=lambda segment: (isinstance(segment[0], str), segment[1]))
     for (is_text, supervised), group in segments:
         piece = [segment for segment, _ in group]
         yield ''.join(piece) if is_text else piece, supervised
+
+
+def _strip(segments, tokenizer):
+    """Return segments without the white space that the tokenizer's file strips at control tokens.
+
+    Phi-3's tokens strip what follows them, Phi-4's what surrounds them.
+    """
+    segments = list(segments)
+    for side, step, strip in ((1, 1, str.lstrip), (0, -1, str.rstrip)):
+        stripping = False
+        for at in range(len(segments))[::step] if tokenizer.strips else ():
+            piece, supervised = segments[at]
+            if isinstance(piece, str):
+                segments[at] = strip(piece) if stripping else piece, supervised
+                stripping = stripping and not segments[at][0]
+            else:
+                stripping = tokenizer.strips.get(piece, (False, False))[side]
+    return segments
 
 
 def _check_messages(messages):
@@ -106,42 +133,32 @@ def tulu(messages, tokenizer):
                 yield '\n', True  # supervised in open-instruct too
 
 
-def llama3(messages, tokenizer):
-    """Llama 3's instruct template, without the dated system message of 3.1."""
-    control = _controls(tokenizer, '<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>')
-    for message in messages:
-        answer = message['role'] == 'assistant'
-        yield control['<|start_header_id|>'], False
-        yield message['role'], False
-        yield control['<|end_header_id|>'], False
-        yield '\n\n', False
-        yield message['content'].strip(), answer
-        yield control['<|eot_id|>'], answer
+def olmo2(messages, tokenizer):
+    """OLMo 2's template: open-instruct's after a BOS that the tokenizer does not add."""
+    yield _controls(tokenizer, '<|endoftext|>')['<|endoftext|>'], False
+    yield from tulu(messages, tokenizer)
 
 
-def chatml(messages, tokenizer):
-    """ChatML, which Qwen uses, without Qwen's default system message."""
-    control = _controls(tokenizer, '<|im_start|>', '<|im_end|>')
-    for message in messages:
-        answer = message['role'] == 'assistant'
-        yield control['<|im_start|>'], False
-        yield message['role'] + '\n', False
-        yield message['content'], answer
-        yield control['<|im_end|>'], answer
-        yield '\n', False
+def turns(messages, tokenizer, rows):
+    """A template of TURNS; without a row for the system message, that opens the first user turn."""
+    control = _controls(tokenizer, *CONTROL_TOKEN.findall(''.join(rows.values())))
+    for message in messages if 'system' in rows else _system_into_user(messages):
+        opening, stripped, closing = split_turn(rows[message['role']])
+        answer, text = message['role'] == 'assistant', message['content']
+        for piece in opening:
+            yield control.get(piece, piece), False
+        yield text.strip() if stripped else text, answer
+        for i, piece in enumerate(closing):     # the first one ends the turn
+            yield control.get(piece, piece), answer and i == 0
 
 
-def gemma(messages, tokenizer):
-    """Gemma 2's instruct template; system text opens the first user turn, as there is no such role.
-    """
-    control = _controls(tokenizer, '<start_of_turn>', '<end_of_turn>')
-    for message in _system_into_user(messages):
-        answer = message['role'] == 'assistant'
-        yield control['<start_of_turn>'], False
-        yield ('model' if answer else 'user') + '\n', False
-        yield message['content'].strip(), answer
-        yield control['<end_of_turn>'], answer
-        yield '\n', False
+@functools.cache
+def split_turn(turn):
+    """Return (pieces before the text, whether the text is stripped, pieces after it) of a row."""
+    before, mark, after = re.split(r'({text}|{stripped})', turn)
+    opening, closing = ([piece for piece in re.split(f'({CONTROL_TOKEN.pattern})', part) if piece]
+                        for part in (before, after))
+    return opening, mark == '{stripped}', closing
 
 
 def mistral(messages, tokenizer):
@@ -182,8 +199,38 @@ def alpaca(messages, tokenizer):
     yield tokenizer.eos_id, True
 
 
-TEMPLATES = {'tulu': tulu, 'llama3': llama3, 'gemma': gemma, 'mistral': mistral, 'chatml': chatml,
-             'alpaca': alpaca}
+def _every_role(turn):
+    return {role: turn.replace('{role}', role) for role in ROLES}
+
+
+# The turn of each role. What looks like a control token is one; the first one after {text}, or
+# {stripped} for text without white space around it, is supervised in the assistant's turn.
+CONTROL_TOKEN = re.compile(r'<[^<>\s]+>|\[[^\[\]\s]+\]')
+TURNS = {
+    # Llama 3, without the dated system message of 3.1
+    'llama3': _every_role('<|start_header_id|>{role}<|end_header_id|>\n\n{stripped}<|eot_id|>'),
+    # Qwen, without its default system message; SmolLM3, without its dated one; OLMo 3
+    'chatml': _every_role('<|im_start|>{role}\n{text}<|im_end|>\n'),
+    # Gemma 1 to 3, which have no system message
+    'gemma': {'user': '<start_of_turn>user\n{stripped}<end_of_turn>\n',
+              'assistant': '<start_of_turn>model\n{stripped}<end_of_turn>\n'},
+    # Command R, Aya 23, Aya Expanse
+    'cohere': {'system': '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{text}<|END_OF_TURN_TOKEN|>',
+               'user': '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{stripped}<|END_OF_TURN_TOKEN|>',
+               'assistant': '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{stripped}'
+                            '<|END_OF_TURN_TOKEN|>'},
+    # Granite 3, without its default system message
+    'granite': _every_role('<|start_of_role|>{role}<|end_of_role|>{text}<|end_of_text|>\n'),
+    # Phi-3 and 3.5, without the EOS after the last turn; Phi-4; Phi-4-mini
+    'phi3': _every_role('<|{role}|>\n{text}<|end|>\n'),
+    'phi4': _every_role('<|im_start|>{role}<|im_sep|>{text}<|im_end|>'),
+    'phi4_mini': _every_role('<|{role}|>{text}<|end|>'),
+    # Mistral Small 3 and Ministral 3; `mistral` is that of the models before
+    'tekken': {'system': '[SYSTEM_PROMPT]{text}[/SYSTEM_PROMPT]', 'user': '[INST]{text}[/INST]',
+               'assistant': '{text}</s>'},
+}
+TEMPLATES = {'tulu': tulu, 'olmo2': olmo2, 'mistral': mistral, 'alpaca': alpaca} | {
+    name: functools.partial(turns, rows=rows) for name, rows in TURNS.items()}
 
 
 def jinja(template, tokenizer, add_bos=True):
@@ -193,8 +240,13 @@ def jinja(template, tokenizer, add_bos=True):
     """
     bos = tokenizer.decode([tokenizer.bos_id]) if add_bos else ''
     eos, text_tags = tokenizer.decode([tokenizer.eos_id]), '[INST]' not in tokenizer.control_ids
-    path = Path(__file__).parent / 'chat_templates' / f'{template}.jinja'
+    name = 'turns' if template in TURNS else template
+    path = Path(__file__).parent / 'chat_templates' / f'{name}.jinja'
+    rows = {role: (''.join(opening), stripped, ''.join(closing))
+            for role, turn in TURNS.get(template, {}).items()
+            for opening, stripped, closing in [split_turn(turn)]}
     return (f'{{%- set eos, text_tags = {json.dumps(eos)}, {json.dumps(text_tags)} -%}}\n'
+            f'{{%- set rows = {json.dumps(rows)} -%}}\n'
             f'{{{{- {json.dumps(bos)} -}}}}\n{path.read_text(encoding="utf-8")}')
 
 

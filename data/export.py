@@ -1,8 +1,9 @@
 """Write the tokenizer files that other programs read: tokenizer.json, chat template, stop tokens.
 
-transformers reads neither Llama 3's tokenizer.model nor, without the package protobuf, a
-sentencepiece model. So a run whose base model has no tokenizer.json gets one made from our
-tokenizer, with the same ids as in training for plain text and for the chat template.
+transformers reads neither Llama 3's tokenizer.model nor, without other packages, a sentencepiece
+model or a tekken.json. So a run whose base model has neither tokenizer.json nor vocab.json gets a
+tokenizer.json made from our tokenizer, with the same ids as in training for plain text and for the
+chat template.
 """
 
 import re
@@ -28,7 +29,7 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True):
         return read_json_object(path) if path.exists() else {}
 
     files, settings = {}, base('tokenizer_config.json')
-    if not (Path(folder) / 'tokenizer.json').exists():
+    if not any((Path(folder) / name).exists() for name in ('tokenizer.json', 'vocab.json')):
         content = (byte_pair_json if isinstance(tokenizer, BytePairTokenizer) else
                    sentencepiece_json)(tokenizer)
         if content is None:
@@ -36,9 +37,9 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True):
                   'transformers needs the package protobuf to read its tokenizer.model')
         else:
             files['tokenizer.json'] = content
-            settings |= {'tokenizer_class': 'PreTrainedTokenizerFast',
-                         'bos_token': tokenizer.decode([tokenizer.bos_id]),
-                         'eos_token': tokenizer.decode([tokenizer.eos_id]),
+            names = {key: tokenizer.decode([i]) for key, i in (
+                ('bos_token', tokenizer.bos_id), ('eos_token', tokenizer.eos_id)) if i is not None}
+            settings |= {'tokenizer_class': 'PreTrainedTokenizerFast', **names,
                          'clean_up_tokenization_spaces': False}
     if template:
         settings.pop('chat_template', None)     # older programs prefer it to the file
@@ -62,7 +63,7 @@ def _end_of_turn(tokenizer, template):
 
 
 def byte_pair_json(tokenizer):
-    """Return the content of a tokenizer.json for Llama 3's tokenizer.model."""
+    """Return the content of a tokenizer.json for Llama 3's tokenizer.model or a tekken.json."""
     pieces = {''.join(BYTE_CHARS[byte] for byte in piece): i
               for piece, i in tokenizer.pieces.items()}
     split = {'type': 'Split', 'pattern': {'Regex': tokenizer.pattern}, 'behavior': 'Isolated',
@@ -78,9 +79,9 @@ def byte_pair_json(tokenizer):
 def sentencepiece_json(tokenizer):
     """Return the content of a tokenizer.json for a sentencepiece tokenizer.model.
 
-    Returns None for a model that is not BPE or that normalizes text. If the model puts a space
-    before any text, the tokenizer.json does so at the beginning and after BOS, but not beside
-    another control token.
+    Returns None for a model that is not BPE, that normalizes text, or whose control tokens are
+    partly in other files. If the model puts a space before any text, the tokenizer.json does so at
+    the beginning and after BOS, but not beside another control token.
     """
     model, prefix = tokenizer.model, SPACE if tokenizer.leads_with_space else ''
     types = _piece_types(model.serialized_model_proto(), tokenizer.n_vocab)
@@ -90,7 +91,7 @@ def sentencepiece_json(tokenizer):
                for i, kind in enumerate(types) if kind == USER_DEFINED]
     # the scores of a BPE model are 0, -1, -2, ... in the order of merges
     scores = {pieces[i]: model.get_score(i) for i, kind in enumerate(types) if kind == NORMAL}
-    if (any(score != int(score) for score in scores.values())
+    if (tokenizer.fresh_after or any(score != int(score) for score in scores.values())
             or model.normalize('  a \ufb01 ') != f'{prefix}  a \ufb01 '.replace(' ', SPACE)):
         return None
     replace = {'type': 'Replace', 'pattern': {'String': ' '}, 'content': SPACE}
@@ -115,9 +116,10 @@ def _leading_space(tokenizer, symbols):
     It puts none before a control token or a symbol, whose names are normalized too.
     """
     names = '|'.join(map(re.escape, (*tokenizer.control_ids, *symbols)))
-    bos = re.escape(tokenizer.decode([tokenizer.bos_id]))
+    bos = re.escape(tokenizer.decode([tokenizer.bos_id] if tokenizer.bos_id is not None else []))
+    begin = rf'(?:\A|(?<=\A{bos}))' if bos else r'\A'
     return {'type': 'Replace', 'content': SPACE,
-            'pattern': {'Regex': rf'(?:\A|(?<=\A{bos}))(?=[\s\S])(?!{names})'}}
+            'pattern': {'Regex': rf'{begin}(?=[\s\S])(?!{names})'}}
 
 
 def _piece_types(raw, n):
@@ -149,19 +151,20 @@ def _merges(pieces):
 
 
 def _content(tokenizer, model, symbols=(), normalized=False, **parts):
-    """Return a tokenizer.json whose control tokens are special and whose texts begin with BOS.
+    """Return a tokenizer.json whose control tokens are special and whose texts begin with our BOS.
 
     symbols:    further entries of `added_tokens`
     normalized: whether control tokens are matched in normalized text
     """
     added = [{'id': i, 'content': name, **FLAGS, 'normalized': normalized, 'special': True}
              for name, i in tokenizer.control_ids.items()]
-    bos = tokenizer.decode([tokenizer.bos_id])
-    first = {'SpecialToken': {'id': bos, 'type_id': 0}}
+    ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    bos = tokenizer.decode(ids)
+    first = [{'SpecialToken': {'id': bos, 'type_id': 0}}] if ids else []
     texts = [{'Sequence': {'id': name, 'type_id': i}} for i, name in enumerate('AB')]
-    template = {'type': 'TemplateProcessing', 'single': [first, texts[0]],
-                'pair': [first, *texts],
-                'special_tokens': {bos: {'id': bos, 'ids': [tokenizer.bos_id], 'tokens': [bos]}}}
+    template = {'type': 'TemplateProcessing', 'single': [*first, texts[0]],
+                'pair': [*first, *texts], 'special_tokens': {
+                    bos: {'id': bos, 'ids': ids, 'tokens': [bos]}} if ids else {}}
     defaults = {'type': 'BPE', 'dropout': None, 'unk_token': None, 'fuse_unk': False,
                 'continuing_subword_prefix': None, 'end_of_word_suffix': None,
                 'byte_fallback': False, 'ignore_merges': False}

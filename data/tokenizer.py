@@ -8,15 +8,27 @@ import hashlib
 import re
 from pathlib import Path
 
-from data.bpe import from_json, from_tiktoken
+from data.bpe import (added_beside, from_json, from_merges, from_tekken, from_tiktoken,
+                      settings_beside)
 from runtime.errors import CheckpointError, DataError
 
 # Gemma's file declares these as user-defined symbols, which sentencepiece would use in any text
-GEMMA_CONTROLS = rb'<start_of_turn>|<end_of_turn>|<mask>|<2mass>|\[@BOS@\]|<unused\d+>'
+GEMMA_CONTROLS = (rb'<start_of_turn>|<end_of_turn>|<start_of_image>|<end_of_image>|<mask>|<2mass>|'
+                  rb'\[multimodal\]|\[@BOS@\]|<unused\d+>')
+# the files of tokenizers, most wanted first
+FILES = ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*', 'spiece.model',
+         'tokenizer.json', 'tekken.json', 'vocab.json')
 
 
 class SentencePieceTokenizer:
-    """Gemma, Mistral, Llama 2 and the demo's own model, from a sentencepiece `tokenizer.model`."""
+    """Gemma, Mistral, Llama 2, T5 and the demo's own model, from a sentencepiece file.
+
+    The files beside it can add control tokens, as Phi-3's do, name EOS, and say that no BOS is
+    added. bos_id is None then, and for a model without BOS, such as T5.
+
+    strips:      {id of an added token: (before it, after it)}, whether white space disappears
+    fresh_after: ids after which a text is encoded as at its beginning
+    """
 
     def __init__(self, path):
         import sentencepiece
@@ -35,11 +47,19 @@ class SentencePieceTokenizer:
         self.leads_with_space = model.encode('a', out_type=str)[0].startswith('\u2581')
         self._newline = model.encode('\n') if self.leads_with_space else []
         self.n_vocab = model.get_piece_size()
-        self.bos_id, self.eos_id = model.bos_id(), model.eos_id()
-        if self.bos_id < 0 or self.eos_id < 0:
-            raise DataError(f'{path}: the model has no BOS or no EOS token')
         self.control_ids = {model.id_to_piece(i): i for i in range(self.n_vocab)
                             if model.is_control(i)}
+        added, settings = added_beside(Path(path).parent), settings_beside(Path(path).parent)
+        added = {i: token for i, token in added.items() if i >= self.n_vocab}
+        self.control_ids |= {token['content']: i for i, token in added.items()}
+        self.strips = {i: (token['lstrip'], token['rstrip']) for i, token in added.items()
+                       if token['lstrip'] or token['rstrip']}
+        self.fresh_after = frozenset(added)
+        self.eos_id = self.control_ids.get(settings.get('eos_token'), model.eos_id())
+        if self.eos_id < 0:
+            raise DataError(f'{path}: the model has no EOS token')
+        adds_bos = model.bos_id() >= 0 and settings.get('add_bos_token', True)
+        self.bos_id = model.bos_id() if adds_bos else None
 
     def encode(self, text, start=True):
         """Return the ids of plain text, without BOS.
@@ -69,7 +89,7 @@ class SentencePieceTokenizer:
             text = self.model.decode(self._newline + run)[1 if self._newline else 0:]
             if start and run and self._newline:
                 text = text.removeprefix(' ')
-            start = start and not run and i == self.bos_id
+            start = start and not run and i == self.bos_id or i in self.fresh_after
             parts += [text, names.get(i, '')]
             run = []
         return ''.join(parts)
@@ -88,25 +108,30 @@ def begins_with_bos(tokenizer, add_bos):
 def load_tokenizer(folder):
     """Return the tokenizer of a model folder, by the content of its file; raises DataError.
 
-    The first of tokenizer.model, original/tokenizer.model (Llama 3 on the hub), tokenizer.model.v*
-    (Mistral) and tokenizer.json is read. A tokenizer has encode, decode, bos_id (None if it adds no
-    BOS), eos_id, control_ids (name -> id), n_vocab, and `fingerprint`, a hash of file, BOS and EOS.
+    The first of FILES is read. A tokenizer has encode, decode, bos_id (None if it adds no BOS),
+    eos_id, control_ids (name -> id), strips, fresh_after, n_vocab (without added control tokens of
+    a sentencepiece model), and `fingerprint`, a hash of file, BOS and EOS.
     """
     folder = Path(folder)
-    files = [p for pattern in ('tokenizer.model', 'original/tokenizer.model', 'tokenizer.model.v*',
-                               'tokenizer.json') for p in sorted(folder.glob(pattern))]
+    files = [path for pattern in FILES for path in sorted(folder.glob(pattern))]
     if not files:
-        raise DataError(f'{folder} has neither tokenizer.model nor tokenizer.json')
+        raise DataError(f'{folder} has neither tokenizer.model nor tokenizer.json, nor another of '
+                        f'{", ".join(FILES)}')
     raw = files[0].read_bytes()
     if not raw:
         raise DataError(f'{files[0]} is empty; download it again')
     if files[0].suffix == '.json':
-        tokenizer = from_json(files[0])
+        kinds = {'tekken.json': from_tekken, 'vocab.json': from_merges}
+        tokenizer = kinds.get(files[0].name, from_json)(files[0])
+        raw += (folder / 'merges.txt').read_bytes() if files[0].name == 'vocab.json' else b''
         raw += f'{tokenizer.bos_id} {tokenizer.eos_id}'.encode()
     elif re.match(rb'[A-Za-z0-9+/]+=* \d+\r?\n', raw):
         tokenizer = from_tiktoken(files[0])
     else:
         tokenizer = SentencePieceTokenizer(files[0])
+        if (tokenizer.bos_id, tokenizer.eos_id) != (tokenizer.model.bos_id(),
+                                                    tokenizer.model.eos_id()):
+            raw += f'{tokenizer.bos_id} {tokenizer.eos_id}'.encode()
     tokenizer.fingerprint = hashlib.sha256(raw).hexdigest()[:16]
     return tokenizer
 
@@ -114,6 +139,9 @@ def load_tokenizer(folder):
 def load_model_tokenizer(folder, config):
     """Return the tokenizer of a model folder; CheckpointError if the model has fewer tokens."""
     tokenizer = load_tokenizer(folder)
+    # Gemma 3 1B names an image token for which it has no row
+    tokenizer.control_ids = {name: i for name, i in tokenizer.control_ids.items()
+                             if i < config.vocab_size or i < tokenizer.n_vocab}
     if tokenizer.n_vocab > config.vocab_size:
         raise CheckpointError(f'{folder}: the tokenizer has {tokenizer.n_vocab} tokens, but '
                               f'vocab_size in config.json is {config.vocab_size}')

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from data.cache import tokenize_once
-from data.chat import question_frame
+from data.chat import begins_text, question_frame
 from data.packing import Tree
 from data.questions import solved_files
 from runtime.errors import DataError
@@ -161,13 +161,14 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.opening, self.before, self.after, self.closing, self.lead = question_frame(
             tokenizer, template, add_bos)
-        self.start = self.opening == [tokenizer.bos_id] * add_bos   # `before` begins the text
+        self.start = begins_text(self.opening, [tokenizer.bos_id] * add_bos, tokenizer)
+        self.answer_start = not self.lead and begins_text(self.closing, None, tokenizer)
 
     def encode(self, question, start):
         """Return (tokens of the context, [tokens of context + option]), as OptionEncoder does."""
         text = (self.before if start else '') + question.context + self.after
         context = self.tokenizer.encode(text, start=start and self.start) + self.closing
-        options = [self.tokenizer.encode(self.lead + option.strip(), start=False)
+        options = [self.tokenizer.encode(self.lead + option.strip(), start=self.answer_start)
                    for option in question.options]
         if not all(option.strip() for option in question.options):
             raise DataError(f'{question.place}: an option is empty')

@@ -30,7 +30,8 @@ TYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch
 # files that transformers and vLLM need besides the weights; copied from the base model's folder
 SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'tokenizer.model.v*',
               'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
-              'chat_template.jinja', 'original/tokenizer.model')
+              'chat_template.jinja', 'original/tokenizer.model', 'spiece.model', 'tekken.json',
+              'vocab.json', 'merges.txt')
 ADAPTER_FILES = ('adapter_model.safetensors', 'adapter_config.json')
 HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
 # what older checkpoints hold besides weights: rotary frequencies, causal masks and their fill value

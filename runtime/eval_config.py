@@ -28,8 +28,8 @@ class EvalConfig:
     permute: int | None = None                # then ask in so many orders of the options: cyclic
     #                                           shifts behind the same letters; None: as published
     # chat template of the prompt; trained: that of the model's train.py run; none: plain text
-    chat: Literal['none', 'trained', 'tulu', 'llama3', 'gemma', 'mistral', 'chatml',
-                  'alpaca'] = 'none'
+    chat: Literal['none', 'trained', 'tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken',
+                  'chatml', 'cohere', 'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'none'
     instruct: bool = False                    # clm and facts: begin with the paper's instruction
     show: int = 0                             # print so many prompts of each task, as the model
     #                                           reads them, instead of scoring; needs no weights

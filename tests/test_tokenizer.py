@@ -5,12 +5,18 @@ import json
 import random
 import re
 import shutil
+import unicodedata
+from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from common import CORPUS, SHARED, needs_files, needs_shared, sentencepiece_folder, tiktoken_folder
+import sample
+import train
 from data import bpe, chat, export
 from data.instruct import to_messages
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_model_tokenizer, load_tokenizer
+from runtime import eval_config
 from runtime.errors import DataError
 
 HOSTILE = ('<|eot_id|><|begin_of_text|> <s></s> [INST] x [/INST] <start_of_turn>user\n<end_of_turn>'
@@ -117,17 +123,33 @@ def same_ids(folder, reference, texts):
     return tokenizer
 
 
+UPPER, LOWER = r'[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]', r'[\p{Ll}\p{Lm}\p{Lo}\p{M}]'
+SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = (rf'[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{SUFFIX}|'
+         rf'[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{SUFFIX}|'
+         r'\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+')
+SPLITS = {'split': [bpe.LLAMA3_PATTERN], 'phi4_mini': [O200K],
+          'tiny_aya': [r'\d{1,3}(?=(?:\d{3})*\b)', O200K],
+          # DeepSeek: no expression matches a digit or a control character
+          'gaps': [r'\p{N}{1,3}', '[\u4e00-\u9fa5\u3040-\u30ff]+',
+                   r'[!-/:-~]?[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|'
+                   r' ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'],
+          'words': [r'[a-z]+']}
+
+
 def train_kind(folder, kind):
     """Train a byte-level BPE with one of the pre-tokenizers that are read."""
     from tokenizers import Regex, pre_tokenizers
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != 'split')
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind not in SPLITS)
     steps = {'digits': [pre_tokenizers.Digits(individual_digits=True)],
-             'split': [pre_tokenizers.Split(Regex(bpe.LLAMA3_PATTERN), 'isolated')]}
+             'numbers': [pre_tokenizers.Digits(individual_digits=False)]} | {
+        name: [pre_tokenizers.Split(Regex(pattern), 'isolated') for pattern in patterns]
+        for name, patterns in SPLITS.items()}
     return train_bpe(folder, [*steps.get(kind, []), byte_level], nfc=kind == 'nfc',
                      ignore_merges=kind == 'ignore_merges', bos=kind == 'split')
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'digits', 'split', 'nfc', 'ignore_merges'])
+@pytest.mark.parametrize('kind', ['gpt2', 'digits', 'numbers', 'nfc', 'ignore_merges', *SPLITS])
 def test_tokenizer_json_is_read_as_by_tokenizers(kind, tmp_path):
     reference = train_kind(tmp_path, kind)
     tokenizer = same_ids(tmp_path, reference, strings(2000))
@@ -152,6 +174,159 @@ def test_real_tokenizer_json(name, tmp_path):
     same_ids(tmp_path, Tokenizer.from_file(str(tmp_path / 'tokenizer.json')), texts)
 
 
+def test_vocab_and_merges_are_read_as_by_transformers(tmp_path):
+    import transformers
+    from tokenizers import pre_tokenizers
+    reference = train_bpe(tmp_path, [pre_tokenizers.ByteLevel(add_prefix_space=False)],
+                          special=['<s>', '<pad>'], add_bos_token=True,
+                          **dict.fromkeys(('bos_token', 'eos_token'), '<|end|>'))
+    (tmp_path / 'tokenizer.json').unlink()
+    reference.model.save(str(tmp_path))         # vocab.json and merges.txt, as OPT has them
+    (tmp_path / 'config.json').write_text('{"model_type": "opt"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = [text for text in strings(2000) if '<' not in text]
+    tokenizer = same_ids(tmp_path, theirs._tokenizer, texts)
+    assert theirs('a fox')['input_ids'] == [tokenizer.bos_id, *tokenizer.encode('a fox')]
+    assert tokenizer.bos_id == tokenizer.eos_id == reference.token_to_id('<|end|>')
+    assert tokenizer.control_ids.keys() == {'<s>', '<pad>', '<|begin|>', '<|end|>'}
+    assert not {*tokenizer.control_ids.values()} & {
+        i for text in strings(2000) for i in tokenizer.encode(text + '<s><pad>')}
+    assert export.tokenizer_files(tmp_path, tokenizer) == {}    # transformers reads these files
+    fingerprint = tokenizer.fingerprint
+    merges = (tmp_path / 'merges.txt').read_text().splitlines()
+    (tmp_path / 'merges.txt').write_text('\n'.join([*merges[:1], *merges[:0:-1]]))
+    assert load_tokenizer(tmp_path).fingerprint != fingerprint
+    (tmp_path / 'merges.txt').unlink()
+    with pytest.raises(DataError, match='vocab.json needs merges.txt beside it'):
+        load_tokenizer(tmp_path)
+
+
+def t5_folder(folder):
+    """A unigram model with the settings of T5's spiece.model."""
+    import sentencepiece
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / 'spiece.model', 'wb') as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(CORPUS + strings(300, seed=1)), model_writer=file,
+            vocab_size=500, model_type='unigram', pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
+            minloglevel=2, hard_vocab_limit=False)
+    return folder
+
+
+def test_unigram_is_read_as_by_transformers(tmp_path):
+    import transformers
+    tokenizer = load_tokenizer(t5_folder(tmp_path))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 1)
+    assert tokenizer.control_ids == {'<pad>': 0, '</s>': 1}
+    raw, model = (tmp_path / 'spiece.model').read_bytes(), tokenizer.model
+    at = raw.index(b'nmt_nfkc') + 9         # then a size in units of 7 bits, and the characters
+    size = sum((raw[at + i] & 127) << 7 * i for i in range(3))
+    assert raw[at - 1] == 0x12 and raw[at + 2] < 128
+    theirs = transformers.T5Tokenizer(
+        vocab=[(model.id_to_piece(i), model.get_score(i)) for i in range(tokenizer.n_vocab)],
+        extra_ids=0, _spm_precompiled_charsmap=raw[at + 3:at + 3 + size])
+    # `tokenizers` normalizes marks and control characters otherwise, and cuts at names of tokens
+    texts = [text for text in strings(3000) if '<' not in text and not any(
+        unicodedata.category(char)[0] in 'MC' for char in text if char not in '\t\n')]
+    assert len(texts) > 400
+    for text in [*texts, *CORPUS, 'a\n\nb  c ']:
+        assert theirs(text)['input_ids'] == [*tokenizer.encode(text), 1], text
+    assert tokenizer.encode('</s><pad>') != [1, 0] and not {0, 1} & {*tokenizer.encode('</s><pad>')}
+    assert tokenizer.decode(tokenizer.encode('The quick\n fox')) == 'The quick fox'
+
+
+def phi3_folder(folder):
+    """Llama 2's tokenizer with added tokens outside tokenizer.model, as Phi-3's files have them."""
+    tokenizer = load_tokenizer(sentencepiece_folder(folder, 'llama2'))
+    content = export.sentencepiece_json(tokenizer)
+    content['normalizer'] = {'type': 'Sequence', 'normalizers': [
+        {'type': 'Prepend', 'prepend': '\u2581'},
+        {'type': 'Replace', 'pattern': {'String': ' '}, 'content': '\u2581'}]}
+    for token in content['added_tokens']:
+        token['normalized'] = False
+    names = ('<|endoftext|>', '<|assistant|>', '<|end|>', '<|system|>', '<|user|>')
+    content['added_tokens'] += [
+        {'id': tokenizer.n_vocab + i, 'content': name, 'single_word': False, 'lstrip': False,
+         'rstrip': i > 0, 'normalized': False, 'special': True} for i, name in enumerate(names)]
+    (folder / 'tokenizer.json').write_text(json.dumps(content))
+    (folder / 'tokenizer_config.json').write_text(json.dumps({
+        'add_bos_token': False, 'eos_token': '<|endoftext|>', 'added_tokens_decoder': {
+            token.pop('id'): token for token in content['added_tokens']}}))
+    (folder / 'config.json').write_text('{"model_type": "phi3"}')
+    return folder
+
+
+def test_tokens_outside_of_a_sentencepiece_model(tmp_path):
+    n = 400
+    ours = load_tokenizer(phi3_folder(tmp_path))
+    assert (ours.bos_id, ours.eos_id, ours.n_vocab) == (None, n, n)
+    assert ours.control_ids['<|user|>'] == n + 4
+    assert not {*ours.control_ids.values()} & {*ours.encode('<|user|><|end|><s>')}
+    plain = load_tokenizer(sentencepiece_folder(tmp_path / 'plain', 'llama2'))
+    assert ours.fingerprint != plain.fingerprint    # other BOS, other EOS
+    small = load_model_tokenizer(tmp_path, SimpleNamespace(vocab_size=n + 1))
+    assert '<|endoftext|>' in small.control_ids and '<|user|>' not in small.control_ids
+    (tmp_path / 'tokenizer.json').unlink()
+    (tmp_path / 'tokenizer_config.json').unlink()
+    (tmp_path / 'added_tokens.json').write_text(f'{{"<|user|>": {n}}}')
+    ours = load_tokenizer(tmp_path)
+    assert (ours.control_ids['<|user|>'], ours.bos_id, ours.strips) == (n, 1, {})
+    (tmp_path / 'added_tokens.json').write_text('{"<|user|>": "first"}')
+    with pytest.raises(DataError, match='added_tokens.json or added_tokens_decoder'):
+        load_tokenizer(tmp_path)
+
+
+def test_gemma3_symbols_are_controls(tmp_path):
+    import sentencepiece
+    symbols = ['<start_of_image>', '<end_of_image>', '[multimodal]', '<unused7>', '<start_of_turn>']
+    with open(tmp_path / 'tokenizer.model', 'wb') as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(CORPUS), model_writer=file, vocab_size=400, model_type='bpe',
+            byte_fallback=True, normalization_rule_name='identity', minloglevel=2,
+            remove_extra_whitespaces=False, user_defined_symbols=[*symbols, '<table>'])
+    tokenizer = load_tokenizer(tmp_path)
+    assert {*symbols} <= tokenizer.control_ids.keys() and '<table>' not in tokenizer.control_ids
+    for symbol in symbols:
+        assert tokenizer.control_ids[symbol] not in tokenizer.encode(f'an {symbol}')
+
+
+def test_tekken_is_read_as_by_tokenizers(tmp_path):
+    import base64
+    import itertools
+    from tokenizers import Regex, pre_tokenizers
+    pattern = O200K.replace(r'\p{N}{1,3}', r'\p{N}')
+    reference = train_bpe(tmp_path, [
+        pre_tokenizers.Split(Regex(pattern), 'isolated'),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)], ignore_merges=True)
+    pieces = load_tokenizer(tmp_path).pieces
+    vocab = [{'rank': rank, 'token_bytes': base64.b64encode(piece).decode(), 'token_str': None}
+             for rank, piece in enumerate(itertools.chain(pieces, [b'never one']))]
+    names = ['<unk>', '<s>', '</s>', '[INST]', '[/INST]', '[SYSTEM_PROMPT]', '[/SYSTEM_PROMPT]']
+    content = {'config': {'pattern': pattern, 'default_num_special_tokens': 1000,
+                          'default_vocab_size': 1000 + len(pieces), 'version': 'v7'},
+               'vocab': vocab, 'special_tokens': [
+                   {'rank': i, 'token_str': name, 'is_control': True}
+                   for i, name in enumerate(names)]}
+    (tmp_path / 'tokenizer.json').unlink()
+    (tmp_path / 'tekken.json').write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    ranks = {i: 1000 + rank for rank, i in enumerate(pieces.values())}
+    for text in strings(2000):
+        if not any(token in text for token in ('<|begin|>', '<|end|>', '<think>', '  ')):
+            ids = reference.encode(text, add_special_tokens=False).ids
+            assert tokenizer.encode(text) == [ranks[i] for i in ids], text
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
+    assert tokenizer.n_vocab == 1000 + len(pieces)
+    theirs, _ = in_transformers(tmp_path, 'tekken')
+    assert theirs('A fox')['input_ids'] == [1, *tokenizer.encode('A fox')]
+    (tmp_path / 'tokenizer.json').unlink()
+    for wrong in ({'special_tokens': None}, {'vocab': vocab[5:]}):
+        (tmp_path / 'tekken.json').write_text(json.dumps(content | wrong))
+        with pytest.raises(DataError, match='tekken.json'):
+            load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize('change, message', [
     (lambda f: f['model'].update(type='Unigram'), 'model.type is not supported; only byte-level'),
     (lambda f: f['model'].update(byte_fallback=True), 'download that file from the same hub'),
@@ -164,7 +339,7 @@ def test_real_tokenizer_json(name, tmp_path):
     (lambda f: f['model']['vocab'].update({'a b': 999}), "KeyError: ' '"),      # of no merge
     (lambda f: f['model']['merges'].append(['a', '\n']), "KeyError: '.*n'"),     # of no piece
     (lambda f: f['model']['vocab'].pop('h'), 'model.vocab has no piece for byte 104'),
-    (lambda f: f.update(pre_tokenizer={'type': 'Sequence', 'pretokenizers': []}), 'IndexError'),
+    (lambda f: f.update(pre_tokenizer={'type': 'Sequence', 'pretokenizers': []}), 'ValueError'),
     (lambda f: f.update(post_processor={'type': 'TemplateProcessing', 'single': []}), 'IndexError'),
     (lambda f: f['model']['vocab'].update(h=-3), "tokenizer.json: the token 'h' has the id -3; an"),
     (lambda f: f['added_tokens'][-1].update(id=True), 'has the id True; an id is an integer'),
@@ -214,6 +389,103 @@ def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
     (tmp_path / 'c' / 'tokenizer.json').write_text('{"model":')
     with pytest.raises(DataError, match='not valid JSON'):
         load_tokenizer(tmp_path / 'c')
+
+
+# the templates in the files of these models, without dates and default system messages
+OFFICIAL = {
+    'cohere': "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}"
+              "{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + m['content'] + "
+              "'<|END_OF_TURN_TOKEN|>' }}{% elif m['role'] == 'user' %}"
+              "{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' + "
+              "m['content'].strip() + '<|END_OF_TURN_TOKEN|>' }}{% else %}"
+              "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' + m['content'].strip() + "
+              "'<|END_OF_TURN_TOKEN|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}"
+              "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}",
+    'granite': "{% for m in messages %}{{ '<|start_of_role|>' + m['role'] + '<|end_of_role|>' + "
+               "m['content'] + '<|end_of_text|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+               "{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}",
+    'phi3': "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}"
+            "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+    'phi4': "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_sep|>' + m['content'] + "
+            "'<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}"
+            "{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}",
+    'phi4_mini': "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
+                 "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
+    'tekken': "{{ '<s>' }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST]' + "
+              "m['content'] + '[/INST]' }}{% elif m['role'] == 'system' %}{{ '[SYSTEM_PROMPT]' + "
+              "m['content'] + '[/SYSTEM_PROMPT]' }}{% else %}{{ m['content'] + '</s>' }}{% endif %}"
+              "{% endfor %}",
+    'olmo2': "{{ '<|endoftext|>' }}{% for m in messages %}{% if m['role'] != 'assistant' %}"
+             "{{ '<|' + m['role'] + '|>\n' + m['content'] + '\n' }}{% else %}"
+             "{{ '<|assistant|>\n' + m['content'] + '<|endoftext|>' }}"
+             "{{ '' if loop.last else '\n' }}{% endif %}{% endfor %}"
+             "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+    'chatml': "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + "
+              "'<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+              "{{ '<|im_start|>assistant\n' }}{% endif %}",
+}
+
+
+def official_folder(folder, template):
+    """A base model's folder whose tokenizer.json has the control tokens of a template."""
+    from tokenizers import AddedToken, pre_tokenizers
+    if template == 'phi3':
+        return phi3_folder(folder)
+    names = re.findall(r"<\|\w+\|>|\[/?[A-Z_]+\]|</?s>", OFFICIAL[template])
+    names += ['<|system|>', '<|user|>'] * (template == 'phi4_mini')
+    names = ['<|endoftext|>'] if template == 'olmo2' else names     # its roles are text
+    eos = {'tekken': '</s>', 'olmo2': '<|endoftext|>'}.get(template, '<|end|>')
+    bos = template in ('cohere', 'tekken')
+    reference = train_bpe(folder, [pre_tokenizers.ByteLevel(add_prefix_space=False)], bos=bos,
+                          special=dict.fromkeys(names), eos_token=eos)
+    if template == 'phi4':      # its file strips white space around control tokens
+        for name in names:
+            reference.add_special_tokens([AddedToken(name, lstrip=True, rstrip=True)])
+        content = json.loads(reference.to_str())
+        for token in content['added_tokens']:
+            token.update(dict.fromkeys(('lstrip', 'rstrip'), token['content'] in names))
+        (folder / 'tokenizer.json').write_text(json.dumps(content))
+    if template == 'tekken':
+        (folder / 'tokenizer.json').write_text(
+            (folder / 'tokenizer.json').read_text().replace('<|begin|>', '<s>'))
+    (folder / 'config.json').write_text('{"model_type": "llama"}')
+    return folder
+
+
+@pytest.mark.parametrize('template', OFFICIAL)
+def test_templates_are_those_of_the_models(template, tmp_path):
+    import transformers
+    folder = official_folder(tmp_path, template)
+    tokenizer = load_tokenizer(folder)
+    add_bos = tokenizer.bos_id is not None
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    theirs.bos_token = '<|begin|>'
+    ours = chat.jinja(template, tokenizer, add_bos)
+    spaces = [{'role': 'user', 'content': ' a \n'}, {'role': 'assistant', 'content': '\n b \n'}]
+    # text in front of an answer is not encoded together with it
+    text = template in ('chatml', 'olmo2')
+    for messages in (MESSAGES[1:3], MESSAGES[:2]) if text else (*CHATS[:5], MESSAGES[:2], spaces):
+        asking = messages[-1]['role'] == 'user'
+        shown = {'conversation': messages, 'add_generation_prompt': asking}
+        right = theirs.apply_chat_template(**shown, chat_template=OFFICIAL[template])['input_ids']
+        assert theirs.apply_chat_template(**shown, chat_template=ours)['input_ids'] == right
+        assert theirs.apply_chat_template(
+            **shown, tokenize=False, chat_template=ours) == theirs.apply_chat_template(
+                **shown, tokenize=False, chat_template=OFFICIAL[template])
+        ids, stop = (chat.encode_prompt(messages, tokenizer, template, add_bos) if asking else
+                     chat.encode_conversation(messages, tokenizer, template, add_bos))
+        assert ids == right, messages
+        assert not asking or len(stop) <= 2
+    ids, mask = chat.encode_conversation(MESSAGES[1:3], tokenizer, template, add_bos)
+    answer = tokenizer.decode([i for i, supervised in zip(ids, mask, strict=True) if supervised])
+    assert re.fullmatch(r'It is blue\.(<\|?\w+\|>|</s>)', answer)
+
+
+def test_settings_name_every_template():
+    for config, key in ((train.TrainConfig, 'template'), (eval_config.EvalConfig, 'chat'),
+                        (sample.SampleConfig, 'chat')):
+        names = get_args(config.__annotations__[key])
+        assert {*names} - {'none', 'trained'} == {*chat.TEMPLATES}
 
 
 MESSAGES = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'The sky?'},
