@@ -1,6 +1,7 @@
 """Investigating the Multilingual Calibration Effects of Language Model Instruction-Tuning (Huang
 et al. 2025).
 
+    python papers/multilingual.py --printed     # what the printed tables say: seconds, no model
     python papers/multilingual.py --plan
     python papers/multilingual.py
 
@@ -14,8 +15,7 @@ Not stated, and chosen here: Mistral 7B v0.1; 2 epochs and open-instruct's other
 learning rate with the least NLL on 1,000 held-out conversations at smoothing 0; 5 shots in the
 question's language after MMLU's English header; the text of an option with its mean log-probability
 per token, whose softmax is the normalized inverse perplexity; the t-test pairs the languages; the
-four languages of figure 1. The resource classes are those of Joshi et al. 2020: 4 and 5 high, 3
-mid, 0 to 2 low.
+four languages of figure 1.
 
 The printed column RMS is below ECE in many rows, so it is no root mean square of the gaps. It is
 probably `rms_mmlu_repo` of metrics.py, which is shown beside RMSCE as the paper defines it. Rows of
@@ -26,30 +26,24 @@ as Russian, and the second '0.1' of Tulu 3 in tables 27 and 31 as 0.2.
 Different here: all weights are tuned without dropout, as in papers/label_smoothing.py.
 """
 
-import csv
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from common import COLUMNS, EvalConfig, Run, main, measured, numbers, report, sweep
-from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from label_smoothing import DATA, EPOCHS, MODELS, TUNING
+from multilingual_printed import BENCHMARKS, CLASSES, PRINTED, print_tables, printed_numbers
 from results.samples import latest_samples
 from stats import student_t
 
 TUNED = {'Gemma2-2B': 'google/gemma-2-2b-it', 'Mistral-7B': 'mistralai/Mistral-7B-Instruct-v0.1',
          'Llama-3.1-8B': 'meta-llama/Llama-3.1-8B-Instruct'}
 RATES, SMOOTHINGS = (5e-6, 1e-5, 5e-5, 1e-4), (0.1, 0.2)
-BENCHMARKS = {'global_mmlu': ('Global-MMLU', GLOBAL_MMLU), 'mmlu_prox': ('MMLU-ProX', MMLU_PROX)}
-CLASSES = {'high': 'ar cs de en es fa fr hi hu it ja ko nl pl pt ru sr sv tr vi zh'.split(),
-           'mid': 'af bn el fil he id lt ms ro th uk ur'.split(),
-           'low': 'am ha ig ky mg mr ne ny si sn so sw te wo yo zu'.split()}
 # questions times tokens per question: those of English, and twice as many in the other languages
 EVAL_TOKENS = 2 * (42 * 14042 * 95 + 29 * 11759 * 155)
 REPORT = EvalConfig(tasks=tuple(BENCHMARKS), shots=5, scoring='text', norm='token',
                     on_bad_row='skip')
-PRINTED = {'accuracy': 'accuracy', 'entropy_bits': 'entropy_bits', 'ece': 'ece',
-           'rms_mmlu_repo': 'rms'}       # our name: its column in multilingual_printed.csv
 
 
 def runs(options):
@@ -71,15 +65,6 @@ def rows(options):
         for data in DATA:
             for s in ('0.0', '0.1', '0.2'):
                 yield model, data, s, f'{options.out_dir}/{model}/{data}/smoothing{float(s):g}'
-
-
-def printed_numbers():
-    """Return {(benchmark, language or 'all', model, data, smoothing): {our name: number}}."""
-    path = Path(__file__).with_name('multilingual_printed.csv')
-    with open(path, newline='', encoding='utf-8') as file:
-        return {tuple(row[key] for key in ('benchmark', 'language', 'model', 'data', 'smoothing')):
-                {ours: float(row[theirs]) for ours, theirs in PRINTED.items()}
-                for row in csv.DictReader(file)}
 
 
 def beside(result, printed):
@@ -152,4 +137,7 @@ def predictions(folder, language):
 
 
 if __name__ == '__main__':
-    main(runs, tables)
+    if '--printed' in sys.argv[1:]:
+        print_tables()
+    else:
+        main(runs, tables)

@@ -11,9 +11,12 @@ import signal
 import subprocess
 import sys
 
+import metrics
+import numpy as np
 import pytest
 from common import HERE, SHARED, needs_files, reference_model, sentencepiece_folder, write_rows
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
+from papers import multilingual_printed
 from runtime import ownership
 from test_tokenizer import train_bpe
 
@@ -292,11 +295,68 @@ def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
 
 
 def test_the_classes_hold_every_language_once():
-    source = (HERE / 'papers' / 'multilingual.py').read_text()
-    classes = re.search(r"CLASSES = \{.*?\}", source, re.DOTALL).group()
-    languages = list(itertools.chain(*(group.split() for group in re.findall(r"'([a-z ]{9,})'",
-                                                                              classes))))
+    languages = itertools.chain(*multilingual_printed.CLASSES.values())
     assert sorted(languages) == sorted({*GLOBAL_MMLU, *MMLU_PROX})
+
+
+def test_the_printed_tables_count_where_the_claims_of_the_paper_hold():
+    """The counts and means were found separately, from the text of the paper."""
+    tables = {name: lines for name, _, lines in
+              multilingual_printed.tables(multilingual_printed.printed_numbers())}
+    means = {line[0]: [cell.split()[0] for cell in line[2:]] for line in tables['printed_classes']}
+    assert [means[f'Global-MMLU, {x}'][0] for x in ('high', 'mid', 'low')] == [
+        '+0.144', '+0.140', '+0.077']
+    assert [means[f'Global-MMLU, {x}'][3] for x in ('high', 'mid', 'low')] == [
+        '-0.087', '-0.090', '-0.058']
+    assert [means[f'MMLU-ProX, {x}'][:5:3] for x in ('high', 'mid', 'low')] == [
+        ['+0.041', '-0.077'], ['+0.039', '-0.077'], ['+0.030', '-0.070']]
+    assert [means[f'MMLU-ProX, {x}'][4] for x in ('high', 'mid', 'low')] == [
+        '+0.013', '+0.013', '+0.008']
+    fails = {name.split(' (')[0]: sum(
+        int(n) - int(k) for cell in (cells[1], cells[3]) for k, n in [cell.split(' of ')])
+        for name, *cells in tables['printed_claims'][1:]}
+    assert fails['smoothing 0.1 lowers ECE'] == 37 + 6      # six are equal
+    assert fails['smoothing 0.1 costs at most 0.005 accuracy'] == 91    # and 30 of exactly 0.005
+    settings = {line[:3]: line[3:] for line in tables['printed_settings'][1:]}
+    assert settings['Mistral-7B', 'Tulu3', 'Global-MMLU'][0] == '14 of 42'
+    assert settings['Mistral-7B', 'OpenHermes', 'Global-MMLU'][0] == '14 of 42'
+    assert settings['Llama-3.1-8B', 'Tulu3', 'MMLU-ProX'][0] == '28 of 29'
+    for column, n in ((2, 37), (3, 91), (5, 218)):
+        assert sum(int(line[column].split()[0]) for line in settings.values()) == n
+    assert max(line[4] for line in settings.values()) == '0.016'
+    checks = {name: cells for name, *cells in tables['printed_checks']}
+    assert checks['by language: RMS is below ECE'][0] == '396 of 1260'
+    assert checks['by language: RMS^2 sqrt(bins of 100) is below ECE'] == ['0 of 1260', '1 of 870']
+    assert checks['table 2: entropy is not the mean over languages'][0] == '2 of 21'
+    assert checks['table 2: accuracy is not the mean over languages'][0] == '7 of 21'
+    assert checks['table 2: no confidence fits accuracy, entropy, ECE'] == ['0 of 21', '19 of 21']
+
+
+@pytest.mark.parametrize('n_options', [4, 10])
+def test_every_set_of_predictions_is_within_its_confidence_range(n_options):
+    random = np.random.default_rng(n_options)
+    for sharpness in (0.1, 0.5, 1, 3, 10):
+        weights = random.random((500, n_options)) ** (1 / random.random((500, 1)) * sharpness)
+        probs = weights / weights.sum(1, keepdims=True)
+        labels = np.where(random.random(500) < random.random(), probs.argmax(1),
+                          random.integers(n_options, size=500))
+        row = {key: round(value, 3) for key, value in metrics.report(probs, labels).items()
+               if key in ('accuracy', 'entropy_bits', 'ece')}
+        low, high = multilingual_printed.confidence_range(row, n_options)
+        assert low <= metrics.mean_confidence(probs, labels) <= high
+    assert multilingual_printed.confidence_range(
+        {'accuracy': 0.192, 'entropy_bits': 0.391, 'ece': 0.143}, 10) == pytest.approx(
+        (0.7623, 0.336), abs=1e-3)      # impossible: Llama 3.1 8B on MMLU-ProX in table 2
+
+
+@pytest.mark.slow
+def test_what_is_printed_is_tabulated_without_a_model(tmp_path):
+    printed = run_paper(tmp_path, 'multilingual', '--printed', f'--out_dir={tmp_path / "out"}')
+    assert 'Printed: cells in which a claim holds' in printed
+    assert (tmp_path / 'out' / 'printed.png').exists()
+    assert len(read_table(tmp_path / 'out', 'printed_settings')) == 18
+    assert 'unrecognized arguments' in run_paper(tmp_path, 'multilingual', '--printed', '--plan',
+                                                 code=2)
 
 
 def test_the_printed_numbers_are_those_of_the_paper():
