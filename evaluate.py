@@ -259,7 +259,7 @@ def warm_up(config, cfg):
     """Load every kernel of a forward pass, which takes seconds, by running a model of one layer."""
     device.pick_device(cfg.device)      # the current GPU of a new thread is the first one
     # Triton makes other code for sizes that are multiples of 16
-    config = replace(config, num_hidden_layers=1, layer_types=(config.layer_types or [])[:1],
+    config = replace(config, num_hidden_layers=1, layers=config.layers[:1],
                      vocab_size=4096 + config.vocab_size % 16)
     with torch.device('meta'):
         model = CausalLM(config)

@@ -1,16 +1,7 @@
-"""One decoder for several families of models, with LoRA. Mathematics only: no files.
+"""One decoder for many families of models, with LoRA. Mathematics only: no files.
 
-| model_type | models            | norm           | activation | more                              |
-|------------|-------------------|----------------|------------|-----------------------------------|
-| llama      | Llama 1, 2, 3     | w x / rms      | SiLU       | stretched rotary angles in 3.1 on |
-| mistral    | Mistral 7B        | w x / rms      | SiLU       | may have a sliding window         |
-| qwen2      | Qwen2, Qwen2.5    | w x / rms      | SiLU       | biases in q, k and v              |
-| qwen3      | Qwen3             | w x / rms      | SiLU       | norms on the heads of q and k     |
-| gemma      | Gemma 1           | (1 + w) x / rms| tanh GELU  | embeddings times sqrt(D)          |
-| gemma2     | Gemma 2           | (1 + w) x / rms| tanh GELU  | as gemma; norms after attention   |
-|            |                   |                |            | and MLP, soft-caps, every second  |
-|            |                   |                |            | layer has a sliding window        |
-| gpt_neox   | Pythia            | blocks of its own, in families/neox.py                          |
+A family is a row of FAMILIES: what it computes otherwise than Llama. docs/models.md lists the
+models of each. A configuration has one `Layer` per layer: its window and its rotary positions.
 
 A batch is rows of packed tokens. Two integer arrays of the same shape go with `tokens [B, T]`:
 
@@ -25,15 +16,15 @@ padding token sees only itself.
 `ends` may be None if each row is one document, perhaps followed by padding: no mask is needed then.
 
 The model returns hidden states instead of logits: the loss multiplies them by the output matrix
-`model.head` and applies `model.softcap`. State-dict keys are those of Hugging Face, so reading and
-writing checkpoints renames nothing.
+`model.head` and applies `model.softcap`. Parameters have the names of Llama in every family, but
+for the norm before the MLP; `their_key` of runtime/checkpoint.py has the names on disk.
 
 Training, evaluation and sampling use this one forward pass, so an edit here changes all of them.
-Three of its functions (the RMS norms, `rotate`, `gated_product`) have a Triton kernel beside the
-plain version, which computes the same without gradients. After an edit inside one of these
-functions, set KERNELS = False, or edit its kernel at the end of this file as well.
+`norm`, `rotate` and `gate` have a Triton kernel beside them, which computes the same without
+gradients. A kernel that does not agree with its function, as after an edit, is not used.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -58,25 +49,102 @@ except ImportError:     # for example on macOS: everything is plain torch
 KERNELS = True      # False: the plain versions also on CUDA in bfloat16 without gradients
 
 
+# ------------------------------------------------------------------------------------------------
+# Families and configurations
+# ------------------------------------------------------------------------------------------------
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate='tanh')
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the models of one model_type compute otherwise than Llama, which has the defaults."""
+    norm: str = 'llama'                 # kind of the norms: see the function `norm`
+    place: str = 'before'               # of the norms in a block: a key of NORMS
+    qk_norm: str = ''                   # on q and k: of each 'head', of the 'whole' projection, or
+    #                                     of each head with a weight of its own: 'each'
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    activation: Callable[[Tensor], Tensor] = F.silu
+    gated: bool = True                  # False: down(activation(up(x)))
+    fused: str = ''                     # q, k and v are one matrix, by 'rows' or by 'heads'; if
+    #                                     'rows', so are the two halves of a gated MLP
+    adjacent_pairs: bool = False        # rotate x[2i], x[2i + 1] instead of x[i], x[i + hd/2]
+    float_rotary: str = ''              # rotate in float32: the 'products', or the 'angles' as well
+    learned_positions: bool = False     # embed_positions, with two rows before that of position 0
+    scaled_embeddings: bool = False     # times sqrt(D), rounded to the type of the weights
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Return the names of the linear layers of a block, which LoRA can adapt."""
+        qkv = ('qkv_proj',) if self.fused else ('q_proj', 'k_proj', 'v_proj')
+        both = ('gate_up_proj',) if self.fused == 'rows' else ('gate_proj', 'up_proj')
+        return (*qkv, 'o_proj', *(both if self.gated else ('up_proj',)), 'down_proj')
+
+
+# a new family needs rows in runtime/config_json.py as well: see docs/models.md
+GEMMA = Family(norm='gemma', activation=gelu_tanh, scaled_embeddings=True)
+FAMILIES = {
+    'llama': Family(), 'mistral': Family(), 'qwen2': Family(qkv_bias=True),
+    'qwen3': Family(qk_norm='head'), 'gemma': GEMMA, 'gemma2': replace(GEMMA, place='both'),
+    'gpt_neox': Family(norm='layer', place='parallel, two norms', mlp_bias=True, activation=F.gelu,
+                       gated=False, fused='heads')}
+
+# the norms of a block by their place
+NORMS = {'before': ('input_layernorm', 'pre_feedforward_layernorm'),
+         'after': ('post_attention_layernorm', 'post_feedforward_layernorm'),
+         'both': ('input_layernorm', 'post_attention_layernorm',
+                  'pre_feedforward_layernorm', 'post_feedforward_layernorm'),
+         'after the sum': ('post_attention_layernorm', 'post_feedforward_layernorm'),
+         'parallel': ('input_layernorm',),
+         'parallel, two norms': ('input_layernorm', 'pre_feedforward_layernorm')}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: what `frequencies` needs. docs/models.md names the schemes."""
+    theta: float
+    dim: int                            # how many numbers of a head are rotated: the first ones
+    scheme: str = 'default'             # or 'linear', 'llama3', 'yarn', 'longrope'
+    factor: float = 1.0                 # by which long wavelengths are stretched
+    length: int = 0                     # of the texts before stretching, in tokens
+    slow: float = 1.0                   # turns in `length` at and below which all is stretched
+    fast: float = 1.0                   # and at and above which nothing is
+    truncate: bool = True               # yarn: round the bounds of the ramp to whole indices
+    divisors: tuple[float, ...] = ()    # longrope: of each frequency
+    magnitude: float = 1.0              # of cos and sin
+    query_growth: float = 0.0           # Ministral 3: q times 1 + this * ln(1 + p // length)
+
+
+@dataclass(frozen=True)
+class Layer:
+    window: int | None = None           # keys that a token sees, itself included; None: all
+    rope: Rope | None = None            # None: no rotary positions
+
+
 @dataclass
 class ModelConfig:
-    """The keys of a Hugging Face `config.json` that decide the computation; the rest is `extra`."""
-    model_type: str                                 # a key of FAMILIES, or gpt_neox
+    """What a model computes. runtime/config_json.py reads it from a Hugging Face config.json."""
+    model_type: str                                 # a key of FAMILIES
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int = 0                    # 0: as many as attention heads
-    head_dim: int = 0                               # 0: hidden_size / heads; differs in Gemma 2
+    head_dim: int = 0                               # 0: hidden_size / heads
     max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None                # the 'llama3' scheme or None
+    norm_eps: float = 1e-6
+    layers: list[Layer] = field(default_factory=list)   # []: no windows, rotary base 10,000
+    family: Family = None  # type: ignore[assignment] # None: that of model_type
     tie_word_embeddings: bool = False
-    sliding_window: int | None = None               # keys that a token sees, itself included
-    layer_types: list[str] | None = None            # None: all layers alike, but see __post_init__
-    query_pre_attn_scalar: float | None = None      # None: head_dim
+    embed_size: int = 0                             # 0: hidden_size; differs in OPT 350M
+    scale: float = 0.0                              # of the scores; 0: head_dim ** -0.5
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0                     # of what a block adds
+    logit_scale: float = 1.0                        # multiplies the logits, before they are capped
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     initializer_range: float = 0.02
@@ -84,216 +152,266 @@ class ModelConfig:
     eos_token_id: int | list | None = None
     dtype: str = 'float32'                          # of the weights on disk
     temperature: float = 1.0                        # divides the logits, before they are capped
-    extra: dict = field(default_factory=dict)
+    hf: dict = field(default_factory=dict)          # the config.json that this was read from
 
     def __post_init__(self):
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        if self.model_type == 'gemma2' and self.layer_types is None:
-            self.layer_types = ['full_attention' if i % 2 else 'sliding_attention'
-                                for i in range(self.num_hidden_layers)]
-
-    @property
-    def family(self) -> 'Family':
-        return FAMILIES[self.model_type]
-
-    @property
-    def norm_eps(self) -> float:
-        return self.rms_norm_eps
-
-    @property
-    def rotary_dim(self) -> int:
-        """Return how many numbers of a head are rotated, the first ones: all but in GPT-NeoX."""
-        return self.head_dim
+        self.embed_size = self.embed_size or self.hidden_size
+        self.scale = self.scale or self.head_dim ** -0.5
+        self.family = self.family or FAMILIES[self.model_type]
+        self.layers = self.layers or ([Layer(rope=Rope(1e4, self.head_dim))]
+                                      * self.num_hidden_layers)
 
     @property
     def windows(self) -> list[int | None]:
         """Return the sliding window of each layer; None if its tokens see all before them."""
-        kinds = self.layer_types or ['sliding_attention'] * self.num_hidden_layers
-        return [self.sliding_window if kind == 'sliding_attention' else None for kind in kinds]
+        return [layer.window for layer in self.layers]
 
 
 # ------------------------------------------------------------------------------------------------
-# Norms, rotary positions, gated product: each a plain version with a kernel beside it
+# Norms, rotary positions, gated product: each with a kernel beside it
 # ------------------------------------------------------------------------------------------------
 
-def by_kernel(x: Tensor) -> bool:
-    """Return whether a kernel computes what is computed from x: see KERNELS."""
-    return KERNELS and attention.kernels_apply(x)
+def compute(plain: Callable, kernel: Callable, axis: int, *arguments) -> Tensor:
+    """Return plain(*arguments); by the kernel without gradients, where the two agree.
 
-
-class LlamaRMSNorm(nn.Module):
-    """x / rms(x), rounded to the type of x, times the weight."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        if by_kernel(x):
-            return norm_kernel(x, self.weight, self.eps, gemma=False)
-        return self.weight * F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
-
-
-class GemmaRMSNorm(nn.Module):
-    """x / rms(x) times (1 + weight), rounded once at the end; the stored weight is around zero."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        if by_kernel(x):
-            return norm_kernel(x, self.weight, self.eps, gemma=True)
-        return F.rms_norm(x.float(), x.shape[-1:], 1 + self.weight.float(), self.eps).to(x.dtype)
-
-
-def rotary_angles(positions: Tensor, config: ModelConfig, dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [B, 1, T, rotary_dim / 2] of positions [B, T], computed in float32.
-
-    The 'llama3' scheme stretches long wavelengths by `factor` and keeps short ones, with a linear
-    transition between them. It applies at every length, not only beyond the original context.
+    axis: of the tokens, in arguments of more than two dimensions
     """
-    half = torch.arange(0, config.rotary_dim, 2, device=positions.device, dtype=torch.float32)
-    frequency = config.rope_theta ** (-half / config.rotary_dim)
-    if s := config.rope_scaling:
-        turns = s['original_max_position_embeddings'] * frequency / (2 * math.pi)
-        low, high = s['low_freq_factor'], s['high_freq_factor']
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        frequency = keep * frequency + (1 - keep) * frequency / s['factor']
-    angle = (positions[..., None].float() * frequency)[:, None]
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    x = arguments[0]
+    if not (KERNELS and attention.kernels_apply(x)):
+        return plain(*arguments)
+    few = [arg if not isinstance(arg, Tensor) else arg.shape if arg.ndim < 3 else
+           torch.Size((1, *arg.shape[1:axis], 64, *arg.shape[axis + 1:])) for arg in arguments]
+    return (kernel if agree(plain, kernel, x.dtype, x.device, *few) else plain)(*arguments)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+@functools.cache
+def agree(plain: Callable, kernel: Callable, dtype, device, *arguments) -> bool:
+    """Return whether the two are the same but for rounding; print a note if they are not.
+
+    arguments: theirs, with the size of a tensor, to be filled with random numbers, for a tensor
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = [torch.randn(arg, generator=generator, device=device, dtype=dtype)
+             if isinstance(arg, torch.Size) else arg for arg in arguments]
+    a, b = plain(*drawn).float(), kernel(*drawn).float()
+    error = ((a - b).norm() / a.norm()).item()
+    if error < max(torch.finfo(dtype).eps, 1e-5):
+        return True
+    print(f'note: {plain.__name__} of model.py and its kernel differ by {error:.1e}, so the kernel '
+          f'is not used; edit it as well, at the end of that file')
+    return False
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+    """Normalize the last axis of x, in float32.
+
+    | kind   | formula                         | rounded to the type of x      |
+    |--------|---------------------------------|-------------------------------|
+    | llama  | weight * x / rms                | before and after the product  |
+    | gemma  | (1 + weight) * x / rms          | at the end                    |
+    | once   | weight * x / rms                | at the end                    |
+    | mean   | weight * (x - mean) / std       | at the end                    |
+    | layer  | weight * (x - mean) / std + bias| at the end                    |
+    """
+    if kind == 'layer':
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    y = x.float()
+    if kind == 'gemma':
+        return F.rms_norm(y, x.shape[-1:], 1 + weight.float(), eps).to(x.dtype)
+    y = F.rms_norm(y - y.mean(-1, keepdim=True) if kind == 'mean' else y, x.shape[-1:], eps=eps)
+    return weight * y.to(x.dtype) if kind == 'llama' else (weight.float() * y).to(x.dtype)
+
+
+class Norm(nn.Module):
+    """The norm of a family, over the last of the axes in `size`."""
+
+    def __init__(self, config: ModelConfig, *size: int):
+        super().__init__()
+        self.kind, self.eps = config.family.norm, config.norm_eps
+        self.weight = nn.Parameter(torch.zeros(size) if self.kind == 'gemma' else torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if self.kind == 'layer' else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return compute(norm, norm_kernel, 1, x, self.weight, self.bias, self.kind, self.eps)
+
+
+@functools.cache
+def frequencies(rope: Rope, device: torch.device) -> Tensor:
+    """Return the angle per position of each pair, float32 [dim / 2].
+
+    llama3, yarn and longrope apply at every length, not only beyond the original context.
+    """
+    pair = torch.arange(0, rope.dim, 2, device=device, dtype=torch.float32)
+    frequency = rope.theta ** (-pair / rope.dim)
+    if rope.scheme == 'linear':
+        return frequency / rope.factor
+    if rope.scheme == 'longrope':
+        return frequency / torch.tensor(rope.divisors, device=device)
+    if rope.scheme == 'llama3':     # linear in the turns
+        turns = rope.length * frequency / (2 * math.pi)
+        keep = ((turns - rope.slow) / (rope.fast - rope.slow)).clamp(0, 1)
+    elif rope.scheme == 'yarn':     # linear in the index of the pair
+        def index(turns):
+            return (rope.dim * math.log(rope.length / (turns * 2 * math.pi))
+                    / (2 * math.log(rope.theta)))
+        low, high = index(rope.fast), index(rope.slow)
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope.dim - 1)
+        keep = 1 - ((pair / 2 - low) / (high - low or 0.001)).clamp(0, 1)
+    else:
+        return frequency
+    return keep * frequency + (1 - keep) * frequency / rope.factor
+
+
+def rotary_angles(positions: Tensor, rope: Rope, dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return cos and sin [B, 1, T, dim / 2] of positions [B, T] as dtype, computed in float32.
+
+    Third comes the factor of the queries [B, 1, T, 1], if they grow with the position.
+    """
+    angle = (positions[..., None].float() * frequencies(rope, positions.device))[:, None]
+    cos, sin = angle.cos(), angle.sin()
+    if rope.magnitude != 1:
+        cos, sin = cos * rope.magnitude, sin * rope.magnitude
+    growth = None
+    if rope.query_growth:
+        ages = torch.log(1 + torch.floor(positions / rope.length))
+        growth = (1 + rope.query_growth * ages)[:, None, :, None]
+    return cos.to(dtype), sin.to(dtype), growth
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, in_float32: bool = False) -> Tensor:
     """Rotate the pairs (x[i], x[i + hd/2]) of x [B, H, T, hd] by the angles of `rotary_angles`.
 
     This is Hugging Face's layout, not Meta's interleaved one.
     """
-    if by_kernel(x):
-        return rotate_kernel(x, cos, sin)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    a, b = (x.float() if in_float32 else x).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate='tanh')
-
-
-def gated_product(activation: Callable, gate: Tensor, up: Tensor) -> Tensor:
-    if by_kernel(gate) and activation in (F.silu, gelu_tanh):
-        return gated_kernel(gate, up, silu=activation is F.silu)
-    return activation(gate) * up
+def gate(x: Tensor, up: Tensor, activation: Callable) -> Tensor:
+    return activation(x) * up
 
 
 # ------------------------------------------------------------------------------------------------
-# The blocks, and the families that they make up
+# The blocks
 # ------------------------------------------------------------------------------------------------
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions and, in Gemma 2, capped scores."""
+    """Grouped-query attention; a query head has as many numbers as a key head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        D, H, K = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = hd = config.head_dim
-        bias = config.family.qkv_bias
-        self.q_proj = nn.Linear(D, H * hd, bias=bias)
-        self.k_proj = nn.Linear(D, K * hd, bias=bias)
-        self.v_proj = nn.Linear(D, K * hd, bias=bias)
-        self.qk_norm = config.family.qk_norm
-        if self.qk_norm:
-            self.q_norm, self.k_norm = (LlamaRMSNorm(hd, config.norm_eps) for _ in range(2))
-        self.o_proj = nn.Linear(H * hd, D, bias=False)
-        self.scale = (config.query_pre_attn_scalar or hd) ** -0.5
-        self.softcap = config.attn_logit_softcapping
+        D, hd, self.family = config.hidden_size, config.head_dim, config.family
+        H, K = self.heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, bias = hd, self.family.qkv_bias
+        if self.family.fused:
+            self.qkv_proj = nn.Linear(D, (H + 2 * K) * hd, bias=bias)
+        else:
+            self.q_proj = nn.Linear(D, H * hd, bias=bias)
+            self.k_proj = nn.Linear(D, K * hd, bias=bias)
+            self.v_proj = nn.Linear(D, K * hd, bias=bias)
+        if self.family.qk_norm:
+            self.q_norm, self.k_norm = (
+                Norm(config, *{'head': (hd,), 'whole': (n * hd,), 'each': (n, hd)}
+                     [self.family.qk_norm]) for n in (H, K))
+        self.o_proj = nn.Linear(H * hd, D, bias=self.family.o_bias)
+        self.scale, self.softcap = config.scale, config.attn_logit_softcapping
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim))    # [B, T, heads, hd]
-                   for project in (self.q_proj, self.k_proj, self.v_proj))
-        if self.qk_norm:
+    def forward(self, x: Tensor, rotary: tuple | None, mask) -> Tensor:
+        q, k, v = self.project(x)       # [B, T, heads, hd]
+        if self.family.qk_norm == 'whole':
+            q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
+        elif self.family.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        y = mask.attend(rotate(q, *rotary), rotate(k, *rotary), v, self.scale, self.softcap)
+        if rotary is not None:
+            cos, sin, growth = rotary
+            q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+            q = q if growth is None else q * growth.to(q.dtype)
+        y = mask.attend(q, k, v, self.scale, self.softcap)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.family.fused == 'heads':
+            return self.qkv_proj(x).unflatten(-1, (-1, 3 * self.head_dim)).chunk(3, dim=-1)
+        if self.family.fused:
+            H, K = self.heads
+            return self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split((H, K, K), dim=-2)
+        return tuple(project(x).unflatten(-1, (-1, self.head_dim))
+                     for project in (self.q_proj, self.k_proj, self.v_proj))
 
-class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x))"""
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the first numbers of each head of x [B, heads, T, hd]."""
+        n = 2 * cos.shape[-1]
+        first, rest = (x, None) if n == self.head_dim else (x[..., :n], x[..., n:])
+        if self.family.adjacent_pairs:      # in another order, the same for q and k
+            first = first.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        first = compute(rotate, rotate_kernel, 2, first, cos, sin, bool(self.family.float_rotary))
+        return first if rest is None else torch.cat((first, rest), dim=-1)
+
+
+class MLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x)))"""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        D, H = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(D, H, bias=False)
-        self.up_proj = nn.Linear(D, H, bias=False)
-        self.down_proj = nn.Linear(H, D, bias=False)
-        self.activation = config.family.activation
+        D, H, self.family = config.hidden_size, config.intermediate_size, config.family
+        bias = self.family.mlp_bias
+        if self.family.gated and self.family.fused:
+            self.gate_up_proj = nn.Linear(D, 2 * H, bias=bias)
+        else:
+            if self.family.gated:
+                self.gate_proj = nn.Linear(D, H, bias=bias)
+            self.up_proj = nn.Linear(D, H, bias=bias)
+        self.down_proj = nn.Linear(H, D, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        factors = self.activation, self.gate_proj(x), self.up_proj(x)
+        family, activation = self.family, self.family.activation
+        if not family.gated:
+            return self.down_proj(activation(self.up_proj(x)))
+        factors = (self.gate_up_proj(x).chunk(2, dim=-1) if family.fused else
+                   (self.gate_proj(x), self.up_proj(x)))
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             # the product is as large as its factors, and recomputing it costs less than storing it
-            h = checkpoint(gated_product, *factors, use_reentrant=False)
+            h = checkpoint(gate, *factors, activation, use_reentrant=False)
         else:
-            h = gated_product(*factors)
+            h = compute(gate, gate_kernel, 1, *factors, activation)
         return self.down_proj(h)
 
 
 class Block(nn.Module):
-    """Normalize before attention and before the MLP; in Gemma 2 also after each of them."""
+    """Attention and MLP, each added to its input, with the norms in one of the places of NORMS."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        D, eps, family = config.hidden_size, config.norm_eps, config.family
         self.self_attn = Attention(config)
-        self.mlp = GatedMLP(config)
-        self.input_layernorm = family.norm(D, eps)
-        # the names are Hugging Face's: only Gemma 2 has this norm *after* attention, the others
-        # have it before the MLP
-        self.post_attention_layernorm = family.norm(D, eps)
-        self.norms_after = family.norms_after
-        if self.norms_after:
-            self.pre_feedforward_layernorm = family.norm(D, eps)
-            self.post_feedforward_layernorm = family.norm(D, eps)
+        self.mlp = MLP(config)
+        self.place, self.residual_scale = config.family.place, config.residual_scale
+        (self.input_layernorm, self.post_attention_layernorm, self.pre_feedforward_layernorm,
+         self.post_feedforward_layernorm) = (
+            Norm(config, config.hidden_size) if name in NORMS[self.place] else nn.Identity()
+            for name in NORMS['both'])
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask) -> Tensor:
-        y = self.self_attn(self.input_layernorm(x), rotary, mask)
-        if not self.norms_after:
-            x = x + y
-            return x + self.mlp(self.post_attention_layernorm(x))
-        x = x + self.post_attention_layernorm(y)
+    def forward(self, x: Tensor, rotary: tuple | None, mask) -> Tensor:
+        h = self.input_layernorm(x)
+        y = self.self_attn(h, rotary, mask)
+        # sums are in the order of transformers, for the same rounding
+        if self.place == 'parallel':
+            return x + y + self.mlp(h)
+        if self.place == 'parallel, two norms':
+            return self.mlp(self.pre_feedforward_layernorm(x)) + y + x
+        if self.place == 'after the sum':
+            x = self.post_attention_layernorm(x + y)
+            return self.post_feedforward_layernorm(x + self.mlp(x))
+        x = x + self.scaled(self.post_attention_layernorm(y))
         y = self.mlp(self.pre_feedforward_layernorm(x))
-        return x + self.post_feedforward_layernorm(y)
+        return x + self.scaled(self.post_feedforward_layernorm(y))
 
-
-@dataclass(frozen=True)
-class Family:
-    """How the models of one model_type differ from Llama; see the table at the top."""
-    norm: Callable[[int, float], nn.Module] = LlamaRMSNorm      # of (size, eps)
-    activation: Callable[[Tensor], Tensor] = F.silu
-    norms_after: bool = False           # a norm after attention and one after the MLP
-    scaled_embeddings: bool = False     # times sqrt(D)
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    block: Callable[[ModelConfig], nn.Module] = Block
-    # names of the parts in the state dict
-    decoder: str = 'model'
-    embedding: str = 'embed_tokens'
-    last_norm: str = 'norm'
-    head: str = 'lm_head'
-    # the linear layers that LoRA can adapt, and those that write to the residual stream
-    lora_targets: tuple[str, ...] = ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj',
-                                     'up_proj', 'down_proj')
-    residual_layers: tuple[str, ...] = ('o_proj', 'down_proj')
-
-
-# a new family needs rows in runtime/config_json.py as well: see docs/training.md
-GEMMA = Family(norm=GemmaRMSNorm, activation=gelu_tanh, scaled_embeddings=True)
-FAMILIES = {'llama': Family(), 'mistral': Family(), 'qwen2': Family(qkv_bias=True),
-            'qwen3': Family(qk_norm=True), 'gemma': GEMMA,
-            'gemma2': replace(GEMMA, norms_after=True)}
+    def scaled(self, y: Tensor) -> Tensor:
+        return y if self.residual_scale == 1 else y * self.residual_scale
 
 
 # ------------------------------------------------------------------------------------------------
@@ -307,40 +425,57 @@ class Embedding(nn.Embedding):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and last norm, under the names of the family."""
+    """Embedding, blocks and last norm."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        D, family = config.hidden_size, config.family
+        D, E, family = config.hidden_size, config.embed_size, config.family
         self.config = config
-        self.add_module(family.embedding, Embedding(config.vocab_size, D))
-        self.layers = nn.ModuleList(family.block(config) for _ in range(config.num_hidden_layers))
-        self.add_module(family.last_norm, family.norm(D, config.norm_eps))
-        self.embed_scale = D ** 0.5 if family.scaled_embeddings else 1
+        self.embed_tokens = Embedding(config.vocab_size, E)
+        if family.learned_positions:
+            self.embed_positions = Embedding(config.max_position_embeddings + 2, D)
+        if E != D:
+            self.project_in = nn.Linear(E, D, bias=False)
+            self.project_out = nn.Linear(D, E, bias=False)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.Identity() if family.place == 'after the sum' else Norm(config, D)
         self.attention = 'auto'     # or 'explicit', 'flex', 'tree': see attention.make_masks
         self.checkpoint = False     # store only the input of a block; recompute it in backward
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None,
                 masks: list | None = None) -> Tensor:
-        config, family = self.config, self.config.family
-        x = self.get_submodule(family.embedding)(tokens)
-        # rounded to the type of the weights, as in transformers: for Gemma 2 9B 59.8665 in float32
-        # (so in training here), 59.75 in bfloat16
-        x = x * torch.tensor(self.embed_scale, dtype=x.dtype) if self.embed_scale != 1 else x
+        config = self.config
+        x = self.embed(tokens, positions)
         if masks is None:
             # in a row no longer than the window, every token sees all before it
             windows = [w if w and w < tokens.shape[1] else None for w in config.windows]
             by_window = attention.make_masks(self.attention, positions, ends, set(windows),
                                              config.head_dim, config.attn_logit_softcapping, x)
             masks = [by_window[window] for window in windows]
-        rotary = rotary_angles(positions, config, x.dtype)
+        dtype = torch.float32 if config.family.float_rotary == 'angles' else x.dtype
+        rotary = {rope: rope and rotary_angles(positions, rope, dtype)
+                  for rope in {layer.rope for layer in config.layers}}
         recompute = self.checkpoint and self.training and torch.is_grad_enabled()
-        for layer, mask in zip(self.layers, masks, strict=True):
+        for block, layer, mask in zip(self.layers, config.layers, masks, strict=True):
             if recompute:
-                x = checkpoint(layer, x, rotary, mask, use_reentrant=False)
+                x = checkpoint(block, x, rotary[layer.rope], mask, use_reentrant=False)
             else:
-                x = layer(x, rotary, mask)
-        return self.get_submodule(family.last_norm)(x)
+                x = block(x, rotary[layer.rope], mask)
+        x = self.norm(x)
+        return x if config.embed_size == config.hidden_size else self.project_out(x)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the input of the first block [B, T, D]."""
+        config, x = self.config, self.embed_tokens(tokens)
+        if config.family.scaled_embeddings:
+            # rounded to the type of the weights, as in transformers: for Gemma 2 9B 59.8665 in
+            # float32 (so in training here), 59.75 in bfloat16
+            x = x * torch.tensor(config.hidden_size ** 0.5, dtype=x.dtype)
+        elif config.embed_scale != 1:
+            x = x * config.embed_scale
+        if config.embed_size != config.hidden_size:
+            x = self.project_in(x)
+        return x + self.embed_positions(positions + 2) if config.family.learned_positions else x
 
 
 class CausalLM(nn.Module):
@@ -355,21 +490,19 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.add_module(config.family.decoder, Decoder(config))
+        self.model = Decoder(config)
         if not config.tie_word_embeddings:
-            self.add_module(config.family.head, nn.Linear(config.hidden_size, config.vocab_size,
-                                                          bias=False))
+            self.lm_head = nn.Linear(config.embed_size, config.vocab_size, bias=False)
 
     @property
     def decoder(self) -> Decoder:
-        return getattr(self, self.config.family.decoder)
+        return self.model
 
     @property
     def head(self) -> Tensor:
         """Return the output matrix [V, D]: the embedding if they are tied."""
-        family = self.config.family
-        return (getattr(self.decoder, family.embedding) if self.config.tie_word_embeddings else
-                getattr(self, family.head)).weight
+        tied = self.config.tie_word_embeddings
+        return (self.model.embed_tokens if tied else self.lm_head).weight
 
     @property
     def softcap(self) -> float | None:
@@ -379,11 +512,11 @@ class CausalLM(nn.Module):
     @property
     def temperature(self) -> float:
         """Return the divisor of the hidden states, and so of the logits before the cap."""
-        return self.config.temperature
+        return self.config.temperature / self.config.logit_scale
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None,
                 masks: list | None = None) -> Tensor:
-        hidden = self.decoder(tokens, positions, ends, masks)
+        hidden = self.model(tokens, positions, ends, masks)
         return hidden if self.temperature == 1 else hidden / self.temperature
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -395,12 +528,12 @@ class CausalLM(nn.Module):
         """Draw normal weights for training from scratch, smaller if the output is a residual."""
         std = self.config.initializer_range
         depth_std = std / math.sqrt(2 * self.config.num_hidden_layers)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                residual = name.split('.')[-2] in self.config.family.residual_layers
-                nn.init.normal_(parameter, std=depth_std if residual else std)
-            elif name.endswith('bias'):
-                nn.init.zeros_(parameter)
+        for module_name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                residual = module_name.endswith(('o_proj', 'down_proj'))
+                nn.init.normal_(module.weight, std=depth_std if residual else std)
+                if getattr(module, 'bias', None) is not None:
+                    nn.init.zeros_(module.bias)
 
 
 def compile_blocks(model: CausalLM):
@@ -456,15 +589,17 @@ def add_lora(model: CausalLM, rank: int, alpha: float, dropout: float, targets: 
 # round products of bfloat16 in between
 # ------------------------------------------------------------------------------------------------
 
-def norm_kernel(x: Tensor, weight: Tensor, eps: float, gemma: bool) -> Tensor:
+def norm_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
     x, D = x.contiguous(), x.shape[-1]
     out, width = torch.empty_like(x), triton.next_power_of_2(D)
-    _norm[x.numel() // D,](x, weight, out, D, eps, GEMMA=gemma, WIDTH=width,
-                           num_warps=min(16, max(1, width // 256)))
+    _norm[x.numel() // D,](
+        x, weight, weight if bias is None else bias, out, D, weight.numel() // D, eps, WIDTH=width,
+        ROUND=kind == 'llama', PLUS_ONE=kind == 'gemma', CENTER=kind in ('mean', 'layer'),
+        BIAS=bias is not None, num_warps=min(16, max(1, width // 256)))
     return out
 
 
-def rotate_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_kernel(x: Tensor, cos: Tensor, sin: Tensor, in_float32: bool = False) -> Tensor:
     B, H, T, hd = x.shape
     cos, sin = (angles.expand(B, 1, T, hd // 2).contiguous() for angles in (cos, sin))
     out = x.new_empty(B, T, H, hd)
@@ -473,26 +608,37 @@ def rotate_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def gated_kernel(gate: Tensor, up: Tensor, silu: bool) -> Tensor:
-    gate, up, block = gate.contiguous(), up.contiguous(), 4096
-    out = torch.empty_like(gate)
-    _gated[triton.cdiv(out.numel(), block),](gate, up, out, out.numel(), SILU=silu, BLOCK=block,
-                                             num_warps=8)
+def gate_kernel(x: Tensor, up: Tensor, activation: Callable) -> Tensor:
+    if activation not in (F.silu, gelu_tanh):
+        return gate(x, up, activation)
+    x, up, block = x.contiguous(), up.contiguous(), 4096
+    out = torch.empty_like(x)
+    _gate[triton.cdiv(out.numel(), block),](x, up, out, out.numel(), SILU=activation is F.silu,
+                                            BLOCK=block, num_warps=8)
     return out
 
 
 if triton is not None:
     @triton.jit
-    def _norm(x_ptr, weight_ptr, out_ptr, D, eps, GEMMA: tl.constexpr, WIDTH: tl.constexpr):
-        # the vector of one token
+    def _norm(x_ptr, weight_ptr, bias_ptr, out_ptr, D, n_weights, eps, WIDTH: tl.constexpr,
+              ROUND: tl.constexpr, PLUS_ONE: tl.constexpr, CENTER: tl.constexpr,
+              BIAS: tl.constexpr):
+        # the vector of one token, or of one of its heads
         d = tl.arange(0, WIDTH)
-        at = tl.program_id(0).to(tl.int64) * D + d
-        x = tl.load(x_ptr + at, mask=d < D, other=0.0)
-        weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        row = tl.program_id(0).to(tl.int64)
+        x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0)
+        weight_at = row % n_weights * D + d
+        weight = tl.load(weight_ptr + weight_at, mask=d < D, other=0.0).to(tl.float32)
         y = x.to(tl.float32)
+        if CENTER:
+            y = tl.where(d < D, y - tl.sum(y) / D, 0.0)
         y = y * tl.rsqrt(tl.sum(y * y) / D + eps)
-        y = y * (1 + weight) if GEMMA else y.to(x.dtype).to(tl.float32) * weight
-        tl.store(out_ptr + at, y.to(x.dtype), mask=d < D)
+        if ROUND:
+            y = y.to(x.dtype).to(tl.float32)
+        y = y * (1 + weight) if PLUS_ONE else y * weight
+        if BIAS:
+            y += tl.load(bias_ptr + weight_at, mask=d < D, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * D + d, y.to(x.dtype), mask=d < D)
 
     @triton.jit
     def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, x_row, x_head, x_token, x_d, T, n_heads, half,
@@ -512,7 +658,7 @@ if triton is not None:
         tl.store(to + half, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _gated(gate_ptr, up_ptr, out_ptr, n, SILU: tl.constexpr, BLOCK: tl.constexpr):
+    def _gate(gate_ptr, up_ptr, out_ptr, n, SILU: tl.constexpr, BLOCK: tl.constexpr):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(gate_ptr + at, mask=at < n, other=0.0).to(tl.float32)
         up = tl.load(up_ptr + at, mask=at < n, other=0.0).to(tl.float32)

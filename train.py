@@ -54,8 +54,8 @@ class TrainConfig:
     lora_rank: int = 8
     lora_alpha: float = 32.0                  # adapters are scaled by alpha / rank
     lora_dropout: float = 0.1                 # on the input of an adapter
-    lora_targets: tuple[str, ...] = ('q_proj', 'v_proj')  # or k_, o_, gate_, up_, down_proj; for
-    #                                           Pythia query_key_value, dense, ...
+    lora_targets: tuple[str, ...] = ('q_proj', 'v_proj')  # or k_, o_, gate_, up_, down_proj; in
+    #                                           Pythia qkv_, o_, up_, down_proj
     # data
     data: str = 'allenai/tulu-3-sft-mixture'  # a file, a folder or a hub dataset
     data_revision: str | None = None          # hub revision: pin it, datasets change

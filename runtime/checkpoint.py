@@ -36,6 +36,23 @@ ADAPTER_FILES = ('adapter_model.safetensors', 'adapter_config.json')
 HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
 # what older checkpoints hold besides weights: rotary frequencies, causal masks and their fill value
 BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias')
+# (part of our name, part of the name on disk) of a parameter, applied one after the other
+LLAMA_NAMES = (('pre_feedforward_layernorm', 'post_attention_layernorm'),)
+NAMES = {
+    'gemma2': (),
+    'gpt_neox': (*LLAMA_NAMES, ('model.norm', 'gpt_neox.final_layer_norm'), ('model.', 'gpt_neox.'),
+                 ('embed_tokens', 'embed_in'), ('lm_head', 'embed_out'),
+                 ('self_attn.qkv_proj', 'attention.query_key_value'),
+                 ('self_attn.o_proj', 'attention.dense'), ('mlp.up_proj', 'mlp.dense_h_to_4h'),
+                 ('mlp.down_proj', 'mlp.dense_4h_to_h')),
+}
+
+
+def their_key(key: str, config: ModelConfig) -> str:
+    """Return the name on disk of a parameter, or of a part of one, such as an adapted layer."""
+    for ours, theirs in NAMES.get(config.model_type, LLAMA_NAMES):
+        key = key.replace(ours, theirs)
+    return key
 
 
 # ------------------------------------------------------------------------------------------------
@@ -73,9 +90,10 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> 
     files = check_weights(folder, config)
     with torch.device('meta'):
         model = CausalLM(config)
+    ours = {their_key(key, config): key for key, _ in model.named_parameters()}
     for key, tensor in tqdm(_tensors(files), 'loading', len(files), unit=' tensors', delay=1,
                             disable=None):
-        parent, _, name = key.rpartition('.')
+        parent, _, name = ours[key].rpartition('.')
         # a copy, not a view into the file, which may be replaced in the meantime
         weight = nn.Parameter(tensor.to(device, dtype, copy=True))
         setattr(model.get_submodule(parent), name, weight)
@@ -103,13 +121,15 @@ def add_adapter(model: CausalLM, folder: str | Path):
     config = read_config(folder)
     model.config.final_logit_softcapping = config.final_logit_softcapping
     model.config.temperature = config.temperature
+    ours = {their_key(f'{parent}.{layer}', model.config).rpartition('.')[2]: layer
+            for parent in ('self_attn', 'mlp') for layer in model.config.family.lora_targets}
     try:
         add_lora(model, adapter['r'], adapter['lora_alpha'], adapter['lora_dropout'],
-                 adapter['target_modules'])
+                 [ours.get(name, name) for name in adapter['target_modules']])
     except ValueError as error:
         raise CheckpointError(f'{path.parent}: {error}') from error
-    wanted = {f'base_model.model.{name}': p for name, p in model.named_parameters()
-              if '.lora_' in name}
+    wanted = {f'base_model.model.{their_key(name, model.config)}': p
+              for name, p in model.named_parameters() if '.lora_' in name}
     with _open(path) as tensors:
         values = {key: tensors.get_tensor(key) for key in tensors.keys()}
     for key in sorted(values.keys() | wanted.keys()):
@@ -128,26 +148,28 @@ def adapter_fingerprint(folder: str | Path) -> str:
 
 
 def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
-    """Check the headers of the weight files and return {parameter: its file}; read no weights.
+    """Check the headers of the weight files and return {tensor: its file}; read no weights.
 
     Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown,
     misshaped, quantized or listed twice. Only an output matrix beside tied embeddings is read; it
     must equal them.
     """
     with torch.device('meta'):
-        shapes = {k: list(p.shape) for k, p in CausalLM(config).named_parameters()}
+        shapes = {their_key(k, config): list(p.shape)
+                  for k, p in CausalLM(config).named_parameters()}
     files = weight_files(Path(folder))
     for path in dict.fromkeys(files.values()):
         _check_header(path)
-    if config.tie_word_embeddings and {HEAD, EMBEDDING} <= files.keys():
-        head, embedding = (x for _, x in _tensors({k: files[k] for k in (HEAD, EMBEDDING)}))
-        if head.dtype != embedding.dtype or not torch.equal(head, embedding):
-            raise CheckpointError(f'{files[HEAD]}: tensor {HEAD} differs from {EMBEDDING}, but '
+    head, embedding = (their_key(key, config) for key in (HEAD, EMBEDDING))
+    if config.tie_word_embeddings and {head, embedding} <= files.keys():
+        # some tied checkpoints carry a copy of the embedding
+        a, b = (x for _, x in _tensors({k: files[k] for k in (head, embedding)}))
+        if a.dtype != b.dtype or not torch.equal(a, b):
+            raise CheckpointError(f'{files[head]}: tensor {head} differs from {embedding}, but '
                                   f'config.json has tie_word_embeddings = true: set that to false '
-                                  f'to use both, or remove {HEAD}')
-    # some tied checkpoints carry a copy of the embedding
-    files = {k: f for k, f in files.items() if not (
-        BUFFERS.fullmatch(k) or k == HEAD and config.tie_word_embeddings and k not in shapes)}
+                                  f'to use both, or remove {head}')
+        del files[head]
+    files = {k: f for k, f in files.items() if not BUFFERS.fullmatch(k)}
     for problem, keys in (('is missing', shapes.keys() - files.keys()),
                           ('is unknown to this architecture', files.keys() - shapes.keys())):
         if keys:
@@ -333,10 +355,12 @@ def saved_names(config: ModelConfig, folder, dtype, side_files=None, more=None) 
 def _files(model, folder, dtype, side_files, full, more):
     """Return {name: content as in `_write`} of a model's files, config.json last."""
     from huggingface_hub import split_torch_state_dict_into_shards
-    shapes = {key: torch.empty(p.shape, dtype=dtype, device='meta')
-              for key, p in model.named_parameters() if '.lora_' not in key}
+    ours = {their_key(key, model.config): key
+            for key, _ in model.named_parameters() if '.lora_' not in key}
+    shapes = {theirs: torch.empty(model.get_parameter(key).shape, dtype=dtype, device='meta')
+              for theirs, key in ours.items()}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_BYTES)
-    files = {name: functools.partial(_merged, model, keys, dtype, full)
+    files = {name: functools.partial(_merged, model, {key: ours[key] for key in keys}, dtype, full)
              for name, keys in split.filename_to_tensors.items()}
     if side_files is not None and Path(side_files).resolve() != Path(folder).resolve():
         files |= {str(path.relative_to(side_files)): path for pattern in SIDE_FILES
@@ -349,14 +373,17 @@ def _files(model, folder, dtype, side_files, full, more):
 
 
 def _merged(model, keys, dtype, full):
-    """Return {key: tensor} for a shard, LoRA merged in float32, on the CPU."""
+    """Return {name on disk: tensor} for a shard, LoRA merged in float32, on the CPU.
+
+    keys: {name on disk: our name}
+    """
     tensors = {}
-    for key in keys:
+    for theirs, key in keys.items():
         tensor, layer = full(model.get_parameter(key)), model.get_submodule(key.rpartition('.')[0])
         if isinstance(layer, LoRALinear) and key.endswith('.weight'):
             low_rank = full(layer.lora_B.weight) @ full(layer.lora_A.weight)
             tensor = tensor.float() + layer.scale * low_rank
-        tensors[key] = tensor.to(dtype).cpu().contiguous()
+        tensors[theirs] = tensor.to(dtype).cpu().contiguous()
     return tensors
 
 
@@ -366,7 +393,8 @@ def save_adapter(model: CausalLM, folder: str | Path, base: str, *, full=Tensor.
 
     full, owner: as in `save`. Returns the names of the files, relative to `folder`.
     """
-    adapted = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    adapted = {their_key(name, model.config): m for name, m in model.named_modules()
+               if isinstance(m, LoRALinear)}
     tensors = {f'base_model.model.{name}.{part}.weight':
                full(getattr(m, part).weight).cpu().contiguous()
                for name, m in adapted.items() for part in ('lora_A', 'lora_B')}

@@ -49,7 +49,7 @@ def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0
     'log2_vocab'}.
     """
     head, cap = model.head.detach().float(), model.softcap
-    norm = getattr(model.decoder, model.config.family.last_norm)
+    norm = model.decoder.norm
     norm = copy.deepcopy(norm).float().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randperm(n_pieces, generator=generator)[:n_tokens].to(head.device)

@@ -19,6 +19,7 @@ import model as models
 import train
 from runtime import checkpoint
 from runtime.config import load_config
+from runtime.config_json import config_from_hf
 
 HERE = Path(__file__).parent.parent     # the repository
 
@@ -177,6 +178,18 @@ def parameters_of(reference):
     neox = reference.config.model_type == 'gpt_neox'
     return {key.replace('lm_head', 'embed_out') if neox else key: p
             for key, p in reference.named_parameters()}
+
+
+def named(model):
+    """The parameters of our model under the names that they have on disk."""
+    return {checkpoint.their_key(key, model.config): p for key, p in model.named_parameters()}
+
+
+def llama_config(**more):
+    """A configuration of a tiny Llama, as a config.json says it."""
+    return config_from_hf({'model_type': 'llama', 'vocab_size': 50, 'hidden_size': 16,
+                           'intermediate_size': 24, 'num_hidden_layers': 2,
+                           'num_attention_heads': 2} | more)
 
 
 def whole_rows(tokens):

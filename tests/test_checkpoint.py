@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import (ARCHITECTURES, HERE, LLAMA3_ROPE, lora_model, reference_model, rewrite,
-                    whole_rows)
+from common import (ARCHITECTURES, HERE, LLAMA3_ROPE, llama_config, lora_model, named,
+                    reference_model, rewrite, whole_rows)
 from safetensors.torch import load_file
 
 import model as models
@@ -78,8 +78,9 @@ def test_config_of_transformers_4_and_5():
     a = config_json.config_from_hf(old | {'rope_scaling': {k: v for k, v in LLAMA3_ROPE.items()
                                                            if k != 'rope_theta'}})
     b = config_json.config_from_hf(new)
-    assert a.rope_theta == b.rope_theta == 500000.0 and a.dtype == b.dtype == 'bfloat16'
-    assert a.num_key_value_heads == 2 and a.head_dim == 4 and a.extra == {'pad_token_id': 5}
+    assert a.layers == b.layers and a.layers[0].rope.theta == 500000.0
+    assert a.dtype == b.dtype == 'bfloat16'
+    assert a.num_key_value_heads == 2 and a.head_dim == 4 and a.hf['pad_token_id'] == 5
     assert config_json.config_from_hf(checkpoint.config_to_hf(a)) == a
 
 
@@ -111,7 +112,7 @@ def test_configs_of_llama_1_and_2_are_read(raw, heads, tmp_path):
     """Their own config.json, and logits of transformers at a smaller width and depth."""
     import transformers
     config = config_json.config_from_hf(raw)
-    assert config.num_key_value_heads == heads and config.rms_norm_eps == raw['rms_norm_eps']
+    assert config.num_key_value_heads == heads and config.norm_eps == raw['rms_norm_eps']
     small = raw | {'hidden_size': 128, 'intermediate_size': 96, 'num_hidden_layers': 2,
                    'vocab_size': 99, 'dtype': 'float32'}
     del small['torch_dtype'], small['architectures'], small['transformers_version']
@@ -172,9 +173,11 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: edit_config(f, hidden_act='gelu'), "hidden_act = 'gelu' is not supported; it must"),
     (lambda f: edit_config(f, rope_parameters={'rope_type': 'llama3'}),
      'rope_parameters.factor is missing; it must be a number from 1.0 to'),
-    (lambda f: edit_config(f, attention_bias=True), 'attention_bias = True is not supported'),
-    (lambda f: edit_config(f, rope_parameters={'rope_type': 'yarn'}),
-     "rope_parameters.rope_type = 'yarn'"),
+    (lambda f: edit_config(f, attention_bias=True),
+     'tensor model.layers.0.self_attn.k_proj.bias (and 11 more) is missing'),
+    (lambda f: edit_config(f, attention_bias=1), 'attention_bias = 1 is not supported'),
+    (lambda f: edit_config(f, rope_parameters={'rope_type': 'proportional'}),
+     "rope_parameters.rope_type = 'proportional'"),
     (lambda f: (f / 'config.json').write_text('[' * 100_000), 'not valid JSON'),
     (lambda f: edit_config(f, model_type=[]), 'model_type = [] is not supported'),
     (lambda f: edit_config(f, num_key_value_heads=3),
@@ -235,18 +238,17 @@ def computed_or_refused(folder, raw, changes):
 def test_every_field_of_the_config_is_checked(name, tmp_path):
     reference_model(name, tmp_path)
     raw = json.loads((tmp_path / 'config.json').read_text())
-    own = config_json.OWN_FIELDS.get(raw['model_type'], {}).keys()
-    keys = raw.keys() | config_json.FIELDS.keys() | {'hidden_act', 'hidden_activation'} | own
+    keys = raw.keys() | config_json.rules_of(raw['model_type']).keys()
     computed = set()
-    for key in sorted(keys - config_json.FOREIGN[raw['model_type']]):
+    for key in sorted(keys):
         for value in ODD_VALUES:
             # transformers refuses integers where it wants floats, which are computed here
             value = float(value) if key in config_json.FLOATS and type(value) is int else value
             if computed_or_refused(tmp_path, raw, {key: value}):
                 computed.add((key, repr(value)))
-    assert ('attention_bias', str(name == 'neox')) in computed
+    assert (('attention_bias', str(name == 'neox')) in computed) == ('attention_bias' in keys)
     assert ('rope_theta', '1.5') not in computed
-    assert (('sliding_window', '1') in computed) == (name in ('mistral_window', 'gemma2'))
+    assert (('sliding_window', '1') in computed) == ('sliding_window' in keys)
 
 
 ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
@@ -318,15 +320,15 @@ def test_the_config_of_pythia_is_read(tmp_path):
            'torch_dtype': 'float16', 'transformers_version': '4.24.0', 'use_cache': True,
            'use_parallel_residual': True, 'vocab_size': 50304}
     config = config_json.config_from_hf(raw)
-    assert (config.head_dim, config.rotary_dim, config.dtype) == (80, 20, 'float16')
+    assert (config.head_dim, config.layers[0].rope.dim, config.dtype) == (80, 20, 'float16')
     saved = checkpoint.config_to_hf(config)
     assert raw.items() <= saved.items() and config_json.config_from_hf(saved) == config
     (tmp_path / 'config.json').write_text(json.dumps(raw))
     changed = checkpoint.read_config(tmp_path, {'rotary_pct': 0.5, 'hidden_size': 1024})
-    assert (changed.head_dim, changed.rotary_dim) == (32, 16)
+    assert (changed.head_dim, changed.layers[0].rope.dim) == (32, 16)
     block = {'rope_type': 'default', 'rope_theta': 77.0, 'partial_rotary_factor': 0.1}
     changed = checkpoint.read_config(tmp_path, {'rope_parameters': block})
-    assert (changed.rope_theta, changed.rotary_dim) == (77.0, 8)
+    assert (changed.layers[0].rope.theta, changed.layers[0].rope.dim) == (77.0, 8)
     for key in ('rope_theta', 'rms_norm_eps', 'num_key_value_heads'):
         with pytest.raises(checkpoint.CheckpointError, match=f"gpt_neox has no key '{key}'"):
             checkpoint.read_config(tmp_path, {key: 64})
@@ -351,7 +353,7 @@ def test_mistral_with_layer_types_is_ministral(layer_types, tmp_path):
     ('gemma2', {'layer_types': ['full_attention', 'chunked_attention'] * 2}, 'layer_types = '),
     ('gemma2', {'layer_types': ['full_attention']}, 'layer_types has 1 items for num_hidden'),
     ('gemma2', {'sliding_window': None}, 'sliding_window = None is not supported; it must'),
-    ('mistral', {'layer_types': ['full_attention'] * 3}, 'sliding_window = None beside layer_')])
+    ('mistral', {'layer_types': ['sliding_attention'] * 3}, 'sliding_window = None beside layer')])
 def test_layer_types_that_are_refused(name, changes, message, tmp_path):
     reference_model(name, tmp_path)
     edit_config(tmp_path, **changes)
@@ -365,13 +367,14 @@ def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
     assert 'rope_theta' not in raw and raw['rope_parameters']['factor'] == 8.0
     plain = checkpoint.read_config(tmp_path)
     changed = checkpoint.read_config(tmp_path, {'rope_theta': 5e5, 'hidden_size': 64})
-    assert (changed.rope_theta, changed.hidden_size) == (5e5, 64)
-    assert changed.rope_scaling == plain.rope_scaling and changed.rope_scaling['factor'] == 8.0
+    a, b = plain.layers[0].rope, changed.layers[0].rope
+    assert (b.theta, b.dim, b.factor, changed.hidden_size) == (5e5, a.dim, 8.0, 64)
     default = {'rope_type': 'default', 'rope_theta': 77.0}
     for block in config_json.ROPE_BLOCKS:
         changed = checkpoint.read_config(tmp_path, {block: default})
-        assert (changed.rope_theta, changed.rope_scaling) == (77.0, None)
-    assert checkpoint.read_config(tmp_path, {'rope_scaling': None}).rope_scaling is None
+        assert changed.layers[0].rope == models.Rope(77.0, 18)
+    changed = checkpoint.read_config(tmp_path, {'rope_scaling': None})
+    assert changed.layers[0].rope.scheme == 'default'
     assert checkpoint.read_config(tmp_path, {'torch_dtype': 'bfloat16'}).dtype == 'bfloat16'
 
 
@@ -405,7 +408,7 @@ def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     assert written['nanocal'] == {'temperature': 1.5} | softcap
     assert written.get('final_logit_softcapping') == (3.0 if name == 'gemma2' else None)
     model = checkpoint.load(tmp_path / 'ours')
-    assert (model.softcap, model.temperature) == (3.0, 1.5) and 'nanocal' not in model.config.extra
+    assert (model.softcap, model.temperature) == (3.0, 1.5) and 'nanocal' not in model.config.hf
     logits = model.logits(model(tokens, *whole_rows(tokens)))
     assert torch.allclose(logits, 3 * torch.tanh(z / (1.5 * 3)), atol=1e-5)
 
@@ -441,7 +444,7 @@ def test_tied_embeddings_beside_an_output_matrix(tmp_path):
 def test_weights_are_checked_without_reading_them(folder, monkeypatch):
     monkeypatch.setattr('safetensors.torch.load_file', None)
     files = checkpoint.check_weights(folder, checkpoint.read_config(folder))
-    assert files.keys() == checkpoint.load(folder).state_dict().keys()
+    assert files.keys() == named(checkpoint.load(folder)).keys()
     os.truncate(folder / 'model.safetensors',
                 (folder / 'model.safetensors').stat().st_size - 1)
     with pytest.raises(checkpoint.CheckpointError, match='truncated'):
@@ -549,7 +552,7 @@ def test_fingerprint_depends_on_config_and_every_tensor(folder, tmp_path, monkey
     assert len(names) == 2
     assert checkpoint.fingerprint(tmp_path / 'one') == checkpoint.fingerprint(tmp_path / 'many')
     seen = {before}
-    for key in checkpoint.load(folder).state_dict():
+    for key in named(checkpoint.load(folder)):
         rewrite(folder, lambda t, key=key: t[key].view(-1)[-1].add_(1))
         seen.add(checkpoint.fingerprint(folder))
     assert len(seen) == len(checkpoint.load(folder).state_dict()) + 1
@@ -646,7 +649,8 @@ print(max([*peaks, held()]) - before)
 @pytest.mark.skipif(not Path('/proc/self/status').exists(), reason='needs /proc')
 def test_loading_holds_one_copy_of_the_weights_in_memory(tmp_path):
     # many tensors of 4 MB: none of them is a large part of the whole
-    config = models.ModelConfig('llama', 4000, 1024, 2048, 16, 16, dtype='bfloat16')
+    config = llama_config(vocab_size=4000, hidden_size=1024, intermediate_size=2048,
+                          num_hidden_layers=16, num_attention_heads=16, dtype='bfloat16')
     model = models.CausalLM(config).to(torch.bfloat16)
     checkpoint.save(model, tmp_path, torch.bfloat16)
     grown = int(subprocess.run([sys.executable, '-c', WATCHED_LOAD, tmp_path], text=True,
@@ -699,7 +703,7 @@ def test_pickled_weights_are_read(tmp_path, name, shards):
     if shards:
         (pickled / 'pytorch_model.bin.index.json').write_text(json.dumps({'weight_map': {
             key: file for file, tensors in zip(names, halves, strict=True) for key in tensors}}))
-    loaded = checkpoint.load(pickled, dtype=torch.float32).state_dict()
+    loaded = named(checkpoint.load(pickled, dtype=torch.float32))
     assert loaded.keys() == wanted.keys()
     for key, tensor in wanted.items():
         torch.testing.assert_close(loaded[key], tensor, rtol=0, atol=0)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (ARCHITECTURES, DEVICES, documents, head_of_32, lora_model, off, parameters_of,
-                    reference_model, whole_rows)
+from common import (ARCHITECTURES, DEVICES, documents, head_of_32, lora_model, named, off,
+                    parameters_of, reference_model, whole_rows)
 from safetensors.torch import load_file
 
 import attention
@@ -31,17 +31,15 @@ def test_parity_with_transformers(name, tmp_path):
     for z in (logits, expected):
         F.cross_entropy(z.flatten(0, 1), targets).backward()
     theirs = parameters_of(reference)
-    assert theirs.keys() == dict(model.named_parameters()).keys()
-    for key, parameter in model.named_parameters():
+    assert theirs.keys() == named(model).keys()
+    for key, parameter in named(model).items():
         gradient = theirs[key].grad
         assert (parameter.grad - gradient).norm() < 1e-4 * gradient.norm(), key
 
 
 def test_llama3_rope_golden():
-    config = models.ModelConfig('llama', 9, 2048, 8, 1, 32, rope_theta=500000.0, rope_scaling={
-        'factor': 32.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
-        'original_max_position_embeddings': 8192})
-    cos, sin = models.rotary_angles(torch.ones(1, 1, dtype=torch.long), config, torch.float32)
+    rope = models.Rope(500000.0, 64, 'llama3', factor=32.0, length=8192, slow=1.0, fast=4.0)
+    cos, sin, _ = models.rotary_angles(torch.ones(1, 1, dtype=torch.long), rope, torch.float32)
     angle = torch.atan2(sin, cos)[0, 0, 0]
     ratio = angle / 500000.0 ** (-torch.arange(0, 64, 2) / 64)
     expected = [1.0] * 15 + [0.605573, 0.303742, 0.103448] + [1 / 32] * 14
@@ -128,7 +126,7 @@ def test_lora(name, tmp_path):
     plain = checkpoint.load(tmp_path / 'base')
     hidden = plain(tokens, *whole_rows(tokens))
     model = checkpoint.load(tmp_path / 'base')
-    targets = ('query_key_value',) if name == 'neox' else ('q_proj', 'v_proj')
+    targets = ('qkv_proj',) if name == 'neox' else ('q_proj', 'v_proj')
     models.add_lora(model, 8, 32.0, 0.1, targets * 2)   # named twice, adapted once
     assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), hidden)   # B begins at zero
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -156,13 +154,13 @@ def test_lora(name, tmp_path):
     assert torch.allclose(reference(tokens).logits, model.logits(adapted), atol=2e-4)
     # one rounding: of the float32 sum
     checkpoint.save(model, tmp_path / 'half', torch.bfloat16)
-    key = ('gpt_neox.layers.1.attention.query_key_value' if name == 'neox' else
-           'model.layers.1.self_attn.v_proj')
+    key = f'model.layers.1.self_attn.{targets[-1]}'
     layer = model.get_submodule(key)
     exact = layer.weight + 4 * (layer.lora_B.weight @ layer.lora_A.weight)
-    assert torch.equal(load_file(tmp_path / 'half' / 'model.safetensors')[f'{key}.weight'],
+    theirs = checkpoint.their_key(f'{key}.weight', model.config)
+    assert torch.equal(load_file(tmp_path / 'half' / 'model.safetensors')[theirs],
                        exact.bfloat16())
-    names = 'query_key_value, dense, dense_h_to_4h, dense_4h_to_h$' if name == 'neox' else 'q_proj'
+    names = 'qkv_proj, o_proj, up_proj, down_proj$' if name == 'neox' else 'q_proj'
     with pytest.raises(ValueError, match=f"lora_targets = .'query',.; wanted some of {names}"):
         models.add_lora(plain, 8, 32.0, 0.1, ('query',))
 
@@ -282,7 +280,7 @@ def test_random_configurations(kind, tmp_path, n=4):
         for z in (logits, expected):
             F.cross_entropy(z.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
         theirs = parameters_of(reference)
-        for key, p in model.named_parameters():
+        for key, p in named(model).items():
             gradient = theirs[key].grad
             assert (p.grad - gradient).norm() < 1e-3 * gradient.norm() + 1e-7, (key, shape)
         checkpoint.save(model, tmp_path / 'ours', torch.float32)

@@ -16,19 +16,12 @@ import sample
 import evaluate
 import train
 from data import packing
-from families import neox
 from runtime import checkpoint
 
 FAMILIES = ['llama', 'gemma2', 'neox']
-EDITS = {       # what a reader edits: the class of each family and its method, or a function
-    'block': {'llama': models.Block, 'gemma2': models.Block, 'neox': neox.NeoxBlock},
-    'attention': {'llama': models.Attention, 'gemma2': models.Attention,
-                  'neox': neox.NeoxAttention},
-    'mlp': {'llama': models.GatedMLP, 'gemma2': models.GatedMLP, 'neox': neox.NeoxMLP},
-    'norm': {'llama': models.LlamaRMSNorm, 'gemma2': models.GemmaRMSNorm,
-             'neox': torch.nn.LayerNorm},
-    'rotary_angles': None,
-}
+EDITS = {       # what a reader edits: the class of which method, or a function
+    'block': models.Block, 'attention': models.Attention, 'mlp': models.MLP, 'norm': models.Norm,
+    'rotary_angles': None}
 
 
 def random_tree(seed):
@@ -57,17 +50,17 @@ def calls_of_kernels(device, monkeypatch):
             return kernel(*arguments, **options)
         return call
 
-    for name in ('norm_kernel', 'rotate_kernel', 'gated_kernel'):
+    for name in ('norm_kernel', 'rotate_kernel', 'gate_kernel'):
         monkeypatch.setattr(models, name, recorded(name, getattr(models, name)))
     return calls
 
 
-def edit(what, name, monkeypatch):
+def edit(what, monkeypatch):
     if what == 'rotary_angles':
         angles = models.rotary_angles
         monkeypatch.setattr(models, what, lambda positions, *more: angles(3 * positions, *more))
     else:
-        edited = EDITS[what][name]
+        edited = EDITS[what]
         original = edited.forward
 
         def forward(*arguments):    # a norm after it would undo a multiplication by a number
@@ -118,7 +111,7 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
     reference_model(name, tmp_path, num_hidden_layers=2, **head_of_32(name))
     model = checkpoint.load(tmp_path, device, torch.float32 if device == 'cpu' else torch.bfloat16)
     with monkeypatch.context() as patch:
-        edit(what, name, patch)
+        edit(what, patch)
         ours, drawn = measured(model, device)
         assert 'rotate_kernel' in calls_of_kernels
         calls_of_kernels.clear()
@@ -136,26 +129,37 @@ def random(*shape, device, dtype=torch.float32):
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
-def rotated(x, B=2, T=9):
+def rotated(x, B=2, T=9, in_float32=False):
     positions = torch.arange(B * T).view(B, T).to(x.device)
-    config = models.ModelConfig('llama', 9, 8, 8, 1, 1, head_dim=x.shape[-1])
-    return models.rotate(x, *models.rotary_angles(positions[:B], config, x.dtype))
+    cos, sin, _ = models.rotary_angles(positions[:B], models.Rope(1e4, x.shape[-1]), x.dtype)
+    return models.compute(models.rotate, models.rotate_kernel, 2, x, cos, sin, in_float32)
+
+
+def normed(family, x, *size):
+    """A norm with random weights; x as `random` makes it."""
+    layer = models.Norm(models.ModelConfig(family, 9, 8, 8, 1, 1, norm_eps=1e-3), *size)
+    for parameter in layer.parameters():
+        parameter.copy_(random(*size, device='cpu'))
+    return layer.to(x.device, x.dtype)(x)
+
+
+def gated(activation, *factors):
+    return models.compute(models.gate, models.gate_kernel, 1, *factors, activation)
 
 
 WITH_KERNELS = {    # function of (device, dtype) that computes something that has a kernel
-    'norm of Llama': lambda **on: models.LlamaRMSNorm(48, 1e-3).to(**on)(random(2, 9, 48, **on)),
-    'norm of Gemma': lambda **on: models.GemmaRMSNorm(130, 1e-3).to(**on)(random(7, 130, **on)),
-    'norm of heads': lambda **on: models.LlamaRMSNorm(20, 1e-6).to(**on)(
-        random(2, 3, 9, 20, **on).transpose(1, 2)),
+    'norm of Llama': lambda **on: normed('llama', random(2, 9, 48, **on), 48),
+    'norm of Gemma': lambda **on: normed('gemma', random(7, 130, **on), 130),
+    'norm of GPT-NeoX': lambda **on: normed('gpt_neox', 3 + random(2, 9, 130, **on), 130),
+    'norm of heads': lambda **on: normed('llama', random(2, 3, 9, 20, **on).transpose(1, 2), 20),
     'rotate': lambda **on: rotated(random(2, 9, 3, 20, **on).transpose(1, 2)),
+    'rotate in float32': lambda **on: rotated(random(2, 3, 9, 20, **on), in_float32=True),
     'rotate a part': lambda **on: rotated(random(2, 9, 5, 48, **on).transpose(1, 2)[..., 16:24]),
     'rotate by shared angles': lambda **on: rotated(random(3, 2, 9, 8, **on), B=1),
-    'gated by SiLU': lambda **on: models.gated_product(
-        F.silu, random(2, 9, 80, **on), 3 * random(2, 9, 80, **on)),
-    'gated by GELU': lambda **on: models.gated_product(
+    'gated by SiLU': lambda **on: gated(F.silu, random(2, 9, 80, **on), 3 * random(2, 9, 80, **on)),
+    'gated by GELU': lambda **on: gated(
         models.gelu_tanh, 3 * random(5, 4097, **on), random(5, 4097, **on)),
-    'gated by strided factors': lambda **on: models.gated_product(
-        F.silu, *random(9, 64, **on).chunk(2, -1)),
+    'gated by strided factors': lambda **on: gated(F.silu, *random(9, 64, **on).chunk(2, -1)),
 }
 
 
@@ -168,20 +172,38 @@ def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance
         monkeypatch.setattr(attention, 'kernels_apply', lambda x: not torch.is_grad_enabled())
     with torch.no_grad():
         by_kernel = WITH_KERNELS[what](device=device, dtype=dtype)
-        assert len(calls_of_kernels) == 1
+        assert len(calls_of_kernels) == 2       # the first is compared with the plain version
         monkeypatch.setattr(models, 'KERNELS', False)
         plainly = WITH_KERNELS[what](device=device, dtype=dtype)
-    assert len(calls_of_kernels) == 1 and by_kernel.dtype == plainly.dtype == dtype
+    assert len(calls_of_kernels) == 2 and by_kernel.dtype == plainly.dtype == dtype
     assert by_kernel.shape == plainly.shape
     assert (by_kernel - plainly).abs().max() < tolerance * plainly.abs().max()
 
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_an_activation_without_a_kernel_is_computed_by_torch(device, calls_of_kernels):
-    gate, up = (random(9, n, device=device, dtype=torch.bfloat16)[:, -40:] for n in (40, 41))
+    x, up = (random(9, n, device=device, dtype=torch.bfloat16)[:, -40:] for n in (40, 41))
     with torch.no_grad():
-        assert torch.equal(models.gated_product(F.relu, gate, up), F.relu(gate) * up)
-    assert not calls_of_kernels
+        assert torch.equal(gated(F.relu, x, up), F.relu(x) * up)
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('name', ['norm', 'rotate', 'gate'])
+def test_a_kernel_that_an_edit_left_behind_is_not_used(name, device, monkeypatch, capsys,
+                                                       calls_of_kernels):
+    on = {'device': device, 'dtype': torch.bfloat16 if device == 'cuda' else torch.float32}
+    use = WITH_KERNELS[{'norm': 'norm of Llama', 'rotate': 'rotate', 'gate': 'gated by SiLU'}[name]]
+    plain = getattr(models, name)
+
+    def edited(*arguments):
+        return 1.02 * plain(*arguments)
+    with torch.no_grad():
+        before = use(**on)
+        assert 'note' not in capsys.readouterr().out
+        monkeypatch.setattr(models, name, edited)
+        after = [use(**on) for _ in range(2)]
+    assert capsys.readouterr().out.count('so the kernel is not used') == 1
+    assert all((y / before - 1.02).abs().median() < 0.01 for y in after)
 
 
 @pytest.mark.slow
@@ -226,7 +248,8 @@ def test_without_triton_the_model_is_plain_torch():
     code = """import sys
 sys.modules['triton'] = None
 import torch, attention, fused_ce, model
-config = model.ModelConfig('gemma2', 9, 8, 8, 2, 2, sliding_window=2, attn_logit_softcapping=5.0)
+layers = [model.Layer(2, model.Rope(1e4, 4)), model.Layer(None)]
+config = model.ModelConfig('gemma2', 9, 8, 8, 2, 2, layers=layers, attn_logit_softcapping=5.0)
 at = torch.arange(6)[None]
 with torch.no_grad():
     hidden = model.CausalLM(config)(at, at, at + 1)

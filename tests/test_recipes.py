@@ -125,7 +125,7 @@ from runtime.config import load_config
 cfg = load_config(TrainConfig, ['--schedule=wsd', '--lr=1.0', '--warmup_steps=1'])
 assert [round(learning_rate(step, 101, cfg), 3) for step in (50, 80, 91)] == [1, 1, 0.5]
 """,
-    ('training.md', 'A family of your own'): """
+    ('models.md', 'A family of your own'): """
 import torch, transformers
 from runtime import checkpoint
 config = transformers.SeedOssConfig(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import model as models
 import train
-from common import await_steps, rewrite, run_train, same_weights, steps_done
+from common import await_steps, llama_config, rewrite, run_train, same_weights, steps_done
 from results import plots
 from runtime import checkpoint, optim, ownership, resume, trained
 from runtime.errors import ConfigError, TrainingError
@@ -69,7 +69,7 @@ class TinyRun:
                                      model='base', lora=self.lora)
         self.out = Path(self.cfg.out_dir)
         torch.manual_seed(0)
-        self.model = models.CausalLM(models.ModelConfig('llama', 50, 16, 24, 2, 2))
+        self.model = models.CausalLM(llama_config())
         self.model.init_weights()
         if not self.base.exists():
             checkpoint.save(self.model, self.base, torch.float32)

@@ -550,19 +550,19 @@ def test_neox_trains_and_is_evaluated(small_world, tmp_path):
     # both are rounded to the bfloat16 of the saved weights
     assert all((one[k] - two[k]).norm() < 0.05 * (one[k] - before[k]).norm() for k in one)
     train.main([*config, '--lora', '--lr=5e-3', '--eval=None', '--save_dtype=float32',
-                '--lora_targets=query_key_value,dense', f'--out_dir={tmp_path / "lora"}'])
+                '--lora_targets=qkv_proj,o_proj', f'--out_dir={tmp_path / "lora"}'])
     merged, plain = (transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation='eager') for folder in (tmp_path / 'lora', base))
     adapted = peft.PeftModel.from_pretrained(plain, tmp_path / 'lora' / 'adapter').eval()
     tokens = torch.randint(0, 1280, (1, 40))
     assert torch.allclose(merged(tokens).logits, adapted(tokens).logits, atol=1e-3)
     assert not torch.allclose(merged(tokens).logits, adapted.unload()(tokens).logits, atol=1e-2)
-    with pytest.raises(ConfigError, match='the layers of gpt_neox are query_key_value, d'):
+    with pytest.raises(ConfigError, match='the layers of gpt_neox are qkv_proj, o'):
         train.main([*config, '--lora', f'--out_dir={tmp_path / "no"}'])
     train.main([*config, '--from_scratch', '--eval=None', f'--out_dir={tmp_path / "scratch"}',
                 "--shape={'num_hidden_layers': 2, 'rotary_pct': 0.5}"])
     fresh = checkpoint.load(tmp_path / 'scratch')
-    assert len(fresh.decoder.layers) == 2 and fresh.config.rotary_dim == 8
+    assert len(fresh.decoder.layers) == 2 and fresh.config.layers[0].rope.dim == 8
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
