@@ -64,6 +64,7 @@ class TrainConfig:
     template: Literal['tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken', 'chatml', 'cohere',
                       'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'tulu'
     answers: Literal['best', 'all'] = 'best'  # OASST1: the best-ranked answer to a prompt, or all
+    train_on_inputs: bool = False             # conversations: a loss on the prompt as well
     add_bos: bool | None = None               # one BOS or none; None: as the tokenizer does
     max_length: int = 4096                    # tokens per sequence; longer ones are cut
     on_bad_row: Literal['stop', 'skip'] = 'stop'
@@ -210,7 +211,7 @@ def load_sequences(cfg, tokenizer):
               'revision': cfg.data_revision, 'cache_dir': cfg.cache_dir,
               'on_bad_row': cfg.on_bad_row, 'workers': cfg.workers or os.cpu_count()}
     if cfg.data_kind == 'instruct':
-        common |= {'template': cfg.template, 'answers': cfg.answers}
+        common |= {key: getattr(cfg, key) for key in ('template', 'answers', 'train_on_inputs')}
     load = {'instruct': load_conversations, 'text': load_text, 'questions': load_answers}
     sequences = load[cfg.data_kind](cfg.data, tokenizer, **common)
     order = np.random.default_rng(cfg.seed).permutation(len(sequences))

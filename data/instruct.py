@@ -80,11 +80,12 @@ def first_turns(rows, answers='best'):
 
 
 def load_conversations(source, tokenizer, *, template, max_length, add_bos, revision=None,
-                       answers='best', **options):
+                       answers='best', train_on_inputs=False, **options):
     """Return Sequences of the conversations in `source`: a file, a folder or a hub dataset.
 
     Conversations are truncated to max_length tokens; a row without a supervised token left is bad.
-    answers: see `first_turns`; options: of `tokenize_once`
+    answers: see `first_turns`; train_on_inputs: supervise every token but BOS; options: of
+    `tokenize_once`
     """
     files = fetch(source, PATTERNS, revision)
 
@@ -92,9 +93,12 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
         ids, loss_mask = encode_conversation(to_messages(row), tokenizer, template, add_bos)
         if not any(loss_mask[:max_length]):
             raise DataError(f'the answer begins beyond max_length = {max_length} tokens')
+        if train_on_inputs:
+            loss_mask = [0] * add_bos + [1] * (len(ids) - add_bos)
         return [(ids[:max_length], loss_mask[:max_length])]
 
     settings = {'kind': 'instruct', 'tokenizer': tokenizer.fingerprint, 'template': template,
-                'max_length': max_length, 'add_bos': add_bos, 'answers': answers}
+                'max_length': max_length, 'add_bos': add_bos, 'answers': answers,
+                'train_on_inputs': train_on_inputs}
     return tokenize_once(files, encode, settings, **options,
                          regroup=functools.partial(first_turns, answers=answers))

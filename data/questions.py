@@ -102,6 +102,8 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
     questions, solved, bad = [], {}, []
     make_prompt = functools.partial(PROMPT_FORMATS[prompt_format], benchmark=benchmark,
                                     scoring=scoring, native=header == 'native')
+    if header == 'none':
+        make_prompt = functools.partial(without_header, make_prompt)
 
     def read(split, language):
         rows = (row for file in _files_of(benchmark, source, split, language, revision)
@@ -230,6 +232,10 @@ def _require_languages(wanted, known, source):
         hint = f'did you mean {near[0]!r}? It' if near else 'it'
         raise DataError(f'{source} has no language {language!r}; {hint} has '
                         f'{", ".join(sorted(known))}')
+
+
+def without_header(make_prompt, item):
+    return make_prompt(item)._replace(header='')
 
 
 def shifts(n_options, n_orders):

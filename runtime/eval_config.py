@@ -18,7 +18,7 @@ class EvalConfig:
     languages: tuple[str, ...] = ('all',)     # of multilingual tasks
     prompt_format: str = 'mmlu'               # prompts of MMLU, or harness: those of
     #                                           lm-evaluation-harness, or your own: data/prompts.py
-    header: Literal['english', 'native'] = 'english'
+    header: Literal['english', 'native', 'none'] = 'english'     # before the shots; see the docs
     shots: int = 5                            # solved questions before each question
     scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
     norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # what divides a log-probability

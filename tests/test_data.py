@@ -53,6 +53,20 @@ def conversations(path, tokenizer, **options):
     return instruct.load_conversations(str(path), tokenizer, **settings)
 
 
+@pytest.mark.parametrize('add_bos', [True, False])
+def test_train_on_inputs_supervises_every_token_but_bos(tmp_path, tokenizers, add_bos):
+    path = write_rows(tmp_path / 'alpaca.json', [{'instruction': 'sky?', 'output': 'blue'}] * 2)
+    plain, every = (conversations(path, tokenizers['gemma'], template='alpaca', max_length=40,
+                                  add_bos=add_bos, train_on_inputs=x) for x in (False, True))
+    assert plain[0][0].tolist() == every[0][0].tolist()
+    assert every[1][1].tolist() == [int(not add_bos), *[1] * (len(every[1][0]) - 1)]
+    assert 0 < plain[1][1].sum() < every[1][1].sum()
+    long = [{'instruction': 'sky? ' * 40, 'output': 'blue'}]
+    with pytest.raises(DataError, match='begins beyond max_length'):    # as without it
+        conversations(write_rows(tmp_path / 'long.json', long), tokenizers['gemma'],
+                      train_on_inputs=True)
+
+
 def message(name, parent, text, lang='en', **more):
     return {'message_id': name, 'parent_id': parent, 'text': text, 'lang': lang, 'deleted': False,
             'role': 'assistant' if name.isupper() else 'prompter', 'rank': None,

@@ -358,6 +358,12 @@ def test_prompt_is_mmlus(tmp_path):
                       'Answer:')
     assert question.options == [' A', ' B', ' C', ' D']
     assert question.category == 'STEM'
+    for scoring in ('letters', 'text'):
+        with_header, without = (questions.load_task(f'mmlu:{tmp_path}', shots=2, scoring=scoring,
+                                                    header=header) for header in ('english', 'none'))
+        for a, b in zip((*with_header.questions, *with_header.shots['', 'abstract_algebra']),
+                        (*without.questions, *without.shots['', 'abstract_algebra']), strict=True):
+            assert b.header == '' != a.header and (b.context, b.options) == (a.context, a.options)
     (question,), _, _, _ = questions.load_task(f'mmlu:{tmp_path}', scoring='text')
     assert question.context == 'Q2?\nAnswer:' and question.options == [' w', ' x', ' y', ' z']
     with pytest.raises(DataError, match="2 solved questions about 'abstract_algebra', 5 wanted; "

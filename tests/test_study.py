@@ -32,7 +32,8 @@ from train import TrainConfig, training_loss
 
 SCRIPTS = architectures, base, epochs, homogeneous, lora, size, smoothing, vocabulary
 # settings that the trainer has got since the study was run; their defaults are what it did then
-ADDED = {'loss', 'logit_softcap', 'logit_temperature', 'answers', 'data_limit', 'warmup_steps'}
+ADDED = {'loss', 'logit_softcap', 'logit_temperature', 'answers', 'data_limit', 'warmup_steps',
+         'train_on_inputs'}
 
 
 def digest(config):
