@@ -56,7 +56,7 @@ def conversations(path, tokenizer, **options):
 @pytest.mark.parametrize('add_bos', [True, False])
 def test_train_on_inputs_supervises_every_token_but_bos(tmp_path, tokenizers, add_bos):
     path = write_rows(tmp_path / 'alpaca.json', [{'instruction': 'sky?', 'output': 'blue'}] * 2)
-    plain, every = (conversations(path, tokenizers['gemma'], template='alpaca', max_length=40,
+    plain, every = (conversations(path, tokenizers['gemma'], template='alpaca', max_length=400,
                                   add_bos=add_bos, train_on_inputs=x) for x in (False, True))
     assert plain[0][0].tolist() == every[0][0].tolist()
     assert every[1][1].tolist() == [int(not add_bos), *[1] * (len(every[1][0]) - 1)]

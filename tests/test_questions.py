@@ -359,8 +359,8 @@ def test_prompt_is_mmlus(tmp_path):
     assert question.options == [' A', ' B', ' C', ' D']
     assert question.category == 'STEM'
     for scoring in ('letters', 'text'):
-        with_header, without = (questions.load_task(f'mmlu:{tmp_path}', shots=2, scoring=scoring,
-                                                    header=header) for header in ('english', 'none'))
+        with_header, without = (questions.load_task(
+            f'mmlu:{tmp_path}', shots=2, scoring=scoring, header=x) for x in ('english', 'none'))
         for a, b in zip((*with_header.questions, *with_header.shots['', 'abstract_algebra']),
                         (*without.questions, *without.shots['', 'abstract_algebra']), strict=True):
             assert b.header == '' != a.header and (b.context, b.options) == (a.context, a.options)
