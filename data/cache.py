@@ -6,6 +6,7 @@ name is a hash of what decides its content: the raw files, the settings and the 
 that an edited template makes new tokens. A folder that does not match its hash is rebuilt.
 """
 
+import collections
 import contextlib
 import hashlib
 import json
@@ -79,7 +80,8 @@ def source_digest():
 def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers=1, regroup=iter):
     """Return the Sequences of all rows, from the cache if this was tokenized before.
 
-    encode:   row -> list of (token ids, loss mask); may raise DataError; runs in worker processes
+    encode:   row -> list of (token ids, loss mask), or a text that says why the row is left out;
+              may raise DataError; runs in worker processes
     settings: dict of what changes the result besides the content of the files and the code: the
               tokenizer's fingerprint, the name of the template, ...
     on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first
@@ -100,6 +102,8 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
         with writing(folder):
             _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup)
         sequences = Sequences(folder)
+    for reason, n in sequences.info.get('left_out', {}).items():
+        print(f'{n} rows left out: {reason}')
     if sequences.info['bad_rows']:
         print(f'{sequences.info["bad_rows"]} bad rows skipped, the first: '
               f'{sequences.info["first_bad"]}')
@@ -108,7 +112,8 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
 
 def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
     """Write the cache elsewhere and move it; in an existing folder, replace only its files."""
-    part, bad, offsets = folder.with_name(f'{folder.name}.{uuid.uuid4().hex}.tmp'), [], [0]
+    part = folder.with_name(f'{folder.name}.{uuid.uuid4().hex}.tmp')
+    bad, left_out, offsets = [], collections.Counter(), [0]
     part.mkdir(parents=True)
     try:
         with open(part / 'tokens.bin', 'wb') as tokens, open(part / 'loss_mask.bin', 'wb') as masks:
@@ -116,16 +121,22 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
             results = tqdm(_encoded(rows, encode, workers), 'tokenizing', unit=' rows',
                            mininterval=1, disable=None)
             for sequences in without_bad(results, on_bad_row, bad):
+                if isinstance(sequences, str):
+                    left_out[sequences] += 1
+                    continue
                 for ids, loss_mask in sequences:
                     tokens.write(np.asarray(ids, dtype=np.uint32))
                     masks.write(np.asarray(loss_mask, dtype=np.uint8))
                     offsets.append(offsets[-1] + len(ids))
         if len(offsets) == 1:
             raise DataError(f'{", ".join(map(str, files))}: an empty dataset, nothing to train on'
-                            + (f' ({len(bad)} bad rows, the first: {bad[0]})' if bad else ''))
+                            + (f' ({len(bad)} bad rows, the first: {bad[0]})' if bad else '')
+                            + ''.join(f'; {n} rows left out: {reason}'
+                                      for reason, n in left_out.items()))
         offsets = np.asarray(offsets, dtype=np.int64)
         np.save(part / 'offsets.npy', offsets)
-        info = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None, 'settings': settings,
+        info = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None,
+                'left_out': left_out, 'settings': settings,
                 'digest': _digest(offsets, _map(part / 'tokens.bin', np.uint32),
                                   _map(part / 'loss_mask.bin', np.uint8))}
         (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
@@ -139,7 +150,7 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
 
 
 def _encoded(rows, encode, workers):
-    """Yield the result of `encode` for each row, in order: a list of sequences, or a DataError."""
+    """Yield the result of `encode` for each row, in order, or a DataError."""
     global _encode
     _encode = encode    # workers inherit it with its tokenizer, which cannot be pickled
     if workers <= 1:

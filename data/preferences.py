@@ -1,0 +1,249 @@
+"""Load preferences: answers to one prompt, ranked, in the formats in which they are published.
+
+One sequence of the cache is a prompt and all its answers, the best first:
+
+    tokens      prompt, answer 0, answer 1, ...
+    loss mask   0 in the prompt, k + 1 in answer k; TIED is added if it is as good as answer k - 1
+
+So a prompt is stored, and computed, once (`to_tree`). Only the last turn is an answer; earlier
+turns of the assistant belong to the prompt. A row that holds no preference is left out, and the
+reasons are counted.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.cache import tokenize_once
+from data.chat import encode_conversation
+from data.files import fetch, parsed, require_fields, require_text
+from data.instruct import PATTERNS, ROLE_NAMES
+from data.packing import Tree
+from runtime.errors import DataError
+
+TIED = 128      # so a prompt has at most 126 answers
+PREFERENCE_PATTERNS = ('data/train_prefs-*.parquet', 'comparison_data_v2.json', *PATTERNS)
+
+
+@dataclass
+class Ranking:
+    """A prompt and its answers, the best first; answers with equal scores are tied."""
+    prompt: list        # [{'role', 'content'}, ...]
+    answers: list       # texts
+    scores: list        # numbers that only order them
+
+
+# ---- Rows of the published formats ---------------------------------------------------------------
+
+def to_ranking(row):
+    """Return the Ranking of a row of a known format; raises DataError.
+
+    prompt, chosen, rejected             texts, or lists of {role, content} that hold the prompt as
+                                         well, as in UltraFeedback and Tulu 3
+    conversations, chosen, rejected      ShareGPT: {from, value} or {from, content}
+    chosen, rejected                     HH-RLHF: whole dialogues as text
+    user_input, responses_and_scores     GPT-4-LLM; user_input, completion_a, completion_b before
+    context, response1, response2, overall_preference        HelpSteer3
+    prompt, responses, scores            any number of answers
+    """
+    fields = set(require_fields(row))
+    for needed, read in FORMATS.items():
+        if fields.issuperset(needed):
+            return read(row)
+    raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted '
+                    + ', or '.join(' + '.join(needed) for needed in FORMATS))
+
+
+def _pair(row):
+    chosen, rejected = (_messages(row[side], side) for side in ('chosen', 'rejected'))
+    before = _messages(row.get('conversations', row.get('prompt', [])), 'the prompt', 'user')
+    if len(chosen) > 1 or len(rejected) > 1:    # the sides hold the prompt themselves
+        if chosen[:-1] != rejected[:-1]:
+            raise DataError('the turns before the two answers differ')
+        before = chosen[:-1]
+    for side, messages in (('chosen', chosen), ('rejected', rejected)):
+        if not messages or messages[-1]['role'] != 'assistant':
+            raise DataError(f'the last turn of "{side}" is not the assistant\'s')
+    scores = row.get('score_chosen'), row.get('score_rejected')
+    return Ranking(before, [chosen[-1]['content'], rejected[-1]['content']],
+                   [1, 0] if None in scores else list(scores))
+
+
+def _dialogues(row):
+    """HH-RLHF: '\\n\\nHuman: ...\\n\\nAssistant: ...' on both sides."""
+    if 'Human: ' not in require_text(row['chosen'], 'chosen'):
+        raise DataError('"chosen" and "rejected" without "prompt" must be dialogues of '
+                        '"\\n\\nHuman: " and "\\n\\nAssistant: "')
+    sides = {}
+    for side in ('chosen', 'rejected'):
+        empty, *parts = re.split(r'\n\n(Human|Assistant): ?', require_text(row[side], side))
+        roles = {'Human': 'user', 'Assistant': 'assistant'}
+        sides[side] = [{'role': roles[name], 'content': text}
+                       for name, text in zip(parts[::2], parts[1::2], strict=True)]
+        if empty.strip():
+            raise DataError(f'"{side}" has text before its first turn')
+    return _pair(sides)
+
+
+def _gpt4llm(row):
+    if 'responses_and_scores' in row:
+        answers = [answer['response'] for answer in row['responses_and_scores']]
+        scores = [answer['score'] for answer in row['responses_and_scores']]
+    else:
+        answers, scores = [row['completion_a'], row['completion_b']], [1, 0]
+    return Ranking(_alpaca_prompt(row['user_input']), answers, scores)
+
+
+def _alpaca_prompt(text):
+    """Return the user's message of Stanford Alpaca's text, which a template would add again."""
+    match = re.fullmatch(r'Below is an instruction that describes a task.*?### Instruction:\s*(.*?)'
+                         r'(?:\s*### Input:\s*(.*?))?\s*(?:### Response:\s*)?',
+                         require_text(text, 'user_input'), re.DOTALL)
+    if not match:
+        return [{'role': 'user', 'content': text}]
+    instruction, context = match.groups()
+    if not context:
+        return [{'role': 'user', 'content': instruction}]
+    return [{'role': 'user', 'content': f'{instruction}\n\n{context}', 'input': context}]
+
+
+def _helpsteer3(row):
+    preference = row['overall_preference']      # -3 to 3; negative: response1 is better
+    return Ranking(_messages(row['context'], 'context'), [row['response1'], row['response2']],
+                   [-preference, preference])
+
+
+def _scored(row):
+    return Ranking(_messages(row['prompt'], 'the prompt', 'user'), row['responses'], row['scores'])
+
+
+FORMATS = {     # the first whose fields a row has
+    ('prompt', 'responses', 'scores'): _scored,
+    ('user_input', 'responses_and_scores'): _gpt4llm,
+    ('user_input', 'completion_a', 'completion_b'): _gpt4llm,
+    ('context', 'response1', 'response2', 'overall_preference'): _helpsteer3,
+    ('conversations', 'chosen', 'rejected'): _pair,
+    ('prompt', 'chosen', 'rejected'): _pair,
+    ('chosen', 'rejected'): _dialogues,
+}
+
+
+def _messages(value, what, role='assistant'):
+    """Return [{'role', 'content'}, ...] of a text, which `role` says, of a turn, or of a list."""
+    if isinstance(value, str):
+        return [{'role': role, 'content': value}]
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise DataError(f'{what} must be text or a list of {{"role", "content"}}')
+    found = []
+    for turn in turns:
+        name = turn.get('role', turn.get('from'))
+        found.append({'role': ROLE_NAMES.get(name, name),
+                      'content': turn.get('content', turn.get('value'))})
+    return found
+
+
+def join_answers(rows):
+    """Yield (place, row) pairs; HelpSteer2 has a row per answer, and those of a prompt are joined.
+
+    The score is the helpfulness.
+    """
+    prompts = {}
+
+    def add(row):
+        texts = [require_text(row[key], key) for key in ('prompt', 'response')]
+        return *texts, row['helpfulness']
+
+    for place, row in rows:
+        if isinstance(row, dict) and {'prompt', 'response', 'helpfulness'} <= row.keys():
+            row = parsed(place, row, add)
+            if not isinstance(row, DataError):
+                prompt, answer, score = row
+                _, answers, scores = prompts.setdefault(prompt, (place, [], []))
+                answers.append(answer)
+                scores.append(score)
+                continue
+        yield place, row
+    for prompt, (place, answers, scores) in prompts.items():
+        yield place, {'prompt': prompt, 'responses': answers, 'scores': scores}
+
+
+# ---- From rankings to sequences and trees --------------------------------------------------------
+
+def load_preferences(source, tokenizer, *, template, max_length, add_bos, revision=None, cache_dir,
+                     on_bad_row='stop', workers=1):
+    """Return the Sequences of the rankings in `source`, a file, a folder or a hub dataset.
+
+    max_length: of the prompt with any one answer; longer answers are left out, not cut, since a
+    cut answer has lost its end. The other arguments are those of `encode_conversation` and
+    `tokenize_once`.
+    """
+    files = fetch(source, PREFERENCE_PATTERNS, revision)
+
+    def encode(row):
+        return encode_ranking(to_ranking(row), tokenizer, template, add_bos, max_length)
+
+    settings = {'kind': 'preferences', 'tokenizer': tokenizer.fingerprint, 'template': template,
+                'max_length': max_length, 'add_bos': add_bos}
+    return tokenize_once(files, encode, settings, cache_dir, on_bad_row, workers, join_answers)
+
+
+def encode_ranking(ranking, tokenizer, template, add_bos, max_length):
+    """Return [(tokens, loss mask)] of a Ranking, or why it holds no preference, a text."""
+    if len(ranking.answers) != len(ranking.scores):
+        raise DataError(f'{len(ranking.answers)} answers but {len(ranking.scores)} scores')
+    if not all(isinstance(score, (int, float)) for score in ranking.scores):
+        raise DataError(f'the scores must be numbers, got {ranking.scores}')
+    texts = [require_text(answer, 'an answer') for answer in ranking.answers]
+    if not ranking.prompt or ranking.prompt[-1]['role'] != 'user':
+        raise DataError('the last turn of the prompt is not the user\'s')
+    if not any(text.strip() for text in texts):
+        return 'empty answers'
+    by_answer = {}      # an equal answer is kept once, where it is ranked best
+    for score, text in sorted(zip(ranking.scores, texts, strict=True), key=lambda x: -x[0]):
+        if text.strip():
+            by_answer.setdefault(text.strip(), (score, text))
+    if len(by_answer) < 2:
+        return 'fewer than two different answers'
+    encoded = [(score, *encode_answer(ranking.prompt, text, tokenizer, template, add_bos))
+               for score, text in by_answer.values()]
+    encoded = [(score, prompt, answer) for score, prompt, answer in encoded
+               if len(prompt) + len(answer) <= max_length]
+    if len(encoded) < 2:
+        return f'longer than {max_length} tokens'
+    if len({score for score, _, _ in encoded}) < 2:
+        return 'answers of equal score'
+    if len(encoded) >= TIED - 1:
+        raise DataError(f'{len(encoded)} answers to one prompt; at most {TIED - 2} are possible')
+    prompt = encoded[0][1]
+    tokens, loss_mask = [*prompt], [0] * len(prompt)
+    for k, (score, _, answer) in enumerate(encoded):
+        tokens += answer
+        tied = k > 0 and score == encoded[k - 1][0]
+        loss_mask += [k + 1 + TIED * tied] * len(answer)
+    return [(tokens, loss_mask)]
+
+
+def encode_answer(prompt, answer, tokenizer, template, add_bos):
+    """Return (tokens of the prompt, tokens of the answer with the token that ends its turn)."""
+    ids, loss_mask = encode_conversation([*prompt, {'role': 'assistant', 'content': answer}],
+                                         tokenizer, template, add_bos)
+    end = max(i for i, supervised in enumerate(loss_mask) if supervised) + 1
+    start = max((i for i in range(end) if not loss_mask[i]), default=-1) + 1
+    return ids[:start], ids[start:end]
+
+
+def to_tree(tokens, loss_mask):
+    """Return (Tree with a leaf per answer, rank of each answer) of a sequence, both the best first.
+
+    Tied answers have one rank; ranks count from 0.
+    """
+    tokens, answer = tokens.tolist(), loss_mask % TIED
+    starts = np.flatnonzero(np.diff(loss_mask, prepend=0))
+    ends = [*starts[1:], len(tokens)]
+    leaves = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+    assert answer[-1] == len(leaves)
+    ranks = np.cumsum(loss_mask[starts] < TIED) - 1
+    begin = int(starts[0])
+    return Tree((), tokens[:begin], leaves, [begin] * len(leaves)), ranks

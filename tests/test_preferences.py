@@ -1,0 +1,169 @@
+"""data/preferences.py: each published format, what is left out, and the trees."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from common import SHARED, needs_files, sentencepiece_folder, write_rows
+
+from data.chat import encode_conversation, encode_prompt
+from data.preferences import (TIED, Ranking, encode_ranking, join_answers, load_preferences,
+                              to_ranking, to_tree)
+from data.tokenizer import load_tokenizer
+from runtime.errors import DataError
+
+PROMPT = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Name a color.'}]
+ALPACA = ('Below is an instruction that describes a task{}. Write a response that appropriately '
+          'completes the request.\n\n### Instruction:\n{}')
+
+
+def said(role, text):
+    return {'role': role, 'content': text}
+
+
+ROWS = {
+    'prompt as text': {'prompt': 'Name a color.', 'chosen': 'Red.', 'rejected': 'Seven.'},
+    'prompt as messages': {'prompt': PROMPT, 'chosen': [said('assistant', 'Red.')],
+                           'rejected': [said('assistant', 'Seven.')]},
+    'UltraFeedback': {'prompt': 'Name a color.', 'prompt_id': 'x', 'messages': [],
+                      'chosen': [said('user', 'Name a color.'), said('assistant', 'Red.')],
+                      'rejected': [said('user', 'Name a color.'), said('assistant', 'Seven.')],
+                      'score_chosen': 8.5, 'score_rejected': 3.0},
+    'Tulu 3': {'id': 1, 'source': 'x', 'prompt': 'the first turn alone',
+               'chosen': [*PROMPT, said('assistant', 'Red.')],
+               'rejected': [*PROMPT, said('assistant', 'Seven.')]},
+    'ShareGPT': {'conversations': [{'from': 'human', 'value': 'Name a color.'}],
+                 'chosen': {'from': 'gpt', 'value': 'Red.'},
+                 'rejected': {'from': 'gpt', 'value': 'Seven.'}},
+    'ShareGPT of the demo file': {
+        'conversations': [{'from': 'system', 'content': 'Be brief.'},
+                          {'from': 'user', 'content': 'Name a color.'}],
+        'chosen': {'from': 'assistant', 'content': 'Red.'},
+        'rejected': {'from': 'assistant', 'content': 'Seven.'}},
+    'HH-RLHF': {'chosen': '\n\nHuman: Name a color.\n\nAssistant: Red.',
+                'rejected': '\n\nHuman: Name a color.\n\nAssistant: Seven.'},
+    'GPT-4-LLM': {'user_input': ALPACA.format('', 'Name a color.'), 'responses_and_scores': [
+        {'response': 'Seven.', 'source': 'icm-1.3b', 'score': 2.0},
+        {'response': 'Red.', 'source': 'gpt4', 'score': 9.0},
+        {'response': 'Blue.', 'source': 'text-davinci-003', 'score': 9.0}]},
+    'GPT-4-LLM of before': {'user_input': 'Name a color.', 'completion_a': 'Red.',
+                            'completion_b': 'Seven.'},
+    'HelpSteer3': {'context': [said('user', 'Name a color.')], 'response1': 'Seven.',
+                   'response2': 'Red.', 'overall_preference': 2},
+    'scores': {'prompt': 'Name a color.', 'responses': ['Seven.', 'Red.'], 'scores': [0, 1]},
+}
+
+
+@pytest.fixture(scope='module')
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(sentencepiece_folder(tmp_path_factory.mktemp('tokenizer'), 'llama2'))
+
+
+@pytest.mark.parametrize('name', ROWS)
+def test_the_better_answer_of_each_published_format_comes_first(name, tokenizer):
+    ranking = to_ranking(ROWS[name])
+    prompt = ranking.prompt
+    assert prompt[-1] == said('user', 'Name a color.')
+    assert prompt[:-1] == ([said('system', 'Be brief.')] if len(prompt) > 1 else [])
+    ((tokens, loss_mask),) = encode_ranking(ranking, tokenizer, 'tulu', True, 512)
+    tree, ranks = to_tree(np.array(tokens), np.array(loss_mask, dtype=np.uint8))
+    assert tree.leaves[0] == tokenizer.encode('Red.', start=False) + [tokenizer.eos_id]
+    assert tree.leaves[-1] == tokenizer.encode('Seven.', start=False) + [tokenizer.eos_id]
+    assert list(ranks) == ([0, 0, 1] if name == 'GPT-4-LLM' else [0, 1])
+
+
+def test_the_field_input_of_alpacas_text_is_found():
+    text = ALPACA.format(', paired with an input that provides further context',
+                         'Translate.\n\n### Input:\nrouge')
+    row = {'user_input': text, 'completion_a': 'red', 'completion_b': 'seven'}
+    assert to_ranking(row).prompt == [{'role': 'user', 'content': 'Translate.\n\nrouge',
+                                       'input': 'rouge'}]
+
+
+@pytest.mark.parametrize('template', ['tulu', 'mistral', 'alpaca'])
+def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(template, tokenizer):
+    messages = [said('user', 'Name a color.')]
+    if template != 'alpaca':
+        messages = [said('user', 'Hi.'), said('assistant', 'Hello.'), *messages]
+    ((tokens, loss_mask),) = encode_ranking(
+        Ranking(messages, ['Red, of course.', 'Seven'], [1, 0]), tokenizer, template, True, 512)
+    tree, _ = to_tree(np.array(tokens), np.array(loss_mask, dtype=np.uint8))
+    assert tree.stem == encode_prompt(messages, tokenizer, template)[0]
+    for leaf, answer in zip(tree.leaves, ('Red, of course.', 'Seven'), strict=True):
+        ids, supervised = encode_conversation([*messages, said('assistant', answer)], tokenizer,
+                                              template)
+        assert tree.stem + leaf == ids
+        assert sum(supervised) >= len(leaf) == len(ids) - len(tree.stem)
+    assert tree.stem.count(tokenizer.bos_id) == 1
+
+
+@pytest.mark.parametrize('answers, scores, reason', [
+    (['Red.', 'Blue.'], [1, 1], 'answers of equal score'),
+    (['Red.', ' Red.\n'], [2, 1], 'fewer than two different answers'),
+    (['Red.', ' '], [2, 1], 'fewer than two different answers'),
+    (['', ' '], [2, 1], 'empty answers'),
+    (['Red.', 'Blue, ' * 100], [2, 1], 'longer than 100 tokens')])
+def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, reason, tokenizer):
+    assert encode_ranking(Ranking(PROMPT, answers, scores), tokenizer, 'tulu', True, 100) == reason
+
+
+@pytest.mark.parametrize('row, message', [
+    ({'prompt': 'a'}, 'fields prompt; wanted prompt + responses + scores, or'),
+    (['a'], 'a row must be an object'),
+    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [1]}, '2 answers but 1 scores'),
+    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': ['1', '2']}, 'must be numbers'),
+    ({'prompt': 'a', 'responses': ['b', 3], 'scores': [1, 2]}, 'an answer is not text but int'),
+    ({'chosen': 'b', 'rejected': 'c'}, 'must be dialogues'),
+    ({'chosen': '\n\nHuman: x\n\nAssistant: y', 'rejected': '\n\nHuman: z\n\nAssistant: y'},
+     'the turns before the two answers differ'),
+    ({'chosen': '\n\nHuman: x\n\nAssistant: y\n\nHuman: z', 'rejected': '\n\nHuman: x'},
+     'the turns before the two answers differ'),
+    ({'prompt': 'a', 'chosen': [said('user', 'b')], 'rejected': 'c'}, 'the last turn of "chosen"'),
+    ({'prompt': [said('assistant', 'a')], 'chosen': 'b', 'rejected': 'c'},
+     "the last turn of the prompt is not the user's"),
+    ({'prompt': 'a', 'chosen': 3, 'rejected': 'c'}, 'chosen must be text or a list')])
+def test_a_malformed_row_says_what_is_wrong(row, message, tokenizer):
+    with pytest.raises(DataError) as error:
+        encode_ranking(to_ranking(row), tokenizer, 'tulu', True, 512)
+    assert message in str(error.value)
+
+
+def test_helpsteer2_joins_the_answers_of_a_prompt():
+    row = {'prompt': 'Name a color.', 'correctness': 4}
+    rows = [('f:1', row | {'response': 'Seven.', 'helpfulness': 0}),
+            ('f:2', {'prompt': 'x', 'response': 'y', 'helpfulness': 3}),
+            ('f:3', row | {'response': 'Red.', 'helpfulness': 4})]
+    (place, joined), (other, _) = join_answers(rows)
+    assert (place, other) == ('f:1', 'f:2')
+    assert to_ranking(joined).scores == [0, 4]
+
+
+def test_a_file_of_preferences_is_cached_and_its_gaps_are_counted(tokenizer, tmp_path, capsys):
+    rows = [*ROWS.values(), {'prompt': 'a', 'chosen': 'b', 'rejected': 'b'}]
+    write_rows(tmp_path / 'x.jsonl', rows)
+    settings = {'template': 'tulu', 'max_length': 512, 'add_bos': True,
+                'cache_dir': tmp_path / 'cache'}
+    for _ in range(2):
+        sequences = load_preferences(str(tmp_path / 'x.jsonl'), tokenizer, **settings)
+        assert len(sequences) == len(ROWS)
+        assert '1 rows left out: fewer than two different answers' in capsys.readouterr().out
+    ties = [sequences[i][1].max() for i in range(len(sequences))]
+    assert ties[list(ROWS).index('GPT-4-LLM')] == TIED + 2
+    write_rows(tmp_path / 'y.jsonl', rows[-1:])
+    with pytest.raises(DataError, match='nothing to train on; 1 rows left out'):
+        load_preferences(str(tmp_path / 'y.jsonl'), tokenizer, **settings)
+
+
+def test_every_row_of_the_demo_file_is_a_pair(tokenizer, tmp_path):
+    needs_files('datasets/preferences/dpo_en_demo.json.gz')
+    path = SHARED / 'datasets/preferences/dpo_en_demo.json.gz'
+    sequences = load_preferences(str(path), tokenizer, template='tulu', max_length=10 ** 6,
+                                 add_bos=True, cache_dir=tmp_path)
+    rows = json.loads(gzip.open(path).read())
+    assert len(sequences) == len(rows) == 300
+    for row, (tokens, loss_mask) in zip(rows, (sequences[i] for i in range(300)), strict=True):
+        tree, ranks = to_tree(tokens, loss_mask)
+        assert list(ranks) == [0, 1] and len(tree.stem) > 0
+        chosen = tokenizer.decode(tree.leaves[0][:-1])
+        assert chosen.split() == row['chosen']['content'].split()
