@@ -147,6 +147,6 @@ def tables(options):
 
 
 if __name__ == '__main__':
-    main(runs, tables, trex="folder with T-REx's JSON files, for facts generation",
-         pile='hub dataset, folder or file of texts in place of the copy of the Pile',
-         rlhf='folders of the checkpoints after PPO, one per epoch, separated by commas')
+    main(runs, tables, trex={'help': "folder with T-REx's JSON files, for facts generation"},
+         pile={'help': 'hub dataset, folder or file of texts in place of the copy of the Pile'},
+         rlhf={'help': 'folders of the checkpoints after PPO, one per epoch, separated by commas'})

@@ -80,9 +80,12 @@ class Run:
     def hours(self):
         """GPU hours on one H200: 6 operations per weight and trained token, 2 per scored one.
 
-        With checkpointed activations 8 per trained token.
+        With checkpointed activations 2 more per trained token, with LoRA, whose frozen weights have
+        no gradient, 2 less.
         """
-        per_token = 8 if self.trains and self.cfg.checkpoint_activations else 6
+        per_token = 6
+        if self.trains:
+            per_token += 2 * (self.cfg.checkpoint_activations - self.cfg.lora)
         seconds = per_token * self.params * self.train_tokens / TRAIN_RATE
         seconds += 2 * self.params * self.eval_tokens / EVAL_RATE
         return (seconds + EVAL_STARTS * (self.eval_tokens > 0)) / 3600
@@ -101,8 +104,8 @@ def sweep(folder, rates, smoothings, cfg, **sizes):
     held-out sequences is evaluated as smoothing0, and smoothing{s} is trained at its rate for each
     s of `smoothings`. cfg: the TrainConfig of all; sizes: params, train_tokens, eval_tokens.
     """
-    # Llama 3.1 8B otherwise takes up to 136 of the 140 GiB of an H200
-    cfg = replace(cfg, checkpoint_activations=sizes['params'] > 8e9)
+    # all weights of Llama 3.1 8B otherwise take up to 136 of the 140 GiB of an H200
+    cfg = replace(cfg, checkpoint_activations=sizes['params'] > 8e9 and not cfg.lora)
     grid = [replace(cfg, lr=lr, out_dir=f'{folder}/lr{lr:g}') for lr in rates]
     for one in grid:
         yield Run(replace(one, eval=None), **sizes | {'eval_tokens': 0})
@@ -150,7 +153,8 @@ def main(runs, tables, **more):
     """Do the runs of a script and write its tables, as the options of the command line say.
 
     runs(options) yields the Runs; tables(options) yields (name, title, lines of cells). Each of
-    `more` is an option of the script, with its help.
+    `more` is an option of the script, as keyword arguments of argparse; one with choices is a
+    setting of the runs. options.changes lists the changed settings that results depend on.
     """
     doc, name = sys.modules['__main__'].__doc__, Path(sys.argv[0]).stem
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
@@ -158,24 +162,27 @@ def main(runs, tables, **more):
     parser.add_argument('--plan', action='store_true', help='print the runs and their cost')
     parser.add_argument('--only', default='', help='parts of names of runs, such as Alpaca/lr,base')
     parser.add_argument('--out_dir', default=f'out/papers/{name}', help='default: %(default)s')
-    for key, text in more.items():
-        parser.add_argument(f'--{key}', default='', help=text)
+    for key, arguments in more.items():
+        parser.add_argument(f'--{key}', **{'default': ''} | arguments)
     options, changes = parser.parse_known_args()
     options.out_dir = os.path.expanduser(options.out_dir)
     with cli.one_line_errors(resume='the same command continues'):
         if stray := [text for text in changes if not text.startswith('--')]:
             raise ConfigError(f'unexpected argument {stray[0]!r}; settings are --key=value')
         load_config(TrainConfig, changes)       # fail on a misspelled key before anything is done
+        chosen = [f'--{key}={getattr(options, key)}' for key, arguments in more.items()
+                  if 'choices' in arguments and getattr(options, key) != arguments['default']]
+        options.changes = [*chosen, *(change for change in changes
+                                      if change[2:].split('=')[0] not in FREE_KEYS)]
         changed = (run.changed(changes) for run in runs(options))
         if options.plan:
             print_plan(changed, options)
             return
         with lock(options.out_dir):     # not while runs are done: several processes can share them
-            keep_changes(options.out_dir, changes)
+            keep_changes(options.out_dir, [*chosen, *changes])
         failed = do(changed, options)
-        limits = ''.join(f' ({change})' for change in changes if change.startswith('--eval.limit='))
         with lock(options.out_dir):
-            write_tables(tables(options), options.out_dir, doc, limits)
+            write_tables(tables(options), options.out_dir, doc, options.changes)
         if failed:
             sys.exit('error: not done: ' + ', '.join(failed) + '; the messages are above')
 
@@ -194,6 +201,12 @@ def keep_changes(folder, changes):
 
 def name_of(folder, options):
     return Path(folder).relative_to(options.out_dir).as_posix()
+
+
+def changed_report(cfg, options):
+    """Return the EvalConfig `cfg` with the settings --eval.key=value of the command line."""
+    changes = [change for change in options.changes if change.startswith('--eval.')]
+    return load_config(TrainConfig, changes, config=TrainConfig(eval=cfg)).eval
 
 
 def selected(folder, options):
@@ -285,23 +298,24 @@ def numbers(result, keys):
     return [f'{result[key]:.3f}' if result.get(key) is not None else '' for key in keys]
 
 
-def write_tables(tables, folder, doc, limits=''):
+def write_tables(tables, folder, doc, changes=()):
     """Print each (name, title, lines) and write <name>.csv, <name>.tex, and tables.md of all.
 
-    limits: behind each title, and if there are any, above the LaTeX table. There the best of the
-    lines with the same first cell is bold.
+    changes: settings other than the script's own, below each title, and if there are any, above the
+    LaTeX table. There the best of the lines with the same first cell is bold.
     """
-    texts = []
+    texts, changed = [], 'changed settings: ' + ' '.join(changes)
     for name, title, lines in tables:
-        title += limits
-        print(f'\n{title}', report.aligned(lines) if len(lines) <= PRINTED_LINES else
+        print(f'\n{title}', *[changed] * bool(changes),
+              report.aligned(lines) if len(lines) <= PRINTED_LINES else
               f'{len(lines) - 1:,} lines, in {name}.csv', sep='\n')
-        texts.append(f'## {title}\n\n{report.markdown(lines)}')
+        texts += [f'## {title}\n', *[f'`{changed}`\n'] * bool(changes), report.markdown(lines)]
         claim(folder, f'{name}.csv', f'{name}.tex')
         write_text(Path(folder, f'{name}.csv'), report.csv_text(
             [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
         marked = report.mark_best(lines, [first for first, *_ in lines[1:]])
-        write_text(Path(folder, f'{name}.tex'), report.latex(marked, limits and title))
+        write_text(Path(folder, f'{name}.tex'), report.latex(
+            marked, f'{title}; {changed}' * bool(changes)))
     claim(folder, 'tables.md')
     write_text(Path(folder, 'tables.md'), '\n'.join([*texts, '## How', '', doc.strip(), '']))
     print(f'\nwrote tables.md, and each table as CSV and LaTeX, to {folder}')

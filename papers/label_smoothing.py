@@ -33,8 +33,8 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 
-from common import (COLUMNS, EvalConfig, Run, TrainConfig, draw_lines, main, measured, numbers,
-                    sweep)
+from common import (COLUMNS, EvalConfig, Run, TrainConfig, changed_report, draw_lines, main,
+                    measured, numbers, sweep)
 from results.report import Heading
 from runtime.errors import DataError
 
@@ -154,7 +154,8 @@ def tables(options):
                       for method, reports in methods(f'{options.out_dir}/{model}/{data}')
                       if any(reports.values())
                       or any((task, model, data, method) in printed for task in TASKS)]
-    yield 'smoothing', 'Accuracy and calibration by smoothing, at 5 shots', lines
+    yield 'smoothing', (f'Accuracy and calibration by smoothing, at '
+                         f'{changed_report(REPORT, options).shots} shots'), lines
     for task, title in TASKS.items():
         draw_lines(f'{options.out_dir}/{task}.png', {
             f'{model}, {title}': {data: [(s, measured(

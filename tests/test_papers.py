@@ -406,9 +406,9 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     printed = run_paper(hub, 'alignment', *only, f'--out_dir={out}', *more, *arguments)
     assert read_table(out, 'scales')[0]['facts generation ECE']     # --trex adds the task
     assert 'Alignment of LLaMA 7B' in printed
-    said = 'with instructions (figures 5 and 12) ({}eval.limit=8)'
-    assert said.format('--') in (out / 'tables.md').read_text()
-    assert said.format('-{}-') in (out / 'alignment.tex').read_text()
+    title = r'with instructions \(figures 5 and 12\)(\n\n`|; )changed settings: \S*eval\.limit=8 '
+    assert re.search(title, (out / 'tables.md').read_text())
+    assert re.search(title, (out / 'alignment.tex').read_text())
     rows = {row['model']: row for row in read_table(out, 'alignment')}
     assert [*rows] == ['base', *(f'{data}-{method}, epoch {epoch}' for method in ('full', 'lora')
                                  for data in ('alpaca', 'oasst1') for epoch in (1, 2, 3)),
