@@ -26,17 +26,12 @@ def load_config(cls, argv, usage='', config=None):
     """Return `cls(...)` from `argv` = ['configs/file.py', '--key=value', '--flag', ...].
 
     Every field of the dataclass `cls` needs a default; `config` replaces the defaults. The file is
-    optional and comes first; later values win. `-h` or `--help` prints `usage` (by default the
-    docstring of the module of `cls`), then every key with its type, default and comment, and exits.
-    Raises ConfigError.
+    optional and comes first; later values win. `-h` or `--help` prints `usage`, then every key with
+    its type, default and comment, and exits. Raises ConfigError.
     """
     if '-h' in argv or '--help' in argv:
-        usage = (usage or sys.modules[cls.__module__].__doc__ or '').strip()
-        if not usage.startswith('usage:'):
-            program = Path(sys.argv[0])
-            program = program.name if program.is_absolute() else program
-            print(f'usage: python {program} [configs/file.py] [--key=value ...]\n')
-        print(usage, '', 'keys:', *_describe_keys(cls), sep='\n')
+        print(usage.strip(), '', 'keys, as --key=value or, before them, in a config file:',
+              *_describe_keys(cls), sep='\n')
         raise SystemExit(0)
     config = config or cls()
     require_unicode(argv)
