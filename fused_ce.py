@@ -259,13 +259,9 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
     return value.view(shape), nll.view(shape)
 
 
-def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, softcap=None,
-                           ignore_index=-100, reduction='mean', num_items=None, token_weight=None,
-                           memory=None):
-    """Return F.cross_entropy with label_smoothing, and NLL: see `fused_loss`, which computes it."""
-    return fused_loss(hidden, weight, target, cross_entropy() + _smoothing(smoothing),
-                      softcap=softcap, ignore_index=ignore_index, reduction=reduction,
-                      num_items=num_items, token_weight=token_weight, memory=memory)
+def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, **options):
+    """Return F.cross_entropy with label_smoothing, and NLL; `options` are those of `fused_loss`."""
+    return fused_loss(hidden, weight, target, cross_entropy() + _smoothing(smoothing), **options)
 
 
 class TokenStatistics(NamedTuple):
