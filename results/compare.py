@@ -22,8 +22,8 @@ from results.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
 from results.prediction_files import few_rows_note
 from results.report import (COMPARED, MEASURES, TITLES, Heading, aligned, csv_text, interval_text,
-                            latex, mark_best, markdown, measure, panel_title, predictions,
-                            split_groups, task_title, unit)
+                            latex, latex_text, mark_best, markdown, measure, panel_title,
+                            predictions, split_groups, task_title, unit)
 from results.runs import Run, find_runs, harness_run, read_run, read_run_samples, sample_of
 from results.samples import sample_order
 from runtime.config import load_config, require_range, require_unicode
@@ -87,9 +87,10 @@ def compare_questions(runs, keys, cfg, out_dir):
     """Print a table of several runs for each task that they share, and write it to out_dir.
 
     For every language: the measures `keys` of each run, the best one marked. Then the differences
-    of each pair of runs: a paired bootstrap over the questions that both answered, and Student's t
-    over languages if there are several. The files are compare.md, .csv and .tex, and for each task
-    two pictures: the runs' reliability diagrams side by side, and their curves in one diagram.
+    of each pair of runs, by a paired bootstrap over the questions that both answered and Student's
+    t over languages if there are several, and the answers that change from right to wrong or back.
+    The files are compare.md, .csv and .tex, and for each task two pictures: the runs' reliability
+    diagrams side by side, and their curves in one diagram.
     """
     runs = dict(zip(label_runs([run.folder for run in runs]), runs, strict=True))
     by_run = {name: read_run_samples(run)[0] for name, run in runs.items()}
@@ -148,9 +149,15 @@ def compare_task(task, runs, samples, keys, cfg):
                  for name, run in runs.items()}
     reports = reports_by_language(samples, predicted)
     table, lines = question_table(task, runs, reports, keys)
-    differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p']]
-    for pair in itertools.combinations(runs, 2):
-        differences += difference(*pair, question_keys, predicted, reports, keys, cfg)
+    pairs = [*itertools.combinations(runs, 2)]
+    n_shared = {(a, b): len({*question_keys[a]} & {*question_keys[b]}) for a, b in pairs}
+    differences = [['difference', 'over', 'questions', 'metric', 'mean', '95 % interval', 'p',
+                    'p (Holm)'], *over_languages(pairs, reports, keys)]
+    differences += [[f'{b} - {a}', 'questions', str(n_shared[a, b]), *[''] * 5]
+                    for a, b in pairs if n_shared[a, b] < 2]
+    pairs = [pair for pair in pairs if n_shared[pair] > 1]
+    differences[1:1] = over_questions(pairs, question_keys, predicted, keys, cfg)
+    changes, q = changed_answers(pairs, question_keys, predicted)
     fewest = min(by_language['pooled']['n'] for by_language in reports.values())
     if {'rmsce', 'mad'} & {*keys} and (note := few_rows_note(
             fewest, unit(next(iter(runs.values())).results[task]))):
@@ -158,10 +165,12 @@ def compare_task(task, runs, samples, keys, cfg):
     with_intervals, _ = question_table(task, runs, reports, keys, intervals=True)
     return TaskComparison(
         '\n'.join((f'\n{title}', aligned(table), '(* the best)', *remarks, '',
-                   aligned(differences))),
+                   aligned(differences), '', aligned(changes), *q)),
         '\n'.join((f'### {title}\n', markdown(table), r'\* the best',
-                   *(f'\n{remark}' for remark in remarks), '', markdown(differences))),
-        '\n'.join((latex(with_intervals, title), latex(differences))), lines,
+                   *(f'\n{remark}' for remark in remarks), '', markdown(differences),
+                   markdown(changes), *q)),
+        '\n'.join((latex(with_intervals, title), latex(differences), latex(changes),
+                   *map(latex_text, q))), lines,
         [(panel_title(name, runs[name].results[task]), p) for name, p in predicted.items()])
 
 
@@ -264,27 +273,74 @@ def pad_marks(lines):
                         for line in lines[1:])]
 
 
-def difference(first, second, question_keys, predicted, reports, keys, cfg):
-    """Yield the rows of the run `second` minus `first`, over questions and over languages."""
-    name, shared = f'{second} - {first}', {*question_keys[first]} & {*question_keys[second]}
-    count = str(len(shared))
-    if len(shared) < 2:
-        yield [name, 'questions', count, '', '', '', '']
-        return
-    if cfg.n_bootstrap:
+def over_questions(pairs, question_keys, predicted, keys, cfg):
+    """Return the rows of each pair's second run minus the first, over the questions of both."""
+    rows, p_values = [], []
+    for first, second in pairs if cfg.n_bootstrap else ():
+        a, b = paired(first, second, question_keys, predicted)
         # both have the same draws, because seed and number of questions are the same
-        values, resampled = measure(
-            {run: predicted[run].at([key in shared for key in question_keys[run]])
-             for run in (first, second)}, cfg.n_bootstrap, cfg.seed, keys)
+        values, resampled = measure({first: a, second: b}, cfg.n_bootstrap, cfg.seed, keys)
         for key in [key for key in keys if key in resampled[first]]:
             low, high, p = stats.difference_test(resampled[second][key] - resampled[first][key])
-            yield [name, 'questions', count, TITLES[key],
-                   f'{values[second][key] - values[first][key]:+.4f}', f'{low:+.4f} {high:+.4f}',
-                   f'{p:.3f}']
-    languages = [x for x in reports[first] if x != 'pooled']
-    for key in keys if languages else ():
+            rows.append([f'{second} - {first}', 'questions', str(len(a.labels)), TITLES[key],
+                         f'{values[second][key] - values[first][key]:+.4f}',
+                         f'{low:+.4f} {high:+.4f}'])
+            p_values.append(p)
+    return with_p(rows, p_values, '.3f')
+
+
+def over_languages(pairs, reports, keys):
+    """Return the rows of each pair's second run minus the first, by Student's t over languages."""
+    languages, rows, p_values = [x for x in next(iter(reports.values())) if x != 'pooled'], [], []
+    for (first, second), key in itertools.product(pairs if languages else (), keys):
         values = [reports[second][x][key] - reports[first][x][key] for x in languages]
         if np.isfinite(values).all():
             mean, t, p = stats.student_t(values)
-            yield [name, f'{len(languages)} languages', '', TITLES[key], f'{mean:+.4f}',
-                   f't = {t:.2f}', f'{p:.2g}']
+            rows.append([f'{second} - {first}', f'{len(languages)} languages', '', TITLES[key],
+                         f'{mean:+.4f}', f't = {t:.2f}'])
+            p_values.append(p)
+    return with_p(rows, p_values, '.2g')
+
+
+def changed_answers(pairs, question_keys, predicted):
+    """Return (cells: the answers that change from each pair's first run to its second, [Q]).
+
+    A negative flip is a question that the first run has right and the second wrong; the interval of
+    their share is Wilson's. McNemar's test asks whether it is as frequent as the opposite. Q is a
+    line with Cochran's test of the accuracies of three runs or more.
+    """
+    rows, p_values = [], []
+    for first, second in pairs:
+        before, after = (metrics.top_label(p.probs, p.labels)[1]
+                         for p in paired(first, second, question_keys, predicted))
+        lost, won, p = stats.mcnemar(before, after)
+        low, high = metrics.wilson_interval(np.ones(len(before)), before & ~after)
+        rows.append([f'{first} to {second}', str(len(before)), str(won), str(lost),
+                     f'{lost / len(before):.4f}', f'{low:.4f} {high:.4f}'])
+        p_values.append(p)
+    cells = [['change', 'questions', 'wrong to right', 'right to wrong', 'negative flips',
+              '95 % interval', "McNemar's p", 'p (Holm)'], *with_p(rows, p_values, '.2g')]
+    shared = set.intersection(*map(set, question_keys.values()))
+    if len(question_keys) < 3 or not shared:
+        return cells, []
+    q, p = stats.cochran_q([metrics.top_label(x.probs, x.labels)[1] for x in (
+        select(predicted[name], question_keys[name], shared) for name in question_keys)])
+    return cells, [f"Cochran's Q of equal accuracy, over the {len(shared)} questions that all runs "
+                   f'have: {q:.2f}, p {p:.2g}']
+
+
+def paired(first, second, question_keys, predicted):
+    """Return the Predictions of two runs for the questions that both have, in the same order."""
+    shared = {*question_keys[first]} & {*question_keys[second]}
+    return [select(predicted[name], question_keys[name], shared) for name in (first, second)]
+
+
+def select(p, keys, shared):
+    """Return the rows of the Predictions p whose keys are in `shared`; none if keys is empty."""
+    return p.at(np.flatnonzero([key in shared for key in keys]))
+
+
+def with_p(rows, p_values, spec):
+    """Return the rows with two more cells: p, and p with Holm's correction for all these rows."""
+    return [[*row, format(p, spec), format(corrected, spec)]
+            for row, p, corrected in zip(rows, p_values, stats.holm(p_values), strict=True)]

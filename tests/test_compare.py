@@ -53,9 +53,9 @@ def test_compare_over_questions(tmp_path, capsys):
     lines = [line.split() for line in printed.split('\n') if line.startswith('sharp - a')]
     assert len(lines) == 8      # four metrics, over questions and over languages
     accuracy, _, ece, _ = (line for line in lines if line[3] == 'questions')
-    assert accuracy[6:] == ['+0.0000', '+0.0000', '+0.0000', '1.000']
+    assert accuracy[6:] == ['+0.0000', '+0.0000', '+0.0000', '1.000', '1.000']
     assert float(ece[6]) == pytest.approx(float(second['ece']) - float(first['ece']), abs=1e-4)
-    assert float(ece[-1]) < 0.05
+    assert float(ece[-2]) < 0.02 and float(ece[-1]) == pytest.approx(4 * float(ece[-2]), abs=3e-3)
     found = stats.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
                                for i in (0, 2, 4)])
     assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
@@ -122,7 +122,7 @@ def test_comparisons_as_latex(tmp_path, monkeypatch, capsys):
     b = write_run(tmp_path / 'b', sharpness=3.0)
     lines = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=20')
     assert [line.get('sample_of') for line in lines] == ['500', '']
-    table, differences = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
+    table, differences, changes = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
     printed = capsys.readouterr().out
     column = table[0].index('ECE')
     assert table[1][0] == r'run\_a' and r'\confint{0.123}{0.568}' in table[1][column]
@@ -131,6 +131,7 @@ def test_comparisons_as_latex(tmp_path, monkeypatch, capsys):
     assert [row[column].startswith(r'\textbf{0.') for row in table[1:]] == [
         row[0] == best for row in table[1:]]
     assert differences[1][0] == r'b - run\_a' and len(differences) == 5
+    assert changes[1][:2] == [r'run\_a to b', '40'] and len(changes) == 2
     said = 'sample of 40 of 500 questions'
     written = [(tmp_path / 'out' / f'compare.{ending}').read_text() for ending in ('md', 'tex')]
     for text in (printed, *written):
@@ -161,6 +162,39 @@ def test_a_file_that_compare_did_not_write_is_never_replaced(tmp_path, name, see
         run_compare(a, b, '--n_bootstrap=2', f'--out_dir={tmp_path / "mine"}')
     assert {p.name for p in (tmp_path / 'mine').iterdir()} == {name, '.lock'}
     assert (tmp_path / 'mine' / name).read_text() == 'mine'
+
+
+def test_answers_that_change_are_counted_and_tested(tmp_path, capsys):
+    """Over shared questions only, with McNemar's p, Holm's correction, and Cochran's Q of three."""
+    random = np.random.default_rng(0)
+    folders = [write_run(tmp_path / name, n=60) for name in 'abc']
+    rows = samples.read_samples(folders[0] / 'samples.jsonl')
+    right = random.random((3, 60)) < [[0.8], [0.5], [0.4]]
+    for folder, correct in zip(folders, right, strict=True):
+        for i, (row, good) in enumerate(zip(rows, correct, strict=True)):
+            p = np.full(4, 0.1)
+            p[(row['answer'] + (not good)) % 4] = 0.7
+            other = folder.name if i >= 50 and folder.name == 'c' else ''
+            row |= {'log_probs': np.log(p).tolist(), 'question': f'h{i}{other}'}
+        write_rows(folder / 'samples.jsonl', rows[::-1])
+    run_compare(*folders, '--n_bootstrap=5', f'--out_dir={tmp_path / "out"}')
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines()]
+    p_values = []
+    for a, b, n in ((0, 1, 60), (0, 2, 50), (1, 2, 50)):
+        first, second = right[a, :n], right[b, :n]
+        line, = (x for x in lines if x[:3] == ['abc'[a], 'to', 'abc'[b]])
+        lost, won, p = stats.mcnemar(first, second)
+        low, high = metrics.wilson_interval(np.ones(n), first & ~second)
+        assert line[3:] == [str(n), str(won), str(lost), f'{lost / n:.4f}', f'{low:.4f}',
+                            f'{high:.4f}', f'{p:.2g}', line[-1]]
+        p_values.append((p, line[-1]))
+    corrected = stats.holm([p for p, _ in p_values])
+    assert [f'{p:.2g}' for p in corrected] == [text for _, text in p_values]
+    q, p = stats.cochran_q(right[:, :50])
+    said = f"Cochran's Q of equal accuracy, over the 50 questions that all runs have: {q:.2f}, p "
+    files = [(tmp_path / 'out' / f'compare.{ending}').read_text() for ending in ('md', 'tex')]
+    assert all(f'{said}{p:.2g}' in text for text in (printed, *files))
 
 
 def compare_csv_of(folders, out, *arguments):
