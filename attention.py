@@ -283,3 +283,149 @@ if triton is not None:
             y = y * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision='ieee')
             highest = new_highest
         return y, total, highest
+
+
+# ------------------------------------------------------------------------------------------------
+# Decoding: one new token per row, and a cache of the keys and values before it
+# ------------------------------------------------------------------------------------------------
+
+SPLIT = 256     # keys per program of `_decode`; fixed, so that no row depends on the other rows
+
+
+class Cache:
+    """Keys and values of one layer, [slots, H_kv, size, hd]; a slot belongs to one sequence.
+
+    The token at position p lies at place p % size. With a sliding window, size is at most the
+    window: the places then hold exactly the keys that the newest token sees. Their order does not
+    matter, since keys are rotated before they are stored.
+    """
+
+    def __init__(self, slots: int, heads: int, size: int, head_dim: int, like: Tensor):
+        # zeros: the plain version multiplies places that are not yet in use by a weight of 0
+        self.k, self.v = (like.new_zeros(slots, heads, size, head_dim) for _ in range(2))
+        self.size = size
+
+
+class PrefillMask:
+    """`mask`, which also stores keys and values: token source[i] of a row in slot[i], place[i]."""
+
+    def __init__(self, mask, cache: Cache, source: Tensor, slot: Tensor, place: Tensor):
+        self.mask, self.cache = mask, cache
+        self.source, self.slot, self.place = source, slot, place
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
+        for kept, new in ((self.cache.k, k), (self.cache.v, v)):    # B = 1
+            kept.transpose(1, 2)[self.slot, self.place] = new[0].transpose(0, 1)[self.source]
+        return self.mask.attend(q, k, v, scale, softcap)
+
+
+class DecodeMask:
+    """Each row is one token, in slots[b] at positions[b]: store its key and value, then attend.
+
+    longest: more than the largest position, rounded up as the caller likes; reading ends there
+    """
+
+    def __init__(self, cache: Cache, slots: Tensor, positions: Tensor, longest: int):
+        self.cache, self.slots, self.positions = cache, slots, positions
+        self.longest = min(longest, cache.size)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
+        if triton is not None and q.is_cuda:
+            return decode_kernel(self, q, k, v, scale, softcap)
+        cache, slots, longest = self.cache, self.slots, self.longest
+        cache.k[slots, :, self.positions % cache.size] = k[:, :, 0]
+        cache.v[slots, :, self.positions % cache.size] = v[:, :, 0]
+        visible = torch.arange(longest, device=q.device) <= self.positions[:, None]
+        return ExplicitMask(visible[:, None, None]).attend(
+            q, cache.k[slots, :, :longest], cache.v[slots, :, :longest], scale, softcap)
+
+
+def decode_kernel(mask: DecodeMask, q: Tensor, k: Tensor, v: Tensor, scale: float,
+                  softcap: float | None) -> Tensor:
+    (B, H, _, hd), K, cache = q.shape, k.shape[1], mask.cache
+    q, k, v = (x.reshape(B, -1, hd).contiguous() for x in (q, k, v))
+    n_splits = triton.cdiv(mask.longest, SPLIT)
+    parts = torch.empty(B, H, n_splits, hd, dtype=torch.float32, device=q.device)
+    lse = torch.empty(B, H, n_splits, dtype=torch.float32, device=q.device)
+    out, width = torch.empty_like(q), triton.next_power_of_2(max(16, hd))
+    _decode[n_splits, K, B](
+        q, k, v, cache.k, cache.v, parts, lse, mask.slots, mask.positions, *cache.k.stride()[:2],
+        cache.size, H, H // K, hd, scale * LOG2E, softcap * LOG2E if softcap else 0.0,
+        GROUP=max(16, triton.next_power_of_2(H // K)), WIDTH=width, SPLIT=SPLIT,
+        BLOCK=64, num_warps=4, num_stages=3)
+    _merge[B * H,](parts, lse, out, mask.positions, cache.size, H, n_splits, hd, WIDTH=width,
+                   SPLIT=SPLIT, num_warps=1)
+    return out[:, :, None]
+
+
+if triton is not None:
+    @triton.jit
+    def _decode(q_ptr, k_ptr, v_ptr, cache_k_ptr, cache_v_ptr, part_ptr, lse_ptr, slot_ptr,
+                position_ptr, slot_stride, head_stride, size, H, group, hd, scale, softcap,
+                GROUP: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
+                BLOCK: tl.constexpr):
+        """Attention of the queries that share a key head over SPLIT keys (Dao et al. 2023).
+
+        The program whose keys include the new one stores it, and its value, in the cache.
+        """
+        split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+        position = tl.load(position_ptr + row)
+        length, place = tl.minimum(position + 1, size), position % size
+        g, d = tl.arange(0, GROUP), tl.arange(0, WIDTH)
+        query = row * H + head * group + g      # among the queries of all rows
+        q_mask = (g[:, None] < group) & (d[None, :] < hd)
+        q = tl.load(q_ptr + query[:, None] * hd + d[None, :], mask=q_mask, other=0.0)
+        new = (row * (H // group) + head) * hd + d
+        new_k = tl.load(k_ptr + new, mask=d < hd, other=0.0)
+        new_v = tl.load(v_ptr + new, mask=d < hd, other=0.0)
+        start = tl.load(slot_ptr + row) * slot_stride + head * head_stride
+        highest = tl.full([GROUP], -1e30, tl.float32)
+        total = tl.zeros([GROUP], tl.float32)
+        y = tl.zeros([GROUP, WIDTH], tl.float32)
+        begin = split * SPLIT
+        for first in range(begin, tl.minimum(begin + SPLIT, length), BLOCK):
+            j = first + tl.arange(0, BLOCK)
+            at = start + j[:, None] * hd + d[None, :]
+            old = (j[:, None] < length) & (j[:, None] != place) & (d[None, :] < hd)
+            is_new = j[:, None] == place
+            k = tl.where(is_new, new_k[None, :], tl.load(cache_k_ptr + at, mask=old, other=0.0))
+            v = tl.where(is_new, new_v[None, :], tl.load(cache_v_ptr + at, mask=old, other=0.0))
+            score = tl.dot(q, tl.trans(k), input_precision='ieee')
+            if softcap > 0:     # as in `_walk`
+                score = 1 - 2 / (1 + tl.exp2(score * (2.885390081777927 * scale / softcap)))
+                score = score * softcap
+            else:
+                score = score * scale
+            score = tl.where(j[None, :] < length, score, -1e30)
+            new_highest = tl.maximum(highest, tl.max(score, 1))
+            shrink = tl.exp2(highest - new_highest)
+            weight = tl.exp2(score - new_highest[:, None])      # 0 from `length` on
+            total = total * shrink + tl.sum(weight, 1)
+            y = y * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision='ieee')
+            highest = new_highest
+        if begin < length:
+            at = query * tl.num_programs(0) + split
+            tl.store(lse_ptr + at, highest + tl.log2(total), mask=g < group)
+            tl.store(part_ptr + at[:, None] * hd + d[None, :], y / total[:, None], mask=q_mask)
+            if (begin <= place) & (place < begin + SPLIT):
+                at = start + place * hd + d
+                tl.store(cache_k_ptr + at, new_k, mask=d < hd)
+                tl.store(cache_v_ptr + at, new_v, mask=d < hd)
+
+    @triton.jit
+    def _merge(part_ptr, lse_ptr, out_ptr, position_ptr, size, H, n_splits, hd,
+               WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+        """Average the splits of one query, weighted by their sums of exponentials."""
+        query, d = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+        length = tl.minimum(tl.load(position_ptr + query // H) + 1, size)
+        part_ptr += query * n_splits * hd
+        lse_ptr += query * n_splits
+        highest, total = tl.load(lse_ptr), 1.0
+        y = tl.load(part_ptr + d, mask=d < hd, other=0.0)
+        for split in range(1, tl.cdiv(length, SPLIT)):
+            lse = tl.load(lse_ptr + split)
+            new_highest = tl.maximum(highest, lse)
+            shrink, weight = tl.exp2(highest - new_highest), tl.exp2(lse - new_highest)
+            part = tl.load(part_ptr + split * hd + d, mask=d < hd, other=0.0)
+            y, total, highest = y * shrink + part * weight, total * shrink + weight, new_highest
+        tl.store(out_ptr + query * hd + d, (y / total).to(out_ptr.dtype.element_ty), mask=d < hd)

@@ -2,11 +2,12 @@
 
     python sample.py --model=out/run
     python sample.py --model=out/run --prompt='Who was Ada Lovelace?' --probs
+    python sample.py --model=out/run --prompt='Who was Ada Lovelace?' --temperature=1 --n=5
     python sample.py --model=google/gemma-2-2b --raw --temperature=1 --top_p=0.9 < text.txt
 
 In a terminal with 256 colors the background of a token shows its probability, from black (0) to
 white (1); NO_COLOR turns that off. Probabilities are the model's, before `temperature` and `top_p`.
-There is no KV cache: each token computes the whole conversation again.
+Ctrl-C ends an answer early; what is already there stays in the conversation.
 """
 
 from runtime import cli
@@ -19,41 +20,38 @@ import math
 import os
 import re
 import sys
+import time
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.config import load_config, require_range
-from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.config import load_config
+from runtime.errors import CheckpointError, ConfigError
+from runtime.sampling import Sampling, check_sampling
 
 
 @dataclass
-class SampleConfig:
-    model: str = ''                           # a folder in Hugging Face layout, or a hub name
-    revision: str | None = None               # the hub revision of the model
-    prompt: str | None = None                 # answer this and exit, as for a prompt from a pipe
+class SampleConfig(Sampling):
+    model: str = ''                     # a folder in Hugging Face layout, or a hub name
+    revision: str | None = None         # the hub revision of the model
+    prompt: str | None = None           # answer this and exit, as for a prompt from a pipe
     # the chat template; trained: that of the model's train.py run
     chat: Literal['trained', 'tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken', 'chatml',
                   'cohere', 'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'trained'
-    raw: bool = False                         # continue each prompt as plain text, without chat
-    temperature: float = 0.0                  # divides the logits; 0: the most probable token
-    top_p: float = 1.0                        # draw from the fewest tokens that together have it
-    max_tokens: int = 256                     # of one answer
-    seed: int = 0
-    probs: bool = False                       # print each token with its probability
+    raw: bool = False                   # continue each prompt as plain text, without chat
+    temperature: float = 0.0            # divides the logits; 0: the most probable token
+    probs: bool = False                 # print each token with its probability
+    stats: bool = False                 # print tokens, bytes and operations per second
     device: str = 'auto'
 
 
 def read_arguments(argv):
     """Return the SampleConfig of a command line; raise ConfigError for unusable values."""
     cfg = load_config(SampleConfig, argv, __doc__)
-    require_range(cfg, 0, math.inf, 'temperature')
-    require_range(cfg, 1e-3, 1, 'top_p')
-    require_range(cfg, 1, math.inf, 'max_tokens')
-    require_range(cfg, 0, 2 ** 63 - 1, 'seed')
+    check_sampling(cfg)
     if not cfg.model:
         raise ConfigError('no model given; for example --model=out/run')
-    if cfg.top_p < 1 and cfg.temperature == 0:
-        raise ConfigError(f'top_p = {cfg.top_p} needs a temperature above 0, such as 1')
+    if cfg.n > 1 and cfg.temperature == 0:
+        raise ConfigError(f'n = {cfg.n} needs a temperature above 0: all answers would be equal')
     return cfg
 
 
@@ -61,61 +59,31 @@ if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
         read_arguments(sys.argv[1:])
 
-import torch
-
 from data.chat import encode_prompt, question_frame
-from data.tokenizer import begins_with_bos, load_model_tokenizer
+from generate import confidences, end_tokens, first_stop, generate, open_model, step_cost, stream
 from runtime import checkpoint
-from runtime.device import pick_device, pick_dtype
-from runtime.trained import trained_template, trained_with_bos
 
 with contextlib.suppress(ImportError):
     import readline     # noqa: F401    input() then edits lines and has a history
 
 
-def keep_top_p(probs, top_p):
-    """Return probs [V] with 0 for all but the fewest that sum to `top_p` (Holtzman et al. 2020)."""
-    ordered, order = probs.sort(descending=True, stable=True)
-    before = torch.cat((ordered.new_zeros(1), ordered.cumsum(0)[:-1]))
-    return torch.zeros_like(probs).scatter(0, order, ordered.where(before < top_p, 0))
+def pieces(answers, tokenizer, stop=()):
+    """Group the tokens of an answer, as `stream` yields it, by whole characters.
 
-
-@torch.no_grad()
-def generate(model, ids, stop, cfg, random, n_vocab=None):
-    """Yield (token, the model's probability of it) after `ids`, up to a token of the set `stop`.
-
-    Yield at most max_tokens, and no more than fit into the context. random: a torch.Generator on
-    the CPU. Tokens from n_vocab on have no text and are never drawn. Raises CheckpointError.
+    Yield (text, the model's probability of its tokens, the Answer). Text that may be the beginning
+    of a stop string is held back until the next token decides.
     """
-    ids, device = list(ids), model.head.device
-    for _ in range(min(cfg.max_tokens, model.config.max_position_embeddings - len(ids))):
-        positions = torch.arange(len(ids), device=device)[None]
-        hidden = model(torch.tensor([ids], device=device), positions, None)
-        logits = model.logits(hidden[0, -1]).cpu().double()
-        if not logits.isfinite().all():
-            raise CheckpointError(checkpoint.bad_logits(
-                'the answer', cfg.model, str(model.head.dtype).removeprefix('torch.')))
-        token = int(logits[:n_vocab].argmax())
-        if cfg.temperature:
-            scaled = ((logits[:n_vocab] - logits[token]) / cfg.temperature).softmax(0)
-            token = int(torch.multinomial(keep_top_p(scaled, cfg.top_p), 1, generator=random))
-        yield token, float(logits.softmax(0)[token])
-        if token in stop:
-            return
-        ids.append(token)
-
-
-def whole_characters(drawn, tokenizer, stop):
-    """Group (token, probability) pairs by whole characters; yield (text, its pairs)."""
-    pairs = []
-    for pair in drawn:
-        pairs.append(pair)
-        text = tokenizer.decode([token for token, _ in pairs if token not in stop], start=False)
-        if pair[0] in stop or not text.endswith('\ufffd'):  # stands for an incomplete character
-            yield text, pairs
-            pairs = []
-    if pairs:
-        yield text, pairs
+    shown = 0
+    for answer in answers:
+        tokens = answer.tokens[shown:-1 if answer.reason == 'end' else None]
+        text = tokenizer.decode(tokens, start=False)
+        # U+FFFD stands for an incomplete character
+        held = text.endswith(('\ufffd', *(s[:k] for s in stop for k in range(1, len(s)))))
+        if answer.reason == 'stop':
+            text = text[:first_stop(text, stop)]
+        if answer.reason or not held:
+            yield text, math.exp(sum(answer.log_probs[shown:])), answer
+            shown = len(answer.tokens)
 
 
 def shaded(text, p):
@@ -125,25 +93,46 @@ def shaded(text, p):
     return '\n'.join(f'{gray}{line}\x1b[0m' if line else '' for line in text.split('\n'))
 
 
-def answer(model, tokenizer, ids, stop, cfg, random):
-    """Print the answer to `ids` while it is generated; return its text."""
-    context = model.config.max_position_embeddings
-    if not 0 < len(ids) < context:
-        raise DataError(f'the conversation has {len(ids)} tokens; it may have 1 to {context - 1}')
+def print_answer(answers, tokenizer, cfg):
+    """Print an answer while it is generated; return it, its text and whether Ctrl-C ended it."""
     gray = sys.stdout.isatty() and not os.environ.get('NO_COLOR') and (
         '256' in os.environ.get('TERM', '') or os.environ.get('COLORTERM'))
-    drawn, said = [], ''
-    tokens = generate(model, ids, stop, cfg, random, tokenizer.n_vocab)
-    for text, pairs in whole_characters(tokens, tokenizer, stop):
-        p = math.prod(p for _, p in pairs)
-        print(shaded(text, p) if gray else text, end='', flush=True)
-        drawn, said = drawn + pairs, said + text
+    answer, said, stopped = None, '', False
+    try:
+        for text, p, answer in pieces(answers, tokenizer, cfg.stop):     # noqa: B007
+            print(shaded(text, p) if gray else text, end='', flush=True)
+            said += text
+    except KeyboardInterrupt:
+        stopped = True
     print()
-    for token, p in drawn if cfg.probs else ():
-        print(f'{p:.6f}  {tokenizer.decode([token], start=False)!r}')
-    if drawn[-1][0] not in stop:
-        print(f'(cut after {len(drawn)} tokens)', file=sys.stderr)
-    return said
+    for token, log_p in zip(answer.tokens, answer.log_probs) if answer and cfg.probs else ():
+        print(f'{math.exp(log_p):.6f}  {tokenizer.decode([token], start=False)!r}')
+    if stopped:
+        print('(stopped)', file=sys.stderr)
+    elif answer.reason in ('max_tokens', 'context'):
+        print(f'(cut after {len(answer.tokens)} tokens)', file=sys.stderr)
+    return answer, said, stopped
+
+
+def print_answers(model, tokenizer, ids, stop, cfg):
+    """Print n answers with the probability of each whole answer; return them."""
+    ((_, answers),) = generate(model, [ids], cfg, tokenizer, stop)
+    (log_probs,) = confidences(model, [ids], [answers])
+    for answer, log_p in zip(answers, log_probs):
+        cut = ', cut' if answer.reason in ('max_tokens', 'context') else ''
+        print(f'--- {answer.number + 1} of {cfg.n}: probability {math.exp(log_p):.3g}, '
+              f'{len(answer.tokens)} tokens{cut}\n{answer.text}')
+    return answers
+
+
+def print_stats(model, ids, answers, seconds):
+    """Print what decoding reached, prefill included, in tokens, bytes and operations per second."""
+    n, steps = sum(len(answer.tokens) for answer in answers), max(
+        len(answer.tokens) for answer in answers)
+    n_bytes, flops = step_cost(model, n / steps, n / steps * (len(ids) + steps / 2))
+    print(f'{n} tokens in {seconds:.2f} s: {n / seconds:.1f} tokens/s, '
+          f'{n_bytes * steps / seconds / 1e9:.1f} GB/s, '
+          f'{flops * steps / seconds / 1e12:.3f} TFLOP/s', file=sys.stderr)
 
 
 def prompts(cfg):
@@ -162,21 +151,30 @@ def prompts(cfg):
 
 def main(argv):
     cfg = read_arguments(argv)
-    device, folder = pick_device(cfg.device), checkpoint.fetch(cfg.model, cfg.revision)
-    tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
-    add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
-    template = '' if cfg.raw else trained_template(folder) if cfg.chat == 'trained' else cfg.chat
+    folder, model, tokenizer, template, add_bos = open_model(cfg)
     lead = question_frame(tokenizer, template, add_bos)[-1] if template else ''
-    model = checkpoint.load(folder, device, pick_dtype('auto', device)).eval()
-    cfg.model, eos = str(folder), model.config.eos_token_id
-    random, messages = torch.Generator().manual_seed(cfg.seed), []
+    messages = []
     for prompt in prompts(cfg):
         if template == 'alpaca':            # which has one question
             messages = []
         messages.append({'role': 'user', 'content': prompt})
         ids, stop = encode_prompt(messages, tokenizer, template, add_bos)
-        stop |= set(eos if isinstance(eos, list) else [eos])
-        said = answer(model, tokenizer, ids, stop, cfg, random)
+        stop, started, stopped = end_tokens(model, stop), time.perf_counter(), False
+        try:
+            if cfg.n > 1:
+                answers = print_answers(model, tokenizer, ids, stop, cfg)
+                said = answers[0].text
+            else:
+                answer, said, stopped = print_answer(stream(model, [ids], cfg, tokenizer, stop),
+                                                     tokenizer, cfg)
+                answers = [answer] if answer else []
+        except FloatingPointError as error:
+            raise CheckpointError(checkpoint.bad_logits(
+                'the answer', folder, str(model.head.dtype).removeprefix('torch.'))) from error
+        if cfg.stats and answers:
+            print_stats(model, ids, answers, time.perf_counter() - started)
+        if stopped and (cfg.prompt is not None or not sys.stdin.isatty()):
+            raise KeyboardInterrupt
         messages.append({'role': 'assistant', 'content': said.removeprefix(lead)})
 
 

@@ -223,7 +223,8 @@ FIELD = re.compile(r'((?:^    # {1,4}\S.*\n)*)^    (\w+): .*?(?:  # (.*))?\n'
 def _describe_keys(cls, prefix=''):
     """Yield the lines of --help: each key with its default, type and comments."""
     comments = {key: (above, re.sub(r'\n +# +', ' ', f'{beside}\n{more}'))
-                for above, key, beside, more in FIELD.findall(inspect.getsource(cls))}
+                for above, key, beside, more in FIELD.findall(
+                    ''.join(inspect.getsource(base) for base in cls.__mro__[-2::-1]))}
     for key, default in vars(cls()).items():
         above, beside = comments.get(key, ('', ''))
         annotation = _annotation(cls, key, '')

@@ -2,96 +2,41 @@
 
 import copy
 import io
-import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import sample
-from common import HERE, reference_model, rewrite, sentencepiece_folder, whole_rows
+from common import HERE, reference_model, rewrite, sentencepiece_folder
 from data.chat import encode_conversation
+from data.packing import Tree
 from data.tokenizer import load_tokenizer
+from evaluate import option_log_probs
+from generate import Answer, generate, stream
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.sampling import Sampling
 
 
-def drawn(model, ids, stop=(), seed=0, **settings):
-    cfg = replace(sample.SampleConfig(max_tokens=24), **settings)
-    return [*sample.generate(model, ids, stop, cfg, torch.Generator().manual_seed(seed))]
+def drawn(model, ids, stop=(), **settings):
+    """(token, the model's probability of it) of one answer."""
+    settings = Sampling(**{'max_tokens': 24, 'temperature': 0.0} | settings)
+    *_, answer = stream(model, [ids], settings, None, stop)
+    return [(token, np.exp(p)) for token, p in zip(answer.tokens, answer.log_probs)]
 
 
-@pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2', 'qwen3', 'neox'])
-def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
-    reference = reference_model(name, tmp_path, use_cache=True)
-    model = checkpoint.load(tmp_path).eval()
-    for seed, stop in ((0, None), (1, None), (1, 5)):
-        ids = np.random.default_rng(seed).integers(3, 211, 9).tolist()
-        if stop:    # the fifth token of what was generated before ends it
-            stop = drawn(model, ids)[stop][0]
-        out = reference.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=24,
-                                 eos_token_id=stop, pad_token_id=0)[0, 9:].tolist()
-        pairs = drawn(model, ids, {stop})
-        assert [token for token, _ in pairs] == out and (stop or len(out) == 24)
-        # the probabilities are those of transformers, soft-caps included
-        whole = torch.tensor([ids + out])
-        probs = reference(whole).logits.double().softmax(-1)[0, 8:-1].detach()
-        assert [p for _, p in pairs] == pytest.approx(
-            probs[range(len(out)), out].tolist(), abs=1e-5)
-
-
-def test_cap_and_temperature_of_the_model(tmp_path):
-    """`nanocal` in config.json: logits = cap * tanh(hidden @ head.T / (temperature * cap))."""
-    reference = reference_model('llama', tmp_path)
-    content = json.loads((tmp_path / 'config.json').read_text())
-    content['nanocal'] = {'softcap': 2.0, 'temperature': 3.0}
-    (tmp_path / 'config.json').write_text(json.dumps(content))
-    pairs = drawn(checkpoint.load(tmp_path).eval(), [5, 6, 7], max_tokens=6)
-    whole = torch.tensor([[5, 6, 7, *(token for token, _ in pairs)]])
-    logits = 2 * torch.tanh(reference(whole).logits.double() / 6)
-    probs = logits.softmax(-1)[0, 2:-1].detach()
-    assert [p for _, p in pairs] == pytest.approx(probs.max(-1).values.tolist(), abs=1e-5)
-
-
-def test_top_p_keeps_the_fewest_tokens():
-    for seed, top_p in enumerate((0.001, 0.3, 0.5, 0.9, 0.999, 1.0)):
-        probs = np.random.default_rng(seed).dirichlet(np.full(50, 0.3))
-        right, mass = np.zeros(50), 0.0
-        for i in np.argsort(-probs, kind='stable'):
-            if mass < top_p:
-                right[i] = probs[i]
-            mass += probs[i]
-        assert np.array_equal(sample.keep_top_p(torch.tensor(probs), top_p).numpy(), right)
-    even = torch.tensor([0.25] * 4, dtype=torch.float64)
-    assert sample.keep_top_p(even, 0.5).tolist() == [0.25, 0.25, 0, 0]
-
-
-def test_tokens_follow_the_distribution_and_the_seed(tmp_path):
-    reference_model('llama', tmp_path)
-    model = checkpoint.load(tmp_path).eval()
-    ids = torch.tensor([[5, 6, 7]])
-    logits = model.logits(model(ids, *whole_rows(ids))[0, -1]).double().detach()
-    first = [drawn(model, [5, 6, 7], seed=seed, max_tokens=1, temperature=2.0, top_p=0.8)[0]
-             for seed in range(400)]
-    expected = sample.keep_top_p((logits / 2).softmax(0), 0.8)
-    expected /= expected.sum()
-    counts = np.bincount([token for token, _ in first], minlength=211)
-    assert not counts[expected.numpy() == 0].any()
-    off = counts / 400 - expected.numpy()
-    assert np.abs(off).max() < 4 * 0.5 / 400 ** 0.5 and counts.max() < 400
-    # the probability is that of the model, not of what it was drawn from
-    assert all(p == pytest.approx(float(logits.softmax(0)[token])) for token, p in first)
-    several = [drawn(model, [5, 6, 7], seed=seed, temperature=1.0) for seed in (3, 3, 4)]
-    assert several[0] == several[1] != several[2]
-    # no token without text, and no more tokens than the context holds
-    model.config.max_position_embeddings = 8
-    cfg = sample.SampleConfig(temperature=50.0)
-    tokens = [*sample.generate(model, [5, 6, 7], (), cfg, torch.Generator(), n_vocab=20)]
-    assert len(tokens) == 5 and all(token < 20 for token, _ in tokens)
+def growing(ids, reason, probability=0.5):
+    """An Answer after each token, as `stream` yields it."""
+    answer = Answer(0, 0)
+    for n, token in enumerate(ids, 1):
+        answer.tokens.append(token)
+        answer.log_probs.append(np.log(probability))
+        answer.reason = reason if n == len(ids) else ''
+        yield answer
 
 
 @pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
@@ -99,19 +44,30 @@ def test_characters_are_printed_whole(tokenizers, kind):
     tokenizer, text = tokenizers[kind], 'The naïve fox: 狐 🦊🇯🇵, ok?\n  two'
     ids = tokenizer.encode(text, start=False)
     assert len(ids) > len(text.split())
-    pieces = [*sample.whole_characters([(i, 0.5) for i in ids], tokenizer, {tokenizer.eos_id})]
-    assert ''.join(piece for piece, _ in pieces) == text
-    assert [i for _, pairs in pieces for i, _ in pairs] == ids
-    assert max(len(pairs) for piece, pairs in pieces if '🦊' in piece) > 1
-    assert '\ufffd' not in ''.join(piece for piece, _ in pieces)
+    shown = [(piece, p) for piece, p, _ in sample.pieces(growing(ids, 'max_tokens'), tokenizer)]
+    assert ''.join(piece for piece, _ in shown) == text
+    assert np.prod([p for _, p in shown]) == pytest.approx(0.5 ** len(ids))
+    assert min(p for piece, p in shown if '🦊' in piece) < 0.5
+    assert '\ufffd' not in ''.join(piece for piece, _ in shown)
     # the end has no text, and half a character at the end is shown as such
-    cut = [(i, 0.5) for i in ids[:1 + max(n for n, i in enumerate(ids) if i == ids[-1])]]
-    ended = [*sample.whole_characters([*cut, (tokenizer.eos_id, 0.9)], tokenizer,
-                                      {tokenizer.eos_id})]
-    assert ended[-1] == ('', [(tokenizer.eos_id, 0.9)])
+    ended = [piece for piece, *_ in sample.pieces(growing([*ids, tokenizer.eos_id], 'end'),
+                                                  tokenizer)]
+    assert ended[-1] == '' and ''.join(ended) == text
     half = tokenizer.encode('🦊', start=False)[:-1]
-    assert [*sample.whole_characters([(i, 0.5) for i in half], tokenizer, ())][-1][0].endswith(
-        '\ufffd')
+    assert [*sample.pieces(growing(half, 'max_tokens'), tokenizer)][-1][0].endswith('\ufffd')
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'llama2', 'llama3'])
+def test_no_part_of_a_stop_string_is_printed(tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode('one. Question: two. Question four', start=False)
+    for stop, left in (('Question four', 'one. Question: two. '), ('x', None), (' two. Q', None)):
+        n = next((n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n], False)),
+                 len(ids))
+        whole = tokenizer.decode(ids[:n], start=False)
+        reason = 'stop' if stop in whole else 'max_tokens'
+        shown = [piece for piece, *_ in sample.pieces(growing(ids[:n], reason), tokenizer, [stop])]
+        assert ''.join(shown) == whole.partition(stop)[0] and left in (None, ''.join(shown))
 
 
 @pytest.mark.parametrize('kind, template', [
@@ -219,13 +175,54 @@ def test_prompts_that_cannot_be_answered_are_refused(chat_folder, tmp_path):
             ([f'--model={chat_folder}', '--chat=llama3'], 'the tokenizer lacks'),
             ([f'--model={base}', '--prompt=a'], 'or ask in plain text: .* sample.py --raw'),
             ([f'--model={chat_folder}', f'--prompt={"fox " * 300}'],
-             r'the conversation has \d+ tokens; it may have 1 to 199'),
+             r'prompt 1 has \d+ tokens; it may have 1 to 199'),
+            ([f'--model={chat_folder}', '--n=5'], 'n = 5 needs a temperature above 0'),
             ([f'--model={chat_folder}', '--prompt=\udcff'], 'not valid Unicode')):
         with pytest.raises((ConfigError, DataError), match=message):
             sample.main(arguments)
     rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(torch.nan))
     with pytest.raises(CheckpointError, match='model.norm.weight in .*model holds NaN'):
         sample.main([f'--model={chat_folder}', '--prompt=a'])
+
+
+def test_several_answers_have_the_probabilities_of_the_scoring_path(chat_folder, capsys):
+    sample.main([f'--model={chat_folder}', '--prompt=What?', '--n=3', '--temperature=1',
+                 '--max_tokens=5', '--stats'])
+    printed = capsys.readouterr()
+    model, tokenizer = checkpoint.load(chat_folder).eval(), load_tokenizer(chat_folder)
+    ids, stop = sample.encode_prompt([{'role': 'user', 'content': 'What?'}], tokenizer, 'tulu')
+    settings = Sampling(n=3, max_tokens=5)
+    ((_, answers),) = generate(model, [ids], settings, tokenizer, stop | {2})
+    (log_probs,) = option_log_probs(model, [Tree((), ids, [a.tokens for a in answers],
+                                                 [len(ids)] * 3)])
+    for k, (answer, log_p) in enumerate(zip(answers, log_probs), 1):
+        assert sum(answer.log_probs) == pytest.approx(log_p, abs=1e-4)
+        assert (f'--- {k} of 3: probability {np.exp(log_p):.3g}, {len(answer.tokens)} tokens'
+                in printed.out)
+    assert 'tokens/s' in printed.err and 'GB/s' in printed.err and 'TFLOP/s' in printed.err
+
+
+def test_ctrl_c_keeps_the_answer_so_far(chat_folder, capsys, monkeypatch):
+    def interrupted(*arguments):
+        for n, answer in enumerate(stream(*arguments)):
+            yield answer
+            if n == 3:
+                raise KeyboardInterrupt
+    asked, lines = [], iter(['What?', 'And then?'])
+    real = sample.encode_prompt
+    monkeypatch.setattr(sample, 'stream', interrupted)
+    monkeypatch.setattr(sample, 'encode_prompt', lambda messages, *rest: (
+        asked.append(copy.deepcopy(messages)), real(messages, *rest))[1])
+    with pytest.raises(KeyboardInterrupt):      # the script then ends with 130
+        sample.main([f'--model={chat_folder}', '--prompt=What?'])
+    once = capsys.readouterr()
+    assert once.err.endswith('(stopped)\n') and len(once.out) > 1
+
+    monkeypatch.setattr('builtins.input', lambda prompt: next(lines))
+    monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
+    with pytest.raises(RuntimeError):       # from the end of `lines`
+        sample.main([f'--model={chat_folder}'])
+    assert asked[-1][1]['content'] == once.out.removesuffix('\n') != ''
 
 
 @pytest.mark.slow

@@ -1,0 +1,515 @@
+"""Generate answers to many prompts at once, with a KV cache.
+
+    python generate.py --model=out/run --prompts=prompts.jsonl --out=answers.jsonl --n=8
+
+A row of prompts.jsonl has `prompt`, or `messages` of a conversation, and perhaps an `id`; its other
+fields are copied. The row of answers.jsonl adds `answers`. An interrupted command resumes from that
+file.
+
+The forward pass is the model's own. Prompts are packed into rows, which share what they have in
+common; their keys and values go to the slots of a cache (attention.py). Then each step computes one
+token of every running answer. An answer that has ended makes room for the next prompt at once. Each
+token is drawn with a random number that depends only on the seed, the tokens of the prompt, the
+number of the answer and the index of the token, so an answer does not depend on the others.
+"""
+
+from runtime import cli, startup
+
+if __name__ == '__main__':
+    startup.begin()
+
+import hashlib
+import math
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from runtime.config import load_config
+from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.sampling import Sampling, check_sampling
+
+
+@dataclass
+class GenerateConfig(Sampling):
+    model: str = ''                     # a folder in Hugging Face layout, or a hub name
+    revision: str | None = None         # the hub revision of the model
+    prompts: str = ''                   # a file of rows with `prompt` or `messages`
+    out: str = 'answers.jsonl'
+    # the chat template; trained: that of the model's train.py run
+    chat: Literal['trained', 'tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken', 'chatml',
+                  'cohere', 'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'trained'
+    raw: bool = False                   # continue each prompt as plain text, without chat
+    confidence: bool = False            # score each answer once more, as evaluate.py scores options
+    per_token: bool = False             # write each token with its log-probabilities and entropy
+    overwrite: bool = False             # delete the answers in `out` first
+    device: str = 'auto'
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'
+
+
+# answers depend on these keys, so they must not change within a file
+SETTINGS = ('n', 'max_tokens', 'temperature', 'top_k', 'top_p', 'min_p', 'stop', 'seed',
+            'deterministic', 'confidence', 'per_token')
+
+
+def read_arguments(argv):
+    """Return the GenerateConfig of a command line; raise ConfigError for unusable values."""
+    cfg = load_config(GenerateConfig, argv, __doc__)
+    check_sampling(cfg)
+    for key, example in (('model', 'out/run'), ('prompts', 'prompts.jsonl')):
+        if not getattr(cfg, key):
+            raise ConfigError(f'no {key} given; for example --{key}={example}')
+    return cfg
+
+
+if __name__ == '__main__':
+    with cli.one_line_errors():     # --help and misspelled keys need no torch
+        startup.load_libraries(read_arguments(sys.argv[1:]).device)
+
+import numpy as np
+import torch
+
+from attention import SPLIT, Cache, DecodeMask, PrefillMask, kernels_apply, make_masks
+from data.chat import encode_prompt, question_frame
+from data.files import parsed, read_rows, require_fields, require_text
+from data.instruct import to_messages
+from data.packing import Row
+from data.tokenizer import begins_with_bos, load_model_tokenizer
+from results.answers import open_answers, to_row
+from results.samples import append
+from runtime import checkpoint, log, ownership
+from runtime.device import HostCopy, pick_device, pick_dtype, to_device
+from runtime.draw import draw, random_numbers
+from runtime.trained import trained_template, trained_with_bos
+
+PREFILL = 8192      # tokens of the prompts in one forward pass, or those of one longer prompt
+FIXED_ROWS = 64     # of each step with `deterministic`, so that every product has one shape
+
+
+@dataclass
+class Answer:
+    """One answer, whole or so far: lists with one entry per token, in nats."""
+    prompt: int                                     # index of the prompt
+    number: int                                     # of the answer to this prompt, from 0
+    tokens: list = field(default_factory=list)      # with the token that ended it
+    log_probs: list = field(default_factory=list)   # the model's: temperature 1, nothing cut off
+    sample_log_probs: list = field(default_factory=list)    # of what the token was drawn from
+    entropies: list = field(default_factory=list)   # of the model's distribution
+    # why it ended: 'end' by a token of stop_ids, 'stop' by a stop string, 'max_tokens' or 'context'
+    # where it was cut off
+    reason: str = ''
+    text: str = ''              # when it has ended: without that token, up to the stop string
+    slot: int = -1              # its place in the cache
+    n_launched: int = 0         # tokens that the device was told to draw
+
+
+# ------------------------------------------------------------------------------------------------
+# The sequences that are decoded at once
+# ------------------------------------------------------------------------------------------------
+
+def cache_sizes(config, length):
+    """Return the tokens that the cache of each layer holds for a sequence of `length` tokens."""
+    return [min(length, window or length) for window in config.windows]
+
+
+def room(model, prompts, s):
+    """Return (sequences decoded at once, tokens of the longest); DataError for a misfit."""
+    config, context = model.config, model.config.max_position_embeddings
+    for i, ids in enumerate(prompts):
+        if not 0 < len(ids) < context:
+            raise DataError(f'prompt {i + 1} has {len(ids)} tokens; it may have 1 to {context - 1}')
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    length = min(len(prompts[longest]) + s.max_tokens, context)
+    each = (2 * config.num_key_value_heads * config.head_dim * model.head.element_size()
+            * sum(cache_sizes(config, length)))
+    memory = free_memory(model.head.device) if s.cache_memory is None else s.cache_memory * 2 ** 30
+    fit = int(memory // each) - 1       # the last slot is for padding
+    if fit < 1:
+        raise DataError(f'prompt {longest + 1} has {len(prompts[longest])} tokens: with max_tokens '
+                        f'= {s.max_tokens} it needs {2 * each / 2 ** 30:.2f} GiB of cache, and '
+                        f'there are {memory / 2 ** 30:.2f}; shorten it, or lower max_tokens')
+    most = s.batch_size
+    if s.deterministic:     # a CPU's products may depend on the row of a matrix as well
+        most = min(most, FIXED_ROWS) if model.head.is_cuda else 1
+    return min(most, fit, len(prompts) * s.n), length
+
+
+def free_memory(device):
+    """Return the bytes for a cache: of a GPU all but 1.5 GiB that is free, else a quarter."""
+    if device.type == 'cuda':
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused - 1.5 * 2 ** 30
+    return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 4
+
+
+class Batch:
+    """Cache, state and CUDA graphs of the sequences in `n_slots` slots.
+
+    A slot has the state (last token, its position, tokens drawn). One slot more is for the padding
+    rows of a graph: they have length 1, since a softmax over nothing would be NaN.
+    """
+
+    def __init__(self, model, s, n_slots, length, n_vocab):
+        config, self.device = model.config, model.head.device
+        self.model, self.s, self.n_slots, self.n_vocab = model, s, n_slots, n_vocab
+        self.sizes = cache_sizes(config, length)
+        self.caches = [Cache(n_slots + 1, config.num_key_value_heads, size, config.head_dim,
+                             model.head.detach()) for size in self.sizes]
+        self.state = torch.zeros(n_slots + 1, 3, dtype=torch.int64, device=self.device)
+        self.uniforms = torch.zeros(n_slots + 1, s.max_tokens + 2, dtype=torch.float64,
+                                    device=self.device)     # one step may be one too many
+        self.rows = torch.full((max(FIXED_ROWS, self.padded(n_slots)),), n_slots,
+                               device=self.device)
+        self.current, self.graphs, self.pool = None, {}, None
+
+    def padded(self, n):
+        """Return the number of rows in a step of n sequences: a few sizes share the graphs."""
+        if self.device.type != 'cuda':
+            return n
+        if self.s.deterministic:
+            return FIXED_ROWS
+        return 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16 if n <= 64 else (
+            -(-n // 32) * 32)
+
+    def prefill(self, begun, prompts):
+        """Compute the prompts of new answers; return a HostCopy of the values of `draw`.
+
+        One packed row holds what all prompts begin with, and then the rest of each.
+        """
+        numbers = [*dict.fromkeys(answer.prompt for answer in begun)]
+        ids = [prompts[i] for i in numbers]
+        shared = len(os.path.commonprefix(ids)) if len(ids) > 1 else 0
+        shared = min(shared, min(map(len, ids)) - 1)
+        row = Row()
+        row.append(ids[0][:shared], 0)
+        at = {i: row.append(rest[shared:], shared) for i, rest in zip(numbers, ids)}
+        T = len(row.tokens)
+        row.ends[:shared] = [T] * shared
+        if self.s.deterministic:
+            T = max(128, 1 << (T - 1).bit_length())
+        elif self.device.type == 'cuda':    # Triton compiles again for other divisors
+            T = -(-T // 128) * 128
+        tokens, positions, ends = to_device(torch.from_numpy(row.padded(T)[0]), self.device)
+
+        def stored(size):
+            """Return [3, M]: row index, slot and place of each key in a cache of this size."""
+            for answer in begun:
+                n = len(prompts[answer.prompt])
+                p = np.arange(max(0, n - size), n)
+                source = np.where(p < shared, p, at[answer.prompt].start + p - shared)
+                yield np.stack((source, np.full(len(p), answer.slot), p % size))
+
+        config, by_size = self.model.config, {}
+        for size in set(self.sizes):
+            by_size[size] = to_device(torch.from_numpy(np.concatenate([*stored(size)], 1)),
+                                      self.device)
+        windows = [w if w and w < T else None for w in config.windows]
+        kind = 'tree' if kernels_apply(self.model.head) else 'explicit'
+        by_window = make_masks(kind, positions[None], ends[None], set(windows), config.head_dim,
+                               config.attn_logit_softcapping, self.model.head)
+        masks = [PrefillMask(by_window[window], cache, *by_size[cache.size])
+                 for window, cache in zip(windows, self.caches)]
+        hidden = self.model(tokens[None], positions[None], ends[None], masks)[0]
+        last = to_device(torch.tensor([at[i].stop - 1 for i in numbers]), self.device)
+        return HostCopy(self.begin(begun, self.model.logits(hidden[last]), numbers, prompts))
+
+    def begin(self, begun, logits, numbers, prompts):
+        """Draw the first token of new answers, from the logits of prompts `numbers`; set states."""
+        entries = [(answer.slot, len(prompts[answer.prompt]), 1, numbers.index(answer.prompt))
+                   for answer in begun]
+        slots, lengths, ones, rows = to_device(torch.tensor(entries).T.contiguous(), self.device)
+        uniforms = np.stack([random_numbers(self.s.seed, prompts[answer.prompt], answer.number,
+                                            self.uniforms.shape[1]) for answer in begun])
+        self.uniforms[slots] = to_device(torch.from_numpy(uniforms), self.device)
+        values = draw(logits[rows], self.uniforms[slots, 0], self.s, self.n_vocab)
+        self.state[slots] = torch.stack((values[:, 0].long(), lengths, ones), 1)
+        return values
+
+    def step(self, running, longest):
+        """Compute the next token of each running answer; return a HostCopy as `prefill`.
+
+        longest: tokens of the longest sequence, with the one that this step feeds
+        """
+        n = self.padded(len(running))
+        slots = [answer.slot for answer in running] + [self.n_slots] * (n - len(running))
+        if slots != self.current:
+            self.rows[:n] = to_device(torch.tensor(slots), self.device)
+            self.current = slots
+        if self.device.type != 'cuda':
+            return HostCopy(self.compute(n, longest))
+        splits = 1 << (-(-longest // SPLIT) - 1).bit_length()
+        if (n, splits) not in self.graphs:
+            self.graphs[n, splits] = self.capture(n, splits * SPLIT)
+        graph, values = self.graphs[n, splits]
+        graph.replay()
+        return HostCopy(values)
+
+    def compute(self, n, longest):
+        """Compute the next token in the slots `rows[:n]`; return the values of `draw`."""
+        slots = self.rows[:n]
+        tokens, positions, drawn = self.state[slots].unbind(1)
+        masks = [DecodeMask(cache, slots, positions, longest) for cache in self.caches]
+        hidden = self.model(tokens[:, None], positions[:, None], None, masks)[:, 0]
+        values = draw(self.model.logits(hidden), self.uniforms[slots, drawn], self.s, self.n_vocab)
+        self.state[slots] = torch.stack((values[:, 0].long(), positions + 1, drawn + 1), 1)
+        self.state[-1] = 0
+        return values
+
+    def capture(self, n, longest):
+        """Return a CUDA graph of `compute`, and its values; a step of padding loads the kernels."""
+        rows = self.rows[:n].clone()
+        self.rows[:n] = self.n_slots
+        self.compute(n, longest)
+        self.rows[:n] = rows
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            values = self.compute(n, longest)
+        self.pool = self.pool or graph.pool()
+        return graph, values
+
+
+# ------------------------------------------------------------------------------------------------
+# Answers
+# ------------------------------------------------------------------------------------------------
+
+def generate(model, prompts, s, tokenizer=None, stop_ids=()):
+    """Yield (index of the prompt, its n Answers) as they are done; arguments as in `stream`."""
+    unfinished = {i: [None] * s.n for i in range(len(prompts))}
+    for answer in stream(model, prompts, s, tokenizer, stop_ids):
+        if answer.reason:
+            unfinished[answer.prompt][answer.number] = answer
+            if all(unfinished[answer.prompt]):
+                yield answer.prompt, unfinished.pop(answer.prompt)
+
+
+@torch.no_grad()
+def stream(model, prompts, s, tokenizer=None, stop_ids=()):
+    """Yield the Answer to which a token was added, after each token; its `reason` ends it.
+
+    prompts:  a list of lists of token ids; answers to equal prompts are equal
+    s:        Sampling
+    tokenizer: for the text of answers and for stop strings; None: only tokens
+    stop_ids: tokens that end an answer
+    The device is always one step ahead, so a step of an answer that has ended may be lost. Raises
+    DataError for a prompt that does not fit, FloatingPointError for logits that are not finite.
+    """
+    if not prompts:
+        return
+    n_slots, length = room(model, prompts, s)
+    n_vocab = tokenizer.n_vocab if tokenizer else model.head.shape[0]
+    batch, training = Batch(model, s, n_slots, length, n_vocab), model.training
+    model.eval()
+    waiting = deque(Answer(i, k) for i in range(len(prompts)) for k in range(s.n))
+    free, running, launched = [*range(n_slots)], [], deque()
+    try:
+        while waiting or running or launched:
+            while begun := take(waiting, free, running, prompts, s, n_slots):
+                launched.append((begun, batch.prefill(begun, prompts)))
+                running += begun
+            if running:
+                longest = 0
+                for answer in running:
+                    answer.n_launched += 1
+                    longest = max(longest, len(prompts[answer.prompt]) + answer.n_launched)
+                launched.append((running, batch.step(running, longest)))
+            while len(launched) > (1 if running else 0):
+                answers, copy = launched.popleft()
+                for answer, values in zip(answers, copy.values().tolist()):
+                    if answer.reason:       # it ended when this step had been launched
+                        continue
+                    add(answer, values, prompts, s, model, tokenizer, stop_ids)
+                    if answer.reason:
+                        free.append(answer.slot)
+                    yield answer
+            running = [answer for answer in running if not answer.reason]
+    finally:
+        model.train(training)
+
+
+def take(waiting, free, running, prompts, s, n_slots):
+    """Return the answers to begin now, with a slot each, removed from `waiting`; [] to wait.
+
+    The answers to a prompt begin together if all slots are enough for them. While others run, an
+    eighth of the slots must be free: a prefill costs as much as several steps.
+    """
+    wanted = max(min(s.n, n_slots), n_slots // 8) if running else 1
+    if len(free) < min(wanted, len(waiting)):
+        return []
+    begun, n_tokens = [], 0
+    while waiting and free:
+        i = waiting[0].prompt
+        if not begun or i != begun[-1].prompt:
+            n_tokens += len(prompts[i])
+            if begun and (s.deterministic or n_tokens > PREFILL
+                          or s.n - waiting[0].number > len(free)):
+                break
+        begun.append(waiting.popleft())
+        begun[-1].slot = free.pop()
+    return begun
+
+
+def add(answer, values, prompts, s, model, tokenizer, stop_ids):
+    """Add a token and its values, as `draw` returns them; set reason and text if it is the last."""
+    if not all(map(math.isfinite, values)):
+        raise FloatingPointError(f'prompt {answer.prompt + 1}')
+    token, log_p, log_q, entropy = values
+    answer.tokens.append(int(token))
+    answer.log_probs.append(log_p)
+    answer.sample_log_probs.append(log_q)
+    answer.entropies.append(entropy)
+    context = model.config.max_position_embeddings - len(prompts[answer.prompt])
+    if answer.tokens[-1] in stop_ids:
+        answer.reason = 'end'
+    elif s.stop and first_stop(last_text(answer, s.stop, tokenizer), s.stop) >= 0:
+        answer.reason = 'stop'
+    elif len(answer.tokens) == min(s.max_tokens, context):
+        answer.reason = 'max_tokens' if s.max_tokens <= context else 'context'
+    if answer.reason and tokenizer:
+        answer.text = text(answer, s.stop, tokenizer)
+
+
+def last_text(answer, stop, tokenizer):
+    """Return the text of the last tokens, as many as the longest string in `stop` can have."""
+    n = max(len(string.encode()) for string in stop) + 4    # a token has at least one byte
+    return tokenizer.decode(answer.tokens[-n:], start=False)
+
+
+def first_stop(text, stop):
+    """Return where the first of the strings `stop` begins in `text`; -1 if there is none."""
+    return min((at for string in stop if (at := text.find(string)) >= 0), default=-1)
+
+
+def text(answer, stop, tokenizer):
+    """Return the text of an answer that has ended, without an incomplete character at its end."""
+    tokens = answer.tokens[:-1] if answer.reason == 'end' else answer.tokens
+    whole = tokenizer.decode(tokens, start=False)
+    if answer.reason == 'stop':
+        return whole[:first_stop(whole, stop)]
+    return whole if answer.reason == 'end' else whole.rstrip('\ufffd')
+
+
+def confidences(model, prompts, answers):
+    """Return the log-probability of each Answer, a float64 array [n] per prompt, in nats.
+
+    prompts: lists of token ids; answers: a list of Answers per prompt. The numbers are those of
+    `evaluate.option_log_probs`: they do not depend on how the answers were generated.
+    """
+    from data.packing import Tree
+    from evaluate import option_log_probs       # evaluate.py imports this file
+    trees = [Tree((), [*ids], [answer.tokens for answer in some], [len(ids)] * len(some))
+             for ids, some in zip(prompts, answers, strict=True)]
+    return option_log_probs(model, trees, pack_len=PREFILL, trim=128 if model.head.is_cuda else 1)
+
+
+def step_cost(model, n_rows, n_cached):
+    """Return (bytes read, FLOPs) of a decoding step of n_rows rows with n_cached tokens in all."""
+    config = model.config
+    weights = sum(p.numel() for p in model.parameters())
+    if not config.tie_word_embeddings:      # of the embedding only a few rows are read
+        weights -= config.vocab_size * config.hidden_size
+    cached = (2 * n_cached * config.num_hidden_layers * config.num_key_value_heads
+              * config.head_dim)
+    return (weights + cached) * model.head.element_size(), 2 * weights * n_rows
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+# ------------------------------------------------------------------------------------------------
+
+def open_model(cfg):
+    """Return (folder, model, tokenizer, template, add_bos); template '' is plain text."""
+    device, folder = pick_device(cfg.device), checkpoint.fetch(cfg.model, cfg.revision)
+    tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
+    add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
+    template = '' if cfg.raw else trained_template(folder) if cfg.chat == 'trained' else cfg.chat
+    if template:
+        question_frame(tokenizer, template, add_bos)    # raise for a template that does not fit
+    dtype = pick_dtype(getattr(cfg, 'dtype', 'auto'), device)
+    return folder, checkpoint.load(folder, device, dtype).eval(), tokenizer, template, add_bos
+
+
+def end_tokens(model, stop):
+    """Return the set `stop` with the tokens that end a text in config.json."""
+    eos = model.config.eos_token_id
+    return stop | set(eos if isinstance(eos, list) else [eos])
+
+
+def read_prompts(cfg, tokenizer, template, add_bos):
+    """Return ([(row, token ids)], the tokens that end an answer); DataError names file and line."""
+    prompts, stop, places = [], {tokenizer.eos_id}, {}
+
+    def parse(row, place):
+        row = {'id': str(len(prompts))} | require_fields(row)
+        if ('prompt' in row) == ('messages' in row) or 'answers' in row:
+            raise DataError('a row has either "prompt" or "messages", and no "answers"')
+        if cfg.raw and 'messages' in row:
+            raise DataError('"messages" need a chat template: leave out --raw')
+        if not isinstance(row['id'], (str, int)):
+            raise DataError(f'the id {row["id"]!r} is neither text nor a whole number')
+        if row['id'] in places:
+            raise DataError(f'the id {row["id"]!r} is already at {places[row["id"]]}')
+        messages = (to_messages(row) if 'messages' in row else
+                    [{'role': 'user', 'content': require_text(row['prompt'], 'the prompt')}])
+        if not messages or messages[-1].get('role') != 'user':
+            raise DataError('the last message must be the user\'s')
+        places[row['id']] = place
+        return row, *encode_prompt(messages, tokenizer, template, add_bos)
+
+    for place, row in read_rows(cfg.prompts):
+        row = parsed(place, row, parse, place)
+        if isinstance(row, DataError):
+            raise row
+        prompts.append(row[:2])
+        stop |= row[2]
+    if not prompts:
+        raise DataError(f'{cfg.prompts} has no rows')
+    return prompts, stop
+
+
+def main(argv):
+    cfg = read_arguments(argv)
+    folder, model, tokenizer, template, add_bos = open_model(cfg)
+    prompts, stop = read_prompts(cfg, tokenizer, template, add_bos)
+    settings = {key: getattr(cfg, key) for key in SETTINGS} | {
+        'stop': [*cfg.stop], 'model': checkpoint.fingerprint(folder),
+        'tokenizer': tokenizer.fingerprint, 'template': template, 'add_bos': add_bos,
+        'dtype': str(model.head.dtype).removeprefix('torch.')}
+    with ownership.lock(Path(cfg.out).parent):
+        done = open_answers(cfg, settings)
+        hashes = [hashlib.blake2b(np.array(ids, np.int64).tobytes(), digest_size=6).hexdigest()
+                  for _, ids in prompts]
+        left = [i for i, (row, _) in enumerate(prompts) if (row['id'], hashes[i]) not in done]
+        print(f'{len(left):,} of {len(prompts):,} prompts, {cfg.n} answers each', flush=True)
+        progress, n_tokens, started = log.Progress('answers', len(left), 'prompts'), 0, None
+        ids = [prompts[i][1] for i in left]
+        try:
+            with open(cfg.out, 'ab', buffering=0) as file:
+                started = time.perf_counter()
+                for number, answers in generate(model, ids, cfg, tokenizer,
+                                                end_tokens(model, stop)):
+                    scored = (confidences(model, [ids[number]], [answers])[0] if cfg.confidence
+                              else [None] * cfg.n)
+                    append(file, prompts[left[number]][0] | {
+                        'prompt_hash': hashes[left[number]],
+                        'answers': [to_row(*pair, cfg.per_token) for pair in zip(answers, scored)]})
+                    n_tokens += sum(len(answer.tokens) for answer in answers)
+                    progress.update()
+        except FloatingPointError as error:
+            raise CheckpointError(checkpoint.bad_logits(str(error), folder, settings['dtype'])
+                                  ) from error
+        finally:
+            progress.bar.close()
+    seconds = time.perf_counter() - started
+    print(f'wrote {cfg.out}: {n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} '
+          f'tokens/s')
+
+
+if __name__ == '__main__':
+    with cli.one_line_errors(resume='the finished prompts are kept, and the same command resumes '
+                                    'from there',
+                             memory='lower --batch_size or --max_tokens'):
+        main(sys.argv[1:])
+        startup.end_at_once()

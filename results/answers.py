@@ -1,0 +1,49 @@
+"""The file of generate.py, one line per prompt: open it for more answers, and write a row."""
+
+import json
+import math
+from pathlib import Path
+
+from results.samples import read_jsonl
+from runtime import ownership
+from runtime.errors import ConfigError, DataError
+
+
+def open_answers(cfg, settings):
+    """Prepare the file `out`; return {(id, hash of the prompt)} of the rows in it.
+
+    Raises ConfigError if this program did not write it, or with other settings. The caller holds
+    the lock of its folder.
+    """
+    out = Path(cfg.out)
+    names = out.name, f'{out.stem}.config.json'
+    ownership.check_free(out.parent, *names)
+    if cfg.overwrite:
+        ownership.discard(out.parent, *names)
+    done, advice = set(), 'choose another --out, or --overwrite'
+    if out.exists():
+        with ownership.read_json(out.with_name(names[1]), advice) as old:
+            for key in settings:
+                if old[key] != settings[key]:
+                    raise ConfigError(f'{out} has answers with {key} = {old[key]!r}, not '
+                                      f'{settings[key]!r}; {advice}')
+        with open(out, 'rb+') as file:      # a crash may have cut off the last line
+            file.truncate(file.read().rfind(b'\n') + 1)
+        for _, row in read_jsonl(out):
+            if isinstance(row, DataError):
+                raise row
+            done.add((row['id'], row['prompt_hash']))
+    ownership.claim(out.parent, *names)
+    ownership.write_text(out.with_name(names[1]), json.dumps(settings, indent=1) + '\n')
+    return done
+
+
+def to_row(answer, log_prob, per_token):
+    """Return the entry of an answer in answers.jsonl; log_prob: by `confidences`, or None."""
+    row = {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
+           'log_prob': sum(answer.log_probs), 'sample_log_prob': sum(answer.sample_log_probs),
+           'entropy': sum(answer.entropies) / len(answer.tokens)}
+    if log_prob is not None:
+        row |= {'scored_log_prob': log_prob, 'confidence': math.exp(min(0, log_prob))}
+    return row | per_token * {key: getattr(answer, key) for key in (
+        'tokens', 'log_probs', 'sample_log_probs', 'entropies')}

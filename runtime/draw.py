@@ -1,0 +1,152 @@
+"""Draw tokens from logits, with a random number for each token of each answer.
+
+On a GPU two Triton kernels read the logits once; elsewhere torch does the same.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:     # for example on macOS
+    triton = None
+
+
+def lowest_logits(logits, s):
+    """Return the lowest logit [B] that may be drawn; tokens with an equal logit may be, too.
+
+    The rules apply one after the other, as in transformers: temperature, top_k, top_p (Holtzman et
+    al. 2020), min_p (arXiv 2407.01082).
+    """
+    lowest = logits.new_full(logits.shape[:1], -torch.inf)
+    if s.top_k:
+        lowest = logits.topk(min(s.top_k, logits.shape[1])).values[:, -1]
+    if s.top_p < 1:
+        ordered = logits.sort(descending=True).values
+        kept = ordered.masked_fill(ordered < lowest[:, None], -torch.inf)
+        probs = ((kept - kept[:, :1]) / s.temperature).softmax(-1, dtype=torch.float64)
+        n = (probs.cumsum(-1) - probs < s.top_p).sum(-1)    # the mass before a token decides
+        lowest = ordered.gather(1, n[:, None] - 1)[:, 0].maximum(lowest)
+    if s.min_p:
+        lowest = lowest.maximum(logits.amax(-1) + s.temperature * math.log(s.min_p))
+    return lowest
+
+
+def draw(logits, uniforms, s, n_vocab):
+    """Draw a token per row; return float32 [B, 4]: token, its log p and log q, the entropy of p.
+
+    logits [B, V] float32 give p; q is p at the temperature, restricted by the rules and to the
+    tokens below n_vocab, the others having no text. uniforms [B] float64 in [0, 1): the token is
+    the first one whose cumulated probability exceeds it.
+    """
+    lowest = lowest_logits(logits[:, :n_vocab], s)
+    if triton is not None and logits.is_cuda:
+        return draw_kernel(logits, uniforms, s.temperature, lowest, n_vocab)
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    z = logits[:, :n_vocab]
+    if s.temperature == 0:
+        token, log_q = z.argmax(-1), torch.zeros_like(entropy)      # the first of equal ones
+    else:
+        scaled = (z - z.amax(-1, keepdim=True)) / s.temperature
+        log_qs = scaled.masked_fill(z < lowest[:, None], -torch.inf).log_softmax(-1)
+        cumulated = log_qs.double().exp().cumsum(-1)
+        token = (cumulated > uniforms[:, None] * cumulated[:, -1:]).byte().argmax(-1)
+        log_q = log_qs.gather(1, token[:, None])[:, 0]
+    return torch.stack((token.float(), log_p.gather(1, token[:, None])[:, 0], log_q, entropy), 1)
+
+
+def draw_kernel(logits, uniforms, temperature, lowest, n_vocab):
+    """`draw` in one pass over the logits, which `_summarize` cuts into blocks."""
+    (B, V), BLOCK = logits.shape, 4096
+    n_blocks = triton.cdiv(V, BLOCK)
+    sums = torch.empty(B, 5, n_blocks, dtype=torch.float32, device=logits.device)
+    out = torch.empty(B, 4, dtype=torch.float32, device=logits.device)
+    options = {'GREEDY': temperature == 0, 'BLOCK': BLOCK}
+    inverse = 1 / temperature if temperature else 0.0
+    _summarize[n_blocks, B](logits, lowest, sums, V, n_vocab, inverse, **options, num_warps=8)
+    _pick[B,](logits, lowest, sums, uniforms, out, V, n_vocab, n_blocks, inverse, **options,
+              BLOCKS=triton.next_power_of_2(n_blocks), num_warps=8)
+    return out
+
+
+if triton is not None:
+    @triton.jit
+    def _summarize(logit_ptr, lowest_ptr, sum_ptr, V, n_vocab, inverse, GREEDY: tl.constexpr,
+                   BLOCK: tl.constexpr):
+        """Per block: maximum m, sums of e = exp(z - m), of e (z - m) and of the weights of q."""
+        block, n_blocks = tl.program_id(0), tl.num_programs(0)
+        row, v = tl.program_id(1).to(tl.int64), block * BLOCK + tl.arange(0, BLOCK)
+        z = tl.load(logit_ptr + row * V + v, mask=v < V, other=-float('inf'))
+        m = tl.max(z, 0)
+        e = tl.exp(z - m)
+        drawn = (v < n_vocab) & (z >= tl.load(lowest_ptr + row))
+        if GREEDY:      # the best logit that may be drawn, and where the first one is
+            may = tl.where(drawn, z, -float('inf'))
+            weight, best = tl.max(may, 0), tl.argmax(may, 0).to(tl.float32)
+        else:
+            weight, best = tl.sum(tl.where(drawn, tl.exp((z - m) * inverse), 0.0), 0), 0.0
+        sum_ptr += row * 5 * n_blocks + block
+        tl.store(sum_ptr, m)
+        tl.store(sum_ptr + n_blocks, tl.sum(e, 0))
+        tl.store(sum_ptr + 2 * n_blocks, tl.sum(tl.where(v < V, e * (z - m), 0.0), 0))
+        tl.store(sum_ptr + 3 * n_blocks, weight)
+        tl.store(sum_ptr + 4 * n_blocks, best)
+
+    @triton.jit
+    def _pick(logit_ptr, lowest_ptr, sum_ptr, uniform_ptr, out_ptr, V, n_vocab, n_blocks, inverse,
+              GREEDY: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+        """Merge the sums of a row, choose a block and then a token in it."""
+        row, b = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+        sum_ptr += row * 5 * n_blocks + b
+        some = b < n_blocks
+        m = tl.load(sum_ptr, mask=some, other=-float('inf'))
+        highest = tl.max(m, 0)
+        scale = tl.exp(m - highest)
+        e = tl.load(sum_ptr + n_blocks, mask=some, other=0.0)
+        products = tl.load(sum_ptr + 2 * n_blocks, mask=some, other=0.0)
+        total = tl.sum(e * scale, 0)
+        mean = tl.sum(tl.where(some, (products + e * (m - highest)) * scale, 0.0), 0) / total
+        lse = highest + tl.log(total)
+        v, lowest = tl.arange(0, BLOCK), tl.load(lowest_ptr + row)
+        if GREEDY:
+            weight = tl.load(sum_ptr + 3 * n_blocks, mask=some, other=-float('inf'))
+            block = tl.argmax(weight, 0)
+            token = block * BLOCK + tl.sum(tl.where(b == block, tl.load(
+                sum_ptr + 4 * n_blocks, mask=some, other=0.0), 0.0), 0).to(tl.int32)
+            log_q = 0.0
+        else:       # in float64: one of 250,000 tokens may have a probability of 1e-7
+            weight = tl.load(sum_ptr + 3 * n_blocks, mask=some, other=0.0).to(tl.float64)
+            weight *= tl.exp((m - highest) * inverse).to(tl.float64)
+            cumulated = tl.cumsum(weight, 0)
+            all_weight = tl.sum(weight, 0)
+            target = tl.load(uniform_ptr + row) * all_weight
+            block = tl.min(tl.where(cumulated > target, b, BLOCKS), 0)
+            # rounding may leave nothing above: then the last block or token that may be drawn
+            block = tl.minimum(block, tl.max(tl.where(weight > 0, b, 0), 0))
+            before = tl.sum(tl.where(b < block, weight, 0.0), 0)
+            at = block * BLOCK + v
+            z = tl.load(logit_ptr + row * V + at, mask=at < n_vocab, other=-float('inf'))
+            w = tl.where((at < n_vocab) & (z >= lowest), tl.exp((z - highest) * inverse), 0.0)
+            inside = before + tl.cumsum(w.to(tl.float64), 0)
+            first = tl.min(tl.where(inside > target, v, BLOCK), 0)
+            token = block * BLOCK + tl.minimum(first, tl.max(tl.where(w > 0, v, 0), 0))
+            log_q = (tl.load(logit_ptr + row * V + token) - highest) * inverse - tl.log(
+                all_weight).to(tl.float32)
+        out_ptr += row * 4
+        tl.store(out_ptr, token.to(tl.float32))
+        tl.store(out_ptr + 1, tl.load(logit_ptr + row * V + token) - lse)
+        tl.store(out_ptr + 2, log_q)
+        tl.store(out_ptr + 3, tl.log(total) - mean)
+
+
+def random_numbers(seed, ids, number, count):
+    """Return `count` uniform numbers for the tokens of one answer (Philox, Salmon et al. 2011)."""
+    digest = hashlib.blake2b(np.array(ids, np.int64).tobytes(), digest_size=8).digest()
+    key = np.array([seed, int.from_bytes(digest)], np.uint64)
+    bits = np.random.Philox(key=key, counter=[0, 0, 0, number])
+    return np.random.Generator(bits).random(count)

@@ -1,0 +1,37 @@
+"""The settings of generate.py that its users share. Nothing here needs torch."""
+
+import math
+from dataclasses import dataclass
+
+from runtime.config import require_range
+from runtime.errors import ConfigError
+
+
+@dataclass
+class Sampling:
+    """How tokens are drawn, and how many sequences are decoded at once."""
+    n: int = 1                          # answers per prompt
+    max_tokens: int = 256               # of one answer
+    temperature: float = 1.0            # divides the logits; 0: the most probable token
+    top_k: int = 0                      # draw from the k most probable tokens; 0: from all
+    top_p: float = 1.0                  # draw from the fewest tokens that together have it
+    min_p: float = 0.0                  # draw from tokens with this share of the top probability
+    stop: tuple[str, ...] = ()          # an answer ends before any of these strings
+    seed: int = 0
+    deterministic: bool = False         # logits do not depend on the other sequences; slower
+    batch_size: int = 256               # sequences that are decoded at once, at most
+    cache_memory: float | None = None   # GiB for keys and values; None: what is free
+
+
+def check_sampling(s):
+    """Raise ConfigError for a value that cannot be used."""
+    require_range(s, 1, math.inf, 'n', 'max_tokens', 'batch_size')
+    require_range(s, 0, math.inf, 'temperature', 'top_k', 'cache_memory')
+    require_range(s, 1e-3, 1, 'top_p')
+    require_range(s, 0, 1, 'min_p')
+    require_range(s, 0, 2 ** 63 - 1, 'seed')
+    if '' in s.stop:
+        raise ConfigError('stop has an empty string, which would end every answer at once')
+    for key, off in (('top_p', 1), ('top_k', 0), ('min_p', 0)):
+        if s.temperature == 0 and getattr(s, key) != off:
+            raise ConfigError(f'{key} = {getattr(s, key)} needs a temperature above 0, such as 1')

@@ -1,0 +1,504 @@
+"""generate.py: cached decoding, drawing, stops, files."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from common import (ARCHITECTURES, DEVICES, HERE, lora_model, reference_model, rewrite,
+                    sentencepiece_folder, whole_rows, write_rows)
+import generate as program
+from attention import Cache, DecodeMask, ExplicitMask, decode_kernel, visible_keys
+from data.chat import encode_prompt
+from data.tokenizer import load_tokenizer
+from generate import Answer, Batch, confidences, generate, stream, take
+from runtime import checkpoint
+from runtime.draw import draw, draw_kernel, lowest_logits, random_numbers
+from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.sampling import Sampling
+
+GREEDY = Sampling(temperature=0.0, max_tokens=64, batch_size=4)
+
+
+def random_prompts(seed, *lengths):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 211, n).tolist() for n in lengths]
+
+
+def full_pass(model, ids, answer):
+    """Log-probabilities [tokens, V] that one pass over the whole text gives, without a cache."""
+    whole = torch.tensor([ids + answer.tokens], device=model.head.device)
+    with torch.no_grad():
+        hidden = model(whole, *(x.to(whole.device) for x in whole_rows(whole)))[0]
+        return model.logits(hidden[len(ids) - 1:-1]).double().log_softmax(-1).cpu()
+
+
+def sure(model, ids, answer):
+    """Assert that the log-probabilities and entropies are those of a full pass, in float32."""
+    log_probs = full_pass(model, ids, answer)
+    picked = log_probs[range(len(answer.tokens)), answer.tokens]
+    # float32 rounds the logits of these random models, up to 30, by some 1e-6 in each layer
+    assert answer.log_probs == pytest.approx(picked.tolist(), abs=3e-5)
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    assert answer.entropies == pytest.approx(entropies.tolist(), abs=3e-5)
+
+
+# ------------------------------------------------------------------------------------------------
+# Cached decoding
+# ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
+    """64 tokens after prompts of mixed lengths, in fewer slots; windows are shorter than that."""
+    reference = reference_model(name, tmp_path, use_cache=True)
+    model = checkpoint.load(tmp_path)
+    prompts = random_prompts(0, 1, 5, 9, 30, 17, 2)
+    answers = dict(generate(model, prompts, GREEDY))
+    for i, ids in enumerate(prompts):
+        expected = reference.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=64,
+                                      pad_token_id=0, eos_token_id=None)[0, len(ids):].tolist()
+        (answer,) = answers[i]
+        assert answer.tokens == expected and answer.reason == 'max_tokens'
+        assert answer.sample_log_probs == [0.0] * 64
+        sure(model, ids, answer)
+
+
+def test_adapters_take_part_without_dropout_and_the_model_stays_in_training(tmp_path):
+    reference_model('llama', tmp_path)
+    model = lora_model(tmp_path, dropout=0.5).train()
+    ids, = random_prompts(1, 7)
+    ((_, (answer,)),) = generate(model, [ids], GREEDY)
+    assert model.training and all(module.training for module in model.modules())
+    model.eval()
+    sure(model, ids, answer)
+    assert answer.tokens != dict(generate(checkpoint.load(tmp_path), [ids], GREEDY))[0][0].tokens
+
+
+def test_the_cap_and_temperature_of_the_model_apply(tmp_path):
+    """`nanocal` in config.json: logits = cap * tanh(hidden @ head.T / (temperature * cap))."""
+    reference = reference_model('llama', tmp_path)
+    content = json.loads((tmp_path / 'config.json').read_text())
+    content['nanocal'] = {'softcap': 2.0, 'temperature': 3.0}
+    (tmp_path / 'config.json').write_text(json.dumps(content))
+    ((_, (answer,)),) = generate(checkpoint.load(tmp_path), [[5, 6, 7]], GREEDY)
+    logits = 2 * torch.tanh(reference(torch.tensor([[5, 6, 7, *answer.tokens]])).logits.double()
+                            / 6)
+    expected = logits.log_softmax(-1)[0, 2:-1].max(-1).values
+    assert answer.log_probs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize('name', ['llama3', 'gemma2', 'mistral_window'])
+def test_an_answer_does_not_depend_on_the_others(name, tmp_path):
+    """Alone, among others that end earlier or share a beginning, in another slot or order."""
+    reference_model(name, tmp_path)
+    model = checkpoint.load(tmp_path)
+    common, *rest = random_prompts(2, 11, 3, 8, 5, 14)
+    prompts = [common + ids for ids in rest] + rest
+    settings = Sampling(n=3, max_tokens=20, batch_size=5, seed=4)
+    stop = {7, 8, 9, 50, 60, 70}
+    together = dict(generate(model, prompts, settings, stop_ids=stop))
+    backwards = dict(generate(model, prompts[::-1], replace(settings, batch_size=7), stop_ids=stop))
+    assert len({len(answer.tokens) for answers in together.values() for answer in answers}) > 4
+    for i, ids in enumerate(prompts):
+        alone = dict(generate(model, [ids], settings, stop_ids=stop))[0]
+        for answers in (alone, backwards[len(prompts) - 1 - i]):
+            assert [a.tokens for a in answers] == [a.tokens for a in together[i]]
+        for answer in together[i]:
+            assert (answer.reason == 'end') == (answer.tokens[-1] in stop)
+            sure(model, ids, answer)
+
+
+def test_deterministic_numbers_are_equal_bit_for_bit(tmp_path):
+    reference_model('qwen3', tmp_path)
+    model, prompts = checkpoint.load(tmp_path), random_prompts(3, 12, 40, 5)
+    settings = Sampling(n=2, max_tokens=12, deterministic=True)
+    together = dict(generate(model, prompts, settings))
+    for i, ids in enumerate(prompts):
+        alone = dict(generate(model, [ids], settings))[0]
+        assert [replace(a, prompt=i, slot=0) for a in alone] == [
+            replace(a, slot=0) for a in together[i]]
+
+
+def test_seed_prompt_and_number_decide_the_random_numbers():
+    base = random_numbers(3, [5, 6], 1, 100)
+    assert np.array_equal(base[:40], random_numbers(3, [5, 6], 1, 40))
+    for other in ((4, [5, 6], 1), (3, [5, 7], 1), (3, [5, 6], 2), (3, [5], 1)):
+        assert np.abs(np.corrcoef(base, random_numbers(*other, 100))[0, 1]) < 0.4
+    assert base.min() >= 0 and base.max() < 1
+
+
+def test_a_token_is_yielded_as_soon_as_the_next_step_has_begun(tmp_path):
+    reference_model('llama', tmp_path)
+    lengths = [len(answer.tokens) for answer in stream(
+        checkpoint.load(tmp_path), [[5, 6]], replace(GREEDY, max_tokens=5))]
+    assert lengths == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('softcap, size, hd, group', [
+    (None, 700, 24, 2), (3.0, 700, 32, 1), (None, 300, 16, 4), (2.0, 40, 20, 3)])
+def test_the_decode_kernel_equals_the_plain_version(device, softcap, size, hd, group, monkeypatch):
+    """Lengths around the borders of blocks and splits; in the smaller caches places are reused."""
+    torch.manual_seed(0)
+    positions = torch.tensor([0, 1, 63, 64, 255, 256, 511, 650], device=device)
+    B, K = len(positions), 2
+    like = torch.zeros(1, device=device)
+    caches = [Cache(B + 3, K, size, hd, like) for _ in range(2)]
+    for name in 'kv':
+        values = torch.randn(B + 3, K, size, hd, device=device)
+        for cache in caches:
+            getattr(cache, name).copy_(values)
+    slots = torch.randperm(B + 3, device=device)[:B]
+    q, k, v = (torch.randn(B, heads, 1, hd, device=device) for heads in (K * group, K, K))
+    plain, kernel = (DecodeMask(cache, slots, positions, 1000) for cache in caches)
+    monkeypatch.setattr('attention.triton', None)
+    expected = plain.attend(q, k, v, 0.3, softcap)
+    monkeypatch.undo()
+    out = decode_kernel(kernel, q, k, v, 0.3, softcap)
+    assert torch.allclose(out, expected, atol=2e-6, rtol=1e-5)
+    for name in 'kv':
+        assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
+    # bit for bit the same alone, and with more splits than are needed
+    for b in (0, 3, 7):
+        one = DecodeMask(caches[1], slots[b:b + 1], positions[b:b + 1], int(positions[b]) + 1)
+        assert torch.equal(decode_kernel(one, q[b:b + 1], k[b:b + 1], v[b:b + 1], 0.3, softcap),
+                           out[b:b + 1])
+
+
+def test_the_plain_version_sees_what_the_window_allows():
+    torch.manual_seed(0)
+    T, window, hd = 23, 6, 8
+    q, k, v = (torch.randn(1, 2, T, hd) for _ in range(3))
+    at = torch.arange(T)[None]
+    expected = ExplicitMask(visible_keys(at, torch.full((1, T), T), window)).attend(
+        q, k, v, 0.4, None)
+    cache = Cache(2, 2, window, hd, q)
+    for t in range(T):
+        mask = DecodeMask(cache, torch.tensor([1]), torch.tensor([t]), t + 1)
+        out = mask.attend(*(x[:, :, t:t + 1] for x in (q, k, v)), 0.4, None)
+        assert torch.allclose(out, expected[:, :, t:t + 1], atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------
+# Drawing
+# ------------------------------------------------------------------------------------------------
+
+RULES = [{'temperature': 1.0}, {'temperature': 0.5}, {'temperature': 2.0}, {'top_k': 7},
+         {'top_p': 0.7, 'temperature': 1.5}, {'min_p': 0.1},
+         {'top_k': 30, 'top_p': 0.9, 'min_p': 0.02, 'temperature': 0.8}]
+
+
+def warped(logits, s):
+    """Log-probabilities of the distribution that transformers draws from."""
+    from transformers.generation import logits_process
+    z = logits.clone() / s.temperature
+    for wanted, name, value in ((s.top_k, 'TopKLogitsWarper', s.top_k),
+                                (s.top_p < 1, 'TopPLogitsWarper', s.top_p),
+                                (s.min_p, 'MinPLogitsWarper', s.min_p)):
+        z = getattr(logits_process, name)(value)(None, z) if wanted else z
+    return z.log_softmax(-1)
+
+
+@pytest.mark.parametrize('rules', RULES)
+@pytest.mark.parametrize('device', DEVICES)
+def test_tokens_follow_the_distribution_of_transformers(rules, device):
+    s = replace(Sampling(), **rules)
+    logits = torch.randn(1, 211, generator=torch.Generator().manual_seed(5)) * 2
+    log_q = warped(logits, s)[0].double()
+    uniforms = torch.from_numpy(np.random.default_rng(6).random(20_000))
+    values = draw(logits.expand(len(uniforms), -1).contiguous().to(device), uniforms.to(device), s,
+                  211).cpu()
+    tokens = values[:, 0].long()
+    assert torch.allclose(values[:, 2].double(), log_q[tokens], atol=1e-5)
+    assert torch.allclose(values[:, 1], logits.log_softmax(-1)[0, tokens], atol=1e-5)
+    counts, expected = torch.bincount(tokens, minlength=211), log_q.exp() * len(uniforms)
+    kept = expected > 0
+    assert not counts[~kept].any()
+    rare = expected < 5     # one cell, as the test wants at least 5 expected
+    cells = [torch.cat((x[kept & ~rare], x[rare].sum()[None])) for x in (counts, expected)]
+    cells = [x[cells[1] > 0].double().numpy() for x in cells]
+    assert chisquare(cells[0], cells[1] * cells[0].sum() / cells[1].sum()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize('rules', [*RULES, {'temperature': 0.0}])
+def test_the_kernel_draws_what_torch_draws(rules):
+    """Several blocks of the vocabulary, the last one not full, and tokens without text."""
+    s, V, n_vocab = replace(Sampling(), **rules), 9001, 8990
+    torch.manual_seed(7)
+    logits = torch.randn(6, V) * 3
+    logits[0, 8995] = 50.0                              # probable, but never drawn
+    logits[1, [17, 5000]] = logits[1].max() + 1         # a tie: the first one is the greedy token
+    uniforms = torch.rand(6, dtype=torch.float64)
+    uniforms[2:4] = torch.tensor([0.0, 1 - 1e-16])
+    plain = draw(logits, uniforms, s, n_vocab)
+    kernel = draw_kernel(logits, uniforms, s.temperature, lowest_logits(logits[:, :n_vocab], s),
+                         n_vocab)
+    assert torch.equal(kernel[:, 0], plain[:, 0]) and plain[:, 0].max() < n_vocab
+    assert torch.allclose(kernel, plain, atol=2e-5)
+    if s.temperature == 0:
+        assert plain[1, 0] == 17
+
+
+def test_equal_logits_at_the_edge_are_all_kept():
+    logits = torch.log(torch.tensor([[0.4, 0.2, 0.2, 0.2], [0.25] * 4]))
+    for rules, lowest in (({'top_k': 2}, [0.2, 0.25]), ({'top_p': 0.5}, [0.2, 0.25]),
+                          ({'top_p': 0.4 - 1e-6}, [0.4, 0.25]), ({'min_p': 0.51}, [0.4, 0.25])):
+        kept = logits >= lowest_logits(logits, replace(Sampling(), **rules))[:, None]
+        expected = logits.exp() >= torch.tensor(lowest)[:, None] - 1e-6
+        assert torch.equal(kept, expected), rules
+
+
+def test_first_tokens_of_n_answers_differ_as_often_as_the_distribution_says(tmp_path):
+    reference_model('llama', tmp_path)
+    model = checkpoint.load(tmp_path)
+    settings = Sampling(n=2000, max_tokens=1, temperature=2.0, batch_size=300)
+    ((_, answers),) = generate(model, [[5, 6, 7]], settings)
+    q = (full_pass(model, [5, 6, 7], answers[0])[0] / 2).softmax(-1).numpy()
+    counts = np.bincount([answer.tokens[0] for answer in answers], minlength=211)
+    cells = np.append(counts[q * 2000 >= 5], counts[q * 2000 < 5].sum())
+    expected = np.append(q[q * 2000 >= 5], q[q * 2000 < 5].sum()) * 2000
+    assert chisquare(cells, expected * 2000 / expected.sum()).pvalue > 1e-3
+
+
+def test_tokens_without_text_are_never_drawn(tmp_path, tokenizers):
+    tokenizer = tokenizers['llama2']
+    reference_model('llama', tmp_path, vocab_size=tokenizer.n_vocab + 300)
+    settings = Sampling(n=20, max_tokens=20, temperature=50.0)
+    ((_, answers),) = generate(checkpoint.load(tmp_path), [[5, 6]], settings, tokenizer)
+    drawn = [token for answer in answers for token in answer.tokens]
+    assert max(drawn) < tokenizer.n_vocab and len(set(drawn)) > 50
+
+
+# ------------------------------------------------------------------------------------------------
+# Ends, room
+# ------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def speaker(tmp_path, monkeypatch, tokenizers):
+    """Return a function that generates with a model whose every answer is the given tokens."""
+    reference_model('llama', tmp_path, vocab_size=128_300)
+    model = checkpoint.load(tmp_path)
+
+    def speak(kind, ids, **settings):
+        def forced(logits, uniforms, s, n_vocab):
+            return torch.tensor([[next(tokens), -1.0, -1.0, 1.0]] * len(logits))
+        tokens = iter([*ids, *[3] * 100])
+        monkeypatch.setattr(program, 'draw', forced)
+        settings = Sampling(**{'max_tokens': 40} | settings)
+        ((_, (answer,)),) = generate(model, [[5, 6]], settings, tokenizers[kind], {2, 128009})
+        return answer
+    return speak
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+def test_a_stop_string_ends_the_answer_across_token_borders(speaker, tokenizers, kind):
+    tokenizer, body = tokenizers[kind], 'The fox 狐. Question: two'
+    ids = tokenizer.encode(body, start=False)
+    for stop in ('Question:', 'on: t', '狐', ' ', 'T', '. Q'):
+        answer = speaker(kind, ids, stop=('never', stop))
+        assert answer.reason == 'stop' and answer.text == body.partition(stop)[0]
+        assert stop in tokenizer.decode(answer.tokens, start=False)
+        assert stop not in tokenizer.decode(answer.tokens[:-1], start=False)
+    answer = speaker(kind, ids, stop=('fox jumps',), max_tokens=len(ids))
+    assert answer.reason == 'max_tokens' and answer.text == body
+
+
+@pytest.mark.parametrize('kind', ['gemma', 'mistral', 'llama2', 'llama3'])
+def test_the_last_character_is_whole(speaker, tokenizers, kind):
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode('ok 🦊', start=False)
+    for n in range(1, len(ids) + 1):
+        answer = speaker(kind, ids, max_tokens=n)
+        assert answer.tokens == ids[:n] and 'ok 🦊'.startswith(answer.text)
+    assert answer.text == 'ok 🦊'
+
+
+def test_an_end_token_belongs_to_the_answer_but_not_to_its_text(speaker, tokenizers):
+    ids = tokenizers['llama2'].encode('fox', start=False)
+    answer = speaker('llama2', [*ids, 2, *ids])
+    assert answer.reason == 'end' and answer.tokens == [*ids, 2] and answer.text == 'fox'
+    assert len(answer.log_probs) == len(answer.entropies) == len(ids) + 1
+    assert speaker('llama2', [2]).text == ''
+    assert speaker('llama2', [*ids, 2], max_tokens=len(ids)).reason == 'max_tokens'
+
+
+def test_a_full_context_ends_an_answer_and_is_named(tmp_path):
+    reference_model('llama', tmp_path, max_position_embeddings=20)
+    model = checkpoint.load(tmp_path)
+    answers = dict(generate(model, random_prompts(5, 19, 12, 4), replace(GREEDY, max_tokens=8)))
+    assert [(answers[i][0].reason, len(answers[i][0].tokens)) for i in range(3)] == [
+        ('context', 1), ('max_tokens', 8), ('max_tokens', 8)]
+    for prompts, settings, message in (
+            ([[5], [5] * 20], GREEDY, 'prompt 2 has 20 tokens; it may have 1 to 19'),
+            ([[5], []], GREEDY, 'prompt 2 has 0 tokens'),
+            ([[5], [5] * 9], replace(GREEDY, cache_memory=1e-6),
+             'prompt 2 has 9 tokens: with max_tokens = 64 it needs .* GiB of cache')):
+        with pytest.raises(DataError, match=message):
+            next(generate(model, prompts, settings))
+    assert [*generate(model, [], GREEDY)] == []
+
+
+def test_less_memory_means_fewer_slots_and_equal_answers(tmp_path):
+    reference_model('mistral_window', tmp_path)
+    model, prompts = checkpoint.load(tmp_path), random_prompts(6, 9, 4, 13, 2, 20)
+    settings = Sampling(n=4, max_tokens=10, seed=1)
+    expected = dict(generate(model, prompts, settings))
+    # a slot has 3 layers of 7 places, for two K/V heads of 12 numbers in float32
+    tight = replace(settings, cache_memory=4 * 3 * 7 * 2 * 2 * 12 * 4 / 2 ** 30)
+    assert program.room(model, prompts, tight) == (3, 30)
+    answers = dict(generate(model, prompts, tight))
+    assert {i: [a.tokens for a in x] for i, x in answers.items()} == {
+        i: [a.tokens for a in x] for i, x in expected.items()}
+
+
+def test_answers_to_a_prompt_share_its_computation_and_slots_are_used_again(tmp_path, monkeypatch):
+    reference_model('llama', tmp_path)
+    model, computed, rows = checkpoint.load(tmp_path), [], []
+    real = type(model).forward
+
+    def counted(self, tokens, *rest):
+        (computed if tokens.shape[1] > 1 else rows).append(tokens.numel())
+        return real(self, tokens, *rest)
+    monkeypatch.setattr(type(model), 'forward', counted)
+    common, *rest = random_prompts(7, 30, 4, 6, 5, 3, 7, 8)
+    prompts = [common + ids for ids in rest]
+    [*generate(model, prompts, Sampling(n=4, max_tokens=6, batch_size=8))]
+    assert sum(computed) == 3 * 30 + sum(map(len, rest))    # three waves of two prompts
+    assert max(rows) == 8 and sum(rows) <= 6 * 4 * 6        # no row computes after its end
+
+
+def test_waiting_answers_begin_together():
+    prompts = [[1] * 5000, [1] * 5000, [1] * 10]
+    waiting = program.deque(Answer(i, k) for i in range(3) for k in range(4))
+    free, s = [*range(16)], Sampling(n=4)
+    first = take(waiting, free, [], prompts, s, 16)     # 8,192 tokens in a row at most
+    assert [(a.prompt, a.number) for a in first] == [(0, k) for k in range(4)]
+    assert len(take(waiting, free, first, prompts, s, 16)) == 8 and len(free) == 4
+    waiting.extend(Answer(2, k) for k in range(4))
+    assert take(waiting, free[:3], first, prompts, s, 16) == [] and len(waiting) == 4
+
+
+def test_confidences_are_those_of_the_scoring_path(tmp_path):
+    reference_model('gemma2', tmp_path)
+    model, prompts = checkpoint.load(tmp_path), random_prompts(8, 5, 11)
+    answers = dict(generate(model, prompts, Sampling(n=3, max_tokens=9, temperature=0.7)))
+    scored = confidences(model, prompts, [answers[0], answers[1]])
+    for i, log_probs in enumerate(scored):
+        assert log_probs == pytest.approx([sum(a.log_probs) for a in answers[i]], abs=1e-4)
+        assert log_probs != pytest.approx([sum(a.sample_log_probs) for a in answers[i]], abs=1e-2)
+
+
+def test_the_cache_of_a_layer_with_a_window_holds_no_more_than_the_window(tmp_path):
+    reference_model('gemma2', tmp_path)
+    batch = Batch(checkpoint.load(tmp_path), GREEDY, 3, 50, 211)
+    assert [cache.k.shape[2] for cache in batch.caches] == [7, 50, 7, 50]
+
+
+# ------------------------------------------------------------------------------------------------
+# The command
+# ------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def chat_folder(tmp_path):
+    folder = sentencepiece_folder(tmp_path / 'model', 'llama2')
+    reference_model('llama', folder, vocab_size=load_tokenizer(folder).n_vocab,
+                    max_position_embeddings=200)
+    (folder / 'train_config.py').write_text("data_kind = 'instruct'\ntemplate = 'tulu'\n")
+    return folder
+
+
+QUESTIONS = [{'prompt': 'What?', 'gold': '7'}, {'id': 'b', 'messages': [
+    {'role': 'user', 'content': 'one <s> [INST]'}, {'role': 'assistant', 'content': 'two'},
+    {'role': 'user', 'content': 'three'}]}, {'id': 3, 'prompt': 'four'}]
+
+
+def run(folder, tmp_path, *arguments, questions=QUESTIONS):
+    write_rows(tmp_path / 'prompts.jsonl', questions)
+    program.main([f'--model={folder}', f'--prompts={tmp_path / "prompts.jsonl"}', '--device=cpu',
+                  f'--out={tmp_path / "out" / "answers.jsonl"}', '--max_tokens=6', *arguments])
+    lines = (tmp_path / 'out' / 'answers.jsonl').read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_path, capsys):
+    rows = run(chat_folder, tmp_path, '--n=2', '--confidence', '--per_token')
+    by_id = {row['id']: row for row in rows}
+    assert by_id.keys() == {'0', 'b', 3} and by_id['0']['gold'] == '7'
+    model, tokenizer = checkpoint.load(chat_folder), load_tokenizer(chat_folder)
+    for row in rows:
+        messages = row.get('messages') or [{'role': 'user', 'content': row['prompt']}]
+        ids, stop = encode_prompt(messages, tokenizer, 'tulu')
+        assert ids.count(tokenizer.bos_id) == 1     # text never becomes a control token
+        ((_, answers),) = generate(model, [ids], Sampling(n=2, max_tokens=6), tokenizer, stop)
+        scored = confidences(model, [ids], [answers])[0]
+        for entry, answer, log_p in zip(row['answers'], answers, scored, strict=True):
+            assert entry['tokens'] == answer.tokens and entry['text'] == answer.text
+            assert entry['confidence'] == pytest.approx(np.exp(log_p), rel=1e-4)
+            assert entry['log_prob'] == pytest.approx(sum(answer.log_probs), abs=1e-4)
+            assert entry['sample_log_prob'] == pytest.approx(sum(entry['sample_log_probs']))
+            assert entry['n_tokens'] == len(entry['entropies'])
+    # a crash cut the second line; the rest is computed again and nothing else
+    out = tmp_path / 'out' / 'answers.jsonl'
+    lines = out.read_text().splitlines(keepends=True)
+    out.write_text(lines[0] + lines[1][:40])
+    capsys.readouterr()
+    assert sorted(run(chat_folder, tmp_path, '--n=2', '--confidence', '--per_token'), key=str) == (
+        sorted(rows, key=str))
+    assert '2 of 3 prompts' in capsys.readouterr().out
+    # a prompt that changed is answered; other settings or another model are refused
+    changed = [QUESTIONS[0] | {'prompt': 'When?'}, *QUESTIONS[1:]]
+    assert len(run(chat_folder, tmp_path, '--n=2', '--confidence', '--per_token',
+                   questions=changed)) == 4
+    for argument in ('--n=3', '--seed=1', '--temperature=0.5'):
+        with pytest.raises(ConfigError, match='has answers with .*choose another --out'):
+            run(chat_folder, tmp_path, '--confidence', '--per_token', *{'--n=2', argument})
+    rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].mul_(1.1))
+    with pytest.raises(ConfigError, match='has answers with model'):
+        run(chat_folder, tmp_path, '--n=2', '--confidence', '--per_token')
+    assert len(run(chat_folder, tmp_path, '--overwrite')) == 3
+
+
+def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
+    mine = tmp_path / 'out' / 'answers.jsonl'
+    write_rows(mine, [{'mine': 1}])
+    with pytest.raises(ConfigError, match='was not written by this program'):
+        run(chat_folder, tmp_path)
+    assert json.loads(mine.read_text()) == {'mine': 1}
+    mine.unlink()
+    for row, message in (
+            ({'text': 'x'}, 'a row has either "prompt" or "messages"'),
+            ({'prompt': 5}, 'the prompt is not text'), ({'messages': ['x']}, 'must be a list of'),
+            ({'messages': []}, "the last message must be the user's"),
+            ({'prompt': 'a', 'id': [1]}, 'neither text nor a whole number'),
+            ({'prompt': 'a', 'id': '0'}, r"the id '0' is already at .*prompts.jsonl:1"),
+            ({'prompt': 'a' * 900}, 'prompt 2 has .* tokens; it may have 1 to 199')):
+        with pytest.raises(DataError, match=message):
+            run(chat_folder, tmp_path, questions=[QUESTIONS[0], row])
+    for argument, message in (('--top_k=-1', 'top_k'), ('--min_p=2', 'min_p'), ('--n=0', 'n = 0'),
+                              ('--stop=a,,b', None), ('--batch_size=0', 'batch_size'),
+                              ('--temperature=-1', 'temperature'), ('--cache_memory=-1', 'cache')):
+        if message:
+            with pytest.raises(ConfigError, match=message):
+                program.read_arguments(['--model=x', '--prompts=y', argument])
+    with pytest.raises(ConfigError, match='no prompts given'):
+        program.read_arguments(['--model=x'])
+    rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(torch.nan))
+    with pytest.raises(CheckpointError, match='prompt 1: .*model.norm.weight in .*model holds NaN'):
+        run(chat_folder, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_command_line(chat_folder, tmp_path):
+    write_rows(tmp_path / 'prompts.jsonl', QUESTIONS)
+    done = subprocess.run([sys.executable, 'generate.py', f'--model={chat_folder}', '--n=2',
+                           f'--prompts={tmp_path / "prompts.jsonl"}', '--max_tokens=4',
+                           f'--out={tmp_path / "answers.jsonl"}'], cwd=HERE, text=True,
+                          capture_output=True)
+    assert done.returncode == 0 and 'tokens/s' in done.stdout, done.stderr
+    wrong = subprocess.run([sys.executable, 'generate.py', '--modle=x'], cwd=HERE, text=True,
+                           capture_output=True)
+    assert wrong.returncode == 1 and "did you mean 'model'?" in wrong.stderr
