@@ -1,4 +1,4 @@
-"""Attention over packed rows: three masks, each with one method `attend`.
+"""Attention over packed rows, and over a cache: masks, each with one method `attend`.
 
 Token i of a row sees token j if  j <= i < ends[j]  and, with a sliding window, if also
 positions[i] - positions[j] < window. So a row holds separate documents, or trees of prompts; the
@@ -9,6 +9,8 @@ top of model.py explains `positions` and `ends`, int [B, T].
 | ExplicitMask | torch, with a bool [B, 1, T, T]    | on a CPU; everywhere for whole causal rows |
 | FlexMask     | FlexAttention, compiled in seconds | on CUDA with gradients, or in float32      |
 | TreeMask     | a Triton kernel, ready at once     | on CUDA without gradients, in bfloat16     |
+| PrefillMask  | one of these; it stores keys and values in the slots of a Cache                 |
+| DecodeMask   | one new token per row, over the Cache: a Triton kernel on CUDA, else torch      |
 
     attend(q [B, H, T, hd], k [B, H_kv, T, hd], v [B, H_kv, T, hd], scale, softcap) -> [B, H, T, hd]
 

@@ -12,7 +12,7 @@ from runtime.errors import ConfigError, DataError
 def open_answers(cfg, settings):
     """Prepare the file `out`; return {(id, hash of the prompt)} of the rows in it.
 
-    Raises ConfigError if this program did not write it, or with other settings. The caller holds
+    The settings are in a file beside it: answers.config.json for answers.jsonl. Raises ConfigError if this program did not write it, or with other settings. The caller holds
     the lock of its folder.
     """
     out = Path(cfg.out)
@@ -21,12 +21,13 @@ def open_answers(cfg, settings):
     if cfg.overwrite:
         ownership.discard(out.parent, *names)
     done, advice = set(), 'choose another --out, or --overwrite'
-    if out.exists():
-        with ownership.read_json(out.with_name(names[1]), advice) as old:
-            for key in settings:
-                if old[key] != settings[key]:
-                    raise ConfigError(f'{out} has answers with {key} = {old[key]!r}, not '
-                                      f'{settings[key]!r}; {advice}')
+    if out.exists() and out.stat().st_size:
+        with ownership.read_json(out.with_name(names[1]), advice) as content:
+            old = {key: content[key] for key in settings}
+        for key, value in settings.items():
+            if old[key] != value:
+                raise ConfigError(f'{out} has answers with {key} = {old[key]!r}, not {value!r}; '
+                                  f'{advice}')
         with open(out, 'rb+') as file:      # a crash may have cut off the last line
             file.truncate(file.read().rfind(b'\n') + 1)
         for _, row in read_jsonl(out):
@@ -45,5 +46,5 @@ def to_row(answer, log_prob, per_token):
            'entropy': sum(answer.entropies) / len(answer.tokens)}
     if log_prob is not None:
         row |= {'scored_log_prob': log_prob, 'confidence': math.exp(min(0, log_prob))}
-    return row | per_token * {key: getattr(answer, key) for key in (
-        'tokens', 'log_probs', 'sample_log_probs', 'entropies')}
+    keys = ('tokens', 'log_probs', 'sample_log_probs', 'entropies') if per_token else ()
+    return row | {key: getattr(answer, key) for key in keys}

@@ -55,7 +55,9 @@ def draw(logits, uniforms, s, n_vocab):
         scaled = (z - z.amax(-1, keepdim=True)) / s.temperature
         log_qs = scaled.masked_fill(z < lowest[:, None], -torch.inf).log_softmax(-1)
         cumulated = log_qs.double().exp().cumsum(-1)
-        token = (cumulated > uniforms[:, None] * cumulated[:, -1:]).byte().argmax(-1)
+        total = cumulated[:, -1]
+        target = (uniforms * total).minimum(total.nextafter(torch.zeros_like(total)))
+        token = (cumulated > target[:, None]).byte().argmax(-1)     # the first one
         log_q = log_qs.gather(1, token[:, None])[:, 0]
     return torch.stack((token.float(), log_p.gather(1, token[:, None])[:, 0], log_q, entropy), 1)
 
@@ -64,6 +66,7 @@ def draw_kernel(logits, uniforms, temperature, lowest, n_vocab):
     """`draw` in one pass over the logits, which `_summarize` cuts into blocks."""
     (B, V), BLOCK = logits.shape, 4096
     n_blocks = triton.cdiv(V, BLOCK)
+    logits, lowest = logits.contiguous(), lowest.contiguous()
     sums = torch.empty(B, 5, n_blocks, dtype=torch.float32, device=logits.device)
     out = torch.empty(B, 4, dtype=torch.float32, device=logits.device)
     options = {'GREEDY': temperature == 0, 'BLOCK': BLOCK}

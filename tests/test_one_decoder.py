@@ -12,11 +12,12 @@ from common import DEVICES, HERE, documents, head_of_32, reference_model, whole_
 
 import attention
 import model as models
-import sample
 import evaluate
+import generate
 import train
 from data import packing
 from runtime import checkpoint
+from runtime.sampling import Sampling
 
 FAMILIES = ['llama', 'gemma2', 'neox']
 EDITS = {       # what a reader edits: the class of which method, or a function
@@ -75,9 +76,10 @@ def measured(model, device):
     packed = packing.pack(TEXTS, 128)
     nll = train.forward_backward(model, packed, train.TrainConfig(), device)['nll']
     scores = evaluate.option_log_probs(model, TREES[:1], pack_len=32)
-    drawn = [*sample.generate(model, PROMPT, (), sample.SampleConfig(max_tokens=2), None)]
+    settings = Sampling(temperature=0.0, max_tokens=2)
+    ((_, (drawn,)),) = generate.generate(model, [PROMPT], settings)
     return {'training': [nll.item()], 'evaluation': np.concatenate(scores),
-            'sampling': np.log([p for _, p in drawn])}, [token for token, _ in drawn]
+            'sampling': np.array(drawn.log_probs)}, drawn.tokens
 
 
 def plain(model, device, drawn):
