@@ -12,8 +12,9 @@ from runtime.errors import ConfigError, DataError
 def open_answers(cfg, settings):
     """Prepare the file `out`; return {(id, hash of the prompt)} of the rows in it.
 
-    The settings are in a file beside it: answers.config.json for answers.jsonl. Raises ConfigError if this program did not write it, or with other settings. The caller holds
-    the lock of its folder.
+    The settings are in a file beside it: answers.config.json for answers.jsonl. Raises ConfigError
+    if this program did not write it, or with other settings. The caller holds the lock of its
+    folder.
     """
     out = Path(cfg.out)
     names = out.name, f'{out.stem}.config.json'
