@@ -6,36 +6,55 @@
 Stated: three tasks (section 4): a random token of texts of the Pile, the first tokens of entities
 of T-REx, 100,000 samples each, and MMLU with 5 shots; ECE with 10 bins. Pretraining (section 5):
 the 8 sizes of Pythia; Pythia 1.4B at steps 256, 512, 2,000, 4,000, ... 128,000 and 143,000; LLaMA,
-LLaMA 2 (appendix C.1). Alignment (section 6, table 2): LLaMA 7B on Alpaca and on the single-turn
-English conversations of OASST1, both of the same size, Alpaca's prompt, 3 epochs, with all weights
-(learning rate 2e-5, warm-up over 3 % of the steps, cosine) and with LoRA (3e-4, 100 steps of
-warm-up, linear, rank 8, alpha 32, dropout 0.1, q_proj and v_proj), batches of 128, 2,048 tokens;
-the prompts of table 1 before every text.
+LLaMA 2, FLAN-T5 and OPT (appendix C.1). Alignment (section 6, table 2): LLaMA 7B on Alpaca and on
+the single-turn English conversations of OASST1, both of the same size, 3 epochs, with all weights
+as Stanford Alpaca (learning rate 2e-5, warm-up over 3 % of the steps, cosine) and with LoRA as
+Alpaca-LoRA (3e-4, 100 steps of warm-up, linear, rank 8, alpha 32, dropout 0.1, q_proj and v_proj),
+batches of 128, 2,048 tokens; the prompts of table 1 before every text. These prompts are added for
+the alignment stage, so MMLU's header, which is one of them, is left out before it
+(--eval.header=english adds it to all runs). Alpaca-LoRA's recipe has a loss on the prompt as well
+as on the answer, Stanford's on the answer alone (--train_on_inputs sets it for all runs).
 
-Not stated, and chosen here: OASST1's pairs are all answers to a first prompt, which gives about the
-paper's 11,000, with a loss on the answer alone; the Pile's validation and test set from
-EleutherAI's copy on the hub, another source by --pile; 100,000 texts of each source, where a text
-of T-REx has as many samples as entities; the words that T-REx marks as a relation or as a pronoun
-are not entities, and an entity counts only where a token begins with it. All prompts and texts have
-at most 2,048 tokens, the context of Pythia and LLaMA: a text is cut, and a question with long shots
-has fewer of them. Texts without a token to score are left out and counted.
+Not stated, and chosen here: the confidence of MMLU is normalized over the four letters; the tables
+also have its ECE without that, with the letter's probability among all tokens. OASST1's pairs are
+all answers to a first prompt, which gives about the paper's 11,000. The sizes of OPT and FLAN-T5
+are all published ones; FLAN-T5 is asked MMLU alone, since it is not said how an encoder-decoder
+predicts a token in the middle of a text. The Pile's validation and test set come from EleutherAI's
+copy on the hub, another source by --pile; 100,000 texts of each source, where a text of T-REx has
+as many samples as entities; the words that T-REx marks as a relation or as a pronoun are not
+entities, and an entity counts only where a token begins with it. All prompts and texts have at most
+2,048 tokens, the context of Pythia and LLaMA: a text is cut, and a question with long shots has
+fewer of them. Texts without a token to score are left out and counted. Both recipes have Stanford's
+prompt here; Alpaca-LoRA's has a line break after `### Response:`.
 
 T-REx is not on the hub: unpack JSON files from https://hadyelsahar.github.io/t-rex/ into a folder
 and name it with --trex. Each file has 10,000 texts, so twenty of the 465 are enough. Without --trex
 the task is left out, and a later call with it adds the task to the runs that are finished.
 
-Not run here: FLAN-T5 is no decoder, OPT is not supported, and the PPO stage is not trained: --rlhf
-names its checkpoints, one per epoch, which are evaluated like the other rows. The paper prints its
-results as figures, not as numbers, so there is none beside ours.
+Figure 6 and the singular values of features are made by papers/features.py.
+
+Not run here: the reward model and PPO (table 3: answers of GPT-4, GPT-3.5 and OPT-IML to Alpaca's
+instructions, ranked by GPT-4; LoRA of rank 8 and alpha 32 for 2 epochs at 2e-5 in batches of 32;
+then TRL's PPO from the model tuned on Alpaca, LoRA of rank 16 and alpha 32, dropout 0.05, for 3
+epochs at 1.4e-5 in batches of 8 times 8, answers of 128 tokens). --rlhf names its checkpoints, one
+per epoch, merged weights or PEFT adapters, which are evaluated like the other rows. The paper
+prints its results as figures, not as numbers, so there is none beside ours.
 """
 
+import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 
-from common import EvalConfig, Run, TrainConfig, draw_lines, main, measured, numbers, selected
+import numpy as np
+
+from common import (EvalConfig, Run, TrainConfig, claim, draw_lines, main, measured, numbers, plots,
+                    report, selected)
+import metrics
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns
 from results.report import TITLES, Heading
+from results.samples import latest_samples
 
 # name: hub name, weights
 PYTHIA = {f'pythia-{size}': (f'EleutherAI/pythia-{size}', weights) for size, weights in (
@@ -45,6 +64,15 @@ LLAMA = {f'llama-{size}': (f'huggyllama/llama-{size}', weights) for size, weight
     ('7b', 6.74e9), ('13b', 13.0e9), ('30b', 32.5e9), ('65b', 65.3e9))}
 LLAMA2 = {f'llama-2-{size}': (f'meta-llama/Llama-2-{size}-hf', weights) for size, weights in (
     ('7b', 6.74e9), ('13b', 13.0e9), ('70b', 69.0e9))}
+OPT = {f'opt-{size}': (f'facebook/opt-{size}', weights) for size, weights in (
+    ('125m', 125e6), ('350m', 331e6), ('1.3b', 1.32e9), ('2.7b', 2.65e9), ('6.7b', 6.66e9),
+    ('13b', 12.9e9), ('30b', 30.0e9), ('66b', 65.7e9))}
+FLAN_T5 = {f'flan-t5-{size}': (f'google/flan-t5-{size}', weights) for size, weights in (
+    ('small', 77e6), ('base', 248e6), ('large', 783e6), ('xl', 2.85e9), ('xxl', 11.1e9))}
+# the figure with the curves of each family
+FIGURES = {'figure3_curves': ('Pythia', PYTHIA), 'figure8': ('LLaMA', LLAMA),
+           'figure9': ('LLaMA 2', LLAMA2), 'figure10': ('FLAN-T5', FLAN_T5),
+           'figure11': ('OPT', OPT)}
 STEPS = (256, 512, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
 BASE, PARAMS = LLAMA['llama-7b']
 DATA = {'alpaca': 'tatsu-lab/alpaca', 'oasst1': 'OpenAssistant/oasst1'}
@@ -55,8 +83,8 @@ FULL = TrainConfig(model=BASE, template='alpaca', answers='all', epochs=EPOCHS, 
                    max_length=2048, pack_len=2048, lr=2e-5, warmup=0.03, schedule='cosine',
                    on_bad_row='skip', eval_before=False)
 LORA = replace(FULL, lora=True, lr=3e-4, warmup=TrainConfig.warmup, warmup_steps=100,
-               schedule='linear', lora_rank=8, lora_alpha=32.0, lora_dropout=0.1,
-               lora_targets=('q_proj', 'v_proj'))
+               schedule='linear', train_on_inputs=True, lora_rank=8, lora_alpha=32.0,
+               lora_dropout=0.1, lora_targets=('q_proj', 'v_proj'))
 
 
 def evaluation(options, **settings):
@@ -69,13 +97,17 @@ def evaluation(options, **settings):
 
 def runs(options):
     root, sizes = options.out_dir, {'eval_tokens': SIZES['eval_tokens']}
-    for name, (hub, params) in (PYTHIA | LLAMA | LLAMA2).items():
+    for name, (hub, params) in (PYTHIA | LLAMA | LLAMA2 | OPT | FLAN_T5).items():
         # beside the weights of the largest an H200 has no room for long rows
-        yield Run(evaluation(options, model=hub, pack_len=4096 if params > 60e9 else None,
-                             out_dir=f'{root}/{name}'), params, **sizes)
+        cfg = evaluation(options, model=hub, pack_len=4096 if params > 60e9 else None,
+                         header='none', out_dir=f'{root}/{name}')
+        if name in FLAN_T5:
+            yield Run(replace(cfg, tasks=('mmlu',)), params, eval_tokens=1.6e6)
+        else:
+            yield Run(cfg, params, **sizes)
     hub, params = PYTHIA['pythia-1.4b']
     for step in STEPS:
-        yield Run(evaluation(options, model=hub, revision=f'step{step}',
+        yield Run(evaluation(options, model=hub, revision=f'step{step}', header='none',
                              out_dir=f'{root}/pythia-1.4b-step{step}'), params, **sizes)
     report = evaluation(options, instruct=True)
     yield Run(replace(report, model=BASE, out_dir=f'{root}/aligned/base'), PARAMS, **sizes)
@@ -108,14 +140,51 @@ def epoch_folder(folder, epoch):
     return folder if trained else f'{folder}/report-{epoch}'
 
 
+@functools.cache
+def mmlu_samples(folder):
+    """Return (Predictions over the letters, log p of each letter among all tokens [N, 4]) of a run.
+
+    (None, None) without samples.
+    """
+    path = Path(folder, 'samples.jsonl')
+    if not measured(folder, 'mmlu') or not path.exists():
+        return None, None
+    with open(path, encoding='utf-8') as file:      # most lines are of the other tasks
+        rows = latest_samples([json.loads(line) for line in file if '"task": "mmlu"' in line])
+    return report.predictions(rows, 'sum'), np.array([row['log_probs'] for row in rows])
+
+
+def unnormalized_ece(folder):
+    """Return the ECE of MMLU if the confidence is the top letter's probability among all tokens."""
+    predicted, log_probs = mmlu_samples(folder)
+    if predicted is None:
+        return ''
+    correct = log_probs.argmax(1) == predicted.labels
+    return f'{metrics.ece(np.exp(log_probs.max(1)).clip(0, 1), correct):.3f}'
+
+
+def draw_confidences(path, families):
+    """Draw figure 7, the distribution of the confidence on MMLU by size."""
+    with plots.warn_on_failure(path):
+        figure = plots.new_figure(9, 3.4 * len(families))
+        for ax, (title, folders) in zip(figure.subplots(len(families), 1, squeeze=False).flat,
+                                        families.items(), strict=True):
+            shown = [mmlu_samples(folder)[0].probs.max(1) for folder in folders.values()]
+            ax.violinplot(shown, widths=0.9, showmedians=True, points=200)
+            ax.set(ylim=(0, 1), ylabel='confidence', title=f'{title}, MMLU')
+            ax.set_xticks(range(1, len(shown) + 1), list(folders))
+        plots.save_figure(figure, path, 150)
+
+
 def tables(options):
     root, keys = options.out_dir, ('accuracy', 'ece')
     head = ('model', *(Heading(key, f'{title} {TITLES[key]}')
-                       for title in TASKS.values() for key in keys))
+                       for title in TASKS.values() for key in keys),
+            Heading('ece', 'MMLU ECE, unnormalized'))
 
     def line(name, folder):
         return (name, *(cell for task in TASKS for cell in numbers(
-            measured(folder, task).get('pooled', {}), keys)))
+            measured(folder, task).get('pooled', {}), keys)), unnormalized_ece(folder))
 
     def draw(name, points, x_label, metric='ece', **options):
         """Draw the figure `name`; points: {line: [(x, folder of a run)]}."""
@@ -124,15 +193,34 @@ def tables(options):
             for label, folders in points.items()} for task, title in TASKS.items()},
             x_label, metric.upper() if metric == 'ece' else metric, metric, **options)
 
-    families = {'Pythia': PYTHIA, 'LLaMA': LLAMA, 'LLaMA 2': LLAMA2}
-    yield 'scales', 'Parameter scales (figures 3, 8 and 9)', [head, *(
+    def draw_all_curves(name, folders):
+        """Draw the reliability curves of runs {label: folder}, a panel per task."""
+        panels = {title: {label: bins for label, folder in folders.items()
+                          if (bins := measured(folder, task).get('bins'))}
+                  for task, title in TASKS.items()}
+        if any(panels.values()):
+            claim(root, f'{name}.png')
+            plots.draw_curves(f'{root}/{name}.png', {t: runs for t, runs in panels.items() if runs})
+
+    families = dict(FIGURES.values())
+    yield 'scales', 'Parameter scales (figures 3 and 8 to 11)', [head, *(
         line(name, f'{root}/{name}') for family in families.values() for name in family)]
     draw('figure3', {title: [(params, f'{root}/{name}') for name, (_, params) in family.items()]
                      for title, family in families.items()}, 'weights', log=True)
-    steps = {step: f'{root}/pythia-1.4b-step{step}' for step in STEPS}
+    for name, (_, family) in FIGURES.items():
+        draw_all_curves(name, {model: f'{root}/{model}' for model in family})
+    scored = {title: {name: f'{root}/{name}' for name in family
+                      if mmlu_samples(f'{root}/{name}')[0]} for title, family in families.items()}
+    if scored := {title: folders for title, folders in scored.items() if folders}:
+        claim(root, 'figure7.png')
+        draw_confidences(f'{root}/figure7.png', scored)
+
+    steps = {f'step {step}': f'{root}/pythia-1.4b-step{step}' for step in STEPS}
     yield 'steps', 'Training dynamics of Pythia 1.4B (figure 4)', [head, *(
-        line(f'step {step}', folder) for step, folder in steps.items())]
-    draw('figure4', {'Pythia 1.4B': [*steps.items()]}, 'step', log=True)
+        line(label, folder) for label, folder in steps.items())]
+    draw('figure4', {'Pythia 1.4B': [*zip(STEPS, steps.values(), strict=True)]}, 'step', log=True)
+    draw_all_curves('figure4_curves', steps)
+
     settings = {name: {epoch: epoch_folder(f'{root}/aligned/{name}', epoch)
                        for epoch in range(1, EPOCHS + 1)}
                 for name in ('alpaca-full', 'oasst1-full', 'alpaca-lora', 'oasst1-lora', 'rlhf')}

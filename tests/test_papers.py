@@ -163,14 +163,14 @@ def read_table(folder, name):
 @pytest.mark.parametrize('script, n_runs, model', [
     ('label_smoothing', 3 * (1 + 3 * 10) + 2 * 3, 'google/gemma-2-2b'),
     ('multilingual', 3 * (2 + 3 * 7), 'google/gemma-2-2b-it'),
-    ('alignment', 15 + 10 + 1 + 4 * 3 + 2, 'meta-llama/Llama-2-70b-hf')])
+    ('alignment', 15 + 13 + 10 + 1 + 4 * 3 + 2, 'meta-llama/Llama-2-70b-hf')])
 def test_the_plan_lists_every_run_and_writes_nothing(tmp_path, script, n_runs, model):
     more = ['--rlhf=a,b', '--trex=c'] if script == 'alignment' else []
     printed = run_paper(tmp_path, script, '--plan', f'--out_dir={tmp_path / "out"}', *more)
     assert f'0 of {n_runs} finished' in printed and model in printed
     assert re.search(r'[\d,]+ GPU hours are left', printed)
     if script == 'alignment':       # 10 checkpoints of Pythia 1.4B count, and a and b
-        assert 'the models to download are about 517 GB' in printed
+        assert 'the models to download are about 786 GB' in printed
     assert not (tmp_path / 'out').exists()
 
 
@@ -422,7 +422,24 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     config = (out / 'aligned' / 'alpaca-lora' / 'train_config.py').read_text()
     assert '\nwarmup_steps = 100\n' in config and '\ndata_limit = 12\n' in config
     assert read_table(out, 'steps')[0]['MMLU ECE'] and not read_table(out, 'steps')[1]['MMLU ECE']
-    assert all((out / f'figure{n}.png').exists() for n in (3, 4, 5, 12))
+    assert {path.stem for path in out.glob('*.png')} == {f'figure{n}' for n in (
+        3, '3_curves', 4, '4_curves', 5, 7, 9, 12)}
+    # without instructions no header; Alpaca-LoRA's recipe has a loss on the prompt too
+    for folder, header, on_inputs in (
+            ('pythia-70m', 'none', None), ('aligned/base', 'english', None),
+            ('aligned/alpaca-full', 'english', False), ('aligned/alpaca-lora', 'english', True)):
+        settings = json.loads((out / folder / 'eval_config.json').read_text())
+        assert settings['header'] == header and settings['instruct'] == (header == 'english')
+        if on_inputs is not None:
+            assert f'\ntrain_on_inputs = {on_inputs}\n' in (
+                out / folder / 'train_config.py').read_text()
+    # the ECE of MMLU with the letter's probability among all tokens
+    samples = [json.loads(x) for x in (out / 'pythia-70m' / 'samples.jsonl').open()]
+    log_probs, answers = zip(*((s['log_probs'], s['answer']) for s in samples
+                               if s['task'] == 'mmlu'), strict=True)
+    top, right = np.exp(np.max(log_probs, 1)), np.argmax(log_probs, 1) == answers
+    row = read_table(out, 'scales')[0]
+    assert row['MMLU ECE, unnormalized'] == f'{metrics.ece(top, right):.3f}'
     # nothing is done again after a move; another checkpoint does not pass for the first
     moved = f'--out_dir={shutil.move(out, tmp_path / "moved")}'
     assert '===' not in run_paper(hub, 'alignment', *only, moved, *more, *arguments)
