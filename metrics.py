@@ -788,10 +788,14 @@ def top_label(probs, labels) -> tuple[np.ndarray, np.ndarray]:
         confidence, correct = check_predictions(probs, labels)
         return round_for_ties(confidence), correct
     probs, labels = check_probs(probs, labels)
+    return round_for_ties(probs.max(1)), predicted(probs) == labels
+
+
+def predicted(probs) -> np.ndarray:
+    """Return the index of the largest probability of each row, the first of equal ones, int [N]."""
     largest = probs.max(1)
-    confidence = round_for_ties(largest)
-    ties_with_largest = probs >= np.minimum(confidence - 10**-TIE_DECIMALS / 2, largest)[:, None]
-    return confidence, ties_with_largest.argmax(1) == labels
+    ties = probs >= np.minimum(round_for_ties(largest) - 10**-TIE_DECIMALS / 2, largest)[:, None]
+    return ties.argmax(1)
 
 
 def round_for_ties(values):

@@ -2,6 +2,7 @@
 
     temperature  fit_temperature(scores, labels), then metrics.softmax(scores, temperature)
                  fit_temperatures(scores, labels, groups) for one per group, such as a language
+                 fit_temperature_to_base(scores, base_scores) without labels
     vector       fit_vector(scores, labels), apply_vector(scores, w, b)
     Platt        fit_platt(confidence, correct), apply_platt(confidence, a, b)
     histogram    fit_histogram(confidence, correct), apply_histogram(confidence, values)
@@ -81,6 +82,29 @@ def _log_temperature_variance(scores, labels, t):
     g = z[np.arange(len(labels)), labels]
     h = ((p * z * z).sum(1) - g).mean()
     return max((g ** 2).mean(), h) / (len(labels) * h ** 2) if h > 0 else np.inf
+
+
+def fit_temperature_to_base(scores, base_scores) -> float:
+    """Return the temperature of a tuned model that needs no labels but the base model's scores.
+
+    DACA, Luo et al. 2025 (arXiv 2505.16690): the T of least KL divergence from softmax(base_scores)
+    to softmax(scores / T), over the rows whose prediction tuning left as it was. In the others the
+    base model's confidence is in another answer than the tuned model's, which would make T too
+    large. Base models are mostly calibrated; T is no better than that. Both are float [N, K], -inf
+    for a missing option. Raises ValueError if every prediction differs.
+    """
+    scores, base_scores = (metrics.real_array(name, x).astype(np.float64) for name, x in (
+        ('scores', scores), ('base_scores', base_scores)))
+    if scores.ndim != 2 or scores.shape != base_scores.shape:
+        raise ValueError(f'scores and base_scores must be [N, K] both, not of shape {scores.shape} '
+                         f'and {base_scores.shape}')
+    metrics.refuse(np.isneginf(scores) != np.isneginf(base_scores), lambda i, k:
+                   f'option {k} has the score {scores[i, k]}, and {base_scores[i, k]} of the base')
+    probs, base = metrics.softmax(scores), metrics.softmax(base_scores)
+    same = metrics.predicted(probs) == metrics.predicted(base)
+    if not same.any():
+        raise ValueError('the two models have no prediction in common')
+    return metrics.best_temperature(scores[same], base[same])
 
 
 def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:

@@ -63,7 +63,7 @@ class Predictions(NamedTuple):
     def scaled(self, temperature):
         """Return the predictions with scores / temperature, a number or [N, 1]."""
         scores = self.scores / temperature
-        return of_options(metrics.softmax(scores), self.labels, self.n_options, scores)
+        return option_predictions(metrics.softmax(scores), self.labels, self.n_options, scores)
 
     def report(self):
         """Return metrics.report of the predictions."""
@@ -76,7 +76,7 @@ class Predictions(NamedTuple):
                                n_resamples=n_resamples, seed=seed, keys=keys, columns=self.columns)
 
 
-def of_options(probs, labels, n_options, scores):
+def option_predictions(probs, labels, n_options, scores):
     """Return the Predictions of distributions over options, with their conformal sets."""
     columns = {}
     for method in ('lac', 'aps'):
@@ -105,8 +105,8 @@ def predictions(samples, norm):
     columns = ([*itertools.chain.from_iterable(s[key] for s in samples)]
                for key in ('log_probs', 'options', 'n_tokens'))
     scores[np.arange(scores.shape[1]) < n_options[:, None]] = option_scores(*columns, norm)
-    return of_options(metrics.softmax(scores), np.array([s['answer'] for s in samples]), n_options,
-                      scores)
+    return option_predictions(metrics.softmax(scores), np.array([s['answer'] for s in samples]),
+                              n_options, scores)
 
 
 def option_scores(log_probs, options, n_tokens, norm):
@@ -480,7 +480,8 @@ def csv_text(lines):
 def print_report(runs, out_dir, pictures=True):
     """Print one table per task and draw reliability-<task>.png of all runs side by side.
 
-    runs: {name: (results of evaluate.evaluate or None, folder that holds its samples)}
+    runs: {name: (results of evaluate.evaluate or None, folder that holds its samples)}. With the
+    names 'before' and 'after' a line below a table has the temperature that needs no labels.
     """
     runs = [(name, results['tasks'], folder) for name, (results, folder) in runs.items() if results]
     for task in dict.fromkeys(task for _, tasks, _ in runs for task in tasks):
@@ -488,15 +489,30 @@ def print_report(runs, out_dir, pictures=True):
         print(f'\n{task_title(task, rows[0][1])}')
         print(aligned(cells([(name, result['pooled']) for name, result, _ in rows], 'runs', 'run',
                             unit(rows[0][1]))))
+        samples = {name: sorted((s for s in latest_samples(read_samples(
+            Path(folder) / 'samples.jsonl')) if s['task'] == task
+            and s.get('split') != 'validation'), key=sample_order) for name, _, folder in rows}
+        predicted = {name: predictions(samples[name], result['norm']) for name, result, _ in rows}
+        if {*samples} == {'before', 'after'} and 'log_probs' in samples['before'][0] and (
+                [*map(sample_order, samples['before'])] == [*map(sample_order, samples['after'])]):
+            print(agreement_note(predicted['before'], predicted['after']))
         if pictures:
-            panels = [(panel_title(name, result), predictions([
-                s for s in latest_samples(read_samples(Path(folder) / 'samples.jsonl'))
-                if s['task'] == task and s.get('split') != 'validation'], result['norm']))
-                for name, result, folder in rows]
+            panels = [(panel_title(name, result), predicted[name]) for name, result, _ in rows]
             path = Path(out_dir) / f'reliability-{task}.png'
             with warn_on_failure(path), lock(out_dir):
                 claim(out_dir, path.name)
                 draw_reliability(path, panels)
+
+
+def agreement_note(before, after):
+    """Return what a temperature fitted to the answers before training does to the ECE, a line."""
+    try:
+        temperature = scaling.fit_temperature_to_base(after.scores, before.scores)
+    except ValueError:      # no answer stayed the same
+        return 'no temperature without labels: every answer has changed'
+    scaled = metrics.softmax(after.scores, temperature)
+    return (f'temperature without labels, from the answers that stayed the same: '
+            f'{temperature:.3f}; with it the ECE is {metrics.ece(scaled, after.labels):.3f}')
 
 
 def draw_diagrams(earlier, results, samples, tasks, out_dir):

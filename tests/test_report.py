@@ -490,7 +490,14 @@ def test_reports_side_by_side(tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == 'mmlu (prompt format mmlu, x)'
     assert lines[2].split()[:2] == ['run', 'questions']
-    assert [line.split()[:2] for line in lines[4:]] == [['before', '40'], ['after', '40']]
+    assert [line.split()[:2] for line in lines[4:-1]] == [['before', '40'], ['after', '40']]
+    before, after = (report.predictions([s for s in sorted(samples.read_samples(
+        tmp_path / name / 'samples.jsonl'), key=samples.sample_order) if s['split'] == 'test'],
+        'token') for name in ('before', 'after'))
+    t = scaling.fit_temperature_to_base(after.scores, before.scores)
+    ece = metrics.ece(metrics.softmax(after.scores, t), after.labels)
+    assert lines[-1] == (f'temperature without labels, from the answers that stayed the same: '
+                         f'{t:.3f}; with it the ECE is {ece:.3f}')
     assert [(name, len(p.labels)) for name, p in drawn['reliability-mmlu.png']] == [
         ('before', 40), ('after', 40)]
     drawn.clear()

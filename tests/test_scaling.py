@@ -207,3 +207,37 @@ def test_settings_out_of_range():
                                ([[1.0, 2.0]], [1], 'w and b .K.')):
         with pytest.raises(ValueError, match=message):
             scaling.apply_vector(scores, w, [0, 0])
+
+
+def test_temperature_to_base_is_that_of_least_divergence_where_the_models_agree():
+    """DACA by its definition, on a grid: without labels, and without the changed predictions."""
+    rng = np.random.default_rng(0)
+    base = rng.normal(size=(200, 4))
+    tuned = 2.5 * base + 1.5 * rng.normal(size=(200, 4))
+    base[:50, 3] = tuned[:50, 3] = -np.inf
+    same = base.argmax(1) == tuned.argmax(1)
+    assert 60 < same.sum() < 195
+
+    def divergence(t, rows):
+        total = 0.0
+        for i in np.flatnonzero(rows):
+            p, q = metrics.softmax(base[i:i + 1])[0], metrics.softmax(tuned[i:i + 1] / t)[0]
+            total += sum(a * np.log(a / b) for a, b in zip(p, q, strict=True) if a)
+        return total
+    t = scaling.fit_temperature_to_base(tuned, base)
+    grid = t * np.geomspace(1 / 1.1, 1.1, 21)
+    assert np.argmin([divergence(x, same) for x in grid]) == 10
+    wider = [divergence(x, same | True) for x in t * np.geomspace(1, 2, 9)]
+    assert np.argmin(wider) > 0     # with the changed predictions T is larger
+    # a tuned model that is only sharper is brought back exactly
+    assert scaling.fit_temperature_to_base(3 * base, base) == pytest.approx(3, rel=1e-9)
+
+
+def test_temperature_to_base_refuses_models_that_do_not_fit_together():
+    for scores, base, message in (
+            ([[1.0, 0.0]], [[0.0, 1.0]], 'no prediction in common'),
+            ([[1.0, 0.0]], [[1.0, 0.0, 0.0]], 'must be .N, K. both'),
+            ([[1.0, -np.inf]], [[1.0, 0.0]], 'row 0: option 1 has the score -inf, and 0.0 of the'),
+            ([[1.0, np.nan]], [[1.0, 0.0]], 'largest score is nan')):
+        with pytest.raises(ValueError, match=message):
+            scaling.fit_temperature_to_base(scores, base)
