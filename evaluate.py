@@ -582,4 +582,4 @@ if __name__ == '__main__':
             resume='the scored samples are kept, and the same command resumes from there',
             memory='lower --batch_rows or --pack_len'):
         main(sys.argv[1:])
-        startup.end_at_once()
+    startup.end_at_once()

@@ -48,12 +48,16 @@ def one_line_errors(resume='', memory=''):
     _prepare_streams()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        yield
-        sys.stdout.flush()
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:         # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(128 + signal.SIGPIPE)
-    except (ConfigError, DataError, CheckpointError, TrainingError, OSError) as error:
+    except OSError as error:
+        sys.exit(f'error: {error if error.filename else _fault_of_stdout() or error}')
+    except (ConfigError, DataError, CheckpointError, TrainingError) as error:
         sys.exit(f'error: {error}')
     except ModuleNotFoundError as error:
         sys.exit(f'error: {error}; pip install -r requirements.txt')
@@ -70,6 +74,19 @@ def one_line_errors(resume='', memory=''):
         sys.exit(128 + signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _fault_of_stdout():
+    """Return why standard output cannot be written, by printing an empty line; '' if it can.
+
+    What is left to print then goes to /dev/null: it would fail again at the end of the process.
+    """
+    try:
+        print(flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return f'standard output cannot be written: {error.strerror}'
+    return ''
 
 
 def is_out_of_memory(error):

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -214,6 +215,7 @@ SCRIPT = """
 from runtime import cli
 cli.begin()
 import sys
+from pathlib import Path
 def main(kind):
     if kind == 'memory':
         import numpy
@@ -225,6 +227,9 @@ def main(kind):
         import no_such_module
     if kind == 'foreign':
         raise RuntimeError('a bug')
+    if kind == 'help':
+        print('usage')
+        raise SystemExit
     if kind == 'stopped':
         from runtime.errors import Stopped
         raise Stopped(15, 'after step 7')
@@ -270,6 +275,15 @@ def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_pa
     assert done.returncode == 1 and b'Traceback' in done.stderr
     done = run_script(tmp_path, 'output', redirect='| head -n 1; exit ${PIPESTATUS[0]}')
     assert done.returncode == 141 and done.stdout == b'x' * 100 + b'\n' and done.stderr == b''
+
+
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs Linux')
+@pytest.mark.parametrize('kind', ['nothing', 'output', 'help'])
+@pytest.mark.parametrize('unbuffered', ['', '1'])
+def test_standard_output_that_cannot_be_written_is_named(kind, unbuffered, tmp_path):
+    done = run_script(tmp_path, kind, redirect='> /dev/full', PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (
+        1, b'error: standard output cannot be written: No space left on device\n')
 
 
 @pytest.mark.parametrize('closed', ['<&-', '>&-', '2>&-', '<&- >&- 2>&-'])
