@@ -544,4 +544,5 @@ if __name__ == '__main__':
             main(sys.argv[1:])
             leave_processes()
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)   # nothing catches its exception from here on
         abort_processes()

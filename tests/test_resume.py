@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import model as models
 import train
-from common import await_steps, llama_config, rewrite, run_train, same_weights, steps_done
+from common import HERE, await_steps, llama_config, rewrite, run_train, same_weights, steps_done
 from results import plots
 from runtime import checkpoint, optim, ownership, resume, trained
 from runtime.errors import ConfigError, TrainingError
@@ -216,6 +217,19 @@ def test_a_signal_during_the_last_step(small_world, tmp_path, monkeypatch):
         train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path}',
                     '--max_steps=2'])
     assert (tmp_path / 'config.json').exists() and not (tmp_path / 'results.json').exists()
+
+
+def test_a_second_signal_at_the_end_of_the_process_prints_no_traceback(small_world, tmp_path):
+    code = ('import atexit, os, runpy, signal, sys\n'
+            'atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n'
+            'sys.argv = sys.argv[1:]\n'
+            'runpy.run_path(sys.argv[0], run_name="__main__")\n')
+    (tmp_path / 'mine').write_text('')     # the run refuses the folder
+    done = subprocess.run([sys.executable, '-c', code, 'train.py',
+                           str(small_world[0] / 'tuned' / 'train_config.py'),
+                           f'--out_dir={tmp_path}'], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGTERM
+    assert 'is not empty' in done.stderr and done.stderr.count('\n') == 1
 
 
 @pytest.mark.slow
