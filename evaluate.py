@@ -18,6 +18,7 @@ from runtime import cli, startup
 if __name__ == '__main__':
     startup.begin()
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -132,36 +133,45 @@ def launch(load, batches, statistics, dropout_seed):
     run in that thread. A batch is yielded once the next one has been launched: the device always
     has work.
     """
-    model, last = None, None
     with ThreadPoolExecutor(1) as pool:
         ahead = deque(pool.submit(next, batches, None) for _ in range(4))
         try:
-            while batch := ahead.popleft().result():
-                ahead.append(pool.submit(next, batches, None))
-                arrays, scored = batch
-                if model is None:
-                    model = load()
-                    training = model.training
-                    model.eval()
-                    for module in model.modules():      # only adapters have dropout
-                        module.training = (dropout_seed is not None
-                                           and isinstance(module, torch.nn.Dropout))
-                if dropout_seed is not None:    # what is dropped depends on the batch's tokens too
-                    digest = hashlib.blake2b(arrays.tobytes(), digest_size=8,
-                                             key=str(dropout_seed).encode()).digest()
-                    torch.manual_seed(int.from_bytes(digest))
-                with torch.no_grad():
-                    values = forward_values(model, arrays, scored, statistics)
-                launched = device.HostCopy(values), scored
-                if last:
-                    yield last
-                last = launched
-            if last:
-                yield last
+            if not ahead[0].result():
+                return
+            launched = deque()
+            with scoring_mode(load(), dropout_seed) as model:
+                while batch := ahead.popleft().result():
+                    ahead.append(pool.submit(next, batches, None))
+                    arrays, scored = batch
+                    if dropout_seed is not None:
+                        seed_dropout(dropout_seed, arrays)
+                    with torch.no_grad():
+                        values = forward_values(model, arrays, scored, statistics)
+                    launched.append((device.HostCopy(values), scored))
+                    if len(launched) == 2:
+                        yield launched.popleft()
+                yield from launched
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            if model is not None:
-                model.train(training)
+
+
+@contextlib.contextmanager
+def scoring_mode(model, dropout_seed):
+    """Yield the model in evaluation mode, with a seed its dropout in training mode; restore it."""
+    training = model.training
+    model.eval()
+    for module in model.modules():      # only adapters have dropout
+        module.training = dropout_seed is not None and isinstance(module, torch.nn.Dropout)
+    try:
+        yield model
+    finally:
+        model.train(training)
+
+
+def seed_dropout(seed, arrays):
+    """Seed torch for a batch, whose tokens also decide what is dropped."""
+    digest = hashlib.blake2b(arrays.tobytes(), digest_size=8, key=str(seed).encode()).digest()
+    torch.manual_seed(int.from_bytes(digest))
 
 
 def forward_values(model, arrays, scored, statistics):
@@ -338,7 +348,7 @@ def unscored(task, label, tokenizer, cfg, done, tokenized):
 def question_samples(question, tree, numbers, values):
     """Return the one sample of a question: the summed log-probability of each option."""
     log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves))    # in float64
-    return [facts(question, tree) | {
+    return [question_fields(question, tree) | {
         'answer': question.answer,
         'options': [question.ending or option for option in question.options],
         'log_probs': log_probs.tolist(), 'n_tokens': tree.n_tokens}]
@@ -347,17 +357,18 @@ def question_samples(question, tree, numbers, values):
 def permuted_samples(question, tree, numbers, values):
     """Return the one sample of a question in several orders: their mean, and each of them."""
     n = len(question.options)
-    log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves)).reshape(-1, n).tolist()
-    n_tokens = np.reshape(tree.n_tokens, (-1, n)).tolist()
-    orders = [{'order': [*range(n)]} | question.published, *(
-        {'order': order, 'log_probs': log_probs, 'n_tokens': n_tokens}
-        for order, log_probs, n_tokens in zip(question.orders, log_probs, n_tokens, strict=True))]
-    return [facts(question, tree) | {
+    log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves)).reshape(-1, n)
+    n_tokens = np.reshape(tree.n_tokens, (-1, n))
+    orders = [{'order': [*range(n)], 'log_probs': question.published['log_probs'],
+               'n_tokens': question.published['n_tokens']}]
+    orders += [{'order': order, 'log_probs': log_probs[k].tolist(),
+                'n_tokens': n_tokens[k].tolist()} for k, order in enumerate(question.orders)]
+    return [question_fields(question, tree) | {
         'answer': question.answer, 'options': question.options,
         'log_probs': samples.mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}]
 
 
-def facts(question, tree):
+def question_fields(question, tree):
     """Return the part of a sample that says which question it is of."""
     return {'question': question.digest, 'subject': question.subject,
             'category': question.category, 'shots': tree.shots}
@@ -367,7 +378,7 @@ def p_true_samples(question, tree, numbers, values):
     """Return the one sample of P(True), the probability of (A), True, among the two options."""
     true, false = np.bincount(numbers, values[:, 0], 2)
     log_probs = -np.logaddexp(0, [false - true, true - false])
-    return [facts(question, tree) | {
+    return [question_fields(question, tree) | {
         'correct': question.answer == 0, 'confidence': float(np.exp(log_probs[0])),
         'log_prob': float(log_probs[question.answer]),
         'entropy': float(-(np.exp(log_probs) * log_probs).sum())}]
@@ -472,19 +483,18 @@ def with_variants(tasks, out_dir, prompts, cfg):
     By then the samples of `tasks` must be in samples.jsonl. prompts: as in `samples.by_task`.
     """
     yield from tasks.items()
-    variants = [*result_labels(tasks, cfg)][len(tasks):]
+    variants = result_labels(tasks, cfg)[len(tasks):]
     rows = samples.by_task(latest_samples(out_dir), prompts) if variants else {}
-    for label, kind in (variant.split('.') for variant in variants):
+    for variant in variants:
+        label, kind = variant.split('.')
         scored = {samples.sample_key(s)[1:]: s for s in rows[label]}
         if kind == 'permuted':
-            yield f'{label}.permuted', tasks[label].permuted({
-                key: {name: s[name] for name in ('log_probs', 'n_tokens')}
-                for key, s in scored.items()})
+            yield variant, tasks[label].permuted(scored)
         else:
-            yield f'{label}.p_true', tasks[label].proposing({
-                key: int(np.argmax(report.option_scores(s['log_probs'], s['options'],
-                                                        s['n_tokens'], cfg.norm)))
-                for key, s in scored.items()})
+            top = {key: int(np.argmax(report.option_scores(
+                s['log_probs'], s['options'], s['n_tokens'], cfg.norm)))
+                for key, s in scored.items()}
+            yield variant, tasks[label].proposing(top)
 
 
 def result_labels(tasks, cfg):

@@ -31,7 +31,7 @@ class Question:
     ending: str = ''            # follows each option; if given, only this is scored (WinoGrande)
     digest: str = ''            # hash of question and choices, independent of the prompt format
     orders: dict = field(default_factory=dict)  # {order: Prompt} of other orders of the options
-    published: dict | None = None   # log_probs and n_tokens as published, to ask the other orders
+    published: dict | None = None   # sample in the published order, to ask the other orders
 
     @property
     def solved(self):

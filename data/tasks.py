@@ -58,8 +58,7 @@ class Task:
     def permuted(self, published):
         """Return the Task of the same questions with their options in the other orders.
 
-        published: {(split, language, id): {'log_probs', 'n_tokens'} in the published order} of the
-        scored questions
+        published: {(split, language, id): sample in the published order} of the scored questions
         """
         return self._asked_again('permuted', self.shots, published, lambda question, result:
                                  replace(question, published=result))
