@@ -251,7 +251,7 @@ def jinja(template, tokenizer, add_bos=True):
 
 
 def _controls(tokenizer, *names):
-    missing = [name for name in names if name not in tokenizer.control_ids]
+    missing = [name for name in dict.fromkeys(names) if name not in tokenizer.control_ids]
     if missing:
         raise DataError(f'this template needs {", ".join(missing)}, which the tokenizer lacks; '
                         f"template = 'tulu' works with every tokenizer")
