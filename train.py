@@ -213,7 +213,11 @@ def load_sequences(cfg, tokenizer):
     if cfg.data_kind == 'instruct':
         common |= {key: getattr(cfg, key) for key in ('template', 'answers', 'train_on_inputs')}
     load = {'instruct': load_conversations, 'text': load_text, 'questions': load_answers}
-    sequences = load[cfg.data_kind](cfg.data, tokenizer, **common)
+    return split_sequences(cfg, load[cfg.data_kind](cfg.data, tokenizer, **common))
+
+
+def split_sequences(cfg, sequences):
+    """Return (sequences, indices of those to train on, indices of the held-out sequences)."""
     order = np.random.default_rng(cfg.seed).permutation(len(sequences))
     held_out, rest = np.split(order, [cfg.val_size])
     if len(rest) < (cfg.data_limit or 0):
@@ -226,7 +230,12 @@ def load_sequences(cfg, tokenizer):
     return sequences, training, held_out
 
 
-def batches(cfg, sequences, training, first, until, multiple):
+def pack_batch(cfg, sequences, chosen, multiple):
+    """Return the packed rows of the sequences with the indices `chosen`."""
+    return pack([sequences[i] for i in chosen], cfg.pack_len, multiple)
+
+
+def batches(cfg, sequences, training, first, until, multiple, pack_batch=pack_batch):
     """Yield (indices of the sequences, packed rows) of each step from `first` to `until` - 1.
 
     Epochs are concatenated, so every step has exactly batch_size sequences. A thread packs the next
@@ -237,7 +246,7 @@ def batches(cfg, sequences, training, first, until, multiple):
 
     def batch(step):
         chosen = order[step * cfg.batch_size:(step + 1) * cfg.batch_size]
-        return chosen, pack([sequences[i] for i in chosen], cfg.pack_len, multiple)
+        return chosen, pack_batch(cfg, sequences, chosen, multiple)
 
     with ThreadPoolExecutor(1) as pool:
         upcoming = pool.submit(batch, first)
@@ -356,16 +365,19 @@ def learning_rate(step, steps, cfg):
 
 # ---- One run -------------------------------------------------------------------------------------
 
-def train(cfg):
+def train(cfg, stage=None):
     """Do the run `cfg`; with cfg.eval return {'before' and 'after': results of evaluate()}.
 
     resume=True uses the weights, the reports and the last checkpoint in out_dir. Model, data, tasks
-    and settings are checked before anything is replaced. Raises ConfigError, DataError,
+    and settings are checked before anything is replaced. stage: an object with load_sequences,
+    build_model, pack_batch, batches, token_loss and validation_loss in place of this module's
+    functions, for another kind of training (see align.py). Raises ConfigError, DataError,
     CheckpointError or TrainingError.
     """
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
+    stage = stage or sys.modules[__name__]
     device, out_dir, results = pick_device(cfg.device), Path(cfg.out_dir), {}
     with contextlib.ExitStack() as stack:
         if rank() == 0 and not cfg.dry_run:
@@ -379,7 +391,7 @@ def train(cfg):
             config = trained.model_config(cfg, base)
             tokenizer = load_model_tokenizer(base, config)
             tasks = load_tasks(report_config(cfg, base, out_dir)) if cfg.eval else {}
-            data = load_sequences(cfg, tokenizer)
+            data = stage.load_sequences(cfg, tokenizer)
             if not cfg.from_scratch:
                 checkpoint.check_weights(base, config)
         more = tokenizer_files(base, tokenizer, cfg.template if cfg.data_kind == 'instruct' else
@@ -394,8 +406,8 @@ def train(cfg):
         if tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
             results['before'] = calibration_report(cfg, base, tokenizer, tasks, out_dir / 'before')
         if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file to be written
-            model = build_model(cfg, config, base, device)
-            optimize(cfg, model, tokenizer, data, device, base, more)
+            model = stage.build_model(cfg, config, base, device)
+            optimize(cfg, model, tokenizer, data, device, base, more, stage)
             del model   # the report reads the saved weights, which people will use
         elif rank() == 0:
             finish(cfg)     # the run may have been killed right after it saved its weights
@@ -436,11 +448,11 @@ def build_optimizer(model, cfg):
                  stochastic=cfg.master_weights == 'stochastic', seed=cfg.seed, rank=rank())
 
 
-def optimize(cfg, model, tokenizer, data, device, base, more):
+def optimize(cfg, model, tokenizer, data, device, base, more, stage):
     """Train to the last step, from the newest checkpoint if there is one, and save the weights.
 
-    more: {name: content} of files to save beside the weights. A dry run takes two steps and saves
-    nothing.
+    more: {name: content} of files to save beside the weights; stage: as in `train`. A dry run takes
+    two steps and saves nothing.
     """
     sequences, training, held_out = data
     steps = int(len(training) * cfg.epochs) // cfg.batch_size
@@ -459,17 +471,18 @@ def optimize(cfg, model, tokenizer, data, device, base, more):
     until = min(steps, 2) if cfg.dry_run else steps
     # on a GPU rows come in full micro-batches, so that each shape is compiled once
     multiple = world_size() * (cfg.micro_rows if device.startswith('cuda') else 1)
-    held_out = [sequences[i] for i in held_out]
-    validate = functools.partial(validation_loss, model, pack(held_out, cfg.pack_len, multiple),
-                                 cfg, device) if held_out else None
-    upcoming = batches(cfg, sequences, training, first, until, multiple)
+    validate = functools.partial(
+        stage.validation_loss, model, stage.pack_batch(cfg, sequences, held_out, multiple), cfg,
+        device) if len(held_out) else None
+    upcoming = stage.batches(cfg, sequences, training, first, until, multiple, stage.pack_batch)
     with StepLog(cfg, first, until, device, base, validate) as log, resume.StopSignals() as stop:
         for done, (chosen, packed) in enumerate(upcoming, first + 1):
             lr = learning_rate(done - 1, steps, cfg)
             for group in optimizer.param_groups:
                 group['lr'] = lr
             log.begin()
-            log.end(done, lr, chosen, packed, train_step(model, optimizer, packed, cfg, device))
+            log.end(done, lr, chosen, packed,
+                    train_step(model, optimizer, packed, cfg, device, stage.token_loss))
             epoch, rest = divmod(done * cfg.batch_size, len(training))
             epoch_ends = cfg.checkpoint_epochs and rest < cfg.batch_size    # within this step
             signalled = max(gather(stop.number))

@@ -19,7 +19,7 @@ from data.cache import tokenize_once
 from data.chat import encode_conversation
 from data.files import fetch, parsed, require_fields, require_text
 from data.instruct import PATTERNS, ROLE_NAMES
-from data.packing import Tree
+from data.packing import IGNORE, Row, Tree, first_fit
 from runtime.errors import DataError
 
 TIED = 128      # so a prompt has at most 126 answers
@@ -171,22 +171,25 @@ def join_answers(rows):
 
 # ---- From rankings to sequences and trees --------------------------------------------------------
 
-def load_preferences(source, tokenizer, *, template, max_length, add_bos, revision=None, cache_dir,
-                     on_bad_row='stop', workers=1):
+def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_bos, revision=None,
+                     **options):
     """Return the Sequences of the rankings in `source`, a file, a folder or a hub dataset.
 
-    max_length: of the prompt with any one answer; longer answers are left out, not cut, since a
-    cut answer has lost its end. The other arguments are those of `encode_conversation` and
-    `tokenize_once`.
+    max_length: tokens of the prompt with any one answer; longer answers are left out, not cut,
+                since a cut answer has lost its end
+    pack_len:   tokens of the prompt with all its answers, which share a row
+    options:    those of `tokenize_once`; the other arguments are those of `encode_conversation`
     """
     files = fetch(source, PREFERENCE_PATTERNS, revision)
 
     def encode(row):
-        return encode_ranking(to_ranking(row), tokenizer, template, add_bos, max_length)
+        sequences = encode_ranking(to_ranking(row), tokenizer, template, add_bos, max_length)
+        too_long = not isinstance(sequences, str) and len(sequences[0][0]) > pack_len
+        return f'all answers longer than {pack_len} tokens' if too_long else sequences
 
     settings = {'kind': 'preferences', 'tokenizer': tokenizer.fingerprint, 'template': template,
-                'max_length': max_length, 'add_bos': add_bos}
-    return tokenize_once(files, encode, settings, cache_dir, on_bad_row, workers, join_answers)
+                'max_length': max_length, 'pack_len': pack_len, 'add_bos': add_bos}
+    return tokenize_once(files, encode, settings, regroup=join_answers, **options)
 
 
 def encode_ranking(ranking, tokenizer, template, add_bos, max_length):
@@ -239,11 +242,37 @@ def to_tree(tokens, loss_mask):
 
     Tied answers have one rank; ranks count from 0.
     """
-    tokens, answer = tokens.tolist(), loss_mask % TIED
+    tokens = tokens.tolist()
     starts = np.flatnonzero(np.diff(loss_mask, prepend=0))
     ends = [*starts[1:], len(tokens)]
     leaves = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
-    assert answer[-1] == len(leaves)
     ranks = np.cumsum(loss_mask[starts] < TIED) - 1
     begin = int(starts[0])
     return Tree((), tokens[:begin], leaves, [begin] * len(leaves)), ranks
+
+
+def pack_rankings(sequences, row_length, multiple=1):
+    """Pack sequences of `load_preferences` into rows of trees, each in one row.
+
+    Returns a dict of int64 arrays [rows, row_length] as `packing.pack`, and of lists:
+
+    scored  per row, int64 [4, n]: tree, answer, index in the row of the token before, the token
+    ranks   per tree, the rank of each answer
+    """
+    trees, ranks = zip(*(to_tree(*sequence) for sequence in sequences), strict=True)
+    lengths = [len(tree.stem) + sum(len(tree.leaves[k]) - 1 for k, *_ in tree.branches)
+               for tree in trees]
+    row_of = first_fit(lengths, row_length)
+    rows = [Row() for _ in range(-(-(row_of.max() + 1) // multiple) * multiple)]
+    for index, (tree, row) in enumerate(zip(trees, row_of, strict=True)):
+        rows[row].add(index, tree, tree.branches)
+    arrays = np.stack([row.padded(row_length)[0] for row in rows], 1)
+    packed = dict(zip(('tokens', 'positions', 'ends'), arrays, strict=True))
+    packed['targets'] = np.full_like(packed['tokens'], IGNORE)      # only to be counted
+    packed['owner'] = np.full_like(packed['tokens'], -1)
+    packed['scored'] = [np.array(row.scored, dtype=np.int64).reshape(-1, 4).T for row in rows]
+    for i, (row, scored) in enumerate(zip(rows, packed['scored'], strict=True)):
+        # a number for each stretch of consecutive positions: a row with trees is no one document
+        packed['owner'][i, :len(row.tokens)] = np.cumsum(np.diff(row.positions, prepend=0) != 1)
+        packed['targets'][i, scored[2]] = scored[3]
+    return packed | {'ranks': list(ranks)}

@@ -137,8 +137,8 @@ class StepLog:
             self.send = None
 
     def print(self, record):
-        val = (f'  val nll {record["val_nll"]:.4f} ECE {record["val_ece"]:.3f}'
-               if 'val_nll' in record else '')
+        val = ''.join(f'  {key} {value:.4f}' for key, value in record.items()
+                      if key.startswith('val_'))
         per_step = (time.monotonic() - self.started) / (record['step'] - self.first)
         left = datetime.timedelta(seconds=round(per_step * (self.until - record['step'])))
         keys = [*record]    # from the loss to the gradient norm: what the objective returned

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import align
 import demo
 import evaluate
 import sample
@@ -374,12 +375,14 @@ def test_shipped_configs_load():
             'mistral_7b_ls01',
             'paper_openinstruct'} <= {path.stem for path in shipped}
     for path in shipped:
-        load_config(train.TrainConfig, [str(path)])
+        aligns = 'method' in read_assignments(path)
+        load_config(align.AlignConfig if aligns else train.TrainConfig, [str(path)])
 
 
 def test_the_commands_of_the_docs_have_valid_keys():
     """Each `python train.py ...` of the README and docs, in the config reader of its program."""
-    classes = {'train.py': train.TrainConfig, 'evaluate.py': evaluate.EvalConfig,
+    classes = {'train.py': train.TrainConfig, 'align.py': align.AlignConfig,
+               'evaluate.py': evaluate.EvalConfig,
                'sample.py': sample.SampleConfig, 'demo.py': demo.DemoConfig}
     n_commands = 0
     for path in (HERE / 'README.md', *sorted((HERE / 'docs').glob('*.md'))):

@@ -142,7 +142,7 @@ def test_helpsteer2_joins_the_answers_of_a_prompt():
 def test_a_file_of_preferences_is_cached_and_its_gaps_are_counted(tokenizer, tmp_path, capsys):
     rows = [*ROWS.values(), {'prompt': 'a', 'chosen': 'b', 'rejected': 'b'}]
     write_rows(tmp_path / 'x.jsonl', rows)
-    settings = {'template': 'tulu', 'max_length': 512, 'add_bos': True,
+    settings = {'template': 'tulu', 'max_length': 512, 'pack_len': 512, 'add_bos': True,
                 'cache_dir': tmp_path / 'cache'}
     for _ in range(2):
         sequences = load_preferences(str(tmp_path / 'x.jsonl'), tokenizer, **settings)
@@ -159,7 +159,7 @@ def test_every_row_of_the_demo_file_is_a_pair(tokenizer, tmp_path):
     needs_files('datasets/preferences/dpo_en_demo.json.gz')
     path = SHARED / 'datasets/preferences/dpo_en_demo.json.gz'
     sequences = load_preferences(str(path), tokenizer, template='tulu', max_length=10 ** 6,
-                                 add_bos=True, cache_dir=tmp_path)
+                                 pack_len=10 ** 6, add_bos=True, cache_dir=tmp_path)
     rows = json.loads(gzip.open(path).read())
     assert len(sequences) == len(rows) == 300
     for row, (tokens, loss_mask) in zip(rows, (sequences[i] for i in range(300)), strict=True):

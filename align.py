@@ -1,0 +1,355 @@
+"""Tune a language model on preferences: DPO and its relatives.
+
+    python align.py configs/dpo_tulu3_8b.py --lr=1e-6
+    python align.py --help
+
+A run is one of train.py with other data and another loss: the same settings, folders, checkpoints
+and reports. A row is a tree, [prompt][chosen][rejected], so the prompt is computed once and both
+answers are in one micro-batch.
+
+Every loss here is a function of the log-probabilities s of whole answers. Its derivatives by s are
+the weights of the answer's tokens in a cross-entropy, and fused_ce.py computes them between the two
+kernels of a chunk (`joint`): no logits are stored. The log-probabilities of the reference, the
+model as it is before training, are computed once and cached.
+"""
+
+from runtime import cli
+
+if __name__ == '__main__':
+    cli.begin()
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import train
+from data.preferences import load_preferences, pack_rankings
+from data.tokenizer import begins_with_bos
+from fused_ce import cross_entropy, fused_loss, joint
+from results.report import print_report
+from runtime import checkpoint
+from runtime.config import load_config, require_range
+from runtime.device import to_device
+from runtime.errors import ConfigError
+from runtime.ownership import temporary
+from runtime.parallel import world_size
+
+# ---- Losses of pairs -----------------------------------------------------------------------------
+
+
+class Pairs(NamedTuple):
+    """Float32 [pairs] of the better and the worse answer of each pair."""
+    s_w: Tensor     # log-probability of the better answer
+    s_l: Tensor     # of the worse one
+    n_w: Tensor     # number of tokens
+    n_l: Tensor
+    r_w: Tensor     # log-probability by the reference
+    r_l: Tensor
+
+    def margin(self, cfg):
+        """Return the difference of the implicit rewards, divided by beta."""
+        better, worse = self.s_w - self.r_w, self.s_l - self.r_l
+        return better / self.n_w - worse / self.n_l if cfg.per_token else better - worse
+
+
+def dpo(pairs, cfg):
+    """-log sigmoid(beta d). Rafailov 2023; with per_token as in Tulu 3 (2411.15124)."""
+    return -F.logsigmoid(cfg.beta * pairs.margin(cfg))
+
+
+def cdpo(pairs, cfg):
+    """DPO for labels of which a share is wrong: its minimum is sigmoid(beta d) = 1 - label_noise.
+
+    Mitchell 2023.
+    """
+    x, e = cfg.beta * pairs.margin(cfg), cfg.label_noise
+    return -(1 - e) * F.logsigmoid(x) - e * F.logsigmoid(-x)
+
+
+def robust(pairs, cfg):
+    """DPO's loss corrected for wrong labels: unbiased, without a minimum. Chowdhury 2024."""
+    x, e = cfg.beta * pairs.margin(cfg), cfg.label_noise
+    return (-(1 - e) * F.logsigmoid(x) + e * F.logsigmoid(-x)) / (1 - 2 * e)
+
+
+def ipo(pairs, cfg):
+    """(d - 1 / (2 beta))^2. Azar 2023, where beta is called tau."""
+    return (pairs.margin(cfg) - 1 / (2 * cfg.beta)).square()
+
+
+def hinge(pairs, cfg):
+    """max(0, 1 - beta d). SLiC, Zhao 2023."""
+    return F.relu(1 - cfg.beta * pairs.margin(cfg))
+
+
+def simpo(pairs, cfg):
+    """-log sigmoid(beta (s_w / n_w - s_l / n_l) - gamma), without a reference. Meng 2024."""
+    return -F.logsigmoid(cfg.beta * (pairs.s_w / pairs.n_w - pairs.s_l / pairs.n_l) - cfg.gamma)
+
+
+def orpo(pairs, cfg):
+    """NLL of the better answer plus beta times -log sigmoid of the log odds ratio. Hong 2024."""
+    def log_odds(s, n):
+        u = (s / n).clamp(max=-1e-6)        # at u = 0 the odds are infinite
+        return u - torch.log(-torch.expm1(u))
+    ratio = log_odds(pairs.s_w, pairs.n_w) - log_odds(pairs.s_l, pairs.n_l)
+    return -pairs.s_w / pairs.n_w - cfg.beta * F.logsigmoid(ratio)
+
+
+# a loss of your own is a function (Pairs, AlignConfig) -> loss [pairs] and a name here
+PAIR_LOSSES = {loss.__name__: loss for loss in (dpo, cdpo, robust, ipo, hinge, simpo, orpo)}
+NO_REFERENCE = {'simpo', 'orpo'}
+
+
+@dataclass
+class AlignConfig(train.TrainConfig):
+    # keys of train.py with other defaults
+    model: str = 'allenai/Llama-3.1-Tulu-3-8B-SFT'      # also the reference
+    data: str = 'allenai/llama-3.1-tulu-3-8b-preference-mixture'
+    lora_dropout: float = 0.0                 # dropout would make policy and reference differ
+    max_length: int = 2048                    # tokens of the prompt with one answer
+    pack_len: int = 4096                      # tokens of a row, and of a prompt with all answers
+    batch_size: int = 128                     # prompts per optimizer step
+    epochs: float = 1.0
+    lr: float = 5e-7
+    warmup: float = 0.1
+    # preferences
+    method: Literal[*PAIR_LOSSES] = 'dpo'
+    beta: float = 0.1                         # weight of the margin; in orpo of the odds ratio
+    per_token: bool = False                   # margins of means per token: Tulu 3, with beta = 5
+    label_noise: float = 0.1                  # cdpo and robust: share of the pairs that are swapped
+    gamma: float = 1.0                        # simpo: the margin that is wanted
+
+
+# keys of train.py that say how to load and score conversations
+UNUSED = ('from_scratch', 'shape', 'data_kind', 'answers', 'train_on_inputs', 'loss', 'smoothing',
+          'loss_reduction')
+
+
+def check_align_config(cfg):
+    """Raise ConfigError for unusable values; train.py checks its own."""
+    defaults = AlignConfig()
+    for key in UNUSED:
+        if getattr(cfg, key) != getattr(defaults, key):
+            raise ConfigError(f'{key} = {getattr(cfg, key)!r} is a setting of train.py; '
+                              f'align.py has no use for it')
+    require_range(cfg, 1e-6, 1e3, 'beta')
+    require_range(cfg, 0, 1e3, 'gamma')
+    if not 0 <= cfg.label_noise < 0.5:
+        raise ConfigError(f'label_noise = {cfg.label_noise}; it must be at least 0 and below 0.5')
+    if cfg.lora_dropout and cfg.method not in NO_REFERENCE:
+        raise ConfigError(f'lora_dropout = {cfg.lora_dropout}: the policy would differ from its '
+                          f'reference at random; set it to 0')
+    if world_size() > 1:
+        raise ConfigError('align.py runs on one GPU; start it without torchrun')
+
+
+# ---- One run -------------------------------------------------------------------------------------
+
+class Preferences:
+    """The stage of a run of train.py that learns from pairs of answers: see `train.train`."""
+
+    batches = staticmethod(train.batches)
+
+    def __init__(self):
+        self.sequences = self.reference = None
+
+    def load_sequences(self, cfg, tokenizer):
+        """Return (sequences, indices of those to train on, indices of the held-out ones)."""
+        self.sequences = load_preferences(
+            cfg.data, tokenizer, template=cfg.template, max_length=cfg.max_length,
+            pack_len=cfg.pack_len, add_bos=begins_with_bos(tokenizer, cfg.add_bos),
+            revision=cfg.data_revision, cache_dir=cfg.cache_dir, on_bad_row=cfg.on_bad_row,
+            workers=cfg.workers or os.cpu_count())
+        print_lengths(self.sequences)
+        return train.split_sequences(cfg, self.sequences)
+
+    def build_model(self, cfg, config, base, device):
+        """Return the model to train; the log-probabilities of the reference are computed first."""
+        model = train.build_model(cfg, config, base, device)
+        if cfg.method not in NO_REFERENCE:
+            self.reference = self.cached_reference(cfg, model, base, device)
+        return model
+
+    def cached_reference(self, cfg, model, base, device):
+        """Return the sum of log-probabilities of each answer, float32, one list per sequence.
+
+        The untrained model computes them with the kernels of training, so that the first margin is
+        0 but for the order of sums. The cache's name says on what they depend.
+        """
+        key = hashlib.sha256(json.dumps([
+            self.sequences.digest, checkpoint.fingerprint(base), str(model.head.dtype),
+            cfg.attention, model.softcap, model.temperature]).encode()).hexdigest()[:20]
+        path = Path(cfg.cache_dir, f'reference-{key}.npz')
+        if not path.exists():
+            sums = self.answer_sums(cfg, model, device)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary(path) as part, open(part, 'wb') as file:
+                np.savez(file, sums=np.concatenate(sums), counts=[len(s) for s in sums])
+        with np.load(path) as file:
+            return np.split(file['sums'], np.cumsum(file['counts'])[:-1])
+
+    def answer_sums(self, cfg, model, device, rows_at_once=64):
+        """Return the log-probabilities of the answers by the model as it is."""
+        sums, order = [None] * len(self.sequences), np.argsort(-self.sequences.lengths)
+        for begin in range(0, len(order), rows_at_once):
+            chosen = order[begin:begin + rows_at_once]
+            packed = self.pack_batch(cfg, self.sequences, chosen, cfg.micro_rows)
+            result = [np.zeros(len(ranks), np.float32) for ranks in packed['ranks']]
+            for rows, inputs, _ in train.micro_batches(packed, cfg, device):
+                answers = Answers(packed, rows, None, device)
+                if not len(answers.target):
+                    continue
+                hidden = answers.gather(model(*inputs))     # with the kernels of training
+                nll = fused_loss(hidden.detach(), model.head.detach(), answers.target,
+                                 cross_entropy(), softcap=model.softcap, reduction='none')[1]
+                total = answers.sums(-nll, torch.arange(len(nll), device=nll.device))
+                for (tree, k), value in zip(answers.names, total.tolist(), strict=True):
+                    result[tree][k] = value
+            for i, values in zip(chosen, result, strict=True):
+                sums[i] = values
+        return sums
+
+    def pack_batch(self, cfg, sequences, chosen, multiple):
+        """Return the packed trees of the sequences with the indices `chosen`."""
+        packed = pack_rankings([sequences[i] for i in chosen], cfg.pack_len, multiple)
+        return packed | {'reference': self.reference and [self.reference[i] for i in chosen]}
+
+    def token_loss(self, packed, cfg):
+        """Return the function (model, rows, inputs, targets) -> (loss, {name: metric}) of a step.
+
+        Loss and metrics are means over the prompts of the step, of means over a prompt's pairs.
+        """
+        pair_loss = PAIR_LOSSES[cfg.method]
+        memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
+
+        def compute(model, rows, inputs, _):
+            answers = Answers(packed, rows, packed['reference'], model.head.device)
+            metrics = {}
+
+            def function(log_p, entropy, tokens):
+                # called for the groups of each chunk, and in the end for all of them
+                loss, values = answers.loss(log_p, tokens, pair_loss, cfg)
+                metrics.update({name: value.detach() for name, value in values.items()})
+                return loss
+
+            loss, _ = fused_loss(answers.gather(model(*inputs)), model.head, answers.target,
+                                 joint(function), softcap=model.softcap, reduction='sum',
+                                 memory=memory, group=answers.group)
+            return loss, metrics
+
+        return compute
+
+    @torch.no_grad()
+    def validation_loss(self, model, packed, cfg, device):
+        """Return {val_loss, val_accuracy, ...}: means over the held-out prompts."""
+        model.eval()
+        compute, total = self.token_loss(packed, cfg), {}
+        for rows, inputs, targets in train.micro_batches(packed, cfg, device):
+            loss, values = compute(model, rows, inputs, targets)
+            for name, value in {'loss': loss, **values}.items():
+                total[f'val_{name}'] = total.get(f'val_{name}', 0) + value.item()
+        model.train()
+        return total
+
+
+class Answers:
+    """The answers of the trees in some rows: where their tokens are, and which are better.
+
+    names [(tree, answer), ...]; pair and weight: int64 [2, pairs] of answers, the better first, and
+    each pair's weight in the mean over all trees of the step
+    """
+
+    def __init__(self, packed, rows, reference, device):
+        length, columns = packed['tokens'].shape[1], []
+        for b, row in enumerate(rows):
+            tree, k, at, token = packed['scored'][row]
+            columns.append(np.stack([tree, k, b * length + at, token]))
+        tree, k, at, token = np.concatenate(columns, axis=1)
+        names, self.answer = np.unique(np.stack([tree, k]), axis=1, return_inverse=True)
+        self.names = list(zip(*names.tolist(), strict=True))
+        self.count = np.bincount(self.answer.ravel(), minlength=len(self.names))
+        index, pairs, weights = {name: i for i, name in enumerate(self.names)}, [], []
+        for t in np.unique(tree).tolist():
+            ranks = packed['ranks'][t]
+            ordered = [(index[t, i], index[t, j]) for i in range(len(ranks))
+                       for j in range(i + 1, len(ranks)) if ranks[i] < ranks[j]]
+            pairs += ordered
+            weights += [1 / len(ordered) / len(packed['ranks'])] * len(ordered)
+        first = [reference[t][i] for t, i in self.names] if reference else [0.0] * len(self.names)
+        self.group, self.target = torch.from_numpy(tree), torch.from_numpy(token)
+
+        def on_device(x, dtype):
+            return to_device(torch.as_tensor(np.asarray(x), dtype=dtype), device)
+        self.at, self.answer = on_device(at, torch.int64), on_device(self.answer, torch.int64)
+        self.n = on_device(self.count, torch.float32)
+        self.reference = on_device(first, torch.float32)
+        self.pair = on_device(np.reshape(pairs, (-1, 2)).T, torch.int64)
+        self.weight = on_device(weights, torch.float32)
+
+    def gather(self, hidden):
+        """Return the hidden states [n, D] that predict the answers' tokens, of hidden [B, T, D]."""
+        return hidden.flatten(0, 1).index_select(0, self.at)
+
+    def sums(self, log_p, tokens):
+        """Return the sum over each answer of the log-probabilities of some of the tokens."""
+        return torch.zeros_like(self.n).index_add(0, self.answer[tokens], log_p)
+
+    def loss(self, log_p, tokens, pair_loss, cfg):
+        """Return (loss, metrics) of the trees of which `tokens` are the tokens."""
+        present = torch.zeros_like(self.n).index_fill(0, self.answer[tokens], 1)
+        # the others, which a later call gets, must not give infinities times 0
+        s = torch.where(present > 0, self.sums(log_p, tokens), -self.n)
+        (w, l), weight = self.pair, self.weight * present[self.pair[0]]     # noqa: E741
+        pairs = Pairs(s[w], s[l], self.n[w], self.n[l], self.reference[w], self.reference[l])
+        margin = pairs.margin(cfg)
+        if cfg.method in NO_REFERENCE:      # their implicit reward is the mean log-probability
+            margin = pairs.s_w / pairs.n_w - pairs.s_l / pairs.n_l
+        metrics = {'nll': -pairs.s_w / pairs.n_w, 'margin': cfg.beta * margin,
+                   'accuracy': (margin.sign() + 1) / 2,     # 0.5 if both rewards are equal
+                   'chosen': pairs.s_w, 'rejected': pairs.s_l}
+        return (pair_loss(pairs, cfg) * weight).sum(), {
+            name: (value * weight).sum() for name, value in metrics.items()}
+
+
+def print_lengths(sequences):
+    """Print the mean number of tokens of the best and of the worst answers: a bias shows here."""
+    masks = [sequences[i][1] for i in range(len(sequences))]
+    best = np.mean([np.count_nonzero(mask == 1) for mask in masks])
+    worst = np.mean([np.count_nonzero(mask == mask[-1]) for mask in masks])
+    print(f'answers: {best:.0f} tokens in the mean of the best, {worst:.0f} of the worst')
+
+
+def align(cfg):
+    """Do the run `cfg`, an AlignConfig; return and raise as `train.train`."""
+    check_align_config(cfg)
+    return train.train(cfg, Preferences())
+
+
+def main(argv):
+    cfg = load_config(AlignConfig, argv, usage=__doc__)
+    results = align(cfg)
+    if results:
+        print_report({name: (result, Path(cfg.out_dir) / ('before' if name == 'before' else ''))
+                      for name, result in results.items()}, cfg.out_dir, cfg.eval.pictures)
+    if not cfg.dry_run:
+        print(f'\nwrote weights and log.jsonl to {cfg.out_dir}')
+
+
+if __name__ == '__main__':
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with cli.one_line_errors(
+            resume='--resume continues from the last checkpoint',
+            memory='--checkpoint_activations, --micro_rows=1 and a shorter --pack_len need less '
+                   'for a forward pass, --master_weights=stochastic less for the weights'):
+        main(sys.argv[1:])

@@ -1,0 +1,268 @@
+"""align.py: losses of pairs, trees against separate rows, whole runs."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from common import HERE, off, reference_model, same_weights, sentencepiece_folder, write_rows
+
+import align
+import train
+from align import PAIR_LOSSES, AlignConfig, Pairs, Preferences
+from runtime import checkpoint
+from runtime.errors import ConfigError
+
+E, BETA, GAMMA = 0.1, 0.3, 0.5
+
+
+def derivatives(name, per_token=False):
+    """Return (loss, dL/ds_w, dL/ds_l, the pairs in float64) for random pairs."""
+    make = torch.Generator().manual_seed(1)
+    n = torch.randint(1, 30, (2, 20), generator=make).double()
+    s = -n * torch.rand(2, 20, generator=make).double() * 3
+    r = s + torch.randn(2, 20, generator=make).double()
+    pairs = Pairs(s[0].requires_grad_(), s[1].requires_grad_(), *n, *r)
+    cfg = AlignConfig(beta=BETA, gamma=GAMMA, label_noise=E, per_token=per_token)
+    loss = PAIR_LOSSES[name](pairs, cfg)
+    return loss, *torch.autograd.grad(loss.sum(), (pairs.s_w, pairs.s_l)), pairs
+
+
+# the weight dL/ds_w of the better answer, written down apart from the loss; S = sigmoid, x = beta d
+WEIGHTS = {
+    'dpo': lambda x, d: -BETA * torch.sigmoid(-x),
+    'cdpo': lambda x, d: BETA * (torch.sigmoid(x) - 1 + E),
+    'robust': lambda x, d: -BETA * (1 - E - (1 - 2 * E) * torch.sigmoid(x)) / (1 - 2 * E),
+    'ipo': lambda x, d: 2 * (d - 1 / (2 * BETA)),
+    'hinge': lambda x, d: -BETA * (x < 1).double(),
+}
+
+
+@pytest.mark.parametrize('name', WEIGHTS)
+@pytest.mark.parametrize('per_token', [False, True])
+def test_the_weights_of_both_answers_are_those_of_the_papers(name, per_token):
+    _, g_w, g_l, p = derivatives(name, per_token)
+    n_w, n_l = (p.n_w, p.n_l) if per_token else (1, 1)
+    d = (p.s_w - p.r_w) / n_w - (p.s_l - p.r_l) / n_l
+    expected = WEIGHTS[name](BETA * d, d)
+    assert off(g_w, expected / n_w) < 1e-12 and off(g_l, -expected / n_l) < 1e-12
+
+
+def test_simpo_weighs_a_token_by_the_length_of_its_answer():
+    _, g_w, g_l, p = derivatives('simpo')
+    y = BETA * (p.s_w / p.n_w - p.s_l / p.n_l) - GAMMA
+    assert off(g_w, -BETA * torch.sigmoid(-y) / p.n_w) < 1e-12
+    assert off(g_l, BETA * torch.sigmoid(-y) / p.n_l) < 1e-12
+
+
+def test_orpo_is_the_nll_and_the_log_odds_ratio():
+    loss, _, _, p = derivatives('orpo')
+    probability = torch.exp(torch.stack((p.s_w / p.n_w, p.s_l / p.n_l)))
+    odds = probability / (1 - probability)
+    expected = -p.s_w / p.n_w + BETA * torch.log1p(odds[1] / odds[0])
+    assert off(loss, expected) < 1e-10
+    certain = Pairs(*(torch.zeros(1, requires_grad=True) for _ in range(2)),
+                    *(torch.ones(1) for _ in range(4)))
+    loss = PAIR_LOSSES['orpo'](certain, AlignConfig())
+    loss.backward()
+    assert torch.isfinite(loss).all() and torch.isfinite(certain.s_w.grad).all()
+
+
+@pytest.mark.parametrize('name, value', [('dpo', math.log(2)), ('cdpo', math.log(2)),
+                                         ('robust', math.log(2)), ('hinge', 1.0),
+                                         ('ipo', 1 / (4 * BETA ** 2))])
+def test_the_loss_of_a_policy_that_is_its_reference(name, value):
+    s, n = -torch.rand(2, 5).double(), torch.ones(2, 5).double()
+    loss = PAIR_LOSSES[name](Pairs(*s, *n, *s), AlignConfig(beta=BETA, label_noise=E))
+    assert off(loss, torch.full_like(loss, value)) < 1e-12
+
+
+# ---- Trees against separate rows -----------------------------------------------------------------
+
+ROWS = [
+    {'prompt': 'Name a color.', 'chosen': 'Red.', 'rejected': 'Seven, of course!'},
+    {'prompt': 'Why?', 'responses': ['Who knows.', 'I see', 'Because.', 'why not'],
+     'scores': [3, 1, 3, 2]},
+    {'prompt': 'Count to three, then stop.', 'chosen': 'One two three.', 'rejected': 'No.'},
+    {'prompt': 'a', 'chosen': 'b c d e f g', 'rejected': 'h'},
+]
+
+
+@pytest.fixture(scope='module', params=['llama', 'gemma2'])
+def base(request, tmp_path_factory):
+    folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
+    reference_model(request.param, folder, vocab_size=400)
+    return folder
+
+
+def config(base, folder, rows, **values):
+    write_rows(folder / 'pairs.jsonl', rows)
+    return AlignConfig(model=str(base), data=str(folder / 'pairs.jsonl'), device='cpu',
+                       out_dir=str(folder / 'run'), cache_dir=str(folder / 'cache'),
+                       dtype='float32', save_dtype='float32', batch_size=len(rows), max_length=64,
+                       pack_len=96, checkpoint_epochs=False, workers=1, beta=BETA, **values)
+
+
+def stage_of(cfg):
+    """Return (a Preferences with loaded data, the model, the tokenizer)."""
+    from data.tokenizer import load_model_tokenizer
+    stage = Preferences()
+    model_config = checkpoint.read_config(cfg.model)
+    tokenizer = load_model_tokenizer(cfg.model, model_config)
+    stage.load_sequences(cfg, tokenizer)
+    return stage, stage.build_model(cfg, model_config, cfg.model, 'cpu'), tokenizer
+
+
+def plain_loss(model, stage, cfg, reference):
+    """Return the loss of all rows, each answer in a row of its own, by log_softmax."""
+    from data.preferences import to_tree
+    total = 0
+    for i in range(len(stage.sequences)):
+        tree, ranks = to_tree(*stage.sequences[i])
+        s = []
+        for leaf in tree.leaves:
+            tokens = torch.tensor([tree.stem + leaf])
+            z = model.logits(model(tokens, torch.arange(tokens.shape[1])[None], None))[0, :-1]
+            log_p = z.log_softmax(-1)[torch.arange(len(z)), tokens[0, 1:]]
+            s.append(log_p[len(tree.stem) - 1:].sum())
+        losses = [PAIR_LOSSES[cfg.method](Pairs(
+            *(x[None] for x in (s[j], s[k])),
+            *(torch.tensor([float(len(tree.leaves[m]))]) for m in (j, k)),
+            *(torch.tensor([float(reference[i][m])]) for m in (j, k))), cfg)
+            for j in range(len(s)) for k in range(len(s)) if ranks[j] < ranks[k]]
+        total = total + torch.cat(losses).mean() / len(stage.sequences)
+    return total
+
+
+@pytest.mark.parametrize('method', PAIR_LOSSES)
+def test_trees_in_any_packing_have_the_loss_and_gradients_of_separate_rows(base, method, tmp_path):
+    cfg = config(base, tmp_path, ROWS, method=method)
+    stage, model, _ = stage_of(cfg)
+    make = torch.Generator().manual_seed(0)
+    if stage.reference:     # another reference than the policy, else all margins are 0
+        stage.reference = [r + torch.randn(len(r), generator=make).numpy()
+                           for r in stage.reference]
+    reference = stage.reference or [[0.0] * 9] * 4
+    plain_loss(model, stage, cfg, reference).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for order, micro_rows, memory in ((range(4), 1, None), ([2, 0, 3, 1], 100, 0)):
+        model.zero_grad()
+        packed = stage.pack_batch(cfg, stage.sequences, np.array(order), 1)
+        values = train.forward_backward(model, packed, replace(
+            cfg, micro_rows=micro_rows, loss_memory=memory), 'cpu', stage.token_loss)
+        with torch.no_grad():
+            assert values['loss'] == pytest.approx(
+                plain_loss(model, stage, cfg, reference).item(), rel=1e-5)
+        for name, p in model.named_parameters():
+            assert off(p.grad, expected[name]) < 2e-5, name
+
+
+def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_path, monkeypatch):
+    cfg = config(base, tmp_path, ROWS)
+    stage, model, _ = stage_of(cfg)
+    with torch.no_grad():
+        loss = plain_loss(model, stage, cfg, stage.reference)
+    assert loss.item() == pytest.approx(math.log(2), abs=1e-5)
+    assert len(stage.reference[1]) == 4
+    monkeypatch.setattr(Preferences, 'answer_sums', lambda *_: pytest.fail('computed again'))
+    again, _, _ = stage_of(cfg)
+    assert all((a == b).all() for a, b in zip(stage.reference, again.reference, strict=True))
+    with pytest.raises(pytest.fail.Exception, match='computed again'):
+        stage_of(config(base, tmp_path, ROWS[1:]))
+
+
+def test_swapping_the_answers_negates_the_first_gradient(base, tmp_path):
+    gradients = []
+    for swap in (False, True):
+        rows = [dict(row) for row in ROWS if 'chosen' in row]
+        for row in rows if swap else ():
+            row['chosen'], row['rejected'] = row['rejected'], row['chosen']
+        cfg = config(base, tmp_path / str(swap), rows)
+        stage, model, _ = stage_of(cfg)
+        packed = stage.pack_batch(cfg, stage.sequences, np.arange(len(rows)), 1)
+        values = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)
+        assert values['loss'].item() == pytest.approx(math.log(2), abs=1e-5)
+        assert values['margin'].item() == pytest.approx(0, abs=1e-4)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert off(gradients[0], -gradients[1]) < 1e-4 and gradients[0].norm() > 1e-3
+
+
+# ---- Whole runs ----------------------------------------------------------------------------------
+
+def log_of(cfg):
+    with open(f'{cfg.out_dir}/log.jsonl') as lines:
+        return [json.loads(line) for line in lines]
+
+
+def test_a_run_learns_its_pairs_and_its_weights_can_be_loaded(base, tmp_path):
+    cfg = config(base, tmp_path, ROWS, epochs=60, lr=3e-3, val_every=30)
+    align.align(cfg)
+    log = log_of(cfg)
+    assert log[0]['loss'] == pytest.approx(math.log(2), abs=1e-4)
+    assert log[-1]['loss'] < 0.05 and log[-1]['accuracy'] == 1 and log[-1]['margin'] > 1
+    assert log[-1]['chosen'] - log[0]['chosen'] > log[-1]['rejected'] - log[0]['rejected']
+    checkpoint.load(cfg.out_dir)
+    assert (tmp_path / 'run/loss.png').exists() and (tmp_path / 'run/tokenizer.model').exists()
+
+
+def test_lora_begins_at_its_reference_and_held_out_pairs_are_scored(base, tmp_path):
+    rows = [{'prompt': f'Name {i}.', 'chosen': 'Yes.', 'rejected': 'No!'} for i in range(10)]
+    cfg = replace(config(base, tmp_path, rows, epochs=30, lr=1e-2, lora=True, val_size=4,
+                         val_every=10), batch_size=6)
+    align.align(cfg)
+    log = log_of(cfg)
+    assert log[0]['loss'] == pytest.approx(math.log(2), abs=1e-4)
+    assert log[-1]['val_accuracy'] == 1 and log[-1]['val_loss'] < 0.4
+    assert (tmp_path / 'run/adapter/adapter_model.safetensors').exists()
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_weights(base, tmp_path):
+    cfg = config(base, tmp_path, ROWS, epochs=40, lr=1e-3, save_every=10)
+    align.align(cfg)
+    whole = replace(cfg, out_dir=str(tmp_path / 'again'))
+
+    def die(step, *_):
+        if step == 25:
+            raise KeyboardInterrupt
+    with pytest.MonkeyPatch.context() as patch:
+        rate = train.learning_rate
+        patch.setattr(train, 'learning_rate', lambda step, *x: (die(step), rate(step, *x))[1])
+        with pytest.raises(KeyboardInterrupt):
+            align.align(whole)
+    align.align(replace(whole, resume=True))
+    assert same_weights(tmp_path / 'run', tmp_path / 'again')
+    records = [[{k: v for k, v in r.items() if k != 'tokens_per_s'} for r in log_of(c)]
+               for c in (cfg, whole)]
+    assert records[0] == records[1]
+
+
+@pytest.mark.parametrize('values, message', [
+    ({'smoothing': 0.1}, 'smoothing = 0.1 is a setting of train.py'),
+    ({'data_kind': 'text'}, "data_kind = 'text' is a setting of train.py"),
+    ({'lora_dropout': 0.1}, 'the policy would differ from its reference'),
+    ({'label_noise': 0.5}, 'at least 0 and below 0.5'),
+    ({'beta': 0.0}, 'beta = 0.0')])
+def test_settings_without_use_or_sense_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        align.check_align_config(AlignConfig(**values))
+
+
+@pytest.mark.slow
+def test_the_command_says_what_it_does_and_names_a_bad_row(base, tmp_path):
+    cfg = config(base, tmp_path, ROWS)
+    command = [sys.executable, 'align.py', f'--model={base}', f'--data={cfg.data}', '--device=cpu',
+               '--batch_size=4', '--max_length=64', '--pack_len=96', '--max_steps=1', '--workers=1',
+               f'--out_dir={cfg.out_dir}', f'--cache_dir={cfg.cache_dir}']
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for text in ('tokens in the mean of the best', 'first example', 'step 1/1  loss 0.69',
+                 'accuracy 0.5', f'wrote weights and log.jsonl to {cfg.out_dir}'):
+        assert text in done.stdout, done.stdout
+    write_rows(tmp_path / 'pairs.jsonl', [*ROWS, {'prompt': 'a'}])
+    done = subprocess.run([*command, '--overwrite'], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 1 and 'pairs.jsonl:5: fields prompt; wanted' in done.stderr
