@@ -346,16 +346,17 @@ def decode_kernel(mask: DecodeMask, q: Tensor, k: Tensor, v: Tensor, scale: floa
                   softcap: float | None) -> Tensor:
     (B, H, _, hd), K, cache = q.shape, k.shape[1], mask.cache
     q, k, v = (x.reshape(B, -1, hd).contiguous() for x in (q, k, v))
+    slots, positions = mask.slots.contiguous(), mask.positions.contiguous()
     n_splits = triton.cdiv(mask.longest, SPLIT)
     parts = torch.empty(B, H, n_splits, hd, dtype=torch.float32, device=q.device)
     lse = torch.empty(B, H, n_splits, dtype=torch.float32, device=q.device)
     out, width = torch.empty_like(q), triton.next_power_of_2(max(16, hd))
     _decode[n_splits, K, B](
-        q, k, v, cache.k, cache.v, parts, lse, mask.slots, mask.positions, *cache.k.stride()[:2],
-        cache.size, H, H // K, hd, scale * LOG2E, softcap * LOG2E if softcap else 0.0,
+        q, k, v, cache.k, cache.v, parts, lse, slots, positions, *cache.k.stride()[:2], cache.size,
+        H, H // K, hd, scale * LOG2E, softcap * LOG2E if softcap else 0.0,
         GROUP=max(16, triton.next_power_of_2(H // K)), WIDTH=width, SPLIT=SPLIT,
         BLOCK=64, num_warps=4, num_stages=3)
-    _merge[B * H,](parts, lse, out, mask.positions, cache.size, H, n_splits, hd, WIDTH=width,
+    _merge[B * H,](parts, lse, out, positions, cache.size, H, n_splits, hd, WIDTH=width,
                    SPLIT=SPLIT, num_warps=1)
     return out[:, :, None]
 
@@ -371,8 +372,8 @@ if triton is not None:
         The program whose keys include the new one stores it, and its value, in the cache.
         """
         split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-        position = tl.load(position_ptr + row)
-        length, place = tl.minimum(position + 1, size), position % size
+        position = tl.load(position_ptr + row).to(tl.int32)
+        length, place, begin = tl.minimum(position + 1, size), position % size, split * SPLIT
         g, d = tl.arange(0, GROUP), tl.arange(0, WIDTH)
         query = row * H + head * group + g      # among the queries of all rows
         q_mask = (g[:, None] < group) & (d[None, :] < hd)
@@ -381,27 +382,25 @@ if triton is not None:
         new_k = tl.load(k_ptr + new, mask=d < hd, other=0.0)
         new_v = tl.load(v_ptr + new, mask=d < hd, other=0.0)
         start = tl.load(slot_ptr + row) * slot_stride + head * head_stride
-        highest = tl.full([GROUP], -1e30, tl.float32)
-        total = tl.zeros([GROUP], tl.float32)
-        y = tl.zeros([GROUP, WIDTH], tl.float32)
-        begin = split * SPLIT
+        # the new key comes first; where it belongs to another split, its weight is 0
+        is_new = (begin <= place) & (place < begin + SPLIT)
+        highest = _scaled(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1), scale,
+                          softcap)
+        highest = tl.where(is_new, highest, -1e30)
+        total = tl.where(is_new, 1.0, 0.0) + tl.zeros([GROUP], tl.float32)
+        y = total[:, None] * new_v.to(tl.float32)[None, :]
         for first in range(begin, tl.minimum(begin + SPLIT, length), BLOCK):
             j = first + tl.arange(0, BLOCK)
             at = start + j[:, None] * hd + d[None, :]
-            old = (j[:, None] < length) & (j[:, None] != place) & (d[None, :] < hd)
-            is_new = j[:, None] == place
-            k = tl.where(is_new, new_k[None, :], tl.load(cache_k_ptr + at, mask=old, other=0.0))
-            v = tl.where(is_new, new_v[None, :], tl.load(cache_v_ptr + at, mask=old, other=0.0))
-            score = tl.dot(q, tl.trans(k), input_precision='ieee')
-            if softcap > 0:     # as in `_walk`
-                score = 1 - 2 / (1 + tl.exp2(score * (2.885390081777927 * scale / softcap)))
-                score = score * softcap
-            else:
-                score = score * scale
-            score = tl.where(j[None, :] < length, score, -1e30)
+            mask = (j[:, None] < length) & (d[None, :] < hd)
+            k = tl.load(cache_k_ptr + at, mask=mask, other=0.0)
+            v = tl.load(cache_v_ptr + at, mask=mask, other=0.0)
+            seen = (j < length) & (j != place)
+            score = _scaled(tl.dot(q, tl.trans(k), input_precision='ieee'), scale, softcap)
+            score = tl.where(seen[None, :], score, -1e30)
             new_highest = tl.maximum(highest, tl.max(score, 1))
             shrink = tl.exp2(highest - new_highest)
-            weight = tl.exp2(score - new_highest[:, None])      # 0 from `length` on
+            weight = tl.where(seen[None, :], tl.exp2(score - new_highest[:, None]), 0.0)
             total = total * shrink + tl.sum(weight, 1)
             y = y * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision='ieee')
             highest = new_highest
@@ -409,10 +408,19 @@ if triton is not None:
             at = query * tl.num_programs(0) + split
             tl.store(lse_ptr + at, highest + tl.log2(total), mask=g < group)
             tl.store(part_ptr + at[:, None] * hd + d[None, :], y / total[:, None], mask=q_mask)
-            if (begin <= place) & (place < begin + SPLIT):
+            if is_new:
                 at = start + place * hd + d
                 tl.store(cache_k_ptr + at, new_k, mask=d < hd)
                 tl.store(cache_v_ptr + at, new_v, mask=d < hd)
+
+    @triton.jit
+    def _scaled(score, scale, softcap):
+        """Return scores times LOG2E; `scale` and `softcap` have that factor already."""
+        if softcap > 0:     # as in `_walk`
+            score = softcap * (1 - 2 / (1 + tl.exp2(score * (2.885390081777927 * scale / softcap))))
+        else:
+            score = score * scale
+        return score
 
     @triton.jit
     def _merge(part_ptr, lse_ptr, out_ptr, position_ptr, size, H, n_splits, hd,

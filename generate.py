@@ -145,6 +145,12 @@ def free_memory(device):
     return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 4
 
 
+def graph_rows(n):
+    """Return n rounded up, so that a few graphs are enough: 1, 2, 4, 8, 16, 32, 48, 64, 96, ..."""
+    return 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16 if n <= 64 else (
+        -(-n // 32) * 32)
+
+
 class Batch:
     """Cache, state and CUDA graphs of the sequences in `n_slots` slots.
 
@@ -158,7 +164,7 @@ class Batch:
         self.sizes = cache_sizes(config, length)
         self.caches = [Cache(n_slots + 1, config.num_key_value_heads, size, config.head_dim,
                              model.head.detach()) for size in self.sizes]
-        self.state = torch.zeros(n_slots + 1, 3, dtype=torch.int64, device=self.device)
+        self.state = torch.zeros(3, n_slots + 1, dtype=torch.int64, device=self.device)
         self.uniforms = torch.zeros(n_slots + 1, s.max_tokens + 2, dtype=torch.float64,
                                     device=self.device)     # one step may be one too many
         self.rows = torch.full((max(FIXED_ROWS, self.padded(n_slots)),), n_slots,
@@ -166,13 +172,10 @@ class Batch:
         self.current, self.graphs, self.pool = None, {}, None
 
     def padded(self, n):
-        """Return the number of rows in a step of n sequences: a few sizes share the graphs."""
+        """Return the number of rows in a step of n sequences."""
         if self.device.type != 'cuda':
             return n
-        if self.s.deterministic:
-            return FIXED_ROWS
-        return 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16 if n <= 64 else (
-            -(-n // 32) * 32)
+        return FIXED_ROWS if self.s.deterministic else graph_rows(n)
 
     def prefill(self, begun, prompts):
         """Compute the prompts of new answers; return a HostCopy of the values of `draw`.
@@ -225,7 +228,7 @@ class Batch:
                                             self.uniforms.shape[1]) for answer in begun])
         self.uniforms[slots] = to_device(torch.from_numpy(uniforms), self.device)
         values = draw(logits[rows], self.uniforms[slots, 0], self.s, self.n_vocab)
-        self.state[slots] = torch.stack((values[:, 0].long(), lengths, ones), 1)
+        self.state[:, slots] = torch.stack((values[:, 0].long(), lengths, ones))
         return values
 
     def step(self, running, longest):
@@ -250,12 +253,12 @@ class Batch:
     def compute(self, n, longest):
         """Compute the next token in the slots `rows[:n]`; return the values of `draw`."""
         slots = self.rows[:n]
-        tokens, positions, drawn = self.state[slots].unbind(1)
+        tokens, positions, drawn = self.state[:, slots]
         masks = [DecodeMask(cache, slots, positions, longest) for cache in self.caches]
         hidden = self.model(tokens[:, None], positions[:, None], None, masks)[:, 0]
         values = draw(self.model.logits(hidden), self.uniforms[slots, drawn], self.s, self.n_vocab)
-        self.state[slots] = torch.stack((values[:, 0].long(), positions + 1, drawn + 1), 1)
-        self.state[-1] = 0
+        self.state[:, slots] = torch.stack((values[:, 0].long(), positions + 1, drawn + 1))
+        self.state[:, -1] = 0
         return values
 
     def capture(self, n, longest):

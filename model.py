@@ -521,7 +521,12 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return capped logits [..., V] in float32: large, so for tests and single positions."""
-        z = F.linear(hidden.float(), self.head.float())
+        if hidden.is_cuda and hidden.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+            # without a float32 copy of the head
+            z = torch.mm(hidden.reshape(-1, hidden.shape[-1]), self.head.T, out_dtype=torch.float32)
+            z = z.view(*hidden.shape[:-1], -1)
+        else:
+            z = F.linear(hidden.float(), self.head.float())
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
     def init_weights(self):

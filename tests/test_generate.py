@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import (ARCHITECTURES, DEVICES, HERE, lora_model, reference_model, rewrite,
+from common import (ARCHITECTURES, DEVICES, HERE, head_of_32, lora_model, reference_model, rewrite,
                     sentencepiece_folder, whole_rows, write_rows)
+import attention
 import generate as program
 from attention import Cache, DecodeMask, ExplicitMask, decode_kernel, visible_keys
 from data.chat import encode_prompt
@@ -20,6 +21,7 @@ from runtime.draw import draw, draw_kernel, lowest_logits, random_numbers
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.sampling import Sampling
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 GREEDY = Sampling(temperature=0.0, max_tokens=64, batch_size=4)
 
 
@@ -50,11 +52,12 @@ def sure(model, ids, answer):
 # Cached decoding
 # ------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ARCHITECTURES)
-def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
+def test_greedy_tokens_are_those_of_transformers(name, device, tmp_path):
     """64 tokens after prompts of mixed lengths, in fewer slots; windows are shorter than that."""
     reference = reference_model(name, tmp_path, use_cache=True)
-    model = checkpoint.load(tmp_path)
+    model = checkpoint.load(tmp_path, device)
     prompts = random_prompts(0, 1, 5, 9, 30, 17, 2)
     answers = dict(generate(model, prompts, GREEDY))
     for i, ids in enumerate(prompts):
@@ -64,6 +67,33 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
         assert answer.tokens == expected and answer.reason == 'max_tokens'
         assert answer.sample_log_probs == [0.0] * 64
         sure(model, ids, answer)
+
+
+@needs_gpu
+@pytest.mark.parametrize('name', ['llama3', 'gemma2', 'neox'])
+def test_bfloat16_differs_no_more_than_two_passes_with_other_rows(name, tmp_path):
+    """And with `deterministic` it is the same bit for bit, whatever else is decoded."""
+    reference_model(name, tmp_path, **head_of_32(name))
+    model = checkpoint.load(tmp_path, 'cuda', torch.bfloat16)
+    prompts = random_prompts(9, 40, 3, 300, 77, 12)
+    settings = Sampling(n=3, max_tokens=40, batch_size=7)
+    off, between = [], []
+    for i, answers in generate(model, prompts, settings):
+        for answer in answers:
+            whole = full_pass(model, prompts[i], answer)
+            model.decoder.attention = 'explicit'
+            other = full_pass(model, prompts[i], answer)
+            model.decoder.attention = 'auto'
+            picked = range(len(answer.tokens)), answer.tokens
+            off.append(np.abs(np.array(answer.log_probs) - whole[picked].numpy()))
+            between.append(np.abs((whole - other)[picked].numpy()))
+    assert np.mean(off) < 1.5 * np.mean(between) and np.max(off) < 3 * np.max(between)
+    settings = replace(settings, deterministic=True)
+    together = dict(generate(model, prompts, settings))
+    for i, ids in enumerate(prompts):
+        alone = dict(generate(model, [ids], settings))[0]
+        for a, b in zip(alone, together[i], strict=True):
+            assert (a.tokens, a.log_probs, a.entropies) == (b.tokens, b.log_probs, b.entropies)
 
 
 def test_adapters_take_part_without_dropout_and_the_model_stays_in_training(tmp_path):
@@ -109,6 +139,28 @@ def test_an_answer_does_not_depend_on_the_others(name, tmp_path):
         for answer in together[i]:
             assert (answer.reason == 'end') == (answer.tokens[-1] in stop)
             sure(model, ids, answer)
+
+
+@pytest.mark.parametrize('name', ['llama3', 'gemma2'])
+def test_kernels_and_padding_rows_change_nothing(name, tmp_path, monkeypatch):
+    """What a GPU computes, but for the graphs: every kernel, and rows that belong to no answer."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter runs where there is no GPU")
+    reference_model(name, tmp_path, vocab_size=4200, num_hidden_layers=2)
+    model, prompts = checkpoint.load(tmp_path), random_prompts(10, 4, 9, 2)
+    settings = Sampling(n=2, max_tokens=3, batch_size=5, temperature=1.3)
+    expected = dict(generate(model, prompts, settings))
+    monkeypatch.setattr(attention, 'kernels_apply', lambda x: not torch.is_grad_enabled())
+    monkeypatch.setattr(program, 'kernels_apply', lambda x: True)
+    monkeypatch.setattr(Batch, 'padded', lambda self, n: program.graph_rows(n))
+    monkeypatch.setattr(DecodeMask, 'attend', decode_kernel)
+    monkeypatch.setattr(program, 'draw', lambda logits, uniforms, s, n_vocab: draw_kernel(
+        logits, uniforms, s.temperature, lowest_logits(logits, s), n_vocab))
+    for i, answers in generate(model, prompts, settings):
+        assert [a.tokens for a in answers] == [a.tokens for a in expected[i]]
+        for answer, other in zip(answers, expected[i]):
+            for key in ('log_probs', 'sample_log_probs', 'entropies'):
+                assert getattr(answer, key) == pytest.approx(getattr(other, key), abs=1e-4)
 
 
 def test_deterministic_numbers_are_equal_bit_for_bit(tmp_path):

@@ -1,0 +1,187 @@
+"""Decoding beside transformers' `generate` and the limit of the hardware, on one CUDA device.
+
+    python bench/generate.py
+    python bench/generate.py --shape=llama32_1b --ours --profile
+    python bench/generate.py --plot=out/bench_generate.json
+
+Random weights in bfloat16 and random prompts; temperature 1, no end tokens. A step must read the
+weights and the cache, and compute its products:
+
+    limit of a step = max(bytes of the weights / copy rate, 2 rows weights / matrix rate)
+                      + bytes of the cache / copy rate
+
+Both rates are measured in the same run. The peer has a static cache and a compiled step; its second
+call is timed. Writes out/bench_generate.json and its picture.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+
+from bench import common
+from bench.common import (DEVICE, MODELS, draw_bars, failure, free_memory, gpu_kernels, load,
+                          matrix_rate, memory_rate, now, our_model, peak_gib, peer_model,
+                          reset_peak_memory)
+from generate import Batch, step_cost, stream
+from runtime.sampling import Sampling
+
+# prompts, tokens of each, tokens of each answer
+SETTINGS = ((1, 128, 512), (64, 512, 256), (256, 512, 256))
+
+
+@dataclass
+class BenchConfig:
+    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
+        'llama32_1b', 'gemma2_2b', 'llama31_8b')
+    rows: tuple[int, ...] = (1, 64, 256)    # of SETTINGS
+    ours: bool = False              # only ours
+    profile: bool = False           # also print the time of each kernel of a step
+    plot: str | None = None         # only draw this file of results again
+    out: str = 'out/bench_generate.json'
+
+
+# ------------------------------------------------------------------------------------------------
+# Measuring
+# ------------------------------------------------------------------------------------------------
+
+def bench(config):
+    """Yield a table per model: tokens per second for each of SETTINGS."""
+    rates = matrix_rate(), memory_rate()
+    print(f'matrix rate {rates[0] / 1e12:.0f} TFLOP/s, copy rate {rates[1] / 1e12:.2f} TB/s')
+    for name in config.shape:
+        settings = [setting for setting in SETTINGS if setting[0] in config.rows]
+        table = {'shape': name, 'matrix_rate': rates[0], 'copy_rate': rates[1], 'results': {}}
+        model = our_model(MODELS[name]).eval()
+        for setting in settings:
+            table['results']['{} x {} + {}'.format(*setting)] = {
+                'ours': measure_ours(model, *setting, rates)}
+            if config.profile:
+                print_kernels(model, *setting)
+        del model
+        free_memory()
+        try:
+            if not config.ours:
+                model = peer_model(MODELS[name], 'sdpa').eval()
+                for setting in settings:
+                    table['results']['{} x {} + {}'.format(*setting)]['transformers'] = (
+                        measure_peer(model, *setting))
+        except Exception as error:      # a peer's
+            table['results']['{} x {} + {}'.format(*setting)]['transformers'] = failure(error)
+        model = None
+        free_memory()
+        print_table(table)
+        yield table
+
+
+def random_prompts(model, n, length):
+    rng = np.random.default_rng(0)
+    return rng.integers(0, model.config.vocab_size, (n, length)).tolist()
+
+
+def measure_ours(model, n, length, new, rates):
+    """Time whole calls; of the second one also the steps between a quarter and the end."""
+    prompts, sampling = random_prompts(model, n, length), Sampling(max_tokens=new, batch_size=n)
+    for _ in range(2):      # the first call loads kernels
+        reset_peak_memory()
+        started, times = now(), []
+        for answer in stream(model, prompts, sampling):
+            if answer.prompt == n - 1:
+                times.append(now() if answer.reason else common.time.perf_counter())
+        seconds = now() - started
+    first = new // 4
+    step = (times[-1] - times[first]) / (new - 1 - first)
+    cached = n * (length + (first + new) / 2)
+    weights, flops = step_cost(model, n, 0)
+    cache_bytes = step_cost(model, n, cached)[0] - weights
+    limit = max(weights / rates[1], flops / rates[0]) + cache_bytes / rates[1]
+    slots = step_cost(model, n, (n + 1) * (length + new))[0] - weights
+    stored = sum(p.nbytes for p in model.parameters())
+    return {'tokens_per_s': n * new / seconds, 'steps_tokens_per_s': n / step,
+            'limit_tokens_per_s': n / limit, 'of_limit': limit / step,
+            'gb_per_s': (weights + cache_bytes) / step / 1e9, 'tflops': flops / step / 1e12,
+            'first_s': times[0] - started, 'peak_gib': peak_gib(),
+            'extra_gib': peak_gib() - (stored + slots) / 2 ** 30}
+
+
+@torch.no_grad()
+def print_kernels(model, n, length, new):
+    """Print the kernels of one step without a graph, by their total time."""
+    sampling = Sampling(max_tokens=new, batch_size=n)
+    batch = Batch(model, sampling, n, length + new, model.config.vocab_size)
+    batch.state[1, :-1], batch.rows[:n] = length + new // 2, torch.arange(n)
+    batch.compute(n, length + new)
+    totals = {}
+    for name, begin, end in gpu_kernels(lambda: batch.compute(n, length + new)):
+        count, total = totals.get(name, (0, 0))
+        totals[name] = count + 1, total + end - begin
+    print(f'{n} x {length} + {new}: kernels of one step, number, microseconds')
+    for name, (count, total) in sorted(totals.items(), key=lambda item: -item[1][1])[:24]:
+        print(f'{count:6d} {total:9.1f}  {name[:100]}')
+    graph, _ = batch.capture(n, length + new)
+    batch.state[1, :-1] = length + new // 2
+    graph.replay()
+    started = now()
+    for _ in range(10):
+        graph.replay()
+    print(f'       {(now() - started) * 1e5:9.1f}  the step as a graph')
+
+
+def measure_peer(model, n, length, new):
+    """Time the second of two calls: static cache, compiled step."""
+    ids = torch.tensor(random_prompts(model, n, length), device=DEVICE)
+    for _ in range(2):
+        reset_peak_memory()
+        started = now()
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
+                             temperature=1.0, max_new_tokens=new, min_new_tokens=new,
+                             use_cache=True, cache_implementation='static', pad_token_id=0,
+                             eos_token_id=None)
+        seconds = now() - started
+    if out.shape[1] != length + new:
+        raise RuntimeError(f'{out.shape[1] - length} tokens instead of {new}')
+    return {'tokens_per_s': n * new / seconds, 'peak_gib': peak_gib()}
+
+
+# ------------------------------------------------------------------------------------------------
+# Showing
+# ------------------------------------------------------------------------------------------------
+
+def print_table(table):
+    print(f'\n{table["shape"]}, bfloat16: prompts x tokens + new tokens')
+    for setting, results in table['results'].items():
+        ours, peer = results['ours'], results.get('transformers')
+        print(f'{setting:16s} ours {ours["tokens_per_s"]:9,.0f} tokens/s; steps '
+              f'{ours["steps_tokens_per_s"]:9,.0f}, {ours["of_limit"]:.0%} of the limit of '
+              f'{ours["limit_tokens_per_s"]:,.0f}; {ours["gb_per_s"]:,.0f} GB/s, '
+              f'{ours["tflops"]:.0f} TFLOP/s; first token after {ours["first_s"]:.2f} s; peak '
+              f'{ours["peak_gib"]:.1f} GiB, {ours["extra_gib"]:.2f} beside weights and cache')
+        if peer:
+            print(' ' * 17 + (f'transformers: {peer["failed"][:120]}' if 'failed' in peer else
+                              f'transformers {peer["tokens_per_s"]:,.0f} tokens/s, peak '
+                              f'{peer["peak_gib"]:.1f} GiB; ours is '
+                              f'{ours["tokens_per_s"] / peer["tokens_per_s"]:.1f} times as fast'))
+    sys.stdout.flush()
+
+
+def draw(path):
+    """Draw the tokens per second of each setting, ours beside the peer's."""
+    draw_bars(path, 'decoding', {
+        f'{table["shape"]}: tokens/s': [
+            (f'{setting}: {name}', row['tokens_per_s'], f'{row["tokens_per_s"]:,.0f}')
+            for setting, results in table['results'].items() for name, row in results.items()
+            if 'failed' not in row]
+        for table in load(path)['tables']})
+
+
+def main(argv):
+    common.main(argv, __file__, BenchConfig, bench, draw)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])
