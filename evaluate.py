@@ -550,7 +550,7 @@ def run(cfg):
     folder = checkpoint.fetch(cfg.model, cfg.revision)
     tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
-    default = Path(folder if Path(cfg.model).is_dir() else
+    default = Path(cfg.model if Path(cfg.model).is_dir() else
                    f'out/eval/{cfg.model.replace("/", "--")}')
     if cfg.dropout_seed is not None:
         default = default / f'dropout-{cfg.dropout_seed}'

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
-from runtime import ownership
+from runtime import adapter, ownership
 from runtime.config_json import (ADAPTER_FIELDS, check_values, config_to_hf, read_config,
                                  read_json_object)
 from runtime.errors import CheckpointError
@@ -62,21 +62,34 @@ def their_key(key: str, config: ModelConfig) -> str:
 def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     """Return the folder of a model: `name` if that is a folder, else a snapshot from the hub.
 
+    For a PEFT adapter it is a folder with the files of its base model, see runtime/adapter.py.
     weights: False downloads only its configuration and tokenizer
     """
     path = Path(os.path.expanduser(name))
-    if path.is_dir():
-        return path
+    folder = path if path.is_dir() else _download(name, path, revision, weights)
+    if not adapter.is_adapter(folder):
+        return folder
+    settings = adapter.read_settings(folder)
+    try:
+        base = fetch(settings['base_model_name_or_path'], settings.get('revision'), weights)
+    except CheckpointError as error:
+        raise CheckpointError(f'{folder / adapter.CONFIG}: the base model: {error}') from error
+    return adapter.beside_base(folder, base)
+
+
+def _download(name, path, revision, weights):
     if path.is_file():
         raise CheckpointError(f'{name} is a file; a model is the folder that holds its config.json')
     if name.startswith(('/', '.', '~')) or name.count('/') != 1:
         raise CheckpointError(f'no model folder at {name}, and it is not a hub name '
                               f'like google/gemma-2-2b')
-    wanted = ['config.json', *SIDE_FILES, *['*.safetensors', '*.safetensors.index.json'] * weights]
+    wanted = ['config.json', adapter.CONFIG, *SIDE_FILES,
+              *['*.safetensors', '*.safetensors.index.json'] * weights]
     folder = download(name, wanted, revision, ignore=['original/*.safetensors', 'consolidated*'])
     if weights and not any(folder.glob('*.safetensors')):
         # older checkpoints, such as Pythia's at a training step, have only these
-        folder = download(name, ['pytorch_model*.bin', 'pytorch_model*.bin.index.json'], revision)
+        folder = download(name, ['pytorch_model*.bin', 'pytorch_model*.bin.index.json',
+                                 'adapter_model.bin'], revision)
     return folder
 
 
@@ -91,13 +104,32 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> 
     with torch.device('meta'):
         model = CausalLM(config)
     ours = {their_key(key, config): key for key, _ in model.named_parameters()}
+    changes = adapter_changes(folder, config)
     for key, tensor in tqdm(_tensors(files), 'loading', len(files), unit=' tensors', delay=1,
                             disable=None):
         parent, _, name = ours[key].rpartition('.')
         # a copy, not a view into the file, which may be replaced in the meantime
-        weight = nn.Parameter(tensor.to(device, dtype, copy=True))
-        setattr(model.get_submodule(parent), name, weight)
+        weight = tensor.to(device, dtype, copy=True)
+        if key in changes:
+            weight = adapter.merged(weight, changes[key])
+        setattr(model.get_submodule(parent), name, nn.Parameter(weight))
     return model
+
+
+def adapter_changes(folder: str | Path, config: ModelConfig) -> dict[str, adapter.LowRank]:
+    """Return what a PEFT adapter changes in its base model, {tensor: LowRank}; {} without one."""
+    place = Path(folder) / adapter.LINK
+    if not place.exists():
+        return {}
+    with _open(adapter.weights_file(place)) as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    return adapter.low_rank(place.resolve(), tensors, _shapes(config))
+
+
+def _shapes(config):
+    """Return {tensor of a model's files: its shape}."""
+    with torch.device('meta'):
+        return {their_key(k, config): [*p.shape] for k, p in CausalLM(config).named_parameters()}
 
 
 def read_adapter(folder: str | Path) -> dict:
@@ -106,9 +138,9 @@ def read_adapter(folder: str | Path) -> dict:
     if not path.exists():
         raise CheckpointError(f'{folder} has no adapter/, which train.py --lora saves beside the '
                               f'merged weights')
-    adapter = read_json_object(path)
-    check_values(adapter, ADAPTER_FIELDS, path, 'adapter.', ADAPTER_FIELDS)
-    return adapter
+    settings = read_json_object(path)
+    check_values(settings, ADAPTER_FIELDS, path, 'adapter.', ADAPTER_FIELDS)
+    return settings
 
 
 def add_adapter(model: CausalLM, folder: str | Path):
@@ -117,15 +149,15 @@ def add_adapter(model: CausalLM, folder: str | Path):
     The softcap and the temperature of the logits become those of `folder`. Raises CheckpointError
     if the adapters do not fit the model; a model on the meta device is only checked.
     """
-    adapter, path = read_adapter(folder), Path(folder) / 'adapter' / ADAPTER_FILES[0]
+    settings, path = read_adapter(folder), Path(folder) / 'adapter' / ADAPTER_FILES[0]
     config = read_config(folder)
     model.config.final_logit_softcapping = config.final_logit_softcapping
     model.config.temperature = config.temperature
     ours = {their_key(f'{parent}.{layer}', model.config).rpartition('.')[2]: layer
             for parent in ('self_attn', 'mlp') for layer in model.config.family.lora_targets}
     try:
-        add_lora(model, adapter['r'], adapter['lora_alpha'], adapter['lora_dropout'],
-                 [ours.get(name, name) for name in adapter['target_modules']])
+        add_lora(model, settings['r'], settings['lora_alpha'], settings['lora_dropout'],
+                 [ours.get(name, name) for name in settings['target_modules']])
     except ValueError as error:
         raise CheckpointError(f'{path.parent}: {error}') from error
     wanted = {f'base_model.model.{their_key(name, model.config)}': p
@@ -148,16 +180,15 @@ def adapter_fingerprint(folder: str | Path) -> str:
 
 
 def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
-    """Check the headers of the weight files and return {tensor: its file}; read no weights.
+    """Check the headers of the weight files and return {tensor: its file}; read no weights but
+    those of a PEFT adapter.
 
     Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown,
     misshaped, quantized or listed twice. Only an output matrix beside tied embeddings is read; it
     must equal them.
     """
-    with torch.device('meta'):
-        shapes = {their_key(k, config): list(p.shape)
-                  for k, p in CausalLM(config).named_parameters()}
-    files = weight_files(Path(folder))
+    shapes, files = _shapes(config), weight_files(Path(folder))
+    adapter_changes(folder, config)
     for path in dict.fromkeys(files.values()):
         _check_header(path)
     head, embedding = (their_key(key, config) for key in (HEAD, EMBEDDING))
@@ -315,6 +346,8 @@ def fingerprint(folder: str | Path) -> str:
         for offset in offsets:
             digest.update(data[offset:offset + 4096])
         total.update(digest.digest())
+    if (place := Path(folder) / adapter.LINK).exists():
+        total.update(adapter.fingerprint(place))
     return total.hexdigest()
 
 

@@ -1,0 +1,199 @@
+"""runtime/adapter.py: PEFT adapters without merged weights, as peft merges them"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from common import named, reference_model, sentencepiece_folder, whole_rows, write_rows
+from safetensors.torch import load_file, save_file
+
+import evaluate
+import sample
+from runtime import adapter, checkpoint
+from runtime.errors import CheckpointError
+
+peft = pytest.importorskip('peft')
+
+ALL = 'q_proj k_proj v_proj o_proj gate_proj up_proj down_proj'.split()
+CASES = {
+    'lora': ('llama', {'target_modules': ['q_proj', 'v_proj']}),
+    'rslora': ('llama', {'target_modules': ALL, 'use_rslora': True, 'lora_dropout': 0.1}),
+    'regex': ('gemma2', {'target_modules': r'.*layers\.[02]\..*(q_proj|down_proj)'}),
+    'all_linear': ('mistral', {'target_modules': 'all-linear', 'lora_alpha': 5}),
+    'patterns': ('qwen2', {'target_modules': ALL, 'rank_pattern': {'v_proj': 3},
+                           'alpha_pattern': {r'layers\.1\.self_attn\.q_proj': 40, 'k_proj': 2}}),
+    'one_layer': ('llama', {'target_modules': ALL, 'layers_to_transform': [1]}),
+    'head': ('llama', {'target_modules': ['q_proj', 'lm_head']}),
+    'neox': ('neox', {'target_modules': ['query_key_value', 'dense_4h_to_h']})}
+
+
+def adapted(folder, name, settings, dtype=torch.float32):
+    """Save a random model and an adapter of it below `folder`; return the merged reference."""
+    reference = reference_model(name, folder / 'base', vocab_size=450).to(dtype)
+    reference.save_pretrained(folder / 'base')
+    settings = {'r': 4, 'lora_alpha': 16, 'task_type': 'CAUSAL_LM'} | settings
+    model = peft.get_peft_model(reference, peft.LoraConfig(**settings))
+    model.peft_config['default'].base_model_name_or_path = str(folder / 'base')
+    torch.manual_seed(1)
+    for key, p in model.named_parameters():
+        if 'lora_' in key:
+            p.data.normal_(0, 0.2)
+    model.save_pretrained(folder / 'peft', save_embedding_layers=False)
+    return model.merge_and_unload().eval()
+
+
+def change_settings(folder, **values):
+    path = folder / 'peft' / 'adapter_config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_logits_are_those_of_the_model_that_peft_merges(tmp_path, case):
+    reference = adapted(tmp_path, *CASES[case])
+    folder = checkpoint.fetch(str(tmp_path / 'peft'))
+    model = checkpoint.load(folder)
+    tokens = torch.randint(450, (2, 11), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = model.logits(model(tokens, *whole_rows(tokens)))
+        plain = checkpoint.load(tmp_path / 'base')
+        without = plain.logits(plain(tokens, *whole_rows(tokens)))
+        theirs = reference(tokens).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert (without - theirs).abs().max() > 0.05
+    assert case != 'patterns' or len({c.A.shape[0] for c in checkpoint.adapter_changes(
+        folder, model.config).values()}) == 2
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path, dtype):
+    """Float32 product, added to the rounded weight, rounded once more: bit for bit."""
+    reference = adapted(tmp_path, 'llama', {'target_modules': ALL}, dtype)
+    model = checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft')), dtype=dtype)
+    theirs = dict(reference.named_parameters())
+    assert all(torch.equal(p, theirs[key]) for key, p in named(model).items())
+
+
+def test_bin_files_and_base_models_from_another_folder(tmp_path, monkeypatch):
+    adapted(tmp_path, 'llama', {'target_modules': ALL})
+    expected = checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft'))).state_dict()
+    weights = tmp_path / 'peft' / 'adapter_model.safetensors'
+    torch.save(load_file(weights), weights.with_name('adapter_model.bin'))
+    weights.unlink()
+    monkeypatch.chdir(tmp_path)
+    change_settings(tmp_path, base_model_name_or_path='./base')
+    folder = checkpoint.fetch('peft')
+    assert all(torch.equal(x, expected[key])
+               for key, x in checkpoint.load(folder).state_dict().items())
+    change_settings(tmp_path, base_model_name_or_path='./gone')
+    with pytest.raises(CheckpointError, match='adapter_config.json: the base model: no model fold'):
+        checkpoint.fetch('peft')
+
+
+def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(tmp_path):
+    adapted(tmp_path, 'llama', {'target_modules': ALL})
+    for path in (tmp_path / 'peft').iterdir():
+        path.rename(tmp_path / 'base' / path.name)
+    assert checkpoint.fetch(str(tmp_path / 'base')) == tmp_path / 'base'
+    assert not checkpoint.adapter_changes(tmp_path / 'base', None)
+
+
+@pytest.mark.parametrize('change, message', [
+    ({'use_dora': True}, 'use_dora = True is not supported; merge the adapter with peft'),
+    ({'modules_to_save': ['lm_head']}, r"modules_to_save = \['lm_head'\] is not supported"),
+    ({'layer_replication': [[0, 2]]}, 'layer_replication'),
+    ({'trainable_token_indices': [3]}, 'trainable_token_indices'),
+    ({'a_key_of_tomorrow': 'x'}, "a_key_of_tomorrow = 'x' is not supported"),
+    ({'fan_in_fan_out': True}, 'fan_in_fan_out = True is not supported'),
+    ({'bias': 'all'}, "bias = 'all' is not supported; it must be 'none'"),
+    ({'init_lora_weights': 'pissa'}, "init_lora_weights = 'pissa' is not supported"),
+    ({'peft_type': 'IA3'}, "peft_type = 'IA3' is not supported; it must be 'LORA'"),
+    ({'task_type': 'SEQ_2_SEQ_LM'}, 'task_type'),
+    ({'lora_alpha': None}, 'lora_alpha = None is missing or of the wrong type'),
+    ({'base_model_name_or_path': None}, 'base_model_name_or_path = None is missing')])
+def test_settings_that_merged_weights_do_not_have_are_refused_by_name(tmp_path, change, message):
+    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
+    change_settings(tmp_path, **change)
+    with pytest.raises(CheckpointError, match=f'adapter_config.json: .*{message}'):
+        checkpoint.fetch(str(tmp_path / 'peft'))
+
+
+LAYER = 'base_model.model.model.layers.0.self_attn.q_proj'
+
+
+@pytest.mark.parametrize('change, message', [
+    (lambda t: t.pop(f'{LAYER}.lora_A.weight'), 'layer model.layers.0.self_attn.q_proj has lora_B'),
+    (lambda t: t.update({f'{LAYER}.lora_A.weight': torch.zeros(4, 7)}),
+     r'has lora_A \[4, 7\] and lora_B \[48, 4\], but its weight in the base model is \[48, 48\]'),
+    (lambda t: t.update({f'{LAYER}.lora_magnitude_vector': torch.zeros(48)}),
+     'lora_magnitude_vector is no LoRA matrix'),
+    (lambda t: t[f'{LAYER}.lora_B.weight'].fill_(float('nan')), 'lora_B.weight holds NaN'),
+    (lambda t: t.update({f'{LAYER.replace("0", "9")}.lora_{x}.weight': torch.zeros(4, 4)
+                         for x in 'AB'}), 'the base model has no layer model.layers.9.self_attn'),
+    (lambda t: t.clear(), 'holds no matrices')])
+def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(tmp_path, change, message):
+    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
+    path = tmp_path / 'peft' / 'adapter_model.safetensors'
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    folder = checkpoint.fetch(str(tmp_path / 'peft'))
+    with pytest.raises(CheckpointError, match=f'adapter_model.safetensors.*{message}'):
+        checkpoint.check_weights(folder, checkpoint.read_config(folder))
+
+
+def test_the_adapters_of_a_run_and_adapters_of_adapters_are_refused(tmp_path):
+    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
+    (tmp_path / 'peft').rename(tmp_path / 'adapter')
+    (tmp_path / 'config.json').write_text('{}')
+    with pytest.raises(CheckpointError, match=f'settings are in {tmp_path}; name that folder'):
+        checkpoint.fetch(str(tmp_path / 'adapter'))
+    (tmp_path / 'adapter').rename(tmp_path / 'peft')
+    (tmp_path / 'second').mkdir()
+    for path in (tmp_path / 'peft').iterdir():
+        (tmp_path / 'second' / path.name).write_bytes(path.read_bytes())
+    (tmp_path / 'second').rename(tmp_path / 'peft2')
+    path = tmp_path / 'peft2' / 'adapter_config.json'
+    path.write_text(path.read_text().replace(str(tmp_path / 'base'), str(tmp_path / 'peft')))
+    with pytest.raises(CheckpointError, match='the base model is itself an adapter'):
+        checkpoint.fetch(str(tmp_path / 'peft2'))
+
+
+def test_an_adapter_is_evaluated_and_answers_like_its_merged_model(tmp_path, capsys):
+    merged = adapted(tmp_path, 'llama', {'target_modules': ALL})
+    sentencepiece_folder(tmp_path / 'base', 'llama2')
+    merged.save_pretrained(tmp_path / 'merged')
+    sentencepiece_folder(tmp_path / 'merged', 'llama2')
+    rows = [{'question': f'Which is {i}?', 'choices': ['one', 'two', 'three'], 'answer': i % 3}
+            for i in range(9)]
+    write_rows(tmp_path / 'q.jsonl', rows)
+    found, answers, models = [], [], []
+    for name in ('peft', 'merged', 'base'):
+        cfg = evaluate.EvalConfig(model=str(tmp_path / name), tasks=(str(tmp_path / 'q.jsonl'),),
+                                  shots=0, n_bootstrap=0, pictures=False, device='cpu')
+        results, _, out_dir = evaluate.run(cfg)
+        assert out_dir == tmp_path / name       # its own folder, not that of the links
+        models.append(results['identity']['model'])
+        with open(out_dir / 'samples.jsonl') as file:
+            found.append([json.loads(line)['log_probs'] for line in file])
+        capsys.readouterr()
+        sample.main([f'--model={tmp_path / name}', '--raw', '--prompt=What is', '--max_tokens=8',
+                     '--device=cpu'])
+        answers.append(capsys.readouterr().out)
+    assert np.allclose(found[0], found[1], atol=1e-4) and not np.allclose(found[0], found[2], 0.01)
+    assert answers[0] == answers[1]
+    assert len(set(models)) == 3
+    # another adapter of the same base is another model
+    weights = tmp_path / 'peft' / 'adapter_model.safetensors'
+    save_file({key: 2 * x for key, x in load_file(weights).items()}, weights)
+    assert checkpoint.fingerprint(checkpoint.fetch(str(tmp_path / 'peft'))) not in models
+
+
+def test_the_folder_of_links_is_removed_at_the_end_and_holds_nothing_else(tmp_path):
+    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
+    folder = checkpoint.fetch(str(tmp_path / 'peft'))
+    assert all(path.is_symlink() for path in folder.iterdir())
+    assert {*folder.iterdir()} == {folder / '.adapter', *(folder / path.name for path in (
+        tmp_path / 'base').iterdir())}
+    adapter._linked.pop().cleanup()
+    assert not folder.exists() and (tmp_path / 'base' / 'model.safetensors').exists()
