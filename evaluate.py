@@ -35,7 +35,7 @@ import numpy as np
 
 from data.benchmarks import BENCHMARKS
 from data.chat import question_frame
-from data.packing import pack_alone, pack_trees, stack_rows
+from data.packing import pack_alone, pack_trees, stack_answers, stack_rows
 from data.probes import INSTRUCTIONS
 from data.tasks import describe, describe_tasks, distribution, load_tasks, show
 from data.tokenizer import begins_with_bos, load_model_tokenizer
@@ -79,6 +79,7 @@ if __name__ == '__main__':
 import torch
 
 import fused_ce
+from families import t5
 from model import CausalLM
 from runtime import checkpoint, device, log
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
@@ -94,7 +95,7 @@ SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', '
 # ------------------------------------------------------------------------------------------------
 
 def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statistics=False,
-          trim=1, dropout_seed=None):
+          trim=1, dropout_seed=None, seq2seq=None):
     """Yield (index, numbers, values) for each of `trees`, (index, Tree) pairs, as they are done.
 
     load:          returns the model; called once there is something to score
@@ -103,6 +104,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
     trim:          drop trailing tokens that no score needs and round the length up to a multiple
                    of `trim`; 0: keep all
     dropout_seed:  score with the dropout of adapters, drawn by this seed; None: without
+    seq2seq:       the configuration of a T5, whose encoder reads the prompts; None: a CausalLM
     numbers:       int [M], for each scored token its option, or its index in Tree.scored
     values:        float32 [M, 1] log-probability; with `statistics` [M, 4]: log-probability, top
                    token, log-probability of the top token, entropy in nats
@@ -114,8 +116,12 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
             unfinished[index] = tree.n_scored, [], []
             yield index, tree
 
-    rows = pack_alone(counted()) if deterministic else pack_trees(counted(), pack_len)
-    batches = stack_rows(rows, 1 if deterministic else batch_rows, 0 if deterministic else trim)
+    if seq2seq:
+        batches = stack_answers(counted(), seq2seq.decoder_start_token_id, seq2seq.eos_token_id,
+                                pack_len, deterministic)
+    else:
+        rows = pack_alone(counted()) if deterministic else pack_trees(counted(), pack_len)
+        batches = stack_rows(rows, 1 if deterministic else batch_rows, 0 if deterministic else trim)
     for copy, scored in launch(load, batches, statistics, dropout_seed):
         for (index, number, _, _), value in zip(scored, copy.values(), strict=True):
             n, numbers, values = unfinished[index]
@@ -177,9 +183,9 @@ def seed_dropout(seed, arrays):
 def forward_values(model, arrays, scored, statistics):
     """Return the values of `score` for each of `scored`, [M, 1 or 4], on the model's device."""
     head, cap = model.head, model.softcap
-    inputs = torch.from_numpy(np.ascontiguousarray(arrays))
+    inputs = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     at, tokens = (torch.tensor([entry[i] for entry in scored]) for i in (2, 3))
-    hidden = model(*device.to_device(inputs, head.device)).flatten(0, 1)
+    hidden = model(*(device.to_device(x, head.device) for x in inputs)).flatten(0, 1)
     if not statistics:
         return token_log_probs(hidden, head, at, tokens, cap)[:, None]
     scored_hidden = hidden[device.to_device(at, head.device)]
@@ -226,7 +232,7 @@ def load_ahead(pool, folder, base, cfg, n_items):
     if not n_items:
         return lambda: load_model(folder, base, cfg)
     warm = []
-    if loads_kernels(cfg):
+    if loads_kernels(cfg) and not t5_config(folder):
         warm.append(pool.submit(warm_up, checkpoint.read_config(folder), cfg))
     weights = pool.submit(load_model, folder, base, cfg)
     if cfg.pictures:
@@ -255,6 +261,12 @@ def row_lengths(cfg):
     if loads_kernels(cfg):
         return 32768, 128
     return (16384, 0) if cfg.device.startswith('cuda') else (4096, 1)
+
+
+def t5_config(folder):
+    """Return the configuration of the T5 in `folder`; None for another model."""
+    config = checkpoint.read_config(folder, seq2seq=True)
+    return config if config.model_type in t5.ARCHITECTURES else None
 
 
 def load_model(folder, base, cfg):
@@ -302,7 +314,8 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
         for index, numbers, values in score(
                 load, unscored(task, label, tokenizer, cfg, done, tokenized), cfg.pack_len,
                 cfg.batch_rows, cfg.deterministic, statistics=task.kind in INSTRUCTIONS,
-                trim=row_lengths(cfg)[1], dropout_seed=cfg.dropout_seed):
+                trim=row_lengths(cfg)[1], dropout_seed=cfg.dropout_seed,
+                seq2seq=t5_config(folder)):
             key, prompt, item, tree = tokenized[index]
             tokenized[index] = key, prompt, None, None      # free the tree
             if not np.isfinite(values).all():
@@ -410,8 +423,12 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     CheckpointError before anything is changed, DataError for a question that cannot be scored,
     CheckpointError for logits that are not finite.
     """
-    out_dir, config = Path(out_dir), checkpoint.read_config(folder)
+    out_dir, config = Path(out_dir), checkpoint.read_config(folder, seq2seq=True)
     cfg = resolve(cfg, folder, config, tokenizer)
+    texts = [label for label, task in tasks.items() if task.kind in INSTRUCTIONS]
+    if texts and t5_config(folder):
+        raise ConfigError(f'{texts[0]} scores the tokens of texts, and {config.model_type} scores '
+                          f'answers alone; choose tasks that are questions')
     if not model:
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
     identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
@@ -548,7 +565,7 @@ def run(cfg):
     device.pick_device(cfg.device)
     cfg = replace(cfg, model=os.path.expanduser(cfg.model))
     folder = checkpoint.fetch(cfg.model, cfg.revision)
-    tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
+    tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder, seq2seq=True))
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
     default = Path(cfg.model if Path(cfg.model).is_dir() else
                    f'out/eval/{cfg.model.replace("/", "--")}')
@@ -564,7 +581,7 @@ def show_prompts(cfg):
     tasks, tokenizer = load_tasks(cfg), None
     if cfg.model:
         folder = checkpoint.fetch(cfg.model, cfg.revision, weights=False)
-        config = checkpoint.read_config(folder)
+        config = checkpoint.read_config(folder, seq2seq=True)
         tokenizer = load_model_tokenizer(folder, config)
         cfg = resolve(cfg, folder, config, tokenizer)
     elif cfg.chat != 'none':

@@ -226,3 +226,38 @@ def stack_rows(rows, batch_rows, trim):
             T = arrays.shape[2]
             yield arrays, [(tree, k, b * T + at, token)
                            for b, (_, scored) in enumerate(batch) for tree, k, at, token in scored]
+
+
+def stack_answers(trees, start, eos, pack_len, deterministic=False):
+    """Yield (arguments of Seq2Seq in families/t5.py, scored as in `stack_rows`) of (index, Tree).
+
+    The encoder reads a prompt and `eos`; the options follow `start` in one row of the decoder. A
+    batch has about `pack_len` tokens of the encoder; if deterministic, one tree.
+    """
+    rows = []
+    for index, tree in trees:
+        ids = [[*tree.prefix, *tree.stem, *leaf] for leaf in tree.leaves]
+        answers = Tree((start,), [], [
+            option[at:] for option, at in zip(ids, tree.starts, strict=True)], [1] * len(ids))
+        prompts = [(*option[:at], eos)
+                   for option, at in zip(ids, tree.starts, strict=True)]
+        new = []
+        for source in dict.fromkeys(prompts):       # several, if the options are in the prompt
+            new.append((source, Row()))
+            new[-1][1].add(index, answers, [[k] for k, p in enumerate(prompts) if p == source])
+        longest = max(len(source) for source, _ in rows + new)
+        if rows and (deterministic or (len(rows) + len(new)) * longest > pack_len):
+            yield _stack(rows)
+            rows = []
+        rows += new
+    if rows:
+        yield _stack(rows)
+
+
+def _stack(rows):
+    sources, width = [source for source, _ in rows], max(len(row.tokens) for _, row in rows)
+    padded = np.array([*itertools.zip_longest(*sources, fillvalue=0)]).T
+    arrays = np.stack([row.padded(width)[0] for _, row in rows], 1)
+    return ([padded, np.array([[len(source)] for source in sources]), *arrays],
+            [(index, k, b * width + at, token) for b, (_, row) in enumerate(rows)
+             for index, k, at, token in row.scored])

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from families import t5
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
 from runtime import adapter, ownership
 from runtime.config_json import (ADAPTER_FIELDS, check_values, config_to_hf, read_config,
@@ -34,8 +35,11 @@ SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'to
               'vocab.json', 'merges.txt')
 ADAPTER_FILES = ('adapter_model.safetensors', 'adapter_config.json')
 HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
-# what older checkpoints hold besides weights: rotary frequencies, causal masks and their fill value
-BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias')
+# what older checkpoints hold besides weights: rotary frequencies, causal masks and their fill
+# value; T5's copies of the embedding, and a table that it does not use
+BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias|'
+                     r'(en|de)coder\.embed_tokens\.weight|'
+                     r'decoder.*\.EncDecAttention\.relative_attention_bias\.weight')
 # (part of our name, part of the name on disk) of a parameter, applied one after the other
 LLAMA_NAMES = (('pre_feedforward_layernorm', 'post_attention_layernorm'),)
 NAMES = {
@@ -45,6 +49,7 @@ NAMES = {
                  ('self_attn.qkv_proj', 'attention.query_key_value'),
                  ('self_attn.o_proj', 'attention.dense'), ('mlp.up_proj', 'mlp.dense_h_to_4h'),
                  ('mlp.down_proj', 'mlp.dense_4h_to_h')),
+    **dict.fromkeys(t5.ARCHITECTURES, (('model.embed_tokens', 'shared'),)),
 }
 
 
@@ -53,6 +58,11 @@ def their_key(key: str, config: ModelConfig) -> str:
     for ours, theirs in NAMES.get(config.model_type, LLAMA_NAMES):
         key = key.replace(ours, theirs)
     return key
+
+
+def build(config):
+    """Return a model with this configuration: a CausalLM, or a Seq2Seq of families/t5.py."""
+    return (t5.Seq2Seq if config.model_type in t5.ARCHITECTURES else CausalLM)(config)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -98,11 +108,11 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> 
 
     Raises CheckpointError as `read_config` and `check_weights` do.
     """
-    config = read_config(folder)
+    config = read_config(folder, seq2seq=True)
     dtype = dtype or getattr(torch, config.dtype)
     files = check_weights(folder, config)
     with torch.device('meta'):
-        model = CausalLM(config)
+        model = build(config)
     ours = {their_key(key, config): key for key, _ in model.named_parameters()}
     changes = adapter_changes(folder, config)
     for key, tensor in tqdm(_tensors(files), 'loading', len(files), unit=' tensors', delay=1,
@@ -129,7 +139,7 @@ def adapter_changes(folder: str | Path, config: ModelConfig) -> dict[str, adapte
 def _shapes(config):
     """Return {tensor of a model's files: its shape}."""
     with torch.device('meta'):
-        return {their_key(k, config): [*p.shape] for k, p in CausalLM(config).named_parameters()}
+        return {their_key(k, config): [*p.shape] for k, p in build(config).named_parameters()}
 
 
 def read_adapter(folder: str | Path) -> dict:
@@ -185,9 +195,9 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
 
     Raises CheckpointError naming the damaged file, or the tensor that is missing, unknown,
     misshaped, quantized or listed twice. Only an output matrix beside tied embeddings is read; it
-    must equal them.
+    must equal them. T5's may differ, and config.tie_word_embeddings becomes False then.
     """
-    shapes, files = _shapes(config), weight_files(Path(folder))
+    files = weight_files(Path(folder))
     adapter_changes(folder, config)
     for path in dict.fromkeys(files.values()):
         _check_header(path)
@@ -195,11 +205,15 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
     if config.tie_word_embeddings and {head, embedding} <= files.keys():
         # some tied checkpoints carry a copy of the embedding
         a, b = (x for _, x in _tensors({k: files[k] for k in (head, embedding)}))
-        if a.dtype != b.dtype or not torch.equal(a, b):
+        if a.dtype == b.dtype and torch.equal(a, b):
+            del files[head]
+        elif config.model_type in t5.ARCHITECTURES:
+            config.tie_word_embeddings = False
+        else:
             raise CheckpointError(f'{files[head]}: tensor {head} differs from {embedding}, but '
                                   f'config.json has tie_word_embeddings = true: set that to false '
                                   f'to use both, or remove {head}')
-        del files[head]
+    shapes = _shapes(config)
     files = {k: f for k, f in files.items() if not BUFFERS.fullmatch(k)}
     for problem, keys in (('is missing', shapes.keys() - files.keys()),
                           ('is unknown to this architecture', files.keys() - shapes.keys())):

@@ -10,6 +10,7 @@ import json
 from dataclasses import fields, replace
 from pathlib import Path
 
+from families import t5
 from model import FAMILIES, Layer, ModelConfig, Rope
 from runtime import ownership
 from runtime.errors import CheckpointError
@@ -125,9 +126,10 @@ ADAPTER_FIELDS = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM'],
 NANOCAL_FIELDS = {'softcap': [CAP, None], 'temperature': [(1e-3, 1e3)]}
 
 
-def read_config(folder: str | Path, changes: dict | None = None) -> ModelConfig:
+def read_config(folder: str | Path, changes: dict | None = None, seq2seq=False) -> ModelConfig:
     """Return the configuration in the config.json of `folder`, with `changes` to its keys.
 
+    seq2seq: whether the caller can use T5 as well, whose configuration is that of families/t5.py
     {'rope_theta': 5e5} also changes a file that has it in rope_parameters. Raises CheckpointError,
     also for a key that the family lacks.
     """
@@ -140,7 +142,14 @@ def read_config(folder: str | Path, changes: dict | None = None) -> ModelConfig:
         raise CheckpointError(f'{folder} holds LoRA adapters alone, which are not a model; {where}')
     if not path.exists():
         raise CheckpointError(f'{folder} is not a model folder: it has no config.json')
-    config = config_from_hf(read_json_object(path), str(path))  # check the file before the changes
+    raw = read_json_object(path)
+    if raw.get('model_type') in t5.ARCHITECTURES:
+        if not seq2seq:
+            raise CheckpointError(f'{path}: {raw["model_type"]} is an encoder and a decoder; '
+                                  f'evaluate.py scores its answers, and nothing else can use it')
+        check_values(raw, t5.RULES, str(path), required=t5.REQUIRED)
+        return t5.config_from_hf(raw)
+    config = config_from_hf(raw, str(path))     # check the file before the changes
     if not changes:
         return config
     raw = config_to_hf(config)
@@ -203,6 +212,8 @@ def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
 
 def config_to_hf(config: ModelConfig) -> dict:
     """Return the content of a `config.json` that transformers 4 and 5 and vLLM read."""
+    if config.model_type in t5.ARCHITECTURES:
+        return config.hf
     kind, cap = config.model_type, config.final_logit_softcapping
     own = {} if config.temperature == 1 else {'temperature': config.temperature}
     values = {'architectures': [ARCHITECTURES[kind]], 'torch_dtype': config.dtype}

@@ -102,6 +102,17 @@ def sentencepiece_folder(folder, kind, pieces=400):
     return folder
 
 
+def t5_folder(folder, texts=()):
+    """A unigram model with the settings of T5's spiece.model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / 'spiece.model', 'wb') as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([*CORPUS, *texts]), model_writer=file, vocab_size=500,
+            model_type='unigram', pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+            hard_vocab_limit=False)
+    return folder
+
+
 def tiktoken_folder(folder):
     """128,000 ranks in the format of Llama 3's file: the bytes, two real merges, and filling."""
     tokens = [bytes([i]) for i in range(256)] + [b'us', b'er', b'user', b'<|']

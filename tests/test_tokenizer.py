@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-from common import CORPUS, SHARED, needs_files, needs_shared, sentencepiece_folder, tiktoken_folder
+from common import (CORPUS, SHARED, needs_files, needs_shared, sentencepiece_folder, t5_folder,
+                    tiktoken_folder)
 import sample
 import train
 from data import bpe, chat, export
@@ -201,21 +202,9 @@ def test_vocab_and_merges_are_read_as_by_transformers(tmp_path):
         load_tokenizer(tmp_path)
 
 
-def t5_folder(folder):
-    """A unigram model with the settings of T5's spiece.model."""
-    import sentencepiece
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / 'spiece.model', 'wb') as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(CORPUS + strings(300, seed=1)), model_writer=file,
-            vocab_size=500, model_type='unigram', pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
-            minloglevel=2, hard_vocab_limit=False)
-    return folder
-
-
 def test_unigram_is_read_as_by_transformers(tmp_path):
     import transformers
-    tokenizer = load_tokenizer(t5_folder(tmp_path))
+    tokenizer = load_tokenizer(t5_folder(tmp_path, strings(300, seed=1)))
     assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 1)
     assert tokenizer.control_ids == {'<pad>': 0, '</s>': 1}
     raw, model = (tmp_path / 'spiece.model').read_bytes(), tokenizer.model

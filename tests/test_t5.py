@@ -1,0 +1,225 @@
+"""T5: the forward pass, files and scores of transformers"""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from common import off, rewrite, t5_folder, write_rows
+from safetensors.torch import load_file
+
+import evaluate
+import sample
+import train
+from data.packing import Tree, stack_answers
+from data.tokenizer import load_tokenizer
+from families import t5
+from runtime import checkpoint
+from runtime.errors import CheckpointError, ConfigError
+
+
+def reference(folder, seed, **more):
+    """A small random T5 or mT5 by transformers, saved into `folder` and loaded again."""
+    draw = random.Random(seed)
+    kind = more.pop('kind', draw.choice(['T5', 'MT5']))
+    untied = more.pop('untied', draw.random() < 0.5)
+    keys = {'vocab_size': 101, 'd_model': draw.choice([24, 32]), 'd_kv': draw.choice([4, 7, 8]),
+            'd_ff': 40, 'num_layers': draw.choice([1, 2]), 'num_heads': draw.choice([2, 3]),
+            'num_decoder_layers': draw.choice([None, 1, 3]), 'decoder_start_token_id': 0,
+            'feed_forward_proj': draw.choice(['relu', 'gated-gelu']),
+            'relative_attention_num_buckets': draw.choice([8, 12, 32]),
+            'relative_attention_max_distance': draw.choice([17, 20, 128]),
+            'layer_norm_epsilon': draw.choice([1e-6, 1e-5]),
+            'tie_word_embeddings': draw.choice([True, False])} | more
+    config = getattr(transformers, f'{kind}Config')(**keys)
+    model = getattr(transformers, f'{kind}ForConditionalGeneration')(config)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            p.copy_(torch.randn_like(p) * 0.3 + key.endswith('norm.weight'))
+    model.save_pretrained(folder)
+    if untied:
+        rewrite(folder, lambda tensors: tensors.update(
+            {'lm_head.weight': torch.randn_like(tensors['shared.weight']) * 0.3}))
+    return type(model).from_pretrained(folder, attn_implementation='eager').eval()
+
+
+def sources_and_targets(seed, n=3, vocabulary=101):
+    """Padded sources [n, S] with their lengths, and targets [n, T] without padding."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, 45, (n, 1))
+    source = draw.integers(3, vocabulary, (n, lengths.max()))
+    source[np.arange(source.shape[1]) >= lengths] = 0
+    return [torch.tensor(x) for x in (source, lengths, draw.integers(3, vocabulary, (n, 30)))]
+
+
+def assert_same_model(folder, seed):
+    theirs, ours = reference(folder, seed), checkpoint.load(folder)
+    source, lengths, target = sources_and_targets(seed)
+    positions = torch.arange(target.shape[1]).expand_as(target)
+    mask = (torch.arange(source.shape[1]) < lengths).long()
+    right = theirs(input_ids=source, attention_mask=mask, decoder_input_ids=target).logits
+    logits = ours(source, lengths, target, positions,
+                  torch.full_like(target, target.shape[1])) @ ours.head.T
+    assert (logits - right).abs().max() < 1e-5 * right.abs().max()
+    weights = torch.randn_like(right)
+    (weights * right).sum().backward()
+    (weights * logits).sum().backward()
+    wanted = dict(theirs.named_parameters())
+    assert wanted.keys() == {key for key, _ in ours.named_parameters()}
+    for key, p in ours.named_parameters():
+        assert off(p.grad, wanted[key].grad) < 5e-5, key
+
+
+@pytest.mark.parametrize('seed', [*range(4), *(
+    pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
+def test_logits_and_gradients_of_transformers(seed, tmp_path):
+    assert_same_model(tmp_path, seed)
+
+
+def test_buckets_of_transformers():
+    distance = torch.arange(-700, 700)[None]
+    theirs = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket
+    for both in (True, False):
+        for n, furthest in ((32, 128), (8, 20), (12, 17), (64, 1000)):
+            assert torch.equal(t5.buckets(distance, both, n, furthest),
+                               theirs(distance, both, n, furthest))
+
+
+def test_a_mt5_does_not_scale_its_output(tmp_path):
+    for kind, tied, scaled in (('T5', True, True), ('T5', False, False), ('MT5', True, False)):
+        folder = tmp_path / f'{kind}{tied}'
+        reference(folder, 0, kind=kind, tie_word_embeddings=tied)
+        assert checkpoint.read_config(folder, seq2seq=True).scale_decoder_outputs == scaled
+        content = json.loads((folder / 'config.json').read_text())
+        content.pop('scale_decoder_outputs', None)      # as transformers 4 writes it
+        (folder / 'config.json').write_text(json.dumps(content | {'tie_word_embeddings': tied}))
+        assert checkpoint.read_config(folder, seq2seq=True).scale_decoder_outputs == scaled
+
+
+@pytest.mark.parametrize('kind, untied', [('T5', True), ('T5', False), ('MT5', True)])
+def test_saved_models_are_read_by_transformers(kind, untied, tmp_path):
+    theirs = reference(tmp_path / 'base', 5, kind=kind, untied=untied, tie_word_embeddings=False)
+    model = checkpoint.load(tmp_path / 'base')
+    t5_folder(tmp_path / 'base')
+    checkpoint.save(model, tmp_path / 'saved', torch.float32, tmp_path / 'base')
+    assert (tmp_path / 'saved' / 'spiece.model').exists()
+    again = type(theirs).from_pretrained(tmp_path / 'saved', attn_implementation='eager').eval()
+    source, _, target = sources_and_targets(5)
+    assert torch.equal(*(m(source, decoder_input_ids=target).logits for m in (theirs, again)))
+    ours = checkpoint.load(tmp_path / 'saved')
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), ours.parameters(),
+                                                 strict=True))
+    checkpoint.save(model, tmp_path / 'half', torch.bfloat16)
+    assert checkpoint.load(tmp_path / 'half').head.dtype == torch.bfloat16
+
+
+def test_files_of_older_checkpoints(tmp_path):
+    reference(tmp_path, 1, untied=False)
+    right = checkpoint.load(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({
+        **{f'{stack}.embed_tokens.weight': tensors['shared.weight'].clone()
+           for stack in ('encoder', 'decoder')}, 'lm_head.weight': tensors['shared.weight'].clone(),
+        'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight': torch.ones(8, 2)}
+        ))
+    again = checkpoint.load(tmp_path)
+    assert again.config.tie_word_embeddings and right.state_dict().keys() == again.state_dict(
+        ).keys() == load_file(tmp_path / 'model.safetensors').keys() - {
+            'lm_head.weight', 'encoder.embed_tokens.weight', 'decoder.embed_tokens.weight',
+            'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'}
+    rewrite(tmp_path, lambda tensors: tensors.pop('encoder.block.0.layer.0.SelfAttention.q.weight'))
+    with pytest.raises(CheckpointError, match='encoder.block.0.layer.0.SelfAttention.q.weight is'):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize('change, message', [
+    ({'feed_forward_proj': 'gated-silu'}, 'feed_forward_proj = .gated-silu. is not supported'),
+    ({'d_kv': 0}, 'd_kv = 0 is not supported'), ({'d_ff': None}, 'd_ff = None'),
+    ({'decoder_start_token_id': None}, 'decoder_start_token_id = None is not supported'),
+    ({'quantization_config': {}}, 'quantization_config'),
+    ({'model_type': 'umt5'}, "'umt5' is not")])
+def test_what_is_not_supported_is_named(change, message, tmp_path):
+    reference(tmp_path, 0)
+    content = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps(content | change))
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.read_config(tmp_path, seq2seq=True)
+
+
+def t5_with_task(folder):
+    """A tiny T5 with a tokenizer, and a task of questions with options of several tokens."""
+    t5_folder(folder / 'model', ['A B C D', '(with answers)', 'various things'])
+    model = reference(folder / 'model', 3, kind='T5', untied=True, tie_word_embeddings=False,
+                      vocab_size=load_tokenizer(folder / 'model').n_vocab + 28)
+    draw, words = random.Random(0), 'quick brown fox jumps over the lazy dog sky blue'.split()
+    rows = [{'question': ' '.join(draw.choices(words, k=draw.randrange(2, 30))) + '?\n\nWhich one?',
+             'choices': [' '.join(draw.choices(words, k=draw.randrange(1, 5))) for _ in range(4)],
+             'answer': i % 4} for i in range(12)]
+    write_rows(folder / 'questions.jsonl', rows)
+    return model
+
+
+def loop_log_probs(model, source, answer):
+    """Of an answer by transformers, as lm-evaluation-harness scores it: without EOS."""
+    source, target = torch.tensor([[*source, 1]]), torch.tensor([[0, *answer[:-1]]])
+    log_probs = model(source, decoder_input_ids=target).logits[0].log_softmax(-1)
+    return log_probs[range(len(answer)), answer].sum().item()
+
+
+@pytest.mark.parametrize('scoring', ['letters', 'text'])
+def test_scores_equal_a_plain_loop_over_transformers(scoring, tmp_path):
+    model = t5_with_task(tmp_path)
+    tokenizer, results = load_tokenizer(tmp_path / 'model'), []
+    for name, more in (('a', []), ('b', ['--pack_len=40']), ('c', ['--deterministic=True'])):
+        evaluate.main([f'--model={tmp_path / "model"}', f'--tasks={tmp_path / "questions.jsonl"}',
+                       f'--out_dir={tmp_path / name}', '--shots=0', f'--scoring={scoring}',
+                       '--n_bootstrap=0', '--pictures=False', '--dtype=float32', *more])
+        results.append([json.loads(line) for line in open(tmp_path / name / 'samples.jsonl')])
+    rows = [json.loads(line) for line in open(tmp_path / 'questions.jsonl')]
+    header = 'The following are multiple choice questions (with answers) about various things.'
+    for found in results:
+        for sample_of, row in zip(sorted(found, key=lambda s: int(s['id'])), rows, strict=True):
+            listed = ''.join(f'\n{letter}. {option}'
+                             for letter, option in zip('ABCD', row['choices'], strict=True))
+            listed = listed if scoring == 'letters' else ''
+            prompt = f'{header}\n\n{row["question"]}{listed}\nAnswer:'
+            answers = [*'ABCD'] if scoring == 'letters' else row['choices']
+            right = [loop_log_probs(model, tokenizer.encode(prompt), tokenizer.encode(answer))
+                     for answer in answers]
+            assert sample_of['log_probs'] == pytest.approx(right, rel=1e-6, abs=2e-5)
+            assert sample_of['n_tokens'] == [len(tokenizer.encode(answer)) for answer in answers]
+
+
+def test_answers_to_several_prompts_of_one_question(tmp_path):
+    """WinoGrande's options are in the prompt, and the same ending is scored."""
+    model = reference(tmp_path, 2)
+    trees = [Tree((), [7, 8], [[9, 4, 5], [3, 3, 4, 5]], [3, 4]),
+             Tree((7,), [8, 8], [[4], [5, 6, 7], [6, 6, 6]], [3, 3, 3])]
+    config = checkpoint.read_config(tmp_path, seq2seq=True)
+    ours = checkpoint.load(tmp_path)
+    for options in ({}, {'pack_len': 9}, {'deterministic': True}):
+        sums = evaluate.option_log_probs(ours, trees, seq2seq=config, **options)
+        for tree, found in zip(trees, sums, strict=True):
+            paths = [[*tree.prefix, *tree.stem, *leaf] for leaf in tree.leaves]
+            assert found == pytest.approx([
+                loop_log_probs(model, path[:at], path[at:])
+                for path, at in zip(paths, tree.starts, strict=True)], abs=2e-5)
+    batches = [*stack_answers(enumerate(trees), 0, 1, 9)]
+    assert [arrays[0].shape[0] for arrays, _ in batches] == [2, 1]
+
+
+def test_only_evaluate_uses_a_t5(tmp_path):
+    t5_with_task(tmp_path)
+    refused = 't5 is an encoder and a decoder; evaluate.py scores its answers, and nothing else'
+    with pytest.raises(CheckpointError, match=refused):
+        train.main([f'--model={tmp_path / "model"}', f'--data={tmp_path / "questions.jsonl"}',
+                    f'--out_dir={tmp_path / "run"}'])
+    assert not [*tmp_path.glob('run/*.safetensors')]
+    with pytest.raises(CheckpointError, match=refused):
+        sample.main([f'--model={tmp_path / "model"}', '--prompt=x'])
+    write_rows(tmp_path / 'texts.jsonl', [{'text': 'The quick brown fox jumps over ' * 40}])
+    with pytest.raises(ConfigError, match='clm scores the tokens of texts, and t5 scores answers'):
+        evaluate.main([f'--model={tmp_path / "model"}', f'--tasks=clm:{tmp_path / "texts.jsonl"}',
+                       f'--out_dir={tmp_path / "out"}'])
