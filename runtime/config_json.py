@@ -143,7 +143,7 @@ def read_config(folder: str | Path, changes: dict | None = None, seq2seq=False) 
     if not path.exists():
         raise CheckpointError(f'{folder} is not a model folder: it has no config.json')
     raw = read_json_object(path)
-    if raw.get('model_type') in t5.ARCHITECTURES:
+    if raw.get('model_type') in [*t5.ARCHITECTURES]:
         if not seq2seq:
             raise CheckpointError(f'{path}: {raw["model_type"]} is an encoder and a decoder; '
                                   f'evaluate.py scores its answers, and nothing else can use it')
