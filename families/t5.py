@@ -40,9 +40,9 @@ def config_from_hf(hf):
                 'dtype': hf.get('torch_dtype') or 'float32'}
     values = defaults | {key: hf[key] for key in RULES if hf.get(key) is not None}
     own = {'architectures': [ARCHITECTURES[kind]], 'scale_decoder_outputs': scale}
+    rest = {key: hf[key] for key in hf if key not in ('dtype', 'torch_dtype')}
     return SimpleNamespace(**values | own | {
-        'model_type': kind, 'hf': {key: hf[key] for key in hf if key not in ('dtype', 'torch_dtype')}
-        | own | {'tie_word_embeddings': scale},
+        'model_type': kind, 'hf': rest | own | {'tie_word_embeddings': scale},
         'tie_word_embeddings': True,    # unless the file has another head: see check_weights
         'max_position_embeddings': 2**31, 'family': Family(),
         'norm_eps': values['layer_norm_epsilon']})
