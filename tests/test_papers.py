@@ -1,6 +1,7 @@
 """The scripts of papers/, with small stand-ins in the hub's layout for every name they use."""
 
 import csv
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from common import HERE, SHARED, needs_files, reference_model, sentencepiece_folder, write_rows
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
-from papers import multilingual_printed
+from papers import features, multilingual_printed
 from runtime import ownership
 from test_tokenizer import train_bpe
 
@@ -446,6 +447,48 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     more[1] = '--rlhf=EleutherAI/pythia-70m'
     assert 'holds samples with model = ' in run_paper(hub, 'alignment', '--only=rlhf', moved,
                                                            *more, *arguments, code=1)
+
+
+@pytest.mark.parametrize('pooling', ['mean', 'last'])
+def test_features_are_the_hidden_states_of_transformers_and_their_covariance(tmp_path, capsys,
+                                                                            pooling):
+    """Pooled without BOS and padding; the singular values by numpy's SVD."""
+    import torch
+    reference = reference_model('llama', tmp_path / 'model', vocab_size=450)
+    sentencepiece_folder(tmp_path / 'model', 'llama2')
+    rows = [{'instruction': f'What is {i}?', 'output': f'It is {i * i}, ' + 'quick fox ' * (i % 7)}
+            for i in range(90)]
+    write_rows(tmp_path / 'a.json', rows)
+    write_rows(tmp_path / 'b.json', [*rows[:70], {'output': 3}])
+    cfg = features.FeatureConfig(
+        models=(str(tmp_path / 'model'),), pooling=pooling,
+        data=(str(tmp_path / 'a.json'), str(tmp_path / 'b.json')),
+        n=80, batch_tokens=200, device='cpu', out_dir=str(tmp_path / 'out'))
+    _, first, second = features.run(cfg)
+    assert 'b.json: 70 texts (1 bad rows left out' in capsys.readouterr().out
+    tokenizer = features.load_model_tokenizer(
+        tmp_path / 'model', features.checkpoint.read_config(tmp_path / 'model'))
+    x = []
+    for i in np.random.default_rng(0).permutation(90)[:70]:     # as many as the smaller dataset has
+        ids = [tokenizer.bos_id, *tokenizer.encode(rows[i]['output'])]
+        with torch.no_grad():
+            states = reference.model(torch.tensor([ids])).last_hidden_state[0, 1:]
+        x.append(states.mean(0) if pooling == 'mean' else states[-1])
+    x = torch.stack(x).double().numpy()
+    values = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2 / 69
+    share = values / values.sum()
+    cosines = (x @ x.T) / np.outer(*[np.linalg.norm(x, axis=1)] * 2)
+    expected = [values[-1], values[-1] / values.mean(), np.exp(-(share * np.log(share)).sum()),
+                cosines[~np.eye(70, dtype=bool)].mean()]
+    assert [float(cell) for cell in first[3:]] == pytest.approx(expected, rel=0.01)
+    assert (first[1], first[2], second[2]) == ('a.json', '70', '70')
+    assert (tmp_path / 'out' / 'figure6.png').read_bytes().startswith(b'\x89PNG')
+    (points,), shares = features.projected([x])
+    assert (points ** 2).sum(0) / 69 == pytest.approx(values[:2])
+    assert shares == pytest.approx(share[:2])
+    # fewer texts than features
+    features.run(dataclasses.replace(cfg, n=40, out_dir=str(tmp_path / 'few')))
+    assert 'too few for the smallest singular value of 48 features' in capsys.readouterr().out
 
 
 @pytest.mark.slow
