@@ -18,7 +18,9 @@ from runtime import cli, startup
 if __name__ == '__main__':
     startup.begin()
 
+import contextlib
 import hashlib
+import itertools
 import math
 import os
 import sys
@@ -73,9 +75,8 @@ import numpy as np
 import torch
 
 from attention import SPLIT, Cache, DecodeMask, PrefillMask, kernels_apply, make_masks
-from data.chat import encode_prompt, question_frame
-from data.files import parsed, read_rows, require_fields, require_text
-from data.instruct import to_messages
+from data.chat import question_frame
+from data.instruct import read_prompts
 from data.packing import Row
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.answers import open_answers, to_row
@@ -102,8 +103,12 @@ class Answer:
     # where it was cut off
     reason: str = ''
     text: str = ''              # when it has ended: without that token, up to the stop string
-    slot: int = -1              # its place in the cache
-    n_launched: int = 0         # tokens that the device was told to draw
+    # for the loop: the tokens of the prompt, the most tokens of the answer, its slot in the cache,
+    # and the tokens that the device was told to draw
+    n_prompt: int = 0
+    limit: int = 0
+    slot: int = -1
+    n_launched: int = 0
 
 
 # ------------------------------------------------------------------------------------------------
@@ -177,6 +182,7 @@ class Batch:
             return n
         return FIXED_ROWS if self.s.deterministic else graph_rows(n)
 
+    @torch.no_grad()
     def prefill(self, begun, prompts):
         """Compute the prompts of new answers; return a HostCopy of the values of `draw`.
 
@@ -215,7 +221,7 @@ class Batch:
                                config.attn_logit_softcapping, self.model.head)
         masks = [PrefillMask(by_window[window], cache, *by_size[cache.size])
                  for window, cache in zip(windows, self.caches)]
-        hidden = self.model(tokens[None], positions[None], ends[None], masks)[0]
+        hidden = self.forward(tokens[None], positions[None], ends[None], masks)[0]
         last = to_device(torch.tensor([at[i].stop - 1 for i in numbers]), self.device)
         return HostCopy(self.begin(begun, self.model.logits(hidden[last]), numbers, prompts))
 
@@ -231,6 +237,7 @@ class Batch:
         self.state[:, slots] = torch.stack((values[:, 0].long(), lengths, ones))
         return values
 
+    @torch.no_grad()
     def step(self, running, longest):
         """Compute the next token of each running answer; return a HostCopy as `prefill`.
 
@@ -255,11 +262,18 @@ class Batch:
         slots = self.rows[:n]
         tokens, positions, drawn = self.state[:, slots]
         masks = [DecodeMask(cache, slots, positions, longest) for cache in self.caches]
-        hidden = self.model(tokens[:, None], positions[:, None], None, masks)[:, 0]
+        hidden = self.forward(tokens[:, None], positions[:, None], None, masks)[:, 0]
         values = draw(self.model.logits(hidden), self.uniforms[slots, drawn], self.s, self.n_vocab)
         self.state[:, slots] = torch.stack((values[:, 0].long(), positions + 1, drawn + 1))
         self.state[:, -1] = 0
         return values
+
+    def forward(self, *inputs):
+        """Return the hidden states; blocks that were compiled for training run as they are written.
+        """
+        compiled = any(layer._compiled_call_impl for layer in self.model.decoder.layers)
+        with torch.compiler.set_stance('force_eager') if compiled else contextlib.nullcontext():
+            return self.model(*inputs)
 
     def capture(self, n, longest):
         """Return a CUDA graph of `compute`, and its values; a step of padding loads the kernels."""
@@ -288,7 +302,6 @@ def generate(model, prompts, s, tokenizer=None, stop_ids=()):
                 yield answer.prompt, unfinished.pop(answer.prompt)
 
 
-@torch.no_grad()
 def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     """Yield the Answer to which a token was added, after each token; its `reason` ends it.
 
@@ -305,7 +318,9 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     n_vocab = tokenizer.n_vocab if tokenizer else model.head.shape[0]
     batch, training = Batch(model, s, n_slots, length, n_vocab), model.training
     model.eval()
-    waiting = deque(Answer(i, k) for i in range(len(prompts)) for k in range(s.n))
+    context = model.config.max_position_embeddings
+    waiting = deque(Answer(i, k, n_prompt=len(ids), limit=min(s.max_tokens, context - len(ids)))
+                    for i, ids in enumerate(prompts) for k in range(s.n))
     free, running, launched = [*range(n_slots)], [], deque()
     try:
         while waiting or running or launched:
@@ -316,16 +331,18 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
                 longest = 0
                 for answer in running:
                     answer.n_launched += 1
-                    longest = max(longest, len(prompts[answer.prompt]) + answer.n_launched)
+                    longest = max(longest, answer.n_prompt + answer.n_launched)
                 launched.append((running, batch.step(running, longest)))
             while len(launched) > (1 if running else 0):
                 answers, copy = launched.popleft()
                 for answer, values in zip(answers, copy.values().tolist()):
                     if answer.reason:       # it ended when this step had been launched
                         continue
-                    add(answer, values, prompts, s, model, tokenizer, stop_ids)
+                    add(answer, *values)
+                    answer.reason = why_ended(answer, s, tokenizer, stop_ids)
                     if answer.reason:
                         free.append(answer.slot)
+                        answer.text = text(answer, s.stop, tokenizer) if tokenizer else ''
                     yield answer
             running = [answer for answer in running if not answer.reason]
     finally:
@@ -354,24 +371,25 @@ def take(waiting, free, running, prompts, s, n_slots):
     return begun
 
 
-def add(answer, values, prompts, s, model, tokenizer, stop_ids):
-    """Add a token and its values, as `draw` returns them; set reason and text if it is the last."""
-    if not all(map(math.isfinite, values)):
+def add(answer, token, log_p, log_q, entropy):
+    """Append what `draw` returned for one token."""
+    if not math.isfinite(log_p + log_q + entropy):
         raise FloatingPointError(f'prompt {answer.prompt + 1}')
-    token, log_p, log_q, entropy = values
     answer.tokens.append(int(token))
     answer.log_probs.append(log_p)
     answer.sample_log_probs.append(log_q)
     answer.entropies.append(entropy)
-    context = model.config.max_position_embeddings - len(prompts[answer.prompt])
+
+
+def why_ended(answer, s, tokenizer, stop_ids):
+    """Return the reason for which the last token ends an answer; '' if it does not."""
     if answer.tokens[-1] in stop_ids:
-        answer.reason = 'end'
-    elif s.stop and first_stop(last_text(answer, s.stop, tokenizer), s.stop) >= 0:
-        answer.reason = 'stop'
-    elif len(answer.tokens) == min(s.max_tokens, context):
-        answer.reason = 'max_tokens' if s.max_tokens <= context else 'context'
-    if answer.reason and tokenizer:
-        answer.text = text(answer, s.stop, tokenizer)
+        return 'end'
+    if s.stop and first_stop(last_text(answer, s.stop, tokenizer), s.stop) >= 0:
+        return 'stop'
+    if len(answer.tokens) == answer.limit:
+        return 'max_tokens' if answer.limit == s.max_tokens else 'context'
+    return ''
 
 
 def last_text(answer, stop, tokenizer):
@@ -440,42 +458,10 @@ def end_tokens(model, stop):
     return stop | set(eos if isinstance(eos, list) else [eos])
 
 
-def read_prompts(cfg, tokenizer, template, add_bos):
-    """Return ([(row, token ids)], the tokens that end an answer); DataError names file and line."""
-    prompts, stop, places = [], {tokenizer.eos_id}, {}
-
-    def parse(row, place):
-        row = {'id': str(len(prompts))} | require_fields(row)
-        if ('prompt' in row) == ('messages' in row) or 'answers' in row:
-            raise DataError('a row has either "prompt" or "messages", and no "answers"')
-        if cfg.raw and 'messages' in row:
-            raise DataError('"messages" need a chat template: leave out --raw')
-        if not isinstance(row['id'], (str, int)):
-            raise DataError(f'the id {row["id"]!r} is neither text nor a whole number')
-        if row['id'] in places:
-            raise DataError(f'the id {row["id"]!r} is already at {places[row["id"]]}')
-        messages = (to_messages(row) if 'messages' in row else
-                    [{'role': 'user', 'content': require_text(row['prompt'], 'the prompt')}])
-        if not messages or messages[-1].get('role') != 'user':
-            raise DataError('the last message must be the user\'s')
-        places[row['id']] = place
-        return row, *encode_prompt(messages, tokenizer, template, add_bos)
-
-    for place, row in read_rows(cfg.prompts):
-        row = parsed(place, row, parse, place)
-        if isinstance(row, DataError):
-            raise row
-        prompts.append(row[:2])
-        stop |= row[2]
-    if not prompts:
-        raise DataError(f'{cfg.prompts} has no rows')
-    return prompts, stop
-
-
 def main(argv):
     cfg = read_arguments(argv)
     folder, model, tokenizer, template, add_bos = open_model(cfg)
-    prompts, stop = read_prompts(cfg, tokenizer, template, add_bos)
+    prompts, stop = read_prompts(cfg.prompts, tokenizer, template, add_bos)
     settings = {key: getattr(cfg, key) for key in SETTINGS} | {
         'stop': [*cfg.stop], 'model': checkpoint.fingerprint(folder),
         'tokenizer': tokenizer.fingerprint, 'template': template, 'add_bos': add_bos,
@@ -491,15 +477,16 @@ def main(argv):
         try:
             with open(cfg.out, 'ab', buffering=0) as file:
                 started = time.perf_counter()
-                for number, answers in generate(model, ids, cfg, tokenizer,
-                                                end_tokens(model, stop)):
-                    scored = (confidences(model, [ids[number]], [answers])[0] if cfg.confidence
-                              else [None] * cfg.n)
-                    append(file, prompts[left[number]][0] | {
-                        'prompt_hash': hashes[left[number]],
-                        'answers': [to_row(*pair, cfg.per_token) for pair in zip(answers, scored)]})
-                    n_tokens += sum(len(answer.tokens) for answer in answers)
-                    progress.update()
+                answered = generate(model, ids, cfg, tokenizer, end_tokens(model, stop))
+                while group := [*itertools.islice(answered, 32 if cfg.confidence else 1)]:
+                    scored = (confidences(model, [ids[i] for i, _ in group], [x for _, x in group])
+                              if cfg.confidence else [[None] * cfg.n])
+                    for (i, answers), log_probs in zip(group, scored):
+                        rows = [to_row(*pair, cfg.per_token) for pair in zip(answers, log_probs)]
+                        append(file, prompts[left[i]][0] | {'prompt_hash': hashes[left[i]],
+                                                            'answers': rows})
+                        n_tokens += sum(row['n_tokens'] for row in rows)
+                        progress.update()
         except FloatingPointError as error:
             raise CheckpointError(checkpoint.bad_logits(str(error), folder, settings['dtype'])
                                   ) from error

@@ -36,6 +36,7 @@ WHAT = {
     'floors': 'Items of a training step beside what the hardware allows',
     'eval': 'Scoring MMLU beside a Hugging Face loop',
     'commands': 'Whole commands beside lm-evaluation-harness',
+    'generate': "Decoding beside transformers' generate and the limit of the hardware",
     'metrics': 'Calibration metrics beside torchmetrics and netcal, on the CPU',
 }
 MARGIN = 0.03       # beyond the spread

@@ -4,8 +4,8 @@ import functools
 import math
 
 from data.cache import tokenize_once
-from data.chat import encode_conversation
-from data.files import fetch, parsed, require_fields, require_text
+from data.chat import encode_conversation, encode_prompt
+from data.files import fetch, parsed, read_rows, require_fields, require_text
 from runtime.errors import DataError
 
 # patterns of the files; the first one with a match is used
@@ -102,3 +102,39 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
                 'train_on_inputs': train_on_inputs}
     return tokenize_once(files, encode, settings, **options,
                          regroup=functools.partial(first_turns, answers=answers))
+
+
+def read_prompts(path, tokenizer, template, add_bos):
+    """Return ([(row, token ids)], the ids that end an answer) of a file with prompts to answer.
+
+    A row has `prompt` or `messages`, and an `id`, by default its number. template: '' for plain
+    text. Raises DataError with file and line.
+    """
+    prompts, stop, places = [], {tokenizer.eos_id}, {}
+
+    def parse(row, place):
+        row = {'id': str(len(prompts))} | require_fields(row)
+        if ('prompt' in row) == ('messages' in row) or 'answers' in row:
+            raise DataError('a row has either "prompt" or "messages", and no "answers"')
+        if not isinstance(row['id'], (str, int)):
+            raise DataError(f'the id {row["id"]!r} is neither text nor a whole number')
+        if row['id'] in places:
+            raise DataError(f'the id {row["id"]!r} is already at {places[row["id"]]}')
+        messages = (to_messages(row) if 'messages' in row else
+                    [{'role': 'user', 'content': require_text(row['prompt'], 'the prompt')}])
+        if not messages or messages[-1].get('role') != 'user':
+            raise DataError("the last message must be the user's")
+        if not template and 'messages' in row:
+            raise DataError('"messages" need a chat template: leave out --raw')
+        places[row['id']] = place
+        return row, *encode_prompt(messages, tokenizer, template, add_bos)
+
+    for place, row in read_rows(path):
+        entry = parsed(place, row, parse, place)
+        if isinstance(entry, DataError):
+            raise entry
+        prompts.append(entry[:2])
+        stop |= entry[2]
+    if not prompts:
+        raise DataError(f'{path} has no rows')
+    return prompts, stop

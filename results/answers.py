@@ -21,6 +21,9 @@ def open_answers(cfg, settings):
     ownership.check_free(out.parent, *names)
     if cfg.overwrite:
         ownership.discard(out.parent, *names)
+    if out.is_symlink():
+        raise ConfigError(f'{out} is a link to a file elsewhere, where nothing is appended; choose '
+                          f'another --out')
     done, advice = set(), 'choose another --out, or --overwrite'
     if out.exists() and out.stat().st_size:
         with ownership.read_json(out.with_name(names[1]), advice) as content:

@@ -42,13 +42,13 @@ def lock(folder):
             raise OSError
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f'{folder}: another process is writing there; choose another --out_dir '
+        raise ConfigError(f'{folder}: another process is writing there; choose another folder '
                           f'or wait until it has ended') from None
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
         reason = getattr(error, 'strerror', error)
         if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
             reason = f'{LOCK} is not a regular file'
-        raise ConfigError(f'{folder} cannot be written ({reason}); choose another --out_dir'
+        raise ConfigError(f'{folder} cannot be written ({reason}); choose another folder'
                           ) from error
     with file:
         remove_leftovers(folder)
@@ -77,7 +77,7 @@ def written_files(folder):
     path = Path(folder) / LIST
     if not path.exists():
         return []
-    with read_json(path, 'move the folder away or choose another --out_dir') as content:
+    with read_json(path, 'move the folder away or choose another folder') as content:
         names = [str(Path(name)) for name in content['files']]
         for name in names:
             if Path(name).is_absolute() or '..' in Path(name).parts or '\0' in name:
@@ -124,7 +124,7 @@ def check_free(folder, *names, below='.'):
     for name in new:
         if os.path.lexists(Path(folder, name)):
             raise ConfigError(f'{Path(folder, name)} was not written by this program and is not '
-                              f'replaced; move it away or choose another --out_dir')
+                              f'replaced; move it away or choose another folder')
     return new
 
 

@@ -10,6 +10,7 @@ import bench.all
 import bench.commands
 import bench.eval
 import bench.floors
+import bench.generate
 import bench.metrics
 import bench.peers
 import bench.train
@@ -32,7 +33,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(),
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(bench.train, 'LENGTH', 48)
-    for module in (bench.train, bench.eval, bench_common):
+    for module in (bench.train, bench.eval, bench.generate, bench_common):
         monkeypatch.setitem(module.MODELS, 'llama32_1b', TINY)
 
 
@@ -88,6 +89,29 @@ def test_training_table_and_picture(small, tmp_path, monkeypatch, capsys):
         list(bench.train.bench(bench.train.BenchConfig(data='x.jsonl')))
     with pytest.raises(ConfigError, match="only = 'x'; the methods are 'HF sdpa'"):
         list(bench.train.bench(bench.train.BenchConfig(only='x')))
+
+
+@needs_no_gpu
+def test_decoding(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9), (4, 8, 8)))
+    for rate in ('matrix_rate', 'memory_rate'):
+        monkeypatch.setattr(bench.generate, rate, lambda: 1e12)
+    tables = list(bench.generate.bench(bench.generate.BenchConfig(shape=('llama32_1b',),
+                                                                  rows=(1, 4))))
+    for setting in ('1 x 6 + 9', '4 x 8 + 8'):
+        ours, peer = (tables[0]['results'][setting][name] for name in ('ours', 'transformers'))
+        assert ours['tokens_per_s'] > 0 and peer['tokens_per_s'] > 0
+        assert 0 < ours['of_limit'] < 1 and ours['steps_tokens_per_s'] > 0
+    # 2 bytes for each weight, the tied embedding once, and for keys and values of 17 tokens
+    raw = TINY
+    weights = sum(p.numel() for p in CausalLM(config_from_hf(raw)).parameters())
+    model = bench_common.our_model(raw)
+    assert bench.generate.step_cost(model, 4, 17) == ((weights + 2 * 16 * 17) * 2, 2 * weights * 4)
+    path = tmp_path / 'bench_generate.json'
+    bench_common.save(path, tables)
+    bench.generate.main([f'--plot={path}'])
+    assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
+    assert 'of the limit' in capsys.readouterr().out
 
 
 @needs_no_gpu

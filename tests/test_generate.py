@@ -438,6 +438,17 @@ def test_waiting_answers_begin_together():
     assert take(waiting, free[:3], first, prompts, s, 16) == [] and len(waiting) == 4
 
 
+@pytest.mark.slow
+def test_blocks_that_training_compiled_are_not_compiled_again(tmp_path):
+    from torch._dynamo.testing import CompileCounter
+    reference_model('llama', tmp_path)
+    model, counter = checkpoint.load(tmp_path), CompileCounter()
+    expected = dict(generate(model, [[5, 6]], GREEDY))
+    for layer in model.decoder.layers:
+        layer.compile(backend=counter, dynamic=False)
+    assert dict(generate(model, [[5, 6]], GREEDY)) == expected and counter.frame_count == 0
+
+
 def test_confidences_are_those_of_the_scoring_path(tmp_path):
     reference_model('gemma2', tmp_path)
     model, prompts = checkpoint.load(tmp_path), random_prompts(8, 5, 11)
@@ -526,6 +537,10 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
     with pytest.raises(ConfigError, match='was not written by this program'):
         run(chat_folder, tmp_path)
     assert json.loads(mine.read_text()) == {'mine': 1}
+    mine.unlink()
+    mine.symlink_to(tmp_path / 'elsewhere.jsonl')
+    with pytest.raises(ConfigError, match='answers.jsonl'):
+        run(chat_folder, tmp_path)
     mine.unlink()
     for row, message in (
             ({'text': 'x'}, 'a row has either "prompt" or "messages"'),

@@ -268,7 +268,7 @@ def test_a_second_run_in_one_folder_is_refused(long_run, tmp_path):
     process.send_signal(signal.SIGSTOP)     # so that it holds the folder until the others are done
     for option in ('--resume', '--overwrite', '--resume=False'):
         code, _, error = run_train(*arguments, f'--out_dir={tmp_path}', option)
-        assert code == 1 and 'another process is writing there; choose another --out_dir' in error
+        assert code == 1 and 'another process is writing there; choose another folder' in error
     process.kill()
     process.communicate()
 
