@@ -417,7 +417,7 @@ def train(cfg, stage=None):
 
 
 def build_model(cfg, config, base, device):
-    """Return the model to train: loaded or random, with adapters, compiled, sharded."""
+    """Return the model to train, loaded or random; see `prepare`."""
     dtype = pick_dtype(cfg.dtype, device)
     if cfg.from_scratch:
         model = CausalLM(config)
@@ -427,6 +427,11 @@ def build_model(cfg, config, base, device):
         model = checkpoint.load(base, device, dtype)
         model.config.final_logit_softcapping = config.final_logit_softcapping
         model.config.temperature = config.temperature
+    return prepare(model, cfg, device)
+
+
+def prepare(model, cfg, device):
+    """Return a model with adapters, compiled and sharded as the settings say."""
     if cfg.lora:
         add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets)
     model.decoder.attention = cfg.attention
