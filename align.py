@@ -1,4 +1,4 @@
-"""Tune a language model on preferences: DPO and its relatives.
+"""Tune a language model on preferences: DPO and its relatives; or train a reward model on them.
 
     python align.py configs/dpo_tulu3_8b.py --lr=1e-6
     python align.py --help
@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import metrics
 import train
 from data.preferences import load_preferences, pack_rankings
 from data.tokenizer import begins_with_bos
@@ -108,7 +109,7 @@ def orpo(pairs, cfg):
 
 # a loss of your own is a function (Pairs, AlignConfig) -> loss [pairs] and a name here
 PAIR_LOSSES = {loss.__name__: loss for loss in (dpo, cdpo, robust, ipo, hinge, simpo, orpo)}
-NO_REFERENCE = {'simpo', 'orpo'}
+NO_REFERENCE = {'simpo', 'orpo', 'reward'}
 
 
 @dataclass
@@ -124,11 +125,12 @@ class AlignConfig(train.TrainConfig):
     lr: float = 5e-7
     warmup: float = 0.1
     # preferences
-    method: Literal[*PAIR_LOSSES] = 'dpo'
+    method: Literal[*PAIR_LOSSES, 'reward'] = 'dpo'
     beta: float = 0.1                         # weight of the margin; in orpo of the odds ratio
     per_token: bool = False                   # margins of means per token: Tulu 3, with beta = 5
     label_noise: float = 0.1                  # cdpo and robust: share of the pairs that are swapped
     gamma: float = 1.0                        # simpo: the margin that is wanted
+    centering: float = 0.0                    # reward: weight of (r_w + r_l)^2, such as 0.01
 
 
 # keys of train.py that say how to load and score conversations
@@ -144,7 +146,9 @@ def check_align_config(cfg):
             raise ConfigError(f'{key} = {getattr(cfg, key)!r} is a setting of train.py; '
                               f'align.py has no use for it')
     require_range(cfg, 1e-6, 1e3, 'beta')
-    require_range(cfg, 0, 1e3, 'gamma')
+    require_range(cfg, 0, 1e3, 'gamma', 'centering')
+    if cfg.method == 'reward' and cfg.eval:
+        raise ConfigError('a reward model has no output matrix, so eval cannot be set')
     if not 0 <= cfg.label_noise < 0.5:
         raise ConfigError(f'label_noise = {cfg.label_noise}; it must be at least 0 and below 0.5')
     if cfg.lora_dropout and cfg.method not in NO_REFERENCE:
@@ -235,18 +239,18 @@ class Preferences:
 
         def compute(model, rows, inputs, _):
             answers = Answers(packed, rows, packed['reference'], model.head.device)
-            metrics = {}
+            measured = {}
 
             def function(log_p, entropy, tokens):
                 # called for the groups of each chunk, and in the end for all of them
                 loss, values = answers.loss(log_p, tokens, pair_loss, cfg)
-                metrics.update({name: value.detach() for name, value in values.items()})
+                measured.update({name: value.detach() for name, value in values.items()})
                 return loss
 
             loss, _ = fused_loss(answers.gather(model(*inputs)), model.head, answers.target,
                                  joint(function), softcap=model.softcap, reduction='sum',
                                  memory=memory, group=answers.group)
-            return loss, metrics
+            return loss, measured
 
         return compute
 
@@ -315,11 +319,53 @@ class Answers:
         margin = pairs.margin(cfg)
         if cfg.method in NO_REFERENCE:      # their implicit reward is the mean log-probability
             margin = pairs.s_w / pairs.n_w - pairs.s_l / pairs.n_l
-        metrics = {'nll': -pairs.s_w / pairs.n_w, 'margin': cfg.beta * margin,
-                   'accuracy': (margin.sign() + 1) / 2,     # 0.5 if both rewards are equal
-                   'chosen': pairs.s_w, 'rejected': pairs.s_l}
+        values = {'nll': -pairs.s_w / pairs.n_w, 'margin': cfg.beta * margin,
+                  'accuracy': (margin.sign() + 1) / 2,     # 0.5 if both rewards are equal
+                  'chosen': pairs.s_w, 'rejected': pairs.s_l}
         return (pair_loss(pairs, cfg) * weight).sum(), {
-            name: (value * weight).sum() for name, value in metrics.items()}
+            name: (value * weight).sum() for name, value in values.items()}
+
+
+class RewardModel(Preferences):
+    """The stage that trains a reward model: -log sigmoid(r_w - r_l) (Bradley and Terry 1952).
+
+    The reward of an answer is a product of its last hidden state with a score [D], in float32. The
+    saved folder is that of transformers' AutoModelForSequenceClassification with one label.
+    """
+
+    def build_model(self, cfg, config, base, device):
+        """Return the model with a score of zeros, which is trained beside adapters, too."""
+        model = train.build_model(cfg, config, base, device)
+        model.become_reward_model()
+        return model
+
+    def pack_batch(self, cfg, sequences, chosen, multiple):
+        """Return the packed trees of the sequences with the indices `chosen`."""
+        return pack_rankings([sequences[i] for i in chosen], cfg.pack_len, multiple, last=True)
+
+    def token_loss(self, packed, cfg):
+        """Return the function that `Preferences.token_loss` returns, for rewards."""
+        def compute(model, rows, inputs, _):
+            answers = Answers(packed, rows, None, model.head.device)
+            r_w, r_l = model.rewards(answers.gather(model.decoder(*inputs)))[answers.pair]
+            loss = F.softplus(r_l - r_w)
+            values = {'nll': loss, 'margin': r_w - r_l, 'accuracy': ((r_w - r_l).sign() + 1) / 2}
+            loss = loss + cfg.centering * (r_w + r_l).square()
+            return (loss * answers.weight).sum(), {
+                name: (value.detach() * answers.weight).sum() for name, value in values.items()}
+        return compute
+
+    @torch.no_grad()
+    def validation_loss(self, model, packed, cfg, device):
+        """Return the means over held-out prompts, and the ECE of sigmoid(r_w - r_l) over pairs."""
+        values, margins = super().validation_loss(model, packed, cfg, device), []
+        for rows, inputs, _ in train.micro_batches(packed, cfg, device):
+            answers = Answers(packed, rows, None, device)
+            r_w, r_l = model.rewards(answers.gather(model.decoder(*inputs)))[answers.pair]
+            margins.append((r_w - r_l).double().cpu())
+        margin = torch.cat(margins)
+        return values | {'val_ece': metrics.ece(torch.sigmoid(margin.abs()).numpy(),
+                                                (margin > 0).numpy())}
 
 
 def print_lengths(sequences):
@@ -333,7 +379,7 @@ def print_lengths(sequences):
 def align(cfg):
     """Do the run `cfg`, an AlignConfig; return and raise as `train.train`."""
     check_align_config(cfg)
-    return train.train(cfg, Preferences())
+    return train.train(cfg, RewardModel() if cfg.method == 'reward' else Preferences())
 
 
 def main(argv):

@@ -152,6 +152,7 @@ class ModelConfig:
     eos_token_id: int | list | None = None
     dtype: str = 'float32'                          # of the weights on disk
     temperature: float = 1.0                        # divides the logits, before they are capped
+    reward: bool = False                            # a score in place of the output matrix
     hf: dict = field(default_factory=dict)          # the config.json that this was read from
 
     def __post_init__(self):
@@ -491,7 +492,9 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        if not config.tie_word_embeddings:
+        if config.reward:
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+        elif not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.embed_size, config.vocab_size, bias=False)
 
     @property
@@ -500,8 +503,8 @@ class CausalLM(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """Return the output matrix [V, D]: the embedding if they are tied."""
-        tied = self.config.tie_word_embeddings
+        """Return the output matrix [V, D]: the embedding if they are tied, or in a reward model."""
+        tied = self.config.tie_word_embeddings or self.config.reward
         return (self.model.embed_tokens if tied else self.lm_head).weight
 
     @property
@@ -528,6 +531,19 @@ class CausalLM(nn.Module):
         else:
             z = F.linear(hidden.float(), self.head.float())
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
+
+    def become_reward_model(self):
+        """Replace the output matrix by a score [1, D] of zeros, in place."""
+        if not (self.config.tie_word_embeddings or self.config.reward):
+            del self.lm_head
+        self.config.reward, like = True, self.model.embed_tokens.weight
+        self.score = nn.Linear(self.config.hidden_size, 1, bias=False, device=like.device,
+                               dtype=like.dtype)
+        nn.init.zeros_(self.score.weight)
+
+    def rewards(self, hidden: Tensor) -> Tensor:
+        """Return the rewards [...] of hidden states [..., D] at the last token of an answer."""
+        return F.linear(hidden.float(), self.score.weight.float()).squeeze(-1)
 
     def init_weights(self):
         """Draw normal weights for training from scratch, smaller if the output is a residual."""

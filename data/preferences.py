@@ -251,15 +251,19 @@ def to_tree(tokens, loss_mask):
     return Tree((), tokens[:begin], leaves, [begin] * len(leaves)), ranks
 
 
-def pack_rankings(sequences, row_length, multiple=1):
+def pack_rankings(sequences, row_length, multiple=1, last=False):
     """Pack sequences of `load_preferences` into rows of trees, each in one row.
 
     Returns a dict of int64 arrays [rows, row_length] as `packing.pack`, and of lists:
 
-    scored  per row, int64 [4, n]: tree, answer, index in the row of the token before, the token
+    scored  per row, int64 [4, n]: tree, answer, index in the row of the token before, the token;
+            with last=True only the index of each answer's last token, which a reward needs
     ranks   per tree, the rank of each answer
     """
     trees, ranks = zip(*(to_tree(*sequence) for sequence in sequences), strict=True)
+    if last:    # a token that follows each answer, so that its last token predicts something
+        trees = [Tree((), tree.stem, [[*leaf, 0] for leaf in tree.leaves],
+                      [len(tree.stem) + len(leaf) for leaf in tree.leaves]) for tree in trees]
     lengths = [len(tree.stem) + sum(len(tree.leaves[k]) - 1 for k, *_ in tree.branches)
                for tree in trees]
     row_of = first_fit(lengths, row_length)

@@ -211,7 +211,7 @@ def draw_loss(out_dir):
         for key, label, mark in (('loss', 'loss', marker), ('nll', 'NLL', marker),
                                  ('val_nll', 'NLL, held out', 'o')):
             points = [(r['step'], r[key]) for r in log if key in r]
-            if points and not (key == 'loss' and all(r['loss'] == r['nll'] for r in log)):
+            if points and not (key == 'loss' and all(r['loss'] == r.get('nll') for r in log)):
                 top.plot(*zip(*points, strict=True), marker=mark, label=label, **style)
         top.set_ylabel('nats per token')
         top.set_title(figure_title(out_dir.name, 70), fontsize=10)

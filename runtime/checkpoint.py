@@ -103,12 +103,18 @@ def _download(name, path, revision, weights):
     return folder
 
 
-def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None) -> CausalLM:
+def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
+         reward: bool = False) -> CausalLM:
     """Return a CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
-    Raises CheckpointError as `read_config` and `check_weights` do.
+    reward: whether it must be a reward model, which has a score in place of the output matrix.
+    Raises CheckpointError for the other kind, and as `read_config` and `check_weights` do.
     """
     config = read_config(folder, seq2seq=True)
+    if getattr(config, 'reward', False) != reward:
+        raise CheckpointError(f'{folder} is {"no" if reward else "a"} reward model: it has '
+                              f'{"an output matrix" if reward else "a score"}, and '
+                              f'{"a score" if reward else "an output matrix"} is needed')
     dtype = dtype or getattr(torch, config.dtype)
     files = check_weights(folder, config)
     with torch.device('meta'):

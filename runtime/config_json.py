@@ -21,6 +21,7 @@ ARCHITECTURES = {'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM',
                  'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM',
                  'gemma': 'GemmaForCausalLM', 'gemma2': 'Gemma2ForCausalLM',
                  'gpt_neox': 'GPTNeoXForCausalLM'}
+REWARD = 'CausalLM', 'SequenceClassification'     # how transformers names a reward model
 # The keys of a family beyond those of COMMON, and what transformers assumes where they are missing.
 # A key that is in neither means nothing to transformers.
 COMMON = {'vocab_size': None, 'hidden_size': None, 'num_hidden_layers': None,
@@ -204,6 +205,8 @@ def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
         layers=_layers(v, ropes, where), temperature=float(own.get('temperature', 1.0)),
         dtype=raw.get('dtype') or raw.get('torch_dtype') or 'float32', hf=hf,
         **{f.name: v[f.name] for f in fields(ModelConfig) if f.name in v})
+    kinds = [name.rpartition('For')[2] for name in raw.get('architectures') or ()]
+    config.reward = 'SequenceClassification' in kinds
     config.final_logit_softcapping = v.get('final_logit_softcapping', own.get('softcap'))
     if 'query_pre_attn_scalar' in v:
         config.scale = v['query_pre_attn_scalar'] ** -0.5
@@ -217,6 +220,9 @@ def config_to_hf(config: ModelConfig) -> dict:
     kind, cap = config.model_type, config.final_logit_softcapping
     own = {} if config.temperature == 1 else {'temperature': config.temperature}
     values = {'architectures': [ARCHITECTURES[kind]], 'torch_dtype': config.dtype}
+    if config.reward:       # transformers has as many labels as names
+        values |= {'architectures': [ARCHITECTURES[kind].replace(*REWARD)],
+                   'id2label': {'0': 'LABEL_0'}, 'label2id': {'LABEL_0': 0}}
     if 'final_logit_softcapping' in DEFAULTS[kind]:
         values['final_logit_softcapping'] = cap
     elif cap:

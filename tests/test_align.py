@@ -15,7 +15,7 @@ import align
 import train
 from align import PAIR_LOSSES, AlignConfig, Pairs, Preferences
 from runtime import checkpoint
-from runtime.errors import ConfigError
+from runtime.errors import CheckpointError, ConfigError
 
 E, BETA, GAMMA = 0.1, 0.3, 0.5
 
@@ -107,10 +107,10 @@ def config(base, folder, rows, **values):
                        pack_len=96, checkpoint_epochs=False, workers=1, beta=BETA, **values)
 
 
-def stage_of(cfg):
+def stage_of(cfg, stage=None):
     """Return (a Preferences with loaded data, the model, the tokenizer)."""
     from data.tokenizer import load_model_tokenizer
-    stage = Preferences()
+    stage = stage or Preferences()
     model_config = checkpoint.read_config(cfg.model)
     tokenizer = load_model_tokenizer(cfg.model, model_config)
     stage.load_sequences(cfg, tokenizer)
@@ -218,6 +218,69 @@ def test_lora_begins_at_its_reference_and_held_out_pairs_are_scored(base, tmp_pa
     assert log[0]['loss'] == pytest.approx(math.log(2), abs=1e-4)
     assert log[-1]['val_accuracy'] == 1 and log[-1]['val_loss'] < 0.4
     assert (tmp_path / 'run/adapter/adapter_model.safetensors').exists()
+
+
+# ---- Reward models -------------------------------------------------------------------------------
+
+def test_a_reward_model_is_that_of_transformers_and_no_language_model(base, tmp_path):
+    transformers = pytest.importorskip('transformers')
+    cfg = config(base, tmp_path, ROWS, method='reward', epochs=40, lr=3e-3)
+    align.align(cfg)
+    log = log_of(cfg)
+    assert log[0]['loss'] == pytest.approx(math.log(2), abs=1e-5) and log[0]['accuracy'] == 0.5
+    assert log[-1]['loss'] < 0.1 and log[-1]['accuracy'] == 1
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        cfg.out_dir, dtype=torch.float32).eval()
+    assert theirs.config.num_labels == 1
+    ours = checkpoint.load(cfg.out_dir, reward=True)
+    for seed in range(5):
+        tokens = torch.randint(3, 400, (1, 20 + seed), generator=torch.manual_seed(seed))
+        hidden = ours.decoder(tokens, torch.arange(tokens.shape[1])[None], None)
+        with torch.no_grad():
+            reward = ours.rewards(hidden[:, -1])
+            assert reward.item() == pytest.approx(theirs(tokens).logits.item(), rel=1e-4, abs=1e-5)
+    with pytest.raises(CheckpointError, match='is a reward model: it has a score, and an output'):
+        checkpoint.load(cfg.out_dir)
+    with pytest.raises(CheckpointError, match='is no reward model'):
+        checkpoint.load(base, reward=True)
+
+
+def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base, tmp_path):
+    cfg = config(base, tmp_path, ROWS, method='reward', centering=0.1)
+    stage, model, _ = stage_of(cfg, align.RewardModel())
+    torch.nn.init.normal_(model.score.weight)
+    from data.preferences import to_tree
+    total = 0
+    for i in range(len(stage.sequences)):
+        tree, ranks = to_tree(*stage.sequences[i])
+        r = []
+        for leaf in tree.leaves:
+            tokens = torch.tensor([tree.stem + leaf])
+            hidden = model.decoder(tokens, torch.arange(tokens.shape[1])[None], None)
+            r.append((hidden[0, -1].double() * model.score.weight[0].double()).sum())
+        losses = [-torch.nn.functional.logsigmoid(r[j] - r[k]) + 0.1 * (r[j] + r[k]) ** 2
+                  for j in range(len(r)) for k in range(len(r)) if ranks[j] < ranks[k]]
+        total = total + torch.stack(losses).mean() / len(stage.sequences)
+    total.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    packed = stage.pack_batch(cfg, stage.sequences, np.array([3, 1, 0, 2]), 1)
+    values = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)
+    assert values['loss'].item() == pytest.approx(total.item(), rel=1e-5)
+    for name, p in model.named_parameters():
+        assert off(p.grad, expected[name]) < 2e-5, name
+
+
+def test_a_reward_model_reports_the_calibration_of_held_out_pairs(base, tmp_path):
+    rows = [{'prompt': f'Name {i}.', 'chosen': 'Yes.', 'rejected': 'No!'} for i in range(10)]
+    cfg = replace(config(base, tmp_path, rows, method='reward', epochs=20, lr=1e-2, lora=True,
+                         val_size=4, val_every=10), batch_size=6)
+    align.align(cfg)
+    log = log_of(cfg)
+    assert log[-1]['val_accuracy'] == 1 and log[-1]['val_loss'] < 0.3
+    assert log[-1]['val_ece'] == pytest.approx(1 - math.exp(-log[-1]['val_loss']), abs=0.02)
+    assert not (tmp_path / 'run/adapter').exists()      # the score is no adapter
+    checkpoint.load(cfg.out_dir, reward=True)
 
 
 @pytest.mark.slow
