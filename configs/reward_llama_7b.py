@@ -1,8 +1,8 @@
 """The reward model of 'On the Calibration of Large Language Models and Alignment' (table 3).
 
-data is comparison_data_v2.json of github.com/Instruction-Tuning-with-GPT-4/GPT-4-LLM. The paper does
-not say how it makes pairs of the three scored answers; here all pairs of unequal scores count, with
-one weight per prompt.
+data is comparison_data_v2.json of github.com/Instruction-Tuning-with-GPT-4/GPT-4-LLM. The paper
+does not say how it makes pairs of the three scored answers; here all pairs of unequal scores count,
+with one weight per prompt.
 """
 
 out_dir = 'out/reward_llama_7b'
