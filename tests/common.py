@@ -51,7 +51,7 @@ def config(tmp_path, content, *arguments):
 def write_hub_tasks(folder, n=12):
     """Write tasks of n rows into `folder` as the hub has them; return {dataset: {config: splits}}.
 
-    openbookqa, winogrande, super_glue and piqa; the splits are {name: rows}.
+    openbookqa, winogrande, super_glue, piqa and truthful_qa; the splits are {name: rows}.
     """
     names, things = ('Maria', 'Tom', 'Aisha', 'Wei'), ('a lamp', 'Warm water', 'the moon', 'ice.')
     sentences = ('The {0} met {1} at {2}, but _ was late again.', '_ thanked {1} for {2}.',
@@ -70,7 +70,11 @@ def write_hub_tasks(folder, n=12):
             'passage': f'Numbers -- {i} is a number.\nIt follows {i - 1}.' + '\n' * (i % 3)}),
         'baber/piqa': ('', 'train validation', lambda i: {
             'goal': f'To boil {i} eggs,', 'sol1': f'use {things[i % 4]}', 'label': i % 2,
-            'sol2': f'Use {things[(i + 2) % 4]} and wait.'})}
+            'sol2': f'Use {things[(i + 2) % 4]} and wait.'}),
+        'truthfulqa/truthful_qa': ('multiple_choice', 'validation', lambda i: {
+            'question': f'What do {i} fish eat?', 'mc1_targets': {
+                'choices': [f'{i} fish eat {thing}' for thing in things[:2 + i % 3]],
+                'labels': [1] + [0] * (1 + i % 3)}})}
     for dataset, (config, splits, row) in content.items():
         content[dataset] = {config: {split: [row(i) for i in range(n)] for split in splits.split()}}
         for split, rows in content[dataset][config].items():

@@ -1562,10 +1562,16 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
                'cambridgeltl/xcopa': {'sw': {k: picked['xcopa/test.sw.jsonl']
                                              for k in ('validation', 'test')}}}
     content |= write_hub_tasks(tmp_path)
+    neqa = [{'prompt': f'{i} is not a\nA. number\nB. bird\nAnswer:' + ' ' * (i % 2),
+             'classes': [' A', ' B'] if i % 2 == 0 else ['A', 'B'], 'answer_index': 1}
+            for i in range(12)]
+    write_rows(tmp_path / 'neqa.jsonl', neqa)
+    content['inverse-scaling/NeQA'] = {'': {'train': neqa}}
     (tmp_path / 'data.json').write_text(json.dumps(content))
     (tmp_path / 'harness.py').write_text(HARNESS)
     calls = [(['mmlu_anatomy'], 5), (['arc_easy', 'hellaswag', 'xcopa_sw', 'openbookqa', 'piqa',
-                                      'winogrande', 'boolq'], 0)]
+                                      'winogrande', 'boolq', 'truthfulqa_mc1',
+                                      'inverse_scaling_neqa'], 0)]
     # elsewhere: its package `evaluate` has the name of our file
     done = subprocess.run([sys.executable, 'harness.py', folder, 'data.json', json.dumps(calls),
                            'found.json'], cwd=tmp_path, capture_output=True, text=True,
@@ -1580,13 +1586,17 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
                                ('openbookqa', f'openbookqa:{tmp_path / "openbookqa"}', 0),
                                ('piqa', f'piqa:{tmp_path / "piqa"}', 0),
                                ('winogrande', f'winogrande_xl:{tmp_path / "winogrande"}', 0),
-                               ('boolq', f'boolq:{tmp_path / "super_glue"}', 0)):
+                               ('boolq', f'boolq:{tmp_path / "super_glue"}', 0),
+                               ('truthfulqa_mc1', f'truthfulqa_mc1:{tmp_path / "truthful_qa"}', 0),
+                               ('inverse_scaling_neqa', str(tmp_path / 'neqa.jsonl'), 0)):
         out = tmp_path / f'out-{task}'
         evaluate.main([f'--model={folder}', f'--tasks={place}', f'--shots={shots}',
                        '--prompt_format=harness', f'--out_dir={out}', '--n_bootstrap=0'])
         ours = [s['log_probs'] for s in report.read_samples(out / 'samples.jsonl')]
         assert len(ours) == len(theirs['found'][task]) > 10
         for a, b in zip(ours, theirs['found'][task], strict=True):
+            if task == 'truthfulqa_mc1':    # whose options have another order here
+                a, b = sorted(a), sorted(b)
             assert a == pytest.approx(b, abs=1e-4)
 
 
