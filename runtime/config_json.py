@@ -77,7 +77,8 @@ FIELDS = {key: rule for keys, rule in {
     'rotary_pct': [SHARE],
     'attn_logit_softcapping final_logit_softcapping': [CAP, None],
     'initializer_range attention_dropout hidden_dropout classifier_dropout': [SHARE],
-    'bos_token_id eos_token_id pad_token_id': [TOKEN, [TOKEN], None],
+    'bos_token_id eos_token_id': [TOKEN, [TOKEN], None],
+    'pad_token_id': [(-1, 2**31), [TOKEN], None],    # -1: none, in early conversions of LLaMA
     'dtype torch_dtype': ['float32', 'bfloat16', 'float16', 'float64', None],
     'tie_word_embeddings use_cache attention_bias mlp_bias use_parallel_residual is_decoder '
     'use_sliding_window': [bool],

@@ -105,7 +105,7 @@ LLAMA_2 = LLAMA_1 | {'max_position_embeddings': 4096, 'num_key_value_heads': 32,
 
 
 @pytest.mark.parametrize('raw, heads', [
-    (LLAMA_1, 32), (LLAMA_2, 32),
+    (LLAMA_1, 32), (LLAMA_1 | {'pad_token_id': -1}, 32), (LLAMA_2, 32),
     (LLAMA_2 | {'hidden_size': 8192, 'intermediate_size': 28672, 'num_attention_heads': 64,
                 'num_hidden_layers': 80, 'num_key_value_heads': 8}, 8)])
 def test_configs_of_llama_1_and_2_are_read(raw, heads, tmp_path):
