@@ -36,7 +36,7 @@ Effects of Language Model Instruction-Tuning', appendix A.
 import bisect
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -132,8 +132,12 @@ def label_nll(probs, labels, scores=None):
            f'option {k} {p[i, k]:.6g}, probs {probs[i, k]:.6g}')
     z = np.asarray(scores, dtype=np.float64)
     refuse(np.isinf(z[rows, labels]), lambda i: f'label {labels[i]} has the score -inf')
+    return _nll_of_scores(z, labels)
+
+
+def _nll_of_scores(z, labels):
     z = z - z.max(1, keepdims=True)
-    return np.log(np.exp(z).sum(1)) - z[rows, labels]
+    return np.log(np.exp(z).sum(1)) - z[np.arange(len(z)), labels]
 
 
 def brier(probs, labels) -> float:
@@ -203,7 +207,7 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
         p = np.where(is_label, np.maximum(probs.astype(np.float64), NLL_FLOOR), probs)
         scores = np.log(p, out=np.full(p.shape, -np.inf), where=p > 0)
     scaled = np.asarray(scores, np.float64) / best_temperature(scores, is_label)
-    parts = {'nll': float(label_nll(softmax(scaled), labels, scaled).mean()),
+    parts = {'nll': float(_nll_of_scores(scaled, labels).mean()),
              'brier': brier(softmax(scaled), labels)}
     return {f'{key}_refinement': part for key, part in parts.items()} | {
         f'{key}_calibration': whole[key] - part for key, part in parts.items()}
@@ -683,29 +687,34 @@ class Measure(NamedTuple):
     """
     key: str                            # in results.json
     title: str                          # of a column
-    function: Callable[..., float]
+    function: Callable[..., Any]
     higher_is_better: bool | None       # None: neither is
     needs: str = 'prediction'
     format: str = '.3f'
     tables: tuple[str, ...] = ('results', 'compare')
+    part: str | int | None = None       # of what the function returns, if that is several numbers
 
     def value(self, probs, labels, n_options=None, scores=None):
         """Return the measure of these predictions, a float; an int if the function returns one."""
+        return self.number(self.call(probs, labels, n_options, scores))
+
+    def call(self, probs, labels, n_options, scores):
+        """Return what the function returns: a number, or several of which this is one."""
         more = {'n_options': {'n_options': n_options}, 'scores': {'scores': scores}}
-        value = self.function(probs, labels, **more.get(self.needs, {}))
+        return self.function(probs, labels, **more.get(self.needs, {}))
+
+    def number(self, result):
+        """Return the measure in a result of its function."""
+        value = result if self.part is None else result[self.part]
         return value if type(value) is int else float(value)
 
 
-def _part(function, part, **settings):
-    """Return a function: `part`, a key or an index, of what `function` returns."""
-    return lambda probs, labels, **more: function(probs, labels, **settings, **more)[part]
-
-
 ALL_TABLES = ('runs', 'results', 'compare')
+_LAC, _APS = partial(conformal, method='lac'), partial(conformal, method='aps')
 MEASURES = (
     Measure('accuracy', 'accuracy', accuracy, True, tables=ALL_TABLES),
-    Measure('accuracy_low', 'accuracy, from', _part(wilson_interval, 0), None, tables=()),
-    Measure('accuracy_high', 'accuracy, to', _part(wilson_interval, 1), None, tables=()),
+    Measure('accuracy_low', 'accuracy, from', wilson_interval, None, tables=(), part=0),
+    Measure('accuracy_high', 'accuracy, to', wilson_interval, None, tables=(), part=1),
     Measure('confidence', 'confidence', mean_confidence, None, tables=('runs', 'results')),
     Measure('gap', 'confidence - accuracy', gap, None, tables=()),
     Measure('entropy_bits', 'entropy (bits)', entropy, None, 'options', tables=ALL_TABLES),
@@ -722,7 +731,7 @@ MEASURES = (
     Measure('nll', 'NLL (nats)', nll, False, 'scores', tables=('results',)),
     Measure('ece_15', 'ECE, 15 bins', partial(ece, n_bins=15), False, tables=()),
     Measure('mce', 'MCE', mce, False, tables=()),
-    Measure('mce_count', 'rows in the bin of MCE', _part(mce_bin, 1), None, format='d', tables=()),
+    Measure('mce_count', 'rows in the bin of MCE', mce_bin, None, format='d', tables=(), part=1),
     Measure('ece_equal_mass', 'ECE, equal mass', ece_equal_mass, False, tables=()),
     Measure('ece_sweep', 'ECE, sweep', ece_sweep, False, tables=()),
     Measure('ece_debiased', 'ECE, debiased', ece_debiased, False, tables=()),
@@ -739,18 +748,24 @@ MEASURES = (
     Measure('excess_aurc', 'excess AURC', excess_aurc, False, tables=()),
     Measure('prr', 'prediction-rejection ratio', prr, True, tables=()),
     Measure('bas', 'BAS', bas, True, tables=()),
-    Measure('brier_top_label', 'Brier of the prediction', _part(murphy, 'brier'), False, tables=()),
+    Measure('brier_top_label', 'Brier of the prediction', murphy, False, tables=(), part='brier'),
     Measure('brier_skill', 'Brier skill', brier_skill, True, tables=()),
-    Measure('reliability', 'reliability', _part(murphy, 'reliability'), False, tables=()),
-    Measure('resolution', 'resolution', _part(murphy, 'resolution'), True, tables=()),
-    Measure('uncertainty', 'uncertainty', _part(murphy, 'uncertainty'), None, tables=()),
-    Measure('within_bin', 'within-bin term', _part(murphy, 'within_bin'), None, tables=()),
-    *(Measure(f'{loss}_{part}', f'{title}, {part}', _part(refinement, f'{loss}_{part}'), False,
-              'scores', tables=()) for loss, title in (('nll', 'NLL'), ('brier', 'Brier'))
-      for part in ('refinement', 'calibration')),
-    *(Measure(f'{method}_{name}', f'{method.upper()} {name}', _part(conformal, i, method=method),
-              better, 'n_options', tables=()) for method in ('lac', 'aps')
-      for i, (name, better) in enumerate((('coverage', None), ('size', False)))),
+    Measure('reliability', 'reliability', murphy, False, tables=(), part='reliability'),
+    Measure('resolution', 'resolution', murphy, True, tables=(), part='resolution'),
+    Measure('uncertainty', 'uncertainty', murphy, None, tables=(), part='uncertainty'),
+    Measure('within_bin', 'within-bin term', murphy, None, tables=(), part='within_bin'),
+    Measure('nll_refinement', 'NLL, refinement', refinement, False, 'scores', tables=(),
+            part='nll_refinement'),
+    Measure('nll_calibration', 'NLL, calibration', refinement, False, 'scores', tables=(),
+            part='nll_calibration'),
+    Measure('brier_refinement', 'Brier, refinement', refinement, False, 'scores', tables=(),
+            part='brier_refinement'),
+    Measure('brier_calibration', 'Brier, calibration', refinement, False, 'scores', tables=(),
+            part='brier_calibration'),
+    Measure('lac_coverage', 'LAC coverage', _LAC, None, 'n_options', tables=(), part=0),
+    Measure('lac_size', 'LAC size', _LAC, False, 'n_options', tables=(), part=1),
+    Measure('aps_coverage', 'APS coverage', _APS, None, 'n_options', tables=(), part=0),
+    Measure('aps_size', 'APS size', _APS, False, 'n_options', tables=(), part=1),
 )
 
 
@@ -771,11 +786,15 @@ def report(probs, labels, n_options=None, *, scores=None) -> Report:
         raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
     # sorted once, since sorting sorted rows is fast; ties stay in the order given
     order = np.argsort(confidence, kind='stable')
-    prediction = confidence[order], correct[order]
-    return Report({'n': len(correct)} | {
-        x.key: x.value(*prediction) if x.needs == 'prediction' else
-        x.value(probs, labels, n_options, scores)
-        for x in MEASURES if x.needs == 'prediction' or has_options})
+    prediction = confidence[order], correct[order], None, None
+    values, results = Report(n=len(correct)), {}
+    for x in MEASURES:
+        if x.needs == 'prediction' or has_options:
+            if x.function not in results:       # several measures may be parts of one result
+                results[x.function] = x.call(*(
+                    prediction if x.needs == 'prediction' else (probs, labels, n_options, scores)))
+            values[x.key] = x.number(results[x.function])
+    return values
 
 
 # Predictions and bins, which scaling.py and stats.py use too
@@ -870,16 +889,16 @@ def best_temperature(scores, targets) -> float:
     distributions over the options, such as one-hot labels. The cross-entropy is convex in 1 / T;
     Newton's method, with a bisection where a step does not halve the one before the last.
     """
-    z = np.asarray(scores, np.float64)
-    is_option = np.isfinite(z)
-    margins = np.where(is_option, z, 0)
-    margins -= np.where(is_option, (margins * targets).sum(1, keepdims=True), margins)
+    z = np.array(np.transpose(scores), np.float64, order='C')       # [K, N]: sums over K are fast
+    z -= z.max(0)
+    weighted = np.where(targets.T, z, 0) * targets.T
+    margins = np.where(np.isfinite(z), z - weighted.sum(0), 0)
     low, high, inverse, before, last = 1e-3, 1e3, 1.0, np.inf, np.inf
     while abs(last) > 1e-14 * inverse:
-        p = softmax(z, 1 / inverse)
-        mean = np.einsum('ik,ik->i', p, margins)
-        slope = mean.mean()
-        curvature = (np.einsum('ik,ik,ik->i', p, margins, margins) - mean**2).mean()
+        p = np.exp(inverse * z)
+        p /= p.sum(0)
+        mean = (p * margins).sum(0)
+        slope, curvature = mean.mean(), ((p * margins * margins).sum(0) - mean**2).mean()
         # the slope of a separable set is negative, or 0 where its exponentials underflow
         low, high = (low, inverse) if slope > 0 else (inverse, high)
         newton = inverse - slope / curvature if curvature > 0 else np.nan

@@ -118,15 +118,15 @@ class _Sums:
 
     def __init__(self, confidence, correct, arrays, chunk, more=()):
         c = confidence.astype(np.float64)
-        columns = {'accuracy': correct.astype(np.float64), 'confidence': c, 'gap': c - correct,
+        columns = {'accuracy': correct.astype(np.float64), 'confidence': c,
                    'bas': metrics.row_bas(confidence, correct),
                    'brier_top_label': (c - correct) ** 2}
-        self.by_confidence = _SortedGaps(confidence, columns['gap'], 10)
+        self.by_confidence = _SortedGaps(confidence, c - correct, 10)
         self.by_option: list[_SortedGaps] = []
         if arrays:
             option_columns, self.by_option = _option_columns(*arrays)
             columns |= option_columns
-        self.keys = {*columns, 'brier_skill', 'ece', 'mce', 'ece_equal_mass', 'rmsce', 'mad',
+        self.keys = {*columns, 'gap', 'brier_skill', 'ece', 'mce', 'ece_equal_mass', 'rmsce', 'mad',
                      *(('sce', 'ace') if arrays else ())}
         columns |= more
         self.columns, self.terms = [*columns], np.stack([*columns.values()])    # [columns, N]
@@ -139,6 +139,7 @@ class _Sums:
         # no product of matrices: a BLAS library would start threads in each of several processes
         totals = np.einsum('rn,cn->cr', counts, self.terms)
         values = {key: total / n for key, total in zip(self.columns, totals, strict=True)}
+        values['gap'] = values['confidence'] - values['accuracy']
         spread = values['accuracy'] * (1 - values['accuracy'])
         values['brier_skill'] = 1 - values['brier_top_label'] / np.where(spread, spread, np.nan)
         drawn, gap_sums = rows.accumulate(counts, self.workspace)
