@@ -146,12 +146,13 @@ def mmlu_samples(folder):
 
     (None, None) without samples.
     """
-    path = Path(folder, 'samples.jsonl')
-    if not measured(folder, 'mmlu') or not path.exists():
+    path, result = Path(folder, 'samples.jsonl'), measured(folder, 'mmlu')
+    if not result or not path.exists():
         return None, None
     with open(path, encoding='utf-8') as file:      # most lines are of the other tasks
         rows = latest_samples([json.loads(line) for line in file if '"task": "mmlu"' in line])
-    return report.predictions(rows, 'sum'), np.array([row['log_probs'] for row in rows])
+    return (report.predictions(rows, result['norm']),
+            np.array([row['log_probs'] for row in rows]))
 
 
 def unnormalized_ece(folder):

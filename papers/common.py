@@ -343,7 +343,7 @@ def draw_lines(path, panels, x_label, y_label, metric='ece', log=False):
         ax.set(xlabel=x_label, ylabel=y_label, xscale='log' if log else 'linear')
         if not log:
             ax.set_xticks(sorted({x for points in series.values() for x, _ in points}))
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 1.05 * ax.get_ylim()[1])     # a marker at the top is not cut
         if ax.get_legend_handles_labels()[0]:
             ax.legend(fontsize=8)
     with plots.warn_on_failure(path):

@@ -11,9 +11,11 @@ splits); open-instruct at commit e363290 (software).
 Not stated, and chosen here: OpenHermes and Alpaca as the other datasets and the sizes Llama 3.1 8B,
 Gemma 2 2B and Mistral 7B, those of the same authors' multilingual paper, and Mistral's v0.1; for
 each model and dataset the learning rate with the least NLL on 1,000 held-out conversations at
-smoothing 0; 2 epochs, the template, the warm-up and the other settings of open-instruct
-(configs/paper_openinstruct.py lists them), but BOS as the tokenizer has it; letters as options; the
-subject in the header of HellaSwag and ARC ('everyday situations', 'science').
+smoothing 0 (Alpaca has Stanford's 52,000 rows; the multilingual paper cites AlpacaFarm, Dubois et
+al. 2023, for it: change its line in DATA to use that); 2 epochs, the template, the warm-up and the
+other settings of open-instruct (configs/paper_openinstruct.py lists them), but BOS as the tokenizer
+has it; letters as options; the subject in the header of HellaSwag and ARC ('everyday situations',
+'science').
 
 The baselines are chosen here, too: temperature and Platt scaling, fitted on the validation
 questions, and a cap of 30 on the logits, as in Gemma 2, for the models that have none. HellaSwag is

@@ -15,10 +15,12 @@ import sys
 import metrics
 import numpy as np
 import pytest
+import torch
 from common import HERE, SHARED, needs_files, reference_model, sentencepiece_folder, write_rows
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from papers import features, multilingual_printed
 from runtime import ownership
+from safetensors.torch import save_file
 from test_tokenizer import train_bpe
 
 PATTERN = 'data/train-00000-of-00001.parquet'
@@ -403,7 +405,15 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     run_paper(hub, 'alignment', '--only=pythia-70m,', f'--out_dir={out}', *arguments)
     assert not (out / 'aligned').exists()
     assert not read_table(out, 'scales')[0]['facts generation ECE']
-    more = [f'--trex={tmp_path / "trex"}', '--rlhf=huggyllama/llama-13b']
+    # after PPO: merged weights, and the adapter of a model that is not merged
+    lora = tmp_path / 'ppo-2'
+    write_rows(lora / 'adapter_config.json', {
+        'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'r': 2, 'lora_alpha': 32,
+        'base_model_name_or_path': 'huggyllama/llama-7b', 'target_modules': ['q_proj']})
+    layer = 'base_model.model.model.layers.0.self_attn.q_proj'
+    save_file({f'{layer}.lora_A.weight': torch.ones(2, 48),
+               f'{layer}.lora_B.weight': torch.ones(48, 2)}, lora / 'adapter_model.safetensors')
+    more = [f'--trex={tmp_path / "trex"}', f'--rlhf=huggyllama/llama-13b,{lora}']
     printed = run_paper(hub, 'alignment', *only, f'--out_dir={out}', *more, *arguments)
     assert read_table(out, 'scales')[0]['facts generation ECE']     # --trex adds the task
     assert 'Alignment of LLaMA 7B' in printed
@@ -415,7 +425,10 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
                                  for data in ('alpaca', 'oasst1') for epoch in (1, 2, 3)),
                        *(f'rlhf, epoch {epoch}' for epoch in (1, 2, 3))]
     assert all(row['facts generation ECE'] for name, row in rows.items()
-               if name not in ('rlhf, epoch 2', 'rlhf, epoch 3'))
+               if name != 'rlhf, epoch 3')
+    losses = [json.loads((out / 'aligned' / name / 'results.json').read_text())['tasks']['clm'][
+        'pooled']['nll'] for name in ('base', 'rlhf/report-1', 'rlhf/report-2')]
+    assert losses[0] == losses[1] != losses[2]      # the stand-ins are one model
     # both datasets have the 12 pairs of OASST1
     for name in ('alpaca', 'oasst1'):
         log = (out / 'aligned' / f'{name}-full' / 'log.jsonl').read_text().splitlines()
@@ -453,7 +466,6 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
 def test_features_are_the_hidden_states_of_transformers_and_their_covariance(tmp_path, capsys,
                                                                             pooling):
     """Pooled without BOS and padding; the singular values by numpy's SVD."""
-    import torch
     reference = reference_model('llama', tmp_path / 'model', vocab_size=450)
     sentencepiece_folder(tmp_path / 'model', 'llama2')
     rows = [{'instruction': f'What is {i}?', 'output': f'It is {i * i}, ' + 'quick fox ' * (i % 7)}
