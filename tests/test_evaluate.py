@@ -57,6 +57,14 @@ def random_trees(rng, own_starts=True, n=12):
     return trees
 
 
+def in_several_orders(tree):
+    """The tree of three letters after each of the leaves, as after each order of the options."""
+    before = len(tree.prefix) + len(tree.stem)
+    return packing.Tree(tree.prefix, tree.stem, [[*leaf, k] for leaf in tree.leaves
+                                                 for k in (7, 8, 9)],
+                        [before + len(leaf) for leaf in tree.leaves for _ in range(3)])
+
+
 def plain_log_probs(model, tree, device):
     """Of each option, by one sequence for each."""
     sums = []
@@ -119,9 +127,8 @@ def test_options_that_differ_in_their_last_token_share_the_others(tmp_path):
     """As the letters after each order of the options do."""
     reference_model('llama', tmp_path)
     model, rng = checkpoint.load(tmp_path), np.random.default_rng(0)
-    orders = [rng.integers(0, 211, 6).tolist() for _ in range(3)]
-    tree = packing.Tree((1, 2), [3, 4, 5], [[*order, k] for order in orders for k in (7, 8, 9)],
-                        [11] * 9)
+    tree = in_several_orders(packing.Tree(
+        (1, 2), [3, 4, 5], [rng.integers(1, 211, 6).tolist() for _ in range(3)]))
     ((arrays, scored),) = packing.pack_trees([(0, tree)], 64)
     assert arrays.shape == (3, 64) and len(scored) == tree.n_scored == 9
     assert np.count_nonzero(arrays[0]) == 5 + 3 * 6
@@ -174,6 +181,7 @@ def test_bfloat16_trees_score_as_single_sequences(name, own_starts, device, tmp_
 
     def errors(n):
         trees = random_trees(np.random.default_rng(3), own_starts, n)
+        trees[::4] = map(in_several_orders, trees[::4])
         with torch.no_grad():
             right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
             plain = [np.array(plain_log_probs(half, tree, device)) for tree in trees]
