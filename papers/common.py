@@ -298,6 +298,11 @@ def numbers(result, keys):
     return [f'{result[key]:.3f}' if result.get(key) is not None else '' for key in keys]
 
 
+def paper_column(heading, options):
+    """Return the title of the printed numbers beside the column `heading`."""
+    return f'{heading} (paper{", its own settings" * bool(options.changes)})'
+
+
 def write_tables(tables, folder, doc, changes=()):
     """Print each (name, title, lines) and write <name>.csv, <name>.tex, and tables.md of all.
 

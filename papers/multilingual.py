@@ -4,6 +4,7 @@ et al. 2025).
     python papers/multilingual.py --printed     # what the printed tables say: seconds, no model
     python papers/multilingual.py --plan
     python papers/multilingual.py
+    python papers/multilingual.py --models=aya,gemma3 --figures=am,yo
 
 Stated (section 3): Gemma 2 2B, Mistral 7B and Llama 3.1 8B, tuned on Alpaca, Tulu 3 and OpenHermes;
 learning rates 5e-6, 1e-5, 5e-5 and 1e-4, AdamW, a linear warm-up over 2 % of the steps, batches of
@@ -11,60 +12,140 @@ learning rates 5e-6, 1e-5, 5e-5 and 1e-4, AdamW, a linear warm-up over 2 % of th
 normalized to a distribution; smoothing 0, 0.1 and 0.2 (tables 1 to 73); a Student's t-test.
 Figure 1 compares open models with their instruction-tuned variants.
 
-Not stated, and chosen here: Mistral 7B v0.1; 2 epochs and open-instruct's other settings; the
-learning rate with the least NLL on 1,000 held-out conversations at smoothing 0; 5 shots in the
-question's language after MMLU's English header; the text of an option with its mean log-probability
-per token, whose softmax is the normalized inverse perplexity; the t-test pairs the languages; the
-four languages of figure 1.
+Not stated, and chosen here:
+
+- Scoring: the letters of the listed options, without solved questions (0 shots). The perplexity of
+  one token is its inverse probability. docs/papers.md derives both from the printed numbers. The
+  other reading, texts with their mean log-probability per token: --eval.scoring=text
+  --eval.shots=5.
+- Tuning: LoRA as in open-instruct, with rank 64, alpha 16 and dropout 0.1 on all seven matrices.
+  Only LoRA has a dropout there, and exact AdamW on all weights of 7B and 8B models does not fit on
+  the 80 GB of the same authors' earlier paper. --tuning=full tunes all weights, without dropout.
+- Mistral 7B v0.1; 2 epochs and open-instruct's other settings; the learning rate with the least NLL
+  on 1,000 held-out conversations at smoothing 0; MMLU's English header before questions in their
+  language; for 'Alpaca (Dubois et al., 2023)', who wrote AlpacaFarm, the 52,000 rows of Stanford's
+  Alpaca; the four languages of figure 1.
+- The t-test pairs the languages. They share their questions, so its p is far too small: beside it
+  stands the p of a bootstrap that draws questions, each in all its languages (shared_questions.py).
+  Significance in the appendix is p < 0.05 of that bootstrap, within the language; it tests
+  accuracy, entropy and ECE.
 
 The printed column RMS is below ECE in many rows, so it is no root mean square of the gaps. It is
 probably `rms_mmlu_repo` of metrics.py, which is shown beside RMSCE as the paper defines it. Rows of
-all languages are pooled, as the printed ones for Global-MMLU seem to be; those printed for
-MMLU-ProX do not follow from the tables by language. The MMLU-ProX language printed as 'rj' is read
-as Russian, and the second '0.1' of Tulu 3 in tables 27 and 31 as 0.2.
-
-Different here: all weights are tuned without dropout, as in papers/label_smoothing.py.
+all languages are pooled. The printed rows of table 2 for Global-MMLU fit that, but for Mistral on
+Alpaca (its entropies) and seven settings whose accuracy is up to 0.004 off the mean of the tables
+by language; those for MMLU-ProX fit neither. The MMLU-ProX language printed as 'rj' is read as
+Russian, and the second '0.1' of Tulu 3 in tables 27 and 31 as 0.2.
 """
 
-import json
+import functools
+import itertools
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from common import COLUMNS, EvalConfig, Run, main, measured, numbers, report, sweep
-from label_smoothing import DATA, EPOCHS, MODELS, TUNING
+from common import (COLUMNS, EvalConfig, Run, changed_report, main, measured, numbers,
+                    paper_column, report, sweep)
+from label_smoothing import DATA, EPOCHS, MODELS, TUNING, TUNING_OPTION, TUNINGS
+from metrics import bins
 from multilingual_printed import BENCHMARKS, CLASSES, PRINTED, print_tables, printed_numbers
-from results.samples import latest_samples
+from results.plots import draw_curves
+from results.samples import latest_samples, read_samples
+from runtime.errors import ConfigError
+from runtime.ownership import claim, write_text
+from runtime.processes import parallel_map
+from shared_questions import p_values, resample
 from stats import student_t
 
-TUNED = {'Gemma2-2B': 'google/gemma-2-2b-it', 'Mistral-7B': 'mistralai/Mistral-7B-Instruct-v0.1',
-         'Llama-3.1-8B': 'meta-llama/Llama-3.1-8B-Instruct'}
+INSTRUCT = {'Gemma2-2B': 'google/gemma-2-2b-it',
+            'Mistral-7B': 'mistralai/Mistral-7B-Instruct-v0.1',
+            'Llama-3.1-8B': 'meta-llama/Llama-3.1-8B-Instruct',
+            'Gemma3-4B': 'google/gemma-3-4b-it'}
+# of --models: name, (hub name, weights). Aya Expanse is published as an instruction-tuned model.
+MORE_MODELS = {'aya': ('Aya-Expanse-8B', ('CohereLabs/aya-expanse-8b', 8.03e9)),
+               'gemma3': ('Gemma3-4B', ('google/gemma-3-4b-pt', 3.88e9))}
 RATES, SMOOTHINGS = (5e-6, 1e-5, 5e-5, 1e-4), (0.1, 0.2)
 # questions times tokens per question: those of English, and twice as many in the other languages
 EVAL_TOKENS = 2 * (42 * 14042 * 95 + 29 * 11759 * 155)
-REPORT = EvalConfig(tasks=tuple(BENCHMARKS), shots=5, scoring='text', norm='token',
-                    on_bad_row='skip')
+REPORT = EvalConfig(tasks=tuple(BENCHMARKS), shots=0, scoring='letters', on_bad_row='skip')
+
+
+def models(options):
+    """Return {name: (hub name, weights)}: the paper's models and those of --models."""
+    names = [name for name in options.models.split(',') if name]
+    if unknown := sorted({*names} - MORE_MODELS.keys()):
+        raise ConfigError(f'--models={unknown[0]}: there are {" and ".join(MORE_MODELS)}')
+    return MODELS | dict(MORE_MODELS[name] for name in names)
 
 
 def runs(options):
-    for model, (hub, params) in MODELS.items():
-        for name, source in (('base', hub), ('instruct', TUNED[model])):
-            yield Run(replace(REPORT, model=source, out_dir=f'{options.out_dir}/{model}/{name}'),
-                      params, eval_tokens=EVAL_TOKENS)
+    for model, (hub, params) in models(options).items():
+        for name, source in (('base', hub), ('instruct', INSTRUCT.get(model))):
+            if source:
+                yield Run(replace(REPORT, model=source,
+                                  out_dir=f'{options.out_dir}/{model}/{name}'),
+                          params, eval_tokens=EVAL_TOKENS)
         for data, (source, tokens) in DATA.items():
-            cfg = replace(TUNING, model=hub, data=source, warmup=0.02, eval=REPORT)
+            cfg = replace(TUNING, model=hub, data=source, warmup=0.02, eval=REPORT,
+                          **TUNINGS[options.tuning])
             yield from sweep(f'{options.out_dir}/{model}/{data}', RATES, SMOOTHINGS, cfg,
                              params=params, train_tokens=EPOCHS * tokens, eval_tokens=EVAL_TOKENS)
 
 
 def rows(options):
-    """Yield (model, data, smoothing, folder) of every row of the tables."""
-    for model in MODELS:
-        yield model, 'base', '', f'{options.out_dir}/{model}/base'
-        yield model, 'instruct', '', f'{options.out_dir}/{model}/instruct'
+    """Yield ((model, data, smoothing), folder) of every row of the tables."""
+    for model in models(options):
+        for name in ('base', 'instruct'):
+            if name == 'base' or model in INSTRUCT:
+                yield (model, name, ''), f'{options.out_dir}/{model}/{name}'
         for data in DATA:
             for s in ('0.0', '0.1', '0.2'):
-                yield model, data, s, f'{options.out_dir}/{model}/{data}/smoothing{float(s):g}'
+                yield ((model, data, s),
+                       f'{options.out_dir}/{model}/{data}/smoothing{float(s):g}')
+
+
+# ------------------------------------------------------------------------------------------------
+# Tables
+# ------------------------------------------------------------------------------------------------
+
+def tables(options):
+    printed = printed_numbers()
+    same_languages = changed_report(REPORT, options).languages == REPORT.languages
+    head = ('model', 'data', 'smoothing', *(column for key in PRINTED for column in (
+        COLUMNS[key], paper_column(COLUMNS[key], options))), COLUMNS['rmsce'])
+    significance = {}
+    for task, (title, languages) in BENCHMARKS.items():
+        results = {key: measured(folder, task) for key, folder in rows(options)}
+        significance[task] = tests = p_by_question(task, dict(rows(options)), results)
+        pooled_lines = [(*head, 'p accuracy, languages', 'p ECE, languages',
+                         'p accuracy, questions', 'p ECE, questions')]
+        by_class, by_language = [('class', *head)], [('language', *head)]
+        for key, result in results.items():
+            reports = result.get('languages', {})
+            plain = results.get((*key[:2], '0.0'), {}).get('languages', reports)
+            pooled_lines.append((
+                *key, *beside(result.get('pooled', {}),
+                              printed.get((task, 'all', *key), {}) if same_languages else {}),
+                *p_by_language(reports, plain),
+                *(f'{p:.2g}' if (p := tests.get(key, {}).get('all', {}).get(name)) else ''
+                  for name in ('accuracy', 'ece'))))
+            for name, members in CLASSES.items():
+                # printed numbers of the same languages, of all if nothing is measured yet
+                members = [x for x in members if x in (reports or languages)]
+                by_class.append((name, *key, *beside(
+                    mean_of([reports[x] for x in members if x in reports]),
+                    mean_of([printed[task, x, *key] for x in members
+                             if (task, x, *key) in printed]))))
+        for x in languages:
+            by_language += [(x, *key, *beside(result.get('languages', {}).get(x, {}),
+                                              printed.get((task, x, *key), {})))
+                            for key, result in results.items()]
+        yield task, f'{title}, all languages together (tables 1 and 2)', pooled_lines
+        yield f'{task}_classes', f'{title}, means over the languages of a class', by_class
+        yield f'{task}_languages', f'{title} by language (tables 3 to 73)', by_language
+    write_appendix(options, significance)
+    draw_figures(options)
 
 
 def beside(result, printed):
@@ -79,65 +160,124 @@ def mean_of(reports):
             if reports and all(key in r for r in reports)}
 
 
-def p_values(reports, plain):
-    """Return the p of accuracy and ECE against smoothing 0, paired over the languages."""
+def p_by_language(reports, plain):
+    """Return the p of accuracy and ECE against smoothing 0, by the t-test over the languages."""
     both = sorted(reports.keys() & plain.keys())
     return [f'{student_t([reports[x][key] - plain[x][key] for x in both])[2]:.2g}'
             if len(both) > 1 and reports is not plain else '' for key in ('accuracy', 'ece')]
 
 
-def tables(options):
-    printed, measures = printed_numbers(), [c for key in PRINTED
-                                            for c in (COLUMNS[key], f'{COLUMNS[key]} (paper)')]
-    head = ('model', 'data', 'smoothing', *measures, COLUMNS['rmsce'])
+def p_by_question(task, folders, results):
+    """Return {row: {language or 'all': {metric: p}}} of each smoothed run against smoothing 0."""
+    pairs = {key: (*key[:2], '0.0') for key in folders if key[2] in ('0.1', '0.2')}
+    pairs = {key: plain for key, plain in pairs.items() if results[key] and results[plain]}
+    needed = sorted({*pairs, *pairs.values()})
+    # a process needs about 2 GB for the samples of 42 languages
+    values = parallel_map(functools.partial(resample_run, task), [folders[key] for key in needed],
+                          worth_it=bool(needed), most=4)
+    values = dict(zip(needed, values, strict=True))
+    return {key: p_values(values[plain], values[key]) for key, plain in pairs.items()}
+
+
+def resample_run(task, folder):
+    return resample(predictions(folder, task))
+
+
+def write_appendix(options, significance):
+    """Write appendix.tex and appendix.md, a table per language in the layout of tables 3 to 73.
+
+    Bold is the better of smoothing 0 and 0.1, and italic if the difference is significant.
+    """
+    order = [(data, model, s) for data in ('base', 'instruct', *DATA) for model in models(options)
+             for s in (('0.0', '0.1', '0.2') if data in DATA else ('',))]
+    head = ('SFT dataset', 'model', 'smoothing', *(COLUMNS[key] for key in PRINTED))
+    folders, tex, markdown = dict(rows(options)), [], []
     for task, (title, languages) in BENCHMARKS.items():
-        results = {row[:3]: measured(row[3], task) for row in rows(options)}
-        pooled_lines, by_class = [(*head, 'p accuracy', 'p ECE')], [('class', *head)]
-        for key, result in results.items():
-            reports = result.get('languages', {})
-            plain = results.get((*key[:2], '0.0'), {}).get('languages', reports)
-            pooled_lines.append((*key, *beside(result.get('pooled', {}), printed.get(
-                (task, 'all', *key), {})), *p_values(reports, plain)))
-            for name, members in CLASSES.items():
-                members = [x for x in members if x in languages]
-                theirs = [printed[task, x, *key] for x in members if (task, x, *key) in printed]
-                by_class.append((name, *key, *beside(
-                    mean_of([reports[x] for x in members if x in reports]), mean_of(theirs))))
-        by_language = [('language', *head), *(
-            (x, *key, *beside(result.get('languages', {}).get(x, {}),
-                              printed.get((task, x, *key), {})))
-            for x in languages for key, result in results.items())]
-        yield task, f'{title}, all languages together (tables 1 and 2)', pooled_lines
-        yield f'{task}_classes', f'{title}, means over the languages of a class', by_class
-        yield f'{task}_languages', f'{title} by language (tables 3 to 73)', by_language
-    figures(options)
+        reports = {key: measured(folder, task).get('languages', {})
+                   for key, folder in folders.items()}
+        for language in languages:
+            keys = [(data, model, s) for data, model, s in order
+                    if language in reports.get((model, data, s), {})]
+            if not keys:
+                continue
+            lines = [head, *((data, model, s, *numbers(reports[model, data, s][language], PRINTED))
+                             for data, model, s in keys)]
+            marked = report.mark_best(lines, [
+                key[:2] if key[2] in ('0.0', '0.1') else key for key in keys])
+            for line, (data, model, _) in zip(marked[1:], keys, strict=True):
+                p = significance[task].get((model, data, '0.1'), {}).get(language, {})
+                for i, name in enumerate(PRINTED, 3):
+                    if line[i].endswith(' *') and p.get(name, 1) < 0.05:
+                        line[i] = f'†{line[i]}'
+            caption = f'{title} in {language} by SFT dataset, model and smoothing'
+            caption += '; changed settings: ' * bool(options.changes) + ' '.join(options.changes)
+            tex.append(re.sub('†([0-9.]+)', r'\\textit{\1}', report.latex(marked, caption)))
+            markdown.append(f'## {caption}\n\n' + report.markdown(
+                [[re.sub(r'^(\d\S*) \*$', r'**\1**', re.sub(r'^†(\S+) \*$', r'***\1***', cell))
+                  for cell in line] for line in marked]))
+    if tex:
+        claim(options.out_dir, 'appendix.tex', 'appendix.md')
+        write_text(Path(options.out_dir, 'appendix.tex'), '\n'.join(tex))
+        write_text(Path(options.out_dir, 'appendix.md'), '\n'.join(markdown))
 
 
-def figures(options):
-    """Draw figure 1, base and instruction-tuned, and figure 2, Yoruba by smoothing."""
-    base = [(model, name, language, f'{options.out_dir}/{model}/{name}')
-            for model in MODELS for language in ('en', 'zh', 'sw', 'yo')
-            for name in ('base', 'instruct')]
-    yoruba = [(model, f'{data} {s:g}', 'yo', f'{options.out_dir}/{model}/{data}/smoothing{s:g}')
-              for data in ('Tulu3', 'OpenHermes') for model in MODELS for s in (0, 0.1)]
-    for name, wanted in (('figure1', base), ('figure2', yoruba)):
-        panels = [(report.panel_title(f'{model}, {run}: {language}', result),
-                   predictions(folder, language)) for model, run, language, folder in wanted
-                  if language in (result := measured(folder, 'global_mmlu')).get('languages', {})]
-        if panels:
-            report.draw_reliability(Path(options.out_dir, f'{name}.png'), panels, 6)
+# ------------------------------------------------------------------------------------------------
+# Figures
+# ------------------------------------------------------------------------------------------------
+
+# rows of panels: {label of a curve: (data, smoothing) of its run}
+CURVES = {'base': {'instruct': ('instruct', ''), 'base': ('base', '')}} | {
+    data: {f'smoothing {s}': (data, s) for s in ('0.0', '0.1')} for data in ('Tulu3', 'OpenHermes')}
 
 
-def predictions(folder, language):
-    """Return the Predictions of a run on the questions of Global-MMLU in one language."""
-    with open(Path(folder, 'samples.jsonl'), encoding='utf-8') as file:
-        samples = map(json.loads, (x for x in file if f'"language": "{language}"' in x))
-        return report.predictions(latest_samples(
-            [s for s in samples if s['task'] == 'global_mmlu']), REPORT.norm)
+def draw_figures(options):
+    """Draw figure 1, base and instruction-tuned, figure 2, Yoruba by smoothing, and those of
+    --figures: the figures 3 to 215 of one language and benchmark in one picture."""
+    overlay(options, 'figure1.png', 'global_mmlu', ('en', 'zh', 'sw', 'yo'), ('base',))
+    overlay(options, 'figure2.png', 'global_mmlu', ('yo',), ('Tulu3', 'OpenHermes'))
+    for task, (_, languages) in BENCHMARKS.items():
+        for language in languages:
+            if language in options.figures.split(',') or options.figures == 'all':
+                overlay(options, f'{task}-{language}.png', task, (language,), CURVES)
+
+
+def overlay(options, name, task, languages, names):
+    """Draw a panel for each of `names`, in CURVES, each language and each model.
+
+    Runs that are not finished are left out.
+    """
+    panels, folders = {}, dict(rows(options))
+    for data, language, model in itertools.product(names, languages, models(options)):
+        curves = {}
+        for label, setting in CURVES[data].items():
+            folder = folders.get((model, *setting), '')
+            result = measured(folder, task)
+            if language in result.get('languages', {}):
+                _, p = predictions(folder, task)[language]
+                curves[report.panel_title(label, result)] = bins(p.probs, p.labels)
+        if curves:
+            panels[f'{model}, {data}: {language}'] = curves
+    if panels:
+        claim(options.out_dir, name)
+        draw_curves(Path(options.out_dir, name), panels, len(models(options)))
+
+
+@functools.cache
+def predictions(folder, task):
+    """Return {language: (ids of the questions, Predictions)} of a run on a benchmark."""
+    samples, norm = {}, measured(folder, task)['norm']
+    for sample in latest_samples(read_samples(Path(folder, 'samples.jsonl'))):
+        if sample['task'] == task and sample['split'] == 'test':
+            samples.setdefault(sample['language'], []).append(sample)
+    return {language: ([sample['id'] for sample in group], report.predictions(group, norm))
+            for language, group in samples.items()}
 
 
 if __name__ == '__main__':
     if '--printed' in sys.argv[1:]:
         print_tables()
     else:
-        main(runs, tables)
+        main(runs, tables,
+             tuning=TUNING_OPTION,
+             models={'help': f'models beside those of the paper: {",".join(MORE_MODELS)}'},
+             figures={'help': 'languages of figures 3 to 215 to draw, such as am,yo, or all'})

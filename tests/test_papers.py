@@ -260,7 +260,7 @@ for path in sys.argv[1:]:
 paper.draw_lines = lambda *_: None
 for path in (Path('papers/label_smoothing_printed.csv'), Path(sys.argv[1])):
     paper.printed_numbers = lambda: read(path)
-    (_, _, lines), = paper.tables(types.SimpleNamespace(out_dir='nowhere'))
+    (_, _, lines), = paper.tables(types.SimpleNamespace(out_dir='nowhere', changes=[]))
     print(json.dumps(lines))
 """, *files).splitlines()
     assert json.loads(first) == [{'accuracy': 0.5, 'ece': 0.04},
@@ -280,21 +280,51 @@ for path in (Path('papers/label_smoothing_printed.csv'), Path(sys.argv[1])):
 def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
     out = tmp_path / 'out'
     printed = run_paper(hub, 'multilingual', '--only=Gemma2-2B/base,instruct,Mistral-7B/OpenHermes',
-                        f'--out_dir={out}', f'--cache_dir={tmp_path}', *SMALL, *FAST)
+                        f'--out_dir={out}', f'--cache_dir={tmp_path}', '--figures=am', *SMALL,
+                        *FAST)
     assert 'Global-MMLU, all languages together' in printed
+    assert 'changed settings: --batch_size=4' in printed and '--cache_dir' not in printed
     rows = read_table(out, 'global_mmlu')
     assert rows[0]['model'] == 'Gemma2-2B' and rows[0]['data'] == 'base' and rows[0]['accuracy']
-    assert rows[0]['accuracy (paper)'] == '0.326'
+    assert rows[0]['accuracy (paper, its own settings)'] == '0.326'
     smoothed = next(row for row in rows if [row[key] for key in ('model', 'data', 'smoothing')]
                     == ['Mistral-7B', 'OpenHermes', '0.1'])
-    assert smoothed['ECE (paper)'] == '0.043' and smoothed['p ECE'] and smoothed['RMS as defined']
+    assert smoothed['ECE (paper, its own settings)'] == '0.043' and smoothed['RMS as defined']
+    assert smoothed['p ECE, languages'] and 0 < float(smoothed['p ECE, questions']) <= 1
     by_language = read_table(out, 'mmlu_prox_languages')
     assert {row['language'] for row in by_language} == {*MMLU_PROX}
     classes = read_table(out, 'mmlu_prox_classes')
     assert [row['class'] for row in classes[:3]] == ['high', 'mid', 'low']
     assert sum(len(read_table(out, f'{task}_languages')) for task in ('global_mmlu', 'mmlu_prox')
                ) == 71 * 3 * 11
-    assert (out / 'figure1.png').exists() and (out / 'figure2.png').exists()
+    appendix = (out / 'appendix.md').read_text()
+    assert appendix.count('\n## ') + appendix.startswith('## ') == 71
+    first = appendix.split('## ')[1].splitlines()
+    assert [x.split(' | ')[:3] for x in first[4:] if x] == [    # dataset, model, smoothing
+        ['| base', 'Gemma2-2B', ''], *(['| instruct', model, ''] for model in (
+            'Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B')),
+        *(['| OpenHermes', 'Mistral-7B', s] for s in ('0.0', '0.1', '0.2'))]
+    assert '**' in appendix and (out / 'appendix.tex').read_text().count('\\toprule') == 71
+    assert all((out / f'{name}.png').exists() for name in (
+        'figure1', 'figure2', 'global_mmlu-am')) and not (out / 'mmlu_prox-yo.png').exists()
+    config = (out / 'Mistral-7B' / 'OpenHermes' / 'lr5e-06' / 'train_config.py').read_text()
+    assert '\nlora_rank = 64\n' in config and '\nlora_alpha = 16.0\n' in config
+    assert 'up_proj' in config
+    results = json.loads((out / 'Gemma2-2B' / 'base' / 'results.json').read_text())
+    assert results['config']['shots'] == 0 and results['config']['scoring'] == 'letters'
+
+
+@pytest.mark.slow
+def test_the_options_of_multilingual_choose_models_and_tuning(tmp_path):
+    plan = run_paper(tmp_path, 'multilingual', '--plan', '--models=aya,gemma3', '--only=base,inst')
+    assert 'Aya-Expanse-8B/base' in plan and 'Gemma3-4B/instruct' in plan
+    assert '0 of 9 finished' in plan        # there is no Aya before its tuning
+    hours = [float(run_paper(tmp_path, 'multilingual', '--plan', f'--tuning={tuning}',
+                             '--only=Mistral-7B/Tulu3/lr5e-06').split('\n')[2].split()[-2])
+             for tuning in ('lora', 'full')]
+    assert hours[0] == pytest.approx(hours[1] * 4 / 6, rel=0.02)
+    assert '--models=opt: there are aya and gemma3' in run_paper(
+        tmp_path, 'multilingual', '--plan', '--models=opt', code=1)
 
 
 def test_the_classes_hold_every_language_once():

@@ -1,0 +1,72 @@
+"""papers/shared_questions.py beside the metrics of the drawn rows themselves."""
+
+import numpy as np
+import pytest
+from papers.shared_questions import p_values, resample
+
+import metrics
+import stats
+from results.report import Predictions
+
+
+def predictions(random, n, sharpness=2.0, right=0.5):
+    weights = random.random((n, 4)) ** sharpness
+    probs = weights / weights.sum(1, keepdims=True)
+    labels = np.where(random.random(n) < right, probs.argmax(1), random.integers(4, size=n))
+    return Predictions(probs, labels)
+
+
+def test_resampled_metrics_are_those_of_the_drawn_questions_in_every_language():
+    random = np.random.default_rng(0)
+    names = [f'q{i:02}' for i in range(30)]
+    groups = {'en': (names, predictions(random, 30)),
+              'sw': (names[::-1][:20], predictions(random, 20))}    # another order, and fewer
+    ids, values = resample(groups, 5, seed=3)
+    assert ids == names
+    again = np.random.default_rng(3)
+    for r in range(5):
+        drawn = [names[i] for i in again.integers(30, size=30)]
+        found = {'all': ([], [])}
+        for language, (own, p) in groups.items():
+            rows = [own.index(name) for name in drawn if name in own]
+            found[language] = p.probs[rows], p.labels[rows]
+            found['all'][0].append(p.probs[rows])
+            found['all'][1].append(p.labels[rows])
+        found['all'] = [np.concatenate(x) for x in found['all']]
+        for language, (probs, labels) in found.items():
+            report = metrics.report(probs, labels)
+            for key, value in values[language].items():
+                assert value[r] == pytest.approx(report[key], abs=1e-12)
+
+
+def test_languages_that_repeat_each_other_are_no_evidence():
+    """With forty copies of a language p by question stays; a t-test over them has p near 0."""
+    random = np.random.default_rng(1)
+    names = [str(i) for i in range(200)]
+    a, b = predictions(random, 200, right=0.5), predictions(random, 200, right=0.53)
+    p = {copies: p_values(*(resample({str(i): (names, x) for i in range(copies)}, 400)
+                            for x in (a, b)))['all'] for copies in (1, 40)}
+    assert p[40] == pytest.approx(p[1]) and p[40]['accuracy'] > 0.05
+    jitter = random.normal(0, 1e-3, 40)
+    difference = metrics.accuracy(b.probs, b.labels) - metrics.accuracy(a.probs, a.labels)
+    assert stats.student_t(difference + jitter)[2] < 1e-20
+
+
+def test_p_by_question_is_small_for_a_real_difference_and_uniform_without_one():
+    random = np.random.default_rng(2)
+    names = [str(i) for i in range(150)]
+
+    def p_of(*models):
+        return p_values(*(resample({x: (names, predictions(random, 150, *model))
+                                    for x in ('en', 'sw', 'yo')}, 200) for model in models))['all']
+
+    sharper = p_of((3.0, 0.5), (300.0, 0.5))
+    assert sharper['ece'] < 0.02 and sharper['entropy_bits'] < 0.02
+    null = [p_of((2.0, 0.5), (2.0, 0.5))['accuracy'] for _ in range(60)]
+    assert np.mean(np.array(null) < 0.05) <= 0.15 and 0.35 < np.mean(null) < 0.65
+
+
+def test_runs_of_other_questions_have_no_p():
+    random = np.random.default_rng(3)
+    a, b = ({'en': (names, predictions(random, 3))} for names in ('abc', 'abd'))
+    assert p_values(resample(a, 4), resample(b, 4)) == {}
