@@ -86,11 +86,18 @@ class Family:
 
 # a new family needs rows in runtime/config_json.py as well: see docs/models.md
 GEMMA = Family(norm='gemma', activation=gelu_tanh, scaled_embeddings=True)
+OLMO = Family(norm='once', place='after', qk_norm='whole', float_rotary='angles')
+COHERE = Family(norm='mean', place='parallel', adjacent_pairs=True, float_rotary='products')
 FAMILIES = {
-    'llama': Family(), 'mistral': Family(), 'qwen2': Family(qkv_bias=True),
-    'qwen3': Family(qk_norm='head'), 'gemma': GEMMA, 'gemma2': replace(GEMMA, place='both'),
+    'llama': Family(), 'mistral': Family(), 'ministral': Family(), 'ministral3': Family(),
+    'granite': Family(), 'smollm3': Family(), 'phi3': Family(fused='rows'),
+    'qwen2': Family(qkv_bias=True), 'qwen3': Family(qk_norm='head'),
+    'gemma': GEMMA, 'gemma2': replace(GEMMA, place='both'),
+    'gemma3_text': replace(GEMMA, place='both', qk_norm='head'),
+    'olmo2': OLMO, 'olmo3': OLMO, 'cohere': COHERE, 'cohere2': COHERE,
     'gpt_neox': Family(norm='layer', place='parallel, two norms', mlp_bias=True, activation=F.gelu,
-                       gated=False, fused='heads')}
+                       gated=False, fused='heads'),
+    'opt': Family(norm='layer', activation=F.relu, gated=False, learned_positions=True)}
 
 # the norms of a block by their place
 NORMS = {'before': ('input_layernorm', 'pre_feedforward_layernorm'),

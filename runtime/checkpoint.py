@@ -35,22 +35,32 @@ SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'to
               'vocab.json', 'merges.txt')
 ADAPTER_FILES = ('adapter_model.safetensors', 'adapter_config.json')
 HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
-# what older checkpoints hold besides weights: rotary frequencies, causal masks and their fill
-# value; T5's copies of the embedding, and a table that it does not use
+# what files hold besides the weights of a model of text: rotary frequencies, causal masks and their
+# fill value; T5's copies of the embedding, and a table that it does not use; weights for images
 BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias|'
                      r'(en|de)coder\.embed_tokens\.weight|'
-                     r'decoder.*\.EncDecAttention\.relative_attention_bias\.weight')
+                     r'decoder.*\.EncDecAttention\.relative_attention_bias\.weight|'
+                     r'(model\.)?(vision_tower|multi_modal_projector)\..*')
 # (part of our name, part of the name on disk) of a parameter, applied one after the other
 LLAMA_NAMES = (('pre_feedforward_layernorm', 'post_attention_layernorm'),)
 NAMES = {
-    'gemma2': (),
+    'gemma2': (), 'gemma3_text': (), 'olmo2': (), 'olmo3': (),
     'gpt_neox': (*LLAMA_NAMES, ('model.norm', 'gpt_neox.final_layer_norm'), ('model.', 'gpt_neox.'),
                  ('embed_tokens', 'embed_in'), ('lm_head', 'embed_out'),
                  ('self_attn.qkv_proj', 'attention.query_key_value'),
                  ('self_attn.o_proj', 'attention.dense'), ('mlp.up_proj', 'mlp.dense_h_to_4h'),
                  ('mlp.down_proj', 'mlp.dense_4h_to_h')),
+    'opt': (('model.norm', 'model.final_layer_norm'), ('model.', 'model.decoder.'),
+            ('input_layernorm', 'self_attn_layer_norm'), ('o_proj', 'out_proj'),
+            ('pre_feedforward_layernorm', 'final_layer_norm'),
+            ('post_attention_layernorm', 'self_attn_layer_norm'),
+            ('post_feedforward_layernorm', 'final_layer_norm'),
+            ('mlp.up_proj', 'fc1'), ('mlp.down_proj', 'fc2')),
     **dict.fromkeys(t5.ARCHITECTURES, (('model.embed_tokens', 'shared'),)),
 }
+# beginnings of names in models of text and images or in OPT's files, and those that are meant
+PREFIXES = ((r'^language_model\.(?=model\.|lm_head)', ''), (r'^model\.language_model\.', 'model.'))
+OPT_PREFIXES = ((r'^decoder\.', 'model.decoder.'),)
 
 
 def their_key(key: str, config: ModelConfig) -> str:
@@ -63,6 +73,13 @@ def their_key(key: str, config: ModelConfig) -> str:
 def build(config):
     """Return a model with this configuration: a CausalLM, or a Seq2Seq of families/t5.py."""
     return (t5.Seq2Seq if config.model_type in t5.ARCHITECTURES else CausalLM)(config)
+
+
+def _text_key(stored: str, config) -> str:
+    """Return the name of a tensor in a file as it is in a file of the text model alone."""
+    for pattern, replacement in OPT_PREFIXES if config.model_type == 'opt' else PREFIXES:
+        stored = re.sub(pattern, replacement, stored)
+    return stored
 
 
 # ------------------------------------------------------------------------------------------------
@@ -123,11 +140,12 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     changes = adapter_changes(folder, config)
     for key, tensor in tqdm(_tensors(files), 'loading', len(files), unit=' tensors', delay=1,
                             disable=None):
-        parent, _, name = ours[key].rpartition('.')
+        text_key = _text_key(key, config)
+        parent, _, name = ours[text_key].rpartition('.')
         # a copy, not a view into the file, which may be replaced in the meantime
         weight = tensor.to(device, dtype, copy=True)
-        if key in changes:
-            weight = adapter.merged(weight, changes[key])
+        if text_key in changes:
+            weight = adapter.merged(weight, changes[text_key])
         setattr(model.get_submodule(parent), name, nn.Parameter(weight))
     return model
 
@@ -207,12 +225,13 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
     adapter_changes(folder, config)
     for path in dict.fromkeys(files.values()):
         _check_header(path)
-    head, embedding = (their_key(key, config) for key in (HEAD, EMBEDDING))
-    if config.tie_word_embeddings and {head, embedding} <= files.keys():
+    stored = {_text_key(key, config): key for key in files}
+    head, embedding = (stored.get(their_key(key, config)) for key in (HEAD, EMBEDDING))
+    if config.tie_word_embeddings and head and embedding:
         # some tied checkpoints carry a copy of the embedding
         a, b = (x for _, x in _tensors({k: files[k] for k in (head, embedding)}))
         if a.dtype == b.dtype and torch.equal(a, b):
-            del files[head]
+            del stored[_text_key(head, config)]
         elif config.model_type in t5.ARCHITECTURES:
             config.tie_word_embeddings = False
         else:
@@ -220,16 +239,19 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
                                   f'config.json has tie_word_embeddings = true: set that to false '
                                   f'to use both, or remove {head}')
     shapes = _shapes(config)
-    files = {k: f for k, f in files.items() if not BUFFERS.fullmatch(k)}
-    for problem, keys in (('is missing', shapes.keys() - files.keys()),
-                          ('is unknown to this architecture', files.keys() - shapes.keys())):
+    stored = {text: key for text, key in stored.items()
+              if text in shapes or not BUFFERS.fullmatch(key)}
+    for problem, keys in (('is missing', shapes.keys() - stored.keys()),
+                          ('is unknown to this architecture', stored.keys() - shapes.keys())):
         if keys:
             more = f' (and {len(keys) - 1} more)' if len(keys) > 1 else ''
             raise CheckpointError(f'{folder}: tensor {min(keys)}{more} {problem}')
+    files = {key: files[key] for key in stored.values()}
     for key, tensor in _tensors(files):
-        if [*tensor.shape] != shapes[key]:
+        shape = shapes[_text_key(key, config)]
+        if [*tensor.shape] != shape:
             raise CheckpointError(f'{files[key]}: tensor {key} has shape {[*tensor.shape]}, '
-                                  f'config.json wants {shapes[key]}')
+                                  f'config.json wants {shape}')
         if tensor.dtype not in [*TYPES][:4]:
             raise CheckpointError(f'{files[key]}: tensor {key} is {tensor.dtype}; quantized '
                                   f'weights are not supported')

@@ -19,6 +19,7 @@ import model as models
 import train
 from runtime import checkpoint
 from runtime.config import load_config
+from runtime.config_json import ARCHITECTURES as ARCHITECTURE_OF
 from runtime.config_json import config_from_hf
 
 HERE = Path(__file__).parent.parent     # the repository
@@ -162,7 +163,33 @@ ARCHITECTURES = {
     'neox': ('GPTNeoX', {'hidden_size': 64, 'rope_parameters': {
         'rope_type': 'default', 'rope_theta': 10000.0, 'partial_rotary_factor': 0.25}}),
     'neox_sequential': ('GPTNeoX', {'hidden_size': 96, 'use_parallel_residual': False}),
+    'gemma3': ('Gemma3Text', {'head_dim': 16, 'sliding_window': 7, 'num_hidden_layers': 7,
+                              'query_pre_attn_scalar': 24}),
+    'olmo2': ('Olmo2', {}),
+    'olmo3': ('Olmo3', {'sliding_window': 7, 'num_hidden_layers': 4}),
+    'smollm3': ('SmolLM3', {'num_hidden_layers': 4}),
+    'cohere': ('Cohere', {'use_qk_norm': True}),
+    'cohere2': ('Cohere2', {'sliding_window': 7, 'num_hidden_layers': 4}),
+    'phi3': ('Phi3', {'rope_parameters': {
+        'rope_type': 'default', 'rope_theta': 10000.0, 'partial_rotary_factor': 0.5}}),
+    'ministral': ('Ministral', {'head_dim': 16,
+        'sliding_window': 7, 'layer_types': ['full_attention', 'sliding_attention'] * 2,
+        'num_hidden_layers': 4, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e4}}),
+    'ministral3': ('Ministral3', {'head_dim': 16, 'rope_parameters': {
+        'rope_type': 'yarn', 'rope_theta': 10000.0, 'factor': 4.0, 'llama_4_scaling_beta': 0.1,
+        'original_max_position_embeddings': 16}}),
+    'granite': ('Granite', {'embedding_multiplier': 3.0, 'residual_multiplier': 0.22,
+                            'attention_multiplier': 0.1, 'logits_scaling': 8.0}),
+    'qwen2_window': ('Qwen2', {'use_sliding_window': True, 'sliding_window': 7,
+                               'max_window_layers': 1}),
+    'opt': ('OPT', {'ffn_dim': 80, 'word_embed_proj_dim': 48}),
+    'opt_350m': ('OPT', {'ffn_dim': 80, 'word_embed_proj_dim': 16, 'do_layer_norm_before': False}),
 }
+
+
+def class_of(config):
+    import transformers
+    return getattr(transformers, ARCHITECTURE_OF[config.model_type])
 
 
 def reference_model(name, folder, **more):
@@ -170,10 +197,11 @@ def reference_model(name, folder, **more):
     import transformers
     kind, options = ARCHITECTURES[name]
     shape = {'vocab_size': 211, 'hidden_size': 48, 'intermediate_size': 80, 'num_hidden_layers': 3,
-             'num_attention_heads': 4, 'num_key_value_heads': 2, 'attn_implementation': 'eager'}
+             'num_attention_heads': 4, 'num_key_value_heads': 2, 'attn_implementation': 'eager',
+             'pad_token_id': None}      # transformers drops gradients of the pad token
     config = getattr(transformers, f'{kind}Config')(**(shape | options | more))
     torch.manual_seed(list(ARCHITECTURES).index(name))
-    reference = getattr(transformers, f'{kind}ForCausalLM')(config).eval()
+    reference = class_of(config)(config).eval()
     with torch.no_grad():
         # norms off their start, attention far from uniform
         for key, p in reference.named_parameters():
@@ -185,7 +213,8 @@ def reference_model(name, folder, **more):
 
 def head_of_32(name):
     """The keys of a model with heads of 32 numbers: FlexAttention wants a power of two."""
-    return {'num_attention_heads': 2} if name == 'neox' else {'head_dim': 32}
+    own = ARCHITECTURES[name][0].startswith(('Llama', 'Mistral', 'Ministral', 'Qwen', 'Gemma'))
+    return {'head_dim': 32} if own else {'num_attention_heads': 2, 'hidden_size': 64}
 
 
 def parameters_of(reference):

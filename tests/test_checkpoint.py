@@ -234,7 +234,8 @@ def computed_or_refused(folder, raw, changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
-                                  'neox'])
+                                  'neox', 'gemma3', 'olmo2', 'olmo3', 'smollm3', 'cohere',
+                                  'cohere2', 'phi3', 'ministral', 'ministral3', 'granite', 'opt'])
 def test_every_field_of_the_config_is_checked(name, tmp_path):
     reference_model(name, tmp_path)
     raw = json.loads((tmp_path / 'config.json').read_text())
@@ -391,7 +392,7 @@ def test_changes_that_are_refused(folder, changes, message):
 
 
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
-                                  'neox'])
+                                  'neox', 'gemma3', 'cohere', 'granite', 'opt_350m'])
 def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     """logits = cap * tanh(h W' / (T cap)) after a round trip through config.json."""
     reference_model(name, tmp_path / 'plain')
@@ -404,11 +405,12 @@ def test_softcap_and_temperature_of_our_own(name, tmp_path, capsys):
     checkpoint.save(plain, tmp_path / 'ours', torch.float32)
     assert 'transformers and vLLM will not' in capsys.readouterr().out
     written = json.loads((tmp_path / 'ours' / 'config.json').read_text())
-    softcap = {} if name == 'gemma2' else {'softcap': 3.0}
+    softcap = {} if name in ('gemma2', 'gemma3') else {'softcap': 3.0}
     assert written['nanocal'] == {'temperature': 1.5} | softcap
-    assert written.get('final_logit_softcapping') == (3.0 if name == 'gemma2' else None)
+    assert written.get('final_logit_softcapping') == (None if softcap else 3.0)
     model = checkpoint.load(tmp_path / 'ours')
-    assert (model.softcap, model.temperature) == (3.0, 1.5) and 'nanocal' not in model.config.hf
+    assert (model.softcap, model.config.temperature) == (3.0, 1.5)
+    assert 'nanocal' not in model.config.hf
     logits = model.logits(model(tokens, *whole_rows(tokens)))
     assert torch.allclose(logits, 3 * torch.tanh(z / (1.5 * 3)), atol=1e-5)
 
@@ -660,7 +662,7 @@ def test_loading_holds_one_copy_of_the_weights_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
-                                  'neox'])
+                                  'neox', 'gemma3', 'olmo3', 'cohere2', 'phi3', 'granite', 'opt'])
 def test_adapter_loads_in_peft(name, tmp_path):
     import peft
     import transformers

@@ -1,6 +1,5 @@
 """model.py against transformers, and its masks and kernels against their plain versions."""
 
-import random
 import re
 
 import numpy as np
@@ -34,7 +33,8 @@ def test_parity_with_transformers(name, tmp_path):
     assert theirs.keys() == named(model).keys()
     for key, parameter in named(model).items():
         gradient = theirs[key].grad
-        assert (parameter.grad - gradient).norm() < 1e-4 * gradient.norm(), key
+        # softmax ignores the bias of OPT's keys: its gradient is 0
+        assert (parameter.grad - gradient).norm() < 1e-4 * gradient.norm() + 1e-6, key
 
 
 def test_llama3_rope_golden():
@@ -92,7 +92,8 @@ def test_packed_documents_do_not_see_each_other(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
-                                  'neox'])
+                                  'neox', 'gemma3', 'olmo3', 'smollm3', 'cohere', 'cohere2', 'phi3',
+                                  'ministral3', 'granite', 'opt', 'opt_350m'])
 def test_the_three_masks_give_the_same_hidden_states(name, device, tmp_path):
     """On a CPU FlexAttention has no gradients, so only the hidden states are compared there."""
     reference_model(name, tmp_path, **head_of_32(name))
@@ -119,14 +120,14 @@ def test_the_three_masks_give_the_same_hidden_states(name, device, tmp_path):
 
 
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
-                                  'neox'])
+                                  'neox', 'olmo3', 'cohere2', 'phi3', 'opt'])
 def test_lora(name, tmp_path):
     reference_model(name, tmp_path / 'base')
     tokens = torch.randint(0, 211, (2, 30))
     plain = checkpoint.load(tmp_path / 'base')
     hidden = plain(tokens, *whole_rows(tokens))
     model = checkpoint.load(tmp_path / 'base')
-    targets = ('qkv_proj',) if name == 'neox' else ('q_proj', 'v_proj')
+    targets = ('qkv_proj',) if name in ('neox', 'phi3') else ('q_proj', 'v_proj')
     models.add_lora(model, 8, 32.0, 0.1, targets * 2)   # named twice, adapted once
     assert torch.equal(model.eval()(tokens, *whole_rows(tokens)), hidden)   # B begins at zero
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -160,7 +161,7 @@ def test_lora(name, tmp_path):
     theirs = checkpoint.their_key(f'{key}.weight', model.config)
     assert torch.equal(load_file(tmp_path / 'half' / 'model.safetensors')[theirs],
                        exact.bfloat16())
-    names = 'qkv_proj, o_proj, up_proj, down_proj$' if name == 'neox' else 'q_proj'
+    names = 'qkv_proj, o_proj' if 'qkv_proj' in targets else 'q_proj'
     with pytest.raises(ValueError, match=f"lora_targets = .'query',.; wanted some of {names}"):
         models.add_lora(plain, 8, 32.0, 0.1, ('query',))
 
@@ -234,56 +235,3 @@ def test_the_tree_kernel_equals_the_explicit_mask(heads, kv_heads, head_dim, sof
         y = TreeMask(positions, ends, window, head_dim).attend(*x, head_dim ** -0.5, softcap)
         right = mask.attend(*(t.double() for t in x), head_dim ** -0.5, softcap)
         assert y.dtype == dtype and (y - right).abs().max() < tolerance * right.abs().max()
-
-
-NOT_NEOX = {'head_dim', 'num_key_value_heads', 'rms_norm_eps', 'tie_word_embeddings'}
-
-
-@pytest.mark.parametrize('kind', ['Llama', 'Mistral', 'Qwen2', 'Qwen3', 'Gemma', 'Gemma2',
-                                  'GPTNeoX'])
-def test_random_configurations(kind, tmp_path, n=4):
-    """Logits and every gradient are those of transformers; a saved folder gives both the same."""
-    import transformers
-    rng = random.Random(kind)
-    for _ in range(n):
-        kv_heads, head_dim = rng.choice([1, 2, 3]), rng.choice([4, 6, 10, 16])
-        heads = kv_heads * rng.choice([1, 2, 4])
-        shape = {'vocab_size': rng.randrange(50, 300), 'head_dim': head_dim,
-                 'hidden_size': heads * rng.choice([4, 8, head_dim]), 'num_attention_heads': heads,
-                 'num_key_value_heads': kv_heads, 'intermediate_size': rng.randrange(8, 90),
-                 'num_hidden_layers': rng.randrange(1, 5), 'rms_norm_eps': rng.choice([1e-6, 1e-3]),
-                 'tie_word_embeddings': rng.random() < 0.5, 'max_position_embeddings': 256,
-                 'rope_parameters': {'rope_type': 'default', 'rope_theta': rng.choice([1e3, 1e6])}}
-        if kind in ('Mistral', 'Gemma2'):
-            shape['sliding_window'] = rng.randrange(3, 60)
-        if kind == 'Gemma2':
-            shape |= {'query_pre_attn_scalar': rng.randrange(2, 40),
-                      'attn_logit_softcapping': rng.choice([None, 2.0]),
-                      'final_logit_softcapping': rng.choice([None, 5.0])}
-        if kind == 'GPTNeoX':
-            rotated, hd = rng.choice([2, 4]), rng.choice([4, 5, 8, 16])
-            shape = {key: value for key, value in shape.items() if key not in NOT_NEOX} | {
-                'hidden_size': heads * hd, 'layer_norm_eps': rng.choice([1e-5, 1e-2]),
-                'use_parallel_residual': rng.random() < 0.5, 'attention_bias': rng.random() < 0.7}
-            shape['rope_parameters'] |= {'partial_rotary_factor': rotated / hd}
-        config = getattr(transformers, f'{kind}Config')(**shape, attn_implementation='eager')
-        reference = getattr(transformers, f'{kind}ForCausalLM')(config).eval()
-        with torch.no_grad():
-            for p in reference.parameters():
-                p.copy_(p + 0.2 * torch.randn_like(p))
-        reference.save_pretrained(tmp_path / 'theirs')
-        model = checkpoint.load(tmp_path / 'theirs')
-        tokens = torch.randint(1, shape['vocab_size'], (2, 40))  # without padding, 0
-        logits = model.logits(model(tokens, *whole_rows(tokens)))
-        expected = reference(tokens).logits
-        assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4), shape
-        for z in (logits, expected):
-            F.cross_entropy(z.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
-        theirs = parameters_of(reference)
-        for key, p in named(model).items():
-            gradient = theirs[key].grad
-            assert (p.grad - gradient).norm() < 1e-3 * gradient.norm() + 1e-7, (key, shape)
-        checkpoint.save(model, tmp_path / 'ours', torch.float32)
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'ours',
-                                                                  attn_implementation='eager')
-        assert torch.equal(again(tokens).logits, expected), shape

@@ -1,0 +1,309 @@
+"""Every family against transformers: random configurations, rotary schemes, nested files."""
+
+import json
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import class_of, named, parameters_of, reference_model, rewrite, whole_rows
+
+from runtime import checkpoint
+
+T = 40
+YARN = {'rope_type': 'yarn', 'original_max_position_embeddings': 16}
+
+
+def plain(rng):
+    """The keys of a random configuration that most families have."""
+    kv_heads, head_dim = rng.choice([1, 2, 3]), rng.choice([4, 6, 10, 16])
+    heads = kv_heads * rng.choice([1, 2, 4])
+    return {'vocab_size': rng.randrange(50, 300), 'head_dim': head_dim,
+            'hidden_size': heads * rng.choice([4, 8, head_dim]), 'num_attention_heads': heads,
+            'num_key_value_heads': kv_heads, 'intermediate_size': rng.randrange(8, 90),
+            'num_hidden_layers': rng.randrange(1, 5), 'rms_norm_eps': rng.choice([1e-6, 1e-3]),
+            'tie_word_embeddings': rng.random() < 0.5, 'max_position_embeddings': 256,
+            'rope_parameters': rope(rng, head_dim)}
+
+
+def rope(rng, head_dim, schemes=('default', 'linear', 'dynamic', 'llama3', 'yarn')):
+    """A random block of rotary positions."""
+    scheme, theta = rng.choice(schemes), rng.choice([1e3, 1e6])
+    block, factor = {'rope_type': scheme, 'rope_theta': theta}, rng.choice([1.5, 8.0])
+    if scheme == 'llama3':
+        block |= {'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
+                  'original_max_position_embeddings': 32}
+    if scheme == 'yarn':
+        block |= YARN | rng.choice([{}, {'attention_factor': 0.8}, {'beta_fast': 4.0},
+                                    {'mscale': 0.7, 'mscale_all_dim': 1.2}, {'truncate': False}])
+    if scheme == 'longrope':
+        half = head_dim // 2
+        block |= {'short_factor': [rng.uniform(1, 2) for _ in range(half)],
+                  'long_factor': [rng.uniform(2, 9) for _ in range(half)]}
+    return block if scheme in ('default', 'longrope') else block | {'factor': factor}
+
+
+def without(shape, *keys):
+    return {key: value for key, value in shape.items() if key not in keys}
+
+
+def layer_types(rng, shape):
+    kinds = ['sliding_attention', 'full_attention']
+    return [rng.choice(kinds) for _ in range(shape['num_hidden_layers'])]
+
+
+def windows(rng, shape):
+    return {'sliding_window': rng.randrange(3, 60),
+            'layer_types': rng.choice([None, layer_types(rng, shape)])}
+
+
+def blocks(rng, shape):
+    """A block of rotary positions for each type of layer."""
+    made = {kind: rope(rng, shape['head_dim']) for kind in ('sliding_attention', 'full_attention')}
+    for block in made.values():
+        block.pop('truncate', None)
+    return {'rope_parameters': made}
+
+
+def bias(rng, *keys):
+    return {key: rng.random() < 0.5 for key in keys}
+
+
+def no_own_heads(shape):
+    """Heads that share the hidden size."""
+    return without(shape, 'head_dim') | {
+        'hidden_size': shape['num_attention_heads'] * shape['head_dim']}
+
+
+def neox(rng, shape):
+    rotated, hd = rng.choice([2, 4]), rng.choice([4, 5, 8, 16])
+    return without(shape, 'head_dim', 'num_key_value_heads', 'rms_norm_eps',
+                   'tie_word_embeddings') | {
+        'hidden_size': shape['num_attention_heads'] * hd,
+        'layer_norm_eps': rng.choice([1e-5, 1e-2]), **bias(rng, 'use_parallel_residual',
+                                                           'attention_bias'),
+        'rope_parameters': rope(rng, hd, ('default', 'llama3')) | {
+            'partial_rotary_factor': rotated / hd}}
+
+
+def cohere(rng, shape):
+    return without(no_own_heads(shape), 'rms_norm_eps') | bias(rng, 'attention_bias') | {
+        'layer_norm_eps': rng.choice([1e-5, 1e-2]), 'logit_scale': rng.choice([0.0625, 0.8])}
+
+
+def phi3(rng, shape):
+    hd = rng.choice([8, 16])
+    share = rng.choice([1.0, 0.75])
+    return no_own_heads(shape | {'head_dim': hd}) | {
+        'sliding_window': rng.choice([None, 7]), 'original_max_position_embeddings': 64,
+        'rope_parameters': rope(rng, int(share * hd), ('default', 'longrope')) | {
+            'partial_rotary_factor': share}}
+
+
+def opt(rng, shape):
+    return without(no_own_heads(shape), 'rms_norm_eps', 'rope_parameters', 'intermediate_size',
+                   'num_key_value_heads') | bias(rng, 'enable_bias', 'do_layer_norm_before') | {
+        'ffn_dim': shape['intermediate_size'], 'word_embed_proj_dim': rng.choice([None, 12])}
+
+
+# {class in transformers: the keys of a random configuration, from those of `plain`}
+FAMILIES = {
+    'Llama': lambda rng, shape: shape | bias(rng, 'attention_bias', 'mlp_bias'),
+    'Mistral': lambda rng, shape: shape | {'sliding_window': rng.choice([None, 5, 60])},
+    'Ministral': lambda rng, shape: shape | windows(rng, shape),
+    'Ministral3': lambda rng, shape: shape | {
+        'sliding_window': rng.choice([None, 7]),
+        'rope_parameters': rope(rng, 8, ['yarn']) | {'llama_4_scaling_beta': 0.1}},
+    'Qwen2': lambda rng, shape: shape | {
+        'sliding_window': 7, 'max_window_layers': rng.randrange(4), **bias(rng,
+                                                                           'use_sliding_window')},
+    'Qwen3': lambda rng, shape: shape | bias(rng, 'attention_bias', 'use_sliding_window') | {
+        'sliding_window': 9, 'max_window_layers': 1},
+    'Gemma': lambda rng, shape: shape | bias(rng, 'attention_bias'),
+    'Gemma2': lambda rng, shape: shape | windows(rng, shape) | {
+        'query_pre_attn_scalar': rng.randrange(2, 40),
+        'attn_logit_softcapping': rng.choice([None, 2.0]),
+        'final_logit_softcapping': rng.choice([None, 5.0])},
+    'Gemma3Text': lambda rng, shape: shape | windows(rng, shape) | blocks(rng, shape) | {
+        'query_pre_attn_scalar': rng.randrange(2, 40), 'num_hidden_layers': 7, 'layer_types': None,
+        'sliding_window_pattern': rng.choice([2, 6]), 'attn_logit_softcapping': 3.0,
+        'final_logit_softcapping': rng.choice([None, 5.0])},
+    'Olmo2': lambda rng, shape: no_own_heads(shape) | bias(rng, 'attention_bias'),
+    'Olmo3': lambda rng, shape: (no_own_heads(shape) | windows(rng, shape) | blocks(rng, shape)
+                                 | bias(rng, 'attention_bias')),
+    'SmolLM3': lambda rng, shape: no_own_heads(shape) | bias(
+        rng, 'attention_bias', 'mlp_bias', 'use_sliding_window') | {
+            'sliding_window': 7, 'no_rope_layer_interval': rng.choice([2, 4])},
+    'Cohere': lambda rng, shape: cohere(rng, shape) | bias(rng, 'use_qk_norm'),
+    'Cohere2': lambda rng, shape: cohere(rng, shape) | windows(rng, shape),
+    'Phi3': phi3,
+    'Granite': lambda rng, shape: no_own_heads(shape) | bias(rng, 'attention_bias', 'mlp_bias') | {
+        key: rng.choice([0.22, 1.5, 8.0]) for key in (
+            'embedding_multiplier', 'residual_multiplier', 'attention_multiplier',
+            'logits_scaling')},
+    'OPT': opt,
+    'GPTNeoX': neox,
+}
+
+
+def random_reference(kind, rng, **more):
+    """A random model of transformers, with random weights off their start."""
+    import transformers
+    shape = FAMILIES[kind](rng, plain(rng)) | more
+    config = getattr(transformers, f'{kind}Config')(
+        **shape, pad_token_id=0, attn_implementation='eager')
+    reference = class_of(config)(config).eval()
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.copy_(p + 0.2 * torch.randn_like(p))
+    return reference, shape
+
+
+def compare(reference, folder, shape):
+    """Check that logits and every gradient in `folder` are those of the reference."""
+    model = checkpoint.load(folder)
+    tokens = torch.randint(1, shape['vocab_size'], (2, T))      # without padding, 0
+    logits = model.logits(model(tokens, *whole_rows(tokens)))
+    expected = reference(tokens).logits
+    assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4), shape
+    for z in (logits, expected):
+        F.cross_entropy(z.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
+    theirs, ours = parameters_of(reference), named(model)
+    assert theirs.keys() == ours.keys()
+    for key, p in ours.items():
+        gradient = theirs[key].grad
+        gradient = torch.zeros_like(p) if gradient is None else gradient
+        difference = (torch.zeros_like(p) if p.grad is None else p.grad) - gradient
+        assert difference.norm() < 1e-3 * gradient.norm() + 1e-6, (key, shape)
+    return model, tokens, expected
+
+
+@pytest.mark.parametrize('n', [2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('kind', FAMILIES)
+def test_random_configurations(kind, n, tmp_path):
+    """Logits and every gradient are those of transformers; a saved folder gives both the same."""
+    import transformers
+    rng = random.Random(f'{kind} {n}')
+    torch.manual_seed(n)
+    for _ in range(n):
+        reference, shape = random_reference(kind, rng)
+        reference.save_pretrained(tmp_path / 'theirs')
+        model, tokens, expected = compare(reference, tmp_path / 'theirs', shape)
+        checkpoint.save(model, tmp_path / 'ours', torch.float32)
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'ours',
+                                                                  attn_implementation='eager')
+        assert torch.equal(again(tokens).logits, expected), shape
+        assert checkpoint.read_config(tmp_path / 'ours') == model.config, shape
+
+
+def edit_config(folder, change):
+    raw = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps(change(raw)))
+
+
+VISION = {
+    'Gemma3': {'hidden_size': 16, 'intermediate_size': 16, 'num_hidden_layers': 1,
+               'num_attention_heads': 2, 'image_size': 28, 'patch_size': 14},
+    'Mistral3': {'hidden_size': 16, 'intermediate_size': 16, 'num_hidden_layers': 1,
+                 'num_attention_heads': 2, 'image_size': 28, 'patch_size': 14, 'head_dim': 8}}
+
+
+@pytest.mark.parametrize('tied', [True, False])
+@pytest.mark.parametrize('kind, text', [('Gemma3', 'Gemma3Text'), ('Mistral3', 'Mistral'),
+                                        ('Mistral3', 'Ministral3')])
+def test_the_text_part_of_a_model_with_images(kind, text, tied, tmp_path):
+    """It is read from the nested files, and saved as a model of text alone."""
+    import transformers
+    torch.manual_seed(0)
+    shape = FAMILIES[text](random.Random(1), plain(random.Random(1)))
+    inner = getattr(transformers, f'{text}Config')(**shape)
+    config = getattr(transformers, f'{kind}Config')(
+        text_config=inner.to_dict(), vision_config=VISION[kind], tie_word_embeddings=tied,
+        attn_implementation='eager', mm_tokens_per_image=4)
+    reference = getattr(transformers, f'{kind}ForConditionalGeneration')(config).eval()
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.copy_(p + 0.2 * torch.randn_like(p))
+    reference.save_pretrained(tmp_path / 'nested')
+    model = checkpoint.load(tmp_path / 'nested')
+    assert model.config.tie_word_embeddings == tied
+    tokens = torch.randint(1, 50, (2, T))
+    expected = reference(tokens).logits
+    with torch.no_grad():
+        logits = model.logits(model(tokens, *whole_rows(tokens)))
+    assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    checkpoint.save(model, tmp_path / 'text', torch.float32)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'text',
+                                                              attn_implementation='eager')
+    assert torch.allclose(again(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    assert model.config == checkpoint.read_config(tmp_path / 'text')
+
+
+def test_the_nested_files_of_gemma_3_are_read(tmp_path):
+    """What google/gemma-3-4b-it has in its config.json: the text model's sizes are mostly left out.
+
+    transformers reads the same.
+    """
+    import transformers
+    raw = {'architectures': ['Gemma3ForConditionalGeneration'], 'model_type': 'gemma3',
+           'boi_token_index': 255999, 'eoi_token_index': 256000, 'eos_token_id': [1, 106],
+           'image_token_index': 262144, 'initializer_range': 0.02, 'mm_tokens_per_image': 256,
+           'text_config': {'hidden_size': 2560, 'intermediate_size': 10240,
+                           'model_type': 'gemma3_text', 'num_hidden_layers': 34,
+                           'rope_scaling': {'factor': 8.0, 'rope_type': 'linear'},
+                           'sliding_window': 1024},
+           'torch_dtype': 'bfloat16', 'vision_config': {'hidden_size': 1152}}
+    (tmp_path / 'config.json').write_text(json.dumps(raw))
+    ours = checkpoint.read_config(tmp_path)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+    for key in ('vocab_size', 'num_attention_heads', 'num_key_value_heads', 'head_dim',
+                'max_position_embeddings'):
+        assert getattr(ours, key) == getattr(theirs, key), key
+    assert ours.tie_word_embeddings and ours.dtype == 'bfloat16' and ours.eos_token_id == [1, 106]
+    assert ours.windows == [None if kind == 'full_attention' else 1024
+                            for kind in theirs.layer_types]
+    local, full = ours.layers[0].rope, ours.layers[5].rope
+    assert (local.theta, local.scheme) == (1e4, 'default')
+    assert (full.theta, full.scheme, full.factor) == (1e6, 'linear', 8.0)
+
+
+def test_opt_without_the_first_part_of_its_names(tmp_path):
+    """As in the files of facebook/opt-125m."""
+    reference = reference_model('opt', tmp_path)
+    rewrite(tmp_path, lambda t: [t.update({key.removeprefix('model.'): t.pop(key)})
+                                 for key in list(t)])
+    compare(reference, tmp_path, {'vocab_size': 211})
+
+
+@pytest.mark.parametrize('long', [False, True])
+def test_longrope_is_short_or_long_for_a_whole_run(long, tmp_path):
+    """Up to the original length transformers agrees with the short factors, above with the long."""
+    rng = random.Random(0)
+    shape = phi3(rng, plain(rng)) | {'original_max_position_embeddings': T - 9 if long else T}
+    shape['rope_parameters'] = rope(rng, 8, ['longrope']) | {'partial_rotary_factor': 1.0}
+    shape |= {'hidden_size': 8 * shape['num_attention_heads']}
+    reference, shape = random_reference('Phi3', rng, **shape)
+    reference.save_pretrained(tmp_path)
+    context = checkpoint.read_config(tmp_path).max_position_embeddings
+    assert context == shape['original_max_position_embeddings']
+    if long:
+        edit_config(tmp_path, lambda raw: raw | {'nanocal': {'long_context': True}})
+        assert checkpoint.read_config(tmp_path).max_position_embeddings == 256
+    model, _, _ = compare(reference, tmp_path, shape)
+    checkpoint.save(model, tmp_path / 'again', torch.float32)
+    assert checkpoint.read_config(tmp_path / 'again') == model.config
+
+
+def test_a_base_outside_the_blocks_reaches_the_layers_that_transformers_gives_it(tmp_path):
+    """As files of transformers 4 have it."""
+    for name, change in (
+            ('gemma3', {'rope_theta': 500.0, 'rope_local_base_freq': 70.0,
+                        'rope_scaling': {'rope_type': 'linear', 'factor': 8.0}}),
+            ('olmo3', {'rope_theta': 500.0, 'rope_scaling': YARN | {'factor': 4.0}})):
+        reference_model(name, tmp_path / name)
+        edit_config(tmp_path / name, lambda raw, change=change: {
+            key: value for key, value in raw.items() if key != 'rope_parameters'} | change)
+        import transformers
+        reference = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, attn_implementation='eager').eval()
+        compare(reference, tmp_path / name, {'vocab_size': 211})
