@@ -52,7 +52,8 @@ def read_settings(folder: Path) -> dict:
     if folder.name == 'adapter' and (folder.parent / 'config.json').exists():
         raise CheckpointError(f'{folder} holds the adapters of a run, whose merged weights and '
                               f'settings are in {folder.parent}; name that folder')
-    wanted = {'peft_type': ('LORA',), 'task_type': ('CAUSAL_LM', None), 'bias': ('none', None),
+    wanted = {'peft_type': ('LORA',), 'bias': ('none', None),
+              'task_type': ('CAUSAL_LM', 'SEQ_2_SEQ_LM', None),
               'init_lora_weights': BEGINNINGS}
     for key, value in settings.items():
         if value not in wanted.get(key, (value,)):

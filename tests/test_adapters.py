@@ -74,6 +74,24 @@ def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path, dtype):
     assert all(torch.equal(p, theirs[key]) for key, p in named(model).items())
 
 
+def test_adapters_of_t5(tmp_path):
+    import transformers
+    base = transformers.T5ForConditionalGeneration(transformers.T5Config(
+        vocab_size=101, d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=2,
+        decoder_start_token_id=0))
+    base.save_pretrained(tmp_path / 'base')
+    model = peft.get_peft_model(base, peft.LoraConfig(
+        r=2, lora_alpha=8, target_modules=['q', 'v', 'wo'], task_type='SEQ_2_SEQ_LM'))
+    model.peft_config['default'].base_model_name_or_path = str(tmp_path / 'base')
+    for key, p in model.named_parameters():
+        if 'lora_' in key:
+            p.data.normal_(0, 0.2)
+    model.save_pretrained(tmp_path / 'peft', save_embedding_layers=False)
+    theirs = dict(model.merge_and_unload().named_parameters())
+    ours = named(checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft'))))
+    assert all(torch.equal(p, theirs[key]) for key, p in ours.items()) and len(ours) > 20
+
+
 def test_bin_files_and_base_models_from_another_folder(tmp_path, monkeypatch):
     adapted(tmp_path, 'llama', {'target_modules': ALL})
     expected = checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft'))).state_dict()
@@ -108,7 +126,7 @@ def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(tmp_pa
     ({'bias': 'all'}, "bias = 'all' is not supported; it must be 'none'"),
     ({'init_lora_weights': 'pissa'}, "init_lora_weights = 'pissa' is not supported"),
     ({'peft_type': 'IA3'}, "peft_type = 'IA3' is not supported; it must be 'LORA'"),
-    ({'task_type': 'SEQ_2_SEQ_LM'}, 'task_type'),
+    ({'task_type': 'SEQ_CLS'}, "task_type = 'SEQ_CLS' is not supported"),
     ({'lora_alpha': None}, 'lora_alpha = None is missing or of the wrong type'),
     ({'base_model_name_or_path': None}, 'base_model_name_or_path = None is missing')])
 def test_settings_that_merged_weights_do_not_have_are_refused_by_name(tmp_path, change, message):

@@ -16,7 +16,8 @@ import metrics
 import numpy as np
 import pytest
 import torch
-from common import HERE, SHARED, needs_files, reference_model, sentencepiece_folder, write_rows
+from common import (HERE, SHARED, needs_files, reference_model, sentencepiece_folder, t5_folder,
+                    write_rows)
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from papers import features, multilingual_printed
 from runtime import ownership
@@ -110,6 +111,14 @@ PYTHIA = ('neox', [f'EleutherAI/pythia-{size}' for size in (
 STEPS = (256, 512, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
 
 
+def t5_model(folder):
+    import transformers
+    transformers.T5ForConditionalGeneration(transformers.T5Config(
+        vocab_size=512, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=2,
+        decoder_start_token_id=0)).save_pretrained(folder)
+    return t5_folder(folder)
+
+
 @pytest.fixture(scope='module')
 def hub(tmp_path_factory):
     """A hub cache that holds a small stand-in of every model and dataset of the papers."""
@@ -133,6 +142,7 @@ def hub(tmp_path_factory):
     (folder / 'model.safetensors').unlink()
     for step in STEPS:
         add_to_hub(hub, 'EleutherAI/pythia-1.4b', folder, revision=f'step{step}')
+    add_to_hub(hub, 'google/flan-t5-small', t5_model(base / 't5'))
     for name, files in DATASETS.items():
         for path, rows in files.items():
             write_rows(base / 'data' / name / path, rows)
@@ -431,7 +441,7 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     write_rows(tmp_path / 'trex' / 're-nlg_0-10000.json', facts)
     arguments = [f'--cache_dir={tmp_path}', '--eval.limit=8', *FAST,
                  *(x for x in SMALL if not x.startswith(('--max_steps', '--val')))]
-    only = ['--only=pythia-70m,llama-2-7b,step256,aligned']
+    only = ['--only=pythia-70m,llama-2-7b,flan-t5-small,step256,aligned']
     run_paper(hub, 'alignment', '--only=pythia-70m,', f'--out_dir={out}', *arguments)
     assert not (out / 'aligned').exists()
     assert not read_table(out, 'scales')[0]['facts generation ECE']
@@ -467,7 +477,9 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     assert '\nwarmup_steps = 100\n' in config and '\ndata_limit = 12\n' in config
     assert read_table(out, 'steps')[0]['MMLU ECE'] and not read_table(out, 'steps')[1]['MMLU ECE']
     assert {path.stem for path in out.glob('*.png')} == {f'figure{n}' for n in (
-        3, '3_curves', 4, '4_curves', 5, 7, 9, 12)}
+        3, '3_curves', 4, '4_curves', 5, 7, 9, 10, 12)}
+    row = next(row for row in read_table(out, 'scales') if row['model'] == 'flan-t5-small')
+    assert row['MMLU ECE'] and not row['facts generation ECE']      # it scores answers alone
     # without instructions no header; Alpaca-LoRA's recipe has a loss on the prompt too
     for folder, header, on_inputs in (
             ('pythia-70m', 'none', None), ('aligned/base', 'english', None),
