@@ -670,20 +670,20 @@ def conformal(probs, labels, n_options=None, *, method='lac', alpha=0.1) -> tupl
     return float(sets[np.arange(len(sets)), labels].mean()), float(sets.sum(1).mean())
 
 
-# The table of measures
+# The table of metrics
 
 
 class Measure(NamedTuple):
     """A metric as a row of `MEASURES`; a new metric is a function and a row.
 
-    needs: the predictions for which the measure is defined, and how its function is called
+    needs: the predictions for which the metric is defined, and how its function is called
         'prediction'  function(probs, labels), for probs [N, K] or confidences [N]
         'options'     function(probs, labels), for probs [N, K] only
         'n_options'   function(probs, labels, n_options=n_options), for probs [N, K] only
         'scores'      function(probs, labels, scores=scores), for probs [N, K] only
     tables: the tables with a column of it: 'runs', which a training run prints; 'results', of one
-    evaluation; 'compare', of several. A measure in a table has bootstrap intervals; a report holds
-    every measure.
+    evaluation; 'compare', of several. A metric in a table has bootstrap intervals; a report holds
+    every metric.
     """
     key: str                            # in results.json
     title: str                          # of a column
@@ -695,7 +695,7 @@ class Measure(NamedTuple):
     part: str | int | None = None       # of what the function returns, if that is several numbers
 
     def value(self, probs, labels, n_options=None, scores=None):
-        """Return the measure of these predictions, a float; an int if the function returns one."""
+        """Return the metric of these predictions, a float; an int if the function returns one."""
         return self.number(self.call(probs, labels, n_options, scores))
 
     def call(self, probs, labels, n_options, scores):
@@ -704,7 +704,7 @@ class Measure(NamedTuple):
         return self.function(probs, labels, **more.get(self.needs, {}))
 
     def number(self, result):
-        """Return the measure in a result of its function."""
+        """Return the metric in a result of its function."""
         value = result if self.part is None else result[self.part]
         return value if type(value) is int else float(value)
 
@@ -770,7 +770,7 @@ MEASURES = (
 
 
 class Report(dict):
-    """{'n': number of rows, key of a measure: its value}, printed as a table."""
+    """{'n': number of rows, key of a metric: its value}, printed as a table."""
 
     def __str__(self):
         return '\n'.join(f'{name:24}{value:>12}' if isinstance(value, int) else
@@ -778,7 +778,7 @@ class Report(dict):
 
 
 def report(probs, labels, n_options=None, *, scores=None) -> Report:
-    """Return n and every measure of `MEASURES` that is defined for probs, as Python numbers that
+    """Return n and every metric of `MEASURES` that is defined for probs, as Python numbers that
     json.dumps accepts. scores: those of `nll`."""
     confidence, correct = top_label(probs, labels)
     has_options = np.ndim(probs) == 2
@@ -790,7 +790,7 @@ def report(probs, labels, n_options=None, *, scores=None) -> Report:
     values, results = Report(n=len(correct)), {}
     for x in MEASURES:
         if x.needs == 'prediction' or has_options:
-            if x.function not in results:       # several measures may be parts of one result
+            if x.function not in results:       # several metrics may be parts of one result
                 results[x.function] = x.call(*(
                     prediction if x.needs == 'prediction' else (probs, labels, n_options, scores)))
             values[x.key] = x.number(results[x.function])

@@ -17,7 +17,7 @@ if TYPE_CHECKING or not __package__:
 else:
     from . import metrics       # installed, as nanocal.stats
 
-# The bootstrap of measures
+# The bootstrap of metrics
 #
 # A resample is a count of how often each row was drawn. Means are sums of a matrix of counts [R, N]
 # times per-row terms [N]. A metric in bins needs cumulative sums in sorted order; the rows are
@@ -26,17 +26,17 @@ else:
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
               seed=0, keys=None, columns=None) -> dict[str, np.ndarray]:
-    """Return measures of `report` on `n_resamples` samples of N rows, drawn with replacement.
+    """Return metrics of `report` on `n_resamples` samples of N rows, drawn with replacement.
 
-    {key: float64 [n_resamples]} for the measures `keys`, by default for every measure with a column
-    in a table and all that are fast. Measures that are not defined for probs are left out. The
+    {key: float64 [n_resamples]} for the metrics `keys`, by default for every metric with a column
+    in a table and all that are fast. Metrics that are not defined for probs are left out. The
     percentiles 2.5 and 97.5 are the percentile interval of Efron 1979. scores: those of `nll`;
     columns: {key: float [N]}, more metrics that are means of a number per row.
 
     Sums compute accuracy, confidence, gap, bas, brier_top_label, brier_skill, ece, mce,
     ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace,
     in the time of about 20 * n_resamples * N additions. They are used only if they equal the
-    functions in metrics.MEASURES: a new or edited measure is called once per resample instead,
+    functions in metrics.MEASURES: a new or edited metric is called once per resample instead,
     which takes longer.
     """
     metrics.check_count('n_resamples', n_resamples)
@@ -72,7 +72,7 @@ def _value(measure, prediction, arrays):
 
 
 def _unequal(measures, sums, prediction, arrays):
-    """The measures whose function returns another value for these rows than the sums."""
+    """Those of `measures` whose function returns another value for these rows than the sums."""
     fast = sums(np.ones((1, len(prediction[1])), np.int32))
     return [x for x in measures if not np.isclose(
         fast[x.key][0], _value(x, prediction, arrays), rtol=1e-9, atol=1e-9, equal_nan=True)]
@@ -110,7 +110,7 @@ def _call_measures(measures, counts, prediction, arrays):
 
 
 class _Sums:
-    """Measures of resamples by sums: a call with counts int32 [R, N] returns {key: float64 [R]}.
+    """Metrics of resamples by sums: a call with counts int32 [R, N] returns {key: float64 [R]}.
 
     arrays: probs [N, K], labels, n_options and scores; None for confidences. chunk: the largest R.
     more: {key: float64 [N]}, whose means are returned as well.

@@ -86,7 +86,7 @@ def main(argv):
 def compare_questions(runs, keys, cfg, out_dir):
     """Print a table of several runs for each task that they share, and write it to out_dir.
 
-    For every language: the measures `keys` of each run, the best one marked. Then the differences
+    For every language: the metrics `keys` of each run, the best one marked. Then the differences
     of each pair of runs, by a paired bootstrap over the questions that both answered and Student's
     t over languages if there are several, and the answers that change from right to wrong or back.
     The files are compare.md, .csv and .tex, and for each task two pictures: the runs' reliability

@@ -34,7 +34,7 @@ GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subject
 
 
 class Heading(str):
-    """The title of a column with the values of a measure; `mark_best` reads higher_is_better."""
+    """The title of a column with the values of a metric; `mark_best` reads higher_is_better."""
 
     def __new__(cls, key, title=None):
         heading = super().__new__(cls, TITLES[key] if title is None else title)
@@ -71,7 +71,7 @@ class Predictions(NamedTuple):
         return report | {key: float(x.mean()) for key, x in (self.columns or {}).items()}
 
     def bootstrap(self, n_resamples, seed, keys=None):
-        """Return stats.bootstrap of the predictions, {measure: [n_resamples]}."""
+        """Return stats.bootstrap of the predictions, {metric: [n_resamples]}."""
         return stats.bootstrap(self.probs, self.labels, self.n_options, scores=self.scores,
                                n_resamples=n_resamples, seed=seed, keys=keys, columns=self.columns)
 
@@ -130,7 +130,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     'letters' and 'same_option' of a task in several orders of its options; 'macro': the mean report
     over languages, or else over subjects; 'option_mass': mean probability of all options together;
     'post_hoc' if `fit`; 'measured_by'}. A report is that of metrics.report with 'intervals',
-    {measure: [low, high]}: 95 % by bootstrap over questions.
+    {metric: [low, high]}: 95 % by bootstrap over questions.
     """
     samples = sorted(samples, key=sample_order)
     held_out = [s for s in samples if s.get('split') == 'validation']
@@ -182,7 +182,7 @@ def letters(samples, predicted):
 
 @functools.cache
 def measured_by():
-    """Return a hash of the code that computes a summary; it changes when a measure is edited."""
+    """Return a hash of the code that computes a summary; it changes when a metric is edited."""
     digest = hashlib.blake2b(digest_size=8)
     modules = metrics, stats, scaling, prediction_files, temperatures
     for path in (*(module.__file__ for module in modules), __file__):
@@ -211,7 +211,7 @@ def measure_again(results, samples):
 
 
 def measure(groups, n_bootstrap, seed, keys=None):
-    """Return ({group: report with intervals}, {group: {measure: resampled values}}).
+    """Return ({group: report with intervals}, {group: {metric: resampled values}}).
 
     groups: {group: Predictions}; n_bootstrap: the number of resamples, 0 for no intervals; keys:
     those of stats.bootstrap. The resamples of a group are drawn in parts that depend on its size
@@ -238,9 +238,9 @@ def measure(groups, n_bootstrap, seed, keys=None):
 
 
 def intervals(resampled):
-    """Return {'intervals': percentiles 2.5 and 97.5 of {measure: values}}; {} for empty input.
+    """Return {'intervals': percentiles 2.5 and 97.5 of {metric: values}}; {} for empty input.
 
-    A measure that is undefined in a resample has no interval.
+    A metric that is undefined in a resample has no interval.
     """
     ends = {key: np.percentile(values, (2.5, 97.5)).tolist() for key, values in resampled.items()
             if not np.isnan(values).any()}
@@ -369,7 +369,7 @@ def report_rows(result):
 def cells(rows, table='results', first='group', count='questions', intervals=False):
     """Return the cells of rows = [(..., name, report)], header first, without empty columns.
 
-    The columns are the measures with that `table` in metrics.MEASURES. count: title of the column
+    The columns are the metrics with that `table` in metrics.MEASURES. count: title of the column
     n. intervals: add the bootstrap interval to each cell, '0.102 [0.091, 0.113]', instead of a
     column with the interval of the accuracy.
     """
@@ -401,7 +401,7 @@ def interval_text(report, metric):
 
 
 def mark_best(lines, groups):
-    """Append ' *' to the best cells of each measure within each group; return the new lines.
+    """Append ' *' to the best cells of each metric within each group; return the new lines.
 
     groups: a key for each line below the header. Mark only columns that have a `Heading`; if all
     cells are equal, none is the best.
