@@ -168,9 +168,9 @@ def compare_task(task, runs, samples, keys, cfg):
                    aligned(differences), '', aligned(changes), *q)),
         '\n'.join((f'### {title}\n', markdown(table), r'\* the best',
                    *(f'\n{remark}' for remark in remarks), '', markdown(differences),
-                   markdown(changes), *q)),
+                   markdown(changes), *(f'{line}\n' for line in q))),
         '\n'.join((latex(with_intervals, title), latex(differences), latex(changes),
-                   *map(latex_text, q))), lines,
+                   *(latex_text(line) + '\n' for line in q))), lines,
         [(panel_title(name, runs[name].results[task]), p) for name, p in predicted.items()])
 
 
