@@ -324,6 +324,49 @@ def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
     assert results['config']['shots'] == 0 and results['config']['scoring'] == 'letters'
 
 
+def test_the_appendix_is_by_dataset_with_the_better_smoothing_bold_and_italic_if_significant(
+        tmp_path):
+    in_papers("""
+import multilingual as paper
+numbers = {'base': 0.02, '0.0': 0.3, '0.1': 0.1, '0.2': 0.05}
+paper.measured = lambda folder, task: {} if 'instruct' in folder or task == 'mmlu_prox' else {
+    'languages': {'yo': {key: next(x for s, x in numbers.items() if folder.endswith(
+        'base' if s == 'base' else f'smoothing{float(s):g}')) for key in paper.PRINTED}}}
+paper.write_appendix(types.SimpleNamespace(out_dir=sys.argv[1], models='', changes=['--lr=1']), {
+    'global_mmlu': {('Gemma2-2B', 'Tulu3', '0.1'): {'yo': {'ece': 0.049, 'accuracy': 0.051}}}})
+""", tmp_path)
+    title, _, head, _, *lines = (tmp_path / 'appendix.md').read_text().splitlines()
+    assert title == ('## Global-MMLU in yo by SFT dataset, model and smoothing; '
+                     'changed settings: --lr=1')
+    models = ('Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B')
+    assert [line.split(' | ')[:3] for line in lines if line] == [
+        *(['| base', model, ''] for model in models),
+        *([f'| {data}', model, s] for data in ('Alpaca', 'OpenHermes', 'Tulu3')
+          for model in models for s in ('0.0', '0.1', '0.2'))]
+    cells = {tuple(line.split(' | ')[:3]): line[2:-2].split(' | ')[3:] for line in lines if line}
+    assert cells['| Tulu3', 'Gemma2-2B', '0.0'] == ['**0.300**', '0.300', '0.300', '0.300']
+    assert cells['| Tulu3', 'Gemma2-2B', '0.1'] == ['0.100', '0.100', '***0.100***', '**0.100**']
+    assert cells['| Alpaca', 'Gemma2-2B', '0.1'] == ['0.100', '0.100', '**0.100**', '**0.100**']
+    assert cells['| Tulu3', 'Gemma2-2B', '0.2'] == 4 * ['0.050']
+    tex = (tmp_path / 'appendix.tex').read_text()
+    assert tex.count(r'\textbf{\textit{0.100}}') == 1 and r'-{}-lr=1\par' in tex
+
+
+def test_titles_state_the_shots_and_every_changed_setting(tmp_path):
+    printed = in_papers("""
+import common, label_smoothing as paper
+options = types.SimpleNamespace(out_dir='nowhere', changes=['--eval.shots=0', '--max_steps=2'])
+paper.draw_lines = lambda *_: None
+with common.lock(sys.argv[1]):
+    common.write_tables(paper.tables(options), sys.argv[1], 'How it was made.', options.changes)
+""", tmp_path)
+    assert 'by smoothing, at 0 shots\nchanged settings: --eval.shots=0 --max_steps=2\n' in printed
+    assert '\n\n`changed settings: --eval.shots=0 --max_steps=2`\n\n' in (
+        tmp_path / 'tables.md').read_text()
+    assert 'at 0 shots; changed settings: -{}-eval.shots=0 -{}-max' in (
+        tmp_path / 'smoothing.tex').read_text()
+
+
 @pytest.mark.slow
 def test_the_options_of_multilingual_choose_models_and_tuning(tmp_path):
     plan = run_paper(tmp_path, 'multilingual', '--plan', '--models=aya,gemma3', '--only=base,inst')
