@@ -37,7 +37,8 @@ def trainer_of(trainer_class, model, tmp_path, **options):
     return trainer_class(model, arguments, train_dataset=sequences(), **options)
 
 
-@pytest.mark.parametrize('name', ['llama', 'llama3', 'mistral', 'gemma2'])
+@pytest.mark.parametrize('name', ['llama', 'llama3', 'mistral', 'gemma2', 'gemma3', 'cohere2',
+                                  'granite'])
 def test_trainer_loss_is_the_models_own(trainer_class, tmp_path, name):
     """Loss and gradients of cross_entropy() are those that the model computes from its labels."""
     model = reference_model(name, tmp_path / 'model').train()
@@ -52,6 +53,19 @@ def test_trainer_loss_is_the_models_own(trainer_class, tmp_path, name):
     assert off(loss, expected) < 1e-5 and outputs.logits.shape[1] == 1
     for key, p in model.named_parameters():
         assert off(p.grad, gradients[key]) < 1e-4, key
+
+
+@pytest.mark.parametrize('kind', ['Phi', 'GPTJ'])
+def test_a_model_with_other_logits_is_refused(trainer_class, tmp_path, kind):
+    """The heads of Phi and GPT-J have a bias."""
+    config = getattr(transformers, f'{kind}Config')(
+        vocab_size=211, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=48, rotary_dim=8)
+    model = getattr(transformers, f'{kind}ForCausalLM')(config)
+    trainer = trainer_of(trainer_class, model, tmp_path, loss=cross_entropy())
+    batch = {key: torch.stack([row[key] for row in sequences(3)]) for key in sequences(1)[0]}
+    with pytest.raises(ValueError, match='have a bias or something else'):
+        trainer.compute_loss(model, batch)
 
 
 @pytest.mark.slow
