@@ -85,8 +85,11 @@ class BytePairTokenizer:
         return ids
 
     def decode(self, ids, start=True):
-        """Return the text of ids, control tokens by their names. `start` has no effect here."""
-        return b''.join(self._bytes[int(i)] for i in ids).decode('utf-8', errors='replace')
+        """Return the text of ids, control tokens by their names, '' for an id without a token.
+
+        `start` has no effect here.
+        """
+        return b''.join(self._bytes.get(int(i), b'') for i in ids).decode('utf-8', errors='replace')
 
     def _parts(self, text):
         """Return the parts of a text: strings to encode, and ids of added tokens."""

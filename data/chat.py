@@ -72,7 +72,9 @@ def question_frame(tokenizer, template, add_bos=True):
         if supervised:
             if around is None or answer not in piece:
                 break
-            return opening, *around, closing, piece.partition(answer)[0]
+            lead = piece.partition(answer)[0]
+            # the space that the tokenizer puts at the beginning of a text
+            return opening, *around, closing, lead or ' ' * begins_text(closing, None, tokenizer)
         if isinstance(piece, str) and question in piece:
             around = piece.split(question)
         else:   # text stands here only between control tokens

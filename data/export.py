@@ -84,14 +84,15 @@ def sentencepiece_json(tokenizer):
     the beginning and after BOS, but not beside another control token.
     """
     model, prefix = tokenizer.model, SPACE if tokenizer.leads_with_space else ''
-    types = _piece_types(model.serialized_model_proto(), tokenizer.n_vocab)
-    pieces = [model.id_to_piece(i) for i in range(tokenizer.n_vocab)]
+    types = _piece_types(model.serialized_model_proto(), tokenizer.n_pieces)
+    pieces = [model.id_to_piece(i) for i in range(tokenizer.n_pieces)]
     # such a symbol may consist of spaces, so it is matched in normalized text
     symbols = [{'id': i, 'content': pieces[i], **FLAGS, 'normalized': True, 'special': False}
                for i, kind in enumerate(types) if kind == USER_DEFINED]
     # the scores of a BPE model are 0, -1, -2, ... in the order of merges
     scores = {pieces[i]: model.get_score(i) for i, kind in enumerate(types) if kind == NORMAL}
-    if (tokenizer.fresh_after or any(score != int(score) for score in scores.values())
+    if (tokenizer.n_vocab > tokenizer.n_pieces
+            or any(score != int(score) for score in scores.values())
             or model.normalize('  a \ufb01 ') != f'{prefix}  a \ufb01 '.replace(' ', SPACE)):
         return None
     replace = {'type': 'Replace', 'pattern': {'String': ' '}, 'content': SPACE}

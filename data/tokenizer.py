@@ -46,15 +46,16 @@ class SentencePieceTokenizer:
         # it, so it is encoded after a newline, which never merges with what follows.
         self.leads_with_space = model.encode('a', out_type=str)[0].startswith('\u2581')
         self._newline = model.encode('\n') if self.leads_with_space else []
-        self.n_vocab = model.get_piece_size()
-        self.control_ids = {model.id_to_piece(i): i for i in range(self.n_vocab)
+        self.n_pieces = model.get_piece_size()
+        self.control_ids = {model.id_to_piece(i): i for i in range(self.n_pieces)
                             if model.is_control(i)}
         added, settings = added_beside(Path(path).parent), settings_beside(Path(path).parent)
-        added = {i: token for i, token in added.items() if i >= self.n_vocab}
+        added = {i: token for i, token in added.items() if i >= self.n_pieces}
         self.control_ids |= {token['content']: i for i, token in added.items()}
         self.strips = {i: (token['lstrip'], token['rstrip']) for i, token in added.items()
                        if token['lstrip'] or token['rstrip']}
-        self.fresh_after = frozenset(added)
+        self.fresh_after = frozenset(added if self.leads_with_space else ())
+        self.n_vocab = max([self.n_pieces, *(i + 1 for i in added)])
         self.eos_id = self.control_ids.get(settings.get('eos_token'), model.eos_id())
         if self.eos_id < 0:
             raise DataError(f'{path}: the model has no EOS token')
@@ -82,7 +83,7 @@ class SentencePieceTokenizer:
         names = {i: name for name, i in self.control_ids.items()}
         parts, run = [], []
         for i in [*ids, None]:
-            if i is not None and i not in names:
+            if i is not None and i < self.n_pieces and i not in names:
                 run.append(int(i))
                 continue
             # decoded after a newline too, or sentencepiece would drop a leading space
@@ -109,8 +110,8 @@ def load_tokenizer(folder):
     """Return the tokenizer of a model folder, by the content of its file; raises DataError.
 
     The first of FILES is read. A tokenizer has encode, decode, bos_id (None if it adds no BOS),
-    eos_id, control_ids (name -> id), strips, fresh_after, n_vocab (without added control tokens of
-    a sentencepiece model), and `fingerprint`, a hash of file, BOS and EOS.
+    eos_id, control_ids (name -> id), strips, fresh_after, n_vocab (above every id), and
+    `fingerprint`, a hash of file, BOS and EOS.
     """
     folder = Path(folder)
     files = [path for pattern in FILES for path in sorted(folder.glob(pattern))]
@@ -139,9 +140,12 @@ def load_tokenizer(folder):
 def load_model_tokenizer(folder, config):
     """Return the tokenizer of a model folder; CheckpointError if the model has fewer tokens."""
     tokenizer = load_tokenizer(folder)
-    # Gemma 3 1B names an image token for which it has no row
-    tokenizer.control_ids = {name: i for name, i in tokenizer.control_ids.items()
-                             if i < config.vocab_size or i < tokenizer.n_vocab}
+    n_pieces = getattr(tokenizer, 'n_pieces', tokenizer.n_vocab)
+    if n_pieces <= config.vocab_size < tokenizer.n_vocab:
+        # Gemma 3 1B's files add an image token for which it has no row
+        tokenizer.n_vocab = config.vocab_size
+        tokenizer.control_ids = {name: i for name, i in tokenizer.control_ids.items()
+                                 if i < config.vocab_size}
     if tokenizer.n_vocab > config.vocab_size:
         raise CheckpointError(f'{folder}: the tokenizer has {tokenizer.n_vocab} tokens, but '
                               f'vocab_size in config.json is {config.vocab_size}')

@@ -162,13 +162,12 @@ class ChatEncoder:
         self.opening, self.before, self.after, self.closing, self.lead = question_frame(
             tokenizer, template, add_bos)
         self.start = begins_text(self.opening, [tokenizer.bos_id] * add_bos, tokenizer)
-        self.answer_start = not self.lead and begins_text(self.closing, None, tokenizer)
 
     def encode(self, question, start):
         """Return (tokens of the context, [tokens of context + option]), as OptionEncoder does."""
         text = (self.before if start else '') + question.context + self.after
         context = self.tokenizer.encode(text, start=start and self.start) + self.closing
-        options = [self.tokenizer.encode(self.lead + option.strip(), start=self.answer_start)
+        options = [self.tokenizer.encode(self.lead + option.strip(), start=False)
                    for option in question.options]
         if not all(option.strip() for option in question.options):
             raise DataError(f'{question.place}: an option is empty')

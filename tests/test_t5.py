@@ -14,7 +14,9 @@ import evaluate
 import sample
 import train
 from data.packing import Tree, stack_answers
+from data.questions import load_task
 from data.tokenizer import load_tokenizer
+from data.trees import tokenize_questions
 from families import t5
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError
@@ -190,6 +192,23 @@ def test_scores_equal_a_plain_loop_over_transformers(scoring, tmp_path):
                      for answer in answers]
             assert sample_of['log_probs'] == pytest.approx(right, rel=1e-6, abs=2e-5)
             assert sample_of['n_tokens'] == [len(tokenizer.encode(answer)) for answer in answers]
+
+
+@pytest.mark.parametrize('scoring', ['letters', 'text'])
+def test_prompts_with_shots_have_the_tokens_of_the_whole_text(scoring, tmp_path):
+    tokenizer = load_tokenizer(t5_folder(tmp_path / 'model', ['A B C D']))
+    rows = [{'question': f'What is the fox, {i} or\n\none?', 'subject': 'foxes', 'answer': i % 3,
+             'choices': ['blue', 'a lazy dog', 'brown!']} for i in range(4)]
+    for split in ('dev', 'test'):
+        write_rows(tmp_path / f'{split}.jsonl', rows)
+    asked, solved, _, _ = load_task(str(tmp_path), shots=2, scoring=scoring)
+    for question, tree in tokenize_questions(asked, solved, tokenizer, add_bos=False,
+                                             max_length=2000):
+        prompt = question.header + ''.join(s.solved for s in solved['', 'foxes'])
+        prompt = tokenizer.encode(prompt + question.context)
+        for option, leaf, start in zip(question.options, tree.leaves, tree.starts, strict=True):
+            ids = [*tree.prefix, *tree.stem, *leaf]
+            assert (ids[:start], ids[start:]) == (prompt, tokenizer.encode(option))
 
 
 def test_answers_to_several_prompts_of_one_question(tmp_path):

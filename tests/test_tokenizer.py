@@ -16,9 +16,11 @@ import sample
 import train
 from data import bpe, chat, export
 from data.instruct import to_messages
+from data.questions import Question
 from data.tokenizer import load_model_tokenizer, load_tokenizer
+from data.trees import tokenize_questions
 from runtime import eval_config
-from runtime.errors import DataError
+from runtime.errors import CheckpointError, DataError
 
 HOSTILE = ('<|eot_id|><|begin_of_text|> <s></s> [INST] x [/INST] <start_of_turn>user\n<end_of_turn>'
            '<bos><eos><pad><unk> <|end_of_text|>')
@@ -248,13 +250,17 @@ def phi3_folder(folder):
 def test_tokens_outside_of_a_sentencepiece_model(tmp_path):
     n = 400
     ours = load_tokenizer(phi3_folder(tmp_path))
-    assert (ours.bos_id, ours.eos_id, ours.n_vocab) == (None, n, n)
+    assert (ours.bos_id, ours.eos_id, ours.n_vocab) == (None, n, n + 5)
+    assert ours.decode([n + 4, *ours.encode('a b'), n + 2, n + 9]) == '<|user|>a b<|end|>'
     assert ours.control_ids['<|user|>'] == n + 4
     assert not {*ours.control_ids.values()} & {*ours.encode('<|user|><|end|><s>')}
     plain = load_tokenizer(sentencepiece_folder(tmp_path / 'plain', 'llama2'))
     assert ours.fingerprint != plain.fingerprint    # other BOS, other EOS
     small = load_model_tokenizer(tmp_path, SimpleNamespace(vocab_size=n + 1))
     assert '<|endoftext|>' in small.control_ids and '<|user|>' not in small.control_ids
+    assert small.n_vocab == n + 1
+    with pytest.raises(CheckpointError, match='the tokenizer has 405 tokens, but vocab_size'):
+        load_model_tokenizer(tmp_path, SimpleNamespace(vocab_size=n - 1))
     (tmp_path / 'tokenizer.json').unlink()
     (tmp_path / 'tokenizer_config.json').unlink()
     (tmp_path / 'added_tokens.json').write_text(f'{{"<|user|>": {n}}}')
@@ -468,6 +474,24 @@ def test_templates_are_those_of_the_models(template, tmp_path):
     ids, mask = chat.encode_conversation(MESSAGES[1:3], tokenizer, template, add_bos)
     answer = tokenizer.decode([i for i, supervised in zip(ids, mask, strict=True) if supervised])
     assert re.fullmatch(r'It is blue\.(<\|?\w+\|>|</s>)', answer)
+
+
+@pytest.mark.parametrize('template', OFFICIAL)
+def test_questions_in_a_template_have_the_tokens_of_training(template, tmp_path):
+    tokenizer = load_tokenizer(official_folder(tmp_path, template))
+    add_bos = tokenizer.bos_id is not None
+    question = Question('1', 'The sky is?\nAnswer:', [' blue', ' a lazy dog', '\nb'], 1, 's',
+                        header='Questions.\n\n')
+    ((_, tree),) = tokenize_questions([question], {}, tokenizer, add_bos=add_bos, max_length=500,
+                                      chat=template)
+    for n, option in enumerate(question.options):
+        ids, mask = chat.encode_conversation(
+            [{'role': 'user', 'content': question.header + question.context},
+             {'role': 'assistant', 'content': option.strip()}], tokenizer, template, add_bos)
+        whole = [*tree.prefix, *tree.stem, *tree.leaves[n]]
+        assert whole == ids[:len(whole)] and mask[:len(whole)] == (
+            [0] * tree.starts[n] + [1] * tree.n_tokens[n])
+        assert ids[len(whole)] in tokenizer.control_ids.values()
 
 
 def test_settings_name_every_template():
