@@ -503,3 +503,12 @@ def test_reports_side_by_side(tmp_path, monkeypatch, capsys):
     drawn.clear()
     report.print_report(runs, tmp_path, pictures=False)
     assert not drawn
+
+
+def test_no_temperature_without_labels_if_every_answer_has_changed():
+    before = report.predictions([question(log_probs=[-1.0, -2.0])], 'token')
+    after = report.predictions([question(log_probs=[-2.0, -1.0])], 'token')
+    assert report.agreement_note(before, after) == (
+        'no temperature without labels: every answer has changed')
+    sharper = report.predictions([question(log_probs=[-1.0, -4.0])], 'token')
+    assert 'the same: 3.000; with it the ECE is' in report.agreement_note(before, sharper)
