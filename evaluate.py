@@ -176,7 +176,8 @@ def scoring_mode(model, dropout_seed):
 
 def seed_dropout(seed, arrays):
     """Seed torch for a batch, whose tokens also decide what is dropped."""
-    digest = hashlib.blake2b(arrays.tobytes(), digest_size=8, key=str(seed).encode()).digest()
+    digest = hashlib.blake2b(b''.join(array.tobytes() for array in arrays), digest_size=8,
+                             key=str(seed).encode()).digest()
     torch.manual_seed(int.from_bytes(digest))
 
 

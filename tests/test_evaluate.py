@@ -547,7 +547,8 @@ def test_kernels_are_loaded_where_they_compute(change, kernels, monkeypatch, tmp
     cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16', 'device': 'cuda'} | change)
     model, calls = SimpleNamespace(), []
     monkeypatch.setattr(checkpoint, 'load', lambda *_: model)
-    monkeypatch.setattr(checkpoint, 'read_config', lambda *_: None)
+    monkeypatch.setattr(checkpoint, 'read_config',
+                        lambda *_, **options: SimpleNamespace(model_type='llama'))
     monkeypatch.setattr(evaluate, 'warm_up', lambda *_: calls.append('warm'))
     with ThreadPoolExecutor(2) as pool:
         load = evaluate.load_ahead(pool, tmp_path, tmp_path, cfg, 1)
@@ -599,7 +600,8 @@ def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
         tensors.append(weakref.ref(x))
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(checkpoint, 'read_config', lambda *_: None)
+    monkeypatch.setattr(checkpoint, 'read_config',
+                        lambda *_, **options: SimpleNamespace(model_type='llama'))
     monkeypatch.setattr(evaluate, 'warm_up', fails)
     monkeypatch.setattr(evaluate, 'load_model', lambda *_: model)
     with ThreadPoolExecutor(2) as pool:
