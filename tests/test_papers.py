@@ -108,6 +108,8 @@ GEMMA = ('gemma2', ['google/gemma-2-2b', 'google/gemma-2-2b-it'])
 MISTRAL = ('mistral', ['mistralai/Mistral-7B-v0.1', 'mistralai/Mistral-7B-Instruct-v0.1'])
 PYTHIA = ('neox', [f'EleutherAI/pythia-{size}' for size in (
     '70m', '160m', '410m', '1b', '1.4b', '2.8b', '6.9b', '12b')])
+AYA = ('cohere', ['CohereLabs/aya-expanse-8b'])
+GEMMA3 = ('gemma3', ['google/gemma-3-4b-pt', 'google/gemma-3-4b-it'])
 STEPS = (256, 512, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
 
 
@@ -128,12 +130,13 @@ def hub(tmp_path_factory):
     base = tmp_path_factory.mktemp('hub')
     hub = base / 'cache'
     hub.mkdir()
-    for kind, names in (LLAMA, GEMMA, MISTRAL, PYTHIA):
+    for kind, names in (LLAMA, GEMMA, GEMMA3, MISTRAL, AYA, PYTHIA):
         folder = base / kind
         if kind == 'neox':
             train_bpe(folder, [ByteLevel(add_prefix_space=False)])
         else:
-            sentencepiece_folder(folder, {'llama': 'llama2', 'gemma2': 'gemma'}.get(kind, kind))
+            sentencepiece_folder(folder, {'llama': 'llama2', 'cohere': 'llama2', 'gemma2': 'gemma',
+                                          'gemma3': 'gemma'}.get(kind, kind))
         reference_model(kind, folder, vocab_size=450, max_position_embeddings=2048)
         for name in names:
             add_to_hub(hub, name, folder)
@@ -289,9 +292,10 @@ for path in (Path('papers/label_smoothing_printed.csv'), Path(sys.argv[1])):
 @pytest.mark.slow
 def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
     out = tmp_path / 'out'
-    printed = run_paper(hub, 'multilingual', '--only=Gemma2-2B/base,instruct,Mistral-7B/OpenHermes',
-                        f'--out_dir={out}', f'--cache_dir={tmp_path}', '--figures=am', *SMALL,
-                        *FAST)
+    printed = run_paper(
+        hub, 'multilingual', '--only=Gemma2-2B/base,instruct,Aya-Expanse-8B/base,Mistral-7B/'
+        'OpenHermes', '--models=aya,gemma3', f'--out_dir={out}', f'--cache_dir={tmp_path}',
+        '--figures=am', *SMALL, *FAST)
     assert 'Global-MMLU, all languages together' in printed
     assert 'changed settings: --batch_size=4' in printed and '--cache_dir' not in printed
     rows = read_table(out, 'global_mmlu')
@@ -306,13 +310,14 @@ def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
     classes = read_table(out, 'mmlu_prox_classes')
     assert [row['class'] for row in classes[:3]] == ['high', 'mid', 'low']
     assert sum(len(read_table(out, f'{task}_languages')) for task in ('global_mmlu', 'mmlu_prox')
-               ) == 71 * 3 * 11
+               ) == 71 * (4 * 11 + 10)
     appendix = (out / 'appendix.md').read_text()
     assert appendix.count('\n## ') + appendix.startswith('## ') == 71
     first = appendix.split('## ')[1].splitlines()
     assert [x.split(' | ')[:3] for x in first[4:] if x] == [    # dataset, model, smoothing
-        ['| base', 'Gemma2-2B', ''], *(['| instruct', model, ''] for model in (
-            'Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B')),
+        *(['| base', model, ''] for model in ('Gemma2-2B', 'Aya-Expanse-8B')),
+        *(['| instruct', model, ''] for model in (
+            'Gemma2-2B', 'Mistral-7B', 'Llama-3.1-8B', 'Gemma3-4B')),
         *(['| OpenHermes', 'Mistral-7B', s] for s in ('0.0', '0.1', '0.2'))]
     assert '**' in appendix and (out / 'appendix.tex').read_text().count('\\toprule') == 71
     assert all((out / f'{name}.png').exists() for name in (
