@@ -334,12 +334,17 @@ class DecodeMask:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
         if triton is not None and q.is_cuda:
             return decode_kernel(self, q, k, v, scale, softcap)
-        cache, slots, longest = self.cache, self.slots, self.longest
-        cache.k[slots, :, self.positions % cache.size] = k[:, :, 0]
-        cache.v[slots, :, self.positions % cache.size] = v[:, :, 0]
-        visible = torch.arange(longest, device=q.device) <= self.positions[:, None]
+        (B, H, _, hd), cache, slots = q.shape, self.cache, self.slots
+        in_order = torch.equal(slots, torch.arange(B, device=q.device))     # nothing is copied then
+        cached = []
+        for kept, new in ((cache.k, k), (cache.v, v)):
+            kept[slots, :, self.positions % cache.size] = new[:, :, 0]
+            rows = kept[:B] if in_order else kept.index_select(0, slots)
+            cached.append(rows[:, :, :self.longest])
+        visible = torch.arange(self.longest, device=q.device) <= self.positions[:, None]
+        # the queries of a key head take the place of tokens, since all see the same keys
         return ExplicitMask(visible[:, None, None]).attend(
-            q, cache.k[slots, :, :longest], cache.v[slots, :, :longest], scale, softcap)
+            q.reshape(B, k.shape[1], -1, hd), *cached, scale, softcap).reshape(B, H, 1, hd)
 
 
 def decode_kernel(mask: DecodeMask, q: Tensor, k: Tensor, v: Tensor, scale: float,

@@ -86,7 +86,9 @@ from runtime.device import HostCopy, pick_device, pick_dtype, to_device
 from runtime.draw import draw, random_numbers
 from runtime.trained import trained_template, trained_with_bos
 
-PREFILL = 8192      # tokens of the prompts in one forward pass, or those of one longer prompt
+# tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
+# whole mask
+PREFILL = {'cuda': 8192, 'cpu': 1024}
 FIXED_ROWS = 64     # of each step with `deterministic`, so that every product has one shape
 
 
@@ -318,15 +320,15 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     n_vocab = tokenizer.n_vocab if tokenizer else model.head.shape[0]
     batch, training = Batch(model, s, n_slots, length, n_vocab), model.training
     model.eval()
-    context = model.config.max_position_embeddings
+    prefill, context = PREFILL[batch.device.type], model.config.max_position_embeddings
     waiting = deque(Answer(i, k, n_prompt=len(ids), limit=min(s.max_tokens, context - len(ids)))
                     for i, ids in enumerate(prompts) for k in range(s.n))
     free, running, launched = [*range(n_slots)], [], deque()
     try:
         while waiting or running or launched:
-            while begun := take(waiting, free, running, prompts, s, n_slots):
+            while begun := take(waiting, free, running, prompts, s, n_slots, prefill):
                 launched.append((begun, batch.prefill(begun, prompts)))
-                running += begun
+                running = sorted(running + begun, key=lambda answer: answer.slot)
             if running:
                 longest = 0
                 for answer in running:
@@ -345,11 +347,12 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
                         answer.text = text(answer, s.stop, tokenizer) if tokenizer else ''
                     yield answer
             running = [answer for answer in running if not answer.reason]
+            free.sort(reverse=True)     # so that slots are used from the first one on
     finally:
         model.train(training)
 
 
-def take(waiting, free, running, prompts, s, n_slots):
+def take(waiting, free, running, prompts, s, n_slots, prefill):
     """Return the answers to begin now, with a slot each, removed from `waiting`; [] to wait.
 
     The answers to a prompt begin together if all slots are enough for them. While others run, an
@@ -363,7 +366,7 @@ def take(waiting, free, running, prompts, s, n_slots):
         i = waiting[0].prompt
         if not begun or i != begun[-1].prompt:
             n_tokens += len(prompts[i])
-            if begun and (s.deterministic or n_tokens > PREFILL
+            if begun and (s.deterministic or n_tokens > prefill
                           or s.n - waiting[0].number > len(free)):
                 break
         begun.append(waiting.popleft())
@@ -422,7 +425,7 @@ def confidences(model, prompts, answers):
     from evaluate import option_log_probs       # evaluate.py imports this file
     trees = [Tree((), [*ids], [answer.tokens for answer in some], [len(ids)] * len(some))
              for ids, some in zip(prompts, answers, strict=True)]
-    return option_log_probs(model, trees, pack_len=PREFILL, trim=128 if model.head.is_cuda else 1)
+    return option_log_probs(model, trees, pack_len=4096, trim=128 if model.head.is_cuda else 1)
 
 
 def step_cost(model, n_rows, n_cached):

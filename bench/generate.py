@@ -2,6 +2,7 @@
 
     python bench/generate.py
     python bench/generate.py --shape=llama32_1b --ours --profile
+    python bench/generate.py --ours --rows= --prompts=gsm8k.jsonl --tokenizer=Llama-3.2-1B
     python bench/generate.py --plot=out/bench_generate.json
 
 Random weights in bfloat16 and random prompts; temperature 1, no end tokens. A step must read the
@@ -11,10 +12,15 @@ weights and the cache, and compute its products:
                       + bytes of the cache / copy rate
 
 Both rates are measured in the same run. The peer has a static cache and a compiled step; its second
-call is timed. Writes out/bench_generate.json and its picture.
+call is timed. With `prompts` and `tokenizer`, the whole command `python generate.py` with 8 answers
+per prompt is timed as well. Writes out/bench_generate.json and its picture.
 """
 
+import json
+import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,7 +34,9 @@ from bench import common
 from bench.common import (DEVICE, MODELS, draw_bars, failure, free_memory, gpu_kernels, load,
                           matrix_rate, memory_rate, now, our_model, peak_gib, peer_model,
                           reset_peak_memory)
+from data.files import read_rows
 from generate import Batch, step_cost, stream
+from runtime import checkpoint
 from runtime.sampling import Sampling
 
 # prompts, tokens of each, tokens of each answer
@@ -42,6 +50,8 @@ class BenchConfig:
     rows: tuple[int, ...] = (1, 64, 256)    # of SETTINGS
     ours: bool = False              # only ours
     profile: bool = False           # also print the time of each kernel of a step
+    prompts: str | None = None      # rows with `prompt` or `question`, for the whole command
+    tokenizer: str | None = None    # a folder with a tokenizer, for the whole command
     plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_generate.json'
 
@@ -63,6 +73,9 @@ def bench(config):
                 'ours': measure_ours(model, *setting, rates)}
             if config.profile:
                 print_kernels(model, *setting)
+        if config.prompts:
+            with tempfile.TemporaryDirectory() as folder:
+                table['command'] = measure_command(model, config, Path(folder))
         del model
         free_memory()
         try:
@@ -92,7 +105,7 @@ def measure_ours(model, n, length, new, rates):
         started, times = now(), []
         for answer in stream(model, prompts, sampling):
             if answer.prompt == n - 1:
-                times.append(now() if answer.reason else common.time.perf_counter())
+                times.append(now() if answer.reason else time.perf_counter())
         seconds = now() - started
     first = new // 4
     step = (times[-1] - times[first]) / (new - 1 - first)
@@ -107,6 +120,31 @@ def measure_ours(model, n, length, new, rates):
             'gb_per_s': (weights + cache_bytes) / step / 1e9, 'tflops': flops / step / 1e12,
             'first_s': times[0] - started, 'peak_gib': peak_gib(),
             'extra_gib': peak_gib() - (stored + slots) / 2 ** 30}
+
+
+def measure_command(model, config, folder):
+    """Time `python generate.py`, from its start, in raw text with up to 256 tokens per answer."""
+    checkpoint.save(model, folder, torch.bfloat16, side_files=config.tokenizer)
+    model.to('cpu')     # the process needs the memory
+    free_memory()
+    rows = [row for _, row in read_rows(config.prompts)]
+    prompts, out = folder / 'prompts.jsonl', folder / 'out' / 'answers.jsonl'
+    prompts.write_text(''.join(json.dumps({'prompt': row.get('prompt') or row['question']}) + '\n'
+                               for row in rows))
+    started = time.perf_counter()
+    process = subprocess.Popen([sys.executable, 'generate.py', f'--model={folder}', '--n=8',
+                                f'--prompts={prompts}', f'--out={out}', '--raw'],
+                               cwd=Path(__file__).parent.parent)
+    while process.poll() is None and not (out.exists() and out.stat().st_size):
+        time.sleep(0.02)
+    first = time.perf_counter() - started
+    if process.wait():
+        raise RuntimeError('generate.py failed')
+    seconds, answers = time.perf_counter() - started, [
+        answer for line in out.read_text().splitlines() for answer in json.loads(line)['answers']]
+    n_tokens = sum(answer['n_tokens'] for answer in answers)
+    return {'prompts': len(rows), 'tokens': n_tokens, 'seconds': seconds, 'first_s': first,
+            'tokens_per_s': n_tokens / seconds}
 
 
 @torch.no_grad()
@@ -166,6 +204,10 @@ def print_table(table):
                               f'transformers {peer["tokens_per_s"]:,.0f} tokens/s, peak '
                               f'{peer["peak_gib"]:.1f} GiB; ours is '
                               f'{ours["tokens_per_s"] / peer["tokens_per_s"]:.1f} times as fast'))
+    if whole := table.get('command'):
+        print(f'whole command    {whole["prompts"]} prompts x 8 answers, {whole["tokens"]:,} '
+              f'tokens in {whole["seconds"]:.1f} s: {whole["tokens_per_s"]:,.0f} tokens/s; the first '
+              f'answers after {whole["first_s"]:.1f} s')
     sys.stdout.flush()
 
 

@@ -114,6 +114,20 @@ def test_decoding(small, tmp_path, monkeypatch, capsys):
     assert 'of the limit' in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@needs_no_gpu
+def test_the_whole_command_of_generation(small, tmp_path, capsys):
+    tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
+    prompts = write_rows(tmp_path / 'q.jsonl', [{'question': f'the fox {i}?'} for i in range(3)])
+    config = bench.generate.BenchConfig(prompts=str(prompts), tokenizer=str(tokenizer))
+    folder = tmp_path / 'model'
+    whole = bench.generate.measure_command(bench_common.our_model(TINY), config, folder)
+    assert whole['prompts'] == 3 and 0 < whole['first_s'] <= whole['seconds']
+    assert 24 <= whole['tokens'] <= 3 * 8 * 256
+    bench.generate.print_table({'shape': 'tiny', 'results': {}, 'command': whole})
+    assert 'whole command' in capsys.readouterr().out
+
+
 @needs_no_gpu
 def test_evaluation(small, tmp_path, monkeypatch, capsys):
     tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')

@@ -431,11 +431,11 @@ def test_waiting_answers_begin_together():
     prompts = [[1] * 5000, [1] * 5000, [1] * 10]
     waiting = program.deque(Answer(i, k) for i in range(3) for k in range(4))
     free, s = [*range(16)], Sampling(n=4)
-    first = take(waiting, free, [], prompts, s, 16)     # 8,192 tokens in a row at most
+    first = take(waiting, free, [], prompts, s, 16, 8192)     # 8,192 tokens in a row at most
     assert [(a.prompt, a.number) for a in first] == [(0, k) for k in range(4)]
-    assert len(take(waiting, free, first, prompts, s, 16)) == 8 and len(free) == 4
+    assert len(take(waiting, free, first, prompts, s, 16, 8192)) == 8 and len(free) == 4
     waiting.extend(Answer(2, k) for k in range(4))
-    assert take(waiting, free[:3], first, prompts, s, 16) == [] and len(waiting) == 4
+    assert take(waiting, free[:3], first, prompts, s, 16, 8192) == [] and len(waiting) == 4
 
 
 @pytest.mark.slow
