@@ -2,7 +2,7 @@
 
     python bench/generate.py
     python bench/generate.py --shape=llama32_1b --ours --profile
-    python bench/generate.py --ours --rows= --prompts=gsm8k.jsonl --tokenizer=Llama-3.2-1B
+    python bench/generate.py --ours --rows= --prompts=q.jsonl --tokenizer=Llama-3.2-1B
     python bench/generate.py --plot=out/bench_generate.json
 
 Random weights in bfloat16 and random prompts; temperature 1, no end tokens. A step must read the
@@ -206,7 +206,7 @@ def print_table(table):
                               f'{ours["tokens_per_s"] / peer["tokens_per_s"]:.1f} times as fast'))
     if whole := table.get('command'):
         print(f'whole command    {whole["prompts"]} prompts x 8 answers, {whole["tokens"]:,} '
-              f'tokens in {whole["seconds"]:.1f} s: {whole["tokens_per_s"]:,.0f} tokens/s; the first '
+              f'tokens in {whole["seconds"]:.1f} s: {whole["tokens_per_s"]:,.0f} tokens/s; first '
               f'answers after {whole["first_s"]:.1f} s')
     sys.stdout.flush()
 
