@@ -336,15 +336,14 @@ class DecodeMask:
             return decode_kernel(self, q, k, v, scale, softcap)
         (B, H, _, hd), cache, slots = q.shape, self.cache, self.slots
         in_order = torch.equal(slots, torch.arange(B, device=q.device))     # nothing is copied then
-        cached = []
         for kept, new in ((cache.k, k), (cache.v, v)):
             kept[slots, :, self.positions % cache.size] = new[:, :, 0]
-            rows = kept[:B] if in_order else kept.index_select(0, slots)
-            cached.append(rows[:, :, :self.longest])
+        keys, values = ((x[:B] if in_order else x.index_select(0, slots))[:, :, :self.longest]
+                        for x in (cache.k, cache.v))
         visible = torch.arange(self.longest, device=q.device) <= self.positions[:, None]
         # the queries of a key head take the place of tokens, since all see the same keys
         return ExplicitMask(visible[:, None, None]).attend(
-            q.reshape(B, k.shape[1], -1, hd), *cached, scale, softcap).reshape(B, H, 1, hd)
+            q.reshape(B, k.shape[1], -1, hd), keys, values, scale, softcap).reshape(B, H, 1, hd)
 
 
 def decode_kernel(mask: DecodeMask, q: Tensor, k: Tensor, v: Tensor, scale: float,
