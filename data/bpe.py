@@ -230,9 +230,9 @@ def _from_content(path, content):
     """Return the tokenizer with the content of a tokenizer.json; `path` names it in errors."""
     try:
         model, added = content['model'], content['added_tokens']
-        if model.get('byte_fallback'):
-            raise DataError(f'{path} is a sentencepiece model, which is read from tokenizer.model: '
-                            f'download that file from the same hub repository')
+        if model.get('byte_fallback') or model.get('type') == 'Unigram':
+            raise DataError(f'{path} is a sentencepiece model, which is read from tokenizer.model '
+                            f'or spiece.model: download that file from the same hub repository')
         patterns, nfc = _patterns(content, path), content['normalizer'] is not None
         _require_ids(path, model['vocab'], added)
         merges = _merges(path, model, {token['content'] for token in added})
@@ -273,12 +273,12 @@ def _patterns(content, path):
     """Return the regular expressions of `pre_tokenizer`, as BytePairTokenizer takes them."""
     steps = content['pre_tokenizer']
     *splits, last = steps.get('pretokenizers', [steps])
-    patterns = [_split_pattern(step) for step in splits]
+    by_itself = last['type'] == 'ByteLevel' and last.get('use_regex', True)
+    patterns = [_split_pattern(step, i == len(splits) - 1 and not by_itself)
+                for i, step in enumerate(splits)]
     if last['type'] == 'ByteLevel' and not last['add_prefix_space'] and None not in patterns:
-        if last.get('use_regex', True):
+        if by_itself:
             patterns.append(GPT2_PATTERN)
-        elif patterns:      # tiktoken drops what no expression matches; a Split makes it a word
-            patterns[-1] = rf'{patterns[-1]}|(?:(?!{patterns[-1]})[\s\S])+'
         if patterns == [r'\p{N}', GPT2_PATTERN]:
             return [DIGITS_PATTERN]
         if patterns:
@@ -288,14 +288,21 @@ def _patterns(content, path):
                     f'alone or after Digits or Splits by regular expressions')
 
 
-def _split_pattern(step):
-    """Return the regular expression of a step before ByteLevel; None if it is not supported."""
+def _split_pattern(step, final):
+    """Return the regular expression of a step before ByteLevel; None if it is not supported.
+
+    final: whether its matches are the words, and tiktoken drops what is between them
+    """
+    pattern = behavior = None
     if step['type'] == 'Digits':
-        return r'\p{N}' if step['individual_digits'] else r'\p{N}+'
-    if (step['type'] == 'Split' and 'Regex' in step['pattern'] and step['behavior'] == 'Isolated'
-            and not step['invert']):
-        return step['pattern']['Regex']
-    return None
+        pattern, behavior = r'\p{N}' if step['individual_digits'] else r'\p{N}+', 'Isolated'
+    elif step['type'] == 'Split':
+        pattern, behavior = step['pattern'].get('Regex'), step['behavior']
+    if behavior == 'Removed' and step['invert'] and final:
+        return pattern
+    if behavior != 'Isolated' or pattern is None:
+        return None
+    return rf'{pattern}|(?:(?!{pattern})[\s\S])+' if final else pattern
 
 
 def _require_ids(path, vocab, added):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from common import off, rewrite, t5_folder, write_rows
+from common import DEVICES, off, rewrite, t5_folder, write_rows
 from safetensors.torch import load_file
 
 import evaluate
@@ -211,20 +211,24 @@ def test_prompts_with_shots_have_the_tokens_of_the_whole_text(scoring, tmp_path)
             assert (ids[:start], ids[start:]) == (prompt, tokenizer.encode(option))
 
 
-def test_answers_to_several_prompts_of_one_question(tmp_path):
+@pytest.mark.parametrize('device', DEVICES)
+def test_answers_to_several_prompts_of_one_question(device, tmp_path):
     """WinoGrande's options are in the prompt, and the same ending is scored."""
     model = reference(tmp_path, 2)
     trees = [Tree((), [7, 8], [[9, 4, 5], [3, 3, 4, 5]], [3, 4]),
              Tree((7,), [8, 8], [[4], [5, 6, 7], [6, 6, 6]], [3, 3, 3])]
     config = checkpoint.read_config(tmp_path, seq2seq=True)
-    ours = checkpoint.load(tmp_path)
+    ours, rounded = (checkpoint.load(tmp_path, device, dtype)
+                     for dtype in (torch.float32, torch.bfloat16))
     for options in ({}, {'pack_len': 9}, {'deterministic': True}):
         sums = evaluate.option_log_probs(ours, trees, seq2seq=config, **options)
         for tree, found in zip(trees, sums, strict=True):
             paths = [[*tree.prefix, *tree.stem, *leaf] for leaf in tree.leaves]
             assert found == pytest.approx([
                 loop_log_probs(model, path[:at], path[at:])
-                for path, at in zip(paths, tree.starts, strict=True)], abs=2e-5)
+                for path, at in zip(paths, tree.starts, strict=True)], abs=1e-4)
+    for a, b in zip(sums, evaluate.option_log_probs(rounded, trees, seq2seq=config), strict=True):
+        assert a == pytest.approx(b, abs=0.5) and not np.array_equal(a, b)
     batches = [*stack_answers(enumerate(trees), 0, 1, 9)]
     assert [arrays[0].shape[0] for arrays, _ in batches] == [2, 1]
 

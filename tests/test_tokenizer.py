@@ -143,8 +143,11 @@ SPLITS = {'split': [bpe.LLAMA3_PATTERN], 'phi4_mini': [O200K],
 def train_kind(folder, kind):
     """Train a byte-level BPE with one of the pre-tokenizers that are read."""
     from tokenizers import Regex, pre_tokenizers
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind not in SPLITS)
+    byte_level = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=kind not in (*SPLITS, 'kept', 'kept words'))
     steps = {'digits': [pre_tokenizers.Digits(individual_digits=True)],
+             'kept': [pre_tokenizers.Split(Regex(bpe.LLAMA3_PATTERN), 'removed', invert=True)],
+             'kept words': [pre_tokenizers.Split(Regex('[a-z ]+'), 'removed', invert=True)],
              'numbers': [pre_tokenizers.Digits(individual_digits=False)]} | {
         name: [pre_tokenizers.Split(Regex(pattern), 'isolated') for pattern in patterns]
         for name, patterns in SPLITS.items()}
@@ -152,7 +155,8 @@ def train_kind(folder, kind):
                      ignore_merges=kind == 'ignore_merges', bos=kind == 'split')
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'digits', 'numbers', 'nfc', 'ignore_merges', *SPLITS])
+@pytest.mark.parametrize('kind', ['gpt2', 'digits', 'numbers', 'nfc', 'ignore_merges', 'kept',
+                                  'kept words', *SPLITS])
 def test_tokenizer_json_is_read_as_by_tokenizers(kind, tmp_path):
     reference = train_kind(tmp_path, kind)
     tokenizer = same_ids(tmp_path, reference, strings(2000))
@@ -323,7 +327,8 @@ def test_tekken_is_read_as_by_tokenizers(tmp_path):
 
 
 @pytest.mark.parametrize('change, message', [
-    (lambda f: f['model'].update(type='Unigram'), 'model.type is not supported; only byte-level'),
+    (lambda f: f['model'].update(type='WordPiece'), 'model.type is not supported; only byte-level'),
+    (lambda f: f['model'].update(type='Unigram'), 'spiece.model: download that file from the same'),
     (lambda f: f['model'].update(byte_fallback=True), 'download that file from the same hub'),
     (lambda f: f['model'].update(dropout=0.1), 'model.dropout is not supported'),
     (lambda f: f.update(normalizer={'type': 'Lowercase'}), 'normalizer is not supported'),
