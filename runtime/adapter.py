@@ -20,6 +20,7 @@ from runtime.errors import CheckpointError
 
 CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_model.bin')
 LINK = '.adapter'
+PREFIX = 'base_model.model.'    # of the names of all matrices
 # The keys of adapter_config.json that are read, or that merged weights do not depend on: which
 # layers have matrices is read from the file of weights. Any other key must be empty or false.
 KEYS = {'peft_type', 'task_type', 'base_model_name_or_path', 'revision', 'r', 'lora_alpha',
@@ -101,7 +102,7 @@ def low_rank(folder: Path, tensors: dict[str, Tensor], shapes: dict) -> dict[str
     file, alphas = weights_file(folder), settings.get('alpha_pattern') or {}
     matrices = {}
     for key, tensor in tensors.items():
-        match = re.fullmatch(r'base_model\.model\.(.+)\.lora_([AB])\.weight', key)
+        match = re.fullmatch(rf'{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight', key)
         if not match or tensor.ndim != 2:
             raise CheckpointError(f'{file}: tensor {key} is no LoRA matrix of a linear layer')
         if not tensor.isfinite().all():

@@ -156,7 +156,9 @@ def adapter_changes(folder: str | Path, config: ModelConfig) -> dict[str, adapte
     if not place.exists():
         return {}
     with _open(adapter.weights_file(place)) as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}
+        names = {key: key.removeprefix(adapter.PREFIX) for key in file.keys()}
+        tensors = {adapter.PREFIX + _text_key(name, config): file.get_tensor(key)
+                   for key, name in names.items() if not BUFFERS.fullmatch(name)}
     return adapter.low_rank(place.resolve(), tensors, _shapes(config))
 
 

@@ -25,7 +25,9 @@ CASES = {
                            'alpha_pattern': {r'layers\.1\.self_attn\.q_proj': 40, 'k_proj': 2}}),
     'one_layer': ('llama', {'target_modules': ALL, 'layers_to_transform': [1]}),
     'head': ('llama', {'target_modules': ['q_proj', 'lm_head']}),
-    'neox': ('neox', {'target_modules': ['query_key_value', 'dense_4h_to_h']})}
+    'neox': ('neox', {'target_modules': ['query_key_value', 'dense_4h_to_h']}),
+    **{f'all_linear_{name}': (name, {'target_modules': 'all-linear'}) for name in (
+        'gemma3', 'cohere2', 'phi3', 'olmo3', 'granite', 'opt')}}
 
 
 def adapted(folder, name, settings, dtype=torch.float32):
@@ -90,6 +92,33 @@ def test_adapters_of_t5(tmp_path):
     theirs = dict(model.merge_and_unload().named_parameters())
     ours = named(checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft'))))
     assert all(torch.equal(p, theirs[key]) for key, p in ours.items()) and len(ours) > 20
+
+
+def test_adapters_of_a_model_of_text_and_images(tmp_path):
+    """Those of its text model are merged; those of its images change no text."""
+    import transformers
+    text = transformers.Gemma3TextConfig(
+        vocab_size=101, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=64)
+    base = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(
+        text_config=text.to_dict(), mm_tokens_per_image=4, attn_implementation='eager',
+        vision_config={'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': 1,
+                       'num_attention_heads': 2, 'image_size': 16, 'patch_size': 8})).eval()
+    base.save_pretrained(tmp_path / 'base')
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=16, task_type='CAUSAL_LM',
+                                                      target_modules='all-linear'))
+    model.peft_config['default'].base_model_name_or_path = str(tmp_path / 'base')
+    for key, p in model.named_parameters():
+        if 'lora_' in key:
+            p.data.normal_(0, 0.2)
+    model.save_pretrained(tmp_path / 'peft', save_embedding_layers=False)
+    assert any('vision' in key for key in load_file(tmp_path / 'peft/adapter_model.safetensors'))
+    tokens = torch.randint(1, 100, (2, 9))
+    with torch.no_grad():
+        expected = model.merge_and_unload()(tokens).logits
+        ours = checkpoint.load(checkpoint.fetch(str(tmp_path / 'peft')))
+        logits = ours.logits(ours(tokens, *whole_rows(tokens)))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_bin_files_and_base_models_from_another_folder(tmp_path, monkeypatch):

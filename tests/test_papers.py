@@ -110,6 +110,8 @@ PYTHIA = ('neox', [f'EleutherAI/pythia-{size}' for size in (
     '70m', '160m', '410m', '1b', '1.4b', '2.8b', '6.9b', '12b')])
 AYA = ('cohere', ['CohereLabs/aya-expanse-8b'])
 GEMMA3 = ('gemma3', ['google/gemma-3-4b-pt', 'google/gemma-3-4b-it'])
+OPT = ('opt', [f'facebook/opt-{size}' for size in (
+    '125m', '350m', '1.3b', '2.7b', '6.7b', '13b', '30b', '66b')])
 STEPS = (256, 512, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
 
 
@@ -130,9 +132,14 @@ def hub(tmp_path_factory):
     base = tmp_path_factory.mktemp('hub')
     hub = base / 'cache'
     hub.mkdir()
-    for kind, names in (LLAMA, GEMMA, GEMMA3, MISTRAL, AYA, PYTHIA):
+    for kind, names in (LLAMA, GEMMA, GEMMA3, MISTRAL, AYA, OPT, PYTHIA):
         folder = base / kind
-        if kind == 'neox':
+        if kind == 'opt':
+            tokenizer = train_bpe(folder, [ByteLevel(add_prefix_space=False)], special=['<s>'],
+                                  bos_token='<|end|>', add_bos_token=True)
+            tokenizer.model.save(str(folder))       # vocab.json and merges.txt, as OPT has them
+            (folder / 'tokenizer.json').unlink()
+        elif kind == 'neox':
             train_bpe(folder, [ByteLevel(add_prefix_space=False)])
         else:
             sentencepiece_folder(folder, {'llama': 'llama2', 'cohere': 'llama2', 'gemma2': 'gemma',
@@ -489,7 +496,7 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     write_rows(tmp_path / 'trex' / 're-nlg_0-10000.json', facts)
     arguments = [f'--cache_dir={tmp_path}', '--eval.limit=8', *FAST,
                  *(x for x in SMALL if not x.startswith(('--max_steps', '--val')))]
-    only = ['--only=pythia-70m,llama-2-7b,flan-t5-small,step256,aligned']
+    only = ['--only=pythia-70m,llama-2-7b,flan-t5-small,opt-125m,step256,aligned']
     run_paper(hub, 'alignment', '--only=pythia-70m,', f'--out_dir={out}', *arguments)
     assert not (out / 'aligned').exists()
     assert not read_table(out, 'scales')[0]['facts generation ECE']
@@ -525,9 +532,11 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     assert '\nwarmup_steps = 100\n' in config and '\ndata_limit = 12\n' in config
     assert read_table(out, 'steps')[0]['MMLU ECE'] and not read_table(out, 'steps')[1]['MMLU ECE']
     assert {path.stem for path in out.glob('*.png')} == {f'figure{n}' for n in (
-        3, '3_curves', 4, '4_curves', 5, 7, 9, 10, 12)}
-    row = next(row for row in read_table(out, 'scales') if row['model'] == 'flan-t5-small')
-    assert row['MMLU ECE'] and not row['facts generation ECE']      # it scores answers alone
+        3, '3_curves', 4, '4_curves', 5, 7, 9, 10, 11, 12)}
+    scales = {row['model']: row for row in read_table(out, 'scales')}
+    assert scales['opt-125m']['MMLU ECE'] and scales['opt-125m']['facts generation ECE']
+    t5 = scales['flan-t5-small']
+    assert t5['MMLU ECE'] and not t5['facts generation ECE']        # it scores answers alone
     # without instructions no header; Alpaca-LoRA's recipe has a loss on the prompt too
     for folder, header, on_inputs in (
             ('pythia-70m', 'none', None), ('aligned/base', 'english', None),
