@@ -111,7 +111,7 @@ def load_tokenizer(folder):
 
     The first of FILES is read. A tokenizer has encode, decode, bos_id (None if it adds no BOS),
     eos_id, control_ids (name -> id), strips, fresh_after, n_vocab (above every id), and
-    `fingerprint`, a hash of file, BOS and EOS.
+    `fingerprint`, a hash of the file and of what the files beside it change.
     """
     folder = Path(folder)
     files = [path for pattern in FILES for path in sorted(folder.glob(pattern))]
@@ -124,17 +124,22 @@ def load_tokenizer(folder):
     if files[0].suffix == '.json':
         kinds = {'tekken.json': from_tekken, 'vocab.json': from_merges}
         tokenizer = kinds.get(files[0].name, from_json)(files[0])
-        raw += (folder / 'merges.txt').read_bytes() if files[0].name == 'vocab.json' else b''
         raw += f'{tokenizer.bos_id} {tokenizer.eos_id}'.encode()
+        if files[0].name == 'vocab.json':
+            raw += (folder / 'merges.txt').read_bytes() + _controls(tokenizer)
     elif re.match(rb'[A-Za-z0-9+/]+=* \d+\r?\n', raw):
         tokenizer = from_tiktoken(files[0])
     else:
         tokenizer = SentencePieceTokenizer(files[0])
-        if (tokenizer.bos_id, tokenizer.eos_id) != (tokenizer.model.bos_id(),
-                                                    tokenizer.model.eos_id()):
-            raw += f'{tokenizer.bos_id} {tokenizer.eos_id}'.encode()
+        own = tokenizer.model.bos_id(), tokenizer.model.eos_id(), tokenizer.n_pieces
+        if (tokenizer.bos_id, tokenizer.eos_id, tokenizer.n_vocab) != own:
+            raw += f'{tokenizer.bos_id} {tokenizer.eos_id}'.encode() + _controls(tokenizer)
     tokenizer.fingerprint = hashlib.sha256(raw).hexdigest()[:16]
     return tokenizer
+
+
+def _controls(tokenizer):
+    return repr((sorted(tokenizer.control_ids.items()), sorted(tokenizer.strips.items()))).encode()
 
 
 def load_model_tokenizer(folder, config):
