@@ -110,7 +110,7 @@ class Answer:
     n_prompt: int = 0
     limit: int = 0
     slot: int = -1
-    n_launched: int = 0
+    n_launched: int = 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -172,8 +172,8 @@ class Batch:
         self.caches = [Cache(n_slots + 1, config.num_key_value_heads, size, config.head_dim,
                              model.head.detach()) for size in self.sizes]
         self.state = torch.zeros(3, n_slots + 1, dtype=torch.int64, device=self.device)
-        self.uniforms = torch.zeros(n_slots + 1, s.max_tokens + 2, dtype=torch.float64,
-                                    device=self.device)     # one step may be one too many
+        self.uniforms = torch.zeros(n_slots + 1, min(s.max_tokens, length), dtype=torch.float64,
+                                    device=self.device)
         self.rows = torch.full((max(FIXED_ROWS, self.padded(n_slots)),), n_slots,
                                device=self.device)
         self.current, self.graphs, self.pool = None, {}, None
@@ -240,13 +240,13 @@ class Batch:
         return values
 
     @torch.no_grad()
-    def step(self, running, longest):
-        """Compute the next token of each running answer; return a HostCopy as `prefill`.
-
-        longest: tokens of the longest sequence, with the one that this step feeds
-        """
-        n = self.padded(len(running))
-        slots = [answer.slot for answer in running] + [self.n_slots] * (n - len(running))
+    def step(self, active):
+        """Compute the next token of each of these answers; return a HostCopy as `prefill`."""
+        n = self.padded(len(active))
+        slots = [answer.slot for answer in active] + [self.n_slots] * (n - len(active))
+        longest = max(answer.n_prompt + answer.n_launched for answer in active)
+        for answer in active:
+            answer.n_launched += 1
         if slots != self.current:
             self.rows[:n] = to_device(torch.tensor(slots), self.device)
             self.current = slots
@@ -311,9 +311,12 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     s:        Sampling
     tokenizer: for the text of answers and for stop strings; None: only tokens
     stop_ids: tokens that end an answer
-    The device is always one step ahead, so a step of an answer that has ended may be lost. Raises
-    DataError for a prompt that does not fit, FloatingPointError for logits that are not finite.
+    The device is one step ahead, so a step of an answer that ends early is lost. Raises
+    DataError for a prompt that does not fit, ConfigError for stop strings without a tokenizer,
+    FloatingPointError for logits that are not finite.
     """
+    if s.stop and tokenizer is None:
+        raise ConfigError(f'stop = {s.stop}: stop strings need a tokenizer')
     if not prompts:
         return
     n_slots, length = room(model, prompts, s)
@@ -329,13 +332,10 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
             while begun := take(waiting, free, running, prompts, s, n_slots, prefill):
                 launched.append((begun, batch.prefill(begun, prompts)))
                 running = sorted(running + begun, key=lambda answer: answer.slot)
-            if running:
-                longest = 0
-                for answer in running:
-                    answer.n_launched += 1
-                    longest = max(longest, answer.n_prompt + answer.n_launched)
-                launched.append((running, batch.step(running, longest)))
-            while len(launched) > (1 if running else 0):
+            active = [answer for answer in running if answer.n_launched < answer.limit]
+            if active:
+                launched.append((active, batch.step(active)))
+            while len(launched) > bool(active):
                 answers, copy = launched.popleft()
                 for answer, values in zip(answers, copy.values().tolist()):
                     if answer.reason:       # it ended when this step had been launched
