@@ -335,7 +335,8 @@ def test_reachable_entropy_has_a_column_if_it_was_probed(tmp_path):
 @pytest.mark.slow
 def test_the_tables_of_the_losses_are_those_of_the_committed_numbers():
     numbers = frontier.Numbers(frontier.RESULTS)
-    claims = re.split(r'\n## \d+\. ', (HERE / 'study' / 'STUDY.md').read_text())[7:]
+    claims = re.split(r'\n## \d+\. ', (HERE / 'study' / 'STUDY.md').read_text())
+    claims = claims[7:7 + len(frontier.CLAIMS)]
     for (name, (title, tables, _)), text in zip(frontier.CLAIMS.items(), claims, strict=True):
         made = frontier.page(numbers, title, tables)
         assert made == (frontier.RESULTS / f'{name}.md').read_text()
