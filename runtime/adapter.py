@@ -24,10 +24,10 @@ PREFIX = 'base_model.model.'    # of the names of all matrices
 # The keys of adapter_config.json that are read, or that merged weights do not depend on: which
 # layers have matrices is read from the file of weights. Any other key must be empty or false.
 KEYS = {'peft_type', 'task_type', 'base_model_name_or_path', 'revision', 'r', 'lora_alpha',
-        'use_rslora', 'alpha_pattern', 'init_lora_weights', 'bias',
-        'auto_mapping', 'exclude_modules', 'inference_mode', 'layers_pattern',
-        'layers_to_transform', 'lora_dropout', 'peft_version', 'rank_pattern', 'target_modules',
-        'megatron_core', 'qalora_group_size', 'eva_config', 'ensure_weight_tying'}
+        'use_rslora', 'alpha_pattern', 'init_lora_weights', 'bias', 'auto_mapping',
+        'exclude_modules', 'inference_mode', 'layers_pattern', 'layers_to_transform',
+        'lora_dropout', 'peft_version', 'rank_pattern', 'target_modules', 'megatron_core',
+        'qalora_group_size', 'eva_config', 'ensure_weight_tying'}
 # another way to begin changes the base weights too
 BEGINNINGS = (None, True, False, 'gaussian', 'orthogonal', 'eva')
 _linked = []    # the temporary folders of this process; removed at its end
@@ -53,9 +53,8 @@ def read_settings(folder: Path) -> dict:
     if folder.name == 'adapter' and (folder.parent / 'config.json').exists():
         raise CheckpointError(f'{folder} holds the adapters of a run, whose merged weights and '
                               f'settings are in {folder.parent}; name that folder')
-    wanted = {'peft_type': ('LORA',), 'bias': ('none', None),
-              'task_type': ('CAUSAL_LM', 'SEQ_2_SEQ_LM', None),
-              'init_lora_weights': BEGINNINGS}
+    wanted = {'peft_type': ('LORA',), 'task_type': ('CAUSAL_LM', 'SEQ_2_SEQ_LM', None),
+              'bias': ('none', None), 'init_lora_weights': BEGINNINGS}
     for key, value in settings.items():
         if value not in wanted.get(key, (value,)):
             raise CheckpointError(f'{path}: {key} = {value!r} is not supported; it must be '
@@ -64,10 +63,10 @@ def read_settings(folder: Path) -> dict:
             raise CheckpointError(f'{path}: {key} = {value!r} is not supported; merge the adapter '
                                   f'with peft (merge_and_unload) and save the whole model')
     for key, kind in (('peft_type', str), ('base_model_name_or_path', str),
-                      ('lora_alpha', (int, float))):
-        if not isinstance(settings.get(key), kind) or isinstance(settings[key], bool):
-            raise CheckpointError(f'{path}: {key} = {settings.get(key)!r} is missing or of the '
-                                  f'wrong type')
+                      ('lora_alpha', (int, float)), ('alpha_pattern', (dict, type(None)))):
+        value = settings.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(f'{path}: {key} = {value!r} is missing or of the wrong type')
     return settings
 
 
@@ -115,7 +114,7 @@ def low_rank(folder: Path, tensors: dict[str, Tensor], shapes: dict) -> dict[str
         weight, r = shapes.get(f'{layer}.weight'), A.shape[0]
         if weight is None:
             raise CheckpointError(f'{file}: the base model has no layer {layer}')
-        if [B.shape[0], A.shape[1]] != [*weight] or B.shape[1] != r:
+        if [B.shape[0], A.shape[1]] != [*weight] or B.shape[1] != r or not r:
             raise CheckpointError(f'{file}: layer {layer} has lora_A {[*A.shape]} and lora_B '
                                   f'{[*B.shape]}, but its weight in the base model is {[*weight]}')
         pattern = next((x for x in alphas if re.match(rf'(.*\.)?({x})$', layer)), None)

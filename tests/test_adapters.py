@@ -156,6 +156,7 @@ def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(tmp_pa
     ({'init_lora_weights': 'pissa'}, "init_lora_weights = 'pissa' is not supported"),
     ({'peft_type': 'IA3'}, "peft_type = 'IA3' is not supported; it must be 'LORA'"),
     ({'task_type': 'SEQ_CLS'}, "task_type = 'SEQ_CLS' is not supported"),
+    ({'alpha_pattern': [3]}, r'alpha_pattern = \[3\] is missing or of the wrong type'),
     ({'lora_alpha': None}, 'lora_alpha = None is missing or of the wrong type'),
     ({'base_model_name_or_path': None}, 'base_model_name_or_path = None is missing')])
 def test_settings_that_merged_weights_do_not_have_are_refused_by_name(tmp_path, change, message):

@@ -508,7 +508,8 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     layer = 'base_model.model.model.layers.0.self_attn.q_proj'
     save_file({f'{layer}.lora_A.weight': torch.ones(2, 48),
                f'{layer}.lora_B.weight': torch.ones(48, 2)}, lora / 'adapter_model.safetensors')
-    more = [f'--trex={tmp_path / "trex"}', f'--rlhf=huggyllama/llama-13b,{lora}']
+    add_to_hub(hub, 'some/ppo-2', lora)
+    more = [f'--trex={tmp_path / "trex"}', '--rlhf=huggyllama/llama-13b,some/ppo-2']
     printed = run_paper(hub, 'alignment', *only, f'--out_dir={out}', *more, *arguments)
     assert read_table(out, 'scales')[0]['facts generation ECE']     # --trex adds the task
     assert 'Alignment of LLaMA 7B' in printed
