@@ -111,11 +111,12 @@ def rows(options):
 
 def tables(options):
     printed = printed_numbers()
-    same_languages = changed_report(REPORT, options).languages == REPORT.languages
+    selected = changed_report(REPORT, options).languages
     head = ('model', 'data', 'smoothing', *(column for key in PRINTED for column in (
         COLUMNS[key], paper_column(COLUMNS[key], options))), COLUMNS['rmsce'])
     significance = {}
     for task, (title, languages) in BENCHMARKS.items():
+        languages = [x for x in languages if 'all' in selected or x in selected]
         results = {key: measured(folder, task) for key, folder in rows(options)}
         significance[task] = tests = p_by_question(task, dict(rows(options)), results)
         pooled_lines = [(*head, 'p accuracy, languages', 'p ECE, languages',
@@ -126,13 +127,12 @@ def tables(options):
             plain = results.get((*key[:2], '0.0'), {}).get('languages', reports)
             pooled_lines.append((
                 *key, *beside(result.get('pooled', {}),
-                              printed.get((task, 'all', *key), {}) if same_languages else {}),
+                              printed.get((task, 'all', *key), {}) if 'all' in selected else {}),
                 *p_by_language(reports, plain),
                 *(f'{p:.2g}' if (p := tests.get(key, {}).get('all', {}).get(name)) else ''
                   for name in ('accuracy', 'ece'))))
             for name, members in CLASSES.items():
-                # printed numbers of the same languages, of all if nothing is measured yet
-                members = [x for x in members if x in (reports or languages)]
+                members = [x for x in members if x in languages]
                 by_class.append((name, *key, *beside(
                     mean_of([reports[x] for x in members if x in reports]),
                     mean_of([printed[task, x, *key] for x in members

@@ -379,6 +379,22 @@ with common.lock(sys.argv[1]):
         tmp_path / 'smoothing.tex').read_text()
 
 
+def test_printed_numbers_beside_a_few_languages_are_of_these_languages():
+    lines = json.loads(in_papers("""
+import json
+import multilingual as paper
+options = types.SimpleNamespace(out_dir='nowhere', models='', figures='',
+                                changes=['--eval.languages=de,en,sw'])
+print(json.dumps({name: lines for name, _, lines in paper.tables(options)}))
+"""))
+    column = lines['global_mmlu'][0].index('accuracy (paper, its own settings)')
+    assert not any(line[column] for line in lines['global_mmlu'][1:])       # the pool of 42
+    printed = multilingual_printed.printed_numbers()
+    of = {x: printed['global_mmlu', x, 'Gemma2-2B', 'base', '']['accuracy'] for x in ('de', 'en')}
+    assert lines['global_mmlu_classes'][1][column + 1] == f'{sum(of.values()) / 2:.3f}'
+    assert {line[0] for line in lines['mmlu_prox_languages'][1:]} == {'de', 'en', 'sw'}
+
+
 @pytest.mark.slow
 def test_the_options_of_multilingual_choose_models_and_tuning(tmp_path):
     plan = run_paper(tmp_path, 'multilingual', '--plan', '--models=aya,gemma3', '--only=base,inst')
