@@ -252,18 +252,25 @@ def to_tree(tokens, loss_mask):
 
 
 def pack_rankings(sequences, row_length, multiple=1, last=False):
-    """Pack sequences of `load_preferences` into rows of trees, each in one row.
+    """Pack sequences of `load_preferences` as `pack_answers` does.
 
-    Returns a dict of int64 arrays [rows, row_length] as `packing.pack`, and of lists:
-
-    scored  per row, int64 [4, n]: tree, answer, index in the row of the token before, the token;
-            with last=True only the index of each answer's last token, which a reward needs
-    ranks   per tree, the rank of each answer
+    last=True: only the index of each answer's last token is scored, which a reward needs
+    ranks: per tree, the rank of each answer
     """
     trees, ranks = zip(*(to_tree(*sequence) for sequence in sequences), strict=True)
     if last:    # a token that follows each answer, so that its last token predicts something
         trees = [Tree((), tree.stem, [[*leaf, 0] for leaf in tree.leaves],
                       [len(tree.stem) + len(leaf) for leaf in tree.leaves]) for tree in trees]
+    return pack_answers(trees, row_length, multiple) | {'ranks': list(ranks)}
+
+
+def pack_answers(trees, row_length, multiple=1):
+    """Pack trees into rows, each tree in one row.
+
+    Returns a dict of int64 arrays [rows, row_length] as `packing.pack`, and the list
+
+    scored  per row, int64 [4, n]: tree, answer, index in the row of the token before, the token
+    """
     lengths = [len(tree.stem) + sum(len(tree.leaves[k]) - 1 for k, *_ in tree.branches)
                for tree in trees]
     row_of = first_fit(lengths, row_length)
@@ -279,4 +286,4 @@ def pack_rankings(sequences, row_length, multiple=1, last=False):
         # a number for each stretch of consecutive positions: a row with trees is no one document
         packed['owner'][i, :len(row.tokens)] = np.cumsum(np.diff(row.positions, prepend=0) != 1)
         packed['targets'][i, scored[2]] = scored[3]
-    return packed | {'ranks': list(ranks)}
+    return packed

@@ -1,0 +1,233 @@
+"""Prompts and rewards for reinforcement learning.
+
+A reward is a function (prompt, answer, row) -> number: the text of the prompt's last message, the
+text of an answer, and the prompt's row as it is in the file.
+"""
+
+import hashlib
+import math
+import re
+import traceback
+from pathlib import Path
+
+import numpy as np
+
+from data.chat import encode_prompt
+from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
+from data.instruct import ROLE_NAMES, to_messages
+from data.packing import Tree
+from data.preferences import PREFERENCE_PATTERNS
+from runtime.errors import ConfigError, DataError
+
+PROMPT_PATTERNS = ('main/train-*.parquet', *PREFERENCE_PATTERNS)    # the first is GSM8K's
+
+# ---- Prompts -------------------------------------------------------------------------------------
+
+
+class Prompts:
+    """Tokenized prompts: `prompts[i]` is (tokens uint32 [n], loss mask of zeros), as in a cache.
+
+    rows: their rows; texts: their last messages; stop: ids of the tokens that end an answer;
+    lengths: numbers of tokens; digest: a hash of tokens, rows and reward
+    """
+
+    def __init__(self, encoded, reward_digest):
+        self.rows, self.texts, ids, stop = zip(*encoded, strict=True)
+        self.tokens = [np.array(x, np.uint32) for x in ids]
+        self.stop, self.lengths = set().union(*stop), np.array([len(x) for x in ids])
+        digest = hashlib.sha256(reward_digest.encode())
+        for row, tokens in zip(self.rows, self.tokens, strict=True):
+            digest.update(repr(row).encode('utf-8', 'backslashreplace') + tokens.tobytes())
+        self.digest = digest.hexdigest()
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, i):
+        return self.tokens[i], np.zeros(len(self.tokens[i]), np.uint8)
+
+
+def to_prompt(row, instruction=''):
+    """Return the messages before the answer of a row: [{'role', 'content'}, ...], the user's last.
+
+    prompt                              text, or messages
+    question                            GSM8K, NQ-open
+    messages, conversations, Alpaca     as in data/instruct.py; an answer at the end is left out
+
+    instruction: text that follows the last message after a blank line. Raises DataError.
+    """
+    require_fields(row)
+    if isinstance(row.get('prompt'), list):
+        row = {'messages': row['prompt']}
+    if 'prompt' in row or 'question' in row:
+        name = 'prompt' if 'prompt' in row else 'question'
+        messages = [{'role': 'user', 'content': require_text(row[name], f'the {name}')}]
+    else:
+        messages = to_messages(row)
+    messages = [turn | {'role': ROLE_NAMES.get(turn.get('role'), turn.get('role'))}
+                for turn in messages]
+    if messages and messages[-1]['role'] == 'assistant':
+        messages.pop()
+    if not messages or messages[-1]['role'] != 'user':
+        raise DataError('the last message of the prompt is not the user\'s')
+    if instruction:
+        text = require_text(messages[-1].get('content'), 'the prompt')
+        messages[-1] = {'role': 'user', 'content': f'{text}\n\n{instruction}'}
+    return messages
+
+
+def load_prompts(source, tokenizer, *, template, max_length, add_bos, reward, instruction='',
+                 revision=None, on_bad_row='stop'):
+    """Return the Prompts in `source`, a file, a folder or a hub dataset; longer ones are left out.
+
+    max_length: tokens of a prompt; reward: as in `load_reward`; its code belongs to the digest
+    """
+    def encode(row):
+        messages = to_prompt(row, instruction)
+        return row, messages[-1]['content'], *encode_prompt(messages, tokenizer, template, add_bos)
+
+    rows = (row for file in fetch(source, PROMPT_PATTERNS, revision) for row in read_rows(file))
+    bad = []
+    encoded = list(without_bad((parsed(place, row, encode) for place, row in rows), on_bad_row,
+                               bad))
+    if bad:
+        print(f'{len(bad)} bad rows skipped, the first: {bad[0]}')
+    short = [prompt for prompt in encoded if len(prompt[2]) <= max_length]
+    if len(short) < len(encoded):
+        print(f'{len(encoded) - len(short)} prompts left out: longer than {max_length} tokens')
+    if not short:
+        raise DataError(f'{source}: no prompt of at most {max_length} tokens')
+    code = Path(reward).read_text(encoding='utf-8') if reward.endswith('.py') else ''
+    return Prompts(short, reward + code)
+
+
+# ---- Rewards -------------------------------------------------------------------------------------
+
+def exact(prompt, answer, row):
+    """1 if the answer ends in one of the row's answers, else 0."""
+    return float(is_correct(answer, row))
+
+
+def rlcr(prompt, answer, row):
+    """0.5 for the format, 0.5 if correct, and 0.5 (1 - (correct - q)^2) for the confidence q.
+
+    The format is <answer>text</answer> and then <confidence>q</confidence> with q in [0, 1];
+    without it the reward is 0. The last term is Brier's, a proper score. RLCR, Damani 2025
+    (2507.16806).
+    """
+    form = re.search(r'<answer>.*</answer>.*<confidence>\s*([0-9.]+)\s*</confidence>\s*$', answer,
+                     re.DOTALL)
+    q = number(form[1]) if form else None
+    if q is None or not 0 <= q <= 1:
+        return 0.0
+    correct = is_correct(answer, row)
+    return 0.5 + 0.5 * correct + 0.5 * (1 - (correct - q) ** 2)
+
+
+# a reward of your own is a function here, or named `reward` in a file of yours
+REWARDS = {'exact': exact, 'rlcr': rlcr}
+
+
+def is_correct(answer, row):
+    """Return whether an answer's end equals the row's `answer`: a text, a number, or a list."""
+    targets = row.get('answer')
+    targets = targets if isinstance(targets, list) else [targets]
+    if not targets or None in targets:
+        raise DataError('the row has no "answer" to compare with')
+    for target in map(final_answer, map(str, targets)):
+        as_number = number(target)
+        said = final_answer(answer, numeric=as_number is not None)
+        if said.casefold() == target.casefold() or (as_number is not None
+                                                    and number(said) == as_number):
+            return True
+    return False
+
+
+def final_answer(text, numeric=False):
+    """Return the last text in <answer> tags or after '####' (GSM8K), else all, or its last number.
+
+    A period at the end is left out.
+    """
+    if tagged := re.findall(r'<answer>(.*?)</answer>', text, re.DOTALL):
+        text = tagged[-1]
+    elif '####' in text:
+        text = text.rpartition('####')[2].strip().partition('\n')[0]
+    elif numeric:
+        text = [text, *re.findall(r'-?\$?\d[\d,]*(?:\.\d+)?', text)][-1]
+    return text.strip().removesuffix('.').strip()
+
+
+def number(text):
+    """Return the finite number that a text is, without thousands separators; None if it is none."""
+    try:
+        value = float(re.sub(r'[,$%\s]', '', text))
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def load_reward(name):
+    """Return the function that `name` means: a key of REWARDS, or the path of a Python file.
+
+    The file is executed; it defines reward(prompt, answer, row). Raises ConfigError.
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    path = Path(name)
+    if path.suffix != '.py' or not path.is_file():
+        raise ConfigError(f'reward = {name!r}; wanted {", ".join(REWARDS)}, or a Python file with '
+                          f'a function reward(prompt, answer, row)')
+    names = {'__name__': path.stem, '__file__': name}
+    try:
+        exec(compile(path.read_text(encoding='utf-8'), name, 'exec'), names)
+    except Exception as error:      # it is the user's code
+        raise ConfigError(describe(error, name)) from error
+    if not callable(names.get('reward')):
+        raise ConfigError(f'{name} has no function reward(prompt, answer, row)')
+    return names['reward']
+
+
+def score(reward, name, prompt, answer, row):
+    """Return the reward of an answer, a float; a DataError names the line of the reward's file."""
+    try:
+        value = reward(prompt, answer, row)
+    except DataError as error:
+        raise DataError(f'reward = {name!r}: {error}; the prompt is {prompt!r:.100}') from error
+    except Exception as error:
+        raise DataError(f'{describe(error, name)}; the prompt is {prompt!r:.100}') from error
+    if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
+        raise DataError(f'reward = {name!r} returned {value!r}, and not a finite number, for the '
+                        f'prompt {prompt!r:.100}')
+    return float(value)
+
+
+def describe(error, name):
+    """Return 'file:line: error' with the last line of the file `name` that led to the error."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
+             if frame.filename == name]
+    if isinstance(error, SyntaxError) and error.filename == name:
+        lines.append(error.lineno)
+    return f'{name}{f":{lines[-1]}" if lines else ""}: {type(error).__name__}: {error}'
+
+
+# ---- Trees ---------------------------------------------------------------------------------------
+
+def answer_trees(prompts, answers, row_length):
+    """Return ([Tree, ...], [its answers as (prompt, number), ...]) of tokenized answers.
+
+    prompts: lists of token ids; answers: per prompt, lists of token ids. A prompt with answers that
+    do not fit into one row has several trees.
+    """
+    trees, members = [], []
+    for i, prompt in enumerate(prompts):
+        room = -1
+        for k, answer in enumerate(answers[i]):
+            if room < len(answer) - 1:      # the last token is not computed
+                trees.append(Tree((), [*prompt]))
+                members.append([])
+                room = row_length - len(prompt)
+            trees[-1].leaves.append([*answer])
+            trees[-1].starts.append(len(prompt))
+            members[-1].append((i, k))
+            room -= len(answer) - 1
+    return trees, members
