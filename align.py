@@ -1,6 +1,7 @@
-"""Tune a language model on preferences: DPO and its relatives; or train a reward model on them.
+"""Tune a language model on preferences or rewards: DPO, GRPO, their relatives, reward models.
 
     python align.py configs/dpo_tulu3_8b.py --lr=1e-6
+    python align.py configs/grpo_gsm8k_1b.py --reward=my_reward.py
     python align.py --help
 
 A run is one of train.py with other data and another loss: the same settings, folders, checkpoints
@@ -11,6 +12,9 @@ Every loss here is a function of the log-probabilities s of whole answers. Its d
 the weights of the answer's tokens in a cross-entropy, and fused_ce.py computes them between the two
 kernels of a chunk (`joint`): no logits are stored. The log-probabilities of the reference, the
 model as it is before training, are computed once and cached.
+
+Reinforcement learning generates its answers: a row is [prompt][answer 1..G]. What each token's loss
+is weighed by is known after the rewards, from one advantage function and one divisor per method.
 """
 
 from runtime import cli
@@ -18,11 +22,13 @@ from runtime import cli
 if __name__ == '__main__':
     cli.begin()
 
+import contextlib
 import hashlib
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -34,9 +40,12 @@ from torch import Tensor
 
 import metrics
 import train
-from data.preferences import load_preferences, pack_rankings
+from data.preferences import load_preferences, pack_answers, pack_rankings
+from data.rl import answer_trees, load_prompts, load_reward, score
 from data.tokenizer import begins_with_bos
 from fused_ce import cross_entropy, fused_loss, joint
+from generate import generate
+from model import LoRALinear
 from results.report import print_report
 from runtime import checkpoint
 from runtime.config import load_config, require_range
@@ -44,6 +53,7 @@ from runtime.device import to_device
 from runtime.errors import ConfigError
 from runtime.ownership import temporary
 from runtime.parallel import world_size
+from runtime.sampling import Sampling
 
 # ---- Losses of pairs -----------------------------------------------------------------------------
 
@@ -111,6 +121,74 @@ def orpo(pairs, cfg):
 PAIR_LOSSES = {loss.__name__: loss for loss in (dpo, cdpo, robust, ipo, hinge, simpo, orpo)}
 NO_REFERENCE = {'simpo', 'orpo', 'reward'}
 
+# ---- Reinforcement learning: advantages and divisors ---------------------------------------------
+
+
+def centered(rewards):
+    """Return rewards [prompts, answers] minus the mean over the answers to each prompt."""
+    return rewards - rewards.mean(1, keepdims=True)
+
+
+def leave_one_out(rewards):
+    """Return each reward minus the mean of the others'."""
+    return centered(rewards) * rewards.shape[1] / (rewards.shape[1] - 1)
+
+
+def standardized(rewards):
+    """Return the centered rewards, divided by their standard deviation."""
+    return centered(rewards) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
+
+
+# The weights of the losses of each answer's tokens. counts [N]: tokens of the step's answers;
+# used [N]: whether an answer has a loss. Each answer's mean, then the mean over answers:
+def per_answer(counts, used, cfg):
+    return used / (len(counts) * counts)
+
+
+def per_limit(counts, used, cfg):       # a constant, which does not favor short wrong answers
+    return used / (len(counts) * cfg.max_tokens)
+
+
+def per_token(counts, used, cfg):       # the mean over all tokens of the step
+    return used / max(1, counts[used].sum())
+
+
+class Method(NamedTuple):
+    """advantage: rewards [prompts, answers] -> advantages, float64; weight: see above.
+
+    ratio: of probabilities by the new and the old policy, of a token, of the whole 'answer', or
+    its geometric 'mean' per token; clip_high: the bound of the ratio if cfg.clip_high is None
+    """
+    advantage: Callable | None
+    weight: Callable
+    ratio: str = 'token'
+    clip_high: float | None = None
+
+
+RL_METHODS = {
+    'rloo': Method(leave_one_out, per_answer, ratio='answer'),      # Ahmadian 2024 (2402.14740)
+    'grpo': Method(standardized, per_answer),                       # Shao 2024 (2402.03300)
+    'dr_grpo': Method(centered, per_limit),                         # Liu 2025 (2503.20783)
+    # Yu 2025 (2503.14476), without resampling of equal rewards and without the penalty of length
+    'dapo': Method(standardized, per_token, clip_high=0.28),
+    'gspo': Method(standardized, per_answer, ratio='mean'),         # Zheng 2025 (2507.18071)
+}
+
+
+def clipped_loss(log_ratio, advantage, low, high):
+    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)). PPO, Schulman 2017, eq. 7."""
+    ratio = log_ratio.exp()
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+
+
+def k3(log_p, reference):
+    """e^-d - 1 + d with d = log p - log ref: an estimate of KL(policy, reference), never negative.
+
+    As a loss it has the gradient of KL(reference, policy); times the ratio, that of the former.
+    """
+    d = log_p - reference
+    return torch.expm1(-d) + d
+
 
 @dataclass
 class AlignConfig(train.TrainConfig):
@@ -125,12 +203,30 @@ class AlignConfig(train.TrainConfig):
     lr: float = 5e-7
     warmup: float = 0.1
     # preferences
-    method: Literal[*PAIR_LOSSES, 'reward'] = 'dpo'
+    method: Literal[*PAIR_LOSSES, 'reward', *RL_METHODS] = 'dpo'
     beta: float = 0.1                         # weight of the margin; in orpo of the odds ratio
     per_token: bool = False                   # margins of means per token: Tulu 3, with beta = 5
     label_noise: float = 0.1                  # cdpo and robust: share of the pairs that are swapped
     gamma: float = 1.0                        # simpo: the margin that is wanted
     centering: float = 0.0                    # reward: weight of (r_w + r_l)^2, such as 0.01
+    # reinforcement learning
+    reward: str = ''                          # exact, rlcr, or a Python file, which is executed:
+    #                                           it defines reward(prompt, answer, row) -> number
+    instruction: str = ''                     # follows each prompt after a blank line
+    group_size: int = 8                       # answers to each prompt
+    max_tokens: int = 256                     # of an answer; max_length - max_tokens of a prompt
+    decode_batch: int = 256                   # answers that are generated at once, at most
+    # answers cut off at max_tokens: no loss; score them as they are; or reward = penalty
+    truncated: Literal['mask', 'score', 'penalize'] = 'mask'
+    penalty: float = 0.0
+    updates: int = 1                          # optimizer steps with the answers of one rollout
+    clip: float = 0.2                         # the ratio of probabilities stays above 1 - clip
+    clip_high: float | None = None            # and below 1 + clip_high; None: clip, dapo 0.28
+    entropy_coef: float = 0.0                 # weight of a bonus for the entropy of a token
+    # KL to the model before training: none; logged only; in the reward; in the loss with the right
+    # gradient; or k3 in the loss as in GRPO's paper
+    kl: Literal['none', 'logged', 'reward', 'loss', 'k3'] = 'none'
+    kl_coef: float = 0.05
 
 
 # keys of train.py that say how to load and score conversations
@@ -154,16 +250,27 @@ def check_align_config(cfg):
     if cfg.lora_dropout and cfg.method not in NO_REFERENCE:
         raise ConfigError(f'lora_dropout = {cfg.lora_dropout}: the policy would differ from its '
                           f'reference at random; set it to 0')
+    if bool(cfg.reward) != (cfg.method in RL_METHODS):
+        raise ConfigError(f'method = {cfg.method!r} and reward = {cfg.reward!r}: '
+                          f'{", ".join(RL_METHODS)} need a reward, and only they')
+    require_range(cfg, 1, 10 ** 6, 'max_tokens', 'updates', 'decode_batch')
+    require_range(cfg, 2, 10 ** 6, 'group_size')
+    require_range(cfg, 0, 1, 'clip')
+    require_range(cfg, 0, 1e3, 'clip_high', 'entropy_coef', 'kl_coef')
+    if cfg.reward and cfg.max_tokens >= cfg.max_length:
+        raise ConfigError(f'max_tokens = {cfg.max_tokens} leaves no room for a prompt in '
+                          f'max_length = {cfg.max_length}')
     if world_size() > 1:
         raise ConfigError('align.py runs on one GPU; start it without torchrun')
 
 
-# ---- One run -------------------------------------------------------------------------------------
+# ---- A run on preferences ------------------------------------------------------------------------
 
 class Preferences:
     """The stage of a run of train.py that learns from pairs of answers: see `train.train`."""
 
     batches = staticmethod(train.batches)
+    train_step = staticmethod(train.train_step)
 
     def __init__(self):
         self.sequences = self.reference = None
@@ -210,14 +317,8 @@ class Preferences:
             chosen = order[begin:begin + rows_at_once]
             packed = self.pack_batch(cfg, self.sequences, chosen, cfg.micro_rows)
             result = [np.zeros(len(ranks), np.float32) for ranks in packed['ranks']]
-            for rows, inputs, _ in train.micro_batches(packed, cfg, device):
-                answers = Answers(packed, rows, None, device)
-                if not len(answers.target):
-                    continue
-                hidden = answers.gather(model(*inputs))     # with the kernels of training
-                nll = fused_loss(hidden.detach(), model.head.detach(), answers.target,
-                                 cross_entropy(), softcap=model.softcap, reduction='none')[1]
-                total = answers.sums(-nll, torch.arange(len(nll), device=nll.device))
+            for answers, log_p, _ in answer_log_probs(model, packed, cfg, device):
+                total = answers.sums(log_p, torch.arange(len(log_p), device=log_p.device))
                 for (tree, k), value in zip(answers.names, total.tolist(), strict=True):
                     result[tree][k] = value
             for i, values in zip(chosen, result, strict=True):
@@ -289,7 +390,7 @@ class Answers:
             ordered = [(index[t, i], index[t, j]) for i in range(len(ranks))
                        for j in range(i + 1, len(ranks)) if ranks[i] < ranks[j]]
             pairs += ordered
-            weights += [1 / len(ordered) / len(packed['ranks'])] * len(ordered)
+            weights += [1 / max(1, len(ordered)) / len(packed['ranks'])] * len(ordered)
         first = [reference[t][i] for t, i in self.names] if reference else [0.0] * len(self.names)
         self.group, self.target = torch.from_numpy(tree), torch.from_numpy(token)
 
@@ -368,6 +469,21 @@ class RewardModel(Preferences):
                                                 (margin > 0).numpy())}
 
 
+def answer_log_probs(model, packed, cfg, device):
+    """Yield (Answers, float32 [n] log-probability of each token, hidden states) per micro-batch.
+
+    Without gradients, but with the kernels of training: ratios begin at 1 and margins at 0.
+    """
+    for rows, inputs, _ in train.micro_batches(packed, cfg, device):
+        answers = Answers(packed, rows, None, device)
+        if not len(answers.target):
+            continue
+        hidden = answers.gather(model(*inputs)).detach()
+        nll = fused_loss(hidden, model.head.detach(), answers.target, cross_entropy(),
+                         softcap=model.softcap, reduction='none')[1]
+        yield answers, -nll, hidden
+
+
 def print_lengths(sequences):
     """Print the mean number of tokens of the best and of the worst answers: a bias shows here."""
     masks = [sequences[i][1] for i in range(len(sequences))]
@@ -376,10 +492,186 @@ def print_lengths(sequences):
     print(f'answers: {best:.0f} tokens in the mean of the best, {worst:.0f} of the worst')
 
 
+# ---- A run on rewards ----------------------------------------------------------------------------
+
+class Rollouts:
+    """The stage of a run of train.py that learns from rewards of answers that it generates."""
+
+    def load_sequences(self, cfg, tokenizer):
+        """Return (prompts, indices of those to train on, indices of the held-out ones)."""
+        self.reward, self.tokenizer = load_reward(cfg.reward), tokenizer
+        self.prompts = load_prompts(
+            cfg.data, tokenizer, template=cfg.template, max_length=cfg.max_length - cfg.max_tokens,
+            add_bos=begins_with_bos(tokenizer, cfg.add_bos), reward=cfg.reward,
+            instruction=cfg.instruction, revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
+        return train.split_sequences(cfg, self.prompts)
+
+    def build_model(self, cfg, config, base, device):
+        """Return the model to train; its reference is itself without adapters, or a second one."""
+        self.model, self.device = train.build_model(cfg, config, base, device), device
+        self.reference = None
+        if cfg.kl != 'none' and not cfg.lora:
+            self.reference = train.build_model(cfg, config, base, device).requires_grad_(False)
+        return self.model
+
+    def pack_batch(self, cfg, sequences, chosen, multiple):
+        """Return the prompts' indices: their answers depend on the weights of a later time."""
+        return chosen
+
+    def batches(self, cfg, sequences, training, first, until, multiple, pack_batch):
+        """Yield (indices of the prompts, packed answers) of each step, generated at that step."""
+        order = train.batches(cfg, sequences, training, first, until, multiple, pack_batch)
+        for step, (chosen, _) in enumerate(order, first):
+            seed = np.random.SeedSequence([cfg.seed, step]).generate_state(1, np.uint64)[0] >> 1
+            answers, rewards = self.sample(cfg, chosen, int(seed), cfg.group_size)
+            if step == first:
+                print(f'first answer, with reward {rewards[0, 0]:g}:')
+                print('    ' + answers[0][0].text[:1000].replace('\n', '\n    '))
+            yield chosen, self.pack(cfg, chosen, answers, rewards, multiple)
+
+    def sample(self, cfg, chosen, seed, n):
+        """Return (n Answers to each prompt, their rewards float64 [prompts, n])."""
+        sampling = Sampling(n=n, max_tokens=cfg.max_tokens, seed=seed, batch_size=cfg.decode_batch)
+        prompts = [self.prompts[i][0].tolist() for i in chosen]
+        with torch.compiler.set_stance('force_eager'):      # no graph for each number of tokens
+            answers = dict(generate(self.model, prompts, sampling, self.tokenizer,
+                                    self.prompts.stop))
+        answers = [answers[i] for i in range(len(prompts))]
+        rewards = [[cfg.penalty if is_truncated(answer) and cfg.truncated == 'penalize' else
+                    score(self.reward, cfg.reward, self.prompts.texts[i], answer.text,
+                          self.prompts.rows[i]) for answer in group]
+                   for i, group in zip(chosen, answers, strict=True)]
+        return answers, np.array(rewards)
+
+    def pack(self, cfg, chosen, answers, rewards, multiple):
+        """Return the packed rows of a step's answers with all that the loss needs.
+
+        Besides what `pack_answers` returns: `columns`, float32 [n] per answer token in the order of
+        the rows: answer, weight, advantage, old, reference; `begin`, where each row's tokens begin
+        in them; `metrics`, means over the answers.
+        """
+        trees, members = answer_trees([self.prompts[i][0].tolist() for i in chosen],
+                                      [[answer.tokens for answer in group] for group in answers],
+                                      cfg.pack_len)
+        packed = pack_answers(trees, cfg.pack_len, multiple)
+        packed['ranks'] = [np.zeros(len(tree.leaves)) for tree in trees]     # no pairs
+        packed['begin'] = np.cumsum([0, *(x.shape[1] for x in packed['scored'])])
+        tree, k = np.concatenate(packed['scored'], axis=1)[:2]
+        change = np.flatnonzero(np.diff(tree, prepend=-1) | np.diff(k, prepend=-1))
+        counts = np.diff([*change, len(tree)])
+        where = np.array([members[t][i] for t, i in zip(tree[change], k[change], strict=True)])
+        group = [answers[i][j] for i, j in where]       # in the order of the rows
+        sampled = np.concatenate([answer.log_probs for answer in group])
+        measured = {'reward': rewards.mean(), 'length': counts.mean(),
+                   'entropy': np.concatenate([answer.entropies for answer in group]).mean(),
+                   'truncated': np.mean([is_truncated(answer) for answer in group])}
+
+        method, columns = RL_METHODS[cfg.method], {'answer': np.repeat(np.arange(len(group)),
+                                                                       counts)}
+        if cfg.updates > 1 or cfg.kl == 'reward':
+            columns['old'] = self.log_probs(self.model, packed, cfg)
+            measured['mismatch'] = np.abs(columns['old'] - sampled).mean()
+        if cfg.kl != 'none':
+            with without_adapters(self.model):
+                columns['reference'] = self.log_probs(
+                    self.model if self.reference is None else self.reference, packed, cfg)
+        if cfg.kl == 'reward':
+            kl = np.add.reduceat(columns['old'] - columns['reference'], change)
+            rewards = rewards.copy()
+            rewards[tuple(where.T)] -= cfg.kl_coef * kl
+        advantages = method.advantage(rewards)[tuple(where.T)]
+        used = np.array([cfg.truncated != 'mask' or not is_truncated(answer) for answer in group])
+        columns['advantage'] = np.repeat(advantages, counts)
+        columns['weight'] = np.repeat(method.weight(counts, used, cfg), counts)
+        return packed | {'columns': columns, 'metrics': measured, 'counts': counts}
+
+    def log_probs(self, model, packed, cfg):
+        """Return the log-probability of each answer token, float64 [n]."""
+        parts = [log_p.cpu() for _, log_p, _ in answer_log_probs(model, packed, cfg, self.device)]
+        return torch.cat(parts).double().numpy()
+
+    def train_step(self, model, optimizer, packed, cfg, device, objective):
+        """Take cfg.updates optimizer steps; return the means of their metrics."""
+        total = [train.train_step(model, optimizer, packed, cfg, device, objective)
+                 for _ in range(cfg.updates)]
+        values = {name: torch.stack([step[name] for step in total]).mean() for name in total[0]}
+        norm = values.pop('grad_norm')
+        return values | {name: torch.tensor(value, dtype=torch.float32, device=norm.device)
+                         for name, value in packed['metrics'].items()} | {'grad_norm': norm}
+
+    def token_loss(self, packed, cfg):
+        """Return the function (model, rows, inputs, targets) -> (loss, {name: metric})."""
+        method = RL_METHODS[cfg.method]
+        high = next(x for x in (cfg.clip_high, method.clip_high, cfg.clip) if x is not None)
+        memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
+        n_tokens, n_answers = packed['begin'][-1], len(packed['counts'])
+
+        def compute(model, rows, inputs, _):
+            answers, measured = Answers(packed, rows, None, model.head.device), {}
+            part = slice(packed['begin'][rows[0]], packed['begin'][rows[-1] + 1])
+            group = torch.from_numpy(packed['columns']['answer'][part])
+            columns = {name: to_device(torch.from_numpy(column[part]).float(), model.head.device)
+                       for name, column in packed['columns'].items()}
+
+            def function(log_p, entropy, tokens):
+                column = {name: x[tokens] for name, x in columns.items()}
+                old = column.get('old', log_p.detach())
+                log_ratio = log_p - old
+                if method.ratio != 'token':     # the loss of an answer, in each of its tokens
+                    sums = answers.sums(log_ratio, tokens)
+                    sums = sums / answers.n if method.ratio == 'mean' else sums
+                    log_ratio = sums[answers.answer[tokens]]
+                loss = clipped_loss(log_ratio, column['advantage'], cfg.clip, high)
+                moved = log_ratio.detach().exp()
+                measured.update(ratio=moved.sum() / n_tokens, clip_fraction=(
+                    (moved < 1 - cfg.clip) | (moved > 1 + high)).sum() / n_tokens)
+                if 'reference' in column:
+                    measured['kl'] = (log_p.detach() - column['reference']).sum() / n_answers
+                if cfg.kl in ('loss', 'k3'):
+                    ratio = (log_p - old).exp() if cfg.kl == 'loss' else 1
+                    loss = loss + cfg.kl_coef * ratio * k3(log_p, column['reference'])
+                if cfg.entropy_coef:
+                    loss = loss - cfg.entropy_coef * entropy
+                return (loss * column['weight']).sum()
+
+            loss, _ = fused_loss(answers.gather(model(*inputs)), model.head, answers.target,
+                                 joint(function, entropy=cfg.entropy_coef > 0),
+                                 softcap=model.softcap, reduction='sum', memory=memory, group=group)
+            return loss, measured
+
+        return compute
+
+    def validation_loss(self, model, held_out, cfg, device):
+        """Return {val_reward, val_length} of one answer to each held-out prompt."""
+        answers, rewards = self.sample(cfg, held_out, cfg.seed, 1)
+        return {'val_reward': rewards.mean(),
+                'val_length': np.mean([len(answer.tokens) for answer, in answers])}
+
+
+def is_truncated(answer):
+    return answer.reason in ('max_tokens', 'context')
+
+
+@contextlib.contextmanager
+def without_adapters(model):
+    """A context in which LoRA adds nothing: the model as it was before training."""
+    scales = {layer: layer.scale for layer in model.modules() if isinstance(layer, LoRALinear)}
+    try:
+        for layer in scales:
+            layer.scale = 0.0
+        yield
+    finally:
+        for layer, scale in scales.items():
+            layer.scale = scale
+
+
+# ---- The command ---------------------------------------------------------------------------------
+
 def align(cfg):
     """Do the run `cfg`, an AlignConfig; return and raise as `train.train`."""
     check_align_config(cfg)
-    return train.train(cfg, RewardModel() if cfg.method == 'reward' else Preferences())
+    stages = {'reward': RewardModel} | dict.fromkeys(RL_METHODS, Rollouts)
+    return train.train(cfg, stages.get(cfg.method, Preferences)())
 
 
 def main(argv):

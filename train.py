@@ -370,8 +370,8 @@ def train(cfg, stage=None):
 
     resume=True uses the weights, the reports and the last checkpoint in out_dir. Model, data, tasks
     and settings are checked before anything is replaced. stage: an object with load_sequences,
-    build_model, pack_batch, batches, token_loss and validation_loss in place of this module's
-    functions, for another kind of training (see align.py). Raises ConfigError, DataError,
+    build_model, pack_batch, batches, train_step, token_loss and validation_loss in place of this
+    module's functions, for another kind of training (see align.py). Raises ConfigError, DataError,
     CheckpointError or TrainingError.
     """
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
@@ -464,6 +464,7 @@ def optimize(cfg, model, tokenizer, data, device, base, more, stage):
     steps = min(steps, cfg.max_steps or steps)
     optimizer, out_dir, first = build_optimizer(model, cfg), Path(cfg.out_dir), 0
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named |= dict(model.named_buffers())
     print_sizes(cfg, model, sequences, training, steps, device)
     show_example(sequences[training[epoch_order(len(training), 0, cfg.seed)[0]]], tokenizer)
     facts = {'steps': steps, 'sequences': len(training), 'data': sequences.digest,
@@ -487,7 +488,7 @@ def optimize(cfg, model, tokenizer, data, device, base, more, stage):
                 group['lr'] = lr
             log.begin()
             log.end(done, lr, chosen, packed,
-                    train_step(model, optimizer, packed, cfg, device, stage.token_loss))
+                    stage.train_step(model, optimizer, packed, cfg, device, stage.token_loss))
             epoch, rest = divmod(done * cfg.batch_size, len(training))
             epoch_ends = cfg.checkpoint_epochs and rest < cfg.batch_size    # within this step
             signalled = max(gather(stop.number))

@@ -197,7 +197,7 @@ def _draw_curve(top, bottom, run, bins, color):
 
 
 def draw_loss(out_dir):
-    """Draw loss, NLL and gradient norm by step, from log.jsonl to loss.png."""
+    """Draw loss and NLL, or the reward, and gradient norm by step, from log.jsonl to loss.png."""
     out_dir = Path(out_dir)
     with warn_on_failure(out_dir / 'loss.png'):
         claim(out_dir, 'loss.png')
@@ -208,12 +208,16 @@ def draw_loss(out_dir):
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         style = {'linewidth': 1, 'markersize': 4}
         marker = '.' if len(log) < 50 else None     # a line of one step would not be seen
-        for key, label, mark in (('loss', 'loss', marker), ('nll', 'NLL', marker),
-                                 ('val_nll', 'NLL, held out', 'o')):
+        with_rewards = any('reward' in r for r in log)      # then the loss says nothing
+        lines = ([('reward', 'reward', marker), ('val_reward', 'reward, held out', 'o')]
+                 if with_rewards else
+                 [('loss', 'loss', marker), ('nll', 'NLL', marker),
+                  ('val_nll', 'NLL, held out', 'o')])
+        for key, label, mark in lines:
             points = [(r['step'], r[key]) for r in log if key in r]
             if points and not (key == 'loss' and all(r['loss'] == r.get('nll') for r in log)):
                 top.plot(*zip(*points, strict=True), marker=mark, label=label, **style)
-        top.set_ylabel('nats per token')
+        top.set_ylabel('reward' if with_rewards else 'nats per token')
         top.set_title(figure_title(out_dir.name, 70), fontsize=10)
         top.legend(frameon=False)
         norms = [(r['step'], r['grad_norm']) for r in log if 0 < r['grad_norm'] < math.inf]

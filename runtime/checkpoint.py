@@ -433,7 +433,8 @@ def _files(model, folder, dtype, side_files, full, more):
     """Return {name: content as in `_write`} of a model's files, config.json last."""
     from huggingface_hub import split_torch_state_dict_into_shards
     ours = {their_key(key, model.config): key
-            for key, _ in model.named_parameters() if '.lora_' not in key}
+            for key, _ in model.named_parameters()
+            if '.lora_' not in key and key != 'value_head'}     # these serve training alone
     shapes = {theirs: torch.empty(model.get_parameter(key).shape, dtype=dtype, device='meta')
               for theirs, key in ours.items()}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_BYTES)

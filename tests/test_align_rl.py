@@ -1,0 +1,429 @@
+"""align.py with rewards: advantages, losses against plain loops, whole runs, closed forms."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from common import (SHARED, needs_files, off, reference_model, same_weights, sentencepiece_folder,
+                    write_rows)
+
+import align
+import train
+from align import RL_METHODS, AlignConfig, Rollouts
+from data import rl
+from data.files import read_rows
+from data.tokenizer import load_model_tokenizer
+from generate import Answer
+from runtime import checkpoint
+from runtime.errors import ConfigError, DataError
+
+# ---- Advantages and divisors ---------------------------------------------------------------------
+
+
+def plain_advantage(name, rewards):
+    """The advantages of one prompt's answers, by loops."""
+    G, result = len(rewards), []
+    mean = sum(rewards) / G
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (G - 1))
+    for i, r in enumerate(rewards):
+        others = [x for j, x in enumerate(rewards) if j != i]
+        result.append({'rloo': r - sum(others) / (G - 1), 'dr_grpo': r - mean}.get(
+            name, (r - mean) / (std + 1e-4)))
+    return result
+
+
+CRITIC_FREE = ('rloo', 'grpo', 'dr_grpo', 'dapo', 'gspo')
+
+
+@pytest.mark.parametrize('name', CRITIC_FREE)
+def test_advantages_are_those_of_plain_loops_and_sum_to_0(name):
+    rewards = np.random.default_rng(3).normal(size=(5, 7))
+    advantages = RL_METHODS[name].advantage(rewards)
+    expected = [plain_advantage(name, row) for row in rewards.tolist()]
+    assert np.allclose(advantages, expected, rtol=0, atol=1e-12)
+    assert np.allclose(advantages.sum(1), 0, atol=1e-12)
+    shifted = RL_METHODS[name].advantage(rewards + np.arange(5)[:, None])
+    assert np.allclose(shifted, advantages, atol=1e-12)
+    assert np.abs(RL_METHODS[name].advantage(np.full((2, 4), 0.25))).max() == 0
+
+
+def test_the_baseline_of_rloo_scales_the_centered_rewards():
+    rewards = np.random.default_rng(4).normal(size=(3, 5))
+    assert np.allclose(align.leave_one_out(rewards), align.centered(rewards) * 5 / 4, atol=1e-12)
+
+
+def test_the_weights_of_tokens_are_the_divisors_of_the_papers():
+    counts, used, cfg = np.array([1, 4, 10]), np.array([True, True, False]), AlignConfig(
+        max_tokens=20)
+    weights = {name: RL_METHODS[name].weight(counts, used, cfg) for name in CRITIC_FREE}
+    assert np.allclose(weights['grpo'], [1 / 3, 1 / 12, 0])
+    assert np.allclose(weights['dr_grpo'], [1 / 60, 1 / 60, 0])
+    assert np.allclose(weights['dapo'], [1 / 5, 1 / 5, 0])
+    assert RL_METHODS['dapo'].weight(counts, counts > 99, cfg).sum() == 0
+    assert RL_METHODS['dapo'].clip_high == 0.28
+
+
+# ---- The loss of a step --------------------------------------------------------------------------
+
+REWARD = '''
+def reward(prompt, answer, row):
+    return (answer.count('e') - answer.count('i') + len(answer) % 3) / 4
+'''
+
+
+@pytest.fixture(scope='module', params=['llama', 'gemma2'])
+def base(request, tmp_path_factory):
+    folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
+    reference_model(request.param, folder, vocab_size=400)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def llama(tmp_path_factory):
+    folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
+    reference_model('llama', folder, vocab_size=400)
+    return folder
+
+
+def config(base, folder, *, n=4, **values):
+    write_rows(folder / 'prompts.jsonl', [{'prompt': f'Name {i}' + '.' * i} for i in range(n)])
+    (folder / 'reward.py').write_text(REWARD)
+    settings = {'method': 'grpo', 'batch_size': n, 'max_length': 64, 'pack_len': 80,
+                'max_tokens': 12, 'group_size': 5, 'truncated': 'score', 'lr': 1e-3,
+                'checkpoint_epochs': False, 'workers': 1}
+    return AlignConfig(model=str(base), data=str(folder / 'prompts.jsonl'), device='cpu',
+                       reward=str(folder / 'reward.py'), out_dir=str(folder / 'run'),
+                       cache_dir=str(folder / 'cache'), dtype='float32', save_dtype='float32',
+                       **settings | values)
+
+
+def stage_of(cfg):
+    """Return (the stage of a run with its data and model, the model)."""
+    align.check_align_config(cfg)
+    stage, model_config = Rollouts(), checkpoint.read_config(cfg.model)
+    stage.load_sequences(cfg, load_model_tokenizer(cfg.model, model_config))
+    torch.manual_seed(cfg.seed)
+    return stage, stage.build_model(cfg, model_config, cfg.model, 'cpu')
+
+
+def made_up(rng, chosen, G, sizes=(1, 12)):
+    """Return answers of random tokens, and random rewards."""
+    answers = [[Answer(i, k, tokens=rng.integers(3, 390, rng.integers(*sizes)).tolist(),
+                       reason='end') for k in range(G)] for i in range(len(chosen))]
+    for answer in sum(answers, []):
+        answer.log_probs = answer.entropies = [0.0] * len(answer.tokens)
+    return answers, rng.normal(size=(len(chosen), G))
+
+
+def plain_log_probs(model, prompt, answer):
+    """Return (log-probabilities, entropies) of an answer's tokens, alone in its row."""
+    tokens = torch.tensor([[*prompt, *answer]])
+    z = model.logits(model(tokens, torch.arange(tokens.shape[1])[None], None))[0, :-1]
+    log_p = z.double().log_softmax(-1)[len(prompt) - 1:]
+    return log_p[torch.arange(len(answer)), answer], -(log_p.exp() * log_p).sum(-1)
+
+
+def plain_loss(model, stage, cfg, answers, advantages, old, reference):
+    """The loss of a step by loops over answers and tokens."""
+    method, terms = cfg.method, []
+    for i, group in enumerate(answers):
+        prompt = stage.prompts[i][0].tolist()
+        for k, answer in enumerate(group):
+            log_p, entropy = plain_log_probs(model, prompt, answer.tokens)
+            n, A = len(answer.tokens), advantages[i][k]
+            ratios = (log_p - old[i, k]).exp()
+            if method == 'rloo':
+                ratios = [ratios.prod()]
+            elif method == 'gspo':
+                ratios = [ratios.prod() ** (1 / n)]
+            surrogate = sum(-min(A * r, A * min(max(r, 1 - 0.2), 1 + high(cfg)),
+                                 key=lambda x: x.item()) for r in ratios)
+            others = -cfg.entropy_coef * entropy.sum()
+            if cfg.kl in ('loss', 'k3'):
+                for t in range(n):
+                    d = log_p[t] - reference[i, k][t]
+                    weight = (log_p[t] - old[i, k][t]).exp() if cfg.kl == 'loss' else 1
+                    others = others + cfg.kl_coef * weight * ((-d).exp() - 1 + d)
+            if method in ('rloo', 'gspo'):
+                terms.append(surrogate + others / n)
+            else:
+                terms.append((surrogate + others) / {'grpo': n, 'dapo': 1,
+                                                     'dr_grpo': cfg.max_tokens}[method])
+    tokens = sum(len(answer.tokens) for group in answers for answer in group)
+    return sum(terms) / (tokens if method == 'dapo' else len(terms))
+
+
+def high(cfg):
+    return 0.28 if cfg.method == 'dapo' else 0.2
+
+
+@pytest.mark.parametrize('method', CRITIC_FREE)
+@pytest.mark.parametrize('kl, entropy_coef', [('none', 0.1), ('loss', 0.0), ('k3', 0.1)])
+def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_coef, tmp_path):
+    cfg = config(base, tmp_path, method=method, kl=kl, entropy_coef=entropy_coef, kl_coef=0.3)
+    stage, model = stage_of(cfg)
+    rng = np.random.default_rng(1)
+    answers, rewards = made_up(rng, range(4), 5)
+    answers[2][1].tokens = answers[2][0].tokens     # equal neighbors share a branch
+    for answer in sum(answers, []):
+        answer.log_probs = answer.entropies = [0.0] * len(answer.tokens)
+    advantages, old, reference = RL_METHODS[method].advantage(rewards), {}, {}
+    with torch.no_grad():
+        for i in range(4):
+            for k in range(5):
+                now, _ = plain_log_probs(model, stage.prompts[i][0].tolist(), answers[i][k].tokens)
+                noise = torch.from_numpy(rng.normal(size=(2, len(now)))) + 0.3 * rng.normal()
+                old[i, k], reference[i, k] = now + 0.4 * noise
+    plain_loss(model, stage, cfg, answers, advantages, old, reference).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for micro_rows, memory, pack_len in ((1, None, 80), (9, 0, 160)):
+        model.zero_grad()
+        case = replace(cfg, micro_rows=micro_rows, loss_memory=memory, pack_len=pack_len)
+        packed = stage.pack(case, range(4), answers, rewards, 2)
+        where = order_of(packed, stage, case, answers)
+        packed['columns'] |= {'old': np.concatenate([old[w] for w in where]),
+                              'reference': np.concatenate([reference[w] for w in where])}
+        values = train.forward_backward(model, packed, case, 'cpu', stage.token_loss)
+        with torch.no_grad():
+            loss = plain_loss(model, stage, cfg, answers, advantages, old, reference)
+        assert values['loss'].item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+        assert values['clip_fraction'] > 0.1 and values['ratio'] != 1
+        for name, p in model.named_parameters():
+            assert off(p.grad, expected[name]) < 2e-5, name
+
+
+def order_of(packed, stage, cfg, answers):
+    """Return (prompt, number) of the answers in the order of the packed tokens."""
+    trees, members = rl.answer_trees([stage.prompts[i][0].tolist() for i in range(len(answers))],
+                                     [[a.tokens for a in group] for group in answers], cfg.pack_len)
+    tree, k = np.concatenate(packed['scored'], axis=1)[:2]
+    return list(dict.fromkeys(members[t][j] for t, j in zip(tree, k, strict=True)))
+
+
+# ---- The first step ------------------------------------------------------------------------------
+
+def first_step(cfg):
+    """Return (values, the packed answers, model) of the first step's loss and gradients."""
+    stage, model = stage_of(cfg)
+    _, packed = next(stage.batches(cfg, stage.prompts, np.arange(4), 0, 1, 1, stage.pack_batch))
+    return train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss), packed, model
+
+
+@pytest.mark.parametrize('lora', [False, True])
+def test_the_first_step_has_ratio_1_and_no_kl(base, tmp_path, lora):
+    cfg = config(base, tmp_path, kl='reward', updates=2, lora=lora)
+    values, packed, model = first_step(cfg)
+    columns = packed['columns']
+    assert (columns['old'] == columns['reference']).all()       # the same weights and kernels
+    assert values['ratio'].item() == pytest.approx(1, abs=1e-5) and values['clip_fraction'] == 0
+    assert values['kl'].item() == pytest.approx(0, abs=1e-3)
+    # the mean of each answer's mean: 0, but not the gradient
+    assert values['loss'].item() == pytest.approx(0, abs=1e-5)
+    assert sum(p.grad.norm() for p in model.parameters() if p.grad is not None) > 1e-3
+    assert packed['metrics']['mismatch'] < 1e-4     # decoding has the probabilities of training
+
+
+def test_without_adapters_the_model_is_the_base_whatever_they_hold(llama, tmp_path):
+    cfg = config(llama, tmp_path, lora=True, kl='logged')
+    stage, model = stage_of(cfg)
+    answers, rewards = made_up(np.random.default_rng(0), range(4), 5)
+    before = stage.pack(cfg, range(4), answers, rewards, 1)['columns']['reference']
+    for name, p in model.named_parameters():
+        if 'lora_B' in name:
+            torch.nn.init.normal_(p)
+    packed = stage.pack(cfg, range(4), answers, rewards, 1)
+    assert (packed['columns']['reference'] == before).all()
+    assert np.abs(stage.log_probs(model, packed, cfg) - before).max() > 0.1
+
+
+@pytest.mark.parametrize('method', CRITIC_FREE)
+def test_equal_rewards_give_no_gradient(llama, method, tmp_path):
+    cfg = config(llama, tmp_path, method=method)
+    (tmp_path / 'reward.py').write_text('def reward(*_):\n    return 0.7\n')
+    values, packed, model = first_step(cfg)
+    assert values['loss'] == 0 and packed['metrics']['reward'] == pytest.approx(0.7)
+    assert all((p.grad == 0).all() for p in model.parameters())
+
+
+def test_a_step_raises_what_is_better_than_the_mean(llama, tmp_path):
+    cfg = config(llama, tmp_path, method='rloo', lr=1e-4, grad_clip=0.0)
+    stage, model = stage_of(cfg)
+    answers, rewards = made_up(np.random.default_rng(5), range(4), 5)
+    packed = stage.pack(cfg, range(4), answers, rewards, 1)
+    before = stage.log_probs(model, packed, cfg)
+    optimizer = train.build_optimizer(model, cfg)
+    optimizer.param_groups[0]['lr'] = optimizer.param_groups[-1]['lr'] = cfg.lr
+    values = stage.train_step(model, optimizer, packed, cfg, 'cpu', stage.token_loss)
+    change = stage.log_probs(model, packed, cfg) - before
+    assert (change * packed['columns']['advantage']).sum() > 0
+    assert list(values)[0] == 'loss' and list(values)[-1] == 'grad_norm'
+
+
+@pytest.mark.parametrize('truncated, n_used', [('mask', 1), ('score', 2), ('penalize', 2)])
+def test_a_truncated_answer_is_masked_scored_or_penalized(llama, truncated, n_used, tmp_path):
+    cfg = config(llama, tmp_path, n=1, group_size=2, truncated=truncated, penalty=-3.0)
+    stage, _ = stage_of(cfg)
+    long = Answer(0, 0, tokens=[5] * 12, log_probs=[0.0] * 12, entropies=[0.0] * 12, text='e',
+                  reason='max_tokens')
+    short = replace(long, number=1, tokens=[5] * 11 + [2], reason='end')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(align, 'generate', lambda *_: [(0, [long, short])])
+        answers, rewards = stage.sample(cfg, [0], 0, 2)
+    assert rewards[0, 0] == (-3 if truncated == 'penalize' else rewards[0, 1])
+    packed = stage.pack(cfg, [0], answers, rewards, 1)
+    weight = packed['columns']['weight'].reshape(2, -1)
+    assert packed['metrics']['truncated'] == 0.5 and (weight[:, 0] > 0).sum() == n_used
+
+
+# ---- Whole runs ----------------------------------------------------------------------------------
+
+def log_of(cfg):
+    with open(f'{cfg.out_dir}/log.jsonl') as lines:
+        return [{k: v for k, v in json.loads(line).items() if k != 'tokens_per_s'}
+                for line in lines]
+
+
+def next_token(folder, prompt):
+    """Return the log-probabilities of the token after the prompt, float64 [V]."""
+    model, ids = checkpoint.load(folder), torch.from_numpy(prompt.astype(np.int64))[None]
+    with torch.no_grad():
+        hidden = model(ids, torch.arange(ids.shape[1])[None], None)[0, -1]
+        return model.logits(hidden).double().log_softmax(-1)
+
+
+@pytest.mark.parametrize('values', [
+    {'method': 'rloo', 'kl': 'reward'},
+    pytest.param({'method': 'dr_grpo', 'kl': 'loss'}, marks=pytest.mark.slow)],
+    ids=['KL in the reward', 'KL in the loss'])
+def test_a_bandit_converges_to_the_reference_times_the_exponential_reward(llama, values, tmp_path):
+    # one prompt and answers of one token: pi ~ ref exp(r / kl_coef) over the vocabulary
+    cfg = config(llama, tmp_path, n=1, group_size=256, max_tokens=1, epochs=90, lr=3e-3,
+                 kl_coef=0.4, max_length=40, pack_len=40, grad_clip=0.0, warmup=0.0,
+                 log_every=1000, pictures=False, **values)
+    (tmp_path / 'reward.py').write_text(
+        'def reward(prompt, answer, row):\n    return len(answer) % 3 / 2\n')
+    align.align(cfg)
+    stage, _ = stage_of(cfg)
+
+    def reward(token):
+        text = stage.tokenizer.decode([token], start=False).rstrip('\ufffd')
+        return 0 if token in stage.prompts.stop else len(text) % 3 / 2
+
+    reference, policy = (next_token(folder, stage.prompts[0][0])
+                         for folder in (cfg.model, cfg.out_dir))
+    rewards = torch.tensor([reward(token) for token in range(400)], dtype=torch.float64)
+    optimum = (reference + rewards / cfg.kl_coef).log_softmax(-1)
+    kl_before, kl_after = ((x.exp() * (x - optimum)).sum() for x in (reference, policy))
+    assert kl_before > 0.3 and kl_after < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('lora', [False, True])
+def test_a_killed_run_resumes_to_the_same_answers_and_weights(llama, tmp_path, lora):
+    cfg = config(llama, tmp_path, epochs=8, save_every=2, updates=2, kl='reward', lora=lora)
+    align.align(cfg)
+    again = replace(cfg, out_dir=str(tmp_path / 'again'))
+
+    def die(step, *_):
+        if step == 5:
+            raise KeyboardInterrupt
+    with pytest.MonkeyPatch.context() as patch:
+        rate = train.learning_rate
+        patch.setattr(train, 'learning_rate', lambda step, *x: (die(step), rate(step, *x))[1])
+        with pytest.raises(KeyboardInterrupt):
+            align.align(again)
+    align.align(replace(again, resume=True))
+    assert same_weights(tmp_path / 'run', tmp_path / 'again')
+    assert log_of(cfg) == log_of(again)
+
+
+def test_a_run_raises_its_reward_and_scores_held_out_prompts(llama, tmp_path, capsys):
+    cfg = config(llama, tmp_path, n=6, batch_size=4, val_size=2, epochs=12, val_every=6, lr=4e-3,
+                 group_size=16, method='dr_grpo')
+    (tmp_path / 'reward.py').write_text('def reward(prompt, answer, row):\n'
+                                        '    return float(len(answer) < 20)\n')
+    align.align(cfg)
+    log = log_of(cfg)
+    assert log[-1]['reward'] > log[0]['reward'] + 0.2
+    assert {'val_reward', 'val_length'} <= log[-1].keys() and log[0]['ratio'] == 1
+    assert 'first answer, with reward' in capsys.readouterr().out
+    checkpoint.load(cfg.out_dir)
+    assert (tmp_path / 'run/loss.png').exists()
+
+
+# ---- Rewards and prompts -------------------------------------------------------------------------
+
+@pytest.mark.parametrize('answer, target, correct', [
+    ('Natalia sold 48/2 = 24.\n#### 72', 'She sold 72.\n#### 72', True),
+    ('The total is 1,072 dollars.', '#### 1072', True), ('It is $72.00.', '#### 72', True),
+    ('<answer>72</answer> and not 73', '#### 72', True), ('72, no, 73', '#### 72', False),
+    ('#### -3', '#### 3', False), ('no number', '#### 3', False), ('', '#### 3', False),
+    ('Paris.', 'paris', True), ('I say <answer> Paris </answer>', ['Lutetia', 'Paris'], True),
+    ('Paris, France', 'Paris', False), ('about 7', 7, True)])
+def test_the_end_of_an_answer_decides_whether_it_is_correct(answer, target, correct):
+    assert rl.exact('', answer, {'answer': target}) == correct
+
+
+@pytest.mark.parametrize('answer, reward', [
+    ('<answer>3</answer><confidence>0.8</confidence>', 0.5 + 0.5 + 0.5 * (1 - 0.04)),
+    ('well\n<answer>3</answer> so\n<confidence> 1 </confidence>\n', 1.5),
+    ('<answer>4</answer><confidence>0.8</confidence>', 0.5 + 0.5 * (1 - 0.64)),
+    ('<answer>3</answer><confidence>1.2</confidence>', 0), ('<answer>3</answer>', 0),
+    ('<answer>3</answer><confidence>1.2.3</confidence>', 0),
+    ('<confidence>1</confidence><answer>3</answer>', 0)])
+def test_rlcr_rewards_format_correctness_and_the_brier_score(answer, reward):
+    assert rl.rlcr('', answer, {'answer': '3'}) == pytest.approx(reward)
+
+
+def test_the_solutions_of_gsm8k_are_correct_by_the_exact_reward():
+    needs_files('datasets/gsm8k/test.jsonl.gz')
+    rows = [row for _, row in read_rows(SHARED / 'datasets/gsm8k/test.jsonl.gz')]
+    assert all(rl.exact('', row['answer'], row) for row in rows)
+    assert np.mean([rl.exact('', a['answer'], b)
+                    for a, b in zip(rows, rows[1:], strict=False)]) < 0.05
+    assert rl.to_prompt(rows[0])[0]['content'].startswith('Janet')
+
+
+@pytest.mark.parametrize('row', [
+    {'prompt': 'Why?'}, {'question': 'Why?', 'answer': '3'}, {'instruction': 'Why?', 'output': 'x'},
+    {'prompt': [{'role': 'user', 'content': 'Why?'}]},
+    {'messages': [{'role': 'user', 'content': 'Why?'}, {'role': 'assistant', 'content': 'x'}]},
+    {'conversations': [{'from': 'human', 'value': 'Why?'}]}])
+def test_each_format_of_prompts_is_read(row):
+    assert rl.to_prompt(row) == [{'role': 'user', 'content': 'Why?'}]
+    assert rl.to_prompt(row, 'Be brief.') == [{'role': 'user', 'content': 'Why?\n\nBe brief.'}]
+
+
+@pytest.mark.parametrize('code, message', [
+    ('def reward(:\n', r'reward.py:1: SyntaxError'), ('x = 1\n', 'no function reward'),
+    ('import math\n\n1 / 0\n', r'reward.py:3: ZeroDivisionError'),
+    ('def reward(p, a, row):\n    b = 1\n    return row["b"]\n', r"reward.py:3: KeyError: 'b'"),
+    ('def reward(p, a, row):\n    return "good"\n', "returned 'good', and not a finite number"),
+    ('def reward(p, a, row):\n    return float("nan")\n', 'not a finite number')])
+def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
+    path = tmp_path / 'reward.py'
+    path.write_text(code)
+    with pytest.raises((ConfigError, DataError), match=message):
+        rl.score(rl.load_reward(str(path)), str(path), 'p', 'a', {})
+
+
+@pytest.mark.parametrize('values, message', [
+    ({'method': 'grpo'}, 'need a reward'), ({'reward': 'exact'}, 'and only they'),
+    ({'method': 'grpo', 'reward': 'exact', 'group_size': 1}, 'group_size = 1'),
+    ({'method': 'grpo', 'reward': 'exact', 'max_tokens': 2048}, 'no room for a prompt'),
+    ({'method': 'grpo', 'reward': 'exact', 'lora_dropout': 0.1}, 'the policy would differ')])
+def test_settings_of_rewards_without_sense_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        align.check_align_config(AlignConfig(**values))
+
+
+def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(llama, tmp_path):
+    with pytest.raises(ConfigError, match="reward = 'good'; wanted exact, rlcr, or a Python file"):
+        rl.load_reward('good')
+    cfg = config(llama, tmp_path)
+    digests = {stage_of(cfg)[0].prompts.digest}
+    (tmp_path / 'reward.py').write_text(REWARD + '# edited\n')
+    assert stage_of(cfg)[0].prompts.digest not in digests
