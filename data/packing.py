@@ -232,7 +232,8 @@ def stack_answers(trees, start, eos, pack_len, deterministic=False):
     """Yield (arguments of Seq2Seq in families/t5.py, scored as in `stack_rows`) of (index, Tree).
 
     The encoder reads a prompt and `eos`; the options follow `start` in one row of the decoder. A
-    batch has about `pack_len` tokens of the encoder; if deterministic, one tree.
+    batch has about `pack_len` tokens of the encoder, fewer where prompts are longer than 1,024
+    tokens, whose attention takes memory by the square; if deterministic, one tree.
     """
     rows = []
     for index, tree in trees:
@@ -246,7 +247,8 @@ def stack_answers(trees, start, eos, pack_len, deterministic=False):
             new.append((source, Row()))
             new[-1][1].add(index, answers, [[k] for k, p in enumerate(prompts) if p == source])
         longest = max(len(source) for source, _ in rows + new)
-        if rows and (deterministic or (len(rows) + len(new)) * longest > pack_len):
+        n_tokens = (len(rows) + len(new)) * longest * max(1, longest / 1024)
+        if rows and (deterministic or n_tokens > pack_len):
             yield _stack(rows)
             rows = []
         rows += new
@@ -256,7 +258,10 @@ def stack_answers(trees, start, eos, pack_len, deterministic=False):
 
 def _stack(rows):
     sources, width = [source for source, _ in rows], max(len(row.tokens) for _, row in rows)
-    padded = np.array([*itertools.zip_longest(*sources, fillvalue=0)]).T
+    # kernels want a multiple of 8
+    padded = np.zeros((len(rows), _round_up(max(map(len, sources)), 8)), dtype=np.int64)
+    for row, source in zip(padded, sources, strict=True):
+        row[:len(source)] = source
     arrays = np.stack([row.padded(width)[0] for _, row in rows], 1)
     return ([padded, np.array([[len(source)] for source in sources]), *arrays],
             [(index, k, b * width + at, token) for b, (_, row) in enumerate(rows)

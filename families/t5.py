@@ -113,7 +113,7 @@ class Stack(nn.Module):
         table = self.block[0]['layer'][0]['SelfAttention'].relative_attention_bias
         bias = table(buckets(distance, not self.decoder, table.num_embeddings,
                              self.config.relative_attention_max_distance)).permute(0, 3, 1, 2)
-        bias = bias.masked_fill(unseen, -torch.inf)
+        bias = bias.contiguous().masked_fill(unseen, -torch.inf)    # as fast kernels want it
         for layer in (layer for block in self.block for layer in block['layer']):
             y = layer['layer_norm'](x)
             if 'SelfAttention' in layer:
