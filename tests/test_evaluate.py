@@ -171,7 +171,8 @@ def test_scored_tokens_of_a_text(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'neox'])
+@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'neox', 'gemma3', 'cohere2',
+                                  'olmo3', 'smollm3', 'phi3', 'ministral3', 'granite', 'opt_350m'])
 @pytest.mark.parametrize('own_starts', [False, True])
 def test_bfloat16_trees_score_as_single_sequences(name, own_starts, device, tmp_path):
     """Packed trees, by the kernels on a GPU, have no larger errors than one sequence per option."""
@@ -192,7 +193,7 @@ def test_bfloat16_trees_score_as_single_sequences(name, own_starts, device, tmp_
     by_kernels = checkpoint.load(tmp_path, device, torch.bfloat16)
     plain, packed = errors(120)     # of 12 trees the two errors differ by chance
     assert np.sqrt((packed ** 2).mean()) < 1.3 * np.sqrt((plain ** 2).mean())
-    assert own_starts or np.abs(errors(12)[1]).max() < 0.03
+    assert own_starts or np.abs(errors(12)[1]).max() < 0.04
 
 
 @pytest.mark.parametrize('name', ['llama', 'gemma2', 'neox'])

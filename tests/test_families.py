@@ -1,13 +1,15 @@
 """Every family against transformers: random configurations, rotary schemes, nested files."""
 
+import importlib
 import json
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
-from common import class_of, named, parameters_of, reference_model, rewrite, whole_rows
+from common import class_of, named, off, parameters_of, reference_model, rewrite, whole_rows
 
+import model as models
 from runtime import checkpoint
 
 T = 40
@@ -307,3 +309,52 @@ def test_a_base_outside_the_blocks_reaches_the_layers_that_transformers_gives_it
         reference = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / name, attn_implementation='eager').eval()
         compare(reference, tmp_path / name, {'vocab_size': 211})
+
+
+NORMS = {       # {class of transformers: model_type}
+    'llama.modeling_llama.LlamaRMSNorm': 'llama', 'gemma3.modeling_gemma3.Gemma3RMSNorm':
+    'gemma3_text', 'olmo2.modeling_olmo2.Olmo2RMSNorm': 'olmo2',
+    'olmo3.modeling_olmo3.Olmo3RMSNorm': 'olmo3', 'phi3.modeling_phi3.Phi3RMSNorm': 'phi3',
+    'granite.modeling_granite.GraniteRMSNorm': 'granite',
+    'smollm3.modeling_smollm3.SmolLM3RMSNorm': 'smollm3',
+    'cohere.modeling_cohere.CohereLayerNorm': 'cohere',
+    'cohere2.modeling_cohere2.Cohere2LayerNorm': 'cohere2'}
+
+
+@pytest.mark.parametrize('path', NORMS)
+def test_norms_in_bfloat16_are_those_of_transformers_bit_for_bit(path):
+    """Of the norms without mean; those of Cohere differ in few elements, by one rounding."""
+    module, _, name = f'transformers.models.{path}'.rpartition('.')
+    torch.manual_seed(0)
+    theirs = getattr(importlib.import_module(module), name)(96, eps=1e-5)
+    config = models.ModelConfig(NORMS[path], 9, 96, 8, 1, 1, norm_eps=1e-5)
+    ours = models.Norm(config, 96)
+    x, weight = (3 * torch.randn(4000, 96) + 1).bfloat16(), torch.randn(96).bfloat16()
+    for layer in (theirs, ours):
+        layer.to(torch.bfloat16).weight.data.copy_(weight)
+    a, b = ours(x), theirs(x)
+    assert a.dtype == b.dtype == torch.bfloat16
+    different = (a != b).float().mean()
+    assert different < 1e-3 if 'Cohere' in name else different == 0
+    assert (a.float() - b.float()).abs().max() <= 2 ** -7 * b.float().abs().max()
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('name', ['gemma3', 'olmo3', 'cohere2', 'phi3', 'ministral3', 'granite',
+                                  'smollm3', 'opt_350m'])
+def test_in_half_precision_a_model_is_as_near_to_float32_as_that_of_transformers(name, dtype,
+                                                                               tmp_path):
+    """Files of the type, computed in it; hidden states far from the limits of float16."""
+    import transformers
+    reference_model(name, tmp_path / 'single', initializer_range=0.02)
+    checkpoint.save(checkpoint.load(tmp_path / 'single'), tmp_path / 'half', dtype)
+    half = checkpoint.load(tmp_path / 'half')
+    assert half.head.dtype == dtype
+    exact = checkpoint.load(tmp_path / 'half', dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / 'half', attn_implementation='sdpa', dtype=dtype)
+    tokens = torch.randint(1, 211, (2, T))
+    with torch.no_grad():
+        ours, right = (m.logits(m(tokens, *whole_rows(tokens))) for m in (half, exact))
+        theirs = reference(tokens).logits
+    assert off(ours, right) < 1.2 * off(theirs, right) + 1e-3

@@ -19,7 +19,7 @@ from data import packing
 from runtime import checkpoint
 from runtime.sampling import Sampling
 
-FAMILIES = ['llama', 'gemma2', 'neox']
+FAMILIES = ['llama', 'gemma2', 'neox', 'gemma3', 'cohere', 'olmo3', 'phi3', 'opt']
 EDITS = {       # what a reader edits: the class of which method, or a function
     'block': models.Block, 'attention': models.Attention, 'mlp': models.MLP, 'norm': models.Norm,
     'rotary_angles': None}
@@ -110,12 +110,15 @@ def plain(model, device, drawn):
 @pytest.mark.parametrize('what', EDITS)
 def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device, monkeypatch,
                                                               calls_of_kernels, tmp_path):
-    reference_model(name, tmp_path, num_hidden_layers=2, **head_of_32(name))
+    if (what, name) == ('rotary_angles', 'opt'):
+        pytest.skip('OPT has learned positions')
+    own = {'logit_scale': 8.0} if name == 'cohere' else {}      # a smaller one hides an edit
+    reference_model(name, tmp_path, num_hidden_layers=2, **head_of_32(name), **own)
     model = checkpoint.load(tmp_path, device, torch.float32 if device == 'cpu' else torch.bfloat16)
     with monkeypatch.context() as patch:
         edit(what, patch)
         ours, drawn = measured(model, device)
-        assert 'rotate_kernel' in calls_of_kernels
+        assert ('norm_kernel' if name == 'opt' else 'rotate_kernel') in calls_of_kernels
         calls_of_kernels.clear()
         edited = plain(model, device, drawn)
     unedited = plain(model, device, drawn)
@@ -123,7 +126,7 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
     for use, values in ours.items():
         error, change = (np.abs(np.subtract(values, x[use])).max() for x in (edited, unedited))
         tolerance = 1e-4 if device == 'cpu' else 0.2 * change
-        assert error < tolerance and change > 0.03, (use, error, change)
+        assert error < tolerance and change > 0.02, (use, error, change)
 
 
 def random(*shape, device, dtype=torch.float32):
@@ -153,6 +156,10 @@ WITH_KERNELS = {    # function of (device, dtype) that computes something that h
     'norm of Llama': lambda **on: normed('llama', random(2, 9, 48, **on), 48),
     'norm of Gemma': lambda **on: normed('gemma', random(7, 130, **on), 130),
     'norm of GPT-NeoX': lambda **on: normed('gpt_neox', 3 + random(2, 9, 130, **on), 130),
+    'norm of OLMo': lambda **on: normed('olmo2', random(2, 9, 48, **on), 48),
+    'norm of Cohere': lambda **on: normed('cohere', 3 + random(2, 9, 130, **on), 130),
+    'norm of heads with weights of their own': lambda **on: normed(
+        'cohere', random(2, 9, 3, 20, **on), 3, 20),
     'norm of heads': lambda **on: normed('llama', random(2, 3, 9, 20, **on).transpose(1, 2), 20),
     'rotate': lambda **on: rotated(random(2, 9, 3, 20, **on).transpose(1, 2)),
     'rotate in float32': lambda **on: rotated(random(2, 3, 9, 20, **on), in_float32=True),
@@ -241,7 +248,8 @@ def test_blocks_compile_to_one_graph_for_equal_masks(kind, name, tmp_path):
         for layer in model.decoder.layers:
             layer.compile(backend=counter, fullgraph=True, dynamic=False)
         compiled = [model(*x) for x in inputs]
-    assert counter.frame_count == (2 if (kind, name) == ('flex', 'gemma2') else 1)
+    windows = {window for window in model.config.windows if window and window < 48}
+    assert counter.frame_count == (2 if kind == 'flex' and windows else 1)
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(expected, compiled, strict=True))
     torch._dynamo.reset()
 
