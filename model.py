@@ -84,7 +84,7 @@ class Family:
         return (*qkv, 'o_proj', *(both if self.gated else ('up_proj',)), 'down_proj')
 
 
-# a new family needs rows in runtime/config_json.py as well: see docs/models.md
+# a new family needs rows in runtime/config_keys.py as well: see docs/models.md
 GEMMA = Family(norm='gemma', activation=gelu_tanh, scaled_embeddings=True)
 OLMO = Family(norm='once', place='after', qk_norm='whole', float_rotary='angles')
 COHERE = Family(norm='mean', place='parallel', adjacent_pairs=True, float_rotary='products')

@@ -19,8 +19,8 @@ import model as models
 import train
 from runtime import checkpoint
 from runtime.config import load_config
-from runtime.config_json import ARCHITECTURES as ARCHITECTURE_OF
 from runtime.config_json import config_from_hf
+from runtime.config_keys import ARCHITECTURES as ARCHITECTURE_OF
 
 HERE = Path(__file__).parent.parent     # the repository
 

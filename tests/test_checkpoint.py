@@ -17,7 +17,7 @@ from common import (ARCHITECTURES, HERE, LLAMA3_ROPE, llama_config, lora_model, 
 from safetensors.torch import load_file
 
 import model as models
-from runtime import __version__, checkpoint, config_json, device
+from runtime import __version__, checkpoint, config_json, config_keys, device
 from runtime.errors import ConfigError
 
 
@@ -239,12 +239,12 @@ def computed_or_refused(folder, raw, changes):
 def test_every_field_of_the_config_is_checked(name, tmp_path):
     reference_model(name, tmp_path)
     raw = json.loads((tmp_path / 'config.json').read_text())
-    keys = raw.keys() | config_json.rules_of(raw['model_type']).keys()
+    keys = raw.keys() | config_keys.rules_of(raw['model_type']).keys()
     computed = set()
     for key in sorted(keys):
         for value in ODD_VALUES:
             # transformers refuses integers where it wants floats, which are computed here
-            value = float(value) if key in config_json.FLOATS and type(value) is int else value
+            value = float(value) if key in config_keys.FLOATS and type(value) is int else value
             if computed_or_refused(tmp_path, raw, {key: value}):
                 computed.add((key, repr(value)))
     assert (('attention_bias', str(name == 'neox')) in computed) == ('attention_bias' in keys)
@@ -371,7 +371,7 @@ def test_changes_to_the_config_apply_to_what_the_file_means(tmp_path):
     a, b = plain.layers[0].rope, changed.layers[0].rope
     assert (b.theta, b.dim, b.factor, changed.hidden_size) == (5e5, a.dim, 8.0, 64)
     default = {'rope_type': 'default', 'rope_theta': 77.0}
-    for block in config_json.ROPE_BLOCKS:
+    for block in config_keys.ROPE_BLOCKS:
         changed = checkpoint.read_config(tmp_path, {block: default})
         assert changed.layers[0].rope == models.Rope(77.0, 18)
     changed = checkpoint.read_config(tmp_path, {'rope_scaling': None})

@@ -301,8 +301,12 @@ def test_a_base_outside_the_blocks_reaches_the_layers_that_transformers_gives_it
     for name, change in (
             ('gemma3', {'rope_theta': 500.0, 'rope_local_base_freq': 70.0,
                         'rope_scaling': {'rope_type': 'linear', 'factor': 8.0}}),
-            ('olmo3', {'rope_theta': 500.0, 'rope_scaling': YARN | {'factor': 4.0}})):
-        reference_model(name, tmp_path / name)
+            ('olmo3', {'rope_theta': 500.0, 'rope_scaling': YARN | {'factor': 4.0}}),
+            ('olmo3', {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0},
+                       'original_max_position_embeddings': 16}),
+            ('llama', {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0},
+                       'original_max_position_embeddings': 16})):
+        reference_model(name, tmp_path / name, max_position_embeddings=64)
         edit_config(tmp_path / name, lambda raw, change=change: {
             key: value for key, value in raw.items() if key != 'rope_parameters'} | change)
         import transformers
