@@ -359,7 +359,7 @@ def decode_kernel(mask: DecodeMask, q: Tensor, k: Tensor, v: Tensor, scale: floa
         q, k, v, cache.k, cache.v, parts, lse, slots, positions, *cache.k.stride()[:2], cache.size,
         H, H // K, hd, scale * LOG2E, softcap * LOG2E if softcap else 0.0,
         GROUP=max(16, triton.next_power_of_2(H // K)), WIDTH=width, SPLIT=SPLIT,
-        BLOCK=64, num_warps=4, num_stages=3)
+        BLOCK=64 if width * q.element_size() <= 512 else 32, num_warps=4, num_stages=3)
     _merge[B * H,](parts, lse, out, positions, cache.size, H, n_splits, hd, WIDTH=width,
                    SPLIT=SPLIT, num_warps=1)
     return out[:, :, None]
@@ -409,13 +409,12 @@ if triton is not None:
             y = y * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision='ieee')
             highest = new_highest
         if begin < length:
-            at = query * tl.num_programs(0) + split
-            tl.store(lse_ptr + at, highest + tl.log2(total), mask=g < group)
-            tl.store(part_ptr + at[:, None] * hd + d[None, :], y / total[:, None], mask=q_mask)
+            part = query * tl.num_programs(0) + split
+            tl.store(lse_ptr + part, highest + tl.log2(total), mask=g < group)
+            tl.store(part_ptr + part[:, None] * hd + d[None, :], y / total[:, None], mask=q_mask)
             if is_new:
-                at = start + place * hd + d
-                tl.store(cache_k_ptr + at, new_k, mask=d < hd)
-                tl.store(cache_v_ptr + at, new_v, mask=d < hd)
+                tl.store(cache_k_ptr + start + place * hd + d, new_k, mask=d < hd)
+                tl.store(cache_v_ptr + start + place * hd + d, new_v, mask=d < hd)
 
     @triton.jit
     def _scaled(score, scale, softcap):
