@@ -20,6 +20,10 @@ LLAMA3_NAMES = {0: '<|begin_of_text|>', 1: '<|end_of_text|>', 4: '<|finetune_rig
 # `regex` has zero-width joiners and no superscripts or fractions of Latin-1.
 WORD = r'(?:(?![\u200c\u200d])[\w\xb2\xb3\xb9\xbc-\xbe])'
 BOUNDARY = rf'(?:(?<={WORD})(?!{WORD})|(?<!{WORD})(?={WORD}))'
+TEKKEN_CONTROLS = (
+    '<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] '
+    '[/TOOL_RESULTS] [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] '
+    '[SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]').split()
 UTF8_BYTES = {*range(256)} - {0xc0, 0xc1, *range(0xf5, 256)}    # no text has the others
 # The step `ByteLevel` of a tokenizer.json, alone and after `Digits`, which makes each digit a word,
 # and all white space before it, as at the end of a text: one expression is faster than two.
@@ -143,12 +147,14 @@ def from_tiktoken(path):
 def from_tekken(path):
     """Return the tokenizer of Mistral's `tekken.json`: special tokens, then pieces by their rank.
 
-    Raises DataError for the oldest files, which do not list the special tokens.
+    Files before v11 may lack the list of special tokens, which are TEKKEN_CONTROLS then.
     """
     path = Path(path)
     content = read_json_object(path)
     try:
-        settings, controls = content['config'], content['special_tokens']
+        settings = content['config']
+        controls = content.get('special_tokens') or [
+            {'rank': i, 'token_str': name} for i, name in enumerate(TEKKEN_CONTROLS)]
         n_special = settings['default_num_special_tokens']
         n_pieces = settings['default_vocab_size'] - n_special
         pieces = {binascii.a2b_base64(token['token_bytes']): token['rank'] + n_special
@@ -160,7 +166,7 @@ def from_tekken(path):
         return BytePairTokenizer([settings['pattern']], pieces, control_ids, control_ids['<s>'],
                                  control_ids['</s>'])
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f'{path}: not a tekken.json with special_tokens: {type(error).__name__}: '
+        raise DataError(f'{path}: not a tekken.json: {type(error).__name__}: '
                         f'{error}; download tokenizer.json from the same hub repository') from error
 
 

@@ -32,7 +32,7 @@ def arc(name, split):
 
 
 FILES = {
-    # licenses: Llama 2 and 3 community; Apache-2.0 for Mistral, Qwen and EleutherAI
+    # licenses: Llama 2 and 3 community; Apache-2.0 for Mistral, Qwen, EleutherAI, OLMo
     'tokenizers/llama2_tokenizer.model': Source(
         'meta-llama/Llama-2-7b-hf', 'tokenizer.model', 'model'),
     'tokenizers/llama3_tokenizer.model': Source(
@@ -50,6 +50,9 @@ FILES = {
     'tokenizers/qwen3_tokenizer.json.gz': Source('Qwen/Qwen3-0.6B', 'tokenizer.json', 'model'),
     'tokenizers/neox_tokenizer.json.gz': Source(
         'EleutherAI/gpt-neox-20b', 'tokenizer.json', 'model'),
+    'tokenizers/olmo2_tokenizer.json.gz': Source(
+        'https://raw.githubusercontent.com/allenai/OLMo/59a53e3f68e546330ca5a99ec626e58f9ab96494',
+        'olmo_data/tokenizers/allenai_dolma2.json', 'url'),
     # licenses: MIT for MMLU, MMLU-Pro and HellaSwag; CC BY-SA 4.0 for ARC; CC BY 4.0 for XCOPA;
     # CC BY-SA for WikiText
     **{f'datasets/mmlu/{split}.jsonl.gz': Source(

@@ -167,7 +167,7 @@ def test_tokenizer_json_is_read_as_by_tokenizers(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['llama3', 'qwen3', 'neox'])
+@pytest.mark.parametrize('name', ['llama3', 'qwen3', 'neox', 'olmo2'])
 def test_real_tokenizer_json(name, tmp_path):
     needs_files(f'tokenizers/{name}_tokenizer.json.gz', 'datasets/wikitext2/wiki.test.txt.gz')
     from tokenizers import Tokenizer
@@ -320,7 +320,9 @@ def test_tekken_is_read_as_by_tokenizers(tmp_path):
     theirs, _ = in_transformers(tmp_path, 'tekken')
     assert theirs('A fox')['input_ids'] == [1, *tokenizer.encode('A fox')]
     (tmp_path / 'tokenizer.json').unlink()
-    for wrong in ({'special_tokens': None}, {'vocab': vocab[5:]}):
+    (tmp_path / 'tekken.json').write_text(json.dumps(content | {'special_tokens': None}))
+    assert load_tokenizer(tmp_path).control_ids['[SYSTEM_PROMPT]'] == 17
+    for wrong in ({'special_tokens': names}, {'vocab': vocab[5:]}):
         (tmp_path / 'tekken.json').write_text(json.dumps(content | wrong))
         with pytest.raises(DataError, match='tekken.json'):
             load_tokenizer(tmp_path)
