@@ -119,7 +119,7 @@ FIELDS = {key: rule for keys, rule in {
     'hidden_activation': ['gelu_pytorch_tanh'],
     'use_bidirectional_attention': [False, None],
     'is_causal': [True],
-    'pretraining_tp': [1, None],
+    'pretraining_tp': [COUNT, None],
     'architectures': [[str], None],
     'transformers_version': [str, None],
     'rope_parameters rope_scaling nanocal': [dict, None],
