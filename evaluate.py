@@ -293,7 +293,9 @@ def warm_up(config, cfg):
         setattr(model.get_submodule(parent), name, torch.nn.Parameter(values))
     at = np.arange(cfg.pack_len)[None]
     with torch.no_grad():
-        forward_values(model, np.stack([0 * at, at, at + 1]), [(0, 0, 0, 0)], statistics=False)
+        positions = at % config.max_position_embeddings     # OPT has embeddings for no more
+        forward_values(model, np.stack([0 * at, positions, at + 1]), [(0, 0, 0, 0)],
+                       statistics=False)
 
 
 # ------------------------------------------------------------------------------------------------

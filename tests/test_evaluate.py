@@ -557,9 +557,9 @@ def test_kernels_are_loaded_where_they_compute(change, kernels, monkeypatch, tmp
     assert calls == ['warm'] * kernels
 
 
-@pytest.mark.parametrize('name', ['gemma2', 'mistral_window', 'qwen3', 'neox'])
+@pytest.mark.parametrize('name', ['gemma2', 'mistral_window', 'qwen3', 'neox', 'opt'])
 def test_the_kernels_are_loaded_by_a_model_of_one_layer(name, monkeypatch, tmp_path):
-    reference_model(name, tmp_path, **head_of_32(name))
+    reference_model(name, tmp_path, max_position_embeddings=32, **head_of_32(name))
     calls, place, random_state = [], [], torch.get_rng_state()
     monkeypatch.setattr(evaluate, 'forward_values', lambda *call, statistics: calls.append(call))
     monkeypatch.setattr(devices, 'pick_device', place.append)
