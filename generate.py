@@ -77,7 +77,7 @@ import torch
 from attention import SPLIT, Cache, DecodeMask, PrefillMask, kernels_apply, make_masks
 from data.chat import question_frame
 from data.instruct import read_prompts
-from data.packing import Row
+from data.packing import Row, Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.answers import open_answers, to_row
 from results.samples import append
@@ -421,7 +421,6 @@ def confidences(model, prompts, answers):
     prompts: lists of token ids; answers: a list of Answers per prompt. The numbers are those of
     `evaluate.option_log_probs`: they do not depend on how the answers were generated.
     """
-    from data.packing import Tree
     from evaluate import option_log_probs       # evaluate.py imports this file
     trees = [Tree((), [*ids], [answer.tokens for answer in some], [len(ids)] * len(some))
              for ids, some in zip(prompts, answers, strict=True)]

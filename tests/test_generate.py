@@ -1,10 +1,12 @@
 """generate.py: cached decoding, drawing, stops, files."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
 from generate import Answer, Batch, confidences, generate, stream, take
 from runtime import checkpoint
+from runtime.device import HostCopy
 from runtime.draw import draw, draw_kernel, lowest_logits, random_numbers
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.sampling import Sampling
@@ -142,6 +145,53 @@ def test_an_answer_does_not_depend_on_the_others(name, tmp_path):
         for answer in together[i]:
             assert (answer.reason == 'end') == (answer.tokens[-1] in stop)
             sure(model, ids, answer)
+
+
+def test_graphs_are_made_once_per_size_and_change_nothing(tmp_path, monkeypatch):
+    """The way of a GPU, with graphs that compute again what was computed when they were made."""
+    reference_model('gemma2', tmp_path)
+    model, prompts = checkpoint.load(tmp_path), random_prompts(11, 4, 254, 2, 30, 9)
+    settings = Sampling(n=2, max_tokens=14, batch_size=6)
+    stop = {5, 60, 70, 80, 90, 100, 110}
+    expected = dict(generate(model, prompts, settings, stop_ids=stop))
+    real, calls, made = (Batch.__init__, Batch.compute), [], []
+
+    def init(self, *arguments):
+        real[0](self, *arguments)
+        self.device = SimpleNamespace(type='cuda')
+
+    def compute(self, n, longest):
+        calls.append((self, n, longest, real[1](self, n, longest)))
+        return calls[-1][-1]
+
+    class Graph:
+        def pool(self):
+            return 'pool'
+
+        def replay(self):
+            *arguments, values = self.made
+            values.copy_(real[1](*arguments))
+
+    @contextlib.contextmanager
+    def recording(graph, pool):
+        assert (pool == 'pool') == bool(made)
+        batch = calls[-1][0]
+        state = batch.state.clone()     # while it is recorded nothing is computed
+        yield
+        batch.state.copy_(state)
+        graph.made = calls[-1]
+        made.append(graph.made[1:3])
+    monkeypatch.setattr(Batch, '__init__', init)
+    monkeypatch.setattr(Batch, 'compute', compute)
+    monkeypatch.setattr(program, 'to_device', lambda x, device: x)
+    monkeypatch.setattr(program, 'HostCopy', lambda x: HostCopy(x.clone()))
+    monkeypatch.setattr(torch.cuda, 'CUDAGraph', Graph)
+    monkeypatch.setattr(torch.cuda, 'graph', recording)
+    for i, answers in generate(model, prompts, settings, stop_ids=stop):
+        assert [a.tokens for a in answers] == [a.tokens for a in expected[i]]
+        assert [a.reason for a in answers] == [a.reason for a in expected[i]]
+    assert len(made) == len(set(made)) >= 4     # (rows, longest sequence)
+    assert {n for n, _ in made} <= {1, 2, 4, 8} and {longest for _, longest in made} == {256, 512}
 
 
 @pytest.mark.parametrize('name', ['llama3', 'gemma2'])
