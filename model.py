@@ -500,7 +500,7 @@ class CausalLM(nn.Module):
         self.config = config
         self.model = Decoder(config)
         if config.reward:
-            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+            self.score = nn.Linear(config.embed_size, 1, bias=False)
         elif not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.embed_size, config.vocab_size, bias=False)
 
@@ -544,7 +544,7 @@ class CausalLM(nn.Module):
         if not (self.config.tie_word_embeddings or self.config.reward):
             del self.lm_head
         self.config.reward, like = True, self.model.embed_tokens.weight
-        self.score = nn.Linear(self.config.hidden_size, 1, bias=False, device=like.device,
+        self.score = nn.Linear(self.config.embed_size, 1, bias=False, device=like.device,
                                dtype=like.dtype)
         nn.init.zeros_(self.score.weight)
 
