@@ -1,4 +1,4 @@
-"""Tune a language model on preferences or rewards: DPO, GRPO, their relatives, reward models.
+"""Tune a language model on preferences or rewards: DPO, PPO, GRPO, their relatives, reward models.
 
     python align.py configs/dpo_tulu3_8b.py --lr=1e-6
     python align.py configs/grpo_gsm8k_1b.py --reward=my_reward.py
@@ -14,7 +14,8 @@ kernels of a chunk (`joint`): no logits are stored. The log-probabilities of the
 model as it is before training, are computed once and cached.
 
 Reinforcement learning generates its answers: a row is [prompt][answer 1..G]. What each token's loss
-is weighed by is known after the rewards, from one advantage function and one divisor per method.
+is weighed by is known after the rewards, from one advantage function and one divisor per method;
+PPO has a value head in place of the former.
 """
 
 from runtime import cli
@@ -40,20 +41,21 @@ from torch import Tensor
 
 import metrics
 import train
-from data.preferences import load_preferences, pack_answers, pack_rankings
-from data.rl import answer_trees, load_prompts, load_reward, score
-from data.tokenizer import begins_with_bos
+from data.preferences import load_preferences, pack_rankings
+from data.rl import encode_answers, load_prompts, load_reward, pack_rollouts, score
+from data.tokenizer import begins_with_bos, load_model_tokenizer
 from fused_ce import cross_entropy, fused_loss, joint
 from generate import generate
 from model import LoRALinear
 from results.report import print_report
 from runtime import checkpoint
 from runtime.config import load_config, require_range
-from runtime.device import to_device
-from runtime.errors import ConfigError
+from runtime.device import pick_dtype, to_device
+from runtime.errors import ConfigError, DataError
 from runtime.ownership import temporary
 from runtime.parallel import world_size
 from runtime.sampling import Sampling
+from runtime.trained import training_settings
 
 # ---- Losses of pairs -----------------------------------------------------------------------------
 
@@ -172,7 +174,38 @@ RL_METHODS = {
     # Yu 2025 (2503.14476), without resampling of equal rewards and without the penalty of length
     'dapo': Method(standardized, per_token, clip_high=0.28),
     'gspo': Method(standardized, per_answer, ratio='mean'),         # Zheng 2025 (2507.18071)
+    'ppo': Method(None, per_answer),                                # Schulman 2017 (1707.06347)
 }
+
+
+def generalized_advantages(rewards, values, counts, cfg):
+    """Return A_t = delta_t + discount gae_lambda A_{t+1}, float64 [n]. Schulman 2016 (1506.02438).
+
+    delta_t = r_t + discount V_{t+1} - V_t. rewards, values: [n], the tokens of the answers one
+    after another, counts [N] of each; after an answer's last token V and A are 0.
+    """
+    begin, advantages = np.cumsum(counts) - counts, np.zeros(len(values))
+    following, advantage = np.zeros((2, len(counts)))
+    for t in reversed(range(max(counts))):
+        here = counts > t
+        at = begin[here] + t
+        delta = rewards[at] + cfg.discount * following[here] - values[at]
+        advantage[here] = delta + cfg.discount * cfg.gae_lambda * advantage[here]
+        advantages[at], following[here] = advantage[here], values[at]
+    return advantages
+
+
+def whitened(x, counts):
+    """Return x [n] with mean 0 and variance 1 in each of its parts, of `counts` numbers."""
+    parts = np.split(x, np.cumsum(counts)[:-1])
+    return np.concatenate([(part - part.mean()) / np.sqrt(part.var(ddof=len(part) > 1) + 1e-8)
+                           for part in parts])
+
+
+def clipped_value_loss(value, old, returns, clip):
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2."""
+    clipped = old + (value - old).clamp(-clip, clip)
+    return torch.maximum((value - returns).square(), (clipped - returns).square()) / 2
 
 
 def clipped_loss(log_ratio, advantage, low, high):
@@ -210,8 +243,9 @@ class AlignConfig(train.TrainConfig):
     gamma: float = 1.0                        # simpo: the margin that is wanted
     centering: float = 0.0                    # reward: weight of (r_w + r_l)^2, such as 0.01
     # reinforcement learning
-    reward: str = ''                          # exact, rlcr, or a Python file, which is executed:
-    #                                           it defines reward(prompt, answer, row) -> number
+    reward: str = ''                          # exact, rlcr, the folder of a reward model, or a
+    #                                           Python file, which is executed: it defines
+    #                                           reward(prompt, answer, row) -> number
     instruction: str = ''                     # follows each prompt after a blank line
     group_size: int = 8                       # answers to each prompt
     max_tokens: int = 256                     # of an answer; max_length - max_tokens of a prompt
@@ -227,6 +261,16 @@ class AlignConfig(train.TrainConfig):
     # gradient; or k3 in the loss as in GRPO's paper
     kl: Literal['none', 'logged', 'reward', 'loss', 'k3'] = 'none'
     kl_coef: float = 0.05
+    kl_target: float | None = None            # nats per answer; kl_coef adapts to it (Ziegler 2019)
+    kl_horizon: int = 10000                   # answers in which kl_coef can change by a factor
+    # ppo
+    discount: float = 1.0
+    gae_lambda: float = 0.95
+    value_clip: float = 0.2                   # largest change of a value in the loss
+    value_coef: float = 0.1                   # weight of the loss of the values
+    whiten: Literal['batch', 'response'] = 'batch'      # response: as in TRL before 0.5.0
+    lost_accumulation: int = 1                # of so many answers only the last one has a gradient:
+    #                                           8 is what TRL before 0.4.5 did with 8 micro-batches
 
 
 # keys of train.py that say how to load and score conversations
@@ -253,10 +297,14 @@ def check_align_config(cfg):
     if bool(cfg.reward) != (cfg.method in RL_METHODS):
         raise ConfigError(f'method = {cfg.method!r} and reward = {cfg.reward!r}: '
                           f'{", ".join(RL_METHODS)} need a reward, and only they')
-    require_range(cfg, 1, 10 ** 6, 'max_tokens', 'updates', 'decode_batch')
-    require_range(cfg, 2, 10 ** 6, 'group_size')
-    require_range(cfg, 0, 1, 'clip')
-    require_range(cfg, 0, 1e3, 'clip_high', 'entropy_coef', 'kl_coef')
+    require_range(cfg, 1, 10 ** 6, 'max_tokens', 'updates', 'decode_batch', 'lost_accumulation')
+    require_range(cfg, 1 if cfg.method == 'ppo' else 2, 10 ** 6, 'group_size')
+    require_range(cfg, 0, 1, 'clip', 'discount', 'gae_lambda')
+    require_range(cfg, 0, 1e3, 'clip_high', 'entropy_coef', 'kl_coef', 'value_clip', 'value_coef')
+    require_range(cfg, 1e-6, 1e6, 'kl_target', 'kl_horizon')
+    if cfg.kl_target and cfg.kl != 'reward':
+        raise ConfigError(f'kl_target = {cfg.kl_target} adapts the weight of the KL in the reward; '
+                          f"set kl = 'reward'")
     if cfg.reward and cfg.max_tokens >= cfg.max_length:
         raise ConfigError(f'max_tokens = {cfg.max_tokens} leaves no room for a prompt in '
                           f'max_length = {cfg.max_length}')
@@ -499,20 +547,28 @@ class Rollouts:
 
     def load_sequences(self, cfg, tokenizer):
         """Return (prompts, indices of those to train on, indices of the held-out ones)."""
-        self.reward, self.tokenizer = load_reward(cfg.reward), tokenizer
-        self.prompts = load_prompts(
+        is_model = Path(cfg.reward).is_dir()
+        self.reward = None if is_model else load_reward(cfg.reward)
+        self.tokenizer, self.prompts = tokenizer, load_prompts(
             cfg.data, tokenizer, template=cfg.template, max_length=cfg.max_length - cfg.max_tokens,
-            add_bos=begins_with_bos(tokenizer, cfg.add_bos), reward=cfg.reward,
-            instruction=cfg.instruction, revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
+            add_bos=begins_with_bos(tokenizer, cfg.add_bos), instruction=cfg.instruction,
+            reward=checkpoint.fingerprint(cfg.reward) if is_model else cfg.reward,
+            revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
         return train.split_sequences(cfg, self.prompts)
 
     def build_model(self, cfg, config, base, device):
         """Return the model to train; its reference is itself without adapters, or a second one."""
-        self.model, self.device = train.build_model(cfg, config, base, device), device
-        self.reference = None
+        model, self.device = train.build_model(cfg, config, base, device), device
+        self.model = self.reference = model
         if cfg.kl != 'none' and not cfg.lora:
             self.reference = train.build_model(cfg, config, base, device).requires_grad_(False)
-        return self.model
+        if cfg.method == 'ppo':
+            model.value_head = torch.nn.Parameter(torch.zeros(model.head.shape[1], device=device))
+        # a buffer, so that checkpoints hold it
+        model.register_buffer('kl_coef', torch.tensor(cfg.kl_coef, dtype=torch.float64))
+        if not self.reward:
+            self.reward_model = RewardFolder(cfg, device)
+        return model
 
     def pack_batch(self, cfg, sequences, chosen, multiple):
         """Return the prompts' indices: their answers depend on the weights of a later time."""
@@ -527,77 +583,108 @@ class Rollouts:
             if step == first:
                 print(f'first answer, with reward {rewards[0, 0]:g}:')
                 print('    ' + answers[0][0].text[:1000].replace('\n', '\n    '))
-            yield chosen, self.pack(cfg, chosen, answers, rewards, multiple)
+            yield chosen, self.pack(cfg, chosen, answers, rewards, multiple) | {'step': step}
 
     def sample(self, cfg, chosen, seed, n):
         """Return (n Answers to each prompt, their rewards float64 [prompts, n])."""
         sampling = Sampling(n=n, max_tokens=cfg.max_tokens, seed=seed, batch_size=cfg.decode_batch)
-        prompts = [self.prompts[i][0].tolist() for i in chosen]
+        ids = [self.prompts[i][0].tolist() for i in chosen]
         with torch.compiler.set_stance('force_eager'):      # no graph for each number of tokens
-            answers = dict(generate(self.model, prompts, sampling, self.tokenizer,
-                                    self.prompts.stop))
-        answers = [answers[i] for i in range(len(prompts))]
-        rewards = [[cfg.penalty if is_truncated(answer) and cfg.truncated == 'penalize' else
-                    score(self.reward, cfg.reward, self.prompts.texts[i], answer.text,
-                          self.prompts.rows[i]) for answer in group]
-                   for i, group in zip(chosen, answers, strict=True)]
-        return answers, np.array(rewards)
+            done = dict(generate(self.model, ids, sampling, self.tokenizer, self.prompts.stop))
+        answers = [done[i] for i in range(len(ids))]
+        if self.reward:
+            rewards = np.array([[score(self.reward, cfg.reward, self.prompts.text(i), answer.text,
+                                       self.prompts.rows[i]) for answer in group]
+                                for i, group in zip(chosen, answers, strict=True)])
+        else:
+            rewards = self.reward_model.score([self.prompts.messages[i] for i in chosen], answers)
+        if cfg.truncated == 'penalize':
+            cut = np.array([[is_truncated(answer) for answer in group] for group in answers])
+            rewards[cut] = cfg.penalty
+        return answers, rewards
 
     def pack(self, cfg, chosen, answers, rewards, multiple):
         """Return the packed rows of a step's answers with all that the loss needs.
 
-        Besides what `pack_answers` returns: `columns`, float32 [n] per answer token in the order of
-        the rows: answer, weight, advantage, old, reference; `begin`, where each row's tokens begin
-        in them; `metrics`, means over the answers.
+        Besides what `pack_rollouts` returns: `columns`, a number per answer token, and `measured`,
+        means over the answers.
         """
-        trees, members = answer_trees([self.prompts[i][0].tolist() for i in chosen],
-                                      [[answer.tokens for answer in group] for group in answers],
-                                      cfg.pack_len)
-        packed = pack_answers(trees, cfg.pack_len, multiple)
-        packed['ranks'] = [np.zeros(len(tree.leaves)) for tree in trees]     # no pairs
-        packed['begin'] = np.cumsum([0, *(x.shape[1] for x in packed['scored'])])
-        tree, k = np.concatenate(packed['scored'], axis=1)[:2]
-        change = np.flatnonzero(np.diff(tree, prepend=-1) | np.diff(k, prepend=-1))
-        counts = np.diff([*change, len(tree)])
-        where = np.array([members[t][i] for t, i in zip(tree[change], k[change], strict=True)])
-        group = [answers[i][j] for i, j in where]       # in the order of the rows
-        sampled = np.concatenate([answer.log_probs for answer in group])
-        measured = {'reward': rewards.mean(), 'length': counts.mean(),
-                   'entropy': np.concatenate([answer.entropies for answer in group]).mean(),
-                   'truncated': np.mean([is_truncated(answer) for answer in group])}
-
-        method, columns = RL_METHODS[cfg.method], {'answer': np.repeat(np.arange(len(group)),
-                                                                       counts)}
-        if cfg.updates > 1 or cfg.kl == 'reward':
-            columns['old'] = self.log_probs(self.model, packed, cfg)
+        packed = pack_rollouts([self.prompts[i][0].tolist() for i in chosen],
+                               [[answer.tokens for answer in group] for group in answers],
+                               cfg.pack_len, multiple)
+        group = [answers[i][j] for i, j in packed['where']]
+        measured = {'reward': rewards.mean(), 'length': packed['counts'].mean(),
+                    'entropy': np.concatenate([answer.entropies for answer in group]).mean(),
+                    'truncated': np.mean([is_truncated(answer) for answer in group])}
+        columns = {}
+        if cfg.updates > 1 or cfg.kl == 'reward' or cfg.method == 'ppo':
+            columns['old'], columns['value'] = self.log_probs(self.model, packed, cfg)
+            sampled = np.concatenate([answer.log_probs for answer in group])
             measured['mismatch'] = np.abs(columns['old'] - sampled).mean()
         if cfg.kl != 'none':
             with without_adapters(self.model):
-                columns['reference'] = self.log_probs(
-                    self.model if self.reference is None else self.reference, packed, cfg)
-        if cfg.kl == 'reward':
-            kl = np.add.reduceat(columns['old'] - columns['reference'], change)
-            rewards = rewards.copy()
-            rewards[tuple(where.T)] -= cfg.kl_coef * kl
-        advantages = method.advantage(rewards)[tuple(where.T)]
+                columns['reference'], _ = self.log_probs(self.reference, packed, cfg)
+        if cfg.kl_target:
+            measured['kl_coef'] = self.model.kl_coef.item()
+        self.assign_credit(cfg, packed, columns, rewards[tuple(packed['where'].T)])
         used = np.array([cfg.truncated != 'mask' or not is_truncated(answer) for answer in group])
-        columns['advantage'] = np.repeat(advantages, counts)
-        columns['weight'] = np.repeat(method.weight(counts, used, cfg), counts)
-        return packed | {'columns': columns, 'metrics': measured, 'counts': counts}
+        weight = RL_METHODS[cfg.method].weight(packed['counts'], used, cfg)
+        columns['weight'] = np.repeat(weight, packed['counts'])
+        return packed | {'columns': columns, 'measured': measured}
+
+    def assign_credit(self, cfg, packed, columns, rewards):
+        """Add the column `advantage` and, for PPO, `returns`; rewards float64 [N], one per answer.
+
+        The KL in the reward is log p - log ref of the token that was drawn.
+        """
+        counts, where = packed['counts'], packed['where']
+        begin, costs = np.cumsum(counts) - counts, np.zeros(counts.sum())
+        if cfg.kl == 'reward':
+            costs = self.model.kl_coef.item() * (columns['old'] - columns['reference'])
+        if cfg.method == 'ppo':
+            costs[begin + counts - 1] -= rewards
+            advantage = generalized_advantages(-costs, columns['value'], counts, cfg)
+            columns['returns'] = advantage + columns['value']
+            columns['advantage'] = whitened(
+                advantage, counts if cfg.whiten == 'response' else [len(advantage)])
+            return
+        table = np.zeros(where.max(0) + 1)
+        table[tuple(where.T)] = rewards - np.add.reduceat(costs, begin)
+        advantage = RL_METHODS[cfg.method].advantage(table)[tuple(where.T)]
+        columns['advantage'] = np.repeat(advantage, counts)
 
     def log_probs(self, model, packed, cfg):
-        """Return the log-probability of each answer token, float64 [n]."""
-        parts = [log_p.cpu() for _, log_p, _ in answer_log_probs(model, packed, cfg, self.device)]
-        return torch.cat(parts).double().numpy()
+        """Return float64 [2, n] of the answer tokens: log-probabilities, and values before them.
+
+        The values are 0 for a model without a value head.
+        """
+        parts = []
+        for _, log_p, hidden in answer_log_probs(model, packed, cfg, self.device):
+            value = (values_of(model, hidden) if hasattr(model, 'value_head') else
+                     torch.zeros_like(log_p))
+            parts.append(torch.stack((log_p, value.detach())).double().cpu().numpy())
+        return np.concatenate(parts, axis=1)
 
     def train_step(self, model, optimizer, packed, cfg, device, objective):
         """Take cfg.updates optimizer steps; return the means of their metrics."""
-        total = [train.train_step(model, optimizer, packed, cfg, device, objective)
-                 for _ in range(cfg.updates)]
+        total = []
+        for update in range(cfg.updates):
+            columns, answer = packed['columns'], packed['answer']
+            if cfg.lost_accumulation > 1:
+                order = np.random.default_rng([cfg.seed, packed['step'], update]).permutation(
+                    len(packed['counts']))
+                last = order % cfg.lost_accumulation == cfg.lost_accumulation - 1
+                columns = columns | {'weight': columns['weight'] * last[answer]}
+            total.append(train.train_step(model, optimizer, packed | {'columns': columns}, cfg,
+                                          device, objective))
         values = {name: torch.stack([step[name] for step in total]).mean() for name in total[0]}
+        if cfg.kl_target:       # of the answers, before these updates
+            kl = (packed['columns']['old'] - packed['columns']['reference']).sum()
+            error = np.clip(kl / len(packed['counts']) / cfg.kl_target - 1, -0.2, 0.2)
+            model.kl_coef *= 1 + error * len(packed['counts']) / cfg.kl_horizon
         norm = values.pop('grad_norm')
         return values | {name: torch.tensor(value, dtype=torch.float32, device=norm.device)
-                         for name, value in packed['metrics'].items()} | {'grad_norm': norm}
+                         for name, value in packed['measured'].items()} | {'grad_norm': norm}
 
     def token_loss(self, packed, cfg):
         """Return the function (model, rows, inputs, targets) -> (loss, {name: metric})."""
@@ -609,7 +696,6 @@ class Rollouts:
         def compute(model, rows, inputs, _):
             answers, measured = Answers(packed, rows, None, model.head.device), {}
             part = slice(packed['begin'][rows[0]], packed['begin'][rows[-1] + 1])
-            group = torch.from_numpy(packed['columns']['answer'][part])
             columns = {name: to_device(torch.from_numpy(column[part]).float(), model.head.device)
                        for name, column in packed['columns'].items()}
 
@@ -622,21 +708,28 @@ class Rollouts:
                     sums = sums / answers.n if method.ratio == 'mean' else sums
                     log_ratio = sums[answers.answer[tokens]]
                 loss = clipped_loss(log_ratio, column['advantage'], cfg.clip, high)
-                moved = log_ratio.detach().exp()
-                measured.update(ratio=moved.sum() / n_tokens, clip_fraction=(
-                    (moved < 1 - cfg.clip) | (moved > 1 + high)).sum() / n_tokens)
+                ratio = log_ratio.detach().exp()
+                measured.update(ratio=ratio.sum() / n_tokens, clip_fraction=(
+                    (ratio < 1 - cfg.clip) | (ratio > 1 + high)).sum() / n_tokens)
                 if 'reference' in column:
                     measured['kl'] = (log_p.detach() - column['reference']).sum() / n_answers
                 if cfg.kl in ('loss', 'k3'):
-                    ratio = (log_p - old).exp() if cfg.kl == 'loss' else 1
-                    loss = loss + cfg.kl_coef * ratio * k3(log_p, column['reference'])
+                    factor = (log_p - old).exp() if cfg.kl == 'loss' else 1
+                    loss = loss + cfg.kl_coef * factor * k3(log_p, column['reference'])
                 if cfg.entropy_coef:
                     loss = loss - cfg.entropy_coef * entropy
                 return (loss * column['weight']).sum()
 
-            loss, _ = fused_loss(answers.gather(model(*inputs)), model.head, answers.target,
+            hidden = answers.gather(model(*inputs))
+            loss, _ = fused_loss(hidden, model.head, answers.target,
                                  joint(function, entropy=cfg.entropy_coef > 0),
-                                 softcap=model.softcap, reduction='sum', memory=memory, group=group)
+                                 softcap=model.softcap, reduction='sum', memory=memory,
+                                 group=torch.from_numpy(packed['answer'][part]))
+            if cfg.method == 'ppo':
+                errors = clipped_value_loss(values_of(model, hidden), columns['value'],
+                                            columns['returns'], cfg.value_clip)
+                measured['value_loss'] = (errors.detach() * columns['weight']).sum()
+                loss = loss + cfg.value_coef * (errors * columns['weight']).sum()
             return loss, measured
 
         return compute
@@ -646,6 +739,45 @@ class Rollouts:
         answers, rewards = self.sample(cfg, held_out, cfg.seed, 1)
         return {'val_reward': rewards.mean(),
                 'val_length': np.mean([len(answer.tokens) for answer, in answers])}
+
+
+def values_of(model, hidden):
+    """Return the values float32 [n] of states, from the hidden states [n, D]."""
+    return hidden.float() @ model.value_head
+
+
+class RewardFolder:
+    """A reward model, which reads answers in its own template, with the token that ends them."""
+
+    def __init__(self, cfg, device):
+        self.cfg, self.device = cfg, device
+        self.model = checkpoint.load(cfg.reward, device, pick_dtype(cfg.dtype, device), reward=True)
+        self.model.eval().decoder.attention = cfg.attention
+        self.tokenizer = load_model_tokenizer(cfg.reward, self.model.config)
+        settings = training_settings(cfg.reward)
+        self.template = settings.get('template', cfg.template)
+        self.add_bos = begins_with_bos(self.tokenizer, settings.get('add_bos'))
+
+    @torch.no_grad()
+    def score(self, prompts, answers):
+        """Return the rewards float64 [prompts, n] of lists of messages and of n Answers each."""
+        encoded = [encode_answers(messages, [answer.text for answer in group], self.tokenizer,
+                                  self.template, self.add_bos)
+                   for messages, group in zip(prompts, answers, strict=True)]
+        longest = max(len(prompt) + max(map(len, texts)) for prompt, texts in encoded)
+        context = self.model.config.max_position_embeddings
+        if longest > context:
+            raise DataError(f'{self.cfg.reward}: an answer has {longest} tokens with its prompt, '
+                            f'and the context is {context}; lower max_length')
+        packed = pack_rollouts(*zip(*encoded, strict=True), max(longest, self.cfg.pack_len), 1,
+                               last=True)
+        rewards = np.zeros((len(answers), len(answers[0])))
+        for rows, inputs, _ in train.micro_batches(packed, self.cfg, self.device):
+            found = Answers(packed, rows, None, self.device)
+            values = self.model.rewards(found.gather(self.model.decoder(*inputs)))
+            part = slice(packed['begin'][rows[0]], packed['begin'][rows[-1] + 1])
+            rewards[tuple(packed['where'][packed['answer'][part]].T)] = values.double().cpu()
+        return rewards
 
 
 def is_truncated(answer):

@@ -16,7 +16,7 @@ from data.chat import encode_prompt
 from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
 from data.instruct import ROLE_NAMES, to_messages
 from data.packing import Tree
-from data.preferences import PREFERENCE_PATTERNS
+from data.preferences import PREFERENCE_PATTERNS, encode_answer, pack_answers
 from runtime.errors import ConfigError, DataError
 
 PROMPT_PATTERNS = ('main/train-*.parquet', *PREFERENCE_PATTERNS)    # the first is GSM8K's
@@ -27,12 +27,12 @@ PROMPT_PATTERNS = ('main/train-*.parquet', *PREFERENCE_PATTERNS)    # the first 
 class Prompts:
     """Tokenized prompts: `prompts[i]` is (tokens uint32 [n], loss mask of zeros), as in a cache.
 
-    rows: their rows; texts: their last messages; stop: ids of the tokens that end an answer;
-    lengths: numbers of tokens; digest: a hash of tokens, rows and reward
+    rows, messages: of each; stop: ids of the tokens that end an answer; lengths: numbers of tokens;
+    digest: a hash of tokens, rows and reward
     """
 
     def __init__(self, encoded, reward_digest):
-        self.rows, self.texts, ids, stop = zip(*encoded, strict=True)
+        self.rows, self.messages, ids, stop = zip(*encoded, strict=True)
         self.tokens = [np.array(x, np.uint32) for x in ids]
         self.stop, self.lengths = set().union(*stop), np.array([len(x) for x in ids])
         digest = hashlib.sha256(reward_digest.encode())
@@ -45,6 +45,10 @@ class Prompts:
 
     def __getitem__(self, i):
         return self.tokens[i], np.zeros(len(self.tokens[i]), np.uint8)
+
+    def text(self, i):
+        """Return the last message of a prompt."""
+        return self.messages[i][-1]['content']
 
 
 def to_prompt(row, instruction=''):
@@ -80,11 +84,11 @@ def load_prompts(source, tokenizer, *, template, max_length, add_bos, reward, in
                  revision=None, on_bad_row='stop'):
     """Return the Prompts in `source`, a file, a folder or a hub dataset; longer ones are left out.
 
-    max_length: tokens of a prompt; reward: as in `load_reward`; its code belongs to the digest
+    max_length: tokens of a prompt; reward: what belongs to the digest, with the code of a file
     """
     def encode(row):
         messages = to_prompt(row, instruction)
-        return row, messages[-1]['content'], *encode_prompt(messages, tokenizer, template, add_bos)
+        return row, messages, *encode_prompt(messages, tokenizer, template, add_bos)
 
     rows = (row for file in fetch(source, PROMPT_PATTERNS, revision) for row in read_rows(file))
     bad = []
@@ -210,24 +214,48 @@ def describe(error, name):
     return f'{name}{f":{lines[-1]}" if lines else ""}: {type(error).__name__}: {error}'
 
 
-# ---- Trees ---------------------------------------------------------------------------------------
+# ---- Rows of answers -----------------------------------------------------------------------------
 
-def answer_trees(prompts, answers, row_length):
-    """Return ([Tree, ...], [its answers as (prompt, number), ...]) of tokenized answers.
+def encode_answers(messages, texts, tokenizer, template, add_bos):
+    """Return (tokens of the prompt, [tokens of each answer with the token that ends its turn])."""
+    encoded = [encode_answer(messages, text if text.strip() else 'x', tokenizer, template, add_bos)
+               for text in texts]
+    return encoded[0][0], [ids if text.strip() else ids[-1:]
+                           for text, (_, ids) in zip(texts, encoded, strict=True)]
+
+
+def pack_rollouts(prompts, answers, row_length, multiple, last=False):
+    """Pack answers behind their prompts into rows of trees, as `preferences.pack_answers`.
 
     prompts: lists of token ids; answers: per prompt, lists of token ids. A prompt with answers that
-    do not fit into one row has several trees.
+    do not fit into one row has several trees. The answers' tokens are numbered in the order of the
+    rows; the dict has for them
+
+    answer  int64 [n], of each token; with last=True, of each answer's last token alone
+    where   int64 [N, 2], (prompt, number) of each answer; counts int64 [N], its tokens
+    begin   [rows + 1], the number of each row's first token
+    ranks   zeros: there are no pairs
     """
     trees, members = [], []
     for i, prompt in enumerate(prompts):
         room = -1
         for k, answer in enumerate(answers[i]):
-            if room < len(answer) - 1:      # the last token is not computed
+            # the last token of an answer is computed only if something follows it
+            leaf = [*answer, 0] if last else [*answer]
+            if room < len(leaf) - 1:
                 trees.append(Tree((), [*prompt]))
                 members.append([])
                 room = row_length - len(prompt)
-            trees[-1].leaves.append([*answer])
-            trees[-1].starts.append(len(prompt))
+            trees[-1].leaves.append(leaf)
+            trees[-1].starts.append(len(prompt) + last * len(answer))
             members[-1].append((i, k))
-            room -= len(answer) - 1
-    return trees, members
+            room -= len(leaf) - 1
+    packed = pack_answers(trees, row_length, multiple)
+    tree, k = np.concatenate(packed['scored'], axis=1)[:2]
+    begins = (np.diff(tree, prepend=-1) != 0) | (np.diff(k, prepend=-1) != 0)
+    first = np.flatnonzero(begins)
+    return packed | {
+        'answer': np.cumsum(begins) - 1, 'counts': np.diff([*first, len(tree)]),
+        'where': np.array([members[t][j] for t, j in zip(tree[first], k[first], strict=True)]),
+        'begin': np.cumsum([0, *(x.shape[1] for x in packed['scored'])]),
+        'ranks': [np.zeros(len(tree.leaves)) for tree in trees]}

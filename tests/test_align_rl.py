@@ -183,7 +183,7 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
         model.zero_grad()
         case = replace(cfg, micro_rows=micro_rows, loss_memory=memory, pack_len=pack_len)
         packed = stage.pack(case, range(4), answers, rewards, 2)
-        where = order_of(packed, stage, case, answers)
+        where = [*map(tuple, packed['where'])]
         packed['columns'] |= {'old': np.concatenate([old[w] for w in where]),
                               'reference': np.concatenate([reference[w] for w in where])}
         values = train.forward_backward(model, packed, case, 'cpu', stage.token_loss)
@@ -193,14 +193,6 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
         assert values['clip_fraction'] > 0.1 and values['ratio'] != 1
         for name, p in model.named_parameters():
             assert off(p.grad, expected[name]) < 2e-5, name
-
-
-def order_of(packed, stage, cfg, answers):
-    """Return (prompt, number) of the answers in the order of the packed tokens."""
-    trees, members = rl.answer_trees([stage.prompts[i][0].tolist() for i in range(len(answers))],
-                                     [[a.tokens for a in group] for group in answers], cfg.pack_len)
-    tree, k = np.concatenate(packed['scored'], axis=1)[:2]
-    return list(dict.fromkeys(members[t][j] for t, j in zip(tree, k, strict=True)))
 
 
 # ---- The first step ------------------------------------------------------------------------------
@@ -223,7 +215,7 @@ def test_the_first_step_has_ratio_1_and_no_kl(base, tmp_path, lora):
     # the mean of each answer's mean: 0, but not the gradient
     assert values['loss'].item() == pytest.approx(0, abs=1e-5)
     assert sum(p.grad.norm() for p in model.parameters() if p.grad is not None) > 1e-3
-    assert packed['metrics']['mismatch'] < 1e-4     # decoding has the probabilities of training
+    assert packed['measured']['mismatch'] < 1e-4     # decoding has the probabilities of training
 
 
 def test_without_adapters_the_model_is_the_base_whatever_they_hold(llama, tmp_path):
@@ -236,7 +228,7 @@ def test_without_adapters_the_model_is_the_base_whatever_they_hold(llama, tmp_pa
             torch.nn.init.normal_(p)
     packed = stage.pack(cfg, range(4), answers, rewards, 1)
     assert (packed['columns']['reference'] == before).all()
-    assert np.abs(stage.log_probs(model, packed, cfg) - before).max() > 0.1
+    assert np.abs(stage.log_probs(model, packed, cfg)[0] - before).max() > 0.1
 
 
 @pytest.mark.parametrize('method', CRITIC_FREE)
@@ -244,7 +236,7 @@ def test_equal_rewards_give_no_gradient(llama, method, tmp_path):
     cfg = config(llama, tmp_path, method=method)
     (tmp_path / 'reward.py').write_text('def reward(*_):\n    return 0.7\n')
     values, packed, model = first_step(cfg)
-    assert values['loss'] == 0 and packed['metrics']['reward'] == pytest.approx(0.7)
+    assert values['loss'] == 0 and packed['measured']['reward'] == pytest.approx(0.7)
     assert all((p.grad == 0).all() for p in model.parameters())
 
 
@@ -253,11 +245,11 @@ def test_a_step_raises_what_is_better_than_the_mean(llama, tmp_path):
     stage, model = stage_of(cfg)
     answers, rewards = made_up(np.random.default_rng(5), range(4), 5)
     packed = stage.pack(cfg, range(4), answers, rewards, 1)
-    before = stage.log_probs(model, packed, cfg)
+    before, _ = stage.log_probs(model, packed, cfg)
     optimizer = train.build_optimizer(model, cfg)
     optimizer.param_groups[0]['lr'] = optimizer.param_groups[-1]['lr'] = cfg.lr
     values = stage.train_step(model, optimizer, packed, cfg, 'cpu', stage.token_loss)
-    change = stage.log_probs(model, packed, cfg) - before
+    change = stage.log_probs(model, packed, cfg)[0] - before
     assert (change * packed['columns']['advantage']).sum() > 0
     assert list(values)[0] == 'loss' and list(values)[-1] == 'grad_norm'
 
@@ -275,7 +267,134 @@ def test_a_truncated_answer_is_masked_scored_or_penalized(llama, truncated, n_us
     assert rewards[0, 0] == (-3 if truncated == 'penalize' else rewards[0, 1])
     packed = stage.pack(cfg, [0], answers, rewards, 1)
     weight = packed['columns']['weight'].reshape(2, -1)
-    assert packed['metrics']['truncated'] == 0.5 and (weight[:, 0] > 0).sum() == n_used
+    assert packed['measured']['truncated'] == 0.5 and (weight[:, 0] > 0).sum() == n_used
+
+
+# ---- PPO -----------------------------------------------------------------------------------------
+
+def plain_advantages(rewards, values, discount, lam):
+    """Generalized advantages of one answer, by the sum of the definition."""
+    n, V = len(values), [*values, 0.0]
+    deltas = [rewards[t] + discount * V[t + 1] - V[t] for t in range(n)]
+    return [sum((discount * lam) ** (j - t) * deltas[j] for j in range(t, n)) for t in range(n)]
+
+
+def test_generalized_advantages_are_those_of_the_definition():
+    rng, counts = np.random.default_rng(2), [3, 1, 7, 2]
+    rewards, values = rng.normal(size=(2, sum(counts)))
+    for discount, lam in ((1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (1.0, 0.0)):
+        cfg = AlignConfig(discount=discount, gae_lambda=lam)
+        expected = [plain_advantages(r, v, discount, lam) for r, v in zip(
+            np.split(rewards, np.cumsum(counts)[:-1]), np.split(values, np.cumsum(counts)[:-1]),
+            strict=True)]
+        advantages = align.generalized_advantages(rewards, values, np.array(counts), cfg)
+        assert np.allclose(advantages, np.concatenate(expected), rtol=0, atol=1e-12)
+
+
+def test_whitening_is_over_the_batch_or_over_each_answer():
+    x = np.random.default_rng(0).normal(3, 2, size=10)
+    batch, response = align.whitened(x, [10]), align.whitened(x, [4, 1, 5])
+    assert np.allclose([batch.mean(), batch.var(ddof=1)], [0, 1])
+    assert np.allclose([part.sum() for part in np.split(response, [4, 5])], 0)
+    assert np.isfinite(response).all()
+
+
+def test_the_value_loss_is_clipped_around_the_old_value():
+    value, returns = torch.tensor([1.0, 0.1, -1.0]), torch.tensor([0.0, 1.0, -2.0])
+    loss = align.clipped_value_loss(value, torch.zeros(3), returns, 0.2)
+    assert torch.allclose(loss, torch.tensor([0.5, 0.405, 1.62]))
+
+
+@pytest.mark.parametrize('values', [
+    {'kl': 'reward'}, {'kl': 'none', 'whiten': 'response'}, {'kl': 'loss', 'discount': 0.9}])
+def test_ppo_is_that_of_plain_loops(llama, values, tmp_path):
+    cfg = config(llama, tmp_path, method='ppo', group_size=2, kl_coef=0.3, value_coef=0.4, **values)
+    stage, model = stage_of(cfg)
+    rng = np.random.default_rng(1)
+    answers, scores = made_up(rng, range(4), 2)
+    with torch.no_grad():
+        model.value_head.copy_(torch.from_numpy(rng.normal(size=48)) * 0.05)
+    packed = stage.pack(cfg, range(4), answers, scores, 1)
+    columns, counts = packed['columns'], packed['counts']
+    for name in {'old', 'reference', 'value'} & columns.keys():     # as after some updates
+        columns[name] = columns[name] + 0.3 * rng.normal(size=len(columns[name]))
+    stage.assign_credit(cfg, packed, columns, scores[tuple(packed['where'].T)])
+
+    begin = np.cumsum(counts) - counts
+    old, value = (np.split(columns[name], begin[1:]) for name in ('old', 'value'))
+    reference = np.split(columns.get('reference', columns['old']), begin[1:])
+    advantages = []
+    for a, (i, k) in enumerate(packed['where']):
+        rewards = np.zeros(counts[a])
+        if cfg.kl == 'reward':
+            rewards -= 0.3 * (old[a] - reference[a])
+        rewards[-1] += scores[i, k]
+        advantages.append(np.array(plain_advantages(rewards, value[a], cfg.discount, 0.95)))
+    whole = np.concatenate(advantages)
+    terms = []
+    for a, (i, k) in enumerate(packed['where']):
+        tokens = answers[i][k].tokens
+        log_p, _ = plain_log_probs(model, stage.prompts[i][0].tolist(), tokens)
+        row = torch.tensor([[*stage.prompts[i][0].tolist(), *tokens]])
+        hidden = model(row, torch.arange(row.shape[1])[None], None)[0, -len(tokens) - 1:-1]
+        V = (hidden @ model.value_head).double()
+        base = advantages[a] if cfg.whiten == 'response' else whole
+        variance = base.var(ddof=1) if len(base) > 1 else 0
+        A = torch.from_numpy((advantages[a] - base.mean()) / np.sqrt(variance + 1e-8))
+        R = torch.from_numpy(advantages[a] + value[a])
+        ratio = (log_p - torch.from_numpy(old[a])).exp()
+        loss = torch.maximum(-A * ratio, -A * ratio.clamp(0.8, 1.2))
+        if cfg.kl == 'loss':
+            d = log_p - torch.from_numpy(reference[a])
+            loss = loss + 0.3 * ratio * ((-d).exp() - 1 + d)
+        V_old = torch.from_numpy(value[a])
+        V_clipped = torch.minimum(torch.maximum(V, V_old - 0.2), V_old + 0.2)
+        loss = loss + 0.4 * torch.maximum((V - R) ** 2, (V_clipped - R) ** 2) / 2
+        terms.append(loss.mean())
+    expected = sum(terms) / len(terms)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    result = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)
+    assert result['loss'].item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, p in model.named_parameters():
+        assert off(p.grad, gradients[name]) < 2e-5, name
+
+
+def test_whitening_each_answer_pushes_tokens_against_the_sign_of_its_reward(llama, tmp_path):
+    cfg = config(llama, tmp_path, method='ppo', group_size=2, whiten='response')
+    stage, _ = stage_of(cfg)
+    answers, scores = made_up(np.random.default_rng(0), range(4), 2, sizes=(8, 12))
+    for whiten, against in (('response', True), ('batch', False)):
+        packed = stage.pack(replace(cfg, whiten=whiten, gae_lambda=1.0), range(4), answers,
+                            1 + scores ** 2, 1)     # the value is 0 and all rewards are positive
+        sums = np.add.reduceat(packed['columns']['advantage'], np.cumsum(packed['counts'])
+                               - packed['counts'])
+        assert np.allclose(sums, 0, atol=1e-6) == against
+
+
+def test_with_lost_accumulation_one_answer_of_so_many_has_a_gradient(llama, tmp_path):
+    cfg = config(llama, tmp_path, method='ppo', group_size=1, lost_accumulation=2, updates=3)
+    stage, model = stage_of(cfg)
+    answers, scores = made_up(np.random.default_rng(0), range(4), 1)
+    packed = stage.pack(cfg, range(4), answers, scores, 1) | {'step': 0}
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, 'train_step', lambda model, optimizer, packed, *_: kept.append(
+            np.bincount(packed['answer'], packed['columns']['weight']) > 0) or {
+                'loss': torch.zeros(()), 'grad_norm': torch.zeros(())})
+        stage.train_step(model, None, packed, cfg, 'cpu', stage.token_loss)
+    assert [mask.sum() for mask in kept] == [2, 2, 2]
+    assert len({mask.tobytes() for mask in kept}) > 1       # drawn anew in each update
+
+
+def test_the_weight_of_the_kl_follows_its_target(llama, tmp_path):
+    cfg = config(llama, tmp_path, method='ppo', kl='reward', kl_coef=0.2, kl_target=6.0,
+                 kl_horizon=1000, epochs=2)
+    align.align(cfg)
+    log = log_of(cfg)
+    # no KL in the first step: the coefficient falls by the most that is possible
+    assert [r['kl_coef'] for r in log] == pytest.approx([0.2, 0.2 * (1 - 0.2 * 20 / 1000)])
 
 
 # ---- Whole runs ----------------------------------------------------------------------------------
@@ -296,8 +415,9 @@ def next_token(folder, prompt):
 
 @pytest.mark.parametrize('values', [
     {'method': 'rloo', 'kl': 'reward'},
-    pytest.param({'method': 'dr_grpo', 'kl': 'loss'}, marks=pytest.mark.slow)],
-    ids=['KL in the reward', 'KL in the loss'])
+    pytest.param({'method': 'dr_grpo', 'kl': 'loss'}, marks=pytest.mark.slow),
+    pytest.param({'method': 'ppo', 'kl': 'reward', 'gae_lambda': 1.0}, marks=pytest.mark.slow)],
+    ids=['RLOO, KL in the reward', 'Dr. GRPO, KL in the loss', 'PPO, KL in the reward'])
 def test_a_bandit_converges_to_the_reference_times_the_exponential_reward(llama, values, tmp_path):
     # one prompt and answers of one token: pi ~ ref exp(r / kl_coef) over the vocabulary
     cfg = config(llama, tmp_path, n=1, group_size=256, max_tokens=1, epochs=90, lr=3e-3,
@@ -321,9 +441,10 @@ def test_a_bandit_converges_to_the_reference_times_the_exponential_reward(llama,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('lora', [False, True])
-def test_a_killed_run_resumes_to_the_same_answers_and_weights(llama, tmp_path, lora):
-    cfg = config(llama, tmp_path, epochs=8, save_every=2, updates=2, kl='reward', lora=lora)
+@pytest.mark.parametrize('values', [{}, {'lora': True}, {'method': 'ppo', 'kl_target': 1.0}])
+def test_a_killed_run_resumes_to_the_same_answers_and_weights(llama, tmp_path, values):
+    cfg = config(llama, tmp_path, epochs=8, save_every=2, updates=2, kl='reward', kl_horizon=100,
+                 **values)
     align.align(cfg)
     again = replace(cfg, out_dir=str(tmp_path / 'again'))
 
@@ -338,6 +459,37 @@ def test_a_killed_run_resumes_to_the_same_answers_and_weights(llama, tmp_path, l
     align.align(replace(again, resume=True))
     assert same_weights(tmp_path / 'run', tmp_path / 'again')
     assert log_of(cfg) == log_of(again)
+
+
+def test_a_reward_model_scores_answers_as_in_its_training(llama, tmp_path):
+    pairs = [{'prompt': f'Name {i}', 'chosen': 'Red.', 'rejected': 'Seven!'} for i in range(4)]
+    write_rows(tmp_path / 'pairs.jsonl', pairs)
+    cfg = config(llama, tmp_path, n=4)
+    folder = tmp_path / 'reward'
+    align.align(replace(cfg, method='reward', reward='', data=str(tmp_path / 'pairs.jsonl'),
+                        out_dir=str(folder), epochs=20, lr=1e-2))
+    cfg = replace(cfg, reward=str(folder))
+    stage, _ = stage_of(cfg)
+    texts = ['Red.', 'Seven!', '', 'Red.', 'Blue and so on']
+    answers = [[Answer(i, k, text=text) for k, text in enumerate(texts)] for i in range(4)]
+    rewards = stage.reward_model.score(stage.prompts.messages, answers)
+    assert (rewards[:, 0] > rewards[:, 1] + 1).all() and np.allclose(
+        rewards[:, 0], rewards[:, 3], atol=1e-5)
+    model = checkpoint.load(folder, reward=True)
+    for i, k in ((1, 0), (2, 2), (3, 4)):
+        ids, (answer,) = rl.encode_answers(stage.prompts.messages[i], [texts[k]], stage.tokenizer,
+                                           'tulu', True)
+        tokens = torch.tensor([[*ids, *answer]])
+        with torch.no_grad():
+            hidden = model.decoder(tokens, torch.arange(tokens.shape[1])[None], None)
+            expected = model.rewards(hidden[0, -1]).item()
+        assert rewards[i, k] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert answer[-1] == stage.tokenizer.eos_id
+    align.align(replace(cfg, epochs=1, method='ppo', group_size=2, out_dir=str(tmp_path / 'ppo')))
+    checkpoint.load(tmp_path / 'ppo')       # without the value head
+    with pytest.raises(DataError, match='the context is 2'):
+        stage.reward_model.model.config.max_position_embeddings = 2
+        stage.reward_model.score(stage.prompts.messages, answers)
 
 
 def test_a_run_raises_its_reward_and_scores_held_out_prompts(llama, tmp_path, capsys):
