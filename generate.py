@@ -359,14 +359,18 @@ def take(waiting, free, running, prompts, s, n_slots, prefill):
     eighth of the slots must be free: a prefill costs as much as several steps.
     """
     wanted = max(min(s.n, n_slots), n_slots // 8) if running else 1
-    if len(free) < min(wanted, len(waiting)):
+    if not waiting or len(free) < min(wanted, len(waiting)):
         return []
-    begun, n_tokens = [], 0
+    begun, first = [], prompts[waiting[0].prompt]
+    shared, n_tokens = len(first), 0
     while waiting and free:
         i = waiting[0].prompt
         if not begun or i != begun[-1].prompt:
+            # of a row that holds what the prompts begin with only once
             n_tokens += len(prompts[i])
-            if begun and (s.deterministic or n_tokens > prefill
+            shared = min(shared, len(os.path.commonprefix([first, prompts[i]])))
+            n_prompts = len({answer.prompt for answer in begun})
+            if begun and (s.deterministic or n_tokens - n_prompts * shared > prefill
                           or s.n - waiting[0].number > len(free)):
                 break
         begun.append(waiting.popleft())

@@ -515,12 +515,15 @@ def test_answers_to_a_prompt_share_its_computation_and_slots_are_used_again(tmp_
 
 
 def test_waiting_answers_begin_together():
-    prompts = [[1] * 5000, [1] * 5000, [1] * 10]
+    prompts = [[1] * 5000, [2] * 5000, [3] * 10]
     waiting = program.deque(Answer(i, k) for i in range(3) for k in range(4))
     free, s = [*range(16)], Sampling(n=4)
     first = take(waiting, free, [], prompts, s, 16, 8192)     # 8,192 tokens in a row at most
     assert [(a.prompt, a.number) for a in first] == [(0, k) for k in range(4)]
     assert len(take(waiting, free, first, prompts, s, 16, 8192)) == 8 and len(free) == 4
+    # what two prompts begin with is computed once
+    pair, both = [[1] * 5000 + [2], [1] * 5000 + [3]], program.deque([Answer(0, 0), Answer(1, 0)])
+    assert len(take(both, [0, 1], [], pair, Sampling(), 16, 8192)) == 2
     waiting.extend(Answer(2, k) for k in range(4))
     assert take(waiting, free[:3], first, prompts, s, 16, 8192) == [] and len(waiting) == 4
 
