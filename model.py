@@ -308,7 +308,7 @@ def gate(x: Tensor, up: Tensor, activation: Callable) -> Tensor:
 # ------------------------------------------------------------------------------------------------
 
 class Attention(nn.Module):
-    """Grouped-query attention; a query head has as many numbers as a key head."""
+    """Grouped-query attention, with rotary positions where the layer has them."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -329,7 +329,7 @@ class Attention(nn.Module):
         self.scale, self.softcap = config.scale, config.attn_logit_softcapping
 
     def forward(self, x: Tensor, rotary: tuple | None, mask) -> Tensor:
-        q, k, v = self.project(x)       # [B, T, heads, hd]
+        q, k, v = self.project(x)
         if self.family.qk_norm == 'whole':
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
         elif self.family.qk_norm:
@@ -337,12 +337,13 @@ class Attention(nn.Module):
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if rotary is not None:
             cos, sin, growth = rotary
-            q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+            q, k = self.rotate_heads(q, cos, sin), self.rotate_heads(k, cos, sin)
             q = q if growth is None else q * growth.to(q.dtype)
         y = mask.attend(q, k, v, self.scale, self.softcap)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return q, k and v [B, T, heads, hd] of x [B, T, D]."""
         if self.family.fused == 'heads':
             return self.qkv_proj(x).unflatten(-1, (-1, 3 * self.head_dim)).chunk(3, dim=-1)
         if self.family.fused:
@@ -351,7 +352,7 @@ class Attention(nn.Module):
         return tuple(project(x).unflatten(-1, (-1, self.head_dim))
                      for project in (self.q_proj, self.k_proj, self.v_proj))
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the first numbers of each head of x [B, heads, T, hd]."""
         n = 2 * cos.shape[-1]
         first, rest = (x, None) if n == self.head_dim else (x[..., :n], x[..., n:])
