@@ -158,6 +158,29 @@ def graph_rows(n):
         -(-n // 32) * 32)
 
 
+def pack_prompts(prompts):
+    """Return a Row of the prompts and, for each, the row indices of its tokens.
+
+    What all prompts begin with is in the row once.
+    """
+    shared = len(os.path.commonprefix(prompts)) if len(prompts) > 1 else 0
+    shared = min(shared, min(map(len, prompts)) - 1)    # the last token of each is its own
+    row = Row()
+    before = row.append(prompts[0][:shared], 0)
+    at = [[*before, *row.append(ids[shared:], shared)] for ids in prompts]
+    row.ends[:shared] = [len(row.tokens)] * shared
+    return row, at
+
+
+def keys_to_store(answer, at, size):
+    """Return int [3, M], row index, slot and place of the keys of a prompt that a cache keeps.
+
+    at: row indices of the prompt; size: of the cache, which may be that of a window
+    """
+    p = np.arange(max(0, len(at) - size), len(at))
+    return np.stack((np.array(at)[p], np.full(len(p), answer.slot), p % size))
+
+
 class Batch:
     """Cache, state and CUDA graphs of the sequences in `n_slots` slots.
 
@@ -186,45 +209,28 @@ class Batch:
 
     @torch.no_grad()
     def prefill(self, begun, prompts):
-        """Compute the prompts of new answers; return a HostCopy of the values of `draw`.
-
-        One packed row holds what all prompts begin with, and then the rest of each.
-        """
+        """Compute the prompts of new answers; return a HostCopy of the values of `draw`."""
         numbers = [*dict.fromkeys(answer.prompt for answer in begun)]
-        ids = [prompts[i] for i in numbers]
-        shared = len(os.path.commonprefix(ids)) if len(ids) > 1 else 0
-        shared = min(shared, min(map(len, ids)) - 1)
-        row = Row()
-        row.append(ids[0][:shared], 0)
-        at = {i: row.append(rest[shared:], shared) for i, rest in zip(numbers, ids)}
-        T = len(row.tokens)
-        row.ends[:shared] = [T] * shared
+        row, at = pack_prompts([prompts[i] for i in numbers])
+        T, at = len(row.tokens), dict(zip(numbers, at))
         if self.s.deterministic:
             T = max(128, 1 << (T - 1).bit_length())
         elif self.device.type == 'cuda':    # Triton compiles again for other divisors
             T = -(-T // 128) * 128
         tokens, positions, ends = to_device(torch.from_numpy(row.padded(T)[0]), self.device)
 
-        def stored(size):
-            """Return [3, M]: row index, slot and place of each key in a cache of this size."""
-            for answer in begun:
-                n = len(prompts[answer.prompt])
-                p = np.arange(max(0, n - size), n)
-                source = np.where(p < shared, p, at[answer.prompt].start + p - shared)
-                yield np.stack((source, np.full(len(p), answer.slot), p % size))
-
-        config, by_size = self.model.config, {}
-        for size in set(self.sizes):
-            by_size[size] = to_device(torch.from_numpy(np.concatenate([*stored(size)], 1)),
-                                      self.device)
+        stored = {size: to_device(torch.from_numpy(np.concatenate(
+            [keys_to_store(answer, at[answer.prompt], size) for answer in begun], 1)), self.device)
+            for size in set(self.sizes)}
+        config = self.model.config
         windows = [w if w and w < T else None for w in config.windows]
         kind = 'tree' if kernels_apply(self.model.head) else 'explicit'
         by_window = make_masks(kind, positions[None], ends[None], set(windows), config.head_dim,
                                config.attn_logit_softcapping, self.model.head)
-        masks = [PrefillMask(by_window[window], cache, *by_size[cache.size])
+        masks = [PrefillMask(by_window[window], cache, *stored[cache.size])
                  for window, cache in zip(windows, self.caches)]
         hidden = self.forward(tokens[None], positions[None], ends[None], masks)[0]
-        last = to_device(torch.tensor([at[i].stop - 1 for i in numbers]), self.device)
+        last = to_device(torch.tensor([at[i][-1] for i in numbers]), self.device)
         return HostCopy(self.begin(begun, self.model.logits(hidden[last]), numbers, prompts))
 
     def begin(self, begun, logits, numbers, prompts):

@@ -140,6 +140,7 @@ if triton is not None:
             token = block * BLOCK + tl.minimum(first, tl.max(tl.where(w > 0, v, 0), 0))
             log_q = (tl.load(logit_ptr + row * V + token) - highest) * inverse - tl.log(
                 all_weight).to(tl.float32)
+        token = tl.minimum(token, n_vocab - 1)      # logits that are NaN
         out_ptr += row * 4
         tl.store(out_ptr, token.to(tl.float32))
         tl.store(out_ptr + 1, tl.load(logit_ptr + row * V + token) - lse)
