@@ -256,13 +256,13 @@ class AlignConfig(train.TrainConfig):
     updates: int = 1                          # optimizer steps with the answers of one rollout
     clip: float = 0.2                         # the ratio of probabilities stays above 1 - clip
     clip_high: float | None = None            # and below 1 + clip_high; None: clip, dapo 0.28
-    entropy_coef: float = 0.0                 # weight of a bonus for the entropy of a token
+    entropy_coef: float = 0.0                 # weight of a bonus for the mean entropy of a token
     # KL to the model before training: none; logged only; in the reward; in the loss with the right
     # gradient; or k3 in the loss as in GRPO's paper
     kl: Literal['none', 'logged', 'reward', 'loss', 'k3'] = 'none'
     kl_coef: float = 0.05
     kl_target: float | None = None            # nats per answer; kl_coef adapts to it (Ziegler 2019)
-    kl_horizon: int = 10000                   # answers in which kl_coef can change by a factor
+    kl_horizon: int = 10000                   # n answers change it by at most 0.2 n / kl_horizon
     # ppo
     discount: float = 1.0
     gae_lambda: float = 0.95
@@ -589,8 +589,7 @@ class Rollouts:
         """Return (n Answers to each prompt, their rewards float64 [prompts, n])."""
         sampling = Sampling(n=n, max_tokens=cfg.max_tokens, seed=seed, batch_size=cfg.decode_batch)
         ids = [self.prompts[i][0].tolist() for i in chosen]
-        with torch.compiler.set_stance('force_eager'):      # no graph for each number of tokens
-            done = dict(generate(self.model, ids, sampling, self.tokenizer, self.prompts.stop))
+        done = dict(generate(self.model, ids, sampling, self.tokenizer, self.prompts.stop))
         answers = [done[i] for i in range(len(ids))]
         if self.reward:
             rewards = np.array([[score(self.reward, cfg.reward, self.prompts.text(i), answer.text,
@@ -709,16 +708,18 @@ class Rollouts:
                     log_ratio = sums[answers.answer[tokens]]
                 loss = clipped_loss(log_ratio, column['advantage'], cfg.clip, high)
                 ratio = log_ratio.detach().exp()
-                measured.update(ratio=ratio.sum() / n_tokens, clip_fraction=(
-                    (ratio < 1 - cfg.clip) | (ratio > 1 + high)).sum() / n_tokens)
+                clipped = loss.detach() > -column['advantage'] * ratio
+                measured.update(ratio=ratio.sum() / n_tokens,
+                                clip_fraction=clipped.sum() / n_tokens)
                 if 'reference' in column:
                     measured['kl'] = (log_p.detach() - column['reference']).sum() / n_answers
                 if cfg.kl in ('loss', 'k3'):
                     factor = (log_p - old).exp() if cfg.kl == 'loss' else 1
                     loss = loss + cfg.kl_coef * factor * k3(log_p, column['reference'])
+                loss = (loss * column['weight']).sum()
                 if cfg.entropy_coef:
-                    loss = loss - cfg.entropy_coef * entropy
-                return (loss * column['weight']).sum()
+                    loss = loss - cfg.entropy_coef * entropy.sum() / n_tokens
+                return loss
 
             hidden = answers.gather(model(*inputs))
             loss, _ = fused_loss(hidden, model.head, answers.target,

@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -128,7 +130,7 @@ def plain_log_probs(model, prompt, answer):
 
 def plain_loss(model, stage, cfg, answers, advantages, old, reference):
     """The loss of a step by loops over answers and tokens."""
-    method, terms = cfg.method, []
+    method, terms, bonus = cfg.method, [], 0
     for i, group in enumerate(answers):
         prompt = stage.prompts[i][0].tolist()
         for k, answer in enumerate(group):
@@ -141,7 +143,7 @@ def plain_loss(model, stage, cfg, answers, advantages, old, reference):
                 ratios = [ratios.prod() ** (1 / n)]
             surrogate = sum(-min(A * r, A * min(max(r, 1 - 0.2), 1 + high(cfg)),
                                  key=lambda x: x.item()) for r in ratios)
-            others = -cfg.entropy_coef * entropy.sum()
+            others, bonus = torch.zeros(()), bonus + cfg.entropy_coef * entropy.sum()
             if cfg.kl in ('loss', 'k3'):
                 for t in range(n):
                     d = log_p[t] - reference[i, k][t]
@@ -153,7 +155,7 @@ def plain_loss(model, stage, cfg, answers, advantages, old, reference):
                 terms.append((surrogate + others) / {'grpo': n, 'dapo': 1,
                                                      'dr_grpo': cfg.max_tokens}[method])
     tokens = sum(len(answer.tokens) for group in answers for answer in group)
-    return sum(terms) / (tokens if method == 'dapo' else len(terms))
+    return sum(terms) / (tokens if method == 'dapo' else len(terms)) - bonus / tokens
 
 
 def high(cfg):
@@ -190,9 +192,60 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
         with torch.no_grad():
             loss = plain_loss(model, stage, cfg, answers, advantages, old, reference)
         assert values['loss'].item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
-        assert values['clip_fraction'] > 0.1 and values['ratio'] != 1
+        assert 0.1 < values['clip_fraction'] < 0.9 and values['ratio'] != 1
         for name, p in model.named_parameters():
             assert off(p.grad, expected[name]) < 2e-5, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('method, kl, entropy_coef', [
+    ('grpo', 'loss', 0.0), ('grpo', 'k3', 0.1), ('dr_grpo', 'loss', 0.1), ('dapo', 'loss', 0.0),
+    ('dapo', 'k3', 0.1), ('gspo', 'k3', 0.0)])
+def test_loss_and_gradients_are_those_of_trl(llama, method, kl, entropy_coef, tmp_path):
+    trainer = pytest.importorskip('trl.trainer.grpo_trainer').GRPOTrainer
+    cfg = config(llama, tmp_path, method=method, kl=kl, entropy_coef=entropy_coef, kl_coef=0.3,
+                 group_size=3)
+    stage, model = stage_of(cfg)
+    rng = np.random.default_rng(2)
+    answers, rewards = made_up(rng, range(4), 3)
+    packed = stage.pack(cfg, range(4), answers, rewards, 1)
+    shape = len(packed['counts']), packed['counts'].max()
+    mask = torch.arange(shape[1]) < torch.from_numpy(packed['counts'])[:, None]
+    log_p, H, old, reference = (torch.zeros(shape, dtype=torch.float64) for _ in range(4))
+    for a, (i, k) in enumerate(packed['where']):
+        n = packed['counts'][a]
+        log_p[a, :n], H[a, :n] = plain_log_probs(model, stage.prompts[i][0].tolist(),
+                                                 answers[i][k].tokens)
+        old[a, :n], reference[a, :n] = log_p[a, :n].detach() + 0.4 * (
+            torch.from_numpy(rng.normal(size=(2, n))) + rng.normal())
+    packed['columns'] |= {'old': old[mask].numpy(), 'reference': reference[mask].numpy()}
+    advantages = torch.from_numpy(RL_METHODS[method].advantage(rewards)[tuple(packed['where'].T)])
+
+    process = SimpleNamespace(num_processes=1, gather=lambda x: x, gather_for_metrics=lambda x: x,
+                              reduce=lambda x, **_: x, sync_gradients=True)
+    this = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_p, H, None), model=model,
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        importance_sampling_level='sequence' if method == 'gspo' else 'token', beta=0.3,
+        args=SimpleNamespace(use_bias_correction_kl=kl == 'loss', delta=None,
+                             steps_per_generation=1),
+        loss_type='grpo' if method == 'gspo' else method, epsilon_low=0.2, epsilon_high=high(cfg),
+        use_vllm=False, vllm_importance_sampling_correction=False, max_completion_length=12,
+        current_gradient_accumulation_steps=1, accelerator=process, use_adaptive_entropy=False,
+        _entropy_bonus_enabled=entropy_coef > 0, entropy_coef=entropy_coef,
+        _metrics=defaultdict(lambda: defaultdict(list)))
+    ids = torch.zeros(shape, dtype=torch.int64)
+    expected = trainer._compute_loss(this, model, {
+        'prompt_ids': ids, 'prompt_mask': ids, 'completion_ids': ids, 'completion_mask': mask.int(),
+        'advantages': advantages, 'old_per_token_logps': old, 'ref_per_token_logps': reference,
+        'num_items_in_batch': mask.sum()})
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    values = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)
+    assert values['loss'].item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, p in model.named_parameters():
+        assert off(p.grad, gradients[name]) < 2e-5, name
 
 
 # ---- The first step ------------------------------------------------------------------------------
