@@ -19,6 +19,7 @@ if __name__ == '__main__':
     startup.begin()
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -333,6 +334,9 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     waiting = deque(Answer(i, k, n_prompt=len(ids), limit=min(s.max_tokens, context - len(ids)))
                     for i, ids in enumerate(prompts) for k in range(s.n))
     free, running, launched = [*range(n_slots)], [], deque()
+    # decoding the last tokens at each step would take longer than a step of a GPU
+    may_stop = functools.cache(lambda token: ends_one(tokenizer.decode([token], start=False),
+                                                      s.stop))
     try:
         while waiting or running or launched:
             while begun := take(waiting, free, running, prompts, s, n_slots, prefill):
@@ -347,7 +351,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
                     if answer.reason:       # it ended when this step had been launched
                         continue
                     add(answer, *values)
-                    answer.reason = why_ended(answer, s, tokenizer, stop_ids)
+                    answer.reason = why_ended(answer, s, tokenizer, stop_ids, may_stop)
                     if answer.reason:
                         free.append(answer.slot)
                         answer.text = text(answer, s.stop, tokenizer) if tokenizer else ''
@@ -394,15 +398,24 @@ def add(answer, token, log_p, log_q, entropy):
     answer.entropies.append(entropy)
 
 
-def why_ended(answer, s, tokenizer, stop_ids):
-    """Return the reason for which the last token ends an answer; '' if it does not."""
+def why_ended(answer, s, tokenizer, stop_ids, may_stop):
+    """Return the reason for which the last token ends an answer; '' if it does not.
+
+    may_stop: returns whether a token may be the last one of a stop string
+    """
     if answer.tokens[-1] in stop_ids:
         return 'end'
-    if s.stop and first_stop(last_text(answer, s.stop, tokenizer), s.stop) >= 0:
+    if s.stop and may_stop(answer.tokens[-1]) and first_stop(
+            last_text(answer, s.stop, tokenizer), s.stop) >= 0:
         return 'stop'
     if len(answer.tokens) == answer.limit:
         return 'max_tokens' if answer.limit == s.max_tokens else 'context'
     return ''
+
+
+def ends_one(text, stop):
+    """Return whether one of the strings `stop` may end inside a token of this text."""
+    return '\ufffd' in text or any(string[-1] in text for string in stop)
 
 
 def last_text(answer, stop, tokenizer):
