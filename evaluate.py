@@ -34,16 +34,19 @@ from pathlib import Path
 import numpy as np
 
 from data.benchmarks import BENCHMARKS
+from data import free_answers
 from data.chat import question_frame
+from data.free_answers import FREE_TASKS
 from data.packing import pack_alone, pack_trees, stack_answers, stack_rows
 from data.probes import INSTRUCTIONS
 from data.tasks import describe, describe_tasks, distribution, load_tasks, show
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from results import report, samples
+from results import confidence, report, samples
 from runtime import ownership
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.eval_config import EvalConfig, check_eval_config
+from runtime.sampling import Sampling
 
 USAGE = f"""\
 usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=value ...]
@@ -52,7 +55,7 @@ usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=
 
 example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
 
-The tasks are {', '.join([*BENCHMARKS, *INSTRUCTIONS])},
+The tasks are {', '.join([*BENCHMARKS, *FREE_TASKS, *INSTRUCTIONS])},
 each also as task:folder-or-file, and files of questions. --tasks=help lists their files, --help
 the keys."""
 
@@ -364,7 +367,7 @@ def unscored(task, label, tokenizer, cfg, done, tokenized):
 def question_samples(question, tree, numbers, values):
     """Return the one sample of a question: the summed log-probability of each option."""
     log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves))    # in float64
-    return [question_fields(question, tree) | {
+    return [question_fields(question, tree.shots) | {
         'answer': question.answer,
         'options': [question.ending or option for option in question.options],
         'log_probs': log_probs.tolist(), 'n_tokens': tree.n_tokens}]
@@ -379,22 +382,22 @@ def permuted_samples(question, tree, numbers, values):
                'n_tokens': question.published['n_tokens']}]
     orders += [{'order': order, 'log_probs': log_probs[k].tolist(),
                 'n_tokens': n_tokens[k].tolist()} for k, order in enumerate(question.orders)]
-    return [question_fields(question, tree) | {
+    return [question_fields(question, tree.shots) | {
         'answer': question.answer, 'options': question.options,
         'log_probs': samples.mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}]
 
 
-def question_fields(question, tree):
+def question_fields(question, shots):
     """Return the part of a sample that says which question it is of."""
     return {'question': question.digest, 'subject': question.subject,
-            'category': question.category, 'shots': tree.shots}
+            'category': question.category, 'shots': shots}
 
 
 def p_true_samples(question, tree, numbers, values):
     """Return the one sample of P(True), the probability of (A), True, among the two options."""
     true, false = np.bincount(numbers, values[:, 0], 2)
     log_probs = -np.logaddexp(0, [false - true, true - false])
-    return [question_fields(question, tree) | {
+    return [question_fields(question, tree.shots) | {
         'correct': question.answer == 0, 'confidence': float(np.exp(log_probs[0])),
         'log_prob': float(log_probs[question.answer]),
         'entropy': float(-(np.exp(log_probs) * log_probs).sum())}]
@@ -414,6 +417,156 @@ def text_samples(text, tree, numbers, values):
 
 
 # ------------------------------------------------------------------------------------------------
+# Written answers
+# ------------------------------------------------------------------------------------------------
+
+ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
+
+
+def write_answers(load, folder, tokenizer, label, task, cfg, done, write):
+    """Generate the answers to the questions of `task`, `write` each sample; as score_task.
+
+    For a task itself ('free') these are a greedy answer and cfg.n drawn at temperature 1; for a
+    stated probability only the greedy one. The prompt of a sample is the hash of what decides the
+    answers, and one of the sample itself: answers in samples.jsonl are graded again by the present
+    rules, and a sample that this changes is written anew.
+    """
+    from generate import end_tokens, generate       # it imports this file
+    rule, n = FREE_TASKS[label.partition('.')[0]], cfg.n if task.kind == 'free' else 0
+    max_tokens = cfg.max_tokens or rule.max_tokens
+    if not n:
+        max_tokens = VERBALIZED[task.kind][0]
+    stop = () if cfg.chat != 'none' else rule.stop if n else VERBALIZED[task.kind][1]
+    shots, to_sample = task.shots[''], answer_sample if n else verbalized_sample
+    settings = Sampling(n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=cfg.seed,
+                        deterministic=cfg.deterministic,
+                        batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
+    prompts, bad_rows, left, end = set(), [], [], set()
+    earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s for s in task.written}
+
+    def write_sample(question, key, asked, n_shots, greedy, answers):
+        sample = to_sample(question, rule, greedy, answers, '' if stop == () else question.lead)
+        if sample is None:
+            return
+        sample |= question_fields(question, n_shots)
+        prompt = f'{asked}-{samples.digest(sample)}'
+        prompts.add((key, prompt))
+        if (key, prompt) not in done:
+            write(dict(zip(('task', 'split', 'language', 'id'), key, strict=True), prompt=prompt)
+                  | sample)
+
+    for question in task.items:
+        try:
+            ids, ends, n_shots = free_answers.encode(question, shots, tokenizer, cfg, max_tokens)
+        except DataError as error:
+            if cfg.on_bad_row == 'stop':
+                raise DataError(f'{label}: {error}; --on_bad_row=skip leaves it out') from error
+            bad_rows.append(str(error))
+            continue
+        key, end = (label, 'test', question.language, question.id), end | ends
+        asked = samples.digest([ids, n, max_tokens, stop, cfg.seed])
+        if sample := earlier.get((key, asked)):
+            write_sample(question, key, asked, n_shots, sample['greedy'], sample.get('answers'))
+        else:
+            left.append((question, key, asked, n_shots, ids))
+    progress = log.Progress(label, len(left), task.unit)
+    try:
+        if left:
+            model, ids = load(), [entry[-1] for entry in left]
+            end |= end_tokens(model, end)
+            greedy = generate(model, ids, settings, tokenizer, end)
+            drawn = generate(model, ids, replace(settings, n=n, temperature=1.0), tokenizer, end)
+            first = {i: written(answer) for i, (answer,) in greedy} if n else {}
+            for i, answers in drawn if n else greedy:
+                *entry, _ = left[i]
+                answers = [*map(written, answers)]
+                write_sample(*entry, *((first[i], answers) if n else (answers[0], None)))
+                progress.update()
+    except FloatingPointError as error:
+        raise CheckpointError(checkpoint.bad_logits(f'{label}: {error}', folder, cfg.dtype)
+                              ) from error
+    finally:
+        progress.bar.close()
+    if not prompts and n:
+        raise DataError(f'{label}: no question could be asked ({len(bad_rows)} bad rows'
+                        f'{f", the first: {bad_rows[0]}" if bad_rows else ""})')
+    return prompts, bad_rows
+
+
+# {kind: (most tokens of the answer, stop strings in plain text)}
+VERBALIZED = {'verbalized_1s': (64, ('\n\n',)), 'verbalized_2s': (16, ('\n',))}
+
+
+def written(answer):
+    """Return what a sample holds of a generate.Answer."""
+    return {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
+            'log_prob': math.fsum(answer.log_probs),
+            'mean_prob': math.fsum(map(math.exp, answer.log_probs)) / len(answer.tokens)}
+
+
+def answer_sample(question, rule, greedy, answers, lead):
+    """Return the sample of a question: its answers, graded, and the greedy one's probability."""
+    greedy, *answers = (answer | rule.grade(answer['text'], question.references)
+                        for answer in (greedy, *answers))
+    sample = {'greedy': greedy, 'answers': answers}
+    return confidence.outcome(*confidence.greedy_probability(sample)) | sample
+
+
+def verbalized_sample(question, rule, greedy, answers, lead):
+    """Return the sample of a stated probability; None if the answer has none from 0 to 1."""
+    guess, probability = free_answers.stated_guess(greedy['text'], lead)
+    correct = question.answer == 0
+    if len(question.messages) == 1:         # one stage: the guess is judged
+        if guess is None:
+            return None
+        correct = rule.grade(guess, question.references)['correct']
+    elif probability is None:
+        probability = greedy['text']
+    value = confidence.parse_probability(probability or '')
+    return None if value is None else confidence.outcome(value, correct) | {'greedy': greedy}
+
+
+def judge_samples(load, folder, tokenizer, label, task, cfg, done, write):
+    """Write the samples of a confidence that is computed from those of the answers."""
+    function, prompts = confidence.CONFIDENCES[label.partition('.')[2]].function, set()
+    scored = {samples.sample_key(s)[1:]: s for s in task.written}
+    for question in task.items:
+        key = 'test', question.language, question.id
+        value, correct = function(scored[key])
+        if value is None:
+            continue
+        sample = (confidence.outcome(value, correct)
+                  | question_fields(question, scored[key]['shots']))
+        prompts.add(((label, *key), prompt := samples.digest(sample)))
+        if ((label, *key), prompt) not in done:
+            write(dict(zip(('task', 'split', 'language', 'id'), (label, *key), strict=True),
+                       prompt=prompt) | sample)
+    return prompts, []
+
+
+# {kind of a Task: what collects its samples}; score_task collects those of all others
+COLLECT = {'free': write_answers, 'verbalized_1s': write_answers, 'verbalized_2s': write_answers,
+           'from_samples': judge_samples}
+
+
+def written_facts(label, tasks, rows):
+    """Return what a result says of written answers beside its metrics; {} for other tasks."""
+    name, _, variant = label.partition('.')
+    if tasks[name].kind != 'free':
+        return {}
+    if not variant:
+        return {'written': confidence.shares(rows[name])}
+    return {'ece_floor': confidence.ece_floor(rows[name], variant),
+            'unparsed': len(rows[name]) - len(rows[label])}
+
+
+def fits(label, tasks, rows, cfg):
+    """Return whether scalings are fitted: if wanted, and always for written answers."""
+    written = tasks[label.partition('.')[0]].kind == 'free'
+    return cfg.fit_temperature or written and len(rows[label]) > 1
+
+
+# ------------------------------------------------------------------------------------------------
 # An evaluation
 # ------------------------------------------------------------------------------------------------
 
@@ -429,6 +582,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     out_dir, config = Path(out_dir), checkpoint.read_config(folder, seq2seq=True)
     cfg = resolve(cfg, folder, config, tokenizer)
     texts = [label for label, task in tasks.items() if task.kind in INSTRUCTIONS]
+    texts += [label for label, task in tasks.items() if task.kind == 'free']
     if texts and t5_config(folder):
         raise ConfigError(f'{texts[0]} scores the tokens of texts, and {config.model_type} scores '
                           f'answers alone; choose tasks that are questions')
@@ -453,9 +607,10 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
                                              out_dir)
         for label in results:
             results[label] |= report.summarize(rows[label], cfg.norm, n_bootstrap=cfg.n_bootstrap,
-                                               fit=cfg.fit_temperature, seed=cfg.seed)
-            results[label]['fewer_shots'] = sum(s.get('shots', cfg.shots) < cfg.shots
-                                                for s in rows[label])
+                                               fit=fits(label, tasks, rows, cfg), seed=cfg.seed)
+            shots = results[label].get('shots', 0)
+            results[label]['fewer_shots'] = sum(s.get('shots', shots) < shots for s in rows[label])
+            results[label] |= written_facts(label, tasks, rows)
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
                'seed': cfg.seed, 'versions': device.versions(), 'identity': identity,
                'tasks': earlier | results}
@@ -485,8 +640,13 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
 
         for label, task in with_variants(tasks, out_dir, prompts, cfg):
             started = time.perf_counter()
-            prompts[label], bad_rows = score_task(load, folder, tokenizer, label, task, cfg, done,
-                                                  append)
+            if task.kind in ('free', *VERBALIZED) and done:
+                task.written = [s for s in latest_samples(out_dir) if s['task'] == label]
+            collect = COLLECT.get(task.kind, score_task)
+            prompts[label], bad_rows = collect(load, folder, tokenizer, label, task, cfg, done,
+                                               append)
+            if not prompts[label]:      # for example, no answer states a <confidence>
+                continue
             results[label] = describe(task, cfg) | {
                 'scoring_seconds': round(time.perf_counter() - started, 2),
                 'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}
@@ -508,7 +668,9 @@ def with_variants(tasks, out_dir, prompts, cfg):
     for variant in variants:
         label, kind = variant.split('.')
         scored = {samples.sample_key(s)[1:]: s for s in rows[label]}
-        if kind == 'permuted':
+        if tasks[label].kind == 'free':
+            yield variant, tasks[label].judging(kind, confidence.CONFIDENCES[kind].title, scored)
+        elif kind == 'permuted':
             yield variant, tasks[label].permuted(scored)
         else:
             top = {key: int(np.argmax(report.option_scores(
@@ -520,8 +682,9 @@ def with_variants(tasks, out_dir, prompts, cfg):
 def result_labels(tasks, cfg):
     """Return the labels of all results of `tasks`: theirs, and those of the variants asked for."""
     variants = ['permuted'] * bool(cfg.permute) + ['p_true'] * cfg.p_true
+    of_kind = {'questions': variants, 'free': confidence.variants(cfg.p_true, cfg.verbalized)}
     return [*tasks, *(f'{label}.{variant}' for label, task in tasks.items()
-                      if task.kind == 'questions' for variant in variants)]
+                      for variant in of_kind.get(task.kind, ()))]
 
 
 def resolve(cfg, folder, config, tokenizer):
@@ -545,7 +708,7 @@ def announce(config, tasks, cfg, done):
     print(f'{cfg.model} ({config.model_type}) in {cfg.dtype} on {cfg.device}{name}')
     for label, task in tasks.items():
         n_done = sum(key[0] == label for key, _ in done)
-        form = '' if task.kind in INSTRUCTIONS else 'prompt format '
+        form = '' if task.kind in INSTRUCTIONS or task.measure else 'prompt format '
         print(f'{label}: {len(task.items):,} {task.unit}, {form}{distribution(task, cfg)}'
               + (f'; a sample of {task.total:,}' if len(task.items) < task.total else '')
               + (f'; {len(task.validation):,} for validation' if task.validation else '')
@@ -576,7 +739,9 @@ def run(cfg):
         default = default / f'dropout-{cfg.dropout_seed}'
     out_dir = Path(os.path.expanduser(cfg.out_dir or default))
     with ownership.lock(out_dir):
-        return evaluate(folder, tokenizer, tasks, cfg, out_dir), result_labels(tasks, cfg), out_dir
+        results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
+    labels = [label for label in result_labels(tasks, cfg) if label in results['tasks']]
+    return results, labels, out_dir
 
 
 def show_prompts(cfg):
@@ -591,6 +756,8 @@ def show_prompts(cfg):
         raise ConfigError(f'chat = {cfg.chat}: the template needs the tokenizer of --model')
     for label in result_labels(tasks, replace(cfg, p_true=False)):
         task = tasks[label.partition('.')[0]]
+        if label not in tasks and task.kind == 'free':
+            continue        # its prompts hold the answers
         if label not in tasks:
             task = task.permuted({('test', q.language, q.id): {} for q in task.items})
         print(f'{label}: {min(cfg.show, len(task.items))} of {len(task.items):,} {task.unit}\n'

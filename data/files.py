@@ -4,6 +4,7 @@ import codecs
 import collections
 import contextlib
 import csv
+import functools
 import gzip
 import hashlib
 import json
@@ -64,15 +65,17 @@ def writing(path):
 # ---- Rows of files -------------------------------------------------------------------------------
 
 def read_rows(path):
-    """Yield (place, row) from a .json, .jsonl, .csv, .parquet or .txt file, also with .gz.
+    """Yield (place, row) from a .json, .jsonl, .csv, .tsv, .parquet or .txt file, also with .gz.
 
     `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
     a dict; a .txt file is one row, {'text': its content}. The rows of a csv file without the
-    columns question and answer in its first row are lists of strings. A row that cannot be read or
-    repeats a key is yielded as a DataError, to stop or skip; a file that cannot be read raises one.
+    columns question and answer in its first row are lists of strings; a .tsv file names its columns
+    in its first row. A row that cannot be read or repeats a key is yielded as a DataError, to stop
+    or skip; a file that cannot be read raises one.
     """
     path = Path(path)
-    readers = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows, '.txt': _txt_rows,
+    readers = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows,
+               '.tsv': functools.partial(_csv_rows, delimiter='\t'), '.txt': _txt_rows,
                '.parquet': _parquet_rows}
     kind = (path.with_suffix('') if path.suffix == '.gz' else path).suffix
     if kind not in readers:
@@ -106,15 +109,16 @@ def _json_rows(path, file):
         yield f'{path}: row {number}', row
 
 
-def _csv_rows(path, file):
-    reader = csv.reader(_decode(raw, path, number) for number, raw in enumerate(file, 1))
+def _csv_rows(path, file, delimiter=','):
+    lines = (_decode(raw, path, number) for number, raw in enumerate(file, 1))
+    reader = csv.reader(lines, delimiter=delimiter)
     header = None
     try:
         for row in filter(None, reader):  # no blank lines
             place = f'{path}:{reader.line_num}'
             if header is None:
                 header = [name.strip().lower() for name in row]
-                if {'question', 'answer'} <= set(header):
+                if delimiter == '\t' or {'question', 'answer'} <= set(header):
                     if twice := [name for name in header if header.count(name) > 1]:
                         raise DataError(f'{place}: the header names {twice[0]!r} twice')
                     continue

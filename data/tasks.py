@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
+from data import free_answers
 from data.benchmarks import BENCHMARKS, GENERIC
+from data.free_answers import FREE_TASKS, load_free
 from data.questions import Question, load_task
 from data.trees import tokenize_questions
 from runtime.errors import ConfigError, DataError
@@ -24,13 +26,16 @@ they exist.
 @dataclass
 class Task:
     """A loaded task: questions with their shots, or texts."""
-    kind: str                   # 'questions', 'permuted', 'p_true', 'clm' or 'facts'
+    kind: str                   # 'questions', 'permuted', 'p_true', 'clm' or 'facts'; 'free' and
+    #                             'from_samples', 'verbalized_1s', 'verbalized_2s' of its answers
     source: str                 # see `task_source`
     items: list                 # of Question or Text
     total: int                  # number of items without `limit`
     bad_rows: list[str]
     shots: dict = field(default_factory=dict)       # {Question.group: solved questions}
     validation: list = field(default_factory=list)  # questions to fit a temperature on
+    written: list = field(default_factory=list)     # samples of answers, to grade or judge
+    measure: str = ''           # of written answers: what the confidence is, in words
 
     @property
     def unit(self):
@@ -73,6 +78,31 @@ class Task:
                          for i, q in enumerate(solved)] for group, solved in self.shots.items()}
         return self._asked_again('p_true', shots, top, Question.proposing)
 
+    def judging(self, name, measure, scored, n_ideas=5):
+        """Return the Task of another confidence in the written answers; name: as in CONFIDENCES.
+
+        scored: {(split, language, id): sample of the answers}. P(True) with samples shows n_ideas
+        of them, the judged answer among them, and no shots.
+        """
+        def among(q, sample):
+            greedy, *ideas = (answer['answer'] or answer['text'].strip() or '(none)' for answer in
+                              (sample['greedy'], *sample['answers'][:n_ideas - 1]))
+            return free_answers.proposed_among(q, [greedy, *ideas], greedy,
+                                               sample['greedy']['correct'])
+
+        rule = FREE_TASKS[task_label(self.source)]
+        kind, shots, ask = {
+            'p_true': ('p_true', free_answers.proposed_shots(self.shots[''], rule),
+                       lambda q, sample: free_answers.proposed(q, sample['greedy']['text'],
+                                                               sample['greedy']['correct'])),
+            'p_true_samples': ('p_true', [], among),
+            'verbalized_1s': (name, [], lambda q, sample: free_answers.verbalized_1s(q)),
+            'verbalized_2s': (name, [], lambda q, sample: free_answers.verbalized_2s(
+                q, sample['greedy']['text'])),
+        }.get(name, ('from_samples', self.shots[''], lambda q, sample: q))
+        task = self._asked_again(kind, {'': shots}, scored, ask)
+        return replace(task, measure=measure, written=[*scored.values()])
+
     def _asked_again(self, kind, shots, results, ask):
         """Return the Task with the questions ask(question, its result) of {key: result}."""
         def questions(items, split):
@@ -111,7 +141,8 @@ def load_tasks(cfg):
                               f'with another --out_dir')
     tasks = {label: _load(name, cfg) for label, name in zip(labels, cfg.tasks)}
     for key in ('p_true', 'permute'):
-        if getattr(cfg, key) and all(task.kind in INSTRUCTIONS for task in tasks.values()):
+        kinds = ('questions',) if key == 'permute' else ('questions', 'free')
+        if getattr(cfg, key) and all(task.kind not in kinds for task in tasks.values()):
             raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no options; '
                               f'leave it out')
     for label, task in tasks.items():
@@ -132,6 +163,15 @@ def _load(name, cfg):
                               f'evaluate it without --languages')
         loaded = load_texts(name, limit=cfg.limit, **common)
         return Task(kind, source, loaded.texts, loaded.total, loaded.bad)
+    if kind in FREE_TASKS:
+        if cfg.languages != ('all',):
+            raise ConfigError(f'languages = {cfg.languages}: {kind} has one language; leave it out')
+        if cfg.dropout_seed is not None:
+            raise ConfigError(f'dropout_seed: the answers to {kind} are written without dropout; '
+                              f'leave it out')
+        loaded = load_free(name, header=cfg.header, shots=cfg.shots, limit=cfg.limit, **common)
+        return Task('free', source, loaded.questions, loaded.total, loaded.bad, loaded.shots,
+                    measure='probability of the greedy answer')
     common |= {key: getattr(cfg, key)
                for key in ('prompt_format', 'scoring', 'header', 'languages', 'permute')}
     loaded = load_task(name, shots=cfg.shots, limit=cfg.limit, **common)
@@ -194,7 +234,10 @@ def describe(task, cfg):
         facts['dropout_seed'] = cfg.dropout_seed
     if len(task.items) < task.total:
         facts['sample'] = {'questions': len(task.items), 'of': task.total}
-    if task.kind not in INSTRUCTIONS:
+    if task.measure:
+        facts |= {key: getattr(cfg, key) for key in ('chat', 'n', 'max_tokens')}
+        facts['shots'] = len(task.shots[''])
+    elif task.kind not in INSTRUCTIONS:
         facts |= {key: getattr(cfg, key) for key in ('prompt_format', 'shots', 'scoring', 'chat')}
         facts['duplicate_options'] = sum(q.duplicate_options for q in task.items)
     return facts
@@ -214,6 +257,8 @@ def distribution(task, cfg):
     p_true = 'P(True) of the top option, ' if task.kind == 'p_true' else ''
     orders = f', mean over {cfg.permute} orders of the options' if task.kind == 'permuted' else ''
     form = 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
+    if task.measure:
+        return f'{task.measure}, {len(task.shots[""])} shots, {form}'
     return (f'{p_true}{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
             f'{LENGTHS[cfg.norm]}, {form}{orders}{dropout}')
 
@@ -231,6 +276,10 @@ def describe_tasks():
         for split in ('test', 'shots', 'validation'):
             add(split, ', '.join(getattr(benchmark, split)))
         add('{lang}', ' '.join(benchmark.languages))
+    for name, free in FREE_TASKS.items():
+        lines.append(f'{name}  {free.hub}'.rstrip())
+        for split in ('test', 'shots'):
+            add(split, ', '.join(getattr(free, split)))
     for name, hub in (('clm', WIKITEXT), ('facts', '')):
         lines.append(f'{name}  {hub}'.rstrip())
         add('test', ', '.join(PATTERNS[name]))
@@ -240,7 +289,8 @@ def describe_tasks():
 def _split(name):
     """Return ('mmlu', 'some/folder') for 'mmlu:some/folder', ('', 'some/file') for a path."""
     kind, _, path = name.partition(':')
-    return (kind, path) if kind in BENCHMARKS or kind in INSTRUCTIONS else ('', name)
+    known = kind in BENCHMARKS or kind in INSTRUCTIONS or kind in FREE_TASKS
+    return (kind, path) if known else ('', name)
 
 
 def task_label(name):

@@ -19,6 +19,7 @@ import metrics
 import scaling
 import stats
 from results import prediction_files, temperatures
+from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
 from results.samples import DIAGRAM, GRID, by_order, latest_samples, read_samples, sample_order
 from runtime.errors import DataError
@@ -266,7 +267,8 @@ def post_hoc(test, held_out, n_bootstrap, seed, languages=None):
     are two values of each parameter. languages: those of the rows of `test` and of `held_out`, two
     arrays, if there are several. Returns {'fitted_on', 'temperature': [T], 'platt': [[a, b]],
     'languages': as of temperatures.by_language, 'reports': {'temperature': of the scaled
-    distribution, 'language temperature': shrunk by language, 'platt': of the scaled confidence}}.
+    distribution, 'language temperature': shrunk by language, 'platt': of the scaled confidence,
+    'isotonic': likewise, for a single confidence}}.
     """
     n, fitted_on = len(test.labels), 'the other half of the questions'
     source = test
@@ -279,12 +281,14 @@ def post_hoc(test, held_out, n_bootstrap, seed, languages=None):
         halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
         parts = [halves, halves[::-1]]
     confidence, correct = metrics.top_label(test.probs, test.labels)
-    fitted, single, platt = {'fitted_on': fitted_on, 'platt': []}, np.empty(n), np.empty(n)
+    fitted, (single, platt, isotonic) = {'fitted_on': fitted_on, 'platt': []}, np.empty((3, n))
     for rows, use in parts:
         fit = source.at(rows)
         a, b = scaling.fit_platt(*metrics.top_label(fit.probs, fit.labels))
         fitted['platt'].append([a, b])
         platt[use] = scaling.apply_platt(confidence[use], a, b)
+        isotonic[use] = scaling.apply_isotonic(confidence[use], *scaling.fit_isotonic(
+            *metrics.top_label(fit.probs, fit.labels)))
         if test.scores is not None:
             single[use] = scaling.fit_temperature(fit.scores, fit.labels)
             fitted.setdefault('temperature', []).append(float(single[use][0]))
@@ -297,6 +301,8 @@ def post_hoc(test, held_out, n_bootstrap, seed, languages=None):
             fitted['languages'], shrunk = temperatures.by_language(test, languages[0], fits, single)
             groups['language temperature'] = test.scaled(shrunk)
     groups['platt'] = Predictions(platt, correct)
+    if test.scores is None:
+        groups['isotonic'] = Predictions(isotonic, correct)
     return fitted | {'reports': measure(groups, n_bootstrap, seed)[0]}
 
 
@@ -344,6 +350,7 @@ def notes(result):
         lines.append(f'the same option in all orders: {result["same_option"]:.3f} of the questions'
                      + ''.join(f'; {TITLES[key]} by order: {low:.3f} to {high:.3f}'
                                for key, (low, high) in ends.items()))
+    lines += written_notes(result)
     if result.get('bad_rows'):
         lines.append(f'{result["bad_rows"]} bad rows left out, the first: {result["first_bad"]}')
     if result.get('fewer_shots'):

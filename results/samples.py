@@ -4,6 +4,7 @@ samples.jsonl has one line per scored question or token. eval_config.json has wh
 share: the model, the settings, and a hash of the questions of each task.
 """
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -107,6 +108,12 @@ def _scored(path):
         ids.setdefault(key, set()).add(sample['id'])
         expected[key] = sample.get('of', 1)
     return {key for key, scored in ids.items() if len(scored) == expected[key]}
+
+
+def digest(value):
+    """Return a hash of a value that JSON can hold."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def append(file, sample):

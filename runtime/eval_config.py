@@ -12,7 +12,8 @@ from runtime.errors import ConfigError
 class EvalConfig:
     model: str = ''                           # a folder in Hugging Face layout, or a hub name
     revision: str | None = None               # the hub revision of the model
-    # mmlu, global_mmlu, ..., clm, facts, each also as task:folder-or-file; or a file of questions
+    # mmlu, global_mmlu, ..., gsm8k, ..., clm, facts, each also as task:folder-or-file; or a file of
+    # questions
     tasks: tuple[str, ...] = ('mmlu',)
     data_revision: str | None = None          # the hub revision of the tasks' datasets
     languages: tuple[str, ...] = ('all',)     # of multilingual tasks
@@ -25,6 +26,9 @@ class EvalConfig:
     dropout_seed: int | None = None           # score once with the dropout of the adapters in
     #                                           adapter/, drawn by this seed; None: no dropout
     p_true: bool = False                      # then ask whether the top option is right: P(True)
+    n: int = 10                               # answers drawn per question, where the model writes
+    max_tokens: int | None = None             # of a written answer; None: those of its task
+    verbalized: bool = False                  # then ask how probable a written answer is
     permute: int | None = None                # then ask in so many orders of the options: cyclic
     #                                           shifts behind the same letters; None: as published
     # chat template of the prompt; trained: that of the model's train.py run; none: plain text
@@ -69,7 +73,7 @@ def check_eval_config(cfg):
     """Raise ConfigError for unusable values."""
     require_range(cfg, 0, math.inf, 'shots', 'show', 'n_bootstrap')
     require_range(cfg, 0, 2 ** 63 - 1, 'seed', 'dropout_seed')
-    require_range(cfg, 1, math.inf, 'limit', 'batch_rows', 'max_length')
+    require_range(cfg, 1, math.inf, 'n', 'max_tokens', 'limit', 'batch_rows', 'max_length')
     require_range(cfg, 16, math.inf, 'pack_len')
     require_range(cfg, 2, 26, 'permute')
     for key, example in (('tasks', '--tasks=mmlu,arc_easy or --tasks=my_questions.jsonl'),

@@ -1357,7 +1357,7 @@ def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsy
     assert sum(launched) == 30 and 'foxes.p_true (P(True)' in capsys.readouterr().out
     assert list(both['tasks']) == ['foxes', 'foxes.p_true']
     assert both['tasks']['foxes']['pooled'] == plain['tasks']['foxes']['pooled']
-    assert list(both['tasks']['foxes.p_true']['post_hoc']['reports']) == ['platt']
+    assert list(both['tasks']['foxes.p_true']['post_hoc']['reports']) == ['platt', 'isotonic']
     lines = (out / 'samples.jsonl').read_text().splitlines(keepends=True)
     (out / 'samples.jsonl').write_text(''.join(lines[:50]))
     launched.clear()

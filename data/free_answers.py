@@ -1,0 +1,432 @@
+"""Tasks whose answers the model writes: files, prompt, extraction, and the rule for right or wrong.
+
+A new task is an entry of FREE_TASKS, and a row function if no task has its schema yet. The answer
+proper is extracted from the written text in two ways: `strict` takes the format of the prompt
+alone, `lenient` also other ways to state an answer. Both return None where there is no answer.
+`key` maps answers that mean the same to the same text: samples with one key agree, and an answer
+with the key of a reference is right. No reference takes part in the agreement of samples, since
+then only right answers would agree.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from data.chat import encode_prompt
+from data.files import draw, fetch, parse_rows, read_rows, require_fields, require_text
+from data.prompts import P_TRUE
+from data.questions import Loaded, Question
+from runtime.errors import DataError
+
+
+class FreeRow(NamedTuple):
+    """A question as its file holds it. solution: the text of the answer in a shot."""
+    question: str
+    references: list
+    solution: str
+    subject: str = ''
+    category: str = ''
+
+
+@dataclass
+class FreeQuestion(Question):
+    """A Question without options; options[0] is its answer as a shot gives it."""
+    text: str = ''              # the question alone
+    references: list = field(default_factory=list)      # each of them is a right answer
+    messages: list = field(default_factory=list)        # asked in place of header and context
+    lead: str = ''              # begins the answer to `messages` in plain text
+
+    @property
+    def group(self):
+        return ''               # one set of shots for all subjects
+
+
+# ------------------------------------------------------------------------------------------------
+# Row functions
+# ------------------------------------------------------------------------------------------------
+
+def triviaqa_row(row):
+    """TriviaQA on the hub. The first alias of an answer is its usual name."""
+    answer = row['answer']
+    return FreeRow(row['question'], [answer['value'], *answer['aliases']], answer['value'])
+
+
+def answers_row(row):
+    """NQ-open and files of your own: `question`, and `answers` (or `answer`), a list or a text."""
+    answers = row['answers'] if 'answers' in row else row['answer']
+    answers = answers if isinstance(answers, list) else [answers]
+    return FreeRow(row['question'], answers, answers[0], str(row.get('subject') or ''))
+
+
+def popqa_row(row):
+    """PopQA: the answers are a JSON list in a text; the subject is the relation that is asked."""
+    answers = json.loads(row['possible_answers'])
+    return FreeRow(row['question'], answers, answers[0], row['prop'])
+
+
+def gsm8k_row(row):
+    """GSM8K: a solution that ends in '#### number'."""
+    solution, mark, number = row['answer'].rpartition('####')
+    if not mark:
+        raise DataError("the answer has no '####' before its number")
+    return FreeRow(row['question'], [number.strip()], row['answer'])
+
+
+def math_row(row):
+    """MATH-500, and MATH itself, whose answer stands in the last \\boxed{} of the solution."""
+    answer = row['answer'] if 'answer' in row else last_boxed(row['solution'])
+    return FreeRow(row['problem'], [answer], row['solution'], row.get('subject') or row['type'],
+                   str(row['level']))
+
+
+# ------------------------------------------------------------------------------------------------
+# Extraction: text -> the answer proper, or None
+# ------------------------------------------------------------------------------------------------
+
+MARK = re.compile(r'####|<answer>|\banswer(?: is|:)[ :]*', re.IGNORECASE)
+NUMBER = re.compile(r'(?:(?<![\w.)\]])[-−])?\$?(?<!\w)(?<!\d\.)'
+                    r'(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+|/\d+)?|(?<!\.)\.\d+)')
+
+
+def marked(text):
+    """Return what follows the last '####', 'answer is', 'answer:' or <answer>; None if none."""
+    marks = [*MARK.finditer(text)]
+    return text[marks[-1].end():].partition('</answer>')[0] if marks else None
+
+
+def last_boxed(text):
+    """Return the content of the last \\boxed{...} with balanced braces; None if there is none."""
+    for start in reversed([match.end() for match in re.finditer(r'\\f?boxed\s*{', text)]):
+        depth = 1
+        for end in range(start, len(text)):
+            depth += (text[end] == '{') - (text[end] == '}')
+            if not depth:
+                return text[start:end].strip() or None
+    return None
+
+
+def first_line(text):
+    """Return the first line that is not blank."""
+    return text.strip().partition('\n')[0].strip() or None
+
+
+def short_answer(text):
+    """Return the first sentence after the last mark, or of the first line, without markup.
+
+    A period ends a sentence after three small letters or digits, not in 'J. R. R.' or 'St. Louis'.
+    """
+    line = first_line(marked(text) or text) or ''
+    line = re.split(r'(?:(?<=[a-z0-9]{3})|(?<=[*"”`]))\.(?:\s|$)', line)[0]
+    return line.strip(' *"“”`') if re.search(r'\w', line) else None
+
+
+def gsm8k_number(text):
+    """Return the first number after '#### ', the rule 'strict-match' of lm-evaluation-harness."""
+    match = re.search(r'#### (-?[0-9.,]*[0-9][0-9.,]*)', text)
+    return match and match[1]
+
+
+def any_number(text):
+    """Return the number after the last mark or in the last \\boxed{}, else the last of the text."""
+    for part in (marked(text), last_boxed(text)):
+        if part is not None and (match := NUMBER.search(part)):
+            return match[0]
+    numbers = NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def any_formula(text):
+    """Return the last \\boxed{}, else what is marked, else the last $formula$, else a number."""
+    if boxed := last_boxed(text):
+        return boxed
+    if tail := first_line(marked(text) or ''):
+        formula = re.search(r'\$(.+?)\$|\\\((.+?)\\\)', tail)
+        return next(filter(None, formula.groups())) if formula else re.split(r'\.\s|\.$', tail)[0]
+    formulas = re.findall(r'\$([^$]+)\$', text)
+    return formulas[-1] if formulas else any_number(text)
+
+
+# ------------------------------------------------------------------------------------------------
+# Keys: answers that mean the same -> the same text
+# ------------------------------------------------------------------------------------------------
+
+def without_articles(text):
+    return ' '.join(re.sub(r'\b(a|an|the)\b', ' ', text).split())
+
+
+def triviaqa_text(text):
+    """TriviaQA's own normalization: punctuation becomes a space, and articles are left out."""
+    marks = string.punctuation + '‘’´`'
+    key = without_articles(text.lower().translate(str.maketrans(marks, ' ' * len(marks))))
+    return key or text.lower().strip()
+
+
+def squad_text(text):
+    """SQuAD's normalization, for NQ-open: punctuation is deleted, and articles are left out."""
+    key = without_articles(text.lower().translate(str.maketrans('', '', string.punctuation)))
+    return key or text.lower().strip()
+
+
+def number(text):
+    """Return the value of a number, as a fraction in lowest terms; the text if it is none."""
+    digits = re.sub(r'[\s,$%]', '', text).replace('−', '-').rstrip('.')
+    try:
+        return str(Fraction(digits))
+    except (ValueError, ZeroDivisionError):
+        return text.strip().lower()
+
+
+# in this order; after Lewkowycz et al. 2022 and the code of Hendrycks et al. 2021 for MATH
+LATEX = [(re.compile(pattern), new) for pattern, new in (
+    (r'\\text(?:bf|it|rm)?{([^{}]*)}|\\math(?:rm|bf){([^{}]*)}|\\mbox{([^{}]*)}', r'\1\2\3'),
+    (r'\\left|\\right|\\displaystyle|\\[!,;: ]|\\\(|\\\)|\\\[|\\\]|\\?\$|~', ''),
+    (r'\^{?\\circ}?|\\degrees?|\b(?:degrees?|inches|units?|cm|dollars|cents|points)\b', ''),
+    (r'\\?%', ''), (r'\\[dtc]frac', r'\\frac'), (r'\s', ''),
+    (r'\\frac([^{}\\])([^{}\\])', r'\\frac{\1}{\2}'), (r'\\frac([^{}\\])(?={)', r'\\frac{\1}'),
+    (r'\\frac({(?:[^{}]|{[^{}]*})*})([^{}\\])', r'\\frac\1{\2}'),
+    (r'\\sqrt([^{}\\[])', r'\\sqrt{\1}'),
+    (r'^-?\d{1,3}(?:,\d{3})+(?:\.\d+)?$', lambda match: match[0].replace(',', '')),
+    (r'^(-?)\\frac{(-?\d+)}{(\d+)}$', r'\1\2/\3'), (r'^[a-zA-Z]\w?=', ''), (r'\.$', ''))]
+
+
+def formula(text):
+    """Return LaTeX in one way of writing it, a number by its value. Nothing is computed."""
+    for pattern, new in LATEX:
+        text = pattern.sub(new, text)
+    return text if ',' in text else number(text)       # a comma left separates two numbers
+
+
+# ------------------------------------------------------------------------------------------------
+# The table
+# ------------------------------------------------------------------------------------------------
+
+def same(key, answer, references):
+    """Return whether an extracted answer has the key of a reference."""
+    return key(answer) in map(key, references)
+
+
+def contains(key, answer, references):
+    """Return whether the words of a reference stand in an extracted answer, by their keys."""
+    return any(f' {key(reference)} ' in f' {key(answer)} ' for reference in references)
+
+
+@dataclass
+class FreeTask:
+    """A task with references."""
+    hub: str                    # the hub dataset
+    test: tuple                 # patterns of the files to ask
+    shots: tuple                # patterns of the files with solved questions
+    row: Callable               # raw row -> FreeRow
+    strict: Callable = first_line       # text -> answer or None
+    lenient: Callable = short_answer    # text -> answer or None
+    key: Callable = triviaqa_text       # answer -> text that is equal for equal answers
+    match: Callable = same      # (key, lenient answer, references) -> right or wrong
+    prompt: str = 'Question: {}\nAnswer:'
+    header: str = 'Answer these questions as briefly as possible.\n\n'
+    stop: tuple = ('\n',)       # of plain text; an answer in a chat ends by itself
+    max_tokens: int = 32        # of an answer
+
+    def grade(self, text, references):
+        """Return {'answer': extracted or None, 'key', 'correct', 'strict': right by that rule}."""
+        answer, strict = self.lenient(text), self.strict(text)
+        return {'answer': answer, 'key': None if answer is None else self.key(answer),
+                'correct': answer is not None and self.match(self.key, answer, references),
+                'strict': strict is not None and same(self.key, strict, references)}
+
+
+FREE_TASKS = {
+    'triviaqa': FreeTask('mandarjoshi/trivia_qa',
+                         ('unfiltered.nocontext/validation-*.parquet',
+                          'rc.nocontext/validation-*.parquet', 'validation.jsonl*'),
+                         ('unfiltered.nocontext/train-*.parquet', 'rc.nocontext/train-*.parquet',
+                          'train.jsonl*'), triviaqa_row),
+    'nq_open': FreeTask('google-research-datasets/nq_open',
+                        ('nq_open/validation-*.parquet', 'NQ-open.dev.jsonl*',
+                         'validation.jsonl*'),
+                        ('nq_open/train-*.parquet', 'NQ-open.train.jsonl*', 'train.jsonl*'),
+                        answers_row, key=squad_text),
+    # there is no other split for shots
+    'popqa': FreeTask('akariasai/PopQA', ('test.tsv', 'test-*.parquet', 'test.jsonl*'), (),
+                      popqa_row, match=contains),
+    'gsm8k': FreeTask('openai/gsm8k', ('main/test-*.parquet', 'test.jsonl*'),
+                      ('main/train-*.parquet', 'train*.jsonl*'), gsm8k_row, gsm8k_number,
+                      any_number, number, header='', stop=('Question:',), max_tokens=256),
+    'math500': FreeTask('HuggingFaceH4/MATH-500', ('test.jsonl*',), ('train.jsonl*',), math_row,
+                        last_boxed, any_formula, formula, prompt='Problem: {}\nSolution:',
+                        header='Solve these problems. Put each final answer in \\boxed{}.\n\n',
+                        stop=('Problem:',), max_tokens=1024),
+    # a file or folder of your own
+    'qa': FreeTask('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.json', '*.parquet'),
+                   ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
+}
+
+
+def load_free(name, *, header='english', shots=0, limit=None, seed=0, revision=None,
+              on_bad_row='stop'):
+    """Return questions.Loaded of a task of FREE_TASKS: 'gsm8k', or 'gsm8k:folder-or-file'.
+
+    Rows that repeat a question_id are left out: TriviaQA has a row per document of a question. The
+    arguments are those of `questions.load_task`; the first `shots` rows are the shots.
+    """
+    name, _, path = name.partition(':')
+    task, source = FREE_TASKS[name], os.path.expanduser(path)
+    if not source and not task.hub:
+        raise DataError(f'{name}: no file given; use --tasks={name}:folder-or-file, with rows of '
+                        f'{{question, answers}}')
+    if header == 'native':
+        raise DataError(f'--header=native: {name} has no header of its own; leave it out')
+    if shots and (not task.shots or os.path.isfile(source)):
+        raise DataError(f'{shots} shots wanted, but {source or name} has no solved questions '
+                        f'beside those to ask; use --shots=0, into another --out_dir than tasks '
+                        f'with shots')
+    bad = []
+
+    def read(patterns, wanted=None):
+        seen = set()
+        parse = functools.partial(_to_question, task, header, seen)
+        rows = (row for file in fetch(source or task.hub, patterns, revision)
+                for row in read_rows(file))
+        items, messages = parse_rows(_first(rows, wanted), parse, on_bad_row)
+        bad.extend(messages)
+        return items
+
+    questions = read(task.test)
+    solved = read(task.shots, shots) if shots else []
+    if not questions:
+        raise DataError(f'{source or task.hub} has no questions ({len(bad)} bad rows)')
+    if len(solved) < shots:
+        raise DataError(f'{source or task.hub}: {len(solved)} solved questions, {shots} wanted; '
+                        f'--shots={len(solved)} would fit')
+    return Loaded(draw(questions, limit, seed), {'': solved}, bad, len(questions))
+
+
+def _first(rows, n):
+    """Yield the first n rows, all if n is None."""
+    for i, row in enumerate(rows):
+        if n is not None and i == n:
+            return
+        yield row
+
+
+def _to_question(task, header, seen, row, place, number):
+    repeated = require_fields(row).get('question_id')
+    if repeated is not None and repeated in seen:
+        return None
+    seen.add(repeated)
+    question, references, solution, subject, category = task.row(row)
+    question = require_text(question, 'the question').strip()
+    if not question or not references:
+        raise DataError('wanted a question and one reference answer or more')
+    for reference in (*references, solution):
+        require_text(reference, 'a reference answer')
+    id = next((row[key] for key in ('id', 'question_id', 'unique_id') if row.get(key) is not None),
+              number)
+    digest = hashlib.blake2b(repr((question, references)).encode(), digest_size=8).hexdigest()
+    return FreeQuestion(
+        str(id), task.prompt.format(question), [f' {solution.strip()}'], 0, subject,
+        '' if header == 'none' else task.header, category, place=place,
+        digest=digest, text=question, references=references)
+
+
+# ------------------------------------------------------------------------------------------------
+# Prompts
+# ------------------------------------------------------------------------------------------------
+
+def encode(question, shots, tokenizer, cfg, max_tokens):
+    """Return (token ids, ids that end the answer, number of shots) of the prompt of a question.
+
+    With cfg.chat, header, shots and question are one message of the user. Without it, the messages
+    of a question that has them are joined as plain text. Shots are left out until
+    the prompt and max_tokens more fit into cfg.max_length; raises DataError if nothing does.
+    """
+    template = '' if cfg.chat == 'none' else cfg.chat
+    for n in range(len(shots), -1, -1):
+        before = question.header + ''.join(shot.solved for shot in shots[:n])
+        text = before + question.context
+        messages = question.messages or [{'role': 'user', 'content': text}]
+        if question.messages and not template:
+            messages = [{'role': 'user', 'content': as_text(messages, question.lead)}]
+        ids, stop = encode_prompt(messages, tokenizer, template, cfg.add_bos)
+        if len(ids) + max_tokens <= cfg.max_length:
+            return ids, stop, n
+    raise DataError(f'{question.place}: even without shots the prompt has {len(ids)} tokens; with '
+                    f'max_tokens = {max_tokens} the model or max_length allows '
+                    f'{cfg.max_length - max_tokens}')
+
+
+def proposed(question, text, correct):
+    """Return the P(True) Question: is `text`, the model's own answer, right?"""
+    answer = replace(question, options=[f' {text.strip() or "(none)"}'], answer=int(not correct))
+    return answer.proposing(0)
+
+
+def proposed_shots(shots, task):
+    """Return solved P(True) questions: in each four, the middle two propose the next shot's answer.
+    """
+    questions = []
+    for i, shot in enumerate(shots):
+        other = shots[(i + 1) % len(shots)]
+        wrong = i % 4 in (1, 2) and not same(task.key, other.references[0], shot.references)
+        questions.append(proposed(shot, (other if wrong else shot).options[0], not wrong))
+    return questions
+
+
+def proposed_among(question, ideas, answer, correct):
+    """Return the P(True) Question that shows other samples, `ideas`, before `answer`."""
+    lines = '\n'.join(ideas)
+    context = (f'Question: {question.text}\nHere are some brainstormed ideas: {lines}\n'
+               f'Possible Answer: {answer}{P_TRUE.replace("proposed", "possible")}')
+    return replace(question, context=context, header='', options=[' (A)', ' (B)'],
+                   answer=int(not correct))
+
+
+# Tian et al. 2023 (arXiv 2305.14975), one stage and the second of two
+VERBALIZED_1S = (
+    'Provide your best guess and the probability that it is correct (0.0 to 1.0) for the following '
+    'question. Give ONLY the guess and probability, no other words or explanation. For example:\n\n'
+    'Guess: <most likely guess, as short as possible; not a complete sentence, just the guess!>\n'
+    'Probability: <the probability between 0.0 and 1.0 that your guess is correct, without any '
+    'extra commentary whatsoever; just the probability!>\n\nThe question is: {}')
+VERBALIZED_2S = (
+    'Provide the probability that your guess is correct. Give ONLY the probability, no other words '
+    'or explanation.\n\nFor example:\n\nProbability: <the probability between 0.0 and 1.0 that '
+    'your guess is correct, without any extra commentary whatsoever; just the probability!>')
+
+
+def verbalized_1s(question):
+    """Return the question that asks for a guess and its probability."""
+    messages = [{'role': 'user', 'content': VERBALIZED_1S.format(question.text)}]
+    return replace(question, messages=messages, lead='Guess:')
+
+
+def verbalized_2s(question, answer):
+    """Return the question that asks for the probability of an answer that was given before."""
+    messages = [{'role': 'user', 'content': question.context},
+                {'role': 'assistant', 'content': answer.strip() or '(none)'},
+                {'role': 'user', 'content': VERBALIZED_2S}]
+    return replace(question, messages=messages, lead='Probability:')
+
+
+def as_text(messages, lead):
+    """Return a conversation as plain text, for a model without a chat template."""
+    parts = [message['content'] for message in messages]
+    return ' '.join(parts[:2]) + ''.join(f'\n\n{part}' for part in [*parts[2:], lead])
+
+
+def stated_guess(text, lead):
+    """Return (guess, text of its probability) of an answer to `verbalized_1s` or `_2s`.
+
+    lead: what the prompt ended with, '' in a chat. Without its label a part is None, but an answer
+    to `verbalized_2s` in a chat may be the number alone.
+    """
+    text = lead + text
+    guess, probability = (re.search(rf'{label}:[ *]*(.+)', text, re.IGNORECASE)
+                          for label in ('guess', 'probability'))
+    return guess and guess[1].strip(' *'), probability and probability[1]

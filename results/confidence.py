@@ -1,0 +1,214 @@
+"""How sure a model is of an answer that it wrote: the table of confidences, shares, ECE floor.
+
+A sample of a task with written answers has `greedy`, the answer by the most probable tokens, and
+`answers`, drawn at temperature 1. Each answer has the `text`, `log_prob` (the sum over its tokens,
+with the one that ended it, in nats), `n_tokens`, `mean_prob`, what ended it (`reason`), and how
+data/free_answers.py graded it: `answer` (extracted, or null), `key` (equal for answers that agree),
+`correct`, `strict`.
+
+A new confidence is a function (sample -> (confidence in [0, 1] or None, whether the judged answer
+is right)) and an entry of FROM_SAMPLES. None means that the model stated no number; such a question
+is left out and counted, since any default would fake a result.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+import metrics
+
+
+def greedy_probability(sample):
+    """The probability of the greedy answer's tokens: of this wording, not of its meaning."""
+    return _exp(sample['greedy']['log_prob']), sample['greedy']['correct']
+
+
+def length_normalized(sample):
+    """exp of the mean log-probability per token, a geometric mean and no probability."""
+    answer = sample['greedy']
+    return _exp(answer['log_prob'] / answer['n_tokens']), answer['correct']
+
+
+def mean_token_probability(sample):
+    """The arithmetic mean of the token probabilities (Spiess et al. 2024, arXiv 2402.02047)."""
+    return min(1.0, sample['greedy']['mean_prob']), sample['greedy']['correct']
+
+
+def agreement(sample):
+    """The share of the samples in the largest class, whose answer is judged (Wang et al. 2022).
+
+    Samples with one key are a class; one without an answer agrees with no other. The first of
+    classes of equal size counts.
+    """
+    answers = sample['answers']
+    top, count = classes(answers)[0]
+    return count / len(answers), answers[top]['correct']
+
+
+def greedy_agreement(sample):
+    """The share of the samples that agree with the greedy answer, which is judged.
+
+    They had no part in its choice, so the share is not too high as that of the largest class is.
+    """
+    key, answers = sample['greedy']['key'], sample['answers']
+    n = 0 if key is None else sum(answer['key'] == key for answer in answers)
+    return n / len(answers), sample['greedy']['correct']
+
+
+def class_entropy(sample):
+    """1 - H / ln k for the discrete entropy H over the classes of k samples: a score.
+
+    H = -sum_c n_c / k ln(n_c / k), semantic entropy of Farquhar et al. 2024 with exact classes. The
+    largest class is judged. One sample has no entropy.
+    """
+    answers = sample['answers']
+    if len(answers) == 1:
+        return None, answers[0]['correct']
+    shares = np.array([count for _, count in classes(answers)]) / len(answers)
+    entropy = -(shares * np.log(shares)).sum()
+    return min(1.0, max(0.0, 1 - entropy / math.log(len(answers)))), agreement(sample)[1]
+
+
+def stated(sample):
+    """The number in <confidence> of the greedy answer, from 0 to 1 (RLCR, arXiv 2507.16806)."""
+    tags = re.findall(r'<confidence>(.*?)</confidence>', sample['greedy']['text'], re.DOTALL)
+    return parse_probability(tags[-1]) if tags else None, sample['greedy']['correct']
+
+
+class Confidence(NamedTuple):
+    """A row of the tables. function: sample -> (confidence or None, correct)"""
+    title: str
+    function: Callable | None = None
+
+
+GREEDY = Confidence('probability of the greedy answer', greedy_probability)     # the task's own
+FROM_SAMPLES = {
+    'length_normalized': Confidence('greedy answer, geometric mean of its token probabilities',
+                                    length_normalized),
+    'mean_token': Confidence('greedy answer, mean of its token probabilities',
+                             mean_token_probability),
+    'agreement': Confidence('top class of the samples, its share', agreement),
+    'greedy_agreement': Confidence('greedy answer, share of the samples that agree',
+                                   greedy_agreement),
+    'entropy': Confidence('top class of the samples, 1 - entropy / ln k', class_entropy),
+    'stated': Confidence('greedy answer, its <confidence>', stated)}
+# those for which the model is asked once more: evaluate.py does that
+P_TRUE = {'p_true': Confidence('P(True) of the greedy answer'),
+          'p_true_samples': Confidence('P(True) of the greedy answer beside samples')}
+VERBALIZED = {'verbalized_1s': Confidence('stated probability of a guess, one stage'),
+              'verbalized_2s': Confidence('stated probability of the greedy answer, two stages')}
+CONFIDENCES = FROM_SAMPLES | P_TRUE | VERBALIZED
+
+
+def variants(p_true, verbalized):
+    """Return the names of CONFIDENCES that an evaluation reports beside the task."""
+    return [*FROM_SAMPLES, *(P_TRUE if p_true else ()), *(VERBALIZED if verbalized else ())]
+
+
+def classes(answers):
+    """Return [(index of its first answer, number of answers)] of each class, the largest first."""
+    names = [answer['key'] if answer['key'] is not None else i for i, answer in enumerate(answers)]
+    first = {name: i for i, name in reversed([*enumerate(names)])}
+    return [(first[name], count) for name, count in Counter(names).most_common()]
+
+
+def parse_probability(text):
+    """Return the first number of a text as a probability: '.8', '0.80', '80%', '80/100', '1'.
+
+    None if there is none, or if it is not from 0 to 1, as '80' without a percent sign.
+    """
+    match = re.search(r'(\d+\.?\d*|\.\d+)\s*(%|/\s*(\d+))?', text)
+    if not match:
+        return None
+    value = float(match[1]) / (100 if match[2] == '%' else float(match[3] or 1) or math.nan)
+    return value if 0 <= value <= 1 else None
+
+
+def outcome(confidence, correct):
+    """Return the fields of a sample with a single confidence, as evaluate.py's P(True) has them.
+
+    `log_prob` is that of whether the answer is right, at least log 1e-12.
+    """
+    c = np.array([confidence, 1 - confidence])
+    log_c = np.log(np.maximum(c, 1e-12))
+    return {'correct': bool(correct), 'confidence': float(confidence),
+            'log_prob': float(log_c[0 if correct else 1]), 'entropy': float(-(c * log_c).sum())}
+
+
+def shares(samples):
+    """Return what the metrics of a task with written answers do not say, as shares of questions.
+
+    samples: with `greedy` and `answers`. An answer that cannot be extracted counts as wrong in
+    every accuracy but accuracy_of_answered.
+    """
+    greedy = [sample['greedy'] for sample in samples]
+    drawn = [answer for sample in samples for answer in sample['answers']]
+    answered = [answer['correct'] for answer in greedy if answer['answer'] is not None]
+    cut = 'max_tokens', 'context'
+    return {'lenient_accuracy': float(np.mean([answer['correct'] for answer in greedy])),
+            'strict_accuracy': float(np.mean([answer['strict'] for answer in greedy])),
+            'accuracy_of_answered': float(np.mean(answered)) if answered else math.nan,
+            'no_answer': 1 - len(answered) / len(greedy),
+            'cut_off': float(np.mean([answer['reason'] in cut for answer in greedy])),
+            'samples_no_answer': float(np.mean([answer['answer'] is None for answer in drawn])),
+            'samples_cut_off': float(np.mean([answer['reason'] in cut for answer in drawn])),
+            'sample_accuracy': float(np.mean([answer['correct'] for answer in drawn]))}
+
+
+def ece_floor(samples, name, n_resamples=100, seed=0):
+    """Return the mean ECE of a perfectly calibrated model with as many samples per question.
+
+    name: 'agreement' or 'greedy_agreement'; None is returned for others. A parametric bootstrap:
+    the shares of the classes of a question are taken as the model's true probabilities, the right
+    answer is drawn from them, and so are k new samples. Shares of few samples are more extreme than
+    the probabilities behind them, so the floor is rather too low.
+    """
+    if name not in ('agreement', 'greedy_agreement'):
+        return None
+    random, confidence, correct = np.random.default_rng(seed), [], []
+    for sample in samples:
+        k, groups = len(sample['answers']), classes(sample['answers'])
+        p = np.array([count for _, count in groups]) / k
+        drawn = random.multinomial(k, p, n_resamples)
+        if name == 'agreement':
+            judged = drawn.argmax(1)
+        else:
+            key = sample['greedy']['key']
+            at = next((i for i, (first, _) in enumerate(groups) if key is not None
+                       and sample['answers'][first]['key'] == key), None)
+            if at is None:      # a class that was never drawn has no probability here
+                confidence.append(np.zeros(n_resamples))
+                correct.append(np.zeros(n_resamples, bool))
+                continue
+            judged = np.full(n_resamples, at)
+        confidence.append(drawn[np.arange(n_resamples), judged] / k)
+        correct.append(random.random(n_resamples) < p[judged])
+    pairs = zip(np.transpose(confidence), np.transpose(correct), strict=True)
+    return float(np.mean([metrics.ece(*pair) for pair in pairs]))
+
+
+def notes(result):
+    """Return the notes below the table of a task with written answers, or of its confidences."""
+    lines = []
+    if shown := result.get('written'):
+        lines.append('greedy answers right: {lenient_accuracy:.3f} by lenient extraction, '
+                     '{strict_accuracy:.3f} by strict; of those with an answer '
+                     '{accuracy_of_answered:.3f}'.format(**shown))
+        lines.append('no answer could be extracted from {no_answer:.3f} of them, which count as '
+                     'wrong; {cut_off:.3f} were cut off'.format(**shown))
+        lines.append('samples: {sample_accuracy:.3f} right, {samples_no_answer:.3f} without an '
+                     'answer, {samples_cut_off:.3f} cut off'.format(**shown))
+    if (floor := result.get('ece_floor')) is not None:
+        lines.append(f'a perfectly calibrated model would show an ECE of {floor:.3f} with '
+                     f'{result["n"]} samples per question')
+    if missing := result.get('unparsed'):
+        lines.append(f'{missing} questions without a number from 0 to 1 are left out')
+    return lines
+
+
+def _exp(log_prob):
+    return math.exp(min(0.0, log_prob))
