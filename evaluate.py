@@ -41,7 +41,7 @@ from data.packing import pack_alone, pack_trees, stack_answers, stack_rows
 from data.probes import INSTRUCTIONS
 from data.tasks import describe, describe_tasks, distribution, load_tasks, show
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from results import confidence, report, samples
+from results import confidence, page, report, samples
 from runtime import ownership
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError
@@ -91,6 +91,7 @@ from runtime.trained import base_of_adapter, trained_template, trained_with_bos
 # the seed too, but each sample has a hash of its prompt.
 SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos',
             'max_length', 'deterministic', 'dtype')
+SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
 
 
 # ------------------------------------------------------------------------------------------------
@@ -314,8 +315,9 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
     tokenized = []
     n_done = sum(key[0] == label for key, _ in done)
     progress = log.Progress(label, len(task.items) + len(task.validation) - n_done, task.unit)
+    of_text = functools.partial(text_samples, tokenizer)
     to_samples = {'questions': question_samples, 'permuted': permuted_samples,
-                  'p_true': p_true_samples}.get(task.kind, text_samples)
+                  'p_true': p_true_samples}.get(task.kind, of_text)
     try:
         for index, numbers, values in score(
                 load, unscored(task, label, tokenizer, cfg, done, tokenized), cfg.pack_len,
@@ -367,7 +369,8 @@ def unscored(task, label, tokenizer, cfg, done, tokenized):
 def question_samples(question, tree, numbers, values):
     """Return the one sample of a question: the summed log-probability of each option."""
     log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves))    # in float64
-    return [question_fields(question, tree.shots) | {
+    blank = {'choices': question.options} if question.ending else {}
+    return [question_fields(question, tree.shots) | blank | {
         'answer': question.answer,
         'options': [question.ending or option for option in question.options],
         'log_probs': log_probs.tolist(), 'n_tokens': tree.n_tokens}]
@@ -390,7 +393,8 @@ def permuted_samples(question, tree, numbers, values):
 def question_fields(question, shots):
     """Return the part of a sample that says which question it is of."""
     return {'question': question.digest, 'subject': question.subject,
-            'category': question.category, 'shots': shots}
+            'category': question.category, 'shots': shots,
+            'context': question.context + (f'_{question.ending}' if question.ending else '')}
 
 
 def p_true_samples(question, tree, numbers, values):
@@ -403,7 +407,7 @@ def p_true_samples(question, tree, numbers, values):
         'entropy': float(-(np.exp(log_probs) * log_probs).sum())}]
 
 
-def text_samples(text, tree, numbers, values):
+def text_samples(tokenizer, text, tree, numbers, values):
     """Return a sample for each scored token of a text: whether the top token is the next one."""
     ids, token_samples = [*tree.prefix, *tree.stem], []
     for n in np.argsort(numbers):
@@ -412,7 +416,10 @@ def text_samples(text, tree, numbers, values):
             'id': f'{text.id}:{at}' if len(tree.scored) > 1 else text.id, 'text': text.id,
             'position': at, 'token': ids[at], 'top_token': int(top),
             'correct': bool(int(top) == ids[at]), 'confidence': min(1.0, math.exp(top_log_prob)),
-            'log_prob': float(log_prob), 'entropy': float(entropy), 'of': len(tree.scored)})
+            'log_prob': float(log_prob), 'entropy': float(entropy), 'of': len(tree.scored),
+            'context': tokenizer.decode(ids[max(0, at - SHOWN_TOKENS):at], start=False),
+            'predicted': tokenizer.decode([int(top)], start=False),
+            'expected': tokenizer.decode([ids[at]], start=False)})
     return token_samples
 
 
@@ -574,10 +581,10 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     """Score `tasks`, as load_tasks(cfg) returns them, with the model in `folder`, or `model`.
 
     Resume from samples.jsonl in `out_dir`; write that file, eval_config.json, results.json, .md,
-    .csv, .tex and reliability diagrams there; keep the results of other tasks with the same model
-    and settings. Return the results. The caller holds the folder's lock. Raises ConfigError or
-    CheckpointError before anything is changed, DataError for a question that cannot be scored,
-    CheckpointError for logits that are not finite.
+    .csv, .tex, report.html and reliability diagrams there; keep the results of other tasks with the
+    same model and settings. Return the results. The caller holds the folder's lock. Raises
+    ConfigError or CheckpointError before anything is changed, DataError for a question that cannot
+    be scored, CheckpointError for logits that are not finite.
     """
     out_dir, config = Path(out_dir), checkpoint.read_config(folder, seq2seq=True)
     cfg = resolve(cfg, folder, config, tokenizer)
@@ -614,8 +621,10 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
                'seed': cfg.seed, 'versions': device.versions(), 'identity': identity,
                'tasks': earlier | results}
-    report.write_results(content, out_dir)
-    if drawn and (pictures := drawn.result()):      # raises its error
+    to_read, pictures = page.to_read(content['tasks'], rows), drawn.result() if drawn else []
+    page.write_report(content, to_read, pictures, out_dir)
+    report.write_results(content, out_dir, page.mistakes(to_read))
+    if pictures:
         print(f'wrote {", ".join(pictures)} to {out_dir}')
     return content
 
@@ -771,7 +780,7 @@ def main(argv):
     results, labels, out_dir = run(cfg)
     for label in labels:
         print(f'\n{report.task_text(label, results["tasks"][label])}')
-    print(f'\nwrote samples.jsonl, results.json, .md, .csv and .tex to {out_dir}')
+    print(f'\nwrote report.html, samples.jsonl, results.json, .md, .csv and .tex to {out_dir}')
 
 
 if __name__ == '__main__':

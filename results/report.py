@@ -600,10 +600,16 @@ def to_csv(results):
     return csv_text(lines)
 
 
-def write_results(results, out_dir):
-    """Write results.csv, .md, .tex and .json; a table that fails is a warning."""
+def write_results(results, out_dir, mistakes=''):
+    """Write results.csv, .md, .tex and .json; a table that fails is a warning.
+
+    mistakes: Markdown for the end of results.md
+    """
+    def tables_and_mistakes(results):
+        return '\n'.join(filter(None, (to_markdown(results), mistakes)))
+
     out_dir = Path(out_dir)
-    for name, to_text in (('results.csv', to_csv), ('results.md', to_markdown),
+    for name, to_text in (('results.csv', to_csv), ('results.md', tables_and_mistakes),
                           ('results.tex', to_latex)):
         with warn_on_failure(out_dir / name):
             write_text(out_dir / name, to_text(results))

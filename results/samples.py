@@ -15,7 +15,7 @@ from runtime import ownership
 from runtime.errors import ConfigError, DataError
 
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
-           'results.tex')
+           'results.tex', 'report.html')
 DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
@@ -189,11 +189,12 @@ def _is_list(values, *kinds):
 # (keys of a sample, whether a value is valid, what it must be); a missing key has the value None
 COMMON_RULES = (
     ('task id prompt', lambda x: isinstance(x, str), 'text'),
-    ('split language subject category text question',
+    ('split language subject category text question context predicted expected',
      lambda x: x is None or isinstance(x, str), 'text'),
     ('of', lambda x: x is None or type(x) is int and x > 0, 'a whole number, 1 or more'))
 OPTION_RULES = (
     ('options', lambda x: _is_list(x, str), 'a list of text'),
+    ('choices', lambda x: x is None or _is_list(x, str), 'a list of text'),
     ('log_probs', lambda x: _is_list(x, int, float), 'a list of numbers'),
     ('n_tokens', lambda x: _is_list(x, int), 'a list of numbers'),
     ('log_probs', lambda x: all(-LARGEST < y <= ROUNDING for y in x), 'finite and at most 0'),

@@ -16,7 +16,7 @@ MODULES = {}        # {name of a module: its files}, such as metrics.py and benc
 for path in FILES:
     if path.suffix == '.py' and path.parent.name != 'tests' and path.stem != '__init__':
         MODULES.setdefault(path.stem, []).append(path)
-ENDINGS = 'py', 'md', 'toml', 'csv', 'png', 'json', 'jsonl', 'tex', 'txt'
+ENDINGS = 'py', 'md', 'toml', 'csv', 'png', 'json', 'jsonl', 'tex', 'txt', 'html'
 # files that other programs write or that a reader makes
 FOREIGN = {'my_figure.py', 'generation_config.json', 'adapter_model.safetensors'}
 # options of other programs

@@ -1,0 +1,195 @@
+"""Samples to read: report.html, and the most confident mistakes at the end of results.md.
+
+page.html is the template: plain HTML and a script without libraries. The page is one file that
+needs no network. Its script keeps 50 samples in the document at a time.
+"""
+
+import base64
+import html
+import itertools
+import json
+import re
+import time
+from pathlib import Path
+
+import metrics
+from results import temperatures
+from results.plots import warn_on_failure
+from results.report import GROUPS, cells, notes, predictions, report_rows, task_title, unit
+from results.samples import GRID, sample_order
+from runtime.ownership import write_text
+
+TEMPLATE = Path(__file__).with_name('page.html')
+MOST = 30_000       # samples in a page; a browser opens MMLU's 14,042 in less than a second
+LONGEST = 1000      # characters of a question in results.md
+
+
+# Samples
+
+
+def to_read(results, samples):
+    """Return {task: its samples as rows of the page}, the most confident mistakes first.
+
+    results: {task: its entry in results.json}; samples: {task: its samples}. A task whose samples
+    have changed since is left out. A row is a dict with 'task', 'language', 'subject', 'id', 'text'
+    of the question ('' in samples of older versions), 'confidence' and 'correct'; of a question
+    with 'options', [[text, probability]], and the indices 'answer' (the right one) and 'chosen';
+    else with the text 'predicted' and 'expected'.
+    """
+    rows = {}
+    for task, result in results.items():
+        test = sorted((s for s in samples.get(task, []) if s.get('split') != 'validation'),
+                      key=sample_order)
+        if len(test) == result['pooled']['n']:
+            rows[task] = sorted(task_rows(test, result['norm']), key=mistakes_first)
+    return rows
+
+
+def task_rows(samples, norm):
+    """Return the samples of one task as rows, see `to_read`."""
+    predicted = predictions(samples, norm)
+    confidence, correct = metrics.top_label(predicted.probs, predicted.labels)
+    rows = [{'task': s['task'], 'language': s.get('language'), 'subject': s.get('subject'),
+             'id': s['id'], 'text': s.get('context', ''), 'confidence': round(c, 4), 'correct': ok}
+            for s, c, ok in zip(samples, confidence.tolist(), correct.tolist(), strict=True)]
+    if 'log_probs' in samples[0]:
+        chosen = metrics.predicted(predicted.probs).tolist()
+        for row, s, probs, k in zip(rows, samples, predicted.probs.round(4).tolist(), chosen,
+                                    strict=True):
+            # probs has zeros for further options of other questions
+            options = [*zip(s.get('choices', s['options']), probs, strict=False)]
+            row |= {'options': options, 'answer': s['answer'], 'chosen': k}
+    else:
+        for row, s in zip(rows, samples, strict=True):
+            row |= {key: s[key] for key in ('predicted', 'expected') if key in s}
+    return rows
+
+
+def mistakes_first(row):
+    return row['correct'], -row['confidence']
+
+
+def select(rows, most=MOST):
+    """Return ({task: rows} as one list, how many there are); at most `most`.
+
+    If there are more, all tasks and languages have as many, the first ones, or all that they have.
+    """
+    groups = {}
+    for row in itertools.chain(*rows.values()):
+        groups.setdefault((row['task'], row['language']), []).append(row)
+    ranked = sorted(((rank, row) for group in groups.values() for rank, row in enumerate(group)),
+                    key=lambda pair: pair[0])
+    return sorted((row for _, row in ranked[:most]), key=mistakes_first), len(ranked)
+
+
+def mistakes(rows, most=10):
+    """Return the most confident mistakes of all tasks as Markdown, for the end of results.md.
+
+    rows: of `to_read`. A variant of a task, such as `mmlu.permuted`, is left out beside the task.
+    """
+    wrong = sorted((row for task, group in rows.items() for row in group[:most]
+                    if task.partition('.')[0] not in rows.keys() - {task} and not row['correct']),
+                   key=mistakes_first)[:most]
+    texts = [f'### The {len(wrong)} most confident mistakes\n'] if wrong else []
+    for number, row in enumerate(wrong, 1):
+        place = ', '.join(filter(None, (row['task'], row['language'], row['subject'], row['id'])))
+        texts.append(f'{number}. {_code(place)}: {verdict(row)}\n')
+        if text := row['text']:
+            text = '…' * (len(text) > LONGEST) + text[-LONGEST:]
+            fence = '`' * max(3, 1 + _longest_run(text))
+            lines = fence, *text.split('\n'), f'{fence}\n'
+            texts.append('\n'.join(f'    {line}' for line in lines))
+    return '\n'.join(texts)
+
+
+def verdict(row):
+    """Return what a wrong answer was and what is right, in Markdown."""
+    said, right = (row['options'][row[key]][0] for key in ('chosen', 'answer')) if (
+        'options' in row) else (row.get('predicted', ''), row.get('expected', ''))
+    parts = [f'{word} {_code(text)}' for word, text in (('predicted', said), ('right is', right))
+             if text.strip()]
+    return ', '.join([f'confidence {row["confidence"]:.3f}', *parts])
+
+
+def _code(text):
+    """Return text as a code span of Markdown, in which nothing is markup."""
+    text = ' '.join(text.split())
+    ticks = '`' * (1 + _longest_run(text))
+    return f'{ticks} {text} {ticks}' if len(ticks) > 1 else f'`{text}`'
+
+
+def _longest_run(text):
+    return max(map(len, re.findall('`+', text)), default=0)
+
+
+# The page
+
+
+def write(out_dir, title, about, tables, pictures, rows):
+    """Write report.html; a failure is only a warning.
+
+    title, about: plain text; tables: HTML; pictures: names of PNG files in out_dir; rows: {task:
+    rows}, of `to_read`
+    """
+    path = Path(out_dir, 'report.html')
+    with warn_on_failure(path):
+        chosen, total = select(rows)
+        left_out = '' if len(chosen) == total else (
+            f'The page has {len(chosen):,} of {total:,} samples: of each task and language the '
+            f'most confident mistakes first. The others are in samples.jsonl. ')
+        images = ''.join(
+            f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,'
+            f'{base64.b64encode(Path(out_dir, name).read_bytes()).decode()}">\n'
+            for name in pictures)
+        # a JSON string may hold </script>, which would end the element
+        data = json.dumps(chosen, ensure_ascii=False, separators=(',', ':')).replace('<', r'\u003c')
+        page = TEMPLATE.read_text(encoding='utf-8')
+        for name, text in {'title': html.escape(title), 'about': html.escape(about),
+                           'tables': tables, 'left-out': left_out, 'rows': data,
+                           'pictures': images and f'<h2>Reliability diagrams</h2>\n{images}',
+                           }.items():
+            page = page.replace(f'<!--{name}-->', text)     # no text holds another <!--
+        write_text(path, page)
+
+
+def write_report(results, rows, pictures, out_dir):
+    """Write report.html of an evaluation.
+
+    results: the content of results.json; pictures: the names of those drawn now. With them the page
+    has the diagrams of languages from earlier evaluations; without, it has no pictures.
+    """
+    tasks, config, versions = results['tasks'], results['config'], results['versions']
+    title = (f'{config["model"]}: {", ".join(tasks)} ({time.strftime("%Y-%m-%d")}, '
+             f'nanoCal {versions["nanocal"]})')
+    about = ', '.join(f'{key} {value}' for key, value in (
+        {key: config[key] for key in ('device', 'dtype', 'seed')} | versions).items() if value)
+    tables = ''.join(task_html(task, result) for task, result in tasks.items())
+    grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]
+    write(out_dir, title, about, tables, dict.fromkeys((*pictures, *grids) if pictures else ()),
+          rows)
+
+
+def task_html(task, result):
+    """Return the tables and notes of a task; those of its groups are folded."""
+    rows = {}
+    for row in report_rows(result):
+        rows.setdefault(row[0] if row[0] in GROUPS.values() else '', []).append(row)
+    parts = [f'<h2>{html.escape(task_title(task, result))}</h2>',
+             table_html(cells(rows.pop(''), count=unit(result))),
+             *(f'<p class="about">{html.escape(line)}</p>' for line in notes(result))]
+    parts += [folded(f'{len(group)} {name}', cells(group, count=unit(result)))
+              for name, group in rows.items()]
+    if by_language := temperatures.cells(result):
+        parts.append(folded('temperatures by language', by_language))
+    return '\n'.join(parts) + '\n'
+
+
+def folded(title, lines):
+    return f'<details><summary>{html.escape(title)}</summary>{table_html(lines)}</details>'
+
+
+def table_html(lines):
+    """Return lines of cells, header first, as an HTML table."""
+    rows = [f'<tr><{tag}>' + f'<{tag}>'.join(map(html.escape, line))
+            for tag, line in zip(('th', *['td'] * len(lines)), lines, strict=False)]
+    return '\n'.join(['<div class="scroll"><table>', *rows, '</table></div>'])

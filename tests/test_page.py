@@ -1,0 +1,291 @@
+"""results/page.py: report.html and the most confident mistakes."""
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import evaluate
+import metrics
+from common import reference_model, sentencepiece_folder, write_rows
+from data.tokenizer import load_tokenizer
+from results import page
+from runtime.errors import ConfigError
+
+HOSTILE = '</script><script>alert(1)</script> <!--rows--> <b>bold</b> &amp; "quoted" ```\\u003c $x'
+BROWSER = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))),
+               None)
+VERSIONS = {'nanocal': '1.2.3', 'python': '3', 'torch': '2', 'numpy': '2', 'device': ''}
+
+
+def questions(n, seed=0, **more):
+    """Samples of n questions with random probabilities."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(n):
+        log_probs = np.log(rng.dirichlet(np.ones(3)))
+        samples.append({'task': 'mmlu', 'split': 'test', 'language': '', 'id': f'{i}',
+                        'prompt': 'p', 'subject': f'subject {i % 2}', 'category': '',
+                        'context': f'question {i}?', 'answer': int(rng.integers(3)),
+                        'options': [' A', ' B', ' C'], 'log_probs': log_probs.tolist(),
+                        'n_tokens': [1, 1, 1]} | more)
+    return samples
+
+
+def tokens(n, task='clm'):
+    """Samples of n tokens, all predicted wrongly."""
+    return [{'task': task, 'split': 'test', 'language': '', 'id': f'{i}', 'prompt': 'p',
+             'context': 'once upon a', 'predicted': ' mid', 'expected': ' time', 'correct': False,
+             'confidence': i / n, 'log_prob': -3.0, 'entropy': 1.0} for i in range(n)]
+
+
+def rows_of(**samples):
+    results = {task: {'norm': 'token', 'pooled': {'n': len(rows)}}
+               for task, rows in samples.items()}
+    return page.to_read(results, samples)
+
+
+def write(folder, rows, **config):
+    """Write report.html of `rows` and return its text."""
+    report = metrics.report(np.array([[0.9, 0.1], [0.8, 0.2]]), np.array([0, 1]))
+    result = {'distribution': '<0 shots>', 'norm': 'token', 'option_mass': 0.9, 'pooled': report,
+              'subjects': {'<i>a</i>': report, 'b': report}}
+    page.write_report({'tasks': dict.fromkeys(rows, result), 'versions': VERSIONS, 'config': {
+        'model': 'some/<model>', 'device': 'cpu', 'dtype': 'float32', 'seed': 0} | config},
+        rows, [], folder)
+    return (folder / 'report.html').read_text()
+
+
+class Parsed(html.parser.HTMLParser):
+    """The tags of a page, its text outside of scripts, and the content of its elements by id."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.text, self.content, self._id = [], [], '', {}, None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        self._id = dict(attributes).get('id') or tag
+
+    def handle_data(self, data):
+        self.content[self._id] = self.content.get(self._id, '') + data
+        if self._id != 'script':
+            self.text += data
+
+
+def browse(folder, text, script):
+    """Return the HTML of a page after a browser has opened it and run `script`."""
+    if BROWSER is None:
+        pytest.skip('needs Chromium')
+    (folder / 'open.html').write_text(text.replace('</html>', f'<script>{script}</script>'))
+    done = subprocess.run([BROWSER, '--headless', '--no-sandbox', '--disable-gpu', '--dump-dom',
+                           f'--user-data-dir={folder / "profile"}',
+                           (folder / 'open.html').as_uri()], capture_output=True, text=True,
+                          timeout=60)
+    return done.stdout
+
+
+# ------------------------------------------------------------------------------------------------
+# Samples
+# ------------------------------------------------------------------------------------------------
+
+def test_the_most_confident_mistakes_come_first_with_the_probabilities_of_the_metrics():
+    samples = questions(50)
+    rows = rows_of(mmlu=samples)['mmlu']
+    by_id = {s['id']: s for s in samples}
+    assert len(rows) == 50 and {row['correct'] for row in rows} == {True, False}
+    for row in rows:
+        sample = by_id[row['id']]
+        probs = np.exp(sample['log_probs'])
+        np.testing.assert_allclose([p for _, p in row['options']], probs, atol=1e-4)
+        assert row['chosen'] == probs.argmax() and abs(row['confidence'] - probs.max()) < 1e-4
+        assert row['correct'] == (probs.argmax() == sample['answer'])
+        assert row['text'] == sample['context'] and row['answer'] == sample['answer']
+    order = [(row['correct'], -row['confidence']) for row in rows]
+    assert order == sorted(order)
+
+
+def test_samples_of_older_versions_and_of_the_validation_split():
+    samples = questions(6)
+    for sample in samples[:3]:
+        del sample['context']
+    samples[5]['split'] = 'validation'
+    rows = page.to_read({'mmlu': {'norm': 'sum', 'pooled': {'n': 5}}}, {'mmlu': samples})['mmlu']
+    assert {row['id']: row['text'] for row in rows} == {
+        '0': '', '1': '', '2': '', '3': 'question 3?', '4': 'question 4?'}
+    # the samples have changed since the result was computed
+    assert page.to_read({'mmlu': {'norm': 'sum', 'pooled': {'n': 4}}}, {'mmlu': samples}) == {}
+
+
+def test_a_page_of_too_many_samples_has_some_of_every_task_and_language():
+    rows = rows_of(mmlu=[*questions(40, language='de'), *questions(40, language='en')],
+                   clm=tokens(5))
+    chosen, total = page.select(rows, most=45)
+    assert total == 85 and len(chosen) == 45
+    counts = {language: sum(row['task'] == 'mmlu' and row['language'] == language
+                            for row in chosen) for language in ('de', 'en')}
+    assert counts == {'de': 20, 'en': 20}
+    assert [row['correct'] for row in chosen] == sorted(row['correct'] for row in chosen)
+    assert page.select(rows, most=85) == page.select(rows, most=100)
+
+
+def test_results_md_ends_with_the_ten_most_confident_mistakes():
+    samples = questions(60)
+    for sample in samples:
+        sample['context'] = f'{HOSTILE}\n\n{"x" * 2000}\nend {sample["id"]}'
+    rows = rows_of(mmlu=samples, clm=tokens(4), **{'mmlu.permuted': samples})
+    text = page.mistakes(rows)
+    wrong = [row for row in rows['mmlu'] if not row['correct']] + rows['clm']
+    wrong = sorted(wrong, key=lambda row: -row['confidence'])[:10]
+    assert text.startswith('### The 10 most confident mistakes\n')
+    found = re.findall(r'^\d+\. `(.*?)`: confidence ([\d.]+), predicted `(.*?)`, right is `(.*?)`$',
+                       text, re.M)
+    assert [float(confidence) for _, confidence, *_ in found] == [
+        round(row['confidence'], 3) for row in wrong]
+    for (place, _, predicted, right), row in zip(found, wrong, strict=True):
+        assert place.endswith(row['id']) and predicted != right
+        assert row['task'] == place.split(',')[0]
+    assert text.count('    ```\n') == 20 and 'mmlu.permuted' not in text
+    assert max(map(len, text.split('\n'))) < page.LONGEST + 10      # long questions are cut
+    assert page.mistakes({}) == ''
+
+
+def test_a_question_cannot_leave_its_block_of_markdown():
+    rows = rows_of(mmlu=questions(30, context=HOSTILE))
+    lines = page.mistakes(rows).split('\n')
+    assert lines.count('    ````') == 20 and lines.count(f'    {HOSTILE}') == 10
+
+
+# ------------------------------------------------------------------------------------------------
+# The page
+# ------------------------------------------------------------------------------------------------
+
+def test_text_of_a_question_is_never_markup(tmp_path):
+    plain = write(tmp_path, rows_of(mmlu=questions(4)))
+    samples = questions(4, context=HOSTILE, subject=HOSTILE, options=[HOSTILE] * 3)
+    rows = rows_of(mmlu=samples)
+    text = write(tmp_path, rows)
+    parsed = Parsed(text)
+    assert parsed.tags == Parsed(plain).tags
+    assert json.loads(parsed.content['rows']) == json.loads(json.dumps(rows['mmlu']))
+    assert 'some/<model>' in parsed.content['title'] and '<i>a</i>' in parsed.text
+
+
+def test_the_page_needs_no_other_file(tmp_path):
+    text = write(tmp_path, rows_of(mmlu=questions(4)))
+    parsed = Parsed(text)
+    assert not {'link', 'iframe'} & {*parsed.tags}
+    assert all(value.startswith('data:') for key, value in parsed.attributes
+               if key in ('src', 'href'))
+    assert not re.search(r'https?:|url\(|@import|fetch\(|import\(', text)
+    assert re.search(r'some/<model>: mmlu \(\d{4}-\d\d-\d\d, nanoCal 1.2.3\)', parsed.text)
+    assert '2 subjects' in parsed.text and '<!--' not in text
+
+
+def test_the_template_fits_on_a_few_screens():
+    assert len(page.TEMPLATE.read_text().splitlines()) <= 150
+
+
+def test_a_page_that_fails_costs_no_numbers(tmp_path, capsys):
+    (tmp_path / 'report.html').mkdir()
+    with pytest.raises(IsADirectoryError):
+        write(tmp_path, rows_of(mmlu=questions(4)))     # reading it
+    assert 'report.html was not written: IsADirectoryError' in capsys.readouterr().err
+
+
+def test_a_browser_shows_markup_as_text_and_fifty_samples_at_a_time(tmp_path):
+    samples = questions(120, options=[f' {HOSTILE} A', ' B', ' C'])
+    for i, sample in enumerate(samples):
+        sample['context'] = f'{HOSTILE} {i}'
+    text = write(tmp_path, rows_of(mmlu=samples))
+    shown = Parsed(browse(tmp_path, text, 'show(50)'))
+    assert shown.tags.count('article') == 50
+    assert '51 to 100 of 120' in shown.content['count']
+    assert shown.text.count('<b>bold</b> &amp; "quoted"') >= 100
+    assert 'b' not in shown.tags and shown.tags.count('script') == Parsed(text).tags.count(
+        'script') + 1
+
+
+def test_a_browser_filters_and_sorts(tmp_path):
+    samples = [*questions(80), *tokens(3)]
+    rows = rows_of(mmlu=samples[:80], clm=samples[80:])
+    wanted = sorted(row['confidence'] for row in rows['mmlu'] if row['correct']
+                    and row['subject'] == 'subject 1' and '3' in row['text'])
+    shown = browse(tmp_path, write(tmp_path, rows), """
+        form.task.value = 'mmlu'; form.subject.value = 'subject 1'; form.verdict.value = 'right';
+        form.words.value = 'QUESTION 3'; form.order.value = 'low';
+        form.dispatchEvent(new Event('input'));""")
+    confidences = [float(x) for x in re.findall(r'>right, confidence ([\d.]+)<', shown)]
+    assert len(confidences) == len(wanted) > 2 and '>wrong, confidence' not in shown
+    np.testing.assert_allclose(confidences, wanted, atol=6e-4)
+    shown = browse(tmp_path, write(tmp_path, rows), "form.task.value = 'clm'; filter();")
+    assert 'predicted:  mid' in shown and 'expected:  time' in shown and '1 to 3 of 3' in shown
+
+
+# ------------------------------------------------------------------------------------------------
+# An evaluation
+# ------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """A tiny Llama, a task in two languages, one with blanks, and texts."""
+    folder = tmp_path_factory.mktemp('page')
+    sentencepiece_folder(folder / 'model', 'mistral')
+    reference_model('llama', folder / 'model', vocab_size=load_tokenizer(folder / 'model').n_vocab)
+    write_rows(folder / 'foxes.jsonl', [
+        {'question': f'the quick fox {i}?', 'answer': i % 3, 'choices': ['blue', 'lazy', 'old'],
+         'language': ('de', 'en')[i % 2]} for i in range(24)])
+    write_rows(folder / 'blanks.jsonl', [
+        {'sentence': f'The fox saw the stone as the _ was {i} old.', 'option1': 'fox',
+         'option2': 'stone', 'answer': '2'} for i in range(6)])
+    write_rows(folder / 'texts.jsonl', [
+        {'text': f'the quick brown fox {i} jumps over the lazy dog'} for i in range(8)])
+    return folder
+
+
+def run(folder, out, *arguments):
+    evaluate.main([f'--model={folder / "model"}', f'--out_dir={out}', '--shots=0',
+                   '--n_bootstrap=0', '--dtype=float32', *arguments])
+    return (out / 'report.html').read_text()
+
+
+def test_an_evaluation_writes_a_page_of_all_its_tasks(folder, tmp_path):
+    run(folder, tmp_path / 'out', f'--tasks={folder / "foxes.jsonl"}', '--p_true')
+    text = run(folder, tmp_path / 'out', f'--tasks=clm:{folder / "texts.jsonl"},'
+               f'winogrande_xl:{folder / "blanks.jsonl"}', '--prompt_format=mmlu')
+    parsed = Parsed(text)
+    rows = json.loads(parsed.content['rows'])
+    texts = {row['task']: row['text'] for row in rows}
+    assert len(rows) == 24 + 24 + 8 + 6 and len(texts) == 4
+    assert re.search(r'the quick fox \d+\?\nA. blue', texts['foxes'])
+    assert 'Proposed Answer:' in texts['foxes.p_true']
+    for row in rows:
+        if row['task'] == 'clm':
+            whole = f'the quick brown fox {row["id"]} jumps over the lazy dog'
+            assert whole.startswith((row['text'] + row['expected']).removeprefix('<s>').strip())
+            assert row['correct'] == (row['predicted'] == row['expected'])
+    assert text.count('<img') == 2      # all tasks, and the languages of the first evaluation
+    assert 'most confident mistakes' in (tmp_path / 'out' / 'results.md').read_text()
+    assert '<img' not in run(folder, tmp_path / 'out', f'--tasks={folder / "foxes.jsonl"}',
+                             '--pictures=False')
+
+
+def test_the_options_of_a_blank_are_shown_with_the_sentence(folder, tmp_path):
+    text = run(folder, tmp_path, f'--tasks=winogrande_xl:{folder / "blanks.jsonl"}',
+               '--prompt_format=harness')
+    row = json.loads(Parsed(text).content['rows'])[0]
+    assert row['text'] == f'The fox saw the stone as the _ was {row["id"]} old.'
+    assert [option for option, _ in row['options']] == ['fox', 'stone'] and row['answer'] == 1
+
+
+def test_a_page_that_someone_else_wrote_is_kept(folder, tmp_path):
+    (tmp_path / 'report.html').write_text('mine')
+    for option in ((), ('--overwrite',)):
+        with pytest.raises(ConfigError, match='report.html was not written by this program'):
+            run(folder, tmp_path, f'--tasks={folder / "foxes.jsonl"}', *option)
+    assert (tmp_path / 'report.html').read_text() == 'mine'
