@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 from data.files import require_text
-from runtime.errors import DataError
+from runtime.errors import ConfigError, DataError
 
 ROLES = ('system', 'user', 'assistant')
 
@@ -25,7 +25,8 @@ def encode_conversation(messages, tokenizer, template='tulu', add_bos=True):
 
     messages: [{'role': 'system' | 'user' | 'assistant', 'content': str}, ...]
     The assistant's text and the token that ends its turn are supervised. Raises DataError for a
-    conversation that does not fit the template or has no assistant text.
+    conversation that does not fit the template or has no assistant text, ConfigError for a template
+    with control tokens that the tokenizer lacks.
     """
     _check_messages(messages)
     bos = [tokenizer.bos_id] if add_bos else []
@@ -62,8 +63,8 @@ def question_frame(tokenizer, template, add_bos=True):
     """Return what a template puts around a question: (opening, before, after, closing, lead).
 
     A stripped question and its answer are encoded as the ids `opening`, the text before + question
-    + after, the ids `closing`, the text lead + answer. Raises DataError if the tokenizer lacks a
-    control token of the template, or if the template yields anything else.
+    + after, the ids `closing`, the text lead + answer. Raises ConfigError if the tokenizer lacks
+    a control token of the template, DataError if the template yields anything else.
     """
     question, answer = '\0', '\1'
     messages = [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]
@@ -255,8 +256,8 @@ def jinja(template, tokenizer, add_bos=True):
 def _controls(tokenizer, *names):
     missing = [name for name in dict.fromkeys(names) if name not in tokenizer.control_ids]
     if missing:
-        raise DataError(f'this template needs {", ".join(missing)}, which the tokenizer lacks; '
-                        f"template = 'tulu' works with every tokenizer")
+        raise ConfigError(f'the template needs {", ".join(missing)}, which the tokenizer of the '
+                          f"model lacks; 'tulu' works with every tokenizer")
     return tokenizer.control_ids
 
 

@@ -179,8 +179,9 @@ def load_reward(name):
         return REWARDS[name]
     path = Path(name)
     if path.suffix != '.py' or not path.is_file():
-        raise ConfigError(f'reward = {name!r}; wanted {", ".join(REWARDS)}, or a Python file with '
-                          f'a function reward(prompt, answer, row)')
+        raise ConfigError(f'reward = {name!r}, where there is no file or reward model; wanted '
+                          f'{", ".join(REWARDS)}, the folder of a reward model, or a Python file '
+                          f'with a function reward(prompt, answer, row)')
     names = {'__name__': path.stem, '__file__': name}
     try:
         exec(compile(path.read_text(encoding='utf-8'), name, 'exec'), names)

@@ -91,7 +91,7 @@ def trained_template(folder):
     if settings.get('data_kind') != 'instruct' or 'template' not in settings:
         raise ConfigError(f'chat = trained, but {folder} was not trained here on conversations; '
                           f'name the template, for example --chat=llama3, or ask in plain text: '
-                          f'evaluate.py --chat=none, sample.py --raw')
+                          f'--chat=none of evaluate.py, --raw of sample.py and generate.py')
     return settings['template']
 
 

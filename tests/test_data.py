@@ -18,7 +18,7 @@ from data import cache, instruct, packing, probes, questions, text
 from data.files import draw, read_rows
 from data.trees import load_answers, tokenize_questions
 from data.world import WorldSpec, make_world
-from runtime.errors import DataError
+from runtime.errors import ConfigError, DataError
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
 
@@ -127,6 +127,13 @@ def test_bad_rows_are_named_or_counted(tmp_path, tokenizers, capsys):
         sequences = conversations(path, tokenizers['gemma'], on_bad_row='skip', workers=workers,
                                   max_length=60 + workers)
         assert len(sequences) == 2 and '2 bad rows skipped, the first' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('on_bad_row', ['stop', 'skip'])
+def test_a_template_without_its_control_tokens_is_no_bad_row(tmp_path, tokenizers, on_bad_row):
+    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
+    with pytest.raises(ConfigError, match='^the template needs .*eot_id.* the tokenizer of'):
+        conversations(path, tokenizers['gemma'], template='llama3', on_bad_row=on_bad_row)
 
 
 @pytest.mark.parametrize('row, message', [
