@@ -249,15 +249,20 @@ def intervals(resampled):
 
 
 def mean_report(reports, resampled):
-    """Return the mean of reports, with intervals from the mean of the resampled values."""
+    """Return the mean of reports, with intervals from the mean of the resampled values.
+
+    There are none if a group has fewer than 10 samples: resampling within it varies too little, by
+    a factor sqrt(1 - 1 / n) in its standard deviation, and not at all for n = 1.
+    """
     mean = {'groups': len(reports)}
     for key in reports[0]:
         if key not in ('n', 'intervals', 'accuracy_low', 'accuracy_high'):
             # a metric can be undefined for a group, as AUROC is if every answer is correct
             values = [r[key] for r in reports if not math.isnan(r[key])]
             mean[key] = float(np.mean(values)) if values else math.nan
+    few = min(report['n'] for report in reports) < 10
     return mean | intervals({key: np.mean([values[key] for values in resampled], axis=0)
-                             for key in resampled[0]})
+                             for key in ({} if few else resampled[0])})
 
 
 def post_hoc(test, held_out, n_bootstrap, seed, languages=None):

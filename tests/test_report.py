@@ -151,6 +151,15 @@ def test_only_a_cut_line_is_left_out(tmp_path):
     assert samples.read_samples(path) == []
 
 
+@pytest.mark.parametrize('n, has_interval', [(1, False), (9, False), (10, True)])
+def test_a_mean_over_small_groups_has_no_interval(n, has_interval):
+    questions = [question(i, id=f'{subject}{i}', subject=subject, answer=(i + len(subject)) % 2)
+                 for subject, count in (('law', 40), ('logic', n)) for i in range(count)]
+    macro = report.summarize(questions, 'token', n_bootstrap=50)['macro']
+    assert ('intervals' in macro) == has_interval
+    assert [*report.cells([('macro', macro)])[0]].count('95 % interval') == has_interval
+
+
 def test_nll_of_sums_is_not_clipped():
     """Options of hundreds of nats: NLL from the log-probabilities, pooled, resampled and scaled."""
     samples = [question(i, log_probs=[-100.0 - i, -2.0], answer=i % 2) for i in range(8)]
