@@ -516,21 +516,25 @@ def answer_sample(question, rule, greedy, answers, lead):
     greedy, *answers = (answer | rule.grade(answer['text'], question.references)
                         for answer in (greedy, *answers))
     sample = {'greedy': greedy, 'answers': answers}
-    return confidence.outcome(*confidence.greedy_probability(sample)) | sample
+    return judged(question, *confidence.greedy_probability(sample)) | sample
+
+
+def judged(question, value, answer):
+    """Return the part of a sample with a confidence, `value`, in `answer`, a graded answer."""
+    return confidence.outcome(value, answer['correct']) | {
+        'predicted': answer['answer'] or '', 'expected': question.references[0]}
 
 
 def verbalized_sample(question, rule, greedy, answers, lead):
     """Return the sample of a stated probability; None if the answer has none from 0 to 1."""
     guess, probability = free_answers.stated_guess(greedy['text'], lead)
-    correct = question.answer == 0
-    if len(question.messages) == 1:         # one stage: the guess is judged
-        if guess is None:
-            return None
-        correct = rule.grade(guess, question.references)['correct']
-    elif probability is None:
-        probability = greedy['text']
+    if len(question.messages) > 1:      # two stages: the greedy answer is judged
+        guess, probability = question.messages[1]['content'], probability or greedy['text']
     value = confidence.parse_probability(probability or '')
-    return None if value is None else confidence.outcome(value, correct) | {'greedy': greedy}
+    if guess is None or value is None:
+        return None
+    answer = rule.grade(guess, question.references)
+    return judged(question, value, answer) | {'greedy': greedy}
 
 
 def judge_samples(load, folder, tokenizer, label, task, cfg, done, write):
@@ -539,10 +543,10 @@ def judge_samples(load, folder, tokenizer, label, task, cfg, done, write):
     scored = {samples.sample_key(s)[1:]: s for s in task.written}
     for question in task.items:
         key = 'test', question.language, question.id
-        value, correct = function(scored[key])
+        value, answer = function(scored[key])
         if value is None:
             continue
-        sample = (confidence.outcome(value, correct)
+        sample = (judged(question, value, answer)
                   | question_fields(question, scored[key]['shots']))
         prompts.add(((label, *key), prompt := samples.digest(sample)))
         if ((label, *key), prompt) not in done:
@@ -588,11 +592,14 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     """
     out_dir, config = Path(out_dir), checkpoint.read_config(folder, seq2seq=True)
     cfg = resolve(cfg, folder, config, tokenizer)
-    texts = [label for label, task in tasks.items() if task.kind in INSTRUCTIONS]
-    texts += [label for label, task in tasks.items() if task.kind == 'free']
+    texts = [label for label, task in tasks.items() if task.kind in ('free', *INSTRUCTIONS)]
     if texts and t5_config(folder):
-        raise ConfigError(f'{texts[0]} scores the tokens of texts, and {config.model_type} scores '
-                          f'answers alone; choose tasks that are questions')
+        raise ConfigError(f'{texts[0]} needs a model that continues a text, and '
+                          f'{config.model_type} scores answers alone; choose tasks with options')
+    for task in tasks.values() if cfg.verbalized else ():
+        if task.kind == 'free':     # a template may refuse a second question
+            free_answers.encode(free_answers.verbalized_2s(task.items[0], 'x'), [], tokenizer, cfg,
+                                0)
     if not model:
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
     identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
@@ -778,8 +785,7 @@ def main(argv):
     if cfg.show:
         return show_prompts(cfg)
     results, labels, out_dir = run(cfg)
-    for label in labels:
-        print(f'\n{report.task_text(label, results["tasks"][label])}')
+    print(report.tasks_text(results['tasks'], labels))
     print(f'\nwrote report.html, samples.jsonl, results.json, .md, .csv and .tex to {out_dir}')
 
 

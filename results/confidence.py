@@ -6,9 +6,9 @@ with the one that ended it, in nats), `n_tokens`, `mean_prob`, what ended it (`r
 data/free_answers.py graded it: `answer` (extracted, or null), `key` (equal for answers that agree),
 `correct`, `strict`.
 
-A new confidence is a function (sample -> (confidence in [0, 1] or None, whether the judged answer
-is right)) and an entry of FROM_SAMPLES. None means that the model stated no number; such a question
-is left out and counted, since any default would fake a result.
+A new confidence is a function (sample -> (confidence in [0, 1] or None, the answer that is judged))
+and an entry of FROM_SAMPLES. None means that the model stated no number; such a question is left
+out and counted, since any default would fake a result.
 """
 
 import math
@@ -24,18 +24,18 @@ import metrics
 
 def greedy_probability(sample):
     """The probability of the greedy answer's tokens: of this wording, not of its meaning."""
-    return _exp(sample['greedy']['log_prob']), sample['greedy']['correct']
+    return _exp(sample['greedy']['log_prob']), sample['greedy']
 
 
 def length_normalized(sample):
     """exp of the mean log-probability per token, a geometric mean and no probability."""
     answer = sample['greedy']
-    return _exp(answer['log_prob'] / answer['n_tokens']), answer['correct']
+    return _exp(answer['log_prob'] / answer['n_tokens']), answer
 
 
 def mean_token_probability(sample):
     """The arithmetic mean of the token probabilities (Spiess et al. 2024, arXiv 2402.02047)."""
-    return min(1.0, sample['greedy']['mean_prob']), sample['greedy']['correct']
+    return min(1.0, sample['greedy']['mean_prob']), sample['greedy']
 
 
 def agreement(sample):
@@ -46,7 +46,7 @@ def agreement(sample):
     """
     answers = sample['answers']
     top, count = classes(answers)[0]
-    return count / len(answers), answers[top]['correct']
+    return count / len(answers), answers[top]
 
 
 def greedy_agreement(sample):
@@ -56,7 +56,7 @@ def greedy_agreement(sample):
     """
     key, answers = sample['greedy']['key'], sample['answers']
     n = 0 if key is None else sum(answer['key'] == key for answer in answers)
-    return n / len(answers), sample['greedy']['correct']
+    return n / len(answers), sample['greedy']
 
 
 def class_entropy(sample):
@@ -67,7 +67,7 @@ def class_entropy(sample):
     """
     answers = sample['answers']
     if len(answers) == 1:
-        return None, answers[0]['correct']
+        return None, answers[0]
     shares = np.array([count for _, count in classes(answers)]) / len(answers)
     entropy = -(shares * np.log(shares)).sum()
     return min(1.0, max(0.0, 1 - entropy / math.log(len(answers)))), agreement(sample)[1]
@@ -76,11 +76,11 @@ def class_entropy(sample):
 def stated(sample):
     """The number in <confidence> of the greedy answer, from 0 to 1 (RLCR, arXiv 2507.16806)."""
     tags = re.findall(r'<confidence>(.*?)</confidence>', sample['greedy']['text'], re.DOTALL)
-    return parse_probability(tags[-1]) if tags else None, sample['greedy']['correct']
+    return parse_probability(tags[-1]) if tags else None, sample['greedy']
 
 
 class Confidence(NamedTuple):
-    """A row of the tables. function: sample -> (confidence or None, correct)"""
+    """A row of the tables. function: sample -> (confidence or None, the judged answer)"""
     title: str
     function: Callable | None = None
 
@@ -189,6 +189,33 @@ def ece_floor(samples, name, n_resamples=100, seed=0):
         correct.append(random.random(n_resamples) < p[judged])
     pairs = zip(np.transpose(confidence), np.transpose(correct), strict=True)
     return float(np.mean([metrics.ece(*pair) for pair in pairs]))
+
+
+# the table of all confidences: {key of metrics.MEASURES: title}, and scalings, whose ECE it has
+COLUMNS = {'accuracy': 'accuracy', 'confidence': 'confidence', 'auroc': 'AUROC', 'prr': 'PRR',
+           'brier_top_label': 'Brier', 'brier_skill': 'Brier skill', 'ece': 'ECE'}
+SCALED = {'platt': 'ECE, Platt', 'isotonic': 'ECE, isotonic'}
+
+
+def cells(task, tasks):
+    """Return the cells of the table of all confidences in the answers to `task`, header first.
+
+    tasks: {task: its entry in results.json}. [] for a task without written answers.
+    """
+    if 'written' not in tasks[task]:
+        return []
+    formats = {measure.key: measure.format for measure in metrics.MEASURES}
+    lines = [['entry', 'questions', *COLUMNS.values(), 'floor of ECE', *SCALED.values()]]
+    for label, result in tasks.items():
+        if label.partition('.')[0] == task:
+            pooled, floor = result['pooled'], result.get('ece_floor')
+            scaled = result.get('post_hoc', {}).get('reports', {})
+            lines.append([
+                label, str(pooled['n']),
+                *(format(pooled[key], formats[key]) for key in COLUMNS),
+                '' if floor is None else f'{floor:.3f}',
+                *(f'{scaled[name]["ece"]:.3f}' if name in scaled else '' for name in SCALED)])
+    return lines
 
 
 def notes(result):

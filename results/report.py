@@ -19,6 +19,7 @@ import metrics
 import scaling
 import stats
 from results import prediction_files, temperatures
+from results.confidence import cells as confidence_cells
 from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
 from results.samples import DIAGRAM, GRID, by_order, latest_samples, read_samples, sample_order
@@ -561,6 +562,20 @@ def task_text(task, result):
     return '\n'.join([task_title(task, result), *tables, *notes(result)])
 
 
+def tasks_text(tasks, labels):
+    """Return the texts of the tasks `labels`, for printing.
+
+    The confidences in the written answers to a task are one table. tasks: {task: its result}
+    """
+    texts = []
+    for label in labels:
+        if 'written' not in tasks.get(label.partition('.')[0], ()) or '.' not in label:
+            texts.append(f'\n{task_text(label, tasks[label])}')
+        if table := confidence_cells(label, tasks):
+            texts.append(f'\n{aligned(table)}')
+    return '\n'.join(texts)
+
+
 def to_markdown(results):
     """Return title, table and notes of every task, in Markdown."""
     texts = []
@@ -570,6 +585,8 @@ def to_markdown(results):
                   *(f'{line}\n' for line in notes(result))]
         if by_language := temperatures.cells(result):
             texts += ['Temperatures by language:\n', markdown(by_language)]
+        if by_confidence := confidence_cells(task, results['tasks']):
+            texts.append(markdown(by_confidence))
     return '\n'.join(texts)
 
 
@@ -587,6 +604,8 @@ def to_latex(results):
                   *(f'{latex_text(line)}\n' for line in notes(result))]
         if by_language := temperatures.cells(result):
             texts.append(latex(by_language, f'{task}: temperatures by language'))
+        if by_confidence := confidence_cells(task, results['tasks']):
+            texts.append(latex(by_confidence, f'{task}: confidences'))
     return '\n'.join(texts)
 
 

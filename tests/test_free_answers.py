@@ -16,10 +16,13 @@ import generate
 import metrics
 from data import free_answers
 from data.free_answers import FREE_TASKS, load_free
+from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
 from results import confidence
 from results.samples import latest_samples, read_samples
+from runtime import checkpoint
 from runtime.errors import ConfigError, DataError
+from runtime.sampling import Sampling
 
 # ------------------------------------------------------------------------------------------------
 # Extraction and match rules
@@ -87,9 +90,8 @@ def test_gsm8k_is_graded_as_by_lm_eval():
             assert grade['strict'] == (theirs == target)
             theirs = lm_eval_gsm8k(text, r'(-?[$0-9.,]{2,})|(-?[0-9]+)', first=False)
             n += grade['correct'] != (theirs == target)
-            # where ours differs, '10-3' is no -3, '2.50' equals 2.5, or a fraction is not cut
-            assert grade['correct'] >= (theirs == target) or '####' not in text
-    assert n < 150
+            # where ours differs, '16.00' equals 16, and once '1/3' at the end is not cut to 3
+    assert n <= 36
 
 
 def official_triviaqa(text):
@@ -236,14 +238,19 @@ def sample_of(*keys, right='a', greedy='a'):
     return {'greedy': answer(greedy), 'answers': [*map(answer, keys)]}
 
 
+def value_and_grade(function, sample):
+    value, answer = function(sample)
+    return value, answer['correct']
+
+
 @pytest.mark.parametrize('keys, share, correct, greedy_share', [
     ('aaab', 0.75, True, 0.75), ('bbba', 0.75, False, 0.25), ('abab', 0.5, True, 0.5),
     ('baba', 0.5, False, 0.5), ((None, None, None, 'a'), 0.25, False, 0.25),
     ((None,) * 4, 0.25, False, 0.0), ((None, 'a', 'a', None), 0.5, True, 0.5)])
 def test_agreement_is_the_share_of_the_largest_class(keys, share, correct, greedy_share):
     sample = sample_of(*keys)
-    assert confidence.agreement(sample) == (share, correct)
-    assert confidence.greedy_agreement(sample) == (greedy_share, True)
+    assert value_and_grade(confidence.agreement, sample) == (share, correct)
+    assert value_and_grade(confidence.greedy_agreement, sample) == (greedy_share, True)
     counts = [*{x: keys.count(x) for x in keys if x}.values(), *[1] * [*keys].count(None)]
     entropy = -sum(n / 4 * math.log(n / 4) for n in counts)
     assert confidence.class_entropy(sample)[0] == pytest.approx(1 - entropy / math.log(4))
@@ -251,9 +258,10 @@ def test_agreement_is_the_share_of_the_largest_class(keys, share, correct, greed
 
 def test_confidences_from_the_tokens_of_an_answer():
     sample = sample_of('a')
-    assert confidence.greedy_probability(sample) == (pytest.approx(0.5), True)
-    assert confidence.length_normalized(sample) == (pytest.approx(0.5 ** 0.25), True)
-    assert confidence.mean_token_probability(sample) == (0.8, True)
+    for function, value in ((confidence.greedy_probability, 0.5),
+                            (confidence.length_normalized, 0.5 ** 0.25),
+                            (confidence.mean_token_probability, 0.8)):
+        assert value_and_grade(function, sample) == (pytest.approx(value), True)
     assert confidence.class_entropy(sample)[0] is None      # of one sample
 
 
@@ -265,7 +273,7 @@ def test_stated_probabilities_are_parsed(text, value):
     assert confidence.parse_probability(text) == value
     sample = sample_of('a')
     sample['greedy']['text'] = f'<answer>a</answer> <confidence>{text}</confidence>'
-    assert confidence.stated(sample) == (value, True)
+    assert value_and_grade(confidence.stated, sample) == (value, True)
 
 
 def test_the_ece_floor_is_that_of_a_calibrated_model():
@@ -276,7 +284,7 @@ def test_the_ece_floor_is_that_of_a_calibrated_model():
         right, drawn = rng.choice(10, p=p), rng.choice(10, size=k, p=p)
         samples.append(sample_of(*(str(i) for i in drawn), right=str(right),
                                  greedy=str(p.argmax())))
-        correct.append(confidence.agreement(samples[-1]))
+        correct.append(value_and_grade(confidence.agreement, samples[-1]))
     observed = metrics.ece(*(np.array(x) for x in zip(*correct, strict=True)))
     floor = confidence.ece_floor(samples, 'agreement')
     assert 0.02 < floor < observed + 0.03
@@ -410,7 +418,22 @@ def test_results_have_an_entry_for_each_confidence(asked):
                 'brier_top_label'} <= report.keys()
         assert [*tasks[name]['post_hoc']['reports']] == ['platt', 'isotonic']
     assert tasks['qa.agreement']['ece_floor'] > 0 == tasks['qa.agreement']['unparsed']
-    assert 'with 4 samples per question' in (folder / 'out' / 'results.md').read_text()
+    text = (folder / 'out' / 'results.md').read_text()
+    assert 'with 4 samples per question' in text and '| qa.greedy_agreement |' in text
+
+
+def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path):
+    folder, _ = asked
+    model, tokenizer = checkpoint.load(folder / 'model'), load_tokenizer(folder / 'model')
+    tasks = ask(folder, tmp_path, '--chat=tulu', '--shots=0', '--limit=2', '--p_true',
+                '--verbalized')
+    assert tasks['qa']['distribution'].endswith('greedy answer, 0 shots, chat template tulu')
+    for row in samples_of(tmp_path, 'qa'):
+        text = f'{HEADER}Question: What is the colour of {row["id"]}?\nAnswer:'
+        ids, stop = encode_prompt([{'role': 'user', 'content': text}], tokenizer, 'tulu')
+        settings = Sampling(n=4, max_tokens=6, deterministic=True)
+        (_, answers), = generate.generate(model, [ids], settings, tokenizer, stop)
+        assert [a.text for a in answers] == [a['text'] for a in row['answers']]
 
 
 @pytest.mark.parametrize('share', [0.5, *(pytest.param(share, marks=pytest.mark.slow)
@@ -467,6 +490,8 @@ def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
                                (['--n=0'], 'n = 0')):
         with pytest.raises(ConfigError, match=message):
             ask(folder, tmp_path, *arguments)
+    with pytest.raises(DataError, match='one turn|one user|single'):
+        ask(folder, tmp_path, '--chat=alpaca', '--verbalized')
     with pytest.raises(DataError, match='even without shots'):
         ask(folder, tmp_path, '--max_length=20')
 

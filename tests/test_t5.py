@@ -243,6 +243,6 @@ def test_only_evaluate_uses_a_t5(tmp_path):
     with pytest.raises(CheckpointError, match=refused):
         sample.main([f'--model={tmp_path / "model"}', '--prompt=x'])
     write_rows(tmp_path / 'texts.jsonl', [{'text': 'The quick brown fox jumps over ' * 40}])
-    with pytest.raises(ConfigError, match='clm scores the tokens of texts, and t5 scores answers'):
+    with pytest.raises(ConfigError, match='clm needs a model that continues a text, and t5 scores'):
         evaluate.main([f'--model={tmp_path / "model"}', f'--tasks=clm:{tmp_path / "texts.jsonl"}',
                        f'--out_dir={tmp_path / "out"}'])
