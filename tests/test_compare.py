@@ -457,6 +457,7 @@ def test_runs_with_another_loss_have_a_column_of_it(tmp_path, capsys):
     assert [row['loss'] for row in rows] == ['cross_entropy()', 'focal(2) + z_loss(1e-4)']
 
 
+@pytest.mark.slow
 def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys):
     """Two settings differ: the first is x, the second `by`, and nothing has to be chosen."""
     grid = write_grid(tmp_path / 'grid')

@@ -879,6 +879,7 @@ def test_overwrite_deletes_after_all_is_checked(scored_folder, tmp_path):
         assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_second_process_on_one_folder_is_refused(scored_folder, tmp_path):
     task, out = write_words(tmp_path / 'foxes.jsonl', 40, 'fox'), tmp_path / 'out'
     command = [sys.executable, 'evaluate.py', f'--model={scored_folder / "model"}', '--shots=0',
@@ -1394,6 +1395,7 @@ def write_lettered(folder, n=12):
     return rows
 
 
+@pytest.mark.slow
 def test_orders_of_the_options_are_those_of_permuted_files(scored_folder, tmp_path, capsys):
     """The log-probabilities of each order are those of a file with the options in that order."""
     folder, out = tmp_path / 'quiz', tmp_path / 'out'
@@ -1444,6 +1446,7 @@ def test_orders_of_the_options_are_those_of_permuted_files(scored_folder, tmp_pa
             '| order 4', '\norder 4')
 
 
+@pytest.mark.slow
 def test_orders_are_scored_once(scored_folder, tmp_path, monkeypatch):
     """Asked for later, stopped, with fewer orders, with P(True), compared."""
     folder, out = tmp_path / 'quiz', tmp_path / 'out'

@@ -69,6 +69,7 @@ def test_the_committed_table_follows_from_the_committed_numbers():
                 assert ece[10] == pytest.approx(values[task][run]['ece'], abs=2e-5)
 
 
+@pytest.mark.slow
 def test_folders_of_runs_have_all_metrics_and_a_hundred_bins(tmp_path, capsys):
     for seed in (0, 1):
         for sharpness in (1.0, 2.0, 4.0):

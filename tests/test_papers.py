@@ -336,6 +336,7 @@ def test_multilingual_puts_its_numbers_beside_the_printed_ones(hub, tmp_path):
     assert results['config']['shots'] == 0 and results['config']['scoring'] == 'letters'
 
 
+@pytest.mark.slow
 def test_the_appendix_is_by_dataset_with_the_better_smoothing_bold_and_italic_if_significant(
         tmp_path):
     in_papers("""
@@ -364,6 +365,7 @@ paper.write_appendix(types.SimpleNamespace(out_dir=sys.argv[1], models='', chang
     assert tex.count(r'\textbf{\textit{0.100}}') == 1 and r'-{}-lr=1\par' in tex
 
 
+@pytest.mark.slow
 def test_titles_state_the_shots_and_every_changed_setting(tmp_path):
     printed = in_papers("""
 import common, label_smoothing as paper
@@ -379,6 +381,7 @@ with common.lock(sys.argv[1]):
         tmp_path / 'smoothing.tex').read_text()
 
 
+@pytest.mark.slow
 def test_printed_numbers_beside_a_few_languages_are_of_these_languages():
     lines = json.loads(in_papers("""
 import json

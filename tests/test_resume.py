@@ -712,6 +712,7 @@ def test_a_checkpoint_that_is_complete_survives_its_clean_up(tmp_path, monkeypat
         save(15)
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_its_first_report_goes_on(small_world, tmp_path, monkeypatch):
     config = [str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={tmp_path / "run"}',
               '--max_steps=2', '--eval_before']
