@@ -1,0 +1,86 @@
+"""Run a program that a model wrote, and test it, where it harms neither the machine nor the test.
+
+The program runs in a process without network, without the user's files and without the right to
+start others: sandbox_child.py has the locks, docs/running_code.md what they cannot prevent.
+"""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from runtime.errors import ConfigError
+from runtime.sandbox_child import MACHINES, frame
+
+CHILD = Path(__file__).with_name('sandbox_child.py')
+ISOLATIONS = 'namespaces', 'limits'
+
+
+class Outcome(NamedTuple):
+    passed: bool        # the source ran to its end and every test passed
+    reason: str         # '' or, in one line, why not
+    output: str         # the first 64 KiB of what the program printed
+
+
+def run_program(source, tests, *, seconds=5, wall_seconds=None, memory=1 << 29, disk=1 << 24,
+                isolation='namespaces'):
+    """Run the Python program `source`, then `tests`; return an Outcome.
+
+    tests:        Python that calls what the source defines, as in
+                  `assert program.add(2, 3) == 5`. It runs in a process of its own, in the same
+                  isolation. Arguments and results are copied: numbers, strings, bytes, lists,
+                  tuples, sets, dicts and None; anything else is an error.
+    seconds:      CPU time of the program, a whole number. It does not depend on what else the
+                  machine does, so neither does the outcome
+    wall_seconds: time for all, for programs that sleep; None: 10 + 4 * seconds
+    memory, disk: bytes of address space, and of files in /tmp and of output
+    isolation:    'namespaces': no file of this machine but the Python installation, no network, no
+                  other process. 'limits', for containers that forbid namespaces: the program can
+                  read and write what the user can, so the container is all that holds it
+
+    The standard library can be imported, other packages cannot. Hashes of strings are the same in
+    every run. Raises ConfigError if the machine does not allow the isolation.
+    """
+    if sys.platform != 'linux' or os.uname().machine not in MACHINES:
+        raise ConfigError(f'running code needs Linux on {" or ".join(MACHINES)}')
+    if isolation not in ISOLATIONS:
+        raise ConfigError(f'isolation = {isolation!r}; it must be {" or ".join(ISOLATIONS)}')
+    wall_seconds = wall_seconds or 10 + 4 * seconds
+    token = secrets.token_hex()
+    with tempfile.TemporaryDirectory(prefix='nanocal-', ignore_cleanup_errors=True) as folder:
+        home = '/tmp' if isolation == 'namespaces' else folder
+        prefixes = {sys.base_prefix, sys.base_exec_prefix}
+        request = {'source': source, 'seconds': seconds, 'wall_seconds': wall_seconds,
+                   'memory': memory, 'disk': disk, 'isolation': isolation, 'folder': folder,
+                   'visible': sorted(path for path in {
+                       '/usr', '/lib', '/lib64', *prefixes, *map(os.path.realpath, prefixes)}
+                       if os.path.exists(path))}
+        process = subprocess.Popen(
+            [sys.executable, '-S', '-s', '-P', '-B', CHILD], cwd=folder, start_new_session=True,
+            env={'HOME': home, 'TMPDIR': home, 'LANG': 'C.UTF-8', 'PYTHONHASHSEED': '0'},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            verdict, errors = process.communicate(
+                frame(request) + frame({'tests': tests, 'token': token}), wall_seconds + 10)
+        except subprocess.TimeoutExpired:
+            return Outcome(False, f'more than {wall_seconds:g} s', '')
+        finally:
+            if process.poll() is None:      # and whatever it started: the session is its own
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+    if not verdict:
+        line = (errors.decode(errors='replace').splitlines() or ['no verdict'])[-1]
+        if line.startswith('cannot isolate'):
+            raise ConfigError(
+                f'{line}: this machine does not let you run code in a sandbox; allow namespaces '
+                f"for it, or, in a container that may come to harm, choose the isolation 'limits'")
+        return Outcome(False, line, '')
+    verdict = json.loads(verdict[8:])
+    passed = verdict['passed'] and verdict['token'] == token
+    reason = ''.join(c if c.isprintable() else '\ufffd' for c in verdict['reason'][:300])
+    return Outcome(passed, reason, verdict['output'])

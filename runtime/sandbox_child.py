@@ -1,0 +1,360 @@
+"""The process that sandbox.py starts: it locks itself in, then runs a program and tests it.
+
+    launcher    receives the program and the limits; enters new namespaces with a file system of its
+                own and without rights
+    tester      the first process in there; only after the fork of the program does it receive the
+                tests and a token, so neither is ever in the program's memory
+    program     has limits and a filter of system calls, and answers the tester's calls
+
+Tester and program exchange plain values as JSON over two pipes. A program cannot change the tests,
+see what they expect, or return an object that claims to equal everything.
+
+It runs without site-packages and imports nothing of ours. Linux on x86_64 or aarch64.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import traceback
+import types
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+MACHINES = 'x86_64', 'aarch64'
+NOBODY = 65534
+MOST_OUTPUT = 1 << 16       # bytes of the program's output that the verdict holds
+MOST_MESSAGE = 1 << 24      # bytes of one message from the program
+
+# ---- Messages ------------------------------------------------------------------------------------
+
+PLAIN = {'tuple': tuple, 'set': set, 'frozenset': frozenset, 'bytes': bytes, 'dict': dict,
+         'complex': lambda parts: complex(*parts)}
+
+
+def to_json(x):
+    """Return a plain value as JSON can hold it; a subclass becomes its base. Raises TypeError."""
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    if isinstance(x, list):
+        return [to_json(item) for item in x]
+    for kind in (tuple, set, frozenset, bytes):
+        if isinstance(x, kind):
+            return {kind.__name__: [to_json(item) for item in x]}
+    if isinstance(x, dict):
+        return {'dict': [[to_json(key), to_json(value)] for key, value in x.items()]}
+    if isinstance(x, complex):
+        return {'complex': [x.real, x.imag]}
+    raise TypeError(f'a value of type {type(x).__name__} cannot be compared; wanted numbers, '
+                    f'strings, lists, tuples, sets, dicts or None')
+
+
+def from_json(x):
+    """Return the value that `to_json` was given."""
+    if isinstance(x, list):
+        return [from_json(item) for item in x]
+    if isinstance(x, dict):
+        (kind, items), = x.items()
+        return PLAIN[kind](from_json(item) for item in items)
+    return x
+
+
+def frame(message):
+    """Return the bytes of a message: 8 with its length, then JSON."""
+    data = json.dumps(message).encode()
+    return struct.pack('<Q', len(data)) + data
+
+
+def send(fd, message):
+    data = memoryview(frame(message))
+    while data:
+        data = data[os.write(fd, data):]
+
+
+def receive(fd, most=1 << 30):
+    """Read a message of at most `most` bytes; raises EOFError if the other side has ended."""
+    length, = struct.unpack('<Q', _read(fd, 8))
+    if length > most:
+        raise ValueError(f'a message of more than {most} bytes')
+    return json.loads(_read(fd, length))
+
+
+def _read(fd, length):
+    parts = []
+    while length:
+        parts.append(os.read(fd, min(length, 1 << 20)))
+        if not parts[-1]:
+            raise EOFError('the other process has ended')
+        length -= len(parts[-1])
+    return b''.join(parts)
+
+
+def one_line(error):
+    """Return an exception as one line."""
+    return f'{type(error).__name__}: {error}'.splitlines()[0].removesuffix(': ')[:300]
+
+
+# ---- Locks: each is a call of Linux, with the constants of its headers ---------------------------
+
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
+RDONLY, NOSUID, NODEV, NOEXEC, BIND, REC, PRIVATE = 1, 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
+AT_FDCWD, AT_RECURSIVE, DETACH = -100, 0x8000, 2
+PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS = 1, 4, 22, 38       # of prctl
+
+# the calls that a program may not make, {name: (x86_64, aarch64)}; None: the machine has no such
+# call. One process with one thread is all that it needs, so its limits are those of the whole.
+DENIED = {
+    'fork': (57, None), 'vfork': (58, None), 'clone': (56, 220), 'execve': (59, 221),
+    'execveat': (322, 281), 'kill': (62, 129), 'tkill': (200, 130), 'tgkill': (234, 131),
+    'rt_sigqueueinfo': (129, 138), 'rt_tgsigqueueinfo': (297, 240), 'ptrace': (101, 117),
+    'process_vm_readv': (310, 270), 'process_vm_writev': (311, 271), 'kcmp': (312, 272),
+    'unshare': (272, 97), 'setns': (308, 268), 'mount': (165, 40), 'umount2': (166, 39),
+    'pivot_root': (155, 41), 'chroot': (161, 51), 'open_by_handle_at': (304, 265),
+    'bpf': (321, 280), 'perf_event_open': (298, 241), 'userfaultfd': (323, 282),
+    'setsid': (112, 157), 'setpgid': (109, 154), 'personality': (135, 92), 'keyctl': (250, 219),
+    'add_key': (248, 217), 'request_key': (249, 218), 'init_module': (175, 105),
+    'finit_module': (313, 273), 'prlimit64': (302, 261), 'socket': (41, 198),
+    # memory that RLIMIT_AS does not count
+    'memfd_create': (319, 279), 'shmget': (29, 194), 'msgget': (68, 186), 'semget': (64, 190),
+    'mq_open': (240, 180), 'io_setup': (206, 0),
+}
+NEWER = 424     # and no call of Linux 5.1 or later, such as io_uring and clone3: ENOSYS
+
+
+def libc(name, *arguments):
+    """Call a function of the C library with pointers, texts and numbers; raises OSError."""
+    arguments = [ctypes.c_long(x) if isinstance(x, int) else
+                 x.encode() if isinstance(x, str) else x for x in arguments]
+    if getattr(LIBC, name)(*arguments) == -1:
+        error = ctypes.get_errno()
+        raise OSError(error, f'{name}: {os.strerror(error)}')
+
+
+def enter_namespaces(root, visible, disk):
+    """Give this process an empty world; return in its first process, while this one waits.
+
+    root:    an empty folder that becomes '/'
+    visible: folders that stay, read-only
+    disk:    size of /tmp in bytes, the one place to write
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    if uid:     # a user namespace gives the rights that the next calls need
+        libc('unshare', NEWUSER)
+        for file, text in (('setgroups', 'deny'), ('uid_map', f'{uid} {uid} 1'),
+                           ('gid_map', f'{gid} {gid} 1')):
+            with open(f'/proc/self/{file}', 'w') as f:
+                f.write(text)
+    libc('unshare', NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET)
+    end_with_parent()
+    if first := os.fork():      # a new process namespace begins with a child
+        os._exit(0 if os.waitpid(first, 0)[1] == 0 else 1)
+
+    libc('mount', 'none', '/', None, REC | PRIVATE, None)
+    libc('mount', 'tmpfs', root, 'tmpfs', NOSUID | NODEV, 'size=1m,nr_inodes=1000,mode=755')
+    for path in visible:
+        inside = root + path
+        os.makedirs(os.path.dirname(inside), exist_ok=True)
+        if os.path.islink(path):        # /lib -> usr/lib
+            if not os.path.lexists(inside):
+                os.symlink(os.readlink(path), inside)
+            continue
+        os.makedirs(inside, exist_ok=True)
+        libc('mount', path, inside, None, BIND | REC, None)
+        make_read_only(inside, AT_RECURSIVE)
+    for path in ('/dev/null', '/dev/zero', '/dev/urandom'):
+        os.makedirs(f'{root}/dev', exist_ok=True)
+        open(root + path, 'w').close()
+        libc('mount', path, root + path, None, BIND, None)
+    os.mkdir(f'{root}/tmp')
+    libc('mount', 'tmpfs', f'{root}/tmp', 'tmpfs', NOSUID | NODEV | NOEXEC,
+         f'size={disk},nr_inodes=1000,mode=1777')
+    make_read_only(root, 0)
+    os.chdir(root)
+    libc('pivot_root', '.', '.')        # the old root lies over the new one, until
+    libc('umount2', '.', DETACH)
+    os.chdir('/tmp')
+
+    if not uid:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def make_read_only(path, recursive):
+    attributes = struct.pack('<QQQQ', RDONLY | NOSUID | NODEV, 0, 0, 0)
+    mount_setattr = 442                 # not every C library has a function for it
+    libc('syscall', mount_setattr, AT_FDCWD, path, recursive, attributes, len(attributes))
+
+
+def end_with_parent():
+    """Let the kernel kill this process when its parent ends. Other rights or users undo it."""
+    libc('prctl', PDEATHSIG, signal.SIGKILL)
+
+
+def give_up_rights():
+    """Drop every capability for good, and let no other process read this one's memory."""
+    libc('prctl', NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc('capset', struct.pack('<Ii', 0x20080522, 0), bytes(24))
+    libc('prctl', DUMPABLE, 0, 0, 0, 0)
+    end_with_parent()
+
+
+def filter_calls():
+    """Deny this process the system calls above, by a program of the kernel's packet filter."""
+    column = MACHINES.index(os.uname().machine)
+    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
+    allow, kill, eperm, enosys = 0x7fff0000, 0x80000000, 0x50001, 0x50026
+    program = [(load, 0, 0, 4), (equal, 1, 0, (0xc000003e, 0xc00000b7)[column]), (end, 0, 0, kill),
+               (load, 0, 0, 0), (at_least, 0, 1, NEWER), (end, 0, 0, enosys)]
+    for numbers in DENIED.values():
+        if numbers[column] is not None:
+            program += [(equal, 0, 1, numbers[column]), (end, 0, 0, eperm)]
+    program.append((end, 0, 0, allow))
+    code = ctypes.create_string_buffer(b''.join(struct.pack('<HBBI', *line) for line in program))
+    libc('prctl', SECCOMP, 2, struct.pack('<HxxxxxxQ', len(program), ctypes.addressof(code)), 0, 0)
+
+
+def limit_resources(**limits):
+    """Set limits: AS and FSIZE in bytes, CPU in seconds, NOFILE and NPROC in numbers."""
+    for name, most in limits.items():
+        kind = getattr(resource, f'RLIMIT_{name}')
+        _, hard = resource.getrlimit(kind)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+
+
+# ---- The program ---------------------------------------------------------------------------------
+
+def serve(source, calls, answers):
+    """Run the source, then answer calls of what it defines until the other side ends."""
+    program = types.ModuleType('program')
+    sys.modules['program'] = program
+    sys.argv = ['program']
+
+    def function():
+        exec(compile(source, 'program.py', 'exec'), program.__dict__)
+
+    arguments, keywords = (), {}
+    while True:
+        try:
+            answer = {'value': to_json(function(*arguments, **keywords))}
+        except BaseException as error:      # also SystemExit: what it ends is not the tests
+            answer = {'error': one_line(error)}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        send(answers, answer)
+        name, arguments, keywords = (from_json(x) for x in receive(calls))
+
+        def function(*arguments, name=name, **keywords):
+            return getattr(program, name)(*arguments, **keywords)
+
+
+# ---- The tester ----------------------------------------------------------------------------------
+
+class ProgramError(Exception):
+    """The program raised an exception, ended, or answered with something else than a value."""
+
+
+class Program:
+    """What the tests see of the program: its functions, which run in the other process."""
+
+    def __init__(self, calls, answers):
+        self._calls, self._answers = calls, answers
+
+    def __getattr__(self, name):
+        def function(*arguments, **keywords):
+            send(self._calls, [to_json(name), to_json(arguments), to_json(keywords)])
+            return self._answer()
+        return function
+
+    def _answer(self):
+        answer = receive(self._answers, MOST_MESSAGE)
+        if 'error' in answer:
+            raise ProgramError(answer['error'])
+        return from_json(answer['value'])
+
+
+def test(program, tests):
+    """Return (whether the source ran to its end and every test passed, else why not).
+
+    The reason is None if the program has ended or closed its pipe.
+    """
+    try:
+        program._answer()
+        exec(compile(tests, 'tests', 'exec'), {'__name__': 'tests', 'program': program})
+    except (EOFError, BrokenPipeError):
+        return False, None
+    except ProgramError as error:
+        return False, str(error)
+    except BaseException as error:
+        lines = [number for caller, number in traceback.walk_tb(error.__traceback__)
+                 if caller.f_code.co_filename == 'tests']
+        line = tests.splitlines()[lines[-1] - 1].strip() if lines else ''
+        return False, f'{one_line(error)}: {line}'.removesuffix(': ')
+    return True, ''
+
+
+def main():
+    request = receive(0)
+    try:
+        if request['isolation'] == 'namespaces':
+            enter_namespaces(request['folder'], request['visible'], request['disk'])
+        give_up_rights()
+    except OSError as error:
+        sys.exit(f'cannot isolate: {error.strerror}')
+    limit_resources(AS=request['memory'], CORE=0, MEMLOCK=0, MSGQUEUE=0)
+    output = os.memfd_create('output')
+    null = os.open('/dev/null', os.O_RDWR)
+    (call_read, call_write), (answer_read, answer_write) = os.pipe(), os.pipe()
+
+    pid = os.fork()
+    if not pid:
+        for fd, to in ((null, 0), (output, 1), (output, 2)):
+            os.dup2(fd, to)
+        for fd in (null, output, call_write, answer_read):
+            os.close(fd)
+        try:
+            end_with_parent()
+            limit_resources(CPU=request['seconds'], FSIZE=request['disk'], NOFILE=32, NPROC=1)
+            filter_calls()
+        except OSError as error:
+            send(answer_write, error.strerror)
+            os._exit(1)
+        send(answer_write, '')      # the locks hold: the last message that is ours
+        serve(request['source'], call_read, answer_write)
+    os.close(call_read)
+    os.close(answer_write)
+    if problem := receive(answer_read):
+        sys.exit(f'cannot isolate: {problem}')
+    secret = receive(0)
+    verdict = os.dup(1)
+    os.dup2(null, 1)        # what tests print is no verdict
+
+    def finish(passed, reason):
+        if reason is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if reason is None:
+            reason = (f'more than {request["seconds"]} s of CPU time'
+                      if used.ru_utime + used.ru_stime > request['seconds'] - 0.1 else
+                      f'killed by {signal.Signals(os.WTERMSIG(status)).name}'
+                      if os.WIFSIGNALED(status) else
+                      f'ended with status {os.WEXITSTATUS(status)} before the tests did')
+        text = os.pread(output, MOST_OUTPUT, 0).decode(errors='replace')
+        send(verdict, {'token': secret['token'], 'passed': passed, 'reason': reason,
+                       'output': text})
+        os._exit(0)
+
+    late = f'more than {request["wall_seconds"]:g} s'
+    signal.signal(signal.SIGALRM, lambda *_: finish(False, late))
+    signal.setitimer(signal.ITIMER_REAL, request['wall_seconds'])
+    finish(*test(Program(call_write, answer_read), secret['tests']))
+
+
+if __name__ == '__main__':
+    main()
