@@ -1,0 +1,403 @@
+"""runtime/sandbox.py and data/code_tasks.py: right programs pass; hostile ones neither pass nor
+escape."""
+
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from common import HERE, SHARED, needs_files
+
+from data import code_tasks
+from data.code_tasks import Problem, check, check_all, load_problems, pass_at_k, solution_source
+from runtime.errors import ConfigError, DataError
+from runtime.sandbox import run_program
+from runtime.sandbox_child import from_json, to_json
+
+if sys.platform != 'linux':
+    pytest.skip('running code needs Linux', allow_module_level=True)
+
+TESTS = 'assert program.add(2, 3) == 5\nassert program.add(-1, 1) == 0'
+WRONG = 'def add(a, b):\n    return 7\n'
+
+
+@pytest.fixture(scope='module')
+def namespaces():
+    try:
+        run_program('', 'pass')
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+# ---- Programs that harm, {name: (source, what the reason says)} ----------------------------------
+
+EVERYTHING = '''
+class Everything(kind):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 5
+    def __repr__(self): return '5'
+def add(a, b): return Everything(*arguments)
+'''
+
+HOSTILE = {
+    'fork bomb': ('import os\nwhile True:\n    os.fork()', 'PermissionError'),
+    'fork by another name': (
+        'import ctypes\nlibc = ctypes.CDLL(None)\n'
+        'made = [libc.syscall(n, 17, 0, 0, 0, 0) for n in (56, 57, 58, 220, 435)]\n'
+        'def add(a, b): return 5 if set(made) != {-1} else 7', 'AssertionError'),
+    'threads': ('import threading, time\nwhile True:\n'
+                '    threading.Thread(target=time.sleep, args=(100,)).start()', 'RuntimeError'),
+    'a daemon that outlives': ('import subprocess\n'
+                               'subprocess.Popen(["sleep", "1000"], start_new_session=True)',
+                               'PermissionError'),
+    'becomes a shell': ('import os\nos.execv("/bin/sh", ["sh", "-c", "echo 5"])',
+                        'PermissionError|FileNotFoundError'),
+    'fills the disk with one file': ('with open("/tmp/x", "wb") as file:\n'
+                                     '    while True: file.write(bytes(1 << 20))', 'OSError'),
+    'prints a gigabyte': ('while True: print("x" * (1 << 20))', 'ended|OSError|CPU time'),
+    'allocates memory': ('x = bytearray(1 << 34)', 'MemoryError'),
+    'allocates memory bit by bit': ('x = []\nwhile True: x.append(bytearray(1 << 20))',
+                                    'MemoryError'),
+    'memory that belongs to no process': (
+        'import os\nos.memfd_create("x")', 'PermissionError'),
+    'hangs in C': ('x = pow(10 ** 8, 10 ** 8)', 'CPU time'),
+    'hangs in a regular expression': ('import re\nre.match("(a+)+$", "a" * 99 + "b")', 'CPU time'),
+    'sleeps': ('import time\ntime.sleep(1000)', 'more than 2 s$'),
+    'waits for input': ('input()', 'EOFError'),
+    'ignores signals': (
+        'import signal\nfor n in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n'
+        '    signal.signal(n, signal.SIG_IGN)\nwhile True: pass', 'CPU time'),
+    'recursion': ('def add(a, b): return add(a, b)', 'RecursionError'),
+    'recursion without limit': ('import sys\nsys.setrecursionlimit(1 << 30)\n'
+                                'class A:\n    def __getattr__(self, n): return getattr(self, n)\n'
+                                'A().x', 'SIGSEGV|MemoryError|RecursionError'),
+    'crashes the interpreter': ('import ctypes\nctypes.string_at(0)', 'SIGSEGV'),
+    'sys.exit(0)': ('import sys\nsys.exit(0)', 'SystemExit: 0'),
+    'sys.exit(0) in the test': ('import sys\ndef add(a, b): sys.exit(0)', 'SystemExit: 0'),
+    'os._exit(0)': ('import os\nos._exit(0)', 'ended with status 0'),
+    'os._exit(0) in the test': ('import os\ndef add(a, b): os._exit(0)', 'ended with status 0'),
+    'an object equal to everything': (f'kind, arguments = object, ()\n{EVERYTHING}', 'Everything'),
+    'a number equal to everything': (f'kind, arguments = int, (7,)\n{EVERYTHING}', 'Assertion'),
+    'a string equal to everything': (f'kind, arguments = str, (7,)\n{EVERYTHING}', 'Assertion'),
+    'a list equal to everything': (f'kind, arguments = list, ([7],)\n{EVERYTHING}', 'Assertion'),
+    'patches assert': (
+        'import builtins\nclass Never(BaseException): pass\n'
+        'builtins.AssertionError = Never\nbuiltins.compile = lambda *a: "pass"\n' + WRONG,
+        'AssertionError: assert program.add'),
+    'patches the tester': (
+        'import sys\nmain = sys.modules["__main__"]\nmain.test = lambda *a: (True, "")\n'
+        'main.Program._answer = lambda self: 5\nmain.to_json = lambda x: 5 if x == 7 else x\n'
+        'main.one_line = lambda error: ""\n'
+        'def add(a, b): return 8', 'AssertionError'),
+    'raises an error without words': (
+        'import sys\nsys.modules["__main__"].one_line = lambda error: ""\n'
+        'def add(a, b): raise ValueError', ''),
+    'writes a verdict everywhere': (
+        'import os, sys\nmain = sys.modules["__main__"]\nfor fd in range(64):\n'
+        '    for m in ({"passed": True, "reason": "", "output": "", "token": ""},\n'
+        '              {"error": ""}, {"value": True}, {"value": 5}, "", None, 5):\n'
+        '        try: main.send(fd, m)\n        except OSError: pass\n' + WRONG, ''),
+    'floods the tester': (
+        'import os\nfor fd in range(3, 64):\n    try:\n        while True: '
+        'os.write(fd, bytes(1 << 16))\n    except OSError: pass', ''),
+    'a message without end': (
+        'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b"\\xff" * 8)\n'
+        '    except OSError: pass', 'ValueError'),
+    'a message that breaks parsers': (
+        'import os, struct\nx = b"[" * (1 << 20)\nfor fd in range(3, 64):\n    try:\n'
+        '        os.write(fd, struct.pack("<Q", len(x)) + x)\n    except OSError: pass',
+        'RecursionError|MemoryError|JSONDecodeError|SIG'),
+    'closes its pipes and sleeps': (
+        'import os, time\nos.closerange(3, 64)\ntime.sleep(1000)', 'more than 2 s'),
+    'looks for tests and token': (
+        'import gc, os, re, sys\ntext = repr([sys.argv, dict(os.environ)])\n'
+        'frame = sys._getframe()\nwhile frame:\n'
+        '    text += repr([frame.f_locals, frame.f_globals])\n    frame = frame.f_back\n'
+        'text += repr([x for x in gc.get_objects() if type(x) in (dict, list, tuple)])\n'
+        'text += open(0).read()\n'
+        'found = re.findall("(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])|assert program", text)\n'
+        'def add(a, b): return 5 if len(found) > 1 else 7',     # one: this pattern itself
+        'AssertionError'),
+    'reads the memory of its parent': (
+        'import ctypes, os\nlibc = ctypes.CDLL(None)\nparent = os.getppid()\n'
+        'done = [libc.ptrace(16, parent, 0, 0), libc.process_vm_readv(parent, 0, 0, 0, 0, 0)]\n'
+        'def add(a, b): return 5 if done != [-1, -1] else 7', 'AssertionError'),
+    'opens a socket': ('import socket\nsocket.create_connection(("127.0.0.1", 1))',
+                       'PermissionError'),
+    'asks for new rights': (
+        'import ctypes\nlibc = ctypes.CDLL(None)\ndone = [libc.unshare(0x10000000), '
+        'libc.mount(b"x", b"/tmp", b"tmpfs", 0, None), libc.setuid(0) and -1, '
+        'libc.chroot(b"/tmp"), libc.syscall(425, 1, 0)]\n'
+        'def add(a, b): return 5 if set(done) != {-1} else 7', 'AssertionError'),
+}
+# not where a mistake in the locks would hurt the machine
+ONLY_IN_NAMESPACES = {'fork bomb', 'threads', 'asks for new rights', 'becomes a shell'}
+
+
+@pytest.mark.parametrize('name', HOSTILE)
+def test_a_hostile_program_does_not_pass(name, namespaces):
+    source, reason = HOSTILE[name]
+    outcome = run_program(source, TESTS, seconds=1, wall_seconds=2 if 'sleep' in name else 20)
+    assert not outcome.passed and re.search(reason, outcome.reason), outcome
+    assert len(outcome.output) <= 1 << 16
+
+
+@pytest.mark.parametrize('name', sorted({*HOSTILE} - ONLY_IN_NAMESPACES))
+@pytest.mark.slow
+def test_a_hostile_program_does_not_pass_without_namespaces_either(name):
+    source, reason = HOSTILE[name]
+    outcome = run_program(source, TESTS, seconds=1, wall_seconds=2 if 'sleep' in name else 20,
+                          isolation='limits')
+    assert not outcome.passed and re.search(reason, outcome.reason), outcome
+
+
+# ---- Programs that want out ----------------------------------------------------------------------
+
+def attempt(expression, before='import os'):
+    """Return what `expression` gives inside: its value, or the name of the exception."""
+    source = (f'{before}\ndef attempt():\n    try: return repr(({expression}))\n'
+              f'    except BaseException as error: return type(error).__name__')
+    outcome = run_program(source, 'raise ValueError(program.attempt())')
+    return re.fullmatch('ValueError: (.*): raise ValueError.*', outcome.reason)[1]
+
+
+def test_no_file_of_the_user_can_be_read_or_written(tmp_path, namespaces):
+    secret = tmp_path / 'secret'
+    secret.write_text('secret')
+    assert attempt(f'open({str(secret)!r}).read()') == 'FileNotFoundError'
+    assert attempt(f'open({str(tmp_path / "new")!r}, "w")') == 'FileNotFoundError'
+    assert attempt(f'open({str(HERE / "evaluate.py")!r}).read()') == 'FileNotFoundError'
+    assert attempt('os.listdir("/proc")') == attempt('os.listdir("/etc")') == 'FileNotFoundError'
+    assert [*tmp_path.iterdir()] == [secret]
+
+
+def test_of_the_home_folder_only_the_python_installation_is_visible(namespaces):
+    home = os.path.realpath(os.path.expanduser('~'))
+    python = (sys.base_prefix, os.path.realpath(sys.base_prefix))
+    assert attempt(f'[f for f, _, files in os.walk({home!r}) if files '
+                   f'and not f.startswith({python})]') == '[]'
+
+
+def test_only_tmp_can_be_written(namespaces):
+    for folder in ('/', '/usr', '/usr/lib', '/dev', '/lib', sys.base_prefix):
+        assert attempt(f'open("{folder}/new", "w")') in ('OSError', 'PermissionError')
+    assert attempt('open("/tmp/new", "w").write("new")') == '3'
+    assert attempt('os.listdir("/tmp")') == '[]'        # a new one for each program
+
+
+def test_a_symlink_leads_nowhere(tmp_path, namespaces):
+    assert attempt('os.symlink(target, "/tmp/link") or open("/tmp/link/new", "w")',
+                   f'import os\ntarget = {str(tmp_path)!r}') == 'FileNotFoundError'
+    assert attempt('open("/tmp/../../../" + target + "/new", "w")',
+                   f'target = {str(tmp_path)!r}') == 'FileNotFoundError'
+    assert not [*tmp_path.iterdir()]
+
+
+def test_many_small_files_cannot_fill_the_disk(namespaces):
+    outcome = run_program('for i in range(10 ** 6): open(f"/tmp/{i}", "wb").write(bytes(5000))',
+                          'pass')
+    assert outcome.reason.startswith('OSError: [Errno 28]')
+
+
+def test_no_other_process_is_seen_or_killed(namespaces):
+    assert attempt('os.getpid(), os.getppid()') == '(2, 1)'
+    for pid in ('os.getppid()', os.getpid(), -1, 1):
+        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGALRM):
+            assert attempt(f'os.kill({pid}, {int(number)})') == 'PermissionError'
+
+
+def test_no_connection_reaches_the_machine(namespaces):
+    with socket.socket() as server:
+        server.bind(('127.0.0.1', 0))
+        server.listen()
+        before = f'import socket\naddress = {server.getsockname()!r}'
+        assert attempt('socket.create_connection(address)', before) == 'PermissionError'
+        assert attempt('socket.socket(socket.AF_VSOCK)', before) == 'PermissionError'
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_no_environment_and_no_open_file_is_inherited(monkeypatch, namespaces):
+    monkeypatch.setenv('HF_TOKEN', 'hf_secret')
+    assert 'hf_secret' not in attempt('os.environ')
+    opened = ('import os\ndef fds():\n    for fd in range(1024):\n        try: os.fstat(fd)\n'
+              '        except OSError: continue\n        yield fd')
+    with open(HERE / 'LICENSE') as file:
+        os.set_inheritable(file.fileno(), True)
+        assert len(eval(attempt('[*fds()]', opened))) == 5     # the standard ones and two pipes
+
+
+@pytest.mark.skipif(os.uname().machine != 'x86_64', reason='machine code of x86_64')
+def test_calls_of_another_architecture_are_denied(namespaces):
+    outcome = run_program(
+        'import ctypes, mmap\ncode = mmap.mmap(-1, 4096, prot=7)\n'
+        'code.write(bytes.fromhex("b802000000cd80c3"))      # mov eax, 2; int 0x80; ret: fork\n'
+        'at = ctypes.addressof(ctypes.c_char.from_buffer(code))\n'
+        'ctypes.CFUNCTYPE(ctypes.c_int)(at)()', TESTS)
+    assert not outcome.passed and outcome.reason == 'killed by SIGSYS'
+
+
+@pytest.mark.parametrize('isolation', ['namespaces', 'limits'])
+def test_nothing_outlives_a_killed_evaluation(isolation, request):
+    if isolation == 'namespaces':
+        request.getfixturevalue('namespaces')
+    code = (f'from runtime.sandbox import run_program\n'
+            f'run_program("import time; time.sleep(1000)", "pass", isolation={isolation!r})')
+    host = subprocess.Popen([sys.executable, '-c', code], cwd=HERE)
+    n = {'namespaces': 3, 'limits': 2}[isolation]
+    while len(family := descendants(host.pid)) < n:
+        assert host.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.3)         # the last of them is in its place
+    host.kill()
+    host.wait()
+    deadline = time.time() + 5
+    while alive := [pid for pid in family if running(pid)]:
+        assert time.time() < deadline, alive
+        time.sleep(0.05)
+
+
+def descendants(pid):
+    try:
+        with open(f'/proc/{pid}/task/{pid}/children') as file:
+            children = [int(x) for x in file.read().split()]
+    except OSError:
+        return []
+    return children + [x for child in children for x in descendants(child)]
+
+
+def running(pid):
+    try:
+        with open(f'/proc/{pid}/stat') as file:
+            return file.read().rpartition(')')[2].split()[0] != 'Z'
+    except OSError:
+        return False
+
+
+# ---- Programs that are right ---------------------------------------------------------------------
+
+@pytest.mark.parametrize('isolation', ['namespaces', 'limits'])
+def test_a_right_program_passes(isolation, request):
+    if isolation == 'namespaces':
+        request.getfixturevalue('namespaces')
+    source = ('import collections, hashlib, itertools, math, random, re, sqlite3\n'
+              'print("debug")\ndef add(a, b):\n    print(a, b)\n    return a + b')
+    assert run_program(source, TESTS, isolation=isolation) == (True, '', 'debug\n2 3\n-1 1\n')
+    outcome = run_program('def add(a, b): return a * b', TESTS, isolation=isolation)
+    assert outcome[:2] == (False, 'AssertionError: assert program.add(2, 3) == 5')
+    outcome = run_program('def add(a, b): return a +', TESTS, isolation=isolation)
+    assert not outcome.passed and outcome.reason.startswith('SyntaxError')
+
+
+def test_values_cross_as_they_are():
+    for value in (None, True, 0, -2 ** 70, 1.5, float('inf'), 'a\n\ud800\x00', b'\x00\xff', 2 + 3j,
+                  [1, [2]], (1, (2,), []), {1, 'a'}, frozenset({(1, 2)}), {(1, 2): {'a': [None]}}):
+        assert from_json(to_json(value)) == value and type(from_json(to_json(value))) is type(value)
+    with pytest.raises(TypeError, match='range cannot be compared'):
+        to_json([range(3)])
+
+
+def test_control_characters_do_not_reach_the_terminal(namespaces):
+    outcome = run_program('raise ValueError("\\x1b[31m\\ud800 red")', 'pass')
+    assert outcome.reason == 'ValueError: \ufffd[31m\ufffd red'
+
+
+def test_tests_that_end_early_do_not_pass(namespaces):
+    for tests in ('import os; os._exit(0)', 'raise SystemExit', 'print("x" * 99999)\n1 / 0'):
+        assert not run_program('', tests).passed
+    assert run_program('', 'print("x" * 99999)').passed
+
+
+def test_an_unknown_isolation_is_refused():
+    with pytest.raises(ConfigError, match="'none'; it must be namespaces or limits"):
+        run_program('', '', isolation='none')
+
+
+def test_without_namespaces_nothing_is_run(tmp_path, monkeypatch):
+    ran = tmp_path / 'ran'
+    child = tmp_path / 'child.py'
+    source = (HERE / 'runtime' / 'sandbox_child.py').read_text()
+    child.write_text(source.replace("libc('unshare',", "libc('unshare', -1 |"))
+    monkeypatch.setattr('runtime.sandbox.CHILD', child)
+    with pytest.raises(ConfigError, match='cannot isolate: unshare: Invalid argument'):
+        run_program(f'open({str(ran)!r}, "w")', 'pass')
+    child.write_text(source.replace("libc('prctl', SECCOMP,", "libc('prctl', -1,"))
+    with pytest.raises(ConfigError, match='cannot isolate: prctl'):
+        run_program(f'open({str(ran)!r}, "w")', 'pass', isolation='limits')
+    assert not ran.exists()
+
+
+# ---- Problems ------------------------------------------------------------------------------------
+
+PROBLEM = Problem('mine/0', 'import math\n\n\ndef half(x):\n    return x / 2\n\n\n'
+                  'def area(r: float) -> float:\n    """Return the area of a circle."""\n', 'area',
+                  'def check(candidate):\n    print("two")\n'
+                  '    assert abs(candidate(2) - 8 * half(math.pi)) < 1e-9\n')
+
+
+@pytest.mark.parametrize('text, right', [
+    ('    return math.pi * r * r\n', True),
+    ('    return math.pi * r * r\n\ndef broken(', True),         # ends at the stop
+    ('    return math.pi * r\n', False),
+    ('Here:\n```python\ndef area(r):\n    return math.pi * r ** 2\n```\nThat is all.', True),
+    ('```\nprint("first")\n```\n```py\ndef area(r):\n    return math.pi * r ** 2\n```', True),
+    ('```python\ndef area(r):\n    return math.pi * r ** 2', True),        # cut off
+    ('```python\n    return math.pi * r ** 2\n```', True),
+    ('```python\ndef surface(r):\n    return math.pi * r ** 2\n```', False),
+    ('    return 4\n\nhalf = lambda x: 0.5\n', False),           # the tests have their own `half`
+    ('I do not know.', False), ('', False)])
+def test_a_text_becomes_a_program(text, right, namespaces):
+    assert check(PROBLEM, text)[0] is right, solution_source(PROBLEM, text)
+
+
+def test_several_are_checked_in_order(namespaces):
+    texts = [f'    return {x}\n' for x in ('math.pi * r * r', 'r', 'math.pi * r ** 2', '1 / 0')]
+    results = check_all([(PROBLEM, text) for text in texts])
+    assert [right for right, _ in results] == [True, False, True, False]
+    assert results[3][1] == 'ZeroDivisionError: division by zero'
+
+
+@pytest.mark.parametrize('n, right', [(1, 0), (1, 1), (5, 2), (6, 6), (7, 1), (6, 0)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n, right):
+    for k in range(1, n + 1):
+        subsets = list(itertools.combinations([True] * right + [False] * (n - right), k))
+        assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+    with pytest.raises(ValueError, match=f'pass@{n + 1} of'):
+        pass_at_k(n, right, n + 1)
+
+
+def test_a_row_that_is_no_problem_is_named(tmp_path):
+    path = tmp_path / 'mine.jsonl'
+    path.write_text('{"task_id": "a", "prompt": "def f(x):\\n    \'a\'", "entry_point": "f"}\n')
+    with pytest.raises(DataError, match='mine.jsonl:1: test is not text'):
+        load_problems(str(path))
+    path.write_text('{"task_id": "a", "prompt": "x = 1", "entry_point": "f", "test": ""}\n')
+    with pytest.raises(DataError, match="mine.jsonl:1: the prompt defines no function 'f'"):
+        load_problems(str(path))
+
+
+def test_the_solutions_of_humaneval_pass(namespaces):
+    needs_files('datasets/humaneval/HumanEval.jsonl.gz')
+    problems = load_problems(str(SHARED / 'datasets' / 'humaneval'))
+    assert len(problems) == 164
+    results = check_all([(problem, problem.solution) for problem in problems])
+    assert [(p.name, why) for p, (right, why) in zip(problems, results) if not right] == []
+
+
+@pytest.mark.slow
+def test_trivial_solutions_of_humaneval_fail(namespaces):
+    needs_files('datasets/humaneval/HumanEval.jsonl.gz')
+    problems = load_problems(str(SHARED / 'datasets' / 'humaneval'))
+    for text in ('    return None\n', '    import os; os._exit(0)\n'):
+        assert not any(right for right, _ in check_all([(p, text) for p in problems]))
+
+
+def test_stops_are_those_of_the_paper():
+    assert code_tasks.STOPS == ('\nclass', '\ndef', '\n#', '\nif', '\nprint')
