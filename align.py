@@ -42,20 +42,20 @@ from torch import Tensor
 import metrics
 import train
 from data.preferences import load_preferences, pack_rankings
-from data.rl import encode_answers, load_prompts, load_reward, pack_rollouts, score
-from data.tokenizer import begins_with_bos, load_model_tokenizer
+from data.rl import load_prompts, load_reward, pack_rollouts
+from data.tokenizer import begins_with_bos
 from fused_ce import cross_entropy, fused_loss, joint
 from generate import generate
 from model import LoRALinear
 from results.report import print_report
 from runtime import checkpoint
 from runtime.config import load_config, require_range
-from runtime.device import pick_dtype, to_device
-from runtime.errors import ConfigError, DataError
+from runtime.device import pick_device, pick_dtype, to_device
+from runtime.errors import ConfigError, TrainingError
 from runtime.ownership import temporary
 from runtime.parallel import world_size
+from runtime.resume import advice
 from runtime.sampling import Sampling
-from runtime.trained import training_settings
 
 # ---- Losses of pairs -----------------------------------------------------------------------------
 
@@ -547,13 +547,13 @@ class Rollouts:
 
     def load_sequences(self, cfg, tokenizer):
         """Return (prompts, indices of those to train on, indices of the held-out ones)."""
-        is_model = Path(cfg.reward).is_dir()
-        self.reward = None if is_model else load_reward(cfg.reward)
+        device = pick_device(cfg.device)
+        self.reward = load_reward(os.path.expanduser(cfg.reward), device,
+                                  pick_dtype(cfg.dtype, device), cfg.template)
         self.tokenizer, self.prompts = tokenizer, load_prompts(
             cfg.data, tokenizer, template=cfg.template, max_length=cfg.max_length - cfg.max_tokens,
             add_bos=begins_with_bos(tokenizer, cfg.add_bos), instruction=cfg.instruction,
-            reward=checkpoint.fingerprint(cfg.reward) if is_model else cfg.reward,
-            revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
+            digest=self.reward.digest, revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
         return train.split_sequences(cfg, self.prompts)
 
     def build_model(self, cfg, config, base, device):
@@ -566,8 +566,6 @@ class Rollouts:
             model.value_head = torch.nn.Parameter(torch.zeros(model.head.shape[1], device=device))
         # a buffer, so that checkpoints hold it
         model.register_buffer('kl_coef', torch.tensor(cfg.kl_coef, dtype=torch.float64))
-        if not self.reward:
-            self.reward_model = RewardFolder(cfg, device)
         return model
 
     def pack_batch(self, cfg, sequences, chosen, multiple):
@@ -589,14 +587,15 @@ class Rollouts:
         """Return (n Answers to each prompt, their rewards float64 [prompts, n])."""
         sampling = Sampling(n=n, max_tokens=cfg.max_tokens, seed=seed, batch_size=cfg.decode_batch)
         ids = [self.prompts[i][0].tolist() for i in chosen]
-        done = dict(generate(self.model, ids, sampling, self.tokenizer, self.prompts.stop))
+        try:
+            done = dict(generate(self.model, ids, sampling, self.tokenizer, self.prompts.stop))
+        except FloatingPointError as error:
+            raise TrainingError(f'{error} of a step: the model in training gives NaN or infinite '
+                                f'logits; lower lr; {advice(cfg.out_dir)}') from error
         answers = [done[i] for i in range(len(ids))]
-        if self.reward:
-            rewards = np.array([[score(self.reward, cfg.reward, self.prompts.text(i), answer.text,
-                                       self.prompts.rows[i]) for answer in group]
-                                for i, group in zip(chosen, answers, strict=True)])
-        else:
-            rewards = self.reward_model.score([self.prompts.messages[i] for i in chosen], answers)
+        rewards = self.reward.scores([self.prompts.messages[i] for i in chosen],
+                                     [[answer.text for answer in group] for group in answers],
+                                     [self.prompts.rows[i] for i in chosen])
         if cfg.truncated == 'penalize':
             cut = np.array([[is_truncated(answer) for answer in group] for group in answers])
             rewards[cut] = cfg.penalty
@@ -745,40 +744,6 @@ class Rollouts:
 def values_of(model, hidden):
     """Return the values float32 [n] of states, from the hidden states [n, D]."""
     return hidden.float() @ model.value_head
-
-
-class RewardFolder:
-    """A reward model, which reads answers in its own template, with the token that ends them."""
-
-    def __init__(self, cfg, device):
-        self.cfg, self.device = cfg, device
-        self.model = checkpoint.load(cfg.reward, device, pick_dtype(cfg.dtype, device), reward=True)
-        self.model.eval().decoder.attention = cfg.attention
-        self.tokenizer = load_model_tokenizer(cfg.reward, self.model.config)
-        settings = training_settings(cfg.reward)
-        self.template = settings.get('template', cfg.template)
-        self.add_bos = begins_with_bos(self.tokenizer, settings.get('add_bos'))
-
-    @torch.no_grad()
-    def score(self, prompts, answers):
-        """Return the rewards float64 [prompts, n] of lists of messages and of n Answers each."""
-        encoded = [encode_answers(messages, [answer.text for answer in group], self.tokenizer,
-                                  self.template, self.add_bos)
-                   for messages, group in zip(prompts, answers, strict=True)]
-        longest = max(len(prompt) + max(map(len, texts)) for prompt, texts in encoded)
-        context = self.model.config.max_position_embeddings
-        if longest > context:
-            raise DataError(f'{self.cfg.reward}: an answer has {longest} tokens with its prompt, '
-                            f'and the context is {context}; lower max_length')
-        packed = pack_rollouts(*zip(*encoded, strict=True), max(longest, self.cfg.pack_len), 1,
-                               last=True)
-        rewards = np.zeros((len(answers), len(answers[0])))
-        for rows, inputs, _ in train.micro_batches(packed, self.cfg, self.device):
-            found = Answers(packed, rows, None, self.device)
-            values = self.model.rewards(found.gather(self.model.decoder(*inputs)))
-            part = slice(packed['begin'][rows[0]], packed['begin'][rows[-1] + 1])
-            rewards[tuple(packed['where'][packed['answer'][part]].T)] = values.double().cpu()
-        return rewards
 
 
 def is_truncated(answer):

@@ -8,16 +8,23 @@ import hashlib
 import math
 import re
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from data.chat import encode_prompt
 from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
 from data.instruct import ROLE_NAMES, to_messages
 from data.packing import Tree
 from data.preferences import PREFERENCE_PATTERNS, encode_answer, pack_answers
+from data.tokenizer import begins_with_bos, load_model_tokenizer
+from runtime import checkpoint
+from runtime.device import to_device
 from runtime.errors import ConfigError, DataError
+from runtime.trained import training_settings
 
 PROMPT_PATTERNS = ('main/train-*.parquet', *PREFERENCE_PATTERNS)    # the first is GSM8K's
 
@@ -45,10 +52,6 @@ class Prompts:
 
     def __getitem__(self, i):
         return self.tokens[i], np.zeros(len(self.tokens[i]), np.uint8)
-
-    def text(self, i):
-        """Return the last message of a prompt."""
-        return self.messages[i][-1]['content']
 
 
 def to_prompt(row, instruction=''):
@@ -80,11 +83,11 @@ def to_prompt(row, instruction=''):
     return messages
 
 
-def load_prompts(source, tokenizer, *, template, max_length, add_bos, reward, instruction='',
+def load_prompts(source, tokenizer, *, template, max_length, add_bos, digest='', instruction='',
                  revision=None, on_bad_row='stop'):
     """Return the Prompts in `source`, a file, a folder or a hub dataset; longer ones are left out.
 
-    max_length: tokens of a prompt; reward: what belongs to the digest, with the code of a file
+    max_length: tokens of a prompt; digest: of the reward
     """
     def encode(row):
         messages = to_prompt(row, instruction)
@@ -101,8 +104,7 @@ def load_prompts(source, tokenizer, *, template, max_length, add_bos, reward, in
         print(f'{len(encoded) - len(short)} prompts left out: longer than {max_length} tokens')
     if not short:
         raise DataError(f'{source}: no prompt of at most {max_length} tokens')
-    code = Path(reward).read_text(encoding='utf-8') if reward.endswith('.py') else ''
-    return Prompts(short, reward + code)
+    return Prompts(short, digest)
 
 
 # ---- Rewards -------------------------------------------------------------------------------------
@@ -170,40 +172,60 @@ def number(text):
     return value if math.isfinite(value) else None
 
 
-def load_reward(name):
-    """Return the function that `name` means: a key of REWARDS, or the path of a Python file.
+def load_reward(name, device, dtype, template):
+    """Return the FunctionReward or the ModelReward of `name`; raises ConfigError.
 
-    The file is executed; it defines reward(prompt, answer, row). Raises ConfigError.
+    name: a key of REWARDS; a Python file, which is executed and defines reward(prompt, answer,
+    row); or the folder of a reward model, for which the other arguments are
     """
-    if name in REWARDS:
-        return REWARDS[name]
     path = Path(name)
+    if path.is_dir():
+        return ModelReward(name, device, dtype, template)
+    if name in REWARDS:
+        return FunctionReward(name, REWARDS[name], name)
     if path.suffix != '.py' or not path.is_file():
         raise ConfigError(f'reward = {name!r}, where there is no file or reward model; wanted '
                           f'{", ".join(REWARDS)}, the folder of a reward model, or a Python file '
                           f'with a function reward(prompt, answer, row)')
-    names = {'__name__': path.stem, '__file__': name}
+    names, code = {'__name__': path.stem, '__file__': name}, path.read_text(encoding='utf-8')
     try:
-        exec(compile(path.read_text(encoding='utf-8'), name, 'exec'), names)
+        exec(compile(code, name, 'exec'), names)
     except Exception as error:      # it is the user's code
         raise ConfigError(describe(error, name)) from error
     if not callable(names.get('reward')):
         raise ConfigError(f'{name} has no function reward(prompt, answer, row)')
-    return names['reward']
+    return FunctionReward(name, names['reward'], code)
 
 
-def score(reward, name, prompt, answer, row):
-    """Return the reward of an answer, a float; a DataError names the line of the reward's file."""
-    try:
-        value = reward(prompt, answer, row)
-    except DataError as error:
-        raise DataError(f'reward = {name!r}: {error}; the prompt is {prompt!r:.100}') from error
-    except Exception as error:
-        raise DataError(f'{describe(error, name)}; the prompt is {prompt!r:.100}') from error
-    if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
-        raise DataError(f'reward = {name!r} returned {value!r}, and not a finite number, for the '
-                        f'prompt {prompt!r:.100}')
-    return float(value)
+@dataclass
+class FunctionReward:
+    """A function (prompt, answer, row) -> number and a text that changes with it."""
+    name: str
+    function: Callable
+    digest: str
+
+    def scores(self, messages, texts, rows):
+        """Return the rewards, float64 [prompts, n], of n answers to each prompt.
+
+        messages: of each prompt; texts: of its answers; rows: its row. A DataError names the line
+        of the file that failed.
+        """
+        return np.array([[self.score(turns[-1]['content'], text, row) for text in answers]
+                         for turns, answers, row in zip(messages, texts, rows, strict=True)])
+
+    def score(self, prompt, answer, row):
+        try:
+            value = self.function(prompt, answer, row)
+        except DataError as error:
+            raise DataError(f'reward = {self.name!r}: {error}; the prompt is {prompt!r:.100}'
+                            ) from error
+        except Exception as error:
+            raise DataError(f'{describe(error, self.name)}; the prompt is {prompt!r:.100}'
+                            ) from error
+        if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
+            raise DataError(f'reward = {self.name!r} returned {value!r}, and not a finite number, '
+                            f'for the prompt {prompt!r:.100}')
+        return float(value)
 
 
 def describe(error, name):
@@ -215,17 +237,53 @@ def describe(error, name):
     return f'{name}{f":{lines[-1]}" if lines else ""}: {type(error).__name__}: {error}'
 
 
+class ModelReward:
+    """A reward model, which reads answers in its own template, with the token that ends them.
+
+    template: of a model that no run of ours has trained
+    """
+
+    def __init__(self, folder, device, dtype, template):
+        self.folder, self.device, self.digest = folder, device, checkpoint.fingerprint(folder)
+        self.model = checkpoint.load(folder, device, dtype, reward=True).eval()
+        self.tokenizer = load_model_tokenizer(folder, self.model.config)
+        settings = training_settings(folder)
+        self.template = settings.get('template', template)
+        self.add_bos = begins_with_bos(self.tokenizer, settings.get('add_bos'))
+
+    @torch.no_grad()
+    def scores(self, messages, texts, rows):
+        """Return the rewards, float64 [prompts, n]; arguments as of `FunctionReward.scores`."""
+        encoded = [self.encode(*pair) for pair in zip(messages, texts, strict=True)]
+        longest = max(len(prompt) + max(map(len, answers)) for prompt, answers in encoded)
+        context = self.model.config.max_position_embeddings
+        if longest > context:
+            raise DataError(f'{self.folder}: an answer has {longest} tokens with its prompt, and '
+                            f'the context is {context}; lower max_length')
+        # a multiple of 128, since kernels are compiled for other divisors
+        packed = pack_rollouts(*zip(*encoded, strict=True), -(-max(longest, 4096) // 128) * 128,
+                               last=True)
+        rewards = np.zeros((len(texts), len(texts[0])))
+        for row in range(len(packed['tokens'])):
+            inputs = [to_device(torch.from_numpy(packed[name][row:row + 1]), self.device)
+                      for name in ('tokens', 'positions', 'ends')]
+            last = to_device(torch.from_numpy(packed['scored'][row][2]), self.device)
+            part = slice(*packed['begin'][row:row + 2])
+            values = self.model.rewards(self.model.decoder(*inputs)[0, last])
+            rewards[tuple(packed['where'][part].T)] = values.double().cpu()
+        return rewards
+
+    def encode(self, messages, texts):
+        """Return (tokens of the prompt, [tokens of each answer with that which ends it])."""
+        encoded = [encode_answer(messages, text if text.strip() else 'x', self.tokenizer,
+                                 self.template, self.add_bos) for text in texts]
+        return encoded[0][0], [ids if text.strip() else ids[-1:]
+                               for text, (_, ids) in zip(texts, encoded, strict=True)]
+
+
 # ---- Rows of answers -----------------------------------------------------------------------------
 
-def encode_answers(messages, texts, tokenizer, template, add_bos):
-    """Return (tokens of the prompt, [tokens of each answer with the token that ends its turn])."""
-    encoded = [encode_answer(messages, text if text.strip() else 'x', tokenizer, template, add_bos)
-               for text in texts]
-    return encoded[0][0], [ids if text.strip() else ids[-1:]
-                           for text, (_, ids) in zip(texts, encoded, strict=True)]
-
-
-def pack_rollouts(prompts, answers, row_length, multiple, last=False):
+def pack_rollouts(prompts, answers, row_length, multiple=1, last=False):
     """Pack answers behind their prompts into rows of trees, as `preferences.pack_answers`.
 
     prompts: lists of token ids; answers: per prompt, lists of token ids. A prompt with answers that

@@ -524,14 +524,12 @@ def test_a_reward_model_scores_answers_as_in_its_training(llama, tmp_path):
     cfg = replace(cfg, reward=str(folder))
     stage, _ = stage_of(cfg)
     texts = ['Red.', 'Seven!', '', 'Red.', 'Blue and so on']
-    answers = [[Answer(i, k, text=text) for k, text in enumerate(texts)] for i in range(4)]
-    rewards = stage.reward_model.score(stage.prompts.messages, answers)
+    rewards = stage.reward.scores(stage.prompts.messages, [texts] * 4, stage.prompts.rows)
     assert (rewards[:, 0] > rewards[:, 1] + 1).all() and np.allclose(
         rewards[:, 0], rewards[:, 3], atol=1e-5)
     model = checkpoint.load(folder, reward=True)
     for i, k in ((1, 0), (2, 2), (3, 4)):
-        ids, (answer,) = rl.encode_answers(stage.prompts.messages[i], [texts[k]], stage.tokenizer,
-                                           'tulu', True)
+        ids, (answer,) = stage.reward.encode(stage.prompts.messages[i], [texts[k]])
         tokens = torch.tensor([[*ids, *answer]])
         with torch.no_grad():
             hidden = model.decoder(tokens, torch.arange(tokens.shape[1])[None], None)
@@ -541,8 +539,8 @@ def test_a_reward_model_scores_answers_as_in_its_training(llama, tmp_path):
     align.align(replace(cfg, epochs=1, method='ppo', group_size=2, out_dir=str(tmp_path / 'ppo')))
     checkpoint.load(tmp_path / 'ppo')       # without the value head
     with pytest.raises(DataError, match='the context is 2'):
-        stage.reward_model.model.config.max_position_embeddings = 2
-        stage.reward_model.score(stage.prompts.messages, answers)
+        stage.reward.model.config.max_position_embeddings = 2
+        stage.reward.scores(stage.prompts.messages, [texts] * 4, stage.prompts.rows)
 
 
 def test_a_run_raises_its_reward_and_scores_held_out_prompts(llama, tmp_path, capsys):
@@ -612,7 +610,7 @@ def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
     path = tmp_path / 'reward.py'
     path.write_text(code)
     with pytest.raises((ConfigError, DataError), match=message):
-        rl.score(rl.load_reward(str(path)), str(path), 'p', 'a', {})
+        rl.load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {})
 
 
 @pytest.mark.parametrize('values, message', [
@@ -627,7 +625,7 @@ def test_settings_of_rewards_without_sense_are_refused(values, message):
 
 def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(llama, tmp_path):
     with pytest.raises(ConfigError, match="'good', .* exact, rlcr, the folder of a reward"):
-        rl.load_reward('good')
+        rl.load_reward('good', 'cpu', None, 'tulu')
     cfg = config(llama, tmp_path)
     digests = {stage_of(cfg)[0].prompts.digest}
     (tmp_path / 'reward.py').write_text(REWARD + '# edited\n')
