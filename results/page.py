@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 import time
+from collections import Counter
 from pathlib import Path
 
 import metrics
@@ -22,6 +23,7 @@ from runtime.ownership import write_text
 TEMPLATE = Path(__file__).with_name('page.html')
 MOST = 30_000       # samples in a page; a browser opens MMLU's 14,042 in less than a second
 LONGEST = 1000      # characters of a question in results.md
+WRITTEN = 'greedy', 'answers'       # keys of a sample of written answers
 
 
 # Samples
@@ -34,13 +36,18 @@ def to_read(results, samples):
     have changed since is left out. A row is a dict with 'task', 'language', 'subject', 'id', 'text'
     of the question ('' in samples of older versions), 'confidence' and 'correct'; of a question
     with 'options', [[text, probability]], and the indices 'answer' (the right one) and 'chosen';
-    else with the text 'predicted' and 'expected'.
+    else with the text 'predicted' and 'expected', and of written answers 'written', the whole greedy
+    one, and 'samples', the counted ones.
     """
     rows = {}
     for task, result in results.items():
         test = sorted((s for s in samples.get(task, []) if s.get('split') != 'validation'),
                       key=sample_order)
         if len(test) == result['pooled']['n']:
+            # a confidence in written answers, such as `gsm8k.agreement`, has them in its task
+            written = {sample_order(s)[1:]: {key: s[key] for key in WRITTEN if key in s}
+                       for s in samples.get(task.partition('.')[0], []) if 'greedy' in s}
+            test = [written.get(sample_order(s)[1:], {}) | s for s in test]
             rows[task] = sorted(task_rows(test, result['norm']), key=mistakes_first)
     return rows
 
@@ -62,6 +69,11 @@ def task_rows(samples, norm):
     else:
         for row, s in zip(rows, samples, strict=True):
             row |= {key: s[key] for key in ('predicted', 'expected') if key in s}
+            if 'greedy' in s:
+                row['written'] = s['greedy']['text']
+            if 'answers' in s:
+                counts = Counter(answer['answer'] or 'none' for answer in s['answers'])
+                row['samples'] = ', '.join(f'{n} × {text}' for text, n in counts.most_common())
     return rows
 
 
