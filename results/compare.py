@@ -17,7 +17,7 @@ import numpy as np
 
 import metrics
 import stats
-from results import lm_eval
+from results import lm_eval, page
 from results.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
 from results.prediction_files import few_rows_note
@@ -26,6 +26,7 @@ from results.report import (COMPARED, MEASURES, TITLES, Heading, aligned, csv_te
                             predictions, split_groups, task_title, unit)
 from results.runs import Run, find_runs, harness_run, read_run, read_run_samples, sample_of
 from results.samples import sample_order
+from runtime import __version__
 from runtime.config import load_config, require_range, require_unicode
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock, write_text
@@ -89,8 +90,8 @@ def compare_questions(runs, keys, cfg, out_dir):
     For every language: the metrics `keys` of each run, the best one marked. Then the differences
     of each pair of runs, by a paired bootstrap over the questions that both answered and Student's
     t over languages if there are several, and the answers that change from right to wrong or back.
-    The files are compare.md, .csv and .tex, and for each task two pictures: the runs' reliability
-    diagrams side by side, and their curves in one diagram.
+    The files are compare.md, .csv and .tex, for each task two pictures, the runs' reliability
+    diagrams side by side and their curves in one diagram, and report.html.
     """
     runs = dict(zip(label_runs([run.folder for run in runs]), runs, strict=True))
     by_run = {name: read_run_samples(run)[0] for name, run in runs.items()}
@@ -100,30 +101,40 @@ def compare_questions(runs, keys, cfg, out_dir):
         raise DataError('these runs have no task in common: ' + '; '.join(
             f'{name}: {", ".join(by_task)}' for name, by_task in by_run.items()))
     names = ['compare.md', 'compare.tex', 'compare.csv']
-    claim(out_dir, *names, *(f'{kind}-{task}.png' for task in tasks
-                             for kind in ('reliability', 'curves')))
+    claim(out_dir, *names, 'report.html', *(f'{kind}-{task}.png' for task in tasks
+                                            for kind in ('reliability', 'curves')))
     parts = [compare_task(task, runs, {name: by_task[task] for name, by_task in by_run.items()},
                           keys, cfg) for task in tasks]
     write_text(out_dir / 'compare.md', '\n'.join(part.markdown for part in parts))
     write_text(out_dir / 'compare.tex', '\n'.join(part.latex for part in parts))
     write_text(out_dir / 'compare.csv', csv_text([line for part in parts for line in part.lines]))
-    names += [f'reliability-{task}.png' for task, part in zip(tasks, parts, strict=True)
-              if draw_reliability(out_dir / f'reliability-{task}.png', part.panels)]
-    names += [f'curves-{task}.png' for task, part in zip(tasks, parts, strict=True)
-              if draw_curves(out_dir / f'curves-{task}.png', {task: {
-                  title: metrics.bins(p.probs, p.labels) for title, p in part.panels}})]
+    pictures = [f'reliability-{task}.png' for task, part in zip(tasks, parts, strict=True)
+                if draw_reliability(out_dir / f'reliability-{task}.png', part.panels)]
+    pictures += [f'curves-{task}.png' for task, part in zip(tasks, parts, strict=True)
+                 if draw_curves(out_dir / f'curves-{task}.png', {task: {
+                     title: metrics.bins(p.probs, p.labels) for title, p in part.panels}})]
+    if page.write(out_dir, f'{", ".join(runs)}: {", ".join(tasks)}', __version__, '* the best',
+                  '\n'.join(part.html for part in parts), pictures,
+                  dict(zip(tasks, (part.rows for part in parts), strict=True))):
+        names.append('report.html')
     print(*(part.text for part in parts),
           *(f'\n{task} is left out: not every run has it' for task in all_tasks
-            if task not in tasks), f'\nwrote {", ".join(names)} to {out_dir}', sep='\n')
+            if task not in tasks),
+          f'\nwrote {", ".join([*names, *pictures])} to {out_dir}', sep='\n')
 
 
 class TaskComparison(NamedTuple):
-    """The comparison of one task: text to print, files, and [(title, Predictions)] to draw."""
+    """The comparison of one task: text to print, files, and [(title, Predictions)] to draw.
+
+    html, rows: the tables and samples of report.html
+    """
     text: str
     markdown: str
     latex: str
     lines: list
     panels: list
+    html: str
+    rows: list
 
 
 def compare_task(task, runs, samples, keys, cfg):
@@ -171,7 +182,29 @@ def compare_task(task, runs, samples, keys, cfg):
                    markdown(changes), *(f'{line}\n' for line in q))),
         '\n'.join((latex(with_intervals, title), latex(differences), latex(changes),
                    *(latex_text(line) + '\n' for line in q))), lines,
-        [(panel_title(name, runs[name].results[task]), p) for name, p in predicted.items()])
+        [(panel_title(name, runs[name].results[task]), p) for name, p in predicted.items()],
+        page.section(title, [table, differences, changes], [*remarks, *q]),
+        rows_to_read(task, runs, samples, question_keys))
+
+
+def rows_to_read(task, runs, samples, question_keys):
+    """Return the samples of all runs as rows of report.html, with 'run' and 'outcome'.
+
+    The outcome of a question says how many of the runs that answered it have it right.
+    """
+    rows = {name: page.task_rows(samples[name], run.results[task]['norm'])
+            for name, run in runs.items()}
+    groups = {}
+    for name, keys in question_keys.items():
+        for row in rows[name]:
+            row['run'] = name
+        for key, row in zip(keys, rows[name], strict=bool(keys)):
+            groups.setdefault(key, []).append(row)
+    for group in groups.values():
+        right = sum(row['correct'] for row in group)
+        for row in group:
+            row['outcome'] = f'{right} of {len(group)} runs right'
+    return sorted(itertools.chain(*rows.values()), key=page.mistakes_first)
 
 
 def pairing_keys(task, runs, samples):

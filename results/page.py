@@ -36,8 +36,8 @@ def to_read(results, samples):
     have changed since is left out. A row is a dict with 'task', 'language', 'subject', 'id', 'text'
     of the question ('' in samples of older versions), 'confidence' and 'correct'; of a question
     with 'options', [[text, probability]], and the indices 'answer' (the right one) and 'chosen';
-    else with the text 'predicted' and 'expected', and of written answers 'written', the whole greedy
-    one, and 'samples', the counted ones.
+    else with the text 'predicted' and 'expected'; of written answers with 'written', the whole
+    greedy one, and 'samples', the others counted.
     """
     rows = {}
     for task, result in results.items():
@@ -84,11 +84,11 @@ def mistakes_first(row):
 def select(rows, most=MOST):
     """Return ({task: rows} as one list, how many there are); at most `most`.
 
-    If there are more, all tasks and languages have as many, the first ones, or all that they have.
+    If there are more, each run, task and language has as many, its first ones, or all of them.
     """
     groups = {}
     for row in itertools.chain(*rows.values()):
-        groups.setdefault((row['task'], row['language']), []).append(row)
+        groups.setdefault((row.get('run'), row['task'], row['language']), []).append(row)
     ranked = sorted(((rank, row) for group in groups.values() for rank, row in enumerate(group)),
                     key=lambda pair: pair[0])
     return sorted((row for _, row in ranked[:most]), key=mistakes_first), len(ranked)
@@ -137,18 +137,19 @@ def _longest_run(text):
 # The page
 
 
-def write(out_dir, title, about, tables, pictures, rows):
-    """Write report.html; a failure is only a warning.
+def write(out_dir, title, version, about, tables, pictures, rows):
+    """Write report.html; return whether it succeeded. A failure is only a warning.
 
-    title, about: plain text; tables: HTML; pictures: names of PNG files in out_dir; rows: {task:
-    rows}, of `to_read`
+    title, about: plain text; version: of this program; tables: HTML; pictures: names of PNG files
+    in out_dir; rows: {any key: rows}, as of `to_read`; a row may have a 'run' and an 'outcome'
     """
     path = Path(out_dir, 'report.html')
-    with warn_on_failure(path):
+    with warn_on_failure(path) as written:
+        title = f'{title} ({time.strftime("%Y-%m-%d")}, nanoCal {version})'
         chosen, total = select(rows)
         left_out = '' if len(chosen) == total else (
             f'The page has {len(chosen):,} of {total:,} samples: of each task and language the '
-            f'most confident mistakes first. The others are in samples.jsonl. ')
+            f'most confident mistakes first. All are in samples.jsonl. ')
         images = ''.join(
             f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,'
             f'{base64.b64encode(Path(out_dir, name).read_bytes()).decode()}">\n'
@@ -162,6 +163,7 @@ def write(out_dir, title, about, tables, pictures, rows):
                            }.items():
             page = page.replace(f'<!--{name}-->', text)     # no text holds another <!--
         write_text(path, page)
+    return bool(written)
 
 
 def write_report(results, rows, pictures, out_dir):
@@ -171,14 +173,12 @@ def write_report(results, rows, pictures, out_dir):
     has the diagrams of languages from earlier evaluations; without, it has no pictures.
     """
     tasks, config, versions = results['tasks'], results['config'], results['versions']
-    title = (f'{config["model"]}: {", ".join(tasks)} ({time.strftime("%Y-%m-%d")}, '
-             f'nanoCal {versions["nanocal"]})')
     about = ', '.join(f'{key} {value}' for key, value in (
         {key: config[key] for key in ('device', 'dtype', 'seed')} | versions).items() if value)
     tables = ''.join(task_html(task, result) for task, result in tasks.items())
     grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]
-    write(out_dir, title, about, tables, dict.fromkeys((*pictures, *grids) if pictures else ()),
-          rows)
+    write(out_dir, f'{config["model"]}: {", ".join(tasks)}', versions['nanocal'], about, tables,
+          dict.fromkeys((*pictures, *grids) if pictures else ()), rows)
 
 
 def task_html(task, result):
@@ -186,14 +186,19 @@ def task_html(task, result):
     rows = {}
     for row in report_rows(result):
         rows.setdefault(row[0] if row[0] in GROUPS.values() else '', []).append(row)
-    parts = [f'<h2>{html.escape(task_title(task, result))}</h2>',
-             table_html(cells(rows.pop(''), count=unit(result))),
-             *(f'<p class="about">{html.escape(line)}</p>' for line in notes(result))]
+    parts = [section(task_title(task, result), [cells(rows.pop(''), count=unit(result))],
+                     notes(result))]
     parts += [folded(f'{len(group)} {name}', cells(group, count=unit(result)))
               for name, group in rows.items()]
     if by_language := temperatures.cells(result):
         parts.append(folded('temperatures by language', by_language))
     return '\n'.join(parts) + '\n'
+
+
+def section(title, tables, notes):
+    """Return tables of cells and notes below a title."""
+    return '\n'.join([f'<h2>{html.escape(title)}</h2>', *map(table_html, tables),
+                      *(f'<p class="about">{html.escape(line)}</p>' for line in notes)])
 
 
 def folded(title, lines):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import evaluate
 import metrics
-from common import reference_model, sentencepiece_folder, write_rows
+from common import reference_model, sentencepiece_folder, write_rows, write_run
 from data.tokenizer import load_tokenizer
-from results import page
+from results import compare, page
 from runtime.errors import ConfigError
 
 HOSTILE = '</script><script>alert(1)</script> <!--rows--> <b>bold</b> &amp; "quoted" ```\\u003c $x'
@@ -297,6 +297,23 @@ def test_the_options_of_a_blank_are_shown_with_the_sentence(folder, tmp_path):
     row = json.loads(Parsed(text).content['rows'])[0]
     assert row['text'] == f'The fox saw the stone as the _ was {row["id"]} old.'
     assert [option for option, _ in row['options']] == ['fox', 'stone'] and row['answer'] == 1
+
+
+def test_a_comparison_shows_the_samples_of_each_run_and_how_many_are_right(tmp_path):
+    folders = [write_run(tmp_path / name, n=40, sharpness=sharpness)
+               for name, sharpness in (('a', 1.0), ('b', 4.0))]
+    compare.main([*map(str, folders), '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}'])
+    text = (tmp_path / 'out' / 'report.html').read_text()
+    rows = json.loads(Parsed(text).content['rows'])
+    right = {(row['run'], row['id']): row['correct'] for row in rows}
+    assert len(right) == 80 and {run for run, _ in right} == {'a', 'b'}
+    outcomes = {row['outcome'] for row in rows}
+    assert outcomes == {'0 of 2 runs right', '1 of 2 runs right', '2 of 2 runs right'}
+    for row in rows:
+        n = right['a', row['id']] + right['b', row['id']]
+        assert row['outcome'] == f'{n} of 2 runs right'
+    assert 'a, b: mmlu (' in Parsed(text).text and "McNemar's p" in Parsed(text).text
+    assert text.count('<img') == 2
 
 
 def test_a_page_that_someone_else_wrote_is_kept(folder, tmp_path):
