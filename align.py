@@ -243,9 +243,9 @@ class AlignConfig(train.TrainConfig):
     gamma: float = 1.0                        # simpo: the margin that is wanted
     centering: float = 0.0                    # reward: weight of (r_w + r_l)^2, such as 0.01
     # reinforcement learning
-    reward: str = ''                          # exact, rlcr, the folder of a reward model, or a
-    #                                           Python file, which is executed: it defines
-    #                                           reward(prompt, answer, row) -> number
+    # exact:TASK or rlcr:TASK, such as exact:gsm8k; the folder of a reward model; or a Python file,
+    # which is executed: it defines reward(prompt, answer, row) -> number
+    reward: str = ''
     instruction: str = ''                     # follows each prompt after a blank line
     group_size: int = 8                       # answers to each prompt
     max_tokens: int = 256                     # of an answer; max_length - max_tokens of a prompt

@@ -6,7 +6,7 @@ template = 'llama3'
 data = 'openai/gsm8k'
 
 method = 'dr_grpo'
-reward = 'exact'
+reward = 'exact:gsm8k'
 instruction = 'Think step by step. Write the answer as a number after #### in the last line.'
 group_size = 8
 max_tokens = 400

@@ -10,6 +10,7 @@ import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from data.chat import encode_prompt
 from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
+from data.free_answers import FREE_TASKS
 from data.instruct import ROLE_NAMES, to_messages
 from data.packing import Tree
 from data.preferences import PREFERENCE_PATTERNS, encode_answer, pack_answers
@@ -26,7 +28,9 @@ from runtime.device import to_device
 from runtime.errors import ConfigError, DataError
 from runtime.trained import training_settings
 
-PROMPT_PATTERNS = ('main/train-*.parquet', *PREFERENCE_PATTERNS)    # the first is GSM8K's
+# those of the tasks first
+PROMPT_PATTERNS = (*dict.fromkeys(pattern for name, task in FREE_TASKS.items() if name != 'qa'
+                                  for pattern in task.shots), *PREFERENCE_PATTERNS)
 
 # ---- Prompts -------------------------------------------------------------------------------------
 
@@ -58,7 +62,7 @@ def to_prompt(row, instruction=''):
     """Return the messages before the answer of a row: [{'role', 'content'}, ...], the user's last.
 
     prompt                              text, or messages
-    question                            GSM8K, NQ-open
+    question, problem                   the tasks of data/free_answers.py
     messages, conversations, Alpaca     as in data/instruct.py; an answer at the end is left out
 
     instruction: text that follows the last message after a blank line. Raises DataError.
@@ -66,8 +70,7 @@ def to_prompt(row, instruction=''):
     require_fields(row)
     if isinstance(row.get('prompt'), list):
         row = {'messages': row['prompt']}
-    if 'prompt' in row or 'question' in row:
-        name = 'prompt' if 'prompt' in row else 'question'
+    if name := next(filter(row.__contains__, ('prompt', 'question', 'problem')), None):
         messages = [{'role': 'user', 'content': require_text(row[name], f'the {name}')}]
     else:
         messages = to_messages(row)
@@ -109,84 +112,46 @@ def load_prompts(source, tokenizer, *, template, max_length, add_bos, digest='',
 
 # ---- Rewards -------------------------------------------------------------------------------------
 
-def exact(prompt, answer, row):
-    """1 if the answer ends in one of the row's answers, else 0."""
-    return float(is_correct(answer, row))
+def exact(task, prompt, answer, row):
+    """1 if the answer is right by the rule of a task, else 0; task: of free_answers.FREE_TASKS."""
+    return float(task.grade(answer, task.row(row).references)['correct'])
 
 
-def rlcr(prompt, answer, row):
+def rlcr(task, prompt, answer, row):
     """0.5 for the format, 0.5 if correct, and 0.5 (1 - (correct - q)^2) for the confidence q.
 
     The format is <answer>text</answer> and then <confidence>q</confidence> with q in [0, 1];
     without it the reward is 0. The last term is Brier's, a proper score. RLCR, Damani 2025
     (2507.16806).
     """
-    form = re.search(r'<answer>.*</answer>.*<confidence>\s*([0-9.]+)\s*</confidence>\s*$', answer,
-                     re.DOTALL)
-    q = number(form[1]) if form else None
-    if q is None or not 0 <= q <= 1:
+    form = re.search(r'(<answer>.*</answer>).*<confidence>\s*(\d*\.?\d+|\d+\.)\s*</confidence>\s*$',
+                     answer, re.DOTALL)
+    if not form or float(form[2]) > 1:
         return 0.0
-    correct = is_correct(answer, row)
-    return 0.5 + 0.5 * correct + 0.5 * (1 - (correct - q) ** 2)
+    correct = exact(task, prompt, form[1], row)
+    return 0.5 + 0.5 * correct + 0.5 * (1 - (correct - float(form[2])) ** 2)
 
 
-# a reward of your own is a function here, or named `reward` in a file of yours
 REWARDS = {'exact': exact, 'rlcr': rlcr}
-
-
-def is_correct(answer, row):
-    """Return whether an answer's end equals the row's `answer`: a text, a number, or a list."""
-    targets = row.get('answer')
-    targets = targets if isinstance(targets, list) else [targets]
-    if not targets or None in targets:
-        raise DataError('the row has no "answer" to compare with')
-    for target in map(final_answer, map(str, targets)):
-        as_number = number(target)
-        said = final_answer(answer, numeric=as_number is not None)
-        if said.casefold() == target.casefold() or (as_number is not None
-                                                    and number(said) == as_number):
-            return True
-    return False
-
-
-def final_answer(text, numeric=False):
-    """Return the last text in <answer> tags or after '####' (GSM8K), else all, or its last number.
-
-    A period at the end is left out.
-    """
-    if tagged := re.findall(r'<answer>(.*?)</answer>', text, re.DOTALL):
-        text = tagged[-1]
-    elif '####' in text:
-        text = text.rpartition('####')[2].strip().partition('\n')[0]
-    elif numeric:
-        text = [text, *re.findall(r'-?\$?\d[\d,]*(?:\.\d+)?', text)][-1]
-    return text.strip().removesuffix('.').strip()
-
-
-def number(text):
-    """Return the finite number that a text is, without thousands separators; None if it is none."""
-    try:
-        value = float(re.sub(r'[,$%\s]', '', text))
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def load_reward(name, device, dtype, template):
     """Return the FunctionReward or the ModelReward of `name`; raises ConfigError.
 
-    name: a key of REWARDS; a Python file, which is executed and defines reward(prompt, answer,
-    row); or the folder of a reward model, for which the other arguments are
+    name: a key of REWARDS and a task, as in 'exact:gsm8k', without it 'qa'; a Python file, which is
+    executed and defines reward(prompt, answer, row); or the folder of a reward model, for which the
+    other arguments are
     """
-    path = Path(name)
+    path, (kind, _, task) = Path(name), name.partition(':')
     if path.is_dir():
         return ModelReward(name, device, dtype, template)
-    if name in REWARDS:
-        return FunctionReward(name, REWARDS[name], name)
+    if kind in REWARDS and (task or 'qa') in FREE_TASKS:
+        return FunctionReward(name, partial(REWARDS[kind], FREE_TASKS[task or 'qa']), name)
     if path.suffix != '.py' or not path.is_file():
         raise ConfigError(f'reward = {name!r}, where there is no file or reward model; wanted '
-                          f'{", ".join(REWARDS)}, the folder of a reward model, or a Python file '
-                          f'with a function reward(prompt, answer, row)')
+                          f'{" or ".join(REWARDS)} of a task ({", ".join(FREE_TASKS)}) as in '
+                          f'exact:gsm8k, the folder of a reward model, or a Python file with a '
+                          f'function reward(prompt, answer, row)')
     names, code = {'__name__': path.stem, '__file__': name}, path.read_text(encoding='utf-8')
     try:
         exec(compile(code, name, 'exec'), names)

@@ -559,39 +559,45 @@ def test_a_run_raises_its_reward_and_scores_held_out_prompts(llama, tmp_path, ca
 
 # ---- Rewards and prompts -------------------------------------------------------------------------
 
-@pytest.mark.parametrize('answer, target, correct', [
-    ('Natalia sold 48/2 = 24.\n#### 72', 'She sold 72.\n#### 72', True),
-    ('The total is 1,072 dollars.', '#### 1072', True), ('It is $72.00.', '#### 72', True),
-    ('<answer>72</answer> and not 73', '#### 72', True), ('72, no, 73', '#### 72', False),
-    ('#### -3', '#### 3', False), ('no number', '#### 3', False), ('', '#### 3', False),
-    ('Paris.', 'paris', True), ('I say <answer> Paris </answer>', ['Lutetia', 'Paris'], True),
-    ('Paris, France', 'Paris', False), ('about 7', 7, True)])
-def test_the_end_of_an_answer_decides_whether_it_is_correct(answer, target, correct):
-    assert rl.exact('', answer, {'answer': target}) == correct
+def reward_of(name, answer, row):
+    return rl.load_reward(name, 'cpu', None, 'tulu').score('', answer, row)
+
+
+@pytest.mark.parametrize('name, answer, target, reward', [
+    ('exact:gsm8k', 'Natalia sold 48/2 = 24.\n#### 72', 'She sold 72.\n#### 72', 1),
+    ('exact:gsm8k', 'The total is 1,072 dollars.', '#### 1072', 1),
+    ('exact:gsm8k', '72, no, 73', '#### 72', 0), ('exact:gsm8k', '', '#### 3', 0),
+    ('exact', 'Paris.', 'paris', 1), ('exact', 'Paris', ['Lutetia', 'Paris'], 1),
+    ('exact', 'Rome', ['Lutetia', 'Paris'], 0)])
+def test_an_answer_is_right_by_the_rule_of_the_task(name, answer, target, reward):
+    assert reward_of(name, answer, {'question': '?', 'answer': target}) == reward
 
 
 @pytest.mark.parametrize('answer, reward', [
     ('<answer>3</answer><confidence>0.8</confidence>', 0.5 + 0.5 + 0.5 * (1 - 0.04)),
-    ('well\n<answer>3</answer> so\n<confidence> 1 </confidence>\n', 1.5),
+    ('well\n<answer>It is 3.</answer> so\n<confidence> 1 </confidence>\n', 1.5),
     ('<answer>4</answer><confidence>0.8</confidence>', 0.5 + 0.5 * (1 - 0.64)),
     ('<answer>3</answer><confidence>1.2</confidence>', 0), ('<answer>3</answer>', 0),
     ('<answer>3</answer><confidence>1.2.3</confidence>', 0),
+    ('<answer>3</answer><confidence>high</confidence>', 0),
     ('<confidence>1</confidence><answer>3</answer>', 0)])
 def test_rlcr_rewards_format_correctness_and_the_brier_score(answer, reward):
-    assert rl.rlcr('', answer, {'answer': '3'}) == pytest.approx(reward)
+    assert reward_of('rlcr:gsm8k', answer, {'question': '?', 'answer': '#### 3'}) == pytest.approx(
+        reward)
 
 
 def test_the_solutions_of_gsm8k_are_correct_by_the_exact_reward():
     needs_files('datasets/gsm8k/test.jsonl.gz')
     rows = [row for _, row in read_rows(SHARED / 'datasets/gsm8k/test.jsonl.gz')]
-    assert all(rl.exact('', row['answer'], row) for row in rows)
-    assert np.mean([rl.exact('', a['answer'], b)
+    assert all(reward_of('exact:gsm8k', row['answer'], row) for row in rows)
+    assert np.mean([reward_of('exact:gsm8k', a['answer'], b)
                     for a, b in zip(rows, rows[1:], strict=False)]) < 0.05
     assert rl.to_prompt(rows[0])[0]['content'].startswith('Janet')
 
 
 @pytest.mark.parametrize('row', [
-    {'prompt': 'Why?'}, {'question': 'Why?', 'answer': '3'}, {'instruction': 'Why?', 'output': 'x'},
+    {'prompt': 'Why?'}, {'question': 'Why?', 'answer': '3'}, {'problem': 'Why?'},
+    {'instruction': 'Why?', 'output': 'x'},
     {'prompt': [{'role': 'user', 'content': 'Why?'}]},
     {'messages': [{'role': 'user', 'content': 'Why?'}, {'role': 'assistant', 'content': 'x'}]},
     {'conversations': [{'from': 'human', 'value': 'Why?'}]}])
@@ -624,7 +630,7 @@ def test_settings_of_rewards_without_sense_are_refused(values, message):
 
 
 def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(llama, tmp_path):
-    with pytest.raises(ConfigError, match="'good', .* exact, rlcr, the folder of a reward"):
+    with pytest.raises(ConfigError, match="'good', .* exact or rlcr of a task .triviaqa, "):
         rl.load_reward('good', 'cpu', None, 'tulu')
     cfg = config(llama, tmp_path)
     digests = {stage_of(cfg)[0].prompts.digest}
