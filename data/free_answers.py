@@ -10,6 +10,7 @@ then only right answers would agree.
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -289,11 +290,10 @@ def load_free(name, *, header='english', shots=0, limit=None, seed=0, revision=N
     bad = []
 
     def read(patterns, wanted=None):
-        seen = set()
-        parse = functools.partial(_to_question, task, header, seen)
+        parse = functools.partial(_to_question, task, header)
         rows = (row for file in fetch(source or task.hub, patterns, revision)
                 for row in read_rows(file))
-        items, messages = parse_rows(_first(rows, wanted), parse, on_bad_row)
+        items, messages = parse_rows(itertools.islice(_distinct(rows), wanted), parse, on_bad_row)
         bad.extend(messages)
         return items
 
@@ -307,20 +307,18 @@ def load_free(name, *, header='english', shots=0, limit=None, seed=0, revision=N
     return Loaded(draw(questions, limit, seed), {'': solved}, bad, len(questions))
 
 
-def _first(rows, n):
-    """Yield the first n rows, all if n is None."""
-    for i, row in enumerate(rows):
-        if n is not None and i == n:
-            return
-        yield row
+def _distinct(rows):
+    """Yield the (place, row) pairs without rows that repeat a question_id."""
+    seen = {None}
+    for place, row in rows:
+        id = row.get('question_id') if isinstance(row, dict) else None
+        if id is None or id not in seen:
+            yield place, row
+        seen.add(id)
 
 
-def _to_question(task, header, seen, row, place, number):
-    repeated = require_fields(row).get('question_id')
-    if repeated is not None and repeated in seen:
-        return None
-    seen.add(repeated)
-    question, references, solution, subject, category = task.row(row)
+def _to_question(task, header, row, place, number):
+    question, references, solution, subject, category = task.row(require_fields(row))
     question = require_text(question, 'the question').strip()
     if not question or not references:
         raise DataError('wanted a question and one reference answer or more')

@@ -182,8 +182,10 @@ def test_every_reference_of_nq_open_is_right():
 def test_triviaqa_asks_a_repeated_question_once(tmp_path):
     rows = [{'question_id': f'tc_{i // 2}', 'question': f'Who is {i // 2}?', 'answer': {
         'value': 'Ann', 'aliases': ['Ann', 'Anne'], 'normalized_value': 'ann'}} for i in range(6)]
-    write_rows(tmp_path / 'validation.jsonl', rows)
-    loaded = load_free(f'triviaqa:{tmp_path}')
+    for split in ('validation', 'train'):
+        write_rows(tmp_path / f'{split}.jsonl', rows)
+    loaded = load_free(f'triviaqa:{tmp_path}', shots=2)
+    assert [q.id for q in loaded.shots['']] == ['tc_0', 'tc_1']
     assert [q.id for q in loaded.questions] == ['tc_0', 'tc_1', 'tc_2']
     assert loaded.questions[0].context == 'Question: Who is 0?\nAnswer:'
 
