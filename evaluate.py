@@ -513,8 +513,13 @@ def written(answer):
 
 def answer_sample(question, rule, greedy, answers, lead):
     """Return the sample of a question: its answers, graded, and the greedy one's probability."""
-    greedy, *answers = (answer | rule.grade(answer['text'], question.references)
-                        for answer in (greedy, *answers))
+    def grade(answer):
+        if rule.runs_code and 'correct' in answer:      # it ran before an interruption
+            return answer
+        return answer | rule.grade(answer['text'], question.references)
+
+    with ThreadPoolExecutor(os.cpu_count() if rule.runs_code else 1) as pool:
+        greedy, *answers = pool.map(grade, (greedy, *answers))
     sample = {'greedy': greedy, 'answers': answers}
     return judged(question, *confidence.greedy_probability(sample)) | sample
 

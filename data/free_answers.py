@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import NamedTuple
 
+from data import code_tasks
 from data.chat import encode_prompt
 from data.files import draw, fetch, parse_rows, read_rows, require_fields, require_text
 from data.prompts import P_TRUE
@@ -87,6 +88,12 @@ def math_row(row):
                    str(row['level']))
 
 
+def humaneval_row(row):
+    """HumanEval: the prompt is the beginning of a program, the references are its Problem."""
+    problem = code_tasks.humaneval_row(row)
+    return FreeRow(problem.prompt, [*problem], problem.solution)
+
+
 # ------------------------------------------------------------------------------------------------
 # Extraction: text -> the answer proper, or None
 # ------------------------------------------------------------------------------------------------
@@ -111,6 +118,11 @@ def last_boxed(text):
             if not depth:
                 return text[start:end].strip() or None
     return None
+
+
+def whole(text):
+    """Return the text without white space behind it, where it matters before it."""
+    return text.rstrip() or None
 
 
 def first_line(text):
@@ -218,6 +230,11 @@ def contains(key, answer, references):
     return any(f' {key(reference)} ' in f' {key(answer)} ' for reference in references)
 
 
+def passes(key, answer, references):
+    """Return whether a written program passes the tests of its Problem. Runs the program."""
+    return code_tasks.check(code_tasks.Problem(*references), answer)[0]
+
+
 @dataclass
 class FreeTask:
     """A task with references."""
@@ -225,7 +242,7 @@ class FreeTask:
     test: tuple                 # patterns of the files to ask
     shots: tuple                # patterns of the files with solved questions
     row: Callable               # raw row -> FreeRow
-    strict: Callable = first_line       # text -> answer or None
+    strict: Callable | None = first_line    # text -> answer or None; None: as lenient
     lenient: Callable = short_answer    # text -> answer or None
     key: Callable = triviaqa_text       # answer -> text that is equal for equal answers
     match: Callable = same      # (key, lenient answer, references) -> right or wrong
@@ -233,13 +250,17 @@ class FreeTask:
     header: str = 'Answer these questions as briefly as possible.\n\n'
     stop: tuple = ('\n',)       # of plain text; an answer in a chat ends by itself
     max_tokens: int = 32        # of an answer
+    runs_code: bool = False     # `match` runs what the model wrote
 
     def grade(self, text, references):
         """Return {'answer': extracted or None, 'key', 'correct', 'strict': right by that rule}."""
-        answer, strict = self.lenient(text), self.strict(text)
+        answer = self.lenient(text)
+        correct = strict = answer is not None and self.match(self.key, answer, references)
+        if self.strict:
+            stated = self.strict(text)
+            strict = stated is not None and same(self.key, stated, references)
         return {'answer': answer, 'key': None if answer is None else self.key(answer),
-                'correct': answer is not None and self.match(self.key, answer, references),
-                'strict': strict is not None and same(self.key, strict, references)}
+                'correct': correct, 'strict': strict}
 
 
 FREE_TASKS = {
@@ -263,6 +284,9 @@ FREE_TASKS = {
                         last_boxed, any_formula, formula, prompt='Problem: {}\nSolution:',
                         header='Solve these problems. Put each final answer in \\boxed{}.\n\n',
                         stop=('Problem:',), max_tokens=1024),
+    'humaneval': FreeTask(code_tasks.HUMANEVAL, code_tasks.PATTERNS, (), humaneval_row, None, whole,
+                          str, passes, prompt='{}', header='', stop=code_tasks.STOPS,
+                          max_tokens=512, runs_code=True),
     # a file or folder of your own
     'qa': FreeTask('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.json', '*.parquet'),
                    ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
@@ -324,8 +348,8 @@ def _to_question(task, header, row, place, number):
         raise DataError('wanted a question and one reference answer or more')
     for reference in (*references, solution):
         require_text(reference, 'a reference answer')
-    id = next((row[key] for key in ('id', 'question_id', 'unique_id') if row.get(key) is not None),
-              number)
+    id = next((row[key] for key in ('id', 'question_id', 'unique_id', 'task_id')
+               if row.get(key) is not None), number)
     digest = hashlib.blake2b(repr((question, references)).encode(), digest_size=8).hexdigest()
     return FreeQuestion(
         str(id), task.prompt.format(question), [f' {solution.strip()}'], 0, subject,

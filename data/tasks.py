@@ -13,6 +13,7 @@ from data.free_answers import FREE_TASKS, load_free
 from data.questions import Question, load_task
 from data.trees import tokenize_questions
 from runtime.errors import ConfigError, DataError
+from runtime.sandbox import run_program
 
 
 HELP = """\
@@ -169,6 +170,11 @@ def _load(name, cfg):
         if cfg.dropout_seed is not None:
             raise ConfigError(f'dropout_seed: the answers to {kind} are written without dropout; '
                               f'leave it out')
+        if FREE_TASKS[kind].runs_code and not cfg.run_code:
+            raise ConfigError(f'{kind} runs programs that the model wrote; read '
+                              f'docs/running_code.md, then allow it with --run_code')
+        if FREE_TASKS[kind].runs_code and not cfg.show:
+            run_program('', 'pass')     # refuse now where nothing can be run
         loaded = load_free(name, header=cfg.header, shots=cfg.shots, limit=cfg.limit, **common)
         return Task('free', source, loaded.questions, loaded.total, loaded.bad, loaded.shots,
                     measure='probability of the greedy answer')

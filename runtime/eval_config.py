@@ -29,6 +29,7 @@ class EvalConfig:
     n: int = 10                               # answers drawn per question, where the model writes
     max_tokens: int | None = None             # of a written answer; None: those of its task
     verbalized: bool = False                  # then ask how probable a written answer is
+    run_code: bool = False                    # run programs that the model writes, for humaneval
     permute: int | None = None                # then ask in so many orders of the options: cyclic
     #                                           shifts behind the same letters; None: as published
     # chat template of the prompt; trained: that of the model's train.py run; none: plain text

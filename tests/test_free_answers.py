@@ -14,7 +14,7 @@ from common import SHARED, needs_files, reference_model, sentencepiece_folder, w
 import evaluate
 import generate
 import metrics
-from data import free_answers
+from data import code_tasks, free_answers
 from data.free_answers import FREE_TASKS, load_free
 from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
@@ -23,6 +23,7 @@ from results.samples import latest_samples, read_samples
 from runtime import checkpoint
 from runtime.errors import ConfigError, DataError
 from runtime.sampling import Sampling
+from runtime.sandbox import run_program
 
 # ------------------------------------------------------------------------------------------------
 # Extraction and match rules
@@ -484,6 +485,36 @@ def test_runs_are_compared_by_each_confidence(asked, tmp_path, capsys):
         evaluate.main(['--compare', str(folder / 'first'), str(folder / 'out'),
                        f'--out_dir={tmp_path}', '--n_bootstrap=50'])
     assert 'qa.agreement' in (tmp_path / 'compare.md').read_text()
+
+
+def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monkeypatch):
+    folder, _ = asked
+    problem = {'task_id': 'T/0', 'entry_point': 'add', 'canonical_solution': '    return a + b\n',
+               'prompt': 'def add(a, b):\n    """Add two numbers."""\n',
+               'test': 'def check(candidate):\n    assert candidate(2, 3) == 5\n'}
+    path = write_rows(tmp_path / 'humaneval.jsonl', [problem, problem | {'task_id': 'T/1'}])
+    arguments = [f'--model={folder / "model"}', f'--tasks=humaneval:{path}', '--shots=0', '--n=2',
+                 '--max_tokens=6', f'--out_dir={tmp_path}', '--pictures=False', '--p_true']
+    with pytest.raises(ConfigError, match='--run_code'):
+        evaluate.main(arguments)
+    try:
+        run_program('', 'pass')
+    except ConfigError as error:
+        pytest.skip(str(error))
+    question, _ = load_free(f'humaneval:{path}').questions
+    rule = FREE_TASKS['humaneval']
+    assert question.id == 'T/0' and question.context.endswith('"""')
+    for text, right in (('\n    return a + b\nprint(1)', True), ('\n    return a', False),
+                        (f'```python\n{problem["prompt"]}    return b + a\n```', True)):
+        grade = rule.grade(text, question.references)
+        assert grade['correct'] == grade['strict'] == right
+    assert not rule.grade(' \n', question.references)['correct']
+    evaluate.main([*arguments, '--run_code'])
+    rows = samples_of(tmp_path, 'humaneval')
+    assert [row['greedy']['correct'] for row in rows] == [False, False]
+    monkeypatch.setattr(code_tasks, 'check', lambda *_: pytest.fail('a program ran again'))
+    evaluate.main([*arguments, '--run_code'])
+    assert samples_of(tmp_path, 'humaneval') == rows
 
 
 def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
