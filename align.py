@@ -13,8 +13,8 @@ the weights of the answer's tokens in a cross-entropy, and fused_ce.py computes 
 kernels of a chunk (`joint`): no logits are stored. The log-probabilities of the reference, the
 model as it is before training, are computed once and cached.
 
-Reinforcement learning generates its answers: a row is [prompt][answer 1..G]. What each token's loss
-is weighed by is known after the rewards, from one advantage function and one divisor per method;
+Reinforcement learning generates its answers: a row is [prompt][answer 1..G]. The weight of each
+token in the loss follows from the rewards, by one advantage function and one divisor per method;
 PPO has a value head in place of the former.
 """
 
@@ -29,6 +29,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -577,11 +578,16 @@ class Rollouts:
         order = train.batches(cfg, sequences, training, first, until, multiple, pack_batch)
         for step, (chosen, _) in enumerate(order, first):
             seed = np.random.SeedSequence([cfg.seed, step]).generate_state(1, np.uint64)[0] >> 1
+            started = time.perf_counter()
             answers, rewards = self.sample(cfg, chosen, int(seed), cfg.group_size)
+            sampled = time.perf_counter()
             if step == first:
                 print(f'first answer, with reward {rewards[0, 0]:g}:')
                 print('    ' + answers[0][0].text[:1000].replace('\n', '\n    '))
-            yield chosen, self.pack(cfg, chosen, answers, rewards, multiple) | {'step': step}
+            packed = self.pack(cfg, chosen, answers, rewards, multiple)
+            packed['measured'] |= {'rollout_s': sampled - started,
+                                   'scoring_s': time.perf_counter() - sampled}
+            yield chosen, packed | {'step': step}
 
     def sample(self, cfg, chosen, seed, n):
         """Return (n Answers to each prompt, their rewards float64 [prompts, n])."""
@@ -686,8 +692,6 @@ class Rollouts:
 
     def token_loss(self, packed, cfg):
         """Return the function (model, rows, inputs, targets) -> (loss, {name: metric})."""
-        method = RL_METHODS[cfg.method]
-        high = next(x for x in (cfg.clip_high, method.clip_high, cfg.clip) if x is not None)
         memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
         n_tokens, n_answers = packed['begin'][-1], len(packed['counts'])
 
@@ -699,26 +703,14 @@ class Rollouts:
 
             def function(log_p, entropy, tokens):
                 column = {name: x[tokens] for name, x in columns.items()}
-                old = column.get('old', log_p.detach())
-                log_ratio = log_p - old
-                if method.ratio != 'token':     # the loss of an answer, in each of its tokens
-                    sums = answers.sums(log_ratio, tokens)
-                    sums = sums / answers.n if method.ratio == 'mean' else sums
-                    log_ratio = sums[answers.answer[tokens]]
-                loss = clipped_loss(log_ratio, column['advantage'], cfg.clip, high)
-                ratio = log_ratio.detach().exp()
-                clipped = loss.detach() > -column['advantage'] * ratio
+                loss, ratio, clipped = policy_loss(log_p, column, answers, tokens, cfg)
                 measured.update(ratio=ratio.sum() / n_tokens,
                                 clip_fraction=clipped.sum() / n_tokens)
-                if 'reference' in column:
+                if cfg.kl != 'none':
                     measured['kl'] = (log_p.detach() - column['reference']).sum() / n_answers
-                if cfg.kl in ('loss', 'k3'):
-                    factor = (log_p - old).exp() if cfg.kl == 'loss' else 1
-                    loss = loss + cfg.kl_coef * factor * k3(log_p, column['reference'])
                 loss = (loss * column['weight']).sum()
-                if cfg.entropy_coef:
-                    loss = loss - cfg.entropy_coef * entropy.sum() / n_tokens
-                return loss
+                return loss - (cfg.entropy_coef * entropy.sum() / n_tokens if cfg.entropy_coef
+                               else 0)
 
             hidden = answers.gather(model(*inputs))
             loss, _ = fused_loss(hidden, model.head, answers.target,
@@ -739,6 +731,25 @@ class Rollouts:
         answers, rewards = self.sample(cfg, held_out, cfg.seed, 1)
         return {'val_reward': rewards.mean(),
                 'val_length': np.mean([len(answer.tokens) for answer, in answers])}
+
+
+def policy_loss(log_p, column, answers, tokens, cfg):
+    """Return the loss [n] of some answers' tokens, their ratios, and whether these are clipped.
+
+    column: {name: [n]}; without `old`, this is the first update, whose ratios are 1
+    """
+    method, old = RL_METHODS[cfg.method], column.get('old', log_p.detach())
+    high = next(x for x in (cfg.clip_high, method.clip_high, cfg.clip) if x is not None)
+    log_ratio = log_p - old
+    if method.ratio != 'token':     # the loss of an answer, in each of its tokens
+        sums = answers.sums(log_ratio, tokens)
+        log_ratio = (sums / answers.n if method.ratio == 'mean' else sums)[answers.answer[tokens]]
+    loss, ratio = clipped_loss(log_ratio, column['advantage'], cfg.clip, high), log_ratio.exp()
+    clipped = loss > -column['advantage'] * ratio       # the gradient is 0
+    if cfg.kl in ('loss', 'k3'):
+        factor = (log_p - old).exp() if cfg.kl == 'loss' else 1
+        loss = loss + cfg.kl_coef * factor * k3(log_p, column['reference'])
+    return loss, ratio.detach(), clipped
 
 
 def values_of(model, hidden):

@@ -76,7 +76,7 @@ def reward(prompt, answer, row):
 '''
 
 
-@pytest.fixture(scope='module', params=['llama', 'gemma2'])
+@pytest.fixture(scope='module', params=['llama', pytest.param('gemma2', marks=pytest.mark.slow)])
 def base(request, tmp_path_factory):
     folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
     reference_model(request.param, folder, vocab_size=400)
@@ -184,7 +184,7 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
     for micro_rows, memory, pack_len in ((1, None, 80), (9, 0, 160)):
         model.zero_grad()
         case = replace(cfg, micro_rows=micro_rows, loss_memory=memory, pack_len=pack_len)
-        packed = stage.pack(case, range(4), answers, rewards, 2)
+        packed = stage.pack(case, range(4), answers, rewards, 7)    # some rows are padding
         where = [*map(tuple, packed['where'])]
         packed['columns'] |= {'old': np.concatenate([old[w] for w in where]),
                               'reference': np.concatenate([reference[w] for w in where])}
@@ -454,7 +454,7 @@ def test_the_weight_of_the_kl_follows_its_target(llama, tmp_path):
 
 def log_of(cfg):
     with open(f'{cfg.out_dir}/log.jsonl') as lines:
-        return [{k: v for k, v in json.loads(line).items() if k != 'tokens_per_s'}
+        return [{k: v for k, v in json.loads(line).items() if not k.endswith('_s')}
                 for line in lines]
 
 
