@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (SHARED, needs_files, off, reference_model, same_weights, sentencepiece_folder,
-                    write_rows)
+from common import (SHARED, head_of_32, needs_files, off, reference_model, same_weights,
+                    sentencepiece_folder, write_rows)
 
 import align
 import train
@@ -269,6 +269,18 @@ def test_the_first_step_has_ratio_1_and_no_kl(base, tmp_path, lora):
     assert values['loss'].item() == pytest.approx(0, abs=1e-5)
     assert sum(p.grad.norm() for p in model.parameters() if p.grad is not None) > 1e-3
     assert packed['measured']['mismatch'] < 1e-4     # decoding has the probabilities of training
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+@pytest.mark.parametrize('values', [{'method': 'ppo', 'lora': True}, {'method': 'dr_grpo'}])
+def test_on_a_gpu_ratio_kl_and_the_probabilities_of_decoding_agree(tmp_path, values):
+    base = sentencepiece_folder(tmp_path / 'base', 'llama2')
+    reference_model('llama', base, vocab_size=400, **head_of_32('llama'))
+    cfg = config(base, tmp_path, kl='reward', updates=2, epochs=3, lr=1e-4, group_size=4, **values)
+    align.align(replace(cfg, device='cuda', dtype='bfloat16', pack_len=256))
+    first, *_, last = log_of(cfg)
+    assert abs(first['kl']) < 0.1 and first['mismatch'] < 0.05      # bfloat16, compiled blocks
+    assert abs(first['ratio'] - 1) < 0.05 and abs(last['ratio'] - 1) < 0.3
 
 
 def test_without_adapters_the_model_is_the_base_whatever_they_hold(llama, tmp_path):
