@@ -18,6 +18,7 @@ from runtime import cli, startup
 if __name__ == '__main__':
     startup.begin()
 
+import bisect
 import contextlib
 import functools
 import hashlib
@@ -483,7 +484,8 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, write):
             end |= end_tokens(model, end)
             greedy = generate(model, ids, settings, tokenizer, end)
             drawn = generate(model, ids, replace(settings, n=n, temperature=1.0), tokenizer, end)
-            first = {i: written(answer) for i, (answer,) in greedy} if n else {}
+            first = {i: written(answer) | span(answer, rule, tokenizer)
+                     for i, (answer,) in greedy} if n else {}
             for i, answers in drawn if n else greedy:
                 *entry, _ = left[i]
                 answers = [*map(written, answers)]
@@ -509,6 +511,21 @@ def written(answer):
     return {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
             'log_prob': math.fsum(answer.log_probs),
             'mean_prob': math.fsum(map(math.exp, answer.log_probs)) / len(answer.tokens)}
+
+
+def span(answer, rule, tokenizer):
+    """Return the extracted answer of a generate.Answer, and the log-probability of its tokens."""
+    text = rule.lenient(answer.text)
+    if text is None:
+        return {'span': None, 'span_log_prob': 0.0}
+    begin, tokens = answer.text.rindex(text), range(len(answer.tokens))
+
+    def end(i):
+        return len(tokenizer.decode(answer.tokens[:i + 1], start=False))
+
+    first = bisect.bisect_right(tokens, begin, key=end)
+    last = bisect.bisect_left(tokens, begin + len(text), key=end)
+    return {'span': text, 'span_log_prob': math.fsum(answer.log_probs[first:last + 1])}
 
 
 def answer_sample(question, rule, greedy, answers, lead):

@@ -288,7 +288,7 @@ FREE_TASKS = {
                           str, passes, prompt='{}', header='', stop=code_tasks.STOPS,
                           max_tokens=512, runs_code=True),
     # a file or folder of your own
-    'qa': FreeTask('', ('test.jsonl*', '*.jsonl', '*.jsonl.gz', '*.json', '*.parquet'),
+    'qa': FreeTask('', ('test.jsonl*', 'test.json', 'test*.parquet'),
                    ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
 }
 

@@ -4,7 +4,8 @@ A sample of a task with written answers has `greedy`, the answer by the most pro
 `answers`, drawn at temperature 1. Each answer has the `text`, `log_prob` (the sum over its tokens,
 with the one that ended it, in nats), `n_tokens`, `mean_prob`, what ended it (`reason`), and how
 data/free_answers.py graded it: `answer` (extracted, or null), `key` (equal for answers that agree),
-`correct`, `strict`.
+`correct`, `strict`. The greedy answer also has `span_log_prob`, that of the tokens of `span`, which
+was the extracted answer when it was written.
 
 A new confidence is a function (sample -> (confidence in [0, 1] or None, the answer that is judged))
 and an entry of FROM_SAMPLES. None means that the model stated no number; such a question is left
@@ -36,6 +37,16 @@ def length_normalized(sample):
 def mean_token_probability(sample):
     """The arithmetic mean of the token probabilities (Spiess et al. 2024, arXiv 2402.02047)."""
     return min(1.0, sample['greedy']['mean_prob']), sample['greedy']
+
+
+def answer_span(sample):
+    """The probability of the extracted answer, given all that precedes it in the greedy answer.
+
+    After a chain of thought it is near 1, since the chain has decided the answer.
+    """
+    answer = sample['greedy']
+    same = answer['answer'] is not None and answer['span'] == answer['answer']
+    return _exp(answer['span_log_prob']) if same else None, answer
 
 
 def agreement(sample):
@@ -91,6 +102,8 @@ FROM_SAMPLES = {
                                     length_normalized),
     'mean_token': Confidence('greedy answer, mean of its token probabilities',
                              mean_token_probability),
+    'answer_span': Confidence('probability of what was extracted from the greedy answer',
+                              answer_span),
     'agreement': Confidence('top class of the samples, its share', agreement),
     'greedy_agreement': Confidence('greedy answer, share of the samples that agree',
                                    greedy_agreement),
@@ -233,7 +246,7 @@ def notes(result):
         lines.append(f'a perfectly calibrated model would show an ECE of {floor:.3f} with '
                      f'{result["n"]} samples per question')
     if missing := result.get('unparsed'):
-        lines.append(f'{missing} questions without a number from 0 to 1 are left out')
+        lines.append(f'{missing} questions without this number are left out')
     return lines
 
 
