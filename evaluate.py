@@ -2,11 +2,12 @@
 
     python evaluate.py --model=out/run --tasks=mmlu,arc_easy,hellaswag --shots=5
     python evaluate.py --compare out/base out/sft out/ls01
+    torchrun --nproc_per_node=8 evaluate.py --model=out/run --tasks=mmlu
 
 Questions are packed into rows as trees, so that prompts share the tokens of a common prefix. The
 host prepares rows ahead of the device; logits and log-probabilities are float32. Each sample is
 appended to samples.jsonl as soon as it is scored, and an interrupted evaluation resumes from that
-file.
+file. Each of several processes scores its share of the questions; the first one computes metrics.
 
 From file to ECE: data/tasks.py loads questions (data/questions.py, with the row function in
 data/benchmarks.py and the prompt in data/prompts.py), data/trees.py tokenizes them, data/packing.py
@@ -23,11 +24,12 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import itertools
 import math
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,7 +45,6 @@ from data.probes import INSTRUCTIONS
 from data.tasks import describe, describe_tasks, distribution, load_tasks, show
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import confidence, page, report, samples
-from runtime import ownership
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.eval_config import EvalConfig, check_eval_config
@@ -85,7 +86,7 @@ import torch
 import fused_ce
 from families import t5
 from model import CausalLM
-from runtime import checkpoint, device, log
+from runtime import checkpoint, device, log, parallel
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
@@ -314,8 +315,9 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
     done:    the same, of the samples in samples.jsonl
     """
     tokenized = []
-    n_done = sum(key[0] == label for key, _ in done)
-    progress = log.Progress(label, len(task.items) + len(task.validation) - n_done, task.unit)
+    keys = {(label, split, item.language, item.id) for split, items in (
+        ('test', task.items), ('validation', task.validation)) for item in items}
+    progress = log.Progress(label, len(keys - {key for key, _ in done}), task.unit)
     of_text = functools.partial(text_samples, tokenizer)
     to_samples = {'questions': question_samples, 'permuted': permuted_samples,
                   'p_true': p_true_samples}.get(task.kind, of_text)
@@ -339,11 +341,7 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, write):
         progress.bar.close()
     bad_rows = [*task.bad_rows, *(str(entry) for entry in tokenized
                                   if isinstance(entry, DataError))]
-    prompts = {entry[:2] for entry in tokenized if not isinstance(entry, DataError)}
-    if not prompts:
-        raise DataError(f'{label}: no question could be scored ({len(bad_rows)} bad rows'
-                        f'{f", the first: {bad_rows[0]}" if bad_rows else ""})')
-    return prompts, bad_rows
+    return {entry[:2] for entry in tokenized if not isinstance(entry, DataError)}, bad_rows
 
 
 def unscored(task, label, tokenizer, cfg, done, tokenized):
@@ -496,9 +494,6 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, write):
                               ) from error
     finally:
         progress.bar.close()
-    if not prompts and n:
-        raise DataError(f'{label}: no question could be asked ({len(bad_rows)} bad rows'
-                        f'{f", the first: {bad_rows[0]}" if bad_rows else ""})')
     return prompts, bad_rows
 
 
@@ -608,9 +603,10 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
 
     Resume from samples.jsonl in `out_dir`; write that file, eval_config.json, results.json, .md,
     .csv, .tex, report.html and reliability diagrams there; keep the results of other tasks with the
-    same model and settings. Return the results. The caller holds the folder's lock. Raises
-    ConfigError or CheckpointError before anything is changed, DataError for a question that cannot
-    be scored, CheckpointError for logits that are not finite.
+    same model and settings. Return the results; under torchrun, None in all processes but the
+    first, which holds the folder's lock. Raises ConfigError or CheckpointError before anything is
+    changed, DataError for a question that cannot be scored, CheckpointError for logits that are not
+    finite.
     """
     out_dir, config = Path(out_dir), checkpoint.read_config(folder, seq2seq=True)
     cfg = resolve(cfg, folder, config, tokenizer)
@@ -631,11 +627,16 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
         base = base_of_adapter(folder)
         settings |= {'dropout_seed': cfg.dropout_seed, 'base': checkpoint.fingerprint(base),
                      'adapter': checkpoint.adapter_fingerprint(folder)}
-    earlier, done = samples.open_folder(out_dir, tasks, settings, pictures=cfg.pictures,
-                                        overwrite=cfg.overwrite)
+    n, first = parallel.world_size(), parallel.rank() == 0
+    earlier, done = parallel.broadcast(samples.open_folder(
+        out_dir, tasks, settings, pictures=cfg.pictures, overwrite=cfg.overwrite, processes=n)
+        if first else None)
     announce(config, tasks, cfg, done)
     results, prompts, new = score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model)
-    rows = samples.by_task(latest_samples(out_dir) if done else new, prompts)
+    if not first:
+        return None
+    samples.merge_parts(out_dir / 'samples.jsonl')
+    rows = samples.by_task(latest_samples(out_dir) if done or n > 1 else new, prompts)
     earlier = report.measure_again({label: earlier[label] for label in earlier
                                     if label not in results}, rows)
     with ThreadPoolExecutor(1) as pool:     # pictures are drawn while the workers compute
@@ -659,17 +660,20 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
 
 
 def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
-    """Append the samples of `tasks` to samples.jsonl.
+    """Append the samples of this process's share of `tasks` to its part of samples.jsonl.
 
-    Return {label: result without metrics}, {label: its prompts} and the new samples.
+    Return {label: result without metrics} and {label: its prompts} of all processes, and the new
+    samples of this one.
     """
-    results, prompts, new = {}, {}, []
+    scored, prompts, new = {}, {}, []
     labels = result_labels(tasks, cfg)
     parents = [tasks[label.partition('.')[0]] for label in labels]
     n_items = sum(len(task.items) + len(task.validation) for task in parents)
     n_items = max(0, n_items - sum(key[0] in labels for key, _ in done))
+    process = parallel.rank(), parallel.world_size()
+    tasks = {label: task.share(*process) for label, task in tasks.items()}
     with (ThreadPoolExecutor(2) as pool,
-          open(out_dir / 'samples.jsonl', 'ab', buffering=0) as file):
+          open(samples.part(out_dir / 'samples.jsonl', *process), 'ab', buffering=0) as file):
         load = (lambda: model) if model else load_ahead(pool, folder, base, cfg, n_items)
 
         def append(sample):
@@ -683,16 +687,39 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
             collect = COLLECT.get(task.kind, score_task)
             prompts[label], bad_rows = collect(load, folder, tokenizer, label, task, cfg, done,
                                                append)
-            if not prompts[label]:      # for example, no answer states a <confidence>
-                continue
-            results[label] = describe(task, cfg) | {
-                'scoring_seconds': round(time.perf_counter() - started, 2),
-                'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}
-    return results, prompts, new    # which frees the model's memory, before the metrics
+            scored[label] = task, prompts[label], bad_rows, time.perf_counter() - started
+    return *gather_results(scored, cfg), new    # which frees the model's memory, before the metrics
+
+
+def gather_results(scored, cfg):
+    """Return {label: result without metrics} and {label: its prompts} of all processes.
+
+    scored: {label: (this process's Task, prompts, bad rows, seconds)}. Raises DataError for a task
+    of which no question could be scored.
+    """
+    results, prompts = {}, {}
+    shares = parallel.gather({label: (task.counts, *rest) for label, (task, *rest)
+                              in scored.items()})
+    for label, (task, *_) in scored.items():
+        counts, of_share, bad_rows, seconds = zip(*(share[label] for share in shares))
+        prompts[label], bad_rows = set().union(*of_share), [*itertools.chain(*bad_rows)]
+        if not prompts[label] and task.kind in ('from_samples', *VERBALIZED):
+            continue        # for example, no answer states a <confidence>
+        if not prompts[label]:
+            raise DataError(f'{label}: no question could be scored ({len(bad_rows)} bad rows'
+                            f'{f", the first: {bad_rows[0]}" if bad_rows else ""})')
+        results[label] = describe(task, cfg, sum(counts, Counter())) | {
+            'scoring_seconds': round(max(seconds), 2),
+            'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}
+    return results, prompts
 
 
 def latest_samples(out_dir):
-    return samples.latest_samples(samples.read_samples(out_dir / 'samples.jsonl'))
+    """Return the latest samples in `out_dir`, of several processes those of this one."""
+    paths = dict.fromkeys((out_dir / 'samples.jsonl', samples.part(
+        out_dir / 'samples.jsonl', parallel.rank(), parallel.world_size())))
+    return samples.latest_samples([sample for path in paths if path.exists()
+                                   for sample in samples.read_samples(path)])
 
 
 def with_variants(tasks, out_dir, prompts, cfg):
@@ -760,7 +787,8 @@ def announce(config, tasks, cfg, done):
 def run(cfg):
     """Do the evaluation `cfg`; return (results, labels of its tasks, the folder of the results).
 
-    Raises ConfigError, DataError or CheckpointError.
+    The results are None in all processes but the first. Raises ConfigError, DataError or
+    CheckpointError.
     """
     check_eval_config(cfg)
     if not cfg.model:
@@ -768,7 +796,8 @@ def run(cfg):
                           '--model=google/gemma-2-2b')
     device.pick_device(cfg.device)
     cfg = replace(cfg, model=os.path.expanduser(cfg.model))
-    folder = checkpoint.fetch(cfg.model, cfg.revision)
+    with parallel.first_process_first():
+        folder = checkpoint.fetch(cfg.model, cfg.revision)
     tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder, seq2seq=True))
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
     default = Path(cfg.model if Path(cfg.model).is_dir() else
@@ -776,9 +805,9 @@ def run(cfg):
     if cfg.dropout_seed is not None:
         default = default / f'dropout-{cfg.dropout_seed}'
     out_dir = Path(os.path.expanduser(cfg.out_dir or default))
-    with ownership.lock(out_dir):
+    with parallel.first_process_locks(out_dir):
         results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
-    labels = [label for label in result_labels(tasks, cfg) if label in results['tasks']]
+    labels = [label for label in result_labels(tasks, cfg) if results and label in results['tasks']]
     return results, labels, out_dir
 
 
@@ -812,8 +841,8 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    with cli.one_line_errors(
+    with (cli.one_line_errors(
             resume='the scored samples are kept, and the same command resumes from there',
-            memory='lower --batch_rows or --pack_len'):
+            memory='lower --batch_rows or --pack_len'), parallel.joined()):
         main(sys.argv[1:])
     startup.end_at_once()

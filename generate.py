@@ -1,10 +1,11 @@
 """Generate answers to many prompts at once, with a KV cache.
 
     python generate.py --model=out/run --prompts=prompts.jsonl --out=answers.jsonl --n=8
+    torchrun --nproc_per_node=8 generate.py --model=out/run --prompts=prompts.jsonl
 
 A row of prompts.jsonl has `prompt`, or `messages` of a conversation, and perhaps an `id`; its other
 fields are copied. The row of answers.jsonl adds `answers`. An interrupted command resumes from that
-file.
+file. Each of several processes answers its share of the prompts.
 
 The forward pass is the model's own. Prompts are packed into rows, which share what they have in
 common; their keys and values go to the slots of a cache (attention.py). Then each step computes one
@@ -81,8 +82,8 @@ from data.instruct import read_prompts
 from data.packing import Row, Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.answers import open_answers, to_row
-from results.samples import append
-from runtime import checkpoint, log, ownership
+from results.samples import append, merge_parts, part
+from runtime import checkpoint, log, parallel
 from runtime.device import HostCopy, pick_device, pick_dtype, to_device
 from runtime.draw import draw, random_numbers
 from runtime.trained import trained_template, trained_with_bos
@@ -438,7 +439,7 @@ def text(answer, stop, tokenizer):
     return whole if answer.reason == 'end' else whole.rstrip('\ufffd')
 
 
-def confidences(model, prompts, answers):
+def confidences(model, prompts, answers, deterministic=False):
     """Return the log-probability of each Answer, a float64 array [n] per prompt, in nats.
 
     prompts: lists of token ids; answers: a list of Answers per prompt. The numbers are those of
@@ -447,7 +448,8 @@ def confidences(model, prompts, answers):
     from evaluate import option_log_probs       # evaluate.py imports this file
     trees = [Tree((), [*ids], [answer.tokens for answer in some], [len(ids)] * len(some))
              for ids, some in zip(prompts, answers, strict=True)]
-    return option_log_probs(model, trees, pack_len=4096, trim=128 if model.head.is_cuda else 1)
+    return option_log_probs(model, trees, pack_len=4096, trim=128 if model.head.is_cuda else 1,
+                            deterministic=deterministic)
 
 
 def step_cost(model, n_rows, n_cached):
@@ -467,7 +469,9 @@ def step_cost(model, n_rows, n_cached):
 
 def open_model(cfg):
     """Return (folder, model, tokenizer, template, add_bos); template '' is plain text."""
-    device, folder = pick_device(cfg.device), checkpoint.fetch(cfg.model, cfg.revision)
+    device = pick_device(cfg.device)
+    with parallel.first_process_first():
+        folder = checkpoint.fetch(cfg.model, cfg.revision)
     tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
     add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
     template = '' if cfg.raw else trained_template(folder) if cfg.chat == 'trained' else cfg.chat
@@ -491,20 +495,23 @@ def main(argv):
         'stop': [*cfg.stop], 'model': checkpoint.fingerprint(folder),
         'tokenizer': tokenizer.fingerprint, 'template': template, 'add_bos': add_bos,
         'dtype': str(model.head.dtype).removeprefix('torch.')}
-    with ownership.lock(Path(cfg.out).parent):
-        done = open_answers(cfg, settings)
+    out, rank, n_processes = Path(cfg.out), parallel.rank(), parallel.world_size()
+    with parallel.first_process_locks(out.parent):
+        done = parallel.broadcast(open_answers(cfg, settings, n_processes) if rank == 0 else None)
         hashes = [hashlib.blake2b(np.array(ids, np.int64).tobytes(), digest_size=6).hexdigest()
                   for _, ids in prompts]
         left = [i for i, (row, _) in enumerate(prompts) if (row['id'], hashes[i]) not in done]
         print(f'{len(left):,} of {len(prompts):,} prompts, {cfg.n} answers each', flush=True)
+        left = left[rank::n_processes]
         progress, n_tokens, started = log.Progress('answers', len(left), 'prompts'), 0, None
         ids = [prompts[i][1] for i in left]
         try:
-            with open(cfg.out, 'ab', buffering=0) as file:
+            with open(part(out, rank, n_processes), 'ab', buffering=0) as file:
                 started = time.perf_counter()
                 answered = generate(model, ids, cfg, tokenizer, end_tokens(model, stop))
                 while group := [*itertools.islice(answered, 32 if cfg.confidence else 1)]:
-                    scored = (confidences(model, [ids[i] for i, _ in group], [x for _, x in group])
+                    scored = (confidences(model, [ids[i] for i, _ in group],
+                                          [x for _, x in group], cfg.deterministic)
                               if cfg.confidence else [[None] * cfg.n])
                     for (i, answers), log_probs in zip(group, scored):
                         rows = [to_row(*pair, cfg.per_token) for pair in zip(answers, log_probs)]
@@ -517,6 +524,9 @@ def main(argv):
                                   ) from error
         finally:
             progress.bar.close()
+        n_tokens = sum(parallel.gather(n_tokens))
+        if rank == 0:
+            merge_parts(out)
     seconds = time.perf_counter() - started
     print(f'wrote {cfg.out}: {n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} '
           f'tokens/s')
@@ -525,6 +535,6 @@ def main(argv):
 if __name__ == '__main__':
     with cli.one_line_errors(resume='the finished prompts are kept, and the same command resumes '
                                     'from there',
-                             memory='lower --batch_size or --max_tokens'):
+                             memory='lower --batch_size or --max_tokens'), parallel.joined():
         main(sys.argv[1:])
-        startup.end_at_once()
+    startup.end_at_once()

@@ -411,6 +411,7 @@ def train(cfg, stage=None):
             del model   # the report reads the saved weights, which people will use
         elif rank() == 0:
             finish(cfg)     # the run may have been killed right after it saved its weights
+        barrier()       # until the first process has saved the weights
         if tasks and not cfg.dry_run:
             results['after'] = calibration_report(cfg, out_dir, tokenizer, tasks, out_dir)
     return results
@@ -526,7 +527,7 @@ def calibration_report(cfg, model_folder, tokenizer, tasks, out_dir):
     if cfg.resume and path.exists():
         with ownership.read_json(path, 'remove it to make the report again') as earlier:
             reported = set(earlier['tasks'])
-    if rank() == 0 and not reported.issuperset(result_labels(tasks, cfg.eval)):
+    if not reported.issuperset(result_labels(tasks, cfg.eval)):
         evaluate(model_folder, tokenizer, tasks, report_config(cfg, model_folder, out_dir), out_dir)
     barrier()
     return json.loads(path.read_text(encoding='utf-8'))

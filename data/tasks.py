@@ -1,8 +1,10 @@
 """The tasks of an evaluation: load the questions or texts of each, and make token trees of them."""
 
 import hashlib
+import itertools
 import os
 import textwrap
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -51,6 +53,34 @@ class Task:
                        if key not in ('place', 'digest', 'orders', 'published')}
             digest.update(repr(content).encode())
         return digest.hexdigest()
+
+    @property
+    def counts(self):
+        """Return a Counter of what `describe` says in numbers; those of all shares add up."""
+        return Counter(items=len(self.items), total=self.total, duplicate_options=sum(
+            getattr(item, 'duplicate_options', 0) for item in self.items))
+
+    def share(self, rank, n):
+        """Return the Task of process `rank` of n: of each language one of n parts in sequence.
+
+        The parts have about the same number of characters. What is in sequence shares its shots.
+        """
+        if n == 1:
+            return self
+
+        def part(items):
+            for i, (_, group) in enumerate(itertools.groupby(items, lambda item: item.language)):
+                group = [*group]
+                ends = [*itertools.accumulate(map(n_characters, group))]
+                for item, end in zip(group, ends):
+                    middle = end - n_characters(item) / 2
+                    if (int(n * middle / ends[-1]) + i) % n == rank:
+                        yield item
+
+        items, first = [*part(self.items)], rank == 0
+        return replace(self, items=items, validation=[*part(self.validation)],
+                       bad_rows=self.bad_rows if first else [],
+                       total=len(items) + (self.total - len(self.items)) * first)
 
     def tokenize(self, tokenizer, cfg):
         """Yield (item, Tree or DataError) of all items, then of the validation questions."""
@@ -114,6 +144,12 @@ class Task:
         return replace(self, kind=kind, items=items, shots=shots, bad_rows=[],
                        total=self.total - len(self.items) + len(items),
                        validation=questions(self.validation, 'validation'))
+
+
+def n_characters(item):
+    """Return the length of a question with its options, or of a text; 1 or more."""
+    options = getattr(item, 'options', ())
+    return 1 + len(item.context if options else item.text) + sum(map(len, options))
 
 
 def _refuse_split_paths(tasks):
@@ -229,8 +265,8 @@ def _show_prompt(item, context, options):
             *map(repr, options)]
 
 
-def describe(task, cfg):
-    """Return the part of a task's result that says how it was scored."""
+def describe(task, cfg, counts):
+    """Return the part of a task's result that says how it was scored; counts: of the whole Task."""
     facts = {'source': task.source, 'distribution': distribution(task, cfg), 'norm': cfg.norm,
              'selected_languages': cfg.languages, 'limit': cfg.limit, 'seed': cfg.seed,
              'n_bootstrap': cfg.n_bootstrap, 'data_revision': cfg.data_revision}
@@ -238,14 +274,14 @@ def describe(task, cfg):
         facts['permute'] = cfg.permute
     if cfg.dropout_seed is not None:
         facts['dropout_seed'] = cfg.dropout_seed
-    if len(task.items) < task.total:
-        facts['sample'] = {'questions': len(task.items), 'of': task.total}
+    if counts['items'] < counts['total']:
+        facts['sample'] = {'questions': counts['items'], 'of': counts['total']}
     if task.measure:
         facts |= {key: getattr(cfg, key) for key in ('chat', 'n', 'max_tokens')}
         facts['shots'] = len(task.shots[''])
     elif task.kind not in INSTRUCTIONS:
         facts |= {key: getattr(cfg, key) for key in ('prompt_format', 'shots', 'scoring', 'chat')}
-        facts['duplicate_options'] = sum(q.duplicate_options for q in task.items)
+        facts['duplicate_options'] = counts['duplicate_options']
     return facts
 
 

@@ -4,41 +4,44 @@ import json
 import math
 from pathlib import Path
 
-from results.samples import read_jsonl
+from results.samples import merge_parts, merged_names, part_names, read_jsonl
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
 
 
-def open_answers(cfg, settings):
+def open_answers(cfg, settings, processes):
     """Prepare the file `out`; return {(id, hash of the prompt)} of the rows in it.
 
-    The settings are in a file beside it: answers.config.json for answers.jsonl. Raises ConfigError
+    The settings are in a file beside it: answers.config.json for answers.jsonl. Each of several
+    processes will append to a part of its own, see `samples.part`. Raises ConfigError
     if this program did not write it, or with other settings. The caller holds the lock of its
     folder.
     """
     out = Path(cfg.out)
     names = out.name, f'{out.stem}.config.json'
-    ownership.check_free(out.parent, *names)
+    ownership.check_free(out.parent, *names, *part_names(out, processes))
     if cfg.overwrite:
-        ownership.discard(out.parent, *names)
+        ownership.discard(out.parent, *names, *merged_names(out))
     if out.is_symlink():
         raise ConfigError(f'{out} is a link to a file elsewhere, where nothing is appended; choose '
                           f'another --out')
     done, advice = set(), 'choose another --out, or --overwrite'
-    if out.exists() and out.stat().st_size:
+    if any(file.exists() and file.stat().st_size for file in (
+            out, *map(out.with_name, merged_names(out)))):
         with ownership.read_json(out.with_name(names[1]), advice) as content:
             old = {key: content[key] for key in settings}
         for key, value in settings.items():
             if old[key] != value:
                 raise ConfigError(f'{out} has answers with {key} = {old[key]!r}, not {value!r}; '
                                   f'{advice}')
+        merge_parts(out)
         with open(out, 'rb+') as file:      # a crash may have cut off the last line
             file.truncate(file.read().rfind(b'\n') + 1)
         for _, row in read_jsonl(out):
             if isinstance(row, DataError):
                 raise row
             done.add((row['id'], row['prompt_hash']))
-    ownership.claim(out.parent, *names)
+    ownership.claim(out.parent, *names, *part_names(out, processes))
     ownership.write_text(out.with_name(names[1]), json.dumps(settings, indent=1) + '\n')
     return done
 

@@ -1,12 +1,15 @@
 """The output folder of an evaluation: open it for more samples, and read samples.jsonl.
 
-samples.jsonl has one line per scored question or token. eval_config.json has what all samples
+samples.jsonl has one line per scored question or token. Each of several processes appends to a part
+of its own, samples.<rank>.jsonl; the parts are merged at the end, or by the next command if this
+one is interrupted. eval_config.json has what all samples
 share: the model, the settings, and a hash of the questions of each task.
 """
 
 import hashlib
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -20,27 +23,29 @@ DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
 
-def open_folder(out_dir, tasks, settings, *, pictures, overwrite):
+def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     """Prepare `out_dir` for more samples of `tasks`; return (earlier, done).
 
     earlier: {task: its entry in results.json}
     done:    {(sample_key, prompt)} of the samples there; a text counts if all its tokens are scored
     Raises ConfigError, before it changes anything, if a file of this name exists that no evaluation
     wrote, if the samples were made with other `settings`, or if a file is damaged. `overwrite`
-    first deletes the files of an evaluation. The caller holds the lock.
+    first deletes the files of an evaluation. processes: how many will append to their `part`. The
+    caller holds the lock.
     """
     ownership.remove_leftovers(out_dir)
     grids = [GRID.format(label) for label, task in tasks.items()
              if len({item.language for item in task.items}) > 1]
-    outputs = [*OUTPUTS, *((DIAGRAM, *grids) if pictures else ())]
+    samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
+    outputs = [*OUTPUTS, *((DIAGRAM, *grids) if pictures else ()), *part_names(samples, processes)]
     ownership.check_free(out_dir, *outputs)
     if overwrite:
-        ownership.discard(out_dir, *OUTPUTS, DIAGRAM, GRID.format('*'))
-    samples, results = out_dir / 'samples.jsonl', out_dir / 'results.json'
+        ownership.discard(out_dir, *OUTPUTS, DIAGRAM, GRID.format('*'), *merged_names(samples))
     if samples.is_symlink():
         raise ConfigError(f'{samples} is a link to a file elsewhere, where nothing is appended; '
                           f'move that file here in its place, or {OTHER_FOLDER}')
-    begun = results.exists() or samples.exists() and samples.stat().st_size
+    begun = results.exists() or any(file.exists() and file.stat().st_size for file in (
+        samples, *map(samples.with_name, merged_names(samples))))
     sources = _read_sources(out_dir, settings) if begun else {}
     for label, task in tasks.items():
         now = {'source': task.source, 'questions': task.fingerprint}
@@ -50,6 +55,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite):
                               f'has other questions; rename the file, or {OTHER_FOLDER}')
         sources[label] = now
     earlier = _read_results(results) if results.exists() else {}
+    merge_parts(samples)
     done = _scored(samples) if samples.exists() else set()
     ownership.claim(out_dir, *outputs)
     ownership.write_text(out_dir / 'eval_config.json',
@@ -125,6 +131,43 @@ def append(file, sample):
     except OSError as error:
         raise ConfigError(f'{file.name} cannot be written: {error.strerror}; the samples in it are '
                           f'kept, and the same command resumes from there') from error
+
+
+# Parts: the lines of several processes
+
+def part(path, rank, processes):
+    """Return the file to which process `rank` of `processes` appends lines of the file `path`."""
+    return path if processes == 1 else path.with_name(f'{path.stem}.{rank}{path.suffix}')
+
+
+def part_names(path, processes):
+    """Return the names of the parts of `path`; [] for one process."""
+    return [part(path, rank, processes).name for rank in range(processes) if processes > 1]
+
+
+def merged_names(path):
+    """Return the names of the parts of `path` that are there, of any number of processes."""
+    pattern = re.compile(rf'{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}')
+    names = {int(match[1]): name for name in ownership.written_files(path.parent)
+             if (match := pattern.fullmatch(name))}
+    return [names[rank] for rank in sorted(names)]
+
+
+def merge_parts(path):
+    """Add the lines of the parts of `path` to it, part by part, and remove the parts.
+
+    A crash at any moment loses no line and doubles none. An incomplete last line is left out, and
+    so is a line that `path` has already.
+    """
+    if not (names := merged_names(path)):
+        return
+    lines = {}
+    for file in (path, *map(path.with_name, names)):
+        if file.exists():
+            lines |= dict.fromkeys(file.read_bytes().split(b'\n')[:-1])
+    with ownership.temporary(path) as whole, open(whole, 'wb') as file:
+        file.writelines(line + b'\n' for line in lines)
+    ownership.discard(path.parent, *names)
 
 
 # Reading: the samples of a file, and which of them count

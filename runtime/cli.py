@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 
-from runtime.errors import CheckpointError, ConfigError, DataError, Stopped, TrainingError
+from runtime.errors import (CheckpointError, ConfigError, DataError, ProcessError, Stopped,
+                            TrainingError)
 
 
 def begin():
@@ -56,16 +57,18 @@ def one_line_errors(resume='', memory=''):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        sys.exit(f'error: {error if error.filename else _fault_of_stdout() or error}')
+        sys.exit(f'{_error()}: {error if error.filename else _fault_of_stdout() or error}')
     except (ConfigError, DataError, CheckpointError, TrainingError) as error:
-        sys.exit(f'error: {error}')
+        sys.exit(f'{_error()}: {error}')
+    except ProcessError as error:
+        sys.exit('; '.join(filter(None, (f'{_error()}: {error}', resume))))
     except ModuleNotFoundError as error:
-        sys.exit(f'error: {error}; pip install -r requirements.txt')
+        sys.exit(f'{_error()}: {error}; pip install -r requirements.txt')
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         reason = str(error).strip().split('\n')[0] or 'the system gives this process no more'
-        sys.exit(f'error: out of memory: {reason}' + f'; {memory}' * bool(memory))
+        sys.exit(f'{_error()}: out of memory: {reason}' + f'; {memory}' * bool(memory))
     except Stopped as stopped:
         print(stopped, *[resume] * bool(resume), sep='; ')
         sys.exit(128 + stopped.signal)
@@ -74,6 +77,12 @@ def one_line_errors(resume='', memory=''):
         sys.exit(128 + signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _error():
+    """Return 'error', under torchrun with the number of this process among several."""
+    size = os.environ.get('WORLD_SIZE', '1') if 'TORCHELASTIC_RUN_ID' in os.environ else '1'
+    return 'error' if size == '1' else f'error in process {os.environ["RANK"]} of {size}'
 
 
 def _fault_of_stdout():

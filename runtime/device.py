@@ -12,16 +12,20 @@ import torch
 
 from runtime import __version__
 from runtime.errors import ConfigError
+from runtime.parallel import own_gpu
 
 
 def pick_device(device: str) -> str:
     """Return `device`, or for 'auto' the GPU if there is one, else the CPU. Raises ConfigError.
 
-    A GPU given by number becomes the current one, on which kernels and events run.
+    A GPU given by number becomes the current one, on which kernels and events run. Under torchrun a
+    GPU without a number is the one of this process.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == 'auto':
-        return 'cuda' if count else 'cpu'
+        device = 'cuda' if count else 'cpu'
+    if device == 'cuda' and own_gpu() is not None:
+        device = f'cuda:{own_gpu()}'
     if not re.fullmatch(r'cpu|cuda(:\d+)?', device):
         raise ConfigError(f"device = {device!r}; it must be 'auto', 'cpu', 'cuda' or like 'cuda:0'")
     number = device.partition(':')[2]

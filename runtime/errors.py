@@ -19,6 +19,10 @@ class TrainingError(RuntimeError):
     """The run cannot continue; the message says at which step it stopped, and why."""
 
 
+class ProcessError(RuntimeError):
+    """Another of the processes that torchrun started has ended."""
+
+
 class Stopped(Exception):
     """The run was asked to stop and has saved its state; `signal` is the signal's number."""
 

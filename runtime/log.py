@@ -209,11 +209,15 @@ def peak_memory(device):
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere a line on standard error every `interval` seconds."""
+    """A progress bar on a terminal; elsewhere a line on standard error every `interval` seconds.
+
+    Of several processes, only the first one shows its progress.
+    """
 
     def __init__(self, label, total, unit, interval=30.0):
         self.label, self.total, self.unit, self.interval = label, total, unit, interval
-        self.bar = tqdm(total=total, desc=label, unit=f' {unit}', mininterval=1, disable=None)
+        self.bar = tqdm(total=total, desc=label, unit=f' {unit}', mininterval=1,
+                        disable=rank() > 0 or None)     # None: only on a terminal
         self.count = 0
         self.started = self.printed = time.monotonic()
 
@@ -222,7 +226,7 @@ class Progress:
         self.count += 1
         self.bar.update()
         now = time.monotonic()
-        if self.bar.disable and now - self.printed > self.interval:
+        if self.bar.disable and rank() == 0 and now - self.printed > self.interval:
             rate = self.count / (now - self.started)
             left = tqdm.format_interval(max(0, self.total - self.count) / rate)
             print(f'{self.label}: {self.count} of {self.total} {self.unit}, {rate:.1f} per second, '

@@ -1,4 +1,4 @@
-"""Several processes on one machine, started by torchrun: ranks, FSDP2, gathering.
+"""Several processes, started by torchrun: ranks, FSDP2, gathering.
 
 Only this file calls torch.distributed. PyTorch's FSDP2 shards weights, gradients and optimizer
 states over the processes; the first process gathers them to write files.
@@ -8,11 +8,15 @@ import contextlib
 import datetime
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+
+from runtime import ownership
+from runtime.errors import ProcessError
 
 
 def rank() -> int:
@@ -25,13 +29,22 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def own_gpu() -> int | None:
+    """Return the number of this process's GPU, if torchrun started one process per GPU or fewer."""
+    # by what all processes of a host see: different backends would wait for each other forever
+    if ('TORCHELASTIC_RUN_ID' not in os.environ
+            or torch.cuda.device_count() < int(os.environ['LOCAL_WORLD_SIZE'])):
+        return None
+    return int(os.environ['LOCAL_RANK'])
+
+
 def join_processes():
     """Under torchrun, connect the processes; only the first one prints."""
     if 'TORCHELASTIC_RUN_ID' not in os.environ:
         return
-    backend = 'gloo'    # chosen by what all processes see: different ones would wait forever
-    if torch.cuda.device_count() >= int(os.environ['LOCAL_WORLD_SIZE']):
-        torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
+    backend, gpu = 'gloo', own_gpu()
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
         backend = 'cpu:gloo,cuda:nccl'
     # the others wait while the first one tokenizes and evaluates, which can take a day
     dist.init_process_group(backend, timeout=datetime.timedelta(days=2))
@@ -56,10 +69,20 @@ def abort_processes():
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def joined():
+    """Under torchrun, connect the processes for a `with` block, after which they end together."""
+    try:
+        join_processes()
+        yield
+        leave_processes()
+    finally:
+        abort_processes()
+
+
 def barrier():
-    """Wait until every process has called this."""
-    if world_size() > 1:
-        dist.barrier()
+    """Wait until every process has called this; by gloo, so that no GPU is busy with waiting."""
+    gather(None)
 
 
 @contextlib.contextmanager
@@ -72,12 +95,38 @@ def first_process_first():
         barrier()
 
 
+@contextlib.contextmanager
+def _connected():
+    """Raise ProcessError if another process ends while this one waits for it in the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        time.sleep(60)      # torchrun ends this process within seconds, and names the other one
+        raise ProcessError('another process has ended; its own message, or that of torchrun, '
+                           'says why') from error
+
+
+def first_process_locks(folder):
+    """Return ownership.lock(folder) in the first process; it holds the lock for the others too."""
+    return ownership.lock(folder) if rank() == 0 else contextlib.nullcontext()
+
+
 def gather(value) -> list:
     """Return [value of process 0, value of process 1, ...]; any Python object."""
     values = [value] * world_size()
     if world_size() > 1:
-        dist.all_gather_object(values, value)
+        with _connected():
+            dist.all_gather_object(values, value)
     return values
+
+
+def broadcast(value):
+    """Return the `value` of process 0, any Python object; that of the others is not used."""
+    values = [value]
+    if world_size() > 1:
+        with _connected():
+            dist.broadcast_object_list(values)
+    return values[0]
 
 
 def sum_over_processes(x: Tensor) -> Tensor:

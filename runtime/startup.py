@@ -28,7 +28,8 @@ def load_libraries(device):
     Meanwhile a thread creates the CUDA context, which takes half a second or more.
     """
     if gpu := re.fullmatch(r'auto|cuda(?::(\d+))?', device):
-        threading.Thread(target=create_context, args=[int(gpu[1] or 0)], daemon=True).start()
+        number = int(gpu[1] or os.environ.get('LOCAL_RANK', 0))     # torchrun sets it
+        threading.Thread(target=create_context, args=[number], daemon=True).start()
     import torch  # noqa: F401
     with contextlib.suppress(ImportError):
         import triton  # noqa: F401

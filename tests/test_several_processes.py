@@ -1,0 +1,248 @@
+"""Evaluation, decoding and reports by several processes of torchrun equal those of one process."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from common import HERE, TORCHRUN, reference_model, sentencepiece_folder, write_rows
+from data.questions import Question
+from data.tasks import Task
+from data.tokenizer import load_tokenizer
+from results import samples
+from runtime import ownership
+
+LETTERS = [' A', ' B', ' C', ' D']
+
+
+def question(i, language='', context='', **fields):
+    return Question(str(i), context or f'q{i} ' + 'fox ' * (i % 7), LETTERS, i % 4, 's',
+                    language=language, **fields)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """A tiny Llama, questions in two languages with shots, and prompts."""
+    folder, rng = tmp_path_factory.mktemp('several'), np.random.default_rng(0)
+    sentencepiece_folder(folder / 'model', 'mistral')
+    reference_model('llama', folder / 'model', vocab_size=load_tokenizer(folder / 'model').n_vocab)
+    words = 'quick brown fox jumps over the lazy dog blue river old stone'.split()
+    for language in ('de', 'en'):
+        for split, n in (('dev', 4), ('test', 31)):
+            write_rows(folder / 'data' / f'{language}_{split}.jsonl', [
+                {'sample_id': f'{split}/{i}', 'subject': 'anatomy' if i < n // 2 else 'sociology',
+                 'question': ' '.join(rng.choice(words, rng.integers(2, 9))) + '?',
+                 'answer': 'ABCD'[i % 4], **{f'option_{c}': rng.choice(words) for c in 'abcd'}}
+                for i in range(n)])
+    write_rows(folder / 'texts.jsonl', [{'text': ' '.join(rng.choice(words, 30))}
+                                        for _ in range(7)])
+    write_rows(folder / 'answers.jsonl', [{'question': f'What is the {word}?', 'answers': ['blue']}
+                                          for word in words[:7]])
+    write_rows(folder / 'talks.jsonl', [{'messages': [
+        {'role': 'user', 'content': word}, {'role': 'assistant', 'content': 'fox'}]}
+        for word in words])
+    write_rows(folder / 'prompts.jsonl', [{'prompt': ' '.join(rng.choice(words, 1 + i % 5))}
+                                          for i in range(13)])
+    return folder
+
+
+def run(command, n=1, env=None):
+    """Run a script of this repository by n processes."""
+    # after -- because torchrun takes --n=2 for an option of its own
+    launcher = [*TORCHRUN[:3], f'--nproc_per_node={n}', *TORCHRUN[4:], '--']
+    launcher = launcher if n > 1 else [sys.executable]
+    return subprocess.run([*launcher, *map(str, command)], cwd=HERE, capture_output=True, text=True,
+                          timeout=300, env=os.environ | {'PYTHONPATH': str(HERE)} | (env or {}))
+
+
+def evaluation(folder, out, *more):
+    return ['evaluate.py', f'--model={folder / "model"}', f'--out_dir={out}', '--device=cpu',
+            f'--tasks=global_mmlu:{folder / "data"},clm:{folder / "texts.jsonl"}', '--shots=2',
+            '--n_bootstrap=20', '--deterministic', '--pictures=False', *more]
+
+
+def outcome(out):
+    """What an evaluation leaves in its folder, but for the time and the order of the lines."""
+    results = json.loads((out / 'results.json').read_text())
+    del results['config']['out_dir']
+    for result in results['tasks'].values():
+        assert result.pop('scoring_seconds') >= 0
+    lines = (out / 'samples.jsonl').read_text().splitlines()
+    assert len(set(lines)) == len(lines)
+    return sorted(lines), results
+
+
+def dying(tmp_path, script, n):
+    """A script that runs `script` with a process 1 that is killed after its n-th line."""
+    path = tmp_path / f'dying_{script}.py'
+    path.write_text(f'''
+import os, signal, sys, {script}
+from results import samples
+from runtime import cli, parallel
+append, lines = samples.append, []
+
+def append_and_die(file, sample):
+    append(file, sample)
+    lines.append(sample)
+    if parallel.rank() == 1 and len(lines) == {n}:
+        file.write(b'{{"task": "gl')      # of a line that is cut off
+        os.kill(os.getpid(), signal.SIGKILL)
+
+samples.append = {script}.append = append_and_die
+with cli.one_line_errors(), parallel.joined():
+    {script}.main(sys.argv[1:])
+''')
+    return path
+
+
+@pytest.mark.parametrize('n', [1, 2, 3, 8, 100])
+def test_the_shares_of_a_task_are_all_of_it_and_about_equal(n):
+    items = [question(i, language) for language in ('de', 'en', 'sw') for i in range(50)]
+    task = Task('questions', 'x', items, 400, ['bad'], validation=[question(i) for i in range(7)])
+    shares = [task.share(rank, n) for rank in range(n)]
+    for part in ('items', 'validation'):
+        ids = [(q.language, q.id) for share in shares for q in getattr(share, part)]
+        assert sorted(ids) == sorted((q.language, q.id) for q in getattr(task, part))
+    assert sum(share.total for share in shares) == 400
+    assert [row for share in shares for row in share.bad_rows] == ['bad']
+    sizes = [len(share.items) for share in shares]
+    assert max(sizes) - min(sizes) <= 6
+    assert sum((share.counts for share in shares), shares[0].counts - shares[0].counts) == (
+        task.counts)
+
+
+def test_a_share_has_long_questions_and_few_of_them():
+    items = [question(i, context='fox ' * (100 if i < 10 else 1)) for i in range(110)]
+    first, second = (Task('questions', 'x', items, 110, []).share(rank, 2) for rank in (0, 1))
+    assert [len(first.items), len(second.items)] == [7, 103]
+
+
+def test_parts_are_merged_in_order_whatever_was_interrupted(tmp_path):
+    """Also where the merging itself was: with lines that were merged and whose part is left."""
+    path, names = tmp_path / 'samples.jsonl', ['samples.2.jsonl', 'samples.10.jsonl']
+    with ownership.lock(tmp_path):
+        ownership.claim(tmp_path, path.name, *names, 'samples.11.jsonl')
+        path.write_text('{"a": 1}\n{"a": 2}\n')
+        (tmp_path / names[0]).write_text('{"a": 2}\n{"a": 3}\n{"a": 3')
+        (tmp_path / names[1]).write_text('{"a": 4}\n')
+        (tmp_path / 'samples.3.jsonl').write_text('mine')
+        samples.merge_parts(path)
+        assert path.read_text() == '{"a": 1}\n{"a": 2}\n{"a": 3}\n{"a": 4}\n'
+        assert (tmp_path / 'samples.3.jsonl').read_text() == 'mine'
+        assert ownership.written_files(tmp_path) == [path.name]
+        assert not any((tmp_path / name).exists() for name in names)
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one(folder, tmp_path):
+    more = '--permute=2', '--p_true', '--fit_temperature', '--limit=12'
+    for n in (1, 2):
+        done = run(evaluation(folder, tmp_path / f'{n}', *more), n)
+        assert done.returncode == 0, done.stderr
+    assert outcome(tmp_path / '1') == outcome(tmp_path / '2')
+    assert len(outcome(tmp_path / '1')[1]['tasks']) == 4
+    assert done.stdout.count('samples.jsonl') == 1
+    assert not [*(tmp_path / '2').glob('samples.*.jsonl')]
+    # everything is scored: nothing is done again, with any number of processes
+    for n in (3, 1):
+        done = run(evaluation(folder, tmp_path / '2', *more), n)
+        assert done.returncode == 0, done.stderr
+        assert outcome(tmp_path / '1') == outcome(tmp_path / '2')
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_written_answers_as_one(folder, tmp_path):
+    for n in (1, 3):
+        done = run(['evaluate.py', f'--model={folder / "model"}', f'--out_dir={tmp_path / f"{n}"}',
+                    f'--tasks=qa:{folder / "answers.jsonl"}', '--shots=0', '--n=3',
+                    '--max_tokens=5', '--p_true', '--verbalized', '--n_bootstrap=0', '--device=cpu',
+                    '--deterministic', '--pictures=False'], n)
+        assert done.returncode == 0, done.stderr
+    assert outcome(tmp_path / '1') == outcome(tmp_path / '3')
+    assert {'qa', 'qa.p_true', 'qa.agreement'} <= outcome(tmp_path / '3')[1]['tasks'].keys()
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_run_make_its_reports(folder, tmp_path):
+    """The report before training equals that of one process; the other, that of the weights."""
+    config = tmp_path / 'config.py'
+    evaluated = {'tasks': (f'global_mmlu:{folder / "data"}',), 'shots': 2, 'n_bootstrap': 20,
+                 'deterministic': True, 'pictures': False}
+    settings = {'model': str(folder / 'model'), 'data': str(folder / 'talks.jsonl'),
+                'batch_size': 4, 'max_steps': 1, 'max_length': 64, 'pack_len': 128, 'lr': 1e-3,
+                'cache_dir': str(tmp_path / 'cache'), 'device': 'cpu', 'pictures': False,
+                'save_dtype': 'float32', 'eval': evaluated}
+    config.write_text(''.join(f'{key} = {value!r}\n' for key, value in settings.items()))
+    for n in (1, 2):
+        done = run(['train.py', config, f'--out_dir={tmp_path / str(n)}'], n)
+        assert done.returncode == 0, done.stderr
+    assert outcome(tmp_path / '1' / 'before') == outcome(tmp_path / '2' / 'before')
+    run(['evaluate.py', f'--model={tmp_path / "2"}', f'--out_dir={tmp_path / "alone"}',
+         '--device=cpu', *(f'--{key}={value}' for key, value in evaluated.items())])
+    alone, after = outcome(tmp_path / 'alone'), outcome(tmp_path / '2')
+    assert alone[0] == after[0] and alone[1]['tasks'] == after[1]['tasks']
+    assert alone[0] != outcome(tmp_path / '2' / 'before')[0]
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_and_loses_no_sample(folder, tmp_path):
+    assert run(evaluation(folder, tmp_path / 'whole')).returncode == 0
+    for n in (1, 3):
+        out = tmp_path / f'{n}'
+        _, *arguments = evaluation(folder, out)
+        done = run([dying(tmp_path, 'evaluate', 20), *arguments], 2)
+        assert done.returncode and 'rank      : 1' in done.stderr, done.stderr
+        scored = {line for part in (0, 1) for line in
+                  (out / f'samples.{part}.jsonl').read_text().split('\n')[:-1]}
+        assert len(scored) >= 20 and not (out / 'results.json').exists()
+        done = run(evaluation(folder, out), n)
+        assert done.returncode == 0, done.stderr
+        assert f'{sum("clm" not in line for line in scored)} scored earlier' in done.stdout
+        assert outcome(out) == outcome(tmp_path / 'whole')
+        lines = (out / 'samples.jsonl').read_text().splitlines()
+        assert scored == {*lines[:len(scored)]}     # as they were, and first
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_names_it_and_ends_all(folder, tmp_path):
+    write_rows(tmp_path / 'q.jsonl', [
+        {'question': 'fox ' * (900 if i == 19 else 1), 'choices': ['a', 'b'], 'answer': 0}
+        for i in range(20)])
+    command = ['evaluate.py', f'--model={folder / "model"}', f'--tasks={tmp_path / "q.jsonl"}',
+               '--shots=0', '--device=cpu', f'--out_dir={tmp_path / "out"}', '--max_length=300']
+    done = run(command, 2)
+    assert done.returncode and 'error in process 1 of 2: q: ' in done.stderr, done.stderr
+    assert 'q.jsonl:20: even without shots the prompt has' in done.stderr
+    assert 'Traceback (most recent call last):\n  File "' + str(HERE) not in done.stderr
+    done = run([*command, '--on_bad_row=skip'], 2)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / 'out' / 'results.json').read_text())['tasks']['q']
+    assert result['bad_rows'] == 1 and result['pooled']['n'] == 19
+
+
+@pytest.mark.slow
+def test_several_processes_generate_as_one(folder, tmp_path):
+    def command(name, *more):
+        return ['generate.py', f'--model={folder / "model"}', '--raw', '--device=cpu', '--n=2',
+                f'--prompts={folder / "prompts.jsonl"}', f'--out={tmp_path / name}',
+                '--max_tokens=8', '--deterministic', '--confidence', *more]
+
+    def rows(name):
+        lines = (tmp_path / name).read_text().splitlines()
+        assert len(set(lines)) == len(lines) == 13
+        return sorted(lines)
+
+    for n in (1, 2):
+        done = run(command(f'{n}.jsonl'), n)
+        assert done.returncode == 0, done.stderr
+    assert rows('1.jsonl') == rows('2.jsonl')
+    for n in (1, 3):
+        name = f'killed-{n}.jsonl'
+        done = run([dying(tmp_path, 'generate', 2), *command(name)[1:]], 2)
+        assert done.returncode and 'rank      : 1' in done.stderr, done.stderr
+        assert (tmp_path / f'killed-{n}.1.jsonl').read_text().count('\n') == 2
+        done = run(command(name), n)
+        assert done.returncode == 0, done.stderr
+        assert rows(name) == rows('1.jsonl') and not [*tmp_path.glob(f'killed-{n}.*.jsonl')]
