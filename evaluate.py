@@ -695,12 +695,12 @@ def gather_results(scored, cfg):
     """Return {label: result without metrics} and {label: its prompts} of all processes.
 
     scored: {label: (this process's Task, prompts, bad rows, seconds)}. Raises DataError for a task
-    of which no question could be scored.
+    of which no question could be scored. {} in all processes but the first.
     """
     results, prompts = {}, {}
     shares = parallel.gather({label: (task.counts, *rest) for label, (task, *rest)
                               in scored.items()})
-    for label, (task, *_) in scored.items():
+    for label, (task, *_) in scored.items() if parallel.rank() == 0 else ():
         counts, of_share, bad_rows, seconds = zip(*(share[label] for share in shares))
         prompts[label], bad_rows = set().union(*of_share), [*itertools.chain(*bad_rows)]
         if not prompts[label] and task.kind in ('from_samples', *VERBALIZED):
@@ -836,6 +836,8 @@ def main(argv):
     if cfg.show:
         return show_prompts(cfg)
     results, labels, out_dir = run(cfg)
+    if not results:
+        return      # the first process prints them
     print(report.tasks_text(results['tasks'], labels))
     print(f'\nwrote report.html, samples.jsonl, results.json, .md, .csv and .tex to {out_dir}')
 
