@@ -438,7 +438,8 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, write):
     rules, and a sample that this changes is written anew.
     """
     from generate import end_tokens, generate       # it imports this file
-    rule, n = FREE_TASKS[label.partition('.')[0]], cfg.n if task.kind == 'free' else 0
+    rule = FREE_TASKS[label.partition('.')[0]].isolated(cfg.isolation)
+    n = cfg.n if task.kind == 'free' else 0
     max_tokens = cfg.max_tokens or rule.max_tokens
     if not n:
         max_tokens = VERBALIZED[task.kind][0]

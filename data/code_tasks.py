@@ -4,9 +4,8 @@ Chen et al. 2021, arXiv:2107.03374. The check runs code that a model wrote: see 
 """
 
 import ast
-import concurrent.futures
+import functools
 import math
-import os
 import re
 from typing import NamedTuple
 
@@ -65,6 +64,7 @@ def solution_source(problem, text):
     return problem.prompt + text[:min(ends, default=len(text))] + '\n'
 
 
+@functools.lru_cache(1024)      # samples often repeat each other
 def check(problem, text, **limits):
     """Return (right, reason) of a model's text: whether its function passes the problem's tests.
 
@@ -76,13 +76,6 @@ def check(problem, text, **limits):
              f'{problem.tests}\ncheck({name})')
     outcome = run_program(solution_source(problem, text), tests, **limits)
     return outcome.passed, outcome.reason
-
-
-def check_all(pairs, **limits):
-    """Return check(problem, text) of each pair, several at a time: one per core."""
-    cores = len(os.sched_getaffinity(0))
-    with concurrent.futures.ThreadPoolExecutor(cores) as pool:
-        return list(pool.map(lambda pair: check(*pair, **limits), pairs))
 
 
 def pass_at_k(n, right, k):

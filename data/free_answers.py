@@ -230,9 +230,9 @@ def contains(key, answer, references):
     return any(f' {key(reference)} ' in f' {key(answer)} ' for reference in references)
 
 
-def passes(key, answer, references):
+def passes(key, answer, references, isolation='namespaces'):
     """Return whether a written program passes the tests of its Problem. Runs the program."""
-    return code_tasks.check(code_tasks.Problem(*references), answer)[0]
+    return code_tasks.check(code_tasks.Problem(*references), answer, isolation=isolation)[0]
 
 
 @dataclass
@@ -261,6 +261,12 @@ class FreeTask:
             strict = stated is not None and same(self.key, stated, references)
         return {'answer': answer, 'key': None if answer is None else self.key(answer),
                 'correct': correct, 'strict': strict}
+
+    def isolated(self, isolation):
+        """Return this task with the isolation in which `match` runs programs, if it does."""
+        if not self.runs_code:
+            return self
+        return replace(self, match=functools.partial(self.match, isolation=isolation))
 
 
 FREE_TASKS = {

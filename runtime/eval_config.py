@@ -30,6 +30,7 @@ class EvalConfig:
     max_tokens: int | None = None             # of a written answer; None: those of its task
     verbalized: bool = False                  # then ask how probable a written answer is
     run_code: bool = False                    # run programs that the model writes, for humaneval
+    isolation: Literal['namespaces', 'limits'] = 'namespaces'   # of them: docs/running_code.md
     permute: int | None = None                # then ask in so many orders of the options: cyclic
     #                                           shifts behind the same letters; None: as published
     # chat template of the prompt; trained: that of the model's train.py run; none: plain text

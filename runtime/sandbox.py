@@ -27,7 +27,7 @@ class Outcome(NamedTuple):
     output: str         # the first 64 KiB of what the program printed
 
 
-def run_program(source, tests, *, seconds=5, wall_seconds=None, memory=1 << 29, disk=1 << 24,
+def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, disk=1 << 24,
                 isolation='namespaces'):
     """Run the Python program `source`, then `tests`; return an Outcome.
 
@@ -77,8 +77,8 @@ def run_program(source, tests, *, seconds=5, wall_seconds=None, memory=1 << 29, 
         line = (errors.decode(errors='replace').splitlines() or ['no verdict'])[-1]
         if line.startswith('cannot isolate'):
             raise ConfigError(
-                f'{line}: this machine does not let you run code in a sandbox; allow namespaces '
-                f"for it, or, in a container that may come to harm, choose the isolation 'limits'")
+                f'{line}: this machine does not let you isolate a program; allow namespaces or, in '
+                f'a container that may come to harm, add --isolation=limits (docs/running_code.md)')
         return Outcome(False, line, '')
     verdict = json.loads(verdict[8:])
     passed = verdict['passed'] and verdict['token'] == token

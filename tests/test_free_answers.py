@@ -519,7 +519,7 @@ def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monke
     evaluate.main([*arguments, '--run_code'])
     rows = samples_of(tmp_path, 'humaneval')
     assert [row['greedy']['correct'] for row in rows] == [False, False]
-    monkeypatch.setattr(code_tasks, 'check', lambda *_: pytest.fail('a program ran again'))
+    monkeypatch.setattr(code_tasks, 'check', lambda *_, **__: pytest.fail('a program ran again'))
     evaluate.main([*arguments, '--run_code'])
     assert samples_of(tmp_path, 'humaneval') == rows
 

@@ -9,14 +9,16 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from common import HERE, SHARED, needs_files
 
 from data import code_tasks
-from data.code_tasks import Problem, check, check_all, load_problems, pass_at_k, solution_source
+from data.code_tasks import Problem, check, load_problems, pass_at_k, solution_source
+from data.free_answers import FREE_TASKS
 from runtime.errors import ConfigError, DataError
-from runtime.sandbox import run_program
+from runtime.sandbox import Outcome, run_program
 from runtime.sandbox_child import from_json, to_json
 
 if sys.platform != 'linux':
@@ -357,13 +359,6 @@ def test_a_text_becomes_a_program(text, right, namespaces):
     assert check(PROBLEM, text)[0] is right, solution_source(PROBLEM, text)
 
 
-def test_several_are_checked_in_order(namespaces):
-    texts = [f'    return {x}\n' for x in ('math.pi * r * r', 'r', 'math.pi * r ** 2', '1 / 0')]
-    results = check_all([(PROBLEM, text) for text in texts])
-    assert [right for right, _ in results] == [True, False, True, False]
-    assert results[3][1] == 'ZeroDivisionError: division by zero'
-
-
 @pytest.mark.parametrize('n, right', [(1, 0), (1, 1), (5, 2), (6, 6), (7, 1), (6, 0)])
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n, right):
     for k in range(1, n + 1):
@@ -383,20 +378,36 @@ def test_a_row_that_is_no_problem_is_named(tmp_path):
         load_problems(str(path))
 
 
-def test_the_solutions_of_humaneval_pass(namespaces):
+def reasons(*texts):
+    """Return [check(problem, text(problem)), ...] for each problem of HumanEval, on all cores."""
     needs_files('datasets/humaneval/HumanEval.jsonl.gz')
     problems = load_problems(str(SHARED / 'datasets' / 'humaneval'))
     assert len(problems) == 164
-    results = check_all([(problem, problem.solution) for problem in problems])
-    assert [(p.name, why) for p, (right, why) in zip(problems, results) if not right] == []
+    with ThreadPoolExecutor() as pool:
+        return [*pool.map(lambda p: [check(p, text(p)) for text in texts], problems)]
+
+
+def test_the_solutions_of_humaneval_pass(namespaces):
+    assert [result for result, in reasons(lambda p: p.solution) if not result[0]] == []
 
 
 @pytest.mark.slow
-def test_trivial_solutions_of_humaneval_fail(namespaces):
-    needs_files('datasets/humaneval/HumanEval.jsonl.gz')
-    problems = load_problems(str(SHARED / 'datasets' / 'humaneval'))
-    for text in ('    return None\n', '    import os; os._exit(0)\n'):
-        assert not any(right for right, _ in check_all([(p, text) for p in problems]))
+def test_solutions_in_a_chat_pass_and_trivial_ones_fail(namespaces):
+    for chat, *trivial in reasons(
+            lambda p: f'Here it is:\n```python\n{p.prompt}{p.solution}```\nDone.',
+            lambda p: '    return None\n', lambda p: '    import os; os._exit(0)\n'):
+        assert chat == (True, '') and not any(right for right, _ in trivial)
+
+
+def test_the_task_uses_the_isolation_that_is_asked_for(tmp_path, monkeypatch):
+    references, used = [*PROBLEM], []
+    monkeypatch.setattr(code_tasks, 'run_program',
+                        lambda *_, isolation: used.append(isolation) or Outcome(False, '', ''))
+    check.cache_clear()
+    for isolation in ('namespaces', 'limits'):
+        FREE_TASKS['humaneval'].isolated(isolation).grade('    return 1', references)
+    check.cache_clear()
+    assert used == ['namespaces', 'limits']
 
 
 def test_stops_are_those_of_the_paper():
