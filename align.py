@@ -306,6 +306,9 @@ def check_align_config(cfg):
     if cfg.kl_target and cfg.kl != 'reward':
         raise ConfigError(f'kl_target = {cfg.kl_target} adapts the weight of the KL in the reward; '
                           f"set kl = 'reward'")
+    if cfg.batch_size * cfg.group_size % cfg.lost_accumulation:
+        raise ConfigError(f'lost_accumulation = {cfg.lost_accumulation} does not divide batch_size '
+                          f'times group_size, {cfg.batch_size * cfg.group_size}')
     if cfg.reward and cfg.max_tokens >= cfg.max_length:
         raise ConfigError(f'max_tokens = {cfg.max_tokens} leaves no room for a prompt in '
                           f'max_length = {cfg.max_length}')
@@ -562,7 +565,8 @@ class Rollouts:
         model, self.device = train.build_model(cfg, config, base, device), device
         self.model = self.reference = model
         if cfg.kl != 'none' and not cfg.lora:
-            self.reference = train.build_model(cfg, config, base, device).requires_grad_(False)
+            # with gradients, though none is computed: the kernels are those of training
+            self.reference = train.build_model(cfg, config, base, device)
         if cfg.method == 'ppo':
             model.value_head = torch.nn.Parameter(torch.zeros(model.head.shape[1], device=device))
         # a buffer, so that checkpoints hold it

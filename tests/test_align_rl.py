@@ -635,6 +635,8 @@ def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
     ({'method': 'grpo'}, 'need a reward'), ({'reward': 'exact'}, 'and only they'),
     ({'method': 'grpo', 'reward': 'exact', 'group_size': 1}, 'group_size = 1'),
     ({'method': 'grpo', 'reward': 'exact', 'max_tokens': 2048}, 'no room for a prompt'),
+    ({'method': 'ppo', 'reward': 'exact', 'kl_target': 6.0}, "set kl = 'reward'"),
+    ({'method': 'ppo', 'reward': 'exact', 'lost_accumulation': 9}, 'does not divide'),
     ({'method': 'grpo', 'reward': 'exact', 'lora_dropout': 0.1}, 'the policy would differ')])
 def test_settings_of_rewards_without_sense_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
