@@ -15,7 +15,7 @@ from data.free_answers import FREE_TASKS, load_free
 from data.questions import Question, load_task
 from data.trees import tokenize_questions
 from runtime.errors import ConfigError, DataError
-from runtime.sandbox import run_program
+from runtime.sandbox import require_sandbox
 
 
 HELP = """\
@@ -210,7 +210,7 @@ def _load(name, cfg):
             raise ConfigError(f'{kind} runs programs that the model wrote; read '
                               f'docs/running_code.md, then allow it with --run_code')
         if FREE_TASKS[kind].runs_code and not cfg.show:
-            run_program('', 'pass', isolation=cfg.isolation)    # refuse now if nothing can be run
+            require_sandbox(cfg.isolation)      # before anything is generated
         loaded = load_free(name, header=cfg.header, shots=cfg.shots, limit=cfg.limit, **common)
         return Task('free', source, loaded.questions, loaded.total, loaded.bad, loaded.shots,
                     measure='probability of the greedy answer')

@@ -27,6 +27,13 @@ class Outcome(NamedTuple):
     output: str         # the first 64 KiB of what the program printed
 
 
+def require_sandbox(isolation):
+    """Raise ConfigError unless a program can be run here."""
+    outcome = run_program('', 'pass', isolation=isolation)
+    if not outcome.passed:
+        raise ConfigError(f'not even an empty program can be run here: {outcome.reason}')
+
+
 def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, disk=1 << 24,
                 isolation='namespaces'):
     """Run the Python program `source`, then `tests`; return an Outcome.

@@ -303,8 +303,8 @@ def main():
         if request['isolation'] == 'namespaces':
             enter_namespaces(request['folder'], request['visible'], request['disk'])
         give_up_rights()
-    except OSError as error:
-        sys.exit(f'cannot isolate: {error.strerror}')
+    except Exception as error:      # also of a C library that lacks a function
+        sys.exit(f'cannot isolate: {one_line(error)}')
     limit_resources(AS=request['memory'], CORE=0, MEMLOCK=0, MSGQUEUE=0)
     output = os.memfd_create('output')
     null = os.open('/dev/null', os.O_RDWR)
@@ -320,8 +320,8 @@ def main():
             end_with_parent()
             limit_resources(CPU=request['seconds'], FSIZE=request['disk'], NOFILE=32, NPROC=1)
             filter_calls()
-        except OSError as error:
-            send(answer_write, error.strerror)
+        except Exception as error:
+            send(answer_write, one_line(error))
             os._exit(1)
         send(answer_write, '')      # the locks hold: the last message that is ours
         serve(request['source'], call_read, answer_write)

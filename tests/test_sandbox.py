@@ -18,7 +18,7 @@ from data import code_tasks
 from data.code_tasks import Problem, check, load_problems, pass_at_k, solution_source
 from data.free_answers import FREE_TASKS
 from runtime.errors import ConfigError, DataError
-from runtime.sandbox import Outcome, run_program
+from runtime.sandbox import Outcome, require_sandbox, run_program
 from runtime.sandbox_child import from_json, to_json
 
 if sys.platform != 'linux':
@@ -31,7 +31,7 @@ WRONG = 'def add(a, b):\n    return 7\n'
 @pytest.fixture(scope='module')
 def namespaces():
     try:
-        run_program('', 'pass')
+        require_sandbox('namespaces')
     except ConfigError as error:
         pytest.skip(str(error))
 
@@ -328,11 +328,17 @@ def test_without_namespaces_nothing_is_run(tmp_path, monkeypatch):
     source = (HERE / 'runtime' / 'sandbox_child.py').read_text()
     child.write_text(source.replace("libc('unshare',", "libc('unshare', -1 |"))
     monkeypatch.setattr('runtime.sandbox.CHILD', child)
-    with pytest.raises(ConfigError, match='cannot isolate: unshare: Invalid argument'):
+    with pytest.raises(ConfigError, match='cannot isolate: OSError: .* unshare: Invalid arg'):
         run_program(f'open({str(ran)!r}, "w")', 'pass')
     child.write_text(source.replace("libc('prctl', SECCOMP,", "libc('prctl', -1,"))
-    with pytest.raises(ConfigError, match='cannot isolate: prctl'):
+    with pytest.raises(ConfigError, match='cannot isolate: OSError: .* prctl'):
         run_program(f'open({str(ran)!r}, "w")', 'pass', isolation='limits')
+    child.write_text(source.replace("libc('capset',", "libc('no_such_function',"))
+    with pytest.raises(ConfigError, match='cannot isolate: AttributeError: .*no_such_function'):
+        run_program(f'open({str(ran)!r}, "w")', 'pass', isolation='limits')
+    child.write_text('raise ImportError("what?")')
+    with pytest.raises(ConfigError, match='not even an empty program .*: ImportError: what'):
+        require_sandbox('limits')
     assert not ran.exists()
 
 
