@@ -81,6 +81,12 @@ def gsm8k_row(row):
     return FreeRow(row['question'], [number.strip()], row['answer'])
 
 
+def gsm8k_short_row(row):
+    """GSM8K without a chain of thought: the shots have the number alone."""
+    row = gsm8k_row(row)
+    return row._replace(solution=row.references[0])
+
+
 def math_row(row):
     """MATH-500, and MATH itself, whose answer stands in the last \\boxed{} of the solution."""
     answer = row['answer'] if 'answer' in row else last_boxed(row['solution'])
@@ -269,6 +275,7 @@ class FreeTask:
         return replace(self, match=functools.partial(self.match, isolation=isolation))
 
 
+GSM8K_FILES = (('main/test-*.parquet', 'test.jsonl*'), ('main/train-*.parquet', 'train*.jsonl*'))
 FREE_TASKS = {
     'triviaqa': FreeTask('mandarjoshi/trivia_qa',
                          ('unfiltered.nocontext/validation-*.parquet',
@@ -283,9 +290,11 @@ FREE_TASKS = {
     # there is no other split for shots
     'popqa': FreeTask('akariasai/PopQA', ('test.tsv', 'test-*.parquet', 'test.jsonl*'), (),
                       popqa_row, match=contains),
-    'gsm8k': FreeTask('openai/gsm8k', ('main/test-*.parquet', 'test.jsonl*'),
-                      ('main/train-*.parquet', 'train*.jsonl*'), gsm8k_row, gsm8k_number,
-                      any_number, number, header='', stop=('Question:',), max_tokens=256),
+    'gsm8k': FreeTask('openai/gsm8k', *GSM8K_FILES, gsm8k_row, gsm8k_number, any_number, number,
+                      header='', stop=('Question:',), max_tokens=256),
+    'gsm8k_short': FreeTask('openai/gsm8k', *GSM8K_FILES, gsm8k_short_row, first_line, any_number,
+                            number, header='Answer these questions with a number alone.\n\n',
+                            max_tokens=16),
     'math500': FreeTask('HuggingFaceH4/MATH-500', ('test.jsonl*',), ('train.jsonl*',), math_row,
                         last_boxed, any_formula, formula, prompt='Problem: {}\nSolution:',
                         header='Solve these problems. Put each final answer in \\boxed{}.\n\n',

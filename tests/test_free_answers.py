@@ -5,11 +5,13 @@ import math
 import random
 import re
 import string
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from common import SHARED, needs_files, reference_model, sentencepiece_folder, write_rows
+from common import HERE, SHARED, needs_files, reference_model, sentencepiece_folder, write_rows
 
 import evaluate
 import generate
@@ -574,3 +576,32 @@ def test_two_stages_judge_the_greedy_answer(text, lead, value, tmp_path):
     sample = evaluate.verbalized_sample(free_answers.verbalized_2s(question, 'Bob'),
                                         FREE_TASKS['qa'], {'text': text}, None, lead)
     assert (sample and sample['confidence']) == value
+
+
+# ------------------------------------------------------------------------------------------------
+# The paper's script
+# ------------------------------------------------------------------------------------------------
+
+def test_semantic_calibration_tabulates_the_share_of_the_largest_class(tmp_path):
+    """Its tables are made of finished runs; no model is needed."""
+    script = [sys.executable, 'papers/semantic_calibration.py', f'--out_dir={tmp_path}']
+    code = ("import sys; sys.path.insert(0, 'papers'); import semantic_calibration as s; "
+            "import json; print(json.dumps({m: x[1] for m, x in s.MODELS.items()}))")
+    models = json.loads(subprocess.run([sys.executable, '-c', code], cwd=HERE, check=True,
+                                       capture_output=True, text=True).stdout)
+    pooled = {key: 0.25 for key in ('accuracy', 'confidence', 'gap', 'smooth_ece', 'ece')} | {
+        'n': 1319}
+    for model, stages in models.items():
+        for stage, hub in stages.items():
+            tasks = {task: {'source': task, 'pooled': pooled} for task in (
+                'triviaqa', 'gsm8k', 'gsm8k_short')}
+            tasks['gsm8k.agreement'] = {'pooled': pooled, 'ece_floor': 0.02}
+            (tmp_path / model / stage).mkdir(parents=True)
+            (tmp_path / model / stage / 'results.json').write_text(json.dumps(
+                {'config': {'model': hub}, 'tasks': tasks}))
+    done = subprocess.run(script, cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / 'calibration.csv').read_text().splitlines()
+    assert len(lines) == 1 + 11
+    assert lines[1].startswith('"GSM8K, chain of thought",Qwen2.5-1.5B,base,1319,0.250')
+    assert lines[-1].endswith('Mistral-7B,DPO,1319,0.250,0.250,0.250,0.250,0.250,0.020')
