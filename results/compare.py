@@ -91,7 +91,7 @@ def compare_questions(runs, keys, cfg, out_dir):
     of each pair of runs, by a paired bootstrap over the questions that both answered and Student's
     t over languages if there are several, and the answers that change from right to wrong or back.
     The files are compare.md, .csv and .tex, for each task two pictures, the runs' reliability
-    diagrams side by side and their curves in one diagram, and report.html.
+    diagrams side by side and their curves in one diagram, and compare.html.
     """
     runs = dict(zip(label_runs([run.folder for run in runs]), runs, strict=True))
     by_run = {name: read_run_samples(run)[0] for name, run in runs.items()}
@@ -101,7 +101,7 @@ def compare_questions(runs, keys, cfg, out_dir):
         raise DataError('these runs have no task in common: ' + '; '.join(
             f'{name}: {", ".join(by_task)}' for name, by_task in by_run.items()))
     names = ['compare.md', 'compare.tex', 'compare.csv']
-    claim(out_dir, *names, 'report.html', *(f'{kind}-{task}.png' for task in tasks
+    claim(out_dir, *names, 'compare.html', *(f'{kind}-{task}.png' for task in tasks
                                             for kind in ('reliability', 'curves')))
     parts = [compare_task(task, runs, {name: by_task[task] for name, by_task in by_run.items()},
                           keys, cfg) for task in tasks]
@@ -113,10 +113,11 @@ def compare_questions(runs, keys, cfg, out_dir):
     pictures += [f'curves-{task}.png' for task, part in zip(tasks, parts, strict=True)
                  if draw_curves(out_dir / f'curves-{task}.png', {task: {
                      title: metrics.bins(p.probs, p.labels) for title, p in part.panels}})]
-    if page.write(out_dir, f'{", ".join(runs)}: {", ".join(tasks)}', __version__, '* the best',
+    if page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}',
+                  __version__, '* the best',
                   '\n'.join(part.html for part in parts), pictures,
                   dict(zip(tasks, (part.rows for part in parts), strict=True))):
-        names.append('report.html')
+        names.append('compare.html')
     print(*(part.text for part in parts),
           *(f'\n{task} is left out: not every run has it' for task in all_tasks
             if task not in tasks),
@@ -126,7 +127,7 @@ def compare_questions(runs, keys, cfg, out_dir):
 class TaskComparison(NamedTuple):
     """The comparison of one task: text to print, files, and [(title, Predictions)] to draw.
 
-    html, rows: the tables and samples of report.html
+    html, rows: the tables and samples of compare.html
     """
     text: str
     markdown: str
@@ -188,7 +189,7 @@ def compare_task(task, runs, samples, keys, cfg):
 
 
 def rows_to_read(task, runs, samples, question_keys):
-    """Return the samples of all runs as rows of report.html, with 'run' and 'outcome'.
+    """Return the samples of all runs as rows of compare.html, with 'run' and 'outcome'.
 
     The outcome of a question says how many of the runs that answered it have it right.
     """

@@ -1,4 +1,4 @@
-"""Samples to read: report.html, and the most confident mistakes at the end of results.md.
+"""Samples to read: report.html, compare.html, and the mistakes at the end of results.md.
 
 page.html is the template: plain HTML and a script without libraries. The page is one file that
 needs no network. Its script keeps 50 samples in the document at a time.
@@ -137,13 +137,12 @@ def _longest_run(text):
 # The page
 
 
-def write(out_dir, title, version, about, tables, pictures, rows):
-    """Write report.html; return whether it succeeded. A failure is only a warning.
+def write(path, title, version, about, tables, pictures, rows):
+    """Write a page; return whether it succeeded. A failure is only a warning.
 
     title, about: plain text; version: of this program; tables: HTML; pictures: names of PNG files
-    in out_dir; rows: {any key: rows}, as of `to_read`; a row may have a 'run' and an 'outcome'
+    beside it; rows: {any key: rows}, as of `to_read`; a row may have a 'run' and an 'outcome'
     """
-    path = Path(out_dir, 'report.html')
     with warn_on_failure(path) as written:
         title = f'{title} ({time.strftime("%Y-%m-%d")}, nanoCal {version})'
         chosen, total = select(rows)
@@ -152,7 +151,7 @@ def write(out_dir, title, version, about, tables, pictures, rows):
             f'most confident mistakes first. All are in samples.jsonl. ')
         images = ''.join(
             f'<p><img alt="{html.escape(name)}" src="data:image/png;base64,'
-            f'{base64.b64encode(Path(out_dir, name).read_bytes()).decode()}">\n'
+            f'{base64.b64encode(path.with_name(name).read_bytes()).decode()}">\n'
             for name in pictures)
         # a JSON string may hold </script>, which would end the element
         data = json.dumps(chosen, ensure_ascii=False, separators=(',', ':')).replace('<', r'\u003c')
@@ -177,7 +176,8 @@ def write_report(results, rows, pictures, out_dir):
         {key: config[key] for key in ('device', 'dtype', 'seed')} | versions).items() if value)
     tables = ''.join(task_html(task, result) for task, result in tasks.items())
     grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]
-    write(out_dir, f'{config["model"]}: {", ".join(tasks)}', versions['nanocal'], about, tables,
+    write(Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
+          versions['nanocal'], about, tables,
           dict.fromkeys((*pictures, *grids) if pictures else ()), rows)
 
 

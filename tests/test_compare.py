@@ -152,7 +152,7 @@ def test_comparisons_as_latex(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize('name, seed', [
     *((f'compare.{ending}', 0) for ending in ('csv', 'md', 'tex')), ('reliability-mmlu.png', 0),
-    ('curves-mmlu.png', 0), ('report.html', 0),
+    ('curves-mmlu.png', 0), ('compare.html', 0),
     *((f'compare.{ending}', 1) for ending in ('csv', 'md', 'tex', 'png'))])
 def test_a_file_that_compare_did_not_write_is_never_replaced(tmp_path, name, seed):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', seed=seed, sharpness=2.0)
@@ -407,7 +407,7 @@ def test_a_picture_that_fails_costs_no_table_and_is_not_called_written(tmp_path,
     for module in (plots, over_seeds):
         monkeypatch.setattr(module, 'save_figure', fail)
     for runs, picture, tables in ((
-            (a, b), 'reliability-mmlu.png', 'wrote compare.md, compare.tex, compare.csv, report'), (
+            (a, b), 'reliability-mmlu.png', ' compare.tex, compare.csv, compare.html to '), (
             (a, c), 'compare.png', 'wrote compare.csv, compare.md, compare.tex to ')):
         run_compare(*runs, '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
         printed = capsys.readouterr()

@@ -303,7 +303,7 @@ def test_a_comparison_shows_the_samples_of_each_run_and_how_many_are_right(tmp_p
     folders = [write_run(tmp_path / name, n=40, sharpness=sharpness)
                for name, sharpness in (('a', 1.0), ('b', 4.0))]
     compare.main([*map(str, folders), '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}'])
-    text = (tmp_path / 'out' / 'report.html').read_text()
+    text = (tmp_path / 'out' / 'compare.html').read_text()
     rows = json.loads(Parsed(text).content['rows'])
     right = {(row['run'], row['id']): row['correct'] for row in rows}
     assert len(right) == 80 and {run for run, _ in right} == {'a', 'b'}
