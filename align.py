@@ -159,8 +159,9 @@ def per_token(counts, used, cfg):       # the mean over all tokens of the step
 class Method(NamedTuple):
     """advantage: rewards [prompts, answers] -> advantages, float64; weight: see above.
 
-    ratio: of probabilities by the new and the old policy, of a token, of the whole 'answer', or
-    its geometric 'mean' per token; clip_high: the bound of the ratio if cfg.clip_high is None
+    ratio: that of the probabilities by the new and the old policy: of each 'token', of the whole
+    'answer', or 'mean', the geometric mean over the answer's tokens
+    clip_high: in place of cfg.clip_high = None
     """
     advantage: Callable | None
     weight: Callable
@@ -218,7 +219,7 @@ def clipped_loss(log_ratio, advantage, low, high):
 def k3(log_p, reference):
     """e^-d - 1 + d with d = log p - log ref: an estimate of KL(policy, reference), never negative.
 
-    As a loss it has the gradient of KL(reference, policy); times the ratio, that of the former.
+    Its gradient is that of KL(reference, policy); times the ratio, that of KL(policy, reference).
     """
     d = log_p - reference
     return torch.expm1(-d) + d
