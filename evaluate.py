@@ -531,8 +531,9 @@ def answer_sample(question, rule, greedy, answers, lead):
             return answer
         return answer | rule.grade(answer['text'], question.references)
 
-    with ThreadPoolExecutor(os.cpu_count() if rule.runs_code else 1) as pool:
-        greedy, *answers = pool.map(grade, (greedy, *answers))
+    with (ThreadPoolExecutor(os.cpu_count()) if rule.runs_code else
+          contextlib.nullcontext()) as pool:
+        greedy, *answers = (pool.map if pool else map)(grade, (greedy, *answers))
     sample = {'greedy': greedy, 'answers': answers}
     return judged(question, *confidence.greedy_probability(sample)) | sample
 
