@@ -25,6 +25,8 @@ scored. Those of `shots` are read unless --shots=0, those of `validation` for --
 they exist.
 """
 
+BLOCKS = 8      # of questions for each of several processes; each block repeats the shots once
+
 
 @dataclass
 class Task:
@@ -61,24 +63,27 @@ class Task:
             getattr(item, 'duplicate_options', 0) for item in self.items))
 
     def share(self, rank, n):
-        """Return the Task of process `rank` of n: of each language one of n parts in sequence.
+        """Return the Task of process `rank` of n: BLOCKS blocks of each language's questions.
 
-        The parts have about the same number of characters. What is in sequence shares its shots.
+        The blocks have about the same number of characters. They are dealt to the processes in turn
+        and back, since tokens per character change from subject to subject. The questions of a
+        block are consecutive, because they share their shots.
         """
         if n == 1:
             return self
 
-        def part(items):
+        def dealt(items):
             for i, (_, group) in enumerate(itertools.groupby(items, lambda item: item.language)):
                 group = [*group]
                 ends = [*itertools.accumulate(map(n_characters, group))]
                 for item, end in zip(group, ends):
                     middle = end - n_characters(item) / 2
-                    if (int(n * middle / ends[-1]) + i) % n == rank:
+                    turn, place = divmod(int(n * BLOCKS * middle / ends[-1]), n)
+                    if ((n - 1 - place if turn % 2 else place) + i) % n == rank:
                         yield item
 
-        items, first = [*part(self.items)], rank == 0
-        return replace(self, items=items, validation=[*part(self.validation)],
+        items, first = [*dealt(self.items)], rank == 0
+        return replace(self, items=items, validation=[*dealt(self.validation)],
                        bad_rows=self.bad_rows if first else [],
                        total=len(items) + (self.total - len(self.items)) * first)
 

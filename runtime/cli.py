@@ -5,6 +5,7 @@ import functools
 import os
 import signal
 import sys
+import time
 
 from runtime.errors import (CheckpointError, ConfigError, DataError, ProcessError, Stopped,
                             TrainingError)
@@ -57,32 +58,44 @@ def one_line_errors(resume='', memory=''):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        sys.exit(f'{_error()}: {error if error.filename else _fault_of_stdout() or error}')
+        _fail(f'{error if error.filename else _fault_of_stdout() or error}')
     except (ConfigError, DataError, CheckpointError, TrainingError) as error:
-        sys.exit(f'{_error()}: {error}')
+        _fail(error)
     except ProcessError as error:
-        sys.exit('; '.join(filter(None, (f'{_error()}: {error}', resume))))
+        _fail('; '.join(filter(None, (str(error), resume))))
     except ModuleNotFoundError as error:
-        sys.exit(f'{_error()}: {error}; pip install -r requirements.txt')
+        _fail(f'{error}; pip install -r requirements.txt')
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         reason = str(error).strip().split('\n')[0] or 'the system gives this process no more'
-        sys.exit(f'{_error()}: out of memory: {reason}' + f'; {memory}' * bool(memory))
+        _fail(f'out of memory: {reason}' + f'; {memory}' * bool(memory))
     except Stopped as stopped:
         print(stopped, *[resume] * bool(resume), sep='; ')
         sys.exit(128 + stopped.signal)
     except KeyboardInterrupt:
-        print('stopped', *[resume] * bool(resume), sep='; ', file=sys.stderr)
+        if _rank()[0] == 0:
+            print('stopped', *[resume] * bool(resume), sep='; ', file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _error():
-    """Return 'error', under torchrun with the number of this process among several."""
-    size = os.environ.get('WORLD_SIZE', '1') if 'TORCHELASTIC_RUN_ID' in os.environ else '1'
-    return 'error' if size == '1' else f'error in process {os.environ["RANK"]} of {size}'
+def _fail(message):
+    """End the script with an error message, under torchrun with the number of this process.
+
+    The first process prints an error that all have: torchrun ends the others while they wait.
+    """
+    rank, size = _rank()
+    time.sleep(3 * (rank > 0))
+    sys.exit(f'error{f" in process {rank} of {size}" * (size > 1)}: {message}')
+
+
+def _rank():
+    """Return (number of this process, number of processes) as torchrun says, without torch."""
+    if 'TORCHELASTIC_RUN_ID' not in os.environ:
+        return 0, 1
+    return int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
 
 
 def _fault_of_stdout():

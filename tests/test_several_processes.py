@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from common import HERE, TORCHRUN, reference_model, sentencepiece_folder, write_rows
 from data.questions import Question
-from data.tasks import Task
+from data.tasks import BLOCKS, Task
 from data.tokenizer import load_tokenizer
 from results import samples
 from runtime import ownership
@@ -113,10 +113,15 @@ def test_the_shares_of_a_task_are_all_of_it_and_about_equal(n):
         task.counts)
 
 
-def test_a_share_has_long_questions_and_few_of_them():
-    items = [question(i, context='fox ' * (100 if i < 10 else 1)) for i in range(110)]
-    first, second = (Task('questions', 'x', items, 110, []).share(rank, 2) for rank in (0, 1))
-    assert [len(first.items), len(second.items)] == [7, 103]
+def test_shares_have_about_as_many_characters_in_consecutive_questions():
+    items = [question(i, context='fox ' * (100 if i < 50 else 20)) for i in range(550)]
+    for n in (2, 3, 8):
+        shares = [Task('questions', 'x', items, 550, []).share(rank, n).items for rank in range(n)]
+        sizes = [sum(len(q.context) for q in share) for share in shares]
+        assert max(sizes) < 1.1 * sum(sizes) / n
+        gaps = [sum(int(b.id) - int(a.id) > 1 for a, b in zip(share, share[1:]))
+                for share in shares]
+        assert max(gaps) < BLOCKS
 
 
 def test_parts_are_merged_in_order_whatever_was_interrupted(tmp_path):
@@ -208,7 +213,7 @@ def test_a_killed_process_is_named_and_loses_no_sample(folder, tmp_path):
 @pytest.mark.slow
 def test_an_error_in_one_process_names_it_and_ends_all(folder, tmp_path):
     write_rows(tmp_path / 'q.jsonl', [
-        {'question': 'fox ' * (900 if i == 19 else 1), 'choices': ['a', 'b'], 'answer': 0}
+        {'question': 'fox ' * (900 if i == 19 else 150), 'choices': ['a', 'b'], 'answer': 0}
         for i in range(20)])
     command = ['evaluate.py', f'--model={folder / "model"}', f'--tasks={tmp_path / "q.jsonl"}',
                '--shots=0', '--device=cpu', f'--out_dir={tmp_path / "out"}', '--max_length=300']
@@ -216,6 +221,11 @@ def test_an_error_in_one_process_names_it_and_ends_all(folder, tmp_path):
     assert done.returncode and 'error in process 1 of 2: q: ' in done.stderr, done.stderr
     assert 'q.jsonl:20: even without shots the prompt has' in done.stderr
     assert 'Traceback (most recent call last):\n  File "' + str(HERE) not in done.stderr
+    # an error that all have is printed once, also before they know each other
+    for wrong in ('--taks=mmlu', '--tasks=no_such_file.jsonl'):
+        done = run([*command, wrong], 2)
+        assert done.returncode and done.stderr.count('\nerror in') + done.stderr.startswith(
+            'error in process 0 of 2: ') == 1, done.stderr
     done = run([*command, '--on_bad_row=skip'], 2)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / 'out' / 'results.json').read_text())['tasks']['q']

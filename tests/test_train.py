@@ -27,7 +27,7 @@ from data.tokenizer import load_model_tokenizer, load_tokenizer
 from results import report
 from runtime import checkpoint, parallel, resume, trained
 from runtime.config import load_config
-from runtime.device import HostCopy
+from runtime.device import HostCopy, pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
 
 
@@ -454,6 +454,10 @@ def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
             monkeypatch.setenv(name, value)
         parallel.join_processes()
     assert backends == [wanted] * 2 and devices == ([0, 1] if n_gpus == 2 else [])
+    # without a number, the GPU is that of the process: the second one here
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: n_gpus > 0)
+    assert pick_device('auto') == ('cpu', 'cuda', 'cuda:1')[n_gpus]
+    assert pick_device('cpu') == 'cpu' and (not n_gpus or pick_device('cuda:0') == 'cuda:0')
 
 
 @pytest.mark.slow
