@@ -368,8 +368,9 @@ def _to_question(task, header, row, place, number):
     digest = hashlib.blake2b(repr((question, references)).encode(), digest_size=8).hexdigest()
     return FreeQuestion(
         str(id), task.prompt.format(question), [f' {solution.strip()}'], 0, subject,
-        '' if header == 'none' else task.header, category, place=place,
-        digest=digest, text=question, references=references)
+        '' if header == 'none' else task.header, category,
+        str(row.get('language') or ''), place=place, digest=digest, text=question,
+        references=references)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -380,8 +381,8 @@ def encode(question, shots, tokenizer, cfg, max_tokens):
     """Return (token ids, ids that end the answer, number of shots) of the prompt of a question.
 
     With cfg.chat, header, shots and question are one message of the user. Without it, the messages
-    of a question that has them are joined as plain text. Shots are left out until
-    the prompt and max_tokens more fit into cfg.max_length; raises DataError if nothing does.
+    of a question that has them are joined as plain text. Shots are left out until the prompt and
+    max_tokens more fit into cfg.max_length; raises DataError if nothing does.
     """
     template = '' if cfg.chat == 'none' else cfg.chat
     for n in range(len(shots), -1, -1):
@@ -400,8 +401,9 @@ def encode(question, shots, tokenizer, cfg, max_tokens):
 
 def proposed(question, text, correct):
     """Return the P(True) Question: is `text`, the model's own answer, right?"""
-    answer = replace(question, options=[f' {text.strip() or "(none)"}'], answer=int(not correct))
-    return answer.proposing(0)
+    # a program continues its prompt as it is; white space around other answers means nothing
+    text = f' {text.strip() or "(none)"}' if question.context.endswith(':') else text.rstrip()
+    return replace(question, options=[text], answer=int(not correct)).proposing(0)
 
 
 def proposed_shots(shots, task):

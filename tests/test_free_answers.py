@@ -224,6 +224,20 @@ def test_bad_files_are_refused(rows, arguments, message, tmp_path):
         load_free(f'qa:{tmp_path}', **arguments)
 
 
+def test_a_proposed_answer_continues_its_prompt(tmp_path):
+    rows = [{'question': 'Who?', 'answers': ['Ann'], 'language': 'de', 'subject': 'names'}]
+    question, = load_free(f'qa:{write_rows(tmp_path / "q.jsonl", rows)}').questions
+    assert (question.language, question.subject) == ('de', 'names')
+    proposal = free_answers.proposed(question, '  Ann\n', True)
+    assert proposal.context.startswith('Question: Who?\nProposed Answer: Ann\nIs the proposed')
+    assert proposal.options == [' (A)', ' (B)'] and proposal.answer == 0
+    empty = free_answers.proposed(question, '\n', False)
+    assert 'Answer: (none)\nIs' in empty.context and empty.answer == 1
+    question.context = 'def f():\n    """One."""'
+    assert '"""\n    return 1\nIs the' in free_answers.proposed(
+        question, '\n    return 1\n', True).context
+
+
 def test_a_task_of_ones_own_needs_a_file():
     with pytest.raises(DataError, match='no file given'):
         load_free('qa')
