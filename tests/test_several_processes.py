@@ -13,6 +13,7 @@ from data.tasks import BLOCKS, Task
 from data.tokenizer import load_tokenizer
 from results import samples
 from runtime import ownership
+from runtime.errors import ConfigError
 
 LETTERS = [' A', ' B', ' C', ' D']
 
@@ -138,6 +139,25 @@ def test_parts_are_merged_in_order_whatever_was_interrupted(tmp_path):
         assert (tmp_path / 'samples.3.jsonl').read_text() == 'mine'
         assert ownership.written_files(tmp_path) == [path.name]
         assert not any((tmp_path / name).exists() for name in names)
+
+
+def test_a_part_that_this_program_did_not_write_is_refused(tmp_path):
+    theirs, options = tmp_path / 'samples.1.jsonl', {'pictures': False, 'overwrite': True}
+    theirs.write_text('mine')
+    for processes in (2, 3):
+        with pytest.raises(ConfigError, match='samples.1.jsonl was not written by this program'):
+            samples.open_folder(tmp_path, {}, {}, processes=processes, **options)
+    samples.open_folder(tmp_path, {}, {}, **options)
+    assert theirs.read_text() == 'mine'
+    theirs.unlink()
+    # killed before the first sample, and before eval_config.json
+    samples.open_folder(tmp_path, {}, {}, processes=2, **options)
+    (tmp_path / 'eval_config.json').unlink()
+    options['overwrite'] = False
+    assert samples.open_folder(tmp_path, {}, {}, processes=3, **options) == ({}, set())
+    assert {'samples.0.jsonl', 'samples.2.jsonl'} <= {*ownership.written_files(tmp_path)}
+    samples.open_folder(tmp_path, {}, {}, **options)
+    assert 'samples.0.jsonl' not in ownership.written_files(tmp_path)
 
 
 @pytest.mark.slow
