@@ -5,7 +5,8 @@ before its file is written. A file that is not on the list is never replaced or 
 
 Files are written under a temporary name and renamed, so a crash leaves the old file or the new one;
 `lock` removes temporary files that a crash left behind. Exceptions: log.jsonl, samples.jsonl, the
-files of generate.py and the parts of these grow line by line, and resume.py says when a checkpoint is complete.
+files of generate.py and the parts of these grow line by line, and resume.py says when a checkpoint
+is complete.
 """
 
 import contextlib
