@@ -1,11 +1,11 @@
 """Every benchmark with one command, to one page; or our speed at two commits.
 
-    python bench/all.py --data=mmlu --tokenizer=Llama-3.2-1B --conversations=alpaca.jsonl
+    python bench/all.py --data=mmlu --tokenizer=Llama-3.2-1B --conversations=alpaca.jsonl \
+        --pairs=pairs.json
     python bench/all.py --only=train,floors
     python bench/all.py --compare main~10 main --data=mmlu --tokenizer=Llama-3.2-1B
 
-The scripts run one after the other: those of eval and commands only if `data` and `tokenizer` are
-given. Writes out/bench/README.md, with the tables and pictures of the .json files beside it, which
+The scripts run one after the other: those of eval, commands and align only if their files are given. Writes out/bench/README.md, with the tables and pictures of the .json files beside it, which
 can come from several runs with --only or --shape; `--only=` runs nothing.
 
 --compare runs our rows alone of two commits (the second is HEAD if it is left out), each with its
@@ -36,6 +36,7 @@ WHAT = {
     'floors': 'Items of a training step beside what the hardware allows',
     'eval': 'Scoring MMLU beside a Hugging Face loop',
     'commands': 'Whole commands beside lm-evaluation-harness',
+    'align': "DPO beside TRL's DPOTrainer",
     'generate': "Decoding beside transformers' generate and the limit of the hardware",
     'metrics': 'Calibration metrics beside torchmetrics and netcal, on the CPU',
 }
@@ -53,6 +54,10 @@ def command(name, options, out, ours=False):
         if not (options.data and options.tokenizer):
             return None
         arguments += [f'--data={options.data}', f'--tokenizer={options.tokenizer}']
+    if name == 'align':
+        if not (options.pairs and options.tokenizer):
+            return None
+        arguments += [f'--data={options.pairs}', f'--tokenizer={options.tokenizer}']
     if name == 'train' and options.conversations:
         arguments += [f'--data={options.conversations}', f'--tokenizer={options.tokenizer}']
     if options.shape and name != 'metrics':
@@ -209,6 +214,7 @@ def main(argv=None):
     parser.add_argument('--data', help="a folder with MMLU's files")
     parser.add_argument('--tokenizer', help='a folder with a tokenizer')
     parser.add_argument('--conversations', help='a file of conversations for train')
+    parser.add_argument('--pairs', help='a file of preferences for align')
     parser.add_argument('--only', default=','.join(WHAT), help='some of: %(default)s')
     parser.add_argument('--shape', help='models, separated by commas, instead of each default')
     parser.add_argument('--out', default='out/bench', help='a folder; default %(default)s')
@@ -220,7 +226,8 @@ def main(argv=None):
     if unknown or len(options.compare or ()) > 2 or options.conversations and not options.tokenizer:
         parser.error(f'--only takes {", ".join(WHAT)}; --compare one or two commits; '
                      '--conversations needs --tokenizer')
-    for key in ('data', 'tokenizer', 'conversations', 'out'):    # the scripts run elsewhere
+    # the scripts run elsewhere
+    for key in ('data', 'tokenizer', 'conversations', 'pairs', 'out'):
         value = getattr(options, key)
         setattr(options, key, value and str(Path(value).expanduser().resolve()))
     if options.compare:

@@ -1,11 +1,13 @@
 """bench/: every benchmark at a tiny size on the CPU."""
 
+import importlib.util
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import bench.align
 import bench.all
 import bench.commands
 import bench.eval
@@ -126,6 +128,23 @@ def test_the_whole_command_of_generation(small, tmp_path, capsys):
     assert 24 <= whole['tokens'] <= 3 * 8 * 256
     bench.generate.print_table({'shape': 'tiny', 'results': {}, 'command': whole})
     assert 'whole command' in capsys.readouterr().out
+
+
+@needs_no_gpu
+@pytest.mark.parametrize('ours, options', [
+    (True, {}), pytest.param(False, {'size': 2}, marks=pytest.mark.skipif(
+        importlib.util.find_spec('trl') is None, reason='needs trl'))])
+def test_steps_of_preferences(ours, options, tmp_path, monkeypatch, capsys):
+    tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
+    pairs = write_rows(tmp_path / 'pairs.jsonl', [
+        {'prompt': f'the fox {i}?', 'chosen': 'yes ' * (i + 1), 'rejected': 'no'}
+        for i in range(5)])
+    monkeypatch.setattr(bench.align, 'STEPS', 1)
+    for lora in (False, True):
+        row = bench.align.measure(TINY, ours, lora, str(pairs), str(tokenizer), 4, options)
+        assert row['tokens_per_s'] > 0 and row['reference_s'] >= 0
+    bench.align.print_table({'shape': 'tiny', 'results': {'ours': row, 'x': {'failed': 'why'}}})
+    assert 'failed: why' in capsys.readouterr().out
 
 
 @needs_no_gpu
