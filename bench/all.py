@@ -1,11 +1,11 @@
 """Every benchmark with one command, to one page; or our speed at two commits.
 
-    python bench/all.py --data=mmlu --tokenizer=Llama-3.2-1B --conversations=alpaca.jsonl \
-        --pairs=pairs.json
+    python bench/all.py --data=mmlu --tokenizer=Llama-3.2-1B --conversations=alpaca.jsonl
     python bench/all.py --only=train,floors
     python bench/all.py --compare main~10 main --data=mmlu --tokenizer=Llama-3.2-1B
 
-The scripts run one after the other: those of eval, commands and align only if their files are given. Writes out/bench/README.md, with the tables and pictures of the .json files beside it, which
+The scripts run one after the other: those of eval, commands and align only if their files are
+given. Writes out/bench/README.md, with the tables and pictures of the .json files beside it, which
 can come from several runs with --only or --shape; `--only=` runs nothing.
 
 --compare runs our rows alone of two commits (the second is HEAD if it is left out), each with its
