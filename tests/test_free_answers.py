@@ -593,29 +593,50 @@ def test_two_stages_judge_the_greedy_answer(text, lead, value, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------
-# The paper's script
+# The papers' scripts
 # ------------------------------------------------------------------------------------------------
 
-def test_semantic_calibration_tabulates_the_share_of_the_largest_class(tmp_path):
-    """Its tables are made of finished runs; no model is needed."""
-    script = [sys.executable, 'papers/semantic_calibration.py', f'--out_dir={tmp_path}']
-    code = ("import sys; sys.path.insert(0, 'papers'); import semantic_calibration as s; "
-            "import json; print(json.dumps({m: x[1] for m, x in s.MODELS.items()}))")
-    models = json.loads(subprocess.run([sys.executable, '-c', code], cwd=HERE, check=True,
-                                       capture_output=True, text=True).stdout)
-    pooled = {key: 0.25 for key in ('accuracy', 'confidence', 'gap', 'smooth_ece', 'ece')} | {
-        'n': 1319}
-    for model, stages in models.items():
-        for stage, hub in stages.items():
-            tasks = {task: {'source': task, 'pooled': pooled} for task in (
-                'triviaqa', 'gsm8k', 'gsm8k_short')}
-            tasks['gsm8k.agreement'] = {'pooled': pooled, 'ece_floor': 0.02}
-            (tmp_path / model / stage).mkdir(parents=True)
-            (tmp_path / model / stage / 'results.json').write_text(json.dumps(
-                {'config': {'model': hub}, 'tasks': tasks}))
-    done = subprocess.run(script, cwd=HERE, capture_output=True, text=True)
+def tables_of(script, out, hubs, tasks):
+    """The lines that a script writes when each run, {folder: hub name}, has the results `tasks`."""
+    for folder, hub in hubs.items():
+        (out / folder).mkdir(parents=True)
+        (out / folder / 'results.json').write_text(json.dumps({'config': {'model': hub},
+                                                               'tasks': tasks}))
+    done = subprocess.run([sys.executable, f'papers/{script}.py', f'--out_dir={out}'], cwd=HERE,
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = (tmp_path / 'calibration.csv').read_text().splitlines()
+    return (out / 'calibration.csv').read_text().splitlines()
+
+
+def models_of(script):
+    code = (f"import sys; sys.path.insert(0, 'papers'); import {script}; import json; "
+            f"print(json.dumps({script}.MODELS))")
+    done = subprocess.run([sys.executable, '-c', code], cwd=HERE, check=True, capture_output=True,
+                          text=True)
+    return json.loads(done.stdout)
+
+
+def test_semantic_calibration_tabulates_the_share_of_the_largest_class(tmp_path):
+    """Its table is made of finished runs; no model is needed."""
+    hubs = {f'{model}/{stage}': hub for model, (_, stages) in models_of(
+        'semantic_calibration').items() for stage, hub in stages.items()}
+    pooled = {key: 0.25 for key in ('accuracy', 'confidence', 'gap', 'smooth_ece', 'ece')}
+    tasks = {task: {'source': task} for task in ('triviaqa', 'gsm8k', 'gsm8k_short')}
+    tasks['gsm8k.agreement'] = {'pooled': pooled | {'n': 1319}, 'ece_floor': 0.02}
+    lines = tables_of('semantic_calibration', tmp_path, hubs, tasks)
     assert len(lines) == 1 + 11
     assert lines[1].startswith('"GSM8K, chain of thought",Qwen2.5-1.5B,base,1319,0.250')
     assert lines[-1].endswith('Mistral-7B,DPO,1319,0.250,0.250,0.250,0.250,0.250,0.020')
+
+
+def test_code_calibration_tabulates_each_confidence_before_and_after_scaling(tmp_path):
+    hubs = {model: hub for model, (hub, _) in models_of('code_calibration').items()}
+    pooled = {key: 0.25 for key in ('accuracy', 'confidence', 'ece', 'brier_top_label', 'auroc')}
+    pooled |= {'brier_skill': -0.5, 'n': 164}
+    scaled = {'post_hoc': {'reports': {'platt': pooled | {'ece': 0.125}}}}
+    tasks = {'humaneval': {'source': 'humaneval', 'pooled': pooled} | scaled,
+             'humaneval.mean_token': {'pooled': pooled} | scaled}
+    lines = tables_of('code_calibration', tmp_path, hubs, tasks)
+    assert len(lines) == 1 + 4 * 2 * 2
+    assert lines[1] == 'CodeLlama-7B,p_avg,none,164,0.250,0.250,0.250,0.250,-0.500,0.250'
+    assert lines[2] == 'CodeLlama-7B,p_avg,Platt,164,0.250,0.250,0.125,0.250,-0.500,0.250'

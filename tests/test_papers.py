@@ -187,6 +187,7 @@ def read_table(folder, name):
     ('label_smoothing', 3 * (1 + 3 * 10) + 2 * 3, 'google/gemma-2-2b'),
     ('multilingual', 3 * (2 + 3 * 7), 'google/gemma-2-2b-it'),
     ('semantic_calibration', 4 * 2 + 3, 'HuggingFaceH4/zephyr-7b-beta'),
+    ('code_calibration', 4, 'codellama/CodeLlama-7b-hf'),
     ('alignment', 15 + 13 + 10 + 1 + 4 * 3 + 2, 'meta-llama/Llama-2-70b-hf')])
 def test_the_plan_lists_every_run_and_writes_nothing(tmp_path, script, n_runs, model):
     more = ['--rlhf=a,b', '--trex=c'] if script == 'alignment' else []
