@@ -638,7 +638,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     if not first:
         return None
     samples.merge_parts(out_dir / 'samples.jsonl')
-    rows = samples.by_task(latest_samples(out_dir) if done or n > 1 else new, prompts)
+    rows = samples.by_task(latest_samples(out_dir) if done else new, prompts)
     earlier = report.measure_again({label: earlier[label] for label in earlier
                                     if label not in results}, rows)
     with ThreadPoolExecutor(1) as pool:     # pictures are drawn while the workers compute
@@ -664,8 +664,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
 def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
     """Append the samples of this process's share of `tasks` to its part of samples.jsonl.
 
-    Return {label: result without metrics} and {label: its prompts} of all processes, and the new
-    samples of this one.
+    Return {label: result without metrics}, {label: its prompts} and the new samples, in the first
+    process those of all.
     """
     scored, prompts, new = {}, {}, []
     labels = result_labels(tasks, cfg)
@@ -690,19 +690,20 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
             prompts[label], bad_rows = collect(load, folder, tokenizer, label, task, cfg, done,
                                                append)
             scored[label] = task, prompts[label], bad_rows, time.perf_counter() - started
-    return *gather_results(scored, cfg), new    # which frees the model's memory, before the metrics
+    # the return frees the model's memory, before the metrics
+    return *collect_results(scored, cfg), [*itertools.chain(*parallel.collect(new))]
 
 
-def gather_results(scored, cfg):
+def collect_results(scored, cfg):
     """Return {label: result without metrics} and {label: its prompts} of all processes.
 
     scored: {label: (this process's Task, prompts, bad rows, seconds)}. Raises DataError for a task
-    of which no question could be scored. {} in all processes but the first.
+    of which no question could be scored. Both are {} in all processes but the first.
     """
     results, prompts = {}, {}
-    shares = parallel.gather({label: (task.counts, *rest) for label, (task, *rest)
-                              in scored.items()})
-    for label, (task, *_) in scored.items() if parallel.rank() == 0 else ():
+    shares = parallel.collect({label: (task.counts, *rest) for label, (task, *rest)
+                               in scored.items()})
+    for label, (task, *_) in scored.items() if shares else ():
         counts, of_share, bad_rows, seconds = zip(*(share[label] for share in shares))
         prompts[label], bad_rows = set().union(*of_share), [*itertools.chain(*bad_rows)]
         if not prompts[label] and task.kind in ('from_samples', *VERBALIZED):

@@ -120,6 +120,16 @@ def gather(value) -> list:
     return values
 
 
+def collect(value) -> list:
+    """Return as `gather` in the first process; [] in the others."""
+    if world_size() == 1:
+        return [value]
+    values = [None] * world_size() if rank() == 0 else None
+    with _connected():
+        dist.gather_object(value, values)
+    return values or []
+
+
 def broadcast(value):
     """Return the `value` of process 0, any Python object; that of the others is not used."""
     values = [value]
