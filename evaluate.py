@@ -19,7 +19,6 @@ from runtime import cli, startup
 if __name__ == '__main__':
     startup.begin()
 
-import bisect
 import contextlib
 import functools
 import hashlib
@@ -39,7 +38,7 @@ import numpy as np
 from data.benchmarks import BENCHMARKS
 from data import free_answers
 from data.chat import question_frame
-from data.free_answers import FREE_TASKS
+from data.free_answers import FREE_TASKS, VERBALIZED
 from data.packing import pack_alone, pack_trees, stack_answers, stack_rows
 from data.probes import INSTRUCTIONS
 from data.tasks import describe, describe_tasks, distribution, load_tasks, show
@@ -444,7 +443,7 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, write):
     if not n:
         max_tokens = VERBALIZED[task.kind][0]
     stop = () if cfg.chat != 'none' else rule.stop if n else VERBALIZED[task.kind][1]
-    shots, to_sample = task.shots[''], answer_sample if n else verbalized_sample
+    shots = task.shots['']
     settings = Sampling(n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=cfg.seed,
                         deterministic=cfg.deterministic,
                         batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
@@ -452,7 +451,12 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, write):
     earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s for s in task.written}
 
     def write_sample(question, key, asked, n_shots, greedy, answers):
-        sample = to_sample(question, rule, greedy, answers, '' if stop == () else question.lead)
+        if n:
+            sample = confidence.answer_sample(question, rule, greedy, answers)
+        else:
+            stated = free_answers.stated_guess(
+                greedy['text'], question.lead if cfg.chat == 'none' else '')
+            sample = confidence.verbalized_sample(question, rule, greedy, *stated)
         if sample is None:
             return
         sample |= question_fields(question, n_shots)
@@ -483,11 +487,11 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, write):
             end |= end_tokens(model, end)
             greedy = generate(model, ids, settings, tokenizer, end)
             drawn = generate(model, ids, replace(settings, n=n, temperature=1.0), tokenizer, end)
-            first = {i: written(answer) | span(answer, rule, tokenizer)
+            first = {i: confidence.written(answer) | confidence.span(answer, rule, tokenizer)
                      for i, (answer,) in greedy} if n else {}
             for i, answers in drawn if n else greedy:
                 *entry, _ = left[i]
-                answers = [*map(written, answers)]
+                answers = [*map(confidence.written, answers)]
                 write_sample(*entry, *((first[i], answers) if n else (answers[0], None)))
                 progress.update()
     except FloatingPointError as error:
@@ -496,64 +500,6 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, write):
     finally:
         progress.bar.close()
     return prompts, bad_rows
-
-
-# {kind: (most tokens of the answer, stop strings in plain text)}
-VERBALIZED = {'verbalized_1s': (64, ('\n\n',)), 'verbalized_2s': (16, ('\n',))}
-
-
-def written(answer):
-    """Return what a sample holds of a generate.Answer."""
-    return {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
-            'log_prob': math.fsum(answer.log_probs),
-            'mean_prob': math.fsum(map(math.exp, answer.log_probs)) / len(answer.tokens)}
-
-
-def span(answer, rule, tokenizer):
-    """Return the extracted answer of a generate.Answer, and the log-probability of its tokens."""
-    text = rule.lenient(answer.text)
-    if text is None:
-        return {'span': None, 'span_log_prob': 0.0}
-    begin, tokens = answer.text.rindex(text), range(len(answer.tokens))
-
-    def end(i):
-        return len(tokenizer.decode(answer.tokens[:i + 1], start=False))
-
-    first = bisect.bisect_right(tokens, begin, key=end)
-    last = bisect.bisect_left(tokens, begin + len(text), key=end)
-    return {'span': text, 'span_log_prob': math.fsum(answer.log_probs[first:last + 1])}
-
-
-def answer_sample(question, rule, greedy, answers, lead):
-    """Return the sample of a question: its answers, graded, and the greedy one's probability."""
-    def grade(answer):
-        if rule.runs_code and 'correct' in answer:      # it ran before an interruption
-            return answer
-        return answer | rule.grade(answer['text'], question.references)
-
-    with (ThreadPoolExecutor(os.cpu_count()) if rule.runs_code else
-          contextlib.nullcontext()) as pool:
-        greedy, *answers = (pool.map if pool else map)(grade, (greedy, *answers))
-    sample = {'greedy': greedy, 'answers': answers}
-    return judged(question, *confidence.greedy_probability(sample)) | sample
-
-
-def judged(question, value, answer):
-    """Return the part of a sample with a confidence, `value`, in `answer`, a graded answer."""
-    return confidence.outcome(value, answer['correct']) | {
-        'predicted': answer['answer'] or '', 'expected': question.references[0]}
-
-
-def verbalized_sample(question, rule, greedy, answers, lead):
-    """Return the sample of a stated probability; None if the answer has none from 0 to 1."""
-    guess, probability = free_answers.stated_guess(greedy['text'], lead)
-    if len(question.messages) > 1:      # two stages: the greedy answer is judged
-        guess, probability = question.messages[1]['content'], probability or greedy['text']
-    value = confidence.parse_probability(probability or '')
-    if guess is None or value is None:
-        return None
-    answer = rule.grade(guess, question.references)
-    return judged(question, value, answer) | {'greedy': greedy}
 
 
 def judge_samples(load, folder, tokenizer, label, task, cfg, done, write):
@@ -565,7 +511,7 @@ def judge_samples(load, folder, tokenizer, label, task, cfg, done, write):
         value, answer = function(scored[key])
         if value is None:
             continue
-        sample = (judged(question, value, answer)
+        sample = (confidence.judged(question, value, answer)
                   | question_fields(question, scored[key]['shots']))
         prompts.add(((label, *key), prompt := samples.digest(sample)))
         if ((label, *key), prompt) not in done:
@@ -577,23 +523,6 @@ def judge_samples(load, folder, tokenizer, label, task, cfg, done, write):
 # {kind of a Task: what collects its samples}; score_task collects those of all others
 COLLECT = {'free': write_answers, 'verbalized_1s': write_answers, 'verbalized_2s': write_answers,
            'from_samples': judge_samples}
-
-
-def written_facts(label, tasks, rows):
-    """Return what a result says of written answers beside its metrics; {} for other tasks."""
-    name, _, variant = label.partition('.')
-    if tasks[name].kind != 'free':
-        return {}
-    if not variant:
-        return {'written': confidence.shares(rows[name])}
-    return {'ece_floor': confidence.ece_floor(rows[name], variant),
-            'unparsed': len(rows[name]) - len(rows[label])}
-
-
-def fits(label, tasks, rows, cfg):
-    """Return whether scalings are fitted: if wanted, and always for written answers."""
-    written = tasks[label.partition('.')[0]].kind == 'free'
-    return cfg.fit_temperature or written and len(rows[label]) > 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -618,8 +547,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
                           f'{config.model_type} scores answers alone; choose tasks with options')
     for task in tasks.values() if cfg.verbalized else ():
         if task.kind == 'free':     # a template may refuse a second question
-            free_answers.encode(free_answers.verbalized_2s(task.items[0], 'x'), [], tokenizer, cfg,
-                                0)
+            question = free_answers.verbalized_2s(task.items[0], 'x', True)
+            free_answers.encode(question, [], tokenizer, cfg, 0)
     if not model:
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
     identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
@@ -645,11 +574,14 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
         drawn = cfg.pictures and pool.submit(report.draw_diagrams, earlier, results, rows, tasks,
                                              out_dir)
         for label in results:
+            free = tasks[label.partition('.')[0]].kind == 'free'
+            fit = cfg.fit_temperature or free and len(rows[label]) > 1
             results[label] |= report.summarize(rows[label], cfg.norm, n_bootstrap=cfg.n_bootstrap,
-                                               fit=fits(label, tasks, rows, cfg), seed=cfg.seed)
+                                               fit=fit, seed=cfg.seed)
             shots = results[label].get('shots', 0)
             results[label]['fewer_shots'] = sum(s.get('shots', shots) < shots for s in rows[label])
-            results[label] |= written_facts(label, tasks, rows)
+            if free:
+                results[label] |= confidence.facts(label, rows)
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
                'seed': cfg.seed, 'versions': device.versions(), 'identity': identity,
                'tasks': earlier | results}

@@ -399,11 +399,16 @@ def encode(question, shots, tokenizer, cfg, max_tokens):
                     f'{cfg.max_length - max_tokens}')
 
 
+def shown(question, text):
+    """Return an answer as later prompts show it: stripped, except a program after its prompt."""
+    return (text.strip() if question.context.endswith(':') else text.rstrip()) or '(none)'
+
+
 def proposed(question, text, correct):
     """Return the P(True) Question: is `text`, the model's own answer, right?"""
-    # a program continues its prompt as it is; white space around other answers means nothing
-    text = f' {text.strip() or "(none)"}' if question.context.endswith(':') else text.rstrip()
-    return replace(question, options=[text], answer=int(not correct)).proposing(0)
+    space = ' ' * question.context.endswith(':')
+    return replace(question, options=[space + shown(question, text)],
+                   answer=int(not correct)).proposing(0)
 
 
 def proposed_shots(shots, task):
@@ -438,6 +443,9 @@ VERBALIZED_2S = (
     'or explanation.\n\nFor example:\n\nProbability: <the probability between 0.0 and 1.0 that '
     'your guess is correct, without any extra commentary whatsoever; just the probability!>')
 
+# {kind: (most tokens of the answer, stop strings in plain text)}
+VERBALIZED = {'verbalized_1s': (64, ('\n\n',)), 'verbalized_2s': (16, ('\n',))}
+
 
 def verbalized_1s(question):
     """Return the question that asks for a guess and its probability."""
@@ -445,18 +453,22 @@ def verbalized_1s(question):
     return replace(question, messages=messages, lead='Guess:')
 
 
-def verbalized_2s(question, answer):
+def verbalized_2s(question, text, correct):
     """Return the question that asks for the probability of an answer that was given before."""
     messages = [{'role': 'user', 'content': question.context},
-                {'role': 'assistant', 'content': answer.strip() or '(none)'},
+                {'role': 'assistant', 'content': shown(question, text)},
                 {'role': 'user', 'content': VERBALIZED_2S}]
-    return replace(question, messages=messages, lead='Probability:')
+    return replace(question, messages=messages, lead='Probability:', answer=int(not correct))
 
 
 def as_text(messages, lead):
     """Return a conversation as plain text, for a model without a chat template."""
-    parts = [message['content'] for message in messages]
-    return ' '.join(parts[:2]) + ''.join(f'\n\n{part}' for part in [*parts[2:], lead])
+    first, *others = (message['content'] for message in messages)
+    if len(messages) > 1 and not first.endswith(':'):       # a program, not after a space
+        first += others.pop(0)
+    elif len(messages) > 1:
+        first += f' {others.pop(0)}'
+    return '\n\n'.join([first, *others, lead])
 
 
 def stated_guess(text, lead):

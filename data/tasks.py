@@ -134,7 +134,7 @@ class Task:
             'p_true_samples': ('p_true', [], among),
             'verbalized_1s': (name, [], lambda q, sample: free_answers.verbalized_1s(q)),
             'verbalized_2s': (name, [], lambda q, sample: free_answers.verbalized_2s(
-                q, sample['greedy']['text'])),
+                q, sample['greedy']['text'], sample['greedy']['correct'])),
         }.get(name, ('from_samples', self.shots[''], lambda q, sample: q))
         task = self._asked_again(kind, {'': shots}, scored, ask)
         return replace(task, measure=measure, written=[*scored.values()])

@@ -12,10 +12,14 @@ and an entry of FROM_SAMPLES. None means that the model stated no number; such a
 out and counted, since any default would fake a result.
 """
 
+import bisect
+import contextlib
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -150,6 +154,77 @@ def outcome(confidence, correct):
     log_c = np.log(np.maximum(c, 1e-12))
     return {'correct': bool(correct), 'confidence': float(confidence),
             'log_prob': float(log_c[0 if correct else 1]), 'entropy': float(-(c * log_c).sum())}
+
+
+def written(answer):
+    """Return what a sample holds of a generate.Answer."""
+    return {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
+            'log_prob': math.fsum(answer.log_probs),
+            'mean_prob': math.fsum(map(math.exp, answer.log_probs)) / len(answer.tokens)}
+
+
+def span(answer, rule, tokenizer):
+    """Return the extracted answer of a generate.Answer, and the log-probability of its tokens."""
+    text = rule.lenient(answer.text)
+    if text is None:
+        return {'span': None, 'span_log_prob': 0.0}
+    begin, tokens = answer.text.rindex(text), range(len(answer.tokens))
+
+    def end(i):
+        return len(tokenizer.decode(answer.tokens[:i + 1], start=False))
+
+    first = bisect.bisect_right(tokens, begin, key=end)
+    last = bisect.bisect_left(tokens, begin + len(text), key=end)
+    return {'span': text, 'span_log_prob': math.fsum(answer.log_probs[first:last + 1])}
+
+
+def answer_sample(question, rule, greedy, answers):
+    """Return the sample of a question: its answers, graded, and the greedy one's probability."""
+    def grade(answer):
+        if rule.runs_code and 'correct' in answer:      # it ran before an interruption
+            return answer
+        return answer | rule.grade(answer['text'], question.references)
+
+    with (ThreadPoolExecutor(os.cpu_count()) if rule.runs_code else
+          contextlib.nullcontext()) as pool:
+        greedy, *answers = (pool.map if pool else map)(grade, (greedy, *answers))
+    sample = {'greedy': greedy, 'answers': answers}
+    return judged(question, *greedy_probability(sample)) | sample
+
+
+def judged(question, value, answer):
+    """Return the part of a sample with a confidence, `value`, in `answer`, a graded answer."""
+    return outcome(value, answer['correct']) | {
+        'predicted': answer['answer'] or '', 'expected': question.references[0]}
+
+
+def verbalized_sample(question, rule, greedy, guess, probability):
+    """Return the sample of a stated probability; None if the answer has none from 0 to 1.
+
+    guess, probability: as free_answers.stated_guess returns them. After two stages, the answer that
+    the question shows is judged.
+    """
+    if len(question.messages) > 1:
+        answer = {'answer': question.messages[1]['content'], 'correct': question.answer == 0}
+        value = parse_probability(probability or greedy['text'])
+    else:
+        value = parse_probability(probability or '')
+        answer = None if guess is None else rule.grade(guess, question.references)
+    if answer is None or value is None:
+        return None
+    return judged(question, value, answer) | {'greedy': greedy}
+
+
+def facts(label, rows):
+    """Return what a result says of written answers beside its metrics.
+
+    label: of the task, or of one of its confidences; rows: {label: samples}
+    """
+    task, _, name = label.partition('.')
+    if not name:
+        return {'written': shares(rows[task])}
+    return {'ece_floor': ece_floor(rows[task], name),
+            'unparsed': len(rows[task]) - len(rows[label])}
 
 
 def shares(samples):

@@ -367,13 +367,13 @@ def log_probs_after(reference, tokenizer, text, *continuations):
 def test_probabilities_of_an_answer_are_those_of_transformers(asked, monkeypatch):
     folder, reference = asked
     tokenizer = load_tokenizer(folder / 'model')
-    written, tokens = evaluate.written, {}
+    written, tokens = confidence.written, {}
 
     def with_tokens(answer):
         tokens[answer.text, math.fsum(answer.log_probs)] = [*answer.tokens]
         return written(answer)
 
-    monkeypatch.setattr(evaluate, 'written', with_tokens)
+    monkeypatch.setattr(confidence, 'written', with_tokens)
     ask(folder, folder / 'tokens', '--limit=3')
     rows = samples_of(folder / 'tokens', 'qa')
     assert len(rows) == 3
@@ -563,7 +563,7 @@ def test_verbalized_prompts_are_those_of_the_paper(tmp_path):
     text = free_answers.as_text(one.messages, one.lead)
     assert text.startswith('Provide your best guess and the probability that it is correct (0.0 to')
     assert text.endswith('just the probability!>\n\nThe question is: Who?\n\nGuess:')
-    two = free_answers.verbalized_2s(question, ' Ann\n')
+    two = free_answers.verbalized_2s(question, ' Ann\n', True)
     text = free_answers.as_text(two.messages, two.lead)
     assert text.startswith('Question: Who?\nAnswer: Ann\n\nProvide the probability that your guess')
     assert text.endswith('just the probability!>\n\nProbability:')
@@ -577,8 +577,9 @@ def test_verbalized_prompts_are_those_of_the_paper(tmp_path):
 def test_one_stage_judges_its_guess(text, lead, outcome, tmp_path):
     write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
     question, = load_free(f'qa:{tmp_path / "q.jsonl"}').questions
-    sample = evaluate.verbalized_sample(free_answers.verbalized_1s(question), FREE_TASKS['qa'],
-                                        {'text': text}, None, lead)
+    sample = confidence.verbalized_sample(
+        free_answers.verbalized_1s(question), FREE_TASKS['qa'], {'text': text},
+        *free_answers.stated_guess(text, lead))
     assert (sample and (sample['confidence'], sample['correct'])) == outcome
 
 
@@ -587,9 +588,11 @@ def test_one_stage_judges_its_guess(text, lead, outcome, tmp_path):
 def test_two_stages_judge_the_greedy_answer(text, lead, value, tmp_path):
     write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
     question, = load_free(f'qa:{tmp_path / "q.jsonl"}').questions
-    sample = evaluate.verbalized_sample(free_answers.verbalized_2s(question, 'Bob'),
-                                        FREE_TASKS['qa'], {'text': text}, None, lead)
-    assert (sample and sample['confidence']) == value
+    sample = confidence.verbalized_sample(
+        free_answers.verbalized_2s(question, 'Bob', True), FREE_TASKS['qa'], {'text': text},
+        *free_answers.stated_guess(text, lead))
+    assert (sample and (sample['confidence'], sample['correct'], sample['predicted'])) == (
+        value and (value, True, 'Bob'))
 
 
 # ------------------------------------------------------------------------------------------------
