@@ -1148,6 +1148,9 @@ def test_the_schema_of_results_is_documented(scored_folder, tmp_path):
                    '--permute=2')
     found['tasks'] |= evaluate_words(scored_folder, tmp_path / 'clm',
                                      f'--tasks=clm:{text}')['tasks']
+    asked = write_rows(tmp_path / 'qa.jsonl', [{'question': 'Who?', 'answers': ['A', 'B']}] * 4)
+    found['tasks'] |= evaluate_words(scored_folder, tmp_path / 'qa', f'--tasks=qa:{asked}',
+                                     '--n=2', '--max_tokens=4')['tasks']
     assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1
     assert found['config'].keys() == dataclasses.asdict(evaluate.EvalConfig()).keys()
     assert found['identity'].keys() == {'model', 'tokenizer'}
