@@ -67,8 +67,9 @@ def frame(message):
     return struct.pack('<Q', len(data)) + data
 
 
-def send(fd, message):
-    data = memoryview(frame(message))
+def send(fd, data):
+    """Write all of `data`, a `frame`."""
+    data = memoryview(data)
     while data:
         data = data[os.write(fd, data):]
 
@@ -240,9 +241,9 @@ def serve(source, calls, answers):
     arguments, keywords = (), {}
     while True:
         try:
-            answer = {'value': to_json(function(*arguments, **keywords))}
+            answer = frame({'value': to_json(function(*arguments, **keywords))})
         except BaseException as error:      # also SystemExit: what it ends is not the tests
-            answer = {'error': one_line(error)}
+            answer = frame({'error': one_line(error)})
         sys.stdout.flush()
         sys.stderr.flush()
         send(answers, answer)
@@ -266,7 +267,7 @@ class Program:
 
     def __getattr__(self, name):
         def function(*arguments, **keywords):
-            send(self._calls, [to_json(name), to_json(arguments), to_json(keywords)])
+            send(self._calls, frame([to_json(name), to_json(arguments), to_json(keywords)]))
             return self._answer()
         return function
 
@@ -305,7 +306,8 @@ def main():
         give_up_rights()
     except Exception as error:      # also of a C library that lacks a function
         sys.exit(f'cannot isolate: {one_line(error)}')
-    limit_resources(AS=request['memory'], CORE=0, MEMLOCK=0, MSGQUEUE=0)
+    limit_resources(AS=request['memory'], CORE=0, MEMLOCK=0, MSGQUEUE=0,
+                    SIGPENDING=100)
     output = os.memfd_create('output')
     null = os.open('/dev/null', os.O_RDWR)
     (call_read, call_write), (answer_read, answer_write) = os.pipe(), os.pipe()
@@ -321,9 +323,9 @@ def main():
             limit_resources(CPU=request['seconds'], FSIZE=request['disk'], NOFILE=32, NPROC=1)
             filter_calls()
         except Exception as error:
-            send(answer_write, one_line(error))
+            send(answer_write, frame(one_line(error)))
             os._exit(1)
-        send(answer_write, '')      # the locks hold: the last message that is ours
+        send(answer_write, frame(''))       # the locks hold: the last message that is ours
         serve(request['source'], call_read, answer_write)
     os.close(call_read)
     os.close(answer_write)
@@ -346,8 +348,8 @@ def main():
                       if os.WIFSIGNALED(status) else
                       f'ended with status {os.WEXITSTATUS(status)} before the tests did')
         text = os.pread(output, MOST_OUTPUT, 0).decode(errors='replace')
-        send(verdict, {'token': secret['token'], 'passed': passed, 'reason': reason,
-                       'output': text})
+        send(verdict, frame({'token': secret['token'], 'passed': passed, 'reason': reason,
+                             'output': text}))
         os._exit(0)
 
     late = f'more than {request["wall_seconds"]:g} s'

@@ -104,10 +104,13 @@ HOSTILE = {
         'import os, sys\nmain = sys.modules["__main__"]\nfor fd in range(64):\n'
         '    for m in ({"passed": True, "reason": "", "output": "", "token": ""},\n'
         '              {"error": ""}, {"value": True}, {"value": 5}, "", None, 5):\n'
-        '        try: main.send(fd, m)\n        except OSError: pass\n' + WRONG, ''),
+        '        try: main.send(fd, main.frame(m))\n        except OSError: pass\n' + WRONG, ''),
     'floods the tester': (
         'import os\nfor fd in range(3, 64):\n    try:\n        while True: '
         'os.write(fd, bytes(1 << 16))\n    except OSError: pass', ''),
+    'an answer that JSON cannot hold': ('def add(a, b): return 10 ** 10000', 'ValueError: Exceeds'),
+    'an answer that contains itself': ('x = []\nx.append(x)\ndef add(a, b): return x',
+                                       'RecursionError'),
     'a message without end': (
         'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b"\\xff" * 8)\n'
         '    except OSError: pass', 'ValueError'),
