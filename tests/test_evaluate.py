@@ -339,7 +339,7 @@ def test_questions_can_be_scored_in_the_chat_template(scored_folder, tmp_path, c
     shutil.copytree(scored_folder / 'data', folder / 'data')
     with pytest.raises(ConfigError, match='not trained here on conversations; name the'):
         scored(folder, tmp_path / 'out', '--chat=trained')
-    with pytest.raises(DataError, match="needs <.im_start.>, <.im_end.>, which the"):
+    with pytest.raises(ConfigError, match="needs <.im_start.>, <.im_end.>, which the"):
         scored(folder, tmp_path / 'out', '--chat=chatml')
     (folder / 'model' / 'train_config.py').write_text(
         "data_kind = 'instruct'\ntemplate = 'mistral'\nadd_bos = False\n")
