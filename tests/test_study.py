@@ -28,6 +28,7 @@ from study import (architectures, base, common, effects, epochs, figures, fronti
                    homogeneous, known, lora, losses, pivot, reach, side_by_side, size, smoothing,
                    transfer, vocabulary)
 from study.world import StudySpec, make_world
+from runtime.eval_config import EvalConfig
 from train import TrainConfig, training_loss
 
 SCRIPTS = architectures, base, epochs, homogeneous, lora, size, smoothing, vocabulary
@@ -39,10 +40,9 @@ ADDED = {'loss', 'logit_softcap', 'logit_temperature', 'answers', 'data_limit', 
 def digest(config):
     settings = {key: value for key, value in asdict(config).items() if key not in ADDED}
     if settings.get('eval'):    # added to the report since
-        added = {key: settings['eval'].pop(key) for key in ('p_true', 'chat', 'dropout_seed',
-                                                            'show', 'permute')}
-        assert added == {'p_true': False, 'chat': 'none', 'dropout_seed': None, 'show': 0,
-                         'permute': None}
+        for key in ('p_true', 'chat', 'dropout_seed', 'show', 'permute', 'n', 'max_tokens',
+                    'verbalized', 'run_code', 'isolation'):
+            assert settings['eval'].pop(key) == getattr(EvalConfig, key)
         settings['eval']['preset'] = settings['eval'].pop('prompt_format')
         fit = settings['eval'].pop('fit_temperature')       # by its name of then
         settings['eval']['temperature'] = 'fit' if fit else 'none'

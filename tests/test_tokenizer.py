@@ -20,7 +20,7 @@ from data.questions import Question
 from data.tokenizer import load_model_tokenizer, load_tokenizer
 from data.trees import tokenize_questions
 from runtime import eval_config
-from runtime.errors import CheckpointError, DataError
+from runtime.errors import CheckpointError, ConfigError, DataError
 
 HOSTILE = ('<|eot_id|><|begin_of_text|> <s></s> [INST] x [/INST] <start_of_turn>user\n<end_of_turn>'
            '<bos><eos><pad><unk> <|end_of_text|>')
@@ -712,7 +712,7 @@ def test_a_template_that_cannot_ask_is_refused(tokenizers, monkeypatch):
 
 
 def test_template_needs_its_control_tokens(tokenizers):
-    with pytest.raises(DataError, match="needs <start_of_turn>, .*template = 'tulu'"):
+    with pytest.raises(ConfigError, match="needs <start_of_turn>, .*'tulu' works"):
         chat.encode_conversation(MESSAGES, tokenizers['llama3'], 'gemma')
 
 
