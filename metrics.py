@@ -13,15 +13,14 @@ bool or 0/1 [N]. In the docstrings
 
     p_ik  probability of option k in row i
     c_i   = max_k p_ik, the confidence
-    a_i   = 1 if argmax_k p_ik is the label, else 0; the first of equal options is predicted
+    a_i   = 1 if argmax_k p_ik is the label, else 0; of equal options the first is predicted
 
 and |B|, conf(B) = mean c_i and acc(B) = mean a_i are the size and means of a bin B of rows. Empty
 bins add nothing. Sums are taken in float64 whatever the precision of probs.
 
 Ties: float64 probabilities are equal if they agree to 12 decimals, float32 and float16 ones if they
-are identical. Metrics of the prediction or of single options round probabilities and bin edges
-first, so that noise of about 1e-16 changes no prediction, bin or tie. Entropy, nll and brier are
-continuous and use probs as given.
+are identical. Metrics with predictions, bins or ties round first, so that noise of about 1e-16
+changes none of these. Entropy, nll and brier are continuous and use probs as given.
 
 Invalid input and settings out of range raise ValueError that names the row and the value. A row may
 be 1e-4 away from summing to 1 (1e-3 in float16, 8e-3 in bfloat16).
@@ -88,7 +87,7 @@ def entropy(probs, labels, unit='bits', n_options=None) -> float:
     """Return the mean entropy of the rows, -1/N sum_i sum_k p_ik log p_ik, with 0 log 0 = 0.
 
     unit: 'bits' (log2, as in the tables of Huang et al.), 'nats', or 'share', the entropy divided
-    by log n_options, in [0, 1] and 0 for a row with one option. labels are only checked.
+    by log n_options, in [0, 1] and 0 for a row with one option. labels are checked, not used.
     """
     if unit not in ('bits', 'nats', 'share'):
         raise ValueError(f"unit must be 'bits', 'nats' or 'share', not {unit!r}")
@@ -196,9 +195,9 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
 
     Berta et al. 2025 (arXiv 2501.19195). The refinement is the loss after the best recalibration.
     As in their probmetrics ('temp-scaling', fitted on all rows) that is the temperature of least
-    NLL, for both losses. Fitted on the rows it is measured on, nll_refinement is about 1/2N nats
-    too small; nll_calibration is never negative. An option of probability 0 stays at 0, unless it
-    is the label, which has 2.2e-16 as in `nll`. scores: those of `nll`.
+    NLL, for both losses. Being fitted on the same rows, nll_refinement is about 1/2N nats too small
+    and nll_calibration is never negative. An option of probability 0 stays at 0, unless it is the
+    label, which has 2.2e-16 as in `nll`. scores: those of `nll`.
     """
     whole = {'nll': nll(probs, labels, scores=scores), 'brier': brier(probs, labels)}
     probs, labels = check_probs(probs, labels)
@@ -229,8 +228,7 @@ def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
     """
     confidence, correct = top_label(probs, labels)
     count, conf, acc = bin_means(equal_width_bins(confidence, n_bins), n_bins, confidence, correct)
-    with np.errstate(invalid='ignore', divide='ignore'):
-        low, high = _wilson(acc, count, 1.96)
+    low, high = _wilson(acc, np.maximum(count, 1), 1.96)
     return {'edges': np.arange(n_bins + 1) / n_bins, 'count': count, 'confidence': conf,
             'accuracy': acc, 'low': low, 'high': high}
 
@@ -264,26 +262,20 @@ def mce_bin(probs, labels, n_bins=10) -> tuple[float, int]:
 def ece_sweep(probs, labels) -> float:
     """Return the ECE with as many equal-mass bins as keep accuracy monotonic in confidence.
 
-    Roelofs et al. 2022. The bins are those of `ece_equal_mass` for n_bins = 1, 2, 3, ..., at most
-    10,000; the last number before acc(B) decreases anywhere counts.
+    Roelofs et al. 2022. The bins are those of `ece_equal_mass`, for the last n_bins of 1, 2, 3, ...
+    (at most 10,000) before acc(B) decreases anywhere.
     """
     confidence, correct, tie_ends = sort_by_confidence(probs, labels)
-    n, last_tie = len(correct), np.repeat(tie_ends, np.diff(tie_ends, prepend=0))
-    right, gaps = np.cumsum(correct), np.cumsum(confidence - correct)
-
-    def accuracies_and_error(ends):
-        accuracies = np.diff(right[ends - 1], prepend=0) / np.diff(ends, prepend=0)
-        return accuracies, float(np.abs(np.diff(gaps[ends - 1], prepend=0)).sum() / n)
-
-    accuracies, best = accuracies_and_error(tie_ends)
-    if (np.diff(accuracies) >= 0).all():    # then it is so for any number of bins
-        return best
-    for n_bins in range(1, min(n, 10_000) + 1):
-        ends = np.unique(last_tie[equal_chunk_ends(n, n_bins) - 1])
-        accuracies, error = accuracies_and_error(ends)
-        if (np.diff(accuracies) < 0).any():
+    n, last_tie, best = len(correct), np.repeat(tie_ends, np.diff(tie_ends, prepend=0)), 0.0
+    sums = np.cumsum([correct, confidence - correct], 1)
+    for n_bins in (n, *range(1, min(n, 10_000) + 1)):
+        ends = tie_ends if n_bins == n else np.unique(last_tie[equal_chunk_ends(n, n_bins) - 1])
+        right, gaps = np.diff(sums[:, ends - 1], prepend=0)
+        monotonic = (np.diff(right / np.diff(ends, prepend=0)) >= 0).all()
+        if monotonic:
+            best = float(np.abs(gaps).sum() / n)
+        if monotonic == (n_bins == n):      # monotonic in n bins is monotonic in fewer
             break
-        best = error
     return best
 
 
@@ -366,12 +358,7 @@ def rms_mmlu_repo(probs, labels, bin_size=100) -> float:
 
     It is no root mean square: the weight is squared with the gap, and the root is taken twice. With
     B = N / bin_size equal bins, cut as in `ace`, it is sqrt(RMSCE) B^(-1/4), so it shrinks as N
-    grows. Very probably it is the column 'RMS' of Huang et al.: RMS^2 sqrt(B), which would be the
-    RMSCE, is never below ECE in their 1,260 Global-MMLU rows by language and once, by rounding, in
-    870 of MMLU-ProX, while RMS itself is below ECE in 396 and 178 of them. When 42 languages are
-    pooled, it falls by a factor whose median over the 21 settings is 2.51, near 42^(1/4) = 2.55;
-    14 settings are within 2.38 and 2.62, the others, all three base models among them, within 1.44
-    and 2.94.
+    grows. Very probably it is the column 'RMS' of Huang et al. (docs/metrics.md says why).
     """
     check_count('bin_size', bin_size)
     confidence, correct = top_label(probs, labels)
@@ -404,21 +391,14 @@ def smooth_ece(probs, labels) -> float:
     is read at max(200, 10 / width) points.
     """
     confidence, correct = top_label(probs, labels)
-    residual = correct - confidence.astype(np.float64)
+    weights = np.stack([correct - confidence.astype(np.float64), np.ones(len(correct))])
 
     def smoothed_error(width):
-        cells = 2 * max(500, round(5 / width))
-        grid = np.linspace(0, 1, cells + 1)
+        grid, smooth = _smoothed(confidence, weights, 2 * max(500, round(5 / width)), lambda x: (
+            np.exp(-((x / width) ** 2) / 2) * (x <= 0.5)), end_weight=1)
         mesh = np.linspace(0, 1, max(200, round(10 / width)))
-        size = 1 << (4 * cells).bit_length()    # a power of two: fast, and nothing wraps around
-        kernel = np.fft.rfft(np.exp(-(((grid - 0.5) / width) ** 2) / 2), size)
-        totals = []
-        for weight in (residual, np.ones(len(residual))):
-            x = np.pad(_on_grid(confidence, weight, cells + 1), cells, mode='reflect')
-            smooth = np.fft.irfft(np.fft.rfft(x, size) * kernel, size)
-            center = smooth[cells + cells // 2:][:cells + 1]
-            totals.append(np.abs(np.interp(mesh, grid, center)).sum())
-        return totals[0] / totals[1]
+        residual, density = (np.abs(np.interp(mesh, grid, x)).sum() for x in smooth)
+        return residual / density
 
     widths = np.arange(1, 1025) / 1024
     # equal but for rounding is equal; the last width needs no test
@@ -434,31 +414,31 @@ def kde_ece(probs, labels) -> float:
     standard deviation is 1.06 s N^(-1/5), with s that of the confidences, and at least 0.001.
     """
     confidence, correct = top_label(probs, labels)
-    confidence = confidence.astype(np.float64)
-    n, cells = len(confidence), 8192
-    width = max(1e-3, 1.06 * confidence.std() * n**-0.2)
-    distance = 2 * np.abs(np.fft.fftfreq(2 * cells)) / (3 * width)      # in units of 3 deviations
-    kernel = np.clip(1 - distance**2, 0, None) ** 3
-    kernel = np.fft.rfft(kernel / kernel.sum())
-
-    def density(weight):
-        mass = _on_grid(confidence, weight, cells + 1)
-        mass[[0, -1]] *= 2          # reflected onto themselves
-        spectrum = np.fft.rfft(np.concatenate([mass, mass[-2:0:-1]]))
-        return np.fft.irfft(spectrum * kernel, 2 * cells)[:cells + 1]
-
-    gaps = np.abs(np.linspace(0, 1, cells + 1) * density(np.ones(n)) - density(correct))
+    n = len(confidence)
+    width = 3 * max(1e-3, 1.06 * confidence.std(dtype=np.float64) * n**-0.2)    # half the kernel's
+    grid, (density, right) = _smoothed(confidence, np.stack([np.ones(n), correct]), 8192, lambda x:
+                                       np.clip(1 - (x / width) ** 2, 0, None) ** 3, end_weight=2)
+    gaps = np.abs(grid * density - right)
     return float((gaps.sum() - (gaps[0] + gaps[-1]) / 2) / n)
 
 
-def _on_grid(x, weight, points):
-    """Split each weight [N] between the two neighbors of its x among `points` evenly spaced points
-    from 0 to 1; return the sums, [points]."""
-    position = np.clip(x.astype(np.float64), 0, 1) * (points - 1)
-    left = np.minimum(position.astype(int), points - 2)
+def _smoothed(confidence, weights, cells, kernel, end_weight):
+    """Return (grid from 0 to 1, [cells + 1]; weights [M, N] smoothed over it, [M, cells + 1]).
+
+    Each weight is split between the two grid points beside its confidence. kernel(distance) may
+    have any scale and is reflected at both ends; end_weight 2 also reflects the ends themselves.
+    """
+    position = np.clip(confidence.astype(np.float64), 0, 1) * cells
+    left = np.minimum(position.astype(int), cells - 1)
     share = position - left
-    return (np.bincount(left, weight * (1 - share), points)
-            + np.bincount(left + 1, weight * share, points))
+    values = kernel(2 * np.abs(np.fft.fftfreq(2 * cells)))      # with reflections the period is 2
+    spectrum = np.fft.rfft(values / values.sum())
+    x = np.stack([np.bincount(left, w * (1 - share), cells + 1)
+                  + np.bincount(left + 1, w * share, cells + 1) for w in weights])
+    x[:, [0, -1]] *= end_weight
+    x = np.concatenate([x, x[:, -2:0:-1]], 1)
+    smooth = np.fft.irfft(np.fft.rfft(x) * spectrum, 2 * cells)
+    return np.linspace(0, 1, cells + 1), smooth[:, :cells + 1]
 
 
 def mmce(probs, labels) -> float:
@@ -522,9 +502,9 @@ def bas(probs, labels) -> float:
     """Return the behavioral alignment score, 1/N sum_i c_i + (1 - a_i) log(1 - c_i), at most 1.
 
     Wu et al. 2026 (arXiv 2604.03216), as an integral: the mean utility over thresholds t uniform in
-    [0, 1] of a user who takes answers of confidence t or more, 1 if it is right, -t / (1 - t) if it
-    is wrong, and 0 for abstaining. Confidence that is the accuracy maximizes it. 1 - c_i counts as
-    2.2e-16 or more, as in `nll`, so no row costs more than 35.04.
+    [0, 1] of a user who accepts answers of confidence t or more: 1 for a right answer, -t / (1 - t)
+    for a wrong one, 0 for abstaining. Confidence equal to the accuracy maximizes it. 1 - c_i is at
+    least 2.2e-16 here, as in `nll`, so no row costs more than 35.04.
     """
     return float(row_bas(*top_label(probs, labels)).mean())
 
@@ -638,12 +618,13 @@ def conformal_sets(probs, labels, n_options=None, *, method='lac', alpha=0.1) ->
     row with probability 1 - alpha or more, whatever the model, if rows are exchangeable.
 
         'lac'   s_ik = 1 - p_ik, Sadinle et al. 2019: the smallest sets on average
-        'aps'   s_ik = sum of p_ij over options j down to and with k, Romano et al. 2020, without
-                their random term: sets that grow with difficulty; the first of equal options leads
+        'aps'   s_ik = sum of p_ij over the options j from the most probable one to k, Romano et al.
+                2020, without their random term: sets grow with difficulty; of equal options the
+                first comes first
 
-    Leaving out its own row spares a split: over all N rows the coverage is k / N but for ties. What
-    tells models apart is the size, and what tells groups apart is their coverage. A set may be
-    empty; torch-uncertainty, which computes the same s, then adds the option of least s.
+    No row is in its own quantile, so no separate calibration set is needed; over all N rows the
+    coverage is k / N except for ties. Compare models by the size of their sets, and groups by their
+    coverage. A set may be empty; torch-uncertainty then adds the option of least s.
     """
     if method not in ('lac', 'aps'):
         raise ValueError(f"method must be 'lac' or 'aps', not {method!r}")
@@ -657,11 +638,11 @@ def conformal_sets(probs, labels, n_options=None, *, method='lac', alpha=0.1) ->
         s = np.empty(p.shape)
         np.put_along_axis(s, order, np.take_along_axis(p, order, 1).cumsum(1), 1)
     s = np.where(np.arange(p.shape[1]) < n_options[:, None], round_for_ties(s), np.inf)
-    of_label = s[np.arange(len(s)), labels]
+    label_score = s[np.arange(len(s)), labels]
     k = int(np.ceil(len(s) * (1 - alpha) - 1e-9))
-    low, high = np.append(np.sort(of_label), np.inf)[[k - 1, k]]
+    low, high = np.append(np.sort(label_score), np.inf)[[k - 1, k]]
     # without a row that is among the k smallest, the k-th smallest is the next
-    return (s <= np.where(of_label <= low, high, low)[:, None]) & np.isfinite(s)
+    return (s <= np.where(label_score <= low, high, low)[:, None]) & np.isfinite(s)
 
 
 def conformal(probs, labels, n_options=None, *, method='lac', alpha=0.1) -> tuple[float, float]:
@@ -692,7 +673,7 @@ class Measure(NamedTuple):
     needs: str = 'prediction'
     format: str = '.3f'
     tables: tuple[str, ...] = ('results', 'compare')
-    part: str | int | None = None       # of what the function returns, if that is several numbers
+    part: str | int | None = None       # of several numbers that the function returns; None: `key`
 
     def value(self, probs, labels, n_options=None, scores=None):
         """Return the metric of these predictions, a float; an int if the function returns one."""
@@ -705,7 +686,8 @@ class Measure(NamedTuple):
 
     def number(self, result):
         """Return the metric in a result of its function."""
-        value = result if self.part is None else result[self.part]
+        part = self.key if self.part is None else self.part
+        value = result[part] if isinstance(result, (dict, tuple)) else result
         return value if type(value) is int else float(value)
 
 
@@ -750,18 +732,14 @@ MEASURES = (
     Measure('bas', 'BAS', bas, True, tables=()),
     Measure('brier_top_label', 'Brier of the prediction', murphy, False, tables=(), part='brier'),
     Measure('brier_skill', 'Brier skill', brier_skill, True, tables=()),
-    Measure('reliability', 'reliability', murphy, False, tables=(), part='reliability'),
-    Measure('resolution', 'resolution', murphy, True, tables=(), part='resolution'),
-    Measure('uncertainty', 'uncertainty', murphy, None, tables=(), part='uncertainty'),
-    Measure('within_bin', 'within-bin term', murphy, None, tables=(), part='within_bin'),
-    Measure('nll_refinement', 'NLL, refinement', refinement, False, 'scores', tables=(),
-            part='nll_refinement'),
-    Measure('nll_calibration', 'NLL, calibration', refinement, False, 'scores', tables=(),
-            part='nll_calibration'),
-    Measure('brier_refinement', 'Brier, refinement', refinement, False, 'scores', tables=(),
-            part='brier_refinement'),
-    Measure('brier_calibration', 'Brier, calibration', refinement, False, 'scores', tables=(),
-            part='brier_calibration'),
+    Measure('reliability', 'reliability', murphy, False, tables=()),
+    Measure('resolution', 'resolution', murphy, True, tables=()),
+    Measure('uncertainty', 'uncertainty', murphy, None, tables=()),
+    Measure('within_bin', 'within-bin term', murphy, None, tables=()),
+    Measure('nll_refinement', 'NLL, refinement', refinement, False, 'scores', tables=()),
+    Measure('nll_calibration', 'NLL, calibration', refinement, False, 'scores', tables=()),
+    Measure('brier_refinement', 'Brier, refinement', refinement, False, 'scores', tables=()),
+    Measure('brier_calibration', 'Brier, calibration', refinement, False, 'scores', tables=()),
     Measure('lac_coverage', 'LAC coverage', _LAC, None, 'n_options', tables=(), part=0),
     Measure('lac_size', 'LAC size', _LAC, False, 'n_options', tables=(), part=1),
     Measure('aps_coverage', 'APS coverage', _APS, None, 'n_options', tables=(), part=0),
@@ -818,7 +796,7 @@ def predicted(probs) -> np.ndarray:
 
 
 def round_for_ties(values):
-    """Return float64 values to 12 decimals, others as they are; see 'Ties' at the top."""
+    """Return float64 values rounded to 12 decimals, others as they are; see 'Ties' at the top."""
     return np.round(values, TIE_DECIMALS) if values.dtype == np.float64 else values
 
 
