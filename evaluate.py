@@ -254,7 +254,7 @@ def load_ahead(pool, folder, base, cfg, n_items):
 
 
 def loads_kernels(cfg):
-    """Return whether the forward pass uses the Triton kernels of model.py and attention.py."""
+    """Return whether the forward pass uses the Triton kernels of triton_ops.py."""
     return cfg.device.startswith('cuda') and cfg.dtype == 'bfloat16'
 
 

@@ -76,7 +76,7 @@ if __name__ == '__main__':
 import numpy as np
 import torch
 
-from attention import SPLIT, Cache, DecodeMask, PrefillMask, kernels_apply, make_masks
+from attention import Cache, DecodeMask, PrefillMask, make_masks
 from data.chat import question_frame
 from data.instruct import read_prompts
 from data.packing import Row, Tree
@@ -87,6 +87,7 @@ from runtime import checkpoint, log, parallel
 from runtime.device import HostCopy, pick_device, pick_dtype, to_device
 from runtime.draw import draw, random_numbers
 from runtime.trained import trained_template, trained_with_bos
+from triton_ops import SPLIT, kernels_apply
 
 # tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
 # whole mask
@@ -225,12 +226,11 @@ class Batch:
             [keys_to_store(answer, at[answer.prompt], size) for answer in begun], 1)), self.device)
             for size in set(self.sizes)}
         config = self.model.config
-        windows = [w if w and w < T else None for w in config.windows]
         kind = 'tree' if kernels_apply(self.model.head) else 'explicit'
-        by_window = make_masks(kind, positions[None], ends[None], set(windows), config.head_dim,
-                               config.attn_logit_softcapping, self.model.head)
-        masks = [PrefillMask(by_window[window], cache, *stored[cache.size])
-                 for window, cache in zip(windows, self.caches)]
+        masks = make_masks(kind, positions[None], ends[None], config.windows, config.head_dim,
+                           config.attn_logit_softcapping, self.model.head)
+        masks = [PrefillMask(mask, cache, *stored[cache.size])
+                 for mask, cache in zip(masks, self.caches)]
         hidden = self.forward(tokens[None], positions[None], ends[None], masks)[0]
         last = to_device(torch.tensor([at[i][-1] for i in numbers]), self.device)
         return HostCopy(self.begin(begun, self.model.logits(hidden[last]), numbers, prompts))

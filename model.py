@@ -20,7 +20,7 @@ The model returns hidden states instead of logits: the loss multiplies them by t
 for the norm before the MLP; `their_key` of runtime/checkpoint.py has the names on disk.
 
 Training, evaluation and sampling use this one forward pass, so an edit here changes all of them.
-`norm`, `rotate` and `gate` have a Triton kernel beside them, which computes the same without
+`norm`, `rotate` and `gate` have a Triton kernel in triton_ops.py, which computes the same without
 gradients. A kernel that does not agree with its function, as after an edit, is not used.
 """
 
@@ -35,18 +35,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-if TYPE_CHECKING or not __package__:
-    import attention            # in the clone, at the top level
-else:
-    from . import attention     # installed, as nanocal.model
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:     # for example on macOS: everything is plain torch
-    triton = None
-
-KERNELS = True      # False: the plain versions also on CUDA in bfloat16 without gradients
+if TYPE_CHECKING or not __package__:    # in the clone, at the top level
+    from attention import make_masks
+    from triton_ops import compute, gate_kernel, norm_kernel, rotate_kernel
+else:                                   # installed, as nanocal.model
+    from .attention import make_masks
+    from .triton_ops import compute, gate_kernel, norm_kernel, rotate_kernel
 
 
 # ------------------------------------------------------------------------------------------------
@@ -178,39 +172,8 @@ class ModelConfig:
 
 
 # ------------------------------------------------------------------------------------------------
-# Norms, rotary positions, gated product: each with a kernel beside it
+# Norms, rotary positions, gated product: each has a kernel in triton_ops.py
 # ------------------------------------------------------------------------------------------------
-
-def compute(plain: Callable, kernel: Callable, axis: int, *arguments) -> Tensor:
-    """Return plain(*arguments); by the kernel without gradients, where the two agree.
-
-    axis: of the tokens, in arguments of more than two dimensions
-    """
-    x = arguments[0]
-    if not (KERNELS and attention.kernels_apply(x)):
-        return plain(*arguments)
-    few = [arg if not isinstance(arg, Tensor) else arg.shape if arg.ndim < 3 else
-           torch.Size((1, *arg.shape[1:axis], 64, *arg.shape[axis + 1:])) for arg in arguments]
-    return (kernel if agree(plain, kernel, x.dtype, x.device, *few) else plain)(*arguments)
-
-
-@functools.cache
-def agree(plain: Callable, kernel: Callable, dtype, device, *arguments) -> bool:
-    """Return whether the two are the same but for rounding; print a note if they are not.
-
-    arguments: theirs, with the size of a tensor, to be filled with random numbers, for a tensor
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    drawn = [torch.randn(arg, generator=generator, device=device, dtype=dtype)
-             if isinstance(arg, torch.Size) else arg for arg in arguments]
-    a, b = plain(*drawn).float(), kernel(*drawn).float()
-    error = ((a - b).norm() / a.norm()).item()
-    if error < max(torch.finfo(dtype).eps, 1e-5):
-        return True
-    print(f'note: {plain.__name__} of model.py and its kernel differ by {error:.1e}, so the kernel '
-          f'is not used; edit it as well, at the end of that file')
-    return False
-
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
     """Normalize the last axis of x, in float32.
@@ -456,11 +419,8 @@ class Decoder(nn.Module):
         config = self.config
         x = self.embed(tokens, positions)
         if masks is None:
-            # in a row no longer than the window, every token sees all before it
-            windows = [w if w and w < tokens.shape[1] else None for w in config.windows]
-            by_window = attention.make_masks(self.attention, positions, ends, set(windows),
-                                             config.head_dim, config.attn_logit_softcapping, x)
-            masks = [by_window[window] for window in windows]
+            masks = make_masks(self.attention, positions, ends, config.windows, config.head_dim,
+                               config.attn_logit_softcapping, x)
         dtype = torch.float32 if config.family.float_rotary == 'angles' else x.dtype
         rotary = {rope: rope and rotary_angles(positions, rope, dtype)
                   for rope in {layer.rope for layer in config.layers}}
@@ -611,88 +571,3 @@ def add_lora(model: CausalLM, rank: int, alpha: float, dropout: float, targets: 
         for parent in list(layer.children()):
             for name in (t for t in possible if t in targets and hasattr(parent, t)):
                 setattr(parent, name, LoRALinear(getattr(parent, name), rank, alpha, dropout))
-
-
-# ------------------------------------------------------------------------------------------------
-# Kernels without gradients. Arithmetic is float32 and is rounded once, where the plain versions
-# round products of bfloat16 in between
-# ------------------------------------------------------------------------------------------------
-
-def norm_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
-    x, D = x.contiguous(), x.shape[-1]
-    out, width = torch.empty_like(x), triton.next_power_of_2(D)
-    _norm[x.numel() // D,](
-        x, weight, weight if bias is None else bias, out, D, weight.numel() // D, eps, WIDTH=width,
-        ROUND=kind == 'llama', PLUS_ONE=kind == 'gemma', CENTER=kind in ('mean', 'layer'),
-        BIAS=bias is not None, num_warps=min(16, max(1, width // 256)))
-    return out
-
-
-def rotate_kernel(x: Tensor, cos: Tensor, sin: Tensor, in_float32: bool = False) -> Tensor:
-    B, H, T, hd = x.shape
-    cos, sin = (angles.expand(B, 1, T, hd // 2).contiguous() for angles in (cos, sin))
-    out = x.new_empty(B, T, H, hd)
-    _rotate[B * T,](x, cos, sin, out, *x.stride(), T, H, hd // 2, HEADS=triton.next_power_of_2(H),
-                    HALF=triton.next_power_of_2(hd // 2))
-    return out.transpose(1, 2)
-
-
-def gate_kernel(x: Tensor, up: Tensor, activation: Callable) -> Tensor:
-    if activation not in (F.silu, gelu_tanh):
-        return gate(x, up, activation)
-    x, up, block = x.contiguous(), up.contiguous(), 4096
-    out = torch.empty_like(x)
-    _gate[triton.cdiv(out.numel(), block),](x, up, out, out.numel(), SILU=activation is F.silu,
-                                            BLOCK=block, num_warps=8)
-    return out
-
-
-if triton is not None:
-    @triton.jit
-    def _norm(x_ptr, weight_ptr, bias_ptr, out_ptr, D, n_weights, eps, WIDTH: tl.constexpr,
-              ROUND: tl.constexpr, PLUS_ONE: tl.constexpr, CENTER: tl.constexpr,
-              BIAS: tl.constexpr):
-        # the vector of one token, or of one of its heads
-        d = tl.arange(0, WIDTH)
-        row = tl.program_id(0).to(tl.int64)
-        x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0)
-        weight_at = row % n_weights * D + d
-        weight = tl.load(weight_ptr + weight_at, mask=d < D, other=0.0).to(tl.float32)
-        y = x.to(tl.float32)
-        if CENTER:
-            y = tl.where(d < D, y - tl.sum(y) / D, 0.0)
-        y = y * tl.rsqrt(tl.sum(y * y) / D + eps)
-        if ROUND:
-            y = y.to(x.dtype).to(tl.float32)
-        y = y * (1 + weight) if PLUS_ONE else y * weight
-        if BIAS:
-            y += tl.load(bias_ptr + weight_at, mask=d < D, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * D + d, y.to(x.dtype), mask=d < D)
-
-    @triton.jit
-    def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, x_row, x_head, x_token, x_d, T, n_heads, half,
-                HEADS: tl.constexpr, HALF: tl.constexpr):
-        # the pairs (x[d], x[d + half]) of all heads of one token
-        token, head, d = (tl.program_id(0).to(tl.int64), tl.arange(0, HEADS)[:, None],
-                          tl.arange(0, HALF))
-        mask = (head < n_heads) & (d < half)[None, :]
-        cos = tl.load(cos_ptr + token * half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
-        sin = tl.load(sin_ptr + token * half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
-        x_ptr += token // T * x_row + token % T * x_token
-        at = x_ptr + head * x_head + d[None, :] * x_d
-        a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(at + half * x_d, mask=mask, other=0.0).to(tl.float32)
-        to = out_ptr + (token * n_heads + head) * 2 * half + d[None, :]
-        tl.store(to, (a * cos - b * sin).to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(to + half, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=mask)
-
-    @triton.jit
-    def _gate(gate_ptr, up_ptr, out_ptr, n, SILU: tl.constexpr, BLOCK: tl.constexpr):
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(gate_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-        if SILU:
-            y = x * tl.sigmoid(x)
-        else:   # x / 2 (1 + tanh(z)) = x sigmoid(2 z), with sqrt(2 / pi) = 0.79788...
-            y = x * tl.sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
-        tl.store(out_ptr + at, (y * up).to(out_ptr.dtype.element_ty), mask=at < n)

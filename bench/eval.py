@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import model as models
+import triton_ops
 from bench import common
 from bench.common import (DEVICE, MODELS, busy_time, draw_bars, failure, free_memory, gpu_kernels,
                           load, matrix_rate, now, our_model, peak_gib, peer_model,
@@ -48,7 +49,7 @@ class BenchConfig:
 # attention of the Hugging Face model, prompts per batch
 PEERS = {'gemma2_2b': ('flex_attention', 16), 'llama32_1b': ('sdpa', 32),
          'llama31_8b': ('sdpa', 32), 'mistral_7b': ('sdpa', 32)}
-# of our forward pass: (model.KERNELS, decoder.attention), None for compiled blocks
+# of our forward pass: (triton_ops.KERNELS, decoder.attention), None for compiled blocks
 VARIANTS = {'all kernels': (True, 'auto'), 'the kernel of attention alone': (False, 'auto'),
             'no kernels, FlexAttention': (False, 'flex'), 'compiled blocks, FlexAttention': None}
 
@@ -124,15 +125,15 @@ def time_variants(model, trees):
     seconds = {}
     for name, variant in VARIANTS.items():
         if variant:
-            models.KERNELS, model.decoder.attention = variant
+            triton_ops.KERNELS, model.decoder.attention = variant
         else:
-            models.KERNELS = True
+            triton_ops.KERNELS = True
             models.compile_blocks(model)
         for _ in range(2):      # the first time kernels are loaded or compiled
             started = now()
             option_log_probs(model, trees, pack_len=16384, trim=0)
             seconds[name] = now() - started
-    models.KERNELS = True
+    triton_ops.KERNELS = True
     return seconds
 
 

@@ -17,7 +17,7 @@ import bench.metrics
 import bench.peers
 import bench.train
 import fused_ce
-import model as models
+import triton_ops
 from bench import common as bench_common
 from common import sentencepiece_folder, write_rows
 from model import CausalLM
@@ -170,11 +170,11 @@ def test_evaluation(small, tmp_path, monkeypatch, capsys):
 def test_variants_of_the_forward_pass_are_timed_with_their_settings(small, monkeypatch):
     settings, model = [], bench.eval.our_model(bench.eval.MODELS['llama32_1b'])
     monkeypatch.setattr(bench.eval, 'option_log_probs', lambda model, trees, **options: (
-        settings.append((models.KERNELS, model.decoder.attention))))
+        settings.append((triton_ops.KERNELS, model.decoder.attention))))
     assert bench.eval.time_variants(model, []).keys() == bench.eval.VARIANTS.keys()
     assert settings[::2] == settings[1::2] == [(True, 'auto'), (False, 'auto'), (False, 'flex'),
                                                (True, 'flex')]
-    assert models.KERNELS
+    assert triton_ops.KERNELS
 
 
 def test_items_of_a_step():

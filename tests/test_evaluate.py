@@ -28,8 +28,8 @@ from common import (DEVICES, HERE, SHARED, head_of_32, lora_model, needs_files, 
                     rewrite, sentencepiece_folder, whole_rows, write_hub_tasks, write_rows)
 from safetensors.torch import load_file, save_file
 import evaluate
-import attention
 import metrics
+import triton_ops
 from data import benchmarks, packing, questions
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
@@ -619,7 +619,7 @@ def test_the_same_results_by_the_kernels_and_without(scored_folder, tmp_path, de
                '--limit=20', '--pack_len=512')
         rows = report.read_samples(tmp_path / name / 'samples.jsonl')
         probs.append(report.predictions(sorted(rows, key=report.sample_order), 'token').probs)
-        monkeypatch.setattr(attention, 'kernels_apply', lambda x: False)
+        monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: False)
     assert 0 < np.abs(probs[0] - probs[1]).max() < 0.03
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from common import (ARCHITECTURES, DEVICES, HERE, head_of_32, lora_model, reference_model, rewrite,
                     sentencepiece_folder, whole_rows, write_rows)
-import attention
 import generate as program
-from attention import Cache, DecodeMask, ExplicitMask, decode_kernel, visible_keys
+import triton_ops
+from attention import Cache, DecodeMask, ExplicitMask, visible_keys
 from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
 from generate import Answer, Batch, confidences, generate, stream, take
@@ -24,6 +24,7 @@ from runtime.device import HostCopy
 from runtime.draw import draw, draw_kernel, lowest_logits, random_numbers
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.sampling import Sampling
+from triton_ops import decode_kernel
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 GREEDY = Sampling(temperature=0.0, max_tokens=64, batch_size=4)
@@ -203,7 +204,7 @@ def test_kernels_and_padding_rows_change_nothing(name, tmp_path, monkeypatch):
     model, prompts = checkpoint.load(tmp_path), random_prompts(10, 4, 9, 2)
     settings = Sampling(n=2, max_tokens=3, batch_size=5, temperature=1.3)
     expected = dict(generate(model, prompts, settings))
-    monkeypatch.setattr(attention, 'kernels_apply', lambda x: not torch.is_grad_enabled())
+    monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: not torch.is_grad_enabled())
     monkeypatch.setattr(program, 'kernels_apply', lambda x: True)
     monkeypatch.setattr(Batch, 'padded', lambda self, n: program.graph_rows(n))
     monkeypatch.setattr(DecodeMask, 'attend', decode_kernel)
@@ -259,7 +260,7 @@ def test_the_decode_kernel_equals_the_plain_version(device, softcap, size, hd, g
     slots = torch.randperm(B + 3, device=device)[:B]
     q, k, v = (torch.randn(B, heads, 1, hd, device=device) for heads in (K * group, K, K))
     plain, kernel = (DecodeMask(cache, slots, positions, 1000) for cache in caches)
-    monkeypatch.setattr('attention.triton', None)
+    monkeypatch.setattr('triton_ops.triton', None)
     expected = plain.attend(q, k, v, 0.3, softcap)
     monkeypatch.undo()
     out = decode_kernel(kernel, q, k, v, 0.3, softcap)
@@ -274,7 +275,7 @@ def test_the_decode_kernel_equals_the_plain_version(device, softcap, size, hd, g
 
 
 COMPILE = """
-import attention, triton
+import triton, triton_ops
 from runtime import draw
 from triton.backends.compiler import GPUTarget
 
@@ -291,9 +292,9 @@ for dtype, width, block in (('bf16', 64, 64), ('bf16', 256, 64), ('fp32', 128, 6
                             ('fp32', 256, 32)):
     x = dict.fromkeys(('q_ptr', 'k_ptr', 'v_ptr', 'cache_k_ptr', 'cache_v_ptr', 'out_ptr'),
                       '*' + dtype)
-    compile(attention._decode, {'GROUP': 16, 'WIDTH': width, 'SPLIT': 256, 'BLOCK': block},
+    compile(triton_ops._decode, {'GROUP': 16, 'WIDTH': width, 'SPLIT': 256, 'BLOCK': block},
             **scores, **x)
-    compile(attention._merge, {'WIDTH': width, 'SPLIT': 256}, **scores, **x)
+    compile(triton_ops._merge, {'WIDTH': width, 'SPLIT': 256}, **scores, **x)
 for greedy in (False, True):
     options = {'GREEDY': greedy, 'BLOCK': 4096}
     compile(draw._summarize, options, inverse='fp32')

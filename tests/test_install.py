@@ -58,17 +58,18 @@ def test_pip_installs_the_package_and_no_name_beside_it(installed):
     assert names == {'nanocal', f'nanocal-{runtime.__version__}.dist-info'}
     files = {x.name for x in (installed.packages / 'nanocal').glob('[!_]*[!_]')}
     assert files == {'fused_ce.py', 'metrics.py', 'scaling.py', 'stats.py', 'model.py',
-                     'attention.py', 'optim.py', 'prediction_files.py', 'py.typed'}
+                     'attention.py', 'triton_ops.py', 'optim.py', 'prediction_files.py', 'py.typed'}
 
 
 def test_the_installed_modules_use_each_other_and_no_file_of_the_clone_or_the_project(installed):
     printed = installed('-c', """
 import sys
 import nanocal
-from nanocal import attention, fused_ce, metrics, model, optim, scaling, stats
+from nanocal import attention, fused_ce, metrics, model, optim, scaling, stats, triton_ops
 print(nanocal.__version__)
 print(scaling.fit_temperature([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]], [0, 1, 1]) > 0)
-clash = {'metrics', 'scaling', 'stats', 'model', 'attention', 'optim', 'runtime'} & set(sys.modules)
+clash = {'metrics', 'scaling', 'stats', 'model', 'attention', 'optim', 'runtime',
+         'triton_ops'} & set(sys.modules)
 print(clash)
 """)
     assert printed.split('\n')[:3] == [runtime.__version__, 'True', 'set()']

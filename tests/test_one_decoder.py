@@ -10,8 +10,8 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 from common import DEVICES, HERE, documents, head_of_32, reference_model, whole_rows
 
-import attention
 import model as models
+import triton_ops
 import evaluate
 import generate
 import train
@@ -44,7 +44,7 @@ def calls_of_kernels(device, monkeypatch):
     if device == 'cpu':
         if torch.cuda.is_available():
             pytest.skip("Triton's interpreter runs where there is no GPU")
-        monkeypatch.setattr(attention, 'kernels_apply', lambda x: not torch.is_grad_enabled())
+        monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: not torch.is_grad_enabled())
     def recorded(name, kernel):
         def call(*arguments, **options):
             calls.append(name)
@@ -178,11 +178,11 @@ WITH_KERNELS = {    # function of (device, dtype) that computes something that h
 def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance, device,
                                                           monkeypatch, calls_of_kernels):
     if device == 'cuda' and dtype == torch.float32:
-        monkeypatch.setattr(attention, 'kernels_apply', lambda x: not torch.is_grad_enabled())
+        monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: not torch.is_grad_enabled())
     with torch.no_grad():
         by_kernel = WITH_KERNELS[what](device=device, dtype=dtype)
         assert len(calls_of_kernels) == 2       # the first is compared with the plain version
-        monkeypatch.setattr(models, 'KERNELS', False)
+        monkeypatch.setattr(triton_ops, 'KERNELS', False)
         plainly = WITH_KERNELS[what](device=device, dtype=dtype)
     assert len(calls_of_kernels) == 2 and by_kernel.dtype == plainly.dtype == dtype
     assert by_kernel.shape == plainly.shape
@@ -257,13 +257,13 @@ def test_blocks_compile_to_one_graph_for_equal_masks(kind, name, tmp_path):
 def test_without_triton_the_model_is_plain_torch():
     code = """import sys
 sys.modules['triton'] = None
-import torch, attention, fused_ce, model
+import torch, attention, fused_ce, model, triton_ops
 layers = [model.Layer(2, model.Rope(1e4, 4)), model.Layer(None)]
 config = model.ModelConfig('gemma2', 9, 8, 8, 2, 2, layers=layers, attn_logit_softcapping=5.0)
 at = torch.arange(6)[None]
 with torch.no_grad():
     hidden = model.CausalLM(config)(at, at, at + 1)
-assert model.triton is attention.triton is fused_ce.triton is None and hidden.isfinite().all()
+assert triton_ops.triton is fused_ce.triton is None and hidden.isfinite().all()
 assert attention.fastest(hidden, 64) == 'explicit'
 """
     subprocess.run([sys.executable, '-c', code], cwd=HERE, check=True)

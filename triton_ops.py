@@ -1,0 +1,341 @@
+"""Triton kernels without gradients, ready without torch.compile: for evaluation and decoding.
+
+| kernel                                  | on CUDA, computes                                      |
+|-----------------------------------------|--------------------------------------------------------|
+| norm_kernel, rotate_kernel, gate_kernel | norm, rotate and gate of model.py, through `compute`   |
+| tree_kernel                             | `attend` of attention.py's TreeMask                    |
+| decode_kernel                           | `attend` of attention.py's DecodeMask                  |
+
+Arithmetic is float32 and is rounded once, at the end, where plain torch rounds products of bfloat16
+in between. This file imports nothing of ours.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:     # for example on macOS: everything is plain torch
+    triton = None
+
+KERNELS = True      # False: norm, rotate and gate are plain torch everywhere
+LOG2E = math.log2(math.e)   # exp(x) = exp2(x * LOG2E), which is faster
+
+
+def kernels_apply(x: Tensor) -> bool:
+    """Return whether Triton kernels without gradients may compute what is computed from x."""
+    return (not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+            and triton is not None and x.is_cuda and x.dtype == torch.bfloat16)
+
+
+def compute(plain: Callable, kernel: Callable, axis: int, *arguments) -> Tensor:
+    """Return plain(*arguments); by the kernel without gradients, where the two agree.
+
+    axis: of the tokens, in arguments of more than two dimensions
+    """
+    x = arguments[0]
+    if not (KERNELS and kernels_apply(x)):
+        return plain(*arguments)
+    few = [arg if not isinstance(arg, Tensor) else arg.shape if arg.ndim < 3 else
+           torch.Size((1, *arg.shape[1:axis], 64, *arg.shape[axis + 1:])) for arg in arguments]
+    return (kernel if agree(plain, kernel, x.dtype, x.device, *few) else plain)(*arguments)
+
+
+@functools.cache
+def agree(plain: Callable, kernel: Callable, dtype, device, *arguments) -> bool:
+    """Return whether the two are the same but for rounding; print a note if they are not.
+
+    arguments: theirs, with the size of a tensor, to be filled with random numbers, for a tensor
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = [torch.randn(arg, generator=generator, device=device, dtype=dtype)
+             if isinstance(arg, torch.Size) else arg for arg in arguments]
+    a, b = plain(*drawn).float(), kernel(*drawn).float()
+    error = ((a - b).norm() / a.norm()).item()
+    if error < max(torch.finfo(dtype).eps, 1e-5):
+        return True
+    print(f'note: {plain.__name__} of model.py and its kernel differ by {error:.1e}, so the kernel '
+          f'is not used; edit it as well, in triton_ops.py')
+    return False
+
+
+# ---- Norm, rotary positions, gated product -------------------------------------------------------
+
+def norm_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+    x, D = x.contiguous(), x.shape[-1]
+    out, width = torch.empty_like(x), triton.next_power_of_2(D)
+    _norm[x.numel() // D,](
+        x, weight, weight if bias is None else bias, out, D, weight.numel() // D, eps, WIDTH=width,
+        ROUND=kind == 'llama', PLUS_ONE=kind == 'gemma', CENTER=kind in ('mean', 'layer'),
+        BIAS=bias is not None, num_warps=min(16, max(1, width // 256)))
+    return out
+
+
+def rotate_kernel(x: Tensor, cos: Tensor, sin: Tensor, in_float32: bool = False) -> Tensor:
+    B, H, T, hd = x.shape
+    cos, sin = (angles.expand(B, 1, T, hd // 2).contiguous() for angles in (cos, sin))
+    out = x.new_empty(B, T, H, hd)
+    _rotate[B * T,](x, cos, sin, out, *x.stride(), T, H, hd // 2, HEADS=triton.next_power_of_2(H),
+                    HALF=triton.next_power_of_2(hd // 2))
+    return out.transpose(1, 2)
+
+
+def gate_kernel(x: Tensor, up: Tensor, activation: Callable) -> Tensor:
+    if activation.__name__ not in ('silu', 'gelu_tanh'):
+        return activation(x) * up
+    x, up, block = x.contiguous(), up.contiguous(), 4096
+    out, silu = torch.empty_like(x), activation.__name__ == 'silu'
+    _gate[triton.cdiv(out.numel(), block),](x, up, out, out.numel(), SILU=silu, BLOCK=block,
+                                            num_warps=8)
+    return out
+
+
+if triton is not None:
+    @triton.jit
+    def _norm(x_ptr, weight_ptr, bias_ptr, out_ptr, D, n_weights, eps, WIDTH: tl.constexpr,
+              ROUND: tl.constexpr, PLUS_ONE: tl.constexpr, CENTER: tl.constexpr,
+              BIAS: tl.constexpr):
+        # the vector of one token, or of one of its heads
+        d = tl.arange(0, WIDTH)
+        row = tl.program_id(0).to(tl.int64)
+        x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0)
+        weight_at = row % n_weights * D + d
+        weight = tl.load(weight_ptr + weight_at, mask=d < D, other=0.0).to(tl.float32)
+        y = x.to(tl.float32)
+        if CENTER:
+            y = tl.where(d < D, y - tl.sum(y) / D, 0.0)
+        y = y * tl.rsqrt(tl.sum(y * y) / D + eps)
+        if ROUND:
+            y = y.to(x.dtype).to(tl.float32)
+        y = y * (1 + weight) if PLUS_ONE else y * weight
+        if BIAS:
+            y += tl.load(bias_ptr + weight_at, mask=d < D, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * D + d, y.to(x.dtype), mask=d < D)
+
+    @triton.jit
+    def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, x_row, x_head, x_token, x_d, T, n_heads, half,
+                HEADS: tl.constexpr, HALF: tl.constexpr):
+        # the pairs (x[d], x[d + half]) of all heads of one token
+        token, head, d = (tl.program_id(0).to(tl.int64), tl.arange(0, HEADS)[:, None],
+                          tl.arange(0, HALF))
+        mask = (head < n_heads) & (d < half)[None, :]
+        cos = tl.load(cos_ptr + token * half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
+        sin = tl.load(sin_ptr + token * half + d, mask=d < half, other=0.0).to(tl.float32)[None, :]
+        x_ptr += token // T * x_row + token % T * x_token
+        at = x_ptr + head * x_head + d[None, :] * x_d
+        a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(at + half * x_d, mask=mask, other=0.0).to(tl.float32)
+        to = out_ptr + (token * n_heads + head) * 2 * half + d[None, :]
+        tl.store(to, (a * cos - b * sin).to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(to + half, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _gate(gate_ptr, up_ptr, out_ptr, n, SILU: tl.constexpr, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(gate_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+        if SILU:
+            y = x * tl.sigmoid(x)
+        else:   # x / 2 (1 + tanh(z)) = x sigmoid(2 z), with sqrt(2 / pi) = 0.79788...
+            y = x * tl.sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
+        tl.store(out_ptr + at, (y * up).to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+# ---- Attention over the blocks of a TreeMask -----------------------------------------------------
+
+# Queries and keys of a block, warps and stages of `_attend` by head_dim: the fastest of 6 to 20 on
+# an H200 in bfloat16 with rows of MMLU
+BLOCKS = {64: (64, 32, 4, 2), 128: (64, 64, 4, 2), 256: (128, 64, 8, 2)}
+
+
+def tree_kernel(mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
+    """Return mask.attend(q, k, v, scale, softcap) of a TreeMask."""
+    B, H, T, hd = q.shape
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out = torch.empty(B, T, H, hd, dtype=q.dtype, device=q.device).transpose(1, 2)
+    M, N, warps, stages = mask.options
+    _attend[triton.cdiv(T, M), B * H](
+        q, k, v, out, mask.positions, mask.ends, mask.blocks, mask.n_full, mask.n_seen,
+        *(stride for x in (q, k, v, out) for stride in x.stride()[:3]), T, mask.blocks.shape[-1], H,
+        H // k.shape[1], hd, scale * LOG2E, softcap * LOG2E if softcap else 0.0, mask.window,
+        WIDTH=mask.width, BLOCK_M=M, BLOCK_N=N, num_warps=warps, num_stages=stages)
+    return out
+
+
+if triton is not None:
+    @triton.jit
+    def _attend(q_ptr, k_ptr, v_ptr, out_ptr, position_ptr, end_ptr, block_ptr, full_ptr, seen_ptr,
+                q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token, out_row,
+                out_head, out_token, T, n_blocks, H, group, hd, scale, softcap, window,
+                WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+        """FlashAttention's forward pass (Dao 2023) over the listed blocks of keys.
+
+        A program holds BLOCK_M queries of a head, and a running maximum and sum of each softmax.
+        """
+        first, row = tl.program_id(0) * BLOCK_M, (tl.program_id(1) // H).to(tl.int64)
+        head, block = tl.program_id(1) % H, row * tl.num_programs(0) + tl.program_id(0)
+        i, d = first + tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
+        q_mask = (i[:, None] < T) & (d[None, :] < hd)
+        q = tl.load(q_ptr + row * q_row + head * q_head + i[:, None] * q_token + d[None, :],
+                    mask=q_mask, other=0.0)
+        k_ptr += row * k_row + head // group * k_head
+        v_ptr += row * v_row + head // group * v_head
+        position_ptr, end_ptr, block_ptr = (position_ptr + row * T, end_ptr + row * T,
+                                            block_ptr + block * n_blocks)
+        highest = tl.full([BLOCK_M], -1e30, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        y = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        n_full, n_seen = tl.load(full_ptr + block), tl.load(seen_ptr + block)
+        y, total, highest = _walk(y, total, highest, q, k_ptr, v_ptr, k_token, v_token,
+                                  position_ptr, end_ptr, block_ptr, 0, n_full, i, d, T, hd, scale,
+                                  softcap, window, BLOCK_N, False)
+        y, total, highest = _walk(y, total, highest, q, k_ptr, v_ptr, k_token, v_token,
+                                  position_ptr, end_ptr, block_ptr, n_full, n_seen, i, d, T, hd,
+                                  scale, softcap, window, BLOCK_N, True)
+        # a token sees itself; rows beyond T have a sum of 0
+        y = y / tl.maximum(total, 1e-30)[:, None]
+        tl.store(out_ptr + row * out_row + head * out_head + i[:, None] * out_token + d[None, :],
+                 y.to(out_ptr.dtype.element_ty), mask=q_mask)
+
+    @triton.jit
+    def _walk(y, total, highest, q, k_ptr, v_ptr, k_token, v_token, position_ptr, end_ptr,
+              block_ptr, begin, until, i, d, T, hd, scale, softcap, window, BLOCK_N: tl.constexpr,
+              MASKED: tl.constexpr):
+        """Add the blocks of keys `begin` to `until` of the list to the softmax and its product."""
+        for n in range(begin, until):
+            j = tl.load(block_ptr + n) * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask = (j[:, None] < T) & (d[None, :] < hd) if MASKED else d[None, :] < hd
+            k = tl.load(k_ptr + j[:, None] * k_token + d[None, :], mask=mask, other=0.0)
+            score = tl.dot(q, tl.trans(k), input_precision='ieee')
+            if softcap > 0:     # tanh(x) = 1 - 2 / (1 + exp(2 x)), with 2 LOG2E = 2.885...
+                score = 1 - 2 / (1 + tl.exp2(score * (2.885390081777927 * scale / softcap)))
+                factor = softcap
+            else:
+                factor = scale
+            if MASKED:
+                end = tl.load(end_ptr + j, mask=j < T, other=0)
+                seen = (j[None, :] <= i[:, None]) & (i[:, None] < end[None, :])
+                if window > 0:
+                    i_position = tl.load(position_ptr + i, mask=i < T, other=0)
+                    j_position = tl.load(position_ptr + j, mask=j < T, other=0)
+                    seen = seen & (i_position[:, None] - j_position[None, :] < window)
+                score = tl.where(seen, score, -1e30)
+            # the maximum of the scores, times LOG2E: `factor` is positive
+            new_highest = tl.maximum(highest, tl.max(score, 1) * factor)
+            shrink = tl.exp2(highest - new_highest)
+            weight = tl.exp2(score * factor - new_highest[:, None])
+            if MASKED:      # rows with no visible key so far keep the initial maximum
+                weight = tl.where(seen, weight, 0.0)
+            total = total * shrink + tl.sum(weight, 1)
+            v = tl.load(v_ptr + j[:, None] * v_token + d[None, :], mask=mask, other=0.0)
+            y = y * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision='ieee')
+            highest = new_highest
+        return y, total, highest
+
+
+# ---- Attention of one new token per row over a cache ---------------------------------------------
+
+SPLIT = 256     # keys per program of `_decode`; fixed, so that no row depends on the other rows
+
+
+def decode_kernel(mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
+    """Return mask.attend(q, k, v, scale, softcap) of a DecodeMask."""
+    (B, H, _, hd), K, cache = q.shape, k.shape[1], mask.cache
+    q, k, v = (x.reshape(B, -1, hd).contiguous() for x in (q, k, v))
+    slots, positions = mask.slots.contiguous(), mask.positions.contiguous()
+    n_splits = triton.cdiv(mask.longest, SPLIT)
+    parts = torch.empty(B, H, n_splits, hd, dtype=torch.float32, device=q.device)
+    lse = torch.empty(B, H, n_splits, dtype=torch.float32, device=q.device)
+    out, width = torch.empty_like(q), triton.next_power_of_2(max(16, hd))
+    _decode[n_splits, K, B](
+        q, k, v, cache.k, cache.v, parts, lse, slots, positions, *cache.k.stride()[:2], cache.size,
+        H, H // K, hd, scale * LOG2E, softcap * LOG2E if softcap else 0.0,
+        GROUP=max(16, triton.next_power_of_2(H // K)), WIDTH=width, SPLIT=SPLIT,
+        BLOCK=64 if width * q.element_size() <= 512 else 32, num_warps=4, num_stages=3)
+    _merge[B * H,](parts, lse, out, positions, cache.size, H, n_splits, hd, WIDTH=width,
+                   SPLIT=SPLIT, num_warps=1)
+    return out[:, :, None]
+
+
+if triton is not None:
+    @triton.jit
+    def _decode(q_ptr, k_ptr, v_ptr, cache_k_ptr, cache_v_ptr, part_ptr, lse_ptr, slot_ptr,
+                position_ptr, slot_stride, head_stride, size, H, group, hd, scale, softcap,
+                GROUP: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
+                BLOCK: tl.constexpr):
+        """Attention of the queries that share a key head over SPLIT keys (Dao et al. 2023).
+
+        The program whose keys include the new one stores it, and its value, in the cache.
+        """
+        split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+        position = tl.load(position_ptr + row).to(tl.int32)
+        length, place, begin = tl.minimum(position + 1, size), position % size, split * SPLIT
+        g, d = tl.arange(0, GROUP), tl.arange(0, WIDTH)
+        query = row * H + head * group + g      # among the queries of all rows
+        q_mask = (g[:, None] < group) & (d[None, :] < hd)
+        q = tl.load(q_ptr + query[:, None] * hd + d[None, :], mask=q_mask, other=0.0)
+        new = (row * (H // group) + head) * hd + d
+        new_k = tl.load(k_ptr + new, mask=d < hd, other=0.0)
+        new_v = tl.load(v_ptr + new, mask=d < hd, other=0.0)
+        start = tl.load(slot_ptr + row) * slot_stride + head * head_stride
+        # the new key comes first; where it belongs to another split, its weight is 0
+        is_new = (begin <= place) & (place < begin + SPLIT)
+        highest = _scaled(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1), scale,
+                          softcap)
+        highest = tl.where(is_new, highest, -1e30)
+        total = tl.where(is_new, 1.0, 0.0) + tl.zeros([GROUP], tl.float32)
+        y = total[:, None] * new_v.to(tl.float32)[None, :]
+        for first in range(begin, tl.minimum(begin + SPLIT, length), BLOCK):
+            j = first + tl.arange(0, BLOCK)
+            at = start + j[:, None] * hd + d[None, :]
+            mask = (j[:, None] < length) & (d[None, :] < hd)
+            k = tl.load(cache_k_ptr + at, mask=mask, other=0.0)
+            v = tl.load(cache_v_ptr + at, mask=mask, other=0.0)
+            seen = (j < length) & (j != place)
+            score = _scaled(tl.dot(q, tl.trans(k), input_precision='ieee'), scale, softcap)
+            score = tl.where(seen[None, :], score, -1e30)
+            new_highest = tl.maximum(highest, tl.max(score, 1))
+            shrink = tl.exp2(highest - new_highest)
+            weight = tl.where(seen[None, :], tl.exp2(score - new_highest[:, None]), 0.0)
+            total = total * shrink + tl.sum(weight, 1)
+            y = y * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision='ieee')
+            highest = new_highest
+        if begin < length:
+            part = query * tl.num_programs(0) + split
+            tl.store(lse_ptr + part, highest + tl.log2(total), mask=g < group)
+            tl.store(part_ptr + part[:, None] * hd + d[None, :], y / total[:, None], mask=q_mask)
+            if is_new:
+                tl.store(cache_k_ptr + start + place * hd + d, new_k, mask=d < hd)
+                tl.store(cache_v_ptr + start + place * hd + d, new_v, mask=d < hd)
+
+    @triton.jit
+    def _scaled(score, scale, softcap):
+        """Return scores times LOG2E; `scale` and `softcap` have that factor already."""
+        if softcap > 0:     # as in `_walk`
+            score = softcap * (1 - 2 / (1 + tl.exp2(score * (2.885390081777927 * scale / softcap))))
+        else:
+            score = score * scale
+        return score
+
+    @triton.jit
+    def _merge(part_ptr, lse_ptr, out_ptr, position_ptr, size, H, n_splits, hd,
+               WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+        """Average the splits of one query, weighted by their sums of exponentials."""
+        query, d = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+        length = tl.minimum(tl.load(position_ptr + query // H) + 1, size)
+        part_ptr += query * n_splits * hd
+        lse_ptr += query * n_splits
+        highest, total = tl.load(lse_ptr), 1.0
+        y = tl.load(part_ptr + d, mask=d < hd, other=0.0)
+        for split in range(1, tl.cdiv(length, SPLIT)):
+            lse = tl.load(lse_ptr + split)
+            new_highest = tl.maximum(highest, lse)
+            shrink, weight = tl.exp2(highest - new_highest), tl.exp2(lse - new_highest)
+            part = tl.load(part_ptr + split * hd + d, mask=d < hd, other=0.0)
+            y, total, highest = y * shrink + part * weight, total * shrink + weight, new_highest
+        tl.store(out_ptr + query * hd + d, (y / total).to(out_ptr.dtype.element_ty), mask=d < hd)
