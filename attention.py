@@ -160,9 +160,11 @@ HOPPER_OPTIONS = {
 
 
 def flex_options(head_dim: int, x: Tensor) -> dict:
-    """Return FlexAttention's kernel_options for the device and type of x; {} for the defaults."""
+    """Return FlexAttention's kernel_options for the device and type of x."""
     hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0)
-    return HOPPER_OPTIONS.get(head_dim, {}) if hopper and x.dtype == torch.bfloat16 else {}
+    sizes = HOPPER_OPTIONS.get(head_dim, {}) if hopper and x.dtype == torch.bfloat16 else {}
+    # its kernel for fewer than 128 queries cannot be compiled for every shape
+    return {'BACKEND': 'TRITON', **sizes} if x.is_cuda else sizes
 
 
 # ---- Without gradients on CUDA: a Triton kernel --------------------------------------------------

@@ -331,11 +331,12 @@ def asked(tmp_path_factory):
     write_rows(folder / 'qa' / 'test.jsonl', rows)
     ask(folder, folder / 'first')
     greedy = [s['greedy'] for s in samples_of(folder / 'first', 'qa')]
-    for row, answer in zip(rows[::2], greedy[::2]):
-        row['answers'].append(answer['answer'])
+    right = [(row, a['answer']) for row, a in zip(rows[::2], greedy[::2]) if a['answer']]
+    for row, answer in right:
+        row['answers'].append(answer)
     write_rows(folder / 'qa' / 'test.jsonl', rows)
     ask(folder, folder / 'out', '--p_true', '--verbalized')
-    return folder, reference
+    return folder, reference, len(right) / 10
 
 
 def ask(folder, out, *arguments):
@@ -365,7 +366,7 @@ def log_probs_after(reference, tokenizer, text, *continuations):
 
 
 def test_probabilities_of_an_answer_are_those_of_transformers(asked, monkeypatch):
-    folder, reference = asked
+    folder, reference, _ = asked
     tokenizer = load_tokenizer(folder / 'model')
     written, tokens = confidence.written, {}
 
@@ -396,7 +397,7 @@ def test_probabilities_of_an_answer_are_those_of_transformers(asked, monkeypatch
 
 
 def test_p_true_is_that_of_transformers(asked):
-    folder, reference = asked
+    folder, reference, _ = asked
     tokenizer = load_tokenizer(folder / 'model')
     answers = {s['id']: s for s in samples_of(folder / 'out', 'qa')}
 
@@ -430,13 +431,14 @@ def test_p_true_is_that_of_transformers(asked):
 
 
 def test_results_have_an_entry_for_each_confidence(asked):
-    folder, _ = asked
+    folder, _, share = asked
     tasks = json.loads((folder / 'out' / 'results.json').read_text())['tasks']
     entries = {'qa', *(f'qa.{name}' for name in (
         'length_normalized', 'mean_token', 'answer_span', 'agreement', 'greedy_agreement',
         'entropy', 'p_true', 'p_true_samples'))}
     assert tasks.keys() >= entries and 'qa.stated' not in tasks
-    assert tasks['qa']['pooled']['accuracy'] == 0.5 == tasks['qa']['written']['lenient_accuracy']
+    accuracy = tasks['qa']['pooled']['accuracy']
+    assert accuracy == share == tasks['qa']['written']['lenient_accuracy'] and share > 0
     for name in entries:
         report = tasks[name]['pooled']
         assert report['n'] == 10 - tasks[name].get('unparsed', 0)
@@ -449,7 +451,7 @@ def test_results_have_an_entry_for_each_confidence(asked):
 
 
 def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path):
-    folder, _ = asked
+    folder, _, share = asked
     model, tokenizer = checkpoint.load(folder / 'model'), load_tokenizer(folder / 'model')
     tasks = ask(folder, tmp_path, '--chat=tulu', '--shots=0', '--limit=2', '--p_true',
                 '--verbalized')
@@ -466,7 +468,7 @@ def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path):
                                          for share in (0.2, 0.9))])
 def test_an_interrupted_evaluation_resumes(asked, share, tmp_path):
     """The file of samples is cut off anywhere, also inside a line; all else is lost."""
-    folder, _ = asked
+    folder, _, share = asked
     whole = (folder / 'out' / 'samples.jsonl').read_bytes()
     ask(folder, tmp_path, '--p_true', '--verbalized')
     assert sorted((tmp_path / 'samples.jsonl').read_bytes().split(b'\n')) == sorted(
@@ -479,7 +481,7 @@ def test_an_interrupted_evaluation_resumes(asked, share, tmp_path):
 
 
 def test_answers_do_not_depend_on_the_other_questions(asked, tmp_path):
-    folder, _ = asked
+    folder, _, share = asked
     ask(folder, tmp_path, '--limit=3')
     every = {s['id']: s for s in samples_of(folder / 'out', 'qa')}
     some = samples_of(tmp_path, 'qa')
@@ -491,19 +493,19 @@ def test_answers_do_not_depend_on_the_other_questions(asked, tmp_path):
 
 
 def test_an_edited_rule_grades_the_same_answers_again(asked, tmp_path, monkeypatch):
-    folder, _ = asked
+    folder, _, share = asked
     before = ask(folder, tmp_path)
     monkeypatch.setattr(FREE_TASKS['qa'], 'match', lambda *_: True)
     monkeypatch.setattr(generate, 'generate', lambda *_: pytest.fail('answers were generated'))
     after = ask(folder, tmp_path)
-    assert before['qa']['pooled']['accuracy'] == 0.5 and after['qa']['pooled']['accuracy'] == 1
+    assert before['qa']['pooled']['accuracy'] == share and after['qa']['pooled']['accuracy'] == 1
     assert after['qa.agreement']['pooled']['accuracy'] == 1
     texts = [[a['text'] for a in s['answers']] for s in samples_of(tmp_path, 'qa')]
     assert texts == [[a['text'] for a in s['answers']] for s in samples_of(folder / 'out', 'qa')]
 
 
 def test_runs_are_compared_by_each_confidence(asked, tmp_path, capsys):
-    folder, _ = asked
+    folder, _, share = asked
     with pytest.raises(SystemExit):
         evaluate.main(['--compare', str(folder / 'first'), str(folder / 'out'),
                        f'--out_dir={tmp_path}', '--n_bootstrap=50'])
@@ -511,7 +513,7 @@ def test_runs_are_compared_by_each_confidence(asked, tmp_path, capsys):
 
 
 def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monkeypatch):
-    folder, _ = asked
+    folder, _, share = asked
     problem = {'task_id': 'T/0', 'entry_point': 'add', 'canonical_solution': '    return a + b\n',
                'prompt': 'def add(a, b):\n    """Add two numbers."""\n',
                'test': 'def check(candidate):\n    assert candidate(2, 3) == 5\n'}
@@ -541,7 +543,7 @@ def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monke
 
 
 def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
-    folder, _ = asked
+    folder, _, share = asked
     for arguments, message in ((['--permute=2'], 'permute'), (['--languages=de'], 'one language'),
                                (['--n=0'], 'n = 0')):
         with pytest.raises(ConfigError, match=message):

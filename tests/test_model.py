@@ -116,7 +116,8 @@ def test_the_three_masks_give_the_same_hidden_states(name, device, tmp_path):
         with torch.no_grad():
             assert torch.allclose(model(*inputs), outputs[0], atol=1e-4)
     for a, b in zip(*(gradients or [[], []]), strict=True):
-        assert (a - b).norm() < 1e-3 * a.norm()
+        # the gradient of a bias of k is 0 but for rounding
+        assert (a - b).norm() < 1e-3 * a.norm().clamp(min=1)
 
 
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',

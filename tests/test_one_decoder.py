@@ -125,7 +125,7 @@ def test_an_edit_moves_training_evaluation_and_sampling_alike(what, name, device
     assert not calls_of_kernels     # which have no gradients
     for use, values in ours.items():
         error, change = (np.abs(np.subtract(values, x[use])).max() for x in (edited, unedited))
-        tolerance = 1e-4 if device == 'cpu' else 0.2 * change
+        tolerance = 1e-4 if device == 'cpu' else 0.6 * change     # a missed edit: 1
         assert error < tolerance and change > 0.02, (use, error, change)
 
 

@@ -187,7 +187,7 @@ def test_prompts_that_cannot_be_answered_are_refused(chat_folder, tmp_path):
 
 def test_several_answers_have_the_probabilities_of_the_scoring_path(chat_folder, capsys):
     sample.main([f'--model={chat_folder}', '--prompt=What?', '--n=3', '--temperature=1',
-                 '--max_tokens=5', '--stats'])
+                 '--max_tokens=5', '--stats', '--device=cpu'])
     printed = capsys.readouterr()
     model, tokenizer = checkpoint.load(chat_folder).eval(), load_tokenizer(chat_folder)
     ids, stop = sample.encode_prompt([{'role': 'user', 'content': 'What?'}], tokenizer, 'tulu')
