@@ -369,19 +369,21 @@ class Preferences:
         for begin in range(0, len(order), rows_at_once):
             chosen = order[begin:begin + rows_at_once]
             packed = self.pack_batch(cfg, self.sequences, chosen, cfg.micro_rows)
-            result = [np.zeros(len(ranks), np.float32) for ranks in packed['ranks']]
+            total = torch.zeros(len(packed['counts']), device=device)
             for answers, log_p, _ in answer_log_probs(model, packed, cfg, device):
-                total = answers.sums(log_p, torch.arange(len(log_p), device=log_p.device))
-                for (tree, k), value in zip(answers.names, total.tolist(), strict=True):
-                    result[tree][k] = value
-            for i, values in zip(chosen, result, strict=True):
-                sums[i] = values
+                total += answers.sums(log_p)
+            by_tree = total.cpu().numpy()[np.lexsort(packed['where'].T[::-1])]
+            sizes = np.bincount(packed['where'][:, 0])
+            for i, part in zip(chosen, np.split(by_tree, np.cumsum(sizes)[:-1]), strict=True):
+                sums[i] = part
         return sums
 
     def pack_batch(self, cfg, sequences, chosen, multiple):
         """Return the packed trees of the sequences with the indices `chosen`."""
         packed = pack_rankings([sequences[i] for i in chosen], cfg.pack_len, multiple)
-        return packed | {'reference': self.reference and [self.reference[i] for i in chosen]}
+        reference = [self.reference[chosen[tree]][k] if self.reference else 0.0
+                     for tree, k in packed['where']]
+        return packed | {'reference': np.array(reference, np.float32)}
 
     def token_loss(self, packed, cfg):
         """Return the function (model, rows, inputs, targets) -> (loss, {name: metric}) of a step.
@@ -392,18 +394,32 @@ class Preferences:
         memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
 
         def compute(model, rows, inputs, _):
-            answers = Answers(packed, rows, packed['reference'], model.head.device)
-            measured = {}
+            answers, measured = Answers(packed, rows, model.head.device), {}
+            w, l = answers.on_device(packed['pairs']).T         # noqa: E741
+            n, r, pair_weight = answers.counts, *(
+                answers.on_device(packed[key]) for key in ('reference', 'pair_weight'))
 
             def function(log_p, entropy, tokens):
                 # called for the groups of each chunk, and in the end for all of them
-                loss, values = answers.loss(log_p, tokens, pair_loss, cfg)
-                measured.update({name: value.detach() for name, value in values.items()})
-                return loss
+                present = answers.present(tokens)
+                weight = pair_weight * present[w]
+                # the others, which a later call gets, must not give infinities times 0
+                s = torch.where(present > 0, answers.sums(log_p, tokens), -n)
+                pairs = Pairs(s[w], s[l], n[w], n[l], r[w], r[l])
+                margin = pairs.margin(cfg)
+                if cfg.method in NO_REFERENCE:      # the implicit reward is the mean per token
+                    margin = pairs.s_w / pairs.n_w - pairs.s_l / pairs.n_l
+                values = {'nll': -pairs.s_w / pairs.n_w, 'margin': cfg.beta * margin,
+                          'accuracy': (margin.sign() + 1) / 2,    # 0.5 if both rewards are equal
+                          'chosen': pairs.s_w, 'rejected': pairs.s_l}
+                measured.update({name: (value.detach() * weight).sum()
+                                 for name, value in values.items()})
+                return (pair_loss(pairs, cfg) * weight).sum()
 
-            loss, _ = fused_loss(answers.gather(model(*inputs)), model.head, answers.target,
+            loss, _ = fused_loss(answers.gather(model(*inputs)), model.head, answers.token,
                                  joint(function), softcap=model.softcap, reduction='sum',
-                                 memory=memory, group=answers.group)
+                                 memory=memory, group=torch.from_numpy(
+                                     packed['where'][packed['answer'][answers.part], 0]))
             return loss, measured
 
         return compute
@@ -419,65 +435,6 @@ class Preferences:
                 total[f'val_{name}'] = total.get(f'val_{name}', 0) + value.item()
         model.train()
         return total
-
-
-class Answers:
-    """The answers of the trees in some rows: where their tokens are, and which are better.
-
-    names [(tree, answer), ...]; pair and weight: int64 [2, pairs] of answers, the better first, and
-    each pair's weight in the mean over all trees of the step
-    """
-
-    def __init__(self, packed, rows, reference, device):
-        length, columns = packed['tokens'].shape[1], []
-        for b, row in enumerate(rows):
-            tree, k, at, token = packed['scored'][row]
-            columns.append(np.stack([tree, k, b * length + at, token]))
-        tree, k, at, token = np.concatenate(columns, axis=1)
-        names, self.answer = np.unique(np.stack([tree, k]), axis=1, return_inverse=True)
-        self.names = list(zip(*names.tolist(), strict=True))
-        self.count = np.bincount(self.answer.ravel(), minlength=len(self.names))
-        index, pairs, weights = {name: i for i, name in enumerate(self.names)}, [], []
-        for t in np.unique(tree).tolist():
-            ranks = packed['ranks'][t]
-            ordered = [(index[t, i], index[t, j]) for i in range(len(ranks))
-                       for j in range(i + 1, len(ranks)) if ranks[i] < ranks[j]]
-            pairs += ordered
-            weights += [1 / max(1, len(ordered)) / len(packed['ranks'])] * len(ordered)
-        first = [reference[t][i] for t, i in self.names] if reference else [0.0] * len(self.names)
-        self.group, self.target = torch.from_numpy(tree), torch.from_numpy(token)
-
-        def on_device(x, dtype):
-            return to_device(torch.as_tensor(np.asarray(x), dtype=dtype), device)
-        self.at, self.answer = on_device(at, torch.int64), on_device(self.answer, torch.int64)
-        self.n = on_device(self.count, torch.float32)
-        self.reference = on_device(first, torch.float32)
-        self.pair = on_device(np.reshape(pairs, (-1, 2)).T, torch.int64)
-        self.weight = on_device(weights, torch.float32)
-
-    def gather(self, hidden):
-        """Return the hidden states [n, D] that predict the answers' tokens, of hidden [B, T, D]."""
-        return hidden.flatten(0, 1).index_select(0, self.at)
-
-    def sums(self, log_p, tokens):
-        """Return the sum over each answer of the log-probabilities of some of the tokens."""
-        return torch.zeros_like(self.n).index_add(0, self.answer[tokens], log_p)
-
-    def loss(self, log_p, tokens, pair_loss, cfg):
-        """Return (loss, metrics) of the trees of which `tokens` are the tokens."""
-        present = torch.zeros_like(self.n).index_fill(0, self.answer[tokens], 1)
-        # the others, which a later call gets, must not give infinities times 0
-        s = torch.where(present > 0, self.sums(log_p, tokens), -self.n)
-        (w, l), weight = self.pair, self.weight * present[self.pair[0]]     # noqa: E741
-        pairs = Pairs(s[w], s[l], self.n[w], self.n[l], self.reference[w], self.reference[l])
-        margin = pairs.margin(cfg)
-        if cfg.method in NO_REFERENCE:      # their implicit reward is the mean log-probability
-            margin = pairs.s_w / pairs.n_w - pairs.s_l / pairs.n_l
-        values = {'nll': -pairs.s_w / pairs.n_w, 'margin': cfg.beta * margin,
-                  'accuracy': (margin.sign() + 1) / 2,     # 0.5 if both rewards are equal
-                  'chosen': pairs.s_w, 'rejected': pairs.s_l}
-        return (pair_loss(pairs, cfg) * weight).sum(), {
-            name: (value * weight).sum() for name, value in values.items()}
 
 
 class RewardModel(Preferences):
@@ -497,16 +454,24 @@ class RewardModel(Preferences):
         """Return the packed trees of the sequences with the indices `chosen`."""
         return pack_rankings([sequences[i] for i in chosen], cfg.pack_len, multiple, last=True)
 
+    def margins(self, model, packed, rows, inputs):
+        """Return (r_w - r_l, r_w + r_l, weight) of the pairs in some rows."""
+        answers = Answers(packed, rows, model.head.device)
+        rewards = answers.sums(model.rewards(answers.gather(model.decoder(*inputs))))
+        r_w, r_l = rewards[answers.on_device(packed['pairs']).T]
+        weight = answers.on_device(packed['pair_weight'])
+        present = answers.present()[answers.on_device(packed['pairs'][:, 0])]
+        return r_w - r_l, r_w + r_l, weight * present
+
     def token_loss(self, packed, cfg):
         """Return the function that `Preferences.token_loss` returns, for rewards."""
         def compute(model, rows, inputs, _):
-            answers = Answers(packed, rows, None, model.head.device)
-            r_w, r_l = model.rewards(answers.gather(model.decoder(*inputs)))[answers.pair]
-            loss = F.softplus(r_l - r_w)
-            values = {'nll': loss, 'margin': r_w - r_l, 'accuracy': ((r_w - r_l).sign() + 1) / 2}
-            loss = loss + cfg.centering * (r_w + r_l).square()
-            return (loss * answers.weight).sum(), {
-                name: (value.detach() * answers.weight).sum() for name, value in values.items()}
+            margin, both, weight = self.margins(model, packed, rows, inputs)
+            values = {'nll': F.softplus(-margin), 'margin': margin,
+                      'accuracy': (margin.sign() + 1) / 2}
+            loss = values['nll'] + cfg.centering * both.square()
+            return (loss * weight).sum(), {
+                name: (value.detach() * weight).sum() for name, value in values.items()}
         return compute
 
     @torch.no_grad()
@@ -514,12 +479,45 @@ class RewardModel(Preferences):
         """Return the means over held-out prompts, and the ECE of sigmoid(r_w - r_l) over pairs."""
         values, margins = super().validation_loss(model, packed, cfg, device), []
         for rows, inputs, _ in train.micro_batches(packed, cfg, device):
-            answers = Answers(packed, rows, None, device)
-            r_w, r_l = model.rewards(answers.gather(model.decoder(*inputs)))[answers.pair]
-            margins.append((r_w - r_l).double().cpu())
+            margin, _, weight = self.margins(model, packed, rows, inputs)
+            margins.append(margin[weight > 0].double().cpu())
         margin = torch.cat(margins)
         return values | {'val_ece': metrics.ece(torch.sigmoid(margin.abs()).numpy(),
                                                 (margin > 0).numpy())}
+
+
+class Answers:
+    """The answers in some rows of a batch, on a device; `pack_answers` has the fields.
+
+    part    numpy int64 [n], numbers of the tokens in these rows, of which the others are
+    at      in the flattened rows; token: on the CPU
+    counts  float32 [N], of all answers of the batch
+    """
+
+    def __init__(self, packed, rows, device):
+        length, begin, self.device = packed['tokens'].shape[1], packed['begin'], device
+        parts = [np.arange(begin[row], begin[row + 1]) for row in rows]
+        offsets = np.repeat(np.arange(len(rows)) * length, [len(part) for part in parts])
+        self.part = np.concatenate(parts)
+        self.at = self.on_device(packed['at'][self.part] + offsets)
+        self.token = torch.from_numpy(packed['token'][self.part])
+        self.answer = self.on_device(packed['answer'][self.part])
+        self.counts = self.on_device(packed['counts']).float()
+
+    def on_device(self, x):
+        return to_device(torch.from_numpy(x), self.device)
+
+    def gather(self, hidden):
+        """Return the hidden states [n, D] that predict the answers' tokens, of hidden [B, T, D]."""
+        return hidden.flatten(0, 1).index_select(0, self.at)
+
+    def sums(self, x, tokens=slice(None)):
+        """Return the sum [N] over each answer of x, a number for each of `tokens`."""
+        return torch.zeros_like(self.counts).index_add(0, self.answer[tokens], x)
+
+    def present(self, tokens=slice(None)):
+        """Return 1 for the answers of which `tokens` are tokens, else 0: float32 [N]."""
+        return torch.zeros_like(self.counts).index_fill(0, self.answer[tokens], 1)
 
 
 def answer_log_probs(model, packed, cfg, device):
@@ -528,11 +526,9 @@ def answer_log_probs(model, packed, cfg, device):
     Without gradients, but with the kernels of training: ratios begin at 1 and margins at 0.
     """
     for rows, inputs, _ in train.micro_batches(packed, cfg, device):
-        answers = Answers(packed, rows, None, device)
-        if not len(answers.target):
-            continue
+        answers = Answers(packed, rows, device)
         hidden = answers.gather(model(*inputs)).detach()
-        nll = fused_loss(hidden, model.head.detach(), answers.target, cross_entropy(),
+        nll = fused_loss(hidden, model.head.detach(), answers.token, cross_entropy(),
                          softcap=model.softcap, reduction='none')[1]
         yield answers, -nll, hidden
 
@@ -701,9 +697,8 @@ class Rollouts:
         n_tokens, n_answers = packed['begin'][-1], len(packed['counts'])
 
         def compute(model, rows, inputs, _):
-            answers, measured = Answers(packed, rows, None, model.head.device), {}
-            part = slice(packed['begin'][rows[0]], packed['begin'][rows[-1] + 1])
-            columns = {name: to_device(torch.from_numpy(column[part]).float(), model.head.device)
+            answers, measured = Answers(packed, rows, model.head.device), {}
+            columns = {name: answers.on_device(column[answers.part].astype(np.float32))
                        for name, column in packed['columns'].items()}
 
             def function(log_p, entropy, tokens):
@@ -718,10 +713,10 @@ class Rollouts:
                                else 0)
 
             hidden = answers.gather(model(*inputs))
-            loss, _ = fused_loss(hidden, model.head, answers.target,
+            loss, _ = fused_loss(hidden, model.head, answers.token,
                                  joint(function, entropy=cfg.entropy_coef > 0),
                                  softcap=model.softcap, reduction='sum', memory=memory,
-                                 group=torch.from_numpy(packed['answer'][part]))
+                                 group=torch.from_numpy(packed['answer'][answers.part]))
             if cfg.method == 'ppo':
                 errors = clipped_value_loss(values_of(model, hidden), columns['value'],
                                             columns['returns'], cfg.value_clip)
@@ -748,7 +743,8 @@ def policy_loss(log_p, column, answers, tokens, cfg):
     log_ratio = log_p - old
     if method.ratio != 'token':     # the loss of an answer, in each of its tokens
         sums = answers.sums(log_ratio, tokens)
-        log_ratio = (sums / answers.n if method.ratio == 'mean' else sums)[answers.answer[tokens]]
+        sums = sums / answers.counts if method.ratio == 'mean' else sums
+        log_ratio = sums[answers.answer[tokens]]
     loss, ratio = clipped_loss(log_ratio, column['advantage'], cfg.clip, high), log_ratio.exp()
     clipped = loss > -column['advantage'] * ratio       # the gradient is 0
     if cfg.kl in ('loss', 'k3'):

@@ -252,24 +252,40 @@ def to_tree(tokens, loss_mask):
 
 
 def pack_rankings(sequences, row_length, multiple=1, last=False):
-    """Pack sequences of `load_preferences` as `pack_answers` does.
+    """Pack sequences of `load_preferences` as `pack_answers` does; a tree is a sequence.
 
-    last=True: only the index of each answer's last token is scored, which a reward needs
-    ranks: per tree, the rank of each answer
+    last=True: only the index of each answer's last token is scored, which a reward needs. Besides:
+
+    pairs        int64 [P, 2], numbers of the better and the worse answer; ties are no pair
+    pair_weight  float32 [P], in the mean over the trees of the means over their pairs
     """
     trees, ranks = zip(*(to_tree(*sequence) for sequence in sequences), strict=True)
     if last:    # a token that follows each answer, so that its last token predicts something
         trees = [Tree((), tree.stem, [[*leaf, 0] for leaf in tree.leaves],
                       [len(tree.stem) + len(leaf) for leaf in tree.leaves]) for tree in trees]
-    return pack_answers(trees, row_length, multiple) | {'ranks': list(ranks)}
+    packed = pack_answers(trees, row_length, multiple)
+    number = {tuple(leaf): i for i, leaf in enumerate(packed['where'].tolist())}
+    pairs, weights = [], []
+    for t, rank in enumerate(ranks):
+        ordered = [(number[t, j], number[t, k]) for j in range(len(rank))
+                   for k in range(j + 1, len(rank)) if rank[j] < rank[k]]
+        pairs += ordered
+        weights += [1 / len(ordered) / len(trees)] * len(ordered)
+    return packed | {'pairs': np.array(pairs), 'pair_weight': np.array(weights, np.float32)}
 
 
 def pack_answers(trees, row_length, multiple=1):
-    """Pack trees into rows, each tree in one row.
+    """Pack trees into rows, each tree in one row; return a dict of int64 arrays.
 
-    Returns a dict of int64 arrays [rows, row_length] as `packing.pack`, and the list
+    tokens, positions, ends, targets, owner: [rows, row_length] as in `packing.pack`; the last two
+    only serve to count. The answers and their tokens are numbered in the order of the rows:
 
-    scored  per row, int64 [4, n]: tree, answer, index in the row of the token before, the token
+    token   [n]         a token of an answer
+    at      [n]         index in its row of the token before it, whose hidden state predicts it
+    answer  [n]         number of its answer
+    begin   [rows + 1]  number of each row's first token
+    counts  [N]         tokens of each answer
+    where   [N, 2]      tree and leaf of each answer
     """
     lengths = [len(tree.stem) + sum(len(tree.leaves[k]) - 1 for k, *_ in tree.branches)
                for tree in trees]
@@ -279,11 +295,16 @@ def pack_answers(trees, row_length, multiple=1):
         rows[row].add(index, tree, tree.branches)
     arrays = np.stack([row.padded(row_length)[0] for row in rows], 1)
     packed = dict(zip(('tokens', 'positions', 'ends'), arrays, strict=True))
-    packed['targets'] = np.full_like(packed['tokens'], IGNORE)      # only to be counted
+    sizes = [len(row.scored) for row in rows]
+    scored = np.concatenate([np.array(row.scored, dtype=np.int64).reshape(-1, 4) for row in rows])
+    leaf, at, token = scored[:, :2], scored[:, 2], scored[:, 3]
+    first = np.flatnonzero((np.diff(leaf, axis=0, prepend=-1) != 0).any(1))
+    counts = np.diff([*first, len(leaf)])
+    packed['targets'] = np.full_like(packed['tokens'], IGNORE)
+    packed['targets'][np.repeat(np.arange(len(rows)), sizes), at] = token
     packed['owner'] = np.full_like(packed['tokens'], -1)
-    packed['scored'] = [np.array(row.scored, dtype=np.int64).reshape(-1, 4).T for row in rows]
-    for i, (row, scored) in enumerate(zip(rows, packed['scored'], strict=True)):
+    for i, row in enumerate(rows):
         # a number for each stretch of consecutive positions: a row with trees is no one document
         packed['owner'][i, :len(row.tokens)] = np.cumsum(np.diff(row.positions, prepend=0) != 1)
-        packed['targets'][i, scored[2]] = scored[3]
-    return packed
+    return packed | {'token': token, 'at': at, 'answer': np.repeat(np.arange(len(counts)), counts),
+                     'begin': np.cumsum([0, *sizes]), 'counts': counts, 'where': leaf[first]}

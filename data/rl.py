@@ -232,8 +232,8 @@ class ModelReward:
         for row in range(len(packed['tokens'])):
             inputs = [to_device(torch.from_numpy(packed[name][row:row + 1]), self.device)
                       for name in ('tokens', 'positions', 'ends')]
-            last = to_device(torch.from_numpy(packed['scored'][row][2]), self.device)
             part = slice(*packed['begin'][row:row + 2])
+            last = to_device(torch.from_numpy(packed['at'][part]), self.device)
             values = self.model.rewards(self.model.decoder(*inputs)[0, last])
             rewards[tuple(packed['where'][part].T)] = values.double().cpu()
         return rewards
@@ -252,13 +252,8 @@ def pack_rollouts(prompts, answers, row_length, multiple=1, last=False):
     """Pack answers behind their prompts into rows of trees, as `preferences.pack_answers`.
 
     prompts: lists of token ids; answers: per prompt, lists of token ids. A prompt with answers that
-    do not fit into one row has several trees. The answers' tokens are numbered in the order of the
-    rows; the dict has for them
-
-    answer  int64 [n], of each token; with last=True, of each answer's last token alone
-    where   int64 [N, 2], (prompt, number) of each answer; counts int64 [N], its tokens
-    begin   [rows + 1], the number of each row's first token
-    ranks   zeros: there are no pairs
+    do not fit into one row has several trees. where: int64 [N, 2], (prompt, number) of each answer
+    last=True: only the index of each answer's last token is scored
     """
     trees, members = [], []
     for i, prompt in enumerate(prompts):
@@ -275,11 +270,4 @@ def pack_rollouts(prompts, answers, row_length, multiple=1, last=False):
             members[-1].append((i, k))
             room -= len(leaf) - 1
     packed = pack_answers(trees, row_length, multiple)
-    tree, k = np.concatenate(packed['scored'], axis=1)[:2]
-    begins = (np.diff(tree, prepend=-1) != 0) | (np.diff(k, prepend=-1) != 0)
-    first = np.flatnonzero(begins)
-    return packed | {
-        'answer': np.cumsum(begins) - 1, 'counts': np.diff([*first, len(tree)]),
-        'where': np.array([members[t][j] for t, j in zip(tree[first], k[first], strict=True)]),
-        'begin': np.cumsum([0, *(x.shape[1] for x in packed['scored'])]),
-        'ranks': [np.zeros(len(tree.leaves)) for tree in trees]}
+    return packed | {'where': np.array([members[tree][k] for tree, k in packed['where']])}
