@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.answers import pack_answers
 from data.cache import tokenize_once
 from data.chat import encode_conversation
 from data.files import fetch, parsed, require_fields, require_text
 from data.instruct import PATTERNS, ROLE_NAMES
-from data.packing import IGNORE, Row, Tree, first_fit
+from data.packing import Tree
 from runtime.errors import DataError
 
 TIED = 128      # so a prompt has at most 126 answers
@@ -272,39 +273,3 @@ def pack_rankings(sequences, row_length, multiple=1, last=False):
         pairs += ordered
         weights += [1 / len(ordered) / len(trees)] * len(ordered)
     return packed | {'pairs': np.array(pairs), 'pair_weight': np.array(weights, np.float32)}
-
-
-def pack_answers(trees, row_length, multiple=1):
-    """Pack trees into rows, each tree in one row; return a dict of int64 arrays.
-
-    tokens, positions, ends, targets, owner: [rows, row_length] as in `packing.pack`; the last two
-    only serve to count. The answers and their tokens are numbered in the order of the rows:
-
-    token   [n]         a token of an answer
-    at      [n]         index in its row of the token before it, whose hidden state predicts it
-    answer  [n]         number of its answer
-    begin   [rows + 1]  number of each row's first token
-    counts  [N]         tokens of each answer
-    where   [N, 2]      tree and leaf of each answer
-    """
-    lengths = [len(tree.stem) + sum(len(tree.leaves[k]) - 1 for k, *_ in tree.branches)
-               for tree in trees]
-    row_of = first_fit(lengths, row_length)
-    rows = [Row() for _ in range(-(-(row_of.max() + 1) // multiple) * multiple)]
-    for index, (tree, row) in enumerate(zip(trees, row_of, strict=True)):
-        rows[row].add(index, tree, tree.branches)
-    arrays = np.stack([row.padded(row_length)[0] for row in rows], 1)
-    packed = dict(zip(('tokens', 'positions', 'ends'), arrays, strict=True))
-    sizes = [len(row.scored) for row in rows]
-    scored = np.concatenate([np.array(row.scored, dtype=np.int64).reshape(-1, 4) for row in rows])
-    leaf, at, token = scored[:, :2], scored[:, 2], scored[:, 3]
-    first = np.flatnonzero((np.diff(leaf, axis=0, prepend=-1) != 0).any(1))
-    counts = np.diff([*first, len(leaf)])
-    packed['targets'] = np.full_like(packed['tokens'], IGNORE)
-    packed['targets'][np.repeat(np.arange(len(rows)), sizes), at] = token
-    packed['owner'] = np.full_like(packed['tokens'], -1)
-    for i, row in enumerate(rows):
-        # a number for each stretch of consecutive positions: a row with trees is no one document
-        packed['owner'][i, :len(row.tokens)] = np.cumsum(np.diff(row.positions, prepend=0) != 1)
-    return packed | {'token': token, 'at': at, 'answer': np.repeat(np.arange(len(counts)), counts),
-                     'begin': np.cumsum([0, *sizes]), 'counts': counts, 'where': leaf[first]}

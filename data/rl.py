@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data.answers import pack_rollouts
 from data.chat import encode_prompt
 from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
 from data.free_answers import FREE_TASKS
 from data.instruct import ROLE_NAMES, to_messages
-from data.packing import Tree
-from data.preferences import PREFERENCE_PATTERNS, encode_answer, pack_answers
+from data.preferences import PREFERENCE_PATTERNS, encode_answer
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from runtime import checkpoint
 from runtime.device import to_device
@@ -244,30 +244,3 @@ class ModelReward:
                                  self.template, self.add_bos) for text in texts]
         return encoded[0][0], [ids if text.strip() else ids[-1:]
                                for text, (_, ids) in zip(texts, encoded, strict=True)]
-
-
-# ---- Rows of answers -----------------------------------------------------------------------------
-
-def pack_rollouts(prompts, answers, row_length, multiple=1, last=False):
-    """Pack answers behind their prompts into rows of trees, as `preferences.pack_answers`.
-
-    prompts: lists of token ids; answers: per prompt, lists of token ids. A prompt with answers that
-    do not fit into one row has several trees. where: int64 [N, 2], (prompt, number) of each answer
-    last=True: only the index of each answer's last token is scored
-    """
-    trees, members = [], []
-    for i, prompt in enumerate(prompts):
-        room = -1
-        for k, answer in enumerate(answers[i]):
-            # the last token of an answer is computed only if something follows it
-            leaf = [*answer, 0] if last else [*answer]
-            if room < len(leaf) - 1:
-                trees.append(Tree((), [*prompt]))
-                members.append([])
-                room = row_length - len(prompt)
-            trees[-1].leaves.append(leaf)
-            trees[-1].starts.append(len(prompt) + last * len(answer))
-            members[-1].append((i, k))
-            room -= len(leaf) - 1
-    packed = pack_answers(trees, row_length, multiple)
-    return packed | {'where': np.array([members[tree][k] for tree, k in packed['where']])}

@@ -13,12 +13,14 @@ from common import (SHARED, head_of_32, needs_files, off, reference_model, same_
                     sentencepiece_folder, write_rows)
 
 import align
+import rl
 import train
-from align import RL_METHODS, AlignConfig, Rollouts
-from data import rl
+from align import AlignConfig
+from data import rl as data_rl
 from data.files import read_rows
 from data.tokenizer import load_model_tokenizer
 from generate import Answer
+from rl import RL_METHODS, Rollouts
 from runtime import checkpoint
 from runtime.errors import ConfigError, DataError
 
@@ -54,7 +56,7 @@ def test_advantages_are_those_of_plain_loops_and_sum_to_0(name):
 
 def test_the_baseline_of_rloo_scales_the_centered_rewards():
     rewards = np.random.default_rng(4).normal(size=(3, 5))
-    assert np.allclose(align.leave_one_out(rewards), align.centered(rewards) * 5 / 4, atol=1e-12)
+    assert np.allclose(rl.leave_one_out(rewards), rl.centered(rewards) * 5 / 4, atol=1e-12)
 
 
 def test_the_weights_of_tokens_are_the_divisors_of_the_papers():
@@ -327,7 +329,7 @@ def test_a_truncated_answer_is_masked_scored_or_penalized(llama, truncated, n_us
                   reason='max_tokens')
     short = replace(long, number=1, tokens=[5] * 11 + [2], reason='end')
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(align, 'generate', lambda *_: [(0, [long, short])])
+        patch.setattr(rl, 'generate', lambda *_: [(0, [long, short])])
         answers, rewards = stage.sample(cfg, [0], 0, 2)
     assert rewards[0, 0] == (-3 if truncated == 'penalize' else rewards[0, 1])
     packed = stage.pack(cfg, [0], answers, rewards, 1)
@@ -352,13 +354,13 @@ def test_generalized_advantages_are_those_of_the_definition():
         expected = [plain_advantages(r, v, discount, lam) for r, v in zip(
             np.split(rewards, np.cumsum(counts)[:-1]), np.split(values, np.cumsum(counts)[:-1]),
             strict=True)]
-        advantages = align.generalized_advantages(rewards, values, np.array(counts), cfg)
+        advantages = rl.generalized_advantages(rewards, values, np.array(counts), cfg)
         assert np.allclose(advantages, np.concatenate(expected), rtol=0, atol=1e-12)
 
 
 def test_whitening_is_over_the_batch_or_over_each_answer():
     x = np.random.default_rng(0).normal(3, 2, size=10)
-    batch, response = align.whitened(x, [10]), align.whitened(x, [4, 1, 5])
+    batch, response = rl.whitened(x, [10]), rl.whitened(x, [4, 1, 5])
     assert np.allclose([batch.mean(), batch.var(ddof=1)], [0, 1])
     assert np.allclose([part.sum() for part in np.split(response, [4, 5])], 0)
     assert np.isfinite(response).all()
@@ -366,7 +368,7 @@ def test_whitening_is_over_the_batch_or_over_each_answer():
 
 def test_the_value_loss_is_clipped_around_the_old_value():
     value, returns = torch.tensor([1.0, 0.1, -1.0]), torch.tensor([0.0, 1.0, -2.0])
-    loss = align.clipped_value_loss(value, torch.zeros(3), returns, 0.2)
+    loss = rl.clipped_value_loss(value, torch.zeros(3), returns, 0.2)
     assert torch.allclose(loss, torch.tensor([0.5, 0.405, 1.62]))
 
 
@@ -572,7 +574,7 @@ def test_a_run_raises_its_reward_and_scores_held_out_prompts(llama, tmp_path, ca
 # ---- Rewards and prompts -------------------------------------------------------------------------
 
 def reward_of(name, answer, row):
-    return rl.load_reward(name, 'cpu', None, 'tulu').score('', answer, row)
+    return data_rl.load_reward(name, 'cpu', None, 'tulu').score('', answer, row)
 
 
 @pytest.mark.parametrize('name, answer, target, reward', [
@@ -604,7 +606,7 @@ def test_the_solutions_of_gsm8k_are_correct_by_the_exact_reward():
     assert all(reward_of('exact:gsm8k', row['answer'], row) for row in rows)
     assert np.mean([reward_of('exact:gsm8k', a['answer'], b)
                     for a, b in zip(rows, rows[1:], strict=False)]) < 0.05
-    assert rl.to_prompt(rows[0])[0]['content'].startswith('Janet')
+    assert data_rl.to_prompt(rows[0])[0]['content'].startswith('Janet')
 
 
 @pytest.mark.parametrize('row', [
@@ -614,8 +616,8 @@ def test_the_solutions_of_gsm8k_are_correct_by_the_exact_reward():
     {'messages': [{'role': 'user', 'content': 'Why?'}, {'role': 'assistant', 'content': 'x'}]},
     {'conversations': [{'from': 'human', 'value': 'Why?'}]}])
 def test_each_format_of_prompts_is_read(row):
-    assert rl.to_prompt(row) == [{'role': 'user', 'content': 'Why?'}]
-    assert rl.to_prompt(row, 'Be brief.') == [{'role': 'user', 'content': 'Why?\n\nBe brief.'}]
+    assert data_rl.to_prompt(row) == [{'role': 'user', 'content': 'Why?'}]
+    assert data_rl.to_prompt(row, 'Be brief.') == [{'role': 'user', 'content': 'Why?\n\nBe brief.'}]
 
 
 @pytest.mark.parametrize('code, message', [
@@ -628,7 +630,7 @@ def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
     path = tmp_path / 'reward.py'
     path.write_text(code)
     with pytest.raises((ConfigError, DataError), match=message):
-        rl.load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {})
+        data_rl.load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {})
 
 
 @pytest.mark.parametrize('values, message', [
@@ -645,7 +647,7 @@ def test_settings_of_rewards_without_sense_are_refused(values, message):
 
 def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(llama, tmp_path):
     with pytest.raises(ConfigError, match="'good', .* exact or rlcr of a task .triviaqa, "):
-        rl.load_reward('good', 'cpu', None, 'tulu')
+        data_rl.load_reward('good', 'cpu', None, 'tulu')
     cfg = config(llama, tmp_path)
     digests = {stage_of(cfg)[0].prompts.digest}
     (tmp_path / 'reward.py').write_text(REWARD + '# edited\n')

@@ -10,7 +10,7 @@ from common import HERE
 
 FOLDERS = ('bench', 'configs', 'data', 'families', 'papers', 'results', 'runtime', 'study')
 TOP = {'align', 'attention', 'demo', 'evaluate', 'fused_ce', 'generate', 'metrics', 'model',
-       'sample', 'scaling', 'setup', 'stats', 'test_all', 'train', 'triton_ops'}
+       'rl', 'sample', 'scaling', 'setup', 'stats', 'test_all', 'train', 'triton_ops'}
 # {file or folder: what of ours it may import}
 ARROWS = {'attention.py': {'triton_ops'}, 'fused_ce.py': set(), 'metrics.py': set(),
           'model.py': {'attention', 'triton_ops'}, 'results/prediction_files.py': {'metrics'},

@@ -1,0 +1,378 @@
+"""The stage of align.py that learns from rewards: PPO, RLOO, GRPO and their relatives.
+
+In each step the model generates answers, a row of training is [prompt][answer 1] ... [answer G],
+and the weight of each token in the loss follows from the rewards: by one advantage function and one
+divisor per method, in PPO by a value head. Every loss depends on the log-probabilities of the
+answers' tokens alone, so fused_ce.py computes it without storing logits. The settings are those of
+align.py.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+import train
+from data.answers import Answers, pack_rollouts
+from data.rl import load_prompts, load_reward
+from data.tokenizer import begins_with_bos
+from fused_ce import cross_entropy, fused_loss, joint
+from generate import generate
+from model import LoRALinear
+from runtime.device import pick_device, pick_dtype
+from runtime.errors import TrainingError
+from runtime.resume import advice
+from runtime.sampling import Sampling
+
+# ---- Advantages and divisors ---------------------------------------------------------------------
+
+
+def centered(rewards):
+    """Return rewards [prompts, answers] minus the mean over the answers to each prompt."""
+    return rewards - rewards.mean(1, keepdims=True)
+
+
+def leave_one_out(rewards):
+    """Return each reward minus the mean of the others'."""
+    return centered(rewards) * rewards.shape[1] / (rewards.shape[1] - 1)
+
+
+def standardized(rewards):
+    """Return the centered rewards, divided by their standard deviation."""
+    return centered(rewards) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
+
+
+# The weights of the losses of each answer's tokens. counts [N]: tokens of the step's answers;
+# used [N]: whether an answer has a loss. Each answer's mean, then the mean over answers:
+def per_answer(counts, used, cfg):
+    return used / (len(counts) * counts)
+
+
+def per_limit(counts, used, cfg):       # a constant, which does not favor short wrong answers
+    return used / (len(counts) * cfg.max_tokens)
+
+
+def per_token(counts, used, cfg):       # the mean over all tokens of the step
+    return used / max(1, counts[used].sum())
+
+
+class Method(NamedTuple):
+    """advantage: rewards [prompts, answers] -> advantages, float64; weight: see above.
+
+    ratio: that of the probabilities by the new and the old policy: of each 'token', of the whole
+    'answer', or 'mean', the geometric mean over the answer's tokens
+    clip_high: in place of cfg.clip_high = None
+    """
+    advantage: Callable | None
+    weight: Callable
+    ratio: str = 'token'
+    clip_high: float | None = None
+
+
+RL_METHODS = {
+    'rloo': Method(leave_one_out, per_answer, ratio='answer'),      # Ahmadian 2024 (2402.14740)
+    'grpo': Method(standardized, per_answer),                       # Shao 2024 (2402.03300)
+    'dr_grpo': Method(centered, per_limit),                         # Liu 2025 (2503.20783)
+    # Yu 2025 (2503.14476), without resampling of equal rewards and without the penalty of length
+    'dapo': Method(standardized, per_token, clip_high=0.28),
+    'gspo': Method(standardized, per_answer, ratio='mean'),         # Zheng 2025 (2507.18071)
+    'ppo': Method(None, per_answer),                                # Schulman 2017 (1707.06347)
+}
+
+
+def generalized_advantages(rewards, values, counts, cfg):
+    """Return A_t = delta_t + discount gae_lambda A_{t+1}, float64 [n]. Schulman 2016 (1506.02438).
+
+    delta_t = r_t + discount V_{t+1} - V_t. rewards, values: [n], the tokens of the answers one
+    after another, counts [N] of each; after an answer's last token V and A are 0.
+    """
+    begin, advantages = np.cumsum(counts) - counts, np.zeros(len(values))
+    following, advantage = np.zeros((2, len(counts)))
+    for t in reversed(range(max(counts))):
+        here = counts > t
+        at = begin[here] + t
+        delta = rewards[at] + cfg.discount * following[here] - values[at]
+        advantage[here] = delta + cfg.discount * cfg.gae_lambda * advantage[here]
+        advantages[at], following[here] = advantage[here], values[at]
+    return advantages
+
+
+def whitened(x, counts):
+    """Return x [n] with mean 0 and variance 1 in each of its parts, of `counts` numbers."""
+    parts = np.split(x, np.cumsum(counts)[:-1])
+    return np.concatenate([(part - part.mean()) / np.sqrt(part.var(ddof=len(part) > 1) + 1e-8)
+                           for part in parts])
+
+
+# ---- Losses of tokens ----------------------------------------------------------------------------
+
+def clipped_loss(log_ratio, advantage, low, high):
+    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)). PPO, Schulman 2017, eq. 7."""
+    ratio = log_ratio.exp()
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+
+
+def k3(log_p, reference):
+    """e^-d - 1 + d with d = log p - log ref: an estimate of KL(policy, reference), never negative.
+
+    Its gradient is that of KL(reference, policy); times the ratio, that of KL(policy, reference).
+    """
+    d = log_p - reference
+    return torch.expm1(-d) + d
+
+
+def policy_loss(log_p, column, answers, tokens, cfg):
+    """Return the loss [n] of some answers' tokens, their ratios, and whether these are clipped.
+
+    column: {name: [n]}; without `old`, this is the first update, whose ratios are 1
+    """
+    method, old = RL_METHODS[cfg.method], column.get('old', log_p.detach())
+    high = next(x for x in (cfg.clip_high, method.clip_high, cfg.clip) if x is not None)
+    log_ratio = log_p - old
+    if method.ratio != 'token':     # the loss of an answer, in each of its tokens
+        sums = answers.sums(log_ratio, tokens)
+        sums = sums / answers.counts if method.ratio == 'mean' else sums
+        log_ratio = sums[answers.answer[tokens]]
+    loss, ratio = clipped_loss(log_ratio, column['advantage'], cfg.clip, high), log_ratio.exp()
+    clipped = loss > -column['advantage'] * ratio       # the gradient is 0
+    if cfg.kl in ('loss', 'k3'):
+        factor = (log_p - old).exp() if cfg.kl == 'loss' else 1
+        loss = loss + cfg.kl_coef * factor * k3(log_p, column['reference'])
+    return loss, ratio.detach(), clipped
+
+
+def clipped_value_loss(value, old, returns, clip):
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2."""
+    clipped = old + (value - old).clamp(-clip, clip)
+    return torch.maximum((value - returns).square(), (clipped - returns).square()) / 2
+
+
+# ---- The stage -----------------------------------------------------------------------------------
+
+class Rollouts:
+    """The stage of a run of train.py that learns from rewards of answers that it generates."""
+
+    def load_sequences(self, cfg, tokenizer):
+        """Return (prompts, indices of those to train on, indices of the held-out ones)."""
+        device = pick_device(cfg.device)
+        self.reward = load_reward(os.path.expanduser(cfg.reward), device,
+                                  pick_dtype(cfg.dtype, device), cfg.template)
+        self.tokenizer, self.prompts = tokenizer, load_prompts(
+            cfg.data, tokenizer, template=cfg.template, max_length=cfg.max_length - cfg.max_tokens,
+            add_bos=begins_with_bos(tokenizer, cfg.add_bos), instruction=cfg.instruction,
+            digest=self.reward.digest, revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
+        return train.split_sequences(cfg, self.prompts)
+
+    def build_model(self, cfg, config, base, device):
+        """Return the model to train; its reference is itself without adapters, or a second one."""
+        model, self.device = train.build_model(cfg, config, base, device), device
+        self.model = self.reference = model
+        if cfg.kl != 'none' and not cfg.lora:
+            # with gradients, though none is computed: the kernels are those of training
+            self.reference = train.build_model(cfg, config, base, device)
+        if cfg.method == 'ppo':
+            model.value_head = torch.nn.Parameter(torch.zeros(model.head.shape[1], device=device))
+        # a buffer, so that checkpoints hold it
+        model.register_buffer('kl_coef', torch.tensor(cfg.kl_coef, dtype=torch.float64))
+        return model
+
+    def pack_batch(self, cfg, sequences, chosen, multiple):
+        """Return the prompts' indices: their answers depend on the weights of a later time."""
+        return chosen
+
+    def batches(self, cfg, sequences, training, first, until, multiple, pack_batch):
+        """Yield (indices of the prompts, packed answers) of each step, generated at that step."""
+        order = train.batches(cfg, sequences, training, first, until, multiple, pack_batch)
+        for step, (chosen, _) in enumerate(order, first):
+            seed = np.random.SeedSequence([cfg.seed, step]).generate_state(1, np.uint64)[0] >> 1
+            started = time.perf_counter()
+            answers, rewards = self.sample(cfg, chosen, int(seed), cfg.group_size)
+            sampled = time.perf_counter()
+            if step == first:
+                print(f'first answer, with reward {rewards[0, 0]:g}:')
+                print('    ' + answers[0][0].text[:1000].replace('\n', '\n    '))
+            packed = self.pack(cfg, chosen, answers, rewards, multiple)
+            packed['measured'] |= {'rollout_s': sampled - started,
+                                   'scoring_s': time.perf_counter() - sampled}
+            yield chosen, packed | {'step': step}
+
+    def sample(self, cfg, chosen, seed, n):
+        """Return (n Answers to each prompt, their rewards float64 [prompts, n])."""
+        sampling = Sampling(n=n, max_tokens=cfg.max_tokens, seed=seed, batch_size=cfg.decode_batch)
+        ids = [self.prompts[i][0].tolist() for i in chosen]
+        try:
+            done = dict(generate(self.model, ids, sampling, self.tokenizer, self.prompts.stop))
+        except FloatingPointError as error:
+            raise TrainingError(f'{error} of a step: the model in training gives NaN or infinite '
+                                f'logits; lower lr; {advice(cfg.out_dir)}') from error
+        answers = [done[i] for i in range(len(ids))]
+        rewards = self.reward.scores([self.prompts.messages[i] for i in chosen],
+                                     [[answer.text for answer in group] for group in answers],
+                                     [self.prompts.rows[i] for i in chosen])
+        if cfg.truncated == 'penalize':
+            cut = np.array([[is_truncated(answer) for answer in group] for group in answers])
+            rewards[cut] = cfg.penalty
+        return answers, rewards
+
+    def pack(self, cfg, chosen, answers, rewards, multiple):
+        """Return the packed rows of a step's answers with all that the loss needs.
+
+        Besides what `pack_rollouts` returns: `columns`, a number per answer token, and `measured`,
+        means over the answers.
+        """
+        packed = pack_rollouts([self.prompts[i][0].tolist() for i in chosen],
+                               [[answer.tokens for answer in group] for group in answers],
+                               cfg.pack_len, multiple)
+        group = [answers[i][j] for i, j in packed['where']]
+        measured = {'reward': rewards.mean(), 'length': packed['counts'].mean(),
+                    'entropy': np.concatenate([answer.entropies for answer in group]).mean(),
+                    'truncated': np.mean([is_truncated(answer) for answer in group])}
+        columns = {}
+        if cfg.updates > 1 or cfg.kl == 'reward' or cfg.method == 'ppo':
+            columns['old'], columns['value'] = self.log_probs(self.model, packed, cfg)
+            sampled = np.concatenate([answer.log_probs for answer in group])
+            measured['mismatch'] = np.abs(columns['old'] - sampled).mean()
+        if cfg.kl != 'none':
+            with without_adapters(self.model):
+                columns['reference'], _ = self.log_probs(self.reference, packed, cfg)
+        if cfg.kl_target:
+            measured['kl_coef'] = self.model.kl_coef.item()
+        self.assign_credit(cfg, packed, columns, rewards[tuple(packed['where'].T)])
+        used = np.array([cfg.truncated != 'mask' or not is_truncated(answer) for answer in group])
+        weight = RL_METHODS[cfg.method].weight(packed['counts'], used, cfg)
+        columns['weight'] = np.repeat(weight, packed['counts'])
+        return packed | {'columns': columns, 'measured': measured}
+
+    def assign_credit(self, cfg, packed, columns, rewards):
+        """Add the column `advantage` and, for PPO, `returns`; rewards float64 [N], one per answer.
+
+        The KL in the reward is log p - log ref of the token that was drawn.
+        """
+        counts, where = packed['counts'], packed['where']
+        begin, costs = np.cumsum(counts) - counts, np.zeros(counts.sum())
+        if cfg.kl == 'reward':
+            costs = self.model.kl_coef.item() * (columns['old'] - columns['reference'])
+        if cfg.method == 'ppo':
+            costs[begin + counts - 1] -= rewards
+            advantage = generalized_advantages(-costs, columns['value'], counts, cfg)
+            columns['returns'] = advantage + columns['value']
+            columns['advantage'] = whitened(
+                advantage, counts if cfg.whiten == 'response' else [len(advantage)])
+            return
+        table = np.zeros(where.max(0) + 1)
+        table[tuple(where.T)] = rewards - np.add.reduceat(costs, begin)
+        advantage = RL_METHODS[cfg.method].advantage(table)[tuple(where.T)]
+        columns['advantage'] = np.repeat(advantage, counts)
+
+    def log_probs(self, model, packed, cfg):
+        """Return float64 [2, n] of the answer tokens: log-probabilities, and values before them.
+
+        The values are 0 for a model without a value head.
+        """
+        parts = []
+        for _, log_p, hidden in answer_log_probs(model, packed, cfg, self.device):
+            value = (values_of(model, hidden) if hasattr(model, 'value_head') else
+                     torch.zeros_like(log_p))
+            parts.append(torch.stack((log_p, value.detach())).double().cpu().numpy())
+        return np.concatenate(parts, axis=1)
+
+    def train_step(self, model, optimizer, packed, cfg, device, objective):
+        """Take cfg.updates optimizer steps; return the means of their metrics."""
+        total = []
+        for update in range(cfg.updates):
+            columns, answer = packed['columns'], packed['answer']
+            if cfg.lost_accumulation > 1:
+                order = np.random.default_rng([cfg.seed, packed['step'], update]).permutation(
+                    len(packed['counts']))
+                last = order % cfg.lost_accumulation == cfg.lost_accumulation - 1
+                columns = columns | {'weight': columns['weight'] * last[answer]}
+            total.append(train.train_step(model, optimizer, packed | {'columns': columns}, cfg,
+                                          device, objective))
+        values = {name: torch.stack([step[name] for step in total]).mean() for name in total[0]}
+        if cfg.kl_target:       # of the answers, before these updates
+            kl = (packed['columns']['old'] - packed['columns']['reference']).sum()
+            error = np.clip(kl / len(packed['counts']) / cfg.kl_target - 1, -0.2, 0.2)
+            model.kl_coef *= 1 + error * len(packed['counts']) / cfg.kl_horizon
+        norm = values.pop('grad_norm')
+        return values | {name: torch.tensor(value, dtype=torch.float32, device=norm.device)
+                         for name, value in packed['measured'].items()} | {'grad_norm': norm}
+
+    def token_loss(self, packed, cfg):
+        """Return the function (model, rows, inputs, targets) -> (loss, {name: metric})."""
+        memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
+        n_tokens, n_answers = packed['begin'][-1], len(packed['counts'])
+
+        def compute(model, rows, inputs, _):
+            answers, measured = Answers(packed, rows, model.head.device), {}
+            columns = {name: answers.on_device(column[answers.part].astype(np.float32))
+                       for name, column in packed['columns'].items()}
+
+            def function(log_p, entropy, tokens):
+                column = {name: x[tokens] for name, x in columns.items()}
+                loss, ratio, clipped = policy_loss(log_p, column, answers, tokens, cfg)
+                measured.update(ratio=ratio.sum() / n_tokens,
+                                clip_fraction=clipped.sum() / n_tokens)
+                if cfg.kl != 'none':
+                    measured['kl'] = (log_p.detach() - column['reference']).sum() / n_answers
+                loss = (loss * column['weight']).sum()
+                return loss - (cfg.entropy_coef * entropy.sum() / n_tokens if cfg.entropy_coef
+                               else 0)
+
+            hidden = answers.gather(model(*inputs))
+            loss, _ = fused_loss(hidden, model.head, answers.token,
+                                 joint(function, entropy=cfg.entropy_coef > 0),
+                                 softcap=model.softcap, reduction='sum', memory=memory,
+                                 group=torch.from_numpy(packed['answer'][answers.part]))
+            if cfg.method == 'ppo':
+                errors = clipped_value_loss(values_of(model, hidden), columns['value'],
+                                            columns['returns'], cfg.value_clip)
+                measured['value_loss'] = (errors.detach() * columns['weight']).sum()
+                loss = loss + cfg.value_coef * (errors * columns['weight']).sum()
+            return loss, measured
+
+        return compute
+
+    def validation_loss(self, model, held_out, cfg, device):
+        """Return {val_reward, val_length} of one answer to each held-out prompt."""
+        answers, rewards = self.sample(cfg, held_out, cfg.seed, 1)
+        return {'val_reward': rewards.mean(),
+                'val_length': np.mean([len(answer.tokens) for answer, in answers])}
+
+
+def values_of(model, hidden):
+    """Return the values float32 [n] of states, from the hidden states [n, D]."""
+    return hidden.float() @ model.value_head
+
+
+def is_truncated(answer):
+    return answer.reason in ('max_tokens', 'context')
+
+
+@contextlib.contextmanager
+def without_adapters(model):
+    """A context in which LoRA adds nothing: the model as it was before training."""
+    scales = {layer: layer.scale for layer in model.modules() if isinstance(layer, LoRALinear)}
+    try:
+        for layer in scales:
+            layer.scale = 0.0
+        yield
+    finally:
+        for layer, scale in scales.items():
+            layer.scale = scale
+
+
+def answer_log_probs(model, packed, cfg, device):
+    """Yield (Answers, float32 [n] log-probability of each token, hidden states) per micro-batch.
+
+    Without gradients, but with the kernels of training: ratios begin at 1 and margins at 0.
+    """
+    for rows, inputs, _ in train.micro_batches(packed, cfg, device):
+        answers = Answers(packed, rows, device)
+        hidden = answers.gather(model(*inputs)).detach()
+        nll = fused_loss(hidden, model.head.detach(), answers.token, cross_entropy(),
+                         softcap=model.softcap, reduction='none')[1]
+        yield answers, -nll, hidden
