@@ -22,14 +22,13 @@ if __name__ == '__main__':
 import contextlib
 import functools
 import hashlib
-import importlib
 import itertools
 import math
 import os
 import sys
 import time
 from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -41,13 +40,12 @@ from data.chat import question_frame
 from data.free_answers import FREE_TASKS, VERBALIZED
 from data.packing import pack_alone, pack_trees, stack_answers, stack_rows
 from data.probes import INSTRUCTIONS
-from data.tasks import describe, describe_tasks, distribution, load_tasks, show
+from data.tasks import describe, describe_tasks, distribution, load_tasks, show_tasks
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import confidence, page, report, samples
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.eval_config import EvalConfig, check_eval_config
-from runtime.sampling import Sampling
 
 USAGE = f"""\
 usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=value ...]
@@ -84,9 +82,10 @@ import torch
 
 import fused_ce
 from families import t5
-from model import CausalLM
 from runtime import checkpoint, device, log, parallel
+from runtime.load_ahead import load_ahead, loads_kernels
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
+from written.answers import judge_samples, write_answers
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
@@ -99,20 +98,45 @@ SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
 # Trees to log-probabilities
 # ------------------------------------------------------------------------------------------------
 
-def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statistics=False,
+def token_log_probs(hidden, head, at, tokens, softcap):
+    """Return log p(tokens[i] | hidden[at[i]]), float32 [M, 1]; multiply each row with head once.
+
+    hidden [N, D] and head [V, D] on one device; at [M], whose values may repeat, and tokens [M] on
+    the CPU, so that the host does not wait for the device.
+    """
+    used, place = at.unique(return_inverse=True)        # used[place] = at
+    indices = device.to_device(torch.cat((at, tokens, place, used)), head.device)
+    at, tokens, place, rows = indices.split([len(at)] * 3 + [len(used)])
+    label = torch.zeros_like(used)      # any: the sum over all tokens does not depend on it
+    lse = fused_ce.token_statistics(hidden[rows], head, label, softcap=softcap).lse
+    logits = torch.cat([(hidden[i].float() * head[k].float()).sum(1)
+                        for i, k in zip(at.split(4096), tokens.split(4096), strict=True)])
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return (logits - lse[place])[:, None]
+
+
+def token_statistics(hidden, head, at, tokens, softcap):
+    """Return of each token its log-probability, and the top token, its log-probability and the
+    entropy in nats of the distribution that it is drawn from, float32 [M, 4]; as `token_log_probs`.
+    """
+    s = fused_ce.token_statistics(hidden[device.to_device(at, head.device)], head, tokens,
+                                  softcap=softcap)
+    return torch.stack([-s.nll, s.top_token.float(), s.top_logit - s.lse, s.entropy], 1)
+
+
+def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute=token_log_probs,
           trim=1, dropout_seed=None, seq2seq=None):
     """Yield (index, numbers, values) for each of `trees`, (index, Tree) pairs, as they are done.
 
     load:          returns the model; called once there is something to score
     deterministic: each tree in a row and a batch of its own
-    statistics:    also return the top token, its log-probability and the entropy, see values
+    compute:       what to compute of them: `token_log_probs` or `token_statistics`
     trim:          drop trailing tokens that no score needs and round the length up to a multiple
                    of `trim`; 0: keep all
     dropout_seed:  score with the dropout of adapters, drawn by this seed; None: without
     seq2seq:       the configuration of a T5, whose encoder reads the prompts; None: a CausalLM
     numbers:       int [M], for each scored token its option, or its index in Tree.scored
-    values:        float32 [M, 1] log-probability; with `statistics` [M, 4]: log-probability, top
-                   token, log-probability of the top token, entropy in nats
+    values:        float32 [M, C], as `compute` returns them
     """
     unfinished = {}
 
@@ -127,7 +151,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
     else:
         rows = pack_alone(counted()) if deterministic else pack_trees(counted(), pack_len)
         batches = stack_rows(rows, 1 if deterministic else batch_rows, 0 if deterministic else trim)
-    for copy, scored in launch(load, batches, statistics, dropout_seed):
+    for copy, scored in launch(load, batches, compute, dropout_seed):
         for (index, number, _, _), value in zip(scored, copy.values(), strict=True):
             n, numbers, values = unfinished[index]
             numbers.append(number)
@@ -137,7 +161,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, statist
                 yield index, np.array(numbers), np.array(values)
 
 
-def launch(load, batches, statistics, dropout_seed):
+def launch(load, batches, compute, dropout_seed):
     """Yield (HostCopy of the values, scored) of each batch of `stack_rows`.
 
     A thread makes batches ahead of the device, so the generators behind `batches`, which tokenize,
@@ -157,7 +181,7 @@ def launch(load, batches, statistics, dropout_seed):
                     if dropout_seed is not None:
                         seed_dropout(dropout_seed, arrays)
                     with torch.no_grad():
-                        values = forward_values(model, arrays, scored, statistics)
+                        values = forward_values(model, arrays, scored, compute)
                     launched.append((device.HostCopy(values), scored))
                     if len(launched) == 2:
                         yield launched.popleft()
@@ -186,34 +210,12 @@ def seed_dropout(seed, arrays):
     torch.manual_seed(int.from_bytes(digest))
 
 
-def forward_values(model, arrays, scored, statistics):
-    """Return the values of `score` for each of `scored`, [M, 1 or 4], on the model's device."""
-    head, cap = model.head, model.softcap
+def forward_values(model, arrays, scored, compute=token_log_probs):
+    """Return `compute` of each of `scored`, [M, C], on the model's device."""
     inputs = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     at, tokens = (torch.tensor([entry[i] for entry in scored]) for i in (2, 3))
-    hidden = model(*(device.to_device(x, head.device) for x in inputs)).flatten(0, 1)
-    if not statistics:
-        return token_log_probs(hidden, head, at, tokens, cap)[:, None]
-    scored_hidden = hidden[device.to_device(at, head.device)]
-    s = fused_ce.token_statistics(scored_hidden, head, tokens, softcap=cap)
-    return torch.stack([-s.nll, s.top_token.float(), s.top_logit - s.lse, s.entropy], 1)
-
-
-def token_log_probs(hidden, head, at, tokens, softcap):
-    """Return log p(tokens[i] | hidden[at[i]]), float32 [M]; multiply each row with head only once.
-
-    hidden [N, D] and head [V, D] on one device; at [M], whose values may repeat, and tokens [M] on
-    the CPU, so that the host does not wait for the device.
-    """
-    used, place = at.unique(return_inverse=True)        # used[place] = at
-    indices = device.to_device(torch.cat((at, tokens, place, used)), head.device)
-    at, tokens, place, rows = indices.split([len(at)] * 3 + [len(used)])
-    label = torch.zeros_like(used)      # any: the sum over all tokens does not depend on it
-    lse = fused_ce.token_statistics(hidden[rows], head, label, softcap=softcap).lse
-    logits = torch.cat([(hidden[i].float() * head[k].float()).sum(1)
-                        for i, k in zip(at.split(4096), tokens.split(4096), strict=True)])
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return logits - lse[place]
+    hidden = model(*(device.to_device(x, model.head.device) for x in inputs)).flatten(0, 1)
+    return compute(hidden, model.head, at, tokens, model.softcap)
 
 
 def option_log_probs(model, trees, **options):
@@ -224,38 +226,6 @@ def option_log_probs(model, trees, **options):
     sums = {index: np.bincount(numbers, values[:, 0], len(trees[index].leaves))
             for index, numbers, values in score(lambda: model, enumerate(trees), **options)}
     return [sums[index] for index in range(len(trees))]
-
-
-# ------------------------------------------------------------------------------------------------
-# The model
-# ------------------------------------------------------------------------------------------------
-
-def load_ahead(pool, folder, base, cfg, n_items):
-    """Return `load` for `score`: threads of `pool` read the weights while items are tokenized.
-
-    They also load the kernels of a GPU, and then matplotlib, for which scoring does not wait.
-    """
-    if not n_items:
-        return lambda: load_model(folder, base, cfg)
-    warm = []
-    if loads_kernels(cfg) and not t5_config(folder):
-        warm.append(pool.submit(warm_up, checkpoint.read_config(folder), cfg))
-    weights = pool.submit(load_model, folder, base, cfg)
-    if cfg.pictures:
-        pool.submit(importlib.import_module, 'matplotlib.figure')
-
-    @functools.cache
-    def load():
-        wait(warm)
-        warm.clear()    # the error of one that failed would keep its tensors on the GPU
-        return weights.result()
-
-    return load
-
-
-def loads_kernels(cfg):
-    """Return whether the forward pass uses the Triton kernels of triton_ops.py."""
-    return cfg.device.startswith('cuda') and cfg.dtype == 'bfloat16'
 
 
 def row_lengths(cfg):
@@ -275,66 +245,37 @@ def t5_config(folder):
     return config if config.model_type in t5.ARCHITECTURES else None
 
 
-def load_model(folder, base, cfg):
-    """Return the model in the folder `base`; with dropout_seed, with the adapters in `folder`."""
-    model = checkpoint.load(base, cfg.device, getattr(torch, cfg.dtype))
-    if cfg.dropout_seed is not None:
-        checkpoint.add_adapter(model, folder)
-    return model
-
-
-def warm_up(config, cfg):
-    """Load every kernel of a forward pass, which takes seconds, by running a model of one layer."""
-    device.pick_device(cfg.device)      # the current GPU of a new thread is the first one
-    # Triton makes other code for sizes that are multiples of 16
-    config = replace(config, num_hidden_layers=1, layers=config.layers[:1],
-                     vocab_size=4096 + config.vocab_size % 16)
-    with torch.device('meta'):
-        model = CausalLM(config)
-    # Any values will do; drawing them would take float32 memory. model.to_empty imports sympy.
-    for key, parameter in [*model.named_parameters()]:
-        parent, _, name = key.rpartition('.')
-        values = torch.empty(parameter.shape, dtype=torch.bfloat16, device=cfg.device)
-        setattr(model.get_submodule(parent), name, torch.nn.Parameter(values))
-    at = np.arange(cfg.pack_len)[None]
-    with torch.no_grad():
-        positions = at % config.max_position_embeddings     # OPT has embeddings for no more
-        forward_values(model, np.stack([0 * at, positions, at + 1]), [(0, 0, 0, 0)],
-                       statistics=False)
-
-
 # ------------------------------------------------------------------------------------------------
 # Samples
 # ------------------------------------------------------------------------------------------------
 
-def score_task(load, folder, tokenizer, label, task, cfg, done, write):
-    """Score the items of `task` not in `done`, `write` each sample; return (prompts, bad rows).
+def score_task(load, folder, tokenizer, label, task, cfg, done, append):
+    """Score the items of `task` not in `done`, append each sample; return (prompts, bad rows).
 
     prompts: {(sample_key, prompt)} of every item of the task, scored now or earlier
     done:    the same, of the samples in samples.jsonl
+    append:  (sample_key, prompt, sample) -> None writes a sample, unless it is in `done`
     """
     tokenized = []
     keys = {(label, split, item.language, item.id) for split, items in (
         ('test', task.items), ('validation', task.validation)) for item in items}
     progress = log.Progress(label, len(keys - {key for key, _ in done}), task.unit)
     of_text = functools.partial(text_samples, tokenizer)
+    compute = token_statistics if task.kind in INSTRUCTIONS else token_log_probs
     to_samples = {'questions': question_samples, 'permuted': permuted_samples,
                   'p_true': p_true_samples}.get(task.kind, of_text)
     try:
         for index, numbers, values in score(
                 load, unscored(task, label, tokenizer, cfg, done, tokenized), cfg.pack_len,
-                cfg.batch_rows, cfg.deterministic, statistics=task.kind in INSTRUCTIONS,
-                trim=row_lengths(cfg)[1], dropout_seed=cfg.dropout_seed,
-                seq2seq=t5_config(folder)):
+                cfg.batch_rows, cfg.deterministic, compute,
+                row_lengths(cfg)[1], cfg.dropout_seed, t5_config(folder)):
             key, prompt, item, tree = tokenized[index]
             tokenized[index] = key, prompt, None, None      # free the tree
             if not np.isfinite(values).all():
                 raise CheckpointError(checkpoint.bad_logits(f'{label}: {item.place}', folder,
                                                             cfg.dtype))
-            common = dict(zip(('task', 'split', 'language', 'id'), key, strict=True),
-                          prompt=prompt)
             for sample in to_samples(item, tree, numbers, values):
-                write(common | sample)
+                append(key, prompt, sample)
             progress.update()
     finally:
         progress.bar.close()
@@ -368,7 +309,7 @@ def question_samples(question, tree, numbers, values):
     """Return the one sample of a question: the summed log-probability of each option."""
     log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves))    # in float64
     blank = {'choices': question.options} if question.ending else {}
-    return [question_fields(question, tree.shots) | blank | {
+    return [samples.question_fields(question, tree.shots) | blank | {
         'answer': question.answer,
         'options': [question.ending or option for option in question.options],
         'log_probs': log_probs.tolist(), 'n_tokens': tree.n_tokens}]
@@ -383,23 +324,16 @@ def permuted_samples(question, tree, numbers, values):
                'n_tokens': question.published['n_tokens']}]
     orders += [{'order': order, 'log_probs': log_probs[k].tolist(),
                 'n_tokens': n_tokens[k].tolist()} for k, order in enumerate(question.orders)]
-    return [question_fields(question, tree.shots) | {
+    return [samples.question_fields(question, tree.shots) | {
         'answer': question.answer, 'options': question.options,
         'log_probs': samples.mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}]
-
-
-def question_fields(question, shots):
-    """Return the part of a sample that says which question it is of."""
-    return {'question': question.digest, 'subject': question.subject,
-            'category': question.category, 'shots': shots,
-            'context': question.context + (f'_{question.ending}' if question.ending else '')}
 
 
 def p_true_samples(question, tree, numbers, values):
     """Return the one sample of P(True), the probability of (A), True, among the two options."""
     true, false = np.bincount(numbers, values[:, 0], 2)
     log_probs = -np.logaddexp(0, [false - true, true - false])
-    return [question_fields(question, tree.shots) | {
+    return [samples.question_fields(question, tree.shots) | {
         'correct': question.answer == 0, 'confidence': float(np.exp(log_probs[0])),
         'log_prob': float(log_probs[question.answer]),
         'entropy': float(-(np.exp(log_probs) * log_probs).sum())}]
@@ -421,108 +355,8 @@ def text_samples(tokenizer, text, tree, numbers, values):
     return token_samples
 
 
-# ------------------------------------------------------------------------------------------------
-# Written answers
-# ------------------------------------------------------------------------------------------------
-
-ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
-
-
-def write_answers(load, folder, tokenizer, label, task, cfg, done, write):
-    """Generate the answers to the questions of `task`, `write` each sample; as score_task.
-
-    For a task itself ('free') these are a greedy answer and cfg.n drawn at temperature 1; for a
-    stated probability only the greedy one. The prompt of a sample is the hash of what decides the
-    answers, and one of the sample itself: answers in samples.jsonl are graded again by the present
-    rules, and a sample that this changes is written anew.
-    """
-    from generate import end_tokens, generate       # it imports this file
-    rule = FREE_TASKS[label.partition('.')[0]].isolated(cfg.isolation)
-    n = cfg.n if task.kind == 'free' else 0
-    max_tokens = cfg.max_tokens or rule.max_tokens
-    if not n:
-        max_tokens = VERBALIZED[task.kind][0]
-    stop = () if cfg.chat != 'none' else rule.stop if n else VERBALIZED[task.kind][1]
-    shots = task.shots['']
-    settings = Sampling(n=1, max_tokens=max_tokens, temperature=0.0, stop=stop, seed=cfg.seed,
-                        deterministic=cfg.deterministic,
-                        batch_size=ANSWERS_AT_ONCE if cfg.device.startswith('cuda') else 64)
-    prompts, bad_rows, left, end = set(), [], [], set()
-    earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s for s in task.written}
-
-    def write_sample(question, key, asked, n_shots, greedy, answers):
-        if n:
-            sample = confidence.answer_sample(question, rule, greedy, answers)
-        else:
-            stated = free_answers.stated_guess(
-                greedy['text'], question.lead if cfg.chat == 'none' else '')
-            sample = confidence.verbalized_sample(question, rule, greedy, *stated)
-        if sample is None:
-            return
-        sample |= question_fields(question, n_shots)
-        prompt = f'{asked}-{samples.digest(sample)}'
-        prompts.add((key, prompt))
-        if (key, prompt) not in done:
-            write(dict(zip(('task', 'split', 'language', 'id'), key, strict=True), prompt=prompt)
-                  | sample)
-
-    for question in task.items:
-        try:
-            ids, ends, n_shots = free_answers.encode(question, shots, tokenizer, cfg, max_tokens)
-        except DataError as error:
-            if cfg.on_bad_row == 'stop':
-                raise DataError(f'{label}: {error}; --on_bad_row=skip leaves it out') from error
-            bad_rows.append(str(error))
-            continue
-        key, end = (label, 'test', question.language, question.id), end | ends
-        asked = samples.digest([ids, n, max_tokens, stop, cfg.seed])
-        if sample := earlier.get((key, asked)):
-            write_sample(question, key, asked, n_shots, sample['greedy'], sample.get('answers'))
-        else:
-            left.append((question, key, asked, n_shots, ids))
-    progress = log.Progress(label, len(left), task.unit)
-    try:
-        if left:
-            model, ids = load(), [entry[-1] for entry in left]
-            end |= end_tokens(model, end)
-            greedy = generate(model, ids, settings, tokenizer, end)
-            drawn = generate(model, ids, replace(settings, n=n, temperature=1.0), tokenizer, end)
-            first = {i: confidence.written(answer) | confidence.span(answer, rule, tokenizer)
-                     for i, (answer,) in greedy} if n else {}
-            for i, answers in drawn if n else greedy:
-                *entry, _ = left[i]
-                answers = [*map(confidence.written, answers)]
-                write_sample(*entry, *((first[i], answers) if n else (answers[0], None)))
-                progress.update()
-    except FloatingPointError as error:
-        raise CheckpointError(checkpoint.bad_logits(f'{label}: {error}', folder, cfg.dtype)
-                              ) from error
-    finally:
-        progress.bar.close()
-    return prompts, bad_rows
-
-
-def judge_samples(load, folder, tokenizer, label, task, cfg, done, write):
-    """Write the samples of a confidence that is computed from those of the answers."""
-    function, prompts = confidence.CONFIDENCES[label.partition('.')[2]].function, set()
-    scored = {samples.sample_key(s)[1:]: s for s in task.written}
-    for question in task.items:
-        key = 'test', question.language, question.id
-        value, answer = function(scored[key])
-        if value is None:
-            continue
-        sample = (confidence.judged(question, value, answer)
-                  | question_fields(question, scored[key]['shots']))
-        prompts.add(((label, *key), prompt := samples.digest(sample)))
-        if ((label, *key), prompt) not in done:
-            write(dict(zip(('task', 'split', 'language', 'id'), (label, *key), strict=True),
-                       prompt=prompt) | sample)
-    return prompts, []
-
-
 # {kind of a Task: what collects its samples}; score_task collects those of all others
-COLLECT = {'free': write_answers, 'verbalized_1s': write_answers, 'verbalized_2s': write_answers,
-           'from_samples': judge_samples}
+COLLECT = dict.fromkeys(('free', *VERBALIZED), write_answers) | {'from_samples': judge_samples}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -608,11 +442,14 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
     tasks = {label: task.share(*process) for label, task in tasks.items()}
     with (ThreadPoolExecutor(2) as pool,
           open(samples.part(out_dir / 'samples.jsonl', *process), 'ab', buffering=0) as file):
-        load = (lambda: model) if model else load_ahead(pool, folder, base, cfg, n_items)
+        load = (lambda: model) if model else load_ahead(
+            pool, folder, base, cfg, n_items, None if t5_config(folder) else forward_values)
 
-        def append(sample):
-            samples.append(file, sample)
-            new.append(sample)
+        def append(key, prompt, sample):
+            if (key, prompt) not in done:
+                new.append(dict(zip(('task', 'split', 'language', 'id'), key), prompt=prompt)
+                           | sample)
+                samples.append(file, new[-1])
 
         for label, task in with_variants(tasks, out_dir, prompts, cfg):
             started = time.perf_counter()
@@ -756,14 +593,7 @@ def show_prompts(cfg):
         cfg = resolve(cfg, folder, config, tokenizer)
     elif cfg.chat != 'none':
         raise ConfigError(f'chat = {cfg.chat}: the template needs the tokenizer of --model')
-    for label in result_labels(tasks, replace(cfg, p_true=False)):
-        task = tasks[label.partition('.')[0]]
-        if label not in tasks and task.kind == 'free':
-            continue        # its prompts hold the answers
-        if label not in tasks:
-            task = task.permuted({('test', q.language, q.id): {} for q in task.items})
-        print(f'{label}: {min(cfg.show, len(task.items))} of {len(task.items):,} {task.unit}\n'
-              f'{show(task, tokenizer, cfg)}\n')
+    print(show_tasks(tasks, tokenizer, cfg))
 
 
 def main(argv):

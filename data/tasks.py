@@ -228,12 +228,22 @@ def _load(name, cfg):
     return task
 
 
-def show(task, tokenizer, cfg):
-    """Return the text of --show: the first cfg.show questions or texts as the model reads them.
+def show_tasks(tasks, tokenizer, cfg):
+    """Return the text of --show: the first cfg.show prompts of each Task as the model reads them.
 
     It has the whole prompt, the options or scored tokens, and the tokens with '|' between them.
     Without a tokenizer it has the prompt with all shots, and no tokens.
     """
+    if cfg.permute:
+        tasks = tasks | {f'{label}.permuted': task.permuted(
+            {('test', q.language, q.id): {} for q in task.items})
+            for label, task in tasks.items() if task.kind == 'questions'}
+    return '\n'.join(f'{label}: {min(cfg.show, len(task.items))} of {len(task.items):,} '
+                     f'{task.unit}\n{_show(task, tokenizer, cfg)}\n'
+                     for label, task in tasks.items())
+
+
+def _show(task, tokenizer, cfg):
     task, lines = replace(task, items=task.items[:cfg.show], validation=[]), []
     if tokenizer is None:
         return '\n'.join(_show_text(item, task.shots) for item in task.items)

@@ -116,6 +116,13 @@ def _scored(path):
     return {key for key, scored in ids.items() if len(scored) == expected[key]}
 
 
+def question_fields(question, shots):
+    """Return the part of a sample that says which question it is of."""
+    return {'question': question.digest, 'subject': question.subject,
+            'category': question.category, 'shots': shots,
+            'context': question.context + (f'_{question.ending}' if question.ending else '')}
+
+
 def digest(value):
     """Return a hash of a value that JSON can hold."""
     text = json.dumps(value, sort_keys=True)

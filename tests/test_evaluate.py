@@ -35,7 +35,7 @@ from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 from results import compare, report, samples
-from runtime import checkpoint, device as devices, log, ownership, startup
+from runtime import checkpoint, device as devices, load_ahead, log, ownership, startup
 from runtime.errors import ConfigError, DataError
 from test_tokenizer import train_bpe
 
@@ -157,7 +157,7 @@ def test_scored_tokens_of_a_text(tmp_path):
     trees = [packing.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
     for index, numbers, values in evaluate.score(lambda: model, enumerate(trees), 64,
-                                                 statistics=True):
+                                                 compute=evaluate.token_statistics):
         tree = trees[index]
         ids = torch.tensor([tree.stem])
         log_probs = model.logits(model(ids, *whole_rows(ids))).log_softmax(-1)[0].detach()
@@ -550,9 +550,9 @@ def test_kernels_are_loaded_where_they_compute(change, kernels, monkeypatch, tmp
     monkeypatch.setattr(checkpoint, 'load', lambda *_: model)
     monkeypatch.setattr(checkpoint, 'read_config',
                         lambda *_, **options: SimpleNamespace(model_type='llama'))
-    monkeypatch.setattr(evaluate, 'warm_up', lambda *_: calls.append('warm'))
+    monkeypatch.setattr(load_ahead, 'warm_up', lambda *_: calls.append('warm'))
     with ThreadPoolExecutor(2) as pool:
-        load = evaluate.load_ahead(pool, tmp_path, tmp_path, cfg, 1)
+        load = load_ahead.load_ahead(pool, tmp_path, tmp_path, cfg, 1, forward=print)
         assert load() is load() is model
     assert calls == ['warm'] * kernels
 
@@ -561,10 +561,9 @@ def test_kernels_are_loaded_where_they_compute(change, kernels, monkeypatch, tmp
 def test_the_kernels_are_loaded_by_a_model_of_one_layer(name, monkeypatch, tmp_path):
     reference_model(name, tmp_path, max_position_embeddings=32, **head_of_32(name))
     calls, place, random_state = [], [], torch.get_rng_state()
-    monkeypatch.setattr(evaluate, 'forward_values', lambda *call, statistics: calls.append(call))
     monkeypatch.setattr(devices, 'pick_device', place.append)
-    evaluate.warm_up(checkpoint.read_config(tmp_path),
-                     evaluate.EvalConfig(device='cpu', pack_len=64))
+    load_ahead.warm_up(checkpoint.read_config(tmp_path), evaluate.EvalConfig(
+        device='cpu', pack_len=64), lambda *call: calls.append(call))
     (model, arrays, _), = calls
     assert len(model.decoder.layers) == 1 and model.head.dtype == torch.bfloat16
     assert torch.isfinite(model(*torch.from_numpy(arrays))).shape == (1, 64, model.head.shape[1])
@@ -603,11 +602,11 @@ def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
 
     monkeypatch.setattr(checkpoint, 'read_config',
                         lambda *_, **options: SimpleNamespace(model_type='llama'))
-    monkeypatch.setattr(evaluate, 'warm_up', fails)
-    monkeypatch.setattr(evaluate, 'load_model', lambda *_: model)
+    monkeypatch.setattr(load_ahead, 'warm_up', fails)
+    monkeypatch.setattr(load_ahead, 'load_model', lambda *_: model)
     with ThreadPoolExecutor(2) as pool:
-        load = evaluate.load_ahead(pool, tmp_path, tmp_path, evaluate.EvalConfig(
-            dtype='bfloat16', device='cuda', pictures=False), 1)
+        load = load_ahead.load_ahead(pool, tmp_path, tmp_path, evaluate.EvalConfig(
+            dtype='bfloat16', device='cuda', pictures=False), 1, forward=print)
         assert load() is model and tensors[0]() is None
 
 
@@ -694,9 +693,9 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     (tmp_path / 'cut' / 'results.json').unlink()
     (tmp_path / 'cut' / 'samples.jsonl').write_text(samples[:len(samples) // 2])
     launched, forward = [], evaluate.forward_values
-    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, statistics: (
+    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, compute: (
         launched.append(len({tree for tree, *_ in scored})),
-        forward(model, arrays, scored, statistics))[1])
+        forward(model, arrays, scored, compute))[1])
     again = scored(scored_folder, tmp_path / 'cut')
     assert sum(launched) == 120 - samples[:len(samples) // 2].count('\n')
     pooled = (found['tasks']['global_mmlu']['pooled'] for found in (whole, again))
@@ -1357,9 +1356,9 @@ def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsy
          'choices': [' '.join(words[i % 9:i % 9 + n]) for n in (1, 2, 4)]} for i in range(30)])
     plain = evaluate_words(scored_folder, out, f'--tasks={foxes}', '--scoring=text')
     launched, forward = [], evaluate.forward_values
-    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, statistics: (
+    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, compute: (
         launched.append(len({tree for tree, *_ in scored})),
-        forward(model, arrays, scored, statistics))[1])
+        forward(model, arrays, scored, compute))[1])
     text = ['--scoring=text', f'--tasks={foxes}', '--p_true', '--fit_temperature']
     both = evaluate_words(scored_folder, out, *text)
     assert sum(launched) == 30 and 'foxes.p_true (P(True)' in capsys.readouterr().out
@@ -1459,8 +1458,8 @@ def test_orders_are_scored_once(scored_folder, tmp_path, monkeypatch):
     folder, out = tmp_path / 'quiz', tmp_path / 'out'
     write_lettered(folder)
     quiz, launched, forward = f'--tasks={folder}', [], evaluate.forward_values
-    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, statistics: (
-        launched.append(len(scored)), forward(model, arrays, scored, statistics))[1])
+    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, compute: (
+        launched.append(len(scored)), forward(model, arrays, scored, compute))[1])
     evaluate_words(scored_folder, out, quiz, '--shots=2')
     plain = sum(launched)
     permuted = evaluate_words(scored_folder, out, quiz, '--shots=2', '--permute=2')
