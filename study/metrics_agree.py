@@ -32,6 +32,7 @@ from results.runs import find_runs, read_run
 from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import claim, lock, write_text
+from runtime.processes import parallel_map
 
 RESULTS = Path(__file__).parent / 'results'
 SIGNS = {key: 1 if x.higher_is_better else -1 for key, x in MEASURES.items()
@@ -79,16 +80,24 @@ def merged_ece(count, gaps, n_bins):
 def measured(folders):
     """Return the values and the ECE by bins of the runs in `folders`, from their samples."""
     values, binned = {}, {}
-    for folder in find_runs([Path(folder) for folder in folders]):
-        for line, _, p in predictions_by_group(read_run(folder)):
-            if line['language'] == line['category'] == 'all' and line['scaling'] == 'none':
-                run, report = (folder.name, str(folder)), p.report()
-                values.setdefault(line['task'], {})[run] = {
-                    key: report[key] for key in SIGNS if key in report}
-                prediction = metrics.top_label(p.probs, p.labels)
-                binned.setdefault(line['task'], {})[run] = {
-                    n: metrics.ece(*prediction, n) for n in BINS}
+    found = find_runs([Path(folder) for folder in folders])
+    for folder, tasks in zip(found, parallel_map(measure, found, worth_it=len(found) > 4),
+                             strict=True):
+        for task, (report, ece) in tasks.items():
+            run = folder.name, str(folder)
+            values.setdefault(task, {})[run], binned.setdefault(task, {})[run] = report, ece
     return values, binned
+
+
+def measure(folder):
+    """Return {task: ({metric: value}, {bins: ECE})} of a run."""
+    tasks = {}
+    for line, _, p in predictions_by_group(read_run(folder)):
+        if line['language'] == line['category'] == 'all' and line['scaling'] == 'none':
+            report, prediction = p.report(), metrics.top_label(p.probs, p.labels)
+            tasks[line['task']] = ({key: report[key] for key in SIGNS if key in report},
+                                   {n: metrics.ece(*prediction, n) for n in BINS})
+    return tasks
 
 
 # Agreement

@@ -1,7 +1,8 @@
-"""Do the runs of the loss study side by side: several GPUs, several processes on each.
+"""Do the runs of a study side by side: several GPUs, several processes on each.
 
     nvidia-cuda-mps-control -d
     python study/side_by_side.py --seeds=5,6 --gpus=4 --processes=10 --minutes=8
+    python study/side_by_side.py --study=alignment --seeds=10,11 --processes=24
 
 A process does one run after the other, which saves the seconds of its start. A run begins as soon
 as its base model and its data are there. What is finished is skipped; a run that fails is reported,
@@ -16,6 +17,7 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
 
 import argparse
+import itertools
 import math
 import multiprocessing
 import sys
@@ -33,7 +35,7 @@ import torch
 
 from data.tokenizer import load_model_tokenizer
 from runtime import checkpoint
-from study import base, common, gather, known, losses, transfer
+from study import alignment, base, common, gather, known, losses, smoothing, transfer
 from train import load_sequences, train
 
 
@@ -43,6 +45,10 @@ class Job(NamedTuple):
     arguments: tuple
     needs: tuple        # files that must exist before
     makes: Path         # its last file
+
+
+def loss_jobs(seeds, root):
+    return [job for seed in seeds for job in jobs_of(seed, root)]
 
 
 def jobs_of(seed, root):
@@ -62,8 +68,58 @@ def jobs_of(seed, root):
             yield training_job(cfg, f'{cfg.model}/config.json', cfg.data)
 
 
+def smoothing_jobs(seeds, root):
+    """Yield the worlds, the base models of 6 million weights and what smoothing.py tunes."""
+    for seed in seeds:
+        folder = Path(common.seed_folder('base', seed, root))
+        yield Job(f'{folder}/world', world, (seed, root), (), folder / 'world-tokenized')
+        for cfg in base.runs(seed, root):
+            if Path(cfg.out_dir).name == 'base':
+                yield training_job(cfg, folder / 'world-tokenized')
+        for cfg in smoothing.runs(seed, root):
+            yield training_job(cfg, f'{cfg.model}/config.json', cfg.data)
+
+
+def alignment_jobs(seeds, root):
+    """Return the jobs of alignment.py in the order of PLAN.md's questions, each for all seeds."""
+    jobs = zip(*(alignment_steps(seed, root) for seed in seeds), strict=True)
+    return [job for of_all_seeds in jobs for job in of_all_seeds]
+
+
+def alignment_steps(seed, root):
+    """Yield the jobs of one seed: world, tuned models, pairs, aligned models, written answers.
+
+    config.json is the last file of a model, and `model/config.json` of a world but its mark.
+    """
+    folder = Path(alignment.seed_folder(seed, root))
+    yield Job(f'{folder}/world', alignment.world, (seed, root), (),
+              folder / 'world' / 'model' / 'config.json')
+    tuned = [fitting_job(cfg) for cfg in alignment.base_runs(seed, root)]
+    yield from tuned
+    yield Job(f'{folder}/pairs', alignment.select, (seed, root), (folder / 'sft' / 'config.json',),
+              folder / 'pairs' / 'all.jsonl')
+    aligned = [fitting_job(cfg, cfg.data) for cfg in alignment.runs(seed, root)]
+    yield from aligned[:alignment.FIRST]
+    for name, scaling in itertools.product(alignment.WRITTEN, alignment.SCALINGS):
+        path = alignment.written_folder(seed, root, name, scaling)
+        yield Job(f'{path}', alignment.write_answers, (seed, root, name, scaling),
+                  (folder / name / 'results.json',), path / 'results.json')
+    yield from aligned[alignment.FIRST:]
+
+
+def fitting_job(cfg, *needs):
+    epochs = alignment.epochs_before(cfg)
+    last = Path(cfg.out_dir, f'report-{epochs[-1]}' if epochs else '', 'results.json')
+    return Job(cfg.out_dir, alignment.fit, (cfg,), (f'{cfg.model}/config.json', *needs), last)
+
+
 def training_job(cfg, *needs):
     return Job(cfg.out_dir, once, (cfg,), needs, Path(cfg.out_dir, 'results.json'))
+
+
+# {name for --study: (function (seeds, root) -> jobs, seeds)}
+STUDIES = {'losses': (loss_jobs, losses.SEEDS), 'alignment': (alignment_jobs, alignment.SEEDS),
+           'smoothing': (smoothing_jobs, (0,))}
 
 
 def world(seed, root):
@@ -154,7 +210,9 @@ def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf, starts=3):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('--seeds', default=','.join(map(str, losses.SEEDS)))
+    parser.add_argument('--study', default='losses', help='of ' + ', '.join(STUDIES)
+                        + '; several, separated by commas, are done in this order')
+    parser.add_argument('--seeds', help='such as 5,6; default: all of the study')
     parser.add_argument('--gpus', type=int, default=1, help='0: none; default: %(default)s')
     parser.add_argument('--processes', type=int, default=10, help='per GPU; default: %(default)s')
     parser.add_argument('--minutes', type=float, default=1e6, help='then start no run anymore')
@@ -163,7 +221,10 @@ def main():
     deadline = time.monotonic() + 60 * options.minutes
     folder, n = Path(options.out_dir) / 'side-by-side', max(1, options.gpus) * options.processes
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = [job for seed in options.seeds.split(',') for job in jobs_of(int(seed), options.out_dir)]
+    jobs = []
+    for make, seeds in (STUDIES[name] for name in options.study.split(',')):
+        seeds = map(int, options.seeds.split(',')) if options.seeds else seeds
+        jobs += make(seeds, options.out_dir)
     sys.exit(bool(side_by_side(jobs, n, options.gpus, folder, deadline)))
 
 

@@ -24,12 +24,16 @@ from results.runs import read_run
 from results.samples import read_samples
 from runtime.errors import ConfigError
 from stats import mean_interval, student_t
-from study import (architectures, base, common, effects, epochs, figures, frontier, gather,
-                   homogeneous, known, lora, losses, pivot, reach, side_by_side, size, smoothing,
-                   transfer, vocabulary)
+from study import (aligned, alignment, architectures, base, common, effects, epochs, figures,
+                   frontier, gather, homogeneous, known, lora, losses, pivot, reach, side_by_side,
+                   size, smoothing, transfer, vocabulary)
 from study.world import StudySpec, make_world
+from align import AlignConfig, check_align_config
+from data.free_answers import FREE_TASKS, FreeQuestion, proposed
+from data.rl import exact, rlcr
+from data.world import write_world
 from runtime.eval_config import EvalConfig
-from train import TrainConfig, training_loss
+from train import TrainConfig, check_config, training_loss
 
 SCRIPTS = architectures, base, epochs, homogeneous, lora, size, smoothing, vocabulary
 # settings that the trainer has got since the study was run; their defaults are what it did then
@@ -489,6 +493,170 @@ def test_the_tables_and_figures_of_the_losses(made_up, monkeypatch, capsys):
         (made_up / f'seed-{seed}.csv').unlink()
     frontier.main()         # one seed: neither intervals nor p
     assert '±' not in (made_up / 'equal-accuracy.md').read_text()
+
+
+# Alignment and written answers: claims 13 and 14
+
+
+SMALL_ALIGNMENT = alignment.AlignmentSpec(**asdict(alignment.WORLD) | dict(
+    entities=300, first_names=30, family_names=30, documents=400, tokenizer_documents=400,
+    vocab_sizes=(700,), instructions=64, judged=16, prompts=48, questions=24, validation=24,
+    written=8))
+
+
+def small_alignment_jobs(seed, root, names):
+    """The jobs of alignment.py whose folders are in `names`, with few steps and answers."""
+    for job in side_by_side.alignment_jobs([seed], str(root)):
+        if job.function is alignment.fit:
+            cfg, = job.arguments
+            more = {'shape': base.llama(32, 64, 1, 2), 'micro_rows': 4, 'batch_size': 64}
+            if isinstance(cfg, AlignConfig):
+                more = {'batch_size': 24, 'group_size': 2, 'max_steps': min(6, cfg.max_steps or 6)}
+            elif not cfg.from_scratch:
+                more = {'batch_size': 16, 'max_steps': 3}
+            job = job._replace(arguments=(replace(cfg, workers=1, **more),))
+        if Path(job.name).name in names:
+            yield job
+
+
+def test_an_alignment_world_asks_as_evaluate_does(tmp_path):
+    rows = alignment.make_rows(SMALL_ALIGNMENT, 10)
+    assert rows == alignment.make_rows(SMALL_ALIGNMENT, 10)
+    facts = [{row['id'] for row in rows[file]} for file in (
+        'prompts/test.jsonl', 'chat/test.jsonl', 'chat/validation.jsonl')]
+    assert [*map(len, facts)] == [48, 24, 24] and len(set.union(*facts)) == 96
+    told = {message['messages'][0]['content'] for message in rows['instruct.jsonl']}
+    asked = rows['plain/test.jsonl'][0]
+    assert asked['prompt'] not in told and len(asked['classes']) == 24
+    question = rows['qa.jsonl'][0]
+    assert asked['prompt'] == FREE_TASKS['qa'].prompt.format(question['question'])
+    assert asked['classes'][asked['answer_index']] == f' {question["answer"]}'
+    # the judged conversations have the form in which P(True) is asked
+    (name,), judged = re.findall(r'of (.*)\?', question['question']), rows['instruct.jsonl'][64:]
+    free = FreeQuestion('0', asked['prompt'], [], 0, '', text=question['question'])
+    form = proposed(free, f'Answer: {question["answer"]}', True).context
+    form = re.escape(form).replace(re.escape(name), '.*').replace(question['answer'], '.*')
+    form = re.sub(r'What.*of', 'What is the .* of', form.replace('\\ ', ' '), count=1)
+    assert len(judged) == 16 and all(re.fullmatch(form, row['messages'][0]['content'])
+                                     for row in judged)
+    assert {row['messages'][1]['content'] for row in judged} == {'(A)', '(B)'}
+    text = ''.join(row['text'] for row in rows['text.jsonl'])
+    assert 0.35 < text.count('answer is: (A)') / text.count('The proposed answer is:') < 0.65
+
+
+def test_a_rewarded_answer_of_the_alignment_world_is_the_true_one():
+    row = alignment.make_rows(SMALL_ALIGNMENT, 10)['qa.jsonl'][0]
+    task, value = FREE_TASKS['qa'], row['answer']
+    assert exact(task, '', f'Answer: {value}', row) == 1 == 1 - exact(task, '', 'Answer: x', row)
+    assert rlcr(task, '', alignment.STATED.format(value, 0.9), row) == pytest.approx(1.495)
+
+
+@pytest.mark.slow
+def test_alignment_from_the_world_to_tables(tmp_path, capsys):
+    """Two processes: tuned models, pairs, aligned models and their written answers."""
+    seed, names = 10, {'base', 'sft', 'stated', 'pairs', 'ppo-both', 'dpo', 'grpo-known', 'rlcr',
+                       'brier', 'dpo-none', 'dpo-temperature', 'base-none'}
+    write_world(f'{alignment.seed_folder(seed, tmp_path)}/world', seed, SMALL_ALIGNMENT,
+                alignment.make_rows)
+    jobs = list(small_alignment_jobs(seed, tmp_path, names))
+    assert [*map(len, (jobs, names))] == [12, 12]
+    failed = side_by_side.side_by_side(jobs, 2, 0, tmp_path)
+    printed = capsys.readouterr().out
+    assert failed == [], printed
+    aligned.main([f'--runs={tmp_path}', f'--folder={tmp_path}/numbers'])
+    assert {path.name for path in (tmp_path / 'numbers').iterdir()} == {
+        'seed-10.csv', 'alignment.md', 'alignment.png', 'written.md', 'written.png'}
+    numbers = aligned.Numbers(tmp_path / 'numbers')
+    folder = Path(alignment.seed_folder(10, tmp_path))
+    # the KL and the reward against plain loops over the samples
+    policy, reference = ({s['id']: s for s in read_samples(folder / name / 'samples.jsonl')
+                          if s['split'] == 'test'} for name in ('dpo', 'sft'))
+    kl, reward = 0, 0
+    for id, sample in policy.items():
+        p, q = (np.exp(s['log_probs']) / np.exp(s['log_probs']).sum()
+                for s in (sample, reference[id]))
+        kl += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / len(policy)
+        reward += p[sample['answer']] / len(policy)
+    assert numbers.of('dpo', 'kl') == pytest.approx(kl, rel=1e-3) and kl > 0
+    assert numbers.of('dpo', 'reward') == pytest.approx(reward, rel=1e-3)
+    assert [*np.isfinite(numbers.path('dpo', 'ece')[0])] == [True] * 4
+    assert np.isnan(numbers.of('ppo', 'ece')) and numbers.of('ppo-both', 'trained_reward') >= 0
+    with open(folder / 'ppo-both' / 'log.jsonl') as file:
+        assert ['reward' in json.loads(line) for line in file] == [True] * 6
+    # one temperature divides all logits
+    t = alignment.temperature_of(folder / 'dpo')
+    with open(folder / 'scaled' / 'dpo' / 'config.json') as file:
+        assert json.load(file)['nanocal'] == {'temperature': t}
+    written = {scaling: alignment.written_folder(10, tmp_path, 'dpo', scaling)
+               for scaling in ('none', 'temperature')}
+    for task in aligned.CONFIDENCES:
+        assert np.isfinite(aligned.written(numbers, 'dpo', 'ece', task, 'temperature'))
+    texts = {scaling: [s['greedy']['text'] for s in read_samples(path / 'samples.jsonl')
+                       if s['task'] == 'qa'] for scaling, path in written.items()}
+    assert texts['none'] == texts['temperature'] and len(texts['none']) == 8
+    known, unknown, everything = ((folder / 'pairs' / f'{name}.jsonl').read_text().splitlines()
+                                  for name in ('known', 'unknown', 'all'))
+    assert len(known) == len(unknown) > 0 and len(everything) == 48
+    assert {*known, *unknown} <= {*everything} and not {*known} & {*unknown}
+
+
+def test_the_kl_of_options():
+    p = np.array([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
+    q = np.array([[0.25, 0.25, 0.5], [0.2, 0.3, 0.5]])
+    assert alignment.mean_kl(p, q) == pytest.approx(math.log(2) / 2)
+    assert alignment.mean_kl(p, p) == 0
+
+
+def test_the_tables_and_figures_of_alignment(tmp_path):
+    """Made-up numbers: the true differences are found, and missing runs have none."""
+    runs = [Path(cfg.out_dir).name for make in (alignment.base_runs, alignment.runs)
+            for cfg in make(10)]
+    for seed in alignment.SEEDS:
+        random, lines = np.random.default_rng(seed), []
+        for run in runs:
+            for epoch in (('1', '2', '3') if run in ('ppo', 'dpo', 'grpo') else ('3',)):
+                for scaled in ('none', 'temperature'):
+                    kl = 0.1 * int(epoch) * (run not in ('base', 'sft'))
+                    ece = 0.05 + 0.5 * kl * (run == 'ppo') + random.normal(scale=1e-4)
+                    lines.append(dict.fromkeys(alignment.COLUMNS, 0.1) | {
+                        'run': run, 'epoch': epoch, 'seed': seed, 'scaling': scaled, 'kl': kl,
+                        'task': 'plain' if run == 'base' else 'chat', 'reward': 0.2 + kl,
+                        'ece': ece})
+        for run in aligned.WRITERS:
+            for task in aligned.CONFIDENCES:
+                lines += [dict.fromkeys(alignment.COLUMNS, 0.1) | {
+                    'run': run, 'epoch': 'written', 'seed': seed, 'task': task, 'scaling': scaled,
+                    'ece': 0.02 + 0.1 * (run == 'ppo') * (scaled == 'none')
+                    + random.normal(scale=1e-4)} for scaled in ('none', 'temperature')]
+        (tmp_path / f'seed-{seed}.csv').write_text(csv_text(lines))
+    aligned.main([f'--folder={tmp_path}'])
+    text = (tmp_path / 'alignment.md').read_text()
+    found = dict(re.findall(r'\| (.*?) \| ([-+]\d\.\d+ ± .*?) \|', text))
+    assert found['ECE of PPO - SFT'].startswith('+0.150 ± 0.000')
+    assert found['ECE of PPO - PPO, both'].startswith('+0.150 ± 0.000')
+    # the mean of 0.5 kl over 0 < kl < 0.3
+    assert found['ECE of PPO - DPO, at equal KL'].startswith('+0.075 ± 0.000')
+    assert found['KL of GRPO - DPO, at equal held-out reward'].startswith('+0.000 ± 0.000')
+    assert '| RLCR | stated | none for 5 of 5 seeds |' in text
+    text = (tmp_path / 'written.md').read_text()
+    assert '| PPO | +0.000 ± 0.000 | +0.000 ± 0.000 |' in text.replace('-0.000', '+0.000')
+    assert '| 3 of 3 |' in text and 'P(True): PPO - SFT | +0.100 ± 0.000' in text
+    for seed in alignment.SEEDS[1:]:
+        (tmp_path / f'seed-{seed}.csv').unlink()
+    aligned.main([f'--folder={tmp_path}'])
+    assert '±' not in (tmp_path / 'alignment.md').read_text()
+
+
+def test_the_plan_of_alignment_has_settings_that_were_fixed():
+    cfgs = [cfg for seed in alignment.SEEDS for make in (alignment.base_runs, alignment.runs)
+            for cfg in make(seed)]
+    assert len({cfg.out_dir for cfg in cfgs}) == len(cfgs) == 5 * 19
+    settings = json.dumps([asdict(cfg) for cfg in cfgs] + [asdict(alignment.WORLD)])
+    assert hashlib.sha256(settings.encode()).hexdigest()[:12] == 'f70f3faf7e5b'
+    for cfg in cfgs:
+        if isinstance(cfg, AlignConfig):
+            check_align_config(cfg)
+        check_config(cfg)
 
 
 def test_differences_at_equal_accuracy():
