@@ -259,20 +259,19 @@ def alignment_figure(numbers, path):
     """Draw PPO's four arms by epoch, ECE against KL and reward, and three groups of bars."""
     figure, axes = panels(2, 3)
     by_epoch, by_kl, by_reward, left, known, before = axes.flat
-    for i, (run, title) in enumerate(ARMS.items()):
+    color = {run: f'C{i}' for i, run in enumerate(ARMS | METHODS)}
+    for run, title in ARMS.items():
         by_epoch.plot(range(4), numbers.path(run, 'ece').mean(0), marker='o', markersize=4,
-                      color=f'C{i + 3}', label=title)
-    for i, (run, title) in enumerate(METHODS.items()):
+                      color=color[run], label=title)
+    for run, title in METHODS.items():
         for ax, x in ((by_kl, 'kl'), (by_reward, 'reward')):
             ax.plot(numbers.path(run, x).mean(0), numbers.path(run, 'ece').mean(0), marker='o',
-                    markersize=4, color=f'C{i}', label=title if run != 'ppo' else None)
-            if run == 'ppo':
-                ax.lines[-1].set_color('C3')
+                    markersize=4, color=color[run], label=title)
     groups = {
         left: [(['sft', *METHODS], 'none', 'as it is', 'black'),
                (['sft', *METHODS], 'temperature', 'after a temperature', 'C8')],
-        known: [(['dpo-known', 'grpo-known'], 'none', 'known facts', 'C0'),
-                (['dpo-unknown', 'grpo-unknown'], 'none', 'unknown facts', 'C1')],
+        known: [(['dpo-known', 'grpo-known'], 'none', 'known facts', 'C6'),
+                (['dpo-unknown', 'grpo-unknown'], 'none', 'unknown facts', 'C7')],
         before: [(['sft', *METHODS], 'none', 'as it is', 'black'),
                  (['smoothed', *(f'{run}-smoothed' for run in METHODS)], 'none',
                   'smoothing 0.1 in SFT', 'C9')]}
@@ -289,6 +288,7 @@ def alignment_figure(numbers, path):
                          (left, '', 'after one temperature'), (known, '', 'what is aligned on'),
                          (before, '', 'smoothing before alignment')):
         ax.set(xlabel=x, ylabel='ECE')
+        ax.set_ylim(bottom=0)
         ax.set_title(title, fontsize=10)
         ax.grid(alpha=0.3)
     finish(figure, path)

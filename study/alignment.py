@@ -141,7 +141,7 @@ def training(name, seed, root, **settings):
     folder = seed_folder(seed, root)
     return {'cache_dir': f'{folder}/cache', 'pack_len': 512, 'max_length': 512, 'micro_rows': 16,
             'save_every': None, 'log_every': 50, 'pictures': False, 'add_bos': True,
-            'attention': 'explicit', 'compile': False, 'eval_before': False, 'workers': 2,
+            'attention': 'explicit', 'compile': False, 'eval_before': False, 'workers': 1,
             'eval': evaluation(folder, '{}/chat'), 'seed': seed,
             'out_dir': f'{folder}/{name}'} | settings
 
