@@ -15,9 +15,8 @@ question where its last option ends, and an option at its own end. For padding, 
 padding token sees only itself.
 `ends` may be None if each row is one document, perhaps followed by padding: no mask is needed then.
 
-The model returns hidden states instead of logits: the loss multiplies them by the output matrix
-`model.head` and applies `model.softcap`. Parameters have the names of Llama in every family, but
-for the norm before the MLP; `their_key` of runtime/checkpoint.py has the names on disk.
+Parameters have the names of Llama in every family, but for the norm before the MLP; `their_key` of
+runtime/checkpoint.py has the names on disk.
 
 Training, evaluation and sampling use this one forward pass, so an edit here changes all of them.
 `norm`, `rotate` and `gate` have a Triton kernel in triton_ops.py, which computes the same without
@@ -37,15 +36,13 @@ from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING or not __package__:    # in the clone, at the top level
     from attention import make_masks
-    from triton_ops import compute, gate_kernel, norm_kernel, rotate_kernel
+    from triton_ops import compute, float32_linear, gate_kernel, norm_kernel, rotate_kernel
 else:                                   # installed, as nanocal.model
     from .attention import make_masks
-    from .triton_ops import compute, gate_kernel, norm_kernel, rotate_kernel
+    from .triton_ops import compute, float32_linear, gate_kernel, norm_kernel, rotate_kernel
 
 
-# ------------------------------------------------------------------------------------------------
-# Families and configurations
-# ------------------------------------------------------------------------------------------------
+# ---- Families and configurations -----------------------------------------------------------------
 
 def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate='tanh')
@@ -149,7 +146,6 @@ class ModelConfig:
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     initializer_range: float = 0.02
-    bos_token_id: int | list | None = None
     eos_token_id: int | list | None = None
     dtype: str = 'float32'                          # of the weights on disk
     temperature: float = 1.0                        # divides the logits, before they are capped
@@ -171,9 +167,7 @@ class ModelConfig:
         return [layer.window for layer in self.layers]
 
 
-# ------------------------------------------------------------------------------------------------
-# Norms, rotary positions, gated product: each has a kernel in triton_ops.py
-# ------------------------------------------------------------------------------------------------
+# ---- Norms, rotary positions, gated product: each has a kernel in triton_ops.py ------------------
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
     """Normalize the last axis of x, in float32.
@@ -210,43 +204,30 @@ class Norm(nn.Module):
 
 @functools.cache
 def frequencies(rope: Rope, device: torch.device) -> Tensor:
-    """Return the angle per position of each pair, float32 [dim / 2].
-
-    llama3, yarn and longrope apply at every length, not only beyond the original context.
-    """
+    """Return the angle per position of each pair, float32 [dim / 2], for texts of any length."""
     pair = torch.arange(0, rope.dim, 2, device=device, dtype=torch.float32)
     frequency = rope.theta ** (-pair / rope.dim)
-    if rope.scheme == 'linear':
-        return frequency / rope.factor
-    if rope.scheme == 'longrope':
-        return frequency / torch.tensor(rope.divisors, device=device)
     if rope.scheme == 'llama3':     # linear in the turns
         turns = rope.length * frequency / (2 * math.pi)
         keep = ((turns - rope.slow) / (rope.fast - rope.slow)).clamp(0, 1)
     elif rope.scheme == 'yarn':     # linear in the index of the pair
-        def index(turns):
-            return (rope.dim * math.log(rope.length / (turns * 2 * math.pi))
-                    / (2 * math.log(rope.theta)))
-        low, high = index(rope.fast), index(rope.slow)
+        low, high = (rope.dim * math.log(rope.length / (turns * 2 * math.pi))
+                     / (2 * math.log(rope.theta)) for turns in (rope.fast, rope.slow))
         if rope.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rope.dim - 1)
         keep = 1 - ((pair / 2 - low) / (high - low or 0.001)).clamp(0, 1)
     else:
-        return frequency
+        return frequency / torch.tensor(rope.divisors or rope.factor, device=device)
     return keep * frequency + (1 - keep) * frequency / rope.factor
 
 
 def rotary_angles(positions: Tensor, rope: Rope, dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return cos and sin [B, 1, T, dim / 2] of positions [B, T] as dtype, computed in float32.
-
-    Third comes the factor of the queries [B, 1, T, 1], if they grow with the position.
+    """Return cos and sin [B, 1, T, dim / 2] of positions [B, T] as dtype, computed in float32, and
+    the factor of the queries [B, 1, T, 1] if they grow with the position, else None.
     """
     angle = (positions[..., None].float() * frequencies(rope, positions.device))[:, None]
-    cos, sin = angle.cos(), angle.sin()
-    if rope.magnitude != 1:
-        cos, sin = cos * rope.magnitude, sin * rope.magnitude
-    growth = None
+    cos, sin, growth = rope.magnitude * angle.cos(), rope.magnitude * angle.sin(), None
     if rope.query_growth:
         ages = torch.log(1 + torch.floor(positions / rope.length))
         growth = (1 + rope.query_growth * ages)[:, None, :, None]
@@ -254,10 +235,7 @@ def rotary_angles(positions: Tensor, rope: Rope, dtype) -> tuple[Tensor, Tensor,
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, in_float32: bool = False) -> Tensor:
-    """Rotate the pairs (x[i], x[i + hd/2]) of x [B, H, T, hd] by the angles of `rotary_angles`.
-
-    This is Hugging Face's layout, not Meta's interleaved one.
-    """
+    """Rotate the pairs (x[i], x[i + hd/2]) of x [B, H, T, hd] by the angles of `rotary_angles`."""
     a, b = (x.float() if in_float32 else x).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
@@ -266,9 +244,7 @@ def gate(x: Tensor, up: Tensor, activation: Callable) -> Tensor:
     return activation(x) * up
 
 
-# ------------------------------------------------------------------------------------------------
-# The blocks
-# ------------------------------------------------------------------------------------------------
+# ---- The blocks ----------------------------------------------------------------------------------
 
 class Attention(nn.Module):
     """Grouped-query attention, with rotary positions where the layer has them."""
@@ -386,9 +362,7 @@ class Block(nn.Module):
         return y if self.residual_scale == 1 else y * self.residual_scale
 
 
-# ------------------------------------------------------------------------------------------------
-# The decoder
-# ------------------------------------------------------------------------------------------------
+# ---- The decoder ---------------------------------------------------------------------------------
 
 class Embedding(nn.Embedding):
     def reset_parameters(self):
@@ -406,9 +380,8 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, E)
         if family.learned_positions:
             self.embed_positions = Embedding(config.max_position_embeddings + 2, D)
-        if E != D:
-            self.project_in = nn.Linear(E, D, bias=False)
-            self.project_out = nn.Linear(D, E, bias=False)
+        self.project_in = nn.Linear(E, D, bias=False) if E != D else nn.Identity()
+        self.project_out = nn.Linear(D, E, bias=False) if E != D else nn.Identity()
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.Identity() if family.place == 'after the sum' else Norm(config, D)
         self.attention = 'auto'     # or 'explicit', 'flex', 'tree': see attention.make_masks
@@ -426,24 +399,19 @@ class Decoder(nn.Module):
                   for rope in {layer.rope for layer in config.layers}}
         recompute = self.checkpoint and self.training and torch.is_grad_enabled()
         for block, layer, mask in zip(self.layers, config.layers, masks, strict=True):
-            if recompute:
-                x = checkpoint(block, x, rotary[layer.rope], mask, use_reentrant=False)
-            else:
-                x = block(x, rotary[layer.rope], mask)
-        x = self.norm(x)
-        return x if config.embed_size == config.hidden_size else self.project_out(x)
+            inputs = x, rotary[layer.rope], mask
+            x = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
+        return self.project_out(self.norm(x))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the input of the first block [B, T, D]."""
         config, x = self.config, self.embed_tokens(tokens)
+        scale: float | Tensor = config.embed_scale
         if config.family.scaled_embeddings:
             # rounded to the type of the weights, as in transformers: for Gemma 2 9B 59.8665 in
             # float32 (so in training here), 59.75 in bfloat16
-            x = x * torch.tensor(config.hidden_size ** 0.5, dtype=x.dtype)
-        elif config.embed_scale != 1:
-            x = x * config.embed_scale
-        if config.embed_size != config.hidden_size:
-            x = self.project_in(x)
+            scale = torch.tensor(config.hidden_size ** 0.5, dtype=x.dtype)
+        x = self.project_in(x * scale)
         return x + self.embed_positions(positions + 2) if config.family.learned_positions else x
 
 
@@ -451,7 +419,7 @@ class CausalLM(nn.Module):
     """`model(tokens, positions, ends)`, int [B, T] each, returns the hidden states [B, T, D].
 
     `ends` may be None: see the top of this file. `masks`, one per layer (see attention.py), take
-    the place of those that `ends` describes, as for a cache. The logits are
+    the place of those that `ends` describes, as for a cache. The loss computes the logits:
     cap * tanh(hidden @ head.T / cap) with cap = `softcap`. The hidden states are already divided by
     the temperature.
     """
@@ -492,12 +460,7 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return capped logits [..., V] in float32: large, so for tests and single positions."""
-        if hidden.is_cuda and hidden.dtype == torch.bfloat16 and not torch.is_grad_enabled():
-            # without a float32 copy of the head
-            z = torch.mm(hidden.reshape(-1, hidden.shape[-1]), self.head.T, out_dtype=torch.float32)
-            z = z.view(*hidden.shape[:-1], -1)
-        else:
-            z = F.linear(hidden.float(), self.head.float())
+        z = float32_linear(hidden, self.head)
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
     def become_reward_model(self):
@@ -517,29 +480,15 @@ class CausalLM(nn.Module):
         """Draw normal weights for training from scratch, smaller if the output is a residual."""
         std = self.config.initializer_range
         depth_std = std / math.sqrt(2 * self.config.num_hidden_layers)
-        for module_name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                residual = module_name.endswith(('o_proj', 'down_proj'))
-                nn.init.normal_(module.weight, std=depth_std if residual else std)
-                if getattr(module, 'bias', None) is not None:
-                    nn.init.zeros_(module.bias)
+        for key, parameter in self.named_parameters():
+            if key.endswith('bias'):
+                nn.init.zeros_(parameter)
+            elif 'norm' not in key:
+                residual = key.endswith(('o_proj.weight', 'down_proj.weight'))
+                nn.init.normal_(parameter, std=depth_std if residual else std)
 
 
-def compile_blocks(model: CausalLM):
-    """Compile each decoder block in place, for static shapes; equal masks share one graph."""
-    # One process may make models of several shapes. Beyond the default limit of 8, further blocks
-    # would run uncompiled.
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    if model.decoder.attention == 'auto':
-        # validation has no gradients, but the tree kernel would compile another kind of graph
-        model.decoder.attention = 'flex'
-    for layer in model.decoder.layers:
-        layer.compile(dynamic=False)
-
-
-# ------------------------------------------------------------------------------------------------
-# LoRA
-# ------------------------------------------------------------------------------------------------
+# ---- LoRA ----------------------------------------------------------------------------------------
 
 class LoRALinear(nn.Module):
     """W x + alpha / rank * B A dropout(x), W frozen, A and B float32 (Hu et al. 2021, eq. 3)."""

@@ -149,12 +149,12 @@ from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trees import load_answers
 from evaluate import evaluate, result_labels
 from fused_ce import fused_loss, smoothing, token_statistics
-from model import CausalLM, add_lora, compile_blocks
+from model import CausalLM, add_lora
 from results.plots import draw_loss
 from results.report import print_report
 from results.samples import OUTPUTS
 from runtime import checkpoint, ownership, resume, trained
-from runtime.device import pick_device, pick_dtype, to_device
+from runtime.device import compile_blocks, pick_device, pick_dtype, to_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import parse_loss
 from runtime.optim import AdamW

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 try:
@@ -62,6 +63,14 @@ def agree(plain: Callable, kernel: Callable, dtype, device, *arguments) -> bool:
     print(f'note: {plain.__name__} of model.py and its kernel differ by {error:.1e}, so the kernel '
           f'is not used; edit it as well, in triton_ops.py')
     return False
+
+
+def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T in float32, without a float32 copy of the weight where none is needed."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+        y = torch.mm(x.reshape(-1, x.shape[-1]), weight.T, out_dtype=torch.float32)
+        return y.view(*x.shape[:-1], -1)
+    return F.linear(x.float(), weight.float())
 
 
 # ---- Norm, rotary positions, gated product -------------------------------------------------------

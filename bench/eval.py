@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-import model as models
 import triton_ops
 from bench import common
 from bench.common import (DEVICE, MODELS, busy_time, draw_bars, failure, free_memory, gpu_kernels,
@@ -29,6 +28,7 @@ from data.tasks import load_tasks
 from data.tokenizer import load_model_tokenizer
 from evaluate import EvalConfig, evaluate
 from runtime import checkpoint
+from runtime.device import compile_blocks
 from runtime.errors import ConfigError
 from evaluate import option_log_probs, row_lengths
 
@@ -128,7 +128,7 @@ def time_variants(model, trees):
             triton_ops.KERNELS, model.decoder.attention = variant
         else:
             triton_ops.KERNELS = True
-            models.compile_blocks(model)
+            compile_blocks(model)
         for _ in range(2):      # the first time kernels are loaded or compiled
             started = now()
             option_log_probs(model, trees, pack_len=16384, trim=0)

@@ -1,4 +1,4 @@
-"""Select device and dtype, report versions, copy results to the host asynchronously."""
+"""Select device and dtype, compile, copy results to the host, report versions."""
 
 import contextlib
 import platform
@@ -48,6 +48,18 @@ def to_device(x: torch.Tensor, device: str | torch.device) -> torch.Tensor:
     """Return a CPU tensor on `device`; the host does not wait for the copy."""
     cuda = torch.device(device).type == 'cuda'
     return x.pin_memory().to(device, non_blocking=True) if cuda else x
+
+
+def compile_blocks(model):
+    """Compile each decoder block in place, for static shapes; equal masks share one graph."""
+    # One process may make models of several shapes. Beyond the default limit of 8, further blocks
+    # would run uncompiled.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    if model.decoder.attention == 'auto':
+        # validation has no gradients, but the tree kernel would compile another kind of graph
+        model.decoder.attention = 'flex'
+    for layer in model.decoder.layers:
+        layer.compile(dynamic=False)
 
 
 class HostCopy:
