@@ -183,7 +183,7 @@ RUNS = {
     5: {'rlcr': WHOLE | {'method': 'dr_grpo', 'reward': 'rlcr:qa', 'max_tokens': 48, 'lr': 2e-4,
                          'model': 'stated'}},
 }
-FIRST = 13      # of these runs come before the written answers, the others after them
+FIRST = 14      # of these runs come before the written answers, the others after them
 # models that answer in writing, and how their logits are scaled
 WRITTEN, SCALINGS = ('base', 'sft', 'smoothed', 'ppo', 'dpo', 'grpo'), ('none', 'temperature')
 

@@ -69,15 +69,18 @@ def jobs_of(seed, root):
 
 
 def smoothing_jobs(seeds, root):
-    """Yield the worlds, the base models of 6 million weights and what smoothing.py tunes."""
+    """Yield the worlds, the base models of 6 million weights and what smoothing.py tunes.
+
+    Nothing is compiled: on a fresh machine that takes longer than these runs.
+    """
     for seed in seeds:
         folder = Path(common.seed_folder('base', seed, root))
         yield Job(f'{folder}/world', world, (seed, root), (), folder / 'world-tokenized')
-        for cfg in base.runs(seed, root):
-            if Path(cfg.out_dir).name == 'base':
-                yield training_job(cfg, folder / 'world-tokenized')
+        eager = {'compile': False, 'attention': 'explicit'}
+        first = next(base.runs(seed, root))
+        yield training_job(replace(first, **eager), folder / 'world-tokenized')
         for cfg in smoothing.runs(seed, root):
-            yield training_job(cfg, f'{cfg.model}/config.json', cfg.data)
+            yield training_job(replace(cfg, **eager), f'{cfg.model}/config.json', cfg.data)
 
 
 def alignment_jobs(seeds, root):

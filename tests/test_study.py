@@ -519,6 +519,18 @@ def small_alignment_jobs(seed, root, names):
             yield job
 
 
+@pytest.mark.parametrize('study', ['alignment', 'smoothing'])
+def test_a_job_needs_what_an_earlier_one_makes(study):
+    make, seeds = side_by_side.STUDIES[study]
+    made, n_jobs = set(), 0
+    for job in make(seeds, 'out/study'):
+        for file in map(Path, job.needs):
+            assert {file, *file.parents} & made, (job.name, file)
+        made |= {job.makes, Path(job.name)}
+        n_jobs += 1
+    assert n_jobs == {'alignment': 33, 'smoothing': 26}[study] * len(seeds)
+
+
 def test_an_alignment_world_asks_as_evaluate_does(tmp_path):
     rows = alignment.make_rows(SMALL_ALIGNMENT, 10)
     assert rows == alignment.make_rows(SMALL_ALIGNMENT, 10)
