@@ -755,9 +755,11 @@ class Report(dict):
                          f'{name:24}{value:12.4f}' for name, value in self.items())
 
 
-def report(probs, labels, n_options=None, *, scores=None) -> Report:
-    """Return n and every metric of `MEASURES` that is defined for probs, as Python numbers that
-    json.dumps accepts. scores: those of `nll`."""
+def report(probs, labels, n_options=None, *, scores=None, measures=None) -> Report:
+    """Return n and the `measures` that are defined for probs, as numbers that json.dumps accepts.
+
+    measures: rows of `MEASURES`, by default all; scores: those of `nll`.
+    """
     confidence, correct = top_label(probs, labels)
     has_options = np.ndim(probs) == 2
     if scores is not None and not has_options:
@@ -766,7 +768,7 @@ def report(probs, labels, n_options=None, *, scores=None) -> Report:
     order = np.argsort(confidence, kind='stable')
     prediction = confidence[order], correct[order], None, None
     values, results = Report(n=len(correct)), {}
-    for x in MEASURES:
+    for x in MEASURES if measures is None else measures:
         if x.needs == 'prediction' or has_options:
             if x.function not in results:       # several metrics may be parts of one result
                 results[x.function] = x.call(*(

@@ -20,7 +20,7 @@ else:
 # The bootstrap of metrics
 #
 # A resample is a count of how often each row was drawn. Means are sums of a matrix of counts [R, N]
-# times per-row terms [N]. A metric in bins needs cumulative sums in sorted order; the rows are
+# times per-row terms [N]. A metric in bins needs sums over ranges of the sorted rows, which are
 # sorted once, not once per resample.
 
 
@@ -40,42 +40,31 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     which takes longer.
     """
     metrics.check_count('n_resamples', n_resamples)
-    prediction = metrics.top_label(probs, labels)
-    has_options = np.ndim(probs) == 2
-    if scores is not None and not has_options:
-        raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
-    if has_options:
-        probs, labels = metrics.check_probs(probs, labels)
-        n_options = metrics.check_n_options(n_options, probs, labels)
-    n = len(prediction[1])
-    arrays = [None if x is None else np.asarray(x) for x in (probs, labels, n_options, scores)]
-    chunk = max(1, min(n_resamples, 300_000 // n))      # a few million numbers in memory
     columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
-    sums = _Sums(*prediction, arrays if has_options else None, chunk, columns)
-    measures = [x for x in metrics.MEASURES if (has_options or x.needs == 'prediction')
-                and (x.key in keys if keys is not None else x.tables or x.key in sums.keys)
-                and x.key not in columns]
-    called = [x for x in measures if x.key not in sums.keys]
-    order = np.argsort(prediction[0], kind='stable')    # sorting sorted rows is fast
-    called += _unequal([x for x in measures if x.key in sums.keys], sums,
-                       [x[order] for x in prediction], arrays)
-    called += [x for x in measures if x.key in _edited(metrics.MEASURES) and x not in called]
-    parts = []
-    for counts in _resample(n, n_resamples, chunk, seed):
-        values = sums(counts) | _call_measures(called, counts, prediction, arrays)
-        parts.append({key: values[key] for key in (*(x.key for x in measures), *columns)})
-    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    if np.ndim(probs) == 2:
+        n_options = metrics.check_n_options(n_options, *metrics.check_probs(probs, labels))
+    chunk = max(1, min(n_resamples, 120_000 // max(1, np.size(labels))))    # in the cache
+    sums = _Sums(probs, labels, n_options, scores, chunk, columns)
+    fast = sums(np.ones((1, len(labels)), np.int32))
+    measures = [x for x in metrics.MEASURES if x.key not in columns
+                and (x.key in keys if keys is not None else x.tables or x.key in fast)]
+    observed = metrics.report(probs, labels, n_options, scores=scores, measures=measures)
+    measures = [x for x in measures if x.key in observed]
+    called = [x for x in measures if x.key in _edited(metrics.MEASURES)
+              or not _equal(fast, x.key, observed)]
+    arrays = [None if x is None else np.asarray(x) for x in (probs, labels, n_options, scores)]
+    parts: dict[str, list] = {key: [] for key in (*(x.key for x in measures), *columns)}
+    for counts in _resample(len(labels), n_resamples, chunk, seed):
+        values = sums(counts) | _call_measures(called, counts, arrays)
+        for key, part in parts.items():
+            part.append(values[key])
+    return {key: np.concatenate(part) for key, part in parts.items()}
 
 
-def _value(measure, prediction, arrays):
-    return measure.value(*(prediction if measure.needs == 'prediction' else arrays))
-
-
-def _unequal(measures, sums, prediction, arrays):
-    """Those of `measures` whose function returns another value for these rows than the sums."""
-    fast = sums(np.ones((1, len(prediction[1])), np.int32))
-    return [x for x in measures if not np.isclose(
-        fast[x.key][0], _value(x, prediction, arrays), rtol=1e-9, atol=1e-9, equal_nan=True)]
+def _equal(fast, key, report):
+    """Whether the sums know a metric and give the value that its function has in a report."""
+    return key in fast and np.isclose(fast[key][0], report[key], rtol=1e-9, atol=1e-9,
+                                      equal_nan=True)
 
 
 @functools.cache
@@ -83,89 +72,23 @@ def _edited(measures):
     """The keys of `measures` whose functions differ from the sums on several hundred rows of 2 to 5
     options, over- and underconfident, with ties: other formulas may agree by chance on few rows."""
     random = np.random.default_rng(0)
-    n_options = random.integers(2, 6, 350)
-    n_options[0] = 5
-    has_option = np.arange(5) < n_options[:, None]
-    weights = np.where(has_option, random.random((350, 5)) ** 3, 0)
-    weights[::7] = np.ceil(4 * weights[::7])
-    probs = weights / weights.sum(1, keepdims=True)
-    labels = np.where(random.random(350) < 0.5, probs.argmax(1), random.integers(0, n_options))
-    scores = np.where(has_option, np.log(np.where(weights > 0, probs, 1e-9)), -np.inf)
-    arrays = [metrics.softmax(scores), labels, n_options, scores]
-    prediction = metrics.top_label(*arrays[:2])
-    sums = _Sums(*prediction, arrays, 1)
-    return {x.key for x in _unequal([x for x in measures if x.key in sums.keys], sums, prediction,
-                                    arrays)}
+    n_options = np.append(5, random.integers(2, 6, 349))
+    scores = np.where(np.arange(5) < n_options[:, None], random.integers(-4, 4, (350, 5)), -np.inf)
+    labels = np.where(random.random(350) < 0.5, scores.argmax(1), random.integers(0, n_options))
+    probs = metrics.softmax(scores)
+    report = metrics.report(probs, labels, n_options, scores=scores, measures=measures)
+    fast = _Sums(probs, labels, n_options, scores)(np.ones((1, 350), np.int32))
+    return {x.key for x in measures if x.key in fast and not _equal(fast, x.key, report)}
 
 
-def _call_measures(measures, counts, prediction, arrays):
+def _call_measures(measures, counts, arrays):
     """{key: [R]} of `measures`, called with the rows of each resample."""
-    values = {x.key: np.empty(len(counts)) for x in measures}
-    for i, count in enumerate(counts if measures else ()):
+    reports = []
+    for count in counts if measures else ():
         rows = np.repeat(np.arange(len(count)), count)
-        drawn = [None if x is None else x[rows] for x in arrays]
-        for x in measures:
-            values[x.key][i] = _value(x, [column[rows] for column in prediction], drawn)
-    return values
-
-
-class _Sums:
-    """Metrics of resamples by sums: a call with counts int32 [R, N] returns {key: float64 [R]}.
-
-    arrays: probs [N, K], labels, n_options and scores; None for confidences. chunk: the largest R.
-    more: {key: float64 [N]}, whose means are returned as well.
-    """
-
-    def __init__(self, confidence, correct, arrays, chunk, more=()):
-        c = confidence.astype(np.float64)
-        columns = {'accuracy': correct.astype(np.float64), 'confidence': c,
-                   'bas': metrics.row_bas(confidence, correct),
-                   'brier_top_label': (c - correct) ** 2}
-        self.by_confidence = _SortedGaps(confidence, c - correct, 10)
-        self.by_option: list[_SortedGaps] = []
-        if arrays:
-            option_columns, self.by_option = _option_columns(*arrays)
-            columns |= option_columns
-        self.keys = {*columns, 'gap', 'brier_skill', 'ece', 'mce', 'ece_equal_mass', 'rmsce', 'mad',
-                     *(('sce', 'ace') if arrays else ())}
-        columns |= more
-        self.columns, self.terms = [*columns], np.stack([*columns.values()])    # [columns, N]
-        # allocated once: new memory would cost as much as the sums
-        n = len(correct)
-        self.workspace = np.empty((chunk, n), np.int32), np.empty((-(-chunk // 2), n, 2))
-
-    def __call__(self, counts):
-        n, rows = counts.shape[1], self.by_confidence
-        # no product of matrices: a BLAS library would start threads in each of several processes
-        totals = np.einsum('rn,cn->cr', counts, self.terms)
-        values = {key: total / n for key, total in zip(self.columns, totals, strict=True)}
-        values['gap'] = values['confidence'] - values['accuracy']
-        spread = values['accuracy'] * (1 - values['accuracy'])
-        values['brier_skill'] = 1 - values['brier_top_label'] / np.where(spread, spread, np.nan)
-        drawn, gap_sums = rows.accumulate(counts, self.workspace)
-        bin_counts, bin_gaps = _fixed_bins(drawn, gap_sums, rows.bin_ends)
-        values['ece'] = bin_gaps.sum(1) / n
-        values['mce'] = (bin_gaps / np.maximum(bin_counts, 1)).max(1)
-        ends = metrics.equal_chunk_ends(np.full((len(counts), 1), n), 10)
-        values['ece_equal_mass'] = _tied_bins(drawn, gap_sums, rows.last_tie, ends) / n
-        values['rmsce'], values['mad'] = _split_bins(drawn, gap_sums, rows.gaps, 100)
-        if self.by_option:
-            values |= _option_metrics(counts, self.by_option, self.workspace)
-        return values
-
-
-def _option_columns(probs, labels, n_options, scores):
-    """({key: its terms, float64 [N]}, [_SortedGaps of option k]) of the metrics of all options."""
-    p = probs.astype(np.float64)
-    by_option = []
-    for k in range(n_options.max()):
-        has_k, p_k = n_options > k, metrics.round_for_ties(probs[:, k])
-        gap = np.where(has_k, p_k.astype(np.float64) - (labels == k), 0)
-        # rows without the option sort last; they add 0 to any sum of gaps
-        by_option.append(_SortedGaps(np.where(has_k, p_k, np.inf), gap, 15))
-    brier = (p**2).sum(1) - 2 * p[np.arange(len(p)), labels] + 1
-    return {'entropy_bits': metrics.row_entropy(probs) / np.log(2),
-            'nll': metrics.label_nll(probs, labels, scores), 'brier': brier}, by_option
+        *drawn, scores = (None if x is None else x[rows] for x in arrays)
+        reports.append(metrics.report(*drawn, scores=scores, measures=measures))
+    return {x.key: np.array([report[x.key] for report in reports]) for x in measures}
 
 
 def _resample(n, n_resamples, chunk, seed):
@@ -178,6 +101,78 @@ def _resample(n, n_resamples, chunk, seed):
         yield counts.astype(np.int32)
 
 
+class _Sums:
+    """Metrics of resamples by sums: a call with counts int32 [R, N] returns {key: float64 [R]}.
+
+    max_resamples: the largest R. more: {key: float64 [N]}, whose means are returned as well.
+    """
+
+    def __init__(self, probs, labels, n_options, scores, max_resamples=1, more=()):
+        confidence, correct = metrics.top_label(probs, labels)
+        c = confidence.astype(np.float64)
+        columns = {'accuracy': correct.astype(np.float64), 'confidence': c,
+                   'bas': metrics.row_bas(confidence, correct),
+                   'brier_top_label': (c - correct) ** 2}
+        self.by_confidence = _SortedGaps(confidence, c - correct, 10)
+        self.by_option: list[_SortedGaps] = []
+        if np.ndim(probs) == 2:
+            probs, labels = metrics.check_probs(probs, labels)
+            p = probs.astype(np.float64)
+            columns |= {'entropy_bits': metrics.row_entropy(probs) / np.log(2),
+                        'nll': metrics.label_nll(probs, labels, scores),
+                        'brier': (p**2).sum(1) - 2 * p[np.arange(len(p)), labels] + 1}
+            for k in range(n_options.max()):
+                has_k, p_k = n_options > k, metrics.round_for_ties(probs[:, k])
+                gap = np.where(has_k, p_k.astype(np.float64) - (labels == k), 0)
+                # rows without the option sort last; they add 0 to any sum of gaps
+                self.by_option.append(_SortedGaps(np.where(has_k, p_k, np.inf), gap, 15))
+        columns |= more
+        self.columns, self.terms = [*columns], np.stack([*columns.values()])    # [columns, N]
+        # allocated once: new memory would cost as much as the sums
+        size = max_resamples, len(c) + 1
+        self.workspace = np.zeros(size, np.int32), np.zeros(size)
+
+    def __call__(self, counts):
+        # no product of matrices: a BLAS library would start threads in each of several processes
+        means = np.einsum('rn,cn->cr', counts, self.terms) / counts.shape[1]
+        values = dict(zip(self.columns, means, strict=True))
+        values['gap'] = values['confidence'] - values['accuracy']
+        spread = values['accuracy'] * (1 - values['accuracy'])
+        values['brier_skill'] = 1 - values['brier_top_label'] / np.where(spread, spread, np.nan)
+        values |= _prediction_metrics(self.by_confidence, counts, self.workspace)
+        if self.by_option:
+            values |= _option_metrics(self.by_option, counts, self.workspace)
+        return values
+
+
+def _prediction_metrics(rows, counts, workspace):
+    """ece, mce, ece_equal_mass, rmsce and mad of each resample."""
+    n, (drawn, gaps) = counts.shape[1], rows.draw(counts, workspace)
+    in_bin, gap = rows.fixed_bins(drawn, gaps)
+    values = {'ece': gap.sum(1) / n, 'mce': (gap / np.maximum(in_bin, 1)).max(1),
+              'ece_equal_mass': rows.tied_bins(drawn, gaps, metrics.equal_chunk_ends(n, 10)) / n}
+    # bins of 100 drawn rows, which may split ties
+    ends = np.append(np.arange(1, max(1, n // 100)) * 100, n)
+    at = _positions(drawn, ends)
+    # a row that was drawn several times may be cut: its draws beyond the end count in the next bin
+    beyond = (np.take_along_axis(drawn, at, 1) - ends) * rows.gaps[at - 1]
+    gap = _sums_between(gaps, at) - np.diff(beyond, axis=1, prepend=0)
+    return values | {'rmsce': np.sqrt((gap**2 / np.diff(ends, prepend=0)).sum(1) / n),
+                     'mad': np.abs(gap).sum(1) / n}
+
+
+def _option_metrics(by_option, counts, workspace):
+    """sce and ace of each resample: means over the options that some drawn row has."""
+    n_rows, sce, ace = np.empty((3, len(by_option), len(counts)))
+    for k, rows in enumerate(by_option):
+        drawn, gaps = rows.draw(counts, workspace)
+        n_rows[k] = drawn[:, rows.n_rows]       # drawn rows that have option k
+        sce[k] = rows.fixed_bins(drawn, gaps)[1].sum(1)
+        ace[k] = rows.tied_bins(drawn, gaps, metrics.rounded_chunk_ends(n_rows[k][:, None], 15))
+    return {name: (total / np.maximum(n_rows, 1)).sum(0) / (n_rows > 0).sum(0)
+            for name, total in (('sce', sce), ('ace', ace))}
+
+
 class _SortedGaps:
     """Rows sorted by a probability [N], with their gaps [N], probability - outcome."""
 
@@ -185,89 +180,49 @@ class _SortedGaps:
         self.order = np.argsort(probability, kind='stable')     # int [N], ascending
         self.gaps = gaps[self.order]                            # float64 [N], in that order
         ordered = probability[self.order]
-        # int [N], the position of the last equal probability in that order
-        self.last_tie = np.searchsorted(ordered, ordered, side='right') - 1
-        # int [n_bins], the number of rows up to the end of each bin of equal width
+        self.n_rows = np.isfinite(ordered).sum()
+        # int [N + 1], the end of the tie that the first i rows end in
+        self.tie_end = np.append(0, np.searchsorted(ordered, ordered, side='right'))
+        # int [n_bins], the end of each bin of equal width, as a number of rows
         self.bin_ends = np.searchsorted(metrics.equal_width_bins(ordered, n_bins),
                                         np.arange(n_bins), side='right')
-        self.n_rows = np.isfinite(ordered).sum()
 
-    def accumulate(self, counts, workspace):
-        """(number of drawn rows so far [R, N], sum of their gaps so far), in that order.
+    def draw(self, counts, workspace):
+        """(draws of the first i rows for i = 0 .. N; draws of each row times its gap, and a column
+        of 0), both [R, N + 1]."""
+        drawn, gaps = (x[:len(counts)] for x in workspace)
+        np.take(counts, self.order, axis=1, out=drawn[:, 1:], mode='clip')
+        np.multiply(drawn[:, 1:], self.gaps, out=gaps[:, :-1])
+        return np.cumsum(drawn, 1, out=drawn), gaps
 
-        The second is [R / 2, N, 2], with resample r at [r % (R / 2), :, r // (R / 2)]: as complex
-        numbers two are added in the time of one. Integers are added ten times as fast as float64,
-        and as exactly.
+    def fixed_bins(self, drawn, gaps):
+        """(draws, |sum of gaps|) of each bin of equal width, [R, n_bins]."""
+        return (np.diff(drawn[:, self.bin_ends], prepend=0),
+                np.abs(_sums_between(gaps, self.bin_ends)))
+
+    def tied_bins(self, drawn, gaps, ends):
+        """sum_B |sum of gaps in B| per resample, [R], over bins that keep ties together.
+
+        A bin ends after the first `ends` draws, [M] or [R, M], or after the last that ties with it.
         """
-        half = -(-len(counts) // 2)
-        drawn, gap_sums = workspace[0][:len(counts)], workspace[1][:half]
-        np.take(counts, self.order, axis=1, out=drawn, mode='clip')
-        np.multiply(drawn[:half], self.gaps, out=gap_sums[..., 0])
-        np.multiply(drawn[half:], self.gaps, out=gap_sums[:len(drawn) - half, :, 1])
-        gap_sums[len(drawn) - half:, :, 1] = 0      # the last of an odd number is alone
-        np.cumsum(drawn, 1, out=drawn)
-        pairs = gap_sums.view(np.complex128)
-        np.cumsum(pairs, 1, out=pairs)
-        return drawn, gap_sums
+        ends = self.tie_end[_positions(drawn, np.maximum(ends, 1))]
+        return np.abs(_sums_between(gaps, ends)).sum(1)
 
 
-def _sums_at(gap_sums, at):
-    """The sum of gaps of each resample at the rows `at` [R, M] of `accumulate`, [R, M]."""
-    resample, half = np.arange(len(at))[:, None], len(gap_sums)
-    return gap_sums[resample % half, at, resample // half]
-
-
-def _option_metrics(counts, by_option, workspace):
-    """sce and ace: means over the options that some drawn row has."""
-    n_rows, sce, ace = np.empty((3, len(counts), len(by_option)))
-    for k, rows in enumerate(by_option):
-        drawn, gap_sums = rows.accumulate(counts, workspace)
-        n_rows[:, k] = drawn[:, rows.n_rows - 1]        # drawn rows that have option k
-        sce[:, k] = _fixed_bins(drawn, gap_sums, rows.bin_ends)[1].sum(1)
-        ends = metrics.rounded_chunk_ends(n_rows[:, k, None], 15)
-        ace[:, k] = _tied_bins(drawn, gap_sums, rows.last_tie, ends)
-    return {name: (total / np.maximum(n_rows, 1)).sum(1) / (n_rows > 0).sum(1)
-            for name, total in (('sce', sce), ('ace', ace))}
-
-
-def _fixed_bins(drawn, gap_sums, ends):
-    """(drawn rows, |sum of their gaps|) of each bin, [R, M]; a bin ends after `ends` [M] rows."""
-    at, nonempty = np.broadcast_to(np.maximum(ends - 1, 0), (len(drawn), len(ends))), ends > 0
-    n_drawn, gaps = (np.diff(nonempty * x, axis=1, prepend=0)
-                     for x in (np.take_along_axis(drawn, at, 1), _sums_at(gap_sums, at)))
-    return n_drawn, np.abs(gaps)
-
-
-def _tied_bins(drawn, gap_sums, last_tie, ends):
-    """sum_B |sum of gaps in B| per resample, [R], over bins that keep ties together.
-
-    A bin ends after the first ends [R, M] drawn rows, or after the last that ties with that one.
-    """
-    at = last_tie[_positions(drawn, np.maximum(ends, 1))]
-    edges = _sums_at(gap_sums, at)
-    return np.abs(np.diff(edges, axis=1, prepend=0)).sum(1)
-
-
-def _split_bins(drawn, gap_sums, gaps, bin_size):
-    """(rmsce, mad) per resample, over bins of bin_size drawn rows that may split ties."""
-    n = len(gaps)
-    n_bins = max(1, n // bin_size)
-    ends = np.append(np.arange(1, n_bins) * bin_size, n)
-    size = np.diff(ends, prepend=0)
-    at = _positions(drawn, np.broadcast_to(ends, (len(drawn), n_bins)))
-    # a row that was drawn several times may be cut: take back the draws beyond the end
-    beyond = np.take_along_axis(drawn, at, 1) - ends
-    edges = _sums_at(gap_sums, at) - beyond * gaps[at]
-    in_bin = np.diff(edges, axis=1, prepend=0)
-    return np.sqrt((in_bin**2 / size).sum(1) / n), np.abs(in_bin).sum(1) / n
+def _sums_between(values, ends):
+    """Sums [R, M] of values [R, N + 1], whose last column is 0, over the M ranges that end before
+    the ascending `ends`, [M] or [R, M]; the first begins at 0."""
+    edges = np.zeros((len(values), ends.shape[-1] + 1), int)
+    edges[:, 1:] = ends
+    flat = edges + values.shape[1] * np.arange(len(values))[:, None]
+    sums = np.add.reduceat(values.ravel(), flat.ravel()).reshape(flat.shape)[:, :-1]
+    return np.where(np.diff(edges) > 0, sums, 0)    # reduceat gives an empty range its first value
 
 
 def _positions(drawn, ends):
-    """For each resample the first index where `drawn` [R, N] reaches each end; int [R, M]."""
-    resamples, n = drawn.shape
-    apart = (np.arange(resamples) * (n + 1))[:, None]      # all resamples as one ascending row
-    position = np.searchsorted((drawn + apart).ravel(), (ends + apart).ravel())
-    return position.reshape(ends.shape) - np.arange(resamples)[:, None] * n
+    """The number of rows after which `drawn` [R, N + 1] reaches each of ends [M] or [R, M]."""
+    ends = np.broadcast_to(ends, (len(drawn), ends.shape[-1])).astype(drawn.dtype)
+    return np.stack([np.searchsorted(*pair) for pair in zip(drawn, ends, strict=True)])
 
 
 # Any metric
