@@ -38,7 +38,7 @@ from data.benchmarks import BENCHMARKS
 from data import free_answers
 from data.chat import question_frame
 from data.free_answers import FREE_TASKS, VERBALIZED
-from data.packing import pack_alone, pack_trees, stack_answers, stack_rows
+from data.packing import Tree, pack_alone, pack_trees, stack_answers, stack_rows
 from data.probes import INSTRUCTIONS
 from data.tasks import describe, describe_tasks, distribution, load_tasks, show_tasks
 from data.tokenizer import begins_with_bos, load_model_tokenizer
@@ -86,6 +86,7 @@ from runtime import checkpoint, device, log, parallel
 from runtime.load_ahead import load_ahead, loads_kernels
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
 from written.answers import judge_samples, write_answers
+from written.p_ik import probe_answers
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
@@ -124,13 +125,18 @@ def token_statistics(hidden, head, at, tokens, softcap):
     return torch.stack([-s.nll, s.top_token.float(), s.top_logit - s.lse, s.entropy], 1)
 
 
+def token_states(hidden, head, at, tokens, softcap):
+    """Return the hidden state that each token is drawn from, float32 [M, D]."""
+    return hidden[device.to_device(at, head.device)].float()
+
+
 def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute=token_log_probs,
           trim=1, dropout_seed=None, seq2seq=None):
     """Yield (index, numbers, values) for each of `trees`, (index, Tree) pairs, as they are done.
 
     load:          returns the model; called once there is something to score
     deterministic: each tree in a row and a batch of its own
-    compute:       what to compute of them: `token_log_probs` or `token_statistics`
+    compute:       what to compute of them: one of the three functions `token_...`
     trim:          drop trailing tokens that no score needs and round the length up to a multiple
                    of `trim`; 0: keep all
     dropout_seed:  score with the dropout of adapters, drawn by this seed; None: without
@@ -245,6 +251,16 @@ def t5_config(folder):
     return config if config.model_type in t5.ARCHITECTURES else None
 
 
+def prompt_states(load, prompts, cfg):
+    """Return the hidden state at the end of each of `prompts`, lists of tokens, float32 [N, D]."""
+    shared = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
+    trees = (Tree(ids[:shared], ids[shared:], [[0]], [len(ids)]) for ids in prompts)
+    states = {index: values[0] for index, _, values in score(
+        load, enumerate(trees), cfg.pack_len, cfg.batch_rows, cfg.deterministic, token_states,
+        row_lengths(cfg)[1])}
+    return np.stack([states[i] for i in range(len(prompts))])
+
+
 # ------------------------------------------------------------------------------------------------
 # Samples
 # ------------------------------------------------------------------------------------------------
@@ -356,7 +372,8 @@ def text_samples(tokenizer, text, tree, numbers, values):
 
 
 # {kind of a Task: what collects its samples}; score_task collects those of all others
-COLLECT = dict.fromkeys(('free', *VERBALIZED), write_answers) | {'from_samples': judge_samples}
+COLLECT = dict.fromkeys(('free', *VERBALIZED), write_answers) | {
+    'from_samples': judge_samples, 'p_ik': functools.partial(probe_answers, prompt_states)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -475,7 +492,7 @@ def collect_results(scored, cfg):
     for label, (task, *_) in scored.items() if shares else ():
         counts, of_share, bad_rows, seconds = zip(*(share[label] for share in shares))
         prompts[label], bad_rows = set().union(*of_share), [*itertools.chain(*bad_rows)]
-        if not prompts[label] and task.kind in ('from_samples', *VERBALIZED):
+        if not prompts[label] and task.kind in ('from_samples', 'p_ik', *VERBALIZED):
             continue        # for example, no answer states a <confidence>
         if not prompts[label]:
             raise DataError(f'{label}: no question could be scored ({len(bad_rows)} bad rows'
@@ -519,7 +536,7 @@ def with_variants(tasks, out_dir, prompts, cfg):
 def result_labels(tasks, cfg):
     """Return the labels of all results of `tasks`: theirs, and those of the variants asked for."""
     variants = ['permuted'] * bool(cfg.permute) + ['p_true'] * cfg.p_true
-    of_kind = {'questions': variants, 'free': confidence.variants(cfg.p_true, cfg.verbalized)}
+    of_kind = {'questions': variants, 'free': confidence.variants(cfg)}
     return [*tasks, *(f'{label}.{variant}' for label, task in tasks.items()
                       for variant in of_kind.get(task.kind, ()))]
 

@@ -32,7 +32,8 @@ BLOCKS = 8      # of questions for each of several processes; each block repeats
 class Task:
     """A loaded task: questions with their shots, or texts."""
     kind: str                   # 'questions', 'permuted', 'p_true', 'clm' or 'facts'; 'free' and
-    #                             'from_samples', 'verbalized_1s', 'verbalized_2s' of its answers
+    #                             'from_samples', 'p_ik', 'verbalized_1s', 'verbalized_2s' of its
+    #                             answers
     source: str                 # see `task_source`
     items: list                 # of Question or Text
     total: int                  # number of items without `limit`
@@ -132,6 +133,7 @@ class Task:
                        lambda q, sample: free_answers.proposed(q, sample['greedy']['text'],
                                                                sample['greedy']['correct'])),
             'p_true_samples': ('p_true', [], among),
+            'p_ik': (name, self.shots[''], lambda q, sample: q),
             'verbalized_1s': (name, [], lambda q, sample: free_answers.verbalized_1s(q)),
             'verbalized_2s': (name, [], lambda q, sample: free_answers.verbalized_2s(
                 q, sample['greedy']['text'], sample['greedy']['correct'])),
@@ -182,11 +184,12 @@ def load_tasks(cfg):
                               f'{label!r} in the results; rename a file, or evaluate one of them '
                               f'with another --out_dir')
     tasks = {label: _load(name, cfg) for label, name in zip(labels, cfg.tasks)}
-    for key in ('p_true', 'permute'):
-        kinds = ('questions',) if key == 'permute' else ('questions', 'free')
+    for key, kinds in (('permute', ('questions',)), ('p_true', ('questions', 'free')),
+                       ('p_ik', ('free',)), ('verbalized', ('free',))):
         if getattr(cfg, key) and all(task.kind not in kinds for task in tasks.values()):
-            raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no options; '
-                              f'leave it out')
+            missing = 'written answers' if kinds == ('free',) else 'options'
+            raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no '
+                              f'{missing}; leave it out')
     for label, task in tasks.items():
         if cfg.fit_temperature and len(task.items) < 2 and not task.validation:
             raise DataError(f'{label}: fit_temperature needs two {task.unit} or more')

@@ -113,17 +113,19 @@ FROM_SAMPLES = {
                                    greedy_agreement),
     'entropy': Confidence('top class of the samples, 1 - entropy / ln k', class_entropy),
     'stated': Confidence('greedy answer, its <confidence>', stated)}
-# those for which the model is asked once more: evaluate.py does that
+# those for which the model reads more prompts: evaluate.py does that
 P_TRUE = {'p_true': Confidence('P(True) of the greedy answer'),
           'p_true_samples': Confidence('P(True) of the greedy answer beside samples')}
+P_IK = {'p_ik': Confidence('P(IK) of a drawn answer, by a probe before it is written')}
 VERBALIZED = {'verbalized_1s': Confidence('stated probability of a guess, one stage'),
               'verbalized_2s': Confidence('stated probability of the greedy answer, two stages')}
-CONFIDENCES = FROM_SAMPLES | P_TRUE | VERBALIZED
+CONFIDENCES = FROM_SAMPLES | P_TRUE | P_IK | VERBALIZED
 
 
-def variants(p_true, verbalized):
-    """Return the names of CONFIDENCES that an evaluation reports beside the task."""
-    return [*FROM_SAMPLES, *(P_TRUE if p_true else ()), *(VERBALIZED if verbalized else ())]
+def variants(cfg):
+    """Return the names of CONFIDENCES that an evaluation with these settings reports."""
+    return [*FROM_SAMPLES, *(P_TRUE if cfg.p_true else ()), *(P_IK if cfg.p_ik else ()),
+            *(VERBALIZED if cfg.verbalized else ())]
 
 
 def classes(answers):

@@ -28,6 +28,8 @@ class EvalConfig:
     p_true: bool = False                      # then ask whether the top option is right: P(True)
     n: int = 10                               # answers drawn per question, where the model writes
     max_tokens: int | None = None             # of a written answer; None: those of its task
+    p_ik: bool = False                        # predict from the state after the question whether
+    #                                           a drawn answer will be right: P(IK), by a probe
     verbalized: bool = False                  # then ask how probable a written answer is
     run_code: bool = False                    # run programs that the model writes, for humaneval
     isolation: Literal['namespaces', 'limits'] = 'namespaces'   # of them: docs/running_code.md

@@ -26,6 +26,7 @@ from runtime import checkpoint
 from runtime.errors import ConfigError, DataError
 from runtime.sampling import Sampling
 from runtime.sandbox import run_program
+from written import p_ik
 
 # ------------------------------------------------------------------------------------------------
 # Extraction and match rules
@@ -335,7 +336,7 @@ def asked(tmp_path_factory):
     for row, answer in right:
         row['answers'].append(answer)
     write_rows(folder / 'qa' / 'test.jsonl', rows)
-    ask(folder, folder / 'out', '--p_true', '--verbalized')
+    ask(folder, folder / 'out', '--p_true', '--p_ik', '--verbalized')
     return folder, reference, len(right) / 10
 
 
@@ -435,7 +436,7 @@ def test_results_have_an_entry_for_each_confidence(asked):
     tasks = json.loads((folder / 'out' / 'results.json').read_text())['tasks']
     entries = {'qa', *(f'qa.{name}' for name in (
         'length_normalized', 'mean_token', 'answer_span', 'agreement', 'greedy_agreement',
-        'entropy', 'p_true', 'p_true_samples'))}
+        'entropy', 'p_true', 'p_true_samples', 'p_ik'))}
     assert tasks.keys() >= entries and 'qa.stated' not in tasks
     accuracy = tasks['qa']['pooled']['accuracy']
     assert accuracy == share == tasks['qa']['written']['lenient_accuracy'] and share > 0
@@ -468,14 +469,14 @@ def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path):
                                          for share in (0.2, 0.9))])
 def test_an_interrupted_evaluation_resumes(asked, share, tmp_path):
     """The file of samples is cut off anywhere, also inside a line; all else is lost."""
-    folder, _, share = asked
+    folder, *_ = asked
     whole = (folder / 'out' / 'samples.jsonl').read_bytes()
-    ask(folder, tmp_path, '--p_true', '--verbalized')
+    ask(folder, tmp_path, '--p_true', '--p_ik', '--verbalized')
     assert sorted((tmp_path / 'samples.jsonl').read_bytes().split(b'\n')) == sorted(
         whole.split(b'\n'))
     (tmp_path / 'samples.jsonl').write_bytes(whole[:int(share * len(whole))])
     (tmp_path / 'results.json').unlink()
-    ask(folder, tmp_path, '--p_true', '--verbalized')
+    ask(folder, tmp_path, '--p_true', '--p_ik', '--verbalized')
     assert sorted((tmp_path / 'samples.jsonl').read_bytes().split(b'\n')) == sorted(
         whole.split(b'\n'))
 
@@ -595,6 +596,115 @@ def test_two_stages_judge_the_greedy_answer(text, lead, value, tmp_path):
         *free_answers.stated_guess(text, lead))
     assert (sample and (sample['confidence'], sample['correct'], sample['predicted'])) == (
         value and (value, True, 'Bob'))
+
+
+# ------------------------------------------------------------------------------------------------
+# P(IK)
+# ------------------------------------------------------------------------------------------------
+
+def least_loss(x, shares, penalty):
+    """w and b of the least mean cross-entropy + penalty * |w|^2, by LBFGS in float64."""
+    x, shares = torch.tensor(x), torch.tensor(shares)
+    w, b = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True), torch.zeros(
+        1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([w, b], max_iter=2000, tolerance_grad=1e-12,
+                                  tolerance_change=1e-15, line_search_fn='strong_wolfe')
+
+    def loss():
+        optimizer.zero_grad()
+        z = x @ w + b
+        value = torch.nn.functional.binary_cross_entropy_with_logits(z, shares) + penalty * w @ w
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return lambda new: torch.sigmoid(torch.tensor(new) @ w + b).detach().numpy()
+
+
+@pytest.mark.parametrize('n, dimensions', [(60, 7), (40, 90)])
+def test_p_ik_is_a_cross_validated_ridge_logistic_regression(n, dimensions):
+    """Against a plain loop over folds and penalties, in the dimensions themselves."""
+    rng = np.random.default_rng(0)
+    states = rng.normal(size=(n, dimensions)) * rng.uniform(0.1, 30, dimensions) + 5
+    shares = rng.binomial(8, 1 / (1 + np.exp(-2 * (states[:, 0] - 5)))) / 8
+    groups = [f'{i:03}' for i in rng.permutation(n)]
+    order = sorted(range(n), key=lambda i: (shares[i], groups[i]))
+    ranks = {i: rank for rank, i in enumerate(order)}
+    x = (states - states.mean(0)) / states.std(0) / math.sqrt(dimensions)
+    expected, folds = np.empty(n), np.array([ranks[i] % 5 for i in range(n)])
+    for fold in range(5):
+        losses = {}
+        for penalty in p_ik.PENALTIES:
+            p, y = [], []
+            fit = least_loss(x[(folds != fold) & (folds != (fold + 1) % 5)],
+                             shares[(folds != fold) & (folds != (fold + 1) % 5)], penalty)
+            for i in np.flatnonzero(folds == (fold + 1) % 5):
+                p.append(float(fit(x[i])[0]))
+                y.append(shares[i])
+            losses[penalty] = -np.mean([s * math.log(c) + (1 - s) * math.log(1 - c)
+                                        for c, s in zip(p, y, strict=True)])
+        best = min(losses, key=losses.get)
+        fit = least_loss(x[folds != fold], shares[folds != fold], best)
+        for i in np.flatnonzero(folds == fold):
+            expected[i] = fit(x[i])[0]
+    np.testing.assert_allclose(p_ik.cross_validated(states, shares, groups), expected, atol=2e-5)
+
+
+def test_p_ik_knows_what_the_states_tell_and_no_more():
+    rng = np.random.default_rng(1)
+    states, k = rng.normal(size=(1000, 30)), 10
+    p = 1 / (1 + np.exp(-2 * states[:, 3]))
+    shares, first = rng.binomial(k, p) / k, rng.random(1000) < p
+    groups = [*map(str, range(1000))]
+    told = p_ik.cross_validated(states, shares, groups)
+    assert np.abs(told - p).mean() < 0.05 and metrics.ece(told, first) < 0.06
+    order = rng.permutation(1000)
+    again = p_ik.cross_validated(states[order], shares[order], [groups[i] for i in order])
+    np.testing.assert_allclose(again, told[order], atol=1e-7)
+    blind = p_ik.cross_validated(states, rng.permutation(shares), groups)
+    assert blind.std() < 0.06 and abs(blind.mean() - shares.mean()) < 0.02
+    # the same question in five languages: a fit to the others would know its answers
+    states = np.repeat(rng.normal(size=(60, 100)), 5, 0) + 0.01 * rng.normal(size=(300, 100))
+    shares = np.repeat(rng.integers(0, 2, 60), 5).astype(float)
+    for names, low, high in (([*map(str, range(300))], 0.95, 1), (
+            [str(i // 5) for i in range(300)], 0.3, 0.7)):
+        values = p_ik.cross_validated(states, shares, names)
+        assert low <= metrics.auroc(values, shares > 0) <= high
+
+
+@pytest.mark.parametrize('shares', [0.0, 1.0])
+def test_p_ik_of_what_is_always_or_never_right(shares):
+    states = np.ones((6, 3))        # and states that do not differ
+    values = p_ik.cross_validated(states, np.full(6, shares), 'abcdef')
+    np.testing.assert_allclose(values, shares, atol=1e-3)
+
+
+def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeypatch):
+    folder, reference, _ = asked
+    tokenizer = load_tokenizer(folder / 'model')
+    seen, fit = [], p_ik.cross_validated
+
+    def remember(*arguments):
+        seen.append((*arguments, fit(*arguments)))
+        return seen[-1][-1]
+
+    monkeypatch.setattr(p_ik, 'cross_validated', remember)
+    ask(folder, tmp_path, '--p_ik', '--pack_len=64')
+    (states, shares, _, values), = seen
+    answers = {s['id']: s for s in samples_of(tmp_path, 'qa')}
+    rows = {s['id']: s for s in samples_of(tmp_path, 'qa.p_ik')}
+    assert len(rows) == 10 and sorted(s['confidence'] for s in rows.values()) == sorted(values)
+    for i, id in enumerate(sorted(answers)):
+        prompt = f'{HEADER}{SHOTS}Question: What is the colour of {id}?\nAnswer:'
+        ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(prompt)]])
+        with torch.no_grad():
+            state = reference(ids, output_hidden_states=True).hidden_states[-1][0, -1]
+        np.testing.assert_allclose(states[i], state, atol=1e-4)
+        right = [answer['correct'] for answer in answers[id]['answers']]
+        assert shares[i] == np.mean(right) and rows[id]['correct'] == right[0]
+        assert rows[id]['confidence'] == values[i]
+    monkeypatch.setattr(evaluate, 'prompt_states', lambda *_: pytest.fail('states again'))
+    ask(folder, tmp_path, '--p_ik', '--pack_len=64')
 
 
 # ------------------------------------------------------------------------------------------------

@@ -182,11 +182,12 @@ def test_two_processes_evaluate_written_answers_as_one(folder, tmp_path):
     for n in (1, 3):
         done = run(['evaluate.py', f'--model={folder / "model"}', f'--out_dir={tmp_path / f"{n}"}',
                     f'--tasks=qa:{folder / "answers.jsonl"}', '--shots=0', '--n=3',
-                    '--max_tokens=5', '--p_true', '--verbalized', '--n_bootstrap=0', '--device=cpu',
-                    '--deterministic', '--pictures=False'], n)
+                    '--max_tokens=5', '--p_true', '--p_ik', '--verbalized', '--n_bootstrap=0',
+                    '--device=cpu', '--deterministic', '--pictures=False'], n)
         assert done.returncode == 0, done.stderr
     assert outcome(tmp_path / '1') == outcome(tmp_path / '3')
-    assert {'qa', 'qa.p_true', 'qa.agreement'} <= outcome(tmp_path / '3')[1]['tasks'].keys()
+    tasks = outcome(tmp_path / '3')[1]['tasks']
+    assert {'qa', 'qa.p_true', 'qa.p_ik', 'qa.agreement'} <= tasks.keys()
 
 
 @pytest.mark.slow

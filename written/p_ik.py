@@ -1,0 +1,124 @@
+"""P(IK): will the model answer this question right? Estimated before it writes any answer.
+
+Here by a probe: ridge logistic regression on the hidden state of the frozen model at the last token
+of the prompt, fitted to the drawn answers to other questions. Kadavath et al. 2022 (arXiv
+2207.05221) tune the whole model instead; for that see data/p_ik.py.
+"""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+
+from data import free_answers
+from data.free_answers import FREE_TASKS
+from results import confidence, samples
+from runtime import checkpoint, parallel
+from runtime.errors import CheckpointError
+from scaling import fit_logistic
+
+N_FOLDS = 5
+N_COMPONENTS = 256                          # principal components of the states
+PENALTIES = 1.0, 0.1, 1e-2, 1e-3, 1e-4      # the best is chosen on a fold of its own
+
+
+def probe_answers(prompt_states, load, folder, tokenizer, label, task, cfg, done, append):
+    """Append the sample of P(IK) of each question of `task`; as the collectors of answers.py.
+
+    prompt_states: (load, prompts, cfg) -> float32 [N, D], see evaluate.py. The first drawn answer
+    is judged, since P(IK) is the probability that a drawn answer is right. The prompt of a sample
+    is the hash of all questions of all processes and of their shares of right answers, since each
+    of them counts in the fit.
+    """
+    max_tokens = cfg.max_tokens or FREE_TASKS[label.partition('.')[0]].max_tokens
+    scored = {samples.sample_key(s)[1:]: s for s in task.written}
+    keys = [(label, 'test', question.language, question.id) for question in task.items]
+    prompts = [free_answers.encode(question, task.shots[''], tokenizer, cfg, max_tokens)[0]
+               for question in task.items]
+    shares = [float(np.mean([answer['correct'] for answer in scored[key[1:]]['answers']]))
+              for key in keys]
+    own = zip(keys, (samples.digest(ids) for ids in prompts), shares,
+              (question.digest for question in task.items))
+    rows = sorted(itertools.chain(*parallel.gather([*own])))
+    prompt = samples.digest(rows)
+    if len({digest for *_, digest in rows}) < 3:
+        print(f'{label}: left out, since a probe needs three different questions')
+        return set(), []
+    if not all((key, prompt) in done for key, *_ in rows):
+        states = prompt_states(load, prompts, cfg)
+        if not np.isfinite(states).all():
+            raise CheckpointError(checkpoint.bad_logits(label, folder, cfg.dtype))
+        every = dict(itertools.chain(*parallel.gather([*zip(keys, states)])))
+        _, _, shares, digests = zip(*rows)
+        p_ik = cross_validated(np.array([every[key] for key, *_ in rows]), np.array(shares),
+                               digests)
+        p_ik = dict(zip((key for key, *_ in rows), p_ik.tolist()))
+        for key, question in zip(keys, task.items):
+            sample = scored[key[1:]]
+            append(key, prompt, confidence.judged(question, p_ik[key], sample['answers'][0])
+                   | samples.question_fields(question, sample['shots']))
+    return {(key, prompt) for key in keys}, []
+
+
+def cross_validated(states, shares, groups):
+    """Return P(IK), float64 [N], each by a fit to the questions of the other folds.
+
+    states: [N, D], of the prompts
+    shares: [N], of right answers among those that were drawn; their mean cross-entropy is minimized
+    groups: N texts; questions of one group share a fold. There must be three groups or more
+    Folds have about equal shares: else, the fewer right answers a fold has, the more have the
+    others, and a probe that sees nothing would rank the questions the wrong way round.
+    The penalty of a fold is the best one for the next fold, fitted to the others. The principal
+    components are those of all questions, since no answer takes part in them.
+    """
+    right, n = Counter(), Counter(groups)
+    for group, share in zip(groups, shares, strict=True):
+        right[group] += share
+    ranked = sorted(n, key=lambda group: (right[group] / n[group], group))
+    n_folds = min(N_FOLDS, len(ranked))
+    fold_of = {group: i % n_folds for i, group in enumerate(ranked)}
+    folds = np.array([fold_of[group] for group in groups])
+    x, p_ik = components(states), np.empty(len(states))
+    for fold in range(n_folds):
+        test, chosen = folds == fold, folds == (fold + 1) % n_folds
+        rest = ~test & ~chosen
+        losses = [cross_entropy(fitted(x[rest], shares[rest], penalty, x[chosen]), shares[chosen])
+                  for penalty in PENALTIES]
+        p_ik[test] = fitted(x[~test], shares[~test], PENALTIES[np.argmin(losses)], x[test])
+    return p_ik
+
+
+def components(states):
+    """Return the largest principal components, float64 [N, <= N_COMPONENTS], mean squared norm 1.
+
+    Each dimension of `states` [N, D] is centered and scaled to variance 1 first.
+    """
+    x = np.asarray(states, np.float64)
+    x = x - x.mean(0)
+    x /= np.maximum(x.std(0), 1e-6)
+    if len(x) <= x.shape[1]:
+        values, vectors = np.linalg.eigh(x @ x.T)
+        x = vectors * np.sqrt(np.maximum(values, 0))
+    else:
+        x = x @ np.linalg.eigh(x.T @ x)[1]
+    x = x[:, -N_COMPONENTS:]
+    return x / max(np.sqrt((x ** 2).sum(1).mean()), 1e-6)
+
+
+def fitted(x, shares, penalty, new):
+    """Return sigmoid(new @ w + b), [M], of the logistic regression of `shares` [N] on x [N, D].
+
+    w and b have the least mean cross-entropy + penalty * |w|^2; b is nearly free.
+    """
+    ridge = np.append(np.full(x.shape[1], penalty * len(x)), 1e-6)
+    weights = fit_logistic(with_ones(x), shares, ridge)
+    return np.exp(-np.logaddexp(0, -with_ones(new) @ weights))
+
+
+def with_ones(x):
+    return np.append(x, np.ones((len(x), 1)), 1)
+
+
+def cross_entropy(p, shares):
+    p = np.clip(p, 1e-12, 1 - 1e-12)
+    return -np.mean(shares * np.log(p) + (1 - shares) * np.log1p(-p))
