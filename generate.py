@@ -469,6 +469,9 @@ def step_cost(model, n_rows, n_cached):
 
 def open_model(cfg):
     """Return (folder, model, tokenizer, template, add_bos); template '' is plain text."""
+    if cfg.raw and cfg.chat != 'trained':
+        raise ConfigError(f'--raw is plain text, and --chat={cfg.chat} a chat template; leave one '
+                          f'of them out')
     device = pick_device(cfg.device)
     with parallel.first_process_first():
         folder = checkpoint.fetch(cfg.model, cfg.revision)

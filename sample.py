@@ -50,8 +50,6 @@ def read_arguments(argv):
     check_sampling(cfg)
     if not cfg.model:
         raise ConfigError('no model given; for example --model=out/run')
-    if cfg.n > 1 and cfg.temperature == 0:
-        raise ConfigError(f'n = {cfg.n} needs a temperature above 0: all answers would be equal')
     return cfg
 
 
@@ -131,8 +129,8 @@ def print_stats(model, ids, answers, seconds):
         len(answer.tokens) for answer in answers)
     n_bytes, flops = step_cost(model, n / steps, n / steps * (len(ids) + steps / 2))
     print(f'{n} tokens in {seconds:.2f} s: {n / seconds:.1f} tokens/s, '
-          f'{n_bytes * steps / seconds / 1e9:.1f} GB/s, '
-          f'{flops * steps / seconds / 1e12:.3f} TFLOP/s', file=sys.stderr)
+          f'{n_bytes * steps / seconds / 1e9:.3g} GB/s, '
+          f'{flops * steps / seconds / 1e12:.3g} TFLOP/s', file=sys.stderr)
 
 
 def prompts(cfg):

@@ -225,8 +225,9 @@ def split_sequences(cfg, sequences):
                         f'sequences' + f' beside val_size = {cfg.val_size}' * (cfg.val_size > 0))
     training = np.sort(rest[:cfg.data_limit])
     if len(training) * cfg.epochs < cfg.batch_size:
-        raise DataError(f'{cfg.data}: {len(training)} sequences for training, with epochs = '
-                        f'{cfg.epochs:g}, do not fill one step of batch_size = {cfg.batch_size}')
+        raise DataError(f'{cfg.data}: {len(training)} sequences for training beside val_size = '
+                        f'{cfg.val_size}, with epochs = {cfg.epochs:g}, do not fill one step of '
+                        f'batch_size = {cfg.batch_size}; lower it')
     return sequences, training, held_out
 
 

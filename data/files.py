@@ -74,6 +74,9 @@ def read_rows(path):
     or skip; a file that cannot be read raises one.
     """
     path = Path(path)
+    if not path.is_file():
+        raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else
+                        f'there is no file {path}')
     readers = {'.jsonl': _jsonl_rows, '.json': _json_rows, '.csv': _csv_rows,
                '.tsv': functools.partial(_csv_rows, delimiter='\t'), '.txt': _txt_rows,
                '.parquet': _parquet_rows}
@@ -239,7 +242,8 @@ def parsed(place, row, parse, *arguments):
     except (DataError, LookupError, TypeError, AttributeError) as error:
         # a parser does not check the fields that it uses
         message = str(error) if isinstance(error, DataError) else (
-            f'not the fields of its format: {error!r}')
+            'not the fields of its format: '
+            + (f'there is no {error}' if isinstance(error, KeyError) else repr(error)))
         message = message.encode('utf-8', 'backslashreplace').decode()      # lone surrogates
         return DataError(message if message.startswith(place) else f'{place}: {message}')
 

@@ -64,7 +64,8 @@ def answers_row(row):
     """NQ-open and files of your own: `question`, and `answers` (or `answer`), a list or a text."""
     answers = row['answers'] if 'answers' in row else row['answer']
     answers = answers if isinstance(answers, list) else [answers]
-    return FreeRow(row['question'], answers, answers[0], str(row.get('subject') or ''))
+    return FreeRow(row['question'], answers, answers[0] if answers else '',
+                   str(row.get('subject') or ''))
 
 
 def popqa_row(row):

@@ -115,7 +115,8 @@ def read_prompts(path, tokenizer, template, add_bos):
     def parse(row, place):
         row = {'id': str(len(prompts))} | require_fields(row)
         if ('prompt' in row) == ('messages' in row) or 'answers' in row:
-            raise DataError('a row has either "prompt" or "messages", and no "answers"')
+            raise DataError(f'fields {", ".join(row)}; wanted either "prompt" or "messages", and '
+                            f'no "answers"')
         if not isinstance(row['id'], (str, int)):
             raise DataError(f'the id {row["id"]!r} is neither text nor a whole number')
         if row['id'] in places:

@@ -150,12 +150,17 @@ def _find(name):
     benchmark = BENCHMARKS.get(task, GENERIC)
     if benchmark is GENERIC:
         task, path = '', name
-        if not os.path.exists(os.path.expanduser(path)):
-            near = difflib.get_close_matches(name, BENCHMARKS, 1)
-            hint = f'did you mean {near[0]!r}? The' if near else 'the'
-            raise DataError(f'no task, file or folder {name!r}; {hint} tasks are '
-                            f'{", ".join(BENCHMARKS)}, each also as task:folder')
+        require_task(path, BENCHMARKS)
     return task, benchmark, os.path.expanduser(path) or benchmark.hub
+
+
+def require_task(name, known):
+    """Raise DataError unless `name` is one of the tasks `known`, a file or a folder."""
+    if name not in known and not os.path.exists(os.path.expanduser(name)):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f'did you mean {near[0]!r}? The' if near else 'the'
+        raise DataError(f'no task, file or folder {name!r}; {hint} tasks are {", ".join(known)}, '
+                        f'each also as task:folder')
 
 
 def solved_files(name, revision=None):

@@ -12,7 +12,7 @@ from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_t
 from data import free_answers
 from data.benchmarks import BENCHMARKS, GENERIC
 from data.free_answers import FREE_TASKS, load_free
-from data.questions import Question, load_task
+from data.questions import Question, load_task, require_task
 from data.trees import tokenize_questions
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import require_sandbox
@@ -176,6 +176,8 @@ def load_tasks(cfg):
     _refuse_split_paths(cfg.tasks)
     labels = [task_label(name) for name in cfg.tasks]
     for name, label in zip(cfg.tasks, labels):
+        kind, path = _split(name)
+        require_task(kind or path, [*BENCHMARKS, *FREE_TASKS, *INSTRUCTIONS])
         if not label:
             raise ConfigError(f'tasks: {name!r} gives no name for its results; rename the file or '
                               f'folder')

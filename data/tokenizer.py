@@ -116,8 +116,7 @@ def load_tokenizer(folder):
     folder = Path(folder)
     files = [path for pattern in FILES for path in sorted(folder.glob(pattern))]
     if not files:
-        raise DataError(f'{folder} has neither tokenizer.model nor tokenizer.json, nor another of '
-                        f'{", ".join(FILES)}')
+        raise DataError(f'{folder} has no tokenizer: none of {", ".join(FILES)}')
     raw = files[0].read_bytes()
     if not raw:
         raise DataError(f'{files[0]} is empty; download it again')

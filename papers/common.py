@@ -12,6 +12,7 @@ changes that key of train.py in all runs, --eval.key=value that key of evaluate.
 """
 
 import argparse
+import difflib
 import json
 import math
 import os
@@ -169,6 +170,10 @@ def main(runs, tables, **more):
     with cli.one_line_errors(resume='the same command continues'):
         if stray := [text for text in changes if not text.startswith('--')]:
             raise ConfigError(f'unexpected argument {stray[0]!r}; settings are --key=value')
+        for key in (change[2:].partition('=')[0] for change in changes):
+            near = difflib.get_close_matches(key, vars(options), 1)
+            if near and not hasattr(TrainConfig(), key):
+                raise ConfigError(f'there is no option --{key}; did you mean --{near[0]}?')
         load_config(TrainConfig, changes)       # fail on a misspelled key before anything is done
         chosen = [f'--{key}={getattr(options, key)}' for key, arguments in more.items()
                   if 'choices' in arguments and getattr(options, key) != arguments['default']]

@@ -144,7 +144,10 @@ def _replace(config, name, text, where):
 def _annotation(cls, key, where):
     annotations = typing.get_type_hints(cls)
     if key not in annotations:
-        near = difflib.get_close_matches(str(key), annotations, n=1, cutoff=0.4)
+        near = [f'{name}.{key}' for name, annotation in annotations.items()
+                for record in filter(dataclasses.is_dataclass, _options(annotation))
+                if key in typing.get_type_hints(record)]
+        near = near or difflib.get_close_matches(str(key), annotations, n=1, cutoff=0.52)
         hint = f'did you mean {near[0]!r}?' if near else f'the keys are {", ".join(annotations)}'
         raise ConfigError(f'{where}: there is no key {key!r}; {hint}')
     return annotations[key]
@@ -210,7 +213,10 @@ def _describe(annotation):
             return repr(option)
         if dataclasses.is_dataclass(option):
             return f'a dict of the keys of {option.__name__}'
-        return names.get(option) or str(option)     # such as tuple[int, ...]
+        if typing.get_origin(option) is tuple:
+            items = typing.get_args(option)
+            return ','.join('...' if item is Ellipsis else item.__name__ for item in items)
+        return names.get(option) or str(option)
 
     return ' or '.join(name(option) for option in _options(annotation))
 

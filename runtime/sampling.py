@@ -32,6 +32,8 @@ def check_sampling(s):
     require_range(s, 0, 2 ** 63 - 1, 'seed')
     if '' in s.stop:
         raise ConfigError('stop has an empty string, which would end every answer at once')
+    if s.n > 1 and s.temperature == 0:
+        raise ConfigError(f'n = {s.n} needs a temperature above 0: all answers would be equal')
     for key, off in (('top_p', 1), ('top_k', 0), ('min_p', 0)):
         if s.temperature == 0 and getattr(s, key) != off:
             raise ConfigError(f'{key} = {getattr(s, key)} needs a temperature above 0, such as 1')

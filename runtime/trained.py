@@ -24,7 +24,7 @@ def model_config(cfg, base):
                           f'{config.model_type} are {", ".join(layers)}; choose from them')
     if cfg.max_length > config.max_position_embeddings:
         raise ConfigError(f'max_length = {cfg.max_length}, but the context of {cfg.model} is '
-                          f'{config.max_position_embeddings} tokens')
+                          f'{config.max_position_embeddings} tokens; lower max_length')
     if cfg.logit_softcap is not None:
         if config.final_logit_softcapping is not None:
             raise ConfigError(f'logit_softcap = {cfg.logit_softcap}, but {cfg.model} has a cap of '

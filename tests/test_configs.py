@@ -35,7 +35,9 @@ def test_config_file_then_command_line(tmp_path):
 
 @pytest.mark.parametrize('content, argument, message', [
     ('smothing = 0.1', '', "experiment.py:1: there is no key 'smothing'; did you mean 'smoothing'"),
-    ('', '--learningrate=1', "--learningrate: there is no key 'learningrate'"),
+    ('', '--learning_rate=1', "there is no key 'learning_rate'; the keys are model, revision"),
+    ('', '--shots=0', "--shots: there is no key 'shots'; did you mean 'eval.shots'?"),
+    ('', '--betas=0.9', '--betas is (0.9,), of type tuple; wanted float,float'),
     ('lr = 1\nepochs = "two"', '', "experiment.py:2: epochs is 'two', of type str; wanted a float"),
     ('', '--batch_size=1.5', '--batch_size is 1.5, of type float; wanted an int'),
     ('', '--lr=high', "--lr is 'high', of type str; wanted a float"),
@@ -170,8 +172,8 @@ def test_help(capsys):
     assert lines == ['usage: python small.py [--key=value ...]', '', 'python small.py', '',
                      'keys, as --key=value or, before them, in a config file:',
                      '# first part', '--name=x (a string) what it is called',
-                     '--sizes=1,2 (tuple[int, ...]) of its parts, a long comment that goes on in a',
-                     'second line', '--places={} (a dict)', '# said before',
+                     '--sizes=1,2 (int,...) of its parts, a long comment that goes on in a second',
+                     'line', '--places={} (a dict)', '# said before',
                      "--kind=a ('a' or 'b')", '']
     for cls in (train.TrainConfig, evaluate.EvalConfig):
         with pytest.raises(SystemExit):

@@ -599,7 +599,7 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
         run(chat_folder, tmp_path)
     mine.unlink()
     for row, message in (
-            ({'text': 'x'}, 'a row has either "prompt" or "messages"'),
+            ({'text': 'x'}, 'prompts.jsonl:2: fields id, text; wanted either "prompt" or "mess'),
             ({'prompt': 5}, 'the prompt is not text'), ({'messages': ['x']}, 'must be a list of'),
             ({'messages': []}, "the last message must be the user's"),
             ({'prompt': 'a', 'id': [1]}, 'neither text nor a whole number'),
@@ -610,9 +610,15 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
     for argument, message in (('--top_k=-1', 'top_k'), ('--min_p=2', 'min_p'), ('--n=0', 'n = 0'),
                               ("--stop=('a', '')", 'stop has an empty'),
                               ('--batch_size=0', 'batch_size'),
-                              ('--temperature=-1', 'temperature'), ('--cache_memory=-1', 'cache')):
+                              ('--temperature=-1', 'temperature'),
+                              ('--temperature=0', 'n = 2 needs a temperature above 0'),
+                              ('--cache_memory=-1', 'cache')):
         with pytest.raises(ConfigError, match=message):
-            program.read_arguments(['--model=x', '--prompts=y', argument])
+            program.read_arguments(['--model=x', '--prompts=y', '--n=2', argument])
+    with pytest.raises(ConfigError, match='--raw is plain text, and --chat=tulu a chat template'):
+        run(chat_folder, tmp_path, '--raw', '--chat=tulu')
+    with pytest.raises(DataError, match='is a folder; name a file in it'):
+        run(chat_folder, tmp_path, f'--prompts={tmp_path}')
     with pytest.raises(ConfigError, match='no prompts given'):
         program.read_arguments(['--model=x'])
     rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(torch.nan))

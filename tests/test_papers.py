@@ -676,6 +676,7 @@ def test_a_killed_script_resumes_to_the_same_weights(hub, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('arguments, message', [
     (['--max_step=3'], "there is no key 'max_step'; did you mean 'max_steps'?"),
+    (['--plann'], 'there is no option --plann; did you mean --plan?'),
     (['--only=gemma3'], '--only=gemma3: no run has such a name; --plan lists them'),
     (['--plan', '--only=zz'], '--only=zz: no run has such a name; --plan lists them'),
     (['--only=base', '--val_size=-1'], 'no model folder|downloading the model'),

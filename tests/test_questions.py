@@ -160,7 +160,7 @@ def test_hellaswag_cleaning():
     ({'input': 'Q?', 'target_scores': 'a'}, 'not the fields of its format'),
     ({'input': '\ud83d?', 'target_scores': {'a': 1, '\ud83d': 0}}, 'not valid Unicode'),
     ({'input': 'Q?', 'target': 'a'}, 'no question among the fields input, target'),
-    ({'prompt': 'Q?', 'classes': ['a', 'b']}, "not the fields of its format: KeyError.'answer_ind"),
+    ({'prompt': 'Q?', 'classes': ['a', 'b']}, "of its format: there is no 'answer_index"),
     ({'prompt': 'Q?', 'classes': ['a', 'b'], 'answer_index': 2}, 'no valid answer: 2'),
     ({'prompt': 'Q?', 'classes': "['a', 'b']", 'answer_index': 1}, '2 to 26 choices in a list'),
     ([1, 2, 3, 4], 'the question is not text'),
@@ -182,12 +182,12 @@ def test_bad_questions_name_their_line(tmp_path, row, message):
     ('hellaswag', {'activity_label': 'x', 'ctx_a': None, 'ctx_b': '', 'endings': ['a', 'b'],
                    'label': '0'}, 'the field "ctx_a" is not text'),
     ('arc_easy', {'question': 'Q?', 'choices': {'text': ['a', 'b']}, 'answerKey': 'A'},
-     "not the fields of its format: KeyError.'label'"),
+     "not the fields of its format: there is no 'label'"),
     ('arc_easy', {'question': 'Q?', 'choices': {'text': ['a', None], 'label': ['A', 'B']},
                   'answerKey': 'A'}, 'choice B is null'),
     ('xcopa', {'premise': 'P.', 'question': 'cause', 'choice1': 'a', 'choice2': None, 'label': 0},
      'choice B is null'),
-    ('piqa', {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}, "KeyError.'goal'"),
+    ('piqa', {'question': 'Q?', 'choices': ['a', 'b'], 'answer': 0}, "there is no 'goal'"),
     ('truthfulqa_mc1', {'question': 'Q?', 'mc1_targets': {'choices': ['a', 'b'], 'labels': [1]}},
      r'one number for each of 2 choices, not \[1\]'),
     ('truthfulqa_mc1', {'question': 'Q?', 'mc1_targets': {'a': 0, 'b': 0}}, '2 choices have the h'),
@@ -529,6 +529,13 @@ def test_settings_of_questions_are_refused_for_texts(tmp_path, kind, setting):
     cfg = load_config(EvalConfig, [f'--tasks={kind}:{tmp_path}', f'--{setting}'])
     with pytest.raises(ConfigError, match=f'{setting[:4]}.*: {kind} scores'):
         load_tasks(cfg)
+
+
+@pytest.mark.parametrize('task, near', [('gsm9k', 'gsm8k'), ('clmm', 'clm'), ('piqaa', 'piqa')])
+def test_a_misspelt_task_names_the_nearest_of_all(task, near):
+    tasks = 'The tasks are mmlu, .*, gsm8k, .* clm, facts, each also as task:folder'
+    with pytest.raises(DataError, match=f'did you mean .{near}.. {tasks}'):
+        load_tasks(load_config(EvalConfig, [f'--tasks={task}']))
 
 
 @pytest.mark.parametrize('task', ['', 'mine:'])

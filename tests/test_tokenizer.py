@@ -63,7 +63,7 @@ def test_long_runs_are_cut(tokenizers):
 
 
 def test_tokenizer_errors(tmp_path):
-    with pytest.raises(DataError, match='has neither tokenizer.model nor tokenizer.json'):
+    with pytest.raises(DataError, match='has no tokenizer: none of tokenizer.model'):
         load_tokenizer(tmp_path)
     (tmp_path / 'tokenizer.model').write_bytes(b'\x00\x01garbage')
     with pytest.raises(DataError, match='neither a tiktoken nor a sentencepiece'):

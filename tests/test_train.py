@@ -646,7 +646,7 @@ def bad_command_lines(folder, tmp_path):
         ([*run, f'--data={tmp_path / "broken.jsonl"}'], 'broken.jsonl:1: broken JSON'),
         ([*run, f'--data={tmp_path / "none.jsonl"}'], 'an empty dataset'),
         (['train.py'], 'no config file given: python train.py configs/'),
-        ([*run, f'--model={tmp_path / "mute"}'], 'has neither tokenizer.model nor tokenizer.json'),
+        ([*run, f'--model={tmp_path / "mute"}'], 'has no tokenizer: none of tokenizer.model'),
         ([*run, f'--model={tmp_path / "empty"}'], 'is not a model folder: it has no config.json'),
         ([*run, '--model=some/model'], 'some/model from the hub failed'),
         ([*run, '--pack_len=8'], 'a sequence must fit into a row'),
