@@ -93,6 +93,8 @@ from written.p_ik import probe_answers
 SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos',
             'max_length', 'deterministic', 'dtype')
 SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
+# the batch of a process that shares the weights with others and has no more of its own
+IDLE = np.stack([np.zeros(128, int), np.zeros(128, int), np.arange(128) + 1])[:, None], [(0,) * 4]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -131,7 +133,7 @@ def token_states(hidden, head, at, tokens, softcap):
 
 
 def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute=token_log_probs,
-          trim=1, dropout_seed=None, seq2seq=None):
+          trim=1, dropout_seed=None, seq2seq=None, sharded=False):
     """Yield (index, numbers, values) for each of `trees`, (index, Tree) pairs, as they are done.
 
     load:          returns the model; called once there is something to score
@@ -141,6 +143,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute
                    of `trim`; 0: keep all
     dropout_seed:  score with the dropout of adapters, drawn by this seed; None: without
     seq2seq:       the configuration of a T5, whose encoder reads the prompts; None: a CausalLM
+    sharded:       processes share the weights, so all must call this and take the same steps
     numbers:       int [M], for each scored token its option, or its index in Tree.scored
     values:        float32 [M, C], as `compute` returns them
     """
@@ -157,7 +160,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute
     else:
         rows = pack_alone(counted()) if deterministic else pack_trees(counted(), pack_len)
         batches = stack_rows(rows, 1 if deterministic else batch_rows, 0 if deterministic else trim)
-    for copy, scored in launch(load, batches, compute, dropout_seed):
+    for copy, scored in launch(load, batches, compute, dropout_seed, sharded):
         for (index, number, _, _), value in zip(scored, copy.values(), strict=True):
             n, numbers, values = unfinished[index]
             numbers.append(number)
@@ -167,7 +170,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute
                 yield index, np.array(numbers), np.array(values)
 
 
-def launch(load, batches, compute, dropout_seed):
+def launch(load, batches, compute, dropout_seed, sharded):
     """Yield (HostCopy of the values, scored) of each batch of `stack_rows`.
 
     A thread makes batches ahead of the device, so the generators behind `batches`, which tokenize,
@@ -176,21 +179,28 @@ def launch(load, batches, compute, dropout_seed):
     """
     with ThreadPoolExecutor(1) as pool:
         ahead = deque(pool.submit(next, batches, None) for _ in range(4))
+
+        def upcoming():
+            batch = ahead.popleft().result()
+            ahead.append(pool.submit(next, batches, None))
+            return parallel.in_step(batch, IDLE) if sharded else batch
+
         try:
-            if not ahead[0].result():
+            if not (batch := upcoming()):
                 return
             launched = deque()
             with scoring_mode(load(), dropout_seed) as model:
-                while batch := ahead.popleft().result():
-                    ahead.append(pool.submit(next, batches, None))
+                while batch:
                     arrays, scored = batch
                     if dropout_seed is not None:
                         seed_dropout(dropout_seed, arrays)
                     with torch.no_grad():
                         values = forward_values(model, arrays, scored, compute)
-                    launched.append((device.HostCopy(values), scored))
+                    if batch is not IDLE:
+                        launched.append((device.HostCopy(values), scored))
                     if len(launched) == 2:
                         yield launched.popleft()
+                    batch = upcoming()
                 yield from launched
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -284,7 +294,7 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, append):
         for index, numbers, values in score(
                 load, unscored(task, label, tokenizer, cfg, done, tokenized), cfg.pack_len,
                 cfg.batch_rows, cfg.deterministic, compute,
-                row_lengths(cfg)[1], cfg.dropout_seed, t5_config(folder)):
+                row_lengths(cfg)[1], cfg.dropout_seed, t5_config(folder), cfg.shard):
             key, prompt, item, tree = tokenized[index]
             tokenized[index] = key, prompt, None, None      # free the tree
             if not np.isfinite(values).all():
@@ -396,6 +406,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     if texts and t5_config(folder):
         raise ConfigError(f'{texts[0]} needs a model that continues a text, and '
                           f'{config.model_type} scores answers alone; choose tasks with options')
+    if cfg.shard:
+        check_shard(folder, tasks, cfg)
     for task in tasks.values() if cfg.verbalized else ():
         if task.kind == 'free':     # a template may refuse a second question
             question = free_answers.verbalized_2s(task.items[0], 'x', True)
@@ -442,6 +454,22 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     if pictures:
         print(f'wrote {", ".join(pictures)} to {out_dir}')
     return content
+
+
+def check_shard(folder, tasks, cfg):
+    """Raise ConfigError for an evaluation in which processes cannot share the weights."""
+    written = [label for label, task in tasks.items() if task.kind == 'free']
+    if parallel.world_size() == 1:
+        why = 'there is one process; start several with torchrun --nproc_per_node=8 evaluate.py ...'
+    elif written:
+        why = f'the model writes the answers to {written[0]}, which needs all weights on each GPU'
+    elif cfg.dropout_seed is not None:
+        why = 'dropout_seed adds adapters, which needs all weights on each GPU'
+    elif t5_config(folder):
+        why = f'{t5_config(folder).model_type} is not sharded'
+    else:
+        return
+    raise ConfigError(f'shard = True: {why}')
 
 
 def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):

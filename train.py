@@ -442,7 +442,7 @@ def prepare(model, cfg, device):
     if cfg.compile and device.startswith('cuda') and model.head.dtype == torch.bfloat16:
         compile_blocks(model)
     if world_size() > 1:
-        shard(model)
+        shard(model, device)
         torch.manual_seed(cfg.seed + rank())    # the dropout of adapters differs between processes
     return model.train()
 

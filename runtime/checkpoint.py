@@ -22,7 +22,7 @@ from runtime.config_json import check_values, config_to_hf, read_config, read_js
 from runtime.config_keys import ADAPTER_FIELDS
 from runtime.errors import CheckpointError
 from runtime.hub import download
-from runtime.parallel import rank
+from runtime.parallel import load_full, rank, shard
 
 SHARD_BYTES = 5_000_000_000
 # the names of types in a safetensors file; weights have one of the first four
@@ -121,10 +121,11 @@ def _download(name, path, revision, weights):
 
 
 def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
-         reward: bool = False) -> CausalLM:
+         reward: bool = False, sharded: bool = False) -> CausalLM:
     """Return a CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
-    reward: whether it must be a reward model, which has a score in place of the output matrix.
+    reward:  whether it must be a reward model, which has a score in place of the output matrix
+    sharded: each process keeps its share of every weight: see `parallel.shard`
     Raises CheckpointError for the other kind, and as `read_config` and `check_weights` do.
     """
     config = read_config(folder, seq2seq=True)
@@ -136,6 +137,8 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     files = check_weights(folder, config)
     with torch.device('meta'):
         model = build(config)
+    if sharded:
+        shard(model.to(dtype), device).to_empty(device=device)
     ours = {their_key(key, config): key for key, _ in model.named_parameters()}
     changes = adapter_changes(folder, config)
     for key, tensor in tqdm(_tensors(files), 'loading', len(files), unit=' tensors', delay=1,
@@ -146,7 +149,10 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
         weight = tensor.to(device, dtype, copy=True)
         if text_key in changes:
             weight = adapter.merged(weight, changes[text_key])
-        setattr(model.get_submodule(parent), name, nn.Parameter(weight))
+        if sharded:
+            load_full(model.get_parameter(ours[text_key]), weight)
+        else:
+            setattr(model.get_submodule(parent), name, nn.Parameter(weight))
     return model
 
 

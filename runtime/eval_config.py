@@ -51,6 +51,8 @@ class EvalConfig:
     pack_len: int | None = None               # tokens in a packed row; None: 32768 on a GPU, 16384
     #                                           there without the kernels, 4096 on a CPU
     batch_rows: int = 1                       # rows in a forward pass
+    shard: bool = False                       # each process of torchrun holds a share of the
+    #                                           weights: for a model that does not fit one GPU
     deterministic: bool = False               # scores bitwise independent of batch composition
     on_bad_row: Literal['stop', 'skip'] = 'stop'
     seed: int = 0                             # for clm's tokens, `limit` and the bootstrap

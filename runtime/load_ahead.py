@@ -29,7 +29,8 @@ def load_ahead(pool, folder, base, cfg, n_items, forward=None):
     warm = []
     if forward and loads_kernels(cfg):
         warm.append(pool.submit(warm_up, checkpoint.read_config(folder), cfg, forward))
-    weights = pool.submit(load_model, folder, base, cfg)
+    # processes that share the weights must not exchange messages from two threads
+    weights = None if cfg.shard else pool.submit(load_model, folder, base, cfg)
     if cfg.pictures:
         pool.submit(importlib.import_module, 'matplotlib.figure')
 
@@ -37,14 +38,14 @@ def load_ahead(pool, folder, base, cfg, n_items, forward=None):
     def load():
         wait(warm)
         warm.clear()    # the error of one that failed would keep its tensors on the GPU
-        return weights.result()
+        return weights.result() if weights else load_model(folder, base, cfg)
 
     return load
 
 
 def load_model(folder, base, cfg):
     """Return the model in the folder `base`; with dropout_seed, with the adapters in `folder`."""
-    model = checkpoint.load(base, cfg.device, getattr(torch, cfg.dtype))
+    model = checkpoint.load(base, cfg.device, getattr(torch, cfg.dtype), sharded=cfg.shard)
     if cfg.dropout_seed is not None:
         checkpoint.add_adapter(model, folder)
     return model

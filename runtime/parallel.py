@@ -146,14 +146,27 @@ def sum_over_processes(x: Tensor) -> Tensor:
     return x
 
 
-def shard(model):
-    """Shard weights, gradients and optimizer states over the processes, in place."""
+def in_step(value, idle):
+    """Return `value`; if it is None, `idle` while another process has one, so that all do the same.
+
+    Every process must call this.
+    """
+    busy = any(gather(value is not None))
+    return idle if busy and value is None else value
+
+
+def shard(model, device):
+    """Shard weights, gradients and optimizer states over the processes, in place; return the model.
+
+    A forward pass gathers the weights of one layer at a time, so every process must take the same
+    number of them. device: that of the weights, which may still be on the meta device
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    options = {'mesh': init_device_mesh(model.head.device.type, (world_size(),)),
+    options = {'mesh': init_device_mesh(torch.device(device).type, (world_size(),)),
                'mp_policy': MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for layer in model.decoder.layers:
         fully_shard(layer, **options)
-    fully_shard(model, **options)
+    return fully_shard(model, **options)
 
 
 def gather_full(x: Tensor) -> Tensor:

@@ -546,7 +546,7 @@ def test_dropout_that_cannot_be_drawn(scored_folder, tmp_path):
 def test_kernels_are_loaded_where_they_compute(change, kernels, monkeypatch, tmp_path):
     cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16', 'device': 'cuda'} | change)
     model, calls = SimpleNamespace(), []
-    monkeypatch.setattr(checkpoint, 'load', lambda *_: model)
+    monkeypatch.setattr(checkpoint, 'load', lambda *_, **options: model)
     monkeypatch.setattr(checkpoint, 'read_config',
                         lambda *_, **options: SimpleNamespace(model_type='llama'))
     monkeypatch.setattr(load_ahead, 'warm_up', lambda *_: calls.append('warm'))

@@ -178,6 +178,52 @@ def test_two_processes_evaluate_as_one(folder, tmp_path):
 
 
 @pytest.mark.slow
+def test_processes_that_share_the_weights_evaluate_as_one(folder, tmp_path):
+    """Also where one of them has no question: of the 7 texts the third has none left."""
+    more = '--permute=2', '--p_true', '--limit=5'
+    for n in (1, 3):
+        done = run([*evaluation(folder, tmp_path / f'{n}', *more), f'--shard={n > 1}'], n)
+        assert done.returncode == 0, done.stderr
+    alone, shared = outcome(tmp_path / '1'), outcome(tmp_path / '3')
+    assert alone[1]['config'].pop('shard') != shared[1]['config'].pop('shard')
+    assert alone == shared and len(shared[1]['tasks']) == 4
+    # a part is lost: only its process has something to score
+    lines = (tmp_path / '3' / 'samples.jsonl').read_text().splitlines(keepends=True)
+    (tmp_path / '3' / 'samples.jsonl').write_text(''.join(lines[:-2]))
+    done = run([*evaluation(folder, tmp_path / '3', *more), '--shard'], 2)
+    assert done.returncode == 0, done.stderr
+    assert outcome(tmp_path / '3')[0] == alone[0]
+
+
+@pytest.mark.slow
+def test_each_process_loads_only_its_share_of_the_weights(folder, tmp_path):
+    script = tmp_path / 'load.py'
+    script.write_text(f'''
+from runtime import checkpoint, parallel
+with parallel.joined():
+    model = checkpoint.load({str(folder / "model")!r}, sharded=True)
+    alone = checkpoint.load({str(folder / "model")!r})
+    share = sum(p.to_local().numel() for p in model.parameters())
+    total = sum(p.numel() for p in alone.parameters())
+    same = all(parallel.gather_full(p).equal(q) for p, q in
+               zip(model.parameters(), alone.parameters(), strict=True))
+    print(share < 0.6 * total, sum(parallel.gather(share)) == total, same)
+''')
+    done = run([script], 2)
+    assert done.returncode == 0 and done.stdout == 'True True True\n', done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('task, n, message', [
+    ('global_mmlu:{}/data', 1, 'shard = True: there is one process'),
+    ('qa:{}/answers.jsonl', 2, 'shard = True: the model writes the answers to qa')])
+def test_what_cannot_share_the_weights_is_refused(folder, tmp_path, task, n, message):
+    done = run(['evaluate.py', f'--model={folder / "model"}', f'--out_dir={tmp_path}', '--shard',
+                f'--tasks={task.format(folder)}', '--shots=0', '--device=cpu'], n)
+    assert done.returncode and message in done.stderr, done.stderr
+
+
+@pytest.mark.slow
 def test_two_processes_evaluate_written_answers_as_one(folder, tmp_path):
     for n in (1, 3):
         done = run(['evaluate.py', f'--model={folder / "model"}', f'--out_dir={tmp_path / f"{n}"}',
