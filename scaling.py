@@ -168,7 +168,7 @@ def fit_platt(confidence, correct) -> tuple[float, float]:
     n1 = correct.sum()
     target = np.where(correct, (n1 + 1) / (n1 + 2), 1 / (len(correct) - n1 + 2))
     design = np.stack([_logit(confidence), np.ones(len(correct))], 1)
-    return tuple(fit_logistic(design, target, 1e-9, start=(1.0, 0.0)).tolist())
+    return tuple(fit_logistic(design, target, 1e-9).tolist())
 
 
 def apply_platt(confidence, a, b) -> np.ndarray:
@@ -178,12 +178,11 @@ def apply_platt(confidence, a, b) -> np.ndarray:
     return _sigmoid(a * _logit(metrics.check_confidence(confidence)) + b)
 
 
-def fit_logistic(design, target, ridge, start=None) -> np.ndarray:
+def fit_logistic(design, target, ridge) -> np.ndarray:
     """Return w, float64 [D], of the logistic regression P(right) = sigmoid(design @ w).
 
     Its loss, the summed cross-entropy to the probabilities `target` [N] plus sum(ridge * w^2), is
-    the least. design: [N, D]; ridge: positive, one number or [D]; start: [D], None: zeros. By
-    Newton's method.
+    the least. design: [N, D]; ridge: positive, one number or [D]. By Newton's method.
     """
     def loss(w):
         z = design @ w
@@ -195,8 +194,7 @@ def fit_logistic(design, target, ridge, start=None) -> np.ndarray:
         hessian = (design * (p * (1 - p))[:, None]).T @ design
         return gradient, hessian + np.diag(np.broadcast_to(2.0 * ridge, len(w)))
 
-    start = np.zeros(design.shape[1]) if start is None else np.array(start)
-    return _minimize_convex(loss, derivatives, start)
+    return _minimize_convex(loss, derivatives, np.zeros(design.shape[1]))
 
 
 def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
