@@ -24,8 +24,6 @@ if __name__ == '__main__':
 import hashlib
 import json
 import os
-import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -41,13 +39,12 @@ from data.answers import Answers
 from data.preferences import load_preferences, pack_rankings
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
-from results.report import print_report
 from rl import RL_METHODS, Rollouts, answer_log_probs
 from runtime import checkpoint
 from runtime.config import load_config, require_range
 from runtime.errors import ConfigError
 from runtime.ownership import temporary
-from runtime.parallel import world_size
+from runtime.parallel import gather, rank, reshard, sum_over_processes, world_size
 
 # ---- Losses of pairs -----------------------------------------------------------------------------
 
@@ -145,6 +142,10 @@ class AlignConfig(train.TrainConfig):
     # answers cut off at max_tokens: no loss; score them as they are; or reward = penalty
     truncated: Literal['mask', 'score', 'penalize'] = 'mask'
     penalty: float = 0.0
+    soft_overlong: int = 0                    # dapo: the reward falls by up to 1 over so many last
+    #                                           tokens before max_tokens; 0: it does not
+    resample: int = 0                         # dapo: so many times, prompts whose answers all have
+    #                                           equal rewards are replaced by others
     updates: int = 1                          # optimizer steps with the answers of one rollout
     clip: float = 0.2                         # the ratio of probabilities stays above 1 - clip
     clip_high: float | None = None            # and below 1 + clip_high; None: clip, dapo 0.28
@@ -191,6 +192,11 @@ def check_align_config(cfg):
                           f'{", ".join(RL_METHODS)} need a reward, and only they')
     require_range(cfg, 1, 10 ** 6, 'max_tokens', 'updates', 'decode_batch', 'lost_accumulation')
     require_range(cfg, 1 if cfg.method == 'ppo' else 2, 10 ** 6, 'group_size')
+    require_range(cfg, 0, cfg.max_tokens, 'soft_overlong')
+    require_range(cfg, 0, 100, 'resample')
+    if cfg.resample and cfg.group_size == 1:
+        raise ConfigError(f'resample = {cfg.resample} replaces prompts whose answers all have '
+                          f'equal rewards, which is every prompt with group_size = 1')
     require_range(cfg, 0, 1, 'clip', 'discount', 'gae_lambda')
     require_range(cfg, 0, 1e3, 'clip_high', 'entropy_coef', 'kl_coef', 'value_clip', 'value_coef')
     require_range(cfg, 1e-6, 1e6, 'kl_target', 'kl_horizon')
@@ -203,8 +209,9 @@ def check_align_config(cfg):
     if cfg.reward and cfg.max_tokens >= cfg.max_length:
         raise ConfigError(f'max_tokens = {cfg.max_tokens} leaves no room for a prompt in '
                           f'max_length = {cfg.max_length}')
-    if world_size() > 1:
-        raise ConfigError('align.py runs on one GPU; start it without torchrun')
+    if cfg.reward and world_size() > 1:
+        raise ConfigError(f'method = {cfg.method!r} generates its answers on one GPU; start it '
+                          f'without torchrun')
 
 
 # ---- A run on preferences ------------------------------------------------------------------------
@@ -245,27 +252,30 @@ class Preferences:
             self.sequences.digest, checkpoint.fingerprint(base), str(model.head.dtype),
             cfg.attention, model.softcap, model.temperature]).encode()).hexdigest()[:20]
         path = Path(cfg.cache_dir, f'reference-{key}.npz')
-        if not path.exists():
-            sums = self.answer_sums(cfg, model, device)
+        if all(gather(path.exists())):
+            with np.load(path) as file:
+                return np.split(file['sums'], np.cumsum(file['counts'])[:-1])
+        sums = self.answer_sums(cfg, model, device)
+        if rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary(path) as part, open(part, 'wb') as file:
                 np.savez(file, sums=np.concatenate(sums), counts=[len(s) for s in sums])
-        with np.load(path) as file:
-            return np.split(file['sums'], np.cumsum(file['counts'])[:-1])
+        return sums
 
     def answer_sums(self, cfg, model, device, rows_at_once=64):
         """Return the log-probabilities of the answers by the model as it is."""
         sums, order = [None] * len(self.sequences), np.argsort(-self.sequences.lengths)
         for begin in range(0, len(order), rows_at_once):
             chosen = order[begin:begin + rows_at_once]
-            packed = self.pack_batch(cfg, self.sequences, chosen, cfg.micro_rows)
+            packed = self.pack_batch(cfg, self.sequences, chosen, world_size() * cfg.micro_rows)
             total = torch.zeros(len(packed['counts']), device=device)
             for answers, log_p, _ in answer_log_probs(model, packed, cfg, device):
                 total += answers.sums(log_p)
-            by_tree = total.cpu().numpy()[np.lexsort(packed['where'].T[::-1])]
+            by_tree = sum_over_processes(total).cpu().numpy()[np.lexsort(packed['where'].T[::-1])]
             sizes = np.bincount(packed['where'][:, 0])
             for i, part in zip(chosen, np.split(by_tree, np.cumsum(sizes)[:-1]), strict=True):
                 sums[i] = part
+        reshard(model)
         return sums
 
     def pack_batch(self, cfg, sequences, chosen, multiple):
@@ -318,13 +328,14 @@ class Preferences:
     def validation_loss(self, model, packed, cfg, device):
         """Return {val_loss, val_accuracy, ...}: means over the held-out prompts."""
         model.eval()
-        compute, total = self.token_loss(packed, cfg), {}
+        compute, total = self.token_loss(packed, cfg), 0
         for rows, inputs, targets in train.micro_batches(packed, cfg, device):
             loss, values = compute(model, rows, inputs, targets)
-            for name, value in {'loss': loss, **values}.items():
-                total[f'val_{name}'] = total.get(f'val_{name}', 0) + value.item()
+            total = total + torch.stack([loss, *values.values()])
         model.train()
-        return total
+        reshard(model)
+        return {f'val_{name}': value for name, value in zip(
+            ('loss', *values), sum_over_processes(total).tolist(), strict=True)}
 
 
 class RewardModel(Preferences):
@@ -336,8 +347,10 @@ class RewardModel(Preferences):
 
     def build_model(self, cfg, config, base, device):
         """Return the model with a score of zeros, which is trained beside adapters, too."""
-        model = train.build_model(cfg, config, base, device)
+        model = train.load_model(cfg, config, base, device)
         model.become_reward_model()
+        model = train.prepare(model, cfg, device)
+        model.score.requires_grad_()
         return model
 
     def pack_batch(self, cfg, sequences, chosen, multiple):
@@ -347,7 +360,7 @@ class RewardModel(Preferences):
     def margins(self, model, packed, rows, inputs):
         """Return (r_w - r_l, r_w + r_l, weight) of the pairs in some rows."""
         answers = Answers(packed, rows, model.head.device)
-        rewards = answers.sums(model.rewards(answers.gather(model.decoder(*inputs))))
+        rewards = answers.sums(model.rewards(answers.gather(model(*inputs))))
         r_w, r_l = rewards[answers.on_device(packed['pairs']).T]
         weight = answers.on_device(packed['pair_weight'])
         present = answers.present()[answers.on_device(packed['pairs'][:, 0])]
@@ -366,14 +379,16 @@ class RewardModel(Preferences):
 
     @torch.no_grad()
     def validation_loss(self, model, packed, cfg, device):
-        """Return the means over held-out prompts, and the ECE of sigmoid(r_w - r_l) over pairs."""
-        values, margins = super().validation_loss(model, packed, cfg, device), []
-        for rows, inputs, _ in train.micro_batches(packed, cfg, device):
-            margin, _, weight = self.margins(model, packed, rows, inputs)
-            margins.append(margin[weight > 0].double().cpu())
-        margin = torch.cat(margins)
-        return values | {'val_ece': metrics.ece(torch.sigmoid(margin.abs()).numpy(),
-                                                (margin > 0).numpy())}
+        """Return the log loss and accuracy over held-out prompts, and the ECE over their pairs."""
+        model.eval()
+        parts = [torch.stack(self.margins(model, packed, rows, inputs)).double().cpu().numpy()
+                 for rows, inputs, _ in train.micro_batches(packed, cfg, device)]
+        model.train()
+        reshard(model)
+        margin, _, weight = sum(part for parts in gather(parts) for part in parts)
+        return {'val_loss': weight @ np.logaddexp(0, -margin),
+                'val_accuracy': weight @ (np.sign(margin) + 1) / 2,
+                'val_ece': metrics.ece(1 / (1 + np.exp(-np.abs(margin))), margin > 0)}
 
 
 def print_lengths(sequences):
@@ -395,18 +410,8 @@ def align(cfg):
 
 def main(argv):
     cfg = load_config(AlignConfig, argv, usage=__doc__)
-    results = align(cfg)
-    if results:
-        print_report({name: (result, Path(cfg.out_dir) / ('before' if name == 'before' else ''))
-                      for name, result in results.items()}, cfg.out_dir, cfg.eval.pictures)
-    if not cfg.dry_run:
-        print(f'\nwrote weights and log.jsonl to {cfg.out_dir}')
+    train.print_results(cfg, align(cfg))
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with cli.one_line_errors(
-            resume='--resume continues from the last checkpoint',
-            memory='--checkpoint_activations, --micro_rows=1 and a shorter --pack_len need less '
-                   'for a forward pass, --master_weights=stochastic less for the weights'):
-        main(sys.argv[1:])
+    train.run_script(main)

@@ -451,7 +451,7 @@ class CausalLM(nn.Module):
     @property
     def temperature(self) -> float:
         """Return the divisor of the hidden states, and so of the logits before the cap."""
-        return self.config.temperature / self.config.logit_scale
+        return 1 if self.config.reward else self.config.temperature / self.config.logit_scale
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None,
                 masks: list | None = None) -> Tensor:

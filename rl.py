@@ -46,6 +46,14 @@ def standardized(rewards):
     return centered(rewards) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
 
 
+def soft_overlong(lengths, cfg):
+    """Return 0 for answers of few tokens, and -1 for those of max_tokens. DAPO, eq. 13.
+
+    In between, over the last cfg.soft_overlong tokens, it falls linearly.
+    """
+    return -np.clip((lengths - cfg.max_tokens) / cfg.soft_overlong + 1, 0, 1)
+
+
 # The weights of the losses of each answer's tokens. counts [N]: tokens of the step's answers;
 # used [N]: whether an answer has a loss. Each answer's mean, then the mean over answers:
 def per_answer(counts, used, cfg):
@@ -77,7 +85,7 @@ RL_METHODS = {
     'rloo': Method(leave_one_out, per_answer, ratio='answer'),      # Ahmadian 2024 (2402.14740)
     'grpo': Method(standardized, per_answer),                       # Shao 2024 (2402.03300)
     'dr_grpo': Method(centered, per_limit),                         # Liu 2025 (2503.20783)
-    # Yu 2025 (2503.14476), without resampling of equal rewards and without the penalty of length
+    # Yu 2025 (2503.14476), with the settings resample and soft_overlong
     'dapo': Method(standardized, per_token, clip_high=0.28),
     'gspo': Method(standardized, per_answer, ratio='mean'),         # Zheng 2025 (2507.18071)
     'ppo': Method(None, per_answer),                                # Schulman 2017 (1707.06347)
@@ -188,9 +196,8 @@ class Rollouts:
         """Yield (indices of the prompts, packed answers) of each step, generated at that step."""
         order = train.batches(cfg, sequences, training, first, until, multiple, pack_batch)
         for step, (chosen, _) in enumerate(order, first):
-            seed = np.random.SeedSequence([cfg.seed, step]).generate_state(1, np.uint64)[0] >> 1
             started = time.perf_counter()
-            answers, rewards = self.sample(cfg, chosen, int(seed), cfg.group_size)
+            chosen, answers, rewards = self.rollout(cfg, chosen, training, step)
             sampled = time.perf_counter()
             if step == first:
                 print(f'first answer, with reward {rewards[0, 0]:g}:')
@@ -199,6 +206,27 @@ class Rollouts:
             packed['measured'] |= {'rollout_s': sampled - started,
                                    'scoring_s': time.perf_counter() - sampled}
             yield chosen, packed | {'step': step}
+
+    def rollout(self, cfg, chosen, training, step):
+        """Return (prompts, answers, rewards) of a step, which depend on it and the weights alone.
+
+        Prompts whose answers all have equal rewards have no advantages. As in DAPO they are
+        replaced, at most cfg.resample times; the others are drawn from all prompts in `training`.
+        """
+        answers, rewards = [None] * len(chosen), np.zeros((len(chosen), cfg.group_size))
+        chosen, new = chosen.copy(), np.arange(len(chosen))
+        seeds = np.random.SeedSequence([cfg.seed, step]).generate_state(1 + cfg.resample, np.uint64)
+        for trial, seed in enumerate((seeds >> 1).tolist()):
+            if trial:
+                others = np.random.default_rng([cfg.seed, step, trial]).permutation(training)
+                chosen[new] = np.resize(others, len(new))
+            groups, rewards[new] = self.sample(cfg, chosen[new], seed, cfg.group_size)
+            for i, group in zip(new, groups, strict=True):
+                answers[i] = group
+            new = np.flatnonzero(rewards.max(1) == rewards.min(1))
+            if not len(new):
+                break
+        return chosen, answers, rewards
 
     def sample(self, cfg, chosen, seed, n):
         """Return (n Answers to each prompt, their rewards float64 [prompts, n])."""
@@ -216,6 +244,9 @@ class Rollouts:
         if cfg.truncated == 'penalize':
             cut = np.array([[is_truncated(answer) for answer in group] for group in answers])
             rewards[cut] = cfg.penalty
+        if cfg.soft_overlong:
+            lengths = np.array([[len(answer.tokens) for answer in group] for group in answers])
+            rewards += soft_overlong(lengths, cfg)
         return answers, rewards
 
     def pack(self, cfg, chosen, answers, rewards, multiple):
@@ -230,7 +261,8 @@ class Rollouts:
         group = [answers[i][j] for i, j in packed['where']]
         measured = {'reward': rewards.mean(), 'length': packed['counts'].mean(),
                     'entropy': np.concatenate([answer.entropies for answer in group]).mean(),
-                    'truncated': np.mean([is_truncated(answer) for answer in group])}
+                    'truncated': np.mean([is_truncated(answer) for answer in group]),
+                    'equal': np.mean(rewards.max(1) == rewards.min(1))}
         columns = {}
         if cfg.updates > 1 or cfg.kl == 'reward' or cfg.method == 'ppo':
             columns['old'], columns['value'] = self.log_probs(self.model, packed, cfg)

@@ -159,7 +159,7 @@ from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import parse_loss
 from runtime.optim import AdamW
 from runtime.parallel import (abort_processes, barrier, first_process_first, gather, join_processes,
-                              leave_processes, rank, shard, sum_over_processes, world_size)
+                              leave_processes, rank, reshard, shard, sum_over_processes, world_size)
 
 # Keys that may differ when a run is resumed; all others decide its weights.
 FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_every', 'tracker',
@@ -345,8 +345,7 @@ def validation_loss(model, packed, cfg, device):
         columns = s.loss, s.nll, (s.top_logit - s.lse).exp(), s.top_token.cpu() == targets
         parts.append(torch.stack([x.cpu()[targets >= 0].double() for x in columns]).numpy())
     model.train()
-    if world_size() > 1:
-        model.reshard()
+    reshard(model)
     loss, nll, confidence, correct = np.concatenate(
         [part for parts in gather(parts) for part in parts], axis=1)
     return {'val_loss': loss.mean(), 'val_nll': nll.mean(),
@@ -419,17 +418,21 @@ def train(cfg, stage=None):
 
 
 def build_model(cfg, config, base, device):
-    """Return the model to train, loaded or random; see `prepare`."""
+    """Return the model to train; see `prepare`."""
+    return prepare(load_model(cfg, config, base, device), cfg, device)
+
+
+def load_model(cfg, config, base, device):
+    """Return the model before training, loaded or random."""
     dtype = pick_dtype(cfg.dtype, device)
     if cfg.from_scratch:
         model = CausalLM(config)
         model.init_weights()
-        model.to(device, dtype)
-    else:
-        model = checkpoint.load(base, device, dtype)
-        model.config.final_logit_softcapping = config.final_logit_softcapping
-        model.config.temperature = config.temperature
-    return prepare(model, cfg, device)
+        return model.to(device, dtype)
+    model = checkpoint.load(base, device, dtype)
+    model.config.final_logit_softcapping = config.final_logit_softcapping
+    model.config.temperature = config.temperature
+    return model
 
 
 def prepare(model, cfg, device):
@@ -541,9 +544,8 @@ def report_config(cfg, model_folder, out_dir):
                    add_bos=cfg.add_bos if cfg.eval.add_bos is None else cfg.eval.add_bos)
 
 
-def main(argv):
-    cfg = read_arguments(argv)
-    results = train(cfg)
+def print_results(cfg, results):
+    """Print what `train` returned, and what it wrote where."""
     if rank() or cfg.dry_run:
         return
     if results:
@@ -554,7 +556,13 @@ def main(argv):
           f'to {cfg.out_dir}')
 
 
-if __name__ == '__main__':
+def main(argv):
+    cfg = read_arguments(argv)
+    print_results(cfg, train(cfg))
+
+
+def run_script(main):
+    """Call `main` with the arguments of the command line, also under torchrun."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with cli.one_line_errors(
@@ -567,3 +575,7 @@ if __name__ == '__main__':
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)   # nothing catches its exception from here on
         abort_processes()
+
+
+if __name__ == '__main__':
+    run_script(main)

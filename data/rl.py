@@ -234,7 +234,7 @@ class ModelReward:
                       for name in ('tokens', 'positions', 'ends')]
             part = slice(*packed['begin'][row:row + 2])
             last = to_device(torch.from_numpy(packed['at'][part]), self.device)
-            values = self.model.rewards(self.model.decoder(*inputs)[0, last])
+            values = self.model.rewards(self.model(*inputs)[0, last])
             rewards[tuple(packed['where'][part].T)] = values.double().cpu()
         return rewards
 

@@ -169,6 +169,12 @@ def shard(model, device):
     return fully_shard(model, **options)
 
 
+def reshard(model):
+    """Free the full weights of a sharded model after forward passes without a backward pass."""
+    if world_size() > 1:
+        model.reshard()
+
+
 def gather_full(x: Tensor) -> Tensor:
     """Return the full tensor of one that may be sharded; every process must call this."""
     x = x.detach()

@@ -5,16 +5,20 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from common import HERE, off, reference_model, same_weights, sentencepiece_folder, write_rows
+from common import (HERE, TORCHRUN, off, reference_model, same_weights, sentencepiece_folder,
+                    write_rows)
+from safetensors.torch import load_file
 
 import align
 import train
 from align import PAIR_LOSSES, AlignConfig, Pairs, Preferences
 from runtime import checkpoint
+from runtime.config import dump_config
 from runtime.errors import CheckpointError, ConfigError
 
 E, BETA, GAMMA = 0.1, 0.3, 0.5
@@ -302,6 +306,58 @@ def test_a_killed_run_resumes_to_the_same_weights(base, tmp_path):
     records = [[{k: v for k, v in r.items() if k != 'tokens_per_s'} for r in log_of(c)]
                for c in (cfg, whole)]
     assert records[0] == records[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('values', [
+    {'method': 'dpo'}, {'method': 'reward', 'lora': True}, {'method': 'orpo', 'micro_rows': 2}],
+    ids=['DPO', 'a reward model with LoRA', 'ORPO'])
+def test_two_processes_align_as_one(base, values, tmp_path):
+    """The same numbers in each step to rounding, by a reference that the two compute, and weights.
+    """
+    lengths = [3, 17, 8, 1, 12, 5, 9, 2, 14, 6]     # so that the two have answers of other prompts
+    rows = ROWS[:2] + [{'prompt': f'Name {i}.', 'chosen': 'Yes. ' * n, 'rejected': 'No! ' * (n % 4)
+                        + 'So.'} for i, n in enumerate(lengths)]
+    cfg = replace(config(base, tmp_path, rows, lr=1e-3, epochs=3, val_size=4, val_every=2,
+                         **values), batch_size=5, max_length=160, pack_len=160, pictures=False)
+    reference_of = {}
+    for n in (1, 2):
+        case = replace(cfg, out_dir=str(tmp_path / str(n)), cache_dir=str(tmp_path / f'cache-{n}'))
+        done = run_processes(case, tmp_path / 'config.py', n)
+        assert done.returncode == 0, done.stderr
+        reference_of[n] = [np.load(path)['sums'] for path in Path(case.cache_dir).glob('*.npz')]
+    one, two = (log_of(replace(cfg, out_dir=str(tmp_path / n))) for n in '12')
+    assert len(one) == 4 and {'val_loss', 'val_accuracy'} <= one[-1].keys()
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        for key in a.keys() - {'tokens_per_s'}:
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-4), key
+    before, *trained = (load_file(path / 'model.safetensors') for path in (
+        base, tmp_path / '1', tmp_path / '2'))
+    changed = [key for key in trained[0] if key not in before
+               or (trained[0][key] != before[key]).any()]
+    assert len(changed) > 3
+    for key in changed:
+        change = (trained[0][key] - before.get(key, 0)).norm()
+        assert (trained[0][key] - trained[1][key]).norm() < 2e-3 * change, key
+    assert len(reference_of[1]) == (cfg.method == 'dpo')
+    assert all(np.allclose(a, b, rtol=1e-5) for a, b in zip(*reference_of.values(), strict=True))
+
+
+def run_processes(cfg, path, n):
+    """Run align.py by n processes, with a config file at `path`."""
+    path.write_text(dump_config(cfg))
+    return subprocess.run([*(TORCHRUN if n > 1 else [sys.executable]), 'align.py', str(path)],
+                          cwd=HERE, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_rewards_are_refused_under_torchrun_in_one_line(base, tmp_path):
+    cfg = config(base, tmp_path, ROWS, method='grpo', reward='exact', max_tokens=8)
+    done = run_processes(cfg, tmp_path / 'config.py', 2)
+    assert done.returncode and ("error in process 0 of 2: method = 'grpo' generates its answers on "
+                                'one GPU; start it without torchrun\n') in done.stderr, done.stderr
+    assert 'Traceback (most recent call last):\n  File "' + str(HERE) not in done.stderr
 
 
 @pytest.mark.parametrize('values, message', [

@@ -70,6 +70,14 @@ def test_the_weights_of_tokens_are_the_divisors_of_the_papers():
     assert RL_METHODS['dapo'].clip_high == 0.28
 
 
+def test_the_soft_penalty_of_length_is_that_of_dapo_and_trl():
+    lengths = np.array([[1, 5, 6], [8, 9, 10]])
+    penalty = rl.soft_overlong(lengths, AlignConfig(max_tokens=10, soft_overlong=5))
+    assert np.allclose(penalty, [[0, 0, -0.2], [-0.6, -0.8, -1]])
+    theirs = pytest.importorskip('trl.rewards').get_soft_overlong_punishment(10, 5)
+    assert np.allclose(penalty.ravel(), theirs([[0] * n for n in lengths.ravel()]))
+
+
 # ---- The loss of a step --------------------------------------------------------------------------
 
 REWARD = '''
@@ -335,6 +343,34 @@ def test_a_truncated_answer_is_masked_scored_or_penalized(llama, truncated, n_us
     packed = stage.pack(cfg, [0], answers, rewards, 1)
     weight = packed['columns']['weight'].reshape(2, -1)
     assert packed['measured']['truncated'] == 0.5 and (weight[:, 0] > 0).sum() == n_used
+
+
+def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(llama, tmp_path):
+    # a prompt of an even number is rewarded alike whatever the answer, others by chance
+    cfg = config(llama, tmp_path, n=8, batch_size=4, method='dapo', resample=2, soft_overlong=4)
+    (tmp_path / 'reward.py').write_text(
+        'def reward(prompt, answer, row):\n'
+        '    return int(prompt.strip(".")[5:]) % 2 and len(answer) % 3\n')
+    for resample, n_calls in ((0, 1), (2, 3)):
+        case, calls = replace(cfg, resample=resample, soft_overlong=0), []
+        stage, _ = stage_of(case)
+        sample = stage.sample
+        stage.sample = lambda cfg, chosen, seed, n, sample=sample, calls=calls: (
+            calls.append((list(chosen), seed)) or sample(cfg, chosen, seed, n))
+        training, first = np.array([1, 2, 4, 6]), np.array([0, 1, 2, 4])
+        chosen, answers, rewards = stage.rollout(case, first, training, 5)
+        assert len(calls) == n_calls and first.tolist() == [0, 1, 2, 4]
+        assert len({seed for _, seed in calls}) == n_calls
+        assert chosen[1] == 1 and np.ptp(rewards[1]) > 0        # what has an advantage is kept
+        assert [len(tried) for tried, _ in calls][:2] == [4, 3][:n_calls]
+        # the last rewards belong to the last answers
+        for i, group, row in zip(chosen, answers, rewards, strict=True):
+            assert row.tolist() == [i % 2 and len(answer.text) % 3 for answer in group]
+    assert set(chosen) - {0, 1} <= {2, 4, 6} and chosen[0] != 0
+    again = stage_of(case)[0].rollout(case, first, training, 5)
+    assert (again[0] == chosen).all() and (again[2] == rewards).all()
+    align.align(cfg)
+    assert all(0 <= r['equal'] <= 1 for r in log_of(cfg))
 
 
 # ---- PPO -----------------------------------------------------------------------------------------
@@ -636,6 +672,8 @@ def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
 @pytest.mark.parametrize('values, message', [
     ({'method': 'grpo'}, 'need a reward'), ({'reward': 'exact'}, 'and only they'),
     ({'method': 'grpo', 'reward': 'exact', 'group_size': 1}, 'group_size = 1'),
+    ({'method': 'ppo', 'reward': 'exact', 'group_size': 1, 'resample': 1}, 'every prompt with'),
+    ({'method': 'grpo', 'reward': 'exact', 'soft_overlong': 999}, 'between 0 and 256'),
     ({'method': 'grpo', 'reward': 'exact', 'max_tokens': 2048}, 'no room for a prompt'),
     ({'method': 'ppo', 'reward': 'exact', 'kl_target': 6.0}, "set kl = 'reward'"),
     ({'method': 'ppo', 'reward': 'exact', 'lost_accumulation': 9}, 'does not divide'),
