@@ -380,7 +380,7 @@ def test_the_command_says_what_it_does_and_names_a_bad_row(base, tmp_path):
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for text in ('tokens in the mean of the best', 'first example', 'step 1/1  loss 0.69',
-                 'accuracy 0.5', f'wrote weights and log.jsonl to {cfg.out_dir}'):
+                 'accuracy 0.5', f'wrote weights, log.jsonl, pictures to {cfg.out_dir}'):
         assert text in done.stdout, done.stdout
     write_rows(tmp_path / 'pairs.jsonl', [*ROWS, {'prompt': 'a'}])
     done = subprocess.run([*command, '--overwrite'], cwd=HERE, capture_output=True, text=True)
