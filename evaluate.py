@@ -34,13 +34,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data.benchmarks import BENCHMARKS
 from data import free_answers
 from data.chat import question_frame
-from data.free_answers import FREE_TASKS, VERBALIZED
+from data.free_answers import VERBALIZED
 from data.packing import Tree, pack_alone, pack_trees, stack_answers, stack_rows
 from data.probes import INSTRUCTIONS
-from data.tasks import describe, describe_tasks, distribution, load_tasks, show_tasks
+from data.tasks import TASKS, describe, describe_tasks, distribution, load_tasks, show_tasks
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import confidence, page, report, samples
 from runtime.config import load_config
@@ -54,7 +53,7 @@ usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=
 
 example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
 
-The tasks are {', '.join([*BENCHMARKS, *FREE_TASKS, *INSTRUCTIONS])},
+The tasks are {', '.join(TASKS)},
 each also as task:folder-or-file, and files of questions. --tasks=help lists their files, --help
 the keys."""
 

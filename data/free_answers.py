@@ -309,6 +309,11 @@ FREE_TASKS = {
 }
 
 
+# the questions that shots are taken from, to tune a model on what it answers: data/p_ik.py
+FREE_TASKS |= {f'{name}_train': replace(FREE_TASKS[name], test=FREE_TASKS[name].shots)
+               for name in ('triviaqa', 'nq_open', 'gsm8k')}
+
+
 def load_free(name, *, header='english', shots=0, limit=None, seed=0, revision=None,
               on_bad_row='stop'):
     """Return questions.Loaded of a task of FREE_TASKS: 'gsm8k', or 'gsm8k:folder-or-file'.
@@ -339,6 +344,8 @@ def load_free(name, *, header='english', shots=0, limit=None, seed=0, revision=N
 
     questions = read(task.test)
     solved = read(task.shots, shots) if shots else []
+    if task.test == task.shots:     # the first ones are the shots
+        questions = questions[shots:]
     if not questions:
         raise DataError(f'{source or task.hub} has no questions ({len(bad)} bad rows)')
     if len(solved) < shots:

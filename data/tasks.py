@@ -12,6 +12,7 @@ from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_t
 from data import free_answers
 from data.benchmarks import BENCHMARKS, GENERIC
 from data.free_answers import FREE_TASKS, load_free
+from data.p_ik import MEASURE, load_p_ik
 from data.questions import Question, load_task, require_task
 from data.trees import tokenize_questions
 from runtime.errors import ConfigError, DataError
@@ -25,6 +26,7 @@ scored. Those of `shots` are read unless --shots=0, those of `validation` for --
 they exist.
 """
 
+TASKS = *BENCHMARKS, *FREE_TASKS, 'p_ik', *INSTRUCTIONS
 BLOCKS = 8      # of questions for each of several processes; each block repeats the shots once
 
 
@@ -177,7 +179,7 @@ def load_tasks(cfg):
     labels = [task_label(name) for name in cfg.tasks]
     for name, label in zip(cfg.tasks, labels):
         kind, path = _split(name)
-        require_task(kind or path, [*BENCHMARKS, *FREE_TASKS, *INSTRUCTIONS])
+        require_task(kind or path, TASKS)
         if not label:
             raise ConfigError(f'tasks: {name!r} gives no name for its results; rename the file or '
                               f'folder')
@@ -224,6 +226,11 @@ def _load(name, cfg):
         loaded = load_free(name, header=cfg.header, shots=cfg.shots, limit=cfg.limit, **common)
         return Task('free', source, loaded.questions, loaded.total, loaded.bad, loaded.shots,
                     measure='probability of the greedy answer')
+    if kind == 'p_ik':
+        del common['revision']
+        loaded = load_p_ik(name, shots=cfg.shots, limit=cfg.limit, **common)
+        return Task('p_true', source, loaded.questions, loaded.total, loaded.bad, {'': []},
+                    measure=MEASURE)
     common |= {key: getattr(cfg, key)
                for key in ('prompt_format', 'scoring', 'header', 'languages', 'permute')}
     loaded = load_task(name, shots=cfg.shots, limit=cfg.limit, **common)
@@ -297,8 +304,9 @@ def describe(task, cfg, counts):
     if counts['items'] < counts['total']:
         facts['sample'] = {'questions': counts['items'], 'of': counts['total']}
     if task.measure:
-        facts |= {key: getattr(cfg, key) for key in ('chat', 'n', 'max_tokens')}
-        facts['shots'] = len(task.shots[''])
+        facts |= {'chat': cfg.chat, 'shots': len(task.shots[''])}
+        if task_label(task.source) in FREE_TASKS:
+            facts |= {'n': cfg.n, 'max_tokens': cfg.max_tokens}
     elif task.kind not in INSTRUCTIONS:
         facts |= {key: getattr(cfg, key) for key in ('prompt_format', 'shots', 'scoring', 'chat')}
         facts['duplicate_options'] = counts['duplicate_options']
@@ -342,6 +350,8 @@ def describe_tasks():
         lines.append(f'{name}  {free.hub}'.rstrip())
         for split in ('test', 'shots'):
             add(split, ', '.join(getattr(free, split)))
+    lines.append('p_ik')
+    add('test', 'samples.jsonl of an evaluation of written answers')
     for name, hub in (('clm', WIKITEXT), ('facts', '')):
         lines.append(f'{name}  {hub}'.rstrip())
         add('test', ', '.join(PATTERNS[name]))
@@ -351,8 +361,7 @@ def describe_tasks():
 def _split(name):
     """Return ('mmlu', 'some/folder') for 'mmlu:some/folder', ('', 'some/file') for a path."""
     kind, _, path = name.partition(':')
-    known = kind in BENCHMARKS or kind in INSTRUCTIONS or kind in FREE_TASKS
-    return (kind, path) if known else ('', name)
+    return (kind, path) if kind in TASKS else ('', name)
 
 
 def task_label(name):

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from data.cache import tokenize_once
 from data.chat import begins_text, question_frame
+from data.p_ik import drawn_questions, latest_answers, sample_file
 from data.packing import Tree
 from data.questions import solved_files
 from runtime.errors import DataError
@@ -60,23 +61,33 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
 def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **options):
     """Return Sequences of a task's solved questions, with a loss on the letter of the answer only.
 
-    name: as in --tasks, see `solved_files`. The tokens are those of an evaluation with
-    prompt_format 'mmlu' and 0 shots. options: of `tokenize_once`
+    name: as in --tasks, see `solved_files`; 'p_ik:folder' are the questions of data/p_ik.py. The
+    tokens are those of an evaluation with prompt_format 'mmlu' and 0 shots. options: of
+    `tokenize_once`
     """
-    files, to_question = solved_files(name, revision)
+    chosen = iter
+    if name.partition(':')[0] == 'p_ik':
+        files, to_questions, chosen = [sample_file(name)], drawn_questions, latest_answers
+    else:
+        files, to_question = solved_files(name, revision)
+
+        def to_questions(row, place):
+            return [to_question(row, place)]
 
     def with_place(rows):
-        return ((place, row if isinstance(row, DataError) else (row, place)) for place, row in rows)
+        return ((place, row if isinstance(row, DataError) else (row, place))
+                for place, row in chosen(rows))
 
     def encode(row_and_place):
-        question = to_question(*row_and_place)
-        ((_, tree),) = tokenize_questions([question], {}, tokenizer, add_bos=add_bos,
-                                          max_length=max_length)
-        if isinstance(tree, DataError):
-            raise tree
-        k = question.answer
-        ids = [*tree.prefix, *tree.stem, *tree.leaves[k]]
-        return [(ids, [int(i >= tree.starts[k]) for i in range(len(ids))])]
+        sequences = []
+        for question, tree in tokenize_questions(to_questions(*row_and_place), {}, tokenizer,
+                                                 add_bos=add_bos, max_length=max_length):
+            if isinstance(tree, DataError):
+                raise tree
+            k = question.answer
+            ids = [*tree.prefix, *tree.stem, *tree.leaves[k]]
+            sequences.append((ids, [int(i >= tree.starts[k]) for i in range(len(ids))]))
+        return sequences
 
     settings = {'kind': 'questions', 'task': name.partition(':')[0], 'max_length': max_length,
                 'tokenizer': tokenizer.fingerprint, 'add_bos': add_bos,

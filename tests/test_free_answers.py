@@ -19,13 +19,16 @@ import metrics
 from data import code_tasks, free_answers
 from data.free_answers import FREE_TASKS, load_free
 from data.chat import encode_prompt
+from data.p_ik import load_p_ik
 from data.tokenizer import load_tokenizer
+from data.trees import load_answers
 from results import confidence
 from results.samples import latest_samples, read_samples
 from runtime import checkpoint
 from runtime.errors import ConfigError, DataError
 from runtime.sampling import Sampling
 from runtime.sandbox import run_program
+from train import TrainConfig, train
 from written import p_ik
 
 # ------------------------------------------------------------------------------------------------
@@ -705,6 +708,65 @@ def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeyp
         assert rows[id]['confidence'] == values[i]
     monkeypatch.setattr(evaluate, 'prompt_states', lambda *_: pytest.fail('states again'))
     ask(folder, tmp_path, '--p_ik', '--pack_len=64')
+
+
+def test_a_model_is_tuned_to_say_what_it_knows(asked, tmp_path):
+    """train.py on samples.jsonl: as many letters A as right answers; then evaluate.py asks."""
+    folder, *_ = asked
+    tokenizer, rows = load_tokenizer(folder / 'model'), samples_of(folder / 'out', 'qa')
+    for i, row in enumerate(rows):      # shares from 0 to 1, of 4 answers
+        for k, answer in enumerate(row['answers']):
+            answer['correct'] = k < i % 5
+    stale = rows[3] | {'prompt': 'x', 'answers': []}
+    (tmp_path / 'samples.jsonl').write_text('\n'.join(json.dumps(row) for row in (
+        stale, *rows, *samples_of(folder / 'out', 'qa.agreement'))) + '\n')
+    sequences = load_answers(f'p_ik:{tmp_path}', tokenizer, max_length=200, add_bos=True,
+                             cache_dir=tmp_path / 'cache')
+    letters = {}
+    for tokens, loss_mask in (sequences[i] for i in range(len(sequences))):
+        text = tokenizer.decode(tokens.tolist()[1:])        # without BOS
+        assert tokenizer.decode(tokens[loss_mask == 1].tolist(), start=False).strip() == text[-1]
+        letters.setdefault(text[:-2], []).append(text[-1])
+    assert letters == {(f'Question: What is the colour of {row["id"]}?\nDo you know the answer?\n'
+                        f'A. Yes\nB. No\nAnswer:'): [*'A' * (i % 5), *'B' * (4 - i % 5)]
+                       for i, row in enumerate(rows)}
+    train(TrainConfig(model=str(folder / 'model'), data=f'p_ik:{tmp_path}', data_kind='questions',
+                      cache_dir=str(tmp_path / 'cache'), out_dir=str(tmp_path / 'tuned'),
+                      max_length=200, pack_len=800, batch_size=40, epochs=60, lr=3e-3, warmup=0.1,
+                      checkpoint_epochs=False, save_every=None, device='cpu', pictures=False,
+                      save_dtype='float32'))
+    arguments = [f'--model={tmp_path / "tuned"}', f'--tasks=p_ik:{tmp_path}', '--device=cpu',
+                 '--n_bootstrap=10', '--pictures=False']
+    with pytest.raises(DataError, match='5 shots wanted, but p_ik has none'):
+        evaluate.main(arguments)
+    evaluate.main([*arguments, '--shots=0'])
+    known = {s['id']: s for s in samples_of(tmp_path / 'tuned', 'p_ik')}
+    assert len(known) == 10
+    for i, row in enumerate(rows):
+        sample = known[f'qa/{row["id"]}']
+        assert sample['correct'] == (i % 5 > 0)     # its first drawn answer
+        assert sample['confidence'] == pytest.approx(i % 5 / 4, abs=0.1)
+    result = json.loads((tmp_path / 'tuned' / 'results.json').read_text())['tasks']['p_ik']
+    assert result['distribution'] == 'P(IK) of a drawn answer, asked in words, 0 shots, plain text'
+    assert 'n' not in result and {'auroc', 'brier_skill', 'prr'} <= result['pooled'].keys()
+
+
+@pytest.mark.parametrize('name, message', [
+    ('p_ik', 'no samples given'), ('p_ik:{}/none', 'no file or folder'),
+    ('p_ik:{}', 'has no samples of written answers')])
+def test_samples_without_written_answers_are_refused(name, message, tmp_path):
+    write_rows(tmp_path / 'samples.jsonl', [{'task': 'mmlu', 'id': '1', 'answer': 1}])
+    with pytest.raises(DataError, match=message):
+        load_p_ik(name.format(tmp_path))
+
+
+def test_questions_to_tune_on_are_not_the_shots(tmp_path):
+    rows = [{'question_id': f'q{i}', 'question': f'Who is {i}?', 'answer': {
+        'value': 'Ann', 'aliases': []}} for i in range(6)]
+    write_rows(tmp_path / 'train.jsonl', rows)
+    loaded = load_free(f'triviaqa_train:{tmp_path}', shots=2)
+    assert [q.id for q in loaded.shots['']] == ['q0', 'q1']
+    assert [q.id for q in loaded.questions] == ['q2', 'q3', 'q4', 'q5']
 
 
 # ------------------------------------------------------------------------------------------------

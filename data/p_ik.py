@@ -1,0 +1,67 @@
+"""P(IK) by tuning the whole model: does it know the answer? (Kadavath et al. 2022, 2207.05221)
+
+    python evaluate.py --model=BASE --tasks=triviaqa_train --n=30 --out_dir=out/train
+    python evaluate.py --model=BASE --tasks=triviaqa --n=30 --out_dir=out/test
+    python train.py --model=BASE --data=p_ik:out/train --data_kind=questions --out_dir=out/know
+    python evaluate.py --model=out/know --tasks=p_ik:out/test --shots=0
+
+samples.jsonl of an evaluation is the data. Each answer that the model drew to a question is a
+training sequence, whose letter says whether the answer was right: 30 answers of which 20 are right
+are 20 sequences with A and 10 with B. The paper has a value head in place of the letters.
+"""
+
+import hashlib
+import re
+
+from data.files import draw, fetch, has_fields, parse_rows, read_rows
+from data.prompts import lettered
+from data.questions import Loaded, Question
+from runtime.errors import DataError
+
+ASKED = 'Do you know the answer?'       # follows a question
+MEASURE = 'P(IK) of a drawn answer, asked in words'
+
+
+def sample_file(name):
+    """Return the file of samples of a task 'p_ik:folder-or-file'; raises DataError."""
+    path = name.partition(':')[2]
+    if not path:
+        raise DataError('p_ik: no samples given; evaluate the model on written answers, such as '
+                        '--tasks=triviaqa --n=30, then use p_ik:FOLDER of that evaluation')
+    return fetch(path, ['samples.jsonl'])[0]
+
+
+def latest_answers(rows):
+    """Return the last sample of written answers of each question, from (place, row) pairs.
+
+    Other samples are left out. A row that cannot be read is kept.
+    """
+    latest = {}
+    for place, row in rows:
+        if isinstance(row, DataError):
+            latest[place] = place, row
+        elif has_fields(row, 'task', 'language', 'id', 'greedy', 'answers'):
+            latest[row['task'], row['language'], row['id']] = place, row
+    return latest.values()
+
+
+def drawn_questions(row, place):
+    """Return a Question for each drawn answer of a sample; its answer is A if that one is right."""
+    question = re.sub(r'\n\w+:$', '', row['context'])       # without 'Answer:'
+    context, options, *_ = lettered(f'{question}\n{ASKED}', ['Yes', 'No'])
+    digest = hashlib.blake2b(question.encode(), digest_size=8).hexdigest()
+    return [Question(f'{row["task"]}/{row["id"]}', context, options, int(not answer['correct']),
+                     row['subject'], category=row['task'], language=row['language'], place=place,
+                     digest=digest) for answer in row['answers']]
+
+
+def load_p_ik(name, *, shots=0, limit=None, seed=0, on_bad_row='stop'):
+    """Return questions.Loaded: each question once, whose first drawn answer is judged."""
+    if shots:
+        raise DataError(f'{shots} shots wanted, but p_ik has none; use --shots=0')
+    file = sample_file(name)
+    questions, bad = parse_rows(latest_answers(read_rows(file)), lambda row, place, number:
+                                drawn_questions(row, place)[0], on_bad_row)
+    if not questions:
+        raise DataError(f'{file} has no samples of written answers')
+    return Loaded(draw(questions, limit, seed), {}, bad, len(questions))
