@@ -83,14 +83,23 @@ def print_table(runs, root=ROOT):
         compare_seeds([read_run(run) for run in find_runs([folder])], ('ece', 'accuracy'), folder)
 
 
+def seed_list(text):
+    """Return the seeds of an option such as --seeds=0,1; an error of argparse for other text."""
+    try:
+        return [int(seed) for seed in text.split(',')]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is no list of seeds such as 0,1') from None
+
+
 def main(runs, prepare=None, finish=None, seeds=SEEDS):
     """`train_all` with the options of the command line, and the table of its runs."""
     parser = argparse.ArgumentParser(description=sys.modules['__main__'].__doc__.split('\n')[0])
-    parser.add_argument('--seeds', default=','.join(map(str, seeds)), help='default: %(default)s')
+    parser.add_argument('--seeds', type=seed_list, default=','.join(map(str, seeds)),
+                        help='default: %(default)s')
     parser.add_argument('--only', default='', help='beginnings of names of runs, such as base,tiny')
     parser.add_argument('--out_dir', default=ROOT, help='folder of the study, %(default)s')
     options = parser.parse_args()
     with cli.one_line_errors(resume='the same command continues'):
-        train_all(runs, [int(seed) for seed in options.seeds.split(',')],
-                  tuple(options.only.split(',')), options.out_dir, prepare, finish)
+        train_all(runs, options.seeds, tuple(options.only.split(',')), options.out_dir, prepare,
+                  finish)
         print_table(runs, options.out_dir)

@@ -81,11 +81,11 @@ def write_numbers(seed, root, out_dir):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('--seeds', default=','.join(map(str, losses.SEEDS)))
+    parser.add_argument('--seeds', type=common.seed_list, default=','.join(map(str, losses.SEEDS)))
     parser.add_argument('--runs', default=common.ROOT, help='folder of the study, %(default)s')
     parser.add_argument('--out_dir', default='study/results/losses', help='default: %(default)s')
     options = parser.parse_args()
-    for seed in map(int, options.seeds.split(',')):
+    for seed in options.seeds:
         print(f'seed {seed}: {write_numbers(seed, options.runs, options.out_dir)} runs', flush=True)
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from data.tokenizer import load_model_tokenizer
-from runtime import checkpoint, ownership
+from runtime import checkpoint, cli, ownership
 from runtime.device import pick_device, pick_dtype
 
 
@@ -87,6 +87,7 @@ def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0
 
 
 if __name__ == '__main__':
-    for name in sys.argv[1:]:
-        probe(name)
-        print(name, (Path(name) / 'reach.json').read_text())
+    with cli.one_line_errors():
+        for name in sys.argv[1:]:
+            probe(name)
+            print(name, (Path(name) / 'reach.json').read_text())

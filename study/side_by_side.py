@@ -215,19 +215,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('--study', default='losses', help='of ' + ', '.join(STUDIES)
                         + '; several, separated by commas, are done in this order')
-    parser.add_argument('--seeds', help='such as 5,6; default: all of the study')
+    parser.add_argument('--seeds', type=common.seed_list, help='such as 5,6; default: all of the study')
     parser.add_argument('--gpus', type=int, default=1, help='0: none; default: %(default)s')
     parser.add_argument('--processes', type=int, default=10, help='per GPU; default: %(default)s')
     parser.add_argument('--minutes', type=float, default=1e6, help='then start no run anymore')
     parser.add_argument('--out_dir', default=common.ROOT, help='folder of the study, %(default)s')
     options = parser.parse_args()
+    if unknown := set(options.study.split(',')) - {*STUDIES}:
+        parser.error(f'--study={options.study}: there is no {min(unknown)!r}; there are '
+                     f'{", ".join(STUDIES)}')
     deadline = time.monotonic() + 60 * options.minutes
     folder, n = Path(options.out_dir) / 'side-by-side', max(1, options.gpus) * options.processes
     folder.mkdir(parents=True, exist_ok=True)
     jobs = []
     for make, seeds in (STUDIES[name] for name in options.study.split(',')):
-        seeds = map(int, options.seeds.split(',')) if options.seeds else seeds
-        jobs += make(seeds, options.out_dir)
+        jobs += make(options.seeds or seeds, options.out_dir)
     sys.exit(bool(side_by_side(jobs, n, options.gpus, folder, deadline)))
 
 

@@ -196,6 +196,19 @@ def test_a_script_ends_in_a_table_over_its_seeds(small_study, capsys, monkeypatc
         common.main(small_runs(smoothing.runs, epochs=1.0))
 
 
+@pytest.mark.parametrize('main, arguments, message', [
+    (lambda: common.main(smoothing.runs), '--seeds=x', "'x' is no list of seeds such as 0,1"),
+    (gather.main, '--seeds=', "'' is no list of seeds such as 0,1"),
+    (side_by_side.main, '--seeds=1,b', "'1,b' is no list of seeds such as 0,1"),
+    (side_by_side.main, '--study=foo', "there is no 'foo'; there are losses, alignment")])
+def test_seeds_and_studies_are_checked(main, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr('sys.argv', ['script.py', arguments])
+    monkeypatch.setattr('__main__.__doc__', smoothing.__doc__)
+    with pytest.raises(SystemExit):
+        main()
+    assert message in capsys.readouterr().err
+
+
 def test_a_name_that_no_run_has_is_refused():
     with pytest.raises(ConfigError, match='--only=lora: no run has such a name; there are tuned-'):
         common.train_all(smoothing.runs, only=('lora',))
