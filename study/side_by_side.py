@@ -215,7 +215,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('--study', default='losses', help='of ' + ', '.join(STUDIES)
                         + '; several, separated by commas, are done in this order')
-    parser.add_argument('--seeds', type=common.seed_list, help='such as 5,6; default: all of the study')
+    parser.add_argument('--seeds', type=common.seed_list,
+                        help='such as 5,6; default: all of the study')
     parser.add_argument('--gpus', type=int, default=1, help='0: none; default: %(default)s')
     parser.add_argument('--processes', type=int, default=10, help='per GPU; default: %(default)s')
     parser.add_argument('--minutes', type=float, default=1e6, help='then start no run anymore')
