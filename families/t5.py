@@ -16,7 +16,7 @@ from attention import visible_keys
 from model import Family, Norm, gelu_tanh
 
 ARCHITECTURES = {'t5': 'T5ForConditionalGeneration', 'mt5': 'MT5ForConditionalGeneration'}
-# the allowed values of the keys of a config.json, as in runtime/config_json.py
+# the allowed values of the keys of a config.json, as in runtime/json_rules.py
 SIZE, TOKEN = (1, 2**20), (0, 2**31)
 REQUIRED = {key: [SIZE] for key in ('vocab_size', 'd_model', 'd_kv', 'd_ff', 'num_layers',
                                     'num_heads')} | {'decoder_start_token_id': [TOKEN]}

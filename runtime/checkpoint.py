@@ -18,10 +18,11 @@ from tqdm import tqdm
 from families import t5
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
 from runtime import adapter, ownership
-from runtime.config_json import check_values, config_to_hf, read_config, read_json_object
+from runtime.config_json import config_to_hf, read_config, read_json_object
 from runtime.config_keys import ADAPTER_FIELDS
 from runtime.errors import CheckpointError
 from runtime.hub import download
+from runtime.json_rules import check_values
 from runtime.parallel import load_full, rank, shard
 
 SHARD_BYTES = 5_000_000_000
