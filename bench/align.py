@@ -197,8 +197,12 @@ def draw(path):
         for table in load(path)['tables']})
 
 
-if __name__ == '__main__':
-    if sys.argv[1:2] == ['one']:
-        print(json.dumps(measure(**json.loads(sys.argv[2]))))
+def main(argv):
+    if argv[:1] == ['one']:
+        print(json.dumps(measure(**json.loads(argv[1]))))
     else:
-        common.main(sys.argv[1:], __file__, BenchConfig, bench, draw)
+        common.main(argv, __file__, BenchConfig, bench, draw)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

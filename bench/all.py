@@ -1,12 +1,13 @@
 """Every benchmark with one command, to one page; or our speed at two commits.
 
     python bench/all.py --data=mmlu --tokenizer=Llama-3.2-1B --conversations=alpaca.jsonl
-    python bench/all.py --only=train,floors
+    python bench/all.py --only=loss,generate,sft --shape=llama32_1b --minutes=9 ...
     python bench/all.py --compare main~10 main --data=mmlu --tokenizer=Llama-3.2-1B
 
-The scripts run one after the other: those of eval, commands and align only if their files are
-given. Writes out/bench/README.md, with the tables and pictures of the .json files beside it, which
-can come from several runs with --only or --shape; `--only=` runs nothing.
+The scripts run one after the other, each only if its files are given. When --minutes are over, the
+script that runs is ended, which leaves its finished tables, and no other is started. Writes
+out/bench/README.md, with the tables and pictures of the .json files beside it, which can come from
+several runs with --only or --shape; `--only=` runs nothing.
 
 --compare runs our rows alone of two commits (the second is HEAD if it is left out), each with its
 own scripts, twice in turn: old, new, old, new. It exits with 1 if something became slower by 3 %
@@ -18,10 +19,13 @@ import contextlib
 import importlib
 import io
 import itertools
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import date
 from pathlib import Path
 
@@ -34,12 +38,18 @@ WHAT = {
     'loss': 'Losses beside peers: time, extra memory, error',
     'train': 'Training steps beside other libraries at their best',
     'floors': 'Items of a training step beside what the hardware allows',
+    'sft': "Fine-tuning commands beside TRL's SFTTrainer",
     'eval': 'Scoring MMLU beside a Hugging Face loop',
     'commands': 'Whole commands beside lm-evaluation-harness',
     'align': "DPO beside TRL's DPOTrainer",
     'generate': "Decoding beside transformers' generate and the limit of the hardware",
     'metrics': 'Calibration metrics beside torchmetrics and netcal, on the CPU',
 }
+DATA = {        # the option with the file of a script, which needs --tokenizer as well
+    'train': 'conversations', 'sft': 'conversations', 'eval': 'data', 'commands': 'data',
+    'align': 'pairs', 'generate': 'prompts',
+}
+WITHOUT_DATA = 'train', 'generate'      # measure less then; the others of DATA nothing
 MARGIN = 0.03       # beyond the spread
 
 
@@ -50,16 +60,12 @@ def command(name, options, out, ours=False):
     """
     arguments = [f'bench/{name}.py', f'--out={out}' + '.json' * (name != 'loss')]
     arguments += ['--ours'] * (ours and name != 'floors')
-    if name in ('eval', 'commands'):
-        if not (options.data and options.tokenizer):
-            return None
-        arguments += [f'--data={options.data}', f'--tokenizer={options.tokenizer}']
-    if name == 'align':
-        if not (options.pairs and options.tokenizer):
-            return None
-        arguments += [f'--data={options.pairs}', f'--tokenizer={options.tokenizer}']
-    if name == 'train' and options.conversations:
-        arguments += [f'--data={options.conversations}', f'--tokenizer={options.tokenizer}']
+    data = getattr(options, DATA[name]) if name in DATA else None
+    if data and options.tokenizer:
+        arguments += [f'--{"prompts" if name == "generate" else "data"}={data}',
+                      f'--tokenizer={options.tokenizer}']
+    elif name in DATA and name not in WITHOUT_DATA:
+        return None
     if options.shape and name != 'metrics':
         arguments.append(f'--shape{"s" * (name == "loss")}={options.shape}')
     return arguments
@@ -72,19 +78,38 @@ def command(name, options, out, ours=False):
 def run_all(options):
     """Run the scripts that are wanted and write the page; return 1 if one of them failed."""
     folder, failed = Path(options.out), []
+    end = time.monotonic() + 60 * options.minutes if options.minutes else None
     folder.mkdir(parents=True, exist_ok=True)
     for name in options.only:
         part = f'-{options.shape.replace(",", "-")}' if options.shape else ''
         arguments = command(name, options, folder / f'{name}{part}')
         if arguments is None:
-            print(f'bench/{name}.py needs --data and --tokenizer; left out')
-        elif subprocess.run([sys.executable, *arguments], cwd=ROOT).returncode:
+            print(f'bench/{name}.py needs --{DATA[name]} and --tokenizer; left out')
+        elif end and time.monotonic() > end:
+            print(f'bench/{name}.py was not started: --minutes={options.minutes:g} are over')
+        elif run_script(arguments, end):
             failed.append(name)
     (folder / 'README.md').write_text(page(folder), encoding='utf-8')
     print(f'wrote {folder / "README.md"}')
     if failed:
         print(f'failed: {", ".join(failed)}', file=sys.stderr)
     return int(bool(failed))
+
+
+def run_script(arguments, end):
+    """Run a script, at `end` of time.monotonic() stop it with its processes; return its exit code.
+
+    A script that is stopped is no failure: the page shows the tables that it has finished.
+    """
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, start_new_session=True)
+    try:
+        return process.wait(end and max(0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print(f'{arguments[0]} was stopped: the minutes are over', flush=True)
+        return 0
+    finally:
+        if process.poll() is None:      # also after Ctrl-C
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def page(folder):
@@ -115,7 +140,8 @@ def tables_of(name, content):
         else:
             for table in content['tables']:
                 script.print_table(table)
-    return printed.getvalue()
+    text = printed.getvalue().strip()
+    return text if '|---' in text else f'```text\n{text}\n```'    # not in Markdown
 
 
 # ------------------------------------------------------------------------------------------------
@@ -137,15 +163,22 @@ def timings(name, content):
             numbers |= {f'{table["shape"]}, {item}, ms': ms for item, ms in table['items'].items()
                       if item != 'idle' and ms > 1}     # shorter ones vary by more than they are
             continue
+        if name == 'generate':
+            numbers |= {f'{table["shape"]}, {setting}, us per token': 1e6 / row['ours'][
+                'tokens_per_s'] for setting, row in table['results'].items()}
+            continue
         for method, row in table['results'].items():
-            label = f'{table["shape"]}, {table.get("data", "MMLU")}, {method}'
-            if name == 'train' and method.startswith('ours'):
+            label = f'{table["shape"]}, {table.get("data", name)}, {method}'
+            if name in ('train', 'align') and method.startswith('ours'):
                 numbers[f'{label}, us per token'] = 1e6 / row['tokens_per_s']
             elif name == 'eval' and method == 'ours':
                 numbers |= {f'{label}, {key}': row[key] for key in ('seconds', 'scoring_s')}
             elif name == 'commands' and method.startswith('ours'):
                 numbers |= {f'{table["shape"]}, {method}, {kind}, s': min(row[kind])
                           for kind in ('cold', 'warm') if kind in row}
+            elif name == 'sft' and method.startswith('ours'):
+                numbers |= {f'{table["shape"]}, {method}, {kind}, s': row[kind]['until the end']
+                            for kind in ('cold', 'warm') if kind in row}
     return numbers
 
 
@@ -213,21 +246,24 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--data', help="a folder with MMLU's files")
     parser.add_argument('--tokenizer', help='a folder with a tokenizer')
-    parser.add_argument('--conversations', help='a file of conversations for train')
+    parser.add_argument('--conversations', help='a file of conversations for train and sft')
     parser.add_argument('--pairs', help='a file of preferences for align')
+    parser.add_argument('--prompts', help='a file of prompts for generate')
     parser.add_argument('--only', default=','.join(WHAT), help='some of: %(default)s')
     parser.add_argument('--shape', help='models, separated by commas, instead of each default')
+    parser.add_argument('--minutes', type=float, help='stop after so many')
     parser.add_argument('--out', default='out/bench', help='a folder; default %(default)s')
     parser.add_argument('--compare', nargs='+', metavar='COMMIT',
                         help='one commit or two, or folders that hold them')
     options = parser.parse_args(argv)
     options.only = [name for name in options.only.split(',') if name]
     unknown = set(options.only) - WHAT.keys()
-    if unknown or len(options.compare or ()) > 2 or options.conversations and not options.tokenizer:
-        parser.error(f'--only takes {", ".join(WHAT)}; --compare one or two commits; '
-                     '--conversations needs --tokenizer')
+    if unknown or len(options.compare or ()) > 2:
+        parser.error(f'--only takes {", ".join(WHAT)}; --compare one or two commits')
+    if any((options.conversations, options.pairs, options.prompts)) and not options.tokenizer:
+        parser.error('--conversations, --pairs and --prompts need --tokenizer')
     # the scripts run elsewhere
-    for key in ('data', 'tokenizer', 'conversations', 'pairs', 'out'):
+    for key in ('data', 'tokenizer', 'conversations', 'pairs', 'prompts', 'out'):
         value = getattr(options, key)
         setattr(options, key, value and str(Path(value).expanduser().resolve()))
     if options.compare:

@@ -85,7 +85,7 @@ def free_memory():
 def versions():
     device = torch.cuda.get_device_name() if DEVICE == 'cuda' else 'CPU'
     installed = {'device': device, 'torch': torch.__version__}
-    for package in ('triton', 'transformers', 'liger-kernel', 'cut-cross-entropy',
+    for package in ('triton', 'transformers', 'liger-kernel', 'cut-cross-entropy', 'quack-kernels',
                     'trl', 'lm_eval', 'torchmetrics', 'netcal'):
         try:
             installed[package] = importlib.metadata.version(package)

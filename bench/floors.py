@@ -82,7 +82,7 @@ def bench(config):
 def measure(raw, config):
     """Return ({item: ms of a step}, {name: ms} of the 30 longest kernels, ms of the step)."""
     torch.manual_seed(0)
-    batches = train.full_rows(raw['vocab_size'])
+    batches = train.full_rows(raw['vocab_size'], train.LENGTH)
     model, optimizer, cfg = train.our_training(raw, master_weights=config.master_weights)
     rows = [pack(batch, cfg.pack_len, cfg.micro_rows) for batch in batches]
 

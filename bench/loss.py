@@ -4,7 +4,7 @@
     python bench/loss.py --shapes=llama32_1b,mistral_7b --rounds=1 --out=out/quick
     python bench/loss.py --plot=out/loss.json
 
-Forward and backward of the output layer of four models in bfloat16, with random inputs whose logits
+Forward and backward of the output layer of six models in bfloat16, with random inputs whose logits
 fall with a token's rank as in a language model, and smoothing 0.1. Each method runs at every memory
 setting that it has. A second table has every loss of fused_ce.py at the default memory. Writes
 <out>.json, <out>.csv and <out>.png; a peer that is not installed is listed as such.
@@ -28,6 +28,7 @@ from runtime.loss import parse_loss
 
 SHAPES = {name: (raw['hidden_size'], raw['vocab_size'], 30.0 if name == 'gemma2_2b' else None)
           for name, raw in MODELS.items()}      # D, V, softcap
+SHAPES |= {'gemma3_4b': (2560, 262144, None), 'aya_expanse_8b': (4096, 256000, None)}
 MIB = 2 ** 20
 SMOOTHING = 0.1
 BUDGETS = 64, 128, 256, 512, 1050       # MiB: who is fastest within each
@@ -113,8 +114,14 @@ def inputs(n, D, V):
 def methods(softcap, host_target):
     """Return {name: (loss(hidden, weight, target), its smoothing)}; a peer raises if it cannot.
 
-    Ours takes the target from the CPU, where a data loader leaves it, so nothing waits.
+    Ours takes the target from the CPU, where a data loader leaves it, so nothing waits. Without a
+    softcap the smoothing of any plain loss is a correction of rank one, which CCE, QuACK and
+    Liger's kernels for Hopper get from outside.
     """
+    def smooth(loss, hidden, weight, target):
+        mean = weight.mean(0, dtype=torch.float32).to(weight.dtype)
+        return loss + SMOOTHING * (hidden * (weight[target] - mean)).sum(1).float().mean()
+
     def eager(hidden, weight, target):
         logits = (hidden @ weight.T).float()
         if softcap is not None:
@@ -133,11 +140,24 @@ def methods(softcap, host_target):
         def loss(hidden, weight, target):
             from cut_cross_entropy import linear_cross_entropy
             loss = linear_cross_entropy(hidden, weight, target, softcap=softcap, **options)
-            if softcap is None:     # without a cap smoothing is a rank-one correction
-                mean = weight.mean(0, dtype=torch.float32).to(weight.dtype)
-                loss = loss + SMOOTHING * (hidden * (weight[target] - mean)).sum(1).float().mean()
-            return loss
+            return smooth(loss, hidden, weight, target) if softcap is None else loss
         return loss
+
+    def quack(hidden, weight, target):
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+        if softcap is not None:
+            raise NotImplementedError('has no softcap')
+        return chunked_linear_cross_entropy(hidden, weight, target)
+
+    def liger_hopper(hidden, weight, target):
+        from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import (
+            liger_fused_linear_cross_entropy_sm90)
+        if softcap is not None:
+            raise NotImplementedError('has no softcap')
+        return liger_fused_linear_cross_entropy_sm90(hidden, weight, target)
+
+    def smoothed(plain):
+        return lambda *inputs: smooth(plain(*inputs), *inputs)
 
     def torch_linear(with_options):
         def loss(hidden, weight, target):
@@ -164,7 +184,9 @@ def methods(softcap, host_target):
     return ({name: (loss, SMOOTHING) for name, loss in peers.items()}
             | {'F.linear_cross_entropy, options': (torch_linear(True), 0.0),
                'CCE': (cce(), can_smooth), 'CCE, no filter': (cce(filter_eps=None), can_smooth),
-               'TRL': (trl_loss(softcap), 0.0)}
+               'QuACK': (smoothed(quack), SMOOTHING), 'QuACK, plain': (quack, 0.0),
+               'Liger, Hopper': (smoothed(liger_hopper), SMOOTHING),
+               'Liger, Hopper, plain': (liger_hopper, 0.0), 'TRL': (trl_loss(softcap), 0.0)}
             | {name: (ours(memory), SMOOTHING) for name, memory in OURS.items()})
 
 
@@ -322,21 +344,25 @@ def write_csv(path, tables):
 
 
 def draw(path):
-    """Time against extra memory, one panel a shape, from <out>.json to <out>.png."""
+    """Time against extra memory, one panel per shape, from <out>.json to <out>.png."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     content = load(path)
-    figure, axes = plt.subplots(1, len(content['tables']), squeeze=False,
-                                figsize=(4.6 * len(content['tables']), 4.4))
-    for ax, (shape, table) in zip(axes[0], content['tables'].items(), strict=True):
+    n_panels = len(content['tables'])
+    n_columns = min(3, n_panels)
+    figure, axes = plt.subplots(-(-n_panels // n_columns), n_columns, squeeze=False,
+                                figsize=(4.6 * n_columns, 4.4 * -(-n_panels // n_columns)))
+    for ax in axes.flat[n_panels:]:
+        ax.axis('off')
+    for ax, (shape, table) in zip(axes.flat, content['tables'].items()):
         rows = {name: row for name, row in table['methods'].items() if 'failed' not in row}
 
         def points(names, rows=rows):
             return sorted((max(3, rows[name]['extra_mib']), rows[name]['ms']) for name in names)
 
         lines = {'ours': [name for name in rows if name in OURS],
-                 'Liger': [name for name in rows if name.startswith('Liger')
+                 'Liger': [name for name in rows if name.startswith('Liger, C')
                            and 'float' not in name]}
         for (label, names), color in zip(lines.items(), ('C0', 'C3'), strict=True):
             ax.plot(*zip(*points(names), strict=True), 'o-', color=color, ms=4, lw=1, label=label)

@@ -60,7 +60,13 @@ OURS = {            # keys of TrainConfig
     'ours, 2 micro-batches': {'micro_rows': ROWS // 2},
     'ours, stochastic, checkpointed, 2 micro-batches':
         {'master_weights': 'stochastic', 'checkpoint_activations': True, 'micro_rows': ROWS // 2},
+    'ours, LoRA': {'lora': True},
     'ours, LoRA, checkpointed': {'lora': True, 'checkpoint_activations': True},
+    # the settings of the figure that NVIDIA publishes for NeMo AutoModel: docs/benchmarks.md
+    'ours, LoRA 16 on all matrices, 2 x 4,096': {
+        'lora': True, 'lora_rank': 16, 'pack_len': 4096, 'max_length': 4096, 'micro_rows': 2,
+        'lora_targets': ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj',
+                         'down_proj')},
 }
 PEERS = {           # options of hugging_face_step, or of trl_steps
     'HF sdpa': {'attention': 'sdpa'},
@@ -152,7 +158,8 @@ def measure_in_process(spec, warm):
 def measure(raw, ours, real, options):
     """Return the speed and the peak memory of a step, after the first ones, which compile."""
     torch.manual_seed(0)
-    batches = real_batches(*real) if real else full_rows(raw['vocab_size'])
+    batches = (real_batches(*real) if real else
+               full_rows(raw['vocab_size'], options.get('pack_len', LENGTH)))
     marks = []
 
     def mark():
@@ -198,9 +205,9 @@ def multiplied_weights(raw):
     return raw['num_hidden_layers'] * block + D * raw['vocab_size'], heads
 
 
-def full_rows(V):
-    """Return two steps of random documents, as (tokens, loss mask)."""
-    tokens = torch.randint(0, V, (2, ROWS, LENGTH)).numpy()
+def full_rows(V, length):
+    """Return two steps of random documents of `length` tokens, as (tokens, loss mask)."""
+    tokens = torch.randint(0, V, (2, ROWS * LENGTH // length, length)).numpy()
     return [[(row, row >= 0) for row in batch] for batch in tokens]
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import bench.floors
 import bench.generate
 import bench.metrics
 import bench.peers
+import bench.sft
 import bench.train
 import fused_ce
 import triton_ops
@@ -228,7 +230,7 @@ def test_metrics():
 
 
 @needs_no_gpu
-@pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors'])
+@pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors', 'align', 'sft'])
 def test_scripts_without_a_gpu_say_that_they_need_one(script):
     with pytest.raises(SystemExit, match=f'error: bench/{script}.py needs a CUDA device'):
         getattr(bench, script).main([])
@@ -268,6 +270,95 @@ def test_one_page_and_two_commits(tmp_path, monkeypatch, capsys):
     assert bench.all.main(argv) == 0
     with pytest.raises(SystemExit):
         bench.all.main(['--only=x'])
+
+
+@pytest.mark.slow
+@needs_no_gpu
+def test_one_command_writes_one_page(small, tmp_path, monkeypatch, capsys):
+    def run_script(arguments, end):
+        try:
+            getattr(bench, Path(arguments[0]).stem).main(arguments[1:])
+        except SystemExit as error:
+            print(error)
+            return 1
+
+    monkeypatch.setattr(bench.all, 'run_script', run_script)
+    monkeypatch.setattr(bench_common, 'DEVICE', 'cpu:0')    # the scripts take it for a GPU
+    monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9),))
+    for rate in ('matrix_rate', 'memory_rate'):
+        monkeypatch.setattr(bench.generate, rate, lambda: 1e12)
+    monkeypatch.setattr(bench.align, 'PEERS', {})
+    monkeypatch.setattr(bench.align, 'OURS', {'ours': {}})
+    measure = bench.metrics.measure
+    monkeypatch.setattr(bench.metrics, 'measure', lambda n, k, peers: measure(500, k, peers))
+    pairs = write_rows(tmp_path / 'pairs.jsonl', [
+        {'prompt': f'the fox {i}?', 'chosen': 'yes', 'rejected': 'no'} for i in range(70)])
+    argv = [f'--out={tmp_path}', f'--pairs={pairs}', '--shape=llama32_1b',
+            f'--tokenizer={sentencepiece_folder(tmp_path / "tokenizer", "llama2")}']
+    assert bench.all.main(['--only=commands,generate,align,metrics', *argv]) == 0
+    assert 'bench/commands.py needs --data and --tokenizer; left out' in capsys.readouterr().out
+    page = (tmp_path / 'README.md').read_text()
+    for text in ('llama32_1b, bfloat16: prompts', '### llama32_1b, DPO', '### 14042 x 4'):
+        assert page.count(text) == 1
+    # a script that fails is named; after the given minutes no script is started
+    monkeypatch.setattr(bench_common, 'DEVICE', 'cpu')
+    assert bench.all.main(['--only=generate', *argv]) == 1
+    assert 'failed: generate' in capsys.readouterr().err
+    assert bench.all.main(['--only=generate', '--minutes=1e-9', *argv]) == 0
+    assert 'bench/generate.py was not started' in capsys.readouterr().out
+
+
+def test_a_script_is_stopped_with_its_processes(tmp_path, capsys):
+    script = tmp_path / 'sleeps.py'
+    child = f'import time; time.sleep(5); open({str(tmp_path / "x")!r}, "w")'
+    script.write_text(f'import subprocess, sys; subprocess.run([sys.executable, "-c", {child!r}])')
+    started = time.monotonic()
+    assert bench.all.run_script([str(script)], started + 1) == 0
+    assert time.monotonic() - started < 4 and 'was stopped' in capsys.readouterr().out
+    script.write_text('raise SystemExit(3)')
+    assert bench.all.run_script([str(script)], None) == 3
+    time.sleep(max(0, started + 7 - time.monotonic()))
+    assert not (tmp_path / 'x').exists()
+
+
+@pytest.mark.slow
+@needs_no_gpu
+def test_fine_tuning_commands(small, tmp_path, monkeypatch, capsys):
+    """Also TRL's, if it is installed."""
+    tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
+    data = write_rows(tmp_path / 'talks.jsonl', [
+        {'instruction': f'the fox {i}?', 'output': 'the lazy dog ' * (i % 5 + 1)}
+        for i in range(300)])
+    options = {'data': str(data), 'tokenizer': str(tokenizer), 'conversations': 280}
+    with pytest.raises(ConfigError, match='set --data'):
+        next(bench.sft.bench(bench.sft.BenchConfig(data=str(data))))
+    with pytest.raises(ConfigError, match="only = 'x'; the methods are 'ours', 'TRL', "):
+        next(bench.sft.bench(bench.sft.BenchConfig(only='x', **options)))
+    table, = bench.sft.bench(bench.sft.BenchConfig(
+        only='ours|TRL', caches=('cold',), tuning=('LoRA',), **options))
+    assert table['conversations'] == 280 and table['rows'] == 1
+    row, peer = table['results']['ours, LoRA'], table['results']['TRL, LoRA']
+    assert row['steps'] == 2 and sum(row['cold'][stage] for stage in bench.sft.STAGES) > 0
+    assert row['cold']['until the end'] == pytest.approx(
+        sum(seconds for stage, seconds in row['cold'].items() if stage != 'until the end'), abs=0.1)
+    if importlib.util.find_spec('trl'):
+        assert peer['cold'].keys() == row['cold'].keys() and peer['steps'] > 0
+    else:
+        assert "No module named 'trl'" in peer['failed'] or "'datasets'" in peer['failed']
+    table['results']['TRL, LoRA'] = {'cold': {key: 2 * s for key, s in row['cold'].items()},
+                                     'steps': 2, 'peak_gib': 1.0, 'failed': 'warm: no time left'}
+    bench.sft.print_table(table)
+    out = capsys.readouterr().out
+    assert "ours takes 0.50 of the fastest peer's time until the first step, 0.50 until" in out
+    assert '| TRL, LoRA | failed: warm: no time left |' in out
+    path = tmp_path / 'bench_sft.json'
+    bench_common.save(path, [table])
+    bench.sft.main([f'--plot={path}'])
+    assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
+    assert len(bench.all.timings('sft', bench_common.load(path))) == 1
+    monkeypatch.setattr(bench.sft, 'timed', None)       # no command is run
+    table, = bench.sft.bench(bench.sft.BenchConfig(max_s=1e-9, **options))
+    assert {row['failed'] for row in table['results'].values()} == {'cold: no time left'}
 
 
 @needs_no_gpu
