@@ -48,8 +48,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common import (EvalConfig, Run, TrainConfig, claim, draw_lines, main, measured, numbers, plots,
-                    report, selected)
+from common import (EvalConfig, Run, TrainConfig, claim, draw_curves, draw_lines, main, measured,
+                    numbers, plots, report, selected)
 import metrics
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns
@@ -196,12 +196,9 @@ def tables(options):
 
     def draw_all_curves(name, folders):
         """Draw the reliability curves of runs {label: folder}, a panel per task."""
-        panels = {title: {label: bins for label, folder in folders.items()
-                          if (bins := measured(folder, task).get('bins'))}
-                  for task, title in TASKS.items()}
-        if any(panels.values()):
-            claim(root, f'{name}.png')
-            plots.draw_curves(f'{root}/{name}.png', {t: runs for t, runs in panels.items() if runs})
+        draw_curves(f'{root}/{name}.png', {title: {
+            label: measured(folder, task) for label, folder in folders.items()}
+            for task, title in TASKS.items()})
 
     families = dict(FIGURES.values())
     yield 'scales', 'Parameter scales (figures 3 and 8 to 11)', [head, *(

@@ -17,7 +17,7 @@ agreement, the prompts of docs/free_answers.md, and Platt scaling fitted on the 
 problems. Not run here: line completion and program repair, and the paper's own models.
 """
 
-from common import EvalConfig, Run, main, measured
+from common import EvalConfig, Run, draw_curves, main, measured
 from results.report import Heading
 
 # name: hub name, weights
@@ -55,6 +55,9 @@ def tables(options):
                     lines.append([model, title, scaling, str(report['n']), *(
                         '' if value is None else f'{value:.3f}' for value in values)])
     yield 'calibration', 'Confidence in written programs', lines
+    draw_curves(f'{options.out_dir}/reliability.png', {model: {
+        title: measured(f'{options.out_dir}/{model}', entry)
+        for entry, title in CONFIDENCES.items()} for model in MODELS}, columns=2)
 
 
 if __name__ == '__main__':

@@ -331,6 +331,18 @@ def write_tables(tables, folder, doc, changes=()):
     print(f'\nwrote tables.md, and each table as CSV and LaTeX, to {folder}')
 
 
+def draw_curves(path, panels, columns=3):
+    """Draw the reliability curves of panels = {title: {line: entry of results.json}}.
+
+    Lines without an entry are left out, and so are panels without lines.
+    """
+    panels = {title: {label: entry['bins'] for label, entry in entries.items() if 'bins' in entry}
+              for title, entries in panels.items()}
+    if any(panels.values()):
+        claim(Path(path).parent, Path(path).name)
+        plots.draw_curves(path, {title: bins for title, bins in panels.items() if bins}, columns)
+
+
 def draw_lines(path, panels, x_label, y_label, metric='ece', log=False):
     """Draw panels = {title: {line: [(x, report), ...]}} of one metric with its 95 % intervals.
 

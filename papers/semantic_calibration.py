@@ -18,7 +18,7 @@ normalization. The share of the largest of 40 samples is too high for a calibrat
 last column has the ECE of such a model, by which every ECE is to be judged.
 """
 
-from common import EvalConfig, Run, main, measured
+from common import EvalConfig, Run, draw_curves, main, measured
 from results.report import Heading
 
 # name: (weights, {stage: hub name})
@@ -62,6 +62,12 @@ def tables(options):
                                   *(f'{pooled[key]:.3f}' for key in METRICS),
                                   f'{result["ece_floor"]:.3f}'])
     yield 'calibration', f'The share of the largest class among {SAMPLES} samples', lines
+    # the base models of each task above the tuned ones
+    draw_curves(f'{options.out_dir}/reliability.png', {f'{title}: {kind}': {
+        f'{model}, {stage}': measured(f'{options.out_dir}/{model}/{stage}', f'{task}.agreement')
+        for model, (_, stages) in MODELS.items() for stage in stages
+        if (stage == 'base') == (kind == 'base models')}
+        for kind in ('base models', 'tuned models') for task, title in TASKS.items()})
 
 
 if __name__ == '__main__':

@@ -799,11 +799,14 @@ def test_semantic_calibration_tabulates_the_share_of_the_largest_class(tmp_path)
         'semantic_calibration').items() for stage, hub in stages.items()}
     pooled = {key: 0.25 for key in ('accuracy', 'confidence', 'gap', 'smooth_ece', 'ece')}
     tasks = {task: {'source': task} for task in ('triviaqa', 'gsm8k', 'gsm8k_short')}
-    tasks['gsm8k.agreement'] = {'pooled': pooled | {'n': 1319}, 'ece_floor': 0.02}
+    bins = {key: x.tolist() for key, x in metrics.bins(np.full(50, 0.4), np.arange(50) % 3 == 0
+                                                       ).items()}
+    tasks['gsm8k.agreement'] = {'pooled': pooled | {'n': 1319}, 'ece_floor': 0.02, 'bins': bins}
     lines = tables_of('semantic_calibration', tmp_path, hubs, tasks)
     assert len(lines) == 1 + 11
     assert lines[1].startswith('"GSM8K, chain of thought",Qwen2.5-1.5B,base,1319,0.250')
     assert lines[-1].endswith('Mistral-7B,DPO,1319,0.250,0.250,0.250,0.250,0.250,0.020')
+    assert (tmp_path / 'reliability.png').read_bytes().startswith(b'\x89PNG')
 
 
 def test_code_calibration_tabulates_each_confidence_before_and_after_scaling(tmp_path):

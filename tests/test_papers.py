@@ -188,6 +188,7 @@ def read_table(folder, name):
     ('multilingual', 3 * (2 + 3 * 7), 'google/gemma-2-2b-it'),
     ('semantic_calibration', 4 * 2 + 3, 'HuggingFaceH4/zephyr-7b-beta'),
     ('code_calibration', 4, 'codellama/CodeLlama-7b-hf'),
+    ('know', 4 * 3, 'Qwen/Qwen2.5-1.5B'),
     ('alignment', 15 + 13 + 10 + 1 + 4 * 3 + 2, 'meta-llama/Llama-2-70b-hf')])
 def test_the_plan_lists_every_run_and_writes_nothing(tmp_path, script, n_runs, model):
     more = ['--rlhf=a,b', '--trex=c'] if script == 'alignment' else []
@@ -240,6 +241,38 @@ def test_label_smoothing_smooths_at_the_chosen_rate_and_tabulates_its_reports(hu
     assert 'was begun with' in run_paper(hub, 'label_smoothing', f'--out_dir={out}', code=1)
     assert 'smoothing0.1 waits for the 4 learning rates' in run_paper(
         hub, 'label_smoothing', '--only=OpenHermes/smoothing', *arguments)
+
+
+@pytest.mark.slow
+def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
+    """From hub names to tables, with a small random Llama and questions of its own."""
+    sentencepiece_folder(tmp_path / 'model', 'llama2')
+    reference_model('llama', tmp_path / 'model', vocab_size=450, max_position_embeddings=2048)
+    add_to_hub(tmp_path / 'hub', 'meta-llama/Llama-3.2-1B', tmp_path / 'model')
+    answer = {'value': 'a', 'aliases': ['the', 'e']}
+    for name, test, row in (
+            ('mandarjoshi/trivia_qa', 'validation', lambda i: {'answer': answer}),
+            ('openai/gsm8k', 'test', lambda i: {'answer': f'It is {i}.\n#### {i}'})):
+        folder = tmp_path / test
+        for split, n in ((test, 5), ('train', 16)):
+            write_rows(folder / f'{split}.jsonl', [
+                {'question': f'What is {split} {i}?', 'question_id': f'{split}{i}'} | row(i)
+                for i in range(n)])
+        add_to_hub(tmp_path / 'hub', name, folder, 'datasets')
+    out = tmp_path / 'out'
+    printed = run_paper(tmp_path / 'hub', 'know', '--only=Llama-3.2-1B', f'--out_dir={out}',
+                        f'--cache_dir={tmp_path}', *SMALL, *FAST, '--eval.n=3', '--eval.limit=10',
+                        '--eval.max_tokens=5', '--lr=0.02')
+    assert printed.count('=== Llama-3.2-1B/') == 3 and 'waits for' not in printed
+    rows = read_table(out, 'p_ik')
+    assert [(row['task'], row['P(IK)'], row['questions']) for row in rows] == [
+        (task, method, '5') for task in ('TriviaQA', 'GSM8K')
+        for method in ('probe', 'asked, not tuned', 'tuned on TriviaQA')]
+    assert rows[2]['AUROC, 52B (paper, its own settings)'] == '0.864'
+    assert {row['accuracy'] for row in rows} == {'0.000'}     # a random model is always wrong
+    assert float(rows[1]['confidence']) > 0.1 > float(rows[2]['confidence'])    # and learns that
+    assert [row['confidence'] for row in read_table(out, 'p_true')] and (
+        out / 'reliability.png').exists() and (out / 'p_ik.png').exists()
 
 
 IN_PAPERS = """
