@@ -40,7 +40,7 @@ from data.preferences import load_preferences, pack_rankings
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
 from rl import RL_METHODS, Rollouts, answer_log_probs
-from runtime import checkpoint
+from runtime import checkpoint, resume
 from runtime.config import load_config, require_range
 from runtime.errors import ConfigError
 from runtime.ownership import temporary
@@ -414,4 +414,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-    train.run_script(main)
+    resume.run_script(main)

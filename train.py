@@ -23,7 +23,6 @@ import importlib.util
 import json
 import math
 import os
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -158,8 +157,8 @@ from runtime.device import compile_blocks, pick_device, pick_dtype, to_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import parse_loss
 from runtime.optim import AdamW
-from runtime.parallel import (abort_processes, barrier, first_process_first, gather, join_processes,
-                              leave_processes, rank, reshard, shard, sum_over_processes, world_size)
+from runtime.parallel import (barrier, first_process_first, gather, rank, reshard, shard,
+                              sum_over_processes, world_size)
 
 # Keys that may differ when a run is resumed; all others decide its weights.
 FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_every', 'tracker',
@@ -561,21 +560,5 @@ def main(argv):
     print_results(cfg, train(cfg))
 
 
-def run_script(main):
-    """Call `main` with the arguments of the command line, also under torchrun."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        with cli.one_line_errors(
-                resume='--resume continues from the last checkpoint',
-                memory='--checkpoint_activations, --micro_rows=1 and a shorter --pack_len need '
-                       'less for a forward pass, --master_weights=stochastic less for the weights'):
-            join_processes()
-            main(sys.argv[1:])
-            leave_processes()
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)   # nothing catches its exception from here on
-        abort_processes()
-
-
 if __name__ == '__main__':
-    run_script(main)
+    resume.run_script(main)

@@ -309,7 +309,7 @@ def pad_marks(lines):
 
 def over_questions(pairs, question_keys, predicted, keys, cfg):
     """Return the rows of each pair's second run minus the first, over the questions of both."""
-    rows, p_values = [], []
+    rows = []
     for first, second in pairs if cfg.n_bootstrap else ():
         a, b = paired(first, second, question_keys, predicted)
         # both have the same draws, because seed and number of questions are the same
@@ -318,22 +318,20 @@ def over_questions(pairs, question_keys, predicted, keys, cfg):
             low, high, p = stats.difference_test(resampled[second][key] - resampled[first][key])
             rows.append([f'{second} - {first}', 'questions', str(len(a.labels)), TITLES[key],
                          f'{values[second][key] - values[first][key]:+.4f}',
-                         f'{low:+.4f} {high:+.4f}'])
-            p_values.append(p)
-    return with_p(rows, p_values, '.3f')
+                         f'{low:+.4f} {high:+.4f}', p])
+    return with_holm(rows, '.3f')
 
 
 def over_languages(pairs, reports, keys):
     """Return the rows of each pair's second run minus the first, by Student's t over languages."""
-    languages, rows, p_values = [x for x in next(iter(reports.values())) if x != 'pooled'], [], []
+    languages, rows = [x for x in next(iter(reports.values())) if x != 'pooled'], []
     for (first, second), key in itertools.product(pairs if languages else (), keys):
         values = [reports[second][x][key] - reports[first][x][key] for x in languages]
         if np.isfinite(values).all():
             mean, t, p = stats.student_t(values)
             rows.append([f'{second} - {first}', f'{len(languages)} languages', '', TITLES[key],
-                         f'{mean:+.4f}', f't = {t:.2f}'])
-            p_values.append(p)
-    return with_p(rows, p_values, '.2g')
+                         f'{mean:+.4f}', f't = {t:.2f}', p])
+    return with_holm(rows, '.2g')
 
 
 def changed_answers(pairs, question_keys, predicted):
@@ -343,17 +341,16 @@ def changed_answers(pairs, question_keys, predicted):
     their share is Wilson's. McNemar's test asks whether it is as frequent as the opposite. Q is a
     line with Cochran's test of the accuracies of three runs or more.
     """
-    rows, p_values = [], []
+    rows = []
     for first, second in pairs:
         before, after = (metrics.top_label(p.probs, p.labels)[1]
                          for p in paired(first, second, question_keys, predicted))
         lost, won, p = stats.mcnemar(before, after)
         low, high = metrics.wilson_interval(np.ones(len(before)), before & ~after)
         rows.append([f'{first} to {second}', str(len(before)), str(won), str(lost),
-                     f'{lost / len(before):.4f}', f'{low:.4f} {high:.4f}'])
-        p_values.append(p)
+                     f'{lost / len(before):.4f}', f'{low:.4f} {high:.4f}', p])
     cells = [['change', 'questions', 'wrong to right', 'right to wrong', 'negative flips',
-              '95 % interval', "McNemar's p", 'p (Holm)'], *with_p(rows, p_values, '.2g')]
+              '95 % interval', "McNemar's p", 'p (Holm)'], *with_holm(rows, '.2g')]
     shared = set.intersection(*map(set, question_keys.values()))
     if len(question_keys) < 3 or not shared:
         return cells, []
@@ -374,7 +371,8 @@ def select(p, keys, shared):
     return p.at(np.flatnonzero([key in shared for key in keys]))
 
 
-def with_p(rows, p_values, spec):
-    """Return the rows with two more cells: p, and p with Holm's correction for all these rows."""
-    return [[*row, format(p, spec), format(corrected, spec)]
-            for row, p, corrected in zip(rows, p_values, stats.holm(p_values), strict=True)]
+def with_holm(rows, spec):
+    """Return rows that end in a p-value with one more cell, p after Holm's correction for all."""
+    corrected = stats.holm([p for *_, p in rows])
+    return [[*row, format(p, spec), format(q, spec)]
+            for (*row, p), q in zip(rows, corrected, strict=True)]

@@ -2,8 +2,8 @@
 
 samples.jsonl has one line per scored question or token. Each of several processes appends to a part
 of its own, samples.<rank>.jsonl; the parts are merged at the end, or by the next command if this
-one is interrupted. eval_config.json has what all samples
-share: the model, the settings, and a hash of the questions of each task.
+one is interrupted. eval_config.json has what all samples share: the model, the settings, and a hash
+of the questions of each task.
 """
 
 import hashlib

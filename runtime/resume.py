@@ -13,18 +13,21 @@ import json
 import os
 import re
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from runtime import cli
 from runtime.checkpoint import write_tensors
 from runtime.config import read_assignments
 from runtime.errors import ConfigError, TrainingError
 from runtime.ownership import (LIST, LOCK, TEMPORARY, check_free, claim, discard, write_text,
                                written_files)
-from runtime.parallel import gather, gather_full, load_full, rank
+from runtime.parallel import (abort_processes, gather, gather_full, join_processes, leave_processes,
+                              load_full, rank)
 
 FILE_BYTES = 4_000_000_000
 # facts that a resumed run must share with the run that wrote the checkpoint, as messages name them
@@ -47,6 +50,22 @@ class StopSignals:
     def __exit__(self, *_):
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+
+def run_script(main):
+    """Call `main` with the arguments of the command line, also under torchrun."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with cli.one_line_errors(
+                resume='--resume continues from the last checkpoint',
+                memory='--checkpoint_activations, --micro_rows=1 and a shorter --pack_len need '
+                       'less for a forward pass, --master_weights=stochastic less for the weights'):
+            join_processes()
+            main(sys.argv[1:])
+            leave_processes()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)   # nothing catches its exception from here on
+        abort_processes()
 
 
 def check_folder(cfg):

@@ -85,8 +85,8 @@ def test_metrics_differ_from_peers_that_are_wrong():
     assert differs(metrics.mce(probs, labels, n_bins=1), 0.3333333134651184)
     assert metrics.rmsce(probs, labels) == exactly(0.18)
     assert differs(metrics.rmsce(probs, labels), 0.2060975283384323)
-    # netcal closes bins on the left, which moves 0.5 and 0.8 up but, its edges being np.linspace,
-    # not 0.6 and 0.7.
+    # netcal closes bins on the left. That moves 0.5 and 0.8 up, but not 0.6 and 0.7, because its
+    # edges come from np.linspace.
     assert differs(metrics.mce(probs, labels), 0.55)
     # gce drops probabilities of exactly 0 from the class-wise metrics and divides by what is left,
     # although eq. (3) and (4) are over all N probabilities of an option.
@@ -125,7 +125,7 @@ def test_metrics_differ_from_peers_that_are_wrong():
 
 def test_metrics_edges_are_exact_where_linspace_is_not():
     # Closed on the left with np.linspace edges, as gce and relplot bin, 0.5 moves up while 0.6
-    # stays below 0.6000000000000001: two neighbouring edges share a bin, and a model that is wrong
+    # stays below 0.6000000000000001: two neighboring edges share a bin, and a model that is wrong
     # at 0.6 makes up for being right at 0.5.
     probs = np.array([[0.5, 0.5], [0.6, 0.4]])
     labels = np.array([0, 1])
@@ -196,7 +196,7 @@ def test_metrics_whole_golden_file():
         'edges_conf0_1_ties_on_bin_edges': (
             r'gce (SCE|ACE) .*|[as]ce\(labels.*|CategoricalNLL|netcal.MCE\(10\)'
             r'|torchmetrics.* n_bins=1 norm=max'
-            # the order of tied rows decides there
+            # these depend on the order of tied rows
             r'|E?-?AURC .*|uncertainty-calibration sel.*|selective_accuracy@coverage=0.[59] .*'
         ),
         'uniform_quarter': r'E?-?AURC .*|uncertainty-calibration sel.*|KS top-label .*',
@@ -239,7 +239,7 @@ def equal_width_bin(n_bins):
 
 
 def equal_mass_bin(values, sizes):
-    """The lowest of consecutive chunks of the sorted values that holds a value."""
+    """Return the function value -> the lowest chunk of the sorted values that holds it."""
     chunks = np.split(np.sort(values), np.cumsum(sizes)[:-1])
     return lambda c: next(i for i, chunk in enumerate(chunks) if c in chunk)
 
@@ -734,9 +734,9 @@ def test_bas_is_the_mean_utility_over_thresholds():
     assert metrics.bas(confidence, correct) == pytest.approx(np.mean(utility), abs=1e-5)
     assert metrics.bas([1.0], [True]) == 1 and metrics.bas([1.0], [False]) == exactly(
         1 + math.log(np.finfo(float).eps))
-    # a right share of 0.7: no other confidence does better
-    of = [metrics.bas(np.full(10, c), np.arange(10) < 7) for c in np.linspace(0, 0.99, 100)]
-    assert np.argmax(of) == 70
+    # if 7 of 10 answers are right, a confidence of 0.7 is the best
+    scores = [metrics.bas(np.full(10, c), np.arange(10) < 7) for c in np.linspace(0, 0.99, 100)]
+    assert np.argmax(scores) == 70
 
 
 def test_kde_ece_of_many_rows_is_the_true_error():
@@ -1015,7 +1015,7 @@ def test_report_holds_plain_numbers_and_agrees_with_the_functions():
                   'rms_mmlu_repo', 'ks_error', 'smooth_ece', 'kde_ece', 'auroc', 'aurc']
     for name in same_name:
         assert result[name] == exactly(getattr(metrics, name)(probs, labels)), name
-    # Lists, float32 and small integer types will do as well.
+    # Lists, float32 and small integer types are accepted too.
     as_float32 = metrics.report(probs.astype(np.float32), labels.astype(np.int8))
     assert as_float32 == {key: pytest.approx(value, abs=1e-6) for key, value in result.items()}
     assert metrics.report(probs.tolist(), labels.tolist()) == result
@@ -1195,7 +1195,7 @@ def test_accuracy_of_lm_eval_files_is_their_own(model, n_tasks):
 
 
 @pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs lm-eval')
-def test_files_of_the_present_lm_eval_are_read(tmp_path):
+def test_files_of_the_installed_lm_eval_are_read(tmp_path):
     subprocess.run([sys.executable, HARNESS_FILES / 'write.py', tmp_path / 'out'], check=True)
     check_accuracies(tmp_path / 'out' / 'first', 5)
     check_accuracies(tmp_path / 'out' / 'second', 3)

@@ -494,9 +494,10 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     done = two(tmp_path / 'lora', '--lora')
     assert done.returncode == 0, done.stderr
     assert (tmp_path / 'lora' / 'adapter' / 'adapter_model.safetensors').exists()
-    code = ('import sys, train\nfrom runtime import resume\nsave = resume.save_checkpoint\n'
+    code = ('import sys, train\nfrom runtime import parallel, resume\n'
+            'save = resume.save_checkpoint\n'
             'def stop(*a): save(*a); sys.exit(9)\nresume.save_checkpoint = stop\n'
-            'train.join_processes(); train.main(sys.argv[1:])')
+            'parallel.join_processes(); train.main(sys.argv[1:])')
     script = tmp_path / 'stop.py'
     script.write_text(code)
     subprocess.run([*TORCHRUN, str(script), *config, f'--out_dir={tmp_path / "half"}',
