@@ -60,7 +60,7 @@ def test_compare_over_questions(tmp_path, capsys):
                                for i in (0, 2, 4)])
     assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
         line[6:10] for line in lines if line[4] == 'languages']
-    with pytest.raises(ConfigError, match="no key 'shots'; did you mean 'sources'"):
+    with pytest.raises(ConfigError, match="no key 'shots'; the keys are sources"):
         run_compare(tmp_path / 'a', tmp_path / 'sharp', '--shots=0')
 
 
