@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import shutil
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ import bench.commands
 import bench.eval
 import bench.floors
 import bench.generate
+import bench.loss
 import bench.metrics
 import bench.peers
 import bench.sft
@@ -177,6 +181,36 @@ def test_variants_of_the_forward_pass_are_timed_with_their_settings(small, monke
     assert settings[::2] == settings[1::2] == [(True, 'auto'), (False, 'auto'), (False, 'flex'),
                                                (True, 'flex')]
     assert triton_ops.KERNELS
+
+
+def test_peers_without_smoothing_get_it_from_outside(monkeypatch):
+    def plain(hidden, weight, target):
+        return torch.nn.functional.cross_entropy(hidden @ weight.T, target)
+
+    sm90 = 'liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90'
+    monkeypatch.setitem(sys.modules, 'quack.linear_cross_entropy',
+                        SimpleNamespace(chunked_linear_cross_entropy=plain))
+    monkeypatch.setitem(sys.modules, sm90,
+                        SimpleNamespace(liger_fused_linear_cross_entropy_sm90=plain))
+    for name in ('quack', *(sm90[:i] for i, c in enumerate(sm90) if c == '.')):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    hidden, weight, target = torch.randn(9, 7), torch.randn(33, 7), torch.arange(9)
+    methods = bench.loss.methods(None, target)
+    for name in ('QuACK', 'QuACK, plain', 'Liger, Hopper', 'Liger, Hopper, plain'):
+        loss, smoothing = methods[name]
+        assert smoothing == (0.0 if 'plain' in name else bench.loss.SMOOTHING)
+        torch.testing.assert_close(loss(hidden, weight, target), torch.nn.functional.cross_entropy(
+            hidden @ weight.T, target, label_smoothing=smoothing))
+        with pytest.raises(NotImplementedError, match='has no softcap'):
+            bench.loss.methods(30.0, target)[name][0](hidden, weight, target)
+
+
+def test_picture_of_losses(tmp_path):
+    path = tmp_path / 'loss.json'
+    shutil.copy(Path(bench.loss.__file__).parent / 'results' / 'loss.json', path)
+    bench.loss.draw(path)
+    assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
+    assert len(bench.loss.SHAPES) == 6 and {'gemma3_4b', 'aya_expanse_8b'} <= {*bench.loss.SHAPES}
 
 
 def test_items_of_a_step():
