@@ -147,27 +147,53 @@ with torch.no_grad():
 import json
 from pathlib import Path
 from runtime.eval_config import EvalConfig
-from data.tasks import load_tasks, show
+from data.tasks import load_tasks, show_tasks
 Path('dev.jsonl').write_text(json.dumps({
     'context': 'Ann fell.', 'question': 'Why?', 'answerA': 'ice', 'answerB': 'joy',
     'answerC': 'sun', 'label': '2'}))
 for prompt_format, options in (('mmlu', [' A', ' B', ' C']), ('harness', [' ice', ' joy', ' sun'])):
     cfg = EvalConfig(tasks=('social_iqa:dev.jsonl',), shots=0, show=1, prompt_format=prompt_format)
-    task, = load_tasks(cfg).values()
-    question, = task.items
+    tasks = load_tasks(cfg)
+    question, = tasks['social_iqa'].items
     assert question.options == options and question.answer == 1
-    assert 'Ann fell. Why?' in show(task, None, cfg) and question.subject == 'social situations'
+    assert 'Ann fell. Why?' in show_tasks(tasks, None, cfg) and question.subject == 'social situations'
+""",
+    ('alignment.md', 'A loss or method of your own'): """
+import numpy as np, torch
+from align import PAIR_LOSSES, AlignConfig, Pairs
+from rl import RL_METHODS
+from runtime.config import load_config
+cfg = load_config(AlignConfig, ['--method=odpo', '--beta=0.5', '--gamma=2'])
+pairs = Pairs(*torch.tensor([[-1.], [-3.], [4.], [5.], [-2.], [-2.]]))      # d = 2
+torch.testing.assert_close(PAIR_LOSSES[cfg.method](pairs, cfg), torch.tensor([1.313262]))
+method = RL_METHODS[load_config(AlignConfig, ['--method=dr_grpo_tokens']).method]
+assert method.advantage(np.array([[1., 3.]])).tolist() == [[-1, 1]]
+""",
+    ('free_answers.md', 'A task of your own'): """
+import json
+from pathlib import Path
+from data.tasks import load_tasks
+from runtime.eval_config import EvalConfig
+Path('test.jsonl').write_text(json.dumps({'question': 'Who?', 'answers': ['Ada']}))
+task, = load_tasks(EvalConfig(tasks=('web_questions:test.jsonl',), shots=0)).values()
+assert task.kind == 'free' and task.items[0].references == ['Ada']
+""",
+    ('free_answers.md', 'A confidence of your own'): """
+from results import confidence
+from runtime.eval_config import EvalConfig
+answers = [{'key': key, 'answer': key} for key in 'abac']
+assert confidence.FROM_SAMPLES['lead'].function({'answers': answers}) == (0.25, answers[0])
+assert 'lead' in confidence.variants(EvalConfig())
 """,
     ('evaluation.md', 'A prompt of your own'): """
 import json
 from pathlib import Path
 from runtime.eval_config import EvalConfig
-from data.tasks import load_tasks, show
+from data.tasks import load_tasks, show_tasks
 Path('q.jsonl').write_text(json.dumps({'question': 'Why?', 'choices': ['a', 'b'], 'answer': 0,
                                        'subject': 'life'}))
 cfg = EvalConfig(tasks=('q.jsonl',), shots=0, show=1, prompt_format='question_answer')
-task, = load_tasks(cfg).values()
-text = show(task, None, cfg)
+text = show_tasks(load_tasks(cfg), None, cfg)
 assert 'Answer these questions about life.' in text and 'Q: Why?' in text and 'A:' in text
 """,
 }
