@@ -156,7 +156,8 @@ for prompt_format, options in (('mmlu', [' A', ' B', ' C']), ('harness', [' ice'
     tasks = load_tasks(cfg)
     question, = tasks['social_iqa'].items
     assert question.options == options and question.answer == 1
-    assert 'Ann fell. Why?' in show_tasks(tasks, None, cfg) and question.subject == 'social situations'
+    assert 'Ann fell. Why?' in show_tasks(tasks, None, cfg)
+    assert question.subject == 'social situations'
 """,
     ('alignment.md', 'A loss or method of your own'): """
 import numpy as np, torch
