@@ -5,19 +5,16 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
+import tempfile
 
 import metrics
 import numpy as np
 import pytest
 import torch
-from common import (HERE, SHARED, needs_files, reference_model, sentencepiece_folder, t5_folder,
-                    write_rows)
+from common import (HERE, SHARED, Script, await_steps, needs_files, reference_model,
+                    sentencepiece_folder, t5_folder, write_rows)
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from papers import features, multilingual_printed
 from runtime import ownership
@@ -162,17 +159,16 @@ def hub(tmp_path_factory):
 
 SMALL = ['--batch_size=4', '--max_length=256', '--pack_len=256', '--val_size=2', '--max_steps=2',
          '--workers=1', '--device=cpu', '--dtype=float32']
-FAST = ['--eval.n_bootstrap=0', '--eval.pictures=False']
+FAST = ['--eval.n_bootstrap=0', '--eval.pictures=False', '--eval.pack_len=512']
 
 
 def run_paper(hub, script, *arguments, code=0, wait=True):
-    command = [sys.executable, str(HERE / 'papers' / f'{script}.py'), *map(str, arguments)]
-    process = subprocess.Popen(command, cwd=HERE, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT,
-                               env=os.environ | {'HF_HUB_CACHE': str(hub), 'HF_HUB_OFFLINE': '1'})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(hub))
+        process = Script(f'papers/{script}.py', *arguments)
     if not wait:
         return process
-    printed, _ = process.communicate(timeout=300)
+    printed = ''.join(process.communicate())
     assert process.returncode == code, printed
     return printed
 
@@ -284,10 +280,13 @@ sys.path.insert(0, 'papers')
 
 def in_papers(code, *arguments):
     """Return what Python code prints that runs where the modules of papers/ are found."""
-    done = subprocess.run([sys.executable, '-c', IN_PAPERS + code, *map(str, arguments)], cwd=HERE,
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with tempfile.NamedTemporaryFile('w', suffix='.py') as file:
+        file.write(IN_PAPERS + code)
+        file.flush()
+        process = Script(file.name, *arguments)
+        printed, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return printed
 
 
 def test_label_smoothing_shows_the_printed_numbers_that_its_file_holds(tmp_path):
@@ -695,10 +694,9 @@ def test_a_killed_script_resumes_to_the_same_weights(hub, tmp_path):
     run_paper(hub, 'label_smoothing', *arguments, f'--out_dir={whole}')
     process = run_paper(hub, 'label_smoothing', *arguments, wait=False)
     log = out / 'Gemma2-2B' / 'Alpaca' / 'lr2e-05' / 'log.jsonl'
-    while process.poll() is None and not (log.exists() and len(log.read_text().splitlines()) > 4):
-        pass
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    await_steps(process, log.parent, 5)
+    process.kill()
+    process.communicate()
     assert not log.with_name('config.json').exists()
     run_paper(hub, 'label_smoothing', *arguments)
     for lr in ('5e-06', '2e-05'):
