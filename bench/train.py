@@ -6,9 +6,9 @@
     python bench/train.py --plot=out/bench_train.json
 
 A step is forward, backward, clipping and AdamW on four documents of 2,048 tokens, with random
-weights; with `data` and `tokenizer` also on 128 real conversations. Each method has a process of
-its own, with empty caches on disk; the seconds of compiling are those of the first three steps less
-those of three later ones. Writes out/bench_train.json and its picture.
+weights; with `data` and `tokenizer` also on 128 real conversations. Each method runs in its own
+process, with empty caches on disk. Its compile seconds are the time of the first three steps minus
+that of three later ones. Writes out/bench_train.json and its picture.
 """
 
 import itertools
@@ -43,16 +43,16 @@ class BenchConfig:
         MODELS)
     data: str | None = None         # conversations, as in train.py
     tokenizer: str | None = None    # a folder with the tokenizer for `data`
-    only: str | None = None         # methods, separated by '|', instead of those of USUAL
+    only: str | None = None         # methods to measure, separated by '|'; None: those of USUAL
     ours: bool = False              # ours alone, exact and stochastic
-    warm: bool = False              # compiled kernels may come from the caches on disk
+    warm: bool = False              # use compiled kernels that are in the caches on disk
     plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_train.json'
 
 
-ROWS, LENGTH, BATCH = 4, 2048, 128      # documents of full rows; conversations of a step
+ROWS, LENGTH, BATCH = 4, 2048, 128      # documents per step, their tokens; conversations per step
 PACK_LEN = 4096                         # tokens in a row of real conversations
-STEPS = 3                               # in each of the parts that are timed
+STEPS = 3                               # per timed part
 PEAK = 989e12                           # FLOP/s of an H100 or H200 in bfloat16
 OURS = {            # keys of TrainConfig
     'ours': {},
@@ -94,7 +94,7 @@ PEERS_PACKED = {'HF padded, 8 a batch': {'attention': 'sdpa', 'padded': 8}} | {
      'TRL packed, flash-attn': {'trl': True, 'attention': 'flash_attention_2', 'length': PACK_LEN},
      'TRL packed, compile': {'trl': True, 'attention': 'flex_attention', 'length': PACK_LEN,
                              'compiled': True}}
-# what a table has unless `only` says otherwise: candidates for the best of each library
+# the methods of each table without `only`: those that may be the fastest of their library
 USUAL = {
     'gemma2_2b': ('HF flex, compile', 'ours', 'ours, stochastic'),
     'llama32_1b': ('HF sdpa, Liger', 'HF sdpa, compile', 'HF sdpa, Liger, compile', 'ours',
@@ -140,7 +140,7 @@ def bench(config):
 
 
 def measure_in_process(spec, warm):
-    """Return measure(**spec) from a fresh process: Liger patches modules for good.
+    """Return measure(**spec) from a new process, because Liger patches modules permanently.
 
     Unless `warm`, it finds no compiled kernels on disk.
     """
@@ -150,13 +150,13 @@ def measure_in_process(spec, warm):
                               capture_output=True, text=True)
     if done.returncode and spec['ours']:
         raise RuntimeError(done.stderr)
-    if done.returncode:     # a peer's
+    if done.returncode:     # the other library's
         return {'failed': last_error(done.stderr)}
     return json.loads(done.stdout.strip().split('\n')[-1])
 
 
 def measure(raw, ours, real, options):
-    """Return the speed and the peak memory of a step, after the first ones, which compile."""
+    """Return the speed and peak memory of steps after the first ones, which compile."""
     torch.manual_seed(0)
     batches = (real_batches(*real) if real else
                full_rows(raw['vocab_size'], options.get('pack_len', LENGTH)))
@@ -190,7 +190,7 @@ def measure(raw, ours, real, options):
 
 
 def flops_per_token(raw, batches):
-    """FLOPs of forward and backward: 6 per multiplied weight, causal attention counted at half."""
+    """Return forward and backward FLOPs: 6 per multiplied weight, half of causal attention's."""
     weights, heads = multiplied_weights(raw)
     lengths = [len(tokens) for batch in batches for tokens, _ in batch]
     seen = sum(n * n for n in lengths) / sum(lengths)
@@ -198,7 +198,7 @@ def flops_per_token(raw, batches):
 
 
 def multiplied_weights(raw):
-    """Return the weights in matrix products, those of the output included, and H * head_dim."""
+    """Return (number of weights in matrix products, with the output layer; H * head_dim)."""
     D, hd = raw['hidden_size'], raw['head_dim']
     heads, pairs = raw['num_attention_heads'] * hd, raw['num_key_value_heads'] * hd
     block = 2 * D * (heads + pairs) + 3 * D * raw['intermediate_size']
@@ -240,7 +240,7 @@ def our_step(raw, **options):
 # ------------------------------------------------------------------------------------------------
 
 def print_table(table):
-    """The table as Markdown; ratios are to the best peer."""
+    """Print a table as Markdown; ratios are to the best other library."""
     good = {name: row for name, row in table['results'].items() if 'failed' not in row}
     best = max((row['tokens_per_s'] for name, row in good.items() if 'ours' not in name),
                default=None)
