@@ -81,7 +81,7 @@ import torch
 
 import fused_ce
 from families import t5
-from runtime import checkpoint, device, log, parallel
+from runtime import adapter, checkpoint, device, log, parallel
 from runtime.load_ahead import load_ahead, loads_kernels
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
 from written.answers import judge_samples, write_answers
@@ -419,7 +419,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     if cfg.dropout_seed is not None:
         base = base_of_adapter(folder)
         settings |= {'dropout_seed': cfg.dropout_seed, 'base': checkpoint.fingerprint(base),
-                     'adapter': checkpoint.adapter_fingerprint(folder)}
+                     'adapter': adapter.fingerprint(Path(folder, 'adapter'))}
     n, first = parallel.world_size(), parallel.rank() == 0
     earlier, done = parallel.broadcast(samples.open_folder(
         out_dir, tasks, settings, pictures=cfg.pictures, overwrite=cfg.overwrite, processes=n)

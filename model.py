@@ -16,7 +16,7 @@ padding token sees only itself.
 `ends` may be None if each row is one document, perhaps followed by padding: no mask is needed then.
 
 Parameters have the names of Llama in every family, but for the norm before the MLP; `their_key` of
-runtime/checkpoint.py has the names on disk.
+runtime/names.py has the names on disk.
 
 Training, evaluation and sampling use this one forward pass, so an edit here changes all of them.
 `norm`, `rotate` and `gate` have a Triton kernel in triton_ops.py, which computes the same without

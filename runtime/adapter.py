@@ -1,4 +1,4 @@
-"""PEFT adapters without merged weights: LoRA matrices that are merged into the base model on load.
+"""PEFT adapters: those of other programs, which are merged on load, and those of our runs.
 
 `checkpoint.fetch` finds the folder of an adapter and calls `beside_base`, which returns a folder
 with the files of the base model and a link `.adapter` to the adapter. From there on it is a model
@@ -15,10 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.config_json import read_json_object
+from model import CausalLM, LoRALinear, ModelConfig, add_lora
+from runtime.config_json import read_config, read_json_object
+from runtime.config_keys import SHARE, SIZE
 from runtime.errors import CheckpointError
+from runtime.json_rules import check_values
+from runtime.names import BUFFERS, text_key, their_key
+from runtime.weights import read_all, write_files
 
 CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_model.bin')
+FILES = (WEIGHTS[0], CONFIG)    # of the adapters of a run
 LINK = '.adapter'
 PREFIX = 'base_model.model.'    # of the names of all matrices
 # The keys of adapter_config.json that are read, or that merged weights do not depend on: which
@@ -91,22 +97,26 @@ def beside_base(folder: Path, base: Path) -> Path:
     return both
 
 
-def low_rank(folder: Path, tensors: dict[str, Tensor], shapes: dict) -> dict[str, LowRank]:
-    """Return {weight of the base model: LowRank} of the adapter in `folder`.
+def changes(folder: str | Path, config: ModelConfig, shapes: dict) -> dict[str, LowRank]:
+    """Return what an adapter changes in the model folder `folder`, {tensor: LowRank}; {} without.
 
-    tensors: those of its file; shapes: {tensor of the base model: its shape}. As in peft, the scale
-    is alpha / r or, with use_rslora, alpha / sqrt(r). Raises CheckpointError that names the tensor.
+    shapes: {tensor of the base model: its shape}. As in peft, the scale is alpha / r or, with
+    use_rslora, alpha / sqrt(r). Raises CheckpointError that names the tensor.
     """
-    settings, changes = read_settings(folder), {}
-    file, alphas = weights_file(folder), settings.get('alpha_pattern') or {}
-    matrices = {}
-    for key, tensor in tensors.items():
+    if not Path(folder, LINK).exists():
+        return {}
+    folder, matrices, low_rank = Path(folder, LINK).resolve(), {}, {}
+    settings, file = read_settings(folder), weights_file(folder)
+    for key, tensor in read_all(file).items():
+        if BUFFERS.fullmatch(key.removeprefix(PREFIX)):
+            continue
         match = re.fullmatch(rf'{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight', key)
         if not match or tensor.ndim != 2:
             raise CheckpointError(f'{file}: tensor {key} is no LoRA matrix of a linear layer')
         if not tensor.isfinite().all():
             raise CheckpointError(f'{file}: tensor {key} holds NaN or infinity')
-        matrices.setdefault(match[1], {})[match[2]] = tensor
+        matrices.setdefault(text_key(match[1], config), {})[match[2]] = tensor
+    alphas = settings.get('alpha_pattern') or {}
     for layer, pair in matrices.items():
         if len(pair) < 2:
             raise CheckpointError(f'{file}: layer {layer} has lora_{"".join(pair)} alone')
@@ -114,16 +124,16 @@ def low_rank(folder: Path, tensors: dict[str, Tensor], shapes: dict) -> dict[str
         weight, r = shapes.get(f'{layer}.weight'), A.shape[0]
         if weight is None:
             raise CheckpointError(f'{file}: the base model has no layer {layer}')
-        if [B.shape[0], A.shape[1]] != [*weight] or B.shape[1] != r or not r:
+        if [B.shape[0], A.shape[1]] != weight or B.shape[1] != r or not r:
             raise CheckpointError(f'{file}: layer {layer} has lora_A {[*A.shape]} and lora_B '
-                                  f'{[*B.shape]}, but its weight in the base model is {[*weight]}')
+                                  f'{[*B.shape]}, but its weight in the base model is {weight}')
         pattern = next((x for x in alphas if re.match(rf'(.*\.)?({x})$', layer)), None)
         alpha = alphas.get(pattern, settings['lora_alpha'])
-        changes[f'{layer}.weight'] = LowRank(
-            A, B, alpha / (math.sqrt(r) if settings.get('use_rslora') else r))
-    if not changes:
+        scale = alpha / (math.sqrt(r) if settings.get('use_rslora') else r)
+        low_rank[f'{layer}.weight'] = LowRank(A, B, scale)
+    if not low_rank:
         raise CheckpointError(f'{file} holds no matrices')
-    return changes
+    return low_rank
 
 
 def merged(weight: Tensor, change: LowRank) -> Tensor:
@@ -132,8 +142,74 @@ def merged(weight: Tensor, change: LowRank) -> Tensor:
     return (weight.float() + B @ A * change.scale).to(weight.dtype)
 
 
-def fingerprint(folder: Path) -> bytes:
+def fingerprint(folder: Path) -> str:
     """Return a hash of the adapter in `folder`: its settings and its matrices."""
-    digest = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=8)
-    with open(weights_file(folder), 'rb') as file:
-        return digest.digest() + hashlib.file_digest(file, 'blake2b').digest()
+    content = (folder / CONFIG).read_bytes() + weights_file(folder).read_bytes()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+# ---- The adapters of a run, in the folder adapter/ beside the merged weights ---------------------
+
+# the values in adapter_config.json that `save_adapter` writes
+FIELDS = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM'], 'base_model_name_or_path': [str],
+          'r': [SIZE], 'lora_alpha': [(0.0, 1e9)], 'lora_dropout': [SHARE],
+          'target_modules': [[str]], 'bias': ['none'], 'fan_in_fan_out': [False],
+          'inference_mode': [True]}
+
+
+def save_adapter(model: CausalLM, folder: str | Path, base: str, *, full=Tensor.detach,
+                 owner: str | Path | None = None):
+    """Write the adapters alone, in the folder that `peft` loads beside the model `base`.
+
+    full, owner: as in `checkpoint.save`
+    """
+    adapted = {their_key(name, model.config): m for name, m in model.named_modules()
+               if isinstance(m, LoRALinear)}
+    tensors = {f'{PREFIX}{name}.{part}.weight': full(getattr(m, part).weight).cpu().contiguous()
+               for name, m in adapted.items() for part in ('lora_A', 'lora_B')}
+    layer = next(iter(adapted.values()))    # all have the same rank, alpha and dropout
+    r = layer.lora_A.out_features
+    settings = {'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'base_model_name_or_path': base,
+                'r': r, 'lora_alpha': layer.scale * r, 'lora_dropout': layer.dropout.p,
+                'target_modules': sorted({name.rpartition('.')[2] for name in adapted}),
+                'bias': 'none', 'fan_in_fan_out': False, 'inference_mode': True}
+    write_files(folder, dict(zip(FILES, (lambda: tensors, settings), strict=True)), owner)
+
+
+def read_adapter(folder: str | Path) -> dict:
+    """Return the adapter_config.json in the adapter/ of a run's folder; raises CheckpointError."""
+    path = Path(folder, 'adapter', CONFIG)
+    if not path.exists():
+        raise CheckpointError(f'{folder} has no adapter/, which train.py --lora saves beside the '
+                              f'merged weights')
+    settings = read_json_object(path)
+    check_values(settings, FIELDS, path, 'adapter.', FIELDS)
+    return settings
+
+
+def add_adapter(model: CausalLM, folder: str | Path):
+    """Add the adapters in `folder`/adapter to their base model, in place.
+
+    The softcap and the temperature of the logits become those of `folder`. Raises CheckpointError
+    if the adapters do not fit the model; a model on the meta device is only checked.
+    """
+    settings, path = read_adapter(folder), Path(folder, 'adapter', WEIGHTS[0])
+    config = read_config(folder)
+    model.config.final_logit_softcapping = config.final_logit_softcapping
+    model.config.temperature = config.temperature
+    ours = {their_key(f'{parent}.{layer}', model.config).rpartition('.')[2]: layer
+            for parent in ('self_attn', 'mlp') for layer in model.config.family.lora_targets}
+    try:
+        add_lora(model, settings['r'], settings['lora_alpha'], settings['lora_dropout'],
+                 [ours.get(name, name) for name in settings['target_modules']])
+    except ValueError as error:
+        raise CheckpointError(f'{path.parent}: {error}') from error
+    wanted = {f'{PREFIX}{their_key(name, model.config)}': p
+              for name, p in model.named_parameters() if '.lora_' in name}
+    values = read_all(path)
+    for key in sorted(values.keys() | wanted.keys()):
+        shape, right = ([*x[key].shape] if key in x else None for x in (values, wanted))
+        if shape != right:
+            raise CheckpointError(f'{path}: tensor {key} has shape {shape}, the base model and '
+                                  f'adapter_config.json want {right}')
+        wanted[key].data.copy_(values[key])

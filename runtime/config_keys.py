@@ -146,11 +146,6 @@ BIASES = {'attention_bias': ('qkv_bias', 'o_bias'), 'mlp_bias': ('mlp_bias',),
 CHANGES = {'use_parallel_residual': (False, 'place', 'before'),
            'do_layer_norm_before': (False, 'place', 'after the sum'),
            'use_qk_norm': (True, 'qk_norm', 'each')}
-# adapter_config.json, as `save_adapter` writes it
-ADAPTER_FIELDS = {'peft_type': ['LORA'], 'task_type': ['CAUSAL_LM'],
-                  'base_model_name_or_path': [str], 'r': [SIZE], 'lora_alpha': [(0.0, 1e9)],
-                  'lora_dropout': [SHARE], 'target_modules': [[str]], 'bias': ['none'],
-                  'fan_in_fan_out': [False], 'inference_mode': [True]}
 # the block `nanocal`: logits = softcap * tanh(hidden @ head.T / (temperature * softcap))
 NANOCAL_FIELDS = {'softcap': [CAP, None], 'temperature': [(1e-3, 1e3)], 'long_context': [bool]}
 

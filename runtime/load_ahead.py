@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from model import CausalLM
-from runtime import checkpoint, device
+from runtime import adapter, checkpoint, device
 
 
 def loads_kernels(cfg):
@@ -47,7 +47,7 @@ def load_model(folder, base, cfg):
     """Return the model in the folder `base`; with dropout_seed, with the adapters in `folder`."""
     model = checkpoint.load(base, cfg.device, getattr(torch, cfg.dtype), sharded=cfg.shard)
     if cfg.dropout_seed is not None:
-        checkpoint.add_adapter(model, folder)
+        adapter.add_adapter(model, folder)
     return model
 
 

@@ -21,13 +21,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from runtime import cli
-from runtime.checkpoint import write_tensors
 from runtime.config import read_assignments
 from runtime.errors import ConfigError, TrainingError
 from runtime.ownership import (LIST, LOCK, TEMPORARY, check_free, claim, discard, write_text,
                                written_files)
 from runtime.parallel import (abort_processes, gather, gather_full, join_processes, leave_processes,
                               load_full, rank)
+from runtime.weights import write_tensors
 
 FILE_BYTES = 4_000_000_000
 # facts that a resumed run must share with the run that wrote the checkpoint, as messages name them

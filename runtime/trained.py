@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from model import CausalLM
-from runtime import checkpoint, resume
+from runtime import adapter, checkpoint, resume
 from runtime.config import read_assignments
 from runtime.errors import ConfigError, TrainingError
 
@@ -44,7 +44,7 @@ def run_files(cfg, config, base, more):
     """
     names = checkpoint.saved_names(config, cfg.out_dir, getattr(torch, cfg.save_dtype), base, more)
     if cfg.lora:
-        names += [f'adapter/{name}' for name in checkpoint.ADAPTER_FILES]
+        names += [f'adapter/{name}' for name in adapter.FILES]
     epochs = range(1, math.ceil(cfg.epochs)) if cfg.checkpoint_epochs else ()
     return ['train_config.py', 'log.jsonl', 'loss.png', *names,
             *(f'epoch-{epoch}/{name}' for epoch in epochs for name in names)]
@@ -58,7 +58,7 @@ def save_weights(cfg, model, optimizer, base, more, below='.'):
     folder, common = Path(cfg.out_dir, below), {'full': optimizer.master, 'owner': cfg.out_dir}
     try:
         if cfg.lora and not model.config.reward:    # its score is no adapter
-            checkpoint.save_adapter(model, folder / 'adapter', cfg.model, **common)
+            adapter.save_adapter(model, folder / 'adapter', cfg.model, **common)
         checkpoint.save(model, folder, getattr(torch, cfg.save_dtype), base, more=more, **common)
     except (OSError, ConfigError) as error:
         raise TrainingError(f'saving the weights to {folder} failed: {error}; '
@@ -101,14 +101,14 @@ def base_of_adapter(folder):
     Raises ConfigError if they have no dropout, CheckpointError if they or the base model are
     missing or do not fit each other.
     """
-    adapter = checkpoint.read_adapter(folder)
-    if not adapter['lora_dropout']:
+    settings = adapter.read_adapter(folder)
+    if not settings['lora_dropout']:
         raise ConfigError(f'dropout_seed: {folder} was trained with lora_dropout = 0, so nothing '
                           f'would be dropped; leave out --dropout_seed')
-    base = checkpoint.fetch(adapter['base_model_name_or_path'],
+    base = checkpoint.fetch(settings['base_model_name_or_path'],
                             training_settings(folder).get('revision'))
     config = checkpoint.read_config(base)
     checkpoint.check_weights(base, config)
     with torch.device('meta'):      # fail on adapters of another model before anything is scored
-        checkpoint.add_adapter(CausalLM(config), folder)
+        adapter.add_adapter(CausalLM(config), folder)
     return base

@@ -17,7 +17,8 @@ from common import (ARCHITECTURES, HERE, LLAMA3_ROPE, llama_config, lora_model, 
 from safetensors.torch import load_file
 
 import model as models
-from runtime import __version__, checkpoint, config_json, config_keys, config_ropes, device
+from runtime import (__version__, adapter, checkpoint, config_json, config_keys, config_ropes,
+                     device, weights)
 from runtime.errors import ConfigError
 
 
@@ -474,7 +475,7 @@ def test_weights_that_may_not_be_read_are_named_as_that(folder, monkeypatch, nam
         raise PermissionError(13, 'Permission denied', str(path))
     monkeypatch.setattr('builtins.open', forbidden)     # root may read everything
     with pytest.raises(checkpoint.CheckpointError, match=f'{name} cannot be read: Permission den'):
-        checkpoint.weight_files(folder)
+        weights.weight_files(folder)
 
 
 @pytest.mark.parametrize('make', [os.mkfifo, os.mkdir])
@@ -482,7 +483,7 @@ def test_weights_that_are_no_regular_file_are_refused(folder, make):
     (folder / 'model.safetensors').unlink()
     make(folder / 'model.safetensors')
     with pytest.raises(checkpoint.CheckpointError, match='safetensors is not a regular file'):
-        checkpoint.weight_files(folder)
+        weights.weight_files(folder)
 
 
 @pytest.mark.parametrize('n_free', [0, 1])
@@ -497,7 +498,7 @@ def test_too_many_open_files_is_not_called_damage(folder, n_free):
             file.close()
         message = 'cannot be read: .*Too many open files'
         with pytest.raises(checkpoint.CheckpointError, match=message):
-            checkpoint.weight_files(folder)
+            weights.weight_files(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for file in files:
@@ -509,7 +510,7 @@ def test_written_tensors_are_read_by_safetensors_bitwise(tmp_path):
                'empty': torch.zeros(0, 3), 'low': torch.arange(-4, 5, dtype=torch.int16),
                'half': torch.randn(3, 5).half(), 'brain': torch.randn(5, 3).bfloat16(),
                'single': torch.randn(2, 3, 4)}
-    checkpoint.write_tensors(tmp_path / 'x.safetensors', tensors)
+    weights.write_tensors(tmp_path / 'x.safetensors', tensors)
     again = load_file(tmp_path / 'x.safetensors')
     assert again.keys() == tensors.keys()
     for key, tensor in tensors.items():
@@ -564,8 +565,8 @@ def test_fingerprint_depends_on_config_and_every_tensor(folder, tmp_path, monkey
 def test_a_folder_of_adapters_is_not_a_model(folder):
     model = checkpoint.load(folder)
     models.add_lora(model, 2, 4.0, 0.0, ('q_proj',))
-    names = checkpoint.save_adapter(model, folder / 'adapter', 'some/base')
-    assert sorted(names) == sorted(p.name for p in (folder / 'adapter').iterdir())
+    adapter.save_adapter(model, folder / 'adapter', 'some/base')
+    assert sorted(adapter.FILES) == sorted(p.name for p in (folder / 'adapter').iterdir())
     with pytest.raises(checkpoint.CheckpointError, match=f'settings are in {folder}; name that'):
         checkpoint.fetch(str(folder / 'adapter'))
     with pytest.raises(checkpoint.CheckpointError, match='is not a model folder: it has no config'):
@@ -668,7 +669,7 @@ def test_adapter_loads_in_peft(name, tmp_path):
     import transformers
     reference_model(name, tmp_path / 'base')
     model = lora_model(tmp_path / 'base')
-    checkpoint.save_adapter(model, tmp_path / 'adapter', str(tmp_path / 'base'))
+    adapter.save_adapter(model, tmp_path / 'adapter', str(tmp_path / 'base'))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'base',
                                                              attn_implementation='eager')
     reference = peft.PeftModel.from_pretrained(base, tmp_path / 'adapter').eval()

@@ -35,7 +35,7 @@ from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 from results import compare, report, samples
-from runtime import checkpoint, device as devices, load_ahead, log, ownership, startup
+from runtime import adapter, checkpoint, device as devices, load_ahead, log, ownership, startup
 from runtime.errors import ConfigError, DataError
 from test_tokenizer import train_bpe
 
@@ -466,7 +466,7 @@ def adapted_run(base, run, dropout=0.3):
     """What train.py --lora leaves: merged weights, the adapters, the tokenizer."""
     model = lora_model(base, dropout)
     model.config.temperature = 1.5      # as with logit_temperature: in the config of the run alone
-    checkpoint.save_adapter(model, run / 'adapter', str(base))
+    adapter.save_adapter(model, run / 'adapter', str(base))
     checkpoint.save(model, run, torch.float32, base)
     return model
 

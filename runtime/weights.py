@@ -1,0 +1,164 @@
+"""Files of tensors: safetensors, torch's pickles, and indices of shards."""
+
+import contextlib
+import functools
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from runtime import ownership
+from runtime.config_json import read_json_object
+from runtime.errors import CheckpointError
+from runtime.parallel import rank
+
+# the names of types in a safetensors file; weights have one of the first four
+TYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16',
+         torch.int16: 'I16', torch.uint8: 'U8', torch.bool: 'BOOL'}
+
+
+def check_header(path):
+    """Raise CheckpointError if the header of a safetensors file lists a tensor twice."""
+    if path.suffix != '.safetensors':
+        return
+    # a header that open_weights accepts is valid JSON
+    with open_weights(path), open(path, 'rb') as file:
+        header = file.read(int.from_bytes(file.read(8), 'little'))
+    keys = [key for key, _ in json.loads(header, object_pairs_hook=list)]
+    if len(keys) > len(set(keys)):
+        raise CheckpointError(f'{path}: {max(keys, key=keys.count)} is listed twice in the header; '
+                              f'download or save the file again')
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Return {tensor: its file}, from a single file or an index of shards.
+
+    model.safetensors is preferred to pytorch_model.bin, from which no code is run.
+    """
+    for single in (folder / 'model.safetensors', folder / 'pytorch_model.bin'):
+        index = single.with_name(f'{single.name}.index.json')
+        if index.exists():
+            names = read_json_object(index).get('weight_map')
+            if not isinstance(names, dict) or not names:
+                raise CheckpointError(f'{index}: not an index of shards: weight_map must be an '
+                                      f'object')
+            here = [path.name for path in folder.glob(f'*{single.suffix}')]
+            for name in names.values():
+                if name not in here:
+                    raise CheckpointError(f'{index} names {name!r}, which is not a {single.suffix} '
+                                          f'file in this folder; download it again')
+            if single.exists() and single.name not in names.values():
+                raise CheckpointError(f'{folder} holds two models: {single.name}, and the shards '
+                                      f'of {index.name}; remove the one that is out of date')
+            return {key: folder / name for key, name in names.items()}
+        if single.exists():
+            with open_weights(single) as tensors:
+                return dict.fromkeys(tensors.keys(), single)
+    raise CheckpointError(f'{folder} has no model.safetensors, no pytorch_model.bin and no index '
+                          f'of shards; .pth files are not read: convert them to safetensors')
+
+
+class _PickledTensors(dict):
+    """The tensors of a pytorch_model.bin, mapped, with the method of safeopen_weights used here."""
+    get_tensor = dict.__getitem__
+
+
+@functools.lru_cache(4)
+def _read_pickle(path, _time):
+    try:
+        tensors = torch.load(path, 'cpu', mmap=True, weights_only=True)
+        if not (isinstance(tensors, dict)
+                and all(isinstance(x, torch.Tensor) for x in tensors.values())):
+            raise TypeError('not a dict of tensors')
+        return _PickledTensors(tensors)
+    except (RuntimeError, OSError, EOFError, ValueError, TypeError,
+            pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path}: truncated, not a file of weights, or written by torch before 1.6 "
+            f"({type(error).__name__}); download it again, or convert it in Python: "
+            f"torch.save(torch.load('{path}', 'cpu', weights_only=True), '{path}')") from error
+
+
+@contextlib.contextmanager
+def open_weights(path):
+    """Open a file of weights; raise a CheckpointError that names the file if that fails."""
+    if not path.is_file():      # a FIFO would wait for a writer
+        raise CheckpointError(f'{path} is not a regular file')
+    try:
+        open(path, 'rb').close()    # safe_open would not tell a missing permission from damage
+    except OSError as error:
+        raise CheckpointError(f'{path} cannot be read: {error.strerror}') from error
+    if path.suffix == '.bin':
+        yield _read_pickle(path, path.stat().st_mtime_ns)
+        return
+    try:
+        with safe_open(path, framework='pt') as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f'{path}: truncated, out of date or not a safetensors file '
+                              f'({error}); download or save it again') from error
+    except RuntimeError as error:       # of torch, for example for too many open files
+        raise CheckpointError(f'{path} cannot be read: {error}') from error
+
+
+def read_tensors(files):
+    """Yield (key, tensor) of {key: path}; the tensor is mapped, and read when it is used."""
+    for key, path in files.items():
+        with open_weights(path) as file:    # for each tensor: mapped pages count as our memory
+            yield key, file.get_tensor(key)
+
+
+def read_all(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a file."""
+    with open_weights(path) as file:
+        return {key: file.get_tensor(key) for key in file.keys()}
+
+
+def write_files(folder, files, owner):
+    """Write all files under temporary names, then rename them, the last one of `files` last.
+
+    files: {name: a path to copy, a function that returns tensors, text, or the content of a JSON
+    file}. Every process calls the functions, which gather tensors; the first one writes.
+    """
+    folder = Path(folder)
+    if rank() == 0 and owner is not None:
+        ownership.claim(owner, *files, below=folder.relative_to(owner))
+    with contextlib.ExitStack() as renames:     # which happen in reverse order
+        for name, content in reversed(files.items()):
+            if callable(content):
+                content = content()     # the same name, so that only one shard is in memory
+            if rank() > 0:
+                continue
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            part = renames.enter_context(ownership.temporary(folder / name))
+            if isinstance(content, Path):
+                shutil.copyfile(content, part)
+            elif name.endswith('.safetensors'):
+                write_tensors(part, content)
+            else:
+                text = content if isinstance(content, str) else json.dumps(content, indent=2) + '\n'
+                part.write_text(text, encoding='utf-8')
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]):
+    """Write a safetensors file of CPU tensors.
+
+    safetensors' own function, if killed, leaves a file under a name of its own; and nobody but the
+    user may read what it writes.
+    """
+    header, end = {'__metadata__': {'format': 'pt'}}, 0
+    # readers want aligned tensors: large items first
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    for key, tensor in ordered:
+        header[key] = {'dtype': TYPES[tensor.dtype], 'shape': list(tensor.shape),
+                       'data_offsets': [end, end := end + tensor.nbytes]}
+    text = json.dumps(header).encode()
+    text += b' ' * (-len(text) % 8)
+    with open(path, 'wb') as file:
+        file.write(len(text).to_bytes(8, 'little') + text)
+        for _, tensor in ordered:
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy())
