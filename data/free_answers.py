@@ -177,10 +177,15 @@ def any_formula(text):
 # Keys: answers that mean the same -> the same text
 # ------------------------------------------------------------------------------------------------
 
+# each reference has a key once per sample, and samples repeat each other
+remembered = functools.lru_cache(10_000)
+
+
 def without_articles(text):
     return ' '.join(re.sub(r'\b(a|an|the)\b', ' ', text).split())
 
 
+@remembered
 def triviaqa_text(text):
     """TriviaQA's own normalization: punctuation becomes a space, and articles are left out."""
     marks = string.punctuation + '‘’´`'
@@ -188,12 +193,14 @@ def triviaqa_text(text):
     return key or text.lower().strip()
 
 
+@remembered
 def squad_text(text):
     """SQuAD's normalization, for NQ-open: punctuation is deleted, and articles are left out."""
     key = without_articles(text.lower().translate(str.maketrans('', '', string.punctuation)))
     return key or text.lower().strip()
 
 
+@remembered
 def number(text):
     """Return the value of a number, as a fraction in lowest terms; the text if it is none."""
     digits = re.sub(r'[\s,$%]', '', text).replace('−', '-').rstrip('.')
@@ -216,6 +223,7 @@ LATEX = [(re.compile(pattern), new) for pattern, new in (
     (r'^(-?)\\frac{(-?\d+)}{(\d+)}$', r'\1\2/\3'), (r'^[a-zA-Z]\w?=', ''), (r'\.$', ''))]
 
 
+@remembered
 def formula(text):
     """Return LaTeX in one way of writing it, a number by its value. Nothing is computed."""
     for pattern, new in LATEX:

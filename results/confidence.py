@@ -176,7 +176,7 @@ def span(answer, rule, tokenizer):
         return len(tokenizer.decode(answer.tokens[:i + 1], start=False))
 
     first = bisect.bisect_right(tokens, begin, key=end)
-    last = bisect.bisect_left(tokens, begin + len(text), key=end)
+    last = bisect.bisect_left(tokens, begin + len(text), first, key=end)
     return {'span': text, 'span_log_prob': math.fsum(answer.log_probs[first:last + 1])}
 
 
