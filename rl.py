@@ -261,8 +261,9 @@ class Rollouts:
         group = [answers[i][j] for i, j in packed['where']]
         measured = {'reward': rewards.mean(), 'length': packed['counts'].mean(),
                     'entropy': np.concatenate([answer.entropies for answer in group]).mean(),
-                    'truncated': np.mean([is_truncated(answer) for answer in group]),
-                    'equal': np.mean(rewards.max(1) == rewards.min(1))}
+                    'truncated': np.mean([is_truncated(answer) for answer in group])}
+        if cfg.group_size > 1:
+            measured['equal'] = np.mean(rewards.max(1) == rewards.min(1))
         columns = {}
         if cfg.updates > 1 or cfg.kl == 'reward' or cfg.method == 'ppo':
             columns['old'], columns['value'] = self.log_probs(self.model, packed, cfg)

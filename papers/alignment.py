@@ -1,7 +1,7 @@
 """On the Calibration of Large Language Models and Alignment (Zhu et al., Findings of EMNLP 2023).
 
     python papers/alignment.py --plan --trex=FOLDER
-    python papers/alignment.py --trex=FOLDER --rlhf=out/ppo-1,out/ppo-2,out/ppo-3
+    python papers/alignment.py --trex=FOLDER --comparisons=comparison_data_v2.json
 
 Stated: three tasks (section 4): a random token of texts of the Pile, the first tokens of entities
 of T-REx, 100,000 samples each, and MMLU with 5 shots; ECE with 10 bins. Pretraining (section 5):
@@ -33,12 +33,15 @@ the task is left out, and a later call with it adds the task to the runs that ar
 
 Figure 6 and the singular values of features are made by papers/features.py.
 
-Not run here: the reward model and PPO (table 3: answers of GPT-4, GPT-3.5 and OPT-IML to Alpaca's
-instructions, ranked by GPT-4; LoRA of rank 8 and alpha 32 for 2 epochs at 2e-5 in batches of 32;
-then TRL's PPO from the model tuned on Alpaca, LoRA of rank 16 and alpha 32, dropout 0.05, for 3
-epochs at 1.4e-5 in batches of 8 times 8, answers of 128 tokens). --rlhf names its checkpoints, one
-per epoch, merged weights or PEFT adapters, which are evaluated like the other rows. The paper
-prints its results as figures, not as numbers, so there is none beside ours.
+RLHF (section 6.1 and table 3) begins with the model tuned on Alpaca with all weights, after its
+third epoch: a reward model learns from answers of GPT-4, GPT-3.5 and OPT-IML to Alpaca's
+instructions, ranked by GPT-4 (configs/reward_llama_7b.py), then PPO goes through Alpaca's prompts
+three times (configs/alignment_ppo.py); these files say what is stated there and what is chosen.
+--comparisons names the ranked answers, data/comparison_data_v2.json of
+https://github.com/Instruction-Tuning-with-GPT-4/GPT-4-LLM; without it the two runs are left out.
+--rlhf names checkpoints after another PPO, one per epoch, merged weights or PEFT adapters, which
+are evaluated like the other rows. The paper prints its results as figures, not as numbers, so there
+is none beside ours.
 """
 
 import functools
@@ -48,8 +51,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common import (EvalConfig, Run, TrainConfig, claim, draw_curves, draw_lines, main, measured,
-                    numbers, plots, report, selected)
+from common import (AlignConfig, EvalConfig, Run, TrainConfig, claim, draw_curves, draw_lines,
+                    load_config, main, measured, numbers, plots, report, selected)
 import metrics
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns
@@ -85,6 +88,12 @@ FULL = TrainConfig(model=BASE, template='alpaca', answers='all', epochs=EPOCHS, 
 LORA = replace(FULL, lora=True, lr=3e-4, warmup=TrainConfig.warmup, warmup_steps=100,
                schedule='linear', train_on_inputs=True, lora_rank=8, lora_alpha=32.0,
                lora_dropout=0.1, lora_targets=('q_proj', 'v_proj'))
+REWARD, PPO = (replace(load_config(AlignConfig, [str(
+    Path(__file__).parent.parent / 'configs' / f'{name}.py')]), on_bad_row='skip')
+    for name in ('reward_llama_7b', 'alignment_ppo'))
+# Estimates: a prompt with all its answers has 400 tokens, with one answer of PPO 230. Generation,
+# rewards, old and reference log-probabilities and 4 updates cost as much as 7 updates.
+REWARD_TOKENS, PPO_TOKENS = 2 * 52_000 * 400, EPOCHS * 52_002 * 230 * 7
 
 
 def evaluation(options, **settings):
@@ -119,14 +128,29 @@ def runs(options):
                 limit = oasst1_pairs()
             yield Run(replace(cfg, data=source, data_limit=limit, eval=report, out_dir=folder),
                       PARAMS, **SIZES)
-            for epoch in range(1, EPOCHS):
-                model = f'{folder}/epoch-{epoch}'
-                yield Run(replace(report, model=model, out_dir=f'{folder}/report-{epoch}'), PARAMS,
-                          **sizes, waits_for='' if Path(model, 'config.json').exists() else
-                          f'the end of epoch {epoch}')
+            yield from epoch_reports(folder, report)
+    if options.comparisons:
+        tuned, reward, folder = (f'{root}/aligned/{x}' for x in ('alpaca-full', 'reward', 'ppo'))
+        yield Run(replace(REWARD, data=options.comparisons, out_dir=reward), PARAMS,
+                  train_tokens=REWARD_TOKENS)
+        left = [x for x in (tuned, reward) if not Path(x, 'config.json').exists()]
+        yield Run(replace(PPO, model=tuned, reward=reward, data=DATA['alpaca'], eval=report,
+                          eval_before=False, out_dir=folder), PARAMS, train_tokens=PPO_TOKENS,
+                  **sizes, waits_for=' and '.join(Path(x).name for x in left))
+        yield from epoch_reports(folder, report)
     for epoch, model in enumerate(filter(None, options.rlhf.split(',')), 1):
         yield Run(replace(report, model=model, out_dir=f'{root}/aligned/rlhf/report-{epoch}'),
                   PARAMS, **sizes)
+
+
+def epoch_reports(folder, cfg):
+    """Yield the evaluations of the weights that the run in `folder` keeps of its first epochs."""
+    for epoch in range(1, EPOCHS):
+        model = f'{folder}/epoch-{epoch}'
+        yield Run(replace(cfg, model=model, out_dir=f'{folder}/report-{epoch}'), PARAMS,
+                  eval_tokens=SIZES['eval_tokens'],
+                  waits_for='' if Path(model, 'config.json').exists() else
+                  f'the end of epoch {epoch}')
 
 
 def oasst1_pairs():
@@ -221,12 +245,15 @@ def tables(options):
 
     settings = {name: {epoch: epoch_folder(f'{root}/aligned/{name}', epoch)
                        for epoch in range(1, EPOCHS + 1)}
-                for name in ('alpaca-full', 'oasst1-full', 'alpaca-lora', 'oasst1-lora', 'rlhf')}
+                for name in ('alpaca-full', 'oasst1-full', 'alpaca-lora', 'oasst1-lora', 'ppo',
+                             *['rlhf'] * bool(options.rlhf))}
     yield 'alignment', 'Alignment of LLaMA 7B, with instructions (figures 5 and 12)', [
         head, line('base', f'{root}/aligned/base'), *(
             line(f'{name}, epoch {epoch}', folder)
             for name, folders in settings.items() for epoch, folder in folders.items())]
-    points = {name: [(0, f'{root}/aligned/base'), *folders.items()]
+    # PPO begins with the last weights of the model that it is compared with
+    before = dict.fromkeys(('ppo', 'rlhf'), f'{root}/aligned/alpaca-full')
+    points = {name: [(0, before.get(name, f'{root}/aligned/base')), *folders.items()]
               for name, folders in settings.items()}
     for name, metric in (('figure5', 'ece'), ('figure12', 'accuracy')):
         draw(name, points, 'epoch', metric)
@@ -235,4 +262,5 @@ def tables(options):
 if __name__ == '__main__':
     main(runs, tables, trex={'help': "folder with T-REx's JSON files, for facts generation"},
          pile={'help': 'hub dataset, folder or file of texts in place of the copy of the Pile'},
-         rlhf={'help': 'folders of the checkpoints after PPO, one per epoch, separated by commas'})
+         comparisons={'help': 'comparison_data_v2.json of GPT-4-LLM, for the reward model and PPO'},
+         rlhf={'help': 'folders of checkpoints of another PPO, one per epoch, separated by commas'})

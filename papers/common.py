@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import evaluate
+from align import UNUSED, AlignConfig, align
 from data.tasks import task_label, task_source
 from evaluate import EvalConfig
 from results import plots, report
@@ -44,8 +45,8 @@ PRINTED_LINES = 200     # longer tables are written only
 
 @dataclass
 class Run:
-    """A training run, with its report if cfg.eval is set, or an evaluation."""
-    cfg: TrainConfig | EvalConfig   # out_dir names the run
+    """A run of train.py or align.py, with its report if cfg.eval is set, or an evaluation."""
+    cfg: TrainConfig | AlignConfig | EvalConfig     # out_dir names the run
     params: float                   # weights of the model
     train_tokens: float = 0         # over all epochs; like eval_tokens an estimate for the plan
     eval_tokens: float = 0
@@ -58,7 +59,9 @@ class Run:
     def changed(self, changes):
         """Return the run with the settings `changes` of the command line, such as '--lr=1e-5'."""
         if self.trains:
-            allowed = [c for c in changes if self.cfg.eval or not c.startswith('--eval.')]
+            unused = UNUSED if isinstance(self.cfg, AlignConfig) else ()
+            allowed = [c for c in changes if c[2:].partition('=')[0] not in unused
+                       and (self.cfg.eval or not c.startswith('--eval.'))]
             return replace(self, cfg=replace(load_config(TrainConfig, allowed, config=self.cfg),
                                              resume=True))
         cfg = load_config(TrainConfig, changes, config=TrainConfig(eval=self.cfg))
@@ -235,12 +238,16 @@ def do(runs, options):
             print(f'\n=== {name} waits for {run.waits_for}', flush=True)
             continue
         if run.finished:
-            if run.trains:
-                check_run(run.cfg, FREE_KEYS)
+            if run.trains:      # the folder of all runs, with a model in it, may have been moved
+                check_run(run.cfg, FREE_KEYS | {
+                    key for key in ('model', 'reward')
+                    if getattr(run.cfg, key, '').startswith(f'{options.out_dir}/')})
             continue
         print(f'\n=== {name}', flush=True)
         try:
-            train(run.cfg) if run.trains else evaluate.run(run.cfg)
+            start = (align if isinstance(run.cfg, AlignConfig) else
+                     train if run.trains else evaluate.run)
+            start(run.cfg)
             continue
         except (CheckpointError, TrainingError) as error:
             if isinstance(error, TrainingError) and error.__cause__:

@@ -185,9 +185,9 @@ def read_table(folder, name):
     ('semantic_calibration', 4 * 2 + 3, 'HuggingFaceH4/zephyr-7b-beta'),
     ('code_calibration', 4, 'codellama/CodeLlama-7b-hf'),
     ('know', 4 * 3, 'Qwen/Qwen2.5-1.5B'),
-    ('alignment', 15 + 13 + 10 + 1 + 4 * 3 + 2, 'meta-llama/Llama-2-70b-hf')])
+    ('alignment', 15 + 13 + 10 + 1 + 4 * 3 + 4 + 2, 'meta-llama/Llama-2-70b-hf')])
 def test_the_plan_lists_every_run_and_writes_nothing(tmp_path, script, n_runs, model):
-    more = ['--rlhf=a,b', '--trex=c'] if script == 'alignment' else []
+    more = ['--rlhf=a,b', '--trex=c', '--comparisons=d'] if script == 'alignment' else []
     printed = run_paper(tmp_path, script, '--plan', f'--out_dir={tmp_path / "out"}', *more)
     assert f'0 of {n_runs} finished' in printed and model in printed
     assert re.search(r'[\d,]+ GPU hours are left', printed)
@@ -572,9 +572,10 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     rows = {row['model']: row for row in read_table(out, 'alignment')}
     assert [*rows] == ['base', *(f'{data}-{method}, epoch {epoch}' for method in ('full', 'lora')
                                  for data in ('alpaca', 'oasst1') for epoch in (1, 2, 3)),
-                       *(f'rlhf, epoch {epoch}' for epoch in (1, 2, 3))]
+                       *(f'{name}, epoch {epoch}' for name in ('ppo', 'rlhf')
+                         for epoch in (1, 2, 3))]
     assert all(row['facts generation ECE'] for name, row in rows.items()
-               if name != 'rlhf, epoch 3')
+               if name != 'rlhf, epoch 3' and not name.startswith('ppo'))
     losses = [json.loads((out / 'aligned' / name / 'results.json').read_text())['tasks']['clm'][
         'pooled']['nll'] for name in ('base', 'rlhf/report-1', 'rlhf/report-2')]
     assert losses[0] == losses[1] != losses[2]      # the stand-ins are one model
@@ -613,6 +614,50 @@ def test_alignment_evaluates_every_epoch_and_repeats_nothing_after_a_move(hub, t
     more[1] = '--rlhf=EleutherAI/pythia-70m'
     assert 'holds samples with model = ' in run_paper(hub, 'alignment', '--only=rlhf', moved,
                                                            *more, *arguments, code=1)
+
+
+@pytest.mark.slow
+def test_alignment_trains_a_reward_model_and_ppo_and_draws_the_last_group(hub, tmp_path):
+    out, words = tmp_path / 'out', ('fox', 'dog', 'sky', 'blue')
+    rows = [{'user_input': f'What is {i}?', 'responses_and_scores': [
+        {'response': f'It is {i}, a number.', 'source': 'gpt4', 'score': 9.0},
+        {'response': f'The {words[i % 4]}.', 'source': 'text-davinci-003', 'score': 9.0 - (i > 5)},
+        {'response': '' if i % 3 else 'It.', 'source': 'icm-1.3b', 'score': 2.0}]}
+        for i in range(524)]    # 4 of them are ties
+    write_rows(tmp_path / 'comparison_data_v2.json', rows)
+    # keys that align.py has no use for reach the other runs alone; Alpaca's prompt needs room
+    arguments = [f'--cache_dir={tmp_path}', '--eval.limit=8', *FAST, *SMALL[:1], *SMALL[5:],
+                 '--max_length=512', '--pack_len=512', '--smoothing=0.1',
+                 f'--comparisons={tmp_path / "comparison_data_v2.json"}', f'--out_dir={out}']
+    printed = run_paper(hub, 'alignment', '--only=aligned/ppo', *arguments)
+    assert 'aligned/ppo waits for alpaca-full and reward' in printed
+    printed = run_paper(hub, 'alignment', '--only=aligned/alpaca-full,reward,ppo', *arguments)
+    assert '4 rows left out: answers of equal score' in printed
+    settings = (out / 'aligned/ppo/train_config.py').read_text()
+    assert f"model = '{out}/aligned/alpaca-full'\n" in settings
+    assert f"\nreward = '{out}/aligned/reward'\n" in settings and '\nsmoothing = 0.0\n' in settings
+    assert '\nkl_target = 6.0\n' in settings and '\nupdates = 4\n' in settings
+    assert '\nsmoothing = 0.1\n' in (out / 'aligned/alpaca-full/train_config.py').read_text()
+    log = [json.loads(line) for line in (out / 'aligned/reward/log.jsonl').open()]
+    assert len(log) == 2 * 20 // 4 and {'val_loss', 'val_accuracy', 'val_ece'} <= log[-1].keys()
+    log = [json.loads(line) for line in (out / 'aligned/ppo/log.jsonl').open()]
+    assert len(log) == 3 * 40 // 4 and len({r['reward'] for r in log}) > 20
+    # the KL is below its target
+    assert log[0]['kl_coef'] == pytest.approx(0.2) and log[-1]['kl_coef'] < 0.1999
+    rows = {row['model']: row for row in read_table(out, 'alignment')}
+    assert all(rows[f'{name}, epoch {epoch}']['causal language modeling ECE']
+               and rows[f'{name}, epoch {epoch}']['MMLU ECE']
+               for name in ('alpaca-full', 'ppo') for epoch in (1, 2, 3))
+    assert not any('rlhf' in name for name in rows)
+    nll = [json.loads((out / 'aligned' / name / 'results.json').read_text())['tasks']['clm'][
+        'pooled']['nll'] for name in ('alpaca-full', 'ppo/report-1', 'ppo/report-2', 'ppo')]
+    assert len({*nll}) == 4     # each epoch of PPO has other weights
+    assert (out / 'figure5.png').exists()
+    # nothing is done again after a move, though PPO's model and reward model are in the folder
+    shutil.move(out, tmp_path / 'moved')
+    printed = run_paper(hub, 'alignment', '--only=aligned/alpaca-full,reward,ppo',
+                        *arguments[:-1], f'--out_dir={tmp_path / "moved"}')
+    assert '===' not in printed
 
 
 @pytest.mark.parametrize('pooling', ['mean', 'last'])
