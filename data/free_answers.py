@@ -128,7 +128,7 @@ def last_boxed(text):
 
 
 def whole(text):
-    """Return the text without white space behind it, where it matters before it."""
+    """Return the text without white space at its end; a program needs that at its beginning."""
     return text.rstrip() or None
 
 
@@ -225,7 +225,7 @@ LATEX = [(re.compile(pattern), new) for pattern, new in (
 
 @remembered
 def formula(text):
-    """Return LaTeX in one way of writing it, a number by its value. Nothing is computed."""
+    """Return LaTeX in a canonical form, a number by its value. Nothing is computed."""
     for pattern, new in LATEX:
         text = pattern.sub(new, text)
     return text if ',' in text else number(text)       # a comma left separates two numbers

@@ -88,7 +88,7 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
     limit:     at most this many questions per language, drawn by `seed` evenly over the subjects
     split:     'test' or 'validation'; a missing validation split has no questions
     on_bad_row: 'stop' raises DataError for a row without a valid answer; 'skip' returns its message
-    permute:   also make the prompts of so many orders of the options, see `shifts`
+    permute:   make the prompts of this many orders of the options, see `shifts`
     """
     task, benchmark, source = _find(name)
     check_prompt_format(prompt_format, scoring, header, task, benchmark)

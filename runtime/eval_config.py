@@ -33,13 +33,13 @@ class EvalConfig:
     verbalized: bool = False                  # then ask how probable a written answer is
     run_code: bool = False                    # run programs that the model writes, for humaneval
     isolation: Literal['namespaces', 'limits'] = 'namespaces'   # of them: docs/running_code.md
-    permute: int | None = None                # then ask in so many orders of the options: cyclic
-    #                                           shifts behind the same letters; None: as published
+    permute: int | None = None                # then ask in this many cyclic orders of the options,
+    #                                           the letters in place; None: only as published
     # chat template of the prompt; trained: that of the model's train.py run; none: plain text
     chat: Literal['none', 'trained', 'tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken',
                   'chatml', 'cohere', 'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'none'
     instruct: bool = False                    # clm and facts: begin with the paper's instruction
-    show: int = 0                             # print so many prompts of each task, as the model
+    show: int = 0                             # print this many prompts of each task, as the model
     #                                           reads them, instead of scoring; needs no weights
     limit: int | None = None                  # questions per language, drawn by the seed evenly
     #                                           over subjects; None: all

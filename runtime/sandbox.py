@@ -85,7 +85,7 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
         if line.startswith('cannot isolate'):
             raise ConfigError(
                 f'{line}: this machine does not let you isolate a program; allow namespaces or, in '
-                f'a container that may come to harm, add --isolation=limits (docs/running_code.md)')
+                f'a disposable container, add --isolation=limits (docs/running_code.md)')
         return Outcome(False, line, '')
     verdict = json.loads(verdict[8:])
     passed = verdict['passed'] and verdict['token'] == token

@@ -6,8 +6,8 @@
 
 A process does one run after the other, which saves the seconds of its start. A run begins as soon
 as its base model and its data are there. What is finished is skipped; a run that fails is reported,
-and the others continue; a process that dies is replaced. After so many minutes none is started
-anymore: start it again for the rest. What the processes print is in out/study/side-by-side/.
+and the others continue; a process that dies is replaced. After --minutes no run is started anymore:
+start the script again for the rest. What the processes print is in out/study/side-by-side/.
 """
 
 import os
@@ -194,7 +194,7 @@ def do_all(jobs, pool, n_processes, deadline):
 
 
 def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf, starts=3):
-    """Do the jobs in so many processes; return the names that failed.
+    """Do the jobs in `n_processes`; return the names that failed.
 
     If a process dies, all start again with what is left, `starts` times at most.
     """
