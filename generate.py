@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from data.chat import TEMPLATES, question_frame
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.sampling import Sampling, check_sampling
@@ -44,8 +45,7 @@ class GenerateConfig(Sampling):
     prompts: str = ''                   # a file of rows with `prompt` or `messages`
     out: str = 'answers.jsonl'
     # the chat template; trained: that of the model's train.py run
-    chat: Literal['trained', 'tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken', 'chatml',
-                  'cohere', 'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'trained'
+    chat: Literal['trained', *TEMPLATES] = 'trained'
     raw: bool = False                   # continue each prompt as plain text, without chat
     confidence: bool = False            # score each answer once more, as evaluate.py scores options
     per_token: bool = False             # write each token with its log-probabilities and entropy
@@ -77,7 +77,6 @@ import numpy as np
 import torch
 
 from attention import Cache, DecodeMask, PrefillMask, make_masks
-from data.chat import question_frame
 from data.instruct import read_prompts
 from data.packing import Row, Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer

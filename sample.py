@@ -24,6 +24,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
+from data.chat import TEMPLATES, encode_prompt, question_frame
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError
 from runtime.sampling import Sampling, check_sampling
@@ -35,8 +36,7 @@ class SampleConfig(Sampling):
     revision: str | None = None         # the hub revision of the model
     prompt: str | None = None           # answer this and exit, as for a prompt from a pipe
     # the chat template; trained: that of the model's train.py run
-    chat: Literal['trained', 'tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken', 'chatml',
-                  'cohere', 'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'trained'
+    chat: Literal['trained', *TEMPLATES] = 'trained'
     raw: bool = False                   # continue each prompt as plain text, without chat
     temperature: float = 0.0            # divides the logits; 0: the most probable token
     probs: bool = False                 # print each token with its probability
@@ -57,7 +57,6 @@ if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
         read_arguments(sys.argv[1:])
 
-from data.chat import encode_prompt, question_frame
 from generate import confidences, end_tokens, first_stop, generate, open_model, step_cost, stream
 from runtime import checkpoint
 

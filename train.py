@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from data.chat import TEMPLATES
 from runtime.config import load_config, require_range
 from runtime.errors import ConfigError, DataError, Stopped
 from runtime.eval_config import EvalConfig, check_report_config
@@ -60,8 +61,7 @@ class TrainConfig:
     data_revision: str | None = None          # hub revision: pin it, datasets change
     # 'questions': `data` is a task of evaluate.py, and the loss is on the answer's letter alone
     data_kind: Literal['instruct', 'text', 'questions'] = 'instruct'
-    template: Literal['tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken', 'chatml', 'cohere',
-                      'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'tulu'
+    template: Literal[*TEMPLATES] = 'tulu'
     answers: Literal['best', 'all'] = 'best'  # OASST1: the best-ranked answer to a prompt, or all
     train_on_inputs: bool = False             # conversations: a loss on the prompt as well
     add_bos: bool | None = None               # one BOS or none; None: as the tokenizer does

@@ -1,4 +1,7 @@
-"""The settings of evaluate.py, which train.py takes as `eval`. This file does not import torch."""
+"""The settings of evaluate.py, which train.py takes as `eval`. This file does not import torch.
+
+`chat` repeats the names of TEMPLATES in data/chat.py, because runtime/ imports nothing of data/.
+"""
 
 import math
 from dataclasses import dataclass
