@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import resource
 import runpy
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -316,6 +318,22 @@ class Script(multiprocessing.get_context('fork').Process):
             file.seek(0)
             texts.append(file.read())
         return texts
+
+
+def run_scripts(n, script, *arguments):
+    """Run a script by n processes with the variables that torchrun gives to them.
+
+    Return the exit status of the first one that failed, or 0, and what all of them printed.
+    """
+    with socket.create_server(('localhost', 0)) as server:
+        shared = {'WORLD_SIZE': n, 'LOCAL_WORLD_SIZE': n, 'MASTER_ADDR': 'localhost',
+                  'MASTER_PORT': server.getsockname()[1], 'TORCHELASTIC_RUN_ID': 'tests'}
+    processes = [Script(script, *arguments, env={
+        key: str(value) for key, value in (shared | {'RANK': i, 'LOCAL_RANK': i}).items()
+    } if n > 1 else None) for i in range(n)]
+    printed = [process.communicate() for process in processes]
+    code = next(filter(None, (process.returncode for process in processes)), 0)
+    return subprocess.CompletedProcess(script, code, *map(''.join, zip(*printed, strict=True)))
 
 
 def run_train(*arguments, limit=None, wait=True):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import (DEVICES, HERE, TORCHRUN, documents, gradients, head_of_32, lora_model,
-                    reference_model, rewrite, run_train, whole_rows, write_rows)
+                    reference_model, rewrite, run_scripts, run_train, whole_rows, write_rows)
 from safetensors.torch import load_file
 
 import evaluate
@@ -465,12 +465,10 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     """torchrun with two gloo processes: the weights of one process to rounding, resumable by it."""
     config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval=None', '--max_steps=4',
               '--smoothing=0.1', '--micro_rows=2', '--device=cpu']
-    def two(folder, *more):
-        return subprocess.run([*TORCHRUN, 'train.py', *config, f'--out_dir={folder}', *more],
-                              cwd=HERE, capture_output=True, text=True, timeout=300)
     code, _, error = run_train(*config, f'--out_dir={tmp_path / "one"}')
     assert code == 0, error
-    done = two(tmp_path / 'two')
+    done = subprocess.run([*TORCHRUN, 'train.py', *config, f'--out_dir={tmp_path / "two"}'],
+                          cwd=HERE, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     base = load_file(small_world[0] / 'base' / 'model.safetensors')
     one, two_ = (load_file(tmp_path / n / 'model.safetensors') for n in ('one', 'two'))
@@ -486,12 +484,12 @@ def test_two_processes_train_the_same(small_world, tmp_path):
     half = ['--dtype=bfloat16', '--save_dtype=float32']
     code, _, error = run_train(*config, f'--out_dir={tmp_path / "one_half"}', *half)
     assert code == 0, error
-    done = two(tmp_path / 'two_half', *half)
+    done = run_scripts(2, 'train.py', *config, f'--out_dir={tmp_path / "two_half"}', *half)
     assert done.returncode == 0, done.stderr
     assert apart(*(load_file(tmp_path / n / 'model.safetensors')
                    for n in ('one_half', 'two_half'))) < 0.1
     # LoRA, and a checkpoint of two processes from which one resumes
-    done = two(tmp_path / 'lora', '--lora')
+    done = run_scripts(2, 'train.py', *config, f'--out_dir={tmp_path / "lora"}', '--lora')
     assert done.returncode == 0, done.stderr
     assert (tmp_path / 'lora' / 'adapter' / 'adapter_model.safetensors').exists()
     code = ('import sys, train\nfrom runtime import parallel, resume\n'
@@ -500,9 +498,7 @@ def test_two_processes_train_the_same(small_world, tmp_path):
             'parallel.join_processes(); train.main(sys.argv[1:])')
     script = tmp_path / 'stop.py'
     script.write_text(code)
-    subprocess.run([*TORCHRUN, str(script), *config, f'--out_dir={tmp_path / "half"}',
-                    '--save_every=2'], cwd=HERE, capture_output=True, timeout=300,
-                   env=os.environ | {'PYTHONPATH': str(HERE)})
+    run_scripts(2, script, *config, f'--out_dir={tmp_path / "half"}', '--save_every=2')
     assert list(resume.checkpoints(tmp_path / 'half')) == [2]
     code, _, error = run_train(*config, f'--out_dir={tmp_path / "half"}', '--resume')
     assert code == 0, error
