@@ -26,7 +26,7 @@ from typing import Literal
 
 from data.chat import TEMPLATES, encode_prompt, question_frame
 from runtime.config import load_config
-from runtime.errors import CheckpointError, ConfigError
+from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.sampling import Sampling, check_sampling
 
 
@@ -150,7 +150,7 @@ def main(argv):
     cfg = read_arguments(argv)
     folder, model, tokenizer, template, add_bos = open_model(cfg)
     lead = question_frame(tokenizer, template, add_bos)[-1] if template else ''
-    messages = []
+    messages, once = [], cfg.prompt is not None or not sys.stdin.isatty()
     for prompt in prompts(cfg):
         if template == 'alpaca':            # which has one question
             messages = []
@@ -165,12 +165,18 @@ def main(argv):
                 answer, said, stopped = print_answer(stream(model, [ids], cfg, tokenizer, stop),
                                                      tokenizer, cfg)
                 answers = [answer] if answer else []
+        except DataError as error:      # the conversation does not fit into the context
+            if once:
+                raise
+            print(f'({error}; the conversation begins anew)', file=sys.stderr)
+            messages = []
+            continue
         except FloatingPointError as error:
             raise CheckpointError(checkpoint.bad_logits(
                 'the answer', folder, str(model.head.dtype).removeprefix('torch.'))) from error
         if cfg.stats and answers:
             print_stats(model, ids, answers, time.perf_counter() - started)
-        if stopped and (cfg.prompt is not None or not sys.stdin.isatty()):
+        if stopped and once:
             raise KeyboardInterrupt
         messages.append({'role': 'assistant', 'content': said.removeprefix(lead)})
 

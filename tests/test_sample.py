@@ -225,6 +225,21 @@ def test_ctrl_c_keeps_the_answer_so_far(chat_folder, capsys, monkeypatch):
     assert asked[-1][1]['content'] == once.out.removesuffix('\n') != ''
 
 
+def test_a_conversation_beyond_the_context_begins_anew(chat_folder, capsys, monkeypatch):
+    asked, lines = [], iter(['What?', 'a' * 900, 'Who?'])
+    real = sample.encode_prompt
+    monkeypatch.setattr(sample, 'encode_prompt', lambda messages, *rest: (
+        asked.append([*messages]), real(messages, *rest))[1])
+    monkeypatch.setattr('builtins.input', lambda prompt: next(lines))
+    monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
+    with pytest.raises(RuntimeError):       # from the end of `lines`
+        sample.main([f'--model={chat_folder}', '--max_tokens=4'])
+    assert [len(messages) for messages in asked] == [1, 3, 1]
+    assert 'it may have 1 to 199; the conversation begins anew)' in capsys.readouterr().err
+    with pytest.raises(DataError, match='it may have 1 to 199'):
+        sample.main([f'--model={chat_folder}', '--prompt=' + 'a' * 900])
+
+
 @pytest.mark.slow
 def test_the_command_line_prints_an_answer_or_one_line_of_error(chat_folder):
     def run(*arguments, **more):
