@@ -4,8 +4,10 @@ import json
 import math
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 import align
 import train
 from align import PAIR_LOSSES, AlignConfig, Pairs, Preferences
+from data.preferences import to_tree
 from runtime import checkpoint
 from runtime.config import dump_config
 from runtime.errors import CheckpointError, ConfigError
@@ -123,7 +126,6 @@ def stage_of(cfg, stage=None):
 
 def plain_loss(model, stage, cfg, reference):
     """Return the loss of all rows, each answer in a row of its own, by log_softmax."""
-    from data.preferences import to_tree
     total = 0
     for i in range(len(stage.sequences)):
         tree, ranks = to_tree(*stage.sequences[i])
@@ -163,6 +165,91 @@ def test_trees_in_any_packing_have_the_loss_and_gradients_of_separate_rows(base,
                 plain_loss(model, stage, cfg, reference).item(), rel=1e-5)
         for name, p in model.named_parameters():
             assert off(p.grad, expected[name]) < 2e-5, name
+
+
+PROCESS = SimpleNamespace(device='cpu', gather=lambda x: x, gather_for_metrics=lambda x: x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('method, per_token, name', [
+    ('dpo', False, 'sigmoid'), ('dpo', True, 'sigmoid_norm'), ('ipo', True, 'ipo'),
+    ('hinge', False, 'hinge'), ('robust', False, 'robust')])
+def test_loss_and_gradients_are_those_of_trl(base, method, per_token, name, tmp_path):
+    trainer = pytest.importorskip('trl.trainer.dpo_trainer').DPOTrainer
+    rows = [row for row in ROWS if 'chosen' in row]
+    cfg = config(base, tmp_path, rows, method=method, per_token=per_token, label_noise=E)
+    stage, model, _ = stage_of(cfg)
+    make = torch.Generator().manual_seed(0)
+    stage.reference = [r + torch.randn(len(r), generator=make).numpy() for r in stage.reference]
+    ids, mask = padded_sides(stage)
+    reference = torch.from_numpy(np.array(stage.reference).T)
+
+    def forward(input_ids, labels, **_):
+        log_p, zeros = torch.zeros(ids.shape), torch.zeros(ids.shape)
+        for row, label in enumerate(labels):
+            tokens = input_ids[row][None]
+            z = model.logits(model(tokens, torch.arange(tokens.shape[1])[None], None))[0, :-1]
+            right = z.log_softmax(-1)[torch.arange(len(z)), tokens[0, 1:]]
+            log_p[row, 1:] = right.masked_fill(label[1:] < 0, 0)
+        return SimpleNamespace(log_probs=log_p, entropy=zeros, mean_logits=zeros,
+                               is_top1=zeros.bool())
+
+    this = SimpleNamespace(
+        model=model, accelerator=PROCESS, aux_loss_enabled=False, ld_alpha=None,
+        precompute_ref_logps=True, f_divergence_type='reverse_kl', loss_types=[name],
+        loss_weights=[1.0], beta=BETA, label_smoothing=E, use_weighting=False,
+        _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1)
+    expected = trainer._compute_loss(this, forward, {
+        'input_ids': ids, 'completion_mask': mask, 'attention_mask': torch.ones_like(ids),
+        'ref_chosen_logps': reference[0], 'ref_rejected_logps': reference[1]}, False)
+    check_against(model, stage, cfg, expected)
+
+
+@pytest.mark.slow
+def test_the_reward_loss_is_that_of_trl(base, tmp_path):
+    trainer = pytest.importorskip('trl.trainer.reward_trainer').RewardTrainer
+    rows = [row for row in ROWS if 'chosen' in row]
+    cfg = config(base, tmp_path, rows, method='reward', centering=0.1)
+    stage, model, _ = stage_of(cfg, align.RewardModel())
+    torch.nn.init.normal_(model.score.weight)
+    ids, mask = padded_sides(stage)
+
+    def forward(input_ids, **_):
+        hidden = model(input_ids, torch.arange(ids.shape[1]).expand(ids.shape), None)
+        last = ids.shape[1] - 1 - mask.flip(1).argmax(1)
+        return SimpleNamespace(logits=model.rewards(hidden[torch.arange(len(ids)), last])[:, None])
+
+    this = SimpleNamespace(
+        model=model, accelerator=PROCESS, args=SimpleNamespace(center_rewards_coefficient=0.1),
+        _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1)
+    expected = trainer.compute_loss(this, forward, {'input_ids': ids,
+                                                    'attention_mask': torch.ones_like(ids)})
+    check_against(model, stage, cfg, expected)
+
+
+def padded_sides(stage):
+    """Return tokens and loss mask [2 n, T] of the better answers, then of the worse, with prompts.
+    """
+    trees = [to_tree(*stage.sequences[i])[0] for i in range(len(stage.sequences))]
+    sides = [(tree.stem, tree.leaves[k]) for k in (0, 1) for tree in trees]
+    ids = torch.zeros(len(sides), max(len(a) + len(b) for a, b in sides), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, (stem, leaf) in enumerate(sides):
+        ids[row, :len(stem) + len(leaf)] = torch.tensor(stem + leaf)
+        mask[row, len(stem):len(stem) + len(leaf)] = 1
+    return ids, mask
+
+
+def check_against(model, stage, cfg, expected):
+    """Compare a loss and its gradients with those of a step of all pairs."""
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    packed = stage.pack_batch(cfg, stage.sequences, np.arange(len(stage.sequences)), 1)
+    values = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)
+    assert values['loss'].item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, p in model.named_parameters():
+        assert off(p.grad, gradients[name]) < 2e-5, name
 
 
 def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_path, monkeypatch):
@@ -253,7 +340,6 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
     cfg = config(base, tmp_path, ROWS, method='reward', centering=0.1)
     stage, model, _ = stage_of(cfg, align.RewardModel())
     torch.nn.init.normal_(model.score.weight)
-    from data.preferences import to_tree
     total = 0
     for i in range(len(stage.sequences)):
         tree, ranks = to_tree(*stage.sequences[i])

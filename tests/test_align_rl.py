@@ -544,7 +544,8 @@ def test_a_bandit_converges_to_the_reference_times_the_exponential_reward(llama,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('values', [{}, {'lora': True}, {'method': 'ppo', 'kl_target': 1.0}])
+@pytest.mark.parametrize('values', [
+    {'resample': 2, 'group_size': 2}, {'lora': True}, {'method': 'ppo', 'kl_target': 1.0}])
 def test_a_killed_run_resumes_to_the_same_answers_and_weights(llama, tmp_path, values):
     cfg = config(llama, tmp_path, epochs=8, save_every=2, updates=2, kl='reward', kl_horizon=100,
                  **values)
