@@ -5,13 +5,12 @@ import math
 import random
 import re
 import string
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from common import HERE, SHARED, needs_files, reference_model, sentencepiece_folder, write_rows
+from common import (SHARED, needs_files, reference_model, run_scripts, sentencepiece_folder,
+                    write_rows)
 
 import evaluate
 import generate
@@ -779,24 +778,22 @@ def tables_of(script, out, hubs, tasks):
         (out / folder).mkdir(parents=True)
         (out / folder / 'results.json').write_text(json.dumps({'config': {'model': hub},
                                                                'tasks': tasks}))
-    done = subprocess.run([sys.executable, f'papers/{script}.py', f'--out_dir={out}'], cwd=HERE,
-                          capture_output=True, text=True)
+    done = run_scripts(1, f'papers/{script}.py', f'--out_dir={out}')
     assert done.returncode == 0, done.stderr
     return (out / 'calibration.csv').read_text().splitlines()
 
 
-def models_of(script):
-    code = (f"import sys; sys.path.insert(0, 'papers'); import {script}; import json; "
-            f"print(json.dumps({script}.MODELS))")
-    done = subprocess.run([sys.executable, '-c', code], cwd=HERE, check=True, capture_output=True,
-                          text=True)
-    return json.loads(done.stdout)
+def models_of(tmp_path, script):
+    code = tmp_path / f'{script}_models.py'
+    code.write_text(f"import sys; sys.path.insert(0, 'papers'); import {script}; import json; "
+                    f"print(json.dumps({script}.MODELS))")
+    return json.loads(run_scripts(1, code).stdout)
 
 
 def test_semantic_calibration_tabulates_the_share_of_the_largest_class(tmp_path):
     """Its table is made of finished runs; no model is needed."""
     hubs = {f'{model}/{stage}': hub for model, (_, stages) in models_of(
-        'semantic_calibration').items() for stage, hub in stages.items()}
+        tmp_path, 'semantic_calibration').items() for stage, hub in stages.items()}
     pooled = {key: 0.25 for key in ('accuracy', 'confidence', 'gap', 'smooth_ece', 'ece')}
     tasks = {task: {'source': task} for task in ('triviaqa', 'gsm8k', 'gsm8k_short')}
     bins = {key: x.tolist() for key, x in metrics.bins(np.full(50, 0.4), np.arange(50) % 3 == 0
@@ -810,7 +807,7 @@ def test_semantic_calibration_tabulates_the_share_of_the_largest_class(tmp_path)
 
 
 def test_code_calibration_tabulates_each_confidence_before_and_after_scaling(tmp_path):
-    hubs = {model: hub for model, (hub, _) in models_of('code_calibration').items()}
+    hubs = {model: hub for model, (hub, _) in models_of(tmp_path, 'code_calibration').items()}
     pooled = {key: 0.25 for key in ('accuracy', 'confidence', 'ece', 'brier_top_label', 'auroc')}
     pooled |= {'brier_skill': -0.5, 'n': 164}
     scaled = {'post_hoc': {'reports': {'platt': pooled | {'ece': 0.125}}}}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import HERE, write_rows
+from common import HERE, run_scripts, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -748,8 +748,7 @@ def test_kde_ece_of_many_rows_is_the_true_error():
 
 
 def run_metrics(*arguments):
-    done = subprocess.run([sys.executable, 'metrics.py', *map(str, arguments)], cwd=HERE,
-                          capture_output=True, text=True)
+    done = run_scripts(1, 'metrics.py', *arguments)
     assert 'Traceback' not in done.stderr
     return done
 

@@ -396,6 +396,7 @@ def reasons(*texts):
         return [*pool.map(lambda p: [check(p, text(p)) for text in texts], problems)]
 
 
+@pytest.mark.slow
 def test_the_solutions_of_humaneval_pass(namespaces):
     assert [result for result, in reasons(lambda p: p.solution) if not result[0]] == []
 
