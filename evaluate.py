@@ -11,7 +11,7 @@ file. Each of several processes scores its share of the questions; the first one
 
 From file to ECE: data/tasks.py loads questions (data/questions.py, with the row function in
 data/benchmarks.py and the prompt in data/prompts.py), data/trees.py tokenizes them, data/packing.py
-makes rows, `score` calls model.py and fused_ce.py, results/report.py calls metrics.py.
+makes rows, `score` calls model.py and fused_ce.py, results/evaluation.py measures the samples.
 """
 
 from runtime import cli, startup
@@ -29,7 +29,7 @@ import sys
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +41,8 @@ from data.packing import Tree, pack_alone, pack_trees, stack_answers, stack_rows
 from data.probes import INSTRUCTIONS
 from data.tasks import TASKS, describe, describe_tasks, distribution, load_tasks, show_tasks
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from results import confidence, page, report, samples
+from results import confidence, report, samples
+from results.evaluation import write_evaluation
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.eval_config import EvalConfig, check_eval_config
@@ -430,29 +431,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
         return None
     samples.merge_parts(out_dir / 'samples.jsonl')
     rows = samples.by_task(latest_samples(out_dir) if done else new, prompts)
-    earlier = report.measure_again({label: earlier[label] for label in earlier
-                                    if label not in results}, rows)
-    with ThreadPoolExecutor(1) as pool:     # pictures are drawn while the workers compute
-        drawn = cfg.pictures and pool.submit(report.draw_diagrams, earlier, results, rows, tasks,
-                                             out_dir)
-        for label in results:
-            free = tasks[label.partition('.')[0]].kind == 'free'
-            fit = cfg.fit_temperature or free and len(rows[label]) > 1
-            results[label] |= report.summarize(rows[label], cfg.norm, n_bootstrap=cfg.n_bootstrap,
-                                               fit=fit, seed=cfg.seed)
-            shots = results[label].get('shots', 0)
-            results[label]['fewer_shots'] = sum(s.get('shots', shots) < shots for s in rows[label])
-            if free:
-                results[label] |= confidence.facts(label, rows)
-    content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
-               'seed': cfg.seed, 'versions': device.versions(), 'identity': identity,
-               'tasks': earlier | results}
-    to_read, pictures = page.to_read(content['tasks'], rows), drawn.result() if drawn else []
-    page.write_report(content, to_read, pictures, out_dir)
-    report.write_results(content, out_dir, page.mistakes(to_read))
-    if pictures:
-        print(f'wrote {", ".join(pictures)} to {out_dir}')
-    return content
+    return write_evaluation(results, earlier, rows, tasks, cfg, identity, out_dir)
 
 
 def check_shard(folder, tasks, cfg):
