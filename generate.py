@@ -108,7 +108,7 @@ class Answer:
     reason: str = ''
     text: str = ''              # when it has ended: without that token, up to the stop string
     # for the loop: the tokens of the prompt, the most tokens of the answer, its slot in the cache,
-    # and the tokens that the device was told to draw
+    # and the number of its tokens launched on the device, which is ahead of `tokens`
     n_prompt: int = 0
     limit: int = 0
     slot: int = -1
@@ -125,7 +125,7 @@ def cache_sizes(config, length):
 
 
 def room(model, prompts, s):
-    """Return (sequences decoded at once, tokens of the longest); DataError for a misfit."""
+    """Return (sequences decoded at once, tokens of the longest); DataError if one does not fit."""
     config, context = model.config, model.config.max_position_embeddings
     for i, ids in enumerate(prompts):
         if not 0 < len(ids) < context:
@@ -376,7 +376,7 @@ def take(waiting, free, running, prompts, s, n_slots, prefill):
     while waiting and free:
         i = waiting[0].prompt
         if not begun or i != begun[-1].prompt:
-            # of a row that holds what the prompts begin with only once
+            # the tokens of a row, which holds the common beginning of its prompts once
             n_tokens += len(prompts[i])
             shared = min(shared, len(os.path.commonprefix([first, prompts[i]])))
             n_prompts = len({answer.prompt for answer in begun})

@@ -18,7 +18,7 @@ as on the answer, Stanford's on the answer alone (--train_on_inputs sets it for 
 Not stated, and chosen here: the confidence of MMLU is normalized over the four letters; the tables
 also have its ECE without that, with the letter's probability among all tokens. OASST1's pairs are
 all answers to a first prompt, which gives about the paper's 11,000. The sizes of OPT and FLAN-T5
-are all published ones; FLAN-T5 is asked MMLU alone, since it is not said how an encoder-decoder
+are all published ones; FLAN-T5 has MMLU alone, since it is not said how an encoder-decoder
 predicts a token in the middle of a text. The Pile's validation and test set come from EleutherAI's
 copy on the hub, another source by --pile; 100,000 texts of each source, where a text of T-REx has
 as many samples as entities; the words that T-REx marks as a relation or as a pronoun are not
@@ -40,8 +40,8 @@ three times (configs/alignment_ppo.py); these files say what is stated there and
 --comparisons names the ranked answers, data/comparison_data_v2.json of
 https://github.com/Instruction-Tuning-with-GPT-4/GPT-4-LLM; without it the two runs are left out.
 --rlhf names checkpoints after another PPO, one per epoch, merged weights or PEFT adapters, which
-are evaluated like the other rows. The paper prints its results as figures, not as numbers, so there
-is none beside ours.
+are evaluated like the other rows. The paper prints its results as figures, not as numbers, so no
+printed number stands beside ours.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""How diverse are texts as a model sees them? Its hidden states: a scatter, and their covariance.
+"""Compare the hidden states that a model computes for texts: a scatter, and their covariance.
 
     python papers/features.py
     python papers/features.py --models=google/gemma-2-2b,out/tuned --part=prompt --pooling=last
@@ -7,18 +7,19 @@ The first command draws figure 6 of Zhu et al. 2023, the answers of Alpaca and O
 OASST1 are more evenly distributed while those of Alpaca tend to be dense and clustered'. There the
 features are MPNet's and the map is t-SNE's. Here a feature is the mean over the tokens of a text of
 the model's own last hidden states, those that its output layer multiplies, and the map is the
-projection on the two principal components of all texts together, which invents no clusters.
+projection on the two principal components of all texts together. Unlike t-SNE, a projection shows
+no clusters that are not in the features.
 
 The second command compares a model before and after tuning by the smallest singular value of the
-covariance of its features, on which the bound of Oh et al. 2024 depends that Huang et al. 2025 name
-in section 5: there the feature of a prompt is the hidden state of its last token. The covariance is
-S = X^T X / (n - 1), X [n, D] the centered features, so its singular values are its eigenvalues. The
-smallest is 0 unless n > D, and is biased downwards by noise, so compare it at equal n only. As
-tuning also changes the scale, the table has it relative to the mean singular value; the effective
-rank exp(entropy of the singular values / their sum) of Roy & Vetterli 2007; and the mean cosine of
-two texts.
+covariance of its features. The bound of Oh et al. 2024, which Huang et al. 2025 cite in section 5,
+depends on it; there the feature of a prompt is the hidden state of its last token. The covariance
+is S = X^T X / (n - 1), X [n, D] the centered features, so its singular values are its eigenvalues.
+The smallest is 0 unless n > D, and is biased downwards by noise, so compare it at equal n only.
+Tuning also changes the scale. So the table has the smallest singular value relative to the mean one
+as well, the effective rank exp(entropy of the singular values / their sum) of Roy & Vetterli 2007,
+and the mean cosine of two texts.
 
-Written are features.md, features.csv and figure6.png, the scatter.
+The script writes features.md, features.csv and figure6.png, the scatter.
 """
 
 import sys

@@ -10,7 +10,7 @@ last token of a prompt with 10 shots; the whole model is tuned on 30 answers per
 each; AUROC and Brier score measure it. Tuned on TriviaQA the largest model, of 52B weights, reaches
 an AUROC of .864 and a Brier score of .151 there, .624 and .200 on GSM8K, which it was not tuned on.
 
-Not stated in the text that we have, which are notes, or chosen here: open base models; 10 shots
+Not stated in the notes that we have, or chosen otherwise here: open base models; 10 shots
 everywhere, and none beside shown samples; P(True) of the greedy answer; the letters `Yes` and `No`
 of data/p_ik.py in place of a value head; 2,000 questions of TriviaQA and 1,319 of GSM8K; tuning on
 the answers to 10,000 training questions for one epoch at a learning rate of 1e-5 in batches of 256.

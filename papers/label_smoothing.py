@@ -26,10 +26,10 @@ Tuning is LoRA as in open-instruct, with rank 64, alpha 16 and dropout 0.1 on al
 only LoRA has a dropout there, 2e-4 is a rate for LoRA, and exact AdamW on all weights of 7B and 8B
 models does not fit on the paper's GPU of 80 GB. --tuning=full tunes all weights, without dropout.
 
-The printed numbers are not in our copy of the paper. Whoever has them writes them into
-papers/label_smoothing_printed.csv, a line per benchmark, model, data and method as the table of
+The printed numbers are not in our copy of the paper. To show them beside ours, enter them in
+papers/label_smoothing_printed.csv: a line per benchmark, model, data and method as the table of
 this script names them (data is empty for the base model), with an empty cell for what is not
-printed; each column with a number then stands beside ours. RMS is compared with `rms_mmlu_repo` of
+printed. Each column with a number is then shown. RMS is compared with `rms_mmlu_repo` of
 metrics.py, as in papers/multilingual.py.
 """
 

@@ -32,10 +32,10 @@ Not stated, and chosen here:
 
 The printed column RMS is below ECE in many rows, so it is no root mean square of the gaps. It is
 probably `rms_mmlu_repo` of metrics.py, which is shown beside RMSCE as the paper defines it. Rows of
-all languages are pooled. The printed rows of table 2 for Global-MMLU fit that, but for Mistral on
-Alpaca (its entropies) and seven settings whose accuracy is up to 0.004 off the mean of the tables
-by language; those for MMLU-ProX fit neither. The MMLU-ProX language printed as 'rj' is read as
-Russian, and the second '0.1' of Tulu 3 in tables 27 and 31 as 0.2.
+all languages are pooled. The printed rows of table 2 for Global-MMLU fit that, except the entropies
+of Mistral on Alpaca, and seven settings whose accuracy differs by up to 0.004 from the mean of the
+tables by language; the rows for MMLU-ProX fit neither. The MMLU-ProX language printed as 'rj' is
+read as Russian, and the second '0.1' of Tulu 3 in tables 27 and 31 as 0.2.
 """
 
 import functools

@@ -14,8 +14,8 @@ Not stated in the text that we have, which is the abstract and notes, and chosen
 below; 40 samples to 1,319 questions of each task; 5 shots in plain text for all models, so that
 base and tuned models read the same prompt. Not run here: answers as a sentence, and classes that a
 language model makes of them: classes are equal numbers, and equal texts after TriviaQA's
-normalization. The share of the largest of 40 samples is too high for a calibrated model, too: the
-last column has the ECE of such a model, by which every ECE is to be judged.
+normalization. Even for a calibrated model, the share of the largest class among 40 samples is too
+high. The last column has the ECE of such a model: compare every ECE with it.
 """
 
 from common import EvalConfig, Run, draw_curves, main, measured
