@@ -99,7 +99,7 @@ def tables(options):
     draw_curves(f'{options.out_dir}/p_ik.png', {name: {
         method: measured(f'{options.out_dir}/{name}/{place}', 'p_ik')
         for method, place in (('asked, not tuned', 'tuned/before'), ('tuned', 'tuned'))}
-        for name in MODELS})
+        for name in MODELS}, columns=2)
 
 
 def cells(report, keys):
