@@ -42,7 +42,6 @@ from data.probes import INSTRUCTIONS
 from data.tasks import TASKS, describe, describe_tasks, distribution, load_tasks, show_tasks
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import confidence, report, samples
-from results.evaluation import write_evaluation
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.eval_config import EvalConfig, check_eval_config
@@ -82,6 +81,7 @@ import torch
 
 import fused_ce
 from families import t5
+from results.evaluation import write_evaluation
 from runtime import adapter, checkpoint, device, log, parallel
 from runtime.load_ahead import load_ahead, loads_kernels
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
