@@ -2,15 +2,13 @@
 
 import json
 import signal
-import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 import demo
-from common import HERE
+from common import HERE, Script, await_steps, run_scripts
 from runtime import processes
 from runtime.errors import ConfigError
 
@@ -95,13 +93,20 @@ def test_the_demo_takes_the_number_of_threads_that_is_fastest_now(seconds, faste
 
 @pytest.mark.slow
 def test_an_interrupted_demo_says_that_the_same_command_continues(tmp_path):
-    process = subprocess.Popen([sys.executable, 'demo.py', f'--out_dir={tmp_path}'], cwd=HERE,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith('step '):     # the first model is being trained, on any device
-            break
+    script = tmp_path / 'small_demo.py'
+    script.write_text(f"""
+import runpy, sys
+from data import world
+make_world = world.make_world
+spec = world.WorldSpec(entities=300, documents=400, instructions=60, questions=40)
+world.make_world = lambda folder, seed: make_world(folder, seed, spec)
+sys.argv[0] = {str(HERE / 'demo.py')!r}
+runpy.run_path(sys.argv[0], run_name='__main__')
+""")
+    process = Script(script, f'--out_dir={tmp_path / "out"}')
+    await_steps(process, tmp_path / 'out' / 'base', 1)      # the first model is being trained
     process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate(timeout=120)
+    printed, errors = process.communicate()
     assert process.returncode == 130 and 'Traceback' not in errors
     assert (printed + errors).endswith('the same command continues\n')
 
@@ -110,7 +115,6 @@ def test_an_interrupted_demo_says_that_the_same_command_continues(tmp_path):
 def test_options_of_the_demo():
     with pytest.raises(ConfigError, match="no key 'smothing'; did you mean 'smoothing'"):
         demo.main(['--smothing=0.2'])
-    done = subprocess.run([sys.executable, 'demo.py', '--seed=x'], cwd=HERE, capture_output=True,
-                          text=True)
+    done = run_scripts(1, 'demo.py', '--seed=x')
     assert done.returncode == 1
     assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1
