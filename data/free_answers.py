@@ -76,7 +76,7 @@ def popqa_row(row):
 
 def gsm8k_row(row):
     """GSM8K: a solution that ends in '#### number'."""
-    solution, mark, number = row['answer'].rpartition('####')
+    solution, mark, number = str(row['answer']).rpartition('####')
     if not mark:
         raise DataError("the answer has no '####' before its number")
     return FreeRow(row['question'], [number.strip()], row['answer'])
