@@ -202,12 +202,12 @@ def test_damaged_checkpoints(folder, damage, message):
     assert '\n' not in str(error.value)
 
 
-def both_logits(folder):
+def both_logits(folder, model=None):
     """The logits of the model in `folder`, ours and those of transformers."""
     import transformers
     tokens = torch.randint(0, 211, (1, 45))
     with torch.no_grad():
-        model = checkpoint.load(folder)
+        model = model or checkpoint.load(folder)
         ours = model.logits(model(tokens, *whole_rows(tokens)))
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation='eager')(tokens).logits
@@ -223,13 +223,13 @@ def computed_or_refused(folder, raw, changes):
     refused in one line that names the key or the tensor that does not fit it."""
     (folder / 'config.json').write_text(json.dumps(raw | changes))
     try:
-        checkpoint.load(folder)
+        model = checkpoint.load(folder)
     except checkpoint.CheckpointError as error:
         assert str(folder) in str(error) and '\n' not in str(error), changes
         named = any(key in str(error) for key in changes)
         assert named or f'{folder}: tensor' in str(error) or 'config.json wants' in str(error)
         return False
-    ours, theirs = both_logits(folder)
+    ours, theirs = both_logits(folder, model)
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=2e-4), changes
     return True
 
