@@ -45,7 +45,7 @@ def digest(config):
     settings = {key: value for key, value in asdict(config).items() if key not in ADDED}
     if settings.get('eval'):    # added to the report since
         for key in ('p_true', 'chat', 'dropout_seed', 'show', 'permute', 'n', 'max_tokens',
-                    'verbalized', 'run_code', 'isolation'):
+                    'verbalized', 'run_code', 'isolation', 'p_ik', 'shard'):
             assert settings['eval'].pop(key) == getattr(EvalConfig, key)
         settings['eval']['preset'] = settings['eval'].pop('prompt_format')
         fit = settings['eval'].pop('fit_temperature')       # by its name of then
@@ -676,7 +676,13 @@ def test_the_plan_of_alignment_has_settings_that_were_fixed():
     cfgs = [cfg for seed in alignment.SEEDS for make in (alignment.base_runs, alignment.runs)
             for cfg in make(seed)]
     assert len({cfg.out_dir for cfg in cfgs}) == len(cfgs) == 5 * 19
-    settings = json.dumps([asdict(cfg) for cfg in cfgs] + [asdict(alignment.WORLD)])
+    settings = [asdict(cfg) for cfg in cfgs] + [asdict(alignment.WORLD)]
+    for values in settings:     # keys that were added since have their defaults
+        for key, default in (('resample', 0), ('soft_overlong', 0)):
+            assert values.pop(key, default) == default
+        for key in ('p_ik', 'shard') if values.get('eval') else ():
+            assert values['eval'].pop(key) == getattr(EvalConfig, key)
+    settings = json.dumps(settings)
     assert hashlib.sha256(settings.encode()).hexdigest()[:12] == 'e12679ac42c7'
     for cfg in cfgs:
         if isinstance(cfg, AlignConfig):
