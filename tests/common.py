@@ -274,11 +274,25 @@ TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
             '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0']
 
 
-class Script(multiprocessing.get_context('fork').Process):
-    """`python script *arguments` in a fork of this process, which spares it seconds of imports.
+def start_script(script, *arguments, limit=None, env=None):
+    """Start `python script *arguments`; limit: the largest file that it can write, in bytes;
+    env: more variables of its environment.
+    """
+    if '--device=cpu' in arguments or not torch.cuda.is_available():
+        return Fork(script, *arguments, limit=limit, env=env)
 
-    It has the methods of subprocess.Popen that the tests call. `limit`: the largest file that it
-    can write, in bytes; `env`: more variables of its environment.
+    def set_limit():
+        if limit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    return subprocess.Popen([sys.executable, script, *map(str, arguments)], cwd=HERE, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=set_limit,
+                            env=os.environ | {'PYTHONPATH': str(HERE)} | (env or {}))
+
+
+class Fork(multiprocessing.get_context('fork').Process):
+    """`start_script` in a fork of this process, which spares it seconds of imports.
+
+    It has the methods of subprocess.Popen that the tests call. CUDA cannot be used in a fork.
     """
 
     def __init__(self, script, *arguments, limit=None, env=None):
@@ -328,7 +342,7 @@ def run_scripts(n, script, *arguments):
     with socket.create_server(('localhost', 0)) as server:
         shared = {'WORLD_SIZE': n, 'LOCAL_WORLD_SIZE': n, 'MASTER_ADDR': 'localhost',
                   'MASTER_PORT': server.getsockname()[1], 'TORCHELASTIC_RUN_ID': 'tests'}
-    processes = [Script(script, *arguments, env={
+    processes = [start_script(script, *arguments, env={
         key: str(value) for key, value in (shared | {'RANK': i, 'LOCAL_RANK': i}).items()
     } if n > 1 else None) for i in range(n)]
     printed = [process.communicate() for process in processes]
@@ -338,7 +352,7 @@ def run_scripts(n, script, *arguments):
 
 def run_train(*arguments, limit=None, wait=True):
     """train.py in a process of its own; `limit`: the largest file it can write, in bytes."""
-    process = Script('train.py', *arguments, limit=limit)
+    process = start_script('train.py', *arguments, limit=limit)
     if not wait:
         return process
     printed, errors = process.communicate()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import demo
-from common import HERE, Script, await_steps, run_scripts
+from common import HERE, start_script, await_steps, run_scripts
 from runtime import processes
 from runtime.errors import ConfigError
 
@@ -103,7 +103,7 @@ world.make_world = lambda folder, seed: make_world(folder, seed, spec)
 sys.argv[0] = {str(HERE / 'demo.py')!r}
 runpy.run_path(sys.argv[0], run_name='__main__')
 """)
-    process = Script(script, f'--out_dir={tmp_path / "out"}')
+    process = start_script(script, f'--out_dir={tmp_path / "out"}')
     await_steps(process, tmp_path / 'out' / 'base', 1)      # the first model is being trained
     process.send_signal(signal.SIGINT)
     printed, errors = process.communicate()

@@ -13,7 +13,7 @@ import metrics
 import numpy as np
 import pytest
 import torch
-from common import (HERE, SHARED, Script, await_steps, needs_files, reference_model,
+from common import (HERE, SHARED, start_script, await_steps, needs_files, reference_model,
                     sentencepiece_folder, t5_folder, write_rows)
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from papers import features, multilingual_printed
@@ -165,7 +165,7 @@ FAST = ['--eval.n_bootstrap=0', '--eval.pictures=False', '--eval.pack_len=512']
 def run_paper(hub, script, *arguments, code=0, wait=True):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(hub))
-        process = Script(f'papers/{script}.py', *arguments)
+        process = start_script(f'papers/{script}.py', *arguments, env={'HF_HUB_CACHE': str(hub)})
     if not wait:
         return process
     printed = ''.join(process.communicate())
@@ -283,7 +283,7 @@ def in_papers(code, *arguments):
     with tempfile.NamedTemporaryFile('w', suffix='.py') as file:
         file.write(IN_PAPERS + code)
         file.flush()
-        process = Script(file.name, *arguments)
+        process = start_script(file.name, *arguments)
         printed, errors = process.communicate()
     assert process.returncode == 0, errors
     return printed
