@@ -8,7 +8,6 @@ over paired seeds, after Holm's correction for all tests of a table. One seed ha
 """
 
 import argparse
-import csv
 import itertools
 import sys
 from pathlib import Path
@@ -24,7 +23,8 @@ from runtime.ownership import write_text
 from runtime.processes import parallel_map
 from stats import mean_interval
 from study import alignment
-from study.frontier import at_equal_accuracy, bars, cell, finish, panels, tested_table
+from study.frontier import (at_equal_accuracy, bars, cell, finish, panels, read_numbers,
+                            tested_table)
 
 RESULTS = Path(__file__).parent / 'results' / 'alignment'
 LAST = '3'          # epoch
@@ -42,14 +42,7 @@ class Numbers:
     """The lines of all seeds; nan stands for a number whose run is missing."""
 
     def __init__(self, folder):
-        self.lines, self.seeds = {}, []
-        for path in sorted(Path(folder).glob('seed-*.csv')):
-            with open(path, encoding='utf-8') as file:
-                rows = list(csv.DictReader(file))
-            self.seeds.append(rows[0]['seed'])
-            for row in rows:
-                self.lines[tuple(row[key] for key in (
-                    'seed', 'run', 'task', 'epoch', 'scaling'))] = row
+        self.lines, self.seeds = read_numbers(folder, 'run', 'task', 'epoch', 'scaling')
         if not self.seeds:
             raise ConfigError(f'{folder} has no seed-*.csv; --runs=out/study writes them')
 

@@ -42,18 +42,22 @@ COLUMNS = {'base': '6 million', 'medium': '34 million', 'large': '210 million', 
 # Numbers
 
 
+def read_numbers(folder, *columns):
+    """Return ({(seed, *columns): row}, seeds) of the files seed-*.csv in a folder."""
+    rows, seeds = {}, []
+    for path in sorted(Path(folder).glob('seed-*.csv')):
+        with open(path, encoding='utf-8') as file:
+            of_seed = list(csv.DictReader(file))
+        seeds.append(of_seed[0]['seed'])
+        rows |= {(row['seed'], *(row[column] for column in columns)): row for row in of_seed}
+    return rows, seeds
+
+
 class Numbers:
     """All lines of the study; `value` finds one number, nan if its run is missing."""
 
     def __init__(self, folder):
-        self.lines, self.seeds = {}, []
-        for path in sorted(Path(folder).glob('seed-*.csv')):
-            with open(path, encoding='utf-8') as file:
-                rows = list(csv.DictReader(file))
-            self.seeds.append(rows[0]['seed'])
-            for row in rows:
-                key = 'seed', 'run', 'task', 'language', 'scaling'
-                self.lines[tuple(row[k] for k in key)] = row
+        self.lines, self.seeds = read_numbers(folder, 'run', 'task', 'language', 'scaling')
         if not self.seeds:
             sys.exit(f'error: {folder} has no seed-*.csv; study/gather.py writes them')
 
