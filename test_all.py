@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 if __name__ == '__main__':
+    # else each process compiles the tests anew, which takes seconds
+    os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
     arguments = sys.argv[1:]
     if '--fast' in arguments:
         arguments[arguments.index('--fast')] = '-mnot slow'

@@ -29,6 +29,7 @@ import demo
 from common import sentencepiece_folder, tiktoken_folder
 from data.tokenizer import load_tokenizer
 from data.world import WorldSpec, make_world
+from runtime.processes import pick_threads
 from train import train
 
 
@@ -49,6 +50,7 @@ def train_small_world(folder):
                  'workers': 1}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(demo, 'make_world', lambda folder, seed: make_world(folder, seed, spec))
+        patch.setattr(demo, 'pick_threads', lambda: pick_threads(seconds=0.01))
         patch.setattr(demo, 'train', lambda cfg: train(replace(cfg, **few_steps)))
         demo.main([f'--out_dir={folder}', '--seed=7'])
     return printed.getvalue()

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import (HERE, TORCHRUN, off, reference_model, same_weights, sentencepiece_folder,
+from common import (HERE, off, reference_model, run_scripts, same_weights, sentencepiece_folder,
                     write_rows)
 from safetensors.torch import load_file
 
@@ -433,8 +431,7 @@ def test_two_processes_align_as_one(base, values, tmp_path):
 def run_processes(cfg, path, n):
     """Run align.py by n processes, with a config file at `path`."""
     path.write_text(dump_config(cfg))
-    return subprocess.run([*(TORCHRUN if n > 1 else [sys.executable]), 'align.py', str(path)],
-                          cwd=HERE, capture_output=True, text=True, timeout=300)
+    return run_scripts(n, 'align.py', path)
 
 
 @pytest.mark.slow
@@ -460,14 +457,14 @@ def test_settings_without_use_or_sense_are_refused(values, message):
 @pytest.mark.slow
 def test_the_command_says_what_it_does_and_names_a_bad_row(base, tmp_path):
     cfg = config(base, tmp_path, ROWS)
-    command = [sys.executable, 'align.py', f'--model={base}', f'--data={cfg.data}', '--device=cpu',
+    command = ['align.py', f'--model={base}', f'--data={cfg.data}', '--device=cpu',
                '--batch_size=4', '--max_length=64', '--pack_len=96', '--max_steps=1', '--workers=1',
                f'--out_dir={cfg.out_dir}', f'--cache_dir={cfg.cache_dir}']
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    done = run_scripts(1, *command)
     assert done.returncode == 0, done.stderr
     for text in ('tokens in the mean of the best', 'first example', 'step 1/1  loss 0.69',
                  'accuracy 0.5', f'wrote weights, log.jsonl, pictures to {cfg.out_dir}'):
         assert text in done.stdout, done.stdout
     write_rows(tmp_path / 'pairs.jsonl', [*ROWS, {'prompt': 'a'}])
-    done = subprocess.run([*command, '--overwrite'], cwd=HERE, capture_output=True, text=True)
+    done = run_scripts(1, *command, '--overwrite')
     assert done.returncode == 1 and 'pairs.jsonl:5: fields prompt; wanted' in done.stderr

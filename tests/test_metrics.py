@@ -1,12 +1,14 @@
 """metrics.py: golden values of other libraries, properties, errors"""
 
 import importlib.util
+import io
 import itertools
 import json
 import math
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from predictions import (
 )
 
 import metrics
+from results import prediction_files
 from results.prediction_files import harness_sample, harness_task
 
 
@@ -748,9 +751,17 @@ def test_kde_ece_of_many_rows_is_the_true_error():
 
 
 def run_metrics(*arguments):
-    done = run_scripts(1, 'metrics.py', *arguments)
-    assert 'Traceback' not in done.stderr
-    return done
+    """Call metrics.py in this process; return its exit status and what it prints."""
+    code = 0
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
+        try:
+            prediction_files.main([*map(str, arguments)])
+        except SystemExit as end:
+            code = end.code
+            if isinstance(code, str):
+                print(code, file=errors)
+                code = 1
+    return subprocess.CompletedProcess('metrics.py', code, out.getvalue(), errors.getvalue())
 
 
 def test_metrics_as_a_program(tmp_path):
@@ -758,8 +769,9 @@ def test_metrics_as_a_program(tmp_path):
                                                 'n_tokens': [1, 1, 2]},
             {'probs': [0.5, 0.5], 'answer': 1, 'split': 'validation'}]
     path = write_rows(tmp_path / 'samples.jsonl', rows)
-    done = run_metrics(path)
+    done = run_scripts(1, 'metrics.py', path)
     assert done.returncode == 0, done.stderr
+    assert run_metrics(path).stdout == done.stdout
     p = np.exp([-1, -2, -2])
     nll = metrics.report([[0.7, 0.3, 0], p / p.sum()], [0, 1], [2, 3])['nll']
     lines = [line.split() for line in done.stdout.split('\n')]
@@ -852,7 +864,8 @@ def test_the_program_names_the_line(tmp_path, lines, message):
 
 
 def test_the_program_names_what_is_missing(tmp_path):
-    done = run_metrics(tmp_path / 'none.jsonl')
+    done = run_scripts(1, 'metrics.py', tmp_path / 'none.jsonl')
+    assert done.returncode == 1
     assert done.stderr == f'error: {tmp_path / "none.jsonl"}: No such file or directory\n'
     assert run_metrics(tmp_path).returncode == 1
 
