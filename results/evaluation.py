@@ -30,7 +30,7 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
             if free:
                 result |= confidence.facts(task, samples)
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
-               'seed': cfg.seed, 'versions': device.versions(), 'identity': identity,
+               'seed': cfg.seed, 'versions': device.versions(cfg.device), 'identity': identity,
                'tasks': earlier | results}
     to_read, pictures = page.to_read(content['tasks'], samples), drawn.result() if drawn else []
     page.write_report(content, to_read, pictures, out_dir)

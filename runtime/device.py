@@ -90,14 +90,16 @@ class HostCopy:
         return earlier.event.elapsed_time(self.event) / 1000
 
 
-def versions():
-    """Return the versions of the software, ours with the commit if git knows it, and the device."""
+def versions(device: str) -> dict[str, str]:
+    """Return the versions of the software, ours with the commit if git knows it, and the name of
+    `device`, 'cpu' or a GPU.
+    """
     commit = ''
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         commit = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True,
                                 cwd=Path(__file__).parent, text=True, errors='replace',
                                 check=True, timeout=10).stdout.strip()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    name = torch.cuda.get_device_name(device) if device.startswith('cuda') else platform.processor()
     return {'nanocal': f'{__version__}+{commit}' if commit else __version__,
             'python': platform.python_version(), 'torch': torch.__version__,
-            'numpy': np.__version__, 'device': device}
+            'numpy': np.__version__, 'device': name}

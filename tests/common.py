@@ -209,7 +209,7 @@ def reference_model(name, folder, **more):
     with torch.no_grad():
         # norms off their start, attention far from uniform
         for key, p in reference.named_parameters():
-            norm = p.ndim == 1 and not kind.startswith('Gemma') and not key.endswith('bias')
+            norm = 'norm' in key and not kind.startswith('Gemma') and not key.endswith('bias')
             p.copy_(torch.randn_like(p) * 0.25 + norm)
     reference.save_pretrained(folder)
     return reference
@@ -277,8 +277,11 @@ TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
 def start_script(script, *arguments, limit=None, env=None):
     """Start `python script *arguments`; limit: the largest file that it can write, in bytes;
     env: more variables of its environment.
+
+    In a fork only where there is no GPU: after a test has used one, neither CUDA nor gradients on
+    the CPU work in a fork.
     """
-    if '--device=cpu' in arguments or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return Fork(script, *arguments, limit=limit, env=env)
 
     def set_limit():
@@ -292,7 +295,7 @@ def start_script(script, *arguments, limit=None, env=None):
 class Fork(multiprocessing.get_context('fork').Process):
     """`start_script` in a fork of this process, which spares it seconds of imports.
 
-    It has the methods of subprocess.Popen that the tests call. CUDA cannot be used in a fork.
+    It has the methods of subprocess.Popen that the tests call.
     """
 
     def __init__(self, script, *arguments, limit=None, env=None):

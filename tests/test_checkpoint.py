@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import platform
 import re
 import resource
 import shutil
@@ -518,9 +519,9 @@ def test_written_tensors_are_read_by_safetensors_bitwise(tmp_path):
 
 
 def test_versions_are_known_without_git(monkeypatch):
-    assert device.versions()['nanocal'].startswith(__version__)
+    assert device.versions('cpu')['nanocal'].startswith(__version__)
     monkeypatch.setenv('PATH', '/nowhere')
-    assert device.versions()['nanocal'] == __version__
+    assert device.versions('cpu')['nanocal'] == __version__
 
 
 @pytest.mark.parametrize('script', [r"printf '\377\376'", 'exit 1', 'kill -9 $$'])
@@ -528,7 +529,14 @@ def test_versions_are_known_whatever_git_does(script, monkeypatch, tmp_path):
     (tmp_path / 'git').write_text(f'#!/bin/sh\n{script}\n')
     (tmp_path / 'git').chmod(0o755)
     monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
-    assert device.versions()['nanocal'] in (__version__, f'{__version__}+\ufffd\ufffd')
+    assert device.versions('cpu')['nanocal'] in (__version__, f'{__version__}+\ufffd\ufffd')
+
+
+def test_versions_name_the_device_that_was_used(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: f'GPU {device}')
+    assert device.versions('cuda:1')['device'] == 'GPU cuda:1'
+    assert device.versions('cpu')['device'] == platform.processor()
 
 
 def test_first_nonfinite_tensor(folder):

@@ -333,10 +333,11 @@ def asked(tmp_path_factory):
     rows = [{'question': f'What is the colour of {i}?', 'answers': ['blue']} for i in range(10)]
     write_rows(folder / 'qa' / 'test.jsonl', rows)
     ask(folder, folder / 'first')
-    greedy = [s['greedy'] for s in samples_of(folder / 'first', 'qa')]
-    right = [(row, a['answer']) for row, a in zip(rows[::2], greedy[::2]) if a['answer']]
-    for row, answer in right:
-        row['answers'].append(answer)
+    # not in the order of the lines, which is that in which the answers ended
+    greedy = {s['id']: s['greedy']['answer'] for s in samples_of(folder / 'first', 'qa')}
+    right = [i for i in range(0, 10, 2) if greedy[f'{i}']]
+    for i in right:
+        rows[i]['answers'].append(greedy[f'{i}'])
     write_rows(folder / 'qa' / 'test.jsonl', rows)
     ask(folder, folder / 'out', '--p_true', '--p_ik', '--verbalized')
     return folder, reference, len(right) / 10
