@@ -36,10 +36,12 @@ from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING or not __package__:    # in the clone, at the top level
     from attention import make_masks
-    from triton_ops import compute, float32_linear, gate_kernel, norm_kernel, rotate_kernel
+    from triton_ops import (compute, float32_linear, gate_kernel, norm_kernel, products,
+                            rotate_kernel)
 else:                                   # installed, as nanocal.model
     from .attention import make_masks
-    from .triton_ops import compute, float32_linear, gate_kernel, norm_kernel, rotate_kernel
+    from .triton_ops import (compute, float32_linear, gate_kernel, norm_kernel, products,
+                             rotate_kernel)
 
 
 # ---- Families and configurations -----------------------------------------------------------------
@@ -288,8 +290,8 @@ class Attention(nn.Module):
         if self.family.fused:
             H, K = self.heads
             return self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split((H, K, K), dim=-2)
-        return tuple(project(x).unflatten(-1, (-1, self.head_dim))
-                     for project in (self.q_proj, self.k_proj, self.v_proj))
+        return tuple(y.unflatten(-1, (-1, self.head_dim))
+                     for y in products(x, self.q_proj, self.k_proj, self.v_proj))
 
     def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the first numbers of each head of x [B, heads, T, hd]."""
@@ -321,7 +323,7 @@ class MLP(nn.Module):
         if not family.gated:
             return self.down_proj(activation(self.up_proj(x)))
         factors = (self.gate_up_proj(x).chunk(2, dim=-1) if family.fused else
-                   (self.gate_proj(x), self.up_proj(x)))
+                   products(x, self.gate_proj, self.up_proj))
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             # the product is as large as its factors, and recomputing it costs less than storing it
             h = checkpoint(gate, *factors, activation, use_reentrant=False)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 try:
     import triton
@@ -73,15 +73,63 @@ def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())
 
 
+# ---- Products of the same input ------------------------------------------------------------------
+
+def adjoin(model: nn.Module, **on):
+    """Move the weights of layers that read the same input side by side, in place, for `products`.
+
+    on: device and dtype of their memory, for a model on the meta device
+    """
+    for module in model.modules():
+        for names in (('q_proj', 'k_proj', 'v_proj'), ('gate_proj', 'up_proj')):
+            layers = [getattr(module, name, None) for name in names]
+            if not all(type(layer) is nn.Linear for layer in layers):
+                continue
+            for kind in ('weight', 'bias') if layers[0].bias is not None else ('weight',):
+                parts = [getattr(layer, kind) for layer in layers]
+                whole = torch.cat([part.detach() for part in parts])
+                whole = torch.empty_like(whole, **on) if whole.is_meta else whole
+                for layer, part in zip(layers, whole.split([len(part) for part in parts])):
+                    setattr(layer, kind, nn.Parameter(part))
+
+
+def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+    """Return layer(x) of linear layers; by one product without gradients, after `adjoin`."""
+    if kernels_apply(x) and all(type(layer) is nn.Linear and not layer._forward_hooks
+                                for layer in layers):
+        weight = side_by_side([layer.weight for layer in layers])
+        bias = None if layers[0].bias is None else side_by_side([layer.bias for layer in layers])
+        if weight is not None and (bias is None) == (layers[0].bias is None):
+            return [*F.linear(x, weight, bias).split([len(layer.weight) for layer in layers], -1)]
+    return [layer(x) for layer in layers]
+
+
+def side_by_side(parts: list[Tensor]) -> Tensor | None:
+    """Return contiguous tensors as one, without a copy; None if they are not in one memory."""
+    memory, end = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != end:
+            return None
+        end += part.numel()
+    return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
+
+
 # ---- Norm, rotary positions, gated product -------------------------------------------------------
 
+def in_rows(x: Tensor, width: int) -> Tensor:
+    """Return x as rows of `width` adjacent numbers, which may lie apart; a copy only if need be."""
+    rows = x.reshape(-1, width)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def norm_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
-    x, D = x.contiguous(), x.shape[-1]
-    out, width = torch.empty_like(x), triton.next_power_of_2(D)
+    D, n_heads = x.shape[-1], math.prod(x.shape[2:-1])      # x [B, T, D] or [B, T, heads, hd]
+    rows, out, width = in_rows(x, n_heads * D), x.new_empty(x.shape), triton.next_power_of_2(D)
     _norm[x.numel() // D,](
-        x, weight, weight if bias is None else bias, out, D, weight.numel() // D, eps, WIDTH=width,
-        ROUND=kind == 'llama', PLUS_ONE=kind == 'gemma', CENTER=kind in ('mean', 'layer'),
-        BIAS=bias is not None, num_warps=min(16, max(1, width // 256)))
+        rows, weight, weight if bias is None else bias, out, rows.stride(0), n_heads, D,
+        weight.numel() // D, eps, WIDTH=width, ROUND=kind == 'llama', PLUS_ONE=kind == 'gemma',
+        CENTER=kind in ('mean', 'layer'), BIAS=bias is not None,
+        num_warps=min(16, max(1, width // 256)))
     return out
 
 
@@ -97,22 +145,24 @@ def rotate_kernel(x: Tensor, cos: Tensor, sin: Tensor, in_float32: bool = False)
 def gate_kernel(x: Tensor, up: Tensor, activation: Callable) -> Tensor:
     if activation.__name__ not in ('silu', 'gelu_tanh'):
         return activation(x) * up
-    x, up, block = x.contiguous(), up.contiguous(), 4096
-    out, silu = torch.empty_like(x), activation.__name__ == 'silu'
-    _gate[triton.cdiv(out.numel(), block),](x, up, out, out.numel(), SILU=silu, BLOCK=block,
-                                            num_warps=8)
+    H, block, out = x.shape[-1], 4096, x.new_empty(x.shape)
+    x, up = in_rows(x, H), in_rows(up, H)
+    _gate[len(x) * triton.cdiv(H, block),](
+        x, up, out, x.stride(0), up.stride(0), H, SILU=activation.__name__ == 'silu', BLOCK=block,
+        num_warps=8)
     return out
 
 
 if triton is not None:
     @triton.jit
-    def _norm(x_ptr, weight_ptr, bias_ptr, out_ptr, D, n_weights, eps, WIDTH: tl.constexpr,
-              ROUND: tl.constexpr, PLUS_ONE: tl.constexpr, CENTER: tl.constexpr,
-              BIAS: tl.constexpr):
+    def _norm(x_ptr, weight_ptr, bias_ptr, out_ptr, x_row, n_heads, D, n_weights, eps,
+              WIDTH: tl.constexpr, ROUND: tl.constexpr, PLUS_ONE: tl.constexpr,
+              CENTER: tl.constexpr, BIAS: tl.constexpr):
         # the vector of one token, or of one of its heads
         d = tl.arange(0, WIDTH)
         row = tl.program_id(0).to(tl.int64)
-        x = tl.load(x_ptr + row * D + d, mask=d < D, other=0.0)
+        x_ptr += row // n_heads * x_row + row % n_heads * D
+        x = tl.load(x_ptr + d, mask=d < D, other=0.0)
         weight_at = row % n_weights * D + d
         weight = tl.load(weight_ptr + weight_at, mask=d < D, other=0.0).to(tl.float32)
         y = x.to(tl.float32)
@@ -144,15 +194,18 @@ if triton is not None:
         tl.store(to + half, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _gate(gate_ptr, up_ptr, out_ptr, n, SILU: tl.constexpr, BLOCK: tl.constexpr):
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(gate_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    def _gate(gate_ptr, up_ptr, out_ptr, gate_row, up_row, H, SILU: tl.constexpr,
+              BLOCK: tl.constexpr):
+        blocks = tl.cdiv(H, BLOCK)
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        h = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(gate_ptr + row * gate_row + h, mask=h < H, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + row * up_row + h, mask=h < H, other=0.0).to(tl.float32)
         if SILU:
             y = x * tl.sigmoid(x)
         else:   # x / 2 (1 + tanh(z)) = x sigmoid(2 z), with sqrt(2 / pi) = 0.79788...
             y = x * tl.sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
-        tl.store(out_ptr + at, (y * up).to(out_ptr.dtype.element_ty), mask=at < n)
+        tl.store(out_ptr + row * H + h, (y * up).to(out_ptr.dtype.element_ty), mask=h < H)
 
 
 # ---- Attention over the blocks of a TreeMask -----------------------------------------------------
@@ -255,17 +308,18 @@ SPLIT = 256     # keys per program of `_decode`; fixed, so that no row depends o
 def decode_kernel(mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
     """Return mask.attend(q, k, v, scale, softcap) of a DecodeMask."""
     (B, H, _, hd), K, cache = q.shape, k.shape[1], mask.cache
-    q, k, v = (x.reshape(B, -1, hd).contiguous() for x in (q, k, v))
+    q, k, v = (in_rows(x, x.shape[1] * hd) for x in (q, k, v))
     slots, positions = mask.slots.contiguous(), mask.positions.contiguous()
     n_splits = triton.cdiv(mask.longest, SPLIT)
     parts = torch.empty(B, H, n_splits, hd, dtype=torch.float32, device=q.device)
     lse = torch.empty(B, H, n_splits, dtype=torch.float32, device=q.device)
-    out, width = torch.empty_like(q), triton.next_power_of_2(max(16, hd))
+    out, width = q.new_empty(B, H, hd), triton.next_power_of_2(max(16, hd))
     _decode[n_splits, K, B](
-        q, k, v, cache.k, cache.v, parts, lse, slots, positions, *cache.k.stride()[:2], cache.size,
-        H, H // K, hd, scale * LOG2E, softcap * LOG2E if softcap else 0.0,
-        GROUP=max(16, triton.next_power_of_2(H // K)), WIDTH=width, SPLIT=SPLIT,
-        BLOCK=64 if width * q.element_size() <= 512 else 32, num_warps=4, num_stages=3)
+        q, k, v, cache.k, cache.v, parts, lse, slots, positions, q.stride(0), k.stride(0),
+        v.stride(0), *cache.k.stride()[:2], cache.size, H, H // K, hd, scale * LOG2E,
+        softcap * LOG2E if softcap else 0.0, GROUP=max(16, triton.next_power_of_2(H // K)),
+        WIDTH=width, SPLIT=SPLIT, BLOCK=64 if width * q.element_size() <= 512 else 32,
+        num_warps=4, num_stages=3)
     _merge[B * H,](parts, lse, out, positions, cache.size, H, n_splits, hd, WIDTH=width,
                    SPLIT=SPLIT, num_warps=1)
     return out[:, :, None]
@@ -274,8 +328,8 @@ def decode_kernel(mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: 
 if triton is not None:
     @triton.jit
     def _decode(q_ptr, k_ptr, v_ptr, cache_k_ptr, cache_v_ptr, part_ptr, lse_ptr, slot_ptr,
-                position_ptr, slot_stride, head_stride, size, H, group, hd, scale, softcap,
-                GROUP: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
+                position_ptr, q_row, k_row, v_row, slot_stride, head_stride, size, H, group, hd,
+                scale, softcap, GROUP: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
                 BLOCK: tl.constexpr):
         """Attention of the queries that share a key head over SPLIT keys (Dao et al. 2023).
 
@@ -287,10 +341,10 @@ if triton is not None:
         g, d = tl.arange(0, GROUP), tl.arange(0, WIDTH)
         query = row * H + head * group + g      # among the queries of all rows
         q_mask = (g[:, None] < group) & (d[None, :] < hd)
-        q = tl.load(q_ptr + query[:, None] * hd + d[None, :], mask=q_mask, other=0.0)
-        new = (row * (H // group) + head) * hd + d
-        new_k = tl.load(k_ptr + new, mask=d < hd, other=0.0)
-        new_v = tl.load(v_ptr + new, mask=d < hd, other=0.0)
+        q_ptr += row * q_row + head * group * hd
+        q = tl.load(q_ptr + g[:, None] * hd + d[None, :], mask=q_mask, other=0.0)
+        new_k = tl.load(k_ptr + row * k_row + head * hd + d, mask=d < hd, other=0.0)
+        new_v = tl.load(v_ptr + row * v_row + head * hd + d, mask=d < hd, other=0.0)
         start = tl.load(slot_ptr + row) * slot_stride + head * head_stride
         # the new key comes first; where it belongs to another split, its weight is 0
         is_new = (begin <= place) & (place < begin + SPLIT)

@@ -15,6 +15,7 @@ from runtime.config import load_config
 from runtime.config_json import config_from_hf
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
+from triton_ops import adjoin
 
 LLAMA3 = {'model_type': 'llama', 'vocab_size': 128256, 'num_attention_heads': 32,
           'num_key_value_heads': 8, 'rms_norm_eps': 1e-5, 'max_position_embeddings': 131072,
@@ -44,6 +45,7 @@ def our_model(raw):
         model = models.CausalLM(config_from_hf(raw))
         model.init_weights()
     torch.set_default_dtype(torch.float32)
+    adjoin(model)       # as `checkpoint.load` does
     return model
 
 

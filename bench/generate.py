@@ -140,8 +140,8 @@ def measure_command(model, config, folder):
     first = time.perf_counter() - started
     if process.wait():
         raise RuntimeError('generate.py failed')
-    seconds, answers = time.perf_counter() - started, [
-        answer for line in out.read_text().splitlines() for answer in json.loads(line)['answers']]
+    seconds = time.perf_counter() - started
+    answers = [answer for _, row in read_rows(out) for answer in row['answers']]
     n_tokens = sum(answer['n_tokens'] for answer in answers)
     return {'prompts': len(rows), 'tokens': n_tokens, 'seconds': seconds, 'first_s': first,
             'tokens_per_s': n_tokens / seconds}

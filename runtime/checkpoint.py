@@ -19,6 +19,7 @@ from runtime.hub import download
 from runtime.names import BUFFERS, text_key, their_key
 from runtime.parallel import load_full, rank, shard
 from runtime.weights import TYPES, check_header, read_tensors, weight_files, write_files
+from triton_ops import adjoin
 
 SHARD_BYTES = 5_000_000_000
 # files that transformers and vLLM need besides the weights; copied from the base model's folder
@@ -91,20 +92,25 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     model = build(config)
     if sharded:
         shard(model.to(dtype), device).to_empty(device=device)
+    else:
+        adjoin(model, device=device, dtype=dtype)
     ours = {their_key(key, config): key for key, _ in model.named_parameters()}
     changes = adapter.changes(folder, config, _shapes(model))
     for key, tensor in tqdm(read_tensors(files), 'loading', len(files), unit=' tensors', delay=1,
                             disable=None):
         stored = text_key(key, config)
-        parent, _, name = ours[stored].rpartition('.')
+        parameter, (parent, _, name) = (model.get_parameter(ours[stored]),
+                                        ours[stored].rpartition('.'))
         # a copy, not a view into the file, which may be replaced in the meantime
         weight = tensor.to(device, dtype, copy=True)
         if stored in changes:
             weight = adapter.merged(weight, changes[stored])
         if sharded:
-            load_full(model.get_parameter(ours[stored]), weight)
-        else:
+            load_full(parameter, weight)
+        elif parameter.is_meta:
             setattr(model.get_submodule(parent), name, nn.Parameter(weight))
+        else:
+            parameter.data.copy_(weight)
     return model
 
 

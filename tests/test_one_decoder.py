@@ -191,6 +191,36 @@ def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance
 
 
 @pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('name', ['llama', 'qwen2', 'qwen3', 'olmo2'])
+def test_one_product_of_adjoined_weights_equals_the_products_of_each_layer(
+        name, device, monkeypatch, calls_of_kernels, tmp_path):
+    reference_model(name, tmp_path)
+    model = checkpoint.load(tmp_path, device, torch.bfloat16)
+    block, x = model.decoder.layers[0], random(2, 9, model.config.hidden_size, device=device)
+    x, attention, mlp = x.bfloat16(), block.self_attn, block.mlp
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert triton_ops.side_by_side([layer.weight for layer in layers]) is not None
+    calls, linear = [], F.linear
+    monkeypatch.setattr(F, 'linear', lambda *inputs: calls.append(inputs[1]) or linear(*inputs))
+    with torch.no_grad():
+        joined = [*models.products(x, *layers), mlp(x)]
+        assert len(calls) == 3      # with that of down_proj
+        for layer in (*layers, mlp.gate_proj, mlp.up_proj):
+            layer.weight = torch.nn.Parameter(layer.weight.clone())
+        apart = [*models.products(x, *layers), mlp(x)]
+    assert len(calls) == 3 + 6
+    for a, b in zip(joined, apart):
+        assert (a - b).norm() < 0.01 * a.norm()
+    # where a gradient is needed, the layers are called themselves; so they are with a hook
+    calls.clear()
+    models.products(x, *layers)
+    layers[0].register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        models.products(x, *layers)
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize('device', DEVICES)
 def test_an_activation_without_a_kernel_is_computed_by_torch(device, calls_of_kernels):
     x, up = (random(9, n, device=device, dtype=torch.bfloat16)[:, -40:] for n in (40, 41))
     with torch.no_grad():
