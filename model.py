@@ -36,12 +36,12 @@ from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING or not __package__:    # in the clone, at the top level
     from attention import make_masks
-    from triton_ops import (compute, float32_linear, gate_kernel, norm_kernel, products,
+    from triton_ops import (Linear, compute, float32_linear, gate_kernel, norm_kernel, products,
                             rotate_kernel)
 else:                                   # installed, as nanocal.model
     from .attention import make_masks
-    from .triton_ops import (compute, float32_linear, gate_kernel, norm_kernel, products,
-                             rotate_kernel)
+    from .triton_ops import (Linear, compute, float32_linear, gate_kernel, norm_kernel,
+                             products, rotate_kernel)
 
 
 # ---- Families and configurations -----------------------------------------------------------------
@@ -257,16 +257,16 @@ class Attention(nn.Module):
         H, K = self.heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, bias = hd, self.family.qkv_bias
         if self.family.fused:
-            self.qkv_proj = nn.Linear(D, (H + 2 * K) * hd, bias=bias)
+            self.qkv_proj = Linear(D, (H + 2 * K) * hd, bias=bias)
         else:
-            self.q_proj = nn.Linear(D, H * hd, bias=bias)
-            self.k_proj = nn.Linear(D, K * hd, bias=bias)
-            self.v_proj = nn.Linear(D, K * hd, bias=bias)
+            self.q_proj = Linear(D, H * hd, bias=bias)
+            self.k_proj = Linear(D, K * hd, bias=bias)
+            self.v_proj = Linear(D, K * hd, bias=bias)
         if self.family.qk_norm:
             self.q_norm, self.k_norm = (
                 Norm(config, *{'head': (hd,), 'whole': (n * hd,), 'each': (n, hd)}
                      [self.family.qk_norm]) for n in (H, K))
-        self.o_proj = nn.Linear(H * hd, D, bias=self.family.o_bias)
+        self.o_proj = Linear(H * hd, D, bias=self.family.o_bias)
         self.scale, self.softcap = config.scale, config.attn_logit_softcapping
 
     def forward(self, x: Tensor, rotary: tuple | None, mask) -> Tensor:
@@ -311,12 +311,12 @@ class MLP(nn.Module):
         D, H, self.family = config.hidden_size, config.intermediate_size, config.family
         bias = self.family.mlp_bias
         if self.family.gated and self.family.fused:
-            self.gate_up_proj = nn.Linear(D, 2 * H, bias=bias)
+            self.gate_up_proj = Linear(D, 2 * H, bias=bias)
         else:
             if self.family.gated:
-                self.gate_proj = nn.Linear(D, H, bias=bias)
-            self.up_proj = nn.Linear(D, H, bias=bias)
-        self.down_proj = nn.Linear(H, D, bias=bias)
+                self.gate_proj = Linear(D, H, bias=bias)
+            self.up_proj = Linear(D, H, bias=bias)
+        self.down_proj = Linear(H, D, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         family, activation = self.family, self.family.activation

@@ -3,6 +3,7 @@
 | kernel                                  | on CUDA, computes                                      |
 |-----------------------------------------|--------------------------------------------------------|
 | norm_kernel, rotate_kernel, gate_kernel | norm, rotate and gate of model.py, through `compute`   |
+| row_kernel                              | the product of one row with a weight, in `Linear`      |
 | tree_kernel                             | `attend` of attention.py's TreeMask                    |
 | decode_kernel                           | `attend` of attention.py's DecodeMask                  |
 
@@ -73,7 +74,43 @@ def float32_linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.float(), weight.float())
 
 
-# ---- Products of the same input ------------------------------------------------------------------
+# ---- Linear layers -------------------------------------------------------------------------------
+
+class Linear(nn.Linear):
+    """nn.Linear, with a kernel for a single row, which reads the weight at the speed of memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    by_kernel = x.numel() == x.shape[-1] and kernels_apply(x)
+    return (row_kernel if by_kernel else F.linear)(x, weight, bias)
+
+
+def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+    """Return layer(x) of each layer; of a Linear without gradients, after `adjoin`, by one product.
+    """
+    if kernels_apply(x) and all(type(layer) is Linear and not layer._forward_hooks
+                                for layer in layers):
+        weight, bias = (side_by_side([getattr(layer, kind) for layer in layers])
+                        for kind in ('weight', 'bias'))
+        if weight is not None and (bias is None) == (layers[0].bias is None):
+            return [*linear(x, weight, bias).split([len(layer.weight) for layer in layers], -1)]
+    return [layer(x) for layer in layers]
+
+
+def side_by_side(parts: list[Tensor | None]) -> Tensor | None:
+    """Return contiguous tensors as one, without a copy; None if they are not in one memory."""
+    if parts[0] is None:
+        return None
+    memory, end = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != end:
+            return None
+        end += part.numel()
+    return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
+
 
 def adjoin(model: nn.Module, **on):
     """Move the weights of layers that read the same input side by side, in place, for `products`.
@@ -83,7 +120,7 @@ def adjoin(model: nn.Module, **on):
     for module in model.modules():
         for names in (('q_proj', 'k_proj', 'v_proj'), ('gate_proj', 'up_proj')):
             layers = [getattr(module, name, None) for name in names]
-            if not all(type(layer) is nn.Linear for layer in layers):
+            if not all(type(layer) is Linear for layer in layers):
                 continue
             for kind in ('weight', 'bias') if layers[0].bias is not None else ('weight',):
                 parts = [getattr(layer, kind) for layer in layers]
@@ -93,25 +130,34 @@ def adjoin(model: nn.Module, **on):
                     setattr(layer, kind, nn.Parameter(part))
 
 
-def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
-    """Return layer(x) of linear layers; by one product without gradients, after `adjoin`."""
-    if kernels_apply(x) and all(type(layer) is nn.Linear and not layer._forward_hooks
-                                for layer in layers):
-        weight = side_by_side([layer.weight for layer in layers])
-        bias = None if layers[0].bias is None else side_by_side([layer.bias for layer in layers])
-        if weight is not None and (bias is None) == (layers[0].bias is None):
-            return [*F.linear(x, weight, bias).split([len(layer.weight) for layer in layers], -1)]
-    return [layer(x) for layer in layers]
+def row_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return F.linear(x, weight, bias) of a single row: on an H200 in 0.6 to 0.95 of its time."""
+    (N, K), ROWS = weight.shape, 2
+    y = x.new_empty(*x.shape[:-1], N)
+    _row[triton.cdiv(N, ROWS),](
+        x.contiguous(), weight, weight if bias is None else bias, y, N, K, BIAS=bias is not None,
+        ROWS=ROWS, BLOCK=min(1024, triton.next_power_of_2(K)), num_warps=4)
+    return y
 
 
-def side_by_side(parts: list[Tensor]) -> Tensor | None:
-    """Return contiguous tensors as one, without a copy; None if they are not in one memory."""
-    memory, end = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
-    for part in parts:
-        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != end:
-            return None
-        end += part.numel()
-    return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
+if triton is not None:
+    @triton.jit
+    def _row(x_ptr, weight_ptr, bias_ptr, y_ptr, N, K, BIAS: tl.constexpr, ROWS: tl.constexpr,
+             BLOCK: tl.constexpr):
+        # products of x with ROWS rows of the weight
+        n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        weight_ptr += n[:, None].to(tl.int64) * K
+        y = tl.zeros([ROWS, BLOCK], tl.float32)
+        for first in range(0, K, BLOCK):
+            k = first + tl.arange(0, BLOCK)
+            weight = tl.load(weight_ptr + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :],
+                             other=0.0)
+            x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+            y += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+        y = tl.sum(y, 1)
+        if BIAS:
+            y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
 
 # ---- Norm, rotary positions, gated product -------------------------------------------------------
@@ -318,7 +364,7 @@ def decode_kernel(mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: 
         q, k, v, cache.k, cache.v, parts, lse, slots, positions, q.stride(0), k.stride(0),
         v.stride(0), *cache.k.stride()[:2], cache.size, H, H // K, hd, scale * LOG2E,
         softcap * LOG2E if softcap else 0.0, GROUP=max(16, triton.next_power_of_2(H // K)),
-        WIDTH=width, SPLIT=SPLIT, BLOCK=64 if width * q.element_size() <= 512 else 32,
+        WIDTH=width, SPLIT=SPLIT, BLOCK=64 if width * q.element_size() < 512 else 32,
         num_warps=4, num_stages=3)
     _merge[B * H,](parts, lse, out, positions, cache.size, H, n_splits, hd, WIDTH=width,
                    SPLIT=SPLIT, num_warps=1)
