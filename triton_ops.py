@@ -102,14 +102,18 @@ def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
 
 def side_by_side(parts: list[Tensor | None]) -> Tensor | None:
     """Return contiguous tensors as one, without a copy; None if they are not in one memory."""
-    if parts[0] is None:
+    first = parts[0]
+    if first is None:
         return None
-    memory, end = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
+    end = first.data_ptr()
     for part in parts:
-        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != end:
+        if part is None or part.data_ptr() != end:
             return None
-        end += part.numel()
-    return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
+        end += part.nbytes
+    memory = first.untyped_storage()
+    if end > memory.data_ptr() + memory.nbytes():   # neighbors by chance
+        return None
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def adjoin(model: nn.Module, **on):

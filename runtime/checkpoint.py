@@ -101,16 +101,16 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
         stored = text_key(key, config)
         parameter, (parent, _, name) = (model.get_parameter(ours[stored]),
                                         ours[stored].rpartition('.'))
-        # a copy, not a view into the file, which may be replaced in the meantime
-        weight = tensor.to(device, dtype, copy=True)
         if stored in changes:
-            weight = adapter.merged(weight, changes[stored])
+            tensor = adapter.merged(tensor.to(device, dtype), changes[stored])
         if sharded:
-            load_full(parameter, weight)
+            load_full(parameter, tensor.to(device, dtype))
         elif parameter.is_meta:
-            setattr(model.get_submodule(parent), name, nn.Parameter(weight))
+            # a copy, not a view into the file, which may be replaced in the meantime
+            weight = nn.Parameter(tensor.to(device, dtype, copy=True))
+            setattr(model.get_submodule(parent), name, weight)
         else:
-            parameter.data.copy_(weight)
+            parameter.data.copy_(tensor)
     return model
 
 
