@@ -96,24 +96,25 @@ def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
         weight, bias = (side_by_side([getattr(layer, kind) for layer in layers])
                         for kind in ('weight', 'bias'))
         if weight is not None and (bias is None) == (layers[0].bias is None):
-            return [*linear(x, weight, bias).split([len(layer.weight) for layer in layers], -1)]
+            sizes = [layer.out_features for layer in layers if isinstance(layer, Linear)]
+            return [*linear(x, weight, bias).split(sizes, -1)]
     return [layer(x) for layer in layers]
 
 
-def side_by_side(parts: list[Tensor | None]) -> Tensor | None:
+def side_by_side(parts: list) -> Tensor | None:
     """Return contiguous tensors as one, without a copy; None if they are not in one memory."""
     first = parts[0]
     if first is None:
         return None
-    end = first.data_ptr()
+    end, length = first.data_ptr(), 0
     for part in parts:
         if part is None or part.data_ptr() != end:
             return None
-        end += part.nbytes
+        end, length = end + part.nbytes, length + len(part)
     memory = first.untyped_storage()
     if end > memory.data_ptr() + memory.nbytes():   # neighbors by chance
         return None
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+    return first.as_strided((length, *first.shape[1:]), first.stride())
 
 
 def adjoin(model: nn.Module, **on):
@@ -126,8 +127,10 @@ def adjoin(model: nn.Module, **on):
             layers = [getattr(module, name, None) for name in names]
             if not all(type(layer) is Linear for layer in layers):
                 continue
-            for kind in ('weight', 'bias') if layers[0].bias is not None else ('weight',):
+            for kind in ('weight', 'bias'):
                 parts = [getattr(layer, kind) for layer in layers]
+                if parts[0] is None:
+                    continue
                 whole = torch.cat([part.detach() for part in parts])
                 whole = torch.empty_like(whole, **on) if whole.is_meta else whole
                 for layer, part in zip(layers, whole.split([len(part) for part in parts])):
