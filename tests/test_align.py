@@ -97,11 +97,14 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope='module', params=['llama', 'gemma2'])
+@pytest.fixture(scope='module', params=['llama', pytest.param('gemma2', marks=pytest.mark.slow)])
 def base(request, tmp_path_factory):
     folder = sentencepiece_folder(tmp_path_factory.mktemp('base'), 'llama2')
     reference_model(request.param, folder, vocab_size=400)
     return folder
+
+
+llama_alone = pytest.mark.parametrize('base', ['llama'], indirect=True)
 
 
 def config(base, folder, rows, **values):
@@ -372,13 +375,14 @@ def test_a_reward_model_reports_the_calibration_of_held_out_pairs(base, tmp_path
 
 
 @pytest.mark.slow
+@llama_alone
 def test_a_killed_run_resumes_to_the_same_weights(base, tmp_path):
-    cfg = config(base, tmp_path, ROWS, epochs=40, lr=1e-3, save_every=10)
+    cfg = config(base, tmp_path, ROWS, epochs=16, lr=1e-3, save_every=4)
     align.align(cfg)
     whole = replace(cfg, out_dir=str(tmp_path / 'again'))
 
     def die(step, *_):
-        if step == 25:
+        if step == 10:
             raise KeyboardInterrupt
     with pytest.MonkeyPatch.context() as patch:
         rate = train.learning_rate
@@ -393,6 +397,7 @@ def test_a_killed_run_resumes_to_the_same_weights(base, tmp_path):
 
 
 @pytest.mark.slow
+@llama_alone
 @pytest.mark.parametrize('values', [
     {'method': 'dpo'}, {'method': 'reward', 'lora': True}, {'method': 'orpo', 'micro_rows': 2}],
     ids=['DPO', 'a reward model with LoRA', 'ORPO'])
@@ -435,6 +440,7 @@ def run_processes(cfg, path, n):
 
 
 @pytest.mark.slow
+@llama_alone
 def test_rewards_are_refused_under_torchrun_in_one_line(base, tmp_path):
     cfg = config(base, tmp_path, ROWS, method='grpo', reward='exact', max_tokens=8)
     done = run_processes(cfg, tmp_path / 'config.py', 2)
@@ -455,6 +461,7 @@ def test_settings_without_use_or_sense_are_refused(values, message):
 
 
 @pytest.mark.slow
+@llama_alone
 def test_the_command_says_what_it_does_and_names_a_bad_row(base, tmp_path):
     cfg = config(base, tmp_path, ROWS)
     command = ['align.py', f'--model={base}', f'--data={cfg.data}', '--device=cpu',

@@ -10,7 +10,6 @@ import math
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -25,7 +24,8 @@ import numpy as np
 import pytest
 import torch
 from common import (DEVICES, HERE, SHARED, head_of_32, lora_model, needs_files, reference_model,
-                    rewrite, sentencepiece_folder, whole_rows, write_hub_tasks, write_rows)
+                    rewrite, sentencepiece_folder, start_script, whole_rows, write_hub_tasks,
+                    write_rows)
 from safetensors.torch import load_file, save_file
 import evaluate
 import metrics
@@ -929,14 +929,12 @@ def test_a_full_disk_names_the_file_and_loses_nothing(scored_folder, tmp_path, c
     # on a GPU the limit hits the compiler's own files too
     arguments = [f'--model={scored_folder / "model"}', '--shots=0', f'--tasks={task}',
                  f'--out_dir={out}', '--device=cpu', *SMALL]
-    done = subprocess.run([sys.executable, 'evaluate.py', *arguments], cwd=HERE,
-                          capture_output=True, text=True,
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE,
-                                                                (20_000, 20_000)))
-    assert done.returncode == 1
-    assert done.stderr.strip().split('\n')[-1].startswith(
+    process = start_script('evaluate.py', *arguments, limit=20_000)
+    _, errors = process.communicate()
+    assert process.returncode == 1
+    assert errors.strip().split('\n')[-1].startswith(
         f'error: {out / "samples.jsonl"} cannot be written: File too large')
-    assert 'Traceback' not in done.stderr
+    assert 'Traceback' not in errors
     n = (out / 'samples.jsonl').read_text().count('\n')
     evaluate.main(arguments)
     assert n > 10 and f'{n} scored earlier' in capsys.readouterr().out
@@ -1087,15 +1085,14 @@ def test_a_killed_evaluation_is_resumed_to_the_same_results(scored_folder, tmp_p
                  f'--out_dir={tmp_path}']
     samples, kills = tmp_path / 'samples.jsonl', 0
     for wait in (0.0, 0.2):
-        process = subprocess.Popen([sys.executable, 'evaluate.py', *arguments], cwd=HERE,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = start_script('evaluate.py', *arguments)
         size = samples.stat().st_size if samples.exists() else 0
         while process.poll() is None and not (samples.exists() and samples.stat().st_size > size):
             time.sleep(0.01)
         time.sleep(wait)
         kills += process.poll() is None
         process.kill()
-        process.wait()
+        process.communicate()
     evaluate.main(arguments)
     found = report.read_samples(samples)
     assert len(found) == len({r['id'] for r in found}) == 600 and kills

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import math
+import multiprocessing
 import os
 import re
 from dataclasses import asdict, replace
@@ -388,6 +389,14 @@ def small_jobs(root, seed, names):
             yield job
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Processes of side_by_side are forks of this one, which spares them seconds of imports."""
+    if not torch.cuda.is_available():       # which cannot be used in a fork
+        fork = multiprocessing.get_context('fork')
+        monkeypatch.setattr(multiprocessing, 'get_context', lambda method: fork)
+
+
 def die_once(file):
     if not file.exists():
         file.touch()
@@ -395,7 +404,7 @@ def die_once(file):
 
 
 @pytest.mark.slow
-def test_the_losses_side_by_side(tmp_path, capsys):
+def test_the_losses_side_by_side(tmp_path, capsys, forked):
     """Two processes: a world's base models, what they know, tuned models; then the numbers."""
     seed, names = 5, {'base', 'medium', 'tuned-crossentropy-lr0.0008', 'tuned-gce0.7-lr0.0008',
                       'lora-dft-lr0.0032', 'medium-focal2-lr0.0004', 'base-known-dft',
@@ -578,7 +587,7 @@ def test_a_rewarded_answer_of_the_alignment_world_is_the_true_one():
 
 
 @pytest.mark.slow
-def test_alignment_from_the_world_to_tables(tmp_path, capsys):
+def test_alignment_from_the_world_to_tables(tmp_path, capsys, forked):
     """Two processes: tuned models, pairs, aligned models and their written answers."""
     seed, names = 10, {'base', 'sft', 'stated', 'pairs', 'ppo-both', 'dpo', 'grpo-known', 'rlcr',
                        'brier', 'dpo-none', 'dpo-temperature', 'base-none'}

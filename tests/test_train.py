@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 
 import numpy as np
@@ -15,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import (DEVICES, HERE, TORCHRUN, documents, gradients, head_of_32, lora_model,
-                    reference_model, rewrite, run_scripts, run_train, whole_rows, write_rows)
+                    reference_model, rewrite, run_scripts, run_train, start_script, whole_rows,
+                    write_rows)
 from safetensors.torch import load_file
 
 import evaluate
@@ -542,9 +542,7 @@ def test_neox_trains_and_is_evaluated(small_world, tmp_path):
               '--device=cpu', '--checkpoint_activations']
     train.main([*config, f'--out_dir={tmp_path / "one"}'])
     assert json.loads((tmp_path / 'one' / 'results.json').read_text())['tasks']
-    done = subprocess.run(
-        [*TORCHRUN, 'train.py', *config, '--eval=None', f'--out_dir={tmp_path / "two"}'],
-        cwd=HERE, capture_output=True, text=True, timeout=300)
+    done = run_scripts(2, 'train.py', *config, '--eval=None', f'--out_dir={tmp_path / "two"}')
     assert done.returncode == 0, done.stderr
     before, one, two = (load_file(folder / 'model.safetensors')
                         for folder in (base, tmp_path / 'one', tmp_path / 'two'))
@@ -671,9 +669,7 @@ def bad_command_lines(folder, tmp_path):
 def test_bad_input_gives_one_line(small_world, tmp_path):
     cases = bad_command_lines(small_world[0], tmp_path)
     # each in a folder of its own: two runs in one are refused, as another test says
-    running = [(subprocess.Popen([sys.executable, *command, f'--out_dir={tmp_path}/out/{i}'],
-                                 cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                 text=True), message)
+    running = [(start_script(*command, f'--out_dir={tmp_path}/out/{i}'), message)
                for i, (command, message) in enumerate(cases[:3])]
     for process, message in running:
         _, errors = process.communicate()
