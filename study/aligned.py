@@ -16,14 +16,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from results.report import csv_text, markdown
+from results.report import csv_text
 from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
 from runtime.processes import parallel_map
 from stats import mean_interval
 from study import alignment
-from study.frontier import (at_equal_accuracy, bars, cell, finish, panels, read_numbers,
+from study.frontier import (at_equal_accuracy, bars, cell, finish, page, panels, read_numbers,
                             tested_table)
 
 RESULTS = Path(__file__).parent / 'results' / 'alignment'
@@ -83,10 +83,13 @@ def optimization_table(numbers):
     """Claim 13, question 1: what each PPO learned and what it did to calibration."""
     rows = [['model', 'reward of its answers: at first', 'at last', 'held-out reward', 'KL (nats)',
              'accuracy', 'confidence', 'ECE']]
-    for run, title in ({'sft': 'SFT'} | ARMS).items():
-        rows.append([title, *(plain(numbers.of(run, key)) if run != 'sft' or key not in (
-            'first_reward', 'trained_reward', 'kl') else '' for key in (
-            'first_reward', 'trained_reward', 'reward', 'kl', 'accuracy', 'confidence', 'ece'))])
+    untrained, rewarded = ('base', 'sft'), ('first_reward', 'trained_reward', 'kl')
+    for run, title in ({'base': 'base', 'sft': 'SFT'} | ARMS).items():
+        task = 'plain' if run == 'base' else 'chat'
+        rows.append([title, *(
+            '' if run in untrained and key in rewarded else plain(numbers.of(run, key, task))
+            for key in ('first_reward', 'trained_reward', 'reward', 'kl', 'accuracy', 'confidence',
+                        'ece'))])
     return rows
 
 
@@ -97,6 +100,14 @@ def optimization_tests(numbers):
         for key, metric in (('held-out reward', 'reward'), ('ECE', 'ece')):
             named[f'{key} of PPO - {title}'] = numbers.of('ppo', metric) - numbers.of(run, metric)
     return difference_table(named)
+
+
+def changes_table(numbers):
+    """Claim 13: what each model changed, also in accuracy and AUROC; no tests were planned."""
+    metrics = {'reward': 'held-out reward', 'accuracy': 'accuracy', 'auroc': 'AUROC', 'ece': 'ECE'}
+    return [['less SFT, not tested', *metrics.values()], *(
+        [title, *(cell(numbers.of(run, key) - numbers.of('sft', key)) for key in metrics)]
+        for run, title in (ARMS | METHODS).items())]
 
 
 def methods_table(numbers):
@@ -213,12 +224,13 @@ def written_table(numbers, key='ece', title='ECE'):
 
 def written_accuracy(numbers):
     rows = [['model', 'temperature', 'right: greedy answers', 'most frequent of ten samples',
-             'AUROC: probability', 'share of ten samples', 'P(True)']]
+             'the same with one temperature', 'AUROC: probability', 'share of ten samples',
+             'P(True)']]
     for run, name in WRITERS.items():
         task = 'plain' if run == 'base' else 'chat'
         rows.append([name, plain(numbers.of(run, 'temperature', task=task, scaling='temperature')),
-                     *(plain(written(numbers, run, 'accuracy', task))
-                       for task in ('qa', 'qa.agreement')),
+                     *(plain(written(numbers, run, 'accuracy', *how)) for how in (
+                         ('qa',), ('qa.agreement',), ('qa.agreement', 'temperature'))),
                      *(plain(written(numbers, run, 'auroc', task)) for task in CONFIDENCES)])
     return rows
 
@@ -251,35 +263,45 @@ def mended_table(numbers):
 def alignment_figure(numbers, path):
     """Draw PPO's four arms by epoch, ECE against KL and reward, and three groups of bars."""
     figure, axes = panels(2, 3)
-    by_epoch, by_kl, by_reward, left, known, before = axes.flat
+    by_epoch, by_kl, by_reward, one_temperature, known, smoothed = axes.flat
     color = {run: f'C{i}' for i, run in enumerate(ARMS | METHODS)}
-    for run, title in ARMS.items():
-        by_epoch.plot(range(4), numbers.path(run, 'ece').mean(0), marker='o', markersize=4,
-                      color=color[run], label=title)
-    for run, title in METHODS.items():
-        for ax, x in ((by_kl, 'kl'), (by_reward, 'reward')):
-            ax.plot(numbers.path(run, x).mean(0), numbers.path(run, 'ece').mean(0), marker='o',
-                    markersize=4, color=color[run], label=title)
+    for i, (run, title) in enumerate(ARMS.items()):
+        x, ece = np.arange(4) + 0.05 * (i - 1.5), numbers.path(run, 'ece')
+        by_epoch.plot(x, ece.mean(0), color=color[run], linewidth=1)
+        for at, values in zip(x, ece.T, strict=True):
+            bars(by_epoch, at, values, color=color[run], label=title)
+    for ax, key in ((by_kl, 'kl'), (by_reward, 'reward')):
+        for run, title in METHODS.items():
+            x, ece = numbers.path(run, key).mean(0), numbers.path(run, 'ece').mean(0)
+            ax.plot(x, ece, marker='o', markersize=4, color=color[run], label=title)
+            for epoch in (1, 2, 3):
+                ax.annotate(str(epoch), (x[epoch], ece[epoch]), (3, 3), fontsize=7,
+                            textcoords='offset points')
+        ax.plot(x[:1], ece[:1], marker='*', markersize=10, color='black', linestyle='', label='SFT')
+    models = ['sft', *METHODS]
     groups = {
-        left: [(['sft', *METHODS], 'none', 'as it is', 'black'),
-               (['sft', *METHODS], 'temperature', 'after a temperature', 'C8')],
+        one_temperature: [(models, 'none', 'as it is', 'black'),
+                          (models, 'temperature', 'after a temperature', 'C8')],
         known: [(['dpo-known', 'grpo-known'], 'none', 'known facts', 'C6'),
                 (['dpo-unknown', 'grpo-unknown'], 'none', 'unknown facts', 'C7')],
-        before: [(['sft', *METHODS], 'none', 'as it is', 'black'),
-                 (['smoothed', *(f'{run}-smoothed' for run in METHODS)], 'none',
-                  'smoothing 0.1 in SFT', 'C9')]}
-    for ax, several in groups.items():
-        for i, (shown, scaling, label, color) in enumerate(several):
-            for x, run in enumerate(shown):
-                bars(ax, x + 0.12 * i, numbers.of(run, 'ece', scaling=scaling), color=color,
-                     label=label)
+        smoothed: [(models, 'none', 'as it is', 'black'),
+                   (['smoothed', *(f'{run}-smoothed' for run in METHODS)], 'none',
+                    'smoothing 0.1 in SFT', 'C9')]}
+    for ax, pair in groups.items():
+        for i, (runs, scaling, label, group_color) in enumerate(pair):
+            for x, run in enumerate(runs):
+                bars(ax, x + 0.16 * (i - 0.5), numbers.of(run, 'ece', scaling=scaling),
+                     color=group_color, label=label)
         names = ['DPO', 'GRPO'] if ax is known else ['SFT', *METHODS.values()]
         ax.set_xticks(range(len(names)), names)
+        ax.set_xlim(-0.5, len(names) - 0.5)
+    by_epoch.set_xticks(range(4), ['SFT', '1', '2', '3'])
     for ax, x, title in ((by_epoch, 'epoch', "PPO and TRL's variants"),
-                         (by_kl, 'KL to SFT (nats)', 'ECE against KL'),
-                         (by_reward, 'held-out reward', 'ECE against reward'),
-                         (left, '', 'after one temperature'), (known, '', 'what is aligned on'),
-                         (before, '', 'smoothing before alignment')):
+                         (by_kl, 'KL to SFT (nats)', 'ECE against KL, by epoch'),
+                         (by_reward, 'held-out reward', 'ECE against reward, by epoch'),
+                         (one_temperature, '', 'before and after one temperature'),
+                         (known, '', 'aligned on known or unknown facts'),
+                         (smoothed, '', 'with and without smoothing in SFT')):
         ax.set(xlabel=x, ylabel='ECE')
         ax.set_ylim(bottom=0)
         ax.set_title(title, fontsize=10)
@@ -288,12 +310,13 @@ def alignment_figure(numbers, path):
 
 
 def written_figure(numbers, path):
+    """Draw the ECE of the three confidences of all models, before and after one temperature."""
     figure, axes = panels(1, 2)
     figure.set_figwidth(9)
     for ax, (scaling, title) in zip(axes[0], SCALINGS.items(), strict=True):
         for i, (task, name) in enumerate(CONFIDENCES.items()):
             for x, run in enumerate(WRITERS):
-                bars(ax, x + 0.12 * (i - 1), written(numbers, run, 'ece', task, scaling),
+                bars(ax, x + 0.14 * (i - 1), written(numbers, run, 'ece', task, scaling),
                      color=f'C{i}', label=name)
         ax.set_xticks(range(len(WRITERS)), [name.replace(', ', ',\n') for name in WRITERS.values()],
                       fontsize=8)
@@ -309,11 +332,12 @@ def written_figure(numbers, path):
 # file: (title, tables, figure)
 CLAIMS = {
     'alignment': ('Claim 13: calibration after alignment', (
-        optimization_table, optimization_tests, methods_table, methods_tests, known_table,
-        known_tests, temperature_tests, smoothed_table, smoothed_tests, stated_table, stated_tests),
-        alignment_figure),
+        optimization_table, optimization_tests, changes_table, methods_table, methods_tests,
+        known_table, known_tests, temperature_tests, smoothed_table, smoothed_tests, stated_table,
+        stated_tests), alignment_figure),
     'written': ('Claim 14: confidence in written answers', (
         written_table, lambda numbers: written_table(numbers, 'brier_top_label', 'Brier'),
+        lambda numbers: written_table(numbers, 'confidence', 'mean confidence'),
         written_accuracy, written_tests, mended_table), written_figure)}
 
 
@@ -336,8 +360,7 @@ def main(arguments=None):
         write_numbers(options.runs, folder)
     numbers = Numbers(folder)
     for name, (title, tables, draw) in CLAIMS.items():
-        text = f'### {title}; {len(numbers.seeds)} seeds\n\n' + '\n'.join(
-            markdown(table(numbers)) for table in tables)
+        text = page(numbers, title, tables)
         write_text(folder / f'{name}.md', text)
         draw(numbers, folder / f'{name}.png')
         print(text)

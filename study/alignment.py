@@ -1,6 +1,6 @@
 """Claims 13 and 14: alignment by DPO, PPO and GRPO, and confidence in written answers; see PLAN.md.
 
-    python study/side_by_side.py --studies=alignment --seeds=10,11,12,13,14 --processes=24
+    python study/side_by_side.py --study=alignment --seeds=10,11,12,13,14 --processes=24
 
 An alignment world has one language. Its text holds lists of solved questions, and lists of proposed
 answers with a verdict, from which P(True) is learned. All questions ask for the value of an

@@ -142,10 +142,13 @@ def agreements(runs, n_resamples):
 
 
 def agreement_cells(lines):
-    """Return the cells of a table of tau with its interval, metrics by metrics, header first."""
+    """Return the cells of a table of tau with its interval, metrics by metrics, header first.
+
+    A dash stands for a tau that is undefined, since a metric is the same for all runs.
+    """
     keys = list(dict.fromkeys(line[end] for line in lines for end in 'ab'))
     cells = {(line['a'], line['b']): f'{line["tau"]:.2f} [{line["low"]:.2f}, {line["high"]:.2f}]'
-             for line in lines}
+             if np.isfinite(line['tau']) else '-' for line in lines}
     return [['', *(TITLES[key] for key in keys[1:])],
             *([TITLES[a], *(cells.get((a, b), '') for b in keys[1:])] for a in keys[:-1])]
 
@@ -204,16 +207,21 @@ def page(values, agreed, binned, n_resamples):
 def draw(path, agreed, binned):
     """Draw tau of all pairs of metrics for each task, and below the ECE of runs by bins."""
     size = max(len({line[end] for line in lines for end in 'ab'}) for lines in agreed.values())
-    figure = new_figure(len(agreed) * (1.6 + 0.36 * size), 4.2 + 0.36 * size)
-    grid = figure.subplots(2, len(agreed), squeeze=False,
-                           gridspec_kw={'height_ratios': [size, 7]})
-    for (task, lines), top, bottom in zip(agreed.items(), *grid, strict=True):
+    columns = min(3, len(agreed))
+    rows = -(-len(agreed) // columns)
+    figure = new_figure(columns * (1.6 + 0.36 * size), rows * (4.2 + 0.36 * size))
+    grid = figure.subplots(2 * rows, columns, squeeze=False,
+                           gridspec_kw={'height_ratios': [size, max(7, size / 3)] * rows})
+    tops, bottoms = grid[::2].flat, grid[1::2].flat
+    for ax in (*tops[len(agreed):], *bottoms[len(agreed):]):
+        ax.remove()
+    for (task, lines), top, bottom in zip(agreed.items(), tops, bottoms, strict=False):
         keys = list(dict.fromkeys(line[end] for line in lines for end in 'ab'))
         tau = np.eye(len(keys))
         for line in lines:
             i, j = keys.index(line['a']), keys.index(line['b'])
             tau[i, j] = tau[j, i] = line['tau']
-            for x, y in ((i, j), (j, i)):
+            for x, y in ((i, j), (j, i)) if np.isfinite(line['tau']) else ():
                 top.text(x, y, f'{line["tau"]:.2f}', fontsize=6.5, ha='center', va='center',
                          color='white' if abs(line['tau']) > 0.7 else 'black')
         top.imshow(tau, vmin=-1, vmax=1, cmap='RdBu')

@@ -682,6 +682,18 @@ def test_the_tables_and_figures_of_alignment(tmp_path):
     assert '±' not in (tmp_path / 'alignment.md').read_text()
 
 
+@pytest.mark.slow
+def test_the_tables_of_alignment_are_those_of_the_committed_numbers():
+    numbers = aligned.Numbers(aligned.RESULTS)
+    claims = re.split(r'\n## (?:\d+\. )?', (HERE / 'study' / 'STUDY.md').read_text())
+    claims = [text for text in claims if text.startswith(('Alignment\n', 'Written answers\n'))]
+    for (name, (title, tables, _)), text in zip(aligned.CLAIMS.items(), claims, strict=True):
+        made = frontier.page(numbers, title, tables)
+        assert made == (aligned.RESULTS / f'{name}.md').read_text()
+        cells = set(re.findall(r'(?<=[| ])[-+]?0\.\d{3} ± \d\.\d{3}(?:, p [\d.e-]*\d)?', text))
+        assert len(cells) > 30 and {cell for cell in cells if cell not in made} == set(), name
+
+
 def test_the_plan_of_alignment_has_settings_that_were_fixed():
     cfgs = [cfg for seed in alignment.SEEDS for make in (alignment.base_runs, alignment.runs)
             for cfg in make(seed)]
