@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import struct
 
 import numpy as np
 import pytest
@@ -67,6 +68,18 @@ def test_the_committed_table_follows_from_the_committed_numbers():
         for run, ece in runs.items():
             if run in values[task]:
                 assert ece[10] == pytest.approx(values[task][run]['ece'], abs=2e-5)
+
+
+def test_a_tau_that_is_undefined_is_a_dash_and_four_tasks_fill_two_rows(tmp_path):
+    runs = {('run', seed): {'accuracy': 0.1 * seed, 'ece': 0.5, 'nll': 2 - 0.1 * seed}
+            for seed in range(4)}
+    lines = metrics_agree.agreements(runs, 10)
+    assert metrics_agree.agreement_cells(lines)[1:] == [
+        ['accuracy', '-', '1.00 [1.00, 1.00]'], ['ECE', '', '-']]
+    path = tmp_path / 'agree.png'
+    metrics_agree.draw(path, {f'task {i}': lines for i in range(4)}, {})
+    width, height = struct.unpack('>II', path.read_bytes()[16:24])
+    assert width < 1.5 * height
 
 
 @pytest.mark.slow
