@@ -41,6 +41,7 @@ from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
 from rl import RL_METHODS, Rollouts, answer_log_probs
 from runtime import checkpoint, resume
+from runtime.build import build_model, load_model, prepare
 from runtime.config import load_config, require_range
 from runtime.errors import ConfigError
 from runtime.ownership import temporary
@@ -237,7 +238,7 @@ class Preferences:
 
     def build_model(self, cfg, config, base, device):
         """Return the model to train; the log-probabilities of the reference are computed first."""
-        model = train.build_model(cfg, config, base, device)
+        model = build_model(cfg, config, base, device)
         if cfg.method not in NO_REFERENCE:
             self.reference = self.cached_reference(cfg, model, base, device)
         return model
@@ -347,9 +348,9 @@ class RewardModel(Preferences):
 
     def build_model(self, cfg, config, base, device):
         """Return the model with a score of zeros, which is trained beside adapters, too."""
-        model = train.load_model(cfg, config, base, device)
+        model = load_model(cfg, config, base, device)
         model.become_reward_model()
-        model = train.prepare(model, cfg, device)
+        model = prepare(model, cfg, device)
         model.score.requires_grad_()
         return model
 

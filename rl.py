@@ -23,6 +23,7 @@ from data.tokenizer import begins_with_bos
 from fused_ce import cross_entropy, fused_loss, joint
 from generate import generate
 from model import LoRALinear
+from runtime.build import build_model
 from runtime.device import pick_device, pick_dtype
 from runtime.errors import TrainingError
 from runtime.resume import advice
@@ -177,11 +178,11 @@ class Rollouts:
 
     def build_model(self, cfg, config, base, device):
         """Return the model to train; its reference is itself without adapters, or a second one."""
-        model, self.device = train.build_model(cfg, config, base, device), device
+        model, self.device = build_model(cfg, config, base, device), device
         self.model = self.reference = model
         if cfg.kl != 'none' and not cfg.lora:
             # with gradients, though none is computed: the kernels are those of training
-            self.reference = train.build_model(cfg, config, base, device)
+            self.reference = build_model(cfg, config, base, device)
         if cfg.method == 'ppo':
             model.value_head = torch.nn.Parameter(torch.zeros(model.head.shape[1], device=device))
         # a buffer, so that checkpoints hold it

@@ -9,7 +9,8 @@ the calibration report.
 
 From file to gradient: data/instruct.py reads rows (data/files.py) and encodes them (data/chat.py,
 data/tokenizer.py), data/cache.py stores the tokens, data/packing.py packs those of a step into
-rows; `train_step` calls model.py with attention.py, fused_ce.py and runtime/optim.py.
+rows; runtime/build.py makes the model and its optimizer; `train_step` calls model.py with
+attention.py, fused_ce.py and runtime/optim.py.
 """
 
 from runtime import cli
@@ -148,16 +149,15 @@ from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trees import load_answers
 from evaluate import evaluate, result_labels
 from fused_ce import fused_loss, smoothing, token_statistics
-from model import CausalLM, add_lora
 from results.plots import draw_loss
 from results.report import print_report
 from results.samples import OUTPUTS
 from runtime import checkpoint, ownership, resume, trained
-from runtime.device import compile_blocks, pick_device, pick_dtype, to_device
+from runtime.build import build_model, build_optimizer      # noqa: F401    `stage` has them
+from runtime.device import pick_device, to_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import parse_loss
-from runtime.optim import AdamW
-from runtime.parallel import (barrier, first_process_first, gather, rank, reshard, shard,
+from runtime.parallel import (barrier, first_process_first, gather, rank, reshard,
                               sum_over_processes, world_size)
 
 # Keys that may differ when a run is resumed; all others decide its weights.
@@ -414,47 +414,6 @@ def train(cfg, stage=None):
         if tasks and not cfg.dry_run:
             results['after'] = calibration_report(cfg, out_dir, tokenizer, tasks, out_dir)
     return results
-
-
-def build_model(cfg, config, base, device):
-    """Return the model to train; see `prepare`."""
-    return prepare(load_model(cfg, config, base, device), cfg, device)
-
-
-def load_model(cfg, config, base, device):
-    """Return the model before training, loaded or random."""
-    dtype = pick_dtype(cfg.dtype, device)
-    if cfg.from_scratch:
-        model = CausalLM(config)
-        model.init_weights()
-        return model.to(device, dtype)
-    model = checkpoint.load(base, device, dtype)
-    model.config.final_logit_softcapping = config.final_logit_softcapping
-    model.config.temperature = config.temperature
-    return model
-
-
-def prepare(model, cfg, device):
-    """Return a model with adapters, compiled and sharded as the settings say."""
-    if cfg.lora:
-        add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets)
-    model.decoder.attention = cfg.attention
-    model.decoder.checkpoint = cfg.checkpoint_activations
-    # Triton 3.6 cannot compile some float32 blocks; FlexAttention is compiled either way
-    if cfg.compile and device.startswith('cuda') and model.head.dtype == torch.bfloat16:
-        compile_blocks(model)
-    if world_size() > 1:
-        shard(model, device)
-        torch.manual_seed(cfg.seed + rank())    # the dropout of adapters differs between processes
-    return model.train()
-
-
-def build_optimizer(model, cfg):
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [{'params': [p for p in trainable if p.ndim >= 2], 'weight_decay': cfg.weight_decay},
-              {'params': [p for p in trainable if p.ndim < 2], 'weight_decay': 0.0}]
-    return AdamW([group for group in groups if group['params']], cfg.lr, cfg.betas, cfg.eps,
-                 stochastic=cfg.master_weights == 'stochastic', seed=cfg.seed, rank=rank())
 
 
 def optimize(cfg, model, tokenizer, data, device, base, more, stage):

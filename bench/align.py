@@ -33,6 +33,7 @@ from bench.common import (DEVICE, MODELS, draw_bars, empty_caches, last_error, l
 from bench.peers import plain_tokenizer
 from data.preferences import load_preferences, to_tree
 from data.tokenizer import load_tokenizer
+from runtime.build import build_optimizer, prepare
 from runtime.errors import ConfigError
 
 
@@ -121,11 +122,11 @@ def our_step(raw, pairs, trees, lora, folder, micro_rows=1):
     cfg = AlignConfig(pack_len=PACK_LEN, micro_rows=micro_rows, lora=lora, lora_rank=16,
                       lora_targets=('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj',
                                     'up_proj', 'down_proj'))
-    model, stage = train.prepare(our_model(raw), cfg, DEVICE), Preferences()
+    model, stage = prepare(our_model(raw), cfg, DEVICE), Preferences()
     stage.sequences = pairs
     started = now()
     stage.reference = stage.answer_sums(cfg, model, DEVICE)
-    reference_s, optimizer = now() - started, train.build_optimizer(model, cfg)
+    reference_s, optimizer = now() - started, build_optimizer(model, cfg)
 
     def step(indices):
         packed = stage.pack_batch(cfg, pairs, indices, micro_rows)

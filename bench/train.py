@@ -33,8 +33,9 @@ from bench.peers import hugging_face_step, trl_steps
 from data.instruct import load_conversations
 from data.packing import pack
 from data.tokenizer import load_tokenizer
+from runtime.build import build_optimizer, prepare
 from runtime.errors import ConfigError
-from train import TrainConfig, build_optimizer, prepare, train_step
+from train import TrainConfig, train_step
 
 
 @dataclass

@@ -1,0 +1,51 @@
+"""The model of a training run, with adapters, compiled and sharded, and its optimizer."""
+
+import torch
+
+from model import CausalLM, add_lora
+from runtime import checkpoint
+from runtime.device import compile_blocks, pick_dtype
+from runtime.optim import AdamW
+from runtime.parallel import rank, shard, world_size
+
+
+def build_model(cfg, config, base, device):
+    """Return the model to train; see `prepare`."""
+    return prepare(load_model(cfg, config, base, device), cfg, device)
+
+
+def load_model(cfg, config, base, device):
+    """Return the model before training, loaded or random."""
+    dtype = pick_dtype(cfg.dtype, device)
+    if cfg.from_scratch:
+        model = CausalLM(config)
+        model.init_weights()
+        return model.to(device, dtype)
+    model = checkpoint.load(base, device, dtype)
+    model.config.final_logit_softcapping = config.final_logit_softcapping
+    model.config.temperature = config.temperature
+    return model
+
+
+def prepare(model, cfg, device):
+    """Return a model with adapters, compiled and sharded as the settings say."""
+    if cfg.lora:
+        add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets)
+    model.decoder.attention = cfg.attention
+    model.decoder.checkpoint = cfg.checkpoint_activations
+    # Triton 3.6 cannot compile some float32 blocks; FlexAttention is compiled either way
+    if cfg.compile and device.startswith('cuda') and model.head.dtype == torch.bfloat16:
+        compile_blocks(model)
+    if world_size() > 1:
+        shard(model, device)
+        torch.manual_seed(cfg.seed + rank())    # the dropout of adapters differs between processes
+    return model.train()
+
+
+def build_optimizer(model, cfg):
+    """Return AdamW over the weights that are trained; `weight_decay` is on matrices only."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [{'params': [p for p in trainable if p.ndim >= 2], 'weight_decay': cfg.weight_decay},
+              {'params': [p for p in trainable if p.ndim < 2], 'weight_decay': 0.0}]
+    return AdamW([group for group in groups if group['params']], cfg.lr, cfg.betas, cfg.eps,
+                 stochastic=cfg.master_weights == 'stochastic', seed=cfg.seed, rank=rank())
