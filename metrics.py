@@ -142,8 +142,7 @@ def _nll_of_scores(z, labels):
 def brier(probs, labels) -> float:
     """Return the Brier score, 1/N sum_i sum_k (p_ik - [k = label_i])^2, in [0, 2].
 
-    Brier 1950, and `brier_score` of lm-evaluation-harness: summed over options, so twice the binary
-    form of scikit-learn at K = 2.
+    Brier 1950, and lm-evaluation-harness: summed over options, so twice scikit-learn's at K = 2.
     """
     probs, labels = check_probs(probs, labels)
     p_label = probs[np.arange(len(labels)), labels].astype(np.float64)
@@ -222,9 +221,8 @@ def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
     bin 1, and a confidence above 1 by rounding in bin M. Edges are m/M in the precision of probs,
     since a float32 0.1 exceeds the float64 one.
 
-    Returns, in ascending order, {'edges': float [M+1], 'count': int [M], 'confidence': float [M],
-    'accuracy': float [M], 'low' and 'high': float [M], its 95 % Wilson interval}. All but edges and
-    count are nan where a bin is empty.
+    Returns, in ascending order, {'edges': float [M+1], 'count': int [M], 'confidence', 'accuracy',
+    'low' and 'high', its 95 % Wilson interval: float [M], nan where a bin is empty}.
     """
     confidence, correct = top_label(probs, labels)
     count, conf, acc = bin_means(equal_width_bins(confidence, n_bins), n_bins, confidence, correct)
@@ -283,8 +281,7 @@ def ece_debiased(probs, labels, n_bins=15) -> float:
     """Return the debiased root mean square calibration error over the bins of `ece_equal_mass`,
     sqrt(max(0, sum_B |B|/N ((acc(B) - conf(B))^2 - acc(B) (1 - acc(B)) / (|B| - 1)))).
 
-    Broecker 2012, Kumar et al. 2019; the debiased top-label error of uncertainty-calibration. A bin
-    of one row counts 0.
+    Broecker 2012, Kumar et al. 2019; as in uncertainty-calibration. A bin of one row counts 0.
     """
     count, conf, acc = _equal_mass_means(probs, labels, n_bins)
     squares = count * ((acc - conf) ** 2 - acc * (1 - acc) / np.maximum(count - 1, 1))
@@ -340,8 +337,7 @@ def rmsce_hendrycks(probs, labels, bin_size=100) -> float:
     """Return the RMSCE as the code of Hendrycks et al. 2019 computes it; use `rmsce` instead.
 
     This is calib_err(p='2') of outlier-exposure, copied by HLE and others: the last, most confident
-    bin is left out of the sum but not out of N. With a single bin the result is 0, where that code
-    raises IndexError below bin_size rows.
+    bin is left out of the sum but not out of N, so a single bin gives 0 (there IndexError).
     """
     count, conf, acc = _fixed_size_means(probs, labels, bin_size)
     return float(np.sqrt((count * (acc - conf) ** 2)[:-1].sum() / count.sum()))
@@ -490,8 +486,7 @@ def prr(probs, labels) -> float:
     """Return the prediction-rejection ratio: the share of the best possible gain by abstention.
 
     Malinin & Gales 2021: (A - A_random) / (A_best - A_random), with A = 1 - aurc, A_random the
-    accuracy and A_best that of the best order. 1 is a perfect ranking, 0 a random one. It is nan if
-    all rows are right or all are wrong.
+    accuracy and A_best that of the best order: 1 is perfect, 0 random, nan if A_best = A_random.
     """
     curve = _accuracy_of_top(probs, labels)
     gain, missing = curve.mean() - curve[-1], excess_aurc(probs, labels)
@@ -551,8 +546,7 @@ def sce(probs, labels, n_bins=15, n_options=None) -> float:
     """Return the static calibration error, eq. (3): 1/K sum_k sum_m |B_mk|/N |acc - conf|.
 
     Nixon et al. 2019; the class-wise ECE of Kull et al. 2019. For each option k all N probabilities
-    p_ik, including zeros, are put into the bins of `bins`. Code that pools the options into one set
-    of bins returns a smaller number.
+    p_ik, including zeros, are put into the bins of `bins`; one set of bins for all would give less.
 
     With n_options, option k counts only the N_k rows that have it, and the mean is over the options
     that some row has. Without it, padding counts as a probability of 0 that is always right.
@@ -657,11 +651,8 @@ def conformal(probs, labels, n_options=None, *, method='lac', alpha=0.1) -> tupl
 class Measure(NamedTuple):
     """A metric as a row of `MEASURES`; a new metric is a function and a row.
 
-    needs: the predictions for which the metric is defined, and how its function is called
-        'prediction'  function(probs, labels), for probs [N, K] or confidences [N]
-        'options'     function(probs, labels), for probs [N, K] only
-        'n_options'   function(probs, labels, n_options=n_options), for probs [N, K] only
-        'scores'      function(probs, labels, scores=scores), for probs [N, K] only
+    needs: the predictions for which the metric is defined, 'prediction' for probs [N, K] or
+    confidences [N], else for probs [N, K] only, and the arguments of its function: see `report`.
     tables: the tables with a column of it: 'runs', which a training run prints; 'results', of one
     evaluation; 'compare', of several. A metric in a table has bootstrap intervals; a report holds
     every metric.
@@ -674,21 +665,6 @@ class Measure(NamedTuple):
     format: str = '.3f'
     tables: tuple[str, ...] = ('results', 'compare')
     part: str | int | None = None       # of several numbers that the function returns; None: `key`
-
-    def value(self, probs, labels, n_options=None, scores=None):
-        """Return the metric of these predictions, a float; an int if the function returns one."""
-        return self.number(self.call(probs, labels, n_options, scores))
-
-    def call(self, probs, labels, n_options, scores):
-        """Return what the function returns: a number, or several of which this is one."""
-        more = {'n_options': {'n_options': n_options}, 'scores': {'scores': scores}}
-        return self.function(probs, labels, **more.get(self.needs, {}))
-
-    def number(self, result):
-        """Return the metric in a result of its function."""
-        part = self.key if self.part is None else self.part
-        value = result[part] if isinstance(result, (dict, tuple)) else result
-        return value if type(value) is int else float(value)
 
 
 ALL_TABLES = ('runs', 'results', 'compare')
@@ -761,19 +737,24 @@ def report(probs, labels, n_options=None, *, scores=None, measures=None) -> Repo
     measures: rows of `MEASURES`, by default all; scores: those of `nll`.
     """
     confidence, correct = top_label(probs, labels)
-    has_options = np.ndim(probs) == 2
-    if scores is not None and not has_options:
-        raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
     # sorted once, since sorting sorted rows is fast; ties stay in the order given
     order = np.argsort(confidence, kind='stable')
-    prediction = confidence[order], correct[order], None, None
+    calls = {'prediction': lambda function: function(confidence[order], correct[order])}
+    if np.ndim(probs) == 2:
+        calls |= {'options': lambda function: function(probs, labels),
+                  'n_options': lambda function: function(probs, labels, n_options=n_options),
+                  'scores': lambda function: function(probs, labels, scores=scores)}
+    elif scores is not None:
+        raise ValueError('scores belong to probs [N, K], not to a confidence [N]')
     values, results = Report(n=len(correct)), {}
     for x in MEASURES if measures is None else measures:
-        if x.needs == 'prediction' or has_options:
+        if x.needs in calls:
             if x.function not in results:       # several metrics may be parts of one result
-                results[x.function] = x.call(*(
-                    prediction if x.needs == 'prediction' else (probs, labels, n_options, scores)))
-            values[x.key] = x.number(results[x.function])
+                results[x.function] = calls[x.needs](x.function)
+            value, part = results[x.function], x.key if x.part is None else x.part
+            if isinstance(value, (dict, tuple)):
+                value = value[part]     # type: ignore[index]
+            values[x.key] = value if type(value) is int else float(value)
     return values
 
 
