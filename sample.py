@@ -91,7 +91,7 @@ def shaded(text, p):
 
 
 def print_answer(answers, tokenizer, cfg):
-    """Print an answer while it is generated; return it, its text and whether Ctrl-C ended it."""
+    """Print an answer while it is generated; return [it], its text, whether Ctrl-C ended it."""
     gray = sys.stdout.isatty() and not os.environ.get('NO_COLOR') and (
         '256' in os.environ.get('TERM', '') or os.environ.get('COLORTERM'))
     answer, said, stopped = None, '', False
@@ -108,24 +108,24 @@ def print_answer(answers, tokenizer, cfg):
         print('(stopped)', file=sys.stderr)
     elif answer.reason in ('max_tokens', 'context'):
         print(f'(cut after {len(answer.tokens)} tokens)', file=sys.stderr)
-    return answer, said, stopped
+    return [answer] if answer else [], said, stopped
 
 
 def print_answers(model, tokenizer, ids, stop, cfg):
-    """Print n answers with the probability of each whole answer; return them."""
+    """Print n answers with the probability of each whole answer; return as `print_answer`."""
     ((_, answers),) = generate(model, [ids], cfg, tokenizer, stop)
     (log_probs,) = confidences(model, [ids], [answers])
     for answer, log_p in zip(answers, log_probs):
         cut = ', cut' if answer.reason in ('max_tokens', 'context') else ''
         print(f'--- {answer.number + 1} of {cfg.n}: probability {math.exp(log_p):.3g}, '
               f'{len(answer.tokens)} tokens{cut}\n{answer.text}')
-    return answers
+    return answers, answers[0].text, False
 
 
 def print_stats(model, ids, answers, seconds):
     """Print what decoding reached, prefill included, in tokens, bytes and operations per second."""
-    n, steps = sum(len(answer.tokens) for answer in answers), max(
-        len(answer.tokens) for answer in answers)
+    lengths = [len(answer.tokens) for answer in answers]
+    n, steps = sum(lengths), max(lengths)
     n_bytes, flops = step_cost(model, n / steps, n / steps * (len(ids) + steps / 2))
     print(f'{n} tokens in {seconds:.2f} s: {n / seconds:.1f} tokens/s, '
           f'{n_bytes * steps / seconds / 1e9:.3g} GB/s, '
@@ -156,15 +156,13 @@ def main(argv):
             messages = []
         messages.append({'role': 'user', 'content': prompt})
         ids, stop = encode_prompt(messages, tokenizer, template, add_bos)
-        stop, started, stopped = end_tokens(model, stop), time.perf_counter(), False
+        stop, started = end_tokens(model, stop), time.perf_counter()
         try:
             if cfg.n > 1:
-                answers = print_answers(model, tokenizer, ids, stop, cfg)
-                said = answers[0].text
+                answers, said, stopped = print_answers(model, tokenizer, ids, stop, cfg)
             else:
-                answer, said, stopped = print_answer(stream(model, [ids], cfg, tokenizer, stop),
-                                                     tokenizer, cfg)
-                answers = [answer] if answer else []
+                answers, said, stopped = print_answer(
+                    stream(model, [ids], cfg, tokenizer, stop), tokenizer, cfg)
         except DataError as error:      # the conversation does not fit into the context
             if once:
                 raise
