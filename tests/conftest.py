@@ -7,6 +7,9 @@ not depend on their order, and several processes can share them.
 
 import contextlib
 import fcntl
+import functools
+import importlib.util
+import inspect
 import io
 import os
 import sys
@@ -31,6 +34,29 @@ from data.tokenizer import load_tokenizer
 from data.world import WorldSpec, make_world
 from runtime.processes import pick_threads
 from train import train
+
+
+def speed_up_interpreter():
+    """Let Triton's interpreter look for the functions that it replaces once, not in every call.
+
+    It would spend half of its time on that.
+    """
+    from triton.runtime import interpreter
+    is_builtin = interpreter.tl.core.is_builtin
+
+    @functools.cache
+    def builtins(module):
+        return [name for name, member in inspect.getmembers(module) if is_builtin(member)]
+
+    def patch_builtin(module, *rest):
+        for name in builtins(module):
+            if is_builtin(member := getattr(module, name)):
+                interpreter._patch_attr(module, name, member, *rest)
+    interpreter._patch_builtin = patch_builtin
+
+
+if os.environ.get('TRITON_INTERPRET') == '1' and importlib.util.find_spec('triton'):
+    speed_up_interpreter()
 
 
 @pytest.fixture(scope='session')

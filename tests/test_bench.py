@@ -56,6 +56,7 @@ def test_steps_of_training(small, ours, options):
     assert found['tokens_per_s'] > 0 and found['new_graphs'] == 0 and found['compile_s'] >= 0
 
 
+@pytest.mark.slow
 @needs_no_gpu
 @pytest.mark.parametrize('options', [{'length': 48, 'rows': 4}, {'length': 96}])
 def test_steps_of_trl(small, options):
@@ -99,6 +100,7 @@ def test_training_table_and_picture(small, tmp_path, monkeypatch, capsys):
         list(bench.train.bench(bench.train.BenchConfig(only='x')))
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_decoding(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9), (4, 8, 8)))
@@ -153,6 +155,7 @@ def test_steps_of_preferences(ours, options, tmp_path, monkeypatch, capsys):
     assert 'failed: why' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_evaluation(small, tmp_path, monkeypatch, capsys):
     tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
@@ -342,6 +345,7 @@ def test_one_command_writes_one_page(small, tmp_path, monkeypatch, capsys):
     assert 'bench/generate.py was not started' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_script_is_stopped_with_its_processes(tmp_path, capsys):
     script = tmp_path / 'sleeps.py'
     child = f'import time; time.sleep(5); open({str(tmp_path / "x")!r}, "w")'

@@ -24,7 +24,7 @@ from runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize('name', ARCHITECTURES)
-@pytest.mark.parametrize('shard_bytes', [10**9, 40_000])
+@pytest.mark.parametrize('shard_bytes', [10**9, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeypatch):
     import transformers
     monkeypatch.setattr(checkpoint, 'SHARD_BYTES', shard_bytes)

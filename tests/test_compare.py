@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,19 @@ def run_compare(*arguments):
     compare.main([*map(str, arguments)])
 
 
+@pytest.fixture
+def rendered():
+    """Makes pictures of the test that has this fixture real ones."""
+
+
+@pytest.fixture(autouse=True)
+def quick_pictures(request, monkeypatch):
+    """Pictures are laid out, but not rendered, which would be half of the time."""
+    if 'rendered' not in request.fixturenames:
+        for module in (plots, over_seeds):
+            monkeypatch.setattr(module, 'save_figure', lambda _, path, dpi: Path(path).touch())
+
+
 def csv_rows(path):
     with open(path, encoding='utf-8') as file:
         return list(csv.DictReader(file))
@@ -31,7 +45,7 @@ def csv_rows(path):
 # Over questions
 # ------------------------------------------------------------------------------------------------
 
-def test_compare_over_questions(tmp_path, capsys):
+def test_compare_over_questions(tmp_path, capsys, rendered):
     write_run(tmp_path / 'a', languages=('de', 'en', 'sw'), n=60)
     write_run(tmp_path / 'sharp', languages=('de', 'en', 'sw'), n=60, settings={'smoothing': 0.1})
     sharp = samples.read_samples(tmp_path / 'a' / 'samples.jsonl')
@@ -419,6 +433,7 @@ def test_a_picture_that_fails_costs_no_table_and_is_not_called_written(tmp_path,
 # Over seeds
 # ------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_tables_into_a_closed_pipe(tmp_path):
     """As `| head` leaves it: no error, and nothing of what is written is lost."""
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
@@ -458,7 +473,7 @@ def test_runs_with_another_loss_have_a_column_of_it(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys):
+def test_a_grid_has_a_line_for_each_combination_of_settings(tmp_path, capsys, rendered):
     """Two settings differ: the first is x, the second `by`, and nothing has to be chosen."""
     grid = write_grid(tmp_path / 'grid')
     run_compare(grid, '--metrics=ece', f'--out_dir={tmp_path / "out"}')

@@ -260,7 +260,7 @@ def run_script(folder, *arguments, redirect='', **environment):
 
 @pytest.mark.parametrize('kind, code, message', [
     ('memory', 1, b'error: out of memory: Unable to allocate'),
-    ('torch', 1, b'error: out of memory: '),
+    pytest.param('torch', 1, b'error: out of memory: ', marks=pytest.mark.slow),
     ('module', 1, b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
     ('interrupt', 130, b'stopped; the same command continues\n')])
 def test_an_error_that_ends_a_script_is_one_line(kind, code, message, tmp_path):

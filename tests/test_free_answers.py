@@ -21,7 +21,7 @@ from data.chat import encode_prompt
 from data.p_ik import load_p_ik
 from data.tokenizer import load_tokenizer
 from data.trees import load_answers
-from results import confidence
+from results import confidence, plots
 from results.samples import latest_samples, read_samples
 from runtime import checkpoint
 from runtime.errors import ConfigError, DataError
@@ -508,8 +508,9 @@ def test_an_edited_rule_grades_the_same_answers_again(asked, tmp_path, monkeypat
     assert texts == [[a['text'] for a in s['answers']] for s in samples_of(folder / 'out', 'qa')]
 
 
-def test_runs_are_compared_by_each_confidence(asked, tmp_path, capsys):
+def test_runs_are_compared_by_each_confidence(asked, tmp_path, capsys, monkeypatch):
     folder, _, share = asked
+    monkeypatch.setattr(plots, 'save_figure', lambda *_: None)
     with pytest.raises(SystemExit):
         evaluate.main(['--compare', str(folder / 'first'), str(folder / 'out'),
                        f'--out_dir={tmp_path}', '--n_bootstrap=50'])
@@ -732,9 +733,9 @@ def test_a_model_is_tuned_to_say_what_it_knows(asked, tmp_path):
                        for i, row in enumerate(rows)}
     train(TrainConfig(model=str(folder / 'model'), data=f'p_ik:{tmp_path}', data_kind='questions',
                       cache_dir=str(tmp_path / 'cache'), out_dir=str(tmp_path / 'tuned'),
-                      max_length=200, pack_len=800, batch_size=40, epochs=60, lr=3e-3, warmup=0.1,
-                      checkpoint_epochs=False, save_every=None, device='cpu', pictures=False,
-                      save_dtype='float32'))
+                      max_length=200, pack_len=200, micro_rows=10, batch_size=40, epochs=60,
+                      lr=3e-3, warmup=0.1, checkpoint_epochs=False, save_every=None,
+                      device='cpu', pictures=False, save_dtype='float32'))
     arguments = [f'--model={tmp_path / "tuned"}', f'--tasks=p_ik:{tmp_path}', '--device=cpu',
                  '--n_bootstrap=10', '--pictures=False']
     with pytest.raises(DataError, match='5 shots wanted, but p_ik has none'):

@@ -86,8 +86,9 @@ def test_ce_equals_torch(ce_device, N, D, V, smoothing, softcap):
         N = min(N, 7)
     hidden, weight, target = ce_inputs(N, D, V, ce_device, std=3.0)
     kw = dict(smoothing=smoothing, softcap=softcap)
-    assert_close(ce_ours(hidden, weight, target, **kw), ce_reference(hidden, weight, target, **kw))
     loss, nll = smoothed_cross_entropy(hidden, weight, target, **kw)
+    loss.backward()
+    assert_close((loss, hidden.grad, weight.grad), ce_reference(hidden, weight, target, **kw))
     assert off(nll, ce_reference(hidden, weight, target, softcap=softcap)[0]) < 1e-5
     assert loss.dtype == nll.dtype == torch.float32 and not nll.requires_grad
     total = ce_ours(hidden, weight, target, reduction='sum', **kw)
@@ -640,6 +641,12 @@ REFERENCES = {      # the definition of each, of float64 logits [n, V] and label
 }
 
 
+# one of each kind, where not all of them are fast enough
+SOME_REFERENCES = [text if text in ('cross_entropy()', 'brier()', 'gce(0.7)', 'dft()',
+                                    [*REFERENCES][-1])
+                   else pytest.param(text, marks=pytest.mark.slow) for text in REFERENCES]
+
+
 def loss_reference(reference, hidden, weight, target, softcap=None, scale=None, total=None):
     """The summed loss, dh and dW in float64, by autograd through the definition."""
     h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
@@ -679,22 +686,21 @@ def test_loss_golden(ce_device, case):
                                             for cap in (5.0, 60.0))])
 @pytest.mark.parametrize('text', REFERENCES)
 def test_loss_equals_autograd(ce_device, text, softcap):
-    hidden, weight, target = ce_inputs(7, 31, 300, ce_device, std=3.0)
+    hidden, weight, target = ce_inputs(6, 31, 300, ce_device, std=3.0)
     expected = loss_reference(REFERENCES[text], hidden, weight, target, softcap)
     loss = parse_loss(text)
-    for memory in (None, 1):
+    for memory in (1, None):
         ours = loss_ours(loss, hidden, weight, target, softcap=softcap, memory=memory)
         assert_close(ours, expected, 2e-5)
     each = loss_ours(loss, hidden, weight, target, softcap=softcap, reduction='none', memory=1)
     count = (target != -100).sum()
     assert_close([x / count for x in each], expected, 2e-5)
-    ours = loss_ours(loss, hidden.detach().requires_grad_(), weight, target, softcap=softcap)
     value, nll = fused_loss(hidden, weight, target, loss, softcap=softcap)
     assert torch.equal(value.detach(), ours[0]) and not nll.requires_grad
     assert off(nll, loss_reference(nll_of, hidden, weight, target, softcap)[0]) < 1e-5
 
 
-@pytest.mark.parametrize('text', REFERENCES)
+@pytest.mark.parametrize('text', SOME_REFERENCES)
 def test_loss_with_token_weights_and_num_items(ce_device, text):
     hidden, weight, target = ce_inputs(6, 16, 40, ce_device)
     token_weight = torch.linspace(0, 2, 6, device=ce_device)
@@ -710,7 +716,7 @@ def test_loss_with_token_weights_and_num_items(ce_device, text):
 
 
 @pytest.mark.parametrize('softcap', [None, pytest.param(5.0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('text', REFERENCES)
+@pytest.mark.parametrize('text', SOME_REFERENCES)
 def test_loss_in_bfloat16(ce_device, text, softcap):
     """Nearer to float64 than 1.6 times what torch makes of it in bfloat16."""
     hidden, weight, target = ce_inputs(12, 64, 300, ce_device, torch.bfloat16, std=3.0, ignored=0)
@@ -739,7 +745,7 @@ def test_loss_gradient_sums_to_zero(ce_device, text):
 @numpy_warns
 @pytest.mark.parametrize('softcap', [None, *(pytest.param(cap, marks=pytest.mark.slow)
                                             for cap in (5.0, 100.0))])
-@pytest.mark.parametrize('text', REFERENCES)
+@pytest.mark.parametrize('text', SOME_REFERENCES)
 def test_loss_at_the_ends_of_probability(ce_device, text, softcap):
     """p_y = 1, p_y = 0, a huge range of logits, saturated caps, equal logits: finite and right."""
     V = 300

@@ -387,19 +387,24 @@ def test_tokens_without_text_are_never_drawn(tmp_path, tokenizers):
 # Ends, room
 # ------------------------------------------------------------------------------------------------
 
-@pytest.fixture
-def speaker(tmp_path, monkeypatch, tokenizers):
-    """Return a function that generates with a model whose every answer is the given tokens."""
-    reference_model('llama', tmp_path, vocab_size=128_300)
-    model = checkpoint.load(tmp_path)
+@pytest.fixture(scope='module')
+def model_of_many_tokens(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('model')
+    reference_model('llama', folder, vocab_size=128_300)
+    return checkpoint.load(folder)
 
+
+@pytest.fixture
+def speaker(model_of_many_tokens, monkeypatch, tokenizers):
+    """Return a function that generates with a model whose every answer is the given tokens."""
     def speak(kind, ids, **settings):
         def forced(logits, uniforms, s, n_vocab):
             return torch.tensor([[next(tokens), -1.0, -1.0, 1.0]] * len(logits))
         tokens = iter([*ids, *[3] * 100])
         monkeypatch.setattr(program, 'draw', forced)
         settings = Sampling(**{'max_tokens': 40} | settings)
-        ((_, (answer,)),) = generate(model, [[5, 6]], settings, tokenizers[kind], {2, 128009})
+        ((_, (answer,)),) = generate(model_of_many_tokens, [[5, 6]], settings, tokenizers[kind],
+                                     {2, 128009})
         return answer
     return speak
 

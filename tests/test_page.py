@@ -214,6 +214,7 @@ def test_a_page_that_fails_costs_no_numbers(tmp_path, capsys):
     assert 'report.html was not written: IsADirectoryError' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_browser_shows_markup_as_text_and_fifty_samples_at_a_time(tmp_path):
     samples = questions(120, options=[f' {HOSTILE} A', ' B', ' C'])
     for i, sample in enumerate(samples):
@@ -227,6 +228,7 @@ def test_a_browser_shows_markup_as_text_and_fifty_samples_at_a_time(tmp_path):
         'script') + 1
 
 
+@pytest.mark.slow
 def test_a_browser_filters_and_sorts(tmp_path):
     samples = [*questions(80), *tokens(3)]
     rows = rows_of(mmlu=samples[:80], clm=samples[80:])

@@ -221,6 +221,7 @@ def test_a_signal_during_the_last_step(small_world, tmp_path, monkeypatch):
     assert (tmp_path / 'config.json').exists() and not (tmp_path / 'results.json').exists()
 
 
+@pytest.mark.slow
 def test_a_second_signal_at_the_end_of_the_process_prints_no_traceback(small_world, tmp_path):
     code = ('import atexit, os, runpy, signal, sys\n'
             'atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n'

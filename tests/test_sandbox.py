@@ -70,7 +70,7 @@ HOSTILE = {
         'import os\nos.memfd_create("x")', 'PermissionError'),
     'hangs in C': ('x = pow(10 ** 8, 10 ** 8)', 'CPU time'),
     'hangs in a regular expression': ('import re\nre.match("(a+)+$", "a" * 99 + "b")', 'CPU time'),
-    'sleeps': ('import time\ntime.sleep(1000)', 'more than 2 s$'),
+    'sleeps': ('import time\ntime.sleep(1000)', 'more than 1 s$'),
     'waits for input': ('input()', 'EOFError'),
     'ignores signals': (
         'import signal\nfor n in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n'
@@ -119,7 +119,7 @@ HOSTILE = {
         '        os.write(fd, struct.pack("<Q", len(x)) + x)\n    except OSError: pass',
         'RecursionError|MemoryError|JSONDecodeError|SIG'),
     'closes its pipes and sleeps': (
-        'import os, time\nos.closerange(3, 64)\ntime.sleep(1000)', 'more than 2 s'),
+        'import os, time\nos.closerange(3, 64)\ntime.sleep(1000)', 'more than 1 s'),
     'looks for tests and token': (
         'import gc, os, re, sys\ntext = repr([sys.argv, dict(os.environ)])\n'
         'frame = sys._getframe()\nwhile frame:\n'
@@ -145,10 +145,12 @@ HOSTILE = {
 ONLY_IN_NAMESPACES = {'fork bomb', 'threads', 'asks for new rights', 'becomes a shell'}
 
 
-@pytest.mark.parametrize('name', HOSTILE)
+@pytest.mark.parametrize('name', [
+    pytest.param(name, marks=pytest.mark.slow) if name.startswith('hangs in') else name
+    for name in HOSTILE])
 def test_a_hostile_program_does_not_pass(name, namespaces):
     source, reason = HOSTILE[name]
-    outcome = run_program(source, TESTS, seconds=1, wall_seconds=2 if 'sleep' in name else 20)
+    outcome = run_program(source, TESTS, seconds=1, wall_seconds=1 if 'sleep' in name else 20)
     assert not outcome.passed and re.search(reason, outcome.reason), outcome
     assert len(outcome.output) <= 1 << 16
 
@@ -157,7 +159,7 @@ def test_a_hostile_program_does_not_pass(name, namespaces):
 @pytest.mark.slow
 def test_a_hostile_program_does_not_pass_without_namespaces_either(name):
     source, reason = HOSTILE[name]
-    outcome = run_program(source, TESTS, seconds=1, wall_seconds=2 if 'sleep' in name else 20,
+    outcome = run_program(source, TESTS, seconds=1, wall_seconds=1 if 'sleep' in name else 20,
                           isolation='limits')
     assert not outcome.passed and re.search(reason, outcome.reason), outcome
 
@@ -387,13 +389,16 @@ def test_a_row_that_is_no_problem_is_named(tmp_path):
         load_problems(str(path))
 
 
-def reasons(*texts):
-    """Return [check(problem, text(problem)), ...] for each problem of HumanEval, on all cores."""
+def reasons(*texts, every=1):
+    """Return [check(problem, text(problem)), ...] for each problem of HumanEval, on all cores.
+
+    every: of so many problems, take one
+    """
     needs_files('datasets/humaneval/HumanEval.jsonl.gz')
     problems = load_problems(str(SHARED / 'datasets' / 'humaneval'))
     assert len(problems) == 164
     with ThreadPoolExecutor() as pool:
-        return [*pool.map(lambda p: [check(p, text(p)) for text in texts], problems)]
+        return [*pool.map(lambda p: [check(p, text(p)) for text in texts], problems[::every])]
 
 
 @pytest.mark.slow
@@ -403,10 +408,12 @@ def test_the_solutions_of_humaneval_pass(namespaces):
 
 @pytest.mark.slow
 def test_solutions_in_a_chat_pass_and_trivial_ones_fail(namespaces):
-    for chat, *trivial in reasons(
+    for chat, trivial in reasons(
             lambda p: f'Here it is:\n```python\n{p.prompt}{p.solution}```\nDone.',
-            lambda p: '    return None\n', lambda p: '    import os; os._exit(0)\n'):
-        assert chat == (True, '') and not any(right for right, _ in trivial)
+            lambda p: '    return None\n'):
+        assert chat == (True, '') and not trivial[0]
+    # whatever the tests are
+    assert not any(ends[0] for ends, in reasons(lambda p: '    import os; os._exit(0)\n', every=8))
 
 
 def test_the_task_uses_the_isolation_that_is_asked_for(tmp_path, monkeypatch):

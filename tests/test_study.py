@@ -457,12 +457,13 @@ def test_the_losses_side_by_side(tmp_path, capsys, forked):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_is_replaced(tmp_path, capsys):
+def test_a_process_that_dies_is_replaced(tmp_path, capsys, request):
     file = tmp_path / 'died'
     job = side_by_side.Job('once', die_once, (file,), (), tmp_path / 'made')
     assert side_by_side.side_by_side([job], 1, 0, tmp_path) == []
     assert f'a process died, see {tmp_path}' in capsys.readouterr().out
     file.unlink()
+    request.getfixturevalue('forked')
     with pytest.raises(SystemExit, match='error: processes died 1 times'):
         side_by_side.side_by_side([job], 1, 0, tmp_path, starts=1)
     late = side_by_side.side_by_side([job], 1, 0, tmp_path, deadline=0)
@@ -642,6 +643,7 @@ def test_the_kl_of_options():
     assert alignment.mean_kl(p, p) == 0
 
 
+@pytest.mark.slow
 def test_the_tables_and_figures_of_alignment(tmp_path):
     """Made-up numbers: the true differences are found, and missing runs have none."""
     runs = [Path(cfg.out_dir).name for make in (alignment.base_runs, alignment.runs)
