@@ -27,11 +27,11 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     percentiles 2.5 and 97.5 are the percentile interval of Efron 1979. scores: those of `nll`;
     columns: {key: float [N]}, more metrics that are means of a number per row.
 
-    Sums (resampling.py) compute accuracy, confidence, gap, bas, brier_top_label, brier_skill, ece,
-    mce, ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and
-    ace, in the time of about 20 * n_resamples * N additions. They are used only if they equal the
-    functions in metrics.MEASURES: a new or edited metric is called once per resample, which takes
-    longer.
+    Sums compute accuracy, confidence, gap, bas, brier_top_label, brier_skill, ece, mce,
+    ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace,
+    in the time of about 20 * n_resamples * N additions. They are used only if they equal the
+    functions in metrics.MEASURES: a new or edited metric is called once per resample instead,
+    which takes longer.
     """
     metrics.check_count('n_resamples', n_resamples)
     columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
