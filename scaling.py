@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING or not __package__:
-    import metrics                      # in the clone, at the top level
-    from runtime import newton
+    import metrics              # in the clone, at the top level
 else:
-    from . import metrics, newton       # installed, as nanocal.scaling
+    from . import metrics       # installed, as nanocal.scaling
 
 
 def fit_temperature(scores, labels) -> float:
@@ -141,7 +140,7 @@ def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
         hessian = np.block([[ww, wb_block], [wb_block, bb]]) - design.T @ design / n
         return gradient, hessian + 2 * ridge * np.eye(2 * K)
 
-    wb = newton.minimize_convex(loss, derivatives, start)
+    wb = _minimize_convex(loss, derivatives, start)
     return wb[:K], wb[K:]
 
 
@@ -169,14 +168,33 @@ def fit_platt(confidence, correct) -> tuple[float, float]:
     n1 = correct.sum()
     target = np.where(correct, (n1 + 1) / (n1 + 2), 1 / (len(correct) - n1 + 2))
     design = np.stack([_logit(confidence), np.ones(len(correct))], 1)
-    return tuple(newton.fit_logistic(design, target, 1e-9).tolist())
+    return tuple(fit_logistic(design, target, 1e-9).tolist())
 
 
 def apply_platt(confidence, a, b) -> np.ndarray:
     """Return sigmoid(a logit(confidence) + b), float64 [N]."""
     for name, value in (('a', a), ('b', b)):
         metrics.check_range(name, value, -np.inf, np.inf, open_low=True, open_high=True)
-    return newton.sigmoid(a * _logit(metrics.check_confidence(confidence)) + b)
+    return _sigmoid(a * _logit(metrics.check_confidence(confidence)) + b)
+
+
+def fit_logistic(design, target, ridge) -> np.ndarray:
+    """Return w, float64 [D], of the logistic regression P(right) = sigmoid(design @ w).
+
+    Its loss, the summed cross-entropy to the probabilities `target` [N] plus sum(ridge * w^2), is
+    the least. design: [N, D]; ridge: positive, one number or [D]. By Newton's method.
+    """
+    def loss(w):
+        z = design @ w
+        return (np.logaddexp(0, z) - target * z).sum() + (ridge * w * w).sum()
+
+    def derivatives(w):
+        p = _sigmoid(design @ w)
+        gradient = design.T @ (p - target) + 2 * ridge * w
+        hessian = (design * (p * (1 - p))[:, None]).T @ design
+        return gradient, hessian + np.diag(np.broadcast_to(2.0 * ridge, len(w)))
+
+    return _minimize_convex(loss, derivatives, np.zeros(design.shape[1]))
 
 
 def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
@@ -244,6 +262,27 @@ def _check_scores(scores, labels):
     return scores, labels
 
 
+def _minimize_convex(loss, derivatives, start):
+    """Minimize `loss` by Newton's method, halving any step that would raise it.
+
+    derivatives(x) returns (gradient [D], Hessian [D, D]); at most 100 steps, until one is < 1e-10.
+    """
+    x = start
+    for _ in range(100):
+        gradient, hessian = derivatives(x)
+        step = np.linalg.solve(hessian, gradient)
+        while loss(x - step) > loss(x) and np.abs(step).max() > 1e-12:
+            step = step / 2
+        x = x - step
+        if np.abs(step).max() < 1e-10:
+            break
+    return x
+
+
 def _logit(confidence):
     c = np.clip(confidence.astype(np.float64), 1e-12, 1 - 1e-12)
     return np.log(c) - np.log1p(-c)
+
+
+def _sigmoid(z):
+    return np.exp(-np.logaddexp(0, -z))

@@ -23,7 +23,6 @@ from results.confidence import cells as confidence_cells
 from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
 from results.samples import DIAGRAM, GRID, by_order, latest_samples, read_samples, sample_order
-from runtime import newton
 from runtime.errors import DataError
 from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
@@ -187,7 +186,7 @@ def letters(samples, predicted):
 def measured_by():
     """Return a hash of the code that computes a summary; it changes when a metric is edited."""
     digest = hashlib.blake2b(digest_size=8)
-    modules = metrics, stats, resampling, scaling, newton, prediction_files, temperatures
+    modules = metrics, stats, resampling, scaling, prediction_files, temperatures
     for path in (*(module.__file__ for module in modules), __file__):
         digest.update(Path(path).read_bytes())
     return digest.hexdigest()

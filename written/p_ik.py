@@ -15,7 +15,7 @@ from data.free_answers import FREE_TASKS
 from results import confidence, samples
 from runtime import checkpoint, parallel
 from runtime.errors import CheckpointError
-from runtime.newton import fit_logistic
+from scaling import fit_logistic
 
 N_FOLDS = 5
 N_COMPONENTS = 256                          # principal components of the states
