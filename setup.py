@@ -10,8 +10,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 FILES = ('fused_ce.py', 'metrics.py', 'scaling.py', 'stats.py', 'model.py', 'attention.py',
-         'triton_ops.py', 'runtime/optim.py', 'results/prediction_files.py',
-         'results/resampling.py')
+         'triton_ops.py', 'runtime/optim.py', 'results/prediction_files.py')
 
 
 class BuildPackage(build_py):

@@ -18,7 +18,7 @@ import numpy as np
 import metrics
 import scaling
 import stats
-from results import prediction_files, resampling, temperatures
+from results import prediction_files, temperatures
 from results.confidence import cells as confidence_cells
 from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
@@ -186,7 +186,7 @@ def letters(samples, predicted):
 def measured_by():
     """Return a hash of the code that computes a summary; it changes when a metric is edited."""
     digest = hashlib.blake2b(digest_size=8)
-    modules = metrics, stats, resampling, scaling, prediction_files, temperatures
+    modules = metrics, stats, scaling, prediction_files, temperatures
     for path in (*(module.__file__ for module in modules), __file__):
         digest.update(Path(path).read_bytes())
     return digest.hexdigest()

@@ -58,8 +58,7 @@ def test_pip_installs_the_package_and_no_name_beside_it(installed):
     assert names == {'nanocal', f'nanocal-{runtime.__version__}.dist-info'}
     files = {x.name for x in (installed.packages / 'nanocal').glob('[!_]*[!_]')}
     assert files == {'fused_ce.py', 'metrics.py', 'scaling.py', 'stats.py', 'model.py',
-                     'attention.py', 'triton_ops.py', 'optim.py', 'prediction_files.py',
-                     'resampling.py', 'py.typed'}
+                     'attention.py', 'triton_ops.py', 'optim.py', 'prediction_files.py', 'py.typed'}
 
 
 def test_the_installed_modules_use_each_other_and_no_file_of_the_clone_or_the_project(installed):
