@@ -343,7 +343,8 @@ def test_norms_in_bfloat16_are_those_of_transformers_bit_for_bit(path):
     assert (a.float() - b.float()).abs().max() <= 2 ** -7 * b.float().abs().max()
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('dtype', [torch.float16,
+                                   pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('name', ['gemma3', 'olmo3', 'cohere2', 'phi3', 'ministral3', 'granite',
                                   'smollm3', 'opt_350m'])
 def test_in_half_precision_a_model_is_as_near_to_float32_as_that_of_transformers(name, dtype,

@@ -122,8 +122,9 @@ def test_the_three_masks_give_the_same_hidden_states(name, device, tmp_path):
         assert (a - b).norm() < 1e-3 * size, key
 
 
-@pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
-                                  'neox', 'olmo3', 'cohere2', 'phi3', 'opt'])
+@pytest.mark.parametrize('name', [
+    'llama', 'gemma2', 'neox', 'phi3', *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        'mistral_window', 'gemma', 'qwen2', 'qwen3', 'olmo3', 'cohere2', 'opt'))])
 def test_lora(name, tmp_path):
     reference_model(name, tmp_path / 'base')
     tokens = torch.randint(0, 211, (2, 30))
