@@ -71,7 +71,7 @@ def tokenizers(tmp_path_factory):
 def train_small_world(folder):
     """Run the demo in a smaller world with fewer steps; return what it prints."""
     printed = io.StringIO()
-    spec = WorldSpec(entities=300, documents=250, instructions=60, questions=40)
+    spec = WorldSpec(entities=300, documents=400, instructions=60, questions=40)
     few_steps = {'batch_size': 16, 'epochs': 1.5, 'checkpoint_epochs': True, 'val_size': 4,
                  'workers': 1}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
