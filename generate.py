@@ -333,7 +333,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     prefill, context = PREFILL[batch.device.type], model.config.max_position_embeddings
     waiting = deque(Answer(i, k, n_prompt=len(ids), limit=min(s.max_tokens, context - len(ids)))
                     for i, ids in enumerate(prompts) for k in range(s.n))
-    free, running, launched = [*range(n_slots)], [], deque()
+    free, running, launched = [*reversed(range(n_slots))], [], deque()
     # decoding the last tokens at each step would take longer than a step of a GPU
     may_stop = functools.cache(lambda token: ends_one(tokenizer.decode([token], start=False),
                                                       s.stop))

@@ -201,7 +201,7 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
         values = train.forward_backward(model, packed, case, 'cpu', stage.token_loss)
         with torch.no_grad():
             loss = plain_loss(model, stage, cfg, answers, advantages, old, reference)
-        assert values['loss'].item() == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+        assert values['loss'].item() == pytest.approx(loss.item(), rel=1e-5, abs=3e-6)
         assert 0.1 < values['clip_fraction'] < 0.9 and values['ratio'] != 1
         for name, p in model.named_parameters():
             assert off(p.grad, expected[name]) < 2e-5, name
