@@ -8,10 +8,10 @@ fields are copied. The row of answers.jsonl adds `answers`. An interrupted comma
 file. Each of several processes answers its share of the prompts.
 
 The forward pass is the model's own. Prompts are packed into rows, which share what they have in
-common; their keys and values go to the slots of a cache (attention.py). Then each step computes one
-token of every running answer. An answer that has ended makes room for the next prompt at once. Each
-token is drawn with a random number that depends only on the seed, the tokens of the prompt, the
-number of the answer and the index of the token, so an answer does not depend on the others.
+common; their keys and values go to the slots of a cache (runtime/slots.py). Then each step computes
+one token of every running answer. An answer that has ended makes room for the next prompt at once.
+Each token is drawn with a random number that depends only on the seed, the tokens of the prompt,
+the number of the answer and the index of the token, so an answer does not depend on the others.
 """
 
 from runtime import cli, startup
@@ -19,7 +19,6 @@ from runtime import cli, startup
 if __name__ == '__main__':
     startup.begin()
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -34,7 +33,7 @@ from typing import Literal
 
 from data.chat import TEMPLATES, question_frame
 from runtime.config import load_config
-from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.errors import CheckpointError, ConfigError
 from runtime.sampling import Sampling, check_sampling
 
 
@@ -74,24 +73,20 @@ if __name__ == '__main__':
         startup.load_libraries(read_arguments(sys.argv[1:]).device)
 
 import numpy as np
-import torch
 
-from attention import Cache, DecodeMask, PrefillMask, make_masks
 from data.instruct import read_prompts
 from data.packing import Row, Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.answers import open_answers, to_row
 from results.samples import append, merge_parts, part
 from runtime import checkpoint, log, parallel
-from runtime.device import HostCopy, pick_device, pick_dtype, to_device
-from runtime.draw import draw, random_numbers
+from runtime.device import pick_device, pick_dtype
+from runtime.slots import Batch, room
 from runtime.trained import trained_template, trained_with_bos
-from triton_ops import SPLIT, kernels_apply
 
 # tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the
 # whole mask
 PREFILL = {'cuda': 8192, 'cpu': 1024}
-FIXED_ROWS = 64     # of each step with `deterministic`, so that every product has one shape
 
 
 @dataclass
@@ -113,188 +108,6 @@ class Answer:
     limit: int = 0
     slot: int = -1
     n_launched: int = 1
-
-
-# ------------------------------------------------------------------------------------------------
-# The sequences that are decoded at once
-# ------------------------------------------------------------------------------------------------
-
-def cache_sizes(config, length):
-    """Return the tokens that the cache of each layer holds for a sequence of `length` tokens."""
-    return [min(length, window or length) for window in config.windows]
-
-
-def room(model, prompts, s):
-    """Return (sequences decoded at once, tokens of the longest); DataError if one does not fit."""
-    config, context = model.config, model.config.max_position_embeddings
-    for i, ids in enumerate(prompts):
-        if not 0 < len(ids) < context:
-            raise DataError(f'prompt {i + 1} has {len(ids)} tokens; it may have 1 to {context - 1}')
-    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-    length = min(len(prompts[longest]) + s.max_tokens, context)
-    each = (2 * config.num_key_value_heads * config.head_dim * model.head.element_size()
-            * sum(cache_sizes(config, length)))
-    memory = free_memory(model.head.device) if s.cache_memory is None else s.cache_memory * 2 ** 30
-    fit = int(memory // each) - 1       # the last slot is for padding
-    if fit < 1:
-        raise DataError(f'prompt {longest + 1} has {len(prompts[longest])} tokens: with max_tokens '
-                        f'= {s.max_tokens} it needs {2 * each / 2 ** 30:.2f} GiB of cache, and '
-                        f'there are {memory / 2 ** 30:.2f}; shorten it, or lower max_tokens')
-    most = s.batch_size
-    if s.deterministic:     # a CPU's products may depend on the row of a matrix as well
-        most = min(most, FIXED_ROWS) if model.head.is_cuda else 1
-    return min(most, fit, len(prompts) * s.n), length
-
-
-def free_memory(device):
-    """Return the bytes for a cache: of a GPU all but 1.5 GiB that is free, else a quarter."""
-    if device.type == 'cuda':
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused - 1.5 * 2 ** 30
-    return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 4
-
-
-def graph_rows(n):
-    """Return n rounded up, so that a few graphs are enough: 1, 2, 4, 8, 16, 32, 48, 64, 96, ..."""
-    return 1 << (n - 1).bit_length() if n <= 16 else -(-n // 16) * 16 if n <= 64 else (
-        -(-n // 32) * 32)
-
-
-def pack_prompts(prompts):
-    """Return a Row of the prompts and, for each, the row indices of its tokens.
-
-    What all prompts begin with is in the row once.
-    """
-    shared = len(os.path.commonprefix(prompts)) if len(prompts) > 1 else 0
-    shared = min(shared, min(map(len, prompts)) - 1)    # the last token of each is its own
-    row = Row()
-    before = row.append(prompts[0][:shared], 0)
-    at = [[*before, *row.append(ids[shared:], shared)] for ids in prompts]
-    row.ends[:shared] = [len(row.tokens)] * shared
-    return row, at
-
-
-def keys_to_store(answer, at, size):
-    """Return int [3, M], row index, slot and place of the keys of a prompt that a cache keeps.
-
-    at: row indices of the prompt; size: of the cache, which may be that of a window
-    """
-    p = np.arange(max(0, len(at) - size), len(at))
-    return np.stack((np.array(at)[p], np.full(len(p), answer.slot), p % size))
-
-
-class Batch:
-    """Cache, state and CUDA graphs of the sequences in `n_slots` slots.
-
-    A slot has the state (last token, its position, tokens drawn). One slot more is for the padding
-    rows of a graph: they have length 1, since a softmax over nothing would be NaN.
-    """
-
-    def __init__(self, model, s, n_slots, length, n_vocab):
-        config, self.device = model.config, model.head.device
-        self.model, self.s, self.n_slots, self.n_vocab = model, s, n_slots, n_vocab
-        self.sizes = cache_sizes(config, length)
-        self.caches = [Cache(n_slots + 1, config.num_key_value_heads, size, config.head_dim,
-                             model.head.detach()) for size in self.sizes]
-        self.state = torch.zeros(3, n_slots + 1, dtype=torch.int64, device=self.device)
-        self.uniforms = torch.zeros(n_slots + 1, min(s.max_tokens, length), dtype=torch.float64,
-                                    device=self.device)
-        self.rows = torch.full((max(FIXED_ROWS, self.padded(n_slots)),), n_slots,
-                               device=self.device)
-        self.current, self.graphs, self.pool = None, {}, None
-
-    def padded(self, n):
-        """Return the number of rows in a step of n sequences."""
-        if self.device.type != 'cuda':
-            return n
-        return FIXED_ROWS if self.s.deterministic else graph_rows(n)
-
-    @torch.no_grad()
-    def prefill(self, begun, prompts):
-        """Compute the prompts of new answers; return a HostCopy of the values of `draw`."""
-        numbers = [*dict.fromkeys(answer.prompt for answer in begun)]
-        row, at = pack_prompts([prompts[i] for i in numbers])
-        T, at = len(row.tokens), dict(zip(numbers, at))
-        if self.s.deterministic:
-            T = max(128, 1 << (T - 1).bit_length())
-        elif self.device.type == 'cuda':    # Triton compiles again for other divisors
-            T = -(-T // 128) * 128
-        tokens, positions, ends = to_device(torch.from_numpy(row.padded(T)[0]), self.device)
-
-        stored = {size: to_device(torch.from_numpy(np.concatenate(
-            [keys_to_store(answer, at[answer.prompt], size) for answer in begun], 1)), self.device)
-            for size in set(self.sizes)}
-        config = self.model.config
-        kind = 'tree' if kernels_apply(self.model.head) else 'explicit'
-        masks = make_masks(kind, positions[None], ends[None], config.windows, config.head_dim,
-                           config.attn_logit_softcapping, self.model.head)
-        masks = [PrefillMask(mask, cache, *stored[cache.size])
-                 for mask, cache in zip(masks, self.caches)]
-        hidden = self.forward(tokens[None], positions[None], ends[None], masks)[0]
-        last = to_device(torch.tensor([at[i][-1] for i in numbers]), self.device)
-        return HostCopy(self.begin(begun, self.model.logits(hidden[last]), numbers, prompts))
-
-    def begin(self, begun, logits, numbers, prompts):
-        """Draw the first token of new answers, from the logits of prompts `numbers`; set states."""
-        entries = [(answer.slot, len(prompts[answer.prompt]), 1, numbers.index(answer.prompt))
-                   for answer in begun]
-        slots, lengths, ones, rows = to_device(torch.tensor(entries).T.contiguous(), self.device)
-        uniforms = np.stack([random_numbers(self.s.seed, prompts[answer.prompt], answer.number,
-                                            self.uniforms.shape[1]) for answer in begun])
-        self.uniforms[slots] = to_device(torch.from_numpy(uniforms), self.device)
-        values = draw(logits[rows], self.uniforms[slots, 0], self.s, self.n_vocab)
-        self.state[:, slots] = torch.stack((values[:, 0].long(), lengths, ones))
-        return values
-
-    @torch.no_grad()
-    def step(self, active):
-        """Compute the next token of each of these answers; return a HostCopy as `prefill`."""
-        n = self.padded(len(active))
-        slots = [answer.slot for answer in active] + [self.n_slots] * (n - len(active))
-        longest = max(answer.n_prompt + answer.n_launched for answer in active)
-        for answer in active:
-            answer.n_launched += 1
-        if slots != self.current:
-            self.rows[:n] = to_device(torch.tensor(slots), self.device)
-            self.current = slots
-        if self.device.type != 'cuda':
-            return HostCopy(self.compute(n, longest))
-        splits = 1 << (-(-longest // SPLIT) - 1).bit_length()
-        if (n, splits) not in self.graphs:
-            self.graphs[n, splits] = self.capture(n, splits * SPLIT)
-        graph, values = self.graphs[n, splits]
-        graph.replay()
-        return HostCopy(values)
-
-    def compute(self, n, longest):
-        """Compute the next token in the slots `rows[:n]`; return the values of `draw`."""
-        slots = self.rows[:n]
-        tokens, positions, drawn = self.state[:, slots]
-        masks = [DecodeMask(cache, slots, positions, longest) for cache in self.caches]
-        hidden = self.forward(tokens[:, None], positions[:, None], None, masks)[:, 0]
-        values = draw(self.model.logits(hidden), self.uniforms[slots, drawn], self.s, self.n_vocab)
-        self.state[:, slots] = torch.stack((values[:, 0].long(), positions + 1, drawn + 1))
-        self.state[:, -1] = 0
-        return values
-
-    def forward(self, *inputs):
-        """Return the hidden states; blocks that were compiled for training run as they are written.
-        """
-        compiled = any(layer._compiled_call_impl for layer in self.model.decoder.layers)
-        with torch.compiler.set_stance('force_eager') if compiled else contextlib.nullcontext():
-            return self.model(*inputs)
-
-    def capture(self, n, longest):
-        """Return a CUDA graph of `compute`, and its values; a step of padding loads the kernels."""
-        rows = self.rows[:n].clone()
-        self.rows[:n] = self.n_slots
-        self.compute(n, longest)
-        self.rows[:n] = rows
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            values = self.compute(n, longest)
-        self.pool = self.pool or graph.pool()
-        return graph, values
 
 
 # ------------------------------------------------------------------------------------------------
@@ -340,7 +153,8 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     try:
         while waiting or running or launched:
             while begun := take(waiting, free, running, prompts, s, n_slots, prefill):
-                launched.append((begun, batch.prefill(begun, prompts)))
+                copy = batch.prefill(begun, prompts, *pack_prompts(begun, prompts))
+                launched.append((begun, copy))
                 running = sorted(running + begun, key=lambda answer: answer.slot)
             active = [answer for answer in running if answer.n_launched < answer.limit]
             if active:
@@ -386,6 +200,22 @@ def take(waiting, free, running, prompts, s, n_slots, prefill):
         begun.append(waiting.popleft())
         begun[-1].slot = free.pop()
     return begun
+
+
+def pack_prompts(begun, prompts):
+    """Return a Row of the prompts of new answers, and {prompt: row indices of its tokens}.
+
+    What all of them begin with is in the row once.
+    """
+    numbers = [*dict.fromkeys(answer.prompt for answer in begun)]
+    some = [prompts[i] for i in numbers]
+    shared = len(os.path.commonprefix(some)) if len(some) > 1 else 0
+    shared = min(shared, min(map(len, some)) - 1)   # the last token of each is its own
+    row = Row()
+    before = row.append(some[0][:shared], 0)
+    at = {i: [*before, *row.append(ids[shared:], shared)] for i, ids in zip(numbers, some)}
+    row.ends[:shared] = [len(row.tokens)] * shared
+    return row, at
 
 
 def add(answer, token, log_p, log_q, entropy):
@@ -449,17 +279,6 @@ def confidences(model, prompts, answers, deterministic=False):
              for ids, some in zip(prompts, answers, strict=True)]
     return option_log_probs(model, trees, pack_len=4096, trim=128 if model.head.is_cuda else 1,
                             deterministic=deterministic)
-
-
-def step_cost(model, n_rows, n_cached):
-    """Return (bytes read, FLOPs) of a decoding step of n_rows rows with n_cached tokens in all."""
-    config = model.config
-    weights = sum(p.numel() for p in model.parameters())
-    if not config.tie_word_embeddings:      # of the embedding only a few rows are read
-        weights -= config.vocab_size * config.hidden_size
-    cached = (2 * n_cached * config.num_hidden_layers * config.num_key_value_heads
-              * config.head_dim)
-    return (weights + cached) * model.head.element_size(), 2 * weights * n_rows
 
 
 # ------------------------------------------------------------------------------------------------

@@ -57,8 +57,9 @@ if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
         read_arguments(sys.argv[1:])
 
-from generate import confidences, end_tokens, first_stop, generate, open_model, step_cost, stream
+from generate import confidences, end_tokens, first_stop, generate, open_model, stream
 from runtime import checkpoint
+from runtime.slots import step_cost
 
 with contextlib.suppress(ImportError):
     import readline     # noqa: F401    input() then edits lines and has a history

@@ -35,9 +35,10 @@ from bench.common import (DEVICE, MODELS, draw_bars, failure, free_memory, gpu_k
                           matrix_rate, memory_rate, now, our_model, peak_gib, peer_model,
                           reset_peak_memory)
 from data.files import read_rows
-from generate import Batch, step_cost, stream
+from generate import stream
 from runtime import checkpoint
 from runtime.sampling import Sampling
+from runtime.slots import Batch, step_cost
 
 # prompts, tokens of each, tokens of each answer
 SETTINGS = ((1, 128, 512), (64, 512, 256), (256, 512, 256))

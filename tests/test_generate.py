@@ -17,12 +17,13 @@ import triton_ops
 from attention import Cache, DecodeMask, ExplicitMask, visible_keys
 from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
-from generate import Answer, Batch, confidences, generate, stream, take
-from runtime import checkpoint
+from generate import Answer, confidences, generate, stream, take
+from runtime import checkpoint, slots
 from runtime.device import HostCopy
 from runtime.draw import draw, draw_kernel, lowest_logits, random_numbers
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.sampling import Sampling
+from runtime.slots import Batch
 from triton_ops import decode_kernel
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
@@ -185,8 +186,8 @@ def test_graphs_are_made_once_per_size_and_change_nothing(tmp_path, monkeypatch)
         made.append(graph.made[1:3])
     monkeypatch.setattr(Batch, '__init__', init)
     monkeypatch.setattr(Batch, 'compute', compute)
-    monkeypatch.setattr(program, 'to_device', lambda x, device: x)
-    monkeypatch.setattr(program, 'HostCopy', lambda x: HostCopy(x.clone()))
+    monkeypatch.setattr(slots, 'to_device', lambda x, device: x)
+    monkeypatch.setattr(slots, 'HostCopy', lambda x: HostCopy(x.clone()))
     monkeypatch.setattr(torch.cuda, 'CUDAGraph', Graph)
     monkeypatch.setattr(torch.cuda, 'graph', recording)
     for i, answers in generate(model, prompts, settings, stop_ids=stop):
@@ -206,10 +207,10 @@ def test_kernels_and_padding_rows_change_nothing(name, tmp_path, monkeypatch):
     settings = Sampling(n=2, max_tokens=3, batch_size=5, temperature=1.3)
     expected = dict(generate(model, prompts, settings))
     monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: not torch.is_grad_enabled())
-    monkeypatch.setattr(program, 'kernels_apply', lambda x: True)
-    monkeypatch.setattr(Batch, 'padded', lambda self, n: program.graph_rows(n))
+    monkeypatch.setattr(slots, 'kernels_apply', lambda x: True)
+    monkeypatch.setattr(Batch, 'padded', lambda self, n: slots.graph_rows(n))
     monkeypatch.setattr(DecodeMask, 'attend', decode_kernel)
-    monkeypatch.setattr(program, 'draw', lambda logits, uniforms, s, n_vocab: draw_kernel(
+    monkeypatch.setattr(slots, 'draw', lambda logits, uniforms, s, n_vocab: draw_kernel(
         logits, uniforms, s.temperature, lowest_logits(logits, s), n_vocab))
     for i, answers in generate(model, prompts, settings):
         assert [a.tokens for a in answers] == [a.tokens for a in expected[i]]
@@ -401,7 +402,7 @@ def speaker(model_of_many_tokens, monkeypatch, tokenizers):
         def forced(logits, uniforms, s, n_vocab):
             return torch.tensor([[next(tokens), -1.0, -1.0, 1.0]] * len(logits))
         tokens = iter([*ids, *[3] * 100])
-        monkeypatch.setattr(program, 'draw', forced)
+        monkeypatch.setattr(slots, 'draw', forced)
         settings = Sampling(**{'max_tokens': 40} | settings)
         ((_, (answer,)),) = generate(model_of_many_tokens, [[5, 6]], settings, tokenizers[kind],
                                      {2, 128009})
