@@ -516,10 +516,10 @@ def next_token(folder, prompt):
         return model.logits(hidden).double().log_softmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('values', [
-    {'method': 'rloo', 'kl': 'reward'},
-    pytest.param({'method': 'dr_grpo', 'kl': 'loss'}, marks=pytest.mark.slow),
-    pytest.param({'method': 'ppo', 'kl': 'reward', 'gae_lambda': 1.0}, marks=pytest.mark.slow)],
+    {'method': 'rloo', 'kl': 'reward'}, {'method': 'dr_grpo', 'kl': 'loss'},
+    {'method': 'ppo', 'kl': 'reward', 'gae_lambda': 1.0}],
     ids=['RLOO, KL in the reward', 'Dr. GRPO, KL in the loss', 'PPO, KL in the reward'])
 def test_a_bandit_converges_to_the_reference_times_the_exponential_reward(llama, values, tmp_path):
     # one prompt and answers of one token: pi ~ ref exp(r / kl_coef) over the vocabulary

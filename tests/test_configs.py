@@ -302,8 +302,8 @@ def test_an_ascii_terminal_shows_other_characters_as_escapes(tmp_path):
 
 
 @pytest.mark.parametrize('closed', ['<&-', '>&-', '2>&-'])
-@pytest.mark.parametrize('program', ['train.py', 'evaluate.py', 'sample.py',
-                                     pytest.param('demo.py', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('program', ['train.py', *(
+    pytest.param(f'{name}.py', marks=pytest.mark.slow) for name in ('evaluate', 'sample', 'demo'))])
 def test_programs_end_with_any_descriptor_missing(program, closed):
     done = subprocess.run(['bash', '-c', f'{sys.executable} {program} --none=1 {closed}'], cwd=HERE,
                           capture_output=True, timeout=120)

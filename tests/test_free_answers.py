@@ -468,8 +468,8 @@ def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path):
         assert [a.text for a in answers] == [a['text'] for a in row['answers']]
 
 
-@pytest.mark.parametrize('share', [0.5, *(pytest.param(share, marks=pytest.mark.slow)
-                                         for share in (0.2, 0.9))])
+@pytest.mark.slow
+@pytest.mark.parametrize('share', [0.2, 0.5, 0.9])
 def test_an_interrupted_evaluation_resumes(asked, share, tmp_path):
     """The file of samples is cut off anywhere, also inside a line; all else is lost."""
     folder, *_ = asked
@@ -713,6 +713,7 @@ def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeyp
     ask(folder, tmp_path, '--p_ik', '--pack_len=64')
 
 
+@pytest.mark.slow
 def test_a_model_is_tuned_to_say_what_it_knows(asked, tmp_path):
     """train.py on samples.jsonl: as many letters A as right answers; then evaluate.py asks."""
     folder, *_ = asked

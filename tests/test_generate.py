@@ -197,7 +197,8 @@ def test_graphs_are_made_once_per_size_and_change_nothing(tmp_path, monkeypatch)
     assert {n for n, _ in made} <= {1, 2, 4, 8} and {longest for _, longest in made} == {256, 512}
 
 
-@pytest.mark.parametrize('name', [pytest.param('llama3', marks=pytest.mark.slow), 'gemma2'])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['llama3', 'gemma2'])
 def test_kernels_and_padding_rows_change_nothing(name, tmp_path, monkeypatch):
     """What a GPU computes, but for the graphs: every kernel, and rows that belong to no answer."""
     if torch.cuda.is_available():

@@ -61,6 +61,7 @@ def test_pip_installs_the_package_and_no_name_beside_it(installed):
                      'attention.py', 'triton_ops.py', 'optim.py', 'prediction_files.py', 'py.typed'}
 
 
+@pytest.mark.slow
 def test_the_installed_modules_use_each_other_and_no_file_of_the_clone_or_the_project(installed):
     printed = installed('-c', """
 import sys

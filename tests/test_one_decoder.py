@@ -295,6 +295,7 @@ def test_blocks_compile_to_one_graph_for_equal_masks(kind, name, tmp_path):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_without_triton_the_model_is_plain_torch():
     code = """import sys
 sys.modules['triton'] = None

@@ -148,7 +148,7 @@ def test_optimizer_on_the_gpu(dtype, stochastic):
     assert differ.double().mean() < (0.01 if stochastic else 1e-9)
 
 
-@pytest.mark.parametrize('stochastic', [False, True])
+@pytest.mark.parametrize('stochastic', [pytest.param(False, marks=pytest.mark.slow), True])
 def test_weights_and_moments_are_freed(stochastic):
     """Several runs in one process would not fit on a GPU otherwise."""
     p = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))

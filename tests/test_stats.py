@@ -189,6 +189,7 @@ def test_student_t_of_many_and_of_few():
                 call(bad)
 
 
+@pytest.mark.slow
 def test_intervals_cover_what_they_should():
     """Percentile and BCa intervals of the mean confidence's gap, over samples of a known one."""
     rng = np.random.default_rng(1)

@@ -170,7 +170,7 @@ def loop_log_probs(model, source, answer):
     return log_probs[range(len(answer)), answer].sum().item()
 
 
-@pytest.mark.parametrize('scoring', ['letters', 'text'])
+@pytest.mark.parametrize('scoring', ['letters', pytest.param('text', marks=pytest.mark.slow)])
 def test_scores_equal_a_plain_loop_over_transformers(scoring, tmp_path):
     model = t5_with_task(tmp_path)
     tokenizer, results = load_tokenizer(tmp_path / 'model'), []
