@@ -173,7 +173,8 @@ def high(cfg):
 
 
 @pytest.mark.parametrize('method', CRITIC_FREE)
-@pytest.mark.parametrize('kl, entropy_coef', [('none', 0.1), ('loss', 0.0), ('k3', 0.1)])
+@pytest.mark.parametrize('kl, entropy_coef', [
+    ('none', 0.1), ('loss', 0.0), pytest.param('k3', 0.1, marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_coef, tmp_path):
     cfg = config(base, tmp_path, method=method, kl=kl, entropy_coef=entropy_coef, kl_coef=0.3)
     stage, model = stage_of(cfg)

@@ -138,6 +138,7 @@ def test_the_whole_command_of_generation(small, tmp_path, capsys):
     assert 'whole command' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @needs_no_gpu
 @pytest.mark.parametrize('ours, options', [
     (True, {}), pytest.param(False, {'size': 2}, marks=pytest.mark.skipif(
@@ -208,6 +209,7 @@ def test_peers_without_smoothing_get_it_from_outside(monkeypatch):
             bench.loss.methods(30.0, target)[name][0](hidden, weight, target)
 
 
+@pytest.mark.slow
 def test_picture_of_losses(tmp_path):
     path = tmp_path / 'loss.json'
     shutil.copy(Path(bench.loss.__file__).parent / 'results' / 'loss.json', path)

@@ -23,7 +23,9 @@ from runtime import (__version__, adapter, checkpoint, config_json, config_keys,
 from runtime.errors import ConfigError
 
 
-@pytest.mark.parametrize('name', ARCHITECTURES)
+@pytest.mark.parametrize('name', [
+    name if name in ('llama3', 'gemma2', 'neox', 'gemma3', 'phi3', 'ministral3', 'opt_350m')
+    else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES])
 @pytest.mark.parametrize('shard_bytes', [10**9, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeypatch):
     import transformers

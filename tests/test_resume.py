@@ -276,6 +276,7 @@ def test_a_second_run_in_one_folder_is_refused(long_run, tmp_path):
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_finished_run_only_reports_what_is_missing(small_world, tmp_path, monkeypatch):
     again = tmp_path / 'again'
     shutil.copytree(small_world[0] / 'tuned', again)
