@@ -164,19 +164,19 @@ def known_tests(numbers):
         for method in ('dpo', 'grpo') for name, key in (('ECE', 'ece'), ('accuracy', 'accuracy'))})
 
 
-def stated_table(numbers):
+STATED = (('stated', 'SFT with random stated confidences', 'qa.stated'),
+          ('rlcr', 'RLCR', 'qa.stated'), ('rlcr', 'RLCR', 'qa.answer_span'),
+          ('brier', 'Brier loss', 'qa'))
+
+
+def stated_table(numbers, runs=STATED):
     """Claim 13, question 5: a stated confidence that is rewarded, and a Brier loss."""
     rows = [['model', 'confidence', 'accuracy', 'mean confidence', 'ECE', 'Brier', 'AUROC']]
-    for run, title, task in STATED:
+    for run, title, task in runs:
         rows.append([title, 'stated' if task.endswith('stated') else 'probability of the answer', *(
             plain(numbers.of(run, key, task=task)) for key in (
                 'accuracy', 'confidence', 'ece', 'brier_top_label', 'auroc'))])
     return rows
-
-
-STATED = (('stated', 'SFT with random stated confidences', 'qa.stated'),
-          ('rlcr', 'RLCR', 'qa.stated'), ('rlcr', 'RLCR', 'qa.answer_span'),
-          ('brier', 'Brier loss', 'qa'))
 
 
 def stated_tests(numbers):
@@ -341,25 +341,27 @@ CLAIMS = {
         written_accuracy, written_tests, mended_table), written_figure)}
 
 
-def write_numbers(root, folder):
+def write_numbers(root, folder, sources_of_seed, lines_of):
     """Write seed-<seed>.csv into `folder` for each seed that has finished runs below `root`."""
-    sources = [source for seed in alignment.SEEDS for source in alignment.sources(seed, root)]
-    lines = parallel_map(alignment.lines_of, sources, worth_it=len(sources) > 4)
+    sources = [source for seed in alignment.SEEDS for source in sources_of_seed(seed, root)]
+    lines = parallel_map(lines_of, sources, worth_it=len(sources) > 4)
     for seed, group in itertools.groupby(itertools.chain(*lines), key=lambda line: line['seed']):
         write_text(folder / f'seed-{seed}.csv', csv_text([*group]))
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+def main(arguments=None, claims=CLAIMS, results=RESULTS, sources=alignment.sources,
+         lines_of=alignment.lines_of, usage=__doc__):
+    """Write the numbers, tables and figures of `claims`; closed_form.py calls it with its own."""
+    parser = argparse.ArgumentParser(description=usage.split('\n')[0])
     parser.add_argument('--runs', help='folder of the study; writes the numbers of its seeds')
-    parser.add_argument('--folder', default=RESULTS, help='of seed-*.csv and of what is written')
+    parser.add_argument('--folder', default=results, help='of seed-*.csv and of what is written')
     options = parser.parse_args(arguments)
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
     if options.runs:
-        write_numbers(options.runs, folder)
+        write_numbers(options.runs, folder, sources, lines_of)
     numbers = Numbers(folder)
-    for name, (title, tables, draw) in CLAIMS.items():
+    for name, (title, tables, draw) in claims.items():
         text = page(numbers, title, tables)
         write_text(folder / f'{name}.md', text)
         draw(numbers, folder / f'{name}.png')

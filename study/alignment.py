@@ -188,18 +188,22 @@ FIRST = 14      # of these runs come before the written answers, the others afte
 WRITTEN, SCALINGS = ('base', 'sft', 'smoothed', 'ppo', 'dpo', 'grpo'), ('none', 'temperature')
 
 
+def aligning(name, seed, root, model='sft', data='all', **settings):
+    """Return the AlignConfig of a run; model, data: names in the folder of the seed."""
+    folder = seed_folder(seed, root)
+    return AlignConfig(**training(name, seed, root, **{
+        'batch_size': 64, 'epochs': 3.0, 'max_length': 256, 'group_size': 8, 'max_tokens': 12,
+        'decode_batch': 512, 'model': f'{folder}/{model}',
+        'data': f'{folder}/pairs/{data}.jsonl'} | settings))
+
+
 def runs(seed, root=common.ROOT):
     """Yield the AlignConfig or TrainConfig of every aligned model; `select` makes their data."""
     folder = seed_folder(seed, root)
     stated = {'eval': stated_evaluation(folder)}
     for question, named in RUNS.items():
         for name, settings in named.items():
-            settings = settings | {'model': f'{folder}/{settings.get("model", "sft")}',
-                                   'data': f'{folder}/pairs/{settings.get("data", "all")}.jsonl'}
-            yield AlignConfig(**training(name, seed, root, **{
-                'batch_size': 64, 'epochs': 3.0, 'max_length': 256, 'group_size': 8,
-                'max_tokens': 12, 'decode_batch': 512}
-                | (stated if question == 5 else {}) | settings))
+            yield aligning(name, seed, root, **(stated if question == 5 else {}) | settings)
     yield TrainConfig(**training(
         'brier', seed, root, model=f'{folder}/sft', data=f'{folder}/pairs/told.jsonl',
         batch_size=64, epochs=3.0, lr=2e-4, loss='brier()', checkpoint_epochs=False, **stated))
@@ -316,29 +320,33 @@ class Source(NamedTuple):
     names: dict         # columns that replace those of the results
 
 
-def sources(seed, root=common.ROOT):
-    """Yield the Source of each evaluation of a seed that is finished."""
-    def finished(folder, reference, **names):
-        if Path(folder, 'results.json').exists():
-            yield Source(Path(folder), reference, names | {'seed': seed})
+def finished(folder, reference, **names):
+    if Path(folder, 'results.json').exists():
+        yield Source(Path(folder), reference, names)
 
-    for cfg in (*base_runs(seed, root), *runs(seed, root)):
-        names = {'run': Path(cfg.out_dir).name}
+
+def sources_of(cfgs):
+    """Yield the Source of each evaluation of some runs that is finished."""
+    for cfg in cfgs:
+        names = {'run': Path(cfg.out_dir).name, 'seed': cfg.seed}
         options = isinstance(cfg, AlignConfig) and not cfg.eval.tasks[0].startswith('qa:')
         reference = Path(cfg.model) if options else None
         for epoch in epochs_before(cfg):
             yield from finished(f'{cfg.out_dir}/report-{epoch}', reference, epoch=epoch, **names)
         yield from finished(cfg.out_dir, reference, epoch=3, **names)
+
+
+def sources(seed, root=common.ROOT):
+    """Yield the Source of each evaluation of claims 13 and 14 that is finished."""
+    yield from sources_of([*base_runs(seed, root), *runs(seed, root)])
     for name, scaling in itertools.product(WRITTEN, SCALINGS):
-        yield from finished(written_folder(seed, root, name, scaling), None, run=name,
+        yield from finished(written_folder(seed, root, name, scaling), None, run=name, seed=seed,
                             epoch='written', scaling=scaling)
 
 
 def lines_of(source):
     """Return the lines of a Source, {column of COLUMNS: value}.
 
-    For options, `reward` is the mean probability of the true value, that is the expected share of
-    right answers at temperature 1, and `kl` the mean of KL(model, reference) over the 24 values.
     first_reward and trained_reward are of the answers in the first and the last eight steps.
     """
     lines, more = [], rewards_of(source.folder / 'log.jsonl')
@@ -346,15 +354,25 @@ def lines_of(source):
         # of written answers, which are scaled before they are written, nothing is scaled again
         if {names['language'], names['category']} != {'all'} or fitted and p.probs.ndim == 1:
             continue
-        line = names | {'n': len(p.labels)} | fitted | p.report() | more
-        if p.probs.ndim == 2:
-            line['reward'] = p.probs[np.arange(len(p.labels)), p.labels].mean()
-            if source.reference and not fitted:
-                line['kl'] = mean_kl(p.probs, option_probs(source.reference))
-        line |= source.names
+        reference = options_of(source.reference).probs if source.reference and not fitted else None
+        line = names | fitted | measures(p, reference) | more | source.names
         lines.append({key: f'{line[key]:.5g}' if isinstance(line.get(key), float) else
                       str(line.get(key, '')) for key in COLUMNS})
     return lines
+
+
+def measures(p, reference=None):
+    """Return the metrics of Predictions; reference: probabilities [N, 24] of another model.
+
+    For options, `reward` is the mean probability of the true value, that is the expected share of
+    right answers at temperature 1, and `kl` the mean of KL(model, reference) over the 24 values.
+    """
+    line = {'n': len(p.labels)} | p.report()
+    if p.probs.ndim == 2:
+        line['reward'] = p.probs[np.arange(len(p.labels)), p.labels].mean()
+        if reference is not None:
+            line['kl'] = mean_kl(p.probs, reference)
+    return line
 
 
 def rewards_of(log):
@@ -367,9 +385,9 @@ def rewards_of(log):
                         'trained_reward': float(np.mean(rewards[-8:]))} or {}
 
 
-def option_probs(folder):
-    """Return the probabilities [N, 24] of a model's options, in the order of the questions."""
-    return next(p.probs for _, fitted, p in predictions_by_group(read_run(folder))
+def options_of(folder):
+    """Return the Predictions of a model's 24 options, in the order of the questions."""
+    return next(p for _, fitted, p in predictions_by_group(read_run(folder))
                 if p.probs.ndim == 2 and not fitted)
 
 

@@ -35,7 +35,7 @@ import torch
 
 from data.tokenizer import load_model_tokenizer
 from runtime import checkpoint
-from study import alignment, base, common, gather, known, losses, smoothing, transfer
+from study import alignment, base, closed_form, common, gather, known, losses, smoothing, transfer
 from train import load_sequences, train
 
 
@@ -85,8 +85,12 @@ def smoothing_jobs(seeds, root):
 
 def alignment_jobs(seeds, root):
     """Return the jobs of alignment.py in the order of PLAN.md's questions, each for all seeds."""
-    jobs = zip(*(alignment_steps(seed, root) for seed in seeds), strict=True)
-    return [job for of_all_seeds in jobs for job in of_all_seeds]
+    return in_turn(alignment_steps(seed, root) for seed in seeds)
+
+
+def in_turn(jobs):
+    """Return [first job of each seed, second job of each seed, ...]; jobs: an iterable per seed."""
+    return [*itertools.chain(*zip(*jobs, strict=True))]
 
 
 def alignment_steps(seed, root):
@@ -110,6 +114,22 @@ def alignment_steps(seed, root):
     yield from aligned[alignment.FIRST:]
 
 
+def closed_form_jobs(seeds, root):
+    return in_turn(closed_form_steps(seed, root) for seed in seeds)
+
+
+def closed_form_steps(seed, root):
+    """Yield the jobs of one seed: world, base model, SFT, data, and the aligned models."""
+    for job in alignment_steps(seed, root):
+        if Path(job.name).name in ('world', 'base', 'sft'):
+            yield job
+    folder = Path(alignment.seed_folder(seed, root))
+    yield Job(f'{folder}/pairs', closed_form.prepare, (seed, root), tuple(
+        folder / name / 'config.json' for name in ('base', 'sft')), folder / 'pairs' / 'own.jsonl')
+    for cfg in closed_form.runs(seed, root):
+        yield fitting_job(cfg, cfg.data)
+
+
 def fitting_job(cfg, *needs):
     epochs = alignment.epochs_before(cfg)
     last = Path(cfg.out_dir, f'report-{epochs[-1]}' if epochs else '', 'results.json')
@@ -122,7 +142,7 @@ def training_job(cfg, *needs):
 
 # {name for --study: (function (seeds, root) -> jobs, seeds)}
 STUDIES = {'losses': (loss_jobs, losses.SEEDS), 'alignment': (alignment_jobs, alignment.SEEDS),
-           'smoothing': (smoothing_jobs, (0,))}
+           'closed-form': (closed_form_jobs, alignment.SEEDS), 'smoothing': (smoothing_jobs, (0,))}
 
 
 def world(seed, root):

@@ -21,13 +21,13 @@ import scaling
 from common import HERE, write_run
 from results import over_seeds
 from results.report import csv_text, predictions
-from results.runs import read_run
+from results.runs import read_run, read_run_samples
 from results.samples import read_samples
 from runtime.errors import ConfigError
 from stats import mean_interval, student_t
-from study import (aligned, alignment, architectures, base, common, effects, epochs, figures,
-                   frontier, gather, homogeneous, known, lora, losses, pivot, reach, side_by_side,
-                   size, smoothing, transfer, vocabulary)
+from study import (aligned, alignment, architectures, base, closed_form, common, effects, epochs,
+                   figures, frontier, gather, homogeneous, known, lora, losses, pivot, reach,
+                   side_by_side, size, smoothing, transfer, vocabulary)
 from study.world import StudySpec, make_world
 from align import AlignConfig, check_align_config
 from data.free_answers import FREE_TASKS, FreeQuestion, proposed
@@ -528,9 +528,9 @@ SMALL_ALIGNMENT = alignment.AlignmentSpec(**asdict(alignment.WORLD) | dict(
     written=8))
 
 
-def small_alignment_jobs(seed, root, names):
-    """The jobs of alignment.py whose folders are in `names`, with few steps and answers."""
-    for job in side_by_side.alignment_jobs([seed], str(root)):
+def small_alignment_jobs(seed, root, names, jobs=side_by_side.alignment_jobs):
+    """The jobs whose folders are in `names`, with few steps and answers."""
+    for job in jobs([seed], str(root)):
         if job.function is alignment.fit:
             cfg, = job.arguments
             more = {'shape': base.llama(32, 64, 1, 2), 'micro_rows': 4, 'batch_size': 64}
@@ -543,7 +543,7 @@ def small_alignment_jobs(seed, root, names):
             yield job
 
 
-@pytest.mark.parametrize('study', ['alignment', 'smoothing'])
+@pytest.mark.parametrize('study', ['alignment', 'closed-form', 'smoothing'])
 def test_a_job_needs_what_an_earlier_one_makes(study):
     make, seeds = side_by_side.STUDIES[study]
     made, n_jobs = set(), 0
@@ -552,7 +552,7 @@ def test_a_job_needs_what_an_earlier_one_makes(study):
             assert {file, *file.parents} & made, (job.name, file)
         made |= {job.makes, Path(job.name)}
         n_jobs += 1
-    assert n_jobs == {'alignment': 33, 'smoothing': 26}[study] * len(seeds)
+    assert n_jobs == {'alignment': 33, 'closed-form': 24, 'smoothing': 26}[study] * len(seeds)
 
 
 def test_an_alignment_world_asks_as_evaluate_does(tmp_path):
@@ -696,10 +696,122 @@ def test_the_tables_of_alignment_are_those_of_the_committed_numbers():
         assert len(cells) > 30 and {cell for cell in cells if cell not in made} == set(), name
 
 
-def test_the_plan_of_alignment_has_settings_that_were_fixed():
-    cfgs = [cfg for seed in alignment.SEEDS for make in (alignment.base_runs, alignment.runs)
-            for cfg in make(seed)]
-    assert len({cfg.out_dir for cfg in cfgs}) == len(cfgs) == 5 * 19
+# Claim 15
+
+
+@pytest.mark.parametrize('method, weight', [('dpo', 0.3), ('dpo', 1.0), ('ppo', 0.2)])
+def test_the_closed_form_is_the_optimum_of_its_objective(method, weight):
+    """Gradient steps on the logits of one question end there."""
+    p, q = torch.from_numpy(np.random.default_rng(0).dirichlet(np.ones(4), 2))
+    logits = p.log().clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([logits], max_iter=500, tolerance_grad=1e-10,
+                                  tolerance_change=0, line_search_fn='strong_wolfe')
+
+    def objective():
+        optimizer.zero_grad()
+        log_p = logits.log_softmax(0)
+        if method == 'dpo':     # q[k]: k is right; then j is rejected with p[j] / (1 - p[k])
+            drawn = (q / (1 - p))[:, None] * p * (1 - torch.eye(4))
+            reward = weight * (log_p - p.log())
+            loss = -(drawn * torch.nn.functional.logsigmoid(reward[:, None] - reward)).sum()
+        else:
+            loss = -(log_p.exp() * (q - weight * (log_p - p.log()))).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(objective)
+    ended = closed_form.closed_form(method, weight, p.numpy()[None], q.numpy()[None])
+    assert ended[0] == pytest.approx(logits.softmax(0).detach().numpy(), abs=1e-5)
+    assert np.abs(ended[0] - p.numpy()).max() > 0.05
+
+
+@pytest.mark.slow
+def test_the_closed_form_from_the_world_to_tables(tmp_path, capsys, forked):
+    seed, names = 10, {'base', 'sft', 'pairs', 'own', 'brier-base', 'rlcr-own', 'ppo-0.05-lora',
+                       'cdpo-noisy'}
+    write_world(f'{alignment.seed_folder(seed, tmp_path)}/world', seed, SMALL_ALIGNMENT,
+                alignment.make_rows)
+    jobs = list(small_alignment_jobs(seed, tmp_path, names, side_by_side.closed_form_jobs))
+    assert len(jobs) == len(names)
+    failed = side_by_side.side_by_side(jobs, 2, 0, tmp_path)
+    assert failed == [], capsys.readouterr().out
+    closed_form.main([f'--runs={tmp_path}', f'--folder={tmp_path}/numbers'])
+    assert {path.name for path in (tmp_path / 'numbers').iterdir()} == {
+        'seed-10.csv', 'closed-form.md', 'closed-form.png'}
+    folder = Path(alignment.seed_folder(seed, tmp_path))
+    # each answer states the probability that the base model gives to it
+    probs = {s['id']: dict(zip(map(str.strip, s['options']), np.exp(s['log_probs'])
+                               / np.exp(s['log_probs']).sum(), strict=True))
+             for s in read_samples(folder / 'base-knows' / 'samples.jsonl')}
+    asked = {row['prompt']: row['id'] for row in closed_form.read_lines(
+        folder / 'world' / 'prompts' / 'test.jsonl')}
+    own = closed_form.read_lines(folder / 'pairs' / 'own.jsonl')
+    for ask, answer in (row['messages'] for row in own):
+        value, stated = re.fullmatch(alignment.STATED.format('(.*)', '(.*)'),
+                                     answer['content']).groups()
+        assert stated == f'{probs[asked[ask["content"]]][value]:.2f}'
+    # the pairs are those of the first facts, a few of which are swapped
+    pairs, noisy = (closed_form.read_lines(folder / 'pairs' / f'{name}.jsonl')
+                    for name in ('all', 'noisy'))
+    swapped = [a['chosen'] == b['rejected'] for a, b in zip(pairs, noisy, strict=True)]
+    assert 0 < sum(swapped) < 20 and len(own) == len(noisy) == 48
+    numbers = aligned.Numbers(tmp_path / 'numbers')
+    # as beta grows, the closed form comes back to the model before alignment
+    kl = [numbers.of(f'ppo-{weight}-expected', 'kl')[0] for weight in (0.0125, 0.05, 0.2)]
+    assert kl == sorted(kl, reverse=True) and kl[-1] > 0
+    # the implicit preference against a plain loop over log-probabilities, which need no norm
+    (sft,), (cdpo,) = (read_run_samples(read_run(folder / name))[0].values()
+                       for name in ('sft', 'cdpo-noisy'))
+    rng, preference = np.random.default_rng([seed, 6]), 0
+    for before, after in zip(sft, cdpo, strict=True):
+        true, p = before['answer'], np.exp(before['log_probs'])
+        p[true] = 0
+        wrong = rng.choice(24, p=p / p.sum())
+        change = np.subtract(after['log_probs'], before['log_probs'])
+        preference += 1 / (1 + np.exp(-0.3 * (change[true] - change[wrong]))) / len(sft)
+    assert preference != pytest.approx(0.5, rel=1e-3)
+    assert numbers.of('cdpo-noisy', 'preference') == pytest.approx(preference, rel=1e-5)
+    assert numbers.of('cdpo-noisy', 'margin') > 0 and numbers.of('cdpo-noisy', 'fitted') > 0.3
+    assert 0.5 > numbers.of('cdpo-noisy', 'preference_ece') > 0
+    assert np.isfinite(numbers.of('ppo-0.05-lora', 'kl')) and np.isnan(numbers.of('dpo-1.0', 'ece'))
+    assert np.isfinite(numbers.of('brier-base', 'ece', task='qa'))
+
+
+def test_the_tables_and_figure_of_the_closed_form(tmp_path):
+    """Made-up numbers: the true differences are found, and a missing run has none."""
+    names = {Path(cfg.out_dir).name for cfg in closed_form.runs(10)} | {'sft'} | {
+        closed_form.name_of(*each, '-expected') for each in closed_form.WEIGHTED}
+    for seed in alignment.SEEDS:
+        random, lines = np.random.default_rng(seed), []
+        for name in sorted(names - {'dpo-1.0-lora'}):
+            weight = float((re.findall(r'-(\d[\d.]*)', name) or ['1'])[0])
+            kl = 0.1 / weight
+            values = {'kl': kl, 'reward': 0.2 + kl, 'margin': math.log(4) + (name == 'dpo-noisy'),
+                      'ece': 0.05 + kl / 20 + 0.02 * ('lora' in name and 'ppo' in name)
+                      + random.normal(scale=1e-4), 'preference_ece': kl}
+            values['auroc'] = 0.6 + random.normal(scale=1e-3)
+            lines += [dict.fromkeys((*alignment.COLUMNS, *closed_form.PAIR_COLUMNS), 0.1) | values
+                      | {'run': name, 'epoch': 3, 'seed': seed, 'task': task, 'scaling': 'none'}
+                      for task in ('chat', 'qa', 'qa.stated', 'qa.answer_span')]
+        (tmp_path / f'seed-{seed}.csv').write_text(csv_text(lines))
+    closed_form.main([f'--folder={tmp_path}'])
+    text = (tmp_path / 'closed-form.md').read_text()
+    found = dict(re.findall(r'\| (.*?) \| ([-+]\d\.\d+ ± .*?|none.*?) \|', text))
+    assert found['ECE of Dr. GRPO, 0.05 - expected'].startswith(('+0.000 ±', '-0.000 ±'))
+    assert found['ECE of DPO, 0.1 - 1.0'].startswith('+0.045 ± 0.000')
+    assert found['margin of DPO - log 4'].startswith('+1.000')
+    assert found['AUROC of RLCR, stated - 0.5'].startswith('+0.100')
+    assert found['ECE of DPO, LoRA - full weights, at equal KL'] == 'none for 5 of 5 seeds'
+    assert found['tau of preference ECE and ECE of answers'] == 'none for 5 of 5 seeds'
+    assert (tmp_path / 'closed-form.png').exists()
+
+
+@pytest.mark.parametrize('makes, n, digest', [
+    ((alignment.base_runs, alignment.runs), 19, 'e12679ac42c7'),
+    ((closed_form.runs,), 20, '06fbd9f94e01')])
+def test_the_plan_of_alignment_has_settings_that_were_fixed(makes, n, digest):
+    cfgs = [cfg for seed in alignment.SEEDS for make in makes for cfg in make(seed)]
+    assert len({cfg.out_dir for cfg in cfgs}) == len(cfgs) == 5 * n
     settings = [asdict(cfg) for cfg in cfgs] + [asdict(alignment.WORLD)]
     for values in settings:     # keys that were added since have their defaults
         for key, default in (('resample', 0), ('soft_overlong', 0)):
@@ -707,7 +819,7 @@ def test_the_plan_of_alignment_has_settings_that_were_fixed():
         for key in ('p_ik', 'shard') if values.get('eval') else ():
             assert values['eval'].pop(key) == getattr(EvalConfig, key)
     settings = json.dumps(settings)
-    assert hashlib.sha256(settings.encode()).hexdigest()[:12] == 'e12679ac42c7'
+    assert hashlib.sha256(settings.encode()).hexdigest()[:12] == digest
     for cfg in cfgs:
         if isinstance(cfg, AlignConfig):
             check_align_config(cfg)
