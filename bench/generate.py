@@ -136,16 +136,21 @@ def measure_command(model, config, folder):
     process = subprocess.Popen([sys.executable, 'generate.py', f'--model={folder}', '--n=8',
                                 f'--prompts={prompts}', f'--out={out}', '--raw'],
                                cwd=Path(__file__).parent.parent)
-    while process.poll() is None and not (out.exists() and out.stat().st_size):
+    grown = []      # (seconds, bytes of the answers)
+    while process.poll() is None:
+        if out.exists() and out.stat().st_size:
+            grown.append((time.perf_counter() - started, out.stat().st_size))
         time.sleep(0.02)
-    first = time.perf_counter() - started
-    if process.wait():
-        raise RuntimeError('generate.py failed')
     seconds = time.perf_counter() - started
+    if process.returncode:
+        raise RuntimeError('generate.py failed')
+    quarter, three = (next(t for t, size in grown if size >= share * grown[-1][1])
+                      for share in (0.25, 0.75))
     answers = [answer for _, row in read_rows(out) for answer in row['answers']]
     n_tokens = sum(answer['n_tokens'] for answer in answers)
-    return {'prompts': len(rows), 'tokens': n_tokens, 'seconds': seconds, 'first_s': first,
-            'tokens_per_s': n_tokens / seconds}
+    return {'prompts': len(rows), 'tokens': n_tokens, 'seconds': seconds, 'first_s': grown[0][0],
+            'tokens_per_s': n_tokens / seconds,
+            'steady_tokens_per_s': n_tokens / 2 / max(three - quarter, 0.02)}
 
 
 @torch.no_grad()
@@ -207,8 +212,9 @@ def print_table(table):
                               f'{ours["tokens_per_s"] / peer["tokens_per_s"]:.1f} times as fast'))
     if whole := table.get('command'):
         print(f'whole command    {whole["prompts"]} prompts x 8 answers, {whole["tokens"]:,} '
-              f'tokens in {whole["seconds"]:.1f} s: {whole["tokens_per_s"]:,.0f} tokens/s; first '
-              f'answers after {whole["first_s"]:.1f} s')
+              f'tokens in {whole["seconds"]:.1f} s: {whole["tokens_per_s"]:,.0f} tokens/s, between '
+              f'a quarter and three quarters of the answers '
+              f'{whole["steady_tokens_per_s"]:,.0f}; first answers after {whole["first_s"]:.1f} s')
     sys.stdout.flush()
 
 
