@@ -12,12 +12,14 @@ in between. This file imports nothing of ours.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 try:
     import triton
@@ -83,44 +85,55 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+FORWARD = Linear.forward    # the only one that `products` may compute for several layers at once
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    by_kernel = x.numel() == x.shape[-1] and kernels_apply(x)
+    """Return F.linear(x, weight, bias); by `row_kernel` for a single row without gradients."""
+    by_kernel = (x.numel() == x.shape[-1] == weight.shape[1] and kernels_apply(x)
+                 and is_plain(weight) and (bias is None or is_plain(bias)))
     return (row_kernel if by_kernel else F.linear)(x, weight, bias)
 
 
+def is_plain(x: Tensor | None) -> bool:
+    """Return whether x is a contiguous tensor, of no class of its own such as a quantized one."""
+    return x is not None and type(x) in (Tensor, nn.Parameter) and x.is_contiguous()
+
+
 def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
-    """Return layer(x) of each layer; of a Linear without gradients, after `adjoin`, by one product.
+    """Return [layer(x), ...]; without gradients, by one product of layers that `adjoin` moved.
+
+    A layer with hooks, or with a `forward` other than that of Linear, is called itself.
     """
-    if kernels_apply(x) and all(type(layer) is Linear and not layer._forward_hooks
-                                for layer in layers):
-        weight, bias = (side_by_side([getattr(layer, kind) for layer in layers])
-                        for kind in ('weight', 'bias'))
-        if weight is not None and (bias is None) == (layers[0].bias is None):
-            sizes = [layer.out_features for layer in layers if isinstance(layer, Linear)]
-            return [*linear(x, weight, bias).split(sizes, -1)]
+    if kernels_apply(x) and not _has_any_global_hook() and all(
+            getattr(layer.forward, '__func__', None) is FORWARD
+            and not (layer._forward_hooks or layer._forward_pre_hooks) for layer in layers):
+        weights, biases = ([getattr(layer, kind) for layer in layers]
+                           for kind in ('weight', 'bias'))
+        weight, bias = side_by_side(weights), side_by_side(biases)
+        if weight is not None and (bias is not None or all(part is None for part in biases)):
+            return [*linear(x, weight, bias).split([len(part) for part in weights], -1)]
     return [layer(x) for layer in layers]
 
 
 def side_by_side(parts: list) -> Tensor | None:
-    """Return contiguous tensors as one, without a copy; None if they are not in one memory."""
-    first = parts[0]
-    if first is None:
+    """Return plain tensors as one, without a copy; None if they are not adjacent in one memory."""
+    if not all(is_plain(part) and part.shape[1:] == parts[0].shape[1:] for part in parts):
         return None
-    end, length = first.data_ptr(), 0
-    for part in parts:
-        if part is None or part.data_ptr() != end:
-            return None
-        end, length = end + part.nbytes, length + len(part)
-    memory = first.untyped_storage()
-    if end > memory.data_ptr() + memory.nbytes():   # neighbors by chance
+    first, last, memory = parts[0], parts[-1], parts[0].untyped_storage()
+    adjacent = all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(parts))
+    # neighbors by chance have memory of their own
+    if not adjacent or last.data_ptr() + last.nbytes > memory.data_ptr() + memory.nbytes():
         return None
-    return first.as_strided((length, *first.shape[1:]), first.stride())
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def adjoin(model: nn.Module, **on):
     """Move the weights of layers that read the same input side by side, in place, for `products`.
 
     on: device and dtype of their memory, for a model on the meta device
+    They become new Parameters, so call this before you build an optimizer. To save them, use
+    safetensors' save_file(model.state_dict(), ...): its save_model refuses parts of one memory.
     """
     for module in model.modules():
         for names in (('q_proj', 'k_proj', 'v_proj'), ('gate_proj', 'up_proj')):
@@ -129,12 +142,13 @@ def adjoin(model: nn.Module, **on):
                 continue
             for kind in ('weight', 'bias'):
                 parts = [getattr(layer, kind) for layer in layers]
-                if parts[0] is None:
+                if not all(is_plain(part) for part in parts):
                     continue
                 whole = torch.cat([part.detach() for part in parts])
                 whole = torch.empty_like(whole, **on) if whole.is_meta else whole
-                for layer, part in zip(layers, whole.split([len(part) for part in parts])):
-                    setattr(layer, kind, nn.Parameter(part))
+                moved = whole.split([len(part) for part in parts])
+                for layer, part, new in zip(layers, parts, moved):
+                    setattr(layer, kind, nn.Parameter(new, part.requires_grad))
 
 
 def row_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -230,6 +230,110 @@ def test_one_product_of_adjoined_weights_equals_the_products_of_each_layer(
     assert len(calls) == 6
 
 
+class Doubled(torch.Tensor):
+    """A weight of a class of its own, as quantized ones are: its products are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        if function is F.linear:
+            return 2 * F.linear(*(x.as_subclass(torch.Tensor) for x in arguments if x is not None))
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
+def set_weight(layer, weight):
+    layer.weight = torch.nn.Parameter(weight.detach())
+
+
+def prune(mlp):
+    """Keep 40 of the 80 hidden numbers, which are adjacent in memory."""
+    set_weight(mlp.gate_proj, mlp.gate_proj.weight[40:])
+    set_weight(mlp.up_proj, mlp.up_proj.weight[:40])
+    set_weight(mlp.down_proj, mlp.down_proj.weight[:, :40])
+
+
+def transpose(mlp):
+    """Transposed weights, those of gate and up in one memory."""
+    for layer, weight in zip((mlp.gate_proj, mlp.up_proj), torch.stack(
+            [mlp.gate_proj.weight.T, mlp.up_proj.weight.T])):
+        set_weight(layer, weight.T)
+    set_weight(mlp.down_proj, mlp.down_proj.weight.T.contiguous().T)
+
+
+def add_bias(layer):
+    layer.bias = torch.nn.Parameter(torch.ones_like(layer.weight[:, 0]))
+
+
+def replace_forward(mlp):
+    forward = mlp.up_proj.forward
+    mlp.up_proj.forward = lambda x: forward(2 * x)
+
+
+CHANGES = {     # function of (MLP, monkeypatch) that changes what its layers compute
+    'hook': lambda mlp, _: mlp.up_proj.register_forward_hook(lambda *more: 2 * more[-1]),
+    'hook before': lambda mlp, _: mlp.up_proj.register_forward_pre_hook(lambda _, x: 2 * x[0]),
+    'forward': lambda mlp, _: replace_forward(mlp),
+    'forward of the class': lambda mlp, patch: patch.setattr(
+        triton_ops.Linear, 'forward', lambda layer, x: 2 * F.linear(x, layer.weight).flip(-1)),
+    'one bias': lambda mlp, _: add_bias(mlp.up_proj),
+    'strided bias': lambda mlp, _: setattr(
+        mlp.down_proj, 'bias', torch.nn.Parameter(mlp.gate_proj.weight[:48, 0])),
+    'fewer rows': lambda mlp, _: prune(mlp),
+    'transposed weights': lambda mlp, _: transpose(mlp),
+    'weights of a class': lambda mlp, _: [set_weight(layer, layer.weight.as_subclass(Doubled))
+                                          for layer in mlp.children()],
+}
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('change', CHANGES)
+def test_changed_layers_compute_the_same_with_kernels(change, device, monkeypatch,
+                                                      calls_of_kernels, tmp_path):
+    reference_model('llama', tmp_path)
+    dtype = torch.float32 if device == 'cpu' else torch.bfloat16
+    mlp = checkpoint.load(tmp_path, device, dtype).decoder.layers[0].mlp
+    inputs = [random(*shape, 48, device=device, dtype=dtype) for shape in ((2, 9), (1, 1))]
+    before = [mlp(x) for x in inputs]
+    CHANGES[change](mlp, monkeypatch)
+    for x, unchanged in zip(inputs, before):
+        expected = mlp(x)       # with gradients, so without kernels
+        with torch.no_grad():
+            by_kernels = mlp(x)
+        tolerance = 1e-5 if device == 'cpu' else 0.02
+        assert (by_kernels - expected).norm() < tolerance * expected.norm()
+        assert change == 'transposed weights' or (expected - unchanged).norm() > 0.1
+
+
+def test_a_hook_of_all_modules_sees_each_layer(monkeypatch, tmp_path):
+    monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: x.shape[0] > 1)
+    reference_model('llama', tmp_path)
+    attention, seen = checkpoint.load(tmp_path).decoder.layers[0].self_attn, []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *more: seen.append(more[0]))
+    attention.project(random(2, 9, 48, device='cpu'))
+    hook.remove()
+    assert seen == [attention.q_proj, attention.k_proj, attention.v_proj]
+
+
+def test_tensors_that_are_adjacent_by_chance_are_not_joined():
+    memory = bytearray(40 * 4)
+    apart = [torch.frombuffer(memory, dtype=torch.float32, count=20, offset=at) for at in (0, 80)]
+    assert apart[0].data_ptr() + apart[0].nbytes == apart[1].data_ptr()
+    assert triton_ops.side_by_side(apart) is None
+    parts = torch.frombuffer(memory, dtype=torch.float32).view(10, 4).split([3, 7])
+    assert triton_ops.side_by_side([*parts]).shape == (10, 4)
+    assert triton_ops.side_by_side([*parts[::-1]]) is None
+
+
+def test_adjoined_weights_keep_their_values_and_stay_frozen():
+    layers = torch.nn.ModuleDict({name: triton_ops.Linear(8, n, bias=name != 'gate_proj')
+                                  for name, n in (('gate_proj', 5), ('up_proj', 5))})
+    layers.up_proj.requires_grad_(False)
+    before = {key: (p.clone(), p.requires_grad) for key, p in layers.named_parameters()}
+    triton_ops.adjoin(layers)
+    assert triton_ops.side_by_side([layer.weight for layer in layers.values()]).shape == (10, 8)
+    for key, p in layers.named_parameters():
+        assert torch.equal(p, before[key][0]) and p.requires_grad == before[key][1], key
+
+
 @pytest.mark.parametrize('device', DEVICES)
 def test_an_activation_without_a_kernel_is_computed_by_torch(device, calls_of_kernels):
     x, up = (random(9, n, device=device, dtype=torch.bfloat16)[:, -40:] for n in (40, 41))
