@@ -24,7 +24,7 @@ if __name__ == '__main__':
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -36,6 +36,7 @@ from torch import Tensor
 import metrics
 import train
 from data.answers import Answers
+from data.free_answers import FREE_TASKS
 from data.preferences import load_preferences, pack_rankings
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
@@ -136,6 +137,7 @@ class AlignConfig(train.TrainConfig):
     # exact:TASK or rlcr:TASK, such as exact:gsm8k; the folder of a reward model; or a Python file,
     # which is executed: it defines reward(prompt, answer, row) -> number
     reward: str = ''
+    run_code: bool = False                    # allow exact:humaneval: it runs what is generated
     instruction: str = ''                     # follows each prompt after a blank line
     group_size: int = 8                       # answers to each prompt
     max_tokens: int = 256                     # of an answer; max_length - max_tokens of a prompt
@@ -172,6 +174,43 @@ UNUSED = ('from_scratch', 'shape', 'data_kind', 'answers', 'train_on_inputs', 'l
           'loss_reduction')
 
 
+class Reader:
+    """The settings `cfg`; `keys` are those that were read."""
+
+    def __init__(self, cfg):
+        self.cfg, self.keys = cfg, set()
+
+    def __getattr__(self, key):
+        self.keys.add(key)
+        return getattr(self.cfg, key)
+
+
+def check_settings_are_read(cfg):
+    """Raise ConfigError for a setting that differs from its default but has no effect."""
+    names, reader = [field.name for field in fields(AlignConfig)], Reader(cfg)
+    if cfg.method in PAIR_LOSSES:
+        PAIR_LOSSES[cfg.method](Pairs(*torch.ones(6, 1)), reader)
+        reader.keys.add('beta')         # of the margin in the log
+    of_losses = {'beta', 'per_token', 'label_noise', 'gamma'} - reader.keys
+    # without the sizes of rollouts, which runs of several methods may share
+    of_rewards = 'run_code', 'instruction', *names[names.index('truncated'):]
+    of_ppo = 'discount', 'gae_lambda', 'value_clip', 'value_coef', 'whiten'
+    # what decides, whether this run reads the keys, the keys
+    for decider, is_read, keys in (
+            ('method', False, of_losses),
+            ('method', cfg.method in RL_METHODS, of_rewards),
+            ('method', cfg.method == 'ppo', of_ppo),
+            ('method', cfg.method == 'reward', ['centering']),
+            ('truncated', cfg.truncated == 'penalize', ['penalty']),
+            ('kl', cfg.kl in ('reward', 'loss', 'k3'), ['kl_coef']),
+            ('kl_target', cfg.kl_target, ['kl_horizon']),
+            ('updates', cfg.updates > 1, ['clip', 'clip_high'])):
+        for key in keys:
+            if not is_read and (value := getattr(cfg, key)) != getattr(AlignConfig, key):
+                raise ConfigError(f'{key} = {value!r} has no effect with {decider} = '
+                                  f'{getattr(cfg, decider)!r}; leave it out')
+
+
 def check_align_config(cfg):
     """Raise ConfigError for unusable values; train.py checks its own."""
     defaults = AlignConfig()
@@ -191,6 +230,11 @@ def check_align_config(cfg):
     if bool(cfg.reward) != (cfg.method in RL_METHODS):
         raise ConfigError(f'method = {cfg.method!r} and reward = {cfg.reward!r}: '
                           f'{", ".join(RL_METHODS)} need a reward, and only they')
+    task = FREE_TASKS.get(cfg.reward.partition(':')[2])
+    if task and task.runs_code and not cfg.run_code:
+        raise ConfigError(f'reward = {cfg.reward!r} runs the programs that the model writes: read '
+                          f'docs/running_code.md, then allow it with --run_code')
+    check_settings_are_read(cfg)
     require_range(cfg, 1, 10 ** 6, 'max_tokens', 'updates', 'decode_batch', 'lost_accumulation')
     require_range(cfg, 1 if cfg.method == 'ppo' else 2, 10 ** 6, 'group_size')
     require_range(cfg, 0, cfg.max_tokens, 'soft_overlong')

@@ -173,7 +173,8 @@ class Rollouts:
         self.tokenizer, self.prompts = tokenizer, load_prompts(
             cfg.data, tokenizer, template=cfg.template, max_length=cfg.max_length - cfg.max_tokens,
             add_bos=begins_with_bos(tokenizer, cfg.add_bos), instruction=cfg.instruction,
-            digest=self.reward.digest, revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
+            digest=self.reward.digest, check=self.reward.check, revision=cfg.data_revision,
+            on_bad_row=cfg.on_bad_row)
         return train.split_sequences(cfg, self.prompts)
 
     def build_model(self, cfg, config, base, device):

@@ -87,13 +87,16 @@ def to_prompt(row, instruction=''):
 
 
 def load_prompts(source, tokenizer, *, template, max_length, add_bos, digest='', instruction='',
-                 revision=None, on_bad_row='stop'):
+                 check=None, revision=None, on_bad_row='stop'):
     """Return the Prompts in `source`, a file, a folder or a hub dataset; longer ones are left out.
 
-    max_length: tokens of a prompt; digest: of the reward
+    max_length: tokens of a prompt; digest: of the reward; check: raises DataError for a row that
+    the reward cannot use
     """
     def encode(row):
         messages = to_prompt(row, instruction)
+        if check:
+            check(row)
         return row, messages, *encode_prompt(messages, tokenizer, template, add_bos)
 
     rows = (row for file in fetch(source, PROMPT_PATTERNS, revision) for row in read_rows(file))
@@ -106,15 +109,24 @@ def load_prompts(source, tokenizer, *, template, max_length, add_bos, digest='',
     if len(short) < len(encoded):
         print(f'{len(encoded) - len(short)} prompts left out: longer than {max_length} tokens')
     if not short:
-        raise DataError(f'{source}: no prompt of at most {max_length} tokens')
+        raise DataError(f'{source}: no prompt of at most {max_length} tokens, which is max_length '
+                        f'minus max_tokens')
     return Prompts(short, digest)
 
 
 # ---- Rewards -------------------------------------------------------------------------------------
 
+def references(task, row):
+    """Return the right answers of a row, texts; task: of free_answers.FREE_TASKS."""
+    answers = task.row(row).references
+    if not answers:
+        raise DataError('wanted one reference answer or more')
+    return [require_text(answer, 'a reference answer') for answer in answers]
+
+
 def exact(task, prompt, answer, row):
-    """1 if the answer is right by the rule of a task, else 0; task: of free_answers.FREE_TASKS."""
-    return float(task.grade(answer, task.row(row).references)['correct'])
+    """1 if the answer is right by the rule of a task, else 0."""
+    return float(task.grade(answer, references(task, row))['correct'])
 
 
 def rlcr(task, prompt, answer, row):
@@ -146,7 +158,8 @@ def load_reward(name, device, dtype, template):
     if path.is_dir():
         return ModelReward(name, device, dtype, template)
     if kind in REWARDS and (task or 'qa') in FREE_TASKS:
-        return FunctionReward(name, partial(REWARDS[kind], FREE_TASKS[task or 'qa']), name)
+        task = FREE_TASKS[task or 'qa']
+        return FunctionReward(name, partial(REWARDS[kind], task), name, partial(references, task))
     if path.suffix != '.py' or not path.is_file():
         raise ConfigError(f'reward = {name!r}, where there is no file or reward model; wanted '
                           f'{" or ".join(REWARDS)} of a task ({", ".join(FREE_TASKS)}) as in '
@@ -164,10 +177,14 @@ def load_reward(name, device, dtype, template):
 
 @dataclass
 class FunctionReward:
-    """A function (prompt, answer, row) -> number and a text that changes with it."""
+    """A function (prompt, answer, row) -> number and a text that changes with it.
+
+    check: None, or (row) -> raises an error for a row that the function cannot use
+    """
     name: str
     function: Callable
     digest: str
+    check: Callable | None = None
 
     def scores(self, messages, texts, rows):
         """Return the rewards, float64 [prompts, n], of n answers to each prompt.
@@ -207,6 +224,8 @@ class ModelReward:
 
     template: of a model that no run of ours has trained
     """
+
+    check = None        # any answer has a reward
 
     def __init__(self, folder, device, dtype, template):
         self.folder, self.device, self.digest = folder, device, checkpoint.fingerprint(folder)

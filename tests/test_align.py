@@ -112,7 +112,9 @@ def config(base, folder, rows, **values):
     return AlignConfig(model=str(base), data=str(folder / 'pairs.jsonl'), device='cpu',
                        out_dir=str(folder / 'run'), cache_dir=str(folder / 'cache'),
                        dtype='float32', save_dtype='float32', batch_size=len(rows), max_length=64,
-                       pack_len=96, checkpoint_epochs=False, workers=1, beta=BETA, **values)
+                       pack_len=96, checkpoint_epochs=False, workers=1,
+                       **({'beta': BETA} if values.get('method', 'dpo') in PAIR_LOSSES else {}),
+                       **values)
 
 
 def stage_of(cfg, stage=None):
@@ -454,10 +456,26 @@ def test_rewards_are_refused_under_torchrun_in_one_line(base, tmp_path):
     ({'data_kind': 'text'}, "data_kind = 'text' is a setting of train.py"),
     ({'lora_dropout': 0.1}, 'the policy would differ from its reference'),
     ({'label_noise': 0.5}, 'at least 0 and below 0.5'),
-    ({'beta': 0.0}, 'beta = 0.0')])
+    ({'beta': 0.0}, 'beta = 0.0'),
+    ({'gamma': 2.0}, "gamma = 2.0 has no effect with method = 'dpo'; leave it out"),
+    ({'method': 'ipo', 'label_noise': 0.2}, "label_noise = 0.2 has no effect with method = 'ipo'"),
+    ({'method': 'simpo', 'per_token': True}, "per_token = True has no effect with method"),
+    ({'method': 'reward', 'beta': 0.2}, "beta = 0.2 has no effect with method = 'reward'"),
+    ({'centering': 0.1}, "centering = 0.1 has no effect with method = 'dpo'"),
+    ({'kl': 'loss'}, "kl = 'loss' has no effect with method = 'dpo'")])
 def test_settings_without_use_or_sense_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         align.check_align_config(AlignConfig(**values))
+
+
+@pytest.mark.parametrize('values', [
+    {'beta': 2.0, 'per_token': True}, {'method': 'cdpo', 'label_noise': 0.2},
+    {'method': 'simpo', 'gamma': 2.0, 'beta': 2.0}, {'method': 'orpo', 'beta': 2.0},
+    {'method': 'reward', 'centering': 0.1}, {'method': 'ppo', 'reward': 'exact', 'updates': 2,
+                                             'kl': 'reward', 'kl_coef': 0.2, 'clip': 0.1,
+                                             'gae_lambda': 0.9}])
+def test_settings_that_are_read_are_accepted(values):
+    align.check_align_config(AlignConfig(**values))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import math
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -105,11 +106,15 @@ def config(base, folder, *, n=4, **values):
     (folder / 'reward.py').write_text(REWARD)
     settings = {'method': 'grpo', 'batch_size': n, 'max_length': 64, 'pack_len': 80,
                 'max_tokens': 12, 'group_size': 5, 'truncated': 'score', 'lr': 1e-3,
-                'checkpoint_epochs': False, 'workers': 1}
+                'checkpoint_epochs': False, 'workers': 1} | values
+    if settings.get('kl', 'none') == 'none':        # what has no effect is refused
+        settings.pop('kl_coef', None)
+    if not settings.get('kl_target'):
+        settings.pop('kl_horizon', None)
     return AlignConfig(model=str(base), data=str(folder / 'prompts.jsonl'), device='cpu',
                        reward=str(folder / 'reward.py'), out_dir=str(folder / 'run'),
                        cache_dir=str(folder / 'cache'), dtype='float32', save_dtype='float32',
-                       **settings | values)
+                       **settings)
 
 
 def stage_of(cfg):
@@ -332,7 +337,8 @@ def test_a_step_raises_what_is_better_than_the_mean(llama, tmp_path):
 
 @pytest.mark.parametrize('truncated, n_used', [('mask', 1), ('score', 2), ('penalize', 2)])
 def test_a_truncated_answer_is_masked_scored_or_penalized(llama, truncated, n_used, tmp_path):
-    cfg = config(llama, tmp_path, n=1, group_size=2, truncated=truncated, penalty=-3.0)
+    cfg = config(llama, tmp_path, n=1, group_size=2, truncated=truncated,
+                 penalty=-3.0 if truncated == 'penalize' else 0.0)
     stage, _ = stage_of(cfg)
     long = Answer(0, 0, tokens=[5] * 12, log_probs=[0.0] * 12, entropies=[0.0] * 12, text='e',
                   reason='max_tokens')
@@ -571,8 +577,11 @@ def test_a_reward_model_scores_answers_as_in_its_training(llama, tmp_path):
     write_rows(tmp_path / 'pairs.jsonl', pairs)
     cfg = config(llama, tmp_path, n=4)
     folder = tmp_path / 'reward'
-    align.align(replace(cfg, method='reward', reward='', data=str(tmp_path / 'pairs.jsonl'),
-                        out_dir=str(folder), epochs=20, lr=1e-2))
+    align.align(AlignConfig(
+        method='reward', data=str(tmp_path / 'pairs.jsonl'), out_dir=str(folder), epochs=20,
+        lr=1e-2, **{key: getattr(cfg, key) for key in (
+            'model', 'device', 'cache_dir', 'dtype', 'save_dtype', 'batch_size', 'max_length',
+            'pack_len', 'checkpoint_epochs', 'workers')}))
     cfg = replace(cfg, reward=str(folder))
     stage, _ = stage_of(cfg)
     texts = ['Red.', 'Seven!', '', 'Red.', 'Blue and so on']
@@ -679,10 +688,29 @@ def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
     ({'method': 'grpo', 'reward': 'exact', 'max_tokens': 2048}, 'no room for a prompt'),
     ({'method': 'ppo', 'reward': 'exact', 'kl_target': 6.0}, "set kl = 'reward'"),
     ({'method': 'ppo', 'reward': 'exact', 'lost_accumulation': 9}, 'does not divide'),
+    ({'method': 'grpo', 'reward': 'exact:humaneval'}, 'then allow it with --run_code'),
+    ({'method': 'grpo', 'reward': 'exact', 'gae_lambda': 0.9}, "effect with method = 'grpo'"),
+    ({'method': 'grpo', 'reward': 'exact', 'beta': 0.2}, "effect with method = 'grpo'"),
+    ({'method': 'grpo', 'reward': 'exact', 'kl_coef': 0.2}, "effect with kl = 'none'"),
+    ({'method': 'grpo', 'reward': 'exact', 'penalty': -1.0}, "effect with truncated = 'mask'"),
+    ({'method': 'grpo', 'reward': 'exact', 'clip': 0.1}, 'effect with updates = 1'),
     ({'method': 'grpo', 'reward': 'exact', 'lora_dropout': 0.1}, 'the policy would differ')])
 def test_settings_of_rewards_without_sense_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         align.check_align_config(AlignConfig(**values))
+
+
+def test_a_row_without_the_answer_of_the_reward_is_found_before_training(llama, tmp_path):
+    cfg = replace(config(llama, tmp_path), reward='exact:gsm8k')
+    write_rows(Path(cfg.data), [{'question': 'Why?', 'answer': 'So. #### 3'},
+                                {'question': 'Why?', 'answer': '3'}, {'question': 'Why?'}])
+    with pytest.raises(DataError, match=r"prompts.jsonl:2: the answer has no '####'"):
+        stage_of(cfg)
+    stage, _ = stage_of(replace(cfg, on_bad_row='skip', batch_size=1))
+    assert len(stage.prompts) == 1
+    write_rows(Path(cfg.data), [{'question': 'Why?', 'answer': 3}])
+    with pytest.raises(DataError, match='prompts.jsonl:1: a reference answer is not text but int'):
+        stage_of(replace(cfg, reward='exact:qa'))
 
 
 def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(llama, tmp_path):

@@ -814,7 +814,7 @@ def test_the_plan_of_alignment_has_settings_that_were_fixed(makes, n, digest):
     assert len({cfg.out_dir for cfg in cfgs}) == len(cfgs) == 5 * n
     settings = [asdict(cfg) for cfg in cfgs] + [asdict(alignment.WORLD)]
     for values in settings:     # keys that were added since have their defaults
-        for key, default in (('resample', 0), ('soft_overlong', 0)):
+        for key, default in (('resample', 0), ('soft_overlong', 0), ('run_code', False)):
             assert values.pop(key, default) == default
         for key in ('p_ik', 'shard') if values.get('eval') else ():
             assert values['eval'].pop(key) == getattr(EvalConfig, key)
