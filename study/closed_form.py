@@ -35,7 +35,6 @@ TITLES = {'dpo': 'DPO', 'ppo': 'PPO', 'grpo': 'Dr. GRPO'}
 WEIGHTS = dict.fromkeys(('ppo', 'grpo'), (0.0125, 0.05, 0.2)) | {'dpo': (0.1, 0.3, 1.0)}
 LORA = ('dpo', 'ppo')       # the methods that are also run with LoRA
 NOISE, NOISY_PAIRS, NOISY_BETA = 0.2, 512, 0.3
-GENTLE = 3.2e-4             # learning rate of the models that are tuned from the base model
 
 
 def name_of(method, weight, kind=''):
@@ -54,10 +53,11 @@ def runs(seed, root=common.ROOT):
     """Yield the config of every model, the longest runs first; `prepare` makes their data."""
     folder = alignment.seed_folder(seed, root)
     stated = {'eval': alignment.stated_evaluation(folder)}
-    for name, data, more in (('own', 'own', {}), ('brier-base', 'told', {'loss': 'brier()'})):
+    for name, data, more in (('own', 'own', {'lr': 8e-4}),
+                             ('brier-base', 'told', {'lr': 3.2e-4, 'loss': 'brier()'})):
         yield TrainConfig(**alignment.training(
             name, seed, root, model=f'{folder}/base', data=f'{folder}/pairs/{data}.jsonl',
-            batch_size=64, epochs=3.0, lr=GENTLE, checkpoint_epochs=False, **stated, **more))
+            batch_size=64, epochs=3.0, checkpoint_epochs=False, **stated, **more))
     named = {'rlcr-own': RUNS[5]['rlcr'] | stated | {
         'model': 'own', 'kl': 'loss', 'kl_coef': 0.01, 'group_size': 16, 'decode_batch': 1024}}
     for method, weight in WEIGHTED:
@@ -69,7 +69,7 @@ def runs(seed, root=common.ROOT):
     for name in NOISY:
         named[name] = DPO | {
             'method': name.removesuffix('-noisy'), 'beta': NOISY_BETA, 'label_noise': NOISE,
-            'data': 'noisy', 'epochs': 1e3, 'max_steps': alignment.STEPS}
+            'data': 'noisy', 'epochs': 1e3, 'max_steps': 2 * alignment.STEPS, 'lr': 4e-4}
     for name, settings in named.items():
         yield alignment.aligning(name, seed, root, **WHOLE | settings)
 
