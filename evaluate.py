@@ -499,6 +499,8 @@ def collect_results(scored, cfg):
         counts, of_share, bad_rows, seconds = zip(*(share[label] for share in shares))
         prompts[label], bad_rows = set().union(*of_share), [*itertools.chain(*bad_rows)]
         if not prompts[label] and task.kind in ('from_samples', 'p_ik', *VERBALIZED):
+            if task.kind in VERBALIZED:
+                print(f'{label}: left out, since no answer states a probability from 0 to 1')
             continue        # for example, no answer states a <confidence>
         if not prompts[label]:
             raise DataError(f'{label}: no question could be scored ({len(bad_rows)} bad rows'

@@ -312,6 +312,7 @@ def main(argv):
     cfg = read_arguments(argv)
     folder, model, tokenizer, template, add_bos = open_model(cfg)
     prompts, stop = read_prompts(cfg.prompts, tokenizer, template, add_bos)
+    room(model, [ids for _, ids in prompts], cfg)       # before any file is written
     settings = {key: getattr(cfg, key) for key in SETTINGS} | {
         'stop': [*cfg.stop], 'model': checkpoint.fingerprint(folder),
         'tokenizer': tokenizer.fingerprint, 'template': template, 'add_bos': add_bos,

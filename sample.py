@@ -103,13 +103,19 @@ def print_answer(answers, tokenizer, cfg):
     except KeyboardInterrupt:
         stopped = True
     print()
-    for token, log_p in zip(answer.tokens, answer.log_probs) if answer and cfg.probs else ():
-        print(f'{math.exp(log_p):.6f}  {tokenizer.decode([token], start=False)!r}')
+    if answer and cfg.probs:
+        print_probs(answer, tokenizer)
     if stopped:
         print('(stopped)', file=sys.stderr)
     elif answer.reason in ('max_tokens', 'context'):
         print(f'(cut after {len(answer.tokens)} tokens)', file=sys.stderr)
     return [answer] if answer else [], said, stopped
+
+
+def print_probs(answer, tokenizer):
+    """Print each token of an answer with the model's probability of it."""
+    for token, log_p in zip(answer.tokens, answer.log_probs):
+        print(f'{math.exp(log_p):.6f}  {tokenizer.decode([token], start=False)!r}')
 
 
 def print_answers(model, tokenizer, ids, stop, cfg):
@@ -120,6 +126,8 @@ def print_answers(model, tokenizer, ids, stop, cfg):
         cut = ', cut' if answer.reason in ('max_tokens', 'context') else ''
         print(f'--- {answer.number + 1} of {cfg.n}: probability {math.exp(log_p):.3g}, '
               f'{len(answer.tokens)} tokens{cut}\n{answer.text}')
+        if cfg.probs:
+            print_probs(answer, tokenizer)
     return answers, answers[0].text, False
 
 

@@ -205,6 +205,8 @@ def number(text):
     """Return the value of a number, as a fraction in lowest terms; the text if it is none."""
     digits = re.sub(r'[\s,$%]', '', text).replace('−', '-').rstrip('.')
     try:
+        if re.search(r'[eE][-+]?\d{4}', digits):        # 10 ** exponent takes minutes to compute
+            raise ValueError
         return str(Fraction(digits))
     except (ValueError, ZeroDivisionError):
         return text.strip().lower()

@@ -138,9 +138,9 @@ def classes(answers):
 def parse_probability(text):
     """Return the first number of a text as a probability: '.8', '0.80', '80%', '80/100', '1'.
 
-    None if there is none, or if it is not from 0 to 1, as '80' without a percent sign.
+    None if there is none, or if it is not from 0 to 1, as '80' without a percent sign, or '-1'.
     """
-    match = re.search(r'(\d+\.?\d*|\.\d+)\s*(%|/\s*(\d+))?', text)
+    match = re.search(r'(-?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(%|/\s*(\d+))?', text)
     if not match:
         return None
     value = float(match[1]) / (100 if match[2] == '%' else float(match[3] or 1) or math.nan)
@@ -170,7 +170,11 @@ def span(answer, rule, tokenizer):
     text = rule.lenient(answer.text)
     if text is None:
         return {'span': None, 'span_log_prob': 0.0}
-    begin, tokens = answer.text.rindex(text), range(len(answer.tokens))
+    whole, tokens = answer.text, range(len(answer.tokens))
+    # of several occurrences the one without which another text is extracted, or the last one
+    begins = [match.start() for match in re.finditer(f'(?={re.escape(text)})', whole)]
+    begin = next((i for i in begins if rule.lenient(
+        whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), begins[-1])
 
     def end(i):
         return len(tokenizer.decode(answer.tokens[:i + 1], start=False))

@@ -68,7 +68,8 @@ def test_numbers_are_extracted(text):
 @pytest.mark.parametrize('a, b, equal', [
     ('29.00', '29', True), ('$1,000', '1000', True), ('18.', '18', True), ('50%', '50', True),
     ('1/2', '0.5', True), ('−3', '-3', True), ('.5', '0.50', True), ('1/0', '1', False),
-    ('10', '1', False), ('-3', '3', False), ('...', '0', False)])
+    ('10', '1', False), ('-3', '3', False), ('...', '0', False), ('1e2', '100', True),
+    ('1e999999999', '2', False)])
 def test_numbers_are_equal_by_value(a, b, equal):
     assert (free_answers.number(a) == free_answers.number(b)) == equal
 
@@ -291,12 +292,25 @@ def test_confidences_from_the_tokens_of_an_answer():
 @pytest.mark.parametrize('text, value', [
     ('.8', 0.8), ('0.80', 0.8), ('80%', 0.8), ('80 %', 0.8), ('80/100', 0.8), ('1', 1.0),
     ('0', 0.0), ('1.', 1.0), ('95', None), ('very likely', None), ('1%', 0.01),
-    ('7/0', None), ('', None)])
+    ('7/0', None), ('', None), ('-0.5', None), ('1e-3', 0.001)])
 def test_stated_probabilities_are_parsed(text, value):
     assert confidence.parse_probability(text) == value
     sample = sample_of('a')
     sample['greedy']['text'] = f'<answer>a</answer> <confidence>{text}</confidence>'
     assert value_and_grade(confidence.stated, sample) == (value, True)
+
+
+@pytest.mark.parametrize('task, text, begin', [
+    ('qa', 'Paris. Paris is right.', 0), ('qa', 'Answer: Rome', 8),
+    ('gsm8k', '5 + 10 = 15 #### 5 and 15', 17), ('gsm8k', 'So 5, or 15, or 5', 16)])
+def test_the_span_is_where_the_answer_was_extracted(task, text, begin):
+    class Characters:
+        def decode(self, tokens, start):
+            return ''.join(map(chr, tokens))
+    log_probs = [-float(i) for i in range(len(text))]
+    answer = generate.Answer(0, 0, [*map(ord, text)], log_probs, text=text)
+    span = confidence.span(answer, FREE_TASKS[task], Characters())
+    assert span['span_log_prob'] == sum(log_probs[begin:begin + len(span['span'])])
 
 
 def test_the_ece_floor_is_that_of_a_calibrated_model():
@@ -454,12 +468,15 @@ def test_results_have_an_entry_for_each_confidence(asked):
     assert 'with 4 samples per question' in text and '| qa.greedy_agreement |' in text
 
 
-def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path):
+def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
     folder, _, share = asked
     model, tokenizer = checkpoint.load(folder / 'model'), load_tokenizer(folder / 'model')
     tasks = ask(folder, tmp_path, '--chat=tulu', '--shots=0', '--limit=2', '--p_true',
                 '--verbalized')
     assert tasks['qa']['distribution'].endswith('greedy answer, 0 shots, chat template tulu')
+    printed = capsys.readouterr().out
+    for label in ('qa.verbalized_1s', 'qa.verbalized_2s'):      # no silence about a missing entry
+        assert (label in tasks) != (f'{label}: left out' in printed)
     for row in samples_of(tmp_path, 'qa'):
         text = f'{HEADER}Question: What is the colour of {row["id"]}?\nAnswer:'
         ids, stop = encode_prompt([{'role': 'user', 'content': text}], tokenizer, 'tulu')

@@ -615,6 +615,7 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
             ({'prompt': 'a' * 900}, 'prompt 2 has .* tokens; it may have 1 to 199')):
         with pytest.raises(DataError, match=message):
             run(chat_folder, tmp_path, questions=[QUESTIONS[0], row])
+    assert not mine.exists()
     for argument, message in (('--top_k=-1', 'top_k'), ('--min_p=2', 'min_p'), ('--n=0', 'n = 0'),
                               ("--stop=('a', '')", 'stop has an empty'),
                               ('--batch_size=0', 'batch_size'),

@@ -187,7 +187,7 @@ def test_prompts_that_cannot_be_answered_are_refused(chat_folder, tmp_path):
 
 def test_several_answers_have_the_probabilities_of_the_scoring_path(chat_folder, capsys):
     sample.main([f'--model={chat_folder}', '--prompt=What?', '--n=3', '--temperature=1',
-                 '--max_tokens=5', '--stats', '--device=cpu'])
+                 '--max_tokens=5', '--stats', '--probs', '--device=cpu'])
     printed = capsys.readouterr()
     model, tokenizer = checkpoint.load(chat_folder).eval(), load_tokenizer(chat_folder)
     ids, stop = sample.encode_prompt([{'role': 'user', 'content': 'What?'}], tokenizer, 'tulu')
@@ -199,6 +199,8 @@ def test_several_answers_have_the_probabilities_of_the_scoring_path(chat_folder,
         assert sum(answer.log_probs) == pytest.approx(log_p, abs=1e-4)
         assert (f'--- {k} of 3: probability {np.exp(log_p):.3g}, {len(answer.tokens)} tokens'
                 in printed.out)
+        for token, p in zip(answer.tokens, answer.log_probs):
+            assert f'{np.exp(p):.6f}  {tokenizer.decode([token], start=False)!r}' in printed.out
     assert 'tokens/s' in printed.err and 'GB/s' in printed.err and 'TFLOP/s' in printed.err
 
 
