@@ -68,8 +68,9 @@ def runs(seed, root=common.ROOT):
                 'lora': True, 'lr': 10 * settings['lr']}
     for name in NOISY:
         named[name] = DPO | {
-            'method': name.removesuffix('-noisy'), 'beta': NOISY_BETA, 'label_noise': NOISE,
-            'data': 'noisy', 'epochs': 1e3, 'max_steps': 2 * alignment.STEPS, 'lr': 4e-4}
+            'beta': NOISY_BETA, 'data': 'noisy', 'epochs': 1e3, 'max_steps': 2 * alignment.STEPS,
+            'lr': 4e-4}
+    named['cdpo-noisy'] |= {'method': 'cdpo', 'label_noise': NOISE}
     for name, settings in named.items():
         yield alignment.aligning(name, seed, root, **WHOLE | settings)
 
