@@ -176,6 +176,7 @@ def test_evaluation(small, tmp_path, monkeypatch, capsys):
     assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_variants_of_the_forward_pass_are_timed_with_their_settings(small, monkeypatch):
     settings, model = [], bench.eval.our_model(bench.eval.MODELS['llama32_1b'])

@@ -311,6 +311,7 @@ def test_programs_end_with_any_descriptor_missing(program, closed):
     assert done.stderr.startswith(b'error: ') or closed == '2>&-'
 
 
+@pytest.mark.slow
 def test_slow_libraries_are_not_imported_before_they_are_needed():
     """The compiler, FSDP and the libraries for pictures and files are for those who use them."""
     late = ['torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'matplotlib', 'pyarrow',

@@ -176,7 +176,8 @@ WITH_KERNELS = {    # function of (device, dtype) that computes something that h
 
 
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 2e-6), (torch.bfloat16, 0.01)])
+@pytest.mark.parametrize('dtype, tolerance', [
+    (torch.float32, 2e-6), pytest.param(torch.bfloat16, 0.01, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('what', WITH_KERNELS)
 def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance, device,
                                                           monkeypatch, calls_of_kernels):

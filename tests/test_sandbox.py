@@ -151,7 +151,8 @@ def limits(name):
 
 
 @pytest.mark.parametrize('name', [
-    pytest.param(name, marks=pytest.mark.slow) if name.startswith('hangs in') else name
+    pytest.param(name, marks=pytest.mark.slow) if re.match(
+        'hangs in|sleeps|closes its pipes|ignores signals|allocates memory bit', name) else name
     for name in HOSTILE])
 def test_a_hostile_program_does_not_pass(name, namespaces):
     source, reason = HOSTILE[name]
