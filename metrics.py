@@ -142,7 +142,8 @@ def _nll_of_scores(z, labels):
 def brier(probs, labels) -> float:
     """Return the Brier score, 1/N sum_i sum_k (p_ik - [k = label_i])^2, in [0, 2].
 
-    Brier 1950, and lm-evaluation-harness: summed over options, so twice scikit-learn's at K = 2.
+    Brier 1950, and `brier_score` of lm-evaluation-harness: summed over options, so twice the binary
+    form of scikit-learn at K = 2.
     """
     probs, labels = check_probs(probs, labels)
     p_label = probs[np.arange(len(labels)), labels].astype(np.float64)
@@ -221,8 +222,9 @@ def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
     bin 1, and a confidence above 1 by rounding in bin M. Edges are m/M in the precision of probs,
     since a float32 0.1 exceeds the float64 one.
 
-    Returns, in ascending order, {'edges': float [M+1], 'count': int [M], 'confidence', 'accuracy',
-    'low' and 'high', its 95 % Wilson interval: float [M], nan where a bin is empty}.
+    Returns, in ascending order, {'edges': float [M+1], 'count': int [M], 'confidence': float [M],
+    'accuracy': float [M], 'low' and 'high': float [M], its 95 % Wilson interval}. All but edges and
+    count are nan where a bin is empty.
     """
     confidence, correct = top_label(probs, labels)
     count, conf, acc = bin_means(equal_width_bins(confidence, n_bins), n_bins, confidence, correct)
@@ -281,7 +283,8 @@ def ece_debiased(probs, labels, n_bins=15) -> float:
     """Return the debiased root mean square calibration error over the bins of `ece_equal_mass`,
     sqrt(max(0, sum_B |B|/N ((acc(B) - conf(B))^2 - acc(B) (1 - acc(B)) / (|B| - 1)))).
 
-    Broecker 2012, Kumar et al. 2019; as in uncertainty-calibration. A bin of one row counts 0.
+    Broecker 2012, Kumar et al. 2019; the debiased top-label error of uncertainty-calibration. A bin
+    of one row counts 0.
     """
     count, conf, acc = _equal_mass_means(probs, labels, n_bins)
     squares = count * ((acc - conf) ** 2 - acc * (1 - acc) / np.maximum(count - 1, 1))
@@ -337,7 +340,8 @@ def rmsce_hendrycks(probs, labels, bin_size=100) -> float:
     """Return the RMSCE as the code of Hendrycks et al. 2019 computes it; use `rmsce` instead.
 
     This is calib_err(p='2') of outlier-exposure, copied by HLE and others: the last, most confident
-    bin is left out of the sum but not out of N, so a single bin gives 0 (there IndexError).
+    bin is left out of the sum but not out of N. With a single bin the result is 0, where that code
+    raises IndexError below bin_size rows.
     """
     count, conf, acc = _fixed_size_means(probs, labels, bin_size)
     return float(np.sqrt((count * (acc - conf) ** 2)[:-1].sum() / count.sum()))
@@ -486,7 +490,8 @@ def prr(probs, labels) -> float:
     """Return the prediction-rejection ratio: the share of the best possible gain by abstention.
 
     Malinin & Gales 2021: (A - A_random) / (A_best - A_random), with A = 1 - aurc, A_random the
-    accuracy and A_best that of the best order: 1 is perfect, 0 random, nan if A_best = A_random.
+    accuracy and A_best that of the best order. 1 is a perfect ranking, 0 a random one. It is nan if
+    all rows are right or all are wrong.
     """
     curve = _accuracy_of_top(probs, labels)
     gain, missing = curve.mean() - curve[-1], excess_aurc(probs, labels)
@@ -546,7 +551,8 @@ def sce(probs, labels, n_bins=15, n_options=None) -> float:
     """Return the static calibration error, eq. (3): 1/K sum_k sum_m |B_mk|/N |acc - conf|.
 
     Nixon et al. 2019; the class-wise ECE of Kull et al. 2019. For each option k all N probabilities
-    p_ik, including zeros, are put into the bins of `bins`; one set of bins for all would give less.
+    p_ik, including zeros, are put into the bins of `bins`. Code that pools the options into one set
+    of bins returns a smaller number.
 
     With n_options, option k counts only the N_k rows that have it, and the mean is over the options
     that some row has. Without it, padding counts as a probability of 0 that is always right.
@@ -651,8 +657,11 @@ def conformal(probs, labels, n_options=None, *, method='lac', alpha=0.1) -> tupl
 class Measure(NamedTuple):
     """A metric as a row of `MEASURES`; a new metric is a function and a row.
 
-    needs: the predictions for which the metric is defined, 'prediction' for probs [N, K] or
-    confidences [N], else for probs [N, K] only, and the arguments of its function: see `report`.
+    needs: the predictions for which the metric is defined, and how its function is called
+        'prediction'  function(probs, labels), for probs [N, K] or confidences [N]
+        'options'     function(probs, labels), for probs [N, K] only
+        'n_options'   function(probs, labels, n_options=n_options), for probs [N, K] only
+        'scores'      function(probs, labels, scores=scores), for probs [N, K] only
     tables: the tables with a column of it: 'runs', which a training run prints; 'results', of one
     evaluation; 'compare', of several. A metric in a table has bootstrap intervals; a report holds
     every metric.

@@ -20,7 +20,8 @@ runtime/names.py has the names on disk.
 
 Training, evaluation and sampling use this one forward pass, so an edit here changes all of them.
 `norm`, `rotate` and `gate` have a Triton kernel in triton_ops.py, which computes the same without
-gradients. A kernel that does not agree with its function, as after an edit, is not used.
+gradients. A kernel that does not agree with its function, as after an edit, is not used. `Linear`
+and `products` there are linear layers, which without gradients need fewer and faster products.
 """
 
 import functools

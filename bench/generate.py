@@ -144,6 +144,7 @@ def measure_command(model, config, folder):
     seconds = time.perf_counter() - started
     if process.returncode:
         raise RuntimeError('generate.py failed')
+    grown.append((seconds, out.stat().st_size))
     quarter, three = (next(t for t, size in grown if size >= share * grown[-1][1])
                       for share in (0.25, 0.75))
     answers = [answer for _, row in read_rows(out) for answer in row['answers']]

@@ -99,8 +99,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     for key, tensor in tqdm(read_tensors(files), 'loading', len(files), unit=' tensors', delay=1,
                             disable=None):
         stored = text_key(key, config)
-        parameter, (parent, _, name) = (model.get_parameter(ours[stored]),
-                                        ours[stored].rpartition('.'))
+        parameter = model.get_parameter(ours[stored])
         if stored in changes:
             tensor = adapter.merged(tensor.to(device, dtype), changes[stored])
         if sharded:
@@ -108,6 +107,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
         elif parameter.is_meta:
             # a copy, not a view into the file, which may be replaced in the meantime
             weight = nn.Parameter(tensor.to(device, dtype, copy=True))
+            parent, _, name = ours[stored].rpartition('.')
             setattr(model.get_submodule(parent), name, weight)
         else:
             parameter.data.copy_(tensor)
