@@ -104,9 +104,6 @@ def base(request, tmp_path_factory):
     return folder
 
 
-llama_alone = pytest.mark.parametrize('base', ['llama'], indirect=True)
-
-
 def config(base, folder, rows, **values):
     write_rows(folder / 'pairs.jsonl', rows)
     return AlignConfig(model=str(base), data=str(folder / 'pairs.jsonl'), device='cpu',
@@ -377,7 +374,6 @@ def test_a_reward_model_reports_the_calibration_of_held_out_pairs(base, tmp_path
 
 
 @pytest.mark.slow
-@llama_alone
 def test_a_killed_run_resumes_to_the_same_weights(base, tmp_path):
     cfg = config(base, tmp_path, ROWS, epochs=16, lr=1e-3, save_every=4)
     align.align(cfg)
@@ -399,7 +395,6 @@ def test_a_killed_run_resumes_to_the_same_weights(base, tmp_path):
 
 
 @pytest.mark.slow
-@llama_alone
 @pytest.mark.parametrize('values', [
     {'method': 'dpo'}, {'method': 'reward', 'lora': True}, {'method': 'orpo', 'micro_rows': 2}],
     ids=['DPO', 'a reward model with LoRA', 'ORPO'])
@@ -442,7 +437,6 @@ def run_processes(cfg, path, n):
 
 
 @pytest.mark.slow
-@llama_alone
 def test_rewards_are_refused_under_torchrun_in_one_line(base, tmp_path):
     cfg = config(base, tmp_path, ROWS, method='grpo', reward='exact', max_tokens=8)
     done = run_processes(cfg, tmp_path / 'config.py', 2)
@@ -479,7 +473,6 @@ def test_settings_that_are_read_are_accepted(values):
 
 
 @pytest.mark.slow
-@llama_alone
 def test_the_command_says_what_it_does_and_names_a_bad_row(base, tmp_path):
     cfg = config(base, tmp_path, ROWS)
     command = ['align.py', f'--model={base}', f'--data={cfg.data}', '--device=cpu',

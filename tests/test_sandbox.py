@@ -394,16 +394,13 @@ def test_a_row_that_is_no_problem_is_named(tmp_path):
         load_problems(str(path))
 
 
-def reasons(*texts, every=1):
-    """Return [check(problem, text(problem)), ...] for each problem of HumanEval, on all cores.
-
-    every: of so many problems, take one
-    """
+def reasons(*texts):
+    """Return [check(problem, text(problem)), ...] for each problem of HumanEval, on all cores."""
     needs_files('datasets/humaneval/HumanEval.jsonl.gz')
     problems = load_problems(str(SHARED / 'datasets' / 'humaneval'))
     assert len(problems) == 164
     with ThreadPoolExecutor() as pool:
-        return [*pool.map(lambda p: [check(p, text(p)) for text in texts], problems[::every])]
+        return [*pool.map(lambda p: [check(p, text(p)) for text in texts], problems)]
 
 
 @pytest.mark.slow
@@ -418,7 +415,7 @@ def test_solutions_in_a_chat_pass_and_trivial_ones_fail(namespaces):
             lambda p: '    return None\n'):
         assert chat == (True, '') and not trivial[0]
     # whatever the tests are
-    assert not any(ends[0] for ends, in reasons(lambda p: '    import os; os._exit(0)\n', every=8))
+    assert not any(ends[0] for ends, in reasons(lambda p: '    import os; os._exit(0)\n'))
 
 
 def test_the_task_uses_the_isolation_that_is_asked_for(tmp_path, monkeypatch):
