@@ -477,7 +477,8 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
         for label, task in with_variants(tasks, out_dir, prompts, cfg):
             started = time.perf_counter()
             if task.kind in ('free', *VERBALIZED) and done:
-                task.written = [s for s in latest_samples(out_dir) if s['task'] == label]
+                task.written = [s for s in latest_samples(out_dir, silent=True)
+                                if s['task'] == label]
             collect = COLLECT.get(task.kind, score_task)
             prompts[label], bad_rows = collect(load, folder, tokenizer, label, task, cfg, done,
                                                append)
@@ -511,12 +512,12 @@ def collect_results(scored, cfg):
     return results, prompts
 
 
-def latest_samples(out_dir):
+def latest_samples(out_dir, silent=False):
     """Return the latest samples in `out_dir`, of several processes those of this one."""
     paths = dict.fromkeys((out_dir / 'samples.jsonl', samples.part(
         out_dir / 'samples.jsonl', parallel.rank(), parallel.world_size())))
     return samples.latest_samples([sample for path in paths if path.exists()
-                                   for sample in samples.read_samples(path)])
+                                   for sample in samples.read_samples(path)], silent)
 
 
 def with_variants(tasks, out_dir, prompts, cfg):

@@ -205,7 +205,7 @@ def judged(question, value, answer):
 
 
 def verbalized_sample(question, rule, greedy, guess, probability):
-    """Return the sample of a stated probability; None if the answer has none from 0 to 1.
+    """Return the sample of a stated probability; `confidence` is None if it has none from 0 to 1.
 
     guess, probability: as free_answers.stated_guess returns them. After two stages, the answer that
     the question shows is judged.
@@ -217,7 +217,7 @@ def verbalized_sample(question, rule, greedy, guess, probability):
         value = parse_probability(probability or '')
         answer = None if guess is None else rule.grade(guess, question.references)
     if answer is None or value is None:
-        return None
+        return {'confidence': None, 'greedy': greedy}
     return judged(question, value, answer) | {'greedy': greedy}
 
 

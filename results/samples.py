@@ -109,7 +109,7 @@ def _scored(path):
     with open(path, 'rb+') as file:
         file.truncate(file.read().rfind(b'\n') + 1)
     ids, expected = {}, {}
-    for sample in latest_samples(read_samples(path)):
+    for sample in latest_samples(read_samples(path), silent=True):
         key = sample_key(sample), sample['prompt']
         ids.setdefault(key, set()).add(sample['id'])
         expected[key] = sample.get('of', 1)
@@ -258,6 +258,7 @@ TOKEN_RULES = (
     ('confidence', lambda x: 0 <= x <= 1, 'from 0 to 1'),
     ('log_prob', lambda x: x <= ROUNDING, 'at most 0'),
     ('entropy', lambda x: x >= -ROUNDING, 'at least 0'))
+SILENT_RULES = ('greedy', lambda x: isinstance(x, dict), 'an answer'),
 
 
 def _fault(row):
@@ -265,7 +266,8 @@ def _fault(row):
     if not isinstance(row, dict):
         return 'it is no JSON object'
     has_options = 'log_probs' in row
-    for keys, is_valid, wanted in COMMON_RULES + (OPTION_RULES if has_options else TOKEN_RULES):
+    rules = OPTION_RULES if has_options else SILENT_RULES if is_silent(row) else TOKEN_RULES
+    for keys, is_valid, wanted in COMMON_RULES + rules:
         for key in keys.split():
             if not is_valid(row.get(key)):
                 return f'{key} must be {wanted}, not {row.get(key)!r:.60}'
@@ -326,11 +328,19 @@ def by_order(samples):
                    for s, order in pairs] for name, pairs in chosen.items()}
 
 
-def latest_samples(samples):
-    """Return the samples of the latest prompt of each question or text, without repetitions."""
+def latest_samples(samples, silent=False):
+    """Return the samples of the latest prompt of each question or text, without repetitions.
+
+    silent: also answers that were to state a probability and did not: their `confidence` is None
+    """
     prompts = {sample_key(s): s.get('prompt') for s in samples}
-    return list({(sample_key(s), s['id']): s for s in samples
-                 if s.get('prompt') == prompts[sample_key(s)]}.values())
+    latest = {(sample_key(s), s['id']): s for s in samples
+              if s.get('prompt') == prompts[sample_key(s)]}
+    return [s for s in latest.values() if silent or not is_silent(s)]
+
+
+def is_silent(sample):
+    return sample.get('confidence', 0) is None
 
 
 def by_task(samples, prompts):

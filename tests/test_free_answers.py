@@ -527,6 +527,29 @@ def test_an_edited_rule_grades_the_same_answers_again(asked, tmp_path, monkeypat
     assert texts == expected
 
 
+def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_path, monkeypatch):
+    folder, *_ = asked
+    before, stated = ask(folder, tmp_path, '--verbalized'), free_answers.stated_guess
+    rows = {name: len(samples_of(tmp_path, f'qa.{name}')) for name in free_answers.VERBALIZED}
+    assert min(rows.values()) < 10
+    assert rows == {name: before.get(f'qa.{name}', {'pooled': {'n': 0}})['pooled']['n']
+                    for name in rows}
+    monkeypatch.setattr(generate, 'generate', lambda *_: pytest.fail('answers were generated'))
+    whole = (tmp_path / 'samples.jsonl').read_bytes()
+    after = ask(folder, tmp_path, '--verbalized')
+    assert (tmp_path / 'samples.jsonl').read_bytes() == whole
+    assert {name: task['pooled'] for name, task in after.items()} == {
+        name: task['pooled'] for name, task in before.items()}
+    # a better parser finds a number in each of them, and a worse one in none
+    monkeypatch.setattr(free_answers, 'stated_guess', lambda *_: ('Ann', '0.5'))
+    assert ask(folder, tmp_path, '--verbalized')['qa.verbalized_1s']['pooled']['n'] == 10
+    monkeypatch.setattr(free_answers, 'stated_guess', lambda *_: (None, None))
+    ask(folder, tmp_path, '--verbalized')
+    assert not samples_of(tmp_path, 'qa.verbalized_1s')
+    monkeypatch.setattr(free_answers, 'stated_guess', stated)
+    assert ask(folder, tmp_path, '--verbalized')['qa']['pooled']['n'] == 10
+
+
 def test_runs_are_compared_by_each_confidence(asked, tmp_path, capsys, monkeypatch):
     folder, _, share = asked
     monkeypatch.setattr(plots, 'save_figure', lambda *_: None)
@@ -606,7 +629,7 @@ def test_one_stage_judges_its_guess(text, lead, outcome, tmp_path):
     sample = confidence.verbalized_sample(
         free_answers.verbalized_1s(question), FREE_TASKS['qa'], {'text': text},
         *free_answers.stated_guess(text, lead))
-    assert (sample and (sample['confidence'], sample['correct'])) == outcome
+    assert (sample['confidence'] and (sample['confidence'], sample['correct'])) == outcome
 
 
 @pytest.mark.parametrize('text, lead, value', [(' 0.7', 'Probability:', 0.7), ('0.7', '', 0.7),
@@ -617,8 +640,8 @@ def test_two_stages_judge_the_greedy_answer(text, lead, value, tmp_path):
     sample = confidence.verbalized_sample(
         free_answers.verbalized_2s(question, 'Bob', True), FREE_TASKS['qa'], {'text': text},
         *free_answers.stated_guess(text, lead))
-    assert (sample and (sample['confidence'], sample['correct'], sample['predicted'])) == (
-        value and (value, True, 'Bob'))
+    assert (sample['confidence'] and (sample['confidence'], sample['correct'],
+                                      sample['predicted'])) == (value and (value, True, 'Bob'))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -45,11 +45,11 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
             stated = free_answers.stated_guess(
                 greedy['text'], question.lead if cfg.chat == 'none' else '')
             sample = confidence.verbalized_sample(question, rule, greedy, *stated)
-        if sample is not None:
-            sample |= samples.question_fields(question, n_shots)
-            prompt = f'{asked}-{samples.digest(sample)}'
+        sample |= samples.question_fields(question, n_shots)
+        prompt = f'{asked}-{samples.digest(sample)}'
+        if not samples.is_silent(sample):
             prompts.add((key, prompt))
-            append(key, prompt, sample)
+        append(key, prompt, sample)
 
     for question in task.items:
         try:
