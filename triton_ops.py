@@ -132,8 +132,7 @@ def adjoin(model: nn.Module, **on):
     """Move the weights of layers that read the same input side by side, in place, for `products`.
 
     on: device and dtype of their memory, for a model on the meta device
-    They become new Parameters, so call this before you build an optimizer. To save them, use
-    safetensors' save_file(model.state_dict(), ...): its save_model refuses parts of one memory.
+    They become new Parameters, so call this before you build an optimizer.
     """
     for module in model.modules():
         for names in (('q_proj', 'k_proj', 'v_proj'), ('gate_proj', 'up_proj')):
@@ -149,6 +148,19 @@ def adjoin(model: nn.Module, **on):
                 moved = whole.split([len(part) for part in parts])
                 for layer, part, new in zip(layers, parts, moved):
                     setattr(layer, kind, nn.Parameter(new, part.requires_grad))
+            module.register_state_dict_post_hook(with_own_storage)
+
+
+def with_own_storage(module: nn.Module, state: dict, prefix: str, _: dict):
+    """Give each tensor of a state_dict that is a part of its storage one of its own, not a copy.
+
+    safetensors' save_model refuses parts of a storage.
+    """
+    for key, x in state.items():
+        if key.startswith(prefix) and type(x) is Tensor and is_plain(x) and not x.is_meta and (
+                x.nbytes < x.untyped_storage().nbytes()):
+            begin = x.storage_offset() * x.itemsize
+            state[key] = x.new_empty(0).set_(x.untyped_storage()[begin:begin + x.nbytes]).view_as(x)
 
 
 def row_kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

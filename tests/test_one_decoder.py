@@ -1,5 +1,6 @@
 """One forward pass for training, evaluation and sampling: an edit of model.py moves all alike."""
 
+import copy
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from common import DEVICES, HERE, documents, head_of_32, reference_model, whole_rows
+from safetensors.torch import load_model, save_model
 
 import model as models
 import triton_ops
@@ -333,6 +335,26 @@ def test_adjoined_weights_keep_their_values_and_stay_frozen():
     assert triton_ops.side_by_side([layer.weight for layer in layers.values()]).shape == (10, 8)
     for key, p in layers.named_parameters():
         assert torch.equal(p, before[key][0]) and p.requires_grad == before[key][1], key
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('name', ['qwen2', 'llama'])
+def test_adjoined_weights_are_saved_as_others(name, device, tmp_path):
+    """By safetensors' save_model and load_model, and by torch.save."""
+    reference_model(name, tmp_path)
+    model, other = (checkpoint.load(tmp_path, device, torch.float32) for _ in range(2))
+    weight = model.decoder.layers[0].self_attn.k_proj.weight
+    state = model.state_dict()
+    state['model.layers.0.self_attn.k_proj.weight'].add_(1)     # it is the weight, no copy
+    assert torch.equal(weight, other.decoder.layers[0].self_attn.k_proj.weight + 1)
+    save_model(model, tmp_path / 'saved.safetensors')
+    assert not load_model(other, tmp_path / 'saved.safetensors', device=device)[1]
+    torch.save(copy.deepcopy(model).state_dict(), tmp_path / 'saved.pt')
+    for saved in (other.state_dict(), torch.load(tmp_path / 'saved.pt')):
+        assert saved.keys() == state.keys()
+        assert all(torch.equal(saved[key], value) for key, value in state.items())
+    keep = model.state_dict(keep_vars=True)['model.layers.0.self_attn.k_proj.weight']
+    assert keep is weight
 
 
 @pytest.mark.parametrize('device', DEVICES)
