@@ -11,9 +11,8 @@ A batch is rows of packed tokens. Two integer arrays of the same shape go with `
 Token i sees token j when  j <= i < ends[j]  (and, in a windowed layer, positions[i] - positions[j]
 < window). In training, `ends` is the end of the token's document, so the documents of a row are
 isolated. In evaluation, rows hold trees: a shared prefix ends where its last descendant ends, a
-question where its last option ends, and an option at its own end. For padding, ends[j] = j + 1: a
-padding token sees only itself.
-`ends` may be None if each row is one document, perhaps followed by padding: no mask is needed then.
+question where its last option ends, and an option at its own end. A padding token sees only itself:
+ends[j] = j + 1. `ends` may be None if each row is one document, perhaps followed by padding.
 
 Parameters have the names of Llama in every family, but for the norm before the MLP; `their_key` of
 runtime/names.py has the names on disk.
@@ -421,10 +420,9 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """`model(tokens, positions, ends)`, int [B, T] each, returns the hidden states [B, T, D].
 
-    `ends` may be None: see the top of this file. `masks`, one per layer (see attention.py), take
-    the place of those that `ends` describes, as for a cache. The loss computes the logits:
-    cap * tanh(hidden @ head.T / cap) with cap = `softcap`. The hidden states are already divided by
-    the temperature.
+    They are divided by the temperature. The loss computes the logits from them:
+    cap * tanh(hidden @ head.T / cap) with cap = `softcap`. `masks`, one per layer (see
+    attention.py), replace those that `ends` describes, as for a cache.
     """
 
     def __init__(self, config: ModelConfig):
@@ -471,8 +469,7 @@ class CausalLM(nn.Module):
         if not (self.config.tie_word_embeddings or self.config.reward):
             del self.lm_head
         self.config.reward, like = True, self.model.embed_tokens.weight
-        self.score = nn.Linear(self.config.embed_size, 1, bias=False, device=like.device,
-                               dtype=like.dtype)
+        self.score = nn.Linear(self.config.embed_size, 1, bias=False).to(like)
         nn.init.zeros_(self.score.weight)
 
     def rewards(self, hidden: Tensor) -> Tensor:
