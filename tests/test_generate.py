@@ -358,6 +358,22 @@ def test_the_kernel_draws_what_torch_draws(rules):
         assert plain[1, 0] == 17
 
 
+@pytest.mark.parametrize('rules', [{}, {'temperature': 0.0}, {'top_p': 0.9, 'top_k': 50}])
+def test_rows_of_a_large_vocabulary_are_drawn_as_each_one_alone(rules):
+    s, V = replace(Sampling(), **rules), 128_256        # 4 rows at a time
+    torch.manual_seed(8)
+    logits, uniforms = torch.randn(11, V) * 3, torch.rand(11, dtype=torch.float64)
+    values = draw(logits, uniforms, s, V - 9)
+    for row in range(11):
+        log_q = warped(logits[row:row + 1, :V - 9], s)[0].double() if s.temperature else None
+        token = (logits[row, :V - 9].argmax() if log_q is None else
+                 (log_q.exp().cumsum(0) > uniforms[row]).byte().argmax())
+        log_p = logits[row].double().log_softmax(0)
+        expected = [token, log_p[token], 0 if log_q is None else log_q[token],
+                    -(log_p.exp() * log_p).sum()]
+        assert torch.allclose(values[row].double(), torch.tensor(expected).double(), atol=1e-4)
+
+
 def test_equal_logits_at_the_edge_are_all_kept():
     logits = torch.log(torch.tensor([[0.4, 0.2, 0.2, 0.2], [0.25] * 4]))
     for rules, lowest in (({'top_k': 2}, [0.2, 0.25]), ({'top_p': 0.5}, [0.2, 0.25]),
@@ -631,8 +647,9 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
     with pytest.raises(ConfigError, match='no prompts given'):
         program.read_arguments(['--model=x'])
     rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(torch.nan))
-    with pytest.raises(CheckpointError, match='prompt 1: .*model.norm.weight in .*model holds NaN'):
-        run(chat_folder, tmp_path)
+    for rules in ((), ('--temperature=1', '--top_p=0.9')):
+        with pytest.raises(CheckpointError, match='prompt 1: .*model.norm.weight in .* holds NaN'):
+            run(chat_folder, tmp_path, *rules)
 
 
 @pytest.mark.slow
