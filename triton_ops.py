@@ -352,7 +352,7 @@ if triton is not None:
             j = tl.load(block_ptr + n) * BLOCK_N + tl.arange(0, BLOCK_N)
             mask = (j[:, None] < T) & (d[None, :] < hd) if MASKED else d[None, :] < hd
             k = tl.load(k_ptr + j[:, None] * k_token + d[None, :], mask=mask, other=0.0)
-            score = tl.dot(q, tl.trans(k), input_precision='ieee')
+            score = _dot(q, tl.trans(k))
             if softcap > 0:     # tanh(x) = 1 - 2 / (1 + exp(2 x)), with 2 LOG2E = 2.885...
                 score = 1 - 2 / (1 + tl.exp2(score * (2.885390081777927 * scale / softcap)))
                 factor = softcap
@@ -374,9 +374,17 @@ if triton is not None:
                 weight = tl.where(seen, weight, 0.0)
             total = total * shrink + tl.sum(weight, 1)
             v = tl.load(v_ptr + j[:, None] * v_token + d[None, :], mask=mask, other=0.0)
-            y = y * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision='ieee')
+            y = y * shrink[:, None] + _dot(weight.to(v.dtype), v)
             highest = new_highest
         return y, total, highest
+
+    INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+    @triton.jit
+    def _dot(a, b):
+        if INTERPRETED:     # the interpreter multiplies the bits of bfloat16 as integers
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        return tl.dot(a, b, input_precision='ieee')
 
 
 # ---- Attention of one new token per row over a cache ---------------------------------------------
@@ -439,13 +447,13 @@ if triton is not None:
             k = tl.load(cache_k_ptr + at, mask=mask, other=0.0)
             v = tl.load(cache_v_ptr + at, mask=mask, other=0.0)
             seen = (j < length) & (j != place)
-            score = _scaled(tl.dot(q, tl.trans(k), input_precision='ieee'), scale, softcap)
+            score = _scaled(_dot(q, tl.trans(k)), scale, softcap)
             score = tl.where(seen[None, :], score, -1e30)
             new_highest = tl.maximum(highest, tl.max(score, 1))
             shrink = tl.exp2(highest - new_highest)
             weight = tl.where(seen[None, :], tl.exp2(score - new_highest[:, None]), 0.0)
             total = total * shrink + tl.sum(weight, 1)
-            y = y * shrink[:, None] + tl.dot(weight.to(v.dtype), v, input_precision='ieee')
+            y = y * shrink[:, None] + _dot(weight.to(v.dtype), v)
             highest = new_highest
         if begin < length:
             part = query * tl.num_programs(0) + split
