@@ -42,7 +42,7 @@ from data.probes import INSTRUCTIONS
 from data.tasks import TASKS, describe, describe_tasks, distribution, load_tasks, show_tasks
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import confidence, report, samples
-from runtime.config import load_config
+from runtime.config import load_config, require_given
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.eval_config import EvalConfig, check_eval_config
 
@@ -589,9 +589,7 @@ def run(cfg):
     CheckpointError.
     """
     check_eval_config(cfg)
-    if not cfg.model:
-        raise ConfigError('no model given; for example --model=out/run or '
-                          '--model=google/gemma-2-2b')
+    require_given(cfg, model='out/run or --model=google/gemma-2-2b')
     device.pick_device(cfg.device)
     cfg = replace(cfg, model=os.path.expanduser(cfg.model))
     with parallel.first_process_first():

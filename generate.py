@@ -19,8 +19,8 @@ from runtime import cli, startup
 if __name__ == '__main__':
     startup.begin()
 
+import contextlib
 import functools
-import hashlib
 import itertools
 import math
 import os
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Literal
 
 from data.chat import TEMPLATES, question_frame
-from runtime.config import load_config
+from runtime.config import load_config, require_given
 from runtime.errors import CheckpointError, ConfigError
 from runtime.sampling import Sampling, check_sampling
 
@@ -62,9 +62,7 @@ def read_arguments(argv):
     """Return the GenerateConfig of a command line; raise ConfigError for unusable values."""
     cfg = load_config(GenerateConfig, argv, __doc__)
     check_sampling(cfg)
-    for key, example in (('model', 'out/run'), ('prompts', 'prompts.jsonl')):
-        if not getattr(cfg, key):
-            raise ConfigError(f'no {key} given; for example --{key}={example}')
+    require_given(cfg, model='out/run', prompts='prompts.jsonl')
     return cfg
 
 
@@ -72,13 +70,11 @@ if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
         startup.load_libraries(read_arguments(sys.argv[1:]).device)
 
-import numpy as np
-
 from data.instruct import read_prompts
 from data.packing import Row, Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.answers import open_answers, to_row
-from results.samples import append, merge_parts, part
+from results.samples import append, digest, merge_parts, part
 from runtime import checkpoint, log, parallel
 from runtime.device import pick_device, pick_dtype
 from runtime.slots import Batch, room
@@ -109,10 +105,12 @@ class Answer:
     slot: int = -1
     n_launched: int = 1
 
+    @property
+    def truncated(self):
+        return self.reason in ('max_tokens', 'context')
 
-# ------------------------------------------------------------------------------------------------
-# Answers
-# ------------------------------------------------------------------------------------------------
+
+# ---- Answers -------------------------------------------------------------------------------------
 
 def generate(model, prompts, s, tokenizer=None, stop_ids=()):
     """Yield (index of the prompt, its n Answers) as they are done; arguments as in `stream`."""
@@ -147,9 +145,13 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     waiting = deque(Answer(i, k, n_prompt=len(ids), limit=min(s.max_tokens, context - len(ids)))
                     for i, ids in enumerate(prompts) for k in range(s.n))
     free, running, launched = [*reversed(range(n_slots))], [], deque()
-    # decoding the last tokens at each step would take longer than a step of a GPU
-    may_stop = functools.cache(lambda token: ends_one(tokenizer.decode([token], start=False),
-                                                      s.stop))
+
+    @functools.cache    # decoding several tokens at each step would take longer than the step
+    def may_stop(token):
+        """Return whether a stop string may end inside this token."""
+        text = tokenizer.decode([token], start=False)
+        return '\ufffd' in text or any(string[-1] in text for string in s.stop)
+
     try:
         while waiting or running or launched:
             while begun := take(waiting, free, running, prompts, s, n_slots, prefill):
@@ -186,17 +188,17 @@ def take(waiting, free, running, prompts, s, n_slots, prefill):
     if not waiting or len(free) < min(wanted, len(waiting)):
         return []
     begun, first = [], prompts[waiting[0].prompt]
-    shared, n_tokens = len(first), 0
+    shared, n_tokens, n_prompts = len(first), 0, 0
     while waiting and free:
         i = waiting[0].prompt
         if not begun or i != begun[-1].prompt:
             # the tokens of a row, which holds the common beginning of its prompts once
             n_tokens += len(prompts[i])
             shared = min(shared, len(os.path.commonprefix([first, prompts[i]])))
-            n_prompts = len({answer.prompt for answer in begun})
             if begun and (s.deterministic or n_tokens - n_prompts * shared > prefill
                           or s.n - waiting[0].number > len(free)):
                 break
+            n_prompts += 1
         begun.append(waiting.popleft())
         begun[-1].slot = free.pop()
     return begun
@@ -209,8 +211,8 @@ def pack_prompts(begun, prompts):
     """
     numbers = [*dict.fromkeys(answer.prompt for answer in begun)]
     some = [prompts[i] for i in numbers]
-    shared = len(os.path.commonprefix(some)) if len(some) > 1 else 0
-    shared = min(shared, min(map(len, some)) - 1)   # the last token of each is its own
+    # the last token of each is its own
+    shared = min(len(os.path.commonprefix(some)), min(map(len, some)) - 1)
     row = Row()
     before = row.append(some[0][:shared], 0)
     at = {i: [*before, *row.append(ids[shared:], shared)] for i, ids in zip(numbers, some)}
@@ -229,29 +231,17 @@ def add(answer, token, log_p, log_q, entropy):
 
 
 def why_ended(answer, s, tokenizer, stop_ids, may_stop):
-    """Return the reason for which the last token ends an answer; '' if it does not.
-
-    may_stop: returns whether a token may be the last one of a stop string
-    """
+    """Return the reason for which the last token ends an answer; '' if it does not."""
     if answer.tokens[-1] in stop_ids:
         return 'end'
-    if s.stop and may_stop(answer.tokens[-1]) and first_stop(
-            last_text(answer, s.stop, tokenizer), s.stop) >= 0:
-        return 'stop'
+    if s.stop and may_stop(answer.tokens[-1]):
+        # as many of the last tokens as a stop string can have, with at least one byte each
+        n = max(len(string.encode()) for string in s.stop) + 4
+        if first_stop(tokenizer.decode(answer.tokens[-n:], start=False), s.stop) >= 0:
+            return 'stop'
     if len(answer.tokens) == answer.limit:
         return 'max_tokens' if answer.limit == s.max_tokens else 'context'
     return ''
-
-
-def ends_one(text, stop):
-    """Return whether one of the strings `stop` may end inside a token of this text."""
-    return '\ufffd' in text or any(string[-1] in text for string in stop)
-
-
-def last_text(answer, stop, tokenizer):
-    """Return the text of the last tokens, as many as the longest string in `stop` can have."""
-    n = max(len(string.encode()) for string in stop) + 4    # a token has at least one byte
-    return tokenizer.decode(answer.tokens[-n:], start=False)
 
 
 def first_stop(text, stop):
@@ -261,11 +251,10 @@ def first_stop(text, stop):
 
 def text(answer, stop, tokenizer):
     """Return the text of an answer that has ended, without an incomplete character at its end."""
-    tokens = answer.tokens[:-1] if answer.reason == 'end' else answer.tokens
-    whole = tokenizer.decode(tokens, start=False)
-    if answer.reason == 'stop':
-        return whole[:first_stop(whole, stop)]
-    return whole if answer.reason == 'end' else whole.rstrip('\ufffd')
+    if answer.reason == 'end':
+        return tokenizer.decode(answer.tokens[:-1], start=False)
+    whole = tokenizer.decode(answer.tokens, start=False)
+    return whole[:first_stop(whole, stop)] if answer.reason == 'stop' else whole.rstrip('\ufffd')
 
 
 def confidences(model, prompts, answers, deterministic=False):
@@ -281,9 +270,7 @@ def confidences(model, prompts, answers, deterministic=False):
                             deterministic=deterministic)
 
 
-# ------------------------------------------------------------------------------------------------
-# The command line
-# ------------------------------------------------------------------------------------------------
+# ---- The command line ----------------------------------------------------------------------------
 
 def open_model(cfg):
     """Return (folder, model, tokenizer, template, add_bos); template '' is plain text."""
@@ -313,6 +300,7 @@ def main(argv):
     folder, model, tokenizer, template, add_bos = open_model(cfg)
     prompts, stop = read_prompts(cfg.prompts, tokenizer, template, add_bos)
     room(model, [ids for _, ids in prompts], cfg)       # before any file is written
+    prompts = [(row | {'prompt_hash': digest(ids)}, ids) for row, ids in prompts]
     settings = {key: getattr(cfg, key) for key in SETTINGS} | {
         'stop': [*cfg.stop], 'model': checkpoint.fingerprint(folder),
         'tokenizer': tokenizer.fingerprint, 'template': template, 'add_bos': add_bos,
@@ -320,32 +308,27 @@ def main(argv):
     out, rank, n_processes = Path(cfg.out), parallel.rank(), parallel.world_size()
     with parallel.first_process_locks(out.parent):
         done = parallel.broadcast(open_answers(cfg, settings, n_processes) if rank == 0 else None)
-        hashes = [hashlib.blake2b(np.array(ids, np.int64).tobytes(), digest_size=6).hexdigest()
-                  for _, ids in prompts]
-        left = [i for i, (row, _) in enumerate(prompts) if (row['id'], hashes[i]) not in done]
+        left = [(row, ids) for row, ids in prompts if (row['id'], row['prompt_hash']) not in done]
         print(f'{len(left):,} of {len(prompts):,} prompts, {cfg.n} answers each', flush=True)
         left = left[rank::n_processes]
-        progress, n_tokens, started = log.Progress('answers', len(left), 'prompts'), 0, None
-        ids = [prompts[i][1] for i in left]
+        progress, n_tokens = log.Progress('answers', len(left), 'prompts'), 0
+        started, ids = time.perf_counter(), [ids for _, ids in left]
+        answered = generate(model, ids, cfg, tokenizer, end_tokens(model, stop))
         try:
-            with open(part(out, rank, n_processes), 'ab', buffering=0) as file:
-                started = time.perf_counter()
-                answered = generate(model, ids, cfg, tokenizer, end_tokens(model, stop))
+            with (contextlib.closing(progress.bar),
+                  open(part(out, rank, n_processes), 'ab', buffering=0) as file):
                 while group := [*itertools.islice(answered, 32 if cfg.confidence else 1)]:
                     scored = (confidences(model, [ids[i] for i, _ in group],
                                           [x for _, x in group], cfg.deterministic)
                               if cfg.confidence else [[None] * cfg.n])
                     for (i, answers), log_probs in zip(group, scored):
                         rows = [to_row(*pair, cfg.per_token) for pair in zip(answers, log_probs)]
-                        append(file, prompts[left[i]][0] | {'prompt_hash': hashes[left[i]],
-                                                            'answers': rows})
+                        append(file, left[i][0] | {'answers': rows})
                         n_tokens += sum(row['n_tokens'] for row in rows)
                         progress.update()
         except FloatingPointError as error:
             raise CheckpointError(checkpoint.bad_logits(str(error), folder, settings['dtype'])
                                   ) from error
-        finally:
-            progress.bar.close()
         n_tokens = sum(parallel.gather(n_tokens))
         if rank == 0:
             merge_parts(out)

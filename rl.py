@@ -244,7 +244,7 @@ class Rollouts:
                                      [[answer.text for answer in group] for group in answers],
                                      [self.prompts.rows[i] for i in chosen])
         if cfg.truncated == 'penalize':
-            cut = np.array([[is_truncated(answer) for answer in group] for group in answers])
+            cut = np.array([[answer.truncated for answer in group] for group in answers])
             rewards[cut] = cfg.penalty
         if cfg.soft_overlong:
             lengths = np.array([[len(answer.tokens) for answer in group] for group in answers])
@@ -263,7 +263,7 @@ class Rollouts:
         group = [answers[i][j] for i, j in packed['where']]
         measured = {'reward': rewards.mean(), 'length': packed['counts'].mean(),
                     'entropy': np.concatenate([answer.entropies for answer in group]).mean(),
-                    'truncated': np.mean([is_truncated(answer) for answer in group])}
+                    'truncated': np.mean([answer.truncated for answer in group])}
         if cfg.group_size > 1:
             measured['equal'] = np.mean(rewards.max(1) == rewards.min(1))
         columns = {}
@@ -277,7 +277,7 @@ class Rollouts:
         if cfg.kl_target:
             measured['kl_coef'] = self.model.kl_coef.item()
         self.assign_credit(cfg, packed, columns, rewards[tuple(packed['where'].T)])
-        used = np.array([cfg.truncated != 'mask' or not is_truncated(answer) for answer in group])
+        used = np.array([cfg.truncated != 'mask' or not answer.truncated for answer in group])
         weight = RL_METHODS[cfg.method].weight(packed['counts'], used, cfg)
         columns['weight'] = np.repeat(weight, packed['counts'])
         return packed | {'columns': columns, 'measured': measured}
@@ -381,10 +381,6 @@ class Rollouts:
 def values_of(model, hidden):
     """Return the values float32 [n] of states, from the hidden states [n, D]."""
     return hidden.float() @ model.value_head
-
-
-def is_truncated(answer):
-    return answer.reason in ('max_tokens', 'context')
 
 
 @contextlib.contextmanager

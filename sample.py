@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data.chat import TEMPLATES, encode_prompt, question_frame
-from runtime.config import load_config
-from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.config import load_config, require_given
+from runtime.errors import CheckpointError, DataError
 from runtime.sampling import Sampling, check_sampling
 
 
@@ -48,8 +48,7 @@ def read_arguments(argv):
     """Return the SampleConfig of a command line; raise ConfigError for unusable values."""
     cfg = load_config(SampleConfig, argv, __doc__)
     check_sampling(cfg)
-    if not cfg.model:
-        raise ConfigError('no model given; for example --model=out/run')
+    require_given(cfg, model='out/run')
     return cfg
 
 
@@ -107,7 +106,7 @@ def print_answer(answers, tokenizer, cfg):
         print_probs(answer, tokenizer)
     if stopped:
         print('(stopped)', file=sys.stderr)
-    elif answer.reason in ('max_tokens', 'context'):
+    elif answer.truncated:
         print(f'(cut after {len(answer.tokens)} tokens)', file=sys.stderr)
     return [answer] if answer else [], said, stopped
 
@@ -123,9 +122,8 @@ def print_answers(model, tokenizer, ids, stop, cfg):
     ((_, answers),) = generate(model, [ids], cfg, tokenizer, stop)
     (log_probs,) = confidences(model, [ids], [answers])
     for answer, log_p in zip(answers, log_probs):
-        cut = ', cut' if answer.reason in ('max_tokens', 'context') else ''
         print(f'--- {answer.number + 1} of {cfg.n}: probability {math.exp(log_p):.3g}, '
-              f'{len(answer.tokens)} tokens{cut}\n{answer.text}')
+              f'{len(answer.tokens)} tokens{", cut" * answer.truncated}\n{answer.text}')
         if cfg.probs:
             print_probs(answer, tokenizer)
     return answers, answers[0].text, False

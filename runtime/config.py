@@ -67,6 +67,13 @@ def require_range(config, low, high, *keys):
             raise ConfigError(f'{key} = {value}; it must be {wanted}')
 
 
+def require_given(config, **examples):
+    """Raise ConfigError if a key has no value; `examples` has a value for each key."""
+    for key, example in examples.items():
+        if not getattr(config, key):
+            raise ConfigError(f'no {key} given; for example --{key}={example}')
+
+
 def dump_config(config):
     """Return the text of a config file from which `load_config` reads the same config."""
     return ''.join(f'{key} = {pprint.pformat(value, width=95, sort_dicts=False)}\n'

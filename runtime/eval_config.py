@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.config import require_range
+from runtime.config import require_given, require_range
 from runtime.errors import ConfigError
 
 
@@ -85,10 +85,8 @@ def check_eval_config(cfg):
     require_range(cfg, 1, math.inf, 'n', 'max_tokens', 'limit', 'batch_rows', 'max_length')
     require_range(cfg, 16, math.inf, 'pack_len')
     require_range(cfg, 2, 26, 'permute')
-    for key, example in (('tasks', '--tasks=mmlu,arc_easy or --tasks=my_questions.jsonl'),
-                         ('languages', '--languages=all or --languages=en,de')):
-        if not getattr(cfg, key):
-            raise ConfigError(f'{key} is empty; for example {example}')
+    require_given(cfg, tasks='mmlu,arc_easy or --tasks=my_questions.jsonl',
+                  languages='all or --languages=en,de')
 
 
 def check_report_config(cfg, data_kind):

@@ -652,7 +652,7 @@ def bad_command_lines(folder, tmp_path):
         ([*score, '--tasks=nothing'], "no task, file or folder 'nothing'; the tasks are mmlu"),
         ([*score, '--tasks=arc_eassy'], "'arc_eassy'; did you mean 'arc_easy'? The tasks are"),
         ([*score, '--model='], 'no model given'),
-        ([*score, '--tasks='], 'tasks is empty'),
+        ([*score, '--tasks='], 'no tasks given'),
         ([*score, '--tasks=mmlu:a,mmlu:b'], "2 of them would be called 'mmlu'"),
         ([*score, '--device=gpu'], "device = 'gpu'; it must be"),
         ([*score, '--batch_rows=0'], 'batch_rows = 0; it must be at least 1'),
