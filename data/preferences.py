@@ -66,9 +66,9 @@ def _pair(row):
     for side, messages in (('chosen', chosen), ('rejected', rejected)):
         if not messages or messages[-1]['role'] != 'assistant':
             raise DataError(f'the last turn of "{side}" is not the assistant\'s')
-    scores = row.get('score_chosen'), row.get('score_rejected')
-    return Ranking(before, [chosen[-1]['content'], rejected[-1]['content']],
-                   [1, 0] if None in scores else list(scores))
+    # scores only tell a tie: they can be those of a judge that did not choose
+    tied = row.get('score_chosen') is not None and row['score_chosen'] == row.get('score_rejected')
+    return Ranking(before, [chosen[-1]['content'], rejected[-1]['content']], [1, int(tied)])
 
 
 def _dialogues(row):
@@ -197,7 +197,7 @@ def encode_ranking(ranking, tokenizer, template, add_bos, max_length):
     """Return [(tokens, loss mask)] of a Ranking, or why it holds no preference, a text."""
     if len(ranking.answers) != len(ranking.scores):
         raise DataError(f'{len(ranking.answers)} answers but {len(ranking.scores)} scores')
-    if not all(isinstance(score, (int, float)) for score in ranking.scores):
+    if not all(isinstance(score, (int, float)) and score == score for score in ranking.scores):
         raise DataError(f'the scores must be numbers, got {ranking.scores}')
     texts = [require_text(answer, 'an answer') for answer in ranking.answers]
     if not ranking.prompt or ranking.prompt[-1]['role'] != 'user':

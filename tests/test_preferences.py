@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 
 import numpy as np
 import pytest
@@ -73,6 +74,19 @@ def test_the_better_answer_of_each_published_format_comes_first(name, tokenizer)
     assert list(ranks) == ([0, 0, 1] if name == 'GPT-4-LLM' else [0, 1])
 
 
+@pytest.mark.parametrize('scores, ranks', [((1, 2), [0, 1]), ((2, 2), None),
+                                           ((None, None), [0, 1]), ((math.nan,) * 2, [0, 1])])
+def test_the_chosen_answer_is_the_better_one_unless_the_scores_are_equal(scores, ranks, tokenizer):
+    row = ROWS['UltraFeedback'] | dict(zip(('score_chosen', 'score_rejected'), scores))
+    encoded = encode_ranking(to_ranking(row), tokenizer, 'tulu', True, 512)
+    if ranks is None:
+        assert encoded == 'answers of equal score'
+        return
+    tree, of_answers = to_tree(*map(np.array, encoded[0]))
+    assert tree.leaves[0] == tokenizer.encode('Red.', start=False) + [tokenizer.eos_id]
+    assert list(of_answers) == ranks
+
+
 def test_the_field_input_of_alpacas_text_is_found():
     text = ALPACA.format(', paired with an input that provides further context',
                          'Translate.\n\n### Input:\nrouge')
@@ -113,6 +127,7 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
     (['a'], 'a row must be an object'),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [1]}, '2 answers but 1 scores'),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': ['1', '2']}, 'must be numbers'),
+    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [math.nan, 2]}, 'must be numbers'),
     ({'prompt': 'a', 'responses': ['b', 3], 'scores': [1, 2]}, 'an answer is not text but int'),
     ({'chosen': 'b', 'rejected': 'c'}, 'must be dialogues'),
     ({'chosen': '\n\nHuman: x\n\nAssistant: y', 'rejected': '\n\nHuman: z\n\nAssistant: y'},
