@@ -5,7 +5,6 @@ text of an answer, and the prompt's row as it is in the file.
 """
 
 import hashlib
-import math
 import re
 import traceback
 from collections.abc import Callable
@@ -165,14 +164,14 @@ def load_reward(name, device, dtype, template):
                           f'{" or ".join(REWARDS)} of a task ({", ".join(FREE_TASKS)}) as in '
                           f'exact:gsm8k, the folder of a reward model, or a Python file with a '
                           f'function reward(prompt, answer, row)')
-    names, code = {'__name__': path.stem, '__file__': name}, path.read_text(encoding='utf-8')
+    names, code = {'__name__': path.stem, '__file__': name}, path.read_bytes()
     try:
         exec(compile(code, name, 'exec'), names)
     except Exception as error:      # it is the user's code
         raise ConfigError(describe(error, name)) from error
     if not callable(names.get('reward')):
         raise ConfigError(f'{name} has no function reward(prompt, answer, row)')
-    return FunctionReward(name, names['reward'], code)
+    return FunctionReward(name, names['reward'], code.decode('utf-8', 'backslashreplace'))
 
 
 @dataclass
@@ -204,7 +203,8 @@ class FunctionReward:
         except Exception as error:
             raise DataError(f'{describe(error, self.name)}; the prompt is {prompt!r:.100}'
                             ) from error
-        if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
+        number = isinstance(value, (int, float, np.integer, np.floating, np.bool_))
+        if not number or not abs(value) <= 1e300:       # float() may not hold more
             raise DataError(f'reward = {self.name!r} returned {value!r}, and not a finite number, '
                             f'for the prompt {prompt!r:.100}')
         return float(value)

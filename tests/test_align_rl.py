@@ -672,12 +672,23 @@ def test_each_format_of_prompts_is_read(row):
     ('import math\n\n1 / 0\n', r'reward.py:3: ZeroDivisionError'),
     ('def reward(p, a, row):\n    b = 1\n    return row["b"]\n', r"reward.py:3: KeyError: 'b'"),
     ('def reward(p, a, row):\n    return "good"\n', "returned 'good', and not a finite number"),
-    ('def reward(p, a, row):\n    return float("nan")\n', 'not a finite number')])
+    ('def reward(p, a, row):\n    return float("nan")\n', 'not a finite number'),
+    ('def reward(p, a, row):\n    return 10 ** 400\n', 'not a finite number'),
+    ('def reward(p, a, row):\n    return 1j\n', 'not a finite number'),
+    ('# caf\xe9\n', 'reward.py: SyntaxError|reward.py:1: SyntaxError')])
 def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
     path = tmp_path / 'reward.py'
-    path.write_text(code)
+    path.write_text(code, encoding='latin-1')
     with pytest.raises((ConfigError, DataError), match=message):
         data_rl.load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {})
+
+
+@pytest.mark.parametrize('value', ['True', 'np.bool_(True)', 'np.float32(1)', 'np.int8(1)', '1'])
+def test_a_reward_is_any_number(value, tmp_path):
+    path = tmp_path / 'reward.py'
+    path.write_bytes(b'\xef\xbb\xbfimport numpy as np\ndef reward(p, a, row):\n    return '
+                     + value.encode())
+    assert data_rl.load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {}) == 1.0
 
 
 @pytest.mark.parametrize('values, message', [
