@@ -675,7 +675,7 @@ def test_each_format_of_prompts_is_read(row):
     ('def reward(p, a, row):\n    return float("nan")\n', 'not a finite number'),
     ('def reward(p, a, row):\n    return 10 ** 400\n', 'not a finite number'),
     ('def reward(p, a, row):\n    return 1j\n', 'not a finite number'),
-    ('# caf\xe9\n', 'reward.py: SyntaxError|reward.py:1: SyntaxError')])
+    ('x = "caf\xe9"\n', 'reward.py:1: SyntaxError')])
 def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
     path = tmp_path / 'reward.py'
     path.write_text(code, encoding='latin-1')
