@@ -13,6 +13,10 @@ the weights of the answer's tokens in a cross-entropy, and fused_ce.py computes 
 kernels of a chunk (`joint`): no logits are stored. The log-probabilities of the reference, the
 model as it is before training, are computed once and cached.
 
+From pair to gradient: data/preferences.py reads the rankings and packs them (`pack_rankings`),
+`Preferences.token_loss` gathers the hidden states of the answers' tokens (data/answers.py) and
+gives a function of PAIR_LOSSES to fused_ce.py; the step is that of train.py.
+
 Reinforcement learning, which generates its answers, is a stage of its own: rl.py.
 """
 
@@ -130,8 +134,8 @@ class AlignConfig(train.TrainConfig):
     method: Literal[*PAIR_LOSSES, 'reward', *RL_METHODS] = 'dpo'
     beta: float = 0.1                         # weight of the margin; in orpo of the odds ratio
     per_token: bool = False                   # margins of means per token: Tulu 3, with beta = 5
-    label_noise: float = 0.1                  # cdpo and robust: share of the pairs that are swapped
-    gamma: float = 1.0                        # simpo: the margin that is wanted
+    label_noise: float = 0.1                  # cdpo and robust: assumed share of swapped pairs
+    gamma: float = 1.0                        # simpo: the margin to reach
     centering: float = 0.0                    # reward: weight of (r_w + r_l)^2, such as 0.01
     # reinforcement learning
     # exact:TASK or rlcr:TASK, such as exact:gsm8k; the folder of a reward model; or a Python file,
@@ -140,15 +144,15 @@ class AlignConfig(train.TrainConfig):
     run_code: bool = False                    # allow exact:humaneval: it runs what is generated
     instruction: str = ''                     # follows each prompt after a blank line
     group_size: int = 8                       # answers to each prompt
-    max_tokens: int = 256                     # of an answer; max_length - max_tokens of a prompt
+    max_tokens: int = 256                     # of an answer; a prompt has the rest of max_length
     decode_batch: int = 256                   # answers that are generated at once, at most
     # answers cut off at max_tokens: no loss; score them as they are; or reward = penalty
     truncated: Literal['mask', 'score', 'penalize'] = 'mask'
     penalty: float = 0.0
-    soft_overlong: int = 0                    # dapo: the reward falls by up to 1 over so many last
-    #                                           tokens before max_tokens; 0: it does not
-    resample: int = 0                         # dapo: so many times, prompts whose answers all have
-    #                                           equal rewards are replaced by others
+    soft_overlong: int = 0                    # DAPO: over this many tokens before max_tokens, the
+    #                                           reward falls linearly by up to 1; 0: never
+    resample: int = 0                         # DAPO: how many times to replace the prompts whose
+    #                                           answers all have equal rewards
     updates: int = 1                          # optimizer steps with the answers of one rollout
     clip: float = 0.2                         # the ratio of probabilities stays above 1 - clip
     clip_high: float | None = None            # and below 1 + clip_high; None: clip, dapo 0.28
@@ -165,8 +169,8 @@ class AlignConfig(train.TrainConfig):
     value_clip: float = 0.2                   # largest change of a value in the loss
     value_coef: float = 0.1                   # weight of the loss of the values
     whiten: Literal['batch', 'response'] = 'batch'      # response: as in TRL before 0.5.0
-    lost_accumulation: int = 1                # of so many answers only the last one has a gradient:
-    #                                           8 is what TRL before 0.4.5 did with 8 micro-batches
+    lost_accumulation: int = 1                # of each n answers only the last one has a gradient;
+    #                                           8: as TRL before 0.4.5 with 8 micro-batches
 
 
 # keys of train.py that say how to load and score conversations
@@ -345,10 +349,10 @@ class Preferences:
                 answers.on_device(packed[key]) for key in ('reference', 'pair_weight'))
 
             def function(log_p, entropy, tokens):
-                # called for the groups of each chunk, and in the end for all of them
+                # called for the groups of each chunk, and at the end for all of them
                 present = answers.present(tokens)
                 weight = pair_weight * present[w]
-                # the others, which a later call gets, must not give infinities times 0
+                # a later call gets the others, which must not become infinity times 0
                 s = torch.where(present > 0, answers.sums(log_p, tokens), -n)
                 pairs = Pairs(s[w], s[l], n[w], n[l], r[w], r[l])
                 margin = pairs.margin(cfg)
@@ -441,7 +445,7 @@ def print_lengths(sequences):
     masks = [sequences[i][1] for i in range(len(sequences))]
     best = np.mean([np.count_nonzero(mask == 1) for mask in masks])
     worst = np.mean([np.count_nonzero(mask == mask[-1]) for mask in masks])
-    print(f'answers: {best:.0f} tokens in the mean of the best, {worst:.0f} of the worst')
+    print(f'answers: {best:.0f} tokens on average in the best, {worst:.0f} in the worst')
 
 
 # ---- The command ---------------------------------------------------------------------------------

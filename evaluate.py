@@ -11,7 +11,10 @@ file. Each of several processes scores its share of the questions; the first one
 
 From file to ECE: data/tasks.py loads questions (data/questions.py, with the row function in
 data/benchmarks.py and the prompt in data/prompts.py), data/trees.py tokenizes them, data/packing.py
-makes rows, `score` calls model.py and fused_ce.py, results/evaluation.py measures the samples.
+makes rows, `score` calls model.py and fused_ce.py, `question_samples` makes the samples, and
+results/evaluation.py measures them (results/report.py, metrics.py). Tasks without options have
+their prompts and match rules in data/free_answers.py: written/answers.py lets generate.py write the
+answers and grades them, results/confidence.py computes the confidences.
 """
 
 from runtime import cli, startup

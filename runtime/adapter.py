@@ -24,17 +24,17 @@ from runtime.names import BUFFERS, text_key, their_key
 from runtime.weights import read_all, write_files
 
 CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_model.bin')
-FILES = (WEIGHTS[0], CONFIG)    # of the adapters of a run
+FILES = (WEIGHTS[0], CONFIG)    # written for the adapters of a run
 LINK = '.adapter'
-PREFIX = 'base_model.model.'    # of the names of all matrices
-# The keys of adapter_config.json that are read, or that merged weights do not depend on: which
-# layers have matrices is read from the file of weights. Any other key must be empty or false.
+PREFIX = 'base_model.model.'    # all names of matrices begin with it
+# The keys of adapter_config.json that are read, and those that do not change the merged weights,
+# because the file of weights says which layers have matrices. Any other key must be empty or false.
 KEYS = {'peft_type', 'task_type', 'base_model_name_or_path', 'revision', 'r', 'lora_alpha',
         'use_rslora', 'alpha_pattern', 'init_lora_weights', 'bias', 'auto_mapping',
         'exclude_modules', 'inference_mode', 'layers_pattern', 'layers_to_transform',
         'lora_dropout', 'peft_version', 'rank_pattern', 'target_modules', 'megatron_core',
         'qalora_group_size', 'eva_config', 'ensure_weight_tying'}
-# another way to begin changes the base weights too
+# other initializations also change the base weights
 BEGINNINGS = (None, True, False, 'gaussian', 'orthogonal', 'eva')
 _linked = []    # the temporary folders of this process; removed at its end
 
@@ -98,7 +98,7 @@ def beside_base(folder: Path, base: Path) -> Path:
 
 
 def changes(folder: str | Path, config: ModelConfig, shapes: dict) -> dict[str, LowRank]:
-    """Return what an adapter changes in the model folder `folder`, {tensor: LowRank}; {} without.
+    """Return what an adapter changes in a model folder, {tensor: LowRank}; {} without an adapter.
 
     shapes: {tensor of the base model: its shape}. As in peft, the scale is alpha / r or, with
     use_rslora, alpha / sqrt(r). Raises CheckpointError that names the tensor.

@@ -84,7 +84,7 @@ def one_line_errors(resume='', memory=''):
 def _fail(message):
     """End the script with an error message, under torchrun with the number of this process.
 
-    The first process prints an error that all have: torchrun ends the others while they wait.
+    If all processes fail, only the first one prints: torchrun ends the others while they sleep.
     """
     rank, size = _rank()
     time.sleep(3 * (rank > 0))

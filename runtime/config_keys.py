@@ -5,11 +5,11 @@ keys of its own, of FIELDS or OWN_FIELDS.
 """
 
 REWARD = 'CausalLM', 'SequenceClassification'     # how transformers names a reward model
-# models of text and images, of which the text model is read, and the type of that if none is given
+# {model of text and images: the type of its text model, which is read, if config.json names none}
 NESTED = {'gemma3': 'gemma3_text', 'mistral3': 'mistral'}
 
 # The keys of a family besides ALWAYS, and what transformers assumes where they are missing; `...`
-# stands for a key that must be there. A key that is in neither means nothing to transformers.
+# stands for a required key. transformers ignores a key that is in neither.
 BASE = dict.fromkeys(('vocab_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads'),
                      ...) | {'max_position_embeddings': 2048}
 ROTARY = BASE | {'intermediate_size': ..., 'num_key_value_heads': 0, 'head_dim': 0,
@@ -73,17 +73,17 @@ DEFAULTS = {
 # the class of transformers, where it is not the model_type with a capital letter
 CLASSES = {'gemma3_text': 'Gemma3', 'smollm3': 'SmolLM3', 'opt': 'OPT', 'gpt_neox': 'GPTNeoX'}
 ARCHITECTURES = {kind: f'{CLASSES.get(kind, kind.capitalize())}ForCausalLM' for kind in DEFAULTS}
-# every n-th layer has no window, if config.json does not say which
+# if config.json does not say which layers have no window: every n-th one
 PATTERN = {'gemma2': 2, 'olmo3': 4}
 
-# The allowed values of each key, as runtime/json_rules.py writes them. A key of DEFAULTS that is
-# not here may have its default alone.
+# The allowed values of each key, in the notation of runtime/json_rules.py. A key of DEFAULTS that
+# is not here may have only its default.
 SIZE, COUNT, TOKEN, CAP, SHARE = (1, 2**20), (1, 2**31), (0, 2**31), (1e-3, 1e6), (0.0, 1.0)
 FACTOR, EPS, POSITIVE, LAYERS = (1.0, 1e6), (1e-12, 1.0), (1e-6, 1e6), (1, 10_000)
 
 
 def each(rules: dict) -> dict:
-    """Return {key: rule} of {'several keys': rule}."""
+    """Return {key: rule} for each key in {'several keys': rule}."""
     return {key: rule for keys, rule in rules.items() for key in keys.split()}
 
 

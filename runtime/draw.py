@@ -43,8 +43,8 @@ def draw(logits, uniforms, s, n_vocab):
     """Draw a token per row; return float32 [B, 4]: token, its log p and log q, the entropy of p.
 
     logits [B, V] float32 give p; q is p at the temperature, restricted by the rules and to the
-    tokens below n_vocab, the others having no text. uniforms [B] float64 in [0, 1): the token is
-    the first one whose cumulated probability exceeds it.
+    tokens below n_vocab, since the others have no text. uniforms [B] float64 in [0, 1): the token
+    is the first one whose cumulated probability exceeds it.
     """
     if triton is not None and logits.is_cuda:
         lowest = lowest_logits(logits[:, :n_vocab], s)

@@ -22,21 +22,21 @@ class EvalConfig:
     languages: tuple[str, ...] = ('all',)     # of multilingual tasks
     prompt_format: str = 'mmlu'               # prompts of MMLU, or harness: those of
     #                                           lm-evaluation-harness, or your own: data/prompts.py
-    header: Literal['english', 'native', 'none'] = 'english'     # before the shots; see the docs
+    header: Literal['english', 'native', 'none'] = 'english'    # before the shots: see the docs
     shots: int = 5                            # solved questions before each question
     scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
-    norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # what divides a log-probability
+    norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # what divides the log-probabilities
     dropout_seed: int | None = None           # score once with the dropout of the adapters in
     #                                           adapter/, drawn by this seed; None: no dropout
-    p_true: bool = False                      # then ask whether the top option is right: P(True)
-    n: int = 10                               # answers drawn per question, where the model writes
-    max_tokens: int | None = None             # of a written answer; None: those of its task
+    p_true: bool = False                      # also ask whether the top option is right: P(True)
+    n: int = 10                               # answers drawn per question without options
+    max_tokens: int | None = None             # of a written answer; None: as its task says
     p_ik: bool = False                        # predict from the state after the question whether
     #                                           a drawn answer will be right: P(IK), by a probe
-    verbalized: bool = False                  # then ask how probable a written answer is
+    verbalized: bool = False                  # also ask how probable a written answer is
     run_code: bool = False                    # run programs that the model writes, for humaneval
-    isolation: Literal['namespaces', 'limits'] = 'namespaces'   # of them: docs/running_code.md
-    permute: int | None = None                # then ask in this many cyclic orders of the options,
+    isolation: Literal['namespaces', 'limits'] = 'namespaces'  # see docs/running_code.md
+    permute: int | None = None                # also ask in this many cyclic orders of the options,
     #                                           the letters in place; None: only as published
     # chat template of the prompt; trained: that of the model's train.py run; none: plain text
     chat: Literal['none', 'trained', 'tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken',
@@ -62,7 +62,7 @@ class EvalConfig:
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
     device: str = 'auto'
     out_dir: str | None = None                # None: the model's folder; out/eval/ for a hub name
-    overwrite: bool = False                   # delete what was evaluated in out_dir before
+    overwrite: bool = False                   # first delete what evaluations wrote in out_dir
 
     @staticmethod
     def renamed(values):

@@ -28,7 +28,7 @@ NAMES = {
             ('mlp.up_proj', 'fc1'), ('mlp.down_proj', 'fc2')),
     **dict.fromkeys(t5.ARCHITECTURES, (('model.embed_tokens', 'shared'),)),
 }
-# beginnings of names in models of text and images or in OPT's files, and those that are meant
+# (prefix of names in models of text and images or in OPT's files, what replaces it)
 PREFIXES = ((r'^language_model\.(?=model\.|lm_head)', ''), (r'^model\.language_model\.', 'model.'))
 OPT_PREFIXES = ((r'^decoder\.', 'model.decoder.'),)
 

@@ -31,7 +31,7 @@ def world_size() -> int:
 
 def own_gpu() -> int | None:
     """Return the number of this process's GPU, if torchrun started one process per GPU or fewer."""
-    # by what all processes of a host see: different backends would wait for each other forever
+    # decided by numbers that all processes of a host see alike: two backends would wait forever
     if ('TORCHELASTIC_RUN_ID' not in os.environ
             or torch.cuda.device_count() < int(os.environ['LOCAL_WORLD_SIZE'])):
         return None

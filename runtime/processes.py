@@ -11,7 +11,7 @@ import time
 def parallel_map(function, items, worth_it, most=32):
     """Return [function(x) for x in items], computed by up to `most` forked processes on Linux.
 
-    A fork takes about 25 ms beside a GPU; `worth_it` says whether the work takes longer.
+    A fork takes about 25 ms on a machine with a GPU; `worth_it` says whether the work takes longer.
     """
     cores = min(_cores(), most)
     if cores <= 1 or not worth_it:
@@ -53,8 +53,8 @@ def _cores():
 def pick_threads(seconds=1.0):
     """Set torch's number of threads to the fastest of 1, 2, 4, ..., its default; return it.
 
-    Beside other busy processes one thread can be several times as fast as one per core. The test
-    multiplies the matrices of a small network for `seconds`, in turn with each number of threads.
+    While other processes are busy, one thread can be several times as fast as one per core. The
+    test multiplies matrices of a small network for `seconds`, in turn with each number of threads.
     """
     import torch
     default = torch.get_num_threads()

@@ -14,7 +14,7 @@ class Sampling:
     max_tokens: int = 256               # of one answer
     temperature: float = 1.0            # divides the logits; 0: the most probable token
     top_k: int = 0                      # draw from the k most probable tokens; 0: from all
-    top_p: float = 1.0                  # draw from the fewest tokens that together have it
+    top_p: float = 1.0                  # draw from the fewest tokens with this total probability
     min_p: float = 0.0                  # draw from tokens with this share of the top probability
     stop: tuple[str, ...] = ()          # an answer ends before any of these strings
     seed: int = 0

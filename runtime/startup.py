@@ -13,17 +13,17 @@ from runtime import cli
 
 
 def begin():
-    """Prepare the script as every script, and its imports: to be called before them.
+    """Prepare the script as `cli.begin` does, and its imports: call this before them.
 
-    They make a million objects that stay. With Python's usual threshold of 700 (2,000) new objects,
-    searching these for garbage again and again takes 0.7 s beside a GPU.
+    The imports make a million objects that stay. With Python's default threshold of 700 or 2,000
+    new objects, searching these for garbage again and again takes 0.7 s on a machine with a GPU.
     """
     gc.set_threshold(100_000)
     cli.begin()
 
 
 def load_libraries(device):
-    """Import torch, and Triton if it is there, for a run on `device`, the key of that name.
+    """Import torch, and Triton if it is there, for a run on the setting `device`.
 
     Meanwhile a thread creates the CUDA context, which takes half a second or more.
     """

@@ -147,8 +147,8 @@ def write_files(folder, files, owner):
 def write_tensors(path: Path, tensors: dict[str, Tensor]):
     """Write a safetensors file of CPU tensors.
 
-    safetensors' own function, if killed, leaves a file under a name of its own; and nobody but the
-    user may read what it writes.
+    safetensors' own function leaves a temporary file behind if it is killed, and only the user may
+    read the files that it writes.
     """
     header, end = {'__metadata__': {'format': 'pt'}}, 0
     # readers want aligned tensors: large items first

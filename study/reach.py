@@ -3,7 +3,7 @@
     python study/reach.py out/study/vocabulary/seed-0/base-D64-V512-cap30.0
 
 writes the answer to reach.json in the folder of the model; study/vocabulary.py does so after each
-run, and results/runs.py reads it for comparisons.
+run, and study/pivot.py reads it for comparisons.
 """
 
 import copy

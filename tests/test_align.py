@@ -480,7 +480,7 @@ def test_the_command_says_what_it_does_and_names_a_bad_row(base, tmp_path):
                f'--out_dir={cfg.out_dir}', f'--cache_dir={cfg.cache_dir}']
     done = run_scripts(1, *command)
     assert done.returncode == 0, done.stderr
-    for text in ('tokens in the mean of the best', 'first example', 'step 1/1  loss 0.69',
+    for text in ('tokens on average in the best', 'first example', 'step 1/1  loss 0.69',
                  'accuracy 0.5', f'wrote weights, log.jsonl, pictures to {cfg.out_dir}'):
         assert text in done.stdout, done.stdout
     write_rows(tmp_path / 'pairs.jsonl', [*ROWS, {'prompt': 'a'}])

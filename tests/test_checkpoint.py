@@ -189,7 +189,7 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
      'num_attention_heads = 4 is not a multiple of num_key_value_heads = 3'),
     (lambda f: edit_config(f, num_attention_heads=5, num_key_value_heads=5),
      'hidden_size = 48 is not a multiple of num_attention_heads = 5'),
-    (lambda f: edit_config(f, head_dim=13), 'head_dim = 13 is 13; rotary positions need pairs'),
+    (lambda f: edit_config(f, head_dim=13), 'head_dim = 13 is 13; it must be even and above 0'),
     (lambda f: rewrite(f, lambda t: t.update({KEY: t[KEY].to(torch.float8_e4m3fn)})),
      f'tensor {KEY} is torch.float8_e4m3fn; quantized weights are not supported'),
     (lambda f: write_index(f, '../model.safetensors'),
