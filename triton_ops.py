@@ -389,7 +389,7 @@ if triton is not None:
 
 # ---- Attention of one new token per row over a cache ---------------------------------------------
 
-SPLIT = 256     # keys per program of `_decode`; fixed, so that no row depends on the other rows
+SPLIT = 1024    # keys per program of `_decode`, or a quarter for few rows, to use the whole GPU
 
 
 def decode_kernel(mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
@@ -397,18 +397,20 @@ def decode_kernel(mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: 
     (B, H, _, hd), K, cache = q.shape, k.shape[1], mask.cache
     q, k, v = (in_rows(x, x.shape[1] * hd) for x in (q, k, v))
     slots, positions = mask.slots.contiguous(), mask.positions.contiguous()
-    n_splits = triton.cdiv(mask.longest, SPLIT)
-    parts = torch.empty(B, H, n_splits, hd, dtype=torch.float32, device=q.device)
-    lse = torch.empty(B, H, n_splits, dtype=torch.float32, device=q.device)
+    split = SPLIT if B * K >= 256 else SPLIT // 4
+    n_splits = triton.cdiv(mask.longest, split)
     out, width = q.new_empty(B, H, hd), triton.next_power_of_2(max(16, hd))
+    lse = torch.empty(B, H, n_splits, dtype=torch.float32, device=q.device)
+    parts = out if n_splits == 1 else q.new_empty(B, H, n_splits, hd, dtype=torch.float32)
     _decode[n_splits, K, B](
         q, k, v, cache.k, cache.v, parts, lse, slots, positions, q.stride(0), k.stride(0),
         v.stride(0), *cache.k.stride()[:2], cache.size, H, H // K, hd, scale * LOG2E,
         softcap * LOG2E if softcap else 0.0, GROUP=max(16, triton.next_power_of_2(H // K)),
-        WIDTH=width, SPLIT=SPLIT, BLOCK=64 if width * q.element_size() < 512 else 32,
+        WIDTH=width, SPLIT=split, BLOCK=64 if width * q.element_size() < 512 else 32,
         num_warps=4, num_stages=3)
-    _merge[B * H,](parts, lse, out, positions, cache.size, H, n_splits, hd, WIDTH=width,
-                   SPLIT=SPLIT, num_warps=1)
+    if n_splits > 1:
+        _merge[B * H,](parts, lse, out, positions, cache.size, H, n_splits, hd, WIDTH=width,
+                       SPLIT=split, num_warps=1)
     return out[:, :, None]
 
 
@@ -458,7 +460,8 @@ if triton is not None:
         if begin < length:
             part = query * tl.num_programs(0) + split
             tl.store(lse_ptr + part, highest + tl.log2(total), mask=g < group)
-            tl.store(part_ptr + part[:, None] * hd + d[None, :], y / total[:, None], mask=q_mask)
+            tl.store(part_ptr + part[:, None] * hd + d[None, :],
+                     (y / total[:, None]).to(part_ptr.dtype.element_ty), mask=q_mask)
             if is_new:
                 tl.store(cache_k_ptr + start + place * hd + d, new_k, mask=d < hd)
                 tl.store(cache_v_ptr + start + place * hd + d, new_v, mask=d < hd)

@@ -281,6 +281,21 @@ def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, group, dt
                            out[b:b + 1])
 
 
+@pytest.mark.parametrize('most', [1024, 256])       # all keys in one program, or two programs
+def test_the_decode_kernel_equals_the_plain_version_for_many_rows(most, monkeypatch):
+    torch.manual_seed(0)
+    device, B, K, size, hd = KERNEL_DEVICE, 8, 32, 290, 16
+    positions = torch.tensor([0, 1, 63, 64, 255, 256, 288, 500], device=device)
+    cache = Cache(B, K, size, hd, torch.zeros(1, device=device))
+    cache.k.normal_(), cache.v.normal_()
+    q, k, v = (torch.randn(B, heads, 1, hd, device=device) for heads in (2 * K, K, K))
+    mask = DecodeMask(cache, torch.arange(B, device=device), positions, 1000)
+    monkeypatch.setattr(triton_ops, 'SPLIT', most)
+    out = decode_kernel(mask, q, k, v, 0.3, None)
+    monkeypatch.setattr(triton_ops, 'triton', None)
+    assert torch.allclose(out, mask.attend(q, k, v, 0.3, None), atol=2e-6, rtol=1e-5)
+
+
 def test_the_plain_version_sees_what_the_window_allows():
     torch.manual_seed(0)
     T, window, hd = 23, 6, 8

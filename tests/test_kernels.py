@@ -31,6 +31,8 @@ def decoding():
                           '*' + dtype)
         compile(triton_ops._decode, {'GROUP': 16, 'WIDTH': width, 'SPLIT': 256, 'BLOCK': block},
                 **scores, **x)
+        compile(triton_ops._decode, {'GROUP': 16, 'WIDTH': width, 'SPLIT': 1024, 'BLOCK': block},
+                **scores, **x, part_ptr='*' + dtype)
         compile(triton_ops._merge, {'WIDTH': width, 'SPLIT': 256}, **scores, **x)
     for greedy in (False, True):
         options = {'GREEDY': greedy, 'BLOCK': 4096}
