@@ -1,4 +1,4 @@
-"""Rows of answers behind their prompts, and where the tokens of the answers are.
+"""Rows of prompts with their answers, and where the tokens of the answers are.
 
 A row holds trees, [prompt][answer 0][answer 1] ..., so a prompt is computed once, and answers that
 are compared are in one micro-batch.
@@ -41,14 +41,14 @@ def pack_answers(trees, row_length, multiple=1):
     packed['targets'][np.repeat(np.arange(len(rows)), sizes), at] = token
     packed['owner'] = np.full_like(packed['tokens'], -1)
     for i, row in enumerate(rows):
-        # a number for each stretch of consecutive positions: a row with trees is no one document
+        # number the stretches of consecutive positions: a row with trees is not one document
         packed['owner'][i, :len(row.tokens)] = np.cumsum(np.diff(row.positions, prepend=0) != 1)
     return packed | {'token': token, 'at': at, 'answer': np.repeat(np.arange(len(counts)), counts),
                      'begin': np.cumsum([0, *sizes]), 'counts': counts, 'where': leaf[first]}
 
 
 def pack_rollouts(prompts, answers, row_length, multiple=1, last=False):
-    """Pack answers behind their prompts into rows of trees, as `pack_answers`.
+    """Pack prompts with their answers into rows of trees, as `pack_answers`.
 
     prompts: lists of token ids; answers: per prompt, lists of token ids. A prompt with answers that
     do not fit into one row has several trees. where: int64 [N, 2], (prompt, number) of each answer
@@ -75,8 +75,10 @@ def pack_rollouts(prompts, answers, row_length, multiple=1, last=False):
 class Answers:
     """The answers in some rows of a batch, on a device; `pack_answers` has the fields.
 
-    part    numpy int64 [n], numbers of the tokens in these rows, of which the others are
-    at      in the flattened rows; token: on the CPU
+    part    numpy int64 [n], numbers of the answer tokens in these rows
+    at      [n], of these tokens, in the flattened rows
+    token   [n], these tokens, on the CPU
+    answer  [n], of these tokens
     counts  float32 [N], of all answers of the batch
     """
 
@@ -102,5 +104,5 @@ class Answers:
         return torch.zeros_like(self.counts).index_add(0, self.answer[tokens], x)
 
     def present(self, tokens=slice(None)):
-        """Return 1 for the answers of which `tokens` are tokens, else 0: float32 [N]."""
+        """Return 1 for each answer that has one of `tokens`, else 0: float32 [N]."""
         return torch.zeros_like(self.counts).index_fill(0, self.answer[tokens], 1)

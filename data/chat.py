@@ -4,8 +4,8 @@ A template yields segments of (plain text or the id of a control token, whether 
 Adjacent text is encoded together, but never across the border of supervision: prompt and answer
 then meet at the same token boundary in training as in generation.
 
-A template whose turns differ only by their role is a row of TURNS. chat_templates/ has the others a
-second time, and the rows' loop, in Jinja for transformers and vLLM.
+A template whose turns differ only by their role is a row of TURNS. chat_templates/ has the others,
+and the loop over such rows, a second time in Jinja, for transformers and vLLM.
 """
 
 import functools
@@ -143,7 +143,7 @@ def olmo2(messages, tokenizer):
 
 
 def turns(messages, tokenizer, rows):
-    """A template of TURNS; without a row for the system message, that opens the first user turn."""
+    """A template of TURNS; a system message without a row of its own opens the first user turn."""
     control = _controls(tokenizer, *CONTROL_TOKEN.findall(''.join(rows.values())))
     for message in messages if 'system' in rows else _system_into_user(messages):
         opening, stripped, closing = split_turn(rows[message['role']])
@@ -206,8 +206,9 @@ def _every_role(turn):
     return {role: turn.replace('{role}', role) for role in ROLES}
 
 
-# The turn of each role. What looks like a control token is one; the first one after {text}, or
-# {stripped} for text without white space around it, is supervised in the assistant's turn.
+# {template: {role: its turn}}. {text} stands for the message, {stripped} for the message without
+# white space around it. What looks like a control token is one; in the assistant's turn the first
+# one after the message is supervised.
 CONTROL_TOKEN = re.compile(r'<[^<>\s]+>|\[[^\[\]\s]+\]')
 TURNS = {
     # Llama 3, without the dated system message of 3.1

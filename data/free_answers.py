@@ -128,7 +128,7 @@ def last_boxed(text):
 
 
 def whole(text):
-    """Return the text without white space at its end; a program needs that at its beginning."""
+    """Return the text without trailing white space; a program needs its leading white space."""
     return text.rstrip() or None
 
 

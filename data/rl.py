@@ -150,8 +150,8 @@ def load_reward(name, device, dtype, template):
     """Return the FunctionReward or the ModelReward of `name`; raises ConfigError.
 
     name: a key of REWARDS and a task, as in 'exact:gsm8k', without it 'qa'; a Python file, which is
-    executed and defines reward(prompt, answer, row); or the folder of a reward model, for which the
-    other arguments are
+    executed and defines reward(prompt, answer, row); or the folder of a reward model, which alone
+    uses the other arguments
     """
     path, (kind, _, task) = Path(name), name.partition(':')
     if path.is_dir():
@@ -176,7 +176,7 @@ def load_reward(name, device, dtype, template):
 
 @dataclass
 class FunctionReward:
-    """A function (prompt, answer, row) -> number and a text that changes with it.
+    """A function (prompt, answer, row) -> number; `digest` is its name, or the code of a file.
 
     check: None, or (row) -> raises an error for a row that the function cannot use
     """

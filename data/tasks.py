@@ -27,15 +27,15 @@ they exist.
 """
 
 TASKS = *BENCHMARKS, *FREE_TASKS, 'p_ik', *INSTRUCTIONS
-BLOCKS = 8      # of questions for each of several processes; each block repeats the shots once
+BLOCKS = 8      # of questions per process; each block repeats the shots once
 
 
 @dataclass
 class Task:
     """A loaded task: questions with their shots, or texts."""
-    kind: str                   # 'questions', 'permuted', 'p_true', 'clm' or 'facts'; 'free' and
-    #                             'from_samples', 'p_ik', 'verbalized_1s', 'verbalized_2s' of its
-    #                             answers
+    kind: str                   # 'questions', 'permuted', 'p_true', 'clm' or 'facts'; 'free' for
+    #                             written answers, and for confidences in them 'from_samples',
+    #                             'p_ik', 'verbalized_1s', 'verbalized_2s' or 'p_true'
     source: str                 # see `task_source`
     items: list                 # of Question or Text
     total: int                  # number of items without `limit`
@@ -61,7 +61,7 @@ class Task:
 
     @property
     def counts(self):
-        """Return a Counter of what `describe` says in numbers; those of all shares add up."""
+        """Return the numbers for `describe`, a Counter; the Counters of all shares add up."""
         return Counter(items=len(self.items), total=self.total, duplicate_options=sum(
             getattr(item, 'duplicate_options', 0) for item in self.items))
 

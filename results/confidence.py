@@ -67,7 +67,8 @@ def agreement(sample):
 def greedy_agreement(sample):
     """The share of the samples that agree with the greedy answer, which is judged.
 
-    They had no part in its choice, so the share is not too high as that of the largest class is.
+    The samples had no part in choosing it, so its share is not biased upward as that of the largest
+    class is.
     """
     key, answers = sample['greedy']['key'], sample['answers']
     n = 0 if key is None else sum(answer['key'] == key for answer in answers)
@@ -171,7 +172,7 @@ def span(answer, rule, tokenizer):
     if text is None:
         return {'span': None, 'span_log_prob': 0.0}
     whole, tokens = answer.text, range(len(answer.tokens))
-    # of several occurrences the one without which another text is extracted, or the last one
+    # if the text occurs several times: the occurrence that the rule needs, else the last one
     begins = [match.start() for match in re.finditer(f'(?={re.escape(text)})', whole)]
     begin = next((i for i in begins if rule.lenient(
         whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), begins[-1])
@@ -222,7 +223,7 @@ def verbalized_sample(question, rule, greedy, guess, probability):
 
 
 def facts(label, rows):
-    """Return what a result says of written answers beside its metrics.
+    """Return what a result says about written answers besides its metrics.
 
     label: of the task, or of one of its confidences; rows: {label: samples}
     """
@@ -259,7 +260,7 @@ def ece_floor(samples, name, n_resamples=100, seed=0):
     name: 'agreement' or 'greedy_agreement'; None is returned for others. A parametric bootstrap:
     the shares of the classes of a question are taken as the model's true probabilities, the right
     answer is drawn from them, and so are k new samples. Shares of few samples are more extreme than
-    the probabilities behind them, so the floor is rather too low.
+    the probabilities behind them, so the floor tends to be too low.
     """
     if name not in ('agreement', 'greedy_agreement'):
         return None

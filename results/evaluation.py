@@ -11,8 +11,8 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
     """Measure `samples`, {task: its samples}; write results.json, .md, .csv, .tex, report.html and
     reliability diagrams to `out_dir`; return the content of results.json.
 
-    results: {task: result without metrics} of this evaluation, which get them in place
-    earlier: {task: result} of the others in results.json; by edited metrics they are measured again
+    results: {task: result without metrics} of this evaluation; the metrics are added in place
+    earlier: {task: result} of results.json; measured again if the code of the metrics has changed
     tasks:   {task: its Task}, those of data/tasks.py
     cfg:     the EvalConfig; identity: hashes of the model and the tokenizer
     """

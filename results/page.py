@@ -84,7 +84,8 @@ def mistakes_first(row):
 def select(rows, most=MOST):
     """Return ({task: rows} as one list, how many there are); at most `most`.
 
-    If there are more, each run, task and language has as many, its first ones, or all of them.
+    If there are more, each run, task and language keeps equally many, its first ones, or all if it
+    has fewer.
     """
     groups = {}
     for row in itertools.chain(*rows.values()):

@@ -193,7 +193,7 @@ def measured_by():
 
 
 def measure_again(results, samples):
-    """Return {task: entry of results.json} with entries that other code computed measured again.
+    """Return {task: entry of results.json}; entries that other code computed are measured again.
 
     samples: {task: its samples}. An entry whose samples have changed stays as it is.
     """
@@ -227,7 +227,7 @@ def measure(groups, n_bootstrap, seed, keys=None):
         jobs[key] = [group.report, *(functools.partial(group.bootstrap, size, [seed, part], keys)
                                      for part, size in enumerate(sizes))]
     n_drawn = sum(len(group.labels) for group in groups.values()) * n_bootstrap
-    # of one process; w processes take seconds / w, and 0.025 w to be forked one after the other
+    # for one process; w processes take seconds / w, and 0.025 w to be forked one after the other
     seconds = 0.012 * len(groups) + 7e-8 * n_drawn
     outcomes = iter(parallel_map(operator.call, [*itertools.chain(*jobs.values())],
                                  worth_it=seconds > 0.2, most=round(math.sqrt(seconds / 0.025))))

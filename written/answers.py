@@ -21,9 +21,9 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
     """Generate the answers to the questions of `task`, and append the sample of each question.
 
     For a task itself ('free') these are a greedy answer and cfg.n drawn at temperature 1; for a
-    stated probability only the greedy one. The prompt of a sample is the hash of what decides the
-    answers, and one of the sample itself: answers in samples.jsonl are graded again by the present
-    rules, and a sample that this changes is written anew.
+    stated probability only the greedy one. `prompt` of a sample has two hashes, one of what decides
+    the answers and one of the sample itself: answers in samples.jsonl are graded again by the
+    present rules, and a sample that this changes is appended again.
     """
     rule = FREE_TASKS[label.partition('.')[0]].isolated(cfg.isolation)
     n = cfg.n if task.kind == 'free' else 0

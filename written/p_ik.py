@@ -1,7 +1,7 @@
 """P(IK): will the model answer this question right? Estimated before it writes any answer.
 
-Here by a probe: ridge logistic regression on the hidden state of the frozen model at the last token
-of the prompt, fitted to the drawn answers to other questions. Kadavath et al. 2022 (arXiv
+This file has a probe: ridge logistic regression on the hidden state of the frozen model at the last
+token of the prompt, fitted to the drawn answers to other questions. Kadavath et al. 2022 (arXiv
 2207.05221) tune the whole model instead; for that see data/p_ik.py.
 """
 
@@ -23,7 +23,7 @@ PENALTIES = 1.0, 0.1, 1e-2, 1e-3, 1e-4      # the best is chosen on a fold of it
 
 
 def probe_answers(prompt_states, load, folder, tokenizer, label, task, cfg, done, append):
-    """Append the sample of P(IK) of each question of `task`; as the collectors of answers.py.
+    """Append the sample of P(IK) of each question of `task`; a collector as those of answers.py.
 
     prompt_states: (load, prompts, cfg) -> float32 [N, D], see evaluate.py. The first drawn answer
     is judged, since P(IK) is the probability that a drawn answer is right. The prompt of a sample
@@ -66,8 +66,9 @@ def cross_validated(states, shares, groups):
     states: [N, D], of the prompts
     shares: [N], of right answers among those that were drawn; their mean cross-entropy is minimized
     groups: N texts; questions of one group share a fold. There must be three groups or more
-    Folds have about equal shares: else, the fewer right answers a fold has, the more have the
-    others, and a probe that sees nothing would rank the questions the wrong way round.
+
+    Folds have about equal shares. Otherwise the questions of a fold with few right answers would
+    get high predictions from the other folds, and a useless probe would rank them in reverse.
     The penalty of a fold is the best one for the next fold, fitted to the others. The principal
     components are those of all questions, since no answer takes part in them.
     """
