@@ -25,6 +25,7 @@ from runtime import cli
 if __name__ == '__main__':
     cli.begin()
 
+import functools
 import hashlib
 import json
 import os
@@ -44,9 +45,10 @@ from data.free_answers import FREE_TASKS
 from data.preferences import load_preferences, pack_rankings
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
+from model import CausalLM
 from rl import RL_METHODS, Rollouts, answer_log_probs
 from runtime import checkpoint, resume
-from runtime.build import build_model, load_model, prepare
+from runtime.build import build_model
 from runtime.config import load_config, require_range
 from runtime.errors import ConfigError
 from runtime.ownership import temporary
@@ -396,9 +398,8 @@ class RewardModel(Preferences):
 
     def build_model(self, cfg, config, base, device):
         """Return the model with a score of zeros, which is trained beside adapters, too."""
-        model = load_model(cfg, config, base, device)
-        model.become_reward_model()
-        model = prepare(model, cfg, device)
+        change = functools.partial(CausalLM.become_reward_model, device=device)
+        model = build_model(cfg, config, base, device, change)
         model.score.requires_grad_()
         return model
 

@@ -464,12 +464,16 @@ class CausalLM(nn.Module):
         z = float32_linear(hidden, self.head)
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
-    def become_reward_model(self):
-        """Replace the output matrix by a score [1, D] of zeros, in place."""
+    def become_reward_model(self, device=None):
+        """Replace the output matrix by a score [1, D] of zeros, in place.
+
+        device: of the score; None: that of the embedding
+        """
         if not (self.config.tie_word_embeddings or self.config.reward):
             del self.lm_head
         self.config.reward, like = True, self.model.embed_tokens.weight
-        self.score = nn.Linear(self.config.embed_size, 1, bias=False).to(like)
+        score = nn.Linear(self.config.embed_size, 1, bias=False)
+        self.score = score.to(device or like.device, like.dtype)
         nn.init.zeros_(self.score.weight)
 
     def rewards(self, hidden: Tensor) -> Tensor:
@@ -493,13 +497,13 @@ class CausalLM(nn.Module):
 class LoRALinear(nn.Module):
     """W x + alpha / rank * B A dropout(x), W frozen, A and B float32 (Hu et al. 2021, eq. 3)."""
 
-    def __init__(self, linear: nn.Linear, rank: int, alpha: float, dropout: float):
+    def __init__(self, linear: nn.Linear, rank: int, alpha: float, dropout: float, device=None):
         super().__init__()
         # under the same keys as in the base checkpoint
         self.weight, self.bias = linear.weight, linear.bias
         self.scale = alpha / rank
         self.lora_A, self.lora_B = (
-            nn.Linear(*sizes, bias=False, device=self.weight.device, dtype=torch.float32)
+            nn.Linear(*sizes, bias=False, device=device or self.weight.device, dtype=torch.float32)
             for sizes in ((linear.in_features, rank), (rank, linear.out_features)))
         nn.init.zeros_(self.lora_B.weight)
         self.dropout = nn.Dropout(dropout)
@@ -510,8 +514,12 @@ class LoRALinear(nn.Module):
                 + self.scale * F.linear(low, self.lora_B.weight.to(x.dtype)))
 
 
-def add_lora(model: CausalLM, rank: int, alpha: float, dropout: float, targets: tuple[str, ...]):
-    """Freeze the model and add adapters to the linear layers named in `targets`, in place."""
+def add_lora(model: CausalLM, rank: int, alpha: float, dropout: float, targets: tuple[str, ...],
+             device=None):
+    """Freeze the model and add adapters to the linear layers named in `targets`, in place.
+
+    device: of the adapters; None: that of the weights
+    """
     possible = model.config.family.lora_targets
     if not targets or set(targets) - set(possible):
         raise ValueError(f'lora_targets = {targets}; wanted some of {", ".join(possible)}')
@@ -519,4 +527,5 @@ def add_lora(model: CausalLM, rank: int, alpha: float, dropout: float, targets: 
     for layer in model.decoder.layers:
         for parent in list(layer.children()):
             for name in (t for t in possible if t in targets and hasattr(parent, t)):
-                setattr(parent, name, LoRALinear(getattr(parent, name), rank, alpha, dropout))
+                linear = getattr(parent, name)
+                setattr(parent, name, LoRALinear(linear, rank, alpha, dropout, device))

@@ -1,5 +1,7 @@
 """The model of a training run, with adapters, compiled and sharded, and its optimizer."""
 
+import functools
+
 import torch
 
 from model import CausalLM, add_lora
@@ -9,28 +11,34 @@ from runtime.optim import AdamW
 from runtime.parallel import rank, shard, world_size
 
 
-def build_model(cfg, config, base, device):
-    """Return the model to train; see `prepare`."""
-    return prepare(load_model(cfg, config, base, device), cfg, device)
+def build_model(cfg, config, base, device, change=None):
+    """Return the model to train, loaded or random; see `prepare`.
 
-
-def load_model(cfg, config, base, device):
-    """Return the model before training, loaded or random."""
-    dtype = pick_dtype(cfg.dtype, device)
+    Of several processes each holds its share of the weights, never all of them on its device.
+    change: a function that first changes layers in place, such as CausalLM.become_reward_model
+    """
+    ready = functools.partial(prepare, cfg=cfg, device=device, change=change)
+    dtype, several = pick_dtype(cfg.dtype, device), world_size() > 1
     if cfg.from_scratch:
         model = CausalLM(config)
         model.init_weights()
-        return model.to(device, dtype)
-    model = checkpoint.load(base, device, dtype)
+        # FSDP moves one layer after the other to the device
+        return ready(model.to('cpu' if several else device, dtype))
+    model = checkpoint.load(base, device, dtype, share=ready if several else None)
     model.config.final_logit_softcapping = config.final_logit_softcapping
     model.config.temperature = config.temperature
-    return model
+    return model if several else ready(model)
 
 
-def prepare(model, cfg, device):
-    """Return a model with adapters, compiled and sharded as the settings say."""
+def prepare(model, cfg, device, change=None):
+    """Return a model with adapters, compiled and sharded as the settings say.
+
+    change: see `build_model`
+    """
+    if change:
+        change(model)
     if cfg.lora:
-        add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets)
+        add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets, device)
     model.decoder.attention = cfg.attention
     model.decoder.checkpoint = cfg.checkpoint_activations
     # Triton 3.6 cannot compile some float32 blocks; FlexAttention is compiled either way

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from runtime.config_json import config_to_hf, read_config, read_json_object
 from runtime.errors import CheckpointError
 from runtime.hub import download
 from runtime.names import BUFFERS, text_key, their_key
-from runtime.parallel import load_full, rank, shard
+from runtime.parallel import load_full, rank
 from runtime.weights import TYPES, check_header, read_tensors, weight_files, write_files
 from triton_ops import adjoin
 
@@ -75,11 +76,13 @@ def _download(name, path, revision, weights):
 
 
 def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
-         reward: bool = False, sharded: bool = False) -> CausalLM:
+         reward: bool = False, share: Callable | None = None) -> CausalLM:
     """Return a CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
-    reward:  whether it must be a reward model, which has a score in place of the output matrix
-    sharded: each process keeps its share of every weight: see `parallel.shard`
+    reward: whether it must be a reward model, which has a score in place of the output matrix
+    share:  a function that calls `parallel.shard` on the model before it has weights, so that each
+            process gets its share of them; it may first remove layers, or add some that have
+            values. None: the whole model
     Raises CheckpointError for the other kind, and as `read_config` and `check_weights` do.
     """
     config = read_config(folder, seq2seq=True)
@@ -90,19 +93,24 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     dtype = dtype or getattr(torch, config.dtype)
     files = check_weights(folder, config)
     model = build(config)
-    if sharded:
-        shard(model.to(dtype), device).to_empty(device=device)
-    else:
-        adjoin(model, device=device, dtype=dtype)
     ours = {their_key(key, config): key for key, _ in model.named_parameters()}
     changes = adapter.changes(folder, config, _shapes(model))
+    if share:
+        share(model.to(dtype))
+        # as model.to_empty, but what `share` has added keeps its values
+        model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
+    else:
+        adjoin(model, device=device, dtype=dtype)
+    parameters = dict(model.named_parameters())
     for key, tensor in tqdm(read_tensors(files), 'loading', len(files), unit=' tensors', delay=1,
                             disable=None):
         stored = text_key(key, config)
-        parameter = model.get_parameter(ours[stored])
+        parameter = parameters.get(ours[stored])
+        if parameter is None:       # `share` has removed it
+            continue
         if stored in changes:
             tensor = adapter.merged(tensor.to(device, dtype), changes[stored])
-        if sharded:
+        if share:
             load_full(parameter, tensor.to(device, dtype))
         elif parameter.is_meta:
             # a copy, not a view into the file, which may be replaced in the meantime

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from model import CausalLM
-from runtime import adapter, checkpoint, device
+from runtime import adapter, checkpoint, device, parallel
 
 
 def loads_kernels(cfg):
@@ -45,7 +45,8 @@ def load_ahead(pool, folder, base, cfg, n_items, forward=None):
 
 def load_model(folder, base, cfg):
     """Return the model in the folder `base`; with dropout_seed, with the adapters in `folder`."""
-    model = checkpoint.load(base, cfg.device, getattr(torch, cfg.dtype), sharded=cfg.shard)
+    share = functools.partial(parallel.shard, device=cfg.device) if cfg.shard else None
+    model = checkpoint.load(base, cfg.device, getattr(torch, cfg.dtype), share=share)
     if cfg.dropout_seed is not None:
         adapter.add_adapter(model, folder)
     return model

@@ -201,20 +201,60 @@ def test_processes_that_share_the_weights_evaluate_as_one(folder, tmp_path):
 
 @pytest.mark.slow
 def test_each_process_loads_only_its_share_of_the_weights(folder, tmp_path):
+    """To evaluate and to train, also with adapters, a score in place of an output matrix, or from
+    random weights: bitwise those of one process."""
     script = tmp_path / 'load.py'
     script.write_text(f'''
-from runtime import checkpoint, parallel
+import functools, torch
+from model import CausalLM
+from runtime import build, checkpoint, parallel
+from train import TrainConfig
+
+base, several = {str(folder / "model")!r}, None
+
+def load():
+    share = functools.partial(parallel.shard, device='cpu') if several() > 1 else None
+    return checkpoint.load(base, share=share)
+
+score = functools.partial(CausalLM.become_reward_model, device='cpu')
+
+def train(change=None, **settings):
+    torch.manual_seed(0)
+    config = checkpoint.read_config(base)
+    return build.build_model(TrainConfig(**settings), config, base, 'cpu', change)
+
+read = checkpoint.read_tensors
+
+def read_in_shares(files):
+    """The weights are read when each process has room for its share of them alone."""
+    if several() == 2:
+        checkpoint.load_full = functools.partial(load_share, checkpoint.load_full)
+    return read(files)
+
+def load_share(load_full, target, x):
+    assert target.to_local().numel() < 0.6 * x.numel() + 64
+    return load_full(target, x)
+
+checkpoint.read_tensors = read_in_shares
 with parallel.joined():
-    model = checkpoint.load({str(folder / "model")!r}, sharded=True)
-    alone = checkpoint.load({str(folder / "model")!r})
-    share = sum(p.to_local().numel() for p in model.parameters())
-    total = sum(p.numel() for p in alone.parameters())
-    same = all(parallel.gather_full(p).equal(q) for p, q in
-               zip(model.parameters(), alone.parameters(), strict=True))
-    print(share < 0.6 * total, sum(parallel.gather(share)) == total, same)
+    for make in (load, train, functools.partial(train, lora=True),
+                 functools.partial(train, score), functools.partial(train, score, lora=True),
+                 functools.partial(train, from_scratch=True)):
+        several = parallel.world_size
+        model = make()
+        build.world_size = several = lambda: 1
+        alone = make()
+        build.world_size = parallel.world_size
+        share = sum(p.to_local().numel() for p in model.parameters())
+        total = sum(p.numel() for p in alone.parameters())
+        pairs = zip(model.named_parameters(), alone.named_parameters(), strict=True)
+        same = all(parallel.gather_full(p).equal(q) and p.requires_grad == q.requires_grad
+                   and (key, p.dtype) == (name, q.dtype) for (key, p), (name, q) in pairs)
+        print(share < 0.6 * total, sum(parallel.gather(share)) == total, same)
 ''')
     done = run([script], 2)
-    assert done.returncode == 0 and done.stdout == 'True True True\n', done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 6 * 'True True True\n', done.stdout
 
 
 @pytest.mark.slow
