@@ -234,7 +234,7 @@ class PrefillMask:
 class DecodeMask:
     """Each row is one token, in slots[b] at positions[b]: store its key and value, then attend.
 
-    longest: more than the largest position, rounded up as the caller likes; reading ends there
+    longest: a number above all positions, at which reading the cache ends
     """
 
     def __init__(self, cache: Cache, slots: Tensor, positions: Tensor, longest: int):

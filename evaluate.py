@@ -29,6 +29,7 @@ import itertools
 import math
 import os
 import sys
+import textwrap
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +57,8 @@ usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=
 
 example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
 
-The tasks are {', '.join(TASKS)},
+The tasks are
+{textwrap.fill(', '.join(TASKS), 100)},
 each also as task:folder-or-file, and files of questions. --tasks=help lists their files, --help
 the keys."""
 
@@ -96,7 +98,7 @@ from written.p_ik import probe_answers
 SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos',
             'max_length', 'deterministic', 'dtype')
 SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
-# the batch of a process that shares the weights with others and has no more of its own
+# the batch of a process that shares the weights and has no batch of its own left
 IDLE = np.stack([np.zeros(128, int), np.zeros(128, int), np.arange(128) + 1])[:, None], [(0,) * 4]
 
 

@@ -207,7 +207,7 @@ def take(waiting, free, running, prompts, s, n_slots, prefill):
 def pack_prompts(begun, prompts):
     """Return a Row of the prompts of new answers, and {prompt: row indices of its tokens}.
 
-    What all of them begin with is in the row once.
+    Their common beginning is in the row once.
     """
     numbers = [*dict.fromkeys(answer.prompt for answer in begun)]
     some = [prompts[i] for i in numbers]

@@ -14,7 +14,7 @@ isolated. In evaluation, rows hold trees: a shared prefix ends where its last de
 question where its last option ends, and an option at its own end. A padding token sees only itself:
 ends[j] = j + 1. `ends` may be None if each row is one document, perhaps followed by padding.
 
-Parameters have the names of Llama in every family, but for the norm before the MLP; `their_key` of
+Parameters have the names of Llama in every family, except the norm before the MLP; `their_key` of
 runtime/names.py has the names on disk.
 
 Training, evaluation and sampling use this one forward pass, so an edit here changes all of them.

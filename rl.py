@@ -1,7 +1,7 @@
 """The stage of align.py that learns from rewards: PPO, RLOO, GRPO and their relatives.
 
-In each step the model generates answers, a row of training is [prompt][answer 1] ... [answer G],
-and the weight of each token in the loss follows from the rewards: by one advantage function and one
+In each step the model generates answers, a training row is [prompt][answer 1] ... [answer G], and
+the weight of each token in the loss follows from the rewards: by one advantage function and one
 divisor per method, in PPO by a value head. Every loss depends on the log-probabilities of the
 answers' tokens alone, so fused_ce.py computes it without storing logits. The settings are those of
 align.py.

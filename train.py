@@ -265,7 +265,7 @@ def micro_batches(packed, cfg, device):
     The rows are this process's share of `packed`.
     """
     rows, owner = np.arange(rank(), len(packed['tokens']), world_size()), packed['owner']
-    # of the whole step: a row that holds one document by chance would compile another graph
+    # decided for the whole step: a row with one document by chance would compile another graph
     one_document = ((owner == owner[:, :1]) | (owner < 0)).all()
     for i in range(0, len(rows), cfg.micro_rows):
         chosen = rows[i:i + cfg.micro_rows]

@@ -52,9 +52,9 @@ def compute(plain: Callable, kernel: Callable, axis: int, *arguments) -> Tensor:
 
 @functools.cache
 def agree(plain: Callable, kernel: Callable, dtype, device, *arguments) -> bool:
-    """Return whether the two are the same but for rounding; print a note if they are not.
+    """Return whether the two agree up to rounding; print a note if they do not.
 
-    arguments: theirs, with the size of a tensor, to be filled with random numbers, for a tensor
+    arguments: those of both, with a torch.Size for each tensor, which gets random numbers
     """
     generator = torch.Generator(device).manual_seed(0)
     drawn = [torch.randn(arg, generator=generator, device=device, dtype=dtype)
@@ -122,7 +122,7 @@ def side_by_side(parts: list) -> Tensor | None:
         return None
     first, last, memory = parts[0], parts[-1], parts[0].untyped_storage()
     adjacent = all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(parts))
-    # neighbors by chance have memory of their own
+    # tensors that are neighbors by chance have a storage each
     if not adjacent or last.data_ptr() + last.nbytes > memory.data_ptr() + memory.nbytes():
         return None
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())

@@ -193,7 +193,7 @@ def draw_bars(path, what, panels):
 def main(argv, script, config_class, bench, draw):
     """Save the tables that bench(config) yields, and draw them; with --plot draw that file again.
 
-    They are saved after each, since a later one may fail or be stopped.
+    They are saved after each table, since a later one may fail or be stopped.
     """
     try:
         config = load_config(config_class, argv)

@@ -58,7 +58,7 @@ class Numbers:
         return np.stack([first, *epochs], axis=1)
 
     def at_equal(self, x, metric, run, other):
-        """Return float [seeds]: the mean of `metric` of `run` less that of `other` at equal x."""
+        """Return float [seeds]: the mean of `metric` of `run` minus that of `other` at equal x."""
         def curve(run, i):
             points = np.stack([self.path(run, x)[i], self.path(run, metric)[i]])
             return points[:, np.argsort(points[0], kind='stable')]

@@ -8,8 +8,8 @@ Agreement is Kendall's tau-b over the runs of a task, each metric signed so that
 pairs that they order alike is (1 + tau) / 2. Intervals are percentiles over resamples of the runs,
 as if runs were independent; those of one seed share their base model and questions. The committed
 tables hold eight such metrics of tuned models, and the counts of ten bins for thirty runs, which
-merge exactly into five, two and one. Tokens of the models of claim 3 are left out, since those of
-another vocabulary are others. Run folders have the samples, so all metrics and 2 to 100 bins.
+merge exactly into five, two and one. Tokens of the models of claim 3 are left out, since other
+vocabularies have other tokens. From run folders all metrics and 2 to 100 bins can be computed.
 """
 
 import argparse

@@ -96,7 +96,7 @@ def in_turn(jobs):
 def alignment_steps(seed, root):
     """Yield the jobs of one seed: world, tuned models, pairs, aligned models, written answers.
 
-    config.json is the last file of a model, and `model/config.json` of a world but its mark.
+    The last file of a model is config.json; that of a world, before its mark, model/config.json.
     """
     folder = Path(alignment.seed_folder(seed, root))
     yield Job(f'{folder}/world', alignment.world, (seed, root), (),
