@@ -15,6 +15,7 @@ from pathlib import Path
 
 import metrics
 from results import temperatures
+from results.confidence import cells as confidence_cells
 from results.plots import warn_on_failure
 from results.report import GROUPS, cells, notes, predictions, report_rows, task_title, unit
 from results.samples import GRID, sample_order
@@ -175,20 +176,23 @@ def write_report(results, rows, pictures, out_dir):
     tasks, config, versions = results['tasks'], results['config'], results['versions']
     about = ', '.join(f'{key} {value}' for key, value in (
         {key: config[key] for key in ('device', 'dtype', 'seed')} | versions).items() if value)
-    tables = ''.join(task_html(task, result) for task, result in tasks.items())
+    tables = ''.join(task_html(task, tasks) for task in tasks)
     grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]
     write(Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
           versions['nanocal'], about, tables,
           dict.fromkeys((*pictures, *grids) if pictures else ()), rows)
 
 
-def task_html(task, result):
-    """Return the tables and notes of a task; those of its groups are folded."""
-    rows = {}
+def task_html(task, tasks):
+    """Return the tables and notes of a task; those of its groups are folded.
+
+    tasks: {task: its entry in results.json}
+    """
+    rows, result = {}, tasks[task]
     for row in report_rows(result):
         rows.setdefault(row[0] if row[0] in GROUPS.values() else '', []).append(row)
-    parts = [section(task_title(task, result), [cells(rows.pop(''), count=unit(result))],
-                     notes(result))]
+    tables = [cells(rows.pop(''), count=unit(result)), confidence_cells(task, tasks)]
+    parts = [section(task_title(task, result), filter(None, tables), notes(result))]
     parts += [folded(f'{len(group)} {name}', cells(group, count=unit(result)))
               for name, group in rows.items()]
     if by_language := temperatures.cells(result):

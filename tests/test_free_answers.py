@@ -466,6 +466,8 @@ def test_results_have_an_entry_for_each_confidence(asked):
     assert tasks['qa.agreement']['ece_floor'] > 0 == tasks['qa.agreement']['unparsed']
     text = (folder / 'out' / 'results.md').read_text()
     assert 'with 4 samples per question' in text and '| qa.greedy_agreement |' in text
+    page = (folder / 'out' / 'report.html').read_text()
+    assert page.count('<th>floor of ECE') == 1 and '<td>qa.greedy_agreement<td>10' in page
 
 
 def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
