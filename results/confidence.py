@@ -137,14 +137,16 @@ def classes(answers):
 
 
 def parse_probability(text):
-    """Return the first number of a text as a probability: '.8', '0.80', '80%', '80/100', '1'.
+    """Return the first number of a text as a probability: '.8', '80%', '8 out of 10', '1'.
 
-    None if there is none, or if it is not from 0 to 1, as '80' without a percent sign, or '-1'.
+    None if there is none, or if it is not from 0 to 1, as '80' without a percent sign, or '-1'. A
+    number with a comma, '0,8', may mean several things and is none.
     """
-    match = re.search(r'(-?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(%|/\s*(\d+))?', text)
+    match = re.search(r'(?<![\d.,])(-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?![.,]?\d)'
+                      r'\s*(?:(%|percent)|(?:/|out of)\s*(\d+))?', text, re.IGNORECASE)
     if not match:
         return None
-    value = float(match[1]) / (100 if match[2] == '%' else float(match[3] or 1) or math.nan)
+    value = float(match[1]) / (100 if match[2] else float(match[3] or 1) or math.nan)
     return value if 0 <= value <= 1 else None
 
 

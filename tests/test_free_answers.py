@@ -292,7 +292,9 @@ def test_confidences_from_the_tokens_of_an_answer():
 @pytest.mark.parametrize('text, value', [
     ('.8', 0.8), ('0.80', 0.8), ('80%', 0.8), ('80 %', 0.8), ('80/100', 0.8), ('1', 1.0),
     ('0', 0.0), ('1.', 1.0), ('95', None), ('very likely', None), ('1%', 0.01),
-    ('7/0', None), ('', None), ('-0.5', None), ('1e-3', 0.001)])
+    ('7/0', None), ('', None), ('-0.5', None), ('1e-3', 0.001), ('0,8', None), ('1,000', None),
+    ('1.2.3', None), ('0.7, I think', 0.7), ('0.7.', 0.7), ('1 percent', 0.01), ('90-95%', None),
+    ('1 out of 4', 0.25), ('1 Out of 4', 0.25), ('8 / 10', 0.8), ('about 1.', 1.0)])
 def test_stated_probabilities_are_parsed(text, value):
     assert confidence.parse_probability(text) == value
     sample = sample_of('a')
