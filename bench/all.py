@@ -249,9 +249,9 @@ def main(argv=None):
     parser.add_argument('--conversations', help='a file of conversations for train and sft')
     parser.add_argument('--pairs', help='a file of preferences for align')
     parser.add_argument('--prompts', help='a file of prompts for generate')
-    parser.add_argument('--only', default=','.join(WHAT), help='some of: %(default)s')
-    parser.add_argument('--shape', help='models, separated by commas, instead of each default')
-    parser.add_argument('--minutes', type=float, help='stop after so many')
+    parser.add_argument('--only', default=','.join(WHAT), help='scripts; default: %(default)s')
+    parser.add_argument('--shape', help='models, separated by commas; default: the script decides')
+    parser.add_argument('--minutes', type=float, help='stop after this many minutes')
     parser.add_argument('--out', default='out/bench', help='a folder; default %(default)s')
     parser.add_argument('--compare', nargs='+', metavar='COMMIT',
                         help='one commit or two, or folders that hold them')

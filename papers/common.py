@@ -287,12 +287,12 @@ def print_plan(runs, options):
                   f'{sum(run.hours for run in runs):.0f}',
                   f'{sum(run.gigabytes for run in runs):.0f}'))
     print(report.aligned(lines))
-    print(f'\n{left:,.0f} GPU hours are left. They are estimates for one H200: training at '
-          f'{TRAIN_RATE / 1e12:.0f} and evaluation at {EVAL_RATE / 1e12:.0f} TFLOP/s, as measured '
-          f'in docs/benchmarks.md, of about the tokens that the script states; --key=value is not '
-          f'counted. GB: the weights that a run keeps. While a run trains, its checkpoints need up '
-          f'to {24e-9 * largest:.0f} GB more, and the models to download are about '
-          f'{2e-9 * sum(downloads.values()):.0f} GB: '
+    print(f'\n{left:,.0f} GPU hours are left. They are estimated for one H200, from the numbers of '
+          f'tokens in the script and the speeds in docs/benchmarks.md: {TRAIN_RATE / 1e12:.0f} '
+          f'TFLOP/s in training, {EVAL_RATE / 1e12:.0f} in evaluation. --key=value does not change '
+          f'them. GB is the size of the weights that a run keeps. While a run trains, its '
+          f'checkpoints need up to {24e-9 * largest:.0f} GB more. The models to download have '
+          f'about {2e-9 * sum(downloads.values()):.0f} GB: '
           f'{", ".join(dict.fromkeys(model for model, _ in downloads))}.')
 
 

@@ -233,13 +233,13 @@ def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf, starts=3):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('--study', default='losses', help='of ' + ', '.join(STUDIES)
+    parser.add_argument('--study', default='losses', help='one of ' + ', '.join(STUDIES)
                         + '; several, separated by commas, are done in this order')
     parser.add_argument('--seeds', type=common.seed_list,
-                        help='such as 5,6; default: all of the study')
+                        help='such as 5,6; default: all seeds of the study')
     parser.add_argument('--gpus', type=int, default=1, help='0: none; default: %(default)s')
     parser.add_argument('--processes', type=int, default=10, help='per GPU; default: %(default)s')
-    parser.add_argument('--minutes', type=float, default=1e6, help='then start no run anymore')
+    parser.add_argument('--minutes', type=float, default=1e6, help='start no run after them')
     parser.add_argument('--out_dir', default=common.ROOT, help='folder of the study, %(default)s')
     options = parser.parse_args()
     if unknown := set(options.study.split(',')) - {*STUDIES}:

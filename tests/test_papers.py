@@ -192,7 +192,7 @@ def test_the_plan_lists_every_run_and_writes_nothing(tmp_path, script, n_runs, m
     assert f'0 of {n_runs} finished' in printed and model in printed
     assert re.search(r'[\d,]+ GPU hours are left', printed)
     if script == 'alignment':       # 10 checkpoints of Pythia 1.4B count, and a and b
-        assert 'the models to download are about 786 GB' in printed
+        assert 'The models to download have about 786 GB' in printed
     assert not (tmp_path / 'out').exists()
 
 
