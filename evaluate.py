@@ -632,7 +632,7 @@ def main(argv):
     results, labels, out_dir = run(cfg)
     if not results:
         return      # the first process prints them
-    print(report.tasks_text(results['tasks'], labels))
+    print(report.to_text(results['tasks'], labels))
     print(f'\nwrote report.html, samples.jsonl, results.json, .md, .csv and .tex to {out_dir}')
 
 

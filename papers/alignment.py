@@ -52,12 +52,13 @@ from pathlib import Path
 import numpy as np
 
 from common import (AlignConfig, EvalConfig, Run, TrainConfig, claim, draw_curves, draw_lines,
-                    load_config, main, measured, numbers, plots, report, selected)
+                    load_config, main, measured, numbers, plots, selected)
 import metrics
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns
-from results.report import TITLES, Heading
+from results.report import predictions
 from results.samples import latest_samples
+from results.tables import TITLES, Heading
 
 # name: hub name, weights
 PYTHIA = {f'pythia-{size}': (f'EleutherAI/pythia-{size}', weights) for size, weights in (
@@ -175,7 +176,7 @@ def mmlu_samples(folder):
         return None, None
     with open(path, encoding='utf-8') as file:      # most lines are of the other tasks
         rows = latest_samples([json.loads(line) for line in file if '"task": "mmlu"' in line])
-    return (report.predictions(rows, result['norm']),
+    return (predictions(rows, result['norm']),
             np.array([row['log_probs'] for row in rows]))
 
 

@@ -18,7 +18,7 @@ problems. Not run here: line completion and program repair, and the paper's own 
 """
 
 from common import EvalConfig, Run, draw_curves, main, measured
-from results.report import Heading
+from results.tables import Heading
 
 # name: hub name, weights
 MODELS = {'CodeLlama-7B': ('codellama/CodeLlama-7b-hf', 6.74e9),

@@ -28,7 +28,8 @@ import evaluate
 from align import UNUSED, AlignConfig, align
 from data.tasks import task_label, task_source
 from evaluate import EvalConfig
-from results import plots, report
+from results import plots
+from results.tables import Heading, aligned, csv_text, latex, mark_best, markdown
 from runtime import cli
 from runtime.config import load_config
 from runtime.errors import CheckpointError, ConfigError, TrainingError
@@ -286,7 +287,7 @@ def print_plan(runs, options):
     lines.append(('all', f'{sum(run.finished for run in runs)} of {len(runs)} finished',
                   f'{sum(run.hours for run in runs):.0f}',
                   f'{sum(run.gigabytes for run in runs):.0f}'))
-    print(report.aligned(lines))
+    print(aligned(lines))
     print(f'\n{left:,.0f} GPU hours are left. They are estimated for one H200, from the numbers of '
           f'tokens in the script and the speeds in docs/benchmarks.md: {TRAIN_RATE / 1e12:.0f} '
           f'TFLOP/s in training, {EVAL_RATE / 1e12:.0f} in evaluation. --key=value does not change '
@@ -300,9 +301,9 @@ def print_plan(runs, options):
 # Tables and figures
 # ------------------------------------------------------------------------------------------------
 
-COLUMNS = {key: report.Heading(key) for key in ('accuracy', 'entropy_bits', 'ece')} | {
-    'rms_mmlu_repo': report.Heading('rms_mmlu_repo', 'RMS as printed'),
-    'rmsce': report.Heading('rmsce', 'RMS as defined')}
+COLUMNS = {key: Heading(key) for key in ('accuracy', 'entropy_bits', 'ece')} | {
+    'rms_mmlu_repo': Heading('rms_mmlu_repo', 'RMS as printed'),
+    'rmsce': Heading('rmsce', 'RMS as defined')}
 
 
 def numbers(result, keys):
@@ -324,14 +325,14 @@ def write_tables(tables, folder, doc, changes=()):
     texts, changed = [], 'changed settings: ' + ' '.join(changes)
     for name, title, lines in tables:
         print(f'\n{title}', *[changed] * bool(changes),
-              report.aligned(lines) if len(lines) <= PRINTED_LINES else
+              aligned(lines) if len(lines) <= PRINTED_LINES else
               f'{len(lines) - 1:,} lines, in {name}.csv', sep='\n')
-        texts += [f'## {title}\n', *[f'`{changed}`\n'] * bool(changes), report.markdown(lines)]
+        texts += [f'## {title}\n', *[f'`{changed}`\n'] * bool(changes), markdown(lines)]
         claim(folder, f'{name}.csv', f'{name}.tex')
-        write_text(Path(folder, f'{name}.csv'), report.csv_text(
+        write_text(Path(folder, f'{name}.csv'), csv_text(
             [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
-        marked = report.mark_best(lines, [first for first, *_ in lines[1:]])
-        write_text(Path(folder, f'{name}.tex'), report.latex(
+        marked = mark_best(lines, [first for first, *_ in lines[1:]])
+        write_text(Path(folder, f'{name}.tex'), latex(
             marked, f'{title}; {changed}' * bool(changes)))
     claim(folder, 'tables.md')
     write_text(Path(folder, 'tables.md'), '\n'.join([*texts, '## How', '', doc.strip(), '']))

@@ -35,7 +35,8 @@ import torch
 from data.files import fetch, parsed, read_rows, require_fields, require_text
 from data.instruct import PATTERNS, first_turns, to_messages
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from results import plots, report
+from results import plots
+from results.tables import aligned, csv_text, markdown
 from runtime import checkpoint, cli
 from runtime.config import load_config, require_range
 from runtime.device import pick_device, pick_dtype
@@ -174,14 +175,14 @@ def run(cfg):
                 '' if value is None else f'{value:.3g}' for value in (smallest, relative)),
                 f'{rank:.1f}', f'{cosine:.3f}'))
         del model
-    table = report.markdown(lines)
+    table = markdown(lines)
     with lock(cfg.out_dir):
         claim(cfg.out_dir, 'features.md', 'features.csv', 'figure6.png')
         write_text(Path(cfg.out_dir, 'features.md'), f'{table}\n{__doc__.strip()}\n')
-        write_text(Path(cfg.out_dir, 'features.csv'), report.csv_text(
+        write_text(Path(cfg.out_dir, 'features.csv'), csv_text(
             [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
         draw_scatter(Path(cfg.out_dir, 'figure6.png'), panels)
-    print(report.aligned(lines), f'\nwrote features.md, features.csv and figure6.png to '
+    print(aligned(lines), f'\nwrote features.md, features.csv and figure6.png to '
           f'{cfg.out_dir}', sep='\n')
     return lines
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common import EvalConfig, Run, TrainConfig, draw_curves, main, measured, paper_column
-from results.report import Heading
+from results.tables import Heading
 
 # name: hub name, weights
 MODELS = {'Llama-3.2-1B': ('meta-llama/Llama-3.2-1B', 1.24e9),

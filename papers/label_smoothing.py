@@ -39,7 +39,7 @@ from pathlib import Path
 
 from common import (COLUMNS, EvalConfig, Run, TrainConfig, changed_report, draw_lines, main,
                     measured, numbers, paper_column, sweep)
-from results.report import Heading
+from results.tables import Heading
 from runtime.errors import DataError
 
 # name: hub name, weights

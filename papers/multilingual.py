@@ -46,12 +46,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from common import (COLUMNS, EvalConfig, Run, changed_report, main, measured, numbers,
-                    paper_column, report, sweep)
+                    paper_column, sweep)
 from label_smoothing import DATA, EPOCHS, MODELS, TUNING, TUNING_OPTION, TUNINGS
 from metrics import bins
 from multilingual_printed import BENCHMARKS, CLASSES, PRINTED, print_tables, printed_numbers
+from results import report
 from results.plots import draw_curves
 from results.samples import latest_samples, read_samples
+from results.tables import latex, mark_best, markdown
 from runtime.errors import ConfigError
 from runtime.ownership import claim, write_text
 from runtime.processes import parallel_map
@@ -191,7 +193,7 @@ def write_appendix(options, significance):
     order = [(data, model, s) for data in ('base', 'instruct', *DATA) for model in models(options)
              for s in (('0.0', '0.1', '0.2') if data in DATA else ('',))]
     head = ('SFT dataset', 'model', 'smoothing', *(COLUMNS[key] for key in PRINTED))
-    folders, tex, markdown = dict(rows(options)), [], []
+    folders, tex, md = dict(rows(options)), [], []
     for task, (title, languages) in BENCHMARKS.items():
         reports = {key: measured(folder, task).get('languages', {})
                    for key, folder in folders.items()}
@@ -202,7 +204,7 @@ def write_appendix(options, significance):
                 continue
             lines = [head, *((data, model, s, *numbers(reports[model, data, s][language], PRINTED))
                              for data, model, s in keys)]
-            marked = report.mark_best(lines, [
+            marked = mark_best(lines, [
                 key[:2] if key[2] in ('0.0', '0.1') else key for key in keys])
             for line, (data, model, _) in zip(marked[1:], keys, strict=True):
                 p = significance[task].get((model, data, '0.1'), {}).get(language, {})
@@ -211,14 +213,14 @@ def write_appendix(options, significance):
                         line[i] = f'†{line[i]}'
             caption = f'{title} in {language} by SFT dataset, model and smoothing'
             caption += '; changed settings: ' * bool(options.changes) + ' '.join(options.changes)
-            tex.append(re.sub('†([0-9.]+)', r'\\textit{\1}', report.latex(marked, caption)))
-            markdown.append(f'## {caption}\n\n' + report.markdown(
+            tex.append(re.sub('†([0-9.]+)', r'\\textit{\1}', latex(marked, caption)))
+            md.append(f'## {caption}\n\n' + markdown(
                 [[re.sub(r'^(\d\S*) \*$', r'**\1**', re.sub(r'^†(\S+) \*$', r'***\1***', cell))
                   for cell in line] for line in marked]))
     if tex:
         claim(options.out_dir, 'appendix.tex', 'appendix.md')
         write_text(Path(options.out_dir, 'appendix.tex'), '\n'.join(tex))
-        write_text(Path(options.out_dir, 'appendix.md'), '\n'.join(markdown))
+        write_text(Path(options.out_dir, 'appendix.md'), '\n'.join(md))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ high. The last column has the ECE of such a model: compare every ECE with it.
 """
 
 from common import EvalConfig, Run, draw_curves, main, measured
-from results.report import Heading
+from results.tables import Heading
 
 # name: (weights, {stage: hub name})
 MODELS = {

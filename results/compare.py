@@ -21,11 +21,12 @@ from results import lm_eval, page
 from results.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
 from results.prediction_files import few_rows_note
-from results.report import (COMPARED, MEASURES, TITLES, Heading, aligned, csv_text, interval_text,
-                            latex, latex_text, mark_best, markdown, measure, panel_title,
-                            predictions, split_groups, task_title, unit)
+from results.report import (interval_text, measure, panel_title, predictions, split_groups,
+                            task_title, unit)
 from results.runs import Run, find_runs, harness_run, read_run, read_run_samples, sample_of
 from results.samples import sample_order
+from results.tables import (MEASURES, TITLES, Heading, aligned, csv_text, latex, latex_text,
+                            mark_best, markdown)
 from runtime import __version__
 from runtime.config import load_config, require_range, require_unicode
 from runtime.errors import ConfigError, DataError
@@ -59,7 +60,7 @@ def main(argv):
     settings = [a for a in argv if a.startswith('-') or a.endswith('.py')]
     cfg = load_config(CompareConfig, sorted(settings, key=lambda a: a.startswith('-')), USAGE)
     require_range(cfg, 0, math.inf, 'n_bootstrap', 'seed')
-    keys = cfg.metrics or COMPARED
+    keys = cfg.metrics or [key for key, x in MEASURES.items() if 'compare' in x.tables]
     if unknown := [key for key in keys if key not in MEASURES]:
         raise ConfigError(f'metrics: there is no {unknown[0]!r}; there are {", ".join(MEASURES)}')
     sources = [Path(os.path.expanduser(source))

@@ -1,14 +1,11 @@
 """From samples to a report: metrics with intervals, and their tables."""
 
-import csv
 import functools
 import hashlib
-import io
 import itertools
 import json
 import math
 import operator
-import re
 import string
 from pathlib import Path
 from typing import NamedTuple
@@ -22,26 +19,16 @@ from results import prediction_files, temperatures
 from results.confidence import cells as confidence_cells
 from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
-from results.samples import DIAGRAM, GRID, by_order, latest_samples, read_samples, sample_order
+from results.samples import DIAGRAM, GRID, by_order, read_splits, sample_order
+from results.tables import (MEASURES, TITLES, Heading, aligned, csv_text, latex, latex_text,
+                            mark_best, markdown)
 from runtime.errors import DataError
 from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
 
 SCHEMA = 1      # of results.json, as docs/evaluation.md states it; adding a key does not change it
-MEASURES = {measure.key: measure for measure in metrics.MEASURES}
-TITLES = {key: measure.title for key, measure in MEASURES.items()}
-COMPARED = [key for key, measure in MEASURES.items() if 'compare' in measure.tables]
 # {key of a sample that names its group of questions: name of these groups in results.json}
 GROUPS = {'language': 'languages', 'category': 'categories', 'subject': 'subjects'}
-
-
-class Heading(str):
-    """The title of a column with the values of a metric; `mark_best` reads higher_is_better."""
-
-    def __new__(cls, key, title=None):
-        heading = super().__new__(cls, TITLES[key] if title is None else title)
-        heading.higher_is_better = MEASURES[key].higher_is_better
-        return heading
 
 
 # Samples
@@ -159,9 +146,9 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
         summary['option_mass'] = float(np.mean([np.exp(s['log_probs']).sum() for s in samples]))
     if fit:
         languages = [np.array([s.get('language') or '' for s in part])
-                     for part in (samples, held_out)] if 'languages' in summary else None
+                     for part in (samples, held_out)]
         summary['post_hoc'] = post_hoc(pooled, predictions(held_out, norm) if held_out else None,
-                                       n_bootstrap, seed, languages)
+                                       n_bootstrap, seed, *languages)
     return summary | {'measured_by': measured_by()}
 
 
@@ -266,45 +253,43 @@ def mean_report(reports, resampled):
                              for key in ({} if few else resampled[0])})
 
 
-def post_hoc(test, held_out, n_bootstrap, seed, languages=None):
+def post_hoc(test, held_out, n_bootstrap, seed, languages, held_out_languages):
     """Return temperature and Platt scaling of `test`, fitted on `held_out`.
 
     Without `held_out`, each half of `test` is scaled with the fit of the other half, so that there
-    are two values of each parameter. languages: those of the rows of `test` and of `held_out`, two
-    arrays, if there are several. Returns {'fitted_on', 'temperature': [T], 'platt': [[a, b]],
-    'languages': as of temperatures.by_language, 'reports': {'temperature': of the scaled
-    distribution, 'language temperature': shrunk by language, 'platt': of the scaled confidence,
-    'isotonic': likewise, for a single confidence}}.
+    are two values of each parameter. languages: [N], of the rows of `test`; held_out_languages:
+    likewise. Returns {'fitted_on', 'temperature': [T], 'platt': [[a, b]], 'languages': as of
+    temperatures.by_language, for several, 'reports': {'temperature': of the scaled distribution,
+    'language temperature': shrunk by language, 'platt': of the scaled confidence, 'isotonic':
+    likewise, for a single confidence}}.
     """
-    n, fitted_on = len(test.labels), 'the other half of the questions'
-    source = test
+    n = len(test.labels)
     if held_out is not None:
-        source, parts = held_out, [(np.arange(len(held_out.labels)), np.arange(n))]
         fitted_on = f'{len(held_out.labels)} validation questions'
+        fits = [(held_out, held_out_languages, np.arange(n))]
     elif n < 2:
         raise DataError('fitting a temperature needs two questions or more')
     else:
+        fitted_on = 'the other half of the questions'
         halves = np.array_split(np.random.default_rng(seed).permutation(n), 2)
-        parts = [halves, halves[::-1]]
+        fits = [(test.at(rows), languages[rows], others)
+                for rows, others in (halves, halves[::-1])]
     confidence, correct = metrics.top_label(test.probs, test.labels)
     fitted, (single, platt, isotonic) = {'fitted_on': fitted_on, 'platt': []}, np.empty((3, n))
-    for rows, use in parts:
-        fit = source.at(rows)
-        a, b = scaling.fit_platt(*metrics.top_label(fit.probs, fit.labels))
-        fitted['platt'].append([a, b])
-        platt[use] = scaling.apply_platt(confidence[use], a, b)
-        isotonic[use] = scaling.apply_isotonic(confidence[use], *scaling.fit_isotonic(
-            *metrics.top_label(fit.probs, fit.labels)))
-        if test.scores is not None:
-            single[use] = scaling.fit_temperature(fit.scores, fit.labels)
-            fitted.setdefault('temperature', []).append(float(single[use][0]))
+    for fit, _, rows in fits:
+        top = metrics.top_label(fit.probs, fit.labels)
+        fitted['platt'].append([*scaling.fit_platt(*top)])
+        platt[rows] = scaling.apply_platt(confidence[rows], *fitted['platt'][-1])
+        if test.scores is None:
+            isotonic[rows] = scaling.apply_isotonic(confidence[rows], *scaling.fit_isotonic(*top))
+        else:
+            single[rows] = temperature = scaling.fit_temperature(fit.scores, fit.labels)
+            fitted.setdefault('temperature', []).append(temperature)
     groups = {}
     if test.scores is not None:
         groups['temperature'] = test.scaled(single[:, None])
-        if languages:
-            of_source = languages[held_out is not None]
-            fits = [(source.at(rows), of_source[rows], use) for rows, use in parts]
-            fitted['languages'], shrunk = temperatures.by_language(test, languages[0], fits, single)
+        if len({*languages.tolist()}) > 1:
+            fitted['languages'], shrunk = temperatures.by_language(test, languages, fits, single)
             groups['language temperature'] = test.scaled(shrunk)
     groups['platt'] = Predictions(platt, correct)
     if test.scores is None:
@@ -413,80 +398,6 @@ def interval_text(report, metric):
     return ' [{:.3f}, {:.3f}]'.format(*ends) if ends else ''
 
 
-def mark_best(lines, groups):
-    """Append ' *' to the best cells of each metric within each group; return the new lines.
-
-    groups: a key for each line below the header. Mark only columns that have a `Heading`; if all
-    cells are equal, none is the best.
-    """
-    marked = [list(line) for line in lines]
-    for column, heading in enumerate(lines[0]):
-        better, values = getattr(heading, 'higher_is_better', None), {}
-        for line, group in zip(marked[1:], groups, strict=True) if better is not None else ():
-            if line[column] not in ('', 'nan'):
-                value = float(line[column].split()[0])
-                values.setdefault(group, []).append((value if better else -value, line))
-        for pairs in values.values():
-            best = max(value for value, _ in pairs)
-            if any(value < best for value, _ in pairs):
-                for _, line in (pair for pair in pairs if pair[0] == best):
-                    line[column] += ' *'
-    return marked
-
-
-def aligned(lines):
-    """Return lines of cells as text, the first column aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = ['  '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-             for line in lines]
-    return '\n'.join([texts[0], '-' * len(texts[0]), *texts[1:]])
-
-
-def markdown(lines):
-    """Return lines of cells as a Markdown table."""
-    texts = ['| ' + ' | '.join(cell.replace('|', '\\|') for cell in line) + ' |' for line in lines]
-    return '\n'.join([texts[0], '|' + '---|' * len(lines[0]), *texts[1:]]) + '\n'
-
-
-def latex(lines, title=''):
-    r"""Return lines of cells as a LaTeX table below its title; it needs \usepackage{booktabs}.
-
-    A cell that ends in ' *' becomes bold, the interval of '0.102 [0.091, 0.113]' becomes
-    \confint{0.091}{0.113}, which prints nothing unless the document defines that command.
-    """
-    head, *body = [' & '.join(map(_latex_cell, line)) + r' \\' for line in lines]
-    top = [rf'\noindent {latex_text(title)}\par\smallskip'] if title else []
-    top += [r'\providecommand{\confint}[2]{}'] if any(r'\confint' in line for line in body) else []
-    return '\n'.join([*top, f'\\begin{{tabular}}{{l{"r" * (len(lines[0]) - 1)}}}', r'\toprule',
-                      head, r'\midrule', *body, r'\bottomrule', r'\end{tabular}', ''])
-
-
-def _latex_cell(cell):
-    text, low, high, star = re.fullmatch(r'(.*?)(?: \[(\S+), (\S+)\])?( \*)?\s*', cell,
-                                         re.DOTALL).groups()
-    text = rf'\textbf{{{latex_text(text)}}}' if star else latex_text(text)
-    return text + (rf'\confint{{{latex_text(low)}}}{{{latex_text(high)}}}' if low else '')
-
-
-def latex_text(text):
-    """Return text as LaTeX prints it; `[` and `*` in braces: a row may begin with them."""
-    escape = {'\\': r'\textbackslash{}', '~': r'\textasciitilde{}', '^': r'\textasciicircum{}',
-              '<': r'\textless{}', '>': r'\textgreater{}', '|': r'\textbar{}', '±': r'$\pm$'}
-    escape |= {c: f'\\{c}' for c in '&%$#_{}'} | {c: f'{{{c}}}' for c in '[*'}
-    text = text.translate(str.maketrans(escape)).replace('--', '-{}-')      # -- would be a dash
-    return re.sub(r'(?<!\S)-(?=\d)', '$-$', text)
-
-
-def csv_text(lines):
-    """Return a CSV of dicts; its columns are all their keys, in order of first occurrence."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, list(dict.fromkeys(key for line in lines for key in line)),
-                            lineterminator='\n')
-    writer.writeheader()
-    writer.writerows(lines)
-    return file.getvalue()
-
-
 # Files
 
 
@@ -496,21 +407,21 @@ def print_report(runs, out_dir, pictures=True):
     runs: {name: (results of evaluate.evaluate or None, folder that holds its samples)}. With the
     names 'before' and 'after' a line below a table has the temperature that needs no labels.
     """
-    runs = [(name, results['tasks'], folder) for name, (results, folder) in runs.items() if results]
-    for task in dict.fromkeys(task for _, tasks, _ in runs for task in tasks):
-        rows = [(name, tasks[task], folder) for name, tasks, folder in runs if task in tasks]
-        print(f'\n{task_title(task, rows[0][1])}')
-        print(aligned(cells([(name, result['pooled']) for name, result, _ in rows], 'runs', 'run',
-                            unit(rows[0][1]))))
-        samples = {name: sorted((s for s in latest_samples(read_samples(
-            Path(folder) / 'samples.jsonl')) if s['task'] == task
-            and s.get('split') != 'validation'), key=sample_order) for name, _, folder in rows}
-        predicted = {name: predictions(samples[name], result['norm']) for name, result, _ in rows}
-        if {*samples} == {'before', 'after'} and 'log_probs' in samples['before'][0] and (
-                [*map(sample_order, samples['before'])] == [*map(sample_order, samples['after'])]):
+    runs = {name: (results['tasks'], read_splits(Path(folder) / 'samples.jsonl')[0])
+            for name, (results, folder) in runs.items() if results}
+    for task in dict.fromkeys(task for tasks, _ in runs.values() for task in tasks):
+        rows = {name: tasks[task] for name, (tasks, _) in runs.items() if task in tasks}
+        first = next(iter(rows.values()))
+        print(f'\n{task_title(task, first)}')
+        print(aligned(cells([(name, x['pooled']) for name, x in rows.items()], 'runs', 'run',
+                            unit(first))))
+        predicted = {name: predictions(runs[name][1][task], x['norm']) for name, x in rows.items()}
+        orders = {name: [*map(sample_order, runs[name][1][task])] for name in rows}
+        if orders.keys() == {'before', 'after'} and orders['before'] == orders['after'] and (
+                predicted['before'].scores is not None):
             print(agreement_note(predicted['before'], predicted['after']))
         if pictures:
-            panels = [(panel_title(name, result), predicted[name]) for name, result, _ in rows]
+            panels = [(panel_title(name, x), predicted[name]) for name, x in rows.items()]
             path = Path(out_dir) / f'reliability-{task}.png'
             with warn_on_failure(path), lock(out_dir):
                 claim(out_dir, path.name)
@@ -554,65 +465,62 @@ def draw_diagrams(earlier, results, samples, tasks, out_dir):
             if draw_reliability(out_dir / name, *arguments)]
 
 
-def task_text(task, result):
-    """Return title, tables and notes of a task, for printing."""
-    tables = [aligned(cells(report_rows(result), count=unit(result)))]
-    if by_language := temperatures.cells(result):
-        tables.append(f'\nTemperatures by language\n{aligned(by_language)}\n')
-    return '\n'.join([task_title(task, result), *tables, *notes(result)])
+def more_tables(task, tasks):
+    """Return [(title, cells)] of the tables below that of a task in {task: result}."""
+    tables = {'Temperatures by language': temperatures.cells(tasks[task]),
+              'Confidences in the written answers': confidence_cells(task, tasks)}
+    return [(title, table) for title, table in tables.items() if table]
 
 
-def tasks_text(tasks, labels):
-    """Return the texts of the tasks `labels`, for printing.
+def to_text(tasks, labels):
+    """Return title, tables and notes of the tasks `labels` in {task: result}, for printing.
 
-    The confidences in the written answers to a task are one table. tasks: {task: its result}
+    A confidence in the written answers to a task is only a line of that task's table of them.
     """
     texts = []
     for label in labels:
-        if 'written' not in tasks.get(label.partition('.')[0], ()) or '.' not in label:
-            texts.append(f'\n{task_text(label, tasks[label])}')
-        if table := confidence_cells(label, tasks):
-            texts.append(f'\n{aligned(table)}')
+        task, _, confidence = label.partition('.')
+        if not confidence or 'written' not in tasks.get(task, ()):
+            result = tasks[label]
+            texts += ['', task_title(label, result),
+                      aligned(cells(report_rows(result), count=unit(result))), *notes(result)]
+        for title, table in more_tables(label, tasks):
+            texts += [f'\n{title}', aligned(table)]
     return '\n'.join(texts)
 
 
-def to_markdown(results):
-    """Return title, table and notes of every task, in Markdown."""
+def to_markdown(tasks):
+    """Return title, tables and notes of every task in {task: result}, in Markdown."""
     texts = []
-    for task, result in results['tasks'].items():
-        table = markdown(cells(report_rows(result), count=unit(result)))
-        texts += [f'### {task_title(task, result)}\n', table,
+    for task, result in tasks.items():
+        texts += [f'### {task_title(task, result)}\n',
+                  markdown(cells(report_rows(result), count=unit(result))),
                   *(f'{line}\n' for line in notes(result))]
-        if by_language := temperatures.cells(result):
-            texts += ['Temperatures by language:\n', markdown(by_language)]
-        if by_confidence := confidence_cells(task, results['tasks']):
-            texts.append(markdown(by_confidence))
+        for title, table in more_tables(task, tasks):
+            texts += [f'{title}:\n', markdown(table)]
     return '\n'.join(texts)
 
 
-def to_latex(results):
-    """Return title, table and notes of every task, for LaTeX.
+def to_latex(tasks):
+    """Return title, tables and notes of every task in {task: result}, for LaTeX.
 
     Bold is the best of the rows of the same questions: pooled, and scaled by what was fitted.
     """
     texts = []
-    for task, result in results['tasks'].items():
+    for task, result in tasks.items():
         rows = report_rows(result)
         groups = ['' if kind in ('pooled', 'post_hoc') else (kind, name) for kind, name, _ in rows]
         table = mark_best(cells(rows, count=unit(result), intervals=True), groups)
         texts += [latex(table, task_title(task, result)),
                   *(f'{latex_text(line)}\n' for line in notes(result))]
-        if by_language := temperatures.cells(result):
-            texts.append(latex(by_language, f'{task}: temperatures by language'))
-        if by_confidence := confidence_cells(task, results['tasks']):
-            texts.append(latex(by_confidence, f'{task}: confidences'))
+        texts += [latex(table, f'{task}: {title}') for title, table in more_tables(task, tasks)]
     return '\n'.join(texts)
 
 
-def to_csv(results):
-    """Return one line per report: every metric and the bounds of its interval."""
+def to_csv(tasks):
+    """Return one line per report of {task: result}: every metric, and the ends of its interval."""
     lines = []
-    for task, result in results['tasks'].items():
+    for task, result in tasks.items():
         for kind, name, report in report_rows(result):
             line = {'task': task, 'kind': kind, 'name': name,
                     'distribution': result['distribution']} | report
@@ -629,14 +537,11 @@ def write_results(results, out_dir, mistakes=''):
 
     mistakes: Markdown for the end of results.md
     """
-    def tables_and_mistakes(results):
-        return '\n'.join(filter(None, (to_markdown(results), mistakes)))
-
     out_dir = Path(out_dir)
-    for name, to_text in (('results.csv', to_csv), ('results.md', tables_and_mistakes),
-                          ('results.tex', to_latex)):
+    for name, convert, end in (('results.csv', to_csv, ''), ('results.tex', to_latex, ''),
+                               ('results.md', to_markdown, mistakes and f'\n{mistakes}')):
         with warn_on_failure(out_dir / name):
-            write_text(out_dir / name, to_text(results))
+            write_text(out_dir / name, convert(results['tasks']) + end)
     # written last: a folder with results.json has the tables; NaN is null in JSON
     finite = json.loads(json.dumps(results), parse_constant=lambda name: None)
     write_text(out_dir / 'results.json', json.dumps(finite, indent=1, ensure_ascii=False) + '\n')

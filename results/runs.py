@@ -5,7 +5,7 @@ from pathlib import Path
 
 from results import lm_eval
 from results.prediction_files import NORMS
-from results.samples import latest_samples, read_samples, sample_order, use_new_names
+from results.samples import read_splits, use_new_names
 from runtime.config import read_assignments
 from runtime.errors import DataError
 from runtime.ownership import read_json
@@ -94,10 +94,8 @@ def read_run_samples(run):
     """Return ({task: samples}, {task: samples of the validation split}) of a run."""
     if run.harness_samples:
         return run.harness_samples, {}
-    path, test, held_out = run.folder / 'samples.jsonl', {}, {}
-    for sample in sorted(latest_samples(read_samples(path)), key=sample_order):
-        split = held_out if sample.get('split') == 'validation' else test
-        split.setdefault(sample['task'], []).append(sample)
+    path = run.folder / 'samples.jsonl'
+    test, held_out = read_splits(path)
     for task, result in run.results.items():
         n, n_samples = result['pooled']['n'], len(test.get(task, ()))
         if n != n_samples:

@@ -343,6 +343,15 @@ def is_silent(sample):
     return sample.get('confidence', 0) is None
 
 
+def read_splits(path):
+    """Return ({task: its latest samples}, likewise of the validation split), by `sample_order`."""
+    test, held_out = {}, {}
+    for sample in sorted(latest_samples(read_samples(path)), key=sample_order):
+        split = held_out if sample.get('split') == 'validation' else test
+        split.setdefault(sample['task'], []).append(sample)
+    return test, held_out
+
+
 def by_task(samples, prompts):
     """Return {task: its samples}; of a task in {task: {(sample_key, prompt)}} only those."""
     tasks = {task: [] for task in prompts}

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from results.report import csv_text
+from results.tables import csv_text
 from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import write_text

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 
-from results.report import markdown
+from results.tables import markdown
 from runtime.ownership import write_text
 from stats import mean_interval, student_t
 

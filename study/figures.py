@@ -21,7 +21,7 @@ import numpy as np
 import metrics as calibration
 from results.over_seeds import NAMES, name_of, predictions_by_group, titled
 from results.plots import draw_bins
-from results.report import csv_text
+from results.tables import csv_text
 from results.runs import find_runs, read_run
 from runtime import cli
 from runtime.ownership import write_text

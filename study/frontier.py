@@ -20,7 +20,7 @@ import numpy as np
 
 from results.over_seeds import mean_and_ends
 from results.plots import new_figure, save_figure
-from results.report import TITLES, markdown
+from results.tables import TITLES, markdown
 from runtime.ownership import write_text
 from stats import mean_interval, student_t
 from study.known import BASES, DATA, NAMES

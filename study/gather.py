@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 from results.over_seeds import run_lines
-from results.report import csv_text
+from results.tables import csv_text
 from results.runs import read_run
 from runtime import cli
 from runtime.errors import ConfigError

@@ -17,7 +17,8 @@ import numpy as np
 from data.files import read_rows
 from data.world import ENGLISH
 from evaluate import EvalConfig, run
-from results.report import predictions, read_samples
+from results.report import predictions
+from results.samples import read_samples
 from runtime.errors import ConfigError
 from runtime.ownership import write_text
 from study import common

@@ -27,8 +27,8 @@ import numpy as np
 import metrics
 from results.over_seeds import predictions_by_group
 from results.plots import new_figure, save_figure
-from results.report import MEASURES, TITLES, csv_text, markdown
 from results.runs import find_runs, read_run
+from results.tables import MEASURES, TITLES, csv_text, markdown
 from runtime import cli
 from runtime.errors import ConfigError
 from runtime.ownership import claim, lock, write_text

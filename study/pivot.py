@@ -15,7 +15,7 @@ from results import over_seeds
 from results.over_seeds import (FILES, by_seed, mean_and_ends, ordered, paired, plus_minus, titled,
                                 values_of)
 from results.plots import figure_title, new_figure, printable, save_figure, warn_on_failure
-from results.report import MEASURES, Heading, aligned, csv_text, latex, mark_best, markdown
+from results.tables import MEASURES, Heading, aligned, csv_text, latex, mark_best, markdown
 from runtime.errors import ConfigError
 from runtime.ownership import read_json, write_text
 from runtime.processes import parallel_map

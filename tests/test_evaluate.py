@@ -35,6 +35,7 @@ from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 from results import compare, report, samples
+from results.samples import read_samples, sample_order
 from runtime import adapter, checkpoint, device as devices, load_ahead, log, ownership, startup
 from runtime.errors import ConfigError, DataError
 from test_tokenizer import train_bpe
@@ -355,7 +356,7 @@ def test_questions_can_be_scored_in_the_chat_template(scored_folder, tmp_path, c
     # the log-probabilities are those of one conversation per option
     model, tokenizer = checkpoint.load(folder / 'model'), load_tokenizer(folder / 'model')
     asked, solved, _, _ = questions.load_task(f'global_mmlu:{folder / "data"}', shots=2, limit=10)
-    samples = report.read_samples(tmp_path / 'chat' / 'samples.jsonl')
+    samples = read_samples(tmp_path / 'chat' / 'samples.jsonl')
     for question, sample in list(zip(asked, samples, strict=True))[::10]:
         text = question.header + ''.join(s.solved for s in solved[question.group])
         for option, log_prob in zip(question.options, sample['log_probs'], strict=True):
@@ -483,7 +484,7 @@ def test_an_evaluation_with_the_dropout_of_adapters(scored_folder, tmp_path, cap
         out = tmp_path / name
         scored(tmp_path / 'run', out, '--limit=8', '--deterministic', '--device=cpu', *arguments)
         return {(s['task'], s['language'], s['id']): s['log_probs']
-                for s in report.read_samples(out / 'samples.jsonl') if 'log_probs' in s}
+                for s in read_samples(out / 'samples.jsonl') if 'log_probs' in s}
     plain, dropped = samples('plain'), samples('dropped', '--dropout_seed=3', '--p_true')
     off = [np.abs(np.subtract(plain[key], dropped[key])).max() for key in plain]
     assert plain.keys() == dropped.keys() and min(off) > 1e-3
@@ -617,8 +618,8 @@ def test_the_same_results_by_the_kernels_and_without(scored_folder, tmp_path, de
     for name in ('kernels', 'without'):
         scored(scored_folder, tmp_path / name, f'--device={device}', '--dtype=bfloat16',
                '--limit=20', '--pack_len=512')
-        rows = report.read_samples(tmp_path / name / 'samples.jsonl')
-        probs.append(report.predictions(sorted(rows, key=report.sample_order), 'token').probs)
+        rows = read_samples(tmp_path / name / 'samples.jsonl')
+        probs.append(report.predictions(sorted(rows, key=sample_order), 'token').probs)
         monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: False)
     assert 0 < np.abs(probs[0] - probs[1]).max() < 0.03
 
@@ -674,7 +675,7 @@ def test_batch_composition_changes_nothing_but_rounding(scored_folder, tmp_path)
 
     def samples(folder, name, *arguments):
         scored(folder, tmp_path / name, *arguments)
-        rows = report.read_samples(tmp_path / name / 'samples.jsonl')
+        rows = read_samples(tmp_path / name / 'samples.jsonl')
         return {(r['language'], r['id']): r for r in rows}
     plain = samples(scored_folder, 'a')
     other = samples(turned, 'b', '--pack_len=200', '--batch_rows=3')
@@ -703,7 +704,7 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     pooled = (found['tasks']['global_mmlu']['pooled'] for found in (whole, again))
     assert np.allclose(*([report[k] for k in ('accuracy', 'confidence', 'ece', 'nll')]
                          for report in pooled), atol=1e-4)
-    rows = report.read_samples(tmp_path / 'cut' / 'samples.jsonl')
+    rows = read_samples(tmp_path / 'cut' / 'samples.jsonl')
     assert len(rows) == len({(r['language'], r['id']) for r in rows}) == 120
     # all is there: another normalisation needs no model, and gives the same results twice
     monkeypatch.setattr(checkpoint, 'load', None)
@@ -725,7 +726,7 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     path = tmp_path / 'changed' / 'data' / 'sw_test.jsonl'
     path.write_text(path.read_text().replace('?', ' then?', 1))
     scored(tmp_path / 'changed', tmp_path / 'whole')
-    rows = report.read_samples(tmp_path / 'whole' / 'samples.jsonl')
+    rows = read_samples(tmp_path / 'whole' / 'samples.jsonl')
     assert len(rows) == 121
     assert json.loads((tmp_path / 'whole' / 'results.json').read_text())['tasks']['global_mmlu'][
         'pooled']['n'] == 120
@@ -766,7 +767,7 @@ def test_samples_of_questions_carry_the_hash_of_the_question(scored_folder, tmp_
 
     def digests(name, *arguments):
         evaluate_words(scored_folder, tmp_path / name, f'--tasks={task}', *arguments)
-        return [s['question'] for s in report.read_samples(tmp_path / name / 'samples.jsonl')]
+        return [s['question'] for s in read_samples(tmp_path / name / 'samples.jsonl')]
     letters = digests('letters')
     assert len(set(letters)) == 4
     assert digests('text', '--scoring=text', '--p_true') == letters * 2     # no matter how asked
@@ -938,7 +939,7 @@ def test_a_full_disk_names_the_file_and_loses_nothing(scored_folder, tmp_path, c
     n = (out / 'samples.jsonl').read_text().count('\n')
     evaluate.main(arguments)
     assert n > 10 and f'{n} scored earlier' in capsys.readouterr().out
-    ids = [sample['id'] for sample in report.read_samples(out / 'samples.jsonl')]
+    ids = [sample['id'] for sample in read_samples(out / 'samples.jsonl')]
     assert len(ids) == len(set(ids)) == 400
 
 
@@ -1094,7 +1095,7 @@ def test_a_killed_evaluation_is_resumed_to_the_same_results(scored_folder, tmp_p
         process.kill()
         process.communicate()
     evaluate.main(arguments)
-    found = report.read_samples(samples)
+    found = read_samples(samples)
     assert len(found) == len({r['id'] for r in found}) == 600 and kills
 
 
@@ -1247,7 +1248,7 @@ def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
         out = tmp_path / str(len(list(tmp_path.iterdir())))
         evaluate.main([f'--model={scored_folder / "model"}', f'--out_dir={out}', '--dtype=float32',
                        *arguments])
-        return json.loads((out / 'results.json').read_text())['tasks'], report.read_samples(
+        return json.loads((out / 'results.json').read_text())['tasks'], read_samples(
             out / 'samples.jsonl')
     tasks, samples = run(f'--tasks=clm:{tmp_path / "texts.jsonl"},facts:{tmp_path / "facts.jsonl"}')
     assert tasks['clm']['pooled']['n'] == 12 and tasks['facts']['pooled']['n'] >= 22
@@ -1280,7 +1281,7 @@ def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
     evaluate.main([*out, '--seed=2'])
     count = json.loads((tmp_path / 'seeds' / 'results.json').read_text())['tasks']['clm']['pooled']
     positions = {}
-    for sample in report.read_samples(tmp_path / 'seeds' / 'samples.jsonl'):
+    for sample in read_samples(tmp_path / 'seeds' / 'samples.jsonl'):
         positions.setdefault(sample['id'], []).append(sample['position'])
     assert count['n'] == 12 == len(positions) and any(len(p) == 2 for p in positions.values())
     with pytest.raises(DataError, match='facts: no folder or file given'):
@@ -1306,7 +1307,7 @@ def p_true_prompt(row, top, shots, subject):
 def test_p_true_is_that_of_transformers(scored_folder, tmp_path):
     import transformers
     found = scored(scored_folder, tmp_path, '--p_true', '--languages=en,de')['tasks']
-    samples = report.read_samples(tmp_path / 'samples.jsonl')
+    samples = read_samples(tmp_path / 'samples.jsonl')
     options = {(s['language'], s['id']): s for s in samples if s['task'] == 'global_mmlu'}
     asked = [s for s in samples if s['task'] == 'global_mmlu.p_true']
     assert len(options) == len(asked) == 80
@@ -1404,7 +1405,7 @@ def test_orders_of_the_options_are_those_of_permuted_files(scored_folder, tmp_pa
                            '--shots=2', '--norm=sum')
     assert list(found['tasks']) == ['quiz', 'quiz.permuted']
     printed, result = capsys.readouterr().out, found['tasks']['quiz.permuted']
-    asked = {s['id']: s for s in report.read_samples(out / 'samples.jsonl')
+    asked = {s['id']: s for s in read_samples(out / 'samples.jsonl')
              if s['task'] == 'quiz.permuted'}
     single, chosen, options = [], [], []
     for shift in range(4):
@@ -1418,7 +1419,7 @@ def test_orders_of_the_options_are_those_of_permuted_files(scored_folder, tmp_pa
         for key in ('accuracy', 'ece', 'nll', 'sce'):
             assert result['orders'][f'{shift + 1}'][key] == pytest.approx(
                 alone['pooled'][key], abs=1e-5)
-        samples_alone = report.read_samples(tmp_path / f'{shift}' / 'samples.jsonl')
+        samples_alone = read_samples(tmp_path / f'{shift}' / 'samples.jsonl')
         single.append({s['id']: (order, s['log_probs']) for s, order in zip(samples_alone, orders)})
         top = [int(np.argmax(s['log_probs'])) for s in samples_alone]
         chosen += top
@@ -1606,7 +1607,7 @@ def test_log_probs_equal_lm_evaluation_harness(name, file, tmp_path):
         out = tmp_path / f'out-{task}'
         evaluate.main([f'--model={folder}', f'--tasks={place}', f'--shots={shots}',
                        '--prompt_format=harness', f'--out_dir={out}', '--n_bootstrap=0'])
-        ours = [s['log_probs'] for s in report.read_samples(out / 'samples.jsonl')]
+        ours = [s['log_probs'] for s in read_samples(out / 'samples.jsonl')]
         assert len(ours) == len(theirs['found'][task]) > 10
         for a, b in zip(ours, theirs['found'][task], strict=True):
             if task == 'truthfulqa_mc1':    # whose options have another order here

@@ -102,8 +102,8 @@ from results import compare, report, samples
 runs = [write_run(Path('recipe', name), sharpness=x) for name, x in (('a', 3.0), ('b', 9.0))]
 summary = report.summarize(samples.read_samples(runs[0] / 'samples.jsonl'), 'token', n_bootstrap=9)
 assert summary['pooled']['sure_errors'] <= summary['pooled']['intervals']['sure_errors'][1]
-results = {'tasks': {'mmlu': summary | {'norm': 'token', 'distribution': 'd'}}}
-tables = report.to_markdown(results), report.to_latex(results), report.to_csv(results)
+tasks = {'mmlu': summary | {'norm': 'token', 'distribution': 'd'}}
+tables = report.to_markdown(tasks), report.to_latex(tasks), report.to_csv(tasks)
 assert all('sure' in text for text in tables)
 compare.main([*map(str, runs), '--n_bootstrap=9', '--out_dir=recipe/out'])
 text = Path('recipe/out/compare.md').read_text()

@@ -14,7 +14,7 @@ import pytest
 import metrics
 import scaling
 from common import write_rows, write_run
-from results import plots, report, samples
+from results import plots, report, samples, tables
 from runtime import processes
 from runtime.errors import DataError
 
@@ -200,9 +200,8 @@ def test_temperatures_by_language(tmp_path, held_out):
     reports = fitted['reports']
     assert list(reports) == ['temperature', 'language temperature', 'platt']
     assert reports['language temperature']['nll'] < reports['temperature']['nll']
-    shown = result(**found)
-    for text in (report.task_text('mmlu', shown), report.to_markdown({'tasks': {'mmlu': shown}}),
-                 report.to_latex({'tasks': {'mmlu': shown}})):
+    shown = {'mmlu': result(**found)}
+    for text in (report.to_text(shown, shown), report.to_markdown(shown), report.to_latex(shown)):
         assert 'emperatures by language' in text and f'{np.mean(own):.3f}' in text
         assert 'language temperature scaling' in text
 
@@ -245,7 +244,7 @@ def test_a_sample_of_a_task_says_so():
     assert report.task_title('mmlu', whole) == 'mmlu (prompt format mmlu, 5 shots, letters, token)'
     assert 'sample of 200 of 14,042 questions' in report.task_title('mmlu', part)
     assert 'sample of 200 of 14,042 texts' in report.task_title('clm', part | {'unit': 'tokens'})
-    tables = {'tasks': {'mmlu': whole, 'some': part}}
+    tables = {'mmlu': whole, 'some': part}
     assert ('### some (prompt format mmlu, 5 shots, letters, token; '
             'sample of 200 of 14,042 questions') in (
         report.to_markdown(tables))
@@ -258,8 +257,7 @@ def test_a_sample_of_a_task_says_so():
 
 def test_each_task_says_how_it_was_scored():
     other = result(distribution='harness, 0 shots, text, sum')
-    tables = {'tasks': {'mmlu': result(), 'arc': other}}
-    text = report.to_markdown(tables)
+    text = report.to_markdown({'mmlu': result(), 'arc': other})
     assert '### mmlu (prompt format mmlu, 5 shots, letters, token)\n' in text
     assert '### arc (prompt format harness, 0 shots, text, sum)\n' in text
 
@@ -269,13 +267,13 @@ def test_notes_below_a_table():
     many['pooled']['n'] = 1000
     expected = ['the options together have a mean probability of 0.400']
     assert report.notes(many) == expected
-    noted = result(duplicate_options=9, fewer_shots=2, shots=5, bad_rows=1,
-                   first_bad='x.csv:3: no answer')
-    text = report.task_text('mmlu', noted)
+    noted = {'mmlu': result(duplicate_options=9, fewer_shots=2, shots=5, bad_rows=1,
+                            first_bad='x.csv:3: no answer')}
+    text = report.to_text(noted, noted)
     for line in ('9 questions list the same option twice', '2 questions had fewer than 5 shots',
                  '1 bad rows left out, the first: x.csv:3: no answer'):
         assert f'\n{line}' in text
-        assert f'\n{line}' in report.to_markdown({'tasks': {'mmlu': noted}})
+        assert f'\n{line}' in report.to_markdown(noted)
 
 
 @pytest.mark.parametrize('n, bins', [(50, '1 bin here'), (999, '9 bins here'), (1000, None)])
@@ -286,8 +284,9 @@ def test_few_questions_are_noted_beside_rmsce(n, bins):
     assert (bins in lines[0] and 'bins of 100 questions' in lines[0]) if bins else not lines
     rows = [TOKEN | {'id': f't{i}', 'token': i} for i in range(3)]
     tokens = report.summarize(rows, 'token', n_bootstrap=5)
-    text = report.task_text('clm', tokens | {'distribution': 'next tokens', 'norm': 'token'})
-    assert text.split('\n')[1].split()[:2] == ['group', 'tokens'] and 'questions' not in text
+    tasks = {'clm': tokens | {'distribution': 'next tokens', 'norm': 'token'}}
+    text = report.to_text(tasks, tasks)
+    assert text.split('\n')[2].split()[:2] == ['group', 'tokens'] and 'questions' not in text
 
 
 def tabulars(text):
@@ -310,22 +309,22 @@ def tabulars(text):
 def test_latex_escapes_everything():
     lines = [('a_b', '95 % [x]', '#1'), ('[run]', '$5 & ~{^}', r'C:\x'),
              ('*', '-0.5 ± 0.1, p 2e-05', '-1 +2'), ('', 'a|b<c>', '--limit Llama-3-8B')]
-    table, = tabulars(report.latex(lines))
+    table, = tabulars(tables.latex(lines))
     assert table == [
         [r'a\_b', r'95 \% {[}x]', r'\#1'],
         ['{[}run]', r'\$5 \& \textasciitilde{}\{\textasciicircum{}\}', r'C:\textbackslash{}x'],
         ['{*}', r'$-$0.5 $\pm$ 0.1, p 2e-05', '$-$1 +2'],
         ['', r'a\textbar{}b\textless{}c\textgreater{}', '-{}-limit Llama-3-8B']]
-    titled = report.latex(lines, 'a 50 % sample')
-    assert titled == '\\noindent a 50 \\% sample\\par\\smallskip\n' + report.latex(lines)
-    text = report.latex([('run', 'ECE'), ('a', '0.102 [0.091, 0.113] *'), ('b', '0.200  ')])
+    titled = tables.latex(lines, 'a 50 % sample')
+    assert titled == '\\noindent a 50 \\% sample\\par\\smallskip\n' + tables.latex(lines)
+    text = tables.latex([('run', 'ECE'), ('a', '0.102 [0.091, 0.113] *'), ('b', '0.200  ')])
     assert tabulars(text) == [[['run', 'ECE'], ['a', r'\textbf{0.102}\confint{0.091}{0.113}'],
                                ['b', '0.200']]]
     assert text.startswith('\\providecommand{\\confint}[2]{}\n\\begin') and text.endswith('}\n')
 
 
 def test_the_best_of_each_group():
-    heading = report.Heading
+    heading = tables.Heading
     lines = [('run', 'seeds', heading('accuracy', 'MMLU accuracy'), heading('ece'), 'ECE (paper)',
               'p ECE', 'ECE minus that of a', heading('gap'), heading('entropy_bits')),
              ('a', '1', '0.50 ± 0.1', '0.10 [0.05, 0.20]', '0.1', '0.1', '-0.1', '0.1', '1'),
@@ -335,7 +334,7 @@ def test_the_best_of_each_group():
              ('b', '5', '0.01', '0.01', '0.01', '0.01', '0.01', '0.01', '0.01'),
              ('c', '6', '0.3', '0.3', '', '', '', '', ''),
              ('c', '7', '0.3', '0.4', '', '', '', '', '')]
-    marked = report.mark_best(lines, [line[0] for line in lines[1:]])
+    marked = tables.mark_best(lines, [line[0] for line in lines[1:]])
     stars = {(i, j) for i, line in enumerate(marked) for j, cell in enumerate(line)
              if cell.endswith(' *')}
     assert stars == {(2, 2), (3, 2), (1, 3), (2, 3), (6, 3)}
@@ -348,7 +347,7 @@ def test_results_as_latex():
     fitted = report.summarize([question(i, log_probs=[-9.0 + i, -2.0]) for i in range(8)], 'token',
                               n_bootstrap=20, fit=True)
     shown = result(**fitted, first_bad='a_b.csv:3', bad_rows=1)
-    text = report.to_latex({'tasks': {'my_task': result(), 'other': shown}})
+    text = report.to_latex({'my_task': result(), 'other': shown})
     first, second = tabulars(text)
     assert 'my\\_task (prompt format mmlu, 5 shots' in text and 'the first: a\\_b.csv:3\n' in text
     plain = report.cells(report.report_rows(shown))
@@ -365,7 +364,7 @@ def test_results_as_latex():
 
 
 def test_csv_of_lines_with_different_columns():
-    assert report.csv_text([{'a': 1}, {'a': 2, 'b': 3}]) == 'a,b\n1,\n2,3\n'
+    assert tables.csv_text([{'a': 1}, {'a': 2, 'b': 3}]) == 'a,b\n1,\n2,3\n'
 
 
 # ------------------------------------------------------------------------------------------------

@@ -20,9 +20,10 @@ import model as models
 import scaling
 from common import HERE, write_run
 from results import over_seeds
-from results.report import csv_text, predictions
+from results.report import predictions
 from results.runs import read_run, read_run_samples
 from results.samples import read_samples
+from results.tables import csv_text
 from runtime.errors import ConfigError
 from stats import mean_interval, student_t
 from study import (aligned, alignment, architectures, base, closed_form, common, effects, epochs,

@@ -25,6 +25,7 @@ from data import packing
 from data.chat import encode_conversation
 from data.tokenizer import load_model_tokenizer, load_tokenizer
 from results import report
+from results.samples import read_samples
 from runtime import checkpoint, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import HostCopy, pick_device
@@ -188,7 +189,7 @@ def test_a_subset_is_drawn_by_the_seed(small_world, tmp_path, capsys):
 def test_results_follow_from_the_samples(small_world):
     folder, _ = small_world
     written = json.loads((folder / 'tuned' / 'results.json').read_text())
-    samples = report.read_samples(folder / 'tuned' / 'samples.jsonl')
+    samples = read_samples(folder / 'tuned' / 'samples.jsonl')
     assert len(samples) == 40
     found = report.predictions(samples, 'token')
     pooled = written['tasks']['questions']['pooled']

@@ -1,0 +1,93 @@
+"""Tables of cells, header first: the best marked, and written as text, Markdown, LaTeX or CSV."""
+
+import csv
+import io
+import re
+
+import metrics
+
+MEASURES = {measure.key: measure for measure in metrics.MEASURES}
+TITLES = {key: measure.title for key, measure in MEASURES.items()}
+
+
+class Heading(str):
+    """The title of a column with the values of a metric; `mark_best` reads higher_is_better."""
+
+    def __new__(cls, key, title=None):
+        heading = super().__new__(cls, TITLES[key] if title is None else title)
+        heading.higher_is_better = MEASURES[key].higher_is_better
+        return heading
+
+
+def mark_best(lines, groups):
+    """Append ' *' to the best cells of each metric within each group; return the new lines.
+
+    groups: a key for each line below the header. Mark only columns that have a `Heading`; if all
+    cells are equal, none is the best.
+    """
+    marked = [list(line) for line in lines]
+    for column, heading in enumerate(lines[0]):
+        better, values = getattr(heading, 'higher_is_better', None), {}
+        for line, group in zip(marked[1:], groups, strict=True) if better is not None else ():
+            if line[column] not in ('', 'nan'):
+                value = float(line[column].split()[0])
+                values.setdefault(group, []).append((value if better else -value, line))
+        for pairs in values.values():
+            best = max(value for value, _ in pairs)
+            if any(value < best for value, _ in pairs):
+                for _, line in (pair for pair in pairs if pair[0] == best):
+                    line[column] += ' *'
+    return marked
+
+
+def aligned(lines):
+    """Return lines of cells as text, the first column aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = ['  '.join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+             for line in lines]
+    return '\n'.join([texts[0], '-' * len(texts[0]), *texts[1:]])
+
+
+def markdown(lines):
+    """Return lines of cells as a Markdown table."""
+    texts = ['| ' + ' | '.join(cell.replace('|', '\\|') for cell in line) + ' |' for line in lines]
+    return '\n'.join([texts[0], '|' + '---|' * len(lines[0]), *texts[1:]]) + '\n'
+
+
+def latex(lines, title=''):
+    r"""Return lines of cells as a LaTeX table below its title; it needs \usepackage{booktabs}.
+
+    A cell that ends in ' *' becomes bold, the interval of '0.102 [0.091, 0.113]' becomes
+    \confint{0.091}{0.113}, which prints nothing unless the document defines that command.
+    """
+    head, *body = [' & '.join(map(_latex_cell, line)) + r' \\' for line in lines]
+    top = [rf'\noindent {latex_text(title)}\par\smallskip'] if title else []
+    top += [r'\providecommand{\confint}[2]{}'] if any(r'\confint' in line for line in body) else []
+    return '\n'.join([*top, f'\\begin{{tabular}}{{l{"r" * (len(lines[0]) - 1)}}}', r'\toprule',
+                      head, r'\midrule', *body, r'\bottomrule', r'\end{tabular}', ''])
+
+
+def _latex_cell(cell):
+    text, low, high, star = re.fullmatch(r'(.*?)(?: \[(\S+), (\S+)\])?( \*)?\s*', cell,
+                                         re.DOTALL).groups()
+    text = rf'\textbf{{{latex_text(text)}}}' if star else latex_text(text)
+    return text + (rf'\confint{{{latex_text(low)}}}{{{latex_text(high)}}}' if low else '')
+
+
+def latex_text(text):
+    """Return text as LaTeX prints it; `[` and `*` in braces: a row may begin with them."""
+    escape = {'\\': r'\textbackslash{}', '~': r'\textasciitilde{}', '^': r'\textasciicircum{}',
+              '<': r'\textless{}', '>': r'\textgreater{}', '|': r'\textbar{}', '±': r'$\pm$'}
+    escape |= {c: f'\\{c}' for c in '&%$#_{}'} | {c: f'{{{c}}}' for c in '[*'}
+    text = text.translate(str.maketrans(escape)).replace('--', '-{}-')      # -- would be a dash
+    return re.sub(r'(?<!\S)-(?=\d)', '$-$', text)
+
+
+def csv_text(lines):
+    """Return a CSV of dicts; its columns are all their keys, in order of first occurrence."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(dict.fromkeys(key for line in lines for key in line)),
+                            lineterminator='\n')
+    writer.writeheader()
+    writer.writerows(lines)
+    return file.getvalue()
