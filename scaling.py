@@ -1,7 +1,6 @@
 """Calibration after training: fit a scaling on held-out predictions, apply it to others.
 
     temperature  fit_temperature(scores, labels), then metrics.softmax(scores, temperature)
-                 fit_temperatures(scores, labels, groups) for one per group, such as a language
                  fit_temperature_to_base(scores, base_scores) without labels
     vector       fit_vector(scores, labels), apply_vector(scores, w, b)
     Platt        fit_platt(confidence, correct), apply_platt(confidence, a, b)
@@ -31,57 +30,8 @@ def fit_temperature(scores, labels) -> float:
     Guo et al. 2017. T is from 0.001 to 1000. If the NLL is still falling at one of these ends, the
     end is returned: 0.001 if every label has the highest score of its row.
     """
-    scores, labels = _check_scores(scores, labels)
+    scores, labels = _check_labeled(scores, labels)
     return metrics.best_temperature(scores, np.arange(scores.shape[1]) == labels[:, None])
-
-
-def fit_temperatures(scores, labels, groups) -> tuple[dict, dict]:
-    """Return ({group: its temperature}, {group: its temperature shrunk to the mean}).
-
-    groups: [N] names, such as the language of each row. The first are `fit_temperature` of the
-    group's rows alone. The second suit small groups: empirical Bayes on t = log T, where the fit of
-    group g has the sampling variance v_g and the groups vary by tau^2 around their mean m (the
-    random-effects model of DerSimonian & Laird 1986): t_g' = (tau^2 t_g + v_g m) / (tau^2 + v_g). A
-    group whose fit is at an end of the range has no v_g and gets m; if all are, the second are the
-    temperature of all rows together.
-    """
-    scores, labels = _check_scores(scores, labels)
-    groups = np.asarray(groups)
-    if groups.shape != labels.shape:
-        raise ValueError(f'groups must be [N], N = {len(labels)}, not of shape {groups.shape}')
-    names = np.unique(groups)
-    t, v = np.empty((2, len(names)))
-    for i, name in enumerate(names):
-        group = scores[groups == name], labels[groups == name]
-        t[i] = np.log(fit_temperature(*group))
-        v[i] = _log_temperature_variance(*group, t[i]) if abs(t[i]) < np.log(999) else np.inf
-
-    w = 1 / v
-    if w.any():
-        spread = (w * (t - np.average(t, weights=w)) ** 2).sum() - (np.isfinite(v).sum() - 1)
-        scale = w.sum() - (w ** 2).sum() / w.sum()
-        tau2 = max(0.0, spread / scale) if scale > 0 else 0.0
-        mean = np.average(t, weights=1 / (v + tau2))
-        shrunk = mean + tau2 / (tau2 + v) * (t - mean)
-    else:
-        shrunk = np.full(len(t), np.log(fit_temperature(scores, labels)))
-    return (dict(zip(names.tolist(), np.exp(t).tolist(), strict=True)),
-            dict(zip(names.tolist(), np.exp(shrunk).tolist(), strict=True)))
-
-
-def _log_temperature_variance(scores, labels, t):
-    """Return the sampling variance of log T at its fit t; inf if it is not identified.
-
-    That is max(mean(g^2), h) / (N h^2), with g the derivative of a row's NLL by log T and h the
-    mean of the second derivatives: the sandwich estimate, or the inverse information 1 / (N h) if
-    that is larger, since the sandwich is far too small for a few rows.
-    """
-    p = metrics.softmax(scores, np.exp(t))
-    z = np.where(np.isfinite(scores), scores, 0) / np.exp(t)
-    z -= (p * z).sum(1, keepdims=True)
-    g = z[np.arange(len(labels)), labels]
-    h = ((p * z * z).sum(1) - g).mean()
-    return max((g ** 2).mean(), h) / (len(labels) * h ** 2) if h > 0 else np.inf
 
 
 def fit_temperature_to_base(scores, base_scores) -> float:
@@ -93,10 +43,9 @@ def fit_temperature_to_base(scores, base_scores) -> float:
     large. Base models are mostly calibrated; T is no better than that. Both are float [N, K], -inf
     for a missing option. Raises ValueError if every prediction differs.
     """
-    scores, base_scores = (metrics.real_array(name, x).astype(np.float64) for name, x in (
-        ('scores', scores), ('base_scores', base_scores)))
-    if scores.ndim != 2 or scores.shape != base_scores.shape:
-        raise ValueError(f'scores and base_scores must be [N, K] both, not of shape {scores.shape} '
+    scores, base_scores = _check_scores(scores), _check_scores(base_scores, 'base_scores')
+    if scores.shape != base_scores.shape:
+        raise ValueError(f'scores and base_scores must be of one shape [N, K], not {scores.shape} '
                          f'and {base_scores.shape}')
     metrics.refuse(np.isneginf(scores) != np.isneginf(base_scores), lambda i, k:
                    f'option {k} has the score {scores[i, k]}, and {base_scores[i, k]} of the base')
@@ -114,7 +63,7 @@ def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
     positive number, chooses among the b that differ by a constant. Each option index has weights of
     its own, so use it for letters or classes, not for answers in random order.
     """
-    scores, labels = _check_scores(scores, labels)
+    scores, labels = _check_labeled(scores, labels)
     metrics.check_range('ridge', ridge, 0, np.inf, open_low=True, open_high=True)
     n, K = scores.shape
     has = np.isfinite(scores)
@@ -146,13 +95,10 @@ def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
 
 def apply_vector(scores, w, b) -> np.ndarray:
     """Return softmax(w * scores + b), float64 [N, K]; an option of score -inf has probability 0."""
-    scores, w, b = (metrics.real_array(name, x).astype(np.float64)
-                    for name, x in (('scores', scores), ('w', w), ('b', b)))
-    if scores.ndim != 2 or not w.shape == b.shape == scores.shape[1:]:
-        raise ValueError(f'scores must be [N, K], w and b [K], not of shape {scores.shape}, '
-                         f'{w.shape} and {b.shape}')
-    metrics.refuse(np.isnan(scores) | (scores == np.inf),
-                   lambda i, k: f'the score of option {k} is {scores[i, k]}')
+    scores, w, b = _check_scores(scores), metrics.real_array('w', w), metrics.real_array('b', b)
+    if not w.shape == b.shape == scores.shape[1:]:
+        raise ValueError(f'w and b must be [K], K = {scores.shape[1]}, not of shape {w.shape} and '
+                         f'{b.shape}')
     has = np.isfinite(scores)
     return metrics.softmax(np.where(has, w * np.where(has, scores, 0) + b, -np.inf))
 
@@ -229,14 +175,14 @@ def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
     confidence, correct = metrics.check_predictions(confidence, correct)
     x, index, counts = np.unique(metrics.round_for_ties(confidence).astype(np.float64),
                                  return_inverse=True, return_counts=True)
-    pools: list[tuple] = []     # (mean, count, index of the first x, index of the last)
-    for i, (right, count) in enumerate(zip(np.bincount(index, correct), counts, strict=True)):
-        mean, first = right / count, i
+    pools: list[tuple] = []     # (mean, count, first x, last x)
+    for last, mean, count in zip(x, np.bincount(index, correct) / counts, counts, strict=True):
+        first = last
         while pools and pools[-1][0] >= mean:
-            other, n, first, _ = pools.pop()
-            mean, count = (other * n + mean * count) / (n + count), n + count
-        pools.append((mean, count, first, i))
-    ends = [(x[i], mean) for mean, _, first, last in pools for i in sorted({first, last})]
+            previous, n, first, _ = pools.pop()
+            mean, count = (previous * n + mean * count) / (n + count), n + count
+        pools.append((mean, count, first, last))
+    ends = [(end, mean) for mean, _, first, last in pools for end in sorted({first, last})]
     return tuple(np.array(ends).T)
 
 
@@ -249,14 +195,20 @@ def apply_isotonic(confidence, x, y) -> np.ndarray:
     return np.interp(confidence.astype(np.float64), x, y)
 
 
-def _check_scores(scores, labels):
-    """Return scores float64 [N, K], -inf for a missing option, and labels int [N], as arrays."""
-    scores = metrics.real_array('scores', scores).astype(np.float64)
+def _check_scores(scores, name='scores'):
+    """Return scores [N, K] as float64, with -inf for a missing option."""
+    scores = metrics.real_array(name, scores).astype(np.float64)
     if scores.ndim != 2 or scores.size == 0:
-        raise ValueError(f'scores must be [N, K] with N, K >= 1, not of shape {scores.shape}')
-    labels = metrics.check_labels(labels, *scores.shape)
+        raise ValueError(f'{name} must be [N, K] with N, K >= 1, not of shape {scores.shape}')
     metrics.refuse(np.isnan(scores) | (scores == np.inf),
                    lambda i, k: f'the score of option {k} is {scores[i, k]}')
+    return scores
+
+
+def _check_labeled(scores, labels):
+    """Return scores as `_check_scores` does, and labels int [N]."""
+    scores = _check_scores(scores)
+    labels = metrics.check_labels(labels, *scores.shape)
     metrics.refuse(np.isinf(scores[np.arange(len(labels)), labels]), lambda i:
                    f'label {labels[i]} is not one of its options, the scores are {scores[i]}')
     return scores, labels

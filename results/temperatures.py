@@ -16,17 +16,17 @@ def by_language(test, languages, fits, single):
     fits:      [(Predictions to fit on, their languages, the rows of `test` to scale), ...]
     single:    [N], the temperature of each row that is fitted on all languages together
 
-    An entry holds `temperature` and `shrunk`, [T per fit], the results of
-    scaling.fit_temperatures; `ece`, of the language's rows unscaled and with the single, its own
-    and the shrunk temperature; and `ece_on`, {other language: ECE of its rows with this language's
-    temperature}. A language that a fit has no rows of is scaled with the single temperature there.
+    An entry holds `temperature` and `shrunk`, [T per fit], the results of `fit_temperatures`;
+    `ece`, of the language's rows unscaled and with the single, its own and the shrunk temperature;
+    and `ece_on`, {other language: ECE of its rows with this language's temperature}. A language
+    that a fit has no rows of is scaled with the single temperature there.
     """
     names = sorted({*languages.tolist()})
     entries = {name: {'temperature': [], 'shrunk': [], 'ece': {}, 'ece_on': {}} for name in names}
     own = {name: single.copy() for name in names}       # of each language, for every row
     shrunk = single.copy()
     for fit, fit_languages, rows in fits:
-        fitted, pulled = scaling.fit_temperatures(fit.scores, fit.labels, fit_languages)
+        fitted, pulled = fit_temperatures(fit.scores, fit.labels, fit_languages)
         for name in fitted.keys() & own.keys():
             own[name][rows] = fitted[name]
             of_language = rows[languages[rows] == name]
@@ -43,6 +43,54 @@ def by_language(test, languages, fits, single):
             if other != name:
                 entries[other]['ece_on'][name] = scaled_ece(test, rows, own[other])
     return entries, shrunk[:, None]
+
+
+def fit_temperatures(scores, labels, groups):
+    """Return ({group: its temperature}, {group: its temperature shrunk to the mean}).
+
+    groups: [N] names, such as the language of each row. The first are scaling.fit_temperature of
+    the group's rows alone. The second suit small groups: empirical Bayes on t = log T, where the
+    fit of group g has the sampling variance v_g and the groups vary by tau^2 around their mean m
+    (the random-effects model of DerSimonian & Laird 1986): t_g' = (tau^2 t_g + v_g m) / (tau^2 +
+    v_g). A group whose fit is at an end of the range has no v_g and gets m; if all are, the second
+    are the temperature of all rows together.
+    """
+    scores, labels, groups = map(np.asarray, (scores, labels, groups))
+    if groups.shape != labels.shape:
+        raise ValueError(f'groups must be [N], N = {len(labels)}, not of shape {groups.shape}')
+    names = np.unique(groups)
+    t, v = np.empty((2, len(names)))
+    for i, name in enumerate(names):
+        group = scores[groups == name], labels[groups == name]
+        t[i] = np.log(scaling.fit_temperature(*group))
+        v[i] = _log_temperature_variance(*group, t[i]) if abs(t[i]) < np.log(999) else np.inf
+
+    w = 1 / v
+    if w.any():
+        spread = (w * (t - np.average(t, weights=w)) ** 2).sum() - (np.isfinite(v).sum() - 1)
+        scale = w.sum() - (w ** 2).sum() / w.sum()
+        tau2 = max(0.0, spread / scale) if scale > 0 else 0.0
+        mean = np.average(t, weights=1 / (v + tau2))
+        shrunk = mean + tau2 / (tau2 + v) * (t - mean)
+    else:
+        shrunk = np.full(len(t), np.log(scaling.fit_temperature(scores, labels)))
+    return (dict(zip(names.tolist(), np.exp(t).tolist(), strict=True)),
+            dict(zip(names.tolist(), np.exp(shrunk).tolist(), strict=True)))
+
+
+def _log_temperature_variance(scores, labels, t):
+    """Return the sampling variance of log T at its fit t; inf if it is not identified.
+
+    That is max(mean(g^2), h) / (N h^2), with g the derivative of a row's NLL by log T and h the
+    mean of the second derivatives: the sandwich estimate, or the inverse information 1 / (N h) if
+    that is larger, since the sandwich is far too small for a few rows.
+    """
+    p = metrics.softmax(scores, np.exp(t))
+    z = np.where(np.isfinite(scores), scores, 0) / np.exp(t)
+    z -= (p * z).sum(1, keepdims=True)
+    g = z[np.arange(len(labels)), labels]
+    h = ((p * z * z).sum(1) - g).mean()
+    return max((g ** 2).mean(), h) / (len(labels) * h ** 2) if h > 0 else np.inf
 
 
 def scaled_ece(test, rows, temperatures):
