@@ -91,8 +91,7 @@ def entropy(probs, labels, unit='bits', n_options=None) -> float:
     """
     if unit not in ('bits', 'nats', 'share'):
         raise ValueError(f"unit must be 'bits', 'nats' or 'share', not {unit!r}")
-    probs, labels = check_probs(probs, labels)
-    n_options = check_n_options(n_options, probs, labels)
+    probs, _, n_options = check_probs(probs, labels, n_options)
     nats = row_entropy(probs)
     if unit == 'share':
         nats = nats / np.where(n_options > 1, np.log(n_options), 1)
@@ -115,7 +114,7 @@ def nll(probs, labels, *, scores=None) -> float:
     float [N, K], logits or log-probabilities whose softmax is probs to 1e-4, with -inf for a
     missing option; the score of a label must be finite.
     """
-    probs, labels = check_probs(probs, labels)
+    probs, labels, _ = check_probs(probs, labels)
     return float(label_nll(probs, labels, scores).mean())
 
 
@@ -145,7 +144,7 @@ def brier(probs, labels) -> float:
     Brier 1950, and `brier_score` of lm-evaluation-harness: summed over options, so twice the binary
     form of scikit-learn at K = 2.
     """
-    probs, labels = check_probs(probs, labels)
+    probs, labels, _ = check_probs(probs, labels)
     p_label = probs[np.arange(len(labels)), labels].astype(np.float64)
     squares = np.einsum('ik,ik->i', probs, probs, dtype=np.float64)
     return float((squares - 2 * p_label + 1).mean())
@@ -200,7 +199,7 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
     label, which has 2.2e-16 as in `nll`. scores: those of `nll`.
     """
     whole = {'nll': nll(probs, labels, scores=scores), 'brier': brier(probs, labels)}
-    probs, labels = check_probs(probs, labels)
+    probs, labels, _ = check_probs(probs, labels)
     is_label = np.arange(probs.shape[1]) == labels[:, None]
     if scores is None:
         p = np.where(is_label, np.maximum(probs.astype(np.float64), NLL_FLOOR), probs)
@@ -585,20 +584,18 @@ def tace(probs, labels, n_ranges=15, threshold=0.01, n_options=None) -> float:
     """
     check_count('n_ranges', n_ranges)
     check_range('threshold', threshold, 0, 1)
-    errors = []
-    for p, is_label in _by_option(probs, labels, n_options):
-        above = p > round_for_ties(np.asarray(threshold, dtype=p.dtype))
-        errors.append(_range_gap(p[above], is_label[above], n_ranges) if above.any() else 0.0)
-    return float(np.mean(errors))
+    return float(np.mean([_range_gap(p, is_label, n_ranges) if len(p) else 0.0
+                          for p, is_label in _by_option(probs, labels, n_options, threshold)]))
 
 
-def _by_option(probs, labels, n_options):
-    """Yield (p_ik, [label_i = k]) for each option k, over the rows that have it."""
-    probs, labels = check_probs(probs, labels)
-    n_options = check_n_options(n_options, probs, labels)
+def _by_option(probs, labels, n_options, above=-1):
+    """Yield (p_ik, [label_i = k]) for each option k, of the rows that have it with p_ik > above."""
+    probs, labels, n_options = check_probs(probs, labels, n_options)
+    above = round_for_ties(np.asarray(above, probs.dtype))
     for k in range(n_options.max()):
-        has_option = n_options > k
-        yield round_for_ties(probs[has_option, k]), labels[has_option] == k
+        p = round_for_ties(probs[:, k])
+        rows = (n_options > k) & (p > above)
+        yield p[rows], labels[rows] == k
 
 
 def _range_gap(p, is_label, n_ranges, equal_weights=False):
@@ -629,8 +626,8 @@ def conformal_sets(probs, labels, n_options=None, *, method='lac', alpha=0.1) ->
     if method not in ('lac', 'aps'):
         raise ValueError(f"method must be 'lac' or 'aps', not {method!r}")
     check_range('alpha', alpha, 0, 1, open_low=True, open_high=True)
-    probs, labels = check_probs(probs, labels)
-    n_options, p = check_n_options(n_options, probs, labels), probs.astype(np.float64)
+    probs, labels, n_options = check_probs(probs, labels, n_options)
+    p = probs.astype(np.float64)
     if method == 'lac':
         s = 1 - p
     else:
@@ -776,7 +773,7 @@ def top_label(probs, labels) -> tuple[np.ndarray, np.ndarray]:
     if probs.ndim == 1:
         confidence, correct = check_predictions(probs, labels)
         return round_for_ties(confidence), correct
-    probs, labels = check_probs(probs, labels)
+    probs, labels, _ = check_probs(probs, labels)
     return round_for_ties(probs.max(1)), predicted(probs) == labels
 
 
@@ -930,18 +927,28 @@ def check_labels(labels, n, K):
     return labels
 
 
-def check_probs(probs, labels):
-    """Return probs float [N, K] and labels int [N] as arrays."""
+def check_probs(probs, labels, n_options=None):
+    """Return probs float [N, K], labels int [N] and n_options int [N], by default K, as arrays."""
     tolerance = _tolerance(probs)       # before bfloat16 becomes float64
     probs = real_array('probs', probs)
     if probs.ndim != 2 or probs.size == 0:
         raise ValueError(f'probs must be [N, K] with N, K >= 1, not of shape {probs.shape}')
-    labels = check_labels(labels, *probs.shape)
+    n, K = probs.shape
+    labels = check_labels(labels, n, K)
     refuse(~(probs >= 0), lambda i, k: f'probability of option {k} is {probs[i, k]}, not 0 or more')
     total = probs.sum(1, dtype=np.float64)
     refuse(np.abs(total - 1) > tolerance,
            lambda i: f'probabilities sum to {total[i]:.6g}, not to 1')
-    return probs, labels
+    if n_options is None:
+        return probs, labels, np.full(n, K)
+    n_options = _row_integers('n_options', n_options, n)
+    refuse((n_options < 1) | (n_options > K),
+           lambda i: f'n_options is {n_options[i]}, not from 1 to {K}')
+    refuse(labels >= n_options,
+           lambda i: f'label {labels[i]} points at padding, n_options is {n_options[i]}')
+    refuse((np.arange(K) >= n_options[:, None]) & (probs != 0),
+           lambda i, k: f'padded option {k} has probability {probs[i, k]}, not 0')
+    return probs, labels, n_options
 
 
 def check_confidence(confidence):
@@ -965,21 +972,6 @@ def check_predictions(confidence, correct):
     refuse((correct != 0) & (correct != 1), lambda i: f'correct is {correct[i]}, not 0 or 1; '
            f'one-dimensional probs are confidences, and labels say which are right')
     return confidence, correct.astype(bool)
-
-
-def check_n_options(n_options, probs, labels):
-    """Return n_options int [N] as an array, K for each row if it is None."""
-    n, K = probs.shape
-    if n_options is None:
-        return np.full(n, K)
-    n_options = _row_integers('n_options', n_options, n)
-    refuse((n_options < 1) | (n_options > K),
-           lambda i: f'n_options is {n_options[i]}, not from 1 to {K}')
-    refuse(labels >= n_options,
-           lambda i: f'label {labels[i]} points at padding, n_options is {n_options[i]}')
-    refuse((np.arange(K) >= n_options[:, None]) & (probs != 0),
-           lambda i, k: f'padded option {k} has probability {probs[i, k]}, not 0')
-    return n_options
 
 
 def check_count(name, value):
