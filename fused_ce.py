@@ -177,7 +177,6 @@ LOSSES = {make.__name__: make for make in (
 
 # ---- Public functions ----------------------------------------------------------------------------
 
-_smoothing = smoothing      # for a function with an argument of that name
 _disabled = functools.cache(torch.compiler.disable)
 
 
@@ -261,7 +260,8 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
 
 def smoothed_cross_entropy(hidden, weight, target, *, smoothing=0.0, **options):
     """Return F.cross_entropy with label_smoothing, and NLL; `options` are those of `fused_loss`."""
-    return fused_loss(hidden, weight, target, cross_entropy() + _smoothing(smoothing), **options)
+    loss = cross_entropy() + LOSSES['smoothing'](smoothing)
+    return fused_loss(hidden, weight, target, loss, **options)
 
 
 class TokenStatistics(NamedTuple):
@@ -642,14 +642,11 @@ def _check(hidden, weight, target, loss, softcap, ignore_index):
 
 def _divisor(num_items):
     """Return num_items as a number or a 0-d tensor; one on a GPU is checked without waiting."""
-    if isinstance(num_items, Tensor):
-        num_items = num_items.reshape(())
-        if num_items.is_cuda:
-            torch._assert_async(num_items > 0, 'num_items must be positive')
-            return num_items
-        num_items = num_items.item()
-    _require(num_items > 0, f'num_items must be positive, got {num_items}')
-    return num_items
+    if not isinstance(num_items, Tensor) or not num_items.is_cuda:
+        _require(num_items > 0, f'num_items must be positive, got {num_items}')
+        return float(num_items)
+    torch._assert_async(num_items.reshape(()) > 0, 'num_items must be positive')
+    return num_items.reshape(())
 
 
 def _on_device(x, device):

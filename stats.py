@@ -68,8 +68,8 @@ def _equal(key, fast, report):
 
 @functools.cache
 def _edited(measures):
-    """The keys of `measures` that are not equal to the sums on 350 rows of 2 to 5 options, over- and
-    underconfident, with ties: on few rows other formulas may agree by chance."""
+    """The keys of `measures` that differ from the sums on 350 rows of 2 to 5 options, with ties,
+    over- and underconfident: on few rows another formula may agree by chance."""
     random = np.random.default_rng(0)
     n_options = np.append(5, random.integers(2, 6, 349))
     scores = np.where(np.arange(5) < n_options[:, None], random.integers(-4, 4, (350, 5)), -np.inf)
