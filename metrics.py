@@ -303,9 +303,7 @@ def ece_equal_mass(probs, labels, n_bins=10) -> float:
 
 def _equal_mass_means(probs, labels, n_bins):
     check_count('n_bins', n_bins)
-    confidence, correct = top_label(probs, labels)
-    n = len(confidence)
-    return _chunk_means(confidence, correct, equal_chunk_ends(n, min(n_bins, n)))
+    return _chunk_means(*top_label(probs, labels), n_bins, equal_chunk_ends)
 
 
 def rmsce(probs, labels, bin_size=100) -> float:
@@ -362,8 +360,7 @@ def rms_mmlu_repo(probs, labels, bin_size=100) -> float:
     check_count('bin_size', bin_size)
     confidence, correct = top_label(probs, labels)
     n = len(confidence)
-    ends = rounded_chunk_ends(n, max(1, n // bin_size))
-    count, conf, acc = _chunk_means(confidence, correct, ends)
+    count, conf, acc = _chunk_means(confidence, correct, max(1, n // bin_size), rounded_chunk_ends)
     return float(np.nansum((count / n * (acc - conf)) ** 2) ** 0.25)
 
 
@@ -599,9 +596,8 @@ def _by_option(probs, labels, n_options, above=-1):
 
 
 def _range_gap(p, is_label, n_ranges, equal_weights=False):
-    ends = rounded_chunk_ends(len(p), min(n_ranges, len(p)))
-    count, conf, acc = _chunk_means(p, is_label, ends)
-    return _expected_gap(np.ones(len(ends)) if equal_weights else count, conf, acc)
+    count, conf, acc = _chunk_means(p, is_label, n_ranges, rounded_chunk_ends)
+    return _expected_gap(np.ones(len(count)) if equal_weights else count, conf, acc)
 
 
 # Prediction sets
@@ -825,8 +821,10 @@ def bin_means(index, n_bins, confidence, correct):
     return count, conf, acc
 
 
-def _chunk_means(values, outcomes, ends):
-    """The bin_means if the sorted values are cut after the first ends[0], ends[1], ... of them."""
+def _chunk_means(values, outcomes, n_bins, chunk_ends):
+    """The bin_means of the N sorted values in min(n_bins, N) chunks that keep ties together."""
+    n = len(values)
+    ends = chunk_ends(n, min(n_bins, n))
     index = np.searchsorted(np.sort(values)[ends - 1], values, side='left')
     return bin_means(index, len(ends), values, outcomes)
 

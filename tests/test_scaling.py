@@ -134,7 +134,7 @@ def test_settings_out_of_range():
     with pytest.raises(ValueError, match='x ascending'):
         scaling.apply_isotonic([0.5], [0.6, 0.4], [0.1, 0.2])
     for scores, w, message in (([[1.0, math.nan]], [1, 1], 'row 0: the score of option 1 is nan'),
-                               ([[1.0, 2.0]], [1], 'w and b .K.')):
+                               ([[1.0, 2.0]], [1], 'w and b must be .K.')):
         with pytest.raises(ValueError, match=message):
             scaling.apply_vector(scores, w, [0, 0])
 
