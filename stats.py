@@ -312,7 +312,7 @@ def difference_test(values, level=0.95) -> tuple[float, float, float]:
     (low, high) is the percentile interval. The two-sided p is twice the share of resamples on the
     rarer side of 0, counted as (1 + count) / (1 + n_resamples), at most 1.
     """
-    low, high = np.quantile(values, _check_level(level))
+    low, high = np.quantile(_check_defined(values), _check_level(level))
     rarer = min((values <= 0).sum(), (values >= 0).sum())
     return float(low), float(high), float(min(1, 2 * (1 + rarer) / (1 + len(values))))
 

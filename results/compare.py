@@ -316,10 +316,13 @@ def over_questions(pairs, question_keys, predicted, keys, cfg):
         # both have the same draws, because seed and number of questions are the same
         values, resampled = measure({first: a, second: b}, cfg.n_bootstrap, cfg.seed, keys)
         for key in [key for key in keys if key in resampled[first]]:
-            low, high, p = stats.difference_test(resampled[second][key] - resampled[first][key])
+            differences, ends, p = resampled[second][key] - resampled[first][key], '', None
+            # a metric may be undefined in a resample, as AUROC is if every answer is correct
+            if not np.isnan(differences).any():
+                low, high, p = stats.difference_test(differences)
+                ends = f'{low:+.4f} {high:+.4f}'
             rows.append([f'{second} - {first}', 'questions', str(len(a.labels)), TITLES[key],
-                         f'{values[second][key] - values[first][key]:+.4f}',
-                         f'{low:+.4f} {high:+.4f}', p])
+                         f'{values[second][key] - values[first][key]:+.4f}', ends, p])
     return with_holm(rows, '.3f')
 
 
@@ -373,7 +376,7 @@ def select(p, keys, shared):
 
 
 def with_holm(rows, spec):
-    """Return rows that end in a p-value with one more cell, p after Holm's correction for all."""
-    corrected = stats.holm([p for *_, p in rows])
-    return [[*row, format(p, spec), format(q, spec)]
-            for (*row, p), q in zip(rows, corrected, strict=True)]
+    """Return rows that end in p, or in None, with one more cell: p after Holm's correction."""
+    corrected = iter(stats.holm([p for *_, p in rows if p is not None]))
+    return [[*row, '', ''] if p is None else [*row, format(p, spec), format(next(corrected), spec)]
+            for *row, p in rows]

@@ -45,6 +45,18 @@ def csv_rows(path):
 # Over questions
 # ------------------------------------------------------------------------------------------------
 
+def test_a_metric_that_is_undefined_in_a_resample_has_no_interval_and_no_p(tmp_path):
+    """AUROC where every answer is right: an interval of the other resamples would be wrong."""
+    runs = [write_run(tmp_path / name, n=6, sharpness=x) for name, x in (('a', 3.0), ('b', 9.0))]
+    run_compare(*runs, '--metrics=accuracy,auroc', '--n_bootstrap=200',
+                f'--out_dir={tmp_path / "out"}')
+    _, differences, _ = tabulars((tmp_path / 'out' / 'compare.tex').read_text())
+    accuracy, auroc = (row[3:] for row in differences[1:])
+    assert auroc[0] == 'AUROC' and auroc[1] and auroc[2:] == ['', '', '']
+    assert accuracy[0] == 'accuracy' and all(accuracy[1:])
+    assert accuracy[-2] == accuracy[-1]     # Holm's correction is for one p
+
+
 def test_compare_over_questions(tmp_path, capsys, rendered):
     write_run(tmp_path / 'a', languages=('de', 'en', 'sw'), n=60)
     write_run(tmp_path / 'sharp', languages=('de', 'en', 'sw'), n=60, settings={'smoothing': 0.1})

@@ -258,6 +258,7 @@ def test_a_metric_that_is_undefined_in_a_resample():
                  lambda: stats.interval(metrics.auroc, probs, labels, method='bca'),
                  lambda: stats.paired_bootstrap(metrics.auroc, probs, probs, labels),
                  lambda: stats.permutation_test(metrics.auroc, probs, probs, [0, 0, 0]),
+                 lambda: stats.difference_test(np.array([0.1, np.nan, 0.2])),
                  lambda: stats.consistency_test(probs, labels, metrics.auroc)):
         with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):
             call()
