@@ -429,7 +429,7 @@ def print_report(runs, out_dir, pictures=True):
 
 
 def agreement_note(before, after):
-    """Return what a temperature fitted to the answers before training does to the ECE, a line."""
+    """Return a line: the temperature fitted to the answers before training, and the ECE with it."""
     try:
         temperature = scaling.fit_temperature_to_base(after.scores, before.scores)
     except ValueError:      # no answer stayed the same
@@ -475,7 +475,8 @@ def more_tables(task, tasks):
 def to_text(tasks, labels):
     """Return title, tables and notes of the tasks `labels` in {task: result}, for printing.
 
-    A confidence in the written answers to a task is only a line of that task's table of them.
+    A confidence in the written answers to a task has no text of its own: it is a line in the table
+    of all confidences in them.
     """
     texts = []
     for label in labels:
