@@ -29,7 +29,7 @@ import functools
 import hashlib
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -42,7 +42,7 @@ import metrics
 import train
 from data.answers import Answers
 from data.free_answers import FREE_TASKS
-from data.preferences import load_preferences, pack_rankings
+from data.preferences import TIED, load_preferences, pack_rankings
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
 from model import CausalLM
@@ -193,16 +193,18 @@ class Reader:
 
 def check_settings_are_read(cfg):
     """Raise ConfigError for a setting that differs from its default but has no effect."""
-    names, reader = [field.name for field in fields(AlignConfig)], Reader(cfg)
+    defaults, reader = AlignConfig(), Reader(cfg)
     if cfg.method in PAIR_LOSSES:
         PAIR_LOSSES[cfg.method](Pairs(*torch.ones(6, 1)), reader)
         reader.keys.add('beta')         # of the margin in the log
     of_losses = {'beta', 'per_token', 'label_noise', 'gamma'} - reader.keys
     # without the sizes of rollouts, which runs of several methods may share
+    names = [*vars(defaults)]
     of_rewards = 'run_code', 'instruction', *names[names.index('truncated'):]
     of_ppo = 'discount', 'gae_lambda', 'value_clip', 'value_coef', 'whiten'
     # what decides, whether this run reads the keys, the keys
     for decider, is_read, keys in (
+            ('', False, UNUSED),
             ('method', False, of_losses),
             ('method', cfg.method in RL_METHODS, of_rewards),
             ('method', cfg.method == 'ppo', of_ppo),
@@ -212,18 +214,13 @@ def check_settings_are_read(cfg):
             ('kl_target', cfg.kl_target, ['kl_horizon']),
             ('updates', cfg.updates > 1, ['clip', 'clip_high'])):
         for key in keys:
-            if not is_read and (value := getattr(cfg, key)) != getattr(AlignConfig, key):
-                raise ConfigError(f'{key} = {value!r} has no effect with {decider} = '
-                                  f'{getattr(cfg, decider)!r}; leave it out')
+            if not is_read and (value := getattr(cfg, key)) != getattr(defaults, key):
+                where = f'with {decider} = {getattr(cfg, decider)!r}' if decider else 'in align.py'
+                raise ConfigError(f'{key} = {value!r} has no effect {where}; leave it out')
 
 
 def check_align_config(cfg):
     """Raise ConfigError for unusable values; train.py checks its own."""
-    defaults = AlignConfig()
-    for key in UNUSED:
-        if getattr(cfg, key) != getattr(defaults, key):
-            raise ConfigError(f'{key} = {getattr(cfg, key)!r} is a setting of train.py; '
-                              f'align.py has no use for it')
     require_range(cfg, 1e-6, 1e3, 'beta')
     require_range(cfg, 0, 1e3, 'gamma', 'centering')
     if cfg.method == 'reward' and cfg.eval:
@@ -272,9 +269,7 @@ class Preferences:
 
     batches = staticmethod(train.batches)
     train_step = staticmethod(train.train_step)
-
-    def __init__(self):
-        self.sequences = self.reference = None
+    reference = None        # log-probabilities of the answers by the reference: see `answer_sums`
 
     def load_sequences(self, cfg, tokenizer):
         """Return (sequences, indices of those to train on, indices of the held-out ones)."""
@@ -283,7 +278,11 @@ class Preferences:
             pack_len=cfg.pack_len, add_bos=begins_with_bos(tokenizer, cfg.add_bos),
             revision=cfg.data_revision, cache_dir=cfg.cache_dir, on_bad_row=cfg.on_bad_row,
             workers=cfg.workers or os.cpu_count())
-        print_lengths(self.sequences)
+        masks = [mask for _, mask in self.sequences]
+        best = np.mean([np.count_nonzero(mask == 1) for mask in masks])
+        worst = np.mean([np.count_nonzero(mask == mask[-1]) for mask in masks])
+        # a bias to long or short answers shows here
+        print(f'answers: {best:.0f} tokens on average in the best, {worst:.0f} in the worst')
         return train.split_sequences(cfg, self.sequences)
 
     def build_model(self, cfg, config, base, device):
@@ -294,47 +293,47 @@ class Preferences:
         return model
 
     def cached_reference(self, cfg, model, base, device):
-        """Return the sum of log-probabilities of each answer, float32, one list per sequence.
+        """Return the `answer_sums` of the untrained model, from the cache if they are there.
 
-        The untrained model computes them with the kernels of training, so that the first margin is
-        0 but for the order of sums. The cache's name says on what they depend.
+        The kernels are those of training, so that the first margin is 0 but for the order of sums.
+        The cache's name says on what they depend.
         """
         key = hashlib.sha256(json.dumps([
             self.sequences.digest, checkpoint.fingerprint(base), str(model.head.dtype),
             cfg.attention, model.softcap, model.temperature]).encode()).hexdigest()[:20]
-        path = Path(cfg.cache_dir, f'reference-{key}.npz')
+        path = Path(cfg.cache_dir, f'reference-{key}.npy')
         if all(gather(path.exists())):
-            with np.load(path) as file:
-                return np.split(file['sums'], np.cumsum(file['counts'])[:-1])
+            return np.load(path)
         sums = self.answer_sums(cfg, model, device)
         if rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary(path) as part, open(part, 'wb') as file:
-                np.savez(file, sums=np.concatenate(sums), counts=[len(s) for s in sums])
+                np.save(file, sums)
         return sums
 
     def answer_sums(self, cfg, model, device, rows_at_once=64):
-        """Return the log-probabilities of the answers by the model as it is."""
-        sums, order = [None] * len(self.sequences), np.argsort(-self.sequences.lengths)
-        for begin in range(0, len(order), rows_at_once):
-            chosen = order[begin:begin + rows_at_once]
+        """Return the log-probabilities of the answers by the model as it is, float32 [n, K].
+
+        n: sequences; K: the most answers of one; those with fewer have zeros at the end
+        """
+        most, order = (self.sequences.loss_mask % TIED).max(), np.argsort(-self.sequences.lengths)
+        sums = np.zeros((len(order), most), np.float32)
+        for chosen in np.split(order, range(rows_at_once, len(order), rows_at_once)):
             packed = self.pack_batch(cfg, self.sequences, chosen, world_size() * cfg.micro_rows)
             total = torch.zeros(len(packed['counts']), device=device)
             for answers, log_p, _ in answer_log_probs(model, packed, cfg, device):
                 total += answers.sums(log_p)
-            by_tree = sum_over_processes(total).cpu().numpy()[np.lexsort(packed['where'].T[::-1])]
-            sizes = np.bincount(packed['where'][:, 0])
-            for i, part in zip(chosen, np.split(by_tree, np.cumsum(sizes)[:-1]), strict=True):
-                sums[i] = part
+            tree, number = packed['where'].T
+            sums[chosen[tree], number] = sum_over_processes(total).cpu().numpy()
         reshard(model)
         return sums
 
     def pack_batch(self, cfg, sequences, chosen, multiple):
         """Return the packed trees of the sequences with the indices `chosen`."""
         packed = pack_rankings([sequences[i] for i in chosen], cfg.pack_len, multiple)
-        reference = [self.reference[chosen[tree]][k] if self.reference else 0.0
-                     for tree, k in packed['where']]
-        return packed | {'reference': np.array(reference, np.float32)}
+        tree, number = packed['where'].T
+        return packed | {'reference': np.zeros(len(tree), np.float32) if self.reference is None
+                         else self.reference[chosen[tree], number]}
 
     def token_loss(self, packed, cfg):
         """Return the function (model, rows, inputs, targets) -> (loss, {name: metric}) of a step.
@@ -439,14 +438,6 @@ class RewardModel(Preferences):
         return {'val_loss': weight @ np.logaddexp(0, -margin),
                 'val_accuracy': weight @ (np.sign(margin) + 1) / 2,
                 'val_ece': metrics.ece(1 / (1 + np.exp(-np.abs(margin))), margin > 0)}
-
-
-def print_lengths(sequences):
-    """Print the mean number of tokens of the best and of the worst answers: a bias shows here."""
-    masks = [sequences[i][1] for i in range(len(sequences))]
-    best = np.mean([np.count_nonzero(mask == 1) for mask in masks])
-    worst = np.mean([np.count_nonzero(mask == mask[-1]) for mask in masks])
-    print(f'answers: {best:.0f} tokens on average in the best, {worst:.0f} in the worst')
 
 
 # ---- The command ---------------------------------------------------------------------------------

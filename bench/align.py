@@ -23,6 +23,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import numpy as np
 import torch
 
 import train
@@ -129,7 +130,7 @@ def our_step(raw, pairs, trees, lora, folder, micro_rows=1):
     reference_s, optimizer = now() - started, build_optimizer(model, cfg)
 
     def step(indices):
-        packed = stage.pack_batch(cfg, pairs, indices, micro_rows)
+        packed = stage.pack_batch(cfg, pairs, np.array(indices), micro_rows)
         train.train_step(model, optimizer, packed, cfg, DEVICE, stage.token_loss)
     return step, reference_s
 
