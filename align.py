@@ -41,12 +41,11 @@ from torch import Tensor
 import metrics
 import train
 from data.answers import Answers
-from data.free_answers import FREE_TASKS
 from data.preferences import TIED, load_preferences, pack_rankings
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
 from model import CausalLM
-from rl import RL_METHODS, Rollouts, answer_log_probs
+from rl import RL_METHODS, Rollouts, answer_log_probs, check_rollouts
 from runtime import checkpoint, resume
 from runtime.build import build_model
 from runtime.config import load_config, require_range
@@ -55,7 +54,6 @@ from runtime.ownership import temporary
 from runtime.parallel import gather, rank, reshard, sum_over_processes, world_size
 
 # ---- Losses of pairs -----------------------------------------------------------------------------
-
 
 class Pairs(NamedTuple):
     """Float32 [pairs] of the better and the worse answer of each pair."""
@@ -119,6 +117,7 @@ def orpo(pairs, cfg):
 # a loss of your own is a function (Pairs, AlignConfig) -> loss [pairs] and a name here
 PAIR_LOSSES = {loss.__name__: loss for loss in (dpo, cdpo, robust, ipo, hinge, simpo, orpo)}
 NO_REFERENCE = {'simpo', 'orpo', 'reward'}
+
 
 @dataclass
 class AlignConfig(train.TrainConfig):
@@ -233,33 +232,9 @@ def check_align_config(cfg):
     if bool(cfg.reward) != (cfg.method in RL_METHODS):
         raise ConfigError(f'method = {cfg.method!r} and reward = {cfg.reward!r}: '
                           f'{", ".join(RL_METHODS)} need a reward, and only they')
-    task = FREE_TASKS.get(cfg.reward.partition(':')[2])
-    if task and task.runs_code and not cfg.run_code:
-        raise ConfigError(f'reward = {cfg.reward!r} runs the programs that the model writes: read '
-                          f'docs/running_code.md, then allow it with --run_code')
     check_settings_are_read(cfg)
-    require_range(cfg, 1, 10 ** 6, 'max_tokens', 'updates', 'decode_batch', 'lost_accumulation')
-    require_range(cfg, 1 if cfg.method == 'ppo' else 2, 10 ** 6, 'group_size')
-    require_range(cfg, 0, cfg.max_tokens, 'soft_overlong')
-    require_range(cfg, 0, 100, 'resample')
-    if cfg.resample and cfg.group_size == 1:
-        raise ConfigError(f'resample = {cfg.resample} replaces prompts whose answers all have '
-                          f'equal rewards, which is every prompt with group_size = 1')
-    require_range(cfg, 0, 1, 'clip', 'discount', 'gae_lambda')
-    require_range(cfg, 0, 1e3, 'clip_high', 'entropy_coef', 'kl_coef', 'value_clip', 'value_coef')
-    require_range(cfg, 1e-6, 1e6, 'kl_target', 'kl_horizon')
-    if cfg.kl_target and cfg.kl != 'reward':
-        raise ConfigError(f'kl_target = {cfg.kl_target} adapts the weight of the KL in the reward; '
-                          f"set kl = 'reward'")
-    if cfg.batch_size * cfg.group_size % cfg.lost_accumulation:
-        raise ConfigError(f'lost_accumulation = {cfg.lost_accumulation} does not divide batch_size '
-                          f'times group_size, {cfg.batch_size * cfg.group_size}')
-    if cfg.reward and cfg.max_tokens >= cfg.max_length:
-        raise ConfigError(f'max_tokens = {cfg.max_tokens} leaves no room for a prompt in '
-                          f'max_length = {cfg.max_length}')
-    if cfg.reward and world_size() > 1:
-        raise ConfigError(f'method = {cfg.method!r} generates its answers on one GPU; start it '
-                          f'without torchrun')
+    if cfg.reward:
+        check_rollouts(cfg)
 
 
 # ---- A run on preferences ------------------------------------------------------------------------
@@ -336,10 +311,7 @@ class Preferences:
                          else self.reference[chosen[tree], number]}
 
     def token_loss(self, packed, cfg):
-        """Return the function (model, rows, inputs, targets) -> (loss, {name: metric}) of a step.
-
-        Loss and metrics are means over the prompts of the step, of means over a prompt's pairs.
-        """
+        """Return as `train.token_loss`: means over the prompts, of means over a prompt's pairs."""
         pair_loss = PAIR_LOSSES[cfg.method]
         memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
 
@@ -378,14 +350,10 @@ class Preferences:
     def validation_loss(self, model, packed, cfg, device):
         """Return {val_loss, val_accuracy, ...}: means over the held-out prompts."""
         model.eval()
-        compute, total = self.token_loss(packed, cfg), 0
-        for rows, inputs, targets in train.micro_batches(packed, cfg, device):
-            loss, values = compute(model, rows, inputs, targets)
-            total = total + torch.stack([loss, *values.values()])
+        values = train.forward_backward(model, packed, cfg, device, self.token_loss)
         model.train()
         reshard(model)
-        return {f'val_{name}': value for name, value in zip(
-            ('loss', *values), sum_over_processes(total).tolist(), strict=True)}
+        return {f'val_{name}': value.item() for name, value in values.items()}
 
 
 class RewardModel(Preferences):
@@ -409,14 +377,12 @@ class RewardModel(Preferences):
     def margins(self, model, packed, rows, inputs):
         """Return (r_w - r_l, r_w + r_l, weight) of the pairs in some rows."""
         answers = Answers(packed, rows, model.head.device)
-        rewards = answers.sums(model.rewards(answers.gather(model(*inputs))))
-        r_w, r_l = rewards[answers.on_device(packed['pairs']).T]
-        weight = answers.on_device(packed['pair_weight'])
-        present = answers.present()[answers.on_device(packed['pairs'][:, 0])]
-        return r_w - r_l, r_w + r_l, weight * present
+        pairs, weight = (answers.on_device(packed[key]) for key in ('pairs', 'pair_weight'))
+        r_w, r_l = answers.sums(model.rewards(answers.gather(model(*inputs))))[pairs.T]
+        return r_w - r_l, r_w + r_l, weight * answers.present()[pairs[:, 0]]
 
     def token_loss(self, packed, cfg):
-        """Return the function that `Preferences.token_loss` returns, for rewards."""
+        """Return as `Preferences.token_loss`, for rewards."""
         def compute(model, rows, inputs, _):
             margin, both, weight = self.margins(model, packed, rows, inputs)
             values = {'nll': F.softplus(-margin), 'margin': margin,

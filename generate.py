@@ -210,12 +210,12 @@ def pack_prompts(begun, prompts):
     Their common beginning is in the row once.
     """
     numbers = [*dict.fromkeys(answer.prompt for answer in begun)]
-    some = [prompts[i] for i in numbers]
+    texts = [prompts[i] for i in numbers]
     # the last token of each is its own
-    shared = min(len(os.path.commonprefix(some)), min(map(len, some)) - 1)
+    shared = min(len(os.path.commonprefix(texts)), min(map(len, texts)) - 1)
     row = Row()
-    before = row.append(some[0][:shared], 0)
-    at = {i: [*before, *row.append(ids[shared:], shared)] for i, ids in zip(numbers, some)}
+    before = row.append(texts[0][:shared], 0)
+    at = {i: [*before, *row.append(ids[shared:], shared)] for i, ids in zip(numbers, texts)}
     row.ends[:shared] = [len(row.tokens)] * shared
     return row, at
 
@@ -264,8 +264,8 @@ def confidences(model, prompts, answers, deterministic=False):
     `evaluate.option_log_probs`: they do not depend on how the answers were generated.
     """
     from evaluate import option_log_probs       # evaluate.py imports this file
-    trees = [Tree((), [*ids], [answer.tokens for answer in some], [len(ids)] * len(some))
-             for ids, some in zip(prompts, answers, strict=True)]
+    trees = [Tree((), [*ids], [answer.tokens for answer in group], [len(ids)] * len(group))
+             for ids, group in zip(prompts, answers, strict=True)]
     return option_log_probs(model, trees, pack_len=4096, trim=128 if model.head.is_cuda else 1,
                             deterministic=deterministic)
 

@@ -18,14 +18,17 @@ import torch
 
 import train
 from data.answers import Answers, pack_rollouts
+from data.free_answers import FREE_TASKS
 from data.rl import load_prompts, load_reward
 from data.tokenizer import begins_with_bos
 from fused_ce import cross_entropy, fused_loss, joint
 from generate import generate
 from model import LoRALinear
 from runtime.build import build_model
+from runtime.config import require_range
 from runtime.device import pick_device, pick_dtype
-from runtime.errors import TrainingError
+from runtime.errors import ConfigError, TrainingError
+from runtime.parallel import world_size
 from runtime.resume import advice
 from runtime.sampling import Sampling
 
@@ -161,6 +164,36 @@ def clipped_value_loss(value, old, returns, clip):
 
 
 # ---- The stage -----------------------------------------------------------------------------------
+
+def check_rollouts(cfg):
+    """Raise ConfigError for unusable values; `align.check_align_config` checks the others."""
+    task = FREE_TASKS.get(cfg.reward.partition(':')[2])
+    if task and task.runs_code and not cfg.run_code:
+        raise ConfigError(f'reward = {cfg.reward!r} runs the programs that the model writes: read '
+                          f'docs/running_code.md, then allow it with --run_code')
+    require_range(cfg, 1, 10 ** 6, 'max_tokens', 'updates', 'decode_batch', 'lost_accumulation')
+    require_range(cfg, 1 if cfg.method == 'ppo' else 2, 10 ** 6, 'group_size')
+    require_range(cfg, 0, cfg.max_tokens, 'soft_overlong')
+    require_range(cfg, 0, 100, 'resample')
+    require_range(cfg, 0, 1, 'clip', 'discount', 'gae_lambda')
+    require_range(cfg, 0, 1e3, 'clip_high', 'entropy_coef', 'kl_coef', 'value_clip', 'value_coef')
+    require_range(cfg, 1e-6, 1e6, 'kl_target', 'kl_horizon')
+    if cfg.resample and cfg.group_size == 1:
+        raise ConfigError(f'resample = {cfg.resample} replaces prompts whose answers all have '
+                          f'equal rewards, which is every prompt with group_size = 1')
+    if cfg.kl_target and cfg.kl != 'reward':
+        raise ConfigError(f'kl_target = {cfg.kl_target} adapts the weight of the KL in the reward; '
+                          f"set kl = 'reward'")
+    if cfg.batch_size * cfg.group_size % cfg.lost_accumulation:
+        raise ConfigError(f'lost_accumulation = {cfg.lost_accumulation} does not divide batch_size '
+                          f'times group_size, {cfg.batch_size * cfg.group_size}')
+    if cfg.max_tokens >= cfg.max_length:
+        raise ConfigError(f'max_tokens = {cfg.max_tokens} leaves no room for a prompt in '
+                          f'max_length = {cfg.max_length}')
+    if world_size() > 1:
+        raise ConfigError(f'method = {cfg.method!r} generates its answers on one GPU; start it '
+                          f'without torchrun')
+
 
 class Rollouts:
     """The stage of a run of train.py that learns from rewards of answers that it generates."""

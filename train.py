@@ -307,14 +307,15 @@ def token_loss(packed, cfg):
 
 
 def forward_backward(model, packed, cfg, device, objective=token_loss):
-    """Accumulate the gradients of a step; return {'loss', 'nll'}, scalars on `device`.
+    """Return {'loss', 'nll'} of a step, scalars on `device`, and accumulate its gradients, if on.
 
     Splitting a step into more micro-batches changes nothing but rounding.
     """
     compute, total = objective(packed, cfg), 0
     for rows, inputs, targets in micro_batches(packed, cfg, device):
         loss, values = compute(model, rows, inputs, targets)
-        (loss * world_size()).backward()        # FSDP averages gradients over processes
+        if loss.requires_grad:
+            (loss * world_size()).backward()    # FSDP averages gradients over processes
         total = total + torch.stack([x.detach() for x in (loss, *values.values())])
     return dict(zip(('loss', *values), sum_over_processes(total), strict=True))
 

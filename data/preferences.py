@@ -137,12 +137,12 @@ def _messages(value, what, role='assistant'):
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise DataError(f'{what} must be text or a list of {{"role", "content"}}')
-    found = []
+    messages = []
     for turn in turns:
         name = turn.get('role', turn.get('from'))
-        found.append({'role': ROLE_NAMES.get(name, name),
-                      'content': turn.get('content', turn.get('value'))})
-    return found
+        messages.append({'role': ROLE_NAMES.get(name, name),
+                         'content': turn.get('content', turn.get('value'))})
+    return messages
 
 
 def join_answers(rows):

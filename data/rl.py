@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.answers import pack_rollouts
+from data.answers import Answers, pack_rollouts
 from data.chat import encode_prompt
 from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
 from data.free_answers import FREE_TASKS
@@ -251,10 +251,9 @@ class ModelReward:
         for row in range(len(packed['tokens'])):
             inputs = [to_device(torch.from_numpy(packed[name][row:row + 1]), self.device)
                       for name in ('tokens', 'positions', 'ends')]
-            part = slice(*packed['begin'][row:row + 2])
-            last = to_device(torch.from_numpy(packed['at'][part]), self.device)
-            values = self.model.rewards(self.model(*inputs)[0, last])
-            rewards[tuple(packed['where'][part].T)] = values.double().cpu()
+            answers = Answers(packed, [row], self.device)
+            values = self.model.rewards(answers.gather(self.model(*inputs)))
+            rewards[tuple(packed['where'][answers.part].T)] = values.double().cpu()
         return rewards
 
     def encode(self, messages, texts):
