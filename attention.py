@@ -226,8 +226,8 @@ class PrefillMask:
         self.source, self.slot, self.place = source, slot, place
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
-        for kept, new in ((self.cache.k, k), (self.cache.v, v)):    # B = 1
-            kept.transpose(1, 2)[self.slot, self.place] = new[0].transpose(0, 1)[self.source]
+        for cached, new in ((self.cache.k, k), (self.cache.v, v)):      # B = 1
+            cached.transpose(1, 2)[self.slot, self.place] = new[0].transpose(0, 1)[self.source]
         return self.mask.attend(q, k, v, scale, softcap)
 
 
@@ -246,8 +246,8 @@ class DecodeMask:
             return triton_ops.decode_kernel(self, q, k, v, scale, softcap)
         (B, H, _, hd), cache, slots = q.shape, self.cache, self.slots
         in_order = torch.equal(slots, torch.arange(B, device=q.device))     # nothing is copied then
-        for kept, new in ((cache.k, k), (cache.v, v)):
-            kept[slots, :, self.positions % cache.size] = new[:, :, 0]
+        for cached, new in ((cache.k, k), (cache.v, v)):
+            cached[slots, :, self.positions % cache.size] = new[:, :, 0]
         keys, values = ((x[:B] if in_order else x.index_select(0, slots))[:, :, :self.longest]
                         for x in (cache.k, cache.v))
         visible = torch.arange(self.longest, device=q.device) <= self.positions[:, None]

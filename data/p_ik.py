@@ -18,7 +18,7 @@ from data.prompts import lettered
 from data.questions import Loaded, Question
 from runtime.errors import DataError
 
-ASKED = 'Do you know the answer?'       # follows a question
+P_IK = 'Do you know the answer?'        # follows a question
 MEASURE = 'P(IK) of a drawn answer, asked in words'
 
 
@@ -48,7 +48,7 @@ def latest_answers(rows):
 def drawn_questions(row, place):
     """Return a Question for each drawn answer of a sample; its answer is A if that one is right."""
     question = re.sub(r'\n\w+:$', '', row['context'])       # without 'Answer:'
-    context, options, *_ = lettered(f'{question}\n{ASKED}', ['Yes', 'No'])
+    context, options, *_ = lettered(f'{question}\n{P_IK}', ['Yes', 'No'])
     digest = hashlib.blake2b(question.encode(), digest_size=8).hexdigest()
     return [Question(f'{row["task"]}/{row["id"]}', context, options, int(not answer['correct']),
                      row['subject'], category=row['task'], language=row['language'], place=place,

@@ -104,8 +104,8 @@ class Task:
 
         published: {(split, language, id): sample in the published order} of the scored questions
         """
-        return self._asked_again('permuted', self.shots, published, lambda question, result:
-                                 replace(question, published=result))
+        return self._variant('permuted', self.shots, published, lambda question, result:
+                             replace(question, published=result))
 
     def proposing(self, top):
         """Return the P(True) Task: is the model's top option of each question right?
@@ -115,7 +115,7 @@ class Task:
         """
         shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
                          for i, q in enumerate(solved)] for group, solved in self.shots.items()}
-        return self._asked_again('p_true', shots, top, Question.proposing)
+        return self._variant('p_true', shots, top, Question.proposing)
 
     def judging(self, name, measure, scored, n_ideas=5):
         """Return the Task of another confidence in the written answers; name: as in CONFIDENCES.
@@ -140,10 +140,10 @@ class Task:
             'verbalized_2s': (name, [], lambda q, sample: free_answers.verbalized_2s(
                 q, sample['greedy']['text'], sample['greedy']['correct'])),
         }.get(name, ('from_samples', self.shots[''], lambda q, sample: q))
-        task = self._asked_again(kind, {'': shots}, scored, ask)
+        task = self._variant(kind, {'': shots}, scored, ask)
         return replace(task, measure=measure, written=[*scored.values()])
 
-    def _asked_again(self, kind, shots, results, ask):
+    def _variant(self, kind, shots, results, ask):
         """Return the Task with the questions ask(question, its result) of {key: result}."""
         def questions(items, split):
             return [ask(q, results[key]) for q in items

@@ -29,8 +29,8 @@ def lowest_logits(logits, s):
         # on a CPU numpy sorts in a thirtieth of torch's time
         ordered = (logits.sort().values if logits.is_cuda else
                    torch.from_numpy(np.sort(logits.numpy()))).flip(-1)
-        kept = ordered.masked_fill(ordered < lowest[:, None], -torch.inf)
-        probs = ((kept - kept[:, :1]) / s.temperature).softmax(-1, dtype=torch.float64)
+        allowed = ordered.masked_fill(ordered < lowest[:, None], -torch.inf)
+        probs = ((allowed - allowed[:, :1]) / s.temperature).softmax(-1, dtype=torch.float64)
         # the mass before a token decides; 0 of NaN
         n = (probs.cumsum(-1) - probs < s.top_p).sum(-1).clamp(min=1)
         lowest = ordered.gather(1, n[:, None] - 1)[:, 0].maximum(lowest)
@@ -119,24 +119,24 @@ if triton is not None:
         """Merge the sums of a row, choose a block and then a token in it."""
         row, b = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
         sum_ptr += row * 5 * n_blocks + b
-        some = b < n_blocks
-        m = tl.load(sum_ptr, mask=some, other=-float('inf'))
+        valid = b < n_blocks
+        m = tl.load(sum_ptr, mask=valid, other=-float('inf'))
         highest = tl.max(m, 0)
         scale = tl.exp(m - highest)
-        e = tl.load(sum_ptr + n_blocks, mask=some, other=0.0)
-        products = tl.load(sum_ptr + 2 * n_blocks, mask=some, other=0.0)
+        e = tl.load(sum_ptr + n_blocks, mask=valid, other=0.0)
+        products = tl.load(sum_ptr + 2 * n_blocks, mask=valid, other=0.0)
         total = tl.sum(e * scale, 0)
-        mean = tl.sum(tl.where(some, (products + e * (m - highest)) * scale, 0.0), 0) / total
+        mean = tl.sum(tl.where(valid, (products + e * (m - highest)) * scale, 0.0), 0) / total
         lse = highest + tl.log(total)
         v, lowest = tl.arange(0, BLOCK), tl.load(lowest_ptr + row)
         if GREEDY:
-            weight = tl.load(sum_ptr + 3 * n_blocks, mask=some, other=-float('inf'))
+            weight = tl.load(sum_ptr + 3 * n_blocks, mask=valid, other=-float('inf'))
             block = tl.argmax(weight, 0)
             token = block * BLOCK + tl.sum(tl.where(b == block, tl.load(
-                sum_ptr + 4 * n_blocks, mask=some, other=0.0), 0.0), 0).to(tl.int32)
+                sum_ptr + 4 * n_blocks, mask=valid, other=0.0), 0.0), 0).to(tl.int32)
             log_q = 0.0
         else:       # in float64: one of 250,000 tokens may have a probability of 1e-7
-            weight = tl.load(sum_ptr + 3 * n_blocks, mask=some, other=0.0).to(tl.float64)
+            weight = tl.load(sum_ptr + 3 * n_blocks, mask=valid, other=0.0).to(tl.float64)
             weight *= tl.exp((m - highest) * inverse).to(tl.float64)
             cumulated = tl.cumsum(weight, 0)
             all_weight = tl.sum(weight, 0)

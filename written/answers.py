@@ -38,7 +38,7 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
     prompts, bad_rows, left, end = set(), [], [], set()
     earlier = {(samples.sample_key(s), s['prompt'].partition('-')[0]): s for s in task.written}
 
-    def append_sample(question, key, asked, n_shots, greedy, answers):
+    def append_sample(question, key, request, n_shots, greedy, answers):
         if n:
             sample = confidence.answer_sample(question, rule, greedy, answers)
         else:
@@ -46,7 +46,7 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
                 greedy['text'], question.lead if cfg.chat == 'none' else '')
             sample = confidence.verbalized_sample(question, rule, greedy, *stated)
         sample |= samples.question_fields(question, n_shots)
-        prompt = f'{asked}-{samples.digest(sample)}'
+        prompt = f'{request}-{samples.digest(sample)}'
         if not samples.is_silent(sample):
             prompts.add((key, prompt))
         append(key, prompt, sample)
@@ -61,11 +61,11 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
             bad_rows.append(str(error))
             continue
         key, end = (label, 'test', question.language, question.id), end | ends
-        asked = samples.digest([ids, n, max_tokens, stop, cfg.seed])
-        if sample := earlier.get((key, asked)):
-            append_sample(question, key, asked, n_shots, sample['greedy'], sample.get('answers'))
+        request = samples.digest([ids, n, max_tokens, stop, cfg.seed])
+        if sample := earlier.get((key, request)):
+            append_sample(question, key, request, n_shots, sample['greedy'], sample.get('answers'))
         else:
-            left.append((question, key, asked, n_shots, ids))
+            left.append((question, key, request, n_shots, ids))
     progress = log.Progress(label, len(left), task.unit)
     try:
         if left:
