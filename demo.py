@@ -13,6 +13,7 @@ from runtime import cli
 if __name__ == '__main__':
     cli.begin()
 
+import os
 import sys
 from dataclasses import dataclass, replace
 
@@ -64,6 +65,7 @@ def runs(demo):
 
 def main(argv):
     demo = load_config(DemoConfig, argv, usage=__doc__)
+    demo = replace(demo, out_dir=os.path.expanduser(demo.out_dir))
     for cfg in runs(demo).values():     # fail on a bad setting now, not after minutes
         check_config(cfg)
     # beside other programs one thread can be several times as fast as one per core

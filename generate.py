@@ -27,7 +27,7 @@ import os
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -297,6 +297,7 @@ def end_tokens(model, stop):
 
 def main(argv):
     cfg = read_arguments(argv)
+    cfg = replace(cfg, prompts=os.path.expanduser(cfg.prompts), out=os.path.expanduser(cfg.out))
     folder, model, tokenizer, template, add_bos = open_model(cfg)
     prompts, stop = read_prompts(cfg.prompts, tokenizer, template, add_bos)
     room(model, [ids for _, ids in prompts], cfg)       # before any file is written

@@ -113,10 +113,10 @@ def read_prompts(path, tokenizer, template, add_bos):
     prompts, stop, places = [], {tokenizer.eos_id}, {}
 
     def parse(row, place):
-        row = {'id': str(len(prompts))} | require_fields(row)
-        if ('prompt' in row) == ('messages' in row) or 'answers' in row:
-            raise DataError(f'fields {", ".join(row)}; wanted either "prompt" or "messages", and '
-                            f'no "answers"')
+        if ('prompt' in require_fields(row)) == ('messages' in row) or 'answers' in row:
+            raise DataError(f'fields {", ".join(row) or "(none)"}; wanted either "prompt" or '
+                            f'"messages", and no "answers"')
+        row = {'id': str(len(prompts))} | row
         if not isinstance(row['id'], (str, int)):
             raise DataError(f'the id {row["id"]!r} is neither text nor a whole number')
         if row['id'] in places:

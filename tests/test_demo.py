@@ -3,6 +3,7 @@
 import json
 import signal
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,7 +70,9 @@ def test_a_second_call_trains_nothing(tmp_path, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(demo, 'train', lambda cfg: seen.append(cfg) or {'after': {}})
     monkeypatch.setattr(demo, 'pick_threads', lambda: 1)
-    demo.main([f'--out_dir={tmp_path}'])
+    monkeypatch.setenv('HOME', str(tmp_path.parent))
+    demo.main([f'--out_dir=~/{tmp_path.name}'])
+    assert {Path(cfg.out_dir).parent for cfg in seen} == {tmp_path}
     assert len(seen) == 3 and all(cfg.resume and not cfg.overwrite for cfg in seen)
     printed = capsys.readouterr().out       # how it runs, and where its files are
     assert printed.startswith('torch uses 1 thread(s)') and printed.endswith(

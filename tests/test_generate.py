@@ -590,7 +590,8 @@ def run(folder, tmp_path, *arguments, questions=QUESTIONS):
     return [json.loads(line) for line in lines]
 
 
-def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_path, capsys):
+def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_path, capsys,
+                                                            monkeypatch):
     rows = run(chat_folder, tmp_path, '--n=2', '--confidence', '--per_token')
     by_id = {row['id']: row for row in rows}
     assert by_id.keys() == {'0', 'b', 3} and by_id['0']['gold'] == '7'
@@ -628,6 +629,10 @@ def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_pat
     with pytest.raises(ConfigError, match='has answers with model'):
         run(chat_folder, tmp_path, '--n=2', '--confidence', '--per_token')
     assert len(run(chat_folder, tmp_path, '--overwrite')) == 3
+    monkeypatch.setenv('HOME', str(tmp_path))
+    program.main(['--model=~/model', '--prompts=~/prompts.jsonl', '--out=~/other/answers.jsonl',
+                  '--device=cpu', '--max_tokens=6'])
+    assert (tmp_path / 'other' / 'answers.jsonl').read_text() == out.read_text()
 
 
 def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
@@ -642,7 +647,7 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
         run(chat_folder, tmp_path)
     mine.unlink()
     for row, message in (
-            ({'text': 'x'}, 'prompts.jsonl:2: fields id, text; wanted either "prompt" or "mess'),
+            ({'text': 'x'}, 'prompts.jsonl:2: fields text; wanted either "prompt" or "mess'),
             ({'prompt': 5}, 'the prompt is not text'), ({'messages': ['x']}, 'must be a list of'),
             ({'messages': []}, "the last message must be the user's"),
             ({'prompt': 'a', 'id': [1]}, 'neither text nor a whole number'),
