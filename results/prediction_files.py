@@ -7,11 +7,13 @@ wrote are converted here for every other reader too.
 """
 
 import argparse
+import gzip
 import json
 import os
 import re
 import signal
 import sys
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +43,7 @@ so has each group of one call of lm_eval, such as mmlu.
 example: python metrics.py out/base/samples.jsonl
          python metrics.py --norm=char out/model/samples_hellaswag_*.jsonl""")
     parser.add_argument('files', nargs='+', metavar='file', help='such as the samples.jsonl of '
-                        'evaluate.py')
+                        'evaluate.py; may be .gz')
     parser.add_argument('--norm', choices=NORMS, default='token',
                         help='divisor of the log-probability of an option: its number of tokens '
                         '(the default; 1 for lm_eval, which does not give that number, as for '
@@ -53,9 +55,9 @@ example: python metrics.py out/base/samples.jsonl
             source = f'{Path(path).parent}, {date}' if date else path
             for name, row in _read_rows(path, task, options.norm):
                 tasks.setdefault((source, name), []).append(row)
-        except OSError as error:
+        except (OSError, EOFError, zlib.error) as error:    # the last two of a damaged .gz file
             hint = '; name a file in it, such as samples.jsonl' * Path(path).is_dir()
-            sys.exit(f'error: {path}: {error.strerror}{hint}')
+            sys.exit(f'error: {path}: {getattr(error, "strerror", None) or error}{hint}')
         except ValueError as error:
             sys.exit(f'error: {path}:{error}')
     several = len({source for source, _ in tasks}) > 1
@@ -70,7 +72,7 @@ example: python metrics.py out/base/samples.jsonl
 def _read_rows(path, group, norm):
     """Yield (task, what _parse returns) of each line; ValueError begins with the line number."""
     first_kinds = {}
-    with open(path, 'rb') as lines:
+    with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

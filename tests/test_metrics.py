@@ -1,6 +1,7 @@
 """metrics.py: golden values of other libraries, properties, errors"""
 
 import importlib.util
+import gzip
 import io
 import itertools
 import json
@@ -781,6 +782,13 @@ def test_metrics_as_a_program(tmp_path):
                       {'confidence': 0.6, 'correct': 0, 'task': 'Sprachmodell ü'}])
     done = run_metrics(path)
     assert done.stdout.startswith('Sprachmodell ü\nn  ') and '\nmmlu\nn  ' in done.stdout
+    packed = tmp_path / 'samples.jsonl.gz'
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert run_metrics(packed).stdout == done.stdout
+    packed.write_bytes(packed.read_bytes()[:-9])
+    assert run_metrics(packed).stderr.startswith(f'error: {packed}: Compressed file ended')
+    packed.write_bytes(path.read_bytes())
+    assert run_metrics(packed).stderr.startswith(f'error: {packed}: Not a gzipped file')
     write_rows(path, [{'log_probs': [-80.0, -2.0], 'answer': 0}])
     assert ['nll', '78.0000'] in [line.split() for line in run_metrics(path).stdout.split('\n')]
 
