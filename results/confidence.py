@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 import metrics
+from results.samples import digest
 
 
 def greedy_probability(sample):
@@ -233,7 +234,13 @@ def facts(label, rows):
     if not name:
         return {'written': shares(rows[task])}
     return {'ece_floor': ece_floor(rows[task], name),
-            'unparsed': len(rows[task]) - len(rows[label])}
+            'unparsed': len(rows[task]) - len(rows[label]),
+            'answers': digest_of_answers(rows[task])}
+
+
+def digest_of_answers(rows):
+    """Return a hash of the samples of a task with written answers, and of how they were graded."""
+    return digest(sorted(sample['prompt'] for sample in rows))
 
 
 def shares(samples):

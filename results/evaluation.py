@@ -16,8 +16,10 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
     tasks:   {task: its Task}, those of data/tasks.py
     cfg:     the EvalConfig; identity: hashes of the model and the tokenizer
     """
-    earlier = report.measure_again({task: earlier[task] for task in earlier if task not in results},
-                                   samples)
+    earlier = report.measure_again({
+        task: result for task, result in earlier.items()
+        if task not in results and not is_of_other_answers(task, result, results, samples)},
+        samples)
     with ThreadPoolExecutor(1) as pool:     # pictures are drawn while the workers compute
         drawn = cfg.pictures and pool.submit(report.draw_diagrams, earlier, results, samples, tasks,
                                              out_dir)
@@ -38,3 +40,13 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
     if pictures:
         print(f'wrote {", ".join(pictures)} to {out_dir}')
     return content
+
+
+def is_of_other_answers(task, result, results, samples):
+    """Return whether `result` is that of a confidence in answers that have changed since."""
+    parent = task.partition('.')[0]
+    if parent not in results or 'answers' not in result or (
+            result['answers'] == confidence.digest_of_answers(samples[parent])):
+        return False
+    print(f'{task}: left out, since the answers to {parent} have changed; evaluate it again')
+    return True

@@ -517,6 +517,25 @@ def test_answers_do_not_depend_on_the_other_questions(asked, tmp_path):
                every[a['id']]['greedy']['text'] for a in others)
 
 
+def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, monkeypatch):
+    folder, *_ = asked
+    entries = {'qa.p_true', 'qa.p_true_samples', 'qa.p_ik'}
+    before = ask(folder, tmp_path, '--p_true', '--p_ik')
+    assert entries <= before.keys() and entries <= ask(folder, tmp_path).keys()
+    capsys.readouterr()
+    assert not entries & ask(folder, tmp_path, '--seed=1').keys()
+    assert 'qa.p_ik: left out, since the answers to qa have changed' in capsys.readouterr().out
+    after = ask(folder, tmp_path, '--p_true', '--p_ik')     # each is still in samples.jsonl
+    assert {name: after[name]['pooled'] for name in entries} == {
+        name: before[name]['pooled'] for name in entries}
+    ask(folder, tmp_path, '--p_true', '--p_ik', '--limit=4')
+    for split in ('train', 'validation'):       # another task, which leaves these as they are
+        write_rows(tmp_path / 'nq' / f'{split}.jsonl', [{'question': 'Who?', 'answer': ['x']}] * 2)
+    assert entries < ask(folder, tmp_path, f'--tasks=nq_open:{tmp_path / "nq"}').keys()
+    monkeypatch.setattr(FREE_TASKS['qa'], 'match', lambda *_: True)     # other grades
+    assert not entries & ask(folder, tmp_path).keys()
+
+
 def test_an_edited_rule_grades_the_same_answers_again(asked, tmp_path, monkeypatch):
     folder, _, share = asked
     before = ask(folder, tmp_path)
