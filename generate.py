@@ -131,7 +131,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     stop_ids: tokens that end an answer
     The device is one step ahead, so a step of an answer that ends early is lost. Raises
     DataError for a prompt that does not fit, ConfigError for stop strings without a tokenizer,
-    FloatingPointError for logits that are not finite.
+    FloatingPointError(index of the prompt) for logits that are not finite.
     """
     if s.stop and tokenizer is None:
         raise ConfigError(f'stop = {s.stop}: stop strings need a tokenizer')
@@ -223,7 +223,7 @@ def pack_prompts(begun, prompts):
 def add(answer, token, log_p, log_q, entropy):
     """Append what `draw` returned for one token."""
     if not math.isfinite(log_p + log_q + entropy):
-        raise FloatingPointError(f'prompt {answer.prompt + 1}')
+        raise FloatingPointError(answer.prompt)
     answer.tokens.append(int(token))
     answer.log_probs.append(log_p)
     answer.sample_log_probs.append(log_q)
@@ -328,8 +328,9 @@ def main(argv):
                         n_tokens += sum(row['n_tokens'] for row in rows)
                         progress.update()
         except FloatingPointError as error:
-            raise CheckpointError(checkpoint.bad_logits(str(error), folder, settings['dtype'])
-                                  ) from error
+            row, _ = left[error.args[0]]
+            raise CheckpointError(checkpoint.bad_logits(
+                f'the prompt with id {row["id"]!r}', folder, settings['dtype'])) from error
         n_tokens = sum(parallel.gather(n_tokens))
         if rank == 0:
             merge_parts(out)

@@ -270,8 +270,9 @@ class Rollouts:
         try:
             done = dict(generate(self.model, ids, sampling, self.tokenizer, self.prompts.stop))
         except FloatingPointError as error:
-            raise TrainingError(f'{error} of a step: the model in training gives NaN or infinite '
-                                f'logits; lower lr; {advice(cfg.out_dir)}') from error
+            raise TrainingError(f'prompt {error.args[0] + 1} of a step: the model in training '
+                                f'gives NaN or infinite logits; lower lr; {advice(cfg.out_dir)}'
+                                ) from error
         answers = [done[i] for i in range(len(ids))]
         rewards = self.reward.scores([self.prompts.messages[i] for i in chosen],
                                      [[answer.text for answer in group] for group in answers],

@@ -672,8 +672,17 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
         program.read_arguments(['--model=x'])
     rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(torch.nan))
     for rules in ((), ('--temperature=1', '--top_p=0.9')):
-        with pytest.raises(CheckpointError, match='prompt 1: .*model.norm.weight in .* holds NaN'):
+        with pytest.raises(CheckpointError, match="id '0': .*model.norm.weight in .* holds NaN"):
             run(chat_folder, tmp_path, *rules)
+
+
+def test_a_prompt_with_logits_that_are_not_finite_is_named_after_others_too(
+        chat_folder, tmp_path, monkeypatch):
+    run(chat_folder, tmp_path, questions=QUESTIONS[:1])
+    monkeypatch.setattr(slots, 'draw', lambda logits, *_: torch.tensor(
+        [[3.0, torch.nan, 0.0, 0.0]] * len(logits)))
+    with pytest.raises(CheckpointError, match="the prompt with id 'b': the model gives NaN"):
+        run(chat_folder, tmp_path)
 
 
 @pytest.mark.slow

@@ -82,8 +82,8 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
                 append_sample(*entry, *((first[i], answers) if n else (answers[0], None)))
                 progress.update()
     except FloatingPointError as error:
-        raise CheckpointError(checkpoint.bad_logits(f'{label}: {error}', folder, cfg.dtype)
-                              ) from error
+        where = f'{label}: {left[error.args[0]][0].place}'
+        raise CheckpointError(checkpoint.bad_logits(where, folder, cfg.dtype)) from error
     finally:
         progress.bar.close()
     return prompts, bad_rows
