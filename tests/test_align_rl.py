@@ -23,7 +23,7 @@ from data.tokenizer import load_model_tokenizer
 from generate import Answer
 from rl import RL_METHODS, Rollouts
 from runtime import checkpoint
-from runtime.errors import ConfigError, DataError
+from runtime.errors import ConfigError, DataError, TrainingError
 
 # ---- Advantages and divisors ---------------------------------------------------------------------
 
@@ -319,6 +319,14 @@ def test_equal_rewards_give_no_gradient(llama, method, tmp_path):
     values, packed, model = first_step(cfg)
     assert values['loss'] == 0 and packed['measured']['reward'] == pytest.approx(0.7)
     assert all((p.grad == 0).all() for p in model.parameters())
+
+
+def test_logits_of_a_rollout_that_are_not_finite_end_the_run(llama, tmp_path):
+    cfg = config(llama, tmp_path)
+    stage, model = stage_of(cfg)
+    model.decoder.norm.weight.data.fill_(torch.nan)
+    with pytest.raises(TrainingError, match='prompt 1 of a step: the model in training gives NaN'):
+        stage.sample(cfg, np.array([2, 0]), 0, 3)
 
 
 def test_a_step_raises_what_is_better_than_the_mean(llama, tmp_path):

@@ -23,8 +23,8 @@ from data.tokenizer import load_tokenizer
 from data.trees import load_answers
 from results import confidence, plots
 from results.samples import latest_samples, read_samples
-from runtime import checkpoint
-from runtime.errors import ConfigError, DataError
+from runtime import checkpoint, slots
+from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.sampling import Sampling
 from runtime.sandbox import run_program
 from train import TrainConfig, train
@@ -470,6 +470,13 @@ def test_results_have_an_entry_for_each_confidence(asked):
     assert 'with 4 samples per question' in text and '| qa.greedy_agreement |' in text
     page = (folder / 'out' / 'report.html').read_text()
     assert page.count('<th>floor of ECE') == 1 and '<td>qa.greedy_agreement<td>10' in page
+
+
+def test_a_question_whose_logits_are_not_finite_is_named(asked, tmp_path, monkeypatch):
+    monkeypatch.setattr(slots, 'draw', lambda logits, *_: torch.tensor(
+        [[3.0, torch.nan, 0.0, 0.0]] * len(logits)))
+    with pytest.raises(CheckpointError, match=r'qa: .*test.jsonl:\d+: the model gives NaN'):
+        ask(asked[0], tmp_path)
 
 
 def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
