@@ -15,8 +15,8 @@ Figure 1 compares open models with their instruction-tuned variants.
 Not stated, and chosen here:
 
 - Scoring: the letters of the listed options, without solved questions (0 shots). The perplexity of
-  one token is its inverse probability. docs/papers.md derives both from the printed numbers. The
-  other reading, texts with their mean log-probability per token: --eval.scoring=text
+  one token is its inverse probability. docs/papers.md derives both from the printed numbers. For
+  the other reading, texts with their mean log-probability per token, use --eval.scoring=text
   --eval.shots=5.
 - Tuning: LoRA as in open-instruct, with rank 64, alpha 16 and dropout 0.1 on all seven matrices.
   Only LoRA has a dropout there, and exact AdamW on all weights of 7B and 8B models does not fit on

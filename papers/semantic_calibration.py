@@ -5,8 +5,8 @@
 
 Stated: answers are drawn at temperature 1; a function maps each answer to a class, the confidence
 is the share of the largest class, and smooth ECE measures it. Base models are predicted to be
-calibrated over classes; tuning by reinforcement learning or DPO breaks that, supervised tuning
-mostly does not; so does a chain of thought, which makes base models underconfident. GSM8K, TriviaQA
+calibrated over classes. Tuning by reinforcement learning or DPO breaks that, and so does a chain of
+thought, which makes base models underconfident; supervised tuning mostly does not. GSM8K, TriviaQA
 and other tasks, answers as a word, a sentence or a chain of thought, 0.5B to 72B weights; smooth
 ECE of base models is .030 to .047.
 
