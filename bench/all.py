@@ -43,11 +43,12 @@ WHAT = {
     'commands': 'Whole commands beside lm-evaluation-harness',
     'align': "DPO beside TRL's DPOTrainer",
     'generate': "Decoding beside transformers' generate and the limit of the hardware",
+    'answers': 'Written answers to GSM8K beside lm-evaluation-harness',
     'metrics': 'Calibration metrics beside torchmetrics and netcal, on the CPU',
 }
 DATA = {        # the option with the file of a script, which needs --tokenizer as well
     'train': 'conversations', 'sft': 'conversations', 'eval': 'data', 'commands': 'data',
-    'align': 'pairs', 'generate': 'prompts',
+    'align': 'pairs', 'generate': 'prompts', 'answers': 'gsm8k',
 }
 WITHOUT_DATA = 'train', 'generate'      # measure less then; the others of DATA nothing
 MARGIN = 0.03       # beyond the spread
@@ -179,6 +180,8 @@ def timings(name, content):
             elif name == 'sft' and method.startswith('ours'):
                 numbers |= {f'{table["shape"]}, {method}, {kind}, s': row[kind]['until the end']
                             for kind in ('cold', 'warm') if kind in row}
+            elif name == 'answers' and method.startswith('ours'):
+                numbers[f'{label}, s'] = row['seconds']
     return numbers
 
 
@@ -249,6 +252,7 @@ def main(argv=None):
     parser.add_argument('--conversations', help='a file of conversations for train and sft')
     parser.add_argument('--pairs', help='a file of preferences for align')
     parser.add_argument('--prompts', help='a file of prompts for generate')
+    parser.add_argument('--gsm8k', help="a folder with GSM8K's files for answers")
     parser.add_argument('--only', default=','.join(WHAT), help='scripts; default: %(default)s')
     parser.add_argument('--shape', help='models, separated by commas; default: the script decides')
     parser.add_argument('--minutes', type=float, help='stop after this many minutes')
@@ -260,10 +264,11 @@ def main(argv=None):
     unknown = set(options.only) - WHAT.keys()
     if unknown or len(options.compare or ()) > 2:
         parser.error(f'--only takes {", ".join(WHAT)}; --compare one or two commits')
-    if any((options.conversations, options.pairs, options.prompts)) and not options.tokenizer:
-        parser.error('--conversations, --pairs and --prompts need --tokenizer')
+    files = options.conversations, options.pairs, options.prompts, options.gsm8k
+    if any(files) and not options.tokenizer:
+        parser.error('--conversations, --pairs, --prompts and --gsm8k need --tokenizer')
     # the scripts run elsewhere
-    for key in ('data', 'tokenizer', 'conversations', 'pairs', 'prompts', 'out'):
+    for key in ('data', 'tokenizer', 'conversations', 'pairs', 'prompts', 'gsm8k', 'out'):
         value = getattr(options, key)
         setattr(options, key, value and str(Path(value).expanduser().resolve()))
     if options.compare:

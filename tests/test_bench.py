@@ -13,6 +13,7 @@ import pytest
 import torch
 import bench.align
 import bench.all
+import bench.answers
 import bench.commands
 import bench.eval
 import bench.floors
@@ -41,7 +42,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(),
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(bench.train, 'LENGTH', 48)
-    for module in (bench.train, bench.eval, bench.generate, bench_common):
+    for module in (bench.train, bench.eval, bench.generate, bench.answers, bench_common):
         monkeypatch.setitem(module.MODELS, 'llama32_1b', TINY)
 
 
@@ -136,6 +137,61 @@ def test_the_whole_command_of_generation(small, tmp_path, capsys):
     assert 24 <= whole['tokens'] <= 3 * 8 * 256
     bench.generate.print_table({'shape': 'tiny', 'results': {}, 'command': whole})
     assert 'whole command' in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@needs_no_gpu
+def test_written_answers(small, tmp_path, monkeypatch, capsys):
+    """Ours from the command, the peer's from a class in its place: prompts, settings, tokens."""
+    tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
+    rows = [{'question': f'{i} foxes?', 'answer': f'They are {i}.\n#### {i}'} for i in range(9)]
+    for split, part in (('train', rows[:5]), ('test', rows[5:])):
+        write_rows(tmp_path / 'gsm8k' / f'{split}.jsonl', part)
+    asked = []
+
+    class HFLM:
+        tokenizer = SimpleNamespace(pad_token_id=7)
+
+        def __init__(self, model, **options):
+            assert options['add_bos_token'] and Path(model, 'config.json').exists()
+
+        def _model_generate(self, context, max_length):
+            return torch.tensor([[1, 2, 3, 4, 5, 7]]).expand(len(context), -1)
+
+        def generate_until(self, requests, disable_tqdm):
+            if self.batch_size_per_gpu > 9:
+                raise RuntimeError('out of memory')
+            asked.append(requests)
+            self._model_generate(context=torch.zeros(len(requests), 2), max_length=8)
+            return ['text'] * len(requests)
+
+    for name, module in (('lm_eval.models.huggingface', {'HFLM': HFLM}), ('lm_eval.api.instance', {
+            'Instance': lambda kind, doc, arguments, index: (kind, *arguments)})):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**module))
+    for name in ('lm_eval', 'lm_eval.models', 'lm_eval.api'):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    config = bench.answers.BenchConfig(data=str(tmp_path / 'gsm8k'), tokenizer=str(tokenizer), n=2,
+                                       max_tokens=5, questions=3, batch=(4, 10))
+    table, = bench.answers.bench(config)
+    whole, alone, peer, failed = table['results'].values()
+    assert whole['answers'] == alone['answers'] == 4 * 3 and 12 <= whole['tokens'] <= 60
+    assert 0 < alone['seconds'] < whole['seconds']
+    assert peer['answers'] == 6 and peer['tokens'] == 6 * 3     # without context and padding
+    assert failed == {'failed': 'RuntimeError: out of memory'}
+    assert [len(requests) for requests in asked] == [1, 6]
+    kind, prompt, settings = asked[1][-1]
+    assert kind == 'generate_until' and settings | {
+        'until': ['Question:'], 'max_gen_toks': 5, 'do_sample': True, 'temperature': 1.0,
+        'top_k': 0} == settings
+    assert prompt.startswith('Question: 0 foxes?\nAnswer: They are 0.\n#### 0\n\nQuestion: 1')
+    assert prompt.endswith('#### 4\n\nQuestion: 7 foxes?\nAnswer:')
+    assert '| ours, answers alone | 12 | ' in capsys.readouterr().out
+    bench_common.save(tmp_path / 'answers.json', [table])
+    bench.answers.main([f'--plot={tmp_path / "answers.json"}'])
+    assert (tmp_path / 'answers.png').read_bytes().startswith(b'\x89PNG')
+    assert bench.all.timings('answers', {'tables': [table]}).keys() == {
+        f'llama32_1b, answers, ours, {name}, s' for name in (
+            'whole command with all confidences', 'answers alone')}
 
 
 @pytest.mark.slow
@@ -270,7 +326,8 @@ def test_metrics():
 
 
 @needs_no_gpu
-@pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors', 'align', 'sft'])
+@pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors', 'align', 'sft',
+                                    'answers'])
 def test_scripts_without_a_gpu_say_that_they_need_one(script):
     with pytest.raises(SystemExit, match=f'error: bench/{script}.py needs a CUDA device'):
         getattr(bench, script).main([])
