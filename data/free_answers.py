@@ -140,10 +140,11 @@ def first_line(text):
 def short_answer(text):
     """Return the first sentence after the last mark, or of the first line, without markup.
 
-    A period ends a sentence after three small letters or digits, not in 'J. R. R.' or 'St. Louis'.
+    A period ends a sentence after three digits or letters other than A to Z: not in 'J. R. R.' or
+    'St. Louis'.
     """
     line = first_line(marked(text) or text) or ''
-    line = re.split(r'(?:(?<=[a-z0-9]{3})|(?<=[*"”`]))\.(?:\s|$)', line)[0]
+    line = re.split(r'(?:(?<=[^\W_A-Z]{3})|(?<=[*"”`]))\.(?:\s|$)', line)[0]
     return line.strip(' *"“”`') if re.search(r'\w', line) else None
 
 

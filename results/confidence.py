@@ -180,11 +180,15 @@ def span(answer, rule, tokenizer):
     begin = next((i for i in begins if rule.lenient(
         whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), begins[-1])
 
-    def end(i):
-        return len(tokenizer.decode(answer.tokens[:i + 1], start=False))
+    def whole_characters(i):
+        """Return how many characters the tokens up to i hold, and whether a part of one follows."""
+        decoded = tokenizer.decode(answer.tokens[:i + 1], start=False)
+        n = len(os.path.commonprefix((decoded, whole)))
+        return n, len(decoded) > n
 
-    first = bisect.bisect_right(tokens, begin, key=end)
-    last = bisect.bisect_left(tokens, begin + len(text), first, key=end)
+    first = bisect.bisect_right(tokens, begin, key=lambda i: sum(whole_characters(i)))
+    last = bisect.bisect_left(tokens, begin + len(text), first,
+                              key=lambda i: whole_characters(i)[0])
     return {'span': text, 'span_log_prob': math.fsum(answer.log_probs[first:last + 1])}
 
 

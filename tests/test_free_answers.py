@@ -131,6 +131,8 @@ def test_texts_are_normalized_as_by_the_papers(key, official):
     ('Washington, D.C.', 'Washington, D.C.', 'Washington, D.C.'),
     ('St. Louis. It lies on a river.', 'St. Louis', 'St. Louis. It lies on a river.'),
     ('Paris. It is in France', 'Paris', 'Paris. It is in France'),
+    ('Perú. Está en Lima', 'Perú', 'Perú. Está en Lima'), ('Москва. Да', 'Москва', 'Москва. Да'),
+    ('И. С. Тургенев', 'И. С. Тургенев', 'И. С. Тургенев'),
     ('**Paris**', 'Paris', '**Paris**'),
     ('The answer is "Paris".', 'Paris', 'The answer is "Paris".'),
     ('Let me see.\nAnswer: Paris', 'Paris', 'Let me see.'),
@@ -313,6 +315,25 @@ def test_the_span_is_where_the_answer_was_extracted(task, text, begin):
     answer = generate.Answer(0, 0, [*map(ord, text)], log_probs, text=text)
     span = confidence.span(answer, FREE_TASKS[task], Characters())
     assert span['span_log_prob'] == sum(log_probs[begin:begin + len(span['span'])])
+
+
+@pytest.mark.parametrize('text, begin, end', [
+    ('ß', 0, 1), (' 日本\n', 1, 3), ('It is café. Yes', 0, 10), ('Answer: 東京都', 8, 11),
+    ('a日 👩\u200d👧!', 0, 7), ('Answer: x\u0301.', 8, 11)])
+@pytest.mark.parametrize('size', [1, 2, 3, 5])
+def test_the_span_holds_all_tokens_of_its_characters(text, begin, end, size):
+    """A token is `size` bytes, so that characters begin and end inside tokens."""
+    class Bytes:
+        def decode(self, tokens, start):
+            return b''.join(tokens).decode('utf-8', 'replace')
+    whole = text.encode()
+    tokens = [whole[i:i + size] for i in range(0, len(whole), size)]
+    log_probs = [-float(2 ** i) for i in range(len(tokens))]
+    answer = generate.Answer(0, 0, tokens, log_probs, text=text)
+    span = confidence.span(answer, FREE_TASKS['qa'], Bytes())
+    assert span['span'] == text[begin:end]
+    first, last = len(text[:begin].encode()) // size, (len(text[:end].encode()) - 1) // size
+    assert span['span_log_prob'] == sum(log_probs[first:last + 1])
 
 
 def test_the_ece_floor_is_that_of_a_calibrated_model():
