@@ -25,7 +25,7 @@ from runtime import cli
 from study import aligned, alignment, common
 from study.aligned import difference_table, plain
 from study.alignment import DPO, GRPO, PPO, RUNS, WHOLE
-from study.frontier import at_equal_accuracy, bars, finish, panels
+from study.frontier import at_equal_accuracy, bars, cell, finish, panels
 from study.metrics_agree import kendall
 from train import TrainConfig
 
@@ -207,16 +207,20 @@ def noise_tests(numbers):
     dpo, cdpo = ({key: numbers.of(name, key) for key in ('margin', 'preference_ece', 'ece')}
                  for name in NOISY)
     limit = np.log((1 - NOISE) / NOISE)
-    both = np.array([[numbers.of(name, key) for name in PAIR_MODELS]
-                     for key in ('preference_ece', 'ece')])       # [2, models, seeds]
-    tau = [kendall(*x, n_resamples=1)[0] if np.isfinite(x).all() else np.nan
-           for x in np.moveaxis(both, -1, 0)]
     return difference_table({
         'margin of cDPO - log 4': cdpo['margin'] - limit,
         'margin of DPO - log 4': dpo['margin'] - limit,
         'preference ECE: cDPO - DPO': cdpo['preference_ece'] - dpo['preference_ece'],
         'ECE of answers: cDPO - DPO': cdpo['ece'] - dpo['ece'],
-        'tau of preference ECE and ECE of answers': np.array(tau)})
+        'tau of preference ECE and ECE of answers': tau(numbers, PAIR_MODELS)})
+
+
+def tau(numbers, names):
+    """Return float [seeds]: Kendall's tau of preference ECE and ECE of answers over models."""
+    both = np.array([[numbers.of(name, key) for name in names]
+                     for key in ('preference_ece', 'ece')])       # [2, models, seeds]
+    return np.array([kendall(*x, n_resamples=1)[0] if np.isfinite(x).all() else np.nan
+                     for x in np.moveaxis(both, -1, 0)])
 
 
 def curves(numbers, x, method, kind=''):
@@ -254,19 +258,50 @@ def stated_tests(numbers):
         for key, title in keys.items()})
 
 
+def changes_table(numbers):
+    """Questions 1 to 3: what each model changed; no tests were planned."""
+    rows = [['not tested', 'reward of its answers: at first', 'at last', 'held-out reward - SFT',
+             'ECE - SFT', 'ECE after a temperature']]
+    names = [name_of(*each) for each in WEIGHTED]
+    names += [name_of(method, weight, '-lora') for method, weight in WEIGHTED if method in LORA]
+    for name in (*names, *NOISY):
+        rows.append([name, *('' if name in PAIR_MODELS else plain(numbers.of(name, key))
+                             for key in ('first_reward', 'trained_reward')),
+                     *(cell(numbers.of(name, key) - numbers.of('sft', key))
+                       for key in ('reward', 'ece')),
+                     plain(numbers.of(name, 'ece', scaling='temperature'))])
+    return rows
+
+
+def costs_table(numbers):
+    """Questions 1 and 2: differences that were looked at without a plan."""
+    rows = [['not tested', 'mean']]
+    for method in ('ppo', 'grpo'):
+        low, *_, high = WEIGHTS[method]
+        rows.append([f'held-out reward of {TITLES[method]}, {low} - {high}', cell(
+            numbers.of(name_of(method, low), 'reward')
+            - numbers.of(name_of(method, high), 'reward'))])
+    clean = [name for name in PAIR_MODELS if name not in NOISY]
+    return rows + [['tau without the two models with wrong labels', cell(tau(numbers, clean))]]
+
+
 def figure(numbers, path):
     """Draw the ECE of each method by the weight of the KL, and that of the closed form."""
     drawn, axes = panels(1, 3)
+    aside = {'-expected': 0.9, '': 1, '-lora': 1.1}
     for ax, (method, weights) in zip(axes[0], WEIGHTS.items(), strict=True):
         series = {'full weights': ('', 'C0'), 'closed form': ('-expected', 'black')}
         if method in LORA:
             series['LoRA'] = ('-lora', 'C1')
         for label, (kind, color) in series.items():
-            for weight in weights:
-                bars(ax, weight, numbers.of(name_of(method, weight, kind), 'ece'), color=color,
-                     label=label)
+            for weight in weights:      # side by side, so that no interval hides another
+                bars(ax, weight * aside[kind], numbers.of(name_of(method, weight, kind), 'ece'),
+                     color=color, label=label)
         ax.axhline(numbers.of('sft', 'ece').mean(), color='gray', linestyle=':', label='SFT')
         ax.set_xscale('log')
+        ax.set_xticks(weights, map(str, weights))
+        ax.set_xticks((), minor=True)
+        ax.set_ylim(bottom=0)
         ax.set(xlabel='beta' if method == 'dpo' else 'weight of the KL', ylabel='ECE')
         ax.set_title(TITLES[method], fontsize=10)
         ax.grid(alpha=0.3)
@@ -274,7 +309,8 @@ def figure(numbers, path):
 
 
 CLAIMS = {'closed-form': ('Claim 15: the closed form, wrong labels, LoRA, stated confidence', (
-    models_table, expected_tests, noise_tests, lora_tests, stated_table, stated_tests), figure)}
+    models_table, expected_tests, noise_tests, lora_tests, changes_table, costs_table, stated_table,
+    stated_tests), figure)}
 
 
 def main(arguments=None):

@@ -686,13 +686,15 @@ def test_the_tables_and_figures_of_alignment(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_tables_of_alignment_are_those_of_the_committed_numbers():
-    numbers = aligned.Numbers(aligned.RESULTS)
+@pytest.mark.parametrize('script, titles', [
+    (aligned, ('Alignment\n', 'Written answers\n')), (closed_form, ('The closed form\n',))])
+def test_the_tables_of_alignment_are_those_of_the_committed_numbers(script, titles):
+    numbers = aligned.Numbers(script.RESULTS)
     claims = re.split(r'\n## (?:\d+\. )?', (HERE / 'study' / 'STUDY.md').read_text())
-    claims = [text for text in claims if text.startswith(('Alignment\n', 'Written answers\n'))]
-    for (name, (title, tables, _)), text in zip(aligned.CLAIMS.items(), claims, strict=True):
+    claims = [text for text in claims if text.startswith(titles)]
+    for (name, (title, tables, _)), text in zip(script.CLAIMS.items(), claims, strict=True):
         made = frontier.page(numbers, title, tables)
-        assert made == (aligned.RESULTS / f'{name}.md').read_text()
+        assert made == (script.RESULTS / f'{name}.md').read_text()
         cells = set(re.findall(r'(?<=[| ])[-+]?0\.\d{3} ± \d\.\d{3}(?:, p [\d.e-]*\d)?', text))
         assert len(cells) > 30 and {cell for cell in cells if cell not in made} == set(), name
 
