@@ -270,7 +270,7 @@ class Preferences:
     def cached_reference(self, cfg, model, base, device):
         """Return the `answer_sums` of the untrained model, from the cache if they are there.
 
-        The kernels are those of training, so that the first margin is 0 but for the order of sums.
+        The kernels are those of training, so that the first margin is 0 up to rounding.
         The cache's name says on what they depend.
         """
         key = hashlib.sha256(json.dumps([

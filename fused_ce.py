@@ -344,7 +344,7 @@ def _sums_and_gradients(hidden, weight, target, loss, softcap, dtype, memory=Non
     chunks, groups_fit = _chunks(n, rows, group)
     buffer = torch.empty(max((c.stop - c.start for c in chunks), default=0), V, device=device,
                          dtype=logits_dtype)
-    # Separate tensors, all aligned: Triton compiles a kernel anew for another alignment.
+    # Separate tensors, all aligned: Triton compiles a kernel again for another alignment.
     s = RowSums(V, **{name: torch.zeros(n, device=device, dtype=torch.int64 if name == 'top_token'
                                         else torch.float32)
                       for name in {'z_y', 'lse', *loss.sums, *sums} - {'tokens'}}, tokens=tokens)

@@ -397,7 +397,7 @@ def smooth_ece(probs, labels) -> float:
         return residual / density
 
     widths = np.arange(1, 1025) / 1024
-    # equal but for rounding is equal; the last width needs no test
+    # equal up to rounding counts as equal; the last width needs no test
     k = bisect.bisect_left(widths[:-1], True, key=lambda w: smoothed_error(w) <= w + 1e-12)
     return float(smoothed_error(widths[k]))
 

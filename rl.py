@@ -77,7 +77,7 @@ class Method(NamedTuple):
 
     ratio: that of the probabilities by the new and the old policy: of each 'token', of the whole
     'answer', or 'mean', the geometric mean over the answer's tokens
-    clip_high: in place of cfg.clip_high = None
+    clip_high: the value that cfg.clip_high = None stands for
     """
     advantage: Callable | None
     weight: Callable

@@ -173,7 +173,7 @@ def main(argv):
         except DataError as error:      # the conversation does not fit into the context
             if once:
                 raise
-            print(f'({error}; the conversation begins anew)', file=sys.stderr)
+            print(f'({error}; the conversation starts over)', file=sys.stderr)
             messages = []
             continue
         except FloatingPointError as error:

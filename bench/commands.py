@@ -44,7 +44,7 @@ class BenchConfig:
     caches: tuple[Literal['cold', 'warm'], ...] = ('cold', 'warm')
     repeats: int = 1                # runs with warm caches; each is listed
     batch_size: int = 32            # of lm_eval; its `auto` searches for one first
-    lm_limit: int | None = None     # ask lm_eval only so many questions of each subject
+    lm_limit: int | None = None     # questions of each subject for lm_eval; None: all
     only: str | None = None         # commands, separated by '|', instead of all of them
     ours: bool = False              # ours alone
     plot: str | None = None         # only draw this file of results again

@@ -52,7 +52,7 @@ class BenchConfig:
     shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
         'gemma2_2b', 'llama32_1b', 'llama31_8b')
     master_weights: Literal['exact', 'stochastic'] = 'exact'
-    kernels: int = 0                # also print so many of the longest kernels
+    kernels: int = 0                # also print this many of the longest kernels
     plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_floors.json'
 

@@ -47,12 +47,12 @@ class BenchConfig:
         'llama32_1b',)
     data: str | None = None         # conversations, as in train.py
     tokenizer: str | None = None    # a folder with a tokenizer
-    conversations: int | None = None    # the first so many; None: all
+    conversations: int | None = None    # only this many, the first ones; None: all
     tuning: tuple[Literal['full', 'LoRA'], ...] = ('full', 'LoRA')
     caches: tuple[Literal['cold', 'warm'], ...] = ('cold', 'warm')
     only: str | None = None         # methods, separated by '|', instead of all of them
     ours: bool = False              # ours alone
-    max_s: float | None = None      # start no command later than after so many seconds
+    max_s: float | None = None      # start no command after this many seconds
     plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_sft.json'
 

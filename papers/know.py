@@ -6,9 +6,9 @@
 Stated: P(True) is the probability of `(A) True` against `(B) False` for a proposed answer, drawn at
 temperature 1, alone or with five drawn answers shown, itself among them; with 20 shots, and better
 with samples shown than without. P(IK), whether the model will answer right, is a value head at the
-last token of a prompt with 10 shots; the whole model is tuned on 30 answers per question, a target
-each; AUROC and Brier score measure it. Tuned on TriviaQA the largest model, of 52B weights, reaches
-an AUROC of .864 and a Brier score of .151 there, .624 and .200 on GSM8K, which it was not tuned on.
+last token of a prompt with 10 shots; the whole model is tuned on 30 answers per question, each of
+which is a target; AUROC and Brier score measure it. The largest model, of 52B parameters, tuned on
+TriviaQA, reaches an AUROC of .864 and a Brier score of .151 there, and .624 and .200 on GSM8K.
 
 Not stated in the notes that we have, or chosen otherwise here: open base models; 10 shots
 everywhere, and none beside shown samples; P(True) of the greedy answer; the letters `Yes` and `No`

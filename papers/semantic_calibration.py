@@ -7,7 +7,7 @@ Stated: answers are drawn at temperature 1; a function maps each answer to a cla
 is the share of the largest class, and smooth ECE measures it. Base models are predicted to be
 calibrated over classes. Tuning by reinforcement learning or DPO breaks that, and so does a chain of
 thought, which makes base models underconfident; supervised tuning mostly does not. GSM8K, TriviaQA
-and other tasks, answers as a word, a sentence or a chain of thought, 0.5B to 72B weights; smooth
+and other tasks, answers as a word, a sentence or a chain of thought, 0.5B to 72B parameters; smooth
 ECE of base models is .030 to .047.
 
 Not stated in the text that we have, which is the abstract and notes, and chosen here: the models

@@ -1,6 +1,6 @@
 """The study's world and its base models: Llama of four sizes, Gemma 2 and Mistral, from scratch.
 
-The peak learning rate is 0.5 / hidden_size. All other experiments but that of vocabulary.py tune
+The peak learning rate is 0.5 / hidden_size. All experiments except that of vocabulary.py tune
 these models.
 
     python study/base.py --seeds=0 --only=base

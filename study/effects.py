@@ -56,7 +56,7 @@ def vocabulary_ece(task, softcap):
 
 
 def vocabulary_table():
-    """Return the table of next tokens with the soft-cap: the effect, and the cost of tuning."""
+    """Return the table of next tokens with the softcap: the effect, and the cost of tuning."""
     of = vocabulary_ece('next tokens', '30.0')
     tuned, smoothed, base = (
         np.concatenate((of(kind, smoothing), of(kind, smoothing, True, ROWS[3:])), axis=1)

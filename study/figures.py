@@ -41,7 +41,7 @@ def figure(*where, sources=('base', 'smoothing'), x='smoothing', reference=('bas
     return pivot.View(where, x=x, reference=reference, metrics=metrics, sources=sources, **more)
 
 
-# claim 3: next tokens; rows of the vocabulary by hidden size, with and without the soft-cap
+# claim 3: next tokens; rows of the vocabulary by hidden size, with and without the softcap
 VOCABULARY = {'sources': ('vocabulary',), 'x': 'vocab_size', 'reference': (),
               'by': ('kind', 'smoothing', 'unused_rows')}
 # claim 4; from_scratch is the base model

@@ -40,7 +40,7 @@ def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0
     """Least and most entropy that a next-token distribution of `model` can have, in bits.
 
     The final norm gives every hidden state the same length, up to its weights, so the output matrix
-    and the soft-cap bound the entropy of its distributions. Both ends are searched for by
+    and the softcap bound the entropy of its distributions. Both ends are searched for by
     Adam over the input of the norm, in float32. For the lowest, n_tokens tokens are drawn from the
     first n_pieces rows, and each is made as probable as possible; the result is the mean. The
     highest is the best of n_tokens random starts. Both are results of the search, not bounds.

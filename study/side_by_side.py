@@ -69,7 +69,7 @@ def jobs_of(seed, root):
 
 
 def smoothing_jobs(seeds, root):
-    """Yield the worlds, the base models of 6 million weights and what smoothing.py tunes.
+    """Yield the worlds, the base models of 6 million parameters and what smoothing.py tunes.
 
     Nothing is compiled: on a fresh machine that takes longer than these runs.
     """

@@ -1,4 +1,4 @@
-"""Claim 4: base models of 1, 34 and 210 million weights; that of the other claims has 6 million.
+"""Claim 4: base models of 1, 34 and 210 million parameters; that of the other claims has 6 million.
 
 The learning rate is 0.2 / hidden_size.
 """

@@ -1,4 +1,4 @@
-"""Claims 9 and 11: the losses with base models of 34 and 210 million weights, LoRA, one epoch.
+"""Claims 9 and 11: the losses with base models of 34 and 210 million parameters, LoRA, one epoch.
 
     python study/transfer.py --seeds=5
 

@@ -1,6 +1,6 @@
 """Claim 3: vocabularies of 2^9 to 2^18 by hidden sizes of 64 to 1024; Gemma 2 of two layers.
 
-Every model is trained with and without the soft-cap. 'unused' ones have 2^18 rows of which only
+Every model is trained with and without the softcap. 'unused' ones have 2^18 rows of which only
 4,096 are pieces of the tokenizer. Names are hundreds of thousands of words of their own, so that
 there are 2^18 real pieces. The least and the most entropy that the output layer of each model
 allows go to its reach.json.

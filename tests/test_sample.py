@@ -237,7 +237,7 @@ def test_a_conversation_beyond_the_context_begins_anew(chat_folder, capsys, monk
     with pytest.raises(RuntimeError):       # from the end of `lines`
         sample.main([f'--model={chat_folder}', '--max_tokens=4'])
     assert [len(messages) for messages in asked] == [1, 3, 1]
-    assert 'it may have 1 to 199; the conversation begins anew)' in capsys.readouterr().err
+    assert 'it may have 1 to 199; the conversation starts over)' in capsys.readouterr().err
     with pytest.raises(DataError, match='it may have 1 to 199'):
         sample.main([f'--model={chat_folder}', '--prompt=' + 'a' * 900])
 
