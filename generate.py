@@ -184,7 +184,7 @@ def take(waiting, free, running, prompts, s, n_slots, prefill):
     The answers to a prompt begin together if all slots are enough for them. While others run, an
     eighth of the slots must be free: a prefill costs as much as several steps.
     """
-    wanted = max(min(s.n, n_slots), n_slots // 8) if running else 1
+    wanted = max(s.n if s.n <= n_slots else 1, n_slots // 8) if running else 1
     if not waiting or len(free) < min(wanted, len(waiting)):
         return []
     begun, first = [], prompts[waiting[0].prompt]

@@ -139,26 +139,23 @@ def print_stats(model, ids, answers, seconds):
           f'{flops * steps / seconds / 1e12:.3g} TFLOP/s', file=sys.stderr)
 
 
-def prompts(cfg):
-    """Yield --prompt or the text of a pipe; on a terminal, each line until Ctrl-D."""
-    if cfg.prompt is not None:
-        yield cfg.prompt
-    elif not sys.stdin.isatty():
-        yield sys.stdin.buffer.read().decode(errors='surrogateescape').removesuffix('\n')
-    else:
-        with contextlib.suppress(EOFError):
-            while True:
-                if line := input('\n> ').strip():
-                    yield line
-        print()
+def typed_lines():
+    """Yield each line that is typed on a terminal, until Ctrl-D."""
+    with contextlib.suppress(EOFError):
+        while True:
+            if line := input('\n> ').strip():
+                yield line
+    print()
 
 
 def main(argv):
     cfg = read_arguments(argv)
     folder, model, tokenizer, template, add_bos = open_model(cfg)
     lead = question_frame(tokenizer, template, add_bos)[-1] if template else ''
-    messages, once = [], cfg.prompt is not None or not sys.stdin.isatty()
-    for prompt in prompts(cfg):
+    if cfg.prompt is None and not sys.stdin.isatty():
+        cfg.prompt = sys.stdin.buffer.read().decode(errors='surrogateescape').removesuffix('\n')
+    messages, once = [], cfg.prompt is not None
+    for prompt in [cfg.prompt] if once else typed_lines():
         if template == 'alpaca':            # which has one question
             messages = []
         messages.append({'role': 'user', 'content': prompt})

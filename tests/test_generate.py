@@ -536,6 +536,10 @@ def test_waiting_answers_begin_together():
     assert len(take(both, [0, 1], [], pair, Sampling(), 16, 8192)) == 2
     waiting.extend(Answer(2, k) for k in range(4))
     assert take(waiting, free[:3], first, prompts, s, 16, 8192) == [] and len(waiting) == 4
+    # of more answers than there are slots, some begin as soon as an eighth of the slots is free
+    waiting, s = program.deque(Answer(2, k) for k in range(20)), Sampling(n=20)
+    assert take(waiting, [5], first, prompts, s, 16, 8192) == []
+    assert len(take(waiting, [5, 6, 7], first, prompts, s, 16, 8192)) == 3 and len(waiting) == 17
 
 
 @pytest.mark.slow
