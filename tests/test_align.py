@@ -468,9 +468,11 @@ def test_settings_without_use_or_sense_are_refused(values, message):
     {'method': 'simpo', 'gamma': 2.0, 'beta': 2.0}, {'method': 'orpo', 'beta': 2.0},
     {'method': 'reward', 'centering': 0.1}, {'method': 'ppo', 'reward': 'exact', 'updates': 2,
                                              'kl': 'reward', 'kl_coef': 0.2, 'clip': 0.1,
-                                             'gae_lambda': 0.9}])
+                                             'gae_lambda': 0.9},
+    {'warmup_steps': 5}])
 def test_settings_that_are_read_are_accepted(values):
     align.check_align_config(AlignConfig(**values))
+    train.check_config(AlignConfig(**values))
 
 
 @pytest.mark.slow
