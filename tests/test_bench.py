@@ -21,6 +21,7 @@ import bench.generate
 import bench.loss
 import bench.metrics
 import bench.peers
+import bench.several_gpus
 import bench.sft
 import bench.train
 import fused_ce
@@ -42,7 +43,8 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(),
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(bench.train, 'LENGTH', 48)
-    for module in (bench.train, bench.eval, bench.generate, bench.answers, bench_common):
+    for module in (bench.train, bench.eval, bench.generate, bench.answers, bench.several_gpus,
+                   bench_common):
         monkeypatch.setitem(module.MODELS, 'llama32_1b', TINY)
 
 
@@ -196,6 +198,31 @@ def test_written_answers(small, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @needs_no_gpu
+def test_several_gpus(small, tmp_path, monkeypatch, capsys):
+    tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
+    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old', 'dog'],
+             'answer': i % 4, 'subject': 'anatomy'} for i in range(20)]
+    for split, part in (('dev', rows[:5]), ('test', rows[5:])):
+        write_rows(tmp_path / 'mmlu' / f'{split}.jsonl', part)
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')      # torchrun sets this, on which products depend
+    config = bench.several_gpus.BenchConfig(data=str(tmp_path / 'mmlu'), tokenizer=str(tokenizer),
+                                            languages=2, limit=9)
+    table, = bench.several_gpus.bench(config)
+    assert {name: row['same'] for name, row in table['results'].items()} == {
+        '1 GPU': None, '2 GPUs': None, '2 GPUs, shared weights': None,
+        '1 GPU, deterministic': None, '2 GPUs, deterministic': True,
+        '2 GPUs, deterministic, shared weights': True}
+    table['results']['2 GPUs, deterministic'] |= {'same': False, 'seconds': 2.0, 'scoring_s': 0.5}
+    table['results']['1 GPU, deterministic'] |= {'seconds': 3.0, 'scoring_s': 1.0}
+    bench.several_gpus.print_table(table)
+    assert '| 2 GPUs, deterministic | 2.0 | 1.50 | 0.5 | 2.00 | no |' in capsys.readouterr().out
+    bench_common.save(tmp_path / 'gpus.json', [table])
+    bench.several_gpus.main([f'--plot={tmp_path / "gpus.json"}'])
+    assert (tmp_path / 'gpus.png').read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.slow
+@needs_no_gpu
 @pytest.mark.parametrize('ours, options', [
     (True, {}), pytest.param(False, {'size': 2}, marks=pytest.mark.skipif(
         importlib.util.find_spec('trl') is None, reason='needs trl'))])
@@ -327,7 +354,7 @@ def test_metrics():
 
 @needs_no_gpu
 @pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors', 'align', 'sft',
-                                    'answers'])
+                                    'answers', 'several_gpus'])
 def test_scripts_without_a_gpu_say_that_they_need_one(script):
     with pytest.raises(SystemExit, match=f'error: bench/{script}.py needs a CUDA device'):
         getattr(bench, script).main([])

@@ -1,0 +1,145 @@
+"""`evaluate.py` on one GPU and on several: seconds, and whether the numbers are bitwise equal.
+
+    python bench/several_gpus.py --data=mmlu --tokenizer=Llama-3.2-1B
+    python bench/several_gpus.py --data=mmlu --tokenizer=Llama-3.2-1B --processes=8 --languages=42
+    python bench/several_gpus.py --plot=out/bench_several_gpus.json
+
+Times whole commands, from their start, on a model with random weights: each of `languages` of
+Global-MMLU has the questions of MMLU in `data`. With --shard the processes share the weights. Then
+`limit` questions per language are scored with --deterministic, and samples and metrics compared
+with those of one process. `tokenizer` is a folder with a tokenizer. Writes
+out/bench_several_gpus.json and its picture.
+"""
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+from bench import common
+from bench.commands import seconds
+from bench.common import DEVICE, MODELS, draw_bars, free_memory, load, our_model
+from data.benchmarks import BENCHMARKS
+from data.files import fetch, read_rows
+from data.questions import parse_row
+from runtime import checkpoint
+from runtime.errors import ConfigError
+
+
+@dataclass
+class BenchConfig:
+    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
+        'llama32_1b',)
+    data: str | None = None         # a folder with MMLU's files
+    tokenizer: str | None = None    # a folder with a tokenizer
+    processes: tuple[int, ...] = (2,)   # to compare with one
+    languages: int = 8              # the first so many of Global-MMLU
+    limit: int = 500                # questions per language of the commands with --deterministic
+    plot: str | None = None         # only draw this file of results again
+    out: str = 'out/bench_several_gpus.json'
+
+
+# ------------------------------------------------------------------------------------------------
+# Measuring
+# ------------------------------------------------------------------------------------------------
+
+def bench(config):
+    """Yield a table per model: seconds of each command, and whether its numbers are the same."""
+    if config.data is None or config.tokenizer is None:
+        raise ConfigError("set --data, a folder with MMLU's files, and --tokenizer, a folder")
+    for shape in config.shape:
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.save(our_model(MODELS[shape]), Path(folder, 'model'), torch.bfloat16,
+                            side_files=config.tokenizer)
+            free_memory()
+            write_languages(config, Path(folder))
+            table = {'shape': shape, 'languages': config.languages,
+                     'results': measure(config, Path(folder))}
+        print_table(table)
+        yield table
+
+
+def write_languages(config, folder):
+    """Write MMLU's questions once for each language, and its solved ones."""
+    for split, patterns in (('test', BENCHMARKS['mmlu'].test), ('dev', BENCHMARKS['mmlu'].shots)):
+        lines = []
+        for file in fetch(config.data, patterns):
+            for _, row in read_rows(file):
+                question, choices, answer = parse_row(row)
+                lines.append(json.dumps({'question': question, 'choices': choices,
+                                         'answer': answer, 'subject': row['subject']}) + '\n')
+        for language in BENCHMARKS['global_mmlu'].languages[:config.languages]:
+            path = folder / 'data' / f'{language}_{split}.jsonl'
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(''.join(lines))
+
+
+def measure(config, folder):
+    """Return {command: {'processes', 'seconds', 'scoring_s', 'same'}}.
+
+    same: whether the numbers are bitwise those of one process; None without --deterministic
+    """
+    exact = ['--deterministic', f'--limit={config.limit}']
+    results, expected = {}, None
+    run(['--limit=1'], 1, folder / 'first')     # fills the caches on disk
+    for kind, options in {'': [], ', shared weights': ['--shard'], ', deterministic': exact,
+                          ', deterministic, shared weights': [*exact, '--shard']}.items():
+        for n in (1, *config.processes) if '--shard' not in options else config.processes:
+            name, out = f'{n} GPU{"s" * (n > 1)}{kind}', folder / f'{n}{kind}'
+            row = results[name] = {'processes': n, 'seconds': run(options, n, out)}
+            tasks = load(out / 'results.json')['tasks']
+            row['scoring_s'] = tasks['global_mmlu'].pop('scoring_seconds')
+            found = sorted((out / 'samples.jsonl').read_text().splitlines()), tasks
+            expected = found if n == 1 else expected
+            row['same'] = found == expected if n > 1 and '--deterministic' in options else None
+            print(f'{name}: {row}', flush=True)
+    return results
+
+
+def run(options, processes, out):
+    """Return the seconds of an evaluation by so many processes."""
+    torchrun = ['-m', 'torch.distributed.run', f'--nproc_per_node={processes}', '--standalone']
+    return seconds([*torchrun * (processes > 1), 'evaluate.py', f'--model={out.parent / "model"}',
+                    f'--tasks=global_mmlu:{out.parent / "data"}', f'--device={DEVICE}',
+                    '--dtype=bfloat16', f'--out_dir={out}', *options], {})
+
+
+# ------------------------------------------------------------------------------------------------
+# Showing
+# ------------------------------------------------------------------------------------------------
+
+def print_table(table):
+    """Print the table as Markdown; speed-ups are those beside one GPU with whole weights."""
+    results = table['results']
+    print(f'\n### {table["shape"]}, MMLU as {table["languages"]} languages, whole commands\n\n'
+          '| command | s | speed-up | scoring, s | speed-up | bitwise as one GPU |\n'
+          '|---|---|---|---|---|---|')
+    for name, row in results.items():
+        one = results['1 GPU' + ', deterministic' * ('deterministic' in name)]
+        cells = [f'{row[key]:.1f} | {one[key] / max(row[key], 0.01):.2f}'
+                 for key in ('seconds', 'scoring_s')]
+        same = {None: '', True: 'yes', False: 'no'}[row['same']]
+        print(f'| {name} | {" | ".join(cells)} | {same} |')
+    sys.stdout.flush()
+
+
+def draw(path):
+    """Draw the seconds of each command."""
+    draw_bars(path, 'Evaluation on several GPUs', {
+        f'{table["shape"]}: seconds': [(f'ours, {name}', row['seconds'], f'{row["seconds"]:.1f}')
+                                       for name, row in table['results'].items()]
+        for table in load(path)['tables']})
+
+
+def main(argv):
+    common.main(argv, __file__, BenchConfig, bench, draw)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])
