@@ -19,8 +19,8 @@ and |B|, conf(B) = mean c_i and acc(B) = mean a_i are the size and means of a bi
 bins add nothing. Sums are taken in float64 whatever the precision of probs.
 
 Ties: float64 probabilities are equal if they agree to 12 decimals, float32 and float16 ones if they
-are identical. Metrics with predictions, bins or ties round first, so that noise of about 1e-16
-changes none of these. Entropy, nll and brier are continuous and use probs as given.
+are identical. Metrics that depend on the prediction, on bins or on ties round first, so that noise
+of about 1e-16 does not change them. Entropy, nll and brier are continuous and use probs as given.
 
 Invalid input and settings out of range raise ValueError that names the row and the value. A row may
 be 1e-4 away from summing to 1 (1e-3 in float16, 8e-3 in bfloat16).
@@ -192,11 +192,11 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
 
         nll = nll_refinement + nll_calibration,    brier = brier_refinement + brier_calibration
 
-    Berta et al. 2025 (arXiv 2501.19195). The refinement is the loss after the best recalibration.
-    As in their probmetrics ('temp-scaling', fitted on all rows) that is the temperature of least
-    NLL, for both losses. Being fitted on the same rows, nll_refinement is about 1/2N nats too small
-    and nll_calibration is never negative. An option of probability 0 stays at 0, unless it is the
-    label, which has 2.2e-16 as in `nll`. scores: those of `nll`.
+    Berta et al. 2025 (arXiv 2501.19195). The refinement is the loss after the best recalibration:
+    for both losses, scaling by the temperature of least NLL, as in their probmetrics
+    ('temp-scaling', fitted on all rows). Since it is fitted on the same rows, nll_refinement is
+    about 1/2N nats too small, and nll_calibration is never negative. An option of probability 0
+    stays at 0, unless it is the label, which has 2.2e-16 as in `nll`. scores: those of `nll`.
     """
     whole = {'nll': nll(probs, labels, scores=scores), 'brier': brier(probs, labels)}
     probs, labels, _ = check_probs(probs, labels)
@@ -380,11 +380,11 @@ def ks_error(probs, labels) -> float:
 def smooth_ece(probs, labels) -> float:
     """Return the smooth ECE: the mean |residual| after smoothing by a Gaussian of the same width.
 
-    Blasiok & Nakkiran 2023. The residuals a_i - c_i and a 1 per row are placed on [0, 1] at c_i and
-    smoothed, with reflection at both ends. The error at a width is the sum of |smoothed residuals|
-    over the sum of smoothed ones; the result is the error at the least width k / 1024 that is not
-    below it. It equals relplot's smECE to 1e-4, whose Gaussian ends half a unit from its center and
-    is read at max(200, 10 / width) points.
+    Blasiok & Nakkiran 2023. Each row places its residual a_i - c_i and a weight of 1 at c_i on
+    [0, 1]; both are smoothed, with reflection at the ends. The error at a width is the sum of
+    |smoothed residuals| divided by the sum of smoothed weights. The result is the error at the
+    least width k / 1024 that is at least as large as its error. It equals relplot's smECE to 1e-4,
+    whose Gaussian ends half a unit from its center and is read at max(200, 10 / width) points.
     """
     confidence, correct = top_label(probs, labels)
     weights = np.stack([correct - confidence.astype(np.float64), np.ones(len(correct))])

@@ -40,8 +40,8 @@ def fit_temperature_to_base(scores, base_scores) -> float:
     DACA, Luo et al. 2025 (arXiv 2505.16690): the T of least KL divergence from softmax(base_scores)
     to softmax(scores / T), over the rows whose prediction tuning left as it was. In the others the
     base model's confidence is in another answer than the tuned model's, which would make T too
-    large. Base models are mostly calibrated; T is no better than that. Both are float [N, K], -inf
-    for a missing option. Raises ValueError if every prediction differs.
+    large. T is only as good as the calibration of the base model. Both scores are float [N, K],
+    -inf for a missing option. Raises ValueError if every prediction differs.
     """
     scores, base_scores = _check_scores(scores), _check_scores(base_scores, 'base_scores')
     if scores.shape != base_scores.shape:

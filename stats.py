@@ -347,8 +347,9 @@ def _check_pair(a, b, labels):
 def mcnemar(correct_a, correct_b) -> tuple[int, int, float]:
     """Return (rows that only a has right, rows that only b has right, two-sided p).
 
-    McNemar 1947, exact: of the rows in which two models differ, each is as likely to have either
-    right, so p = min(1, 2 P(X <= the fewer)) with X binomial. correct_a, correct_b: bool [N].
+    McNemar 1947, exact: if the models are equally good, a row in which they differ is as likely to
+    be right in either, so p = min(1, 2 P(X <= the fewer)) with X binomial. correct_a, correct_b:
+    bool [N].
     """
     a, b = _check_correct([correct_a, correct_b])
     only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
@@ -363,8 +364,8 @@ def cochran_q(correct) -> tuple[float, float]:
 
     Cochran 1950: Q = (M - 1) (M sum_m C_m^2 - S^2) / (M S - sum_i R_i^2), with C_m the number of
     rows that model m has right, R_i the number of models that have row i right, S their sum. p is
-    of chi-square with M - 1 degrees of freedom, an approximation for many rows in which the models
-    differ. If there is none, Q is 0 and p is 1.
+    that of chi-square with M - 1 degrees of freedom, an approximation for many rows in which the
+    models differ. If there is no such row, Q is 0 and p is 1.
     """
     correct = _check_correct(correct)
     M, by_model, by_row = len(correct), correct.sum(1), correct.sum(0)
@@ -392,7 +393,8 @@ def holm(p_values) -> np.ndarray:
     """Return p-values corrected for their number, float [M], in the order given.
 
     Holm 1979: the k-th smallest of M is multiplied by M - k + 1, and none is below a smaller one's.
-    Rejecting those below 0.05 makes any false rejection at most 5 % likely, however they depend.
+    If those below 0.05 are rejected, the probability of any false rejection is at most 5 %, however
+    the tests depend on each other.
     """
     p = np.asarray(p_values, np.float64)
     metrics.refuse(~((p >= 0) & (p <= 1)), lambda i: f'p is {p[i]}, not from 0 to 1')
