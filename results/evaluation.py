@@ -4,6 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from results import confidence, page, report
+from results.plots import draw_reliability
+from results.samples import DIAGRAM, GRID
 from runtime import device
 
 
@@ -16,13 +18,13 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
     tasks:   {task: its Task}, those of data/tasks.py
     cfg:     the EvalConfig; identity: hashes of the model and the tokenizer
     """
-    earlier = report.measure_again({
+    earlier = measure_again({
         task: result for task, result in earlier.items()
         if task not in results and not is_of_other_answers(task, result, results, samples)},
         samples)
     with ThreadPoolExecutor(1) as pool:     # pictures are drawn while the workers compute
-        drawn = cfg.pictures and pool.submit(report.draw_diagrams, earlier, results, samples, tasks,
-                                             out_dir)
+        drawn = cfg.pictures and pool.submit(
+            draw_diagrams, earlier, results, samples, tasks, out_dir)
         for task, result in results.items():
             rows, free = samples[task], tasks[task.partition('.')[0]].kind == 'free'
             result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
@@ -50,3 +52,49 @@ def is_of_other_answers(task, result, results, samples):
         return False
     print(f'{task}: left out, since the answers to {parent} have changed; evaluate it again')
     return True
+
+
+def measure_again(results, samples):
+    """Return {task: entry of results.json}; entries that other code computed are measured again.
+
+    samples: {task: its samples}. An entry whose samples have changed stays as it is.
+    """
+    updated = {}
+    for task, result in results.items():
+        rows = samples.get(task, [])
+        n = sum(s.get('split') != 'validation' for s in rows)
+        if result.get('measured_by') != report.measured_by() and n == result['pooled']['n']:
+            print(f'{task}: its metrics are computed again from samples.jsonl, by the present code')
+            settings = {key: value for key, value in result.items() if key not in (
+                'pooled', 'bins', 'macro', 'option_mass', 'post_hoc', *report.GROUPS.values())}
+            result = settings | report.summarize(
+                rows, result['norm'], n_bootstrap=result.get('n_bootstrap', 1000),
+                fit='post_hoc' in result, seed=result.get('seed', 0))
+        updated[task] = result
+    return updated
+
+
+def draw_diagrams(earlier, results, samples, tasks, out_dir):
+    """Draw reliability.png with all tasks, and for each of `tasks` a grid of its languages.
+
+    earlier, results: {task: result} of the earlier evaluations there and of this one; samples:
+    {task: its samples}. Tasks evaluated earlier have their grids; one whose samples changed since
+    is left out. Return the names of the pictures that were written.
+    """
+    panels, pictures = [], {}
+    for task, result in (earlier | results).items():
+        test = [s for s in samples.get(task, []) if s['split'] == 'test']
+        if task not in results and len(test) != result['pooled']['n']:
+            print(f'reliability.png leaves out {task}: of its {result["pooled"]["n"]} questions '
+                  f'samples.jsonl now holds {len(test)}; evaluate {task} again to draw it')
+            continue
+        pooled = report.predictions(test, result['norm'])
+        panels.append((report.panel_title(task, result), pooled))
+        languages = report.split_groups(test, 'language', pooled) if task in tasks else {}
+        if languages:
+            pictures[GRID.format(task)] = [(report.panel_title(name, result), p)
+                                           for name, p in languages.items()], 7
+    if panels:
+        pictures[DIAGRAM] = panels, 5
+    return [name for name, arguments in pictures.items()
+            if draw_reliability(out_dir / name, *arguments)]

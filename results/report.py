@@ -19,7 +19,7 @@ from results import prediction_files, temperatures
 from results.confidence import cells as confidence_cells
 from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
-from results.samples import DIAGRAM, GRID, by_order, read_splits, sample_order
+from results.samples import by_order, read_splits, sample_order
 from results.tables import (MEASURES, TITLES, Heading, aligned, csv_text, latex, latex_text,
                             mark_best, markdown)
 from runtime.errors import DataError
@@ -177,26 +177,6 @@ def measured_by():
     for path in (*(module.__file__ for module in modules), __file__):
         digest.update(Path(path).read_bytes())
     return digest.hexdigest()
-
-
-def measure_again(results, samples):
-    """Return {task: entry of results.json}; entries that other code computed are measured again.
-
-    samples: {task: its samples}. An entry whose samples have changed stays as it is.
-    """
-    updated = {}
-    for task, result in results.items():
-        rows = samples.get(task, [])
-        n = sum(s.get('split') != 'validation' for s in rows)
-        if result.get('measured_by') != measured_by() and n == result['pooled']['n']:
-            print(f'{task}: its metrics are computed again from samples.jsonl, by the present code')
-            settings = {key: value for key, value in result.items() if key not in (
-                'pooled', 'bins', 'macro', 'option_mass', 'post_hoc', *GROUPS.values())}
-            result = settings | summarize(
-                rows, result['norm'], n_bootstrap=result.get('n_bootstrap', 1000),
-                fit='post_hoc' in result, seed=result.get('seed', 0))
-        updated[task] = result
-    return updated
 
 
 def measure(groups, n_bootstrap, seed, keys=None):
@@ -437,32 +417,6 @@ def agreement_note(before, after):
     scaled = metrics.softmax(after.scores, temperature)
     return (f'temperature without labels, from the answers that stayed the same: '
             f'{temperature:.3f}; with it the ECE is {metrics.ece(scaled, after.labels):.3f}')
-
-
-def draw_diagrams(earlier, results, samples, tasks, out_dir):
-    """Draw reliability.png with all tasks, and for each of `tasks` a grid of its languages.
-
-    earlier, results: {task: result} of the earlier evaluations there and of this one; samples:
-    {task: its samples}. Tasks evaluated earlier have their grids; one whose samples changed since
-    is left out. Return the names of the pictures that were written.
-    """
-    panels, pictures = [], {}
-    for task, result in (earlier | results).items():
-        test = [s for s in samples.get(task, []) if s['split'] == 'test']
-        if task not in results and len(test) != result['pooled']['n']:
-            print(f'reliability.png leaves out {task}: of its {result["pooled"]["n"]} questions '
-                  f'samples.jsonl now holds {len(test)}; evaluate {task} again to draw it')
-            continue
-        pooled = predictions(test, result['norm'])
-        panels.append((panel_title(task, result), pooled))
-        languages = split_groups(test, 'language', pooled) if task in tasks else {}
-        if languages:
-            pictures[GRID.format(task)] = [(panel_title(name, result), p)
-                                           for name, p in languages.items()], 7
-    if panels:
-        pictures[DIAGRAM] = panels, 5
-    return [name for name, arguments in pictures.items()
-            if draw_reliability(out_dir / name, *arguments)]
 
 
 def more_tables(task, tasks):

@@ -34,7 +34,7 @@ from data import benchmarks, packing, questions
 from data.chat import encode_conversation
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
-from results import compare, report, samples
+from results import compare, evaluation, report, samples
 from results.samples import read_samples, sample_order
 from runtime import adapter, checkpoint, device as devices, load_ahead, log, ownership, startup
 from runtime.errors import ConfigError, DataError
@@ -792,8 +792,8 @@ def test_a_folder_holds_every_task_scored_there(scored_folder, tmp_path, capsys,
     out, foxes = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 30, 'fox')
     stones = write_words(tmp_path / 'stones.jsonl', 20, 'stone')
     drawn = []
-    draw = report.draw_reliability
-    monkeypatch.setattr(report, 'draw_reliability', lambda path, panels, *rest, **more: (
+    draw = evaluation.draw_reliability
+    monkeypatch.setattr(evaluation, 'draw_reliability', lambda path, panels, *rest, **more: (
         drawn.append([title for title, _ in panels]), draw(path, panels, *rest, **more))[1])
     first = evaluate_words(scored_folder, out, f'--tasks={foxes}')
     both = evaluate_words(scored_folder, out, f'--tasks={stones}', '--norm=sum', '--limit=12',
@@ -1181,8 +1181,8 @@ def test_the_schema_of_results_is_documented(scored_folder, tmp_path):
 def test_a_limit_is_a_sample_and_duplicate_options_are_counted(scored_folder, tmp_path, capsys,
                                                                monkeypatch):
     drawn = {}
-    draw = report.draw_reliability
-    monkeypatch.setattr(report, 'draw_reliability', lambda path, panels, *rest: (
+    draw = evaluation.draw_reliability
+    monkeypatch.setattr(evaluation, 'draw_reliability', lambda path, panels, *rest: (
         drawn.update({path.name: [title for title, _ in panels]}), draw(path, panels, *rest))[1])
     result = scored(scored_folder, tmp_path / 'some', '--limit=10', '--pictures')[
         'tasks']['global_mmlu']

@@ -14,7 +14,7 @@ import pytest
 import metrics
 import scaling
 from common import write_rows, write_run
-from results import plots, report, samples, tables
+from results import evaluation, plots, report, samples, tables
 from runtime import processes
 from runtime.errors import DataError
 
@@ -126,13 +126,13 @@ def test_metrics_are_computed_again_if_their_code_changed(monkeypatch, capsys):
     rows = [question(i) for i in range(6)]
     earlier = {'mmlu': report.summarize(rows, 'token', n_bootstrap=5) | {
         'norm': 'token', 'distribution': 'd', 'n_bootstrap': 5, 'seed': 0}}
-    assert report.measure_again(earlier, {'mmlu': rows}) == earlier
+    assert evaluation.measure_again(earlier, {'mmlu': rows}) == earlier
     assert capsys.readouterr().out == ''
     edited = {'mmlu': earlier['mmlu'] | {'measured_by': 'other code', 'pooled': {'n': 6}}}
-    again = report.measure_again(edited, {'mmlu': rows})
+    again = evaluation.measure_again(edited, {'mmlu': rows})
     assert json.dumps(again, sort_keys=True) == json.dumps(earlier, sort_keys=True)     # with NaN
     assert 'mmlu: its metrics are computed again from samples.jsonl' in capsys.readouterr().out
-    assert report.measure_again(edited, {'mmlu': rows[1:]}) == edited       # other samples
+    assert evaluation.measure_again(edited, {'mmlu': rows[1:]}) == edited       # other samples
 
 
 def test_only_a_cut_line_is_left_out(tmp_path):
