@@ -43,7 +43,7 @@ def to_ranking(row):
     prompt, chosen, rejected             texts, or lists of {role, content} that hold the prompt as
                                          well, as in UltraFeedback and Tulu 3
     conversations, chosen, rejected      ShareGPT: {from, value} or {from, content}
-    chosen, rejected                     HH-RLHF: whole dialogues as text
+    chosen, rejected                     HH-RLHF: whole dialogues as text; or lists of messages
     user_input, responses_and_scores     GPT-4-LLM; user_input, completion_a, completion_b before
     context, response1, response2, overall_preference        HelpSteer3
     prompt, responses, scores            any number of answers
@@ -72,7 +72,9 @@ def _pair(row):
 
 
 def _dialogues(row):
-    """HH-RLHF: '\\n\\nHuman: ...\\n\\nAssistant: ...' on both sides."""
+    """HH-RLHF: '\\n\\nHuman: ...\\n\\nAssistant: ...' on both sides; or both as messages."""
+    if isinstance(row['chosen'], list):
+        return _pair(row)
     if 'Human: ' not in require_text(row['chosen'], 'chosen'):
         raise DataError('"chosen" and "rejected" without "prompt" must be dialogues of '
                         '"\\n\\nHuman: " and "\\n\\nAssistant: "')

@@ -228,8 +228,9 @@ class ModelReward:
     check = None        # any answer has a reward
 
     def __init__(self, folder, device, dtype, template):
-        self.folder, self.device, self.digest = folder, device, checkpoint.fingerprint(folder)
+        self.folder, self.device = folder, device
         self.model = checkpoint.load(folder, device, dtype, reward=True).eval()
+        self.digest = checkpoint.fingerprint(folder)
         self.tokenizer = load_model_tokenizer(folder, self.model.config)
         settings = training_settings(folder)
         self.template = settings.get('template', template)

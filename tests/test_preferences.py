@@ -42,6 +42,8 @@ ROWS = {
                           {'from': 'user', 'content': 'Name a color.'}],
         'chosen': {'from': 'assistant', 'content': 'Red.'},
         'rejected': {'from': 'assistant', 'content': 'Seven.'}},
+    'messages without a prompt': {'chosen': [*PROMPT, said('assistant', 'Red.')],
+                                  'rejected': [*PROMPT, said('assistant', 'Seven.')]},
     'HH-RLHF': {'chosen': '\n\nHuman: Name a color.\n\nAssistant: Red.',
                 'rejected': '\n\nHuman: Name a color.\n\nAssistant: Seven.'},
     'GPT-4-LLM': {'user_input': ALPACA.format('', 'Name a color.'), 'responses_and_scores': [
