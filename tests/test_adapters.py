@@ -76,7 +76,7 @@ def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path, dtype):
     assert all(torch.equal(p, theirs[key]) for key, p in named(model).items())
 
 
-def test_adapters_of_t5(tmp_path):
+def test_a_t5_adapter_is_merged_as_peft_merges_it(tmp_path):
     import transformers
     base = transformers.T5ForConditionalGeneration(transformers.T5Config(
         vocab_size=101, d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=2,

@@ -53,7 +53,7 @@ def small(monkeypatch):
     (True, {}), (True, {'master_weights': 'stochastic', 'checkpoint_activations': True}),
     (True, {'lora': True}), (False, {'attention': 'eager'}),
     (False, {'attention': 'sdpa', 'padded': 2}), (False, {'attention': 'sdpa', 'packed': 96})])
-def test_steps_of_training(small, ours, options):
+def test_training_steps_are_timed_without_late_graphs(small, ours, options):
     torch.manual_seed(0)
     found = bench.train.measure(TINY, ours, None, options)
     assert found['tokens_per_s'] > 0 and found['new_graphs'] == 0 and found['compile_s'] >= 0
@@ -62,7 +62,7 @@ def test_steps_of_training(small, ours, options):
 @pytest.mark.slow
 @needs_no_gpu
 @pytest.mark.parametrize('options', [{'length': 48, 'rows': 4}, {'length': 96}])
-def test_steps_of_trl(small, options):
+def test_steps_of_trl_are_timed(small, options):
     pytest.importorskip('trl')
     found = bench.train.measure(TINY, False, None,
                                 {'trl': True, 'attention': 'sdpa'} | options)
@@ -86,7 +86,7 @@ def test_a_packed_peer_has_the_gradients_of_a_padded_one(monkeypatch):
 
 
 @needs_no_gpu
-def test_training_table_and_picture(small, tmp_path, monkeypatch, capsys):
+def test_a_missing_peer_is_a_row_of_the_training_table(small, tmp_path, monkeypatch, capsys):
     def measured(spec, warm):
         return ({'tokens_per_s': 1000, 'mfu': 0.5, 'peak_gib': 1.0, 'new_graphs': 0,
                  'compile_s': 3.0, 'spread': 0.01}
@@ -105,7 +105,7 @@ def test_training_table_and_picture(small, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_decoding(small, tmp_path, monkeypatch, capsys):
+def test_decoding_is_timed_beside_transformers(small, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench.generate, 'SETTINGS', ((1, 6, 9), (4, 8, 8)))
     for rate in ('matrix_rate', 'memory_rate'):
         monkeypatch.setattr(bench.generate, rate, lambda: 1e12)
@@ -129,7 +129,7 @@ def test_decoding(small, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_the_whole_command_of_generation(small, tmp_path, capsys):
+def test_the_command_generate_is_timed_whole(small, tmp_path, capsys):
     tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
     prompts = write_rows(tmp_path / 'q.jsonl', [{'question': f'the fox {i}?'} for i in range(3)])
     config = bench.generate.BenchConfig(prompts=str(prompts), tokenizer=str(tokenizer))
@@ -143,7 +143,7 @@ def test_the_whole_command_of_generation(small, tmp_path, capsys):
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_written_answers(small, tmp_path, monkeypatch, capsys):
+def test_written_answers_are_timed_with_equal_prompts(small, tmp_path, monkeypatch, capsys):
     """Ours from the command, the peer's from a class in its place: prompts, settings, tokens."""
     tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
     rows = [{'question': f'{i} foxes?', 'answer': f'They are {i}.\n#### {i}'} for i in range(9)]
@@ -226,7 +226,7 @@ def test_several_gpus(small, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize('ours, options', [
     (True, {}), pytest.param(False, {'size': 2}, marks=pytest.mark.skipif(
         importlib.util.find_spec('trl') is None, reason='needs trl'))])
-def test_steps_of_preferences(ours, options, tmp_path, monkeypatch, capsys):
+def test_dpo_steps_are_timed(ours, options, tmp_path, monkeypatch, capsys):
     tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
     pairs = write_rows(tmp_path / 'pairs.jsonl', [
         {'prompt': f'the fox {i}?', 'chosen': 'yes ' * (i + 1), 'rejected': 'no'}
@@ -241,7 +241,7 @@ def test_steps_of_preferences(ours, options, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_evaluation(small, tmp_path, monkeypatch, capsys):
+def test_evaluation_is_timed_beside_a_loop(small, tmp_path, monkeypatch, capsys):
     tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
     rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old', 'dog'],
              'answer': i % 4, 'subject': 'anatomy'} for i in range(20)]
@@ -294,7 +294,7 @@ def test_peers_without_smoothing_get_it_from_outside(monkeypatch):
 
 
 @pytest.mark.slow
-def test_picture_of_losses(tmp_path):
+def test_the_picture_of_losses_is_drawn_from_its_file(tmp_path):
     path = tmp_path / 'loss.json'
     shutil.copy(Path(bench.loss.__file__).parent / 'results' / 'loss.json', path)
     bench.loss.draw(path)
@@ -302,7 +302,7 @@ def test_picture_of_losses(tmp_path):
     assert len(bench.loss.SHAPES) == 6 and {'gemma3_4b', 'aya_expanse_8b'} <= {*bench.loss.SHAPES}
 
 
-def test_items_of_a_step():
+def test_each_kernel_belongs_to_one_item_of_a_step():
     kernels = {'triton_poi_fused_add_sqrt_3': 'AdamW', 'triton_red_fused_rms_norm_1': 'elementwise',
                '_gradient_kernel': 'loss', 'nvjet_sm90_tst_128x256': 'products',
                'triton_tem_fused_flex_attention_0': 'attention forward',
@@ -329,7 +329,7 @@ def test_floors_count_what_the_model_has(name):
 
 
 @needs_no_gpu
-def test_floors_of_a_tiny_step(small, tmp_path, monkeypatch, capsys):
+def test_items_of_a_step_have_times_and_floors(small, tmp_path, monkeypatch, capsys):
     for name in ('matrix_rate', 'memory_rate'):
         monkeypatch.setattr(bench.floors, name, lambda: 1e12)
     monkeypatch.setitem(bench.floors.MODELS, 'llama32_1b', TINY)
@@ -346,7 +346,7 @@ def test_floors_of_a_tiny_step(small, tmp_path, monkeypatch, capsys):
     assert (tmp_path / 'floors.png').read_bytes().startswith(b'\x89PNG')
 
 
-def test_metrics():
+def test_metrics_are_timed_beside_peers():
     found = bench.metrics.measure(500, 4)
     assert {'report', 'bootstrap, 1000 resamples', 'ECE, 10 bins', 'MMCE'} <= found.keys()
     assert all(np.isfinite(list(times.values())).all() for times in found.values())
@@ -367,7 +367,7 @@ def test_results_read_back(tmp_path):
     assert json.loads((tmp_path / 'out' / 'x.json').read_text()) == content
 
 
-def test_one_page_and_two_commits(tmp_path, monkeypatch, capsys):
+def test_one_page_has_all_tables_and_two_commits_are_compared(tmp_path, monkeypatch, capsys):
     """metrics needs no device: one page, then the same files as both commits."""
     monkeypatch.setattr(bench.all, 'ROOT', Path(bench.all.__file__).parent.parent)
     folder = tmp_path / 'page'
@@ -448,7 +448,7 @@ def test_a_script_is_stopped_with_its_processes(tmp_path, capsys):
 
 @pytest.mark.slow
 @needs_no_gpu
-def test_fine_tuning_commands(small, tmp_path, monkeypatch, capsys):
+def test_fine_tuning_commands_are_timed_by_stage(small, tmp_path, monkeypatch, capsys):
     """Also TRL's, if it is installed."""
     tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
     data = write_rows(tmp_path / 'talks.jsonl', [
@@ -487,7 +487,7 @@ def test_fine_tuning_commands(small, tmp_path, monkeypatch, capsys):
 
 
 @needs_no_gpu
-def test_whole_commands(tmp_path, capsys):
+def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, capsys):
     config = bench.commands.BenchConfig(data='mmlu', tokenizer=str(tmp_path))
     with pytest.raises(ConfigError, match='has no tokenizer.json, which lm_eval reads'):
         next(bench.commands.bench(config))

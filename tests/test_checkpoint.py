@@ -65,7 +65,7 @@ def test_saving_removes_no_file(folder, monkeypatch):
         model.parameters(), checkpoint.load(folder).parameters(), strict=True))
 
 
-def test_sharded_index_of_transformers(tmp_path):
+def test_shards_by_transformers_load_like_one_file(tmp_path):
     reference = reference_model('llama', tmp_path / 'one')
     reference.save_pretrained(tmp_path / 'many', max_shard_size='30KB')
     assert len(list((tmp_path / 'many').glob('*.safetensors'))) > 2
@@ -129,7 +129,7 @@ def test_configs_of_llama_1_and_2_are_read(raw, heads, tmp_path):
     torch.testing.assert_close(logits, reference(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_mistral_window_missing_or_null():
+def test_a_missing_window_is_not_a_null_window():
     raw = {'model_type': 'mistral', 'vocab_size': 9, 'hidden_size': 16, 'intermediate_size': 8,
            'num_hidden_layers': 2, 'num_attention_heads': 8}
     assert config_json.config_from_hf(raw).windows == [4096, 4096]
@@ -197,7 +197,7 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: write_index(f, '/etc/passwd'), "names '/etc/passwd', which is not"),
     (lambda f: write_index(f, 'gone.safetensors'), "names 'gone.safetensors', which is not"),
 ])
-def test_damaged_checkpoints(folder, damage, message):
+def test_a_damaged_checkpoint_is_named_in_one_line(folder, damage, message):
     damage(folder)
     with pytest.raises(checkpoint.CheckpointError) as error:
         checkpoint.load(folder)
@@ -541,7 +541,7 @@ def test_versions_name_the_device_that_was_used(monkeypatch):
     assert device.versions('cpu')['device'] == platform.processor()
 
 
-def test_first_nonfinite_tensor(folder):
+def test_the_first_nonfinite_tensor_is_named(folder):
     assert checkpoint.nonfinite_tensor(folder) is None
     for value in (float('nan'), float('inf')):
         rewrite(folder, lambda t, value=value: t[KEY][3].fill_(value))
@@ -617,7 +617,7 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
         rewrite(tmp_path, lambda t, key=key: t.pop(key))
 
 
-def test_unreachable_models():
+def test_an_unreachable_model_is_named():
     for name, message in (('/nowhere', 'no model folder at /nowhere'),
                           ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
         with pytest.raises(checkpoint.CheckpointError, match=message):

@@ -57,7 +57,7 @@ def test_a_metric_that_is_undefined_in_a_resample_has_no_interval_and_no_p(tmp_p
     assert accuracy[-2] == accuracy[-1]     # Holm's correction is for one p
 
 
-def test_compare_over_questions(tmp_path, capsys, rendered):
+def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered):
     write_run(tmp_path / 'a', languages=('de', 'en', 'sw'), n=60)
     write_run(tmp_path / 'sharp', languages=('de', 'en', 'sw'), n=60, settings={'smoothing': 0.1})
     sharp = samples.read_samples(tmp_path / 'a' / 'samples.jsonl')
@@ -134,7 +134,7 @@ def test_an_ensemble_is_one_more_row(tmp_path, capsys):
     assert compare_csv_of(same, tmp_path / 'with', '--n_bootstrap=0', '--ensemble')[:2] == without
 
 
-def test_comparisons_as_latex(tmp_path, monkeypatch, capsys):
+def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     """The best in bold, with the intervals of results.json; a sample is marked in every file."""
     drawn = {}
     monkeypatch.setattr(compare, 'draw_reliability', lambda path, panels: drawn.update(
@@ -311,7 +311,7 @@ def test_a_damaged_run_is_named(tmp_path):
     fails('b/samples.jsonl:41: not UTF-8')
 
 
-def test_tasks_scored_in_different_ways(tmp_path, capsys):
+def test_a_title_names_the_settings_of_each_run(tmp_path, capsys):
     a = write_run(tmp_path / 'a')
     b = write_run(tmp_path / 'b', sharpness=2.0, result={
         'distribution': 'harness, 0 shots, text, sum', 'norm': 'sum',
@@ -394,7 +394,7 @@ def test_questions_asked_again_count_once(tmp_path):
         tmp_path / 'out' / 'compare.csv').read_text()
 
 
-def test_tasks_not_in_common(tmp_path, capsys):
+def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
     c = write_run(tmp_path / 'c', task='arc')
     token = {'task': 'clm', 'id': 't', 'prompt': 'p', 'confidence': 0.5, 'correct': True,
@@ -446,7 +446,7 @@ def test_a_picture_that_fails_costs_no_table_and_is_not_called_written(tmp_path,
 # ------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
-def test_tables_into_a_closed_pipe(tmp_path):
+def test_a_closed_pipe_loses_no_file(tmp_path):
     """As `| head` leaves it: no error, and nothing of what is written is lost."""
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
     read, write = os.pipe()
@@ -575,7 +575,7 @@ HARNESS_FILES = HERE / 'tests' / 'harness_files'
 
 
 @pytest.mark.slow
-def test_two_models_of_lm_eval(tmp_path, capsys):
+def test_models_of_lm_eval_are_compared(tmp_path, capsys):
     out = f'--out_dir={tmp_path / "out"}'
     run_compare(HARNESS_FILES / 'first', HARNESS_FILES / 'second', out, '--n_bootstrap=50')
     printed = capsys.readouterr().out
@@ -604,7 +604,7 @@ def test_two_models_of_lm_eval(tmp_path, capsys):
                 'acc_norm,none']
 
 
-def test_chosen_files_of_lm_eval(tmp_path, capsys):
+def test_single_files_of_lm_eval_are_compared(tmp_path, capsys):
     out = f'--out_dir={tmp_path / "out"}'
     files = [file for run in ('first', 'second')
              for file in sorted((HARNESS_FILES / run).glob('samples_trivia_*.jsonl'))]

@@ -23,7 +23,7 @@ from runtime.errors import ConfigError, DataError
 from runtime.processes import forked_pool
 
 
-def test_config_file_then_command_line(tmp_path):
+def test_the_command_line_overrides_the_config_file(tmp_path):
     cfg = config(tmp_path, '"""why"""\nlr = 1\nmax_steps = 5\nlora_targets = ["x"]\n',
                  '--smoothing=0.1', '--max_steps=None', '--betas=0.9,0.95', '--dry_run',
                  '--model=a=b', '--lora_targets=k_proj,up_proj')
@@ -58,7 +58,7 @@ def test_config_file_then_command_line(tmp_path):
     ('x = "' + '\\0', '', 'experiment.py:1: not valid Python'),
     ('', '--data=a\udcff.jsonl', "'--data=a\\udcff.jsonl' is not valid Unicode; rename the file"),
 ])
-def test_config_errors(tmp_path, content, argument, message):
+def test_a_wrong_setting_is_named_with_its_place(tmp_path, content, argument, message):
     with pytest.raises(ConfigError, match='.') as error:
         config(tmp_path, content, *filter(None, [argument]))
     assert message.replace('{}', str(tmp_path)) in str(error.value)
@@ -75,7 +75,7 @@ def test_config_files_are_utf8(tmp_path):
 
 @dataclasses.dataclass
 class Small:
-    """What test_help reads."""
+    """A dataclass whose keys `--help` prints."""
     # first part
     name: str = 'x'             # what it is called
     sizes: tuple[int, ...] = (1, 2)     # of its parts, a long comment that
@@ -104,7 +104,7 @@ def load_run(tmp_path, content, *arguments):
     return load_config(Run, [str(tmp_path / 'run.py'), '--name=a', *arguments])
 
 
-def test_nested_records(tmp_path):
+def test_a_nested_record_is_set_by_file_and_command_line(tmp_path):
     file = "eval = {'tasks': ['arc', 'mmlu'], 'rate': 1}"
     assert load_run(tmp_path, '').eval is None
     assert load_run(tmp_path, file).eval == Report(('arc', 'mmlu'), rate=1.0)
@@ -139,7 +139,7 @@ def test_nested_records(tmp_path):
     ('', '--name.x=1', '--name.x: name has no keys of its own'),
     ('', '--=1', "there is no key ''"),
 ])
-def test_errors_in_nested_records(tmp_path, content, argument, message):
+def test_a_wrong_key_of_a_nested_record_is_named(tmp_path, content, argument, message):
     with pytest.raises(ConfigError) as error:
         load_run(tmp_path, content, *filter(None, [argument]))
     assert message in str(error.value)
@@ -162,7 +162,7 @@ def test_dict_keys_on_the_command_line(tmp_path):
         config(tmp_path, 'shape = {"hidden_size": 8}', '--shape.hidden_size.x=1')
 
 
-def test_help(capsys):
+def test_help_prints_every_key_with_its_comment(capsys):
     with pytest.raises(SystemExit) as stopped:
         load_config(Small, ['--name=y', '--help'],
                             'usage: python small.py [--key=value ...]\n\n    python small.py')

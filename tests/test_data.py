@@ -30,7 +30,7 @@ SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'b
     ('data/train-00000-of-00001.parquet', {'id': 'x', 'messages': SAME, 'source': 'y'}),
     ('chat.jsonl', {'messages': SAME}),
 ])
-def test_instruction_formats(tmp_path, tokenizers, name, row):
+def test_each_instruction_format_gives_the_same_tokens(tmp_path, tokenizers, name, row):
     write_rows(tmp_path / name, [row] * 3)
     tokenizer = tokenizers['gemma']
     sequences = instruct.load_conversations(
@@ -87,7 +87,7 @@ TREES = [       # answers in capitals; each as in the hub's files, in no order o
 
 @pytest.mark.parametrize('name', ['data/train-00000-of-00001-b42a775f407cee45.parquet',
                                   'oasst_ready.messages.jsonl', 'messages.jsonl.gz'])
-def test_first_turns_of_message_trees(tmp_path, tokenizers, name):
+def test_the_first_turns_of_message_trees_are_read(tmp_path, tokenizers, name):
     path = write_rows(tmp_path / name, TREES)
     write_rows(path.parent / 'validation-0.parquet', [message('q', None, 'held out?')])
     if path.suffix == '.gz':
@@ -105,7 +105,7 @@ def test_first_turns_of_message_trees(tmp_path, tokenizers, name):
 @pytest.mark.parametrize('change, wrong', [
     ({'rank': 'best'}, "rank 'best' is not a number"), ({'parent_id': ['x']}, 'not the fields of'),
     ({'text': 3}, 'the text is not text but int')])
-def test_bad_messages_of_trees(tmp_path, tokenizers, change, wrong):
+def test_a_bad_message_of_a_tree_is_named(tmp_path, tokenizers, change, wrong):
     rows = [TREES[1], TREES[2], message('X', 'a', 'x') | change]
     path = write_rows(tmp_path / 'messages.jsonl', rows)
     with pytest.raises(DataError, match=f'messages.jsonl:3: {wrong}'):
@@ -145,14 +145,14 @@ def test_a_template_without_its_control_tokens_is_no_bad_row(tmp_path, tokenizer
     ({'messages': [{'role': 'user', 'content': '\ud83d'}]}, 'not valid Unicode'),
     ({'conversations': [{'from': ['human'], 'value': 'x'}]}, 'not the fields of its format'),
     ({'instruction': 'x ' * 99, 'output': 'y'}, 'begins beyond max_length = 64')])
-def test_bad_conversations(tmp_path, tokenizers, row, message):
+def test_a_bad_conversation_is_named_with_its_line(tmp_path, tokenizers, row, message):
     path = write_rows(tmp_path / 'chat.jsonl', [row])
     with pytest.raises(DataError, match=message) as error:
         conversations(path, tokenizers['gemma'])
     assert 'chat.jsonl:1: ' in str(error.value)
 
 
-def test_empty_and_missing_data(tmp_path, tokenizers):
+def test_empty_and_missing_data_are_named(tmp_path, tokenizers):
     path = write_rows(tmp_path / 'chat.jsonl', [])
     with pytest.raises(DataError, match='an empty dataset'):
         conversations(path, tokenizers['gemma'])
@@ -163,7 +163,7 @@ def test_empty_and_missing_data(tmp_path, tokenizers):
                                     max_length=8, add_bos=True, cache_dir=tmp_path)
 
 
-def test_truncated_data_files(tmp_path, tokenizers):
+def test_a_truncated_data_file_is_named(tmp_path, tokenizers):
     row = {'messages': SAME}
     whole = gzip.compress(''.join(json.dumps(row) + '\n' for _ in range(50)).encode())
     (tmp_path / 'chat.jsonl.gz').write_bytes(whole[:len(whole) // 2])
@@ -307,7 +307,7 @@ def test_bad_questions_of_a_training_split(tmp_path, tokenizers):
     assert '(with answers) about anatomy.' in tokenizers['gemma'].decode(ids.tolist())
 
 
-def test_text_documents(tmp_path, tokenizers):
+def test_a_long_document_becomes_sequences_with_bos_and_one_eos(tmp_path, tokenizers):
     tokenizer = tokenizers['gemma']
     write_rows(tmp_path / 'text.jsonl', [{'text': 'The sky is blue. ' * 9}])
     (tmp_path / 'plain.txt').write_text('fox')
@@ -323,7 +323,7 @@ def test_text_documents(tmp_path, tokenizers):
     assert tokenizer.decode(plain[0][0].tolist()) == 'fox</s>'
 
 
-def test_compressed_text(tmp_path, tokenizers):
+def test_compressed_text_is_read_like_plain_text(tmp_path, tokenizers):
     """A .txt.gz file is what the .txt file is; wikitext's are read by line, as on the hub."""
     lines = ['\n', ' = Robert Boulter = \n', ' \n', ' He is an actor .\n', ' He also\x85 sang .\n']
     sequences = []
@@ -524,7 +524,7 @@ def test_parquet_rows_that_are_not_utf8(tmp_path):
         list(read_rows(tmp_path / 'a.parquet'))
 
 
-def test_bom_and_crlf(tmp_path, tokenizers):
+def test_a_bom_and_crlf_are_no_content(tmp_path, tokenizers):
     rows = {}
     for name, raw in (('a.jsonl', b'\xef\xbb\xbf{"text": "fox"}\r\n\r\n{"text": "sky"}\r\n'),
                       ('a.json', b'\xef\xbb\xbf[{"text": "fox"},\r\n{"text": "sky"}]'),

@@ -115,7 +115,7 @@ runpy.run_path(sys.argv[0], run_name='__main__')
 
 
 @pytest.mark.slow
-def test_options_of_the_demo():
+def test_a_wrong_option_of_the_demo_is_one_line():
     with pytest.raises(ConfigError, match="no key 'smothing'; did you mean 'smoothing'"):
         demo.main(['--smothing=0.2'])
     done = run_scripts(1, 'demo.py', '--seed=x')

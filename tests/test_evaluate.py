@@ -94,7 +94,7 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
 
 
 @pytest.mark.parametrize('batch_rows', [1, 3])
-def test_questions_of_few_tokens(batch_rows, tmp_path):
+def test_questions_of_one_token_are_scored(batch_rows, tmp_path):
     """Their row may hold nothing but tokens at position 0 that only one token sees, like padding.
 
     Without BOS and shots that is so for a context and options of one token, or where each option
@@ -148,7 +148,7 @@ def test_deterministic_scores_are_bitwise_equal(tmp_path):
     assert all(np.array_equal(alone[i], sums) for i, sums in zip(order, found, strict=True))
 
 
-def test_scored_tokens_of_a_text(tmp_path):
+def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
     """Log-probability, top token, its log-probability and entropy, packed beside other texts."""
     reference_model('llama', tmp_path)
     model = checkpoint.load(tmp_path)
@@ -638,7 +638,7 @@ def test_a_model_that_is_given_scores_as_the_one_that_is_loaded(scored_folder, t
 
 
 @pytest.mark.slow
-def test_languages_and_groups(scored_folder, tmp_path, capsys):
+def test_results_have_languages_groups_and_macro(scored_folder, tmp_path, capsys):
     found = scored(scored_folder, tmp_path / 'all', '--pictures')
     result = found['tasks']['global_mmlu']
     assert set(result['languages']) == {'de', 'en', 'sw'}
@@ -891,7 +891,7 @@ def test_a_second_process_on_one_folder_is_refused(scored_folder, tmp_path, caps
 
 
 @pytest.mark.parametrize('content', ['[]', '{"a"', '{}', '', '{"tasks": 3}', '\0', '[' * 100_000])
-def test_damaged_eval_config(scored_folder, tmp_path, content):
+def test_a_damaged_eval_config_is_named(scored_folder, tmp_path, content):
     task = write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
     evaluate_words(scored_folder, tmp_path / 'out', f'--tasks={task}')
     (tmp_path / 'out' / 'eval_config.json').write_text(content)
@@ -901,7 +901,7 @@ def test_damaged_eval_config(scored_folder, tmp_path, content):
     assert found['tasks']['foxes']['pooled']['n'] == 5
 
 
-def test_damaged_results_and_samples(scored_folder, tmp_path, monkeypatch):
+def test_damaged_results_and_samples_are_named_and_repaired(scored_folder, tmp_path, monkeypatch):
     task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
     whole = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
     for content in ('[]', '{"tasks": [1]}', '{"tasks": {"foxes": {}}}', 'junk', '\0',
@@ -1013,7 +1013,7 @@ def test_the_output_names_device_and_settings_in_plain_lines(scored_folder, tmp_
     assert done.stdout == f'{lines[0]}\n' and done.stderr == ''
 
 
-def test_progress_without_a_terminal(capsys, monkeypatch):
+def test_progress_is_a_line_per_interval_without_a_terminal(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
     progress = log.Progress('foxes', 100, 'questions', interval=30)
@@ -1062,7 +1062,7 @@ def test_the_usage_and_the_help_name_the_commands_and_tasks(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('wait', [0.3, 1.0])
-def test_interrupt_in_the_first_second(scored_folder, tmp_path, wait):
+def test_an_early_interrupt_is_one_line(scored_folder, tmp_path, wait):
     task = write_words(tmp_path / 'foxes.jsonl', 20000, 'fox')
     errors = 'Fatal Python error: init'
     while errors.startswith('Fatal Python error: init'):    # Python itself had not started yet
@@ -1100,7 +1100,7 @@ def test_a_killed_evaluation_is_resumed_to_the_same_results(scored_folder, tmp_p
 
 
 @pytest.mark.slow
-def test_temperature_and_platt_scaling(scored_folder, tmp_path):
+def test_scalings_are_fitted_on_halves_or_validation(scored_folder, tmp_path):
     found = scored(scored_folder, tmp_path / 'halves', '--fit_temperature')['tasks']['global_mmlu']
     fitted = found['post_hoc']
     assert fitted['fitted_on'] == 'the other half of the questions'
@@ -1233,7 +1233,7 @@ def test_bad_questions_are_counted_or_stop(scored_folder, tmp_path, capsys):
         evaluate.main([*common, f'--out_dir={tmp_path / "long"}'])
 
 
-def test_next_tokens_and_facts(scored_folder, tmp_path, capsys):
+def test_next_tokens_and_facts_are_scored(scored_folder, tmp_path, capsys):
     words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()
     rows = [{'id': f't{i}', 'text': ' '.join(words[i:] + words[:i])} for i in range(12)]
     write_rows(tmp_path / 'texts.jsonl', rows)
@@ -1343,7 +1343,7 @@ def test_p_true_is_that_of_transformers(scored_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_p_true_beside_other_results(scored_folder, tmp_path, monkeypatch, capsys):
+def test_p_true_is_added_resumed_and_compared(scored_folder, tmp_path, monkeypatch, capsys):
     """Asked for later, stopped, with another norm, compared; and a task without options."""
     words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()
     out, foxes = tmp_path / 'out', write_rows(tmp_path / 'foxes.jsonl', [
@@ -1498,7 +1498,7 @@ def test_damaged_orders_name_their_line(tmp_path, orders, message):
     assert len(samples.read_samples(write_rows(path, [sample]))) == 1
 
 
-def test_the_list_of_tasks(capsys):
+def test_the_list_of_tasks_names_their_files(capsys):
     with pytest.raises(SystemExit):
         evaluate.main(['--tasks=help'])
     printed = capsys.readouterr().out

@@ -182,7 +182,7 @@ def compare(reference, folder, shape):
 
 @pytest.mark.parametrize('n', [1, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('kind', FAMILIES)
-def test_random_configurations(kind, n, tmp_path):
+def test_random_configurations_equal_transformers(kind, n, tmp_path):
     """Logits and every gradient are those of transformers; a saved folder gives both the same."""
     import transformers
     rng = random.Random(f'{kind} {n}')

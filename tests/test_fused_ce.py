@@ -188,7 +188,7 @@ def test_ce_no_token_counts(ce_device, N, reduction):
         assert loss.item() == 0
 
 
-def test_ce_first_and_last_label(ce_device):
+def test_ce_is_right_for_labels_at_the_edges(ce_device):
     hidden, weight, target = ce_inputs(4, 16, 300, ce_device)
     for label in (0, 255, 256, 299):    # the edges of the vocabulary and of a block
         target = torch.full_like(target, label)
@@ -197,7 +197,7 @@ def test_ce_first_and_last_label(ce_device):
 
 
 @pytest.mark.parametrize('label', [-1, 20, 2 ** 40])
-def test_ce_label_outside_the_vocabulary(ce_device, label):
+def test_ce_refuses_a_label_outside_the_vocabulary(ce_device, label):
     hidden, weight, target = ce_inputs(3, 8, 20, ce_device)
     target[1] = label
     with pytest.raises(ValueError, match=rf'target {label} is neither in \[0, 20\)'):
@@ -233,7 +233,7 @@ def test_ce_says_what_is_wrong():
 
 @numpy_warns
 @pytest.mark.parametrize('softcap', [None, 1.0, 30.0])
-def test_ce_huge_logits(ce_device, softcap):
+def test_ce_of_huge_logits_is_finite(ce_device, softcap):
     hidden, weight, target = ce_inputs(5, 16, 300, ce_device, std=1e4, ignored=0)
     kw = dict(smoothing=0.1, softcap=softcap)
     loss, dh, dw = ce_ours(hidden, weight, target, **kw)
@@ -258,7 +258,7 @@ def test_ce_shift_and_equal_logits(ce_device):
 
 
 @numpy_warns
-def test_ce_infinite_and_nan_logits(ce_device):
+def test_ce_keeps_infinite_and_nan_logits_in_their_row(ce_device):
     hidden, weight, target = ce_inputs(3, 8, 300, ce_device, ignored=0)
     hidden, weight = hidden.detach().abs(), weight.detach()
     weight[:270] = float('-inf')        # a whole block, and some of the next
@@ -336,7 +336,7 @@ def test_ce_full_smoothing_forgets_the_label(ce_device):
                  ce_ours(hidden, weight, (target + 1) % 40, smoothing=1.0), 1e-6)
 
 
-def test_ce_any_layout(ce_device):
+def test_ce_takes_any_layout(ce_device):
     B, T, D, V = 2, 4, 16, 40
     hidden, weight, target = ce_inputs(B * T, D, V, ce_device)
     expected = ce_ours(hidden, weight, target, smoothing=0.1)
@@ -355,7 +355,7 @@ def test_ce_any_layout(ce_device):
     assert per_token.shape == (B, T - 1)
 
 
-def test_ce_upstream_gradient(ce_device):
+def test_ce_scales_with_the_upstream_gradient(ce_device):
     hidden, weight, target = ce_inputs(5, 16, 40, ce_device, dtype=torch.bfloat16)
     for memory in (None, 1):
         _, dh, dw = ce_ours(hidden, weight, target, smoothing=0.1, memory=memory)
@@ -373,7 +373,7 @@ def test_ce_upstream_gradient(ce_device):
             assert abs(drift - factor) <= limit * abs(factor)
 
 
-def test_ce_one_gradient_per_token(ce_device):
+def test_ce_takes_an_upstream_gradient_per_token(ce_device):
     hidden, weight, target = ce_inputs(8, 16, 40, ce_device)
     kw = dict(smoothing=0.1, softcap=5.0)
     upstream = torch.linspace(-2, 3, 8, device=ce_device)
@@ -393,7 +393,7 @@ def test_ce_one_gradient_per_token(ce_device):
 
 
 @pytest.mark.parametrize('reduction', ['mean', 'none'])
-def test_ce_backward_twice(ce_device, reduction):
+def test_ce_allows_two_backward_passes_and_no_second_derivative(ce_device, reduction):
     hidden, weight, target = ce_inputs(4, 16, 40, ce_device)
     loss, _ = smoothed_cross_entropy(hidden, weight, target, smoothing=0.1, reduction=reduction)
     (loss.sum() * 0.5).backward(retain_graph=True)
@@ -440,7 +440,7 @@ def test_ce_frozen_inputs_cost_no_product(ce_device, reduction, monkeypatch):
         assert run(False, False) == (None, None, 1)
 
 
-def test_ce_tied_weight(ce_device):
+def test_ce_adds_both_gradients_of_a_tied_weight(ce_device):
     _, weight, target = ce_inputs(5, 16, 40, ce_device, ignored=0)
     tokens = torch.tensor([3, 1, 4, 1, 5], device=ce_device)
     loss, _ = smoothed_cross_entropy(weight[tokens].sin(), weight, target, smoothing=0.1)
@@ -465,7 +465,7 @@ def test_ce_micro_batches_add_up(ce_device):
 
 
 @pytest.mark.parametrize('memory', [None, 1])
-def test_ce_autocast(ce_device, memory):
+def test_ce_follows_autocast(ce_device, memory):
     hidden, weight, target = ce_inputs(10, 64, 300, ce_device)
     with torch.autocast(ce_device, dtype=torch.bfloat16):
         mixed = smoothed_cross_entropy(hidden.bfloat16(), weight, target, smoothing=0.1)[0]
@@ -492,7 +492,7 @@ def test_ce_bfloat16_is_as_good_as_torch(ce_device, softcap, memory):
         assert off(a, c) < limit * off(b, c) + 1e-4
 
 
-def test_ce_same_bits_twice(ce_device):
+def test_ce_gives_the_same_bits_twice(ce_device):
     hidden, weight, target = ce_inputs(9, 32, 300, ce_device, torch.bfloat16)
     first = ce_ours(hidden, weight, target, smoothing=0.1, softcap=30.0, memory=1)
     second = ce_ours(hidden, weight, target, smoothing=0.1, softcap=30.0, memory=1)
@@ -503,7 +503,7 @@ def test_ce_same_bits_twice(ce_device):
                                      pytest.param(40, 64, 300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('softcap', [None, 5.0])
-def test_token_statistics(ce_device, N, D, V, dtype, softcap):
+def test_token_statistics_equal_float64(ce_device, N, D, V, dtype, softcap):
     hidden, weight, target = ce_inputs(N, D, V, ce_device, dtype, std=8.0)
     hidden, target = hidden.view(N, 1, D), target.view(N, 1)
     z = hidden.detach().double() @ weight.detach().double().T
@@ -528,7 +528,7 @@ def test_token_statistics(ce_device, N, D, V, dtype, softcap):
     assert (ours.entropy - math.log(V)).abs().max() < 1e-5
 
 
-def test_token_statistics_autocast(ce_device):
+def test_token_statistics_follow_autocast(ce_device):
     hidden, weight, target = ce_inputs(9, 32, 300, ce_device)
     with torch.autocast(ce_device, torch.bfloat16):
         ours = token_statistics(hidden, weight, target, softcap=5.0)
@@ -541,7 +541,7 @@ def test_token_statistics_autocast(ce_device):
 
 
 @pytest.mark.parametrize('reduction', ['mean', 'sum', 'none'])
-def test_ce_token_weight(ce_device, reduction):
+def test_ce_multiplies_losses_by_token_weight(ce_device, reduction):
     hidden, weight, target = ce_inputs(9, 16, 40, ce_device)
     token_weight = torch.rand(9, device=ce_device)
     token_weight[3] = 0
@@ -561,7 +561,7 @@ def test_ce_token_weight(ce_device, reduction):
         smoothed_cross_entropy(hidden, weight, target, token_weight=token_weight[:3])
 
 
-def test_ce_target_anywhere(ce_device):
+def test_ce_takes_targets_of_any_type_and_device(ce_device):
     hidden, weight, target = ce_inputs(9, 16, 40, ce_device)
     kw = dict(smoothing=0.1)
     on_device = ce_ours(hidden, weight, target, **kw)
@@ -670,7 +670,7 @@ GOLDEN = json.loads((Path(__file__).parent / 'golden_losses.json').read_text())
 
 
 @pytest.mark.parametrize('case', GOLDEN['cases'], ids=lambda c: f'{c["loss"]}, {c["softcap"]}')
-def test_loss_golden(ce_device, case):
+def test_losses_equal_golden_values(ce_device, case):
     """Values and gradients of the logits from an independent computation in float64."""
     logits = torch.tensor(GOLDEN['logits'], device=ce_device, requires_grad=True)
     labels = torch.tensor(GOLDEN['labels'])
@@ -717,7 +717,7 @@ def test_loss_with_token_weights_and_num_items(ce_device, text):
 
 @pytest.mark.parametrize('softcap', [None, pytest.param(5.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('text', SOME_REFERENCES)
-def test_loss_in_bfloat16(ce_device, text, softcap):
+def test_losses_in_bfloat16_are_nearly_as_exact_as_torch(ce_device, text, softcap):
     """Nearer to float64 than 1.6 times what torch makes of it in bfloat16."""
     hidden, weight, target = ce_inputs(12, 64, 300, ce_device, torch.bfloat16, std=3.0, ignored=0)
     exact = loss_reference(REFERENCES[text], hidden, weight, target, softcap)
@@ -774,7 +774,7 @@ def test_loss_at_the_ends_of_probability(ce_device, text, softcap):
        # a root of what is near 0, 1 - p_y or an entropy, magnifies the rounding of float32
        st.sampled_from([text for text in REFERENCES if '(0.5)' not in text]),
        st.sampled_from([None, 3.0, 50.0]), st.integers(1, 9), st.integers(2, 60))
-def test_loss_on_any_logits(seed, std, text, softcap, n, V):
+def test_losses_are_right_on_any_logits(seed, std, text, softcap, n, V):
     hidden, weight, target = ce_inputs(n, 8, V, std=std, ignored=0, seed=seed)
     expected = loss_reference(REFERENCES[text], hidden, weight, target, softcap)
     ours = loss_ours(parse_loss(text), hidden, weight, target, softcap=softcap)
@@ -829,7 +829,7 @@ def test_loss_smoothing_is_label_smoothing(ce_device):
         assert all(map(torch.equal, a, b))
 
 
-def test_loss_statistics(ce_device):
+def test_token_statistics_have_the_loss(ce_device):
     hidden, weight, target = ce_inputs(7, 31, 300, ce_device)
     ours = token_statistics(hidden, weight, target, focal(2) + smoothing(0.1))
     each, nll = fused_loss(hidden, weight, target, focal(2) + smoothing(0.1), reduction='none')
@@ -856,7 +856,7 @@ def test_loss_refuses_what_is_no_loss():
                 make(x)
 
 
-def test_parse_loss():
+def test_parse_loss_reads_sums_and_names_errors():
     hidden, weight, target = ce_inputs(5, 8, 20)
     for text, loss in (('focal(2) + z_loss(1e-4)', focal(2) + z_loss(1e-4)),
                        ('  brier()', brier()),
@@ -882,7 +882,7 @@ def test_parse_loss():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
-def test_ce_compiled_step(device):
+def test_ce_breaks_the_graph_of_a_compiled_step_once(device):
     if device == 'cuda' and not torch.cuda.is_available():
         pytest.skip('needs a CUDA device')
     torch._dynamo.reset()
@@ -907,7 +907,7 @@ def test_ce_compiled_step(device):
             loss.backward()
 
 
-def test_ce_without_triton(monkeypatch):
+def test_ce_works_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, 'triton', None)
     spec = importlib.util.spec_from_file_location('fused_ce_alone', fused_ce.__file__)
     alone = importlib.util.module_from_spec(spec)
@@ -924,7 +924,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a C
 @needs_cuda
 @pytest.mark.parametrize('V', [50264, 128256, 151936, 256000, 262144])
 @pytest.mark.parametrize('softcap', [None, 30.0])
-def test_ce_real_vocabularies(V, softcap):
+def test_ce_is_as_exact_as_torch_for_real_vocabularies(V, softcap):
     kw = dict(smoothing=0.1, softcap=softcap)
     hidden, weight, target = ce_inputs(40, 128, V, 'cuda', torch.bfloat16, std=3.0)
     exact = ce_reference(hidden, weight, target, **kw)
@@ -935,7 +935,7 @@ def test_ce_real_vocabularies(V, softcap):
 
 
 @needs_cuda
-def test_ce_more_logits_than_int32():
+def test_ce_is_right_for_more_logits_than_int32():
     N, D, V = 8704, 64, 256000      # 2.2e9 logits in one chunk
     if torch.cuda.mem_get_info()[0] < 20 * 2 ** 30:
         pytest.skip('needs 20 GB of GPU memory')
@@ -972,7 +972,7 @@ def test_ce_never_waits(reduction):
 
 @needs_cuda
 @pytest.mark.parametrize('memory', [None, 2 ** 29, 2 ** 27, 0, 2 ** 40, 'none'])
-def test_ce_at_full_size(memory):
+def test_ce_at_full_size_keeps_to_its_memory_and_error(memory):
     """Gemma 2 2B: memory, and errors against float32 beside torch's own in bfloat16."""
     N, D, V, softcap = 8192, 2304, 256000, 30.0
     if torch.cuda.mem_get_info()[0] < 60 * 2 ** 30:

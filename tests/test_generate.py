@@ -691,7 +691,7 @@ def test_a_prompt_with_logits_that_are_not_finite_is_named_after_others_too(
 
 
 @pytest.mark.slow
-def test_the_command_line(chat_folder, tmp_path):
+def test_the_command_line_runs_and_names_a_wrong_key(chat_folder, tmp_path):
     write_rows(tmp_path / 'prompts.jsonl', QUESTIONS)
     done = subprocess.run([sys.executable, 'generate.py', f'--model={chat_folder}', '--n=2',
                            f'--prompts={tmp_path / "prompts.jsonl"}', '--max_tokens=4',

@@ -69,7 +69,7 @@ GOLDEN = json.loads((Path(__file__).parent / 'golden_metrics.json').read_text())
 
 
 @pytest.mark.parametrize('name', GOLDEN['float64'])
-def test_metrics_golden_values(name):
+def test_metrics_equal_golden_values(name):
     """The values of peers that compute in float64, and of those that do in float32, to 1e-6."""
     probs, labels = golden_case(name)
     for precision, tolerance in (('float64', 1e-12), ('float32', 1e-6)):
@@ -139,7 +139,7 @@ def test_metrics_edges_are_exact_where_linspace_is_not():
     assert metrics.ece(probs, labels) == exactly(0.55)  # the peers' one bin gives 0.05
 
 
-def test_metrics_whole_golden_file():
+def test_metrics_equal_the_whole_golden_file():
     path = Path(metrics.__file__).resolve().parent.parent / 'shared/reference/golden_metrics.json'
     if not path.exists():
         pytest.skip('the file of golden vectors (golden_metrics.json) is not beside the repository')
@@ -405,7 +405,7 @@ def test_all_wrong_at_confidence_1_is_as_bad_as_it_gets(n, k):
 
 
 @pytest.mark.parametrize('label, gap', [(0, -0.3), (1, 0.7)])
-def test_metrics_of_a_single_row(label, gap):
+def test_metrics_of_a_single_row_are_its_gap(label, gap):
     probs, labels = [[0.7, 0.3]], [label]
     result = metrics.report(probs, labels)
     assert result['n'] == 1
@@ -500,7 +500,7 @@ def test_probabilities_that_differ_by_a_rounding_are_tied():
     assert metrics.tace([[0.99, 0.01], [0.99, 0.01 + 1e-17]], [1, 1]) == exactly(0.99 / 2)
 
 
-def test_ece_from_confidences_alone():
+def test_ece_needs_confidences_alone():
     rng = np.random.default_rng(0)
     probs = rng.dirichlet(np.ones(4), 500)
     labels = rng.integers(0, 4, 500)
@@ -765,7 +765,7 @@ def run_metrics(*arguments):
     return subprocess.CompletedProcess('metrics.py', code, out.getvalue(), errors.getvalue())
 
 
-def test_metrics_as_a_program(tmp_path):
+def test_metrics_as_a_program_prints_a_report_per_task(tmp_path):
     rows = [{'probs': [0.7, 0.3], 'label': 0}, {'log_probs': [-1.0, -2.0, -4.0], 'answer': 1,
                                                 'n_tokens': [1, 1, 2]},
             {'probs': [0.5, 0.5], 'answer': 1, 'split': 'validation'}]
@@ -1003,7 +1003,7 @@ def test_padding_changes_nothing_when_n_options_is_given(case, extra):
     assert metrics.sce(padded, labels) == exactly(expected['sce'] * k / (k + extra))
 
 
-def test_wilson_interval():
+def test_wilson_interval_equals_the_textbook():
     # 9 right of 10, the textbook example: 0.5958 to 0.9821.
     probs = np.tile([0.8, 0.2], (10, 1))
     labels = [0] * 9 + [1]

@@ -18,7 +18,7 @@ from runtime import checkpoint
 
 
 @pytest.mark.parametrize('name', ARCHITECTURES)
-def test_parity_with_transformers(name, tmp_path):
+def test_logits_and_gradients_equal_transformers(name, tmp_path):
     reference = reference_model(name, tmp_path)
     model = checkpoint.load(tmp_path)
     tokens = torch.randint(0, 211, (2, 45))
@@ -37,7 +37,7 @@ def test_parity_with_transformers(name, tmp_path):
         assert (parameter.grad - gradient).norm() < 1e-4 * gradient.norm() + 1e-6, key
 
 
-def test_llama3_rope_golden():
+def test_llama3_frequencies_equal_golden_values():
     rope = models.Rope(500000.0, 64, 'llama3', factor=32.0, length=8192, slow=1.0, fast=4.0)
     cos, sin, _ = models.rotary_angles(torch.ones(1, 1, dtype=torch.long), rope, torch.float32)
     angle = torch.atan2(sin, cos)[0, 0, 0]
@@ -61,7 +61,7 @@ def test_embedding_scale_is_rounded_like_the_weights():
 
 
 @pytest.mark.parametrize('name', ['neox', 'neox_sequential'])
-def test_neox_in_bfloat16(name, tmp_path):
+def test_neox_in_bfloat16_is_as_exact_as_transformers(name, tmp_path):
     """As far from float32 as transformers in bfloat16, and closer to that."""
     import transformers
     reference_model(name, tmp_path)
@@ -125,7 +125,7 @@ def test_the_three_masks_give_the_same_hidden_states(name, device, tmp_path):
 @pytest.mark.parametrize('name', [
     'llama', 'gemma2', 'neox', 'phi3', *(pytest.param(name, marks=pytest.mark.slow) for name in (
         'mistral_window', 'gemma', 'qwen2', 'qwen3', 'olmo3', 'cohere2', 'opt'))])
-def test_lora(name, tmp_path):
+def test_lora_begins_at_the_base_model_and_merges_exactly(name, tmp_path):
     reference_model(name, tmp_path / 'base')
     tokens = torch.randint(0, 211, (2, 30))
     plain = checkpoint.load(tmp_path / 'base')

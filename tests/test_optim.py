@@ -58,7 +58,7 @@ def test_exact_master_is_the_float32_run_bit_for_bit():
     assert (ours - theirs).norm() < 1e-5 * theirs.norm()
 
 
-def test_master_bits():
+def test_both_halves_of_every_float32_come_back():
     """Both halves of every kind of float32 come back; the upper one is the nearest bfloat16."""
     bits = torch.randint(-2 ** 31, 2 ** 31, (100_000,), dtype=torch.int64).int()
     bits = torch.cat((bits, bits & ~0xffff, (bits & ~0xffff) | 0x8000, bits & 0x7fffff))
@@ -131,7 +131,7 @@ def test_gradients_of_micro_batches_are_summed_in_float32():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 @pytest.mark.parametrize('dtype, stochastic', [(torch.float32, False), (torch.bfloat16, False),
                                                (torch.bfloat16, True)])
-def test_optimizer_on_the_gpu(dtype, stochastic):
+def test_the_optimizer_does_the_same_on_a_gpu(dtype, stochastic):
     ends = []
     for device in ('cpu', 'cuda'):
         make = torch.Generator().manual_seed(0)

@@ -120,7 +120,7 @@ def test_truthfulqa_is_asked_without_shots(tmp_path):
         questions.solved_files(f'truthfulqa_mc1:{tmp_path}')
 
 
-def test_hellaswag_cleaning():
+def test_hellaswag_is_cleaned_as_the_harness_does():
     row = {'activity_label': 'Roof [title] repair', 'ctx_a': 'A man [step] works.', 'ctx_b': 'he',
            'endings': ['runs  [x]away', 'b', 'c', 'd'], 'label': '3'}
     text, choices, answer = parse(row, 'hellaswag')
@@ -414,7 +414,7 @@ def test_an_archive_on_the_hub_is_unpacked(tmp_path, monkeypatch):
     (dict(prompt_format='harness'), 'generates the answers to mmlu_prox'),
     (dict(languages=('xx',)), "mmlu_prox has no language 'xx'; it has af, ar"),
     (dict(languages=('sw',)), 'holds nothing that matches sw/test-')])
-def test_multilingual_refusals(tmp_path, arguments, message):
+def test_wrong_languages_and_headers_are_refused(tmp_path, arguments, message):
     row = {'question_id': 1, 'question': 'Q?', 'option_0': 'a', 'option_1': 'b', 'answer': 'B'}
     write_rows(tmp_path / 'de' / 'test-00000-of-00001.parquet', [row])
     with pytest.raises(DataError, match=message):
@@ -427,7 +427,7 @@ def test_multilingual_refusals(tmp_path, arguments, message):
         questions.load_task(f'mmlu:{tmp_path}', header='native')
 
 
-def test_original_csv_and_hub_parquet(tmp_path):
+def test_original_csv_and_hub_parquet_are_read(tmp_path):
     (tmp_path / 'test').mkdir()
     (tmp_path / 'test' / 'high_school_physics_test.csv').write_text('\ufeff"Q, one?",a,b,c,d,D\n\n')
     (question,), _, _, _ = questions.load_task(f'mmlu:{tmp_path}')
@@ -439,7 +439,7 @@ def test_original_csv_and_hub_parquet(tmp_path):
 
 
 @needs_shared
-def test_real_benchmark_files():
+def test_real_benchmark_files_are_read_whole():
     datasets = SHARED / 'datasets'
     mmlu, shots, bad, _ = questions.load_task(f'mmlu:{datasets / "mmlu"}', shots=5)
     assert sum(q.duplicate_options for q in mmlu) == 9
@@ -481,7 +481,7 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize('task, file, row, prompts, answer, letters', GOLDEN)
-def test_tasks_of_bayesian_lora(tmp_path, task, file, row, prompts, answer, letters):
+def test_prompts_of_bayesian_lora_are_known(tmp_path, task, file, row, prompts, answer, letters):
     write_rows(tmp_path / file, [row])
     (question,), *_ = questions.load_task(f'{task}:{tmp_path}', prompt_format='harness')
     assert not question.header and question.answer == answer
@@ -496,7 +496,7 @@ def test_tasks_of_bayesian_lora(tmp_path, task, file, row, prompts, answer, lett
     assert question.answer == answer and question.header.startswith('The following are multiple')
 
 
-def test_white_space_of_the_harness(tmp_path):
+def test_white_space_before_an_option_is_scored_with_it(tmp_path):
     """White space that ends a context is scored with what follows, as lm-eval does."""
     stem = {'question_stem': 'A plant needs ', 'answerKey': 'A',
             'choices': {'text': ['air', 'ink'], 'label': ['A', 'B']}}

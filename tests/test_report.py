@@ -45,7 +45,7 @@ def test_parallel_map_forks_only_if_it_is_worth_it(monkeypatch):
         processes.parallel_map(operator.call, [functools.partial(divmod, 1, 0)], worth_it=True)
 
 
-def test_option_scores_norms():
+def test_option_scores_divide_by_each_norm():
     log_probs, options = np.array([-2.0, -6.0]), [' é', ' long']
     for norm, length in (('sum', (1, 1)), ('token', (1, 3)), ('char', (1, 4)), ('byte', (2, 4))):
         p = metrics.softmax(report.option_scores(log_probs, options, [1, 3], norm))
@@ -57,7 +57,7 @@ def test_option_scores_norms():
 # Samples
 # ------------------------------------------------------------------------------------------------
 
-def test_a_sample_listed_twice(tmp_path):
+def test_a_repeated_sample_counts_once(tmp_path):
     path = write_rows(tmp_path / 'samples.jsonl', [question(0), question(1), question(0)])
     assert samples.read_samples(path) == [question(0), question(1)]
     # another prompt is another question: the last one counts
@@ -173,7 +173,7 @@ def test_nll_of_sums_is_not_clipped():
 
 
 @pytest.mark.parametrize('held_out', [0, 50])
-def test_temperatures_by_language(tmp_path, held_out):
+def test_each_language_gets_its_own_and_a_shrunk_temperature(tmp_path, held_out):
     """Each language has its own, one shrunk to the mean, and that of the others."""
     rows = samples.read_samples(write_run(tmp_path, languages=('de', 'en', 'sw'), n=80,
                                           held_out=held_out) / 'samples.jsonl')
@@ -262,7 +262,7 @@ def test_each_task_says_how_it_was_scored():
     assert '### arc (prompt format harness, 0 shots, text, sum)\n' in text
 
 
-def test_notes_below_a_table():
+def test_notes_below_a_table_name_what_was_left_out():
     many = result(option_mass=0.4)
     many['pooled']['n'] = 1000
     expected = ['the options together have a mean probability of 0.400']
@@ -323,7 +323,7 @@ def test_latex_escapes_everything():
     assert text.startswith('\\providecommand{\\confint}[2]{}\n\\begin') and text.endswith('}\n')
 
 
-def test_the_best_of_each_group():
+def test_the_best_of_each_group_is_marked():
     heading = tables.Heading
     lines = [('run', 'seeds', heading('accuracy', 'MMLU accuracy'), heading('ece'), 'ECE (paper)',
               'p ECE', 'ECE minus that of a', heading('gap'), heading('entropy_bits')),
@@ -342,7 +342,7 @@ def test_the_best_of_each_group():
     assert marked[1][3] == '0.10 [0.05, 0.20] *'
 
 
-def test_results_as_latex():
+def test_latex_has_the_numbers_of_the_markdown():
     """The numbers of results.md, with intervals; bold is the better of raw and scaled."""
     fitted = report.summarize([question(i, log_probs=[-9.0 + i, -2.0]) for i in range(8)], 'token',
                               n_bootstrap=20, fit=True)
@@ -394,7 +394,7 @@ def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('n', [1, 3, 12])
-def test_reliability_diagrams(tmp_path, monkeypatch, n):
+def test_a_reliability_diagram_has_bars_gaps_and_intervals(tmp_path, monkeypatch, n):
     figures = []
     monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: figures.append(figure))
     plots.draw_reliability(tmp_path / 'a.png', panels_of(n))
@@ -450,7 +450,7 @@ def test_a_picture_has_no_boxes_for_characters_without_a_glyph(tmp_path, monkeyp
         plots._charmaps.cache_clear()
 
 
-def test_reliability_of_certain_answers(tmp_path, capsys):
+def test_certain_answers_are_drawn_without_a_warning(tmp_path, capsys):
     sure = report.Predictions(np.ones(5), np.array([True] * 4 + [False]))
     right = report.Predictions(np.full(12, 0.95), np.ones(12, bool))    # interval ends at 1 - 2e-16
     plots.draw_reliability(tmp_path / 'a.png', [('sure', sure), ('right', right)])
@@ -483,7 +483,7 @@ def test_a_log_that_cannot_be_drawn(tmp_path, capsys):
     assert 'loss.png was not written: JSONDecodeError' in capsys.readouterr().err
 
 
-def test_reports_side_by_side(tmp_path, monkeypatch, capsys):
+def test_runs_are_reported_side_by_side(tmp_path, monkeypatch, capsys):
     """One table per task; validation questions are in no diagram, a run may have no results."""
     runs = {'none': (None, tmp_path)}
     for name, sharpness in (('before', 1.0), ('after', 2.0)):

@@ -101,7 +101,7 @@ def chat_folder(tmp_path):
     return folder
 
 
-def test_one_answer(chat_folder, capsys, monkeypatch):
+def test_one_answer_is_greedy_with_its_probabilities(chat_folder, capsys, monkeypatch):
     def said(*arguments):
         sample.main([f'--model={chat_folder}', '--device=cpu', *arguments])
         return capsys.readouterr().out

@@ -107,7 +107,7 @@ def test_isotonic_pools_tied_confidences():
 
 
 @pytest.mark.parametrize('fit', [scaling.fit_platt, scaling.fit_histogram, scaling.fit_isotonic])
-def test_fits_of_confidences(fit):
+def test_fits_take_any_form_of_correct_and_refuse_bad_rows(fit):
     rng = np.random.default_rng(0)
     confidence, correct = rng.random(230), rng.random(230) < 0.6
     for same in (correct.astype(int), correct.astype(float), correct.astype(int).tolist()):
@@ -123,7 +123,7 @@ def test_fits_of_confidences(fit):
             fit(confidence, correct)
 
 
-def test_settings_out_of_range():
+def test_settings_out_of_range_are_refused():
     for value in (-1, math.nan, math.inf, '0.5', None, True):
         with pytest.raises(ValueError, match=r'ridge must be a number in \(0, inf\)'):
             scaling.fit_vector([[1.0, 2.0]], [0], value)

@@ -101,7 +101,7 @@ def test_mcnemar_is_the_exact_test_of_the_rows_in_which_two_models_differ():
                                                           rel=1e-3)
 
 
-def test_cochran_q():
+def test_cochran_q_equals_a_computation_by_hand():
     correct = np.array([[1, 1, 0, 1, 0, 1], [1, 0, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1]]) == 1
     # right in each model: 4, 2, 6; models that have each row right: 3, 2, 1, 3, 1, 2
     by_hand = 2 * 3 * ((4 - 4)**2 + (2 - 4)**2 + (6 - 4)**2) / (0 + 2 + 2 + 0 + 2 + 2)
@@ -122,7 +122,7 @@ def test_cochran_q():
             stats.cochran_q(bad)
 
 
-def test_tails_of_chi_square():
+def test_tails_of_chi_square_equal_an_integral():
     rng = np.random.default_rng(1)
     for m in range(2, 9):
         correct = rng.random((m, 80)) < np.linspace(0.4, 0.6, m)[:, None]
@@ -150,19 +150,19 @@ def test_holm_corrects_for_the_number_of_tests():
 @pytest.mark.parametrize('x, t, p', [
     ([1, 2, 3, 4], 3.8729833, 0.0304663), ([0.1, -0.2, 0.3], 0.4588315, 0.6913933),
     ([1.0, 3.0], 2.0, 0.2951672)])
-def test_student_t(x, t, p):        # by scipy.stats.ttest_1samp
+def test_student_t_equals_reference_values(x, t, p):        # by scipy.stats.ttest_1samp
     mean, found_t, found_p = stats.student_t(x)
     assert (mean, found_t, found_p) == pytest.approx((np.mean(x), t, p), abs=1e-6)
 
 
-def test_student_t_without_spread():
+def test_student_t_is_defined_without_spread():
     assert stats.student_t([2, 2, 2])[1:] == (math.inf, 0.0)
     assert stats.student_t([0, 0])[2] == 1.0
     with pytest.raises(ValueError, match='N >= 2'):
         stats.student_t([1])
 
 
-def test_mean_interval():
+def test_mean_interval_has_the_quantile_of_t():
     x = np.random.default_rng(0).normal(size=5)
     for level, quantile in ((0.95, 2.7764451052), (0.99, 4.6040948714)):    # of t, 4 degrees
         mean, low, high = stats.mean_interval(x, level)
@@ -210,7 +210,7 @@ def test_intervals_cover_what_they_should():
         stats.interval(metrics.ece, [[1.0, 0.0]], [0], method='normal')
 
 
-def test_bca_at_an_extreme_level():
+def test_bca_widens_with_the_level():
     c, correct = np.random.default_rng(0).random(30) ** 8, np.arange(30) % 2 == 0
     previous = stats.interval(metrics.gap, c, correct, n_resamples=200, method='bca')
     for level in (0.999, 0.999999, 1 - 1e-12):

@@ -157,7 +157,7 @@ def test_a_small_study_runs_from_worlds_to_tables(small_study, tmp_path, capsys)
         metrics.ece(metrics.softmax(scored.scores, temperature), scored.labels), rel=1e-4)
 
 
-def test_reliability_over_seeds(tmp_path):
+def test_bins_of_two_runs_add_up(tmp_path):
     """The bins of two runs together are those of their questions together."""
     runs = [read_run(write_run(tmp_path / f'seed-{seed}', seed=seed)) for seed in (0, 1)]
     together = figures.pool_bins(list(figures.bins_of(runs).values()))
@@ -228,7 +228,7 @@ def test_the_probe_is_a_column_of_the_figures(small_study):
     assert {line['unused_rows'] for line in lines} == {'0'}
 
 
-def test_reachable_entropy():
+def test_reachable_entropy_equals_the_closed_form():
     config = models.ModelConfig(model_type='llama', vocab_size=8, hidden_size=8,
                                 intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
                                 num_key_value_heads=2, head_dim=4, tie_word_embeddings=False)
@@ -405,7 +405,7 @@ def die_once(file):
 
 
 @pytest.mark.slow
-def test_the_losses_side_by_side(tmp_path, capsys, forked):
+def test_a_failed_run_does_not_stop_those_side_by_side(tmp_path, capsys, forked):
     """Two processes: a world's base models, what they know, tuned models; then the numbers."""
     seed, names = 5, {'base', 'medium', 'tuned-crossentropy-lr0.0008', 'tuned-gce0.7-lr0.0008',
                       'lora-dft-lr0.0032', 'medium-focal2-lr0.0004', 'base-known-dft',
@@ -637,7 +637,7 @@ def test_alignment_from_the_world_to_tables(tmp_path, capsys, forked):
     assert {*known, *unknown} <= {*everything} and not {*known} & {*unknown}
 
 
-def test_the_kl_of_options():
+def test_the_kl_of_options_is_a_mean_over_questions():
     p = np.array([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
     q = np.array([[0.25, 0.25, 0.5], [0.2, 0.3, 0.5]])
     assert alignment.mean_kl(p, q) == pytest.approx(math.log(2) / 2)
@@ -846,7 +846,7 @@ def test_holm_multiplies_the_smallest_p_by_the_number_of_tests():
     assert frontier.p_of(np.array([0.1, np.nan, 0.1])) == 1
 
 
-def test_the_interval_of_a_ratio():
+def test_the_interval_of_a_ratio_ends_where_a_t_test_does():
     x, y = np.random.default_rng(1).normal([[3.0], [2.0]], 0.3, (2, 5))
     low, high = frontier.ratio_interval(x, y)
     assert low < x.mean() / y.mean() < high

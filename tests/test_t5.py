@@ -77,11 +77,11 @@ def assert_same_model(folder, seed):
 
 @pytest.mark.parametrize('seed', [*range(4), *(
     pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
-def test_logits_and_gradients_of_transformers(seed, tmp_path):
+def test_logits_and_gradients_equal_transformers(seed, tmp_path):
     assert_same_model(tmp_path, seed)
 
 
-def test_buckets_of_transformers():
+def test_buckets_equal_transformers():
     distance = torch.arange(-700, 700)[None]
     theirs = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket
     for both in (True, False):
@@ -118,7 +118,7 @@ def test_saved_models_are_read_by_transformers(kind, untied, tmp_path):
     assert checkpoint.load(tmp_path / 'half').head.dtype == torch.bfloat16
 
 
-def test_files_of_older_checkpoints(tmp_path):
+def test_copies_in_older_checkpoints_are_ignored(tmp_path):
     reference(tmp_path, 1, untied=False)
     right = checkpoint.load(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({

@@ -61,7 +61,7 @@ def test_long_runs_are_cut(tokenizers):
     assert ids[:len(before) - 1] == before[:-1]  # the text around the run is cut as ever
 
 
-def test_tokenizer_errors(tmp_path):
+def test_a_missing_or_damaged_tokenizer_is_named(tmp_path):
     with pytest.raises(DataError, match='has no tokenizer: none of tokenizer.model'):
         load_tokenizer(tmp_path)
     (tmp_path / 'tokenizer.model').write_bytes(b'\x00\x01garbage')
@@ -167,7 +167,7 @@ def test_tokenizer_json_is_read_as_by_tokenizers(kind, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['llama3', 'qwen3', 'neox', 'olmo2'])
-def test_real_tokenizer_json(name, tmp_path):
+def test_a_real_tokenizer_json_gives_the_ids_of_the_library(name, tmp_path):
     needs_files(f'tokenizers/{name}_tokenizer.json.gz', 'datasets/wikitext2/wiki.test.txt.gz')
     from tokenizers import Tokenizer
     (tmp_path / 'tokenizer.json').write_bytes(gzip.decompress(
@@ -530,7 +530,7 @@ RENDERED = {
 
 
 @pytest.mark.parametrize('template', RENDERED)
-def test_templates_and_masks(tokenizers, template):
+def test_templates_render_with_the_right_loss_mask(tokenizers, template):
     kind, expected = RENDERED[template]
     template = template.removesuffix(' as text')
     tokenizer = tokenizers[kind]
@@ -723,7 +723,7 @@ APPROPRIATELY = 'Write a response that appropriately completes the request.'
     ('', f'{BELOW}. {APPROPRIATELY}\n\n### Instruction:\nAdd <|.\n\n### Response:'),
     ('1\n\n2', f'{BELOW}, paired with an input that provides further context. {APPROPRIATELY}\n\n'
      '### Instruction:\nAdd <|.\n\n### Input:\n1\n\n2\n\n### Response:')])
-def test_alpaca_prompt(tokenizers, kind, given, prompt):
+def test_the_alpaca_template_is_stanfords_prompt(tokenizers, kind, given, prompt):
     tokenizer = tokenizers[kind]
     row = {'instruction': 'Add <|.', 'input': given, 'output': '3 foxes\n'}
     ids, loss_mask = chat.encode_conversation(to_messages(row), tokenizer, 'alpaca')
@@ -738,7 +738,7 @@ def test_alpaca_prompt(tokenizers, kind, given, prompt):
 
 
 @needs_shared
-def test_real_tokenizers_known_ids(tmp_path):
+def test_real_tokenizers_give_known_ids(tmp_path):
     def real(name, file):
         (tmp_path / name).mkdir()
         shutil.copyfile(SHARED / 'tokenizers' / file, tmp_path / name / 'tokenizer.model')

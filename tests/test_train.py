@@ -81,7 +81,7 @@ def test_packed_step_equals_unpacked_sequences(tiny_model, reduction):
 
 
 
-def test_learning_rate_schedule():
+def test_the_learning_rate_warms_up_and_decays():
     cfg = tiny_config(lr=1.0, warmup=0.1, final_lr=0.1)
     rates = [train.learning_rate(s, 100, cfg) for s in range(100)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
@@ -216,7 +216,7 @@ def test_demo_folder_loads_in_transformers(small_world):
     assert torch.allclose(ours, reference(tokens).logits, atol=1e-4)
 
 
-def test_demo_tokenizer_in_transformers(small_world):
+def test_transformers_reads_the_demos_tokenizer_and_template(small_world):
     """A run in text has no chat template; a tuned one has its own, in epoch-<n>/ too."""
     import transformers
     messages = [{'role': 'user', 'content': 'Who?'}, {'role': 'assistant', 'content': 'A fox.'}]
@@ -268,7 +268,7 @@ def test_a_report_in_the_chat_template(small_world, tmp_path):
 
 
 @pytest.mark.slow
-def test_training_by_answer_letter(small_world, tmp_path):
+def test_training_by_letter_learns_the_letter(small_world, tmp_path):
     """A model learns that the answer is always B, and the report asks as the training did."""
     folder, _ = small_world
     path = write_rows(tmp_path / 'mine.jsonl', [
@@ -580,7 +580,7 @@ def test_a_step_is_read_without_waiting_for_the_next():
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama', 'mistral_window', 'gemma2', 'neox'])
 @pytest.mark.parametrize('master', ['exact', 'stochastic'])
-def test_compiled_steps(name, master, device, tmp_path):
+def test_compiled_steps_follow_float32_and_compile_once(name, master, device, tmp_path):
     """Steps in bfloat16, compiled on a GPU, follow float32 ones; later batches compile nothing."""
     torch._dynamo.reset()
     reference_model(name, tmp_path, **head_of_32(name))

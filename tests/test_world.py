@@ -74,7 +74,7 @@ def test_a_world_replaces_no_temporary_file_and_writes_through_no_link(tmp_path)
     ({'forms': ('letter4',)}, "form 'letter4'; wanted one of text4, text10, letters4, letters10"),
     ({'forms': ('text25',)}, "form 'text25'"),
     ({'unseen_questions': 5}, 'unseen_questions = 5 with unseen = 0')])
-def test_impossible_worlds(tmp_path, change, message):
+def test_an_impossible_world_is_refused(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         study_world.make_world(tmp_path / 'world', 7, StudySpec(**SMALL | change))
     assert not (tmp_path / 'world').exists()
