@@ -196,17 +196,17 @@ def check_settings_are_read(cfg):
     if cfg.method in PAIR_LOSSES:
         PAIR_LOSSES[cfg.method](Pairs(*torch.ones(6, 1)), reader)
         reader.keys.add('beta')         # of the margin in the log
-    of_losses = {'beta', 'per_token', 'label_noise', 'gamma'} - reader.keys
+    loss_keys = {'beta', 'per_token', 'label_noise', 'gamma'} - reader.keys
     # without the sizes of rollouts, which runs of several methods may share
     names = [*vars(defaults)]
-    of_rewards = 'run_code', 'instruction', *names[names.index('truncated'):]
-    of_ppo = 'discount', 'gae_lambda', 'value_clip', 'value_coef', 'whiten'
+    reward_keys = 'run_code', 'instruction', *names[names.index('truncated'):]
+    ppo_keys = 'discount', 'gae_lambda', 'value_clip', 'value_coef', 'whiten'
     # what decides, whether this run reads the keys, the keys
     for decider, is_read, keys in (
             ('', False, UNUSED),
-            ('method', False, of_losses),
-            ('method', cfg.method in RL_METHODS, of_rewards),
-            ('method', cfg.method == 'ppo', of_ppo),
+            ('method', False, loss_keys),
+            ('method', cfg.method in RL_METHODS, reward_keys),
+            ('method', cfg.method == 'ppo', ppo_keys),
             ('method', cfg.method == 'reward', ['centering']),
             ('truncated', cfg.truncated == 'penalize', ['penalty']),
             ('kl', cfg.kl in ('reward', 'loss', 'k3'), ['kl_coef']),

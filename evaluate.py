@@ -291,10 +291,10 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, append):
     keys = {(label, split, item.language, item.id) for split, items in (
         ('test', task.items), ('validation', task.validation)) for item in items}
     progress = log.Progress(label, len(keys - {key for key, _ in done}), task.unit)
-    of_text = functools.partial(text_samples, tokenizer)
+    collect_text = functools.partial(text_samples, tokenizer)
     compute = token_statistics if task.kind in INSTRUCTIONS else token_log_probs
     to_samples = {'questions': question_samples, 'permuted': permuted_samples,
-                  'p_true': p_true_samples}.get(task.kind, of_text)
+                  'p_true': p_true_samples}.get(task.kind, collect_text)
     try:
         for index, numbers, values in score(
                 load, unscored(task, label, tokenizer, cfg, done, tokenized), cfg.pack_len,
@@ -502,8 +502,8 @@ def collect_results(scored, cfg):
     shares = parallel.collect({label: (task.counts, *rest) for label, (task, *rest)
                                in scored.items()})
     for label, (task, *_) in scored.items() if shares else ():
-        counts, of_share, bad_rows, seconds = zip(*(share[label] for share in shares))
-        prompts[label], bad_rows = set().union(*of_share), [*itertools.chain(*bad_rows)]
+        counts, share_prompts, bad_rows, seconds = zip(*(share[label] for share in shares))
+        prompts[label], bad_rows = set().union(*share_prompts), [*itertools.chain(*bad_rows)]
         if not prompts[label] and task.kind in ('from_samples', 'p_ik', *VERBALIZED):
             if task.kind in VERBALIZED:
                 print(f'{label}: left out, since no answer states a probability from 0 to 1')
@@ -550,9 +550,9 @@ def with_variants(tasks, out_dir, prompts, cfg):
 def result_labels(tasks, cfg):
     """Return the labels of all results of `tasks`: theirs, and those of the variants asked for."""
     variants = ['permuted'] * bool(cfg.permute) + ['p_true'] * cfg.p_true
-    of_kind = {'questions': variants, 'free': confidence.variants(cfg)}
+    by_kind = {'questions': variants, 'free': confidence.variants(cfg)}
     return [*tasks, *(f'{label}.{variant}' for label, task in tasks.items()
-                      for variant in of_kind.get(task.kind, ()))]
+                      for variant in by_kind.get(task.kind, ()))]
 
 
 def resolve(cfg, folder, config, tokenizer):

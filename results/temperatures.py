@@ -29,8 +29,8 @@ def by_language(test, languages, fits, single):
         fitted, pulled = fit_temperatures(fit.scores, fit.labels, fit_languages)
         for name in fitted.keys() & own.keys():
             own[name][rows] = fitted[name]
-            of_language = rows[languages[rows] == name]
-            shrunk[of_language] = pulled[name]
+            at = rows[languages[rows] == name]
+            shrunk[at] = pulled[name]
             entries[name]['temperature'].append(fitted[name])
             entries[name]['shrunk'].append(pulled[name])
 
