@@ -118,13 +118,13 @@ def marked(text):
 
 def last_boxed(text):
     """Return the content of the last \\boxed{...} with balanced braces; None if there is none."""
-    for start in reversed([match.end() for match in re.finditer(r'\\f?boxed\s*{', text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += (text[end] == '{') - (text[end] == '}')
-            if not depth:
-                return text[start:end].strip() or None
-    return None
+    opened, last, content = [], -1, ''
+    for brace in re.finditer(r'(\\f?boxed\s*)?{|}', text):
+        if brace[0] != '}':
+            opened.append(brace.end() if brace[1] else -1)
+        elif opened and (start := opened.pop()) > last:
+            last, content = start, text[start:brace.start()]
+    return content.strip() or None
 
 
 def whole(text):

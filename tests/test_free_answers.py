@@ -5,6 +5,7 @@ import math
 import random
 import re
 import string
+import time
 
 import numpy as np
 import pytest
@@ -162,7 +163,8 @@ def test_formulas_that_differ_are_not_equal(a, b):
 @pytest.mark.parametrize('text, answer', [
     (r'so \[ \boxed{42} \]', '42'),
     (r'\boxed{\frac{1}{2}} or \boxed{\frac{3}{4}}.', r'\frac{3}{4}'),
-    (r'\boxed{1', '1'), ('Final Answer: The final answer is $x^2$. I hope it is correct.', 'x^2'),
+    (r'\boxed{1', '1'), (r'\boxed{x} \boxed{', 'x'), (r'} \fbox \fboxed {a{b}} {', 'a{b}'),
+    ('Final Answer: The final answer is $x^2$. I hope it is correct.', 'x^2'),
     ('It is $3$ then $4$', '4'), ('the sum is 7', '7'), ('none', None)])
 def test_formulas_are_extracted(text, answer):
     assert free_answers.any_formula(text) == answer
@@ -315,6 +317,18 @@ def test_the_span_is_where_the_answer_was_extracted(task, text, begin):
     answer = generate.Answer(0, 0, [*map(ord, text)], log_probs, text=text)
     span = confidence.span(answer, FREE_TASKS[task], Characters())
     assert span['span_log_prob'] == sum(log_probs[begin:begin + len(span['span'])])
+
+
+@pytest.mark.parametrize('text', ['\\boxed{' * 10_000, '1,' * 5000 + '1', '5 ' * 20_000])
+def test_a_text_that_repeats_itself_is_graded_in_seconds(text):
+    class Characters:
+        def decode(self, tokens, start):
+            return text[:len(tokens)]
+    begun, rule = time.process_time(), FREE_TASKS['math500']
+    assert not rule.grade(text, ['7'])['correct']
+    confidence.span(generate.Answer(0, 0, [*text], [0.0] * len(text), text=text), rule,
+                    Characters())
+    assert time.process_time() - begun < 10
 
 
 @pytest.mark.parametrize('text, begin, end', [
