@@ -196,11 +196,19 @@ def _read_beside(folder, name):
 
 
 def settings_beside(folder):
-    """Return the keys of special_tokens_map.json and tokenizer_config.json, tokens as names."""
+    """Return the keys of special_tokens_map.json and tokenizer_config.json, tokens as names.
+
+    Raises DataError for a damaged file.
+    """
     settings = (_read_beside(folder, 'special_tokens_map.json')
                 | _read_beside(folder, 'tokenizer_config.json'))
-    return {key: value['content'] if isinstance(value, dict) and 'content' in value else value
-            for key, value in settings.items()}
+    settings = {key: value['content'] if isinstance(value, dict) and 'content' in value else value
+                for key, value in settings.items()}
+    for key in ('bos_token', 'eos_token'):
+        if not isinstance(settings.get(key, ''), str | None):
+            raise DataError(f'{folder}: {key} = {settings[key]!r} in tokenizer_config.json or '
+                            f'special_tokens_map.json; it must be the name of a token, or null')
+    return settings
 
 
 def added_beside(folder):
@@ -209,9 +217,10 @@ def added_beside(folder):
     An object has the keys of a token in a tokenizer.json: content, special, ADDED_FLAGS,
     normalized. Raises DataError for a damaged file.
     """
+    names = _read_beside(folder, 'added_tokens.json').items()
+    settings = settings_beside(folder)
     try:
-        names = _read_beside(folder, 'added_tokens.json').items()
-        tokens = settings_beside(folder).get('added_tokens_decoder', {}).items()
+        tokens = settings.get('added_tokens_decoder', {}).items()
         return ({int(i): CONTROL | {'content': name} for name, i in names}
                 | {int(i): CONTROL | token | {'content': token['content']} for i, token in tokens})
     except (LookupError, TypeError, AttributeError, ValueError) as error:

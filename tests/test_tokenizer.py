@@ -390,6 +390,12 @@ def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
     (tmp_path / 'c' / 'tokenizer.json').write_text('{"model":')
     with pytest.raises(DataError, match='not valid JSON'):
         load_tokenizer(tmp_path / 'c')
+    folder = sentencepiece_folder(tmp_path / 'd', 'llama2')
+    for text, message in (('{"eos_token": ["</s>"]}', r"d: eos_token = \['</s>'\] in tokenizer_con"),
+                          ('{"eos_token"', '^[^ ]*tokenizer_config.json: not valid JSON')):
+        (folder / 'tokenizer_config.json').write_text(text)
+        with pytest.raises(DataError, match=message):
+            load_tokenizer(folder)
 
 
 # the templates in the files of these models, without dates and default system messages
