@@ -664,7 +664,7 @@ class Measure(NamedTuple):
     function: Callable[..., Any]
     higher_is_better: bool | None       # None: neither is
     needs: str = 'prediction'
-    format: str = '.3f'
+    format: str = '.3f'                 # of a cell, for floats too: a mean over groups has no int
     tables: tuple[str, ...] = ('results', 'compare')
     part: str | int | None = None       # of several numbers that the function returns; None: `key`
 
@@ -691,7 +691,8 @@ MEASURES = (
     Measure('nll', 'NLL (nats)', nll, False, 'scores', tables=('results',)),
     Measure('ece_15', 'ECE, 15 bins', partial(ece, n_bins=15), False, tables=()),
     Measure('mce', 'MCE', mce, False, tables=()),
-    Measure('mce_count', 'rows in the bin of MCE', mce_bin, None, format='d', tables=(), part=1),
+    Measure('mce_count', 'rows in the bin of MCE', mce_bin, None, format='.0f', tables=(),
+            part=1),
     Measure('ece_equal_mass', 'ECE, equal mass', ece_equal_mass, False, tables=()),
     Measure('ece_sweep', 'ECE, sweep', ece_sweep, False, tables=()),
     Measure('ece_debiased', 'ECE, debiased', ece_debiased, False, tables=()),

@@ -1024,6 +1024,7 @@ def test_report_holds_plain_numbers_and_agrees_with_the_functions():
     whole = {'n', 'mce_count'}
     assert all(type(value) is (int if key in whole else float) for key, value in result.items())
     assert json.loads(json.dumps(result)) == result
+    assert all(format(0.5, measure.format) for measure in metrics.MEASURES)     # of a mean, too
     assert all(line.split()[0] in result for line in str(result).split('\n'))
     low, high = metrics.wilson_interval(probs, labels)
     assert (result['accuracy_low'], result['accuracy_high']) == (low, high)
