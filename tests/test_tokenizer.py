@@ -391,7 +391,7 @@ def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
     with pytest.raises(DataError, match='not valid JSON'):
         load_tokenizer(tmp_path / 'c')
     folder = sentencepiece_folder(tmp_path / 'd', 'llama2')
-    for text, message in (('{"eos_token": ["</s>"]}', r"d: eos_token = \['</s>'\] in tokenizer_con"),
+    for text, message in (('{"eos_token": ["</s>"]}', r"d: eos_token = \['</s>'\] in token"),
                           ('{"eos_token"', '^[^ ]*tokenizer_config.json: not valid JSON')):
         (folder / 'tokenizer_config.json').write_text(text)
         with pytest.raises(DataError, match=message):
