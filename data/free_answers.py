@@ -206,7 +206,8 @@ def number(text):
     """Return the value of a number, as a fraction in lowest terms; the text if it is none."""
     digits = re.sub(r'[\s,$%]', '', text).replace('−', '-').rstrip('.')
     try:
-        if re.search(r'[eE][-+]?\d{4}', digits):        # 10 ** exponent takes minutes to compute
+        # 10 ** exponent takes minutes to compute; in Python 4210_5 is 42105
+        if re.search(r'[eE][-+]?\d{4}|_', digits):
             raise ValueError
         return str(Fraction(digits))
     except (ValueError, ZeroDivisionError):
@@ -216,12 +217,12 @@ def number(text):
 # in this order; after Lewkowycz et al. 2022 and the code of Hendrycks et al. 2021 for MATH
 LATEX = [(re.compile(pattern), new) for pattern, new in (
     (r'\\text(?:bf|it|rm)?{([^{}]*)}|\\math(?:rm|bf){([^{}]*)}|\\mbox{([^{}]*)}', r'\1\2\3'),
-    (r'\\left|\\right|\\displaystyle|\\[!,;: ]|\\\(|\\\)|\\\[|\\\]|\\?\$|~', ''),
+    (r'\\left|\\right|\\displaystyle|(?<!\\)\\[!,;: ]|\\\(|\\\)|\\\[|\\\]|\\?\$|~', ''),
     (r'\^{?\\circ}?|\\degrees?|\b(?:degrees?|inches|units?|cm|dollars|cents|points)\b', ''),
     (r'\\?%', ''), (r'\\[dtc]frac', r'\\frac'), (r'\s', ''),
     (r'\\frac([^{}\\])([^{}\\])', r'\\frac{\1}{\2}'), (r'\\frac([^{}\\])(?={)', r'\\frac{\1}'),
     (r'\\frac({(?:[^{}]|{[^{}]*})*})([^{}\\])', r'\\frac\1{\2}'),
-    (r'\\sqrt([^{}\\[])', r'\\sqrt{\1}'),
+    (r'\\sqrt([^{}\\[])', r'\\sqrt{\1}'), (r'([_^]){([^{}])}', r'\1\2'),
     (r'^-?\d{1,3}(?:,\d{3})+(?:\.\d+)?$', lambda match: match[0].replace(',', '')),
     (r'^(-?)\\frac{(-?\d+)}{(\d+)}$', r'\1\2/\3'), (r'^[a-zA-Z]\w?=', ''), (r'\.$', ''))]
 

@@ -70,7 +70,7 @@ def test_numbers_are_extracted(text):
     ('29.00', '29', True), ('$1,000', '1000', True), ('18.', '18', True), ('50%', '50', True),
     ('1/2', '0.5', True), ('−3', '-3', True), ('.5', '0.50', True), ('1/0', '1', False),
     ('10', '1', False), ('-3', '3', False), ('...', '0', False), ('1e2', '100', True),
-    ('1e999999999', '2', False)])
+    ('1e999999999', '2', False), ('4210_5', '42105', False)])
 def test_numbers_are_equal_by_value(a, b, equal):
     assert (free_answers.number(a) == free_answers.number(b)) == equal
 
@@ -149,12 +149,15 @@ def test_short_answers_are_extracted(text, lenient, strict):
     (r'\left( 3, \frac{\pi}{2} \right)', r'(3,\frac{\pi}{2})'), (r'11,\! 111', '11111'),
     ('90^\\circ', '90'), (r'\text{Evelyn}', 'Evelyn'), (r'3\sqrt{2}', r'3\sqrt2'),
     ('x=5', '5'), (r'\$18.90', '18.9'), (r'50\%', '50'), ('p - q', 'p-q'), ('1,234', '1234'),
+    (r'\begin{pmatrix} 1 \\ 2 \end{pmatrix}', r'\begin{pmatrix}1\\2\end{pmatrix}'),
+    ('4210_{5}', '4210_5'), ('x^{3}-x', 'x^3-x'),
     ('7', '7.'), (r'5 \text{ cm}', '5'), (r'\frac{\sqrt{3}}2', r'\frac{\sqrt{3}}{2}')])
 def test_formulas_are_equal_in_another_writing(a, b):
     assert free_answers.formula(a) == free_answers.formula(b)
 
 
 @pytest.mark.parametrize('a, b', [('(1,2)', '12'), ('1,2', '12'), ('x+1', 'x-1'), ('3', '-3'),
+                                  ('4210_5', '42105'),
                                   (r'\sqrt{2}', '2'), (r'\frac{1}{2}', r'\frac{2}{1}')])
 def test_formulas_that_differ_are_not_equal(a, b):
     assert free_answers.formula(a) != free_answers.formula(b)
