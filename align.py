@@ -201,7 +201,7 @@ def check_settings_are_read(cfg):
     names = [*vars(defaults)]
     reward_keys = 'run_code', 'instruction', *names[names.index('truncated'):]
     ppo_keys = 'discount', 'gae_lambda', 'value_clip', 'value_coef', 'whiten'
-    # what decides, whether this run reads the keys, the keys
+    # what decides ('': this script), whether this run reads the keys, the keys
     for decider, is_read, keys in (
             ('', False, UNUSED),
             ('method', False, loss_keys),
