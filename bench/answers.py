@@ -8,9 +8,9 @@ Times the whole command `python evaluate.py`, from its start: all questions, `n`
 greedy answer each, all confidences, metrics and pages. lm-evaluation-harness (its HFLM) then writes
 `n` samples to the first `questions`, in each size of `batch`; its start is not counted. Both read
 the same prompts with five shots, draw at temperature 1, and end an answer at the end token, before
-'Question:' and after 256 tokens. Random weights write almost always 256. Without `model`, a model
-with random weights and `tokenizer`, a folder with a tokenizer.json and tokenizer_config.json, is
-used. Writes out/bench_answers.json and its picture.
+'Question:' and after 256 tokens. Random weights almost always write 256. Without `model`, weights
+are random, with the tokenizer.json and tokenizer_config.json of the folder `tokenizer`. Writes
+out/bench_answers.json and its picture.
 """
 
 import sys
@@ -81,7 +81,7 @@ def bench(config):
 
 
 def measure_ours(model, config, out):
-    """Return {name: timing} of `python evaluate.py`: the tokens of its answers alone count."""
+    """Return {name: timing} of `python evaluate.py`: only the tokens of its answers count."""
     whole = seconds([
         'evaluate.py', f'--model={model}', f'--tasks=gsm8k:{Path(config.data).resolve()}',
         f'--n={config.n}', f'--max_tokens={config.max_tokens}', '--p_true', '--p_ik',

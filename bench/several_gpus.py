@@ -39,7 +39,7 @@ class BenchConfig:
     data: str | None = None         # a folder with MMLU's files
     tokenizer: str | None = None    # a folder with a tokenizer
     processes: tuple[int, ...] = (2,)   # to compare with one
-    languages: int = 8              # the first so many of Global-MMLU
+    languages: int = 8              # this many of Global-MMLU, the first ones
     limit: int = 500                # questions per language of the commands with --deterministic
     plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_several_gpus.json'
@@ -103,7 +103,7 @@ def measure(config, folder):
 
 
 def run(options, processes, out):
-    """Return the seconds of an evaluation by so many processes."""
+    """Return the seconds of an evaluation by this number of processes."""
     torchrun = ['-m', 'torch.distributed.run', f'--nproc_per_node={processes}', '--standalone']
     return seconds([*torchrun * (processes > 1), 'evaluate.py', f'--model={out.parent / "model"}',
                     f'--tasks=global_mmlu:{out.parent / "data"}', f'--device={DEVICE}',
