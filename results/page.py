@@ -73,6 +73,8 @@ def task_rows(samples, norm):
             if 'greedy' in s:
                 row['written'] = s['greedy']['text']
             if 'answers' in s:
+                if row.get('predicted') == '':      # nothing could be extracted
+                    row['predicted'] = 'none'
                 counts = Counter(answer['answer'] or 'none' for answer in s['answers'])
                 row['samples'] = ', '.join(f'{n} × {text}' for text, n in counts.most_common())
     return rows

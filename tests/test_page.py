@@ -148,6 +148,8 @@ def test_a_confidence_in_written_answers_shows_the_answers_of_its_task():
     assert shown == {'triviaqa': {(' Paris\n', ' mid', ' time', counts)},
                      'triviaqa.agreement': {(' Paris\n', ' mid', ' time', counts)},
                      'triviaqa.verbalized_1s': {('Guess: Bonn', ' mid', ' time', counts)}}
+    empty = [sample | {'predicted': ''} for sample in written]
+    assert {row['predicted'] for row in rows_of(triviaqa=empty)['triviaqa']} == {'none'}
 
 
 def test_results_md_ends_with_the_ten_most_confident_mistakes():
