@@ -27,8 +27,8 @@ def lowest_logits(logits, s):
         lowest = logits.topk(min(s.top_k, logits.shape[1])).values[:, -1]
     if s.top_p < 1:
         # on a CPU numpy sorts in a thirtieth of torch's time
-        ordered = (logits.sort().values if logits.is_cuda else
-                   torch.from_numpy(np.sort(logits.numpy()))).flip(-1)
+        ordered = (logits.sort(descending=True).values if logits.is_cuda else
+                   torch.from_numpy(np.sort(logits.numpy())).flip(-1))
         allowed = ordered.masked_fill(ordered < lowest[:, None], -torch.inf)
         probs = ((allowed - allowed[:, :1]) / s.temperature).softmax(-1, dtype=torch.float64)
         # the mass before a token decides; 0 of NaN
