@@ -245,12 +245,13 @@ class ModelReward:
         if longest > context:
             raise DataError(f'{self.folder}: an answer has {longest} tokens with its prompt, and '
                             f'the context is {context}; lower max_length')
-        # a multiple of 128, since kernels are compiled for other divisors
+        # rows of a multiple of 128 tokens, since kernels are compiled for other divisors
         packed = pack_rollouts(*zip(*encoded, strict=True), -(-max(longest, 4096) // 128) * 128,
                                last=True)
         rewards = np.zeros((len(texts), len(texts[0])))
         for row in range(len(packed['tokens'])):
-            inputs = [to_device(torch.from_numpy(packed[name][row:row + 1]), self.device)
+            used = -(-np.count_nonzero(packed['owner'][row] >= 0) // 128) * 128
+            inputs = [to_device(torch.from_numpy(packed[name][row:row + 1, :used]), self.device)
                       for name in ('tokens', 'positions', 'ends')]
             answers = Answers(packed, [row], self.device)
             values = self.model.rewards(answers.gather(self.model(*inputs)))

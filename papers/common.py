@@ -354,8 +354,11 @@ def draw_curves(path, panels, columns=3):
 def draw_lines(path, panels, x_label, y_label, metric='ece', log=False):
     """Draw panels = {title: {line: [(x, report), ...]}} of one metric with its 95 % intervals.
 
-    Points without a report are left out.
+    Points without a report are left out; without any point nothing is drawn.
     """
+    if not any(result.get(metric) is not None for series in panels.values()
+               for points in series.values() for _, result in points):
+        return
     figure = plots.new_figure(4 * len(panels), 3.4)
     for ax, (title, series) in zip(figure.subplots(1, len(panels), squeeze=False).flat,
                                    panels.items(), strict=True):

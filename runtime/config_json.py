@@ -113,6 +113,9 @@ def _text_part(raw):
                 'quantization_config'):
         if key in raw:
             text[key] = raw[key]
+    # transformers caps the logits of Gemma 3 with text alone, but not beside images
+    if 'final_logit_softcapping' in text:
+        text['final_logit_softcapping'] = None
     return text
 
 
