@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+import torch.distributed.run
 from safetensors.torch import load_file, save_file
 
 import model as models
@@ -221,6 +222,15 @@ def head_of_32(name):
     return {'head_dim': 32} if own else {'num_attention_heads': 2, 'hidden_size': 64}
 
 
+def few_layers(name, n):
+    """The keys of a model with n layers, with and without windows or positions in turn."""
+    alternate = {'layer_types': ['sliding_attention' if i % 2 == 0 else 'full_attention'
+                                 for i in range(n)]}
+    own = {'smollm3': {'no_rope_layers': [1 - i % 2 for i in range(n)]},
+           **dict.fromkeys(('gemma2', 'gemma3', 'olmo3', 'cohere2', 'ministral'), alternate)}
+    return {'num_hidden_layers': n} | own.get(name, {})
+
+
 def parameters_of(reference):
     """The parameters of a transformers model under the names that it has on disk."""
     neox = reference.config.model_type == 'gpt_neox'
@@ -270,26 +280,22 @@ def off(a, b):
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
-TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2',
-            '--rdzv_backend=c10d', '--rdzv_endpoint=localhost:0']
-
-
-def start_script(script, *arguments, limit=None, env=None):
+def start_script(script, *arguments, limit=None, env=None, root=HERE):
     """Start `python script *arguments`; limit: the largest file that it can write, in bytes;
-    env: more variables of its environment.
+    env: more variables of its environment; root: the repository, or a copy with other code.
 
     In a fork only where there is no GPU: after a test has used one, neither CUDA nor gradients on
     the CPU work in a fork.
     """
     if not torch.cuda.is_available():
-        return Fork(script, *arguments, limit=limit, env=env)
+        return Fork(script, *arguments, limit=limit, env=env, root=root)
 
     def set_limit():
         if limit:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    return subprocess.Popen([sys.executable, script, *map(str, arguments)], cwd=HERE, text=True,
+    return subprocess.Popen([sys.executable, script, *map(str, arguments)], cwd=root, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=set_limit,
-                            env=os.environ | {'PYTHONPATH': str(HERE)} | (env or {}))
+                            env=os.environ | {'PYTHONPATH': str(root)} | (env or {}))
 
 
 class Fork(multiprocessing.get_context('fork').Process):
@@ -298,10 +304,10 @@ class Fork(multiprocessing.get_context('fork').Process):
     It has the methods of subprocess.Popen that the tests call.
     """
 
-    def __init__(self, script, *arguments, limit=None, env=None):
+    def __init__(self, script, *arguments, limit=None, env=None, root=HERE):
         super().__init__()
-        self.arguments = [str(HERE / script), *map(str, arguments)]
-        self.limit, self.env = limit, env or {}
+        self.arguments = [str(root / script), *map(str, arguments)]
+        self.limit, self.env, self.root = limit, env or {}, root
         self.printed = [tempfile.TemporaryFile('w+') for _ in range(2)]
         self.start()
 
@@ -312,11 +318,14 @@ class Fork(multiprocessing.get_context('fork').Process):
         if self.limit:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, self.limit))
         os.environ.update(self.env)
-        os.chdir(HERE)
-        del sys.modules['common']       # papers/ has a module of this name
+        os.chdir(self.root)
+        for name, module in list(sys.modules.items()):      # papers/ has another module `common`
+            if name == 'common' or self.root != HERE and str(HERE) in str(module):
+                del sys.modules[name]
         sys.argv = self.arguments
-        sys.path[:] = [str(Path(sys.argv[0]).parent),
-                       *(path for path in sys.path if path != str(HERE / 'tests'))]
+        sys.path[:] = [str(Path(sys.argv[0]).parent), *(
+            str(self.root) if path == str(HERE) else path
+            for path in sys.path if path != str(HERE / 'tests'))]
         runpy.run_path(sys.argv[0], run_name='__main__')
 
     returncode = property(lambda self: self.exitcode)
@@ -351,6 +360,16 @@ def run_scripts(n, script, *arguments):
     printed = [process.communicate() for process in processes]
     code = next(filter(None, (process.returncode for process in processes)), 0)
     return subprocess.CompletedProcess(script, code, *map(''.join, zip(*printed, strict=True)))
+
+
+def torchrun(*command):
+    """Run a script by two processes of torchrun, which names one that fails and ends the other."""
+    # after -- because torchrun takes --n=2 for an option of its own
+    process = start_script(
+        torch.distributed.run.__file__, '--nproc_per_node=2', '--rdzv_backend=c10d',
+        '--rdzv_endpoint=localhost:0', '--', *command, env={'PYTHONPATH': str(HERE)})
+    printed = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, *printed)
 
 
 def run_train(*arguments, limit=None, wait=True):

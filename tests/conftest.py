@@ -18,28 +18,33 @@ from pathlib import Path
 
 os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'error')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
+# transformers would start a thread for each tensor of models that have hardly any weights
+os.environ.setdefault('HF_DEACTIVATE_ASYNC_LOAD', '1')
 # the models are tiny, and with one process per core more threads only wait for each other
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault('TRITON_INTERPRET', '1')  # before anything imports triton
-
 import pytest
-import demo
-from common import sentencepiece_folder, tiktoken_folder
-from data.tokenizer import load_tokenizer
-from data.world import WorldSpec, make_world
-from runtime.processes import pick_threads
-from train import train
+
+
+def pytest_sessionstart(session):
+    """Prepare Triton's interpreter before the tests are imported.
+
+    The process that only starts others need not wait for torch; they begin when it is ready.
+    """
+    if session.config.getoption('numprocesses', None):
+        return
+    import torch
+    if not torch.cuda.is_available():
+        os.environ.setdefault('TRITON_INTERPRET', '1')  # before anything imports triton
+    if os.environ.get('TRITON_INTERPRET') == '1' and importlib.util.find_spec('triton'):
+        speed_up_interpreter()
 
 
 def speed_up_interpreter():
     """Let Triton's interpreter look for the functions that it replaces once, not in every call.
 
-    It would spend half of its time on that.
+    It would spend half of its time on that, and a seventh of the rest on numpy's types.
     """
     from triton.runtime import interpreter
     is_builtin = interpreter.tl.core.is_builtin
@@ -54,13 +59,16 @@ def speed_up_interpreter():
                 interpreter._patch_attr(module, name, member, *rest)
     interpreter._patch_builtin = patch_builtin
 
-
-if os.environ.get('TRITON_INTERPRET') == '1' and importlib.util.find_spec('triton'):
-    speed_up_interpreter()
+    numpy_type = interpreter._get_np_dtype
+    of_scalar = functools.cache(numpy_type)
+    interpreter._get_np_dtype = lambda kind: (      # a pointer has no hash
+        numpy_type(kind) if kind.scalar.is_ptr() else of_scalar(kind.scalar))
 
 
 @pytest.fixture(scope='session')
 def tokenizers(tmp_path_factory):
+    from common import sentencepiece_folder, tiktoken_folder
+    from data.tokenizer import load_tokenizer
     base = tmp_path_factory.mktemp('tokenizers')
     folders = {kind: sentencepiece_folder(base / kind, kind)
                for kind in ('gemma', 'mistral', 'llama2')}
@@ -70,8 +78,12 @@ def tokenizers(tmp_path_factory):
 
 def train_small_world(folder):
     """Run the demo in a smaller world with fewer steps; return what it prints."""
+    import demo
+    from data.world import WorldSpec, make_world
+    from runtime.processes import pick_threads
+    from train import train
     printed = io.StringIO()
-    spec = WorldSpec(entities=300, documents=400, instructions=60, questions=40)
+    spec = WorldSpec(entities=300, documents=280, instructions=60, questions=40)
     few_steps = {'batch_size': 16, 'epochs': 1.5, 'checkpoint_epochs': True, 'val_size': 4,
                  'workers': 1}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):

@@ -1,5 +1,6 @@
 """runtime/adapter.py: PEFT adapters without merged weights, as peft merges them"""
 
+import importlib.util
 import json
 
 import numpy as np
@@ -13,7 +14,7 @@ import sample
 from runtime import adapter, checkpoint
 from runtime.errors import CheckpointError
 
-peft = pytest.importorskip('peft')
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec('peft'), reason='needs peft')
 
 ALL = 'q_proj k_proj v_proj o_proj gate_proj up_proj down_proj'.split()
 CASES = {
@@ -35,6 +36,7 @@ def adapted(folder, name, settings, dtype=torch.float32):
     reference = reference_model(name, folder / 'base', vocab_size=450).to(dtype)
     reference.save_pretrained(folder / 'base')
     settings = {'r': 4, 'lora_alpha': 16, 'task_type': 'CAUSAL_LM'} | settings
+    import peft     # takes two seconds, also of the processes that run other tests
     model = peft.get_peft_model(reference, peft.LoraConfig(**settings))
     model.peft_config['default'].base_model_name_or_path = str(folder / 'base')
     torch.manual_seed(1)
@@ -50,7 +52,9 @@ def change_settings(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', [
+    pytest.param(case, marks=pytest.mark.slow) if case.startswith('all_linear_') else case
+    for case in CASES])
 def test_logits_are_those_of_the_model_that_peft_merges(tmp_path, case):
     reference = adapted(tmp_path, *CASES[case])
     folder = checkpoint.fetch(str(tmp_path / 'peft'))
@@ -77,6 +81,7 @@ def test_merged_weights_are_rounded_as_peft_rounds_them(tmp_path, dtype):
 
 
 def test_a_t5_adapter_is_merged_as_peft_merges_it(tmp_path):
+    import peft
     import transformers
     base = transformers.T5ForConditionalGeneration(transformers.T5Config(
         vocab_size=101, d_model=24, d_kv=8, d_ff=40, num_layers=2, num_heads=2,
@@ -96,6 +101,7 @@ def test_a_t5_adapter_is_merged_as_peft_merges_it(tmp_path):
 
 def test_adapters_of_a_model_of_text_and_images(tmp_path):
     """Those of its text model are merged; those of its images change no text."""
+    import peft
     import transformers
     text = transformers.Gemma3TextConfig(
         vocab_size=101, hidden_size=32, intermediate_size=40, num_hidden_layers=2,

@@ -43,6 +43,11 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(),
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(bench.train, 'LENGTH', 48)
+    # Python's byte code stays: to compile torch's modules takes each command ten seconds
+    for module in (bench.align, bench.sft):
+        monkeypatch.setattr(module, 'empty_caches', lambda folder: {
+            key: path for key, path in bench_common.empty_caches(folder).items()
+            if key != 'PYTHONPYCACHEPREFIX'})
     for module in (bench.train, bench.eval, bench.generate, bench.answers, bench.several_gpus,
                    bench_common):
         monkeypatch.setitem(module.MODELS, 'llama32_1b', TINY)

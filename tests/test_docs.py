@@ -9,7 +9,7 @@ from common import HERE
 
 PAGES = ['README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'study/STUDY.md', 'study/PLAN.md',
          *(f'docs/{path.name}' for path in sorted((HERE / 'docs').glob('*.md')))]
-SKIPPED = {'.git', '.venv', 'out', 'build', '__pycache__'}
+SKIPPED = {'.git', '.mypy_cache', '.venv', 'out', 'build', '__pycache__'}
 FILES = [path for path in HERE.rglob('*')
          if path.is_file() and not SKIPPED & {*path.relative_to(HERE).parts}]
 MODULES = {}        # {name of a module: its files}, such as metrics.py and bench/metrics.py

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (ARCHITECTURES, DEVICES, documents, head_of_32, lora_model, named, off,
-                    parameters_of, reference_model, whole_rows)
+from common import (ARCHITECTURES, DEVICES, documents, few_layers, head_of_32, lora_model, named,
+                    off, parameters_of, reference_model, whole_rows)
 from safetensors.torch import load_file
 
 import attention
@@ -17,7 +17,10 @@ from data import packing
 from runtime import checkpoint
 
 
-@pytest.mark.parametrize('name', ARCHITECTURES)
+@pytest.mark.parametrize('name', [
+    name if name in ('llama3', 'mistral_window', 'gemma2', 'neox', 'gemma3', 'cohere', 'phi3',
+                     'ministral3', 'opt_350m')
+    else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES])
 def test_logits_and_gradients_equal_transformers(name, tmp_path):
     reference = reference_model(name, tmp_path)
     model = checkpoint.load(tmp_path)
@@ -96,7 +99,7 @@ def test_packed_documents_do_not_see_each_other(name, tmp_path):
                                   'ministral3', 'granite', 'opt', 'opt_350m'])
 def test_the_three_masks_give_the_same_hidden_states(name, device, tmp_path):
     """On a CPU FlexAttention has no gradients, so only the hidden states are compared there."""
-    reference_model(name, tmp_path, **head_of_32(name))
+    reference_model(name, tmp_path, **head_of_32(name), **few_layers(name, 2))
     model = checkpoint.load(tmp_path, device).requires_grad_(device == 'cuda')
     packed = packing.pack(documents(0, [90, 40, 3, 100]), 128)
     inputs = [torch.from_numpy(packed[k]).to(device) for k in ('tokens', 'positions', 'ends')]

@@ -158,7 +158,7 @@ def hub(tmp_path_factory):
 
 
 SMALL = ['--batch_size=4', '--max_length=256', '--pack_len=256', '--val_size=2', '--max_steps=2',
-         '--workers=1', '--device=cpu', '--dtype=float32']
+         '--workers=1', '--device=cpu', '--dtype=float32', '--pictures=False']
 FAST = ['--eval.n_bootstrap=0', '--eval.pictures=False', '--eval.pack_len=512']
 
 
@@ -626,7 +626,7 @@ def test_alignment_trains_a_reward_model_and_ppo_and_draws_the_last_group(hub, t
         for i in range(524)]    # 4 of them are ties
     write_rows(tmp_path / 'comparison_data_v2.json', rows)
     # keys that align.py has no use for reach the other runs alone; Alpaca's prompt needs room
-    arguments = [f'--cache_dir={tmp_path}', '--eval.limit=8', *FAST, *SMALL[:1], *SMALL[5:],
+    arguments = [f'--cache_dir={tmp_path}', '--eval.limit=8', *FAST, '--batch_size=8', *SMALL[5:],
                  '--max_length=512', '--pack_len=512', '--smoothing=0.1',
                  f'--comparisons={tmp_path / "comparison_data_v2.json"}', f'--out_dir={out}']
     printed = run_paper(hub, 'alignment', '--only=aligned/ppo', *arguments)
@@ -639,9 +639,9 @@ def test_alignment_trains_a_reward_model_and_ppo_and_draws_the_last_group(hub, t
     assert '\nkl_target = 6.0\n' in settings and '\nupdates = 4\n' in settings
     assert '\nsmoothing = 0.1\n' in (out / 'aligned/alpaca-full/train_config.py').read_text()
     log = [json.loads(line) for line in (out / 'aligned/reward/log.jsonl').open()]
-    assert len(log) == 2 * 20 // 4 and {'val_loss', 'val_accuracy', 'val_ece'} <= log[-1].keys()
+    assert len(log) == 2 * 20 // 8 and {'val_loss', 'val_accuracy', 'val_ece'} <= log[-1].keys()
     log = [json.loads(line) for line in (out / 'aligned/ppo/log.jsonl').open()]
-    assert len(log) == 3 * 16 // 4 and len({r['reward'] for r in log}) > 8
+    assert len(log) == 3 * 16 // 8 and len({r['reward'] for r in log}) > 4
     # the KL is below its target
     assert log[0]['kl_coef'] == pytest.approx(0.2) and log[-1]['kl_coef'] < 0.1999
     rows = {row['model']: row for row in read_table(out, 'alignment')}

@@ -13,12 +13,10 @@ and where the block goes, and that ends with a colon:
 import ast
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 
 import pytest
-from common import HERE
+from common import HERE, start_script
 
 STEP = re.compile(r'([^\n](?:[^\n]|\n(?!\n|```))*):\n+```python\n(.*?)```', re.S)
 
@@ -205,8 +203,9 @@ assert 'Answer these questions about life.' in text and 'Q: Why?' in text and 'A
 def test_a_recipe_of_the_docs_works_in_a_copy_of_the_repository(page, heading, tmp_path):
     root = tmp_path / 'copy'
     shutil.copytree(HERE, root, ignore=shutil.ignore_patterns(
-        '.git', 'study', 'assets', 'out', '__pycache__', 'build', '*.png'))
+        '.*', 'study', 'assets', 'out', 'build', '*.png'))
     apply(section(page, heading), root)
-    done = subprocess.run([sys.executable, '-c', RECIPES[page, heading]], cwd=root, text=True,
-                          capture_output=True)
-    assert done.returncode == 0, done.stderr
+    (root / 'recipe.py').write_text(RECIPES[page, heading])
+    process = start_script('recipe.py', root=root)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors

@@ -31,7 +31,8 @@ def long_run(small_world, tmp_path_factory):
     folder = tmp_path_factory.mktemp('long') / 'whole'
     arguments = [small_world[0] / 'tuned' / 'train_config.py', '--eval=None', '--epochs=12',
                  '--save_every=7', '--dtype=bfloat16', '--master_weights=stochastic',
-                 '--val_every=1000', '--checkpoint_epochs=False', '--device=cpu']
+                 '--val_every=1000', '--checkpoint_epochs=False', '--device=cpu',
+                 '--pictures=False']
     code, _, error = run_train(*arguments, f'--out_dir={folder}')
     assert code == 0, error
     return arguments, folder
@@ -47,7 +48,7 @@ def test_kills_change_no_bit_of_the_final_files(long_run, tmp_path):
         time.sleep(wait)
         process.kill()
         process.communicate()
-    code, _, error = run_train(*arguments, f'--out_dir={out}', '--resume')
+    code, _, error = run_train(*arguments, f'--out_dir={out}', '--resume', '--pictures=True')
     assert code == 0, error
     assert same_weights(out, whole)
     records = [[{k: v for k, v in json.loads(line).items() if k != 'tokens_per_s'}

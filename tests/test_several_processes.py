@@ -1,13 +1,11 @@
 """Evaluation, decoding and reports by several processes of torchrun equal those of one process."""
 
 import json
-import os
 import shutil
-import subprocess
 
 import numpy as np
 import pytest
-from common import (HERE, TORCHRUN, reference_model, run_scripts, sentencepiece_folder,
+from common import (HERE, reference_model, run_scripts, sentencepiece_folder, torchrun,
                     write_rows)
 from data.questions import Question
 from data.tasks import BLOCKS, Task
@@ -53,13 +51,6 @@ def folder(tmp_path_factory):
 def run(command, n=1):
     """Run a script of this repository by n processes."""
     return run_scripts(n, *command)
-
-
-def torchrun(command):
-    """Run a script by two processes of torchrun, which names one that fails and ends the other."""
-    # after -- because torchrun takes --n=2 for an option of its own
-    return subprocess.run([*TORCHRUN, '--', *map(str, command)], cwd=HERE, capture_output=True,
-                          text=True, timeout=300, env=os.environ | {'PYTHONPATH': str(HERE)})
 
 
 def evaluation(folder, out, *more):
@@ -306,7 +297,7 @@ def test_all_processes_of_a_run_make_its_reports(folder, tmp_path):
 def test_a_killed_process_is_named_and_loses_no_sample(folder, tmp_path):
     assert run(evaluation(folder, tmp_path / 'whole')).returncode == 0
     killed = tmp_path / 'killed'
-    done = torchrun([dying(tmp_path, 'evaluate', 20), *evaluation(folder, killed)[1:]])
+    done = torchrun(dying(tmp_path, 'evaluate', 20), *evaluation(folder, killed)[1:])
     assert done.returncode and 'rank      : 1' in done.stderr, done.stderr
     scored = {line for part in (0, 1) for line in
               (killed / f'samples.{part}.jsonl').read_text().split('\n')[:-1]}
@@ -328,13 +319,13 @@ def test_an_error_in_one_process_names_it_and_ends_all(folder, tmp_path):
         for i in range(20)])
     command = ['evaluate.py', f'--model={folder / "model"}', f'--tasks={tmp_path / "q.jsonl"}',
                '--shots=0', '--device=cpu', f'--out_dir={tmp_path / "out"}', '--max_length=300']
-    done = torchrun(command)
+    done = torchrun(*command)
     assert done.returncode and 'error in process 1 of 2: q: ' in done.stderr, done.stderr
     assert 'q.jsonl:20: even without shots the prompt has' in done.stderr
     assert 'Traceback (most recent call last):\n  File "' + str(HERE) not in done.stderr
     # an error that all have is printed once, also before they know each other
     for wrong in ('--taks=mmlu', '--tasks=no_such_file.jsonl'):
-        done = torchrun([*command, wrong])
+        done = torchrun(*command, wrong)
         assert done.returncode and done.stderr.count('\nerror in') + done.stderr.startswith(
             'error in process 0 of 2: ') == 1, done.stderr
     done = run([*command, '--on_bad_row=skip'], 2)
@@ -359,11 +350,12 @@ def test_several_processes_generate_as_one(folder, tmp_path):
         done = run(command(f'{n}.jsonl'), n)
         assert done.returncode == 0, done.stderr
     assert rows('1.jsonl') == rows('2.jsonl')
+    (tmp_path / 'killed').mkdir()
+    done = torchrun(dying(tmp_path, 'generate', 2), *command('killed/x.jsonl')[1:])
+    assert done.returncode and 'rank      : 1' in done.stderr, done.stderr
+    assert (tmp_path / 'killed/x.1.jsonl').read_text().count('\n') == 2
     for n in (1, 3):
-        name = f'killed-{n}.jsonl'
-        done = torchrun([dying(tmp_path, 'generate', 2), *command(name)[1:]])
-        assert done.returncode and 'rank      : 1' in done.stderr, done.stderr
-        assert (tmp_path / f'killed-{n}.1.jsonl').read_text().count('\n') == 2
-        done = run(command(name), n)
+        out = shutil.copytree(tmp_path / 'killed', tmp_path / f'{n}')
+        done = run(command(out / 'x.jsonl'), n)
         assert done.returncode == 0, done.stderr
-        assert rows(name) == rows('1.jsonl') and not [*tmp_path.glob(f'killed-{n}.*.jsonl')]
+        assert rows(out / 'x.jsonl') == rows('1.jsonl') and not [*out.glob('x.*.jsonl')]

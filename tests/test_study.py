@@ -106,7 +106,8 @@ def small_runs(runs, **settings):
     """A function like a script's runs(), with fewer steps and rows."""
     def small(seed, root):
         for cfg in runs(seed, root):
-            yield replace(cfg, workers=1, **settings, eval=replace(cfg.eval, pack_len=512))
+            yield replace(cfg, workers=1, pictures=False, **settings,
+                          eval=replace(cfg.eval, pack_len=512, n_bootstrap=50))
     return small
 
 

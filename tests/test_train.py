@@ -6,15 +6,14 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import time
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (DEVICES, HERE, TORCHRUN, documents, gradients, head_of_32, lora_model,
-                    reference_model, rewrite, run_scripts, run_train, start_script, whole_rows,
+from common import (DEVICES, documents, gradients, head_of_32, lora_model, reference_model,
+                    rewrite, run_scripts, run_train, start_script, torchrun, whole_rows,
                     write_rows)
 from safetensors.torch import load_file
 
@@ -465,11 +464,10 @@ def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
 def test_two_processes_train_the_same(small_world, tmp_path):
     """torchrun with two gloo processes: the weights of one process to rounding, resumable by it."""
     config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--eval=None', '--max_steps=4',
-              '--smoothing=0.1', '--micro_rows=2', '--device=cpu']
+              '--smoothing=0.1', '--micro_rows=2', '--device=cpu', '--pictures=False']
     code, _, error = run_train(*config, f'--out_dir={tmp_path / "one"}')
     assert code == 0, error
-    done = subprocess.run([*TORCHRUN, 'train.py', *config, f'--out_dir={tmp_path / "two"}'],
-                          cwd=HERE, capture_output=True, text=True, timeout=300)
+    done = torchrun('train.py', *config, f'--out_dir={tmp_path / "two"}')
     assert done.returncode == 0, done.stderr
     base = load_file(small_world[0] / 'base' / 'model.safetensors')
     one, two_ = (load_file(tmp_path / n / 'model.safetensors') for n in ('one', 'two'))
