@@ -23,7 +23,7 @@ def plain(rng):
     return {'vocab_size': rng.randrange(50, 300), 'head_dim': head_dim,
             'hidden_size': heads * rng.choice([4, 8, head_dim]), 'num_attention_heads': heads,
             'num_key_value_heads': kv_heads, 'intermediate_size': rng.randrange(8, 90),
-            'num_hidden_layers': rng.randrange(1, 4), 'rms_norm_eps': rng.choice([1e-6, 1e-3]),
+            'num_hidden_layers': rng.randrange(1, 5), 'rms_norm_eps': rng.choice([1e-6, 1e-3]),
             'tie_word_embeddings': rng.random() < 0.5, 'max_position_embeddings': 256,
             'rope_parameters': rope(rng, head_dim)}
 
@@ -117,7 +117,7 @@ FAMILIES = {
         'sliding_window': rng.choice([None, 7]),
         'rope_parameters': rope(rng, 8, ['yarn']) | {'llama_4_scaling_beta': 0.1}},
     'Qwen2': lambda rng, shape: shape | {
-        'sliding_window': 7, 'max_window_layers': rng.randrange(3), **bias(rng,
+        'sliding_window': 7, 'max_window_layers': rng.randrange(4), **bias(rng,
                                                                            'use_sliding_window')},
     'Qwen3': lambda rng, shape: shape | bias(rng, 'attention_bias', 'use_sliding_window') | {
         'sliding_window': 9, 'max_window_layers': 1},
@@ -127,20 +127,20 @@ FAMILIES = {
         'attn_logit_softcapping': rng.choice([None, 2.0]),
         'final_logit_softcapping': rng.choice([None, 5.0])},
     'Gemma3Text': lambda rng, shape: shape | windows(rng, shape) | blocks(rng, shape) | {
-        'query_pre_attn_scalar': rng.randrange(2, 40), 'num_hidden_layers': 4, 'layer_types': None,
-        'sliding_window_pattern': rng.choice([2, 3]), 'attn_logit_softcapping': 3.0,
+        'query_pre_attn_scalar': rng.randrange(2, 40), 'num_hidden_layers': 7, 'layer_types': None,
+        'sliding_window_pattern': rng.choice([2, 6]), 'attn_logit_softcapping': 3.0,
         'final_logit_softcapping': rng.choice([None, 5.0])},
     'Olmo2': lambda rng, shape: no_own_heads(shape) | bias(rng, 'attention_bias'),
     'Olmo3': lambda rng, shape: (no_own_heads(shape) | windows(rng, shape) | blocks(rng, shape)
                                  | bias(rng, 'attention_bias')),
     'SmolLM3': lambda rng, shape: no_own_heads(shape) | bias(
         rng, 'attention_bias', 'mlp_bias', 'use_sliding_window') | {
-            'sliding_window': 7, 'no_rope_layer_interval': rng.choice([2, 3])},
+            'sliding_window': 7, 'no_rope_layer_interval': rng.choice([2, 4])},
     'Cohere': lambda rng, shape: cohere(rng, shape) | bias(rng, 'use_qk_norm'),
     'Cohere2': lambda rng, shape: cohere(rng, shape) | windows(rng, shape),
     'Phi3': phi3,
     'Granite': lambda rng, shape: no_own_heads(shape) | bias(rng, 'attention_bias', 'mlp_bias') | {
-        key: rng.choice([0.22, 1.5, 4.0]) for key in (
+        key: rng.choice([0.22, 1.5, 8.0]) for key in (
             'embedding_multiplier', 'residual_multiplier', 'attention_multiplier',
             'logits_scaling')},
     'OPT': opt,
