@@ -1,0 +1,78 @@
+"""study/readings.py: what its world asks, a small one from end to end, and its committed table."""
+
+import csv
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from common import HERE
+from study import common, readings
+
+SMALL = replace(readings.WORLD, entities=40, documents=90, vocab_sizes=(700,), instructions=30,
+                tokenizer_documents=90, questions=8, first_names=10, family_names=10)
+
+
+def read_csv(path):
+    with path.open() as file:
+        return [{key: value if key in ('reading', 'model') else float(value)
+                 for key, value in row.items()} | {'shots': int(row['shots'])}
+                for row in csv.DictReader(file)]
+
+
+def test_the_world_has_answers_of_every_kind_and_one_question_in_two_forms():
+    files = readings.make_rows(replace(SMALL, vocab_sizes=()), 0)
+    texts = [row['text'] for row in files['text.jsonl']]
+    lists = [text for text in texts if 'Answer:' in text]
+    letters = [text for text in lists if '\nA. ' in text]
+    assert len(texts) > len(lists) > len(letters) > 0
+    assert any(text.endswith('.') for text in lists) and not all(
+        text.endswith('.') for text in lists if text not in letters)
+    for value, sentence in zip(files['value/test.jsonl'], files['sentence/test.jsonl'],
+                               strict=True):
+        assert sentence == value | {'choices': sentence['choices']}
+        for short, long in zip(value['choices'], sentence['choices'], strict=True):
+            assert short in long and long.endswith('.')
+    asked, shots = ({row['id'] for row in files[f'value/{split}.jsonl']}
+                    for split in ('test', 'dev'))
+    assert len(asked) == SMALL.questions and not asked & shots
+
+
+def test_a_small_study_of_readings_from_end_to_end(tmp_path, monkeypatch):
+    of_study = readings.runs
+    monkeypatch.setattr(readings, 'WORLD', SMALL)
+    monkeypatch.setattr(readings, 'runs', lambda *args: (
+        replace(cfg, max_steps=2, workers=1) for cfg in of_study(*args)))
+    readings.main((0, 1), tmp_path, tmp_path)
+    rows = read_csv(tmp_path / 'readings.csv')
+    assert len({tuple(row[key] for key in ('reading', 'shots', 'model', 'seed'))
+                for row in rows}) == len(rows) == 5 * 2 * 2 * 2
+    assert (tmp_path / 'readings.md').read_text() == readings.table(rows)
+    folder = f'{common.seed_folder("readings", 1, tmp_path)}/tuned'
+    for row in rows:
+        if row['model'] == 'tuned' and row['seed'] == 1:
+            assert row['entropy_bits'] == pytest.approx(entropy_by_hand(folder, row), abs=2e-5)
+
+
+def entropy_by_hand(folder, row):
+    """Return the mean entropy in bits of a reading, from the log-probabilities of its samples."""
+    options, scoring, norm = readings.READINGS[row['reading']]
+    bits = []
+    with open(f'{folder}/{options}-{scoring}-{row["shots"]}/samples.jsonl') as file:
+        for sample in map(json.loads, file):
+            assert sample['shots'] == row['shots']
+            assert (sample['options'] == [' A', ' B', ' C', ' D']) == (row['reading'] == 'letters')
+            scores = np.array(sample['log_probs'])
+            p = np.exp(scores / (sample['n_tokens'] if norm == 'token' else 1))
+            p /= p.sum()
+            bits.append(-(p * np.log2(p)).sum())
+    return np.mean(bits)
+
+
+def test_the_committed_table_follows_from_the_committed_numbers():
+    folder = HERE / 'study' / 'results' / 'readings'
+    rows = read_csv(folder / 'readings.csv')
+    assert readings.table(rows) == (folder / 'readings.md').read_text()
+    keys = [tuple(row[key] for key in ('reading', 'shots', 'model')) for row in rows]
+    assert {keys.count(key) for key in keys} == {3} and len(set(keys)) == 20
