@@ -282,6 +282,7 @@ def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, group, dt
                            out[b:b + 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('most', [1024, 256])       # all keys in one program, or two programs
 def test_the_decode_kernel_equals_the_plain_version_for_many_rows(most, monkeypatch):
     torch.manual_seed(0)
