@@ -513,7 +513,7 @@ def test_results_have_an_entry_for_each_confidence(asked):
 
 def test_a_question_whose_logits_are_not_finite_is_named(asked, tmp_path, monkeypatch):
     monkeypatch.setattr(slots, 'draw', lambda logits, *_: torch.tensor(
-        [[3.0, torch.nan, 0.0, 0.0]] * len(logits)))
+        [[3.0, torch.nan, 0.0, 0.0]] * len(logits), device=logits.device))
     with pytest.raises(CheckpointError, match=r'qa: .*test.jsonl:\d+: the model gives NaN'):
         ask(asked[0], tmp_path)
 
