@@ -226,7 +226,7 @@ def split_sequences(cfg, sequences):
     if len(training) * cfg.epochs < cfg.batch_size:
         raise DataError(f'{cfg.data}: {len(training)} sequences for training beside val_size = '
                         f'{cfg.val_size}, with epochs = {cfg.epochs:g}, do not fill one step of '
-                        f'batch_size = {cfg.batch_size}; lower it')
+                        f'batch_size = {cfg.batch_size}; lower batch_size or val_size')
     return sequences, training, held_out
 
 

@@ -416,7 +416,7 @@ def encode(question, shots, tokenizer, cfg, max_tokens):
             return ids, stop, n
     raise DataError(f'{question.place}: even without shots the prompt has {len(ids)} tokens; with '
                     f'max_tokens = {max_tokens} the model or max_length allows '
-                    f'{cfg.max_length - max_tokens}')
+                    f'{max(0, cfg.max_length - max_tokens)}')
 
 
 def shown(question, text):

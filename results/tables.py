@@ -50,7 +50,8 @@ def aligned(lines):
 
 def markdown(lines):
     """Return lines of cells as a Markdown table."""
-    texts = ['| ' + ' | '.join(cell.replace('|', '\\|') for cell in line) + ' |' for line in lines]
+    texts = ['| ' + ' | '.join(' '.join(cell.replace('|', '\\|').splitlines()) for cell in line)
+             + ' |' for line in lines]
     return '\n'.join([texts[0], '|' + '---|' * len(lines[0]), *texts[1:]]) + '\n'
 
 

@@ -342,6 +342,11 @@ def test_the_best_of_each_group_is_marked():
     assert marked[1][3] == '0.10 [0.05, 0.20] *'
 
 
+def test_a_cell_of_a_markdown_table_is_one_line_of_one_column():
+    assert tables.markdown([['a', 'b'], ['x\ny', '1|2']]) == (
+        '| a | b |\n|---|---|\n| x y | 1\\|2 |\n')
+
+
 def test_latex_has_the_numbers_of_the_markdown():
     """The numbers of results.md, with intervals; bold is the better of raw and scaled."""
     fitted = report.summarize([question(i, log_probs=[-9.0 + i, -2.0]) for i in range(8)], 'token',
