@@ -203,8 +203,9 @@ class FunctionReward:
         except Exception as error:
             raise DataError(f'{describe(error, self.name)}; the prompt is {prompt!r:.100}'
                             ) from error
-        number = isinstance(value, (int, float, np.integer, np.floating, np.bool_))
-        if not number or not abs(value) <= 1e300:       # float() may not hold more
+        value = value.item() if isinstance(value, np.generic) else value
+        # float() may not hold more
+        if not isinstance(value, (int, float)) or not abs(value) <= 1e300:
             raise DataError(f'reward = {self.name!r} returned {value!r}, and not a finite number, '
                             f'for the prompt {prompt!r:.100}')
         return float(value)
