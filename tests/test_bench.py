@@ -40,6 +40,14 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(),
                                   reason='compiles for minutes on a GPU')
 
 
+def write_mmlu(folder):
+    """Files of MMLU with 15 questions and 5 solved ones."""
+    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old', 'dog'],
+             'answer': i % 4, 'subject': 'anatomy'} for i in range(20)]
+    for split, part in (('dev', rows[:5]), ('test', rows[5:])):
+        write_rows(folder / f'{split}.jsonl', part)
+
+
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(bench.train, 'LENGTH', 48)
@@ -205,10 +213,7 @@ def test_written_answers_are_timed_with_equal_prompts(small, tmp_path, monkeypat
 @needs_no_gpu
 def test_several_gpus(small, tmp_path, monkeypatch, capsys):
     tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
-    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old', 'dog'],
-             'answer': i % 4, 'subject': 'anatomy'} for i in range(20)]
-    for split, part in (('dev', rows[:5]), ('test', rows[5:])):
-        write_rows(tmp_path / 'mmlu' / f'{split}.jsonl', part)
+    write_mmlu(tmp_path / 'mmlu')
     monkeypatch.setenv('OMP_NUM_THREADS', '1')      # torchrun sets this, on which products depend
     config = bench.several_gpus.BenchConfig(data=str(tmp_path / 'mmlu'), tokenizer=str(tokenizer),
                                             languages=2, limit=9)
@@ -248,10 +253,7 @@ def test_dpo_steps_are_timed(ours, options, tmp_path, monkeypatch, capsys):
 @needs_no_gpu
 def test_evaluation_is_timed_beside_a_loop(small, tmp_path, monkeypatch, capsys):
     tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
-    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old', 'dog'],
-             'answer': i % 4, 'subject': 'anatomy'} for i in range(20)]
-    for split, part in (('dev', rows[:5]), ('test', rows[5:])):
-        write_rows(tmp_path / 'mmlu' / f'{split}.jsonl', part)
+    write_mmlu(tmp_path / 'mmlu')
     monkeypatch.setattr(bench.eval, 'matrix_rate', lambda: 1e12)
     monkeypatch.setattr(bench.eval, 'busy_share', lambda call: len(call()) and 1.0)
     tables = list(bench.eval.bench(bench.eval.BenchConfig(
