@@ -498,10 +498,7 @@ def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, capsys):
     config = bench.commands.BenchConfig(data='mmlu', tokenizer=str(tmp_path))
     with pytest.raises(ConfigError, match='has no tokenizer.json, which lm_eval reads'):
         next(bench.commands.bench(config))
-    rows = [{'question': f'the quick fox {i}?', 'choices': ['blue', 'lazy', 'old', 'dog'],
-             'answer': i % 4, 'subject': 'anatomy'} for i in range(20)]
-    for split, part in (('dev', rows[:5]), ('test', rows[5:])):
-        write_rows(tmp_path / f'{split}.jsonl', part)
+    write_mmlu(tmp_path)
     config = bench.commands.BenchConfig(data=str(tmp_path), ours=True, caches=('warm',))
     bench.commands.write_tasks(config, tmp_path)
     assert (tmp_path / 'few.jsonl').read_text().count('\n') == 15
