@@ -143,8 +143,10 @@ def adjoin(model: nn.Module, **on):
                 parts = [getattr(layer, kind) for layer in layers]
                 if not all(is_plain(part) for part in parts):
                     continue
-                whole = torch.cat([part.detach() for part in parts])
-                whole = torch.empty_like(whole, **on) if whole.is_meta else whole
+                if parts[0].is_meta:    # torch.cat would import the compiler, which takes seconds
+                    whole = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:]), **on)
+                else:
+                    whole = torch.cat([part.detach() for part in parts])
                 moved = whole.split([len(part) for part in parts])
                 for layer, part, new in zip(layers, parts, moved):
                     setattr(layer, kind, nn.Parameter(new, part.requires_grad))

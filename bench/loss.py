@@ -78,7 +78,7 @@ def measure(n, D, V, softcap, rounds, peers=True):
             lambda: smoothed_cross_entropy(hidden, weight, host, **options)[0], hidden, weight,
             backward=False),
         'token_statistics': step_of(
-            lambda: token_statistics(hidden, weight, host, **options).nll, hidden, weight,
+            lambda: token_statistics(hidden, weight, host, softcap=softcap).nll, hidden, weight,
             backward=False),
     }
     ms = interleaved(products | steps | losses | uses, rounds, hidden, weight)

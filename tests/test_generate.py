@@ -702,3 +702,19 @@ def test_the_command_line_runs_and_names_a_wrong_key(chat_folder, tmp_path):
     wrong = subprocess.run([sys.executable, 'generate.py', '--modle=x'], cwd=HERE, text=True,
                            capture_output=True)
     assert wrong.returncode == 1 and "did you mean 'model'?" in wrong.stderr
+
+
+@pytest.mark.slow
+def test_commands_in_bfloat16_never_import_the_compiler(chat_folder, tmp_path):
+    """Its import takes seconds, and functions of torch such as `cat` on the meta device need it."""
+    write_rows(tmp_path / 'prompts.jsonl', QUESTIONS)
+    write_rows(tmp_path / 'questions.jsonl', [
+        {'question': 'What?', 'choices': ['one', 'two'], 'answer': 1}] * 2)
+    for command in (['generate.py', f'--prompts={tmp_path / "prompts.jsonl"}', '--max_tokens=4',
+                     f'--out={tmp_path / "answers.jsonl"}'],
+                    ['evaluate.py', f'--tasks={tmp_path / "questions.jsonl"}', '--shots=0',
+                     f'--out_dir={tmp_path / "results"}']):
+        done = subprocess.run([sys.executable, '-X', 'importtime', *command, '--dtype=bfloat16',
+                               f'--model={chat_folder}'], cwd=HERE, text=True, capture_output=True)
+        assert done.returncode == 0 and '| runtime.checkpoint' in done.stderr, done.stderr
+        assert 'torch._dynamo' not in done.stderr and 'sympy' not in done.stderr
