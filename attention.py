@@ -207,27 +207,27 @@ class TreeMask:
 class Cache:
     """Keys and values of one layer, [slots, H_kv, size, hd]; a slot belongs to one sequence.
 
-    The token at position p lies at place p % size. With a sliding window, size is at most the
-    window: the places then hold exactly the keys that the newest token sees. Their order does not
-    matter, since keys are rotated before they are stored.
+    The token at position p is stored at index p % size of its slot. With a sliding window, size is
+    at most the window, so a slot holds exactly the keys that the newest token sees. Their order
+    does not matter, since keys are rotated before they are stored.
     """
 
     def __init__(self, slots: int, heads: int, size: int, head_dim: int, like: Tensor):
-        # zeros: the plain version multiplies places that are not yet in use by a weight of 0
+        # zeros: the plain version multiplies entries that are not yet in use by a weight of 0
         self.k, self.v = (like.new_zeros(slots, heads, size, head_dim) for _ in range(2))
         self.size = size
 
 
 class PrefillMask:
-    """`mask`, which also stores keys and values: token source[i] of a row in slot[i], place[i]."""
+    """`mask`, which also stores keys and values: token source[i] of a row at slot[i], index[i]."""
 
-    def __init__(self, mask, cache: Cache, source: Tensor, slot: Tensor, place: Tensor):
+    def __init__(self, mask, cache: Cache, source: Tensor, slot: Tensor, index: Tensor):
         self.mask, self.cache = mask, cache
-        self.source, self.slot, self.place = source, slot, place
+        self.source, self.slot, self.index = source, slot, index
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
         for cached, new in ((self.cache.k, k), (self.cache.v, v)):      # B = 1
-            cached.transpose(1, 2)[self.slot, self.place] = new[0].transpose(0, 1)[self.source]
+            cached.transpose(1, 2)[self.slot, self.index] = new[0].transpose(0, 1)[self.source]
         return self.mask.attend(q, k, v, scale, softcap)
 
 
@@ -251,6 +251,6 @@ class DecodeMask:
         keys, values = ((x[:B] if in_order else x.index_select(0, slots))[:, :, :self.longest]
                         for x in (cache.k, cache.v))
         visible = torch.arange(self.longest, device=q.device) <= self.positions[:, None]
-        # the queries of a key head take the place of tokens, since all see the same keys
+        # the queries that share a key head are passed as T, since all see the same keys
         return ExplicitMask(visible[:, None, None]).attend(
             q.reshape(B, k.shape[1], -1, hd), keys, values, scale, softcap).reshape(B, H, 1, hd)

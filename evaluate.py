@@ -112,15 +112,15 @@ def token_log_probs(hidden, head, at, tokens, softcap):
     hidden [N, D] and head [V, D] on one device; at [M], whose values may repeat, and tokens [M] on
     the CPU, so that the host does not wait for the device.
     """
-    used, place = at.unique(return_inverse=True)        # used[place] = at
-    indices = device.to_device(torch.cat((at, tokens, place, used)), head.device)
-    at, tokens, place, rows = indices.split([len(at)] * 3 + [len(used)])
+    used, inverse = at.unique(return_inverse=True)      # used[inverse] = at
+    indices = device.to_device(torch.cat((at, tokens, inverse, used)), head.device)
+    at, tokens, inverse, rows = indices.split([len(at)] * 3 + [len(used)])
     label = torch.zeros_like(used)      # any: the sum over all tokens does not depend on it
     lse = fused_ce.token_statistics(hidden[rows], head, label, softcap=softcap).lse
     logits = torch.cat([(hidden[i].float() * head[k].float()).sum(1)
                         for i, k in zip(at.split(4096), tokens.split(4096), strict=True)])
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return (logits - lse[place])[:, None]
+    return (logits - lse[inverse])[:, None]
 
 
 def token_statistics(hidden, head, at, tokens, softcap):

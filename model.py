@@ -54,7 +54,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 class Family:
     """What the models of one model_type compute otherwise than Llama, which has the defaults."""
     norm: str = 'llama'                 # kind of the norms: see the function `norm`
-    place: str = 'before'               # of the norms in a block: a key of NORMS
+    norm_order: str = 'before'          # norms relative to attention and MLP: a key of NORMS
     qk_norm: str = ''                   # on q and k: of each 'head', of the 'whole' projection, or
     #                                     of each head with a weight of its own: 'each'
     qkv_bias: bool = False
@@ -79,20 +79,20 @@ class Family:
 
 # a new family needs rows in runtime/config_keys.py as well: see docs/models.md
 GEMMA = Family(norm='gemma', activation=gelu_tanh, scaled_embeddings=True)
-OLMO = Family(norm='once', place='after', qk_norm='whole', float_rotary='angles')
-COHERE = Family(norm='mean', place='parallel', adjacent_pairs=True, float_rotary='products')
+OLMO = Family(norm='once', norm_order='after', qk_norm='whole', float_rotary='angles')
+COHERE = Family(norm='mean', norm_order='parallel', adjacent_pairs=True, float_rotary='products')
 FAMILIES = {
     'llama': Family(), 'mistral': Family(), 'ministral': Family(), 'ministral3': Family(),
     'granite': Family(), 'smollm3': Family(), 'phi3': Family(fused='rows'),
     'qwen2': Family(qkv_bias=True), 'qwen3': Family(qk_norm='head'),
-    'gemma': GEMMA, 'gemma2': replace(GEMMA, place='both'),
-    'gemma3_text': replace(GEMMA, place='both', qk_norm='head'),
+    'gemma': GEMMA, 'gemma2': replace(GEMMA, norm_order='both'),
+    'gemma3_text': replace(GEMMA, norm_order='both', qk_norm='head'),
     'olmo2': OLMO, 'olmo3': OLMO, 'cohere': COHERE, 'cohere2': COHERE,
-    'gpt_neox': Family(norm='layer', place='parallel, two norms', mlp_bias=True, activation=F.gelu,
-                       gated=False, fused='heads'),
+    'gpt_neox': Family(norm='layer', norm_order='parallel, two norms', mlp_bias=True,
+                       activation=F.gelu, gated=False, fused='heads'),
     'opt': Family(norm='layer', activation=F.relu, gated=False, learned_positions=True)}
 
-# the norms of a block by their place
+# {norm_order: the norms of a block}
 NORMS = {'before': ('input_layernorm', 'pre_feedforward_layernorm'),
          'after': ('post_attention_layernorm', 'post_feedforward_layernorm'),
          'both': ('input_layernorm', 'post_attention_layernorm',
@@ -151,7 +151,7 @@ class ModelConfig:
     eos_token_id: int | list | None = None
     dtype: str = 'float32'                          # of the weights on disk
     temperature: float = 1.0                        # divides the logits, before they are capped
-    reward: bool = False                            # a score in place of the output matrix
+    reward: bool = False                            # a score instead of the output matrix
     hf: dict = field(default_factory=dict)          # the config.json that this was read from
 
     def __post_init__(self):
@@ -333,27 +333,27 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to its input, with the norms in one of the places of NORMS."""
+    """Attention and MLP, each added to its input; `norm_order` says where the norms are."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        self.place, self.residual_scale = config.family.place, config.residual_scale
+        self.norm_order, self.residual_scale = config.family.norm_order, config.residual_scale
         (self.input_layernorm, self.post_attention_layernorm, self.pre_feedforward_layernorm,
          self.post_feedforward_layernorm) = (
-            Norm(config, config.hidden_size) if name in NORMS[self.place] else nn.Identity()
+            Norm(config, config.hidden_size) if name in NORMS[self.norm_order] else nn.Identity()
             for name in NORMS['both'])
 
     def forward(self, x: Tensor, rotary: tuple | None, mask) -> Tensor:
         h = self.input_layernorm(x)
         y = self.self_attn(h, rotary, mask)
         # sums are in the order of transformers, for the same rounding
-        if self.place == 'parallel':
+        if self.norm_order == 'parallel':
             return x + y + self.mlp(h)
-        if self.place == 'parallel, two norms':
+        if self.norm_order == 'parallel, two norms':
             return self.mlp(self.pre_feedforward_layernorm(x)) + y + x
-        if self.place == 'after the sum':
+        if self.norm_order == 'after the sum':
             x = self.post_attention_layernorm(x + y)
             return self.post_feedforward_layernorm(x + self.mlp(x))
         x = x + self.scaled(self.post_attention_layernorm(y))
@@ -385,7 +385,7 @@ class Decoder(nn.Module):
         self.project_in = nn.Linear(E, D, bias=False) if E != D else nn.Identity()
         self.project_out = nn.Linear(D, E, bias=False) if E != D else nn.Identity()
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.Identity() if family.place == 'after the sum' else Norm(config, D)
+        self.norm = nn.Identity() if family.norm_order == 'after the sum' else Norm(config, D)
         self.attention = 'auto'     # or 'explicit', 'flex', 'tree': see attention.make_masks
         self.checkpoint = False     # store only the input of a block; recompute it in backward
 

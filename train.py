@@ -92,7 +92,7 @@ class TrainConfig:
     lr: float = 2e-5                          # at the end of warm-up
     schedule: Literal[*SCHEDULES] = 'linear'  # after warm-up
     warmup: float = 0.02                      # share of the steps
-    warmup_steps: int | None = None           # number of steps, in place of warmup
+    warmup_steps: int | None = None           # number of steps, instead of warmup
     final_lr: float = 0.0                     # at the end of the schedule, as a share of lr
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -370,8 +370,8 @@ def train(cfg, stage=None):
 
     resume=True uses the weights, the reports and the last checkpoint in out_dir. Model, data, tasks
     and settings are checked before anything is replaced. stage: an object with load_sequences,
-    build_model, pack_batch, batches, train_step, token_loss and validation_loss in place of this
-    module's functions, for another kind of training (see align.py). Raises ConfigError, DataError,
+    build_model, pack_batch, batches, train_step, token_loss and validation_loss, which replace this
+    module's functions for another kind of training (see align.py). Raises ConfigError, DataError,
     CheckpointError or TrainingError.
     """
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))

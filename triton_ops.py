@@ -428,7 +428,7 @@ if triton is not None:
         """
         split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
         position = tl.load(position_ptr + row).to(tl.int32)
-        length, place, begin = tl.minimum(position + 1, size), position % size, split * SPLIT
+        length, index, begin = tl.minimum(position + 1, size), position % size, split * SPLIT
         g, d = tl.arange(0, GROUP), tl.arange(0, WIDTH)
         query = row * H + head * group + g      # among the queries of all rows
         q_mask = (g[:, None] < group) & (d[None, :] < hd)
@@ -438,7 +438,7 @@ if triton is not None:
         new_v = tl.load(v_ptr + row * v_row + head * hd + d, mask=d < hd, other=0.0)
         start = tl.load(slot_ptr + row) * slot_stride + head * head_stride
         # the new key comes first; where it belongs to another split, its weight is 0
-        is_new = (begin <= place) & (place < begin + SPLIT)
+        is_new = (begin <= index) & (index < begin + SPLIT)
         highest = _scaled(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1), scale,
                           softcap)
         highest = tl.where(is_new, highest, -1e30)
@@ -450,7 +450,7 @@ if triton is not None:
             mask = (j[:, None] < length) & (d[None, :] < hd)
             k = tl.load(cache_k_ptr + at, mask=mask, other=0.0)
             v = tl.load(cache_v_ptr + at, mask=mask, other=0.0)
-            seen = (j < length) & (j != place)
+            seen = (j < length) & (j != index)
             score = _scaled(_dot(q, tl.trans(k)), scale, softcap)
             score = tl.where(seen[None, :], score, -1e30)
             new_highest = tl.maximum(highest, tl.max(score, 1))
@@ -465,8 +465,8 @@ if triton is not None:
             tl.store(part_ptr + part[:, None] * hd + d[None, :],
                      (y / total[:, None]).to(part_ptr.dtype.element_ty), mask=q_mask)
             if is_new:
-                tl.store(cache_k_ptr + start + place * hd + d, new_k, mask=d < hd)
-                tl.store(cache_v_ptr + start + place * hd + d, new_v, mask=d < hd)
+                tl.store(cache_k_ptr + start + index * hd + d, new_k, mask=d < hd)
+                tl.store(cache_v_ptr + start + index * hd + d, new_v, mask=d < hd)
 
     @triton.jit
     def _scaled(score, scale, softcap):

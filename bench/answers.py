@@ -41,7 +41,7 @@ from runtime.eval_config import EvalConfig
 class BenchConfig:
     shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
         'llama32_1b',)
-    model: str | None = None        # a folder with weights, in place of random ones in a shape
+    model: str | None = None        # a folder with weights, instead of random ones in a shape
     data: str | None = None         # a folder with GSM8K's test.jsonl and train.jsonl
     tokenizer: str | None = None    # a folder with a tokenizer, for random weights
     n: int = 16                     # samples per question

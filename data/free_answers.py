@@ -42,7 +42,7 @@ class FreeQuestion(Question):
     """A Question without options; options[0] is its answer as a shot gives it."""
     text: str = ''              # the question alone
     references: list = field(default_factory=list)      # each of them is a right answer
-    messages: list = field(default_factory=list)        # asked in place of header and context
+    messages: list = field(default_factory=list)        # asked instead of header and context
     lead: str = ''              # begins the answer to `messages` in plain text
 
     @property

@@ -7,7 +7,7 @@
 
 samples.jsonl of an evaluation is the data. Each answer that the model drew to a question is a
 training sequence, whose letter says whether the answer was right: 30 answers of which 20 are right
-are 20 sequences with A and 10 with B. The paper has a value head in place of the letters.
+are 20 sequences with A and 10 with B. The paper has a value head instead of the letters.
 """
 
 import hashlib

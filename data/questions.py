@@ -40,7 +40,7 @@ class Question:
 
     @property
     def parts(self):
-        """Return [self], or the questions that are encoded in its place.
+        """Return [self], or the questions that are encoded instead.
 
         These are one per other order of the options, or with an ending one per option, whose option
         is the ending.

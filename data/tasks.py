@@ -81,8 +81,8 @@ class Task:
                 ends = [*itertools.accumulate(map(n_characters, group))]
                 for item, end in zip(group, ends):
                     middle = end - n_characters(item) / 2
-                    turn, place = divmod(int(n * BLOCKS * middle / ends[-1]), n)
-                    if ((n - 1 - place if turn % 2 else place) + i) % n == rank:
+                    turn, i_block = divmod(int(n * BLOCKS * middle / ends[-1]), n)
+                    if ((n - 1 - i_block if turn % 2 else i_block) + i) % n == rank:
                         yield item
 
         items, first = [*dealt(self.items)], rank == 0

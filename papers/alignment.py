@@ -99,8 +99,8 @@ REWARD_TOKENS, PPO_TOKENS = 2 * 52_000 * 400, EPOCHS * 52_002 * 230 * 7
 
 def evaluation(options, **settings):
     """Return the EvalConfig of the tasks; MMLU has fewer questions than `limit`."""
-    places = {'clm': options.pile or 'EleutherAI/pile_val_test', 'facts': options.trex}
-    tasks = ('mmlu', *(f'{task}:{place}' for task, place in places.items() if place))
+    sources = {'clm': options.pile or 'EleutherAI/pile_val_test', 'facts': options.trex}
+    tasks = ('mmlu', *(f'{task}:{source}' for task, source in sources.items() if source))
     return EvalConfig(tasks=tasks, shots=5, limit=SAMPLES, max_length=2048, on_bad_row='skip',
                       **settings)
 
@@ -262,6 +262,6 @@ def tables(options):
 
 if __name__ == '__main__':
     main(runs, tables, trex={'help': "folder with T-REx's JSON files, for facts generation"},
-         pile={'help': 'hub dataset, folder or file of texts in place of the copy of the Pile'},
+         pile={'help': 'hub dataset, folder or file of texts instead of the copy of the Pile'},
          comparisons={'help': 'comparison_data_v2.json of GPT-4-LLM, for the reward model and PPO'},
          rlhf={'help': 'folders of checkpoints of another PPO, one per epoch, separated by commas'})

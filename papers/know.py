@@ -12,7 +12,7 @@ TriviaQA, reaches an AUROC of .864 and a Brier score of .151 there, and .624 and
 
 Not stated in the notes that we have, or chosen otherwise here: open base models; 10 shots
 everywhere, and none beside shown samples; P(True) of the greedy answer; the letters `Yes` and `No`
-of data/p_ik.py in place of a value head; 2,000 questions of TriviaQA and 1,319 of GSM8K; tuning on
+of data/p_ik.py instead of a value head; 2,000 questions of TriviaQA and 1,319 of GSM8K; tuning on
 the answers to 10,000 training questions for one epoch at a learning rate of 1e-5 in batches of 256.
 The tables also have P(IK) by a probe on the frozen model, fitted to other questions of the same
 task, and asked in the same words before tuning; each P(IK) is judged by the first drawn answer. Not
@@ -66,9 +66,9 @@ def runs(options):
 
 def p_ik(folder, task):
     """Return {method: report} of P(IK) of the answers to a task; {} for one that is not there."""
-    tuned = {method: measured(f'{folder}/{place}', 'p_ik').get('categories', {}).get(task, {})
-             for method, place in (('asked, not tuned', 'tuned/before'),
-                                   ('tuned on TriviaQA', 'tuned'))}
+    tuned = {method: measured(f'{folder}/{report}', 'p_ik').get('categories', {}).get(task, {})
+             for method, report in (('asked, not tuned', 'tuned/before'),
+                                    ('tuned on TriviaQA', 'tuned'))}
     return {'probe': measured(f'{folder}/test', f'{task}.p_ik').get('pooled', {})} | tuned
 
 
@@ -97,8 +97,8 @@ def tables(options):
                       if report]
     yield 'p_ik', 'P(IK): will a drawn answer be right?', lines
     draw_curves(f'{options.out_dir}/p_ik.png', {name: {
-        method: measured(f'{options.out_dir}/{name}/{place}', 'p_ik')
-        for method, place in (('asked, not tuned', 'tuned/before'), ('tuned', 'tuned'))}
+        method: measured(f'{options.out_dir}/{name}/{report}', 'p_ik')
+        for method, report in (('asked, not tuned', 'tuned/before'), ('tuned', 'tuned'))}
         for name in MODELS}, columns=2)
 
 

@@ -82,7 +82,7 @@ def tables(printed):
         name: members for name, members in groups.items() if not name.endswith(('high', 'mid'))}
     yield 'printed_claims', 'Printed: cells in which a claim holds', [
         ('claim', *groups), *((name, *(_count(
-            [cell(printed, *place, model, data) for place in members for model in MODELS
+            [cell(printed, *group, model, data) for group in members for model in MODELS
              for data in DATA], *rule) for members in groups.values())) for name, *rule in CLAIMS)]
     yield 'printed_settings', ('Printed: languages in which tuning, or smoothing 0.1 or 0.2, '
                                'does what the paper does not claim'), [
@@ -108,7 +108,7 @@ def tables(printed):
 
 def _changes(printed, members):
     """Return the cells of printed_classes for members = [(benchmark, language), ...]."""
-    cells = [cell(printed, *place, model, data) for place in members for model in MODELS
+    cells = [cell(printed, *group, model, data) for group in members for model in MODELS
              for data in DATA]
     texts = []
     for before, after, key in ((BASE, PLAIN, 'ece'), (BASE, PLAIN, 'accuracy'),

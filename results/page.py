@@ -108,8 +108,8 @@ def mistakes(rows, most=10):
                    key=mistakes_first)[:most]
     texts = [f'### The {len(wrong)} most confident mistakes\n'] if wrong else []
     for number, row in enumerate(wrong, 1):
-        place = ', '.join(filter(None, (row['task'], row['language'], row['subject'], row['id'])))
-        texts.append(f'{number}. {_code(place)}: {verdict(row)}\n')
+        name = ', '.join(filter(None, (row['task'], row['language'], row['subject'], row['id'])))
+        texts.append(f'{number}. {_code(name)}: {verdict(row)}\n')
         if text := row['text']:
             text = '…' * (len(text) > LONGEST) + text[-LONGEST:]
             fence = '`' * max(3, 1 + _longest_run(text))

@@ -43,7 +43,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
         ownership.discard(out_dir, *OUTPUTS, DIAGRAM, GRID.format('*'), *merged_names(samples))
     if samples.is_symlink():
         raise ConfigError(f'{samples} is a link to a file elsewhere, where nothing is appended; '
-                          f'move that file here in its place, or {OTHER_FOLDER}')
+                          f'replace the link by that file, or {OTHER_FOLDER}')
     begun = results.exists() or any(file.exists() and file.stat().st_size for file in (
         samples, *map(samples.with_name, merged_names(samples))))
     sources = _read_sources(out_dir, settings) if begun else {}

@@ -79,7 +79,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
          reward: bool = False, share: Callable | None = None) -> CausalLM:
     """Return a CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
-    reward: whether it must be a reward model, which has a score in place of the output matrix
+    reward: whether it must be a reward model, which has a score instead of the output matrix
     share:  a function that calls `parallel.shard` on the model before it has weights, so that each
             process gets its share of them; it may first remove layers, or add some that have
             values. None: the whole model
@@ -212,8 +212,8 @@ def fingerprint(folder: str | Path) -> str:
         for offset in offsets:
             digest.update(data[offset:offset + 4096])
         total.update(digest.digest())
-    if (place := Path(folder) / adapter.LINK).exists():
-        total.update(adapter.fingerprint(place).encode())
+    if (link := Path(folder) / adapter.LINK).exists():
+        total.update(adapter.fingerprint(link).encode())
     return total.hexdigest()
 
 

@@ -143,8 +143,8 @@ CONFIG_FIELDS = {'rms_norm_eps': 'norm_eps', 'layer_norm_eps': 'norm_eps',
 # {key: the fields of Family that it sets}, and {key: (value, the field that it changes, to what)}
 BIASES = {'attention_bias': ('qkv_bias', 'o_bias'), 'mlp_bias': ('mlp_bias',),
           'enable_bias': ('qkv_bias', 'o_bias', 'mlp_bias')}
-CHANGES = {'use_parallel_residual': (False, 'place', 'before'),
-           'do_layer_norm_before': (False, 'place', 'after the sum'),
+CHANGES = {'use_parallel_residual': (False, 'norm_order', 'before'),
+           'do_layer_norm_before': (False, 'norm_order', 'after the sum'),
            'use_qk_norm': (True, 'qk_norm', 'each')}
 # the block `nanocal`: logits = softcap * tanh(hidden @ head.T / (temperature * softcap))
 NANOCAL_FIELDS = {'softcap': [CAP, None], 'temperature': [(1e-3, 1e3)], 'long_context': [bool]}

@@ -37,7 +37,7 @@ class EvalConfig:
     run_code: bool = False                    # run programs that the model writes, for humaneval
     isolation: Literal['namespaces', 'limits'] = 'namespaces'  # see docs/running_code.md
     permute: int | None = None                # also ask in this many cyclic orders of the options,
-    #                                           the letters in place; None: only as published
+    #                                           under the same letters; None: only as published
     # chat template of the prompt; trained: that of the model's train.py run; none: plain text
     chat: Literal['none', 'trained', 'tulu', 'olmo2', 'llama3', 'gemma', 'mistral', 'tekken',
                   'chatml', 'cohere', 'granite', 'phi3', 'phi4', 'phi4_mini', 'alpaca'] = 'none'

@@ -134,7 +134,7 @@ def _refuse_links(folder, names):
     for parent in {Path(folder, parent) for name in names for parent in Path(name).parents[:-1]}:
         if parent.is_symlink():
             raise ConfigError(f'{parent} is a link to a folder elsewhere, where nothing is written '
-                              f'or deleted; move that folder here in its place, or remove the link')
+                              f'or deleted; replace the link by that folder, or remove the link')
 
 
 def claim(folder, *names, below='.'):

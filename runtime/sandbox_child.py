@@ -139,7 +139,7 @@ def enter_namespaces(root, visible, disk):
 
     root:    an empty folder that becomes '/'
     visible: folders that stay, read-only
-    disk:    size of /tmp in bytes, the one place to write
+    disk:    size of /tmp in bytes, the only writable folder
     """
     uid, gid = os.geteuid(), os.getegid()
     if uid:     # a user namespace gives the rights that the next calls need

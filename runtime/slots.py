@@ -57,9 +57,9 @@ def graph_rows(n):
 
 
 def keys_to_store(answer, at, size):
-    """Return int [3, M], row index, slot and place of the keys of a prompt that a cache keeps.
+    """Return int [3, M] for the keys of a prompt that a cache keeps: row index, slot, index in it.
 
-    at: row indices of the prompt; size: of the cache, which may be that of a window
+    at: row indices of the prompt; size: that of the cache, at most the window of its layer
     """
     p = np.arange(max(0, len(at) - size), len(at))
     return np.stack((np.array(at)[p], np.full(len(p), answer.slot), p % size))

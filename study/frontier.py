@@ -199,8 +199,8 @@ def transfer_table(numbers, metric='ece'):
     """Claim 9; tested is ECE, but not at 6 million, which is claim 7's, nor in English."""
     values = {(name, column): v for name, loss in all_losses(primary=True) for column in COLUMNS
               if (v := transfer_values(numbers, name, loss, column, metric)) is not None}
-    tested = [place for place in values if metric == 'ece' and place[1] not in ('base', 'english')]
-    p = (holm([p_of(values[place]) for place in tested]) if len(numbers.seeds) > 1
+    tested = [key for key in values if metric == 'ece' and key[1] not in ('base', 'english')]
+    p = (holm([p_of(values[key]) for key in tested]) if len(numbers.seeds) > 1
          else [None] * len(tested))
     p = dict(zip(tested, p, strict=True))
     return [[f'{TITLES[metric]}: loss', *COLUMNS.values()], *(

@@ -167,12 +167,12 @@ def once(cfg):
     torch.cuda.empty_cache()        # for the other processes of this GPU
 
 
-def begin(places, gpus, folder):
+def begin(numbers, gpus, folder):
     """Give this process its GPU and a file for what it prints."""
-    place = places.get()
+    number = numbers.get()
     if gpus:
-        os.environ['CUDA_VISIBLE_DEVICES'] = str(place % gpus)
-    with open(f'{folder}/process-{place}.log', 'a') as file:
+        os.environ['CUDA_VISIBLE_DEVICES'] = str(number % gpus)
+    with open(f'{folder}/process-{number}.log', 'a') as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 
@@ -220,11 +220,11 @@ def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf, starts=3):
     """
     spawn = multiprocessing.get_context('spawn')
     for _ in range(starts):
-        places = spawn.Queue()
-        for place in range(n_processes):
-            places.put(place)
+        numbers = spawn.Queue()
+        for number in range(n_processes):
+            numbers.put(number)
         try:
-            with ProcessPoolExecutor(n_processes, spawn, begin, (places, gpus, folder)) as pool:
+            with ProcessPoolExecutor(n_processes, spawn, begin, (numbers, gpus, folder)) as pool:
                 return do_all(jobs, pool, n_processes, deadline)
         except BrokenProcessPool:
             print(f'a process died, see {folder}/process-*.log; starting again', flush=True)

@@ -253,7 +253,7 @@ def test_a_token_is_yielded_as_soon_as_the_next_step_has_begun(tmp_path):
     (None, 300, 32, 2, torch.bfloat16, 2e-2)])
 def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, group, dtype, tolerance,
                                                     monkeypatch):
-    """Lengths around the borders of blocks and splits; in the smaller caches places are reused."""
+    """Lengths around the borders of blocks and splits; in the smaller caches entries are reused."""
     torch.manual_seed(0)
     device = KERNEL_DEVICE
     positions = torch.tensor([0, 1, 63, 64, 255, 256, 511, 650], device=device)
@@ -501,7 +501,7 @@ def test_less_memory_means_fewer_slots_and_equal_answers(tmp_path):
     model, prompts = checkpoint.load(tmp_path), random_prompts(6, 9, 4, 13, 2, 20)
     settings = Sampling(n=4, max_tokens=10, seed=1)
     expected = dict(generate(model, prompts, settings))
-    # a slot has 3 layers of 7 places, for two K/V heads of 12 numbers in float32
+    # a slot has 3 layers of 7 tokens, for two K/V heads of 12 numbers in float32
     tight = replace(settings, cache_memory=4 * 3 * 7 * 2 * 2 * 12 * 4 / 2 ** 30)
     assert program.room(model, prompts, tight) == (3, 30)
     answers = dict(generate(model, prompts, tight))
