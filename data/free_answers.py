@@ -214,11 +214,18 @@ def number(text):
         return text.strip().lower()
 
 
-# in this order; after Lewkowycz et al. 2022 and the code of Hendrycks et al. 2021 for MATH
+# the words that Lewkowycz et al. 2022 leave out, here with their singulars
+UNITS = ('square|degrees?|units?|cm|km|meters?|inch(?:es)?|ft|foot|feet|gm|pounds?|mph|hours?|'
+         'minutes?|dollars?|cents?|points?|ways?|integers?|digits?|meals?|edges?|students?|'
+         'multiples?')
+# in this order; after Lewkowycz et al. 2022 and the code of Hendrycks et al. 2021 for MATH, where a
+# last \text that begins with a space is a unit. There must be something before a unit.
 LATEX = [(re.compile(pattern), new) for pattern, new in (
-    (r'\\text(?:bf|it|rm)?{([^{}]*)}|\\math(?:rm|bf){([^{}]*)}|\\mbox{([^{}]*)}', r'\1\2\3'),
     (r'\\left|\\right|\\displaystyle|(?<!\\)\\[!,;: ]|\\\(|\\\)|\\\[|\\\]|\\?\$|~', ''),
-    (r'\^{?\\circ}?|\\degrees?|\b(?:degrees?|inches|units?|cm|dollars|cents|points)\b', ''),
+    (r'(?<=[\w)}])\s*\\(?:text|mbox|mathrm){(?: [^{}]*|m)}(?:\^{?[23]}?)?(?=[\s.]*$)', ''),
+    (r'\\text(?:bf|it|rm)?{([^{}]*)}|\\math(?:rm|bf){([^{}]*)}|\\mbox{([^{}]*)}', r'\1\2\3'),
+    (r'\^{?\\circ}?|\\degrees?', ''),
+    (rf'(?<=[\w)}}])(?:\s*(?<![a-zA-Z])(?:{UNITS})(?![a-zA-Z])(?:\^{{?[23]}}?)?)+', ''),
     (r'\\?%', ''), (r'\\[dtc]frac', r'\\frac'), (r'\s', ''),
     (r'\\frac([^{}\\])([^{}\\])', r'\\frac{\1}{\2}'), (r'\\frac([^{}\\])(?={)', r'\\frac{\1}'),
     (r'\\frac({(?:[^{}]|{[^{}]*})*})([^{}\\])', r'\\frac\1{\2}'),

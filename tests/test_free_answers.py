@@ -152,13 +152,20 @@ def test_short_answers_are_extracted(text, lenient, strict):
     ('x=5', '5'), (r'\$18.90', '18.9'), (r'50\%', '50'), ('p - q', 'p-q'), ('1,234', '1234'),
     (r'\begin{pmatrix} 1 \\ 2 \end{pmatrix}', r'\begin{pmatrix}1\\2\end{pmatrix}'),
     ('4210_{5}', '4210_5'), ('x^{3}-x', 'x^3-x'),
-    ('7', '7.'), (r'5 \text{ cm}', '5'), (r'\frac{\sqrt{3}}2', r'\frac{\sqrt{3}}{2}')])
+    ('7', '7.'), (r'\frac{\sqrt{3}}2', r'\frac{\sqrt{3}}{2}'),
+    # units, by the words of Lewkowycz et al. or the \text{ of Hendrycks et al.
+    (r'5 \text{ cm}', '5'), ('10 degrees', '10'), (r'5\text{ cm}^2', '5'), ('5 hours.', '5'),
+    (r'5\,\text{cm}^{2}', '5'), (r'5\mathrm{~km}', '5'), (r'5\text{ m}', '5'), ('$5$ km', '5'),
+    (r'\frac{5}{2}\mbox{ gallons}', '5/2'), ('12 square units', '12'), (r'5\text{m}^3', '5'),
+    (r'x+5\text{ dollars}', 'x+5'), (r'(3\text{ cm}, 4\text{ cm})', '(3,4)'), ('5mph', '5')])
 def test_formulas_are_equal_in_another_writing(a, b):
     assert free_answers.formula(a) == free_answers.formula(b)
 
 
 @pytest.mark.parametrize('a, b', [('(1,2)', '12'), ('1,2', '12'), ('x+1', 'x-1'), ('3', '-3'),
-                                  ('4210_5', '42105'),
+                                  ('4210_5', '42105'), ('square', 'points'), ('5m', '5'),
+                                  (r'\text{ Evelyn}', r'\text{ Ann}'), ('3cm^4', '3cm^5'),
+                                  (r'3 \text{ or }5', '3'), (r'\text{ cm}', r'\text{ km}'),
                                   (r'\sqrt{2}', '2'), (r'\frac{1}{2}', r'\frac{2}{1}')])
 def test_formulas_that_differ_are_not_equal(a, b):
     assert free_answers.formula(a) != free_answers.formula(b)
