@@ -6,6 +6,7 @@ text of an answer, and the prompt's row as it is in the file.
 
 import hashlib
 import re
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -150,8 +151,8 @@ def load_reward(name, device, dtype, template):
     """Return the FunctionReward or the ModelReward of `name`; raises ConfigError.
 
     name: a key of REWARDS and a task, as in 'exact:gsm8k', without it 'qa'; a Python file, which is
-    executed and defines reward(prompt, answer, row); or the folder of a reward model, which alone
-    uses the other arguments
+    executed, may import the modules beside it, and defines reward(prompt, answer, row); or the
+    folder of a reward model, which alone uses the other arguments
     """
     path, (kind, _, task) = Path(name), name.partition(':')
     if path.is_dir():
@@ -165,6 +166,8 @@ def load_reward(name, device, dtype, template):
                           f'exact:gsm8k, the folder of a reward model, or a Python file with a '
                           f'function reward(prompt, answer, row)')
     names, code = {'__name__': path.stem, '__file__': name}, path.read_bytes()
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)     # last, so that no file there hides a module of ours
     try:
         exec(compile(code, name, 'exec'), names)
     except Exception as error:      # it is the user's code

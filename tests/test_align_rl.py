@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -698,6 +699,16 @@ def test_a_reward_is_any_number(value, tmp_path):
     path.write_bytes(b'\xef\xbb\xbfimport numpy as np\ndef reward(p, a, row):\n    return '
                      + value.encode())
     assert data_rl.load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {}) == 1.0
+
+
+def test_a_reward_file_imports_modules_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    (tmp_path / 'words_beside.py').write_text('RIGHT = 2.0\n')
+    (tmp_path / 'late_beside.py').write_text('WRONG = -2.0\n')
+    (tmp_path / 'reward.py').write_text(
+        'import words_beside\ndef reward(prompt, answer, row):\n    import late_beside\n'
+        "    return words_beside.RIGHT if answer == 'a' else late_beside.WRONG\n")
+    assert [reward_of(f'{tmp_path}/reward.py', answer, {}) for answer in 'ab'] == [2.0, -2.0]
 
 
 @pytest.mark.parametrize('values, message', [
