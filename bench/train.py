@@ -85,8 +85,8 @@ OURS_PACKED = {
     name.replace('ours', 'ours, packed'): {'pack_len': PACK_LEN, 'max_length': PACK_LEN,
                                            'micro_rows': 1} | options
     for name, options in OURS.items() if name in ('ours', 'ours, stochastic')}
-PEERS_PACKED = {'HF padded, 8 a batch': {'attention': 'sdpa', 'padded': 8}} | {
-    f'HF padded, {n} a batch, Liger': {'attention': 'sdpa', 'liger': True, 'padded': n}
+PEERS_PACKED = {'HF padded, batch size 8': {'attention': 'sdpa', 'padded': 8}} | {
+    f'HF padded, batch size {n}, Liger': {'attention': 'sdpa', 'liger': True, 'padded': n}
     for n in (8, 16, 32)} | {
     f'HF packed, flex{liger}{compiled}':
         {'attention': 'flex_attention', 'packed': PACK_LEN, 'liger': bool(liger),
@@ -102,7 +102,7 @@ USUAL = {
                    'ours, stochastic'),
     'llama31_8b': ('HF sdpa, Liger', 'HF sdpa, Liger, compile', 'ours', 'ours, stochastic'),
     'mistral_7b': ('HF sdpa, Liger', 'ours', 'ours, stochastic'),
-    'packed': ('HF padded, 32 a batch, Liger', 'HF packed, flex, compile',
+    'packed': ('HF padded, batch size 32, Liger', 'HF packed, flex, compile',
                'HF packed, flex, Liger, compile', 'TRL packed, compile', 'ours, packed',
                'ours, packed, stochastic'),
 }

@@ -34,8 +34,8 @@ ARMS = {'ppo': 'PPO', 'ppo-response': 'PPO, whitened per response',
 WRITERS = {'base': 'base', 'sft': 'SFT', 'smoothed': 'SFT, smoothing 0.1'} | METHODS
 CONFIDENCES = {'qa': 'probability of the answer', 'qa.agreement': 'share of ten samples',
                'qa.p_true': 'P(True)'}
-SCALINGS = {'none': 'as it is', 'temperature': 'with one temperature'}
-MEND = 0.03         # ECE above that of the base model that still counts as mended
+SCALINGS = {'none': 'unscaled', 'temperature': 'with one temperature'}
+MARGIN = 0.03       # of the rule `mended` in PLAN.md: ECE is at most this far above the base's
 
 
 class Numbers:
@@ -81,8 +81,8 @@ def difference_table(named):
 
 def optimization_table(numbers):
     """Claim 13, question 1: what each PPO learned and what it did to calibration."""
-    rows = [['model', 'reward of its answers: at first', 'at last', 'held-out reward', 'KL (nats)',
-             'accuracy', 'confidence', 'ECE']]
+    rows = [['model', 'training reward: first 8 steps', 'last 8 steps', 'held-out reward',
+             'KL (nats)', 'accuracy', 'confidence', 'ECE']]
     untrained, rewarded = ('base', 'sft'), ('first_reward', 'trained_reward', 'kl')
     for run, title in ({'base': 'base', 'sft': 'SFT'} | ARMS).items():
         task = 'plain' if run == 'base' else 'chat'
@@ -105,7 +105,7 @@ def optimization_tests(numbers):
 def changes_table(numbers):
     """Claim 13: what each model changed, also in accuracy and AUROC; no tests were planned."""
     metrics = {'reward': 'held-out reward', 'accuracy': 'accuracy', 'auroc': 'AUROC', 'ece': 'ECE'}
-    return [['less SFT, not tested', *metrics.values()], *(
+    return [['change from SFT (not tested)', *metrics.values()], *(
         [title, *(cell(numbers.of(run, key) - numbers.of('sft', key)) for key in metrics)]
         for run, title in (ARMS | METHODS).items())]
 
@@ -113,7 +113,7 @@ def changes_table(numbers):
 def methods_table(numbers):
     """Claim 13, questions 2 and 4: the methods after each epoch, and after a temperature."""
     rows = [['model', 'epoch', 'held-out reward', 'KL (nats)', 'accuracy', 'confidence', 'ECE',
-             'NLL', 'temperature', 'ECE after it', 'NLL after it']]
+             'NLL', 'temperature', 'ECE after scaling', 'NLL after scaling']]
     for run, title in ({'sft': 'SFT'} | METHODS).items():
         for epoch in (LAST,) if run == 'sft' else ('1', '2', LAST):
             rows.append([title, '' if run == 'sft' else epoch, *(
@@ -223,7 +223,7 @@ def written_table(numbers, key='ece', title='ECE'):
 
 
 def written_accuracy(numbers):
-    rows = [['model', 'temperature', 'right: greedy answers', 'most frequent of ten samples',
+    rows = [['model', 'temperature', 'accuracy: greedy answer', 'most frequent of ten samples',
              'the same with one temperature', 'AUROC: probability', 'share of ten samples',
              'P(True)']]
     for run, name in WRITERS.items():
@@ -245,15 +245,15 @@ def written_tests(numbers):
     return difference_table(named)
 
 
-def mended_table(numbers):
-    """Claim 14: the ECE after one temperature, less that of the base model without one."""
-    rows = [['model', *CONFIDENCES.values(), 'mended']]
+def restored_table(numbers):
+    """Claim 14: the ECE after one temperature, minus that of the base model without one."""
+    rows = [['ECE minus that of the base', *CONFIDENCES.values(), 'restored (below 0.03)']]
     for run, name in list(WRITERS.items())[1:]:
         excess = [written(numbers, run, 'ece', task, 'temperature')
                   - written(numbers, 'base', 'ece', task) for task in CONFIDENCES]
         finite = len(numbers.seeds) > 1 and np.isfinite(excess).all()
-        mended = [mean_interval(x)[2] < MEND for x in excess] if finite else []
-        rows.append([name, *map(cell, excess), f'{sum(mended)} of 3' if finite else ''])
+        restored = [mean_interval(x)[2] < MARGIN for x in excess] if finite else []
+        rows.append([name, *map(cell, excess), f'{sum(restored)} of 3' if finite else ''])
     return rows
 
 
@@ -280,11 +280,11 @@ def alignment_figure(numbers, path):
         ax.plot(x[:1], ece[:1], marker='*', markersize=10, color='black', linestyle='', label='SFT')
     models = ['sft', *METHODS]
     groups = {
-        one_temperature: [(models, 'none', 'as it is', 'black'),
+        one_temperature: [(models, 'none', 'unscaled', 'black'),
                           (models, 'temperature', 'after a temperature', 'C8')],
         known: [(['dpo-known', 'grpo-known'], 'none', 'known facts', 'C6'),
                 (['dpo-unknown', 'grpo-unknown'], 'none', 'unknown facts', 'C7')],
-        smoothed: [(models, 'none', 'as it is', 'black'),
+        smoothed: [(models, 'none', 'no smoothing in SFT', 'black'),
                    (['smoothed', *(f'{run}-smoothed' for run in METHODS)], 'none',
                     'smoothing 0.1 in SFT', 'C9')]}
     for ax, pair in groups.items():
@@ -338,7 +338,7 @@ CLAIMS = {
     'written': ('Claim 14: confidence in written answers', (
         written_table, lambda numbers: written_table(numbers, 'brier_top_label', 'Brier'),
         lambda numbers: written_table(numbers, 'confidence', 'mean confidence'),
-        written_accuracy, written_tests, mended_table), written_figure)}
+        written_accuracy, written_tests, restored_table), written_figure)}
 
 
 def write_numbers(root, folder, sources_of_seed, lines_of):

@@ -181,7 +181,7 @@ def models_table(numbers):
     """Questions 1 to 3: all models that learn from pairs or rewards, and the closed form."""
     keys = {'reward': 'held-out reward', 'kl': 'KL (nats)', 'accuracy': 'accuracy',
             'confidence': 'confidence', 'ece': 'ECE', 'margin': 'margin of trained pairs',
-            'fitted': 'labels fitted', 'preference': 'held-out preference',
+            'fitted': 'training accuracy', 'preference': 'held-out preference',
             'preference_ece': 'preference ECE'}
     names = ['sft']
     for method, weight in WEIGHTED:
@@ -260,8 +260,9 @@ def stated_tests(numbers):
 
 def changes_table(numbers):
     """Questions 1 to 3: what each model changed; no tests were planned."""
-    rows = [['not tested', 'reward of its answers: at first', 'at last', 'held-out reward - SFT',
-             'ECE - SFT', 'ECE after a temperature']]
+    rows = [['model (not tested)', 'training reward: first 8 steps', 'last 8 steps',
+             'change of held-out reward from SFT', 'change of ECE from SFT',
+             'ECE after a temperature']]
     names = [name_of(*each) for each in WEIGHTED]
     names += [name_of(method, weight, '-lora') for method, weight in WEIGHTED if method in LORA]
     for name in (*names, *NOISY):
@@ -275,7 +276,7 @@ def changes_table(numbers):
 
 def costs_table(numbers):
     """Questions 1 and 2: differences that were looked at without a plan."""
-    rows = [['not tested', 'mean']]
+    rows = [['difference (not tested)', 'mean']]
     for method in ('ppo', 'grpo'):
         low, *_, high = WEIGHTS[method]
         rows.append([f'held-out reward of {TITLES[method]}, {low} - {high}', cell(

@@ -1,4 +1,4 @@
-"""By how much smoothing 0.1 lowers the ECE, by vocabulary and size: the tables of no figure.
+"""By how much smoothing 0.1 lowers the ECE, by vocabulary and size: tables without a figure.
 
     python study/effects.py        # study/results/effects.md, from the compare.csv files beside it
 
@@ -62,7 +62,7 @@ def vocabulary_table():
         np.concatenate((of(kind, smoothing), of(kind, smoothing, True, ROWS[3:])), axis=1)
         for kind, smoothing in (('tuned', '0.0'), ('tuned', '0.1'), ('base', '0.0')))
     yield ['hidden size', *(f'{v:,} rows' for v in ROWS), f'{ROWS[3]:,}, of which 4,096 are pieces',
-           f'left at {ROWS[3]:,}']
+           f'ECE with smoothing, {ROWS[3]:,} rows']
     for i, size in enumerate(SIZES):
         yield [f'{size}', *(f'{plus_minus(tuned[i, j] - smoothed[i, j])} of '
                             f'{(tuned - base)[i, j].mean():.3f}' for j in range(5)),
@@ -77,9 +77,9 @@ def slope(effect, axis, values):
 
 
 def trend_table():
-    yield ['task', 'soft-cap', 'smallest and largest effect', 'trend with rows',
-           'trend with hidden size', 'interaction', 'effect at 1,024 and 512 rows',
-           'left at 64 and 262,144 rows less at 1,024']
+    yield ['task', 'softcap', 'smallest and largest effect', 'trend with rows',
+           'trend with hidden size', 'interaction', 'effect at hidden size 1,024, 512 rows',
+           'ECE with smoothing, 262,144 rows: hidden size 64 - 1,024']
     for task, softcap in (*((task, '30.0') for task in TASKS), ('next tokens', 'None')):
         of = vocabulary_ece(task, softcap)
         smoothed = of('tuned', '0.1')
@@ -92,9 +92,9 @@ def trend_table():
 
 
 def size_table():
-    """Return the table of the ECE of the tuned model, and of what smoothing 0.1 adds to it."""
-    yield ['base model', 'English questions, 4 options in text', 'of all languages and entities',
-           'first tokens of facts', 'next tokens']
+    """Return the table of the ECE of the tuned model, and of its change by smoothing 0.1."""
+    yield ['base model', 'English questions, 4 options in text',
+           'questions of all languages and entities', 'first tokens of facts', 'next tokens']
     columns = [read(figure, task) for figure, task in (
         ('size', 'text4'), ('size_all', 'text4'), ('size_all', 'facts'), ('size_all', 'clm'))]
     for width, weights in WEIGHTS.items():
@@ -109,9 +109,10 @@ def size_table():
 
 def main():
     text = '\n'.join(f'### {title}\n\n{markdown(list(table))}' for title, table in (
-        ('Claim 3: effect on the ECE of next tokens, of the cost of tuning', vocabulary_table()),
+        ('Claim 3, next tokens: reduction of ECE by smoothing 0.1, of the increase by tuning',
+         vocabulary_table()),
         ('Claim 3: trends of the effect', trend_table()),
-        ('Claim 4: ECE of the tuned model, and what smoothing 0.1 adds', size_table())))
+        ('Claim 4: ECE of the tuned model, and its change by smoothing 0.1', size_table())))
     write_text(RESULTS / 'effects.md', text)
     print(text)
 

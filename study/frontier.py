@@ -213,22 +213,22 @@ def known_values(numbers, base, data, name, metric='ece'):
 
 
 def known_table(numbers, metric='ece'):
-    """Claim 10: a metric of questions by what the tuned facts are."""
+    """Claim 10: a metric of questions after tuning on known and on unknown facts."""
     return [['base model', 'tuned on', *(f'{TITLES[metric]}, {name}' for name in NAMES)], *(
         [COLUMNS[base], data, *(cell(known_values(numbers, base, data, name, metric)).lstrip('+')
                                 for name in NAMES)] for base in BASES for data in DATA)]
 
 
 def predictions_table(numbers):
-    """Claim 10: what the mechanism of the plan predicts, each as a number above 0."""
+    """Claim 10: the plan's predictions, each as a difference that should exceed 0."""
     def gain(base, data, name):
         return (known_values(numbers, base, data, 'cross-entropy')
                 - known_values(numbers, base, data, name))
-    def by_heart(run):
+    def memorized(run):
         return (numbers.over_seeds(run, 'nll', task='held out')
                 - numbers.over_seeds(run, 'nll', task='trained'))
-    not_memorized = {base: by_heart(f'{prefix}-{short(CROSS_ENTROPY)}-lr{lr}')
-            - by_heart(f'{prefix}-{short(SMOOTHING)}-lr{lr}')
+    not_memorized = {base: memorized(f'{prefix}-{short(CROSS_ENTROPY)}-lr{lr}')
+            - memorized(f'{prefix}-{short(SMOOTHING)}-lr{lr}')
             for base, (prefix, lr) in {'base': ('tuned', 8e-4), 'medium': ('medium', 4e-4)}.items()}
     share = {base: numbers.over_seeds(base, 'accuracy', task=base) for base in BASES}
     rows = [(['cross-entropy: ECE unknown - known, 6 million'],
@@ -237,14 +237,14 @@ def predictions_table(numbers):
             (['cross-entropy: ECE unknown - known, 34 million'],
              [known_values(numbers, 'medium', 'unknown', 'cross-entropy')
               - known_values(numbers, 'medium', 'known', 'cross-entropy')]),
-            (["smoothing's gain unknown - known, 6 million"],
+            (["smoothing's reduction of ECE: unknown - known, 6 million"],
              [gain('base', 'unknown', 'smoothing') - gain('base', 'known', 'smoothing')]),
-            (["DFT's gain unknown - known, 6 million"],
+            (["DFT's reduction of ECE: unknown - known, 6 million"],
              [gain('base', 'unknown', 'DFT') - gain('base', 'known', 'DFT')]),
             (['share of known facts, 34 - 6 million'], [share['medium'] - share['base']]),
-            (["smoothing's gain on unknown facts, 34 million"],
+            (["smoothing's reduction of ECE on unknown facts, 34 million"],
              [gain('medium', 'unknown', 'smoothing')]),
-            (['what smoothing takes from learning by heart (NLL), 6 - 34 million'],
+            (['reduction of memorization (NLL) by smoothing: 6 - 34 million'],
              [not_memorized['base'] - not_memorized['medium']])]
     return tested_table(['prediction: above 0', 'difference'], rows,
                         [(i, 0) for i in range(len(rows))])
@@ -272,8 +272,8 @@ def choices():
 
 
 def recipe_values(numbers):
-    """Return [(choice, ECE taken away [seeds], points of accuracy lost, NLL taken away, NLL of
-    held-out conversations added)]; a temperature does not change the last one.
+    """Return [(choice, reduction of ECE [seeds], points of accuracy lost, reduction of NLL,
+    increase of NLL on held-out conversations)]; a temperature does not change the last one.
     """
     values = [(name, *(numbers.over_seeds(run, m, scaling=scaling)
                        for m in ('ece', 'accuracy', 'nll')),
@@ -285,7 +285,7 @@ def recipe_values(numbers):
 
 
 def per_point(ece, lost):
-    """Return (rank, text) of the ECE taken away per point of accuracy lost.
+    """Return (rank, text) of the reduction of ECE per point of accuracy lost.
 
     A choice that loses no accuracy beyond its interval is free and comes first.
     """
@@ -305,8 +305,8 @@ def recipe_table(numbers):
     """Return the table of claim 11: choices that keep a model calibrated."""
     ranked = sorted((*per_point(ece, lost), name, ece, lost, nll, held_out)
                     for name, ece, lost, nll, held_out in recipe_values(numbers))
-    return [['choice', 'ECE taken away', 'points of accuracy lost', 'NLL taken away',
-             'NLL of held-out conversations added', 'ECE per point'],
+    return [['choice', 'reduction of ECE', 'points of accuracy lost', 'reduction of NLL',
+             'increase of NLL on held-out conversations', 'reduction of ECE per point'],
             *([name, cell(ece), cell(lost, digits=1), cell(nll), cell(held_out), text]
               for _, text, name, ece, lost, nll, held_out in ranked)]
 
@@ -362,8 +362,8 @@ def equal_accuracy_figure(numbers, path):
 def temperature_figure(numbers, path):
     figure, axes = panels(1, 3)
     for ax, (metric, scaling, title) in zip(axes[0], (
-            ('ece', 'none', 'questions'), ('ece', 'temperature', 'after a fitted temperature'),
-            ('nll', 'temperature', 'after a fitted temperature')), strict=True):
+            ('ece', 'none', 'questions'), ('ece', 'temperature', 'after temperature scaling'),
+            ('nll', 'temperature', 'after temperature scaling')), strict=True):
         draw_frontier(numbers, ax, metric, title, scaling=scaling)
     finish(figure, path)
 
@@ -387,7 +387,7 @@ def transfer_figure(numbers, path):
                 bars(ax, j + 0.07 * (i - 4.5), values, color=color[name], label=name)
     ax.axhline(0, color='black', linewidth=1)
     ax.set_xticks(range(len(COLUMNS)), COLUMNS.values())
-    ax.set(ylabel='ECE less that of cross-entropy')
+    ax.set(ylabel='ECE minus that of cross-entropy')
     ax.grid(axis='y', alpha=0.3)
     finish(figure, path)
 
@@ -416,7 +416,7 @@ def recipe_figure(numbers, path):
     figure, axes = panels(1, 3)
     figure.set_size_inches(10, 1 + 0.24 * len(rows))
     for i, (ax, title) in enumerate(zip(axes[0], (
-            'ECE taken away', 'points of accuracy lost', 'NLL of conversations added'),
+            'reduction of ECE', 'points of accuracy lost', 'increase of NLL on conversations'),
             strict=True)):
         for y, (_, *values) in enumerate(rows):
             mean, low, high = mean_and_ends(values[i])
@@ -432,17 +432,17 @@ def recipe_figure(numbers, path):
 
 # file: (claim, tables, figure)
 CLAIMS = {
-    'equal-accuracy': ('Claim 7: ECE and more at equal accuracy, less that of cross-entropy',
+    'equal-accuracy': ('Claim 7: metrics at equal accuracy, minus those of cross-entropy',
                        (equal_accuracy_table,), equal_accuracy_figure),
-    'after-temperature': ('Claim 8: the same for questions after a temperature is fitted',
+    'after-temperature': ('Claim 8: the same for questions, also after temperature scaling',
                           (temperature_table,), temperature_figure),
-    'transfer': ('Claim 9: ECE of questions at equal accuracy, less that of cross-entropy',
+    'transfer': ('Claim 9: ECE of questions at equal accuracy, minus that of cross-entropy',
                  (transfer_table, *(functools.partial(transfer_table, metric=m)
                                     for m in ('smooth_ece', 'brier', 'nll'))), transfer_figure),
     'known': ('Claim 10: known and unknown facts', (
         known_table, predictions_table, *(functools.partial(known_table, metric=m) for m in (
             'accuracy', 'confidence', 'smooth_ece', 'brier', 'nll'))), known_figure),
-    'recipe': ('Claim 11: what each choice takes away from the default', (recipe_table,),
+    'recipe': ('Claim 11: each choice compared with the default', (recipe_table,),
                recipe_figure),
 }
 
