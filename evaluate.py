@@ -416,7 +416,7 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
     for task in tasks.values() if cfg.verbalized else ():
         if task.kind == 'free':     # a template may refuse a second question
             question = free_answers.verbalized_2s(task.items[0], 'x', True)
-            free_answers.encode(question, [], tokenizer, cfg, 0)
+            free_answers.encode(question, [], tokenizer, replace(cfg, max_length=math.inf), 0)
     if not model:
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
     identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
@@ -485,7 +485,9 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
                 task.written = [s for s in latest_samples(out_dir, silent=True)
                                 if s['task'] == label]
             collect = COLLECT.get(task.kind, score_task)
-            prompts[label], bad_rows = collect(load, folder, tokenizer, label, task, cfg, done,
+            # an answer too long to be shown in the next prompt must not cost the results of others
+            rule = replace(cfg, on_bad_row='skip') if is_confidence(label, task) else cfg
+            prompts[label], bad_rows = collect(load, folder, tokenizer, label, task, rule, done,
                                                append)
             scored[label] = task, prompts[label], bad_rows, time.perf_counter() - started
     # the return frees the model's memory, before the metrics
@@ -504,9 +506,10 @@ def collect_results(scored, cfg):
     for label, (task, *_) in scored.items() if shares else ():
         counts, share_prompts, bad_rows, seconds = zip(*(share[label] for share in shares))
         prompts[label], bad_rows = set().union(*share_prompts), [*itertools.chain(*bad_rows)]
-        if not prompts[label] and task.kind in ('from_samples', 'p_ik', *VERBALIZED):
-            if task.kind in VERBALIZED:
-                print(f'{label}: left out, since no answer states a probability from 0 to 1')
+        if not prompts[label] and is_confidence(label, task):
+            if bad_rows or task.kind in VERBALIZED:
+                why = bad_rows[0] if bad_rows else 'no answer states a probability from 0 to 1'
+                print(f'{label}: left out, since {why}')
             continue        # for example, no answer states a <confidence>
         if not prompts[label]:
             raise DataError(f'{label}: no question could be scored ({len(bad_rows)} bad rows'
@@ -515,6 +518,11 @@ def collect_results(scored, cfg):
             'scoring_seconds': round(max(seconds), 2),
             'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}
     return results, prompts
+
+
+def is_confidence(label, task):
+    """Return whether `task` asks for a confidence in answers that were written before."""
+    return '.' in label and bool(task.measure)
 
 
 def latest_samples(out_dir, silent=False):

@@ -678,6 +678,30 @@ def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
 # Stated probabilities
 # ------------------------------------------------------------------------------------------------
 
+def test_an_answer_too_long_to_be_shown_leaves_the_question_out_of_that_entry(
+        asked, tmp_path, capsys):
+    folder, _, _ = asked
+    tokenizer = load_tokenizer(folder / 'model')
+    prompts = [f'Who is {"very " * n}blue?' for n in (0, 1, 300)]
+
+    def entries(name, prompts):
+        """The entries if the longest prompt has just enough room for an answer of 6 tokens."""
+        write_rows(tmp_path / name, [{'question': text, 'answers': ['x']} for text in prompts])
+        room = 7 + max(len(tokenizer.encode(f'{HEADER}Question: {text}\nAnswer:'))     # 1 for BOS
+                       for text in prompts)
+        found = ask(folder, tmp_path / f'{name}-out', f'--tasks=qa:{tmp_path / name}', '--shots=0',
+                    '--p_true', '--verbalized', f'--max_length={room}')
+        return {label: (task['pooled']['n'], task['bad_rows']) for label, task in found.items()}
+
+    found = entries('some.jsonl', prompts)
+    assert found['qa'] == found['qa.agreement'] == (3, 0)
+    assert found['qa.p_true'] == found['qa.p_true_samples'] == (2, 1)
+    assert '1 bad rows left out, the first: ' in capsys.readouterr().out
+    found = entries('all.jsonl', prompts[:2])
+    assert found['qa'] == (2, 0) and 'qa.p_true' not in found
+    assert 'qa.p_true: left out, since ' in capsys.readouterr().out
+
+
 def test_verbalized_prompts_are_those_of_the_paper(tmp_path):
     write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
     question, = load_free(f'qa:{tmp_path / "q.jsonl"}').questions
