@@ -506,11 +506,13 @@ def collect_results(scored, cfg):
     for label, (task, *_) in scored.items() if shares else ():
         counts, share_prompts, bad_rows, seconds = zip(*(share[label] for share in shares))
         prompts[label], bad_rows = set().union(*share_prompts), [*itertools.chain(*bad_rows)]
-        if not prompts[label] and is_confidence(label, task):
-            if bad_rows or task.kind in VERBALIZED:
-                why = bad_rows[0] if bad_rows else 'no answer states a probability from 0 to 1'
-                print(f'{label}: left out, since {why}')
-            continue        # for example, no answer states a <confidence>
+        if is_confidence(label, task):
+            if bad_rows:
+                print(f'{label}: {len(bad_rows)} questions left out, the first: {bad_rows[0]}')
+            elif not prompts[label] and task.kind in VERBALIZED:
+                print(f'{label}: left out, since no answer states a probability from 0 to 1')
+            if not prompts[label]:
+                continue        # for example, no answer states a <confidence>
         if not prompts[label]:
             raise DataError(f'{label}: no question could be scored ({len(bad_rows)} bad rows'
                             f'{f", the first: {bad_rows[0]}" if bad_rows else ""})')

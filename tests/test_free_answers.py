@@ -696,10 +696,11 @@ def test_an_answer_too_long_to_be_shown_leaves_the_question_out_of_that_entry(
     found = entries('some.jsonl', prompts)
     assert found['qa'] == found['qa.agreement'] == (3, 0)
     assert found['qa.p_true'] == found['qa.p_true_samples'] == (2, 1)
-    assert '1 bad rows left out, the first: ' in capsys.readouterr().out
+    assert 'qa.p_true: 1 questions left out, the first: ' in capsys.readouterr().out
+    assert '1 bad rows left out, ' in (tmp_path / 'some.jsonl-out/results.md').read_text()
     found = entries('all.jsonl', prompts[:2])
     assert found['qa'] == (2, 0) and 'qa.p_true' not in found
-    assert 'qa.p_true: left out, since ' in capsys.readouterr().out
+    assert 'qa.p_true: 2 questions left out, the first: ' in capsys.readouterr().out
 
 
 def test_verbalized_prompts_are_those_of_the_paper(tmp_path):
