@@ -317,7 +317,7 @@ def print_table(name, n, table):
     print('\n| within | ours, ms | peers, ms | |\n|---|---|---|---|')
     for budget in BUDGETS:
         inside = {method: row['ms'] for method, row in rows.items()
-                  if row.get('extra_mib', 1e9) <= budget and row.get('smoothing')}
+                  if round(row.get('extra_mib', 1e9)) <= budget and row.get('smoothing')}
         best = [min(((ms, method) for method, ms in inside.items() if (method in OURS) == ours),
                     default=(float('nan'), '')) for ours in (True, False)]
         print(f'| {budget} MiB | {best[0][0]:.2f} | {best[1][0]:.2f} | {best[1][1]} |')
