@@ -9,6 +9,7 @@ over paired seeds, after Holm's correction for all tests of a table. One seed ha
 
 import argparse
 import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -353,8 +354,10 @@ def main(arguments=None, claims=CLAIMS, results=RESULTS, sources=alignment.sourc
          lines_of=alignment.lines_of, usage=__doc__):
     """Write the numbers, tables and figures of `claims`; closed_form.py calls it with its own."""
     parser = argparse.ArgumentParser(description=usage.split('\n')[0])
-    parser.add_argument('--runs', help='folder of the study; writes the numbers of its seeds')
-    parser.add_argument('--folder', default=results, help='of seed-*.csv and of what is written')
+    parser.add_argument('--runs', type=os.path.expanduser,
+                        help='folder of the study; writes the numbers of its seeds')
+    parser.add_argument('--folder', type=os.path.expanduser, default=results,
+                        help='of seed-*.csv and of what is written')
     options = parser.parse_args(arguments)
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ prints a table over all seeds that are finished, and writes it beside them as co
 """
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +98,8 @@ def main(runs, prepare=None, finish=None, seeds=SEEDS):
     parser.add_argument('--seeds', type=seed_list, default=','.join(map(str, seeds)),
                         help='default: %(default)s')
     parser.add_argument('--only', default='', help='beginnings of names of runs, such as base,tiny')
-    parser.add_argument('--out_dir', default=ROOT, help='folder of the study, %(default)s')
+    parser.add_argument('--out_dir', type=os.path.expanduser, default=ROOT,
+                        help='folder of the study, %(default)s')
     options = parser.parse_args()
     with cli.one_line_errors(resume='the same command continues'):
         train_all(runs, options.seeds, tuple(options.only.split(',')), options.out_dir, prepare,

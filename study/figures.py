@@ -11,6 +11,7 @@ diagrams as well, of the questions of all seeds together, and the numbers behind
 
 import argparse
 import csv
+import os
 import sys
 from pathlib import Path
 
@@ -180,8 +181,10 @@ def read_bins(path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('--only', default=','.join(FIGURES), help='default: %(default)s')
-    parser.add_argument('--runs', nargs='?', const='out/study', help='a folder; default: %(const)s')
-    parser.add_argument('--out_dir', default=RESULTS, help='default: study/results')
+    parser.add_argument('--runs', type=os.path.expanduser, nargs='?', const='out/study',
+                        help='a folder; default: %(const)s')
+    parser.add_argument('--out_dir', type=os.path.expanduser, default=RESULTS,
+                        help='default: study/results')
     options = parser.parse_args()
     for name in options.only.split(','):
         if name not in FIGURES:

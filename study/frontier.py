@@ -11,6 +11,7 @@ tested. One seed has neither interval nor p.
 import argparse
 import csv
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -455,7 +456,8 @@ def page(numbers, title, tables):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('--only', default=','.join(CLAIMS), help='default: %(default)s')
-    parser.add_argument('--folder', default=RESULTS, help='of seed-*.csv and of what is written')
+    parser.add_argument('--folder', type=os.path.expanduser, default=RESULTS,
+                        help='of seed-*.csv and of what is written')
     options = parser.parse_args()
     numbers = Numbers(options.folder)
     for name in options.only.split(','):

@@ -12,6 +12,7 @@ the share of the 4,000 facts of the instruction data that the model knows.
 import argparse
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -82,8 +83,10 @@ def write_numbers(seed, root, out_dir):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('--seeds', type=common.seed_list, default=','.join(map(str, losses.SEEDS)))
-    parser.add_argument('--runs', default=common.ROOT, help='folder of the study, %(default)s')
-    parser.add_argument('--out_dir', default='study/results/losses', help='default: %(default)s')
+    parser.add_argument('--runs', type=os.path.expanduser, default=common.ROOT,
+                        help='folder of the study, %(default)s')
+    parser.add_argument('--out_dir', type=os.path.expanduser, default='study/results/losses',
+                        help='default: %(default)s')
     options = parser.parse_args()
     for seed in options.seeds:
         print(f'seed {seed}: {write_numbers(seed, options.runs, options.out_dir)} runs', flush=True)

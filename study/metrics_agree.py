@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import csv
 import itertools
+import os
 import re
 import sys
 from pathlib import Path
@@ -252,9 +253,10 @@ def write(out_dir, values, binned, n_resamples):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    parser.add_argument('folders', nargs='*', help='of runs; none: the committed tables')
-    parser.add_argument('--out_dir', help='default: out/metrics_agree with folders, else '
-                        'study/results/metrics_agree')
+    parser.add_argument('folders', type=os.path.expanduser, nargs='*',
+                        help='of runs; none: the committed tables')
+    parser.add_argument('--out_dir', type=os.path.expanduser, help='default: out/metrics_agree '
+                        'with folders, else study/results/metrics_agree')
     parser.add_argument('--n_bootstrap', type=int, default=1000, help='default: %(default)s')
     options = parser.parse_args(arguments)
     values, binned = measured(options.folders) if options.folders else committed()

@@ -240,7 +240,8 @@ def main():
     parser.add_argument('--gpus', type=int, default=1, help='0: none; default: %(default)s')
     parser.add_argument('--processes', type=int, default=10, help='per GPU; default: %(default)s')
     parser.add_argument('--minutes', type=float, default=1e6, help='start no run after them')
-    parser.add_argument('--out_dir', default=common.ROOT, help='folder of the study, %(default)s')
+    parser.add_argument('--out_dir', type=os.path.expanduser, default=common.ROOT,
+                        help='folder of the study, %(default)s')
     options = parser.parse_args()
     if unknown := set(options.study.split(',')) - {*STUDIES}:
         parser.error(f'--study={options.study}: there is no {min(unknown)!r}; there are '

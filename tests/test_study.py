@@ -1,5 +1,6 @@
 """The study: its runs, its worlds and figures, a small one from end to end, and its probe."""
 
+import argparse
 import contextlib
 import csv
 import hashlib
@@ -27,8 +28,8 @@ from results.tables import csv_text
 from runtime.errors import ConfigError
 from stats import mean_interval, student_t
 from study import (aligned, alignment, architectures, base, closed_form, common, effects, epochs,
-                   figures, frontier, gather, homogeneous, known, lora, losses, pivot, reach,
-                   side_by_side, size, smoothing, transfer, vocabulary)
+                   figures, frontier, gather, homogeneous, known, lora, losses, metrics_agree, pivot,
+                   reach, side_by_side, size, smoothing, transfer, vocabulary)
 from study.world import StudySpec, make_world
 from align import AlignConfig, check_align_config
 from data.free_answers import FREE_TASKS, FreeQuestion, proposed
@@ -210,6 +211,27 @@ def test_seeds_and_studies_are_checked(main, arguments, message, monkeypatch, ca
     with pytest.raises(SystemExit):
         main()
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('main, keys', [
+    (lambda: common.main(smoothing.runs), ['out_dir']), (gather.main, ['runs', 'out_dir']),
+    (figures.main, ['runs', 'out_dir']), (side_by_side.main, ['out_dir']),
+    (aligned.main, ['runs', 'folder']), (frontier.main, ['folder']),
+    (metrics_agree.main, ['out_dir'])])
+def test_a_tilde_is_the_home_folder(main, keys, monkeypatch):
+    parse, parsed = argparse.ArgumentParser.parse_args, {}
+
+    def only_parse(parser, arguments=None):
+        parsed.update(vars(parse(parser, arguments)))
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, 'parse_args', only_parse)
+    monkeypatch.setattr('sys.argv', ['script.py', *(f'--{key}=~/{key}' for key in keys)])
+    monkeypatch.setattr('__main__.__doc__', smoothing.__doc__)
+    monkeypatch.setenv('HOME', '/home/ann')
+    with pytest.raises(SystemExit):
+        main()
+    assert [parsed[key] for key in keys] == [f'/home/ann/{key}' for key in keys]
 
 
 def test_a_name_that_no_run_has_is_refused():
