@@ -28,8 +28,8 @@ from results.tables import csv_text
 from runtime.errors import ConfigError
 from stats import mean_interval, student_t
 from study import (aligned, alignment, architectures, base, closed_form, common, effects, epochs,
-                   figures, frontier, gather, homogeneous, known, lora, losses, metrics_agree, pivot,
-                   reach, side_by_side, size, smoothing, transfer, vocabulary)
+                   figures, frontier, gather, homogeneous, known, lora, losses, metrics_agree,
+                   pivot, reach, side_by_side, size, smoothing, transfer, vocabulary)
 from study.world import StudySpec, make_world
 from align import AlignConfig, check_align_config
 from data.free_answers import FREE_TASKS, FreeQuestion, proposed
