@@ -68,8 +68,9 @@ def read_settings(folder: Path) -> dict:
         if key not in KEYS and value not in (None, False, 0, '', [], {}):
             raise CheckpointError(f'{path}: {key} = {value!r} is not supported; merge the adapter '
                                   f'with peft (merge_and_unload) and save the whole model')
-    for key, kind in (('peft_type', str), ('base_model_name_or_path', str),
-                      ('lora_alpha', (int, float)), ('alpha_pattern', (dict, type(None)))):
+    for key, kind in (('peft_type', str), ('base_model_name_or_path', str), ('r', int),
+                      ('lora_alpha', (int, float)), ('alpha_pattern', (dict, type(None))),
+                      ('rank_pattern', (dict, type(None)))):
         value = settings.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(f'{path}: {key} = {value!r} is missing or of the wrong type')
@@ -115,9 +116,9 @@ def changes(folder: str | Path, config: ModelConfig, shapes: dict) -> dict[str, 
             raise CheckpointError(f'{file}: tensor {key} is no LoRA matrix of a linear layer')
         if not tensor.isfinite().all():
             raise CheckpointError(f'{file}: tensor {key} holds NaN or infinity')
-        matrices.setdefault(text_key(match[1], config), {})[match[2]] = tensor
-    alphas = settings.get('alpha_pattern') or {}
-    for layer, pair in matrices.items():
+        matrices.setdefault(match[1], {})[match[2]] = tensor
+    for name, pair in matrices.items():
+        layer = text_key(name, config)
         if len(pair) < 2:
             raise CheckpointError(f'{file}: layer {layer} has lora_{"".join(pair)} alone')
         A, B = pair['A'], pair['B']
@@ -127,13 +128,23 @@ def changes(folder: str | Path, config: ModelConfig, shapes: dict) -> dict[str, 
         if [B.shape[0], A.shape[1]] != weight or B.shape[1] != r or not r:
             raise CheckpointError(f'{file}: layer {layer} has lora_A {[*A.shape]} and lora_B '
                                   f'{[*B.shape]}, but its weight in the base model is {weight}')
-        pattern = next((x for x in alphas if re.match(rf'(.*\.)?({x})$', layer)), None)
-        alpha = alphas.get(pattern, settings['lora_alpha'])
+        alpha = layer_setting(settings, name, 'alpha_pattern', 'lora_alpha')
+        rank = layer_setting(settings, name, 'rank_pattern', 'r')
+        if rank != r:
+            raise CheckpointError(f'{folder / CONFIG}: r or rank_pattern says rank {rank} of layer '
+                                  f'{layer}, but its matrices in {file.name} have rank {r}')
         scale = alpha / (math.sqrt(r) if settings.get('use_rslora') else r)
         low_rank[f'{layer}.weight'] = LowRank(A, B, scale)
     if not low_rank:
         raise CheckpointError(f'{file} holds no matrices')
     return low_rank
+
+
+def layer_setting(settings, name, patterns, default):
+    """Return the value of the first pattern that matches a layer's name, else the default."""
+    values = settings.get(patterns) or {}
+    pattern = next((x for x in values if re.match(rf'(.*\.)?({x})$', name)), None)
+    return values.get(pattern, settings[default])
 
 
 def merged(weight: Tensor, change: LowRank) -> Tensor:

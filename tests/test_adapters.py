@@ -163,6 +163,8 @@ def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(tmp_pa
     ({'peft_type': 'IA3'}, "peft_type = 'IA3' is not supported; it must be 'LORA'"),
     ({'task_type': 'SEQ_CLS'}, "task_type = 'SEQ_CLS' is not supported"),
     ({'alpha_pattern': [3]}, r'alpha_pattern = \[3\] is missing or of the wrong type'),
+    ({'rank_pattern': 3}, 'rank_pattern = 3 is missing or of the wrong type'),
+    ({'r': None}, 'r = None is missing or of the wrong type'),
     ({'lora_alpha': None}, 'lora_alpha = None is missing or of the wrong type'),
     ({'base_model_name_or_path': None}, 'base_model_name_or_path = None is missing')])
 def test_settings_that_merged_weights_do_not_have_are_refused_by_name(tmp_path, change, message):
@@ -193,6 +195,17 @@ def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(tmp_path, c
     save_file(tensors, path)
     folder = checkpoint.fetch(str(tmp_path / 'peft'))
     with pytest.raises(CheckpointError, match=f'adapter_model.safetensors.*{message}'):
+        checkpoint.check_weights(folder, checkpoint.read_config(folder))
+
+
+@pytest.mark.parametrize('change, rank', [({'r': 8}, 8), ({'rank_pattern': {'q_proj': 2}}, 2)])
+def test_a_rank_that_contradicts_the_matrices_is_refused(tmp_path, change, rank):
+    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
+    change_settings(tmp_path, **change)
+    folder = checkpoint.fetch(str(tmp_path / 'peft'))
+    with pytest.raises(CheckpointError, match=(
+            f'adapter_config.json: r or rank_pattern says rank {rank} of layer model.layers.0.*, '
+            'but its matrices in adapter_model.safetensors have rank 4')):
         checkpoint.check_weights(folder, checkpoint.read_config(folder))
 
 
