@@ -4,20 +4,20 @@
     python align.py configs/grpo_gsm8k_1b.py --reward=my_reward.py
     python align.py --help
 
-A run is one of train.py with other data and another loss: the same settings, folders, checkpoints
-and reports. A row is a tree, [prompt][chosen][rejected], so the prompt is computed once and both
-answers are in one micro-batch.
+A run works like one of train.py, with other data and another loss: settings, folders, checkpoints
+and reports are the same. A row is a tree, [prompt][chosen][rejected], so the prompt is computed
+once and both answers are in one micro-batch.
 
-Every loss here is a function of the log-probabilities s of whole answers. Its derivatives by s are
-the weights of the answer's tokens in a cross-entropy, and fused_ce.py computes them between the two
-kernels of a chunk (`joint`): no logits are stored. The log-probabilities of the reference, the
-model as it is before training, are computed once and cached.
+Every loss here is a function of the log-probabilities s of whole answers. Its gradient is that of a
+cross-entropy whose token weights are the derivatives with respect to s; fused_ce.py computes them
+between the two kernels of a chunk (`joint`), so no logits are stored. The log-probabilities of the
+reference, the model before training, are computed once and cached.
 
 From pair to gradient: data/preferences.py reads the rankings and packs them (`pack_rankings`),
 `Preferences.token_loss` gathers the hidden states of the answers' tokens (data/answers.py) and
 gives a function of PAIR_LOSSES to fused_ce.py; the step is that of train.py.
 
-Reinforcement learning, which generates its answers, is a stage of its own: rl.py.
+Reinforcement learning, which generates its answers, is a separate stage: rl.py.
 """
 
 from runtime import cli
@@ -53,7 +53,7 @@ from runtime.errors import ConfigError
 from runtime.ownership import temporary
 from runtime.parallel import gather, rank, reshard, sum_over_processes, world_size
 
-# ---- Losses of pairs -----------------------------------------------------------------------------
+# ---- Pairwise losses -----------------------------------------------------------------------------
 
 class Pairs(NamedTuple):
     """Float32 [pairs] of the better and the worse answer of each pair."""
@@ -76,7 +76,7 @@ def dpo(pairs, cfg):
 
 
 def cdpo(pairs, cfg):
-    """DPO for labels of which a share is wrong: its minimum is sigmoid(beta d) = 1 - label_noise.
+    """DPO for a share of wrong labels: the minimum is at sigmoid(beta d) = 1 - label_noise.
 
     Mitchell 2023.
     """
@@ -201,7 +201,7 @@ def check_settings_are_read(cfg):
     names = [*vars(defaults)]
     reward_keys = 'run_code', 'instruction', *names[names.index('truncated'):]
     ppo_keys = 'discount', 'gae_lambda', 'value_clip', 'value_coef', 'whiten'
-    # what decides ('': this script), whether this run reads the keys, the keys
+    # (deciding setting, '' for this script; whether this run reads the keys; the keys)
     for decider, is_read, keys in (
             ('', False, UNUSED),
             ('method', False, loss_keys),
@@ -271,7 +271,7 @@ class Preferences:
         """Return the `answer_sums` of the untrained model, from the cache if they are there.
 
         The kernels are those of training, so that the first margin is 0 up to rounding.
-        The cache's name says on what they depend.
+        The cache's name is a hash of everything that they depend on.
         """
         key = hashlib.sha256(json.dumps([
             self.sequences.digest, checkpoint.fingerprint(base), str(model.head.dtype),
@@ -289,7 +289,7 @@ class Preferences:
     def answer_sums(self, cfg, model, device, rows_at_once=64):
         """Return the log-probabilities of the answers by the model as it is, float32 [n, K].
 
-        n: sequences; K: the most answers of one; those with fewer have zeros at the end
+        n: sequences; K: largest number of answers to a prompt; rows with fewer end in zeros
         """
         most, order = (self.sequences.loss_mask % TIED).max(), np.argsort(-self.sequences.lengths)
         sums = np.zeros((len(order), most), np.float32)
@@ -311,7 +311,7 @@ class Preferences:
                          else self.reference[chosen[tree], number]}
 
     def token_loss(self, packed, cfg):
-        """Return as `train.token_loss`: means over the prompts, of means over a prompt's pairs."""
+        """Return the function of `train.token_loss`: the mean over prompts of means over pairs."""
         pair_loss = PAIR_LOSSES[cfg.method]
         memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
 
@@ -322,10 +322,10 @@ class Preferences:
                 answers.on_device(packed[key]) for key in ('reference', 'pair_weight'))
 
             def function(log_p, entropy, tokens):
-                # called for the groups of each chunk, and at the end for all of them
+                # called for the prompts of each chunk, and at the end for all of them
                 present = answers.present(tokens)
                 weight = pair_weight * present[w]
-                # a later call gets the others, which must not become infinity times 0
+                # for answers outside this call, any finite value: infinity times 0 would be NaN
                 s = torch.where(present > 0, answers.sums(log_p, tokens), -n)
                 pairs = Pairs(s[w], s[l], n[w], n[l], r[w], r[l])
                 margin = pairs.margin(cfg)
@@ -359,12 +359,12 @@ class Preferences:
 class RewardModel(Preferences):
     """The stage that trains a reward model: -log sigmoid(r_w - r_l) (Bradley and Terry 1952).
 
-    The reward of an answer is a product of its last hidden state with a score [D], in float32. The
-    saved folder is that of transformers' AutoModelForSequenceClassification with one label.
+    The reward of an answer is the dot product of its last hidden state and a score head [D], in
+    float32. transformers loads the saved folder as AutoModelForSequenceClassification, one label.
     """
 
     def build_model(self, cfg, config, base, device):
-        """Return the model with a score of zeros, which is trained beside adapters, too."""
+        """Return the model with a score head of zeros, which is trained with LoRA as well."""
         change = functools.partial(CausalLM.become_reward_model, device=device)
         model = build_model(cfg, config, base, device, change)
         model.score.requires_grad_()
@@ -382,7 +382,7 @@ class RewardModel(Preferences):
         return r_w - r_l, r_w + r_l, weight * answers.present()[pairs[:, 0]]
 
     def token_loss(self, packed, cfg):
-        """Return as `Preferences.token_loss`, for rewards."""
+        """Return the function of `Preferences.token_loss`, for rewards."""
         def compute(model, rows, inputs, _):
             margin, both, weight = self.margins(model, packed, rows, inputs)
             values = {'nll': F.softplus(-margin), 'margin': margin,
@@ -409,7 +409,7 @@ class RewardModel(Preferences):
 # ---- The command ---------------------------------------------------------------------------------
 
 def align(cfg):
-    """Do the run `cfg`, an AlignConfig; return and raise as `train.train`."""
+    """Run the training `cfg`, an AlignConfig; return and raise as `train.train` does."""
     check_align_config(cfg)
     stages = {'reward': RewardModel} | dict.fromkeys(RL_METHODS, Rollouts)
     return train.train(cfg, stages.get(cfg.method, Preferences)())

@@ -124,8 +124,8 @@ def token_log_probs(hidden, head, at, tokens, softcap):
 
 
 def token_statistics(hidden, head, at, tokens, softcap):
-    """Return of each token its log-probability, and the top token, its log-probability and the
-    entropy in nats of the distribution that it is drawn from, float32 [M, 4]; as `token_log_probs`.
+    """Return float32 [M, 4]: the log-probability of each token, the top token of the distribution
+    that predicts it, the log-probability of that and the entropy. Arguments: `token_log_probs`.
     """
     s = fused_ce.token_statistics(hidden[device.to_device(at, head.device)], head, tokens,
                                   softcap=softcap)
@@ -133,7 +133,7 @@ def token_statistics(hidden, head, at, tokens, softcap):
 
 
 def token_states(hidden, head, at, tokens, softcap):
-    """Return the hidden state that each token is drawn from, float32 [M, D]."""
+    """Return the hidden state that predicts each token, float32 [M, D]."""
     return hidden[device.to_device(at, head.device)].float()
 
 
@@ -143,7 +143,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute
 
     load:          returns the model; called once there is something to score
     deterministic: each tree in a row and a batch of its own
-    compute:       what to compute of them: one of the three functions `token_...`
+    compute:       what to compute per token: one of the three functions `token_...`
     trim:          drop trailing tokens that no score needs and round the length up to a multiple
                    of `trim`; 0: keep all
     dropout_seed:  score with the dropout of adapters, drawn by this seed; None: without
@@ -386,7 +386,7 @@ def text_samples(tokenizer, text, tree, numbers, values):
     return token_samples
 
 
-# {kind of a Task: what collects its samples}; score_task collects those of all others
+# {kind of a Task: the function that makes its samples}; score_task does for all others
 COLLECT = dict.fromkeys(('free', *VERBALIZED), write_answers) | {
     'from_samples': judge_samples, 'p_ik': functools.partial(probe_answers, prompt_states)}
 
@@ -528,7 +528,7 @@ def is_confidence(label, task):
 
 
 def latest_samples(out_dir, silent=False):
-    """Return the latest samples in `out_dir`, of several processes those of this one."""
+    """Return the latest samples in `out_dir`; with several processes, those of this process."""
     paths = dict.fromkeys((out_dir / 'samples.jsonl', samples.part(
         out_dir / 'samples.jsonl', parallel.rank(), parallel.world_size())))
     return samples.latest_samples([sample for path in paths if path.exists()
@@ -536,7 +536,7 @@ def latest_samples(out_dir, silent=False):
 
 
 def with_variants(tasks, out_dir, prompts, cfg):
-    """Yield (label, Task) of `tasks`; then, with permute and p_true, of their questions once more.
+    """Yield (label, Task) of `tasks`, then of their variants by permute and p_true.
 
     By then the samples of `tasks` must be in samples.jsonl. prompts: as in `samples.by_task`.
     """
@@ -598,7 +598,7 @@ def announce(config, tasks, cfg, done):
 # ------------------------------------------------------------------------------------------------
 
 def run(cfg):
-    """Do the evaluation `cfg`; return (results, labels of its tasks, the folder of the results).
+    """Run the evaluation `cfg`; return (results, labels of its tasks, the folder of the results).
 
     The results are None in all processes but the first. Raises ConfigError, DataError or
     CheckpointError.

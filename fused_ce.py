@@ -118,12 +118,12 @@ def gce(q):
 
 
 def dft():
-    """-p_y log p_y whose weight p_y takes no gradient. Dynamic Fine-Tuning, Wu 2025."""
+    """-p_y log p_y, no gradient through the weight p_y. Dynamic Fine-Tuning, Wu 2025."""
     return _weighted(lambda s: s.p_y * s.nll, lambda s: s.p_y)
 
 
 def entropy_weighted(k):
-    """-H^k log p_y whose weight H^k takes no gradient, k >= 0. EAFT 2026, over its top 20."""
+    """-H^k log p_y, no gradient through the weight H^k, k >= 0. EAFT 2026, over the top 20."""
     _require(0 <= k < math.inf, f'entropy_weighted: k must be at least 0, got {k}')
     return _weighted(lambda s: s.entropy ** k * s.nll, lambda s: s.entropy ** k, 'entropy')
 
@@ -155,8 +155,8 @@ def joint(function, entropy=False):
 
     function(log_p, entropy, tokens) returns the sum of the losses of some whole groups, a scalar
     that is differentiable in log_p float32 [n] and, if entropy=True, in entropy [n] (else None).
-    tokens int64 [n] are the tokens' indices in the flat target of `fused_loss`. Reported per token,
-    the loss is an equal share of the sum.
+    tokens int64 [n] are the tokens' indices in the flat target of `fused_loss`. Each token's
+    reported loss is an equal share of the sum.
     """
     def share(s):
         return (function(-s.nll, s.entropy, s.tokens) / max(1, len(s.lse))).expand_as(s.lse)

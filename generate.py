@@ -7,8 +7,8 @@ A row of prompts.jsonl has `prompt`, or `messages` of a conversation, and perhap
 fields are copied. The row of answers.jsonl adds `answers`. An interrupted command resumes from that
 file. Each of several processes answers its share of the prompts.
 
-The forward pass is the model's own. Prompts are packed into rows, which share what they have in
-common; their keys and values go to the slots of a cache (runtime/slots.py). Then each step computes
+The forward pass is the model's own. Prompts are packed into rows, which hold a common beginning
+once; their keys and values go to the slots of a cache (runtime/slots.py). Then each step computes
 one token of every running answer. An answer that has ended makes room for the next prompt at once.
 Each token is drawn with a random number that depends only on the seed, the tokens of the prompt,
 the number of the answer and the index of the token, so an answer does not depend on the others.
@@ -87,7 +87,7 @@ PREFILL = {'cuda': 8192, 'cpu': 1024}
 
 @dataclass
 class Answer:
-    """One answer, whole or so far: lists with one entry per token, in nats."""
+    """One answer, finished or in progress: lists with one entry per token, in nats."""
     prompt: int                                     # index of the prompt
     number: int                                     # of the answer to this prompt, from 0
     tokens: list = field(default_factory=list)      # with the token that ended it
@@ -129,7 +129,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     s:        Sampling
     tokenizer: for the text of answers and for stop strings; None: only tokens
     stop_ids: tokens that end an answer
-    The device is one step ahead, so a step of an answer that ends early is lost. Raises
+    The device is one step ahead, so an answer that ends early wastes one step. Raises
     DataError for a prompt that does not fit, ConfigError for stop strings without a tokenizer,
     FloatingPointError(index of the prompt) for logits that are not finite.
     """

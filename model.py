@@ -1,7 +1,7 @@
 """One decoder for many families of models, with LoRA. Mathematics only: no files.
 
-A family is a row of FAMILIES: what it computes otherwise than Llama. docs/models.md lists the
-models of each. A configuration has one `Layer` per layer: its window and its rotary positions.
+A family is a row of FAMILIES: its differences from Llama. docs/models.md lists the models of each.
+A configuration has one `Layer` per layer: its window and its rotary positions.
 
 A batch is rows of packed tokens. Two integer arrays of the same shape go with `tokens [B, T]`:
 
@@ -52,7 +52,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of one model_type compute otherwise than Llama, which has the defaults."""
+    """How the models of one model_type differ from Llama, which has the defaults."""
     norm: str = 'llama'                 # kind of the norms: see the function `norm`
     norm_order: str = 'before'          # norms relative to attention and MLP: a key of NORMS
     qk_norm: str = ''                   # on q and k: of each 'head', of the 'whole' projection, or
@@ -110,8 +110,8 @@ class Rope:
     scheme: str = 'default'             # or 'linear', 'llama3', 'yarn', 'longrope'
     factor: float = 1.0                 # by which long wavelengths are stretched
     length: int = 0                     # of the texts before stretching, in tokens
-    slow: float = 1.0                   # turns in `length` at and below which all is stretched
-    fast: float = 1.0                   # and at and above which nothing is
+    slow: float = 1.0                   # at most this many turns in `length`: fully stretched
+    fast: float = 1.0                   # at least this many: not stretched
     truncate: bool = True               # yarn: round the bounds of the ramp to whole indices
     divisors: tuple[float, ...] = ()    # longrope: of each frequency
     magnitude: float = 1.0              # of cos and sin
@@ -151,7 +151,7 @@ class ModelConfig:
     eos_token_id: int | list | None = None
     dtype: str = 'float32'                          # of the weights on disk
     temperature: float = 1.0                        # divides the logits, before they are capped
-    reward: bool = False                            # a score instead of the output matrix
+    reward: bool = False                            # a score head instead of the output matrix
     hf: dict = field(default_factory=dict)          # the config.json that this was read from
 
     def __post_init__(self):
@@ -465,9 +465,9 @@ class CausalLM(nn.Module):
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
     def become_reward_model(self, device=None):
-        """Replace the output matrix by a score [1, D] of zeros, in place.
+        """Replace the output matrix by a score head [1, D] of zeros, in place.
 
-        device: of the score; None: that of the embedding
+        device: of the score head; None: that of the embedding
         """
         if not (self.config.tie_word_embeddings or self.config.reward):
             del self.lm_head
@@ -481,7 +481,7 @@ class CausalLM(nn.Module):
         return F.linear(hidden.float(), self.score.weight.float()).squeeze(-1)
 
     def init_weights(self):
-        """Draw normal weights for training from scratch, smaller if the output is a residual."""
+        """Draw normal weights to train from scratch, smaller for writes to the residual stream."""
         std = self.config.initializer_range
         depth_std = std / math.sqrt(2 * self.config.num_hidden_layers)
         for key, parameter in self.named_parameters():

@@ -51,9 +51,9 @@ def standardized(rewards):
 
 
 def soft_overlong(lengths, cfg):
-    """Return 0 for answers of few tokens, and -1 for those of max_tokens. DAPO, eq. 13.
+    """Return the length penalty: 0 for short answers, -1 at max_tokens. DAPO, eq. 13.
 
-    In between, over the last cfg.soft_overlong tokens, it falls linearly.
+    Over the last cfg.soft_overlong tokens before max_tokens it falls linearly.
     """
     return -np.clip((lengths - cfg.max_tokens) / cfg.soft_overlong + 1, 0, 1)
 
@@ -75,8 +75,8 @@ def per_token(counts, used, cfg):       # the mean over all tokens of the step
 class Method(NamedTuple):
     """advantage: rewards [prompts, answers] -> advantages, float64; weight: see above.
 
-    ratio: that of the probabilities by the new and the old policy: of each 'token', of the whole
-    'answer', or 'mean', the geometric mean over the answer's tokens
+    ratio: of the new to the old probability: of each 'token', of the whole 'answer', or 'mean',
+    the geometric mean over the answer's tokens
     clip_high: the value that cfg.clip_high = None stands for
     """
     advantage: Callable | None
@@ -211,11 +211,11 @@ class Rollouts:
         return train.split_sequences(cfg, self.prompts)
 
     def build_model(self, cfg, config, base, device):
-        """Return the model to train; its reference is itself without adapters, or a second one."""
+        """Return the model to train; the reference is this model without LoRA, or a second copy."""
         model, self.device = build_model(cfg, config, base, device), device
         self.model = self.reference = model
         if cfg.kl != 'none' and not cfg.lora:
-            # with gradients, though none is computed: the kernels are those of training
+            # parameters keep requires_grad, which selects the kernels of training
             self.reference = build_model(cfg, config, base, device)
         if cfg.method == 'ppo':
             model.value_head = torch.nn.Parameter(torch.zeros(model.head.shape[1], device=device))
@@ -224,7 +224,7 @@ class Rollouts:
         return model
 
     def pack_batch(self, cfg, sequences, chosen, multiple):
-        """Return the prompts' indices: their answers depend on the weights of a later time."""
+        """Return the prompts' indices: the answers are generated later, at their step."""
         return chosen
 
     def batches(self, cfg, sequences, training, first, until, multiple, pack_batch):

@@ -130,7 +130,7 @@ def print_answers(model, tokenizer, ids, stop, cfg):
 
 
 def print_stats(model, ids, answers, seconds):
-    """Print what decoding reached, prefill included, in tokens, bytes and operations per second."""
+    """Print the speed of prefill and decoding in tokens, bytes and operations per second."""
     lengths = [len(answer.tokens) for answer in answers]
     n, steps = sum(lengths), max(lengths)
     n_bytes, flops = step_cost(model, n / steps, n / steps * (len(ids) + steps / 2))

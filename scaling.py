@@ -127,8 +127,8 @@ def apply_platt(confidence, a, b) -> np.ndarray:
 def fit_logistic(design, target, ridge) -> np.ndarray:
     """Return w, float64 [D], of the logistic regression P(right) = sigmoid(design @ w).
 
-    Its loss, the summed cross-entropy to the probabilities `target` [N] plus sum(ridge * w^2), is
-    the least. design: [N, D]; ridge: positive, one number or [D]. By Newton's method.
+    w minimizes the summed cross-entropy to the probabilities `target` [N] plus sum(ridge * w^2).
+    design: [N, D]; ridge: positive, one number or [D]. By Newton's method.
     """
     def loss(w):
         z = design @ w

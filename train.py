@@ -153,7 +153,7 @@ from results.plots import draw_loss
 from results.report import print_report
 from results.samples import OUTPUTS
 from runtime import checkpoint, ownership, resume, trained
-from runtime.build import build_model, build_optimizer      # noqa: F401    `stage` has them
+from runtime.build import build_model, build_optimizer      # noqa: F401    used through `stage`
 from runtime.device import pick_device, to_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import parse_loss
@@ -265,7 +265,7 @@ def micro_batches(packed, cfg, device):
     The rows are this process's share of `packed`.
     """
     rows, owner = np.arange(rank(), len(packed['tokens']), world_size()), packed['owner']
-    # decided for the whole step: a row with one document by chance would compile another graph
+    # decided per step: a row that happens to hold one document would compile another graph
     one_document = ((owner == owner[:, :1]) | (owner < 0)).all()
     for i in range(0, len(rows), cfg.micro_rows):
         chosen = rows[i:i + cfg.micro_rows]
@@ -307,7 +307,7 @@ def token_loss(packed, cfg):
 
 
 def forward_backward(model, packed, cfg, device, objective=token_loss):
-    """Return {'loss', 'nll'} of a step, scalars on `device`, and accumulate its gradients, if on.
+    """Accumulate the gradients of a step, if enabled; return {'loss', 'nll'}, scalars on `device`.
 
     Splitting a step into more micro-batches changes nothing but rounding.
     """
@@ -366,7 +366,7 @@ def learning_rate(step, steps, cfg):
 # ---- One run -------------------------------------------------------------------------------------
 
 def train(cfg, stage=None):
-    """Do the run `cfg`; with cfg.eval return {'before' and 'after': results of evaluate()}.
+    """Run the training `cfg`; with cfg.eval return {'before', 'after': results of evaluate()}.
 
     resume=True uses the weights, the reports and the last checkpoint in out_dir. Model, data, tasks
     and settings are checked before anything is replaced. stage: an object with load_sequences,
@@ -504,7 +504,7 @@ def report_config(cfg, model_folder, out_dir):
 
 
 def print_results(cfg, results):
-    """Print what `train` returned, and what it wrote where."""
+    """Print the results that `train` returned, and which files it wrote."""
     if rank() or cfg.dry_run:
         return
     if results:

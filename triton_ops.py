@@ -7,7 +7,7 @@
 | tree_kernel                             | `attend` of attention.py's TreeMask                    |
 | decode_kernel                           | `attend` of attention.py's DecodeMask                  |
 
-Arithmetic is float32 and is rounded once, at the end, where plain torch rounds products of bfloat16
+Arithmetic is float32 and is rounded once, at the end; plain torch also rounds products of bfloat16
 in between. This file imports nothing of ours.
 """
 
@@ -38,7 +38,7 @@ def kernels_apply(x: Tensor) -> bool:
 
 
 def compute(plain: Callable, kernel: Callable, axis: int, *arguments) -> Tensor:
-    """Return plain(*arguments); by the kernel without gradients, where the two agree.
+    """Return plain(*arguments), by the kernel if there are no gradients and the two agree.
 
     axis: of the tokens, in arguments of more than two dimensions
     """
@@ -54,7 +54,7 @@ def compute(plain: Callable, kernel: Callable, axis: int, *arguments) -> Tensor:
 def agree(plain: Callable, kernel: Callable, dtype, device, *arguments) -> bool:
     """Return whether the two agree up to rounding; print a note if they do not.
 
-    arguments: those of both, with a torch.Size for each tensor, which gets random numbers
+    arguments: those of both, with a torch.Size for each tensor, which is filled at random
     """
     generator = torch.Generator(device).manual_seed(0)
     drawn = [torch.randn(arg, generator=generator, device=device, dtype=dtype)
@@ -96,14 +96,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_plain(x: Tensor | None) -> bool:
-    """Return whether x is a contiguous tensor, of no class of its own such as a quantized one."""
+    """Return whether x is a contiguous tensor, not of a subclass such as a quantized one."""
     return x is not None and type(x) in (Tensor, nn.Parameter) and x.is_contiguous()
 
 
 def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
-    """Return [layer(x), ...]; without gradients, by one product of layers that `adjoin` moved.
+    """Return [layer(x), ...]; without gradients, by one product if `adjoin` has joined the weights.
 
-    A layer with hooks, or with a `forward` other than that of Linear, is called itself.
+    Layers with hooks, or with a `forward` other than that of Linear, are called one by one.
     """
     if kernels_apply(x) and not _has_any_global_hook() and all(
             getattr(layer.forward, '__func__', None) is FORWARD
@@ -117,19 +117,19 @@ def products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
 
 
 def side_by_side(parts: list) -> Tensor | None:
-    """Return plain tensors as one, without a copy; None if they are not adjacent in one memory."""
+    """Return plain tensors as one, without a copy; None if they are not adjacent in one storage."""
     if not all(is_plain(part) and part.shape[1:] == parts[0].shape[1:] for part in parts):
         return None
     first, last, memory = parts[0], parts[-1], parts[0].untyped_storage()
     adjacent = all(a.data_ptr() + a.nbytes == b.data_ptr() for a, b in itertools.pairwise(parts))
-    # tensors that are neighbors by chance have a storage each
+    # tensors that are adjacent by chance have separate storages
     if not adjacent or last.data_ptr() + last.nbytes > memory.data_ptr() + memory.nbytes():
         return None
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def adjoin(model: nn.Module, **on):
-    """Move the weights of layers that read the same input side by side, in place, for `products`.
+    """Make the weights of layers with the same input adjacent in memory, in place, for `products`.
 
     on: device and dtype of their memory, for a model on the meta device
     They become new Parameters, so call this before you build an optimizer.
@@ -154,9 +154,9 @@ def adjoin(model: nn.Module, **on):
 
 
 def with_own_storage(module: nn.Module, state: dict, prefix: str, _: dict):
-    """Give each tensor of a state_dict that is a part of its storage one of its own, not a copy.
+    """Give each tensor of a state_dict a storage that holds nothing else, without a copy.
 
-    safetensors' save_model refuses parts of a storage.
+    safetensors' save_model refuses tensors that are only a part of their storage.
     """
     for key, x in state.items():
         if key.startswith(prefix) and type(x) is Tensor and is_plain(x) and not x.is_meta and (
@@ -198,7 +198,7 @@ if triton is not None:
 # ---- Norm, rotary positions, gated product -------------------------------------------------------
 
 def in_rows(x: Tensor, width: int) -> Tensor:
-    """Return x as rows of `width` adjacent numbers, which may lie apart; a copy only if need be."""
+    """Return x as rows of `width` adjacent numbers; rows may be apart. A copy only if needed."""
     rows = x.reshape(-1, width)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

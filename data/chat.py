@@ -1,8 +1,8 @@
 """Encode conversations as token ids with a loss mask, in the templates that TEMPLATES names.
 
 A template yields segments of (plain text or the id of a control token, whether it is supervised).
-Adjacent text is encoded together, but never across the border of supervision: prompt and answer
-then meet at the same token boundary in training as in generation.
+Adjacent text is encoded together, but never across the border between prompt and answer, which is
+therefore the same token boundary in training and in generation.
 
 A template whose turns differ only by their role is a row of TURNS. chat_templates/ has the others,
 and the loop over such rows, a second time in Jinja, for transformers and vLLM.

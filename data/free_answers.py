@@ -1,11 +1,11 @@
 """Tasks whose answers the model writes: files, prompt, extraction, and the rule for right or wrong.
 
-A new task is an entry of FREE_TASKS, and a row function if no task has its schema yet. The answer
-proper is extracted from the written text in two ways: `strict` takes the format of the prompt
-alone, `lenient` also other ways to state an answer. Both return None where there is no answer.
+A new task is an entry of FREE_TASKS, and a row function if no task has its schema yet. The final
+answer is extracted from the written text in two ways: `strict` accepts only the format of the
+prompt, `lenient` also other ways to state an answer. Both return None where there is no answer.
 `key` maps answers that mean the same to the same text: samples with one key agree, and an answer
-with the key of a reference is right. No reference takes part in the agreement of samples, since
-then only right answers would agree.
+with the key of a reference is right. The agreement of samples ignores references, since otherwise
+only right answers could agree.
 """
 
 import functools
@@ -102,7 +102,7 @@ def humaneval_row(row):
 
 
 # ------------------------------------------------------------------------------------------------
-# Extraction: text -> the answer proper, or None
+# Extraction: text -> the final answer, or None
 # ------------------------------------------------------------------------------------------------
 
 MARK = re.compile(r'####|<answer>|\banswer(?: is|:)[ :]*', re.IGNORECASE)

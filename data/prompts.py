@@ -1,4 +1,4 @@
-"""Prompts: the text that a model reads of a question and before it, and the options to score.
+"""Prompts: the text of a question, what precedes it, and the options to score.
 
 PROMPT_FORMATS is the table of `--prompt_format`. `mmlu` asks every task as MMLU does: a header that
 names the subject, solved questions ('shots'), then the question; options are scored as letters

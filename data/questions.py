@@ -246,8 +246,8 @@ def without_header(make_prompt, item):
 def shifts(n_options, n_orders):
     """Return up to `n_orders` cyclic orders of the options, tuples of their indices.
 
-    The first order is the published one. With all `n_options` of them, each option stands once at
-    each letter.
+    The first order is the published one. With all `n_options` of them, each option has each letter
+    once.
     """
     return [tuple((i + shift) % n_options for i in range(n_options))
             for shift in range(min(n_orders, n_options))]

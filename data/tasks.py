@@ -68,14 +68,14 @@ class Task:
     def share(self, rank, n):
         """Return the Task of process `rank` of n: BLOCKS blocks of each language's questions.
 
-        The blocks have about the same number of characters. They are dealt to the processes in turn
-        and back, since tokens per character change from subject to subject. The questions of a
-        block are consecutive, because they share their shots.
+        The blocks have about the same number of characters. They go to processes 0 .. n - 1, then
+        n - 1 .. 0, and so on, since tokens per character differ between subjects. The questions of
+        a block are consecutive, because they share their shots.
         """
         if n == 1:
             return self
 
-        def dealt(items):
+        def assigned(items):
             for i, (_, group) in enumerate(itertools.groupby(items, lambda item: item.language)):
                 group = [*group]
                 ends = [*itertools.accumulate(map(n_characters, group))]
@@ -85,8 +85,8 @@ class Task:
                     if ((n - 1 - i_block if turn % 2 else i_block) + i) % n == rank:
                         yield item
 
-        items, first = [*dealt(self.items)], rank == 0
-        return replace(self, items=items, validation=[*dealt(self.validation)],
+        items, first = [*assigned(self.items)], rank == 0
+        return replace(self, items=items, validation=[*assigned(self.validation)],
                        bad_rows=self.bad_rows if first else [],
                        total=len(items) + (self.total - len(self.items)) * first)
 

@@ -249,7 +249,7 @@ def digest_of_answers(rows):
 
 
 def shares(samples):
-    """Return what the metrics of a task with written answers do not say, as shares of questions.
+    """Return further numbers of a task with written answers, as shares of questions or of samples.
 
     samples: with `greedy` and `answers`. An answer that cannot be extracted counts as wrong in
     every accuracy but accuracy_of_answered.

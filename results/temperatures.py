@@ -18,8 +18,8 @@ def by_language(test, languages, fits, single):
 
     An entry holds `temperature` and `shrunk`, [T per fit], the results of `fit_temperatures`;
     `ece`, of the language's rows unscaled and with the single, its own and the shrunk temperature;
-    and `ece_on`, {other language: ECE of its rows with this language's temperature}. A language
-    that a fit has no rows of is scaled with the single temperature there.
+    and `ece_on`, {other language: ECE of its rows with this language's temperature}. If a fit has
+    no rows of a language, that language is scaled with the single temperature.
     """
     names = sorted({*languages.tolist()})
     entries = {name: {'temperature': [], 'shrunk': [], 'ece': {}, 'ece_on': {}} for name in names}

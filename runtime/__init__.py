@@ -1,7 +1,6 @@
-"""What makes a run survive: settings, errors, checkpoints, devices, processes, resuming, the log.
+"""Infrastructure of a run: settings, errors, checkpoints, devices, processes, resuming, the log.
 
-Nothing here knows what a question or a conversation is (data/), or what becomes of samples
-(results/).
+Nothing here depends on questions or conversations (data/), or on tables and plots (results/).
 """
 
 __version__ = '0.2.0'

@@ -79,7 +79,7 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
          reward: bool = False, share: Callable | None = None) -> CausalLM:
     """Return a CausalLM with the weights of `folder`, as `dtype` (None: the type in config.json).
 
-    reward: whether it must be a reward model, which has a score instead of the output matrix
+    reward: whether it must be a reward model, with a score head instead of the output matrix
     share:  a function that calls `parallel.shard` on the model before it has weights, so that each
             process gets its share of them; it may first remove layers, or add some that have
             values. None: the whole model
@@ -88,8 +88,8 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     config = read_config(folder, seq2seq=True)
     if getattr(config, 'reward', False) != reward:
         raise CheckpointError(f'{folder} is {"no" if reward else "a"} reward model: it has '
-                              f'{"an output matrix" if reward else "a score"}, and '
-                              f'{"a score" if reward else "an output matrix"} is needed')
+                              f'{"an output matrix" if reward else "a score head"}, and '
+                              f'{"a score head" if reward else "an output matrix"} is needed')
     dtype = dtype or getattr(torch, config.dtype)
     files = check_weights(folder, config)
     model = build(config)

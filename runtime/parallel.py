@@ -147,9 +147,9 @@ def sum_over_processes(x: Tensor) -> Tensor:
 
 
 def in_step(value, idle):
-    """Return `value`; if it is None, `idle` while another process has one, so that all do the same.
+    """Return `value`, or `idle` if it is None and another process has a value.
 
-    Every process must call this.
+    This keeps the processes in step; every process must call it.
     """
     busy = any(gather(value is not None))
     return idle if busy and value is None else value

@@ -1,7 +1,7 @@
 """Run a program that a model wrote, and test it, where it harms neither the machine nor the test.
 
 The program runs in a process without network, without the user's files and without the right to
-start others: sandbox_child.py has the locks, docs/running_code.md what they cannot prevent.
+start others: sandbox_child.py isolates it; docs/running_code.md says what that cannot prevent.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The process that sandbox.py starts: it locks itself in, then runs a program and tests it.
+"""The process that sandbox.py starts: it isolates itself, then runs a program and tests it.
 
     launcher    receives the program and the limits; enters new namespaces with a file system of its
                 own and without rights
@@ -97,7 +97,7 @@ def one_line(error):
     return f'{type(error).__name__}: {error}'.splitlines()[0].removesuffix(': ')[:300]
 
 
-# ---- Locks: each is a call of Linux, with the constants of its headers ---------------------------
+# ---- Isolation: system calls of Linux, with the constants of its headers -------------------------
 
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
     0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
@@ -106,7 +106,7 @@ AT_FDCWD, AT_RECURSIVE, DETACH = -100, 0x8000, 2
 PDEATHSIG, DUMPABLE, SECCOMP, NO_NEW_PRIVS = 1, 4, 22, 38       # of prctl
 
 # the calls that a program may not make, {name: (x86_64, aarch64)}; None: the machine has no such
-# call. One process with one thread is all that it needs, so its limits are those of the whole.
+# call. It may not start processes or threads, so limits per process hold for the whole program.
 DENIED = {
     'fork': (57, None), 'vfork': (58, None), 'clone': (56, 220), 'execve': (59, 221),
     'execveat': (322, 281), 'kill': (62, 129), 'tkill': (200, 130), 'tgkill': (234, 131),
@@ -135,7 +135,7 @@ def libc(name, *arguments):
 
 
 def enter_namespaces(root, visible, disk):
-    """Give this process an empty world; return in its first process, while this one waits.
+    """Enter new namespaces with an empty '/'; return in their first process, for which this waits.
 
     root:    an empty folder that becomes '/'
     visible: folders that stay, read-only
@@ -191,7 +191,7 @@ def make_read_only(path, recursive):
 
 
 def end_with_parent():
-    """Let the kernel kill this process when its parent ends. Other rights or users undo it."""
+    """Let the kernel kill this process when its parent ends, unless its user or rights change."""
     libc('prctl', PDEATHSIG, signal.SIGKILL)
 
 
@@ -325,7 +325,7 @@ def main():
         except Exception as error:
             send(answer_write, frame(one_line(error)))
             os._exit(1)
-        send(answer_write, frame(''))       # the locks hold: the last message that is ours
+        send(answer_write, frame(''))       # isolated: the last message of this file
         serve(request['source'], call_read, answer_write)
     os.close(call_read)
     os.close(answer_write)

@@ -161,8 +161,7 @@ class Batch:
         return values
 
     def forward(self, *inputs):
-        """Return the hidden states; blocks that were compiled for training run as they are written.
-        """
+        """Return the hidden states; blocks that were compiled for training run uncompiled."""
         compiled = any(layer._compiled_call_impl for layer in self.model.decoder.layers)
         with torch.compiler.set_stance('force_eager') if compiled else contextlib.nullcontext():
             return self.model(*inputs)

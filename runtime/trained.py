@@ -57,7 +57,7 @@ def save_weights(cfg, model, optimizer, base, more, below='.'):
     """
     folder, common = Path(cfg.out_dir, below), {'full': optimizer.master, 'owner': cfg.out_dir}
     try:
-        if cfg.lora and not model.config.reward:    # the score of a reward model is no adapter
+        if cfg.lora and not model.config.reward:    # a score head is no adapter
             adapter.save_adapter(model, folder / 'adapter', cfg.model, **common)
         checkpoint.save(model, folder, getattr(torch, cfg.save_dtype), base, more=more, **common)
     except (OSError, ConfigError) as error:

@@ -1,4 +1,4 @@
-"""align.py: losses of pairs, trees against separate rows, whole runs."""
+"""align.py: pairwise losses, trees against separate rows, whole runs."""
 
 import json
 import math
@@ -332,7 +332,7 @@ def test_a_reward_model_is_that_of_transformers_and_no_language_model(base, tmp_
         with torch.no_grad():
             reward = ours.rewards(hidden[:, -1])
             assert reward.item() == pytest.approx(theirs(tokens).logits.item(), rel=1e-4, abs=1e-5)
-    with pytest.raises(CheckpointError, match='is a reward model: it has a score, and an output'):
+    with pytest.raises(CheckpointError, match='is a reward model: it has a score head, and an'):
         checkpoint.load(cfg.out_dir)
     with pytest.raises(CheckpointError, match='is no reward model'):
         checkpoint.load(base, reward=True)
