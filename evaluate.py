@@ -491,14 +491,15 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
                                                append)
             scored[label] = task, prompts[label], bad_rows, time.perf_counter() - started
     # the return frees the model's memory, before the metrics
-    return *collect_results(scored, cfg), [*itertools.chain(*parallel.collect(new))]
+    return *collect_results(scored, cfg, done), [*itertools.chain(*parallel.collect(new))]
 
 
-def collect_results(scored, cfg):
+def collect_results(scored, cfg, done):
     """Return {label: result without metrics} and {label: its prompts} of all processes.
 
-    scored: {label: (this process's Task, prompts, bad rows, seconds)}. Raises DataError for a task
-    of which no question could be scored. Both are {} in all processes but the first.
+    scored: {label: (this process's Task, prompts, bad rows, seconds)}; done: of `open_folder`.
+    Raises DataError for a task of which no question could be scored. Both are {} in all processes
+    but the first.
     """
     results, prompts = {}, {}
     shares = parallel.collect({label: (task.counts, *rest) for label, (task, *rest)
@@ -517,7 +518,9 @@ def collect_results(scored, cfg):
             raise DataError(f'{label}: no question could be scored ({len(bad_rows)} bad rows'
                             f'{f", the first: {bad_rows[0]}" if bad_rows else ""})')
         results[label] = describe(task, cfg, sum(counts, Counter())) | {
-            'scoring_seconds': round(max(seconds), 2),
+            # an interrupted evaluation leaves samples, but not the time that they took
+            'scoring_seconds': None if any(key[0] == label for key, _ in done)
+            else round(max(seconds), 2),
             'bad_rows': len(bad_rows), 'first_bad': bad_rows[0] if bad_rows else None}
     return results, prompts
 

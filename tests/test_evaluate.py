@@ -701,6 +701,9 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
         forward(model, arrays, scored, compute))[1])
     again = scored(scored_folder, tmp_path / 'cut')
     assert sum(launched) == 120 - samples[:len(samples) // 2].count('\n')
+    # the time of the killed process is not known
+    assert [found['tasks']['global_mmlu']['scoring_seconds'] is None
+            for found in (whole, again)] == [False, True]
     pooled = (found['tasks']['global_mmlu']['pooled'] for found in (whole, again))
     assert np.allclose(*([report[k] for k in ('accuracy', 'confidence', 'ece', 'nll')]
                          for report in pooled), atol=1e-4)
