@@ -122,15 +122,15 @@ NO_REFERENCE = {'simpo', 'orpo', 'reward'}
 @dataclass
 class AlignConfig(train.TrainConfig):
     # keys of train.py with other defaults
-    model: str = 'allenai/Llama-3.1-Tulu-3-8B-SFT'      # also the reference
+    model: str = 'allenai/Llama-3.1-Tulu-3-8B-SFT'  # to train; also the reference
     data: str = 'allenai/llama-3.1-tulu-3-8b-preference-mixture'
     lora_dropout: float = 0.0                 # dropout would make policy and reference differ
     max_length: int = 2048                    # tokens of the prompt with one answer
     pack_len: int = 4096                      # tokens of a row, and of a prompt with all answers
     batch_size: int = 128                     # prompts per optimizer step
-    epochs: float = 1.0
-    lr: float = 5e-7
-    warmup: float = 0.1
+    epochs: float = 1.0                       # passes over the prompts
+    lr: float = 5e-7                          # learning rate at the end of warm-up
+    warmup: float = 0.1                       # warm-up as a share of the steps
     # preferences
     method: Literal[*PAIR_LOSSES, 'reward', *RL_METHODS] = 'dpo'
     beta: float = 0.1                         # weight of the margin; in orpo of the odds ratio
@@ -143,13 +143,13 @@ class AlignConfig(train.TrainConfig):
     # which is executed: it defines reward(prompt, answer, row) -> number
     reward: str = ''
     run_code: bool = False                    # allow exact:humaneval: it runs what is generated
-    instruction: str = ''                     # follows each prompt after a blank line
+    instruction: str = ''                     # text that follows each prompt after a blank line
     group_size: int = 8                       # answers to each prompt
-    max_tokens: int = 256                     # of an answer; a prompt has the rest of max_length
-    decode_batch: int = 256                   # answers that are generated at once, at most
+    max_tokens: int = 256                     # longest answer; a prompt has the rest of max_length
+    decode_batch: int = 256                   # largest number of answers generated at once
     # answers cut off at max_tokens: no loss; score them as they are; or reward = penalty
     truncated: Literal['mask', 'score', 'penalize'] = 'mask'
-    penalty: float = 0.0
+    penalty: float = 0.0                      # reward of an answer cut off, with 'penalize'
     soft_overlong: int = 0                    # DAPO: over this many tokens before max_tokens, the
     #                                           reward falls linearly by up to 1; 0: never
     resample: int = 0                         # DAPO: how many times to replace the prompts whose
@@ -157,18 +157,18 @@ class AlignConfig(train.TrainConfig):
     updates: int = 1                          # optimizer steps with the answers of one rollout
     clip: float = 0.2                         # the ratio of probabilities stays above 1 - clip
     clip_high: float | None = None            # and below 1 + clip_high; None: clip, dapo 0.28
-    entropy_coef: float = 0.0                 # weight of a bonus for the mean entropy of a token
+    entropy_coef: float = 0.0                 # weight of a bonus for the mean entropy per token
     # KL to the model before training: none; logged only; in the reward; in the loss with the right
     # gradient; or k3 in the loss as in GRPO's paper
     kl: Literal['none', 'logged', 'reward', 'loss', 'k3'] = 'none'
-    kl_coef: float = 0.05
+    kl_coef: float = 0.05                     # weight of the KL
     kl_target: float | None = None            # nats per answer; kl_coef adapts to it (Ziegler 2019)
     kl_horizon: int = 10000                   # n answers change it by at most 0.2 n / kl_horizon
     # ppo
-    discount: float = 1.0
-    gae_lambda: float = 0.95
-    value_clip: float = 0.2                   # largest change of a value in the loss
-    value_coef: float = 0.1                   # weight of the loss of the values
+    discount: float = 1.0                     # of later rewards, per token
+    gae_lambda: float = 0.95                  # of the generalized advantages
+    value_clip: float = 0.2                   # largest change of a value in its loss
+    value_coef: float = 0.1                   # weight of the value loss
     whiten: Literal['batch', 'response'] = 'batch'      # response: as in TRL before 0.5.0
     lost_accumulation: int = 1                # of each n answers only the last one has a gradient;
     #                                           8: as TRL before 0.4.5 with 8 micro-batches

@@ -1,11 +1,11 @@
-"""The whole program on a small scale: what fine-tuning does to calibration, in minutes on a CPU.
+"""The whole program on a small scale: how fine-tuning changes calibration, in minutes on a CPU.
 
     python demo.py
     python demo.py --seed=3 --smoothing=0.2 --out_dir=out/seed3
 
 Makes a small world whose facts are known, trains a tiny base model on text about it, fine-tunes the
 model without and with label smoothing, and evaluates all three. Prints a table of the three and
-draws their reliability diagrams. What is finished is skipped when the demo is started again.
+draws their reliability diagrams. When the demo is started again, it skips finished runs.
 """
 
 from runtime import cli
@@ -27,7 +27,7 @@ from train import TrainConfig, check_config, train
 
 @dataclass
 class DemoConfig:
-    out_dir: str = 'out/demo'
+    out_dir: str = 'out/demo'   # folder of the world and of the three models
     smoothing: float = 0.1      # of the second tuned model; the first one has none
     seed: int = 0               # of the world, the initial weights and the order of the data
 
@@ -68,7 +68,7 @@ def main(argv):
     demo = replace(demo, out_dir=os.path.expanduser(demo.out_dir))
     for cfg in runs(demo).values():     # fail on a bad setting now, not after minutes
         check_config(cfg)
-    # beside other programs one thread can be several times as fast as one per core
+    # while other programs run, one thread can be several times as fast as one per core
     print(f'torch uses {pick_threads()} thread(s), the fastest in a test of a second')
     # text, conversations and questions about 8,000 entities, all of it decided by the seed
     make_world(f'{demo.out_dir}/world', demo.seed)

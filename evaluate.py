@@ -52,15 +52,15 @@ from runtime.eval_config import EvalConfig, check_eval_config
 
 USAGE = f"""\
 usage: python evaluate.py --model=FOLDER_OR_HUB_NAME --tasks=TASK[,TASK] [--key=value ...]
-       python evaluate.py --compare FOLDER FOLDER [...]     evaluated runs side by side, or models
-                                                            that lm_eval --log_samples evaluated
+       python evaluate.py --compare FOLDER FOLDER [...]     compare runs that were evaluated here or
+                                                            with lm_eval --log_samples
 
 example: python evaluate.py --model=out/run --tasks=mmlu,arc_easy,my_questions.jsonl --shots=5
 
 The tasks are
 {textwrap.fill(', '.join(TASKS), 100)},
-each also as task:folder-or-file, and files of questions. --tasks=help lists their files, --help
-the keys."""
+each also as task:folder-or-file. A file of questions is a task, too. --tasks=help lists the files
+of each task, --help the keys."""
 
 
 def read_arguments(argv):

@@ -42,15 +42,15 @@ class GenerateConfig(Sampling):
     model: str = ''                     # a folder in Hugging Face layout, or a hub name
     revision: str | None = None         # the hub revision of the model
     prompts: str = ''                   # a file of rows with `prompt` or `messages`
-    out: str = 'answers.jsonl'
+    out: str = 'answers.jsonl'          # file of the answers
     # the chat template; trained: that of the model's train.py run
     chat: Literal['trained', *TEMPLATES] = 'trained'
     raw: bool = False                   # continue each prompt as plain text, without chat
     confidence: bool = False            # score each answer once more, as evaluate.py scores options
     per_token: bool = False             # write each token with its log-probabilities and entropy
     overwrite: bool = False             # delete the answers in `out` first
-    device: str = 'auto'
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'
+    device: str = 'auto'                # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU, else float32
 
 
 # answers depend on these keys, so they must not change within a file

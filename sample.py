@@ -41,7 +41,7 @@ class SampleConfig(Sampling):
     temperature: float = 0.0            # divides the logits; 0: the most probable token
     probs: bool = False                 # print each token with its probability
     stats: bool = False                 # print tokens, bytes and operations per second
-    device: str = 'auto'
+    device: str = 'auto'                # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
 
 
 def read_arguments(argv):

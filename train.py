@@ -52,11 +52,11 @@ class TrainConfig:
     shape: dict = field(default_factory=dict)  # with from_scratch: keys of config.json to change
     attention: Literal['auto', 'explicit'] = 'auto'     # auto: FlexAttention on CUDA
     lora: bool = False                        # train adapters instead of the weights
-    lora_rank: int = 8
+    lora_rank: int = 8                        # rank of the adapters
     lora_alpha: float = 32.0                  # adapters are scaled by alpha / rank
-    lora_dropout: float = 0.1                 # on the input of an adapter
-    lora_targets: tuple[str, ...] = ('q_proj', 'v_proj')  # or k_, o_, gate_, up_, down_proj; in
-    #                                           Pythia qkv_, o_, up_, down_proj
+    lora_dropout: float = 0.1                 # dropout on the input of an adapter
+    lora_targets: tuple[str, ...] = ('q_proj', 'v_proj')  # layers: q_, k_, v_, o_, gate_, up_ and
+    #                                           down_proj; in Pythia qkv_, o_, up_ and down_proj
     # data
     data: str = 'allenai/tulu-3-sft-mixture'  # a file, a folder or a hub dataset
     data_revision: str | None = None          # hub revision: pin it, datasets change
@@ -64,12 +64,12 @@ class TrainConfig:
     data_kind: Literal['instruct', 'text', 'questions'] = 'instruct'
     template: Literal[*TEMPLATES] = 'tulu'
     answers: Literal['best', 'all'] = 'best'  # OASST1: the best-ranked answer to a prompt, or all
-    train_on_inputs: bool = False             # conversations: a loss on the prompt as well
-    add_bos: bool | None = None               # one BOS or none; None: as the tokenizer does
-    max_length: int = 4096                    # tokens per sequence; longer ones are cut
-    on_bad_row: Literal['stop', 'skip'] = 'stop'
+    train_on_inputs: bool = False             # conversations: supervise the prompt as well
+    add_bos: bool | None = None               # begin with one BOS; None: as the tokenizer does
+    max_length: int = 4096                    # tokens per sequence; longer ones are truncated
+    on_bad_row: Literal['stop', 'skip'] = 'stop'  # skip: leave out unusable rows and count them
     data_limit: int | None = None             # sequences to train on, drawn by the seed; None: all
-    cache_dir: str = 'out/cache'              # for tokenized data
+    cache_dir: str = 'out/cache'              # folder for tokenized data
     workers: int = 0                          # processes that tokenize; 0: one per core
     val_size: int = 0                         # sequences held out for the validation loss
     val_every: int = 200                      # steps between validation losses
@@ -78,25 +78,25 @@ class TrainConfig:
     pack_len: int = 4096                      # tokens per packed row; >= max_length
     micro_rows: int = 1                       # rows per forward pass; does not change the result
     # loss
-    loss: str = 'cross_entropy()'             # or 'focal(2) + z_loss(1e-4)': see docs/losses.md
-    smoothing: float = 0.0                    # mass of the target spread over the vocabulary
+    loss: str = 'cross_entropy()'             # or 'focal(2) + z_loss(1e-4)', ...: docs/losses.md
+    smoothing: float = 0.0                    # probability mass spread over the vocabulary
     logit_softcap: float | None = None        # softcap of the logits, for models that have none
-    logit_temperature: float = 1.0            # divides the logits before the cap. Both are saved
-    #                                           as `nanocal` in config.json; only we apply them
+    logit_temperature: float = 1.0            # divides the logits before the cap. Both are saved as
+    #                                           `nanocal` in config.json, for this program only
     loss_reduction: Literal['token', 'sequence'] = 'token'  # mean over the supervised tokens of a
     #                                           step, or mean of sequence means as in older recipes
     loss_memory: int | None = None            # MB for a chunk of logits; None: GPU 1100, else 8
     # optimizer
-    epochs: float = 2.0
+    epochs: float = 2.0                       # passes over the data; may be a fraction
     max_steps: int | None = None              # stop earlier; the schedule then ends there
-    lr: float = 2e-5                          # at the end of warm-up
-    schedule: Literal[*SCHEDULES] = 'linear'  # after warm-up
-    warmup: float = 0.02                      # share of the steps
-    warmup_steps: int | None = None           # number of steps, instead of warmup
-    final_lr: float = 0.0                     # at the end of the schedule, as a share of lr
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0                 # on matrices, not on norms
+    lr: float = 2e-5                          # learning rate at the end of warm-up
+    schedule: Literal[*SCHEDULES] = 'linear'  # decay after warm-up
+    warmup: float = 0.02                      # warm-up as a share of the steps
+    warmup_steps: int | None = None           # warm-up as a number of steps, instead of warmup
+    final_lr: float = 0.0                     # learning rate at the end, as a share of lr
+    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
+    eps: float = 1e-8                         # of AdamW
+    weight_decay: float = 0.0                 # for matrices, not for norms
     grad_clip: float = 1.0                    # largest gradient norm; 0: no clipping
     # precision and memory
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU, else float32
@@ -104,21 +104,21 @@ class TrainConfig:
     #                                           bytes per weight (16 with micro-batches).
     #                                           stochastic: all bfloat16, rounded at random, 8 bytes
     checkpoint_activations: bool = False      # compute blocks twice: 25 % slower, less memory
-    compile: bool = True                      # the decoder blocks, on a GPU in bfloat16
+    compile: bool = True                      # compile the decoder blocks, on a GPU in bfloat16
     # calibration report: the settings of evaluate.py, such as {'tasks': ('mmlu',), 'shots': 5}
     eval: EvalConfig | None = None
-    eval_before: bool = True                  # also before training, unless from_scratch
+    eval_before: bool = True                  # also report before training, unless from_scratch
     pictures: bool = True                     # draw loss.png
     # running
-    out_dir: str = 'out/run'
+    out_dir: str = 'out/run'                  # the run's folder
     overwrite: bool = False                   # first delete the run in out_dir: what written.json
     #                                           and before/written.json list, nothing else
     resume: bool = False                      # continue the run in out_dir where it stopped
     save_every: int | None = 500              # steps between checkpoints; None: only on a signal
     checkpoint_epochs: bool = True            # keep the weights of each epoch in epoch-<n>/
-    save_dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # of the weights on disk
+    save_dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # dtype of the weights on disk
     device: str = 'auto'                      # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
-    seed: int = 0
+    seed: int = 0                             # of initial weights, data order and dropout
     log_every: int = 1                        # steps between printed lines; log.jsonl has them all
     tracker: Literal['none', 'wandb', 'tensorboard'] = 'none'  # also log there, if installed
     dry_run: bool = False                     # print sizes, take two steps, write no run folder

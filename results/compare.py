@@ -48,7 +48,7 @@ class CompareConfig:
     metrics: tuple[str, ...] = ()             # keys of metrics.MEASURES; none: its table 'compare'
     n_bootstrap: int = 1000                   # resamples of the questions; 0: no differences
     seed: int = 0                             # of the bootstrap
-    out_dir: str = 'out/compare'
+    out_dir: str = 'out/compare'              # folder of the comparison
     ensemble: bool = False                    # one more row: the mean of the runs' probabilities
     # divisor of a log-probability in files of lm-evaluation-harness; token and sum: 1, as for acc,
     # since the files do not count tokens; char: characters, as for acc_norm; byte: bytes

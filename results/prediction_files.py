@@ -45,9 +45,9 @@ example: python metrics.py out/base/samples.jsonl
     parser.add_argument('files', nargs='+', metavar='file', help='such as the samples.jsonl of '
                         'evaluate.py; may be .gz')
     parser.add_argument('--norm', choices=NORMS, default='token',
-                        help='divisor of the log-probability of an option: its number of tokens '
-                        '(the default; 1 for lm_eval, which does not give that number, as for '
-                        'acc), 1 (sum), characters (char, as for acc_norm) or bytes (byte)')
+                        help='divisor of the log-probability of an option. token (the default): '
+                        'number of its tokens, or 1 for files of lm_eval, which lack it (acc); '
+                        'sum: 1; char: its characters (acc_norm); byte: its bytes (acc_bytes)')
     options, tasks = parser.parse_args(arguments), {}
     for path in options.files:
         try:

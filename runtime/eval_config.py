@@ -19,20 +19,20 @@ class EvalConfig:
     # questions
     tasks: tuple[str, ...] = ('mmlu',)
     data_revision: str | None = None          # the hub revision of the tasks' datasets
-    languages: tuple[str, ...] = ('all',)     # of multilingual tasks
+    languages: tuple[str, ...] = ('all',)     # languages of multilingual tasks
     prompt_format: str = 'mmlu'               # prompts of MMLU, or harness: those of
     #                                           lm-evaluation-harness, or your own: data/prompts.py
-    header: Literal['english', 'native', 'none'] = 'english'    # before the shots: see the docs
+    header: Literal['english', 'native', 'none'] = 'english'  # text before the shots: see docs
     shots: int = 5                            # solved questions before each question
     scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
-    norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # what divides the log-probabilities
+    norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # divisor of a log-probability
     dropout_seed: int | None = None           # score once with the dropout of the adapters in
     #                                           adapter/, drawn by this seed; None: no dropout
     p_true: bool = False                      # also ask whether the top option is right: P(True)
     n: int = 10                               # answers drawn per question without options
-    max_tokens: int | None = None             # of a written answer; None: as its task says
-    p_ik: bool = False                        # predict from the state after the question whether
-    #                                           a drawn answer will be right: P(IK), by a probe
+    max_tokens: int | None = None             # longest written answer; None: as its task says
+    p_ik: bool = False                        # also predict, by a probe of the hidden state after
+    #                                           the question, whether a drawn answer is right: P(IK)
     verbalized: bool = False                  # also ask how probable a written answer is
     run_code: bool = False                    # run programs that the model writes, for humaneval
     isolation: Literal['namespaces', 'limits'] = 'namespaces'  # see docs/running_code.md
@@ -53,15 +53,15 @@ class EvalConfig:
     pictures: bool = True                     # draw reliability diagrams
     pack_len: int | None = None               # tokens in a packed row; None: 32768 on a GPU, 16384
     #                                           there without the kernels, 4096 on a CPU
-    batch_rows: int = 1                       # rows in a forward pass
+    batch_rows: int = 1                       # rows per forward pass
     shard: bool = False                       # each process of torchrun holds a share of the
     #                                           weights: for a model that does not fit one GPU
     deterministic: bool = False               # scores bitwise independent of batch composition
-    on_bad_row: Literal['stop', 'skip'] = 'stop'
+    on_bad_row: Literal['stop', 'skip'] = 'stop'  # skip: leave out bad rows and count them
     seed: int = 0                             # for clm's tokens, `limit` and the bootstrap
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
-    device: str = 'auto'
-    out_dir: str | None = None                # None: the model's folder; out/eval/ for a hub name
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU, else float32
+    device: str = 'auto'                      # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
+    out_dir: str | None = None                # for results; None: the model's folder, or out/eval/
     overwrite: bool = False                   # first delete what evaluations wrote in out_dir
 
     @staticmethod

@@ -11,15 +11,15 @@ from runtime.errors import ConfigError
 class Sampling:
     """How tokens are drawn, and how many sequences are decoded at once."""
     n: int = 1                          # answers per prompt
-    max_tokens: int = 256               # of one answer
+    max_tokens: int = 256               # longest answer
     temperature: float = 1.0            # divides the logits; 0: the most probable token
     top_k: int = 0                      # draw from the k most probable tokens; 0: from all
     top_p: float = 1.0                  # draw from the fewest tokens with this total probability
     min_p: float = 0.0                  # draw from tokens with this share of the top probability
     stop: tuple[str, ...] = ()          # an answer ends before any of these strings
-    seed: int = 0
+    seed: int = 0                       # of the random numbers
     deterministic: bool = False         # logits do not depend on the other sequences; slower
-    batch_size: int = 256               # sequences that are decoded at once, at most
+    batch_size: int = 256               # largest number of sequences decoded at once
     cache_memory: float | None = None   # GiB for keys and values; None: what is free
 
 
