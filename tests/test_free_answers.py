@@ -157,7 +157,8 @@ def test_short_answers_are_extracted(text, lenient, strict):
     (r'5 \text{ cm}', '5'), ('10 degrees', '10'), (r'5\text{ cm}^2', '5'), ('5 hours.', '5'),
     (r'5\,\text{cm}^{2}', '5'), (r'5\mathrm{~km}', '5'), (r'5\text{ m}', '5'), ('$5$ km', '5'),
     (r'\frac{5}{2}\mbox{ gallons}', '5/2'), ('12 square units', '12'), (r'5\text{m}^3', '5'),
-    (r'x+5\text{ dollars}', 'x+5'), (r'(3\text{ cm}, 4\text{ cm})', '(3,4)'), ('5mph', '5')])
+    (r'x+5\text{ dollars}', 'x+5'), (r'(3\text{ cm}, 4\text{ cm})', '(3,4)'), ('5mph', '5'),
+    (r'5{,}000', '5000')])
 def test_formulas_are_equal_in_another_writing(a, b):
     assert free_answers.formula(a) == free_answers.formula(b)
 
