@@ -195,7 +195,7 @@ def measure(groups, n_bootstrap, seed, keys=None):
                                      for part, size in enumerate(sizes))]
     n_drawn = sum(len(group.labels) for group in groups.values()) * n_bootstrap
     # for one process; w processes take seconds / w, and 0.025 w to be forked one after the other
-    seconds = 0.012 * len(groups) + 7e-8 * n_drawn
+    seconds = 0.007 * len(groups) + 7e-8 * n_drawn
     outcomes = iter(parallel_map(operator.call, [*itertools.chain(*jobs.values())],
                                  worth_it=seconds > 0.2, most=round(math.sqrt(seconds / 0.025))))
     for key, group_jobs in jobs.items():
