@@ -10,10 +10,10 @@ white (1); NO_COLOR turns that off. Probabilities are the model's, before `tempe
 Ctrl-C ends an answer early; what is already there stays in the conversation.
 """
 
-from runtime import cli
+from runtime import cli, startup
 
 if __name__ == '__main__':
-    cli.begin()
+    startup.begin()
 
 import contextlib
 import math
@@ -54,7 +54,7 @@ def read_arguments(argv):
 
 if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
-        read_arguments(sys.argv[1:])
+        startup.load_libraries(read_arguments(sys.argv[1:]).device)
 
 from generate import confidences, end_tokens, first_stop, generate, open_model, stream
 from runtime import checkpoint
@@ -186,3 +186,4 @@ def main(argv):
 if __name__ == '__main__':
     with cli.one_line_errors(memory='a smaller --max_tokens or a shorter prompt needs less'):
         main(sys.argv[1:])
+    startup.end_at_once()

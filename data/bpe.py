@@ -350,12 +350,12 @@ def _pieces(model, merges, added):
     """Return {bytes: id} in the order of tiktoken's ranks: single bytes, then the merges."""
     to_byte = {char: byte for byte, char in BYTE_CHARS.items()}
     ids = {piece: i for piece, i in model['vocab'].items() if piece not in added}
-    order = sorted((piece for piece in ids if len(piece) == 1), key=ids.get)
-    order += merges
+    order = dict.fromkeys(sorted((piece for piece in ids if len(piece) == 1), key=ids.get))
+    order |= dict.fromkeys(merges)      # which make most pieces several times
     if model.get('ignore_merges'):      # a word that is a piece is not merged from others
-        order += ids
-    # once per piece, since most merges repeat one; also pieces left out, to refuse bad characters
-    raw = {piece: bytes(to_byte[char] for char in piece) for piece in ids | dict.fromkeys(order)}
+        order |= ids
+    # also of pieces left out, to refuse bad characters
+    raw = {piece: bytes(map(to_byte.__getitem__, piece)) for piece in order | ids}
     return {raw[piece]: ids[piece] for piece in order if piece in ids}
 
 

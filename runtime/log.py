@@ -1,5 +1,6 @@
 """What runs print and record: sizes, one example, the steps, progress."""
 
+import atexit
 import datetime
 import json
 import math
@@ -195,6 +196,7 @@ def start_tracker(cfg):
     if cfg.tracker == 'tensorboard':
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(Path(cfg.out_dir) / 'runs')
+        atexit.register(writer.close)   # it writes every two minutes, and not by itself at the end
         return lambda record: [writer.add_scalar(key, value, record['step'])
                                for key, value in record.items()]
     return None

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from runtime import cli
+from runtime import cli, startup
 from runtime.config import read_assignments
 from runtime.errors import ConfigError, TrainingError
 from runtime.ownership import (LIST, LOCK, TEMPORARY, check_free, claim, discard, write_text,
@@ -66,6 +66,7 @@ def run_script(main):
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)   # nothing catches its exception from here on
         abort_processes()
+    startup.end_at_once()
 
 
 def check_folder(cfg):

@@ -1,4 +1,4 @@
-"""Start and end evaluate.py faster; nothing here changes what it computes."""
+"""Start and end a script faster; nothing here changes what it computes."""
 
 import atexit
 import contextlib
