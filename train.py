@@ -221,10 +221,10 @@ def split_sequences(cfg, sequences):
     held_out, rest = np.split(order, [cfg.val_size])
     if len(rest) < (cfg.data_limit or 0):
         raise DataError(f'{cfg.data}: data_limit = {cfg.data_limit}, but it has {len(rest)} '
-                        f'sequences' + f' beside val_size = {cfg.val_size}' * (cfg.val_size > 0))
+                        f'sequences' + f' besides val_size = {cfg.val_size}' * (cfg.val_size > 0))
     training = np.sort(rest[:cfg.data_limit])
     if len(training) * cfg.epochs < cfg.batch_size:
-        raise DataError(f'{cfg.data}: {len(training)} sequences for training beside val_size = '
+        raise DataError(f'{cfg.data}: {len(training)} sequences for training besides val_size = '
                         f'{cfg.val_size}, with epochs = {cfg.epochs:g}, do not fill one step of '
                         f'batch_size = {cfg.batch_size}; lower batch_size or val_size')
     return sequences, training, held_out

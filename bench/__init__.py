@@ -1,4 +1,4 @@
-"""Benchmarks of speed and memory beside other libraries, a file for each, and their results.
+"""Benchmarks of speed and memory, compared with other libraries, a file each, and their results.
 
 Only measurements belong here; checks of correctness are in tests/.
 """

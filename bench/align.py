@@ -1,4 +1,4 @@
-"""DPO beside TRL's DPOTrainer, on one CUDA device.
+"""DPO compared with TRL's DPOTrainer, on one CUDA device.
 
     python bench/align.py --data=pairs.json --tokenizer=Llama-3.2-1B
     python bench/align.py --shape=llama31_8b --data=pairs.json --tokenizer=Llama-3.2-1B

@@ -35,16 +35,16 @@ sys.path.insert(0, str(ROOT))
 from bench.common import load
 
 WHAT = {
-    'loss': 'Losses beside peers: time, extra memory, error',
-    'train': 'Training steps beside other libraries at their best',
-    'floors': 'Items of a training step beside what the hardware allows',
-    'sft': "Fine-tuning commands beside TRL's SFTTrainer",
-    'eval': 'Scoring MMLU beside a Hugging Face loop',
-    'commands': 'Whole commands beside lm-evaluation-harness',
-    'align': "DPO beside TRL's DPOTrainer",
-    'generate': "Decoding beside transformers' generate and the limit of the hardware",
-    'answers': 'Written answers to GSM8K beside lm-evaluation-harness',
-    'metrics': 'Calibration metrics beside torchmetrics and netcal, on the CPU',
+    'loss': 'Losses compared with other libraries: time, extra memory, error',
+    'train': 'Training steps compared with other libraries at their best',
+    'floors': 'Items of a training step compared with the limit of the hardware',
+    'sft': "Fine-tuning commands compared with TRL's SFTTrainer",
+    'eval': 'Scoring MMLU compared with a Hugging Face loop',
+    'commands': 'Whole commands compared with lm-evaluation-harness',
+    'align': "DPO compared with TRL's DPOTrainer",
+    'generate': "Decoding compared with transformers' generate and the limit of the hardware",
+    'answers': 'Written answers to GSM8K compared with lm-evaluation-harness',
+    'metrics': 'Calibration metrics compared with torchmetrics and netcal, on the CPU',
 }
 DATA = {        # the option with the file of a script, which needs --tokenizer as well
     'train': 'conversations', 'sft': 'conversations', 'eval': 'data', 'commands': 'data',
@@ -106,7 +106,7 @@ def run_script(arguments, end):
     try:
         return process.wait(end and max(0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        print(f'{arguments[0]} was stopped: the minutes are over', flush=True)
+        print(f'{arguments[0]} was stopped: --minutes are over', flush=True)
         return 0
     finally:
         if process.poll() is None:      # also after Ctrl-C

@@ -1,4 +1,4 @@
-"""Written answers to GSM8K with every confidence, beside lm-evaluation-harness, on a CUDA device.
+"""Written answers to GSM8K with every confidence, compared with lm-evaluation-harness, on CUDA.
 
     python bench/answers.py --data=gsm8k --tokenizer=Llama-3.2-1B
     python bench/answers.py --data=gsm8k --model=out/run --questions=32 --batch=256,512
@@ -149,7 +149,7 @@ def measure_peer(model, config):
 def print_table(table):
     """Print the table as Markdown, then the ratios of ours to lm_eval at its best."""
     print(f'\n### {table["shape"]}, GSM8K, {table["n"]} samples per question\n\n'
-          '| | answers | tokens | s | tokens/s | times lm_eval |\n|---|---|---|---|---|---|')
+          '| | answers | tokens | s | tokens/s | ratio to lm_eval |\n|---|---|---|---|---|---|')
     best = max((found['tokens_per_s'] for name, found in table['results'].items()
                 if name.startswith('lm_eval') and 'failed' not in found), default=None)
     for name, found in table['results'].items():

@@ -1,4 +1,4 @@
-"""Whole commands from the shell to the prompt, beside lm-evaluation-harness, on one CUDA device.
+"""Whole commands, from start to exit, compared with lm-evaluation-harness, on one CUDA device.
 
     python bench/commands.py --shape=llama32_1b --data=mmlu --tokenizer=Llama-3.2-1B
     python bench/commands.py --shape=llama31_8b --data=mmlu --tokenizer=Llama-3.2-1B --caches=warm
@@ -195,7 +195,7 @@ def print_table(table):
     rows = table['results']
     peer = rows.get(LM_EVAL, {})
     print(f'\n### {table["shape"]}, seconds of whole commands\n\n'
-          '| command | cold | warm | lm_eval takes, cold | warm | accuracy | |\n'
+          '| command | cold, s | warm, s | lm_eval / ours, cold | warm | accuracy | |\n'
           '|---|---|---|---|---|---|---|')
     for name, row in rows.items():
         if 'failed' in row:

@@ -1,4 +1,4 @@
-"""5-shot MMLU, from its files to results.json, beside a Hugging Face loop, on one CUDA device.
+"""5-shot MMLU, from files to results.json, compared with a Hugging Face loop, on one CUDA device.
 
     python bench/eval.py --data=mmlu --tokenizer=Llama-3.2-1B
     python bench/eval.py --data=mmlu --tokenizer=Llama-3.2-1B --ours --variants
@@ -194,7 +194,7 @@ def print_table(table):
 
 
 def draw(path):
-    """Draw the seconds for the test set, ours beside the peer's."""
+    """Draw the seconds for the test set, ours and the peer's."""
     draw_bars(path, 'MMLU', {'seconds, 14,042 questions with 5 shots': [
         (f'{table["shape"]}: {name}', row['seconds'], f'{row["seconds"]:.1f}')
         for table in load(path)['tables'] for name, row in table['results'].items()

@@ -1,4 +1,4 @@
-"""Where a training step of ours spends its time, beside what the hardware allows for each item.
+"""Where our training step spends its time, compared with the limit of the hardware for each item.
 
     python bench/floors.py --shape=llama32_1b,gemma2_2b
     python bench/floors.py --plot=out/bench_floors.json
@@ -164,7 +164,7 @@ def print_table(table, n_kernels=0):
     total = sum(ms for ms, _ in lower.values())
     print(f'\n### {table["shape"]}, {table["master_weights"]}: a step of {table["ms"]:.1f} ms, '
           f'floors {total:.1f} ms\n\n'
-          '| item | ms | floor, ms | times the floor | of the step | what the floor counts |\n'
+          '| item | ms | floor, ms | ratio to floor | share of step | counted in the floor |\n'
           '|---|---|---|---|---|---|')
     for item, ms in sorted(items.items(), key=lambda entry: -entry[1]):
         floor, count = lower.get(item, (0, 0))

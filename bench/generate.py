@@ -1,4 +1,4 @@
-"""Decoding beside transformers' `generate` and the limit of the hardware, on one CUDA device.
+"""Decoding compared with transformers' `generate` and the hardware's limit, on one CUDA device.
 
     python bench/generate.py
     python bench/generate.py --shape=llama32_1b --ours --profile
@@ -205,7 +205,7 @@ def print_table(table):
               f'{ours["steps_tokens_per_s"]:9,.0f}, {ours["of_limit"]:.0%} of the limit of '
               f'{ours["limit_tokens_per_s"]:,.0f}; {ours["gb_per_s"]:,.0f} GB/s, '
               f'{ours["tflops"]:.0f} TFLOP/s; first token after {ours["first_s"]:.2f} s; peak '
-              f'{ours["peak_gib"]:.1f} GiB, {ours["extra_gib"]:.2f} beside weights and cache')
+              f'{ours["peak_gib"]:.1f} GiB, {ours["extra_gib"]:.2f} without weights and cache')
         if peer:
             print(' ' * 17 + (f'transformers: {peer["failed"][:120]}' if 'failed' in peer else
                               f'transformers {peer["tokens_per_s"]:,.0f} tokens/s, peak '
@@ -220,7 +220,7 @@ def print_table(table):
 
 
 def draw(path):
-    """Draw the tokens per second of each setting, ours beside the peer's."""
+    """Draw the tokens per second of each setting, ours and the peer's."""
     draw_bars(path, 'decoding', {
         f'{table["shape"]}: tokens/s': [
             (f'{setting}: {name}', row['tokens_per_s'], f'{row["tokens_per_s"]:,.0f}')

@@ -1,4 +1,4 @@
-"""The losses of fused_ce.py beside peers: time against memory and error, on one CUDA device.
+"""The losses of fused_ce.py compared with other libraries: time, memory, error; on a CUDA device.
 
     python bench/loss.py
     python bench/loss.py --shapes=llama32_1b,mistral_7b --rounds=1 --out=out/quick
@@ -303,8 +303,8 @@ def print_table(name, n, table):
     print(f'\n### {name}: D {D}, V {V}, softcap {softcap}, {n} tokens\n\n'
           f'Three products, {" + ".join(f"{ms:.2f}" for ms in table["products"])} = '
           f'{products:.2f} ms ({6 * n * D * V / products / 1e9:.0f} TFLOP/s). Errors in units of '
-          'those of torch eager.\n\n| method | ms | of products | extra MiB | dh error | dW error '
-          '| |\n|---|---|---|---|---|---|---|')
+          'those of torch eager.\n\n| method | ms | ratio to products | extra MiB | dh error | '
+          'dW error | |\n|---|---|---|---|---|---|---|')
     eager = rows['torch eager']
     for method, row in rows.items():
         if 'failed' in row:
@@ -314,7 +314,7 @@ def print_table(name, n, table):
         note = '' if row['smoothing'] else 'without smoothing'
         print(f'| {method} | {row["ms"]:.2f} | {row["ms"] / products:.3f} | '
               f'{row["extra_mib"]:.0f} | {errors[0]} | {errors[1]} | {note} |')
-    print('\n| within | ours, ms | peers, ms | |\n|---|---|---|---|')
+    print('\n| at most | ours, ms | best peer, ms | peer |\n|---|---|---|---|')
     for budget in BUDGETS:
         inside = {method: row['ms'] for method, row in rows.items()
                   if round(row.get('extra_mib', 1e9)) <= budget and row.get('smoothing')}
@@ -322,7 +322,7 @@ def print_table(name, n, table):
                     default=(float('nan'), '')) for ours in (True, False)]
         print(f'| {budget} MiB | {best[0][0]:.2f} | {best[1][0]:.2f} | {best[1][1]} |')
     base = table['losses']['cross_entropy() + smoothing(0.1)']
-    print('\n| loss | ms | of smoothing |\n|---|---|---|')
+    print('\n| loss | ms | ratio to smoothing |\n|---|---|---|')
     for text, ms in table['losses'].items():
         print(f'| {text} | {ms:.2f} | {ms / base:.3f} |')
     one, two = table['products'][0], sum(table['products'][:2])
@@ -396,7 +396,7 @@ def main():
     parser.add_argument('--shapes', default=','.join(SHAPES), help='some of: %(default)s')
     parser.add_argument('--n', type=int, default=8192, help='tokens, all of which carry loss')
     parser.add_argument('--rounds', type=int, default=3, help='the median of these is reported')
-    parser.add_argument('--ours', action='store_true', help='ours alone, beside torch eager')
+    parser.add_argument('--ours', action='store_true', help='only ours and torch eager')
     parser.add_argument('--out', default='out/loss', help='path of the results, without suffix')
     parser.add_argument('--plot', help='only draw this file of results again')
     options = parser.parse_args()

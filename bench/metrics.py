@@ -1,4 +1,4 @@
-"""Calibration metrics of random predictions, beside torchmetrics and netcal, on the CPU.
+"""Calibration metrics of random predictions, compared with torchmetrics and netcal, on the CPU.
 
     python bench/metrics.py
     python bench/metrics.py --ours

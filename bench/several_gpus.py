@@ -115,7 +115,7 @@ def run(options, processes, out):
 # ------------------------------------------------------------------------------------------------
 
 def print_table(table):
-    """Print the table as Markdown; speed-ups are those beside one GPU with whole weights."""
+    """Print the table as Markdown; speed-ups are relative to one GPU with whole weights."""
     results = table['results']
     print(f'\n### {table["shape"]}, MMLU as {table["languages"]} languages, whole commands\n\n'
           '| command | s | speed-up | scoring, s | speed-up | bitwise as one GPU |\n'

@@ -1,4 +1,4 @@
-"""Fine-tuning as a user waits for it: `python train.py` beside TRL's SFTTrainer, on a CUDA device.
+"""Fine-tuning commands: `python train.py` compared with TRL's SFTTrainer, on a CUDA device.
 
     python bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B
     python bench/sft.py --data=conversations.jsonl --tokenizer=Llama-3.2-1B --tuning=full \\

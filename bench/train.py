@@ -1,4 +1,4 @@
-"""Whole training steps beside other libraries at their best, on one CUDA device.
+"""Whole training steps compared with other libraries at their best, on one CUDA device.
 
     python bench/train.py --shape=llama32_1b,llama31_8b
     python bench/train.py --shape=llama32_1b --data=alpaca.jsonl --tokenizer=Llama-3.2-1B
@@ -246,7 +246,7 @@ def print_table(table):
     best = max((row['tokens_per_s'] for name, row in good.items() if 'ours' not in name),
                default=None)
     print(f'\n### {table["shape"]}, {table["data"]}, bfloat16\n\n'
-          '| method | tokens/s | of the best peer | compiling, s | MFU | peak GiB | spread | '
+          '| method | tokens/s | ratio to best peer | compile, s | MFU | peak GiB | spread | '
           'graphs compiled late |\n|---|---|---|---|---|---|---|---|')
     for name, row in table['results'].items():
         if 'failed' in row:

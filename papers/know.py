@@ -84,7 +84,7 @@ def tables(options):
                 f'{options.out_dir}/{name}/test', f'{task}.p_ik')}
             lines += [[name, title, label, *cells(entry['pooled'], keys)]
                       for label, entry in entries.items() if entry]
-    yield 'p_true', 'P(True) beside other confidences in the answer', lines
+    yield 'p_true', 'P(True) and other confidences in the answer', lines
     draw_curves(f'{options.out_dir}/reliability.png', panels, columns=4)
 
     lines = [['model', 'task', 'P(IK)', 'questions', *map(Heading, keys),

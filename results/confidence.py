@@ -117,7 +117,7 @@ FROM_SAMPLES = {
     'stated': Confidence('greedy answer, its <confidence>', stated)}
 # those for which the model reads more prompts: evaluate.py does that
 P_TRUE = {'p_true': Confidence('P(True) of the greedy answer'),
-          'p_true_samples': Confidence('P(True) of the greedy answer beside samples')}
+          'p_true_samples': Confidence('P(True) of the greedy answer, samples shown')}
 P_IK = {'p_ik': Confidence('P(IK) of a drawn answer, by a probe before it is written')}
 VERBALIZED = {'verbalized_1s': Confidence('stated probability of a guess, one stage'),
               'verbalized_2s': Confidence('stated probability of the greedy answer, two stages')}

@@ -175,7 +175,7 @@ def test_a_subset_is_drawn_by_the_seed(small_world, tmp_path, capsys):
     assert drawn(data_limit=20, seed=8)[0] != fewer[0]
     assert drawn(data_limit=len(whole))[0] == whole
     with pytest.raises(DataError, match=f'data_limit = 999, but it has {len(whole)} sequences '
-                                        f'beside val_size = 4'):
+                                        f'besides val_size = 4'):
         drawn(data_limit=999)
     capsys.readouterr()
     run = [str(folder / 'tuned' / 'train_config.py'), '--eval=None', f'--out_dir={tmp_path}']
