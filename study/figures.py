@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import metrics as calibration
-from results.over_seeds import NAMES, name_of, predictions_by_group, titled
+from results.over_seeds import NAMES, name_of, predictions_by_group
 from results.plots import draw_bins
 from results.tables import csv_text
 from results.runs import find_runs, read_run
@@ -131,13 +131,13 @@ def draw_reliability(out_dir, groups, reference, bins, axes):
     panels = list(dict.fromkeys(panel for panel, _, _ in groups))
     for panel in panels:
         shown = [('', reference[panel])] if reference[panel] else []
-        shown += [(f', {titled((*axes.by, axes.x), (*by, x))}', lines)
+        shown += [(f', {pivot.caption((*axes.by, axes.x), (*by, x))}', lines)
                   for (group_panel, by, x), lines in groups.items() if group_panel == panel]
         for title, lines in shown:
             lines = list(lines.values())
             for name in map(name_of, lines):
                 rows += bin_rows(name, bins[name])
-            diagrams.append((f'{titled(axes.panel, panel)}: {lines[0]["kind"]}{title}',
+            diagrams.append((f'{pivot.caption(axes.panel, panel)}: {lines[0]["kind"]}{title}',
                              {name: np.mean([line[name.lower()] for line in lines])
                               for name in ('accuracy', 'confidence', 'ECE')},
                              pool_bins([bins[name_of(line)] for line in lines])))

@@ -20,7 +20,18 @@ from runtime.errors import ConfigError
 from runtime.ownership import read_json, write_text
 from runtime.processes import parallel_map
 
-# of reach.py
+# {column of reach.py: its title}
+# in figures: {column: its name}, and {(column, value): words for both}
+COLUMNS = {'hidden_size': 'hidden size', 'final_logit_softcapping': 'softcap',
+           'unused_rows': 'unused rows', 'vocab_size': 'rows of the vocabulary',
+           'lr': 'learning rate', 'model_type': 'model'}
+WORDS = {('task', 'text4'): 'questions', ('task', 'text10'): 'questions, 10 options',
+         ('task', 'letters4'): 'questions by letter',
+         ('task', 'letters10'): 'questions by letter, 10 options', ('task', 'clm'): 'next tokens',
+         ('scaling', 'none'): 'unscaled', ('scaling', 'temperature'): 'temperature scaling',
+         ('lora', 'False'): 'full weights', ('lora', 'True'): 'LoRA',
+         ('from_scratch', 'False'): 'tuned', ('from_scratch', 'True'): 'base',
+         ('unused_rows', '0'): 'all rows used', ('unused_rows', '258048'): '4,096 rows used'}
 REACH = {'reach_lowest_bits': 'least entropy (bits)', 'reach_highest_bits': 'most entropy (bits)'}
 
 
@@ -194,11 +205,17 @@ def seed_table(groups, reference, reference_name, axes, headings):
     return table
 
 
+def caption(columns, values):
+    """Return `over_seeds.titled` in the words of figures: 'questions, softcap 30.0, unscaled'."""
+    return ', '.join(WORDS.get((column, value)) or titled([COLUMNS.get(column, column)], [value])
+                     for column, value in zip(columns, values, strict=True))
+
+
 def draw_series(path, groups, reference, reference_name, axes, headings):
     """Draw means over seeds with 95 % intervals: one row per measure, one column per panel."""
     from matplotlib import colormaps
     panels, curves = (list(dict.fromkeys(group[i] for group in groups)) for i in (0, 1))
-    labels = [printable(titled(axes.by, by)) for by in curves]
+    labels = [printable(caption(axes.by, by)) for by in curves]
     xs = ordered(dict.fromkeys(x for _, _, x in groups))
     width = max(3.0 * len(panels), 4.5)
     n_columns = max(1, int(width / (0.075 * max(map(len, labels)) + 0.6)))      # of the legend
@@ -221,12 +238,12 @@ def draw_series(path, groups, reference, reference_name, axes, headings):
                             linewidth=1.2, capsize=2, color=color, label=label or None)
         ax.set_xticks(range(len(xs)), [*map(printable, xs)], **slanted)
         ax.grid(axis='y', alpha=0.3)
-        ax.set(xlabel=axes.x, ylabel=headings[key])
+        ax.set(xlabel=COLUMNS.get(axes.x, axes.x), ylabel=headings[key])
         ax.label_outer()
     for ax, panel in zip(grid[0], panels, strict=True):
         sampled = any(line.get('sample_of') for group, lines in groups.items()
                       for line in lines.values() if group[0] == panel)
-        ax.set_title(figure_title(titled(axes.panel, panel) + ' (sample)' * sampled, 40),
+        ax.set_title(figure_title(caption(axes.panel, panel) + ' (sample)' * sampled, 40),
                      fontsize=10)
     if entries := {label: handle for ax in grid.flat for handle, label in zip(
             *ax.get_legend_handles_labels(), strict=True)}:
