@@ -19,7 +19,7 @@ NORMAL, USER_DEFINED, BYTE = 1, 4, 6    # types of its pieces
 
 
 def tokenizer_files(folder, tokenizer, template=None, add_bos=True):
-    """Return {name: text, or object for a JSON file} to write beside or over the base model's.
+    """Return {name: text, or object for a JSON file} to add to the base model's files, or replace.
 
     folder:   the folder of the base model; DataError if a JSON file in it is damaged
     template: name of the chat template used in training; None keeps the base model's

@@ -427,7 +427,7 @@ def encode(question, shots, tokenizer, cfg, max_tokens):
 
 
 def shown(question, text):
-    """Return an answer as later prompts show it: stripped, except a program after its prompt."""
+    """Return an answer as later prompts show it: stripped, but a program keeps its indentation."""
     return (text.strip() if question.context.endswith(':') else text.rstrip()) or '(none)'
 
 

@@ -6,9 +6,9 @@ called as
     python study/smoothing.py
     python study/smoothing.py --seeds=0,1 --only=tuned-smoothing0.1
 
-from the root of the repository. What is finished is skipped, so an interrupted script is simply
+from the root of the repository. Finished runs are skipped, so an interrupted script is simply
 started again, and several processes can share the seeds or the runs of one script. At the end it
-prints a table over all seeds that are finished, and writes it beside them as compare.*.
+prints a table over all finished seeds, and writes it beside them as compare.*.
 """
 
 import argparse

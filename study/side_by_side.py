@@ -4,10 +4,10 @@
     python study/side_by_side.py --seeds=5,6 --gpus=4 --processes=10 --minutes=8
     python study/side_by_side.py --study=alignment --seeds=10,11 --processes=24
 
-A process does one run after the other, which saves the seconds of its start. A run begins as soon
-as its base model and its data are there. What is finished is skipped; a run that fails is reported,
-and the others continue; a process that dies is replaced. After --minutes no run is started anymore:
-start the script again for the rest. What the processes print is in out/study/side-by-side/.
+Each process does many runs, so it starts only once. A run begins as soon as its base model and its
+data exist. Finished runs are skipped; a run that fails is reported, and the others continue; a
+process that dies is replaced. After --minutes no further run is started: start the script again for
+the rest. What the processes print is in out/study/side-by-side/.
 """
 
 import os
