@@ -125,7 +125,9 @@ def token_log_probs(hidden, head, at, tokens, softcap):
 
 def token_statistics(hidden, head, at, tokens, softcap):
     """Return float32 [M, 4]: the log-probability of each token, the top token of the distribution
-    that predicts it, the log-probability of that and the entropy. Arguments: `token_log_probs`.
+    that predicts it, the log-probability of that, and the entropy in nats.
+
+    Arguments: `token_log_probs`.
     """
     s = fused_ce.token_statistics(hidden[device.to_device(at, head.device)], head, tokens,
                                   softcap=softcap)

@@ -325,7 +325,7 @@ def main():
         except Exception as error:
             send(answer_write, frame(one_line(error)))
             os._exit(1)
-        send(answer_write, frame(''))       # isolated: the last message of this file
+        send(answer_write, frame(''))       # isolated; later messages may be the program's
         serve(request['source'], call_read, answer_write)
     os.close(call_read)
     os.close(answer_write)

@@ -181,7 +181,7 @@ def models_table(numbers):
     """Questions 1 to 3: all models that learn from pairs or rewards, and the closed form."""
     keys = {'reward': 'held-out reward', 'kl': 'KL (nats)', 'accuracy': 'accuracy',
             'confidence': 'confidence', 'ece': 'ECE', 'margin': 'margin of trained pairs',
-            'fitted': 'training accuracy', 'preference': 'held-out preference',
+            'fitted': 'accuracy on trained pairs', 'preference': 'held-out preference',
             'preference_ece': 'preference ECE'}
     names = ['sft']
     for method, weight in WEIGHTED:

@@ -20,7 +20,6 @@ from runtime.errors import ConfigError
 from runtime.ownership import read_json, write_text
 from runtime.processes import parallel_map
 
-# {column of reach.py: its title}
 # in figures: {column: its name}, and {(column, value): words for both}
 COLUMNS = {'hidden_size': 'hidden size', 'final_logit_softcapping': 'softcap',
            'unused_rows': 'unused rows', 'vocab_size': 'rows of the vocabulary',
@@ -32,6 +31,7 @@ WORDS = {('task', 'text4'): 'questions', ('task', 'text10'): 'questions, 10 opti
          ('lora', 'False'): 'full weights', ('lora', 'True'): 'LoRA',
          ('from_scratch', 'False'): 'tuned', ('from_scratch', 'True'): 'base',
          ('unused_rows', '0'): 'all rows used', ('unused_rows', '258048'): '4,096 rows used'}
+# {column of reach.py: its title}
 REACH = {'reach_lowest_bits': 'least entropy (bits)', 'reach_highest_bits': 'most entropy (bits)'}
 
 

@@ -6,13 +6,15 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (DEVICES, documents, gradients, head_of_32, lora_model, reference_model,
+from common import (DEVICES, HERE, documents, gradients, head_of_32, lora_model, reference_model,
                     rewrite, run_scripts, run_train, start_script, torchrun, whole_rows,
                     write_rows)
 from safetensors.torch import load_file
@@ -439,6 +441,25 @@ def test_trackers_must_be_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(ConfigError, match='pip install wandb'):
         train.check_config(tiny_config(tracker='wandb', max_length=48))
+
+
+def test_a_script_that_ends_at_once_closes_the_writer_of_tensorboard(tmp_path):
+    """The writer keeps up to two minutes of records, which it does not write by itself at the end.
+    """
+    (tmp_path / 'code.py').write_text("""
+import sys, types
+class SummaryWriter:
+    def __init__(self, folder): self.records = []
+    def add_scalar(self, *record): self.records.append(record)
+    def close(self): print(self.records)
+sys.modules['torch.utils.tensorboard'] = types.SimpleNamespace(SummaryWriter=SummaryWriter)
+from runtime import log, startup
+log.start_tracker(types.SimpleNamespace(tracker='tensorboard', out_dir='x'))({'step': 7, 'lr': 0.5})
+startup.end_at_once()
+""")
+    done = subprocess.run([sys.executable, tmp_path / 'code.py'], text=True, capture_output=True,
+                          env=os.environ | {'PYTHONPATH': str(HERE)})
+    assert done.returncode == 0 and done.stdout == "[('step', 7, 7), ('lr', 0.5, 7)]\n", done.stderr
 
 
 @pytest.mark.parametrize('n_gpus, wanted', [(0, 'gloo'), (1, 'gloo'), (2, 'cpu:gloo,cuda:nccl')])
