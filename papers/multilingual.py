@@ -111,25 +111,36 @@ def rows(options):
 # Tables
 # ------------------------------------------------------------------------------------------------
 
+def languages_of(task, options):
+    """Return the languages of a benchmark that the runs are evaluated in."""
+    selected = changed_report(REPORT, options).languages
+    return [x for x in BENCHMARKS[task][1] if 'all' in selected or x in selected]
+
+
+def reports_of(result, languages):
+    """Return {language: report} of a result; that of a single language is the pooled report."""
+    single = {languages[0]: result['pooled']} if result and len(languages) == 1 else {}
+    return result.get('languages', single)
+
+
 def tables(options):
     printed = printed_numbers()
-    selected = changed_report(REPORT, options).languages
     head = ('model', 'data', 'smoothing', *(column for key in PRINTED for column in (
         COLUMNS[key], paper_column(COLUMNS[key], options))), COLUMNS['rmsce'])
     significance = {}
-    for task, (title, languages) in BENCHMARKS.items():
-        languages = [x for x in languages if 'all' in selected or x in selected]
+    for task, (title, every) in BENCHMARKS.items():
+        languages = languages_of(task, options)
         results = {key: measured(folder, task) for key, folder in rows(options)}
         significance[task] = tests = p_by_question(task, dict(rows(options)), results)
         pooled_lines = [(*head, 'p accuracy, languages', 'p ECE, languages',
                          'p accuracy, questions', 'p ECE, questions')]
         by_class, by_language = [('class', *head)], [('language', *head)]
         for key, result in results.items():
-            reports = result.get('languages', {})
-            plain = results.get((*key[:2], '0.0'), {}).get('languages', reports)
+            reports = reports_of(result, languages)
+            plain = reports_of(results.get((*key[:2], '0.0'), {}), languages) or reports
             pooled_lines.append((
-                *key, *beside(result.get('pooled', {}),
-                              printed.get((task, 'all', *key), {}) if 'all' in selected else {}),
+                *key, *beside(result.get('pooled', {}), printed.get((task, 'all', *key), {})
+                              if languages == [*every] else {}),
                 *p_by_language(reports, plain),
                 *(f'{p:.2g}' if (p := tests.get(key, {}).get('all', {}).get(name)) else ''
                   for name in ('accuracy', 'ece'))))
@@ -140,7 +151,7 @@ def tables(options):
                     mean_of([printed[task, x, *key] for x in members
                              if (task, x, *key) in printed]))))
         for x in languages:
-            by_language += [(x, *key, *beside(result.get('languages', {}).get(x, {}),
+            by_language += [(x, *key, *beside(reports_of(result, languages).get(x, {}),
                                               printed.get((task, x, *key), {})))
                             for key, result in results.items()]
         yield task, f'{title}, all languages together (tables 1 and 2)', pooled_lines
@@ -194,8 +205,9 @@ def write_appendix(options, significance):
              for s in (('0.0', '0.1', '0.2') if data in DATA else ('',))]
     head = ('SFT dataset', 'model', 'smoothing', *(COLUMNS[key] for key in PRINTED))
     folders, tex, md = dict(rows(options)), [], []
-    for task, (title, languages) in BENCHMARKS.items():
-        reports = {key: measured(folder, task).get('languages', {})
+    for task, (title, _) in BENCHMARKS.items():
+        languages = languages_of(task, options)
+        reports = {key: reports_of(measured(folder, task), languages)
                    for key, folder in folders.items()}
         for language in languages:
             keys = [(data, model, s) for data, model, s in order
@@ -254,7 +266,7 @@ def overlay(options, name, task, languages, names):
         for label, setting in CURVES[data].items():
             folder = folders.get((model, *setting), '')
             result = measured(folder, task)
-            if language in result.get('languages', {}):
+            if language in reports_of(result, languages_of(task, options)):
                 _, p = predictions(folder, task)[language]
                 curves[report.panel_title(label, result)] = bins(p.probs, p.labels)
         if curves:

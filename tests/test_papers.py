@@ -433,6 +433,25 @@ print(json.dumps({name: lines for name, _, lines in paper.tables(options)}))
 
 
 @pytest.mark.slow
+def test_a_single_language_is_in_the_tables_by_class_and_by_language(tmp_path):
+    """Its results are the pooled ones: results.json has no others."""
+    lines = json.loads(in_papers("""
+import json
+import multilingual as paper
+options = types.SimpleNamespace(out_dir=sys.argv[1], models='', figures='',
+                                changes=['--eval.languages=yo'])
+paper.draw_figures = lambda _: None
+paper.measured = lambda folder, task: {'pooled': dict.fromkeys(
+    (*paper.PRINTED, 'rmsce'), 0.125)} if folder.endswith('Gemma2-2B/base') else {}
+print(json.dumps({name: lines for name, _, lines in paper.tables(options)}))
+""", tmp_path))
+    for name in ('global_mmlu_classes', 'global_mmlu_languages', 'mmlu_prox_languages'):
+        assert [line[:5] for line in lines[name] if line[4] == '0.125'] == [
+            ['low' if 'classes' in name else 'yo', 'Gemma2-2B', 'base', '', '0.125']]
+    assert '0.125' in (tmp_path / 'appendix.tex').read_text()
+
+
+@pytest.mark.slow
 def test_the_options_of_multilingual_choose_models_and_tuning(tmp_path):
     plan = run_paper(tmp_path, 'multilingual', '--plan', '--models=aya,gemma3', '--only=base,inst')
     assert 'Aya-Expanse-8B/base' in plan and 'Gemma3-4B/instruct' in plan
