@@ -220,7 +220,7 @@ def _sums_between(values, ends):
 
 def _positions(drawn, ends):
     """The number of rows after which `drawn` [R, N + 1] reaches each of ends [M] or [R, M]."""
-    # row after row, each raised above the one before: one search in place of one per resample
+    # all rows in a line, each raised above the one before it, so that one search does for all
     first = drawn.shape[1] * np.arange(len(drawn))[:, None]
     return np.searchsorted((drawn + first).ravel(), ends + first) - first
 

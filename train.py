@@ -118,7 +118,7 @@ class TrainConfig:
     checkpoint_epochs: bool = True            # keep the weights of each epoch in epoch-<n>/
     save_dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # dtype of the weights on disk
     device: str = 'auto'                      # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
-    seed: int = 0                             # of all random numbers, as of weights, data order
+    seed: int = 0                             # of all random numbers
     log_every: int = 1                        # steps between printed lines; log.jsonl has them all
     tracker: Literal['none', 'wandb', 'tensorboard'] = 'none'  # also log there, if installed
     dry_run: bool = False                     # print sizes, take two steps, write no run folder

@@ -351,10 +351,10 @@ def _pieces(model, merges, added):
     to_byte = {char: byte for byte, char in BYTE_CHARS.items()}
     ids = {piece: i for piece, i in model['vocab'].items() if piece not in added}
     order = dict.fromkeys(sorted((piece for piece in ids if len(piece) == 1), key=ids.get))
-    order |= dict.fromkeys(merges)      # which make most pieces several times
+    order |= dict.fromkeys(merges)      # several merges may make the same piece
     if model.get('ignore_merges'):      # a word that is a piece is not merged from others
         order |= ids
-    # also of pieces left out, to refuse bad characters
+    # of all pieces, so that bad characters are refused in those left out, too
     raw = {piece: bytes(map(to_byte.__getitem__, piece)) for piece in order | ids}
     return {raw[piece]: ids[piece] for piece in order if piece in ids}
 
