@@ -108,6 +108,8 @@ def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
 def _text_part(raw):
     """Return the config.json of the text model alone, from that of a model of text and images."""
     text = {'model_type': NESTED[raw['model_type']]} | raw.get('text_config', {})
+    if text['model_type'] == 'mistral':     # where transformers reads no layer_types beside images
+        text.pop('layer_types', None)
     # where transformers ties although the file does not say so, check_weights misses a tensor
     for key in ('tie_word_embeddings', 'eos_token_id', 'dtype', 'torch_dtype', 'nanocal',
                 'quantization_config'):

@@ -62,6 +62,9 @@ def read_ropes(hf: dict, v: dict, where: str) -> tuple[dict, dict]:
     name = blocks[0] if blocks else 'rope_parameters'
     block = hf.get(name) or (OWN_BLOCKS.get(kind, {}) if hf.get('rope_parameters') is None else {})
     if kind in BY_LAYER_TYPE:
+        if name == 'rope_scaling' and 'type' in block and 'rope_type' not in block:
+            raise CheckpointError(f'{where}: rope_scaling.type means nothing to transformers in a '
+                                  f'{kind}; name it rope_type')
         parts = {'full_attention': block} if name == 'rope_scaling' else block
         check_values(parts, dict.fromkeys(LAYER_TYPES, [dict, None]), where, f'{name}.')
         local = names | {'rope_theta': BY_LAYER_TYPE[kind]}

@@ -359,7 +359,9 @@ def test_mistral_with_layer_types_is_ministral(layer_types, tmp_path):
     ('gemma2', {'layer_types': ['full_attention', 'chunked_attention'] * 2}, 'layer_types = '),
     ('gemma2', {'layer_types': ['full_attention']}, 'layer_types has 1 items for num_hidden'),
     ('gemma2', {'sliding_window': None}, 'sliding_window = None is not supported; it must'),
-    ('mistral', {'layer_types': ['sliding_attention'] * 3}, 'sliding_window = None beside layer')])
+    ('mistral', {'layer_types': ['sliding_attention'] * 3}, 'sliding_window = None beside layer'),
+    ('gemma3', {'rope_parameters': None, 'rope_scaling': {'type': 'linear', 'factor': 8.0}},
+     'rope_scaling.type means nothing to transformers in a gemma3_text; name it rope_type')])
 def test_layer_types_that_are_refused(name, changes, message, tmp_path):
     reference_model(name, tmp_path)
     edit_config(tmp_path, **changes)
