@@ -25,7 +25,6 @@ from runtime import cli
 if __name__ == '__main__':
     cli.begin()
 
-import functools
 import hashlib
 import json
 import os
@@ -44,7 +43,6 @@ from data.answers import Answers
 from data.preferences import TIED, load_preferences, pack_rankings
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
-from model import CausalLM
 from rl import RL_METHODS, Rollouts, answer_log_probs, check_rollouts
 from runtime import checkpoint, resume
 from runtime.build import build_model
@@ -365,8 +363,7 @@ class RewardModel(Preferences):
 
     def build_model(self, cfg, config, base, device):
         """Return the model with a score head of zeros, which is trained with LoRA as well."""
-        change = functools.partial(CausalLM.become_reward_model, device=device)
-        model = build_model(cfg, config, base, device, change)
+        model = build_model(cfg, config, base, device, reward=True)
         model.score.requires_grad_()
         return model
 

@@ -391,8 +391,15 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None,
                 masks: list | None = None) -> Tensor:
-        config = self.config
-        x = self.embed(tokens, positions)
+        config, x = self.config, self.embed_tokens(tokens)
+        scale: float | Tensor = config.embed_scale
+        if config.family.scaled_embeddings:
+            # rounded to the type of the weights, as in transformers: for Gemma 2 9B 59.8665 in
+            # float32 (so in training here), 59.75 in bfloat16
+            scale = torch.tensor(config.hidden_size ** 0.5, dtype=x.dtype)
+        x = self.project_in(x * scale)
+        if config.family.learned_positions:
+            x = x + self.embed_positions(positions + 2)
         if masks is None:
             masks = make_masks(self.attention, positions, ends, config.windows, config.head_dim,
                                config.attn_logit_softcapping, x)
@@ -404,17 +411,6 @@ class Decoder(nn.Module):
             inputs = x, rotary[layer.rope], mask
             x = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
         return self.project_out(self.norm(x))
-
-    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the input of the first block [B, T, D]."""
-        config, x = self.config, self.embed_tokens(tokens)
-        scale: float | Tensor = config.embed_scale
-        if config.family.scaled_embeddings:
-            # rounded to the type of the weights, as in transformers: for Gemma 2 9B 59.8665 in
-            # float32 (so in training here), 59.75 in bfloat16
-            scale = torch.tensor(config.hidden_size ** 0.5, dtype=x.dtype)
-        x = self.project_in(x * scale)
-        return x + self.embed_positions(positions + 2) if config.family.learned_positions else x
 
 
 class CausalLM(nn.Module):
@@ -463,18 +459,6 @@ class CausalLM(nn.Module):
         """Return capped logits [..., V] in float32: large, so for tests and single positions."""
         z = float32_linear(hidden, self.head)
         return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
-
-    def become_reward_model(self, device=None):
-        """Replace the output matrix by a score head [1, D] of zeros, in place.
-
-        device: of the score head; None: that of the embedding
-        """
-        if not (self.config.tie_word_embeddings or self.config.reward):
-            del self.lm_head
-        self.config.reward, like = True, self.model.embed_tokens.weight
-        score = nn.Linear(self.config.embed_size, 1, bias=False)
-        self.score = score.to(device or like.device, like.dtype)
-        nn.init.zeros_(self.score.weight)
 
     def rewards(self, hidden: Tensor) -> Tensor:
         """Return the rewards [...] of hidden states [..., D] at the last token of an answer."""

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from torch import nn
 
 from model import CausalLM, add_lora
 from runtime import checkpoint
@@ -11,13 +12,13 @@ from runtime.optim import AdamW
 from runtime.parallel import rank, shard, world_size
 
 
-def build_model(cfg, config, base, device, change=None):
+def build_model(cfg, config, base, device, reward=False):
     """Return the model to train, loaded or random; see `prepare`.
 
     Of several processes each holds its share of the weights, never all of them on its device.
-    change: a function that first changes layers in place, such as CausalLM.become_reward_model
+    reward: with a score head of zeros instead of the output matrix
     """
-    ready = functools.partial(prepare, cfg=cfg, device=device, change=change)
+    ready = functools.partial(prepare, cfg=cfg, device=device, reward=reward)
     dtype, several = pick_dtype(cfg.dtype, device), world_size() > 1
     if cfg.from_scratch:
         model = CausalLM(config)
@@ -30,13 +31,13 @@ def build_model(cfg, config, base, device, change=None):
     return model if several else ready(model)
 
 
-def prepare(model, cfg, device, change=None):
+def prepare(model, cfg, device, reward=False):
     """Return a model with adapters, compiled and sharded as the settings say.
 
-    change: see `build_model`
+    reward: see `build_model`
     """
-    if change:
-        change(model)
+    if reward:
+        become_reward_model(model, device)
     if cfg.lora:
         add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets, device)
     model.decoder.attention = cfg.attention
@@ -48,6 +49,16 @@ def prepare(model, cfg, device, change=None):
         shard(model, device)
         torch.manual_seed(cfg.seed + rank())    # the dropout of adapters differs between processes
     return model.train()
+
+
+def become_reward_model(model, device):
+    """Replace the output matrix by a score head [1, D] of zeros on `device`, in place."""
+    score = nn.Linear(model.config.embed_size, 1, bias=False)
+    model.score = score.to(device, model.head.dtype)
+    nn.init.zeros_(model.score.weight)
+    if not model.config.tie_word_embeddings:
+        del model.lm_head
+    model.config.reward = True
 
 
 def build_optimizer(model, cfg):

@@ -198,7 +198,6 @@ def test_each_process_loads_only_its_share_of_the_weights(folder, tmp_path):
     script = tmp_path / 'load.py'
     script.write_text(f'''
 import functools, torch
-from model import CausalLM
 from runtime import build, checkpoint, parallel
 from train import TrainConfig
 
@@ -208,12 +207,10 @@ def load():
     share = functools.partial(parallel.shard, device='cpu') if several() > 1 else None
     return checkpoint.load(base, share=share)
 
-score = functools.partial(CausalLM.become_reward_model, device='cpu')
-
-def train(change=None, **settings):
+def train(reward=False, **settings):
     torch.manual_seed(0)
     config = checkpoint.read_config(base)
-    return build.build_model(TrainConfig(**settings), config, base, 'cpu', change)
+    return build.build_model(TrainConfig(**settings), config, base, 'cpu', reward)
 
 read = checkpoint.read_tensors
 
@@ -230,7 +227,7 @@ def load_share(load_full, target, x):
 checkpoint.read_tensors = read_in_shares
 with parallel.joined():
     for make in (load, train, functools.partial(train, lora=True),
-                 functools.partial(train, score), functools.partial(train, score, lora=True),
+                 functools.partial(train, True), functools.partial(train, True, lora=True),
                  functools.partial(train, from_scratch=True)):
         several = parallel.world_size
         model = make()
