@@ -458,9 +458,9 @@ def auroc(probs, labels) -> float:
 
     Hendrycks & Gimpel 2017. It is nan, undefined, if all rows are right or all are wrong.
     """
-    right, wrong = _right_and_wrong(probs, labels)
-    wrong_below, n_pairs = np.cumsum(wrong) - wrong / 2, float(right.sum()) * wrong.sum()
-    return float((right * wrong_below).sum() / (n_pairs or np.nan))
+    right = _outcomes_by_rank(probs, labels)
+    right_above, wrong = np.cumsum(right) - right / 2, 1 - right
+    return float((wrong * right_above).sum() / (right.sum() * wrong.sum() or np.nan))
 
 
 def aurc(probs, labels) -> float:
@@ -525,19 +525,16 @@ def coverage_at_accuracy(probs, labels, wanted=0.9) -> float:
     return float((enough[-1] + 1) / len(labels)) if len(enough) else 0.0
 
 
-def _right_and_wrong(probs, labels):
-    """(number right, number wrong) for each distinct confidence, in ascending order."""
+def _outcomes_by_rank(probs, labels):
+    """[N]: the mean a_i over the rows that tie with each row, from the most confident row down."""
     _, correct, tie_ends = sort_by_confidence(probs, labels)
-    right = np.diff(np.cumsum(correct)[tie_ends - 1], prepend=0)
-    return right, np.diff(tie_ends, prepend=0) - right
+    right, count = np.diff([np.cumsum(correct)[tie_ends - 1], tie_ends], prepend=0)
+    return np.repeat(right / count, count)[::-1]
 
 
 def _accuracy_of_top(probs, labels):
     """[N]: the expected accuracy of the k most confident rows, with tied rows in random order."""
-    right, wrong = _right_and_wrong(probs, labels)
-    count = (right + wrong)[::-1]
-    expected = np.repeat(right[::-1] / count, count)
-    return np.cumsum(expected) / np.arange(1, len(expected) + 1)
+    return np.cumsum(_outcomes_by_rank(probs, labels)) / np.arange(1, len(labels) + 1)
 
 
 # Class-wise calibration: acc(B) is the share of rows whose label is k, conf(B) the mean of p_ik
