@@ -53,12 +53,10 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     called = [x for x in measures if x.key in _edited(metrics.MEASURES)
               or not _equal(x.key, fast, observed)]
     arrays = [None if x is None else np.asarray(x) for x in (probs, labels, n_options, scores)]
-    parts: dict[str, list] = {key: [] for key in (*(x.key for x in measures), *columns)}
-    for counts in _resample(len(labels), n_resamples, chunk, seed):
-        values = sums(counts) | _call_measures(called, counts, arrays)
-        for key, part in parts.items():
-            part.append(values[key])
-    return {key: np.concatenate(part) for key, part in parts.items()}
+    parts = [sums(counts) | _call_measures(called, counts, arrays)
+             for counts in _resample(len(labels), n_resamples, chunk, seed)]
+    return {key: np.concatenate([part[key] for part in parts])
+            for key in (*(x.key for x in measures), *columns)}
 
 
 def _equal(key, fast, report):
