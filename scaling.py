@@ -30,8 +30,7 @@ def fit_temperature(scores, labels) -> float:
     Guo et al. 2017. T is from 0.001 to 1000. If the NLL is still falling at one of these ends, the
     end is returned: 0.001 if every label has the highest score of its row.
     """
-    scores, labels = _check_labeled(scores, labels)
-    return metrics.best_temperature(scores, np.arange(scores.shape[1]) == labels[:, None])
+    return metrics.best_temperature(*_check_labeled(scores, labels))
 
 
 def fit_temperature_to_base(scores, base_scores) -> float:
@@ -63,33 +62,25 @@ def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
     positive number, chooses among the b that differ by a constant. Each option index has weights of
     its own, so use it for letters or classes, not for answers in random order.
     """
-    scores, labels = _check_labeled(scores, labels)
+    scores, is_label = _check_labeled(scores, labels)
     metrics.check_range('ridge', ridge, 0, np.inf, open_low=True, open_high=True)
     n, K = scores.shape
     has = np.isfinite(scores)
     x = np.where(has, scores, 0)
-    start = np.repeat((1.0, 0.0), K)
-    is_label = np.arange(K) == labels[:, None]
 
-    def log_probs(wb):
+    def nll(wb):
         z = np.where(has, wb[:K] * x + wb[K:], -np.inf)
         z = z - z.max(1, keepdims=True)
-        return z - np.log(np.exp(z).sum(1, keepdims=True))
-
-    def loss(wb):
-        return -log_probs(wb)[np.arange(n), labels].mean() + ridge * ((wb - start) ** 2).sum()
-
-    def derivatives(wb):
-        p = np.exp(log_probs(wb))
+        log_p = z - np.log(np.exp(z).sum(1, keepdims=True))
+        p = np.exp(log_p)
         error = p - is_label
-        gradient = np.concatenate([(error * x).mean(0), error.mean(0)]) + 2 * ridge * (wb - start)
         # mean of diag(p) - p p^T, in w and b: [x p x, x p; p x, p] on the diagonals of the blocks
         ww, wb_block, bb = (np.diag(row.mean(0)) for row in (p * x * x, p * x, p))
         design = np.concatenate([p * x, p], 1)
         hessian = np.block([[ww, wb_block], [wb_block, bb]]) - design.T @ design / n
-        return gradient, hessian + 2 * ridge * np.eye(2 * K)
+        return -log_p[is_label].mean(), np.append((error * x).mean(0), error.mean(0)), hessian
 
-    wb = _minimize_convex(loss, derivatives, start)
+    wb = _minimize_convex(nll, np.repeat((1.0, 0.0), K), ridge)
     return wb[:K], wb[K:]
 
 
@@ -130,17 +121,13 @@ def fit_logistic(design, target, ridge) -> np.ndarray:
     w minimizes the summed cross-entropy to the probabilities `target` [N] plus sum(ridge * w^2).
     design: [N, D]; ridge: positive, one number or [D]. By Newton's method.
     """
-    def loss(w):
+    def cross_entropy(w):
         z = design @ w
-        return (np.logaddexp(0, z) - target * z).sum() + (ridge * w * w).sum()
-
-    def derivatives(w):
-        p = _sigmoid(design @ w)
-        gradient = design.T @ (p - target) + 2 * ridge * w
+        p = _sigmoid(z)
         hessian = (design * (p * (1 - p))[:, None]).T @ design
-        return gradient, hessian + np.diag(np.broadcast_to(2.0 * ridge, len(w)))
+        return (np.logaddexp(0, z) - target * z).sum(), design.T @ (p - target), hessian
 
-    return _minimize_convex(loss, derivatives, np.zeros(design.shape[1]))
+    return _minimize_convex(cross_entropy, np.zeros(design.shape[1]), ridge)
 
 
 def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
@@ -149,10 +136,8 @@ def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
     Histogram binning, Zadrozny & Elkan 2001, over the bins of metrics.bins. The value of an empty
     bin is its center.
     """
-    metrics.check_count('n_bins', n_bins)
-    confidence, correct = metrics.check_predictions(confidence, correct)
-    index = metrics.equal_width_bins(metrics.round_for_ties(confidence), n_bins)
-    _, _, accuracy = metrics.bin_means(index, n_bins, confidence, correct)
+    metrics.check_confidence(confidence)    # metrics.bins would also take probs [N, K]
+    accuracy = metrics.bins(confidence, correct, n_bins)['accuracy']
     return np.where(np.isnan(accuracy), (np.arange(n_bins) + 0.5) / n_bins, accuracy)
 
 
@@ -206,26 +191,32 @@ def _check_scores(scores, name='scores'):
 
 
 def _check_labeled(scores, labels):
-    """Return scores as `_check_scores` does, and labels int [N]."""
+    """Return scores as `_check_scores` does, and [k = label_i], bool [N, K]."""
     scores = _check_scores(scores)
     labels = metrics.check_labels(labels, *scores.shape)
-    metrics.refuse(np.isinf(scores[np.arange(len(labels)), labels]), lambda i:
+    is_label = np.arange(scores.shape[1]) == labels[:, None]
+    metrics.refuse(np.isinf(scores[is_label]), lambda i:
                    f'label {labels[i]} is not one of its options, the scores are {scores[i]}')
-    return scores, labels
+    return scores, is_label
 
 
-def _minimize_convex(loss, derivatives, start):
-    """Minimize `loss` by Newton's method, halving any step that would raise it.
+def _minimize_convex(function, start, ridge):
+    """Return the x [D] of least function(x) + sum(ridge * (x - start)^2), by Newton's method.
 
-    derivatives(x) returns (gradient [D], Hessian [D, D]); at most 100 steps, until one is < 1e-10.
+    function(x) returns (value, gradient [D], Hessian [D, D]). Steps that would raise the value are
+    halved; there are at most 100, until one is < 1e-10.
     """
-    x = start
+    def derivatives(x):
+        value, gradient, hessian = function(x)
+        return (value + (ridge * (x - start) ** 2).sum(), gradient + 2 * ridge * (x - start),
+                hessian + 2 * ridge * np.eye(len(x)))   # a ridge [D] scales the columns of I
+
+    x, (value, gradient, hessian) = start, derivatives(start)
     for _ in range(100):
-        gradient, hessian = derivatives(x)
         step = np.linalg.solve(hessian, gradient)
-        while loss(x - step) > loss(x) and np.abs(step).max() > 1e-12:
+        while (after := derivatives(x - step))[0] > value and np.abs(step).max() > 1e-12:
             step = step / 2
-        x = x - step
+        x, (value, gradient, hessian) = x - step, after
         if np.abs(step).max() < 1e-10:
             break
     return x
