@@ -22,9 +22,7 @@ from runtime import cli, startup
 if __name__ == '__main__':
     startup.begin()
 
-import contextlib
 import functools
-import hashlib
 import itertools
 import math
 import os
@@ -196,11 +194,11 @@ def launch(load, batches, compute, dropout_seed, sharded):
             if not (batch := upcoming()):
                 return
             launched = deque()
-            with scoring_mode(load(), dropout_seed) as model:
+            with adapter.evaluation_mode(load(), dropout=dropout_seed is not None) as model:
                 while batch:
                     arrays, scored = batch
                     if dropout_seed is not None:
-                        seed_dropout(dropout_seed, arrays)
+                        adapter.seed_dropout(dropout_seed, arrays)
                     with torch.no_grad():
                         values = forward_values(model, arrays, scored, compute)
                     if batch is not IDLE:
@@ -211,26 +209,6 @@ def launch(load, batches, compute, dropout_seed, sharded):
                 yield from launched
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-@contextlib.contextmanager
-def scoring_mode(model, dropout_seed):
-    """Yield the model in evaluation mode, with a seed its dropout in training mode; restore it."""
-    training = model.training
-    model.eval()
-    for module in model.modules():      # only adapters have dropout
-        module.training = dropout_seed is not None and isinstance(module, torch.nn.Dropout)
-    try:
-        yield model
-    finally:
-        model.train(training)
-
-
-def seed_dropout(seed, arrays):
-    """Seed torch for a batch, whose tokens also decide what is dropped."""
-    digest = hashlib.blake2b(b''.join(array.tobytes() for array in arrays), digest_size=8,
-                             key=str(seed).encode()).digest()
-    torch.manual_seed(int.from_bytes(digest))
 
 
 def forward_values(model, arrays, scored, compute=token_log_probs):

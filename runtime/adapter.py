@@ -5,6 +5,7 @@ with the files of the base model and a link `.adapter` to the adapter. From ther
 folder like any other; `checkpoint.load` merges, and `checkpoint.fingerprint` covers the adapter.
 """
 
+import contextlib
 import hashlib
 import math
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import CausalLM, LoRALinear, ModelConfig, add_lora
 from runtime.config_json import read_config, read_json_object
@@ -224,3 +225,23 @@ def add_adapter(model: CausalLM, folder: str | Path):
             raise CheckpointError(f'{path}: tensor {key} has shape {shape}, the base model and '
                                   f'adapter_config.json want {right}')
         wanted[key].data.copy_(values[key])
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module, dropout: bool = False):
+    """Yield the model in evaluation mode, its adapters with dropout if asked; then restore it."""
+    training = model.training
+    model.eval()
+    for module in model.modules():      # only adapters have dropout
+        module.training = dropout and isinstance(module, nn.Dropout)
+    try:
+        yield model
+    finally:
+        model.train(training)
+
+
+def seed_dropout(seed: int, arrays):
+    """Seed torch by `seed` and the arrays of a batch, whose tokens decide what is dropped."""
+    digest = hashlib.blake2b(b''.join(array.tobytes() for array in arrays), digest_size=8,
+                             key=str(seed).encode()).digest()
+    torch.manual_seed(int.from_bytes(digest))
