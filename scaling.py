@@ -204,7 +204,7 @@ def _minimize_convex(function, start, ridge):
     """Return the x [D] of least function(x) + sum(ridge * (x - start)^2), by Newton's method.
 
     function(x) returns (value, gradient [D], Hessian [D, D]). Steps that would raise the value are
-    halved; there are at most 100, until one is < 1e-10.
+    halved; there are at most 100, until one is 1e-10 or less.
     """
     def derivatives(x):
         value, gradient, hessian = function(x)
@@ -214,11 +214,12 @@ def _minimize_convex(function, start, ridge):
     x, (value, gradient, hessian) = start, derivatives(start)
     for _ in range(100):
         step = np.linalg.solve(hessian, gradient)
-        while (after := derivatives(x - step))[0] > value and np.abs(step).max() > 1e-12:
+        while np.abs(step).max() > 1e-10 and (after := derivatives(x - step))[0] > value:
             step = step / 2
-        x, (value, gradient, hessian) = x - step, after
-        if np.abs(step).max() < 1e-10:
+        x = x - step
+        if np.abs(step).max() <= 1e-10:
             break
+        value, gradient, hessian = after
     return x
 
 
