@@ -86,7 +86,7 @@ import fused_ce
 from families import t5
 from results.evaluation import write_evaluation
 from runtime import adapter, checkpoint, device, log, parallel
-from runtime.load_ahead import load_ahead, loads_kernels
+from runtime.load_ahead import load_ahead, load_kernels, loads_kernels
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
 from written.answers import judge_samples, write_answers
 from written.p_ik import probe_answers
@@ -375,8 +375,10 @@ COLLECT = dict.fromkeys(('free', *VERBALIZED), write_answers) | {
 # An evaluation
 # ------------------------------------------------------------------------------------------------
 
-def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
+def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None, kernels=None):
     """Score `tasks`, as load_tasks(cfg) returns them, with the model in `folder`, or `model`.
+
+    kernels: of `load_kernels`, for which scoring waits
 
     Resume from samples.jsonl in `out_dir`; write that file, eval_config.json, results.json, .md,
     .csv, .tex, report.html and reliability diagrams there; keep the results of other tasks with the
@@ -411,7 +413,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None):
         out_dir, tasks, settings, pictures=cfg.pictures, overwrite=cfg.overwrite, processes=n)
         if first else None)
     announce(config, tasks, cfg, done)
-    results, prompts, new = score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model)
+    results, prompts, new = score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model,
+                                        kernels)
     if not first:
         return None
     samples.merge_parts(out_dir / 'samples.jsonl')
@@ -435,7 +438,7 @@ def check_shard(folder, tasks, cfg):
     raise ConfigError(f'shard = True: {why}')
 
 
-def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
+def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model, kernels):
     """Append the samples of this process's share of `tasks` to its part of samples.jsonl.
 
     Return {label: result without metrics}, {label: its prompts} and the new samples, in the first
@@ -448,10 +451,10 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model):
     n_items = max(0, n_items - sum(key[0] in labels for key, _ in done))
     process = parallel.rank(), parallel.world_size()
     tasks = {label: task.share(*process) for label, task in tasks.items()}
-    with (ThreadPoolExecutor(2) as pool,
+    with (ThreadPoolExecutor(1) as pool,
           open(samples.part(out_dir / 'samples.jsonl', *process), 'ab', buffering=0) as file):
-        load = (lambda: model) if model else load_ahead(
-            pool, folder, base, cfg, n_items, None if t5_config(folder) else forward_values)
+        load = (lambda: model) if model else load_ahead(pool, folder, base, cfg, n_items,
+                                                         kernels or [])
 
         def append(key, prompt, sample):
             if (key, prompt) not in done:
@@ -550,16 +553,22 @@ def result_labels(tasks, cfg):
 
 def resolve(cfg, folder, config, tokenizer):
     """Return `cfg` with 'auto' and None replaced by the values for this machine and model."""
-    target, context = device.pick_device(cfg.device), config.max_position_embeddings
-    dtype = str(device.pick_dtype(cfg.dtype, target))
+    context = config.max_position_embeddings
     add_bos = trained_with_bos(folder) if cfg.add_bos is None else cfg.add_bos
     add_bos, chat = begins_with_bos(tokenizer, add_bos), cfg.chat
     if chat == 'trained':
         chat = trained_template(folder)
     if chat != 'none':
         question_frame(tokenizer, chat, add_bos)    # raise for a template that does not fit
-    cfg = replace(cfg, device=target, dtype=dtype.split('.')[-1], add_bos=add_bos, chat=chat,
-                  max_length=min(cfg.max_length or context, context))
+    return replace(on_this_machine(cfg), add_bos=add_bos, chat=chat,
+                   max_length=min(cfg.max_length or context, context))
+
+
+def on_this_machine(cfg):
+    """Return `cfg` with the device, the dtype and the length of rows for this machine."""
+    target = device.pick_device(cfg.device)
+    dtype = str(device.pick_dtype(cfg.dtype, target)).split('.')[-1]
+    cfg = replace(cfg, device=target, dtype=dtype)
     return replace(cfg, pack_len=cfg.pack_len or row_lengths(cfg)[0])
 
 
@@ -588,19 +597,21 @@ def run(cfg):
     """
     check_eval_config(cfg)
     require_given(cfg, model='out/run or --model=google/gemma-2-2b')
-    device.pick_device(cfg.device)
-    cfg = replace(cfg, model=os.path.expanduser(cfg.model))
+    cfg = replace(on_this_machine(cfg), model=os.path.expanduser(cfg.model))
     with parallel.first_process_first():
         folder = checkpoint.fetch(cfg.model, cfg.revision)
-    tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder, seq2seq=True))
-    tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
-    default = Path(cfg.model if Path(cfg.model).is_dir() else
-                   f'out/eval/{cfg.model.replace("/", "--")}')
-    if cfg.dropout_seed is not None:
-        default = default / f'dropout-{cfg.dropout_seed}'
-    out_dir = Path(os.path.expanduser(cfg.out_dir or default))
-    with parallel.first_process_locks(out_dir):
-        results = evaluate(folder, tokenizer, tasks, cfg, out_dir)
+    config = checkpoint.read_config(folder, seq2seq=True)
+    with ThreadPoolExecutor(1) as pool:     # kernels are loaded while tokenizer and tasks are read
+        kernels = [] if t5_config(folder) else load_kernels(pool, config, cfg, forward_values)
+        tokenizer = load_model_tokenizer(folder, config)
+        tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
+        default = Path(cfg.model if Path(cfg.model).is_dir() else
+                       f'out/eval/{cfg.model.replace("/", "--")}')
+        if cfg.dropout_seed is not None:
+            default = default / f'dropout-{cfg.dropout_seed}'
+        out_dir = Path(os.path.expanduser(cfg.out_dir or default))
+        with parallel.first_process_locks(out_dir):
+            results = evaluate(folder, tokenizer, tasks, cfg, out_dir, kernels=kernels)
     labels = [label for label in result_labels(tasks, cfg) if results and label in results['tasks']]
     return results, labels, out_dir
 

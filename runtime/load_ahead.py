@@ -17,18 +17,23 @@ def loads_kernels(cfg):
     return cfg.device.startswith('cuda') and cfg.dtype == 'bfloat16'
 
 
-def load_ahead(pool, folder, base, cfg, n_items, forward=None):
-    """Return a function that returns the model, whose weights threads of `pool` read from now on.
+def load_kernels(pool, config, cfg, forward):
+    """Return [future] of a thread of `pool` that loads the kernels of a GPU; [] if none are used.
 
-    They also load the kernels of a GPU, and then matplotlib, for which scoring does not wait.
+    config: of the model; the other arguments are those of `warm_up`
+    """
+    return [pool.submit(warm_up, config, cfg, forward)] if loads_kernels(cfg) else []
+
+
+def load_ahead(pool, folder, base, cfg, n_items, kernels):
+    """Return a function that returns the model, whose weights a thread of `pool` reads from now on.
+
+    After that it imports matplotlib, for which scoring does not wait.
     n_items: of those to score; with 0 the model is read when it is asked for
-    forward: see `warm_up`; None for a T5, which has no kernels
+    kernels: of `load_kernels`, for which the function waits
     """
     if not n_items:
         return functools.partial(load_model, folder, base, cfg)
-    warm = []
-    if forward and loads_kernels(cfg):
-        warm.append(pool.submit(warm_up, checkpoint.read_config(folder), cfg, forward))
     # processes that share the weights must not exchange messages from two threads
     weights = None if cfg.shard else pool.submit(load_model, folder, base, cfg)
     if cfg.pictures:
@@ -36,8 +41,8 @@ def load_ahead(pool, folder, base, cfg, n_items, forward=None):
 
     @functools.cache
     def load():
-        wait(warm)
-        warm.clear()    # the error of one that failed would keep its tensors on the GPU
+        wait(kernels)
+        kernels.clear()     # the error of one that failed would keep its tensors on the GPU
         return weights.result() if weights else load_model(folder, base, cfg)
 
     return load

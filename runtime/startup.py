@@ -25,11 +25,11 @@ def begin():
 def load_libraries(device):
     """Import torch, and Triton if it is there, for a run on the setting `device`.
 
-    Meanwhile a thread creates the CUDA context, which takes half a second or more.
+    Meanwhile a thread does what a GPU needs and Python does not wait for.
     """
     if gpu := re.fullmatch(r'auto|cuda(?::(\d+))?', device):
         number = int(gpu[1] or os.environ.get('LOCAL_RANK', 0))     # torchrun sets it
-        threading.Thread(target=create_context, args=[number], daemon=True).start()
+        threading.Thread(target=prepare_gpu, args=[number], daemon=True).start()
     import torch  # noqa: F401
     with contextlib.suppress(ImportError):
         import triton  # noqa: F401
@@ -50,12 +50,15 @@ def end_at_once():
     atexit.register(end)
 
 
-def create_context(number):
-    """Create the CUDA context of a GPU, which torch then finds.
+def prepare_gpu(number):
+    """Create the CUDA context of a GPU, half a second, and compute the hash of Triton's own files,
+    1.3 s, by which it finds compiled kernels on disk.
 
-    If that fails, torch says why when it is asked for the GPU.
+    If there is no GPU, torch says so when it is asked for it.
     """
-    with contextlib.suppress(OSError, AttributeError, ctypes.ArgumentError):
+    with contextlib.suppress(OSError, AttributeError, ctypes.ArgumentError, ImportError):
         cuda, gpu, context = ctypes.CDLL('libcuda.so.1'), ctypes.c_int(), ctypes.c_void_p()
         if not (cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(gpu), number)):     # 0: no error
             cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)
+            from triton.runtime.cache import triton_key
+            triton_key()

@@ -550,11 +550,10 @@ def test_kernels_are_loaded_where_they_compute(change, kernels, monkeypatch, tmp
     cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16', 'device': 'cuda'} | change)
     model, calls = SimpleNamespace(), []
     monkeypatch.setattr(checkpoint, 'load', lambda *_, **options: model)
-    monkeypatch.setattr(checkpoint, 'read_config',
-                        lambda *_, **options: SimpleNamespace(model_type='llama'))
     monkeypatch.setattr(load_ahead, 'warm_up', lambda *_: calls.append('warm'))
     with ThreadPoolExecutor(2) as pool:
-        load = load_ahead.load_ahead(pool, tmp_path, tmp_path, cfg, 1, forward=print)
+        kernels = load_ahead.load_kernels(pool, None, cfg, print)
+        load = load_ahead.load_ahead(pool, tmp_path, tmp_path, cfg, 1, kernels)
         assert load() is load() is model
     assert calls == ['warm'] * kernels
 
@@ -580,16 +579,16 @@ def test_the_context_of_a_gpu_is_created_ahead(status, wanted, monkeypatch):
                              cuDeviceGet=lambda gpu, number: calls.append(number) or 0,
                              cuDevicePrimaryCtxRetain=lambda context, gpu: calls.append('created'))
     monkeypatch.setattr(ctypes, 'CDLL', lambda name: driver)
-    startup.create_context(1)
+    startup.prepare_gpu(1)
     assert calls == wanted
     monkeypatch.setattr(ctypes, 'CDLL', lambda name: open('/none'))
-    startup.create_context(0)       # no driver: torch says so, if it is asked for a GPU
+    startup.prepare_gpu(0)       # no driver: torch says so, if it is asked for a GPU
 
 
 @pytest.mark.parametrize('device', DEVICES[1:])
 def test_torch_works_in_the_context_that_was_created_ahead(device):
     subprocess.run([sys.executable, '-c', 'import torch; from runtime import startup; '
-                    'startup.create_context(0); '
+                    'startup.prepare_gpu(0); '
                     'assert torch._C._cuda_hasPrimaryContext(0); '
                     'assert torch.ones(3, device="cuda").sum() == 3'], check=True)
 
@@ -602,13 +601,12 @@ def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
         tensors.append(weakref.ref(x))
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(checkpoint, 'read_config',
-                        lambda *_, **options: SimpleNamespace(model_type='llama'))
     monkeypatch.setattr(load_ahead, 'warm_up', fails)
     monkeypatch.setattr(load_ahead, 'load_model', lambda *_: model)
+    cfg = evaluate.EvalConfig(dtype='bfloat16', device='cuda', pictures=False)
     with ThreadPoolExecutor(2) as pool:
-        load = load_ahead.load_ahead(pool, tmp_path, tmp_path, evaluate.EvalConfig(
-            dtype='bfloat16', device='cuda', pictures=False), 1, forward=print)
+        kernels = load_ahead.load_kernels(pool, None, cfg, print)
+        load = load_ahead.load_ahead(pool, tmp_path, tmp_path, cfg, 1, kernels)
         assert load() is model and tensors[0]() is None
 
 
