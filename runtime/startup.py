@@ -23,16 +23,11 @@ def begin():
 
 
 def load_libraries(device):
-    """Import torch, and Triton if it is there, for a run on the setting `device`.
-
-    Meanwhile a thread does what a GPU needs and Python does not wait for.
-    """
+    """Import torch for a run on the setting `device`; meanwhile, a thread prepares the GPU."""
     if gpu := re.fullmatch(r'auto|cuda(?::(\d+))?', device):
         number = int(gpu[1] or os.environ.get('LOCAL_RANK', 0))     # torchrun sets it
         threading.Thread(target=prepare_gpu, args=[number], daemon=True).start()
     import torch  # noqa: F401
-    with contextlib.suppress(ImportError):
-        import triton  # noqa: F401
     sys.setswitchinterval(5e-4)     # tokenizing must not delay the launch of kernels by 5 ms
 
 

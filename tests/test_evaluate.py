@@ -543,10 +543,10 @@ def test_dropout_that_cannot_be_drawn(scored_folder, tmp_path):
     fails('there is no file or folder|no model folder at', base_model_name_or_path='/none')
 
 
-@pytest.mark.parametrize('change, kernels', [
+@pytest.mark.parametrize('change, used', [
     ({}, True), ({'deterministic': True}, True), ({'dtype': 'float32'}, False),
     ({'device': 'cpu'}, False)])
-def test_kernels_are_loaded_where_they_compute(change, kernels, monkeypatch, tmp_path):
+def test_kernels_are_loaded_where_they_compute(change, used, monkeypatch, tmp_path):
     cfg = evaluate.EvalConfig(**{'dtype': 'bfloat16', 'device': 'cuda'} | change)
     model, calls = SimpleNamespace(), []
     monkeypatch.setattr(checkpoint, 'load', lambda *_, **options: model)
@@ -555,7 +555,7 @@ def test_kernels_are_loaded_where_they_compute(change, kernels, monkeypatch, tmp
         kernels = load_ahead.load_kernels(pool, None, cfg, print)
         load = load_ahead.load_ahead(pool, tmp_path, tmp_path, cfg, 1, kernels)
         assert load() is load() is model
-    assert calls == ['warm'] * kernels
+    assert calls == ['warm'] * used
 
 
 @pytest.mark.parametrize('name', ['gemma2', 'mistral_window', 'qwen3', 'neox', 'opt'])
