@@ -42,7 +42,7 @@ class GenerateConfig(Sampling):
     model: str = ''                     # a folder in Hugging Face layout, or a hub name
     revision: str | None = None         # the hub revision of the model
     prompts: str = ''                   # a file of rows with `prompt` or `messages`
-    out: str = 'answers.jsonl'          # file of the answers
+    out: str = 'answers.jsonl'          # file of the answers, *.jsonl
     # the chat template; trained: that of the model's train.py run
     chat: Literal['trained', *TEMPLATES] = 'trained'
     raw: bool = False                   # continue each prompt as plain text, without chat
@@ -63,6 +63,8 @@ def read_arguments(argv):
     cfg = load_config(GenerateConfig, argv, __doc__)
     check_sampling(cfg)
     require_given(cfg, model='out/run', prompts='prompts.jsonl')
+    if not cfg.out.endswith('.jsonl'):      # the names of the files beside it follow from it
+        raise ConfigError(f'out = {cfg.out!r}; it must end in .jsonl, as answers.jsonl does')
     return cfg
 
 

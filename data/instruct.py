@@ -117,7 +117,7 @@ def read_prompts(path, tokenizer, template, add_bos):
             raise DataError(f'fields {", ".join(row) or "(none)"}; wanted either "prompt" or '
                             f'"messages", and no "answers"')
         row = {'id': str(len(prompts))} | row
-        if not isinstance(row['id'], (str, int)):
+        if type(row['id']) not in (str, int):
             raise DataError(f'the id {row["id"]!r} is neither text nor a whole number')
         if row['id'] in places:
             raise DataError(f'the id {row["id"]!r} is already at {places[row["id"]]}')

@@ -1,5 +1,6 @@
 """The file of generate.py, one line per prompt: open it for more answers, and write a row."""
 
+import glob
 import json
 import math
 from pathlib import Path
@@ -21,7 +22,7 @@ def open_answers(cfg, settings, processes):
     names = out.name, f'{out.stem}.config.json'
     ownership.check_free(out.parent, *names, *part_names(out, processes))
     if cfg.overwrite:
-        ownership.discard(out.parent, *names, *merged_names(out))
+        ownership.discard(out.parent, *map(glob.escape, (*names, *merged_names(out))))
     if out.is_symlink():
         raise ConfigError(f'{out} is a link to a file elsewhere, where nothing is appended; choose '
                           f'another --out')

@@ -1,11 +1,12 @@
 """The output folder of an evaluation: open it for more samples, and read samples.jsonl.
 
 samples.jsonl has one line per scored question or token. Each of several processes appends to a part
-of its own, samples.<rank>.jsonl; the parts are merged at the end, or by the next command if this
+of its own, samples.jsonl.<rank>; the parts are merged at the end, or by the next command if this
 one is interrupted. eval_config.json has what all samples share: the model, the settings, and a hash
 of the questions of each task.
 """
 
+import glob
 import hashlib
 import json
 import math
@@ -144,7 +145,7 @@ def append(file, sample):
 
 def part(path, rank, processes):
     """Return the file to which process `rank` of `processes` appends lines of the file `path`."""
-    return path if processes == 1 else path.with_name(f'{path.stem}.{rank}{path.suffix}')
+    return path if processes == 1 else path.with_name(f'{path.name}.{rank}')
 
 
 def part_names(path, processes):
@@ -154,7 +155,7 @@ def part_names(path, processes):
 
 def merged_names(path):
     """Return the names of the parts of `path` that are there, of any number of processes."""
-    pattern = re.compile(rf'{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}')
+    pattern = re.compile(rf'{re.escape(path.name)}\.(\d+)')
     names = {int(match[1]): name for name in ownership.written_files(path.parent)
              if (match := pattern.fullmatch(name))}
     return [names[rank] for rank in sorted(names)]
@@ -174,7 +175,7 @@ def merge_parts(path):
             lines |= dict.fromkeys(file.read_bytes().split(b'\n')[:-1])
     with ownership.temporary(path) as whole, open(whole, 'wb') as file:
         file.writelines(line + b'\n' for line in lines)
-    ownership.discard(path.parent, *names)
+    ownership.discard(path.parent, *map(glob.escape, names))
 
 
 # Reading: the samples of a file, and which of them count

@@ -94,18 +94,23 @@ if triton is not None:
     @triton.jit
     def _summarize(logit_ptr, lowest_ptr, sum_ptr, V, n_vocab, inverse, GREEDY: tl.constexpr,
                    BLOCK: tl.constexpr):
-        """Per block: maximum m, sums of e = exp(z - m), of e (z - m) and of the weights of q."""
+        """Per block: maximum m, sums of e = exp(z - m), of e (z - m) and of the weights of q.
+
+        The weights have a maximum of their own: tokens that may not be drawn can have higher
+        logits, beside which all weights would be 0 at a low temperature.
+        """
         block, n_blocks = tl.program_id(0), tl.num_programs(0)
         row, v = tl.program_id(1).to(tl.int64), block * BLOCK + tl.arange(0, BLOCK)
         z = tl.load(logit_ptr + row * V + v, mask=v < V, other=-float('inf'))
         m = tl.max(z, 0)
         e = tl.exp(z - m)
         drawn = (v < n_vocab) & (z >= tl.load(lowest_ptr + row))
-        if GREEDY:      # the best logit that may be drawn, and where the first one is
-            may = tl.where(drawn, z, -float('inf'))
-            weight, best = tl.max(may, 0), tl.argmax(may, 0).to(tl.float32)
+        may = tl.where(drawn, z, -float('inf'))
+        best = tl.max(may, 0)
+        if GREEDY:      # where the first of the best tokens is
+            weight = tl.argmax(may, 0).to(tl.float32)
         else:
-            weight, best = tl.sum(tl.where(drawn, tl.exp((z - m) * inverse), 0.0), 0), 0.0
+            weight = tl.sum(tl.where(drawn, tl.exp((z - best) * inverse), 0.0), 0)
         sum_ptr += row * 5 * n_blocks + block
         tl.store(sum_ptr, m)
         tl.store(sum_ptr + n_blocks, tl.sum(e, 0))
@@ -129,15 +134,15 @@ if triton is not None:
         mean = tl.sum(tl.where(valid, (products + e * (m - highest)) * scale, 0.0), 0) / total
         lse = highest + tl.log(total)
         v, lowest = tl.arange(0, BLOCK), tl.load(lowest_ptr + row)
+        weight = tl.load(sum_ptr + 3 * n_blocks, mask=valid, other=0.0)
+        best = tl.load(sum_ptr + 4 * n_blocks, mask=valid, other=-float('inf'))
         if GREEDY:
-            weight = tl.load(sum_ptr + 3 * n_blocks, mask=valid, other=-float('inf'))
-            block = tl.argmax(weight, 0)
-            token = block * BLOCK + tl.sum(tl.where(b == block, tl.load(
-                sum_ptr + 4 * n_blocks, mask=valid, other=0.0), 0.0), 0).to(tl.int32)
+            block = tl.argmax(best, 0)
+            token = block * BLOCK + tl.sum(tl.where(b == block, weight, 0.0), 0).to(tl.int32)
             log_q = 0.0
         else:       # in float64: one of 250,000 tokens may have a probability of 1e-7
-            weight = tl.load(sum_ptr + 3 * n_blocks, mask=valid, other=0.0).to(tl.float64)
-            weight *= tl.exp((m - highest) * inverse).to(tl.float64)
+            top = tl.max(best, 0)
+            weight = weight.to(tl.float64) * tl.exp((best - top) * inverse).to(tl.float64)
             cumulated = tl.cumsum(weight, 0)
             all_weight = tl.sum(weight, 0)
             target = tl.load(uniform_ptr + row) * all_weight
@@ -147,11 +152,11 @@ if triton is not None:
             before = tl.sum(tl.where(b < block, weight, 0.0), 0)
             at = block * BLOCK + v
             z = tl.load(logit_ptr + row * V + at, mask=at < n_vocab, other=-float('inf'))
-            w = tl.where((at < n_vocab) & (z >= lowest), tl.exp((z - highest) * inverse), 0.0)
+            w = tl.where((at < n_vocab) & (z >= lowest), tl.exp((z - top) * inverse), 0.0)
             inside = before + tl.cumsum(w.to(tl.float64), 0)
             first = tl.min(tl.where(inside > target, v, BLOCK), 0)
             token = block * BLOCK + tl.minimum(first, tl.max(tl.where(w > 0, v, 0), 0))
-            log_q = (tl.load(logit_ptr + row * V + token) - highest) * inverse - tl.log(
+            log_q = (tl.load(logit_ptr + row * V + token) - top) * inverse - tl.log(
                 all_weight).to(tl.float32)
         token = tl.minimum(token, n_vocab - 1)      # logits that are NaN
         out_ptr += row * 4

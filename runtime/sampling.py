@@ -30,6 +30,9 @@ def check_sampling(s):
     require_range(s, 1e-3, 1, 'top_p')
     require_range(s, 0, 1, 'min_p')
     require_range(s, 0, 2 ** 63 - 1, 'seed')
+    if 0 < s.temperature < 1e-4:        # float32 cannot hold the logits divided by it
+        raise ConfigError(f'temperature = {s.temperature}; it must be 0 or at least 0.0001; '
+                          f'use 0 for the most probable token')
     if '' in s.stop:
         raise ConfigError('stop has an empty string, which would end every answer at once')
     if s.n > 1 and s.temperature == 0:

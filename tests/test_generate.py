@@ -395,6 +395,17 @@ def test_rows_of_a_large_vocabulary_are_drawn_as_each_one_alone(rules):
         assert torch.allclose(values[row].double(), torch.tensor(expected).double(), atol=1e-4)
 
 
+def test_tokens_without_text_do_not_hide_those_that_are_drawn():
+    """Their logits are higher by more than float32 can hold after exp, at this temperature."""
+    logits = torch.randn(4, 5000)
+    logits[:, 4900:] += 40
+    uniforms, s = torch.rand(4, dtype=torch.float64), Sampling(temperature=0.1)
+    lowest = lowest_logits(logits[:, :4900], s)
+    arguments = (x.to(KERNEL_DEVICE) for x in (logits, uniforms))
+    values = draw_kernel(*arguments, s.temperature, lowest.to(KERNEL_DEVICE), 4900).cpu()
+    torch.testing.assert_close(values, draw(logits, uniforms, s, 4900), atol=1e-4, rtol=1e-4)
+
+
 def test_equal_logits_at_the_edge_are_all_kept():
     logits = torch.log(torch.tensor([[0.4, 0.2, 0.2, 0.2], [0.25] * 4]))
     for rules, lowest in (({'top_k': 2}, [0.2, 0.25]), ({'top_p': 0.5}, [0.2, 0.25]),
@@ -657,6 +668,7 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
             ({'prompt': 5}, 'the prompt is not text'), ({'messages': ['x']}, 'must be a list of'),
             ({'messages': []}, "the last message must be the user's"),
             ({'prompt': 'a', 'id': [1]}, 'neither text nor a whole number'),
+            ({'prompt': 'a', 'id': True}, 'neither text nor a whole number'),
             ({'prompt': 'a', 'id': '0'}, r"the id '0' is already at .*prompts.jsonl:1"),
             ({'prompt': 'a' * 900}, 'prompt 2 has .* tokens; it may have 1 to 199')):
         with pytest.raises(DataError, match=message):
@@ -666,6 +678,8 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
                               ("--stop=('a', '')", 'stop has an empty'),
                               ('--batch_size=0', 'batch_size'),
                               ('--temperature=-1', 'temperature'),
+                              ('--temperature=1e-9', 'use 0 for the most probable token'),
+                              ('--out=answers.txt', 'must end in .jsonl'),
                               ('--temperature=0', 'n = 2 needs a temperature above 0'),
                               ('--cache_memory=-1', 'cache')):
         with pytest.raises(ConfigError, match=message):
@@ -680,6 +694,20 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
     for rules in ((), ('--temperature=1', '--top_p=0.9')):
         with pytest.raises(CheckpointError, match="id '0': .*model.norm.weight in .* holds NaN"):
             run(chat_folder, tmp_path, *rules)
+
+
+def test_outputs_with_similar_names_are_left_alone(chat_folder, tmp_path):
+    """Names like those of a part of several processes, or with the characters of a pattern."""
+    names = 'answers.0.jsonl', 'a[1].jsonl', '[ab]*.jsonl'
+    for seed, name in enumerate(names, 1):
+        run(chat_folder, tmp_path)      # nothing is merged into it
+        run(chat_folder, tmp_path, f'--out={tmp_path / "out" / name}', f'--seed={seed}')
+    content = {name: (tmp_path / 'out' / name).read_bytes() for name in names[:2]}
+    assert len(run(chat_folder, tmp_path, '--overwrite')) == 3
+    run(chat_folder, tmp_path, f'--out={tmp_path / "out" / names[2]}', '--seed=9', '--overwrite')
+    assert content == {name: (tmp_path / 'out' / name).read_bytes() for name in content}
+    run(chat_folder, tmp_path, f'--out={tmp_path / "out" / names[1]}', '--seed=9', '--overwrite')
+    assert (tmp_path / 'out' / names[1]).read_bytes() != content[names[1]]
 
 
 def test_a_prompt_with_logits_that_are_not_finite_is_named_after_others_too(

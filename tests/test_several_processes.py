@@ -123,25 +123,25 @@ def test_shares_have_about_as_many_characters_in_consecutive_questions():
 
 def test_parts_are_merged_in_order_whatever_was_interrupted(tmp_path):
     """Also where the merging itself was: with lines that were merged and whose part is left."""
-    path, names = tmp_path / 'samples.jsonl', ['samples.2.jsonl', 'samples.10.jsonl']
+    path, names = tmp_path / 'samples.jsonl', ['samples.jsonl.2', 'samples.jsonl.10']
     with ownership.lock(tmp_path):
-        ownership.claim(tmp_path, path.name, *names, 'samples.11.jsonl')
+        ownership.claim(tmp_path, path.name, *names, 'samples.jsonl.11')
         path.write_text('{"a": 1}\n{"a": 2}\n')
         (tmp_path / names[0]).write_text('{"a": 2}\n{"a": 3}\n{"a": 3')
         (tmp_path / names[1]).write_text('{"a": 4}\n')
-        (tmp_path / 'samples.3.jsonl').write_text('mine')
+        (tmp_path / 'samples.jsonl.3').write_text('mine')
         samples.merge_parts(path)
         assert path.read_text() == '{"a": 1}\n{"a": 2}\n{"a": 3}\n{"a": 4}\n'
-        assert (tmp_path / 'samples.3.jsonl').read_text() == 'mine'
+        assert (tmp_path / 'samples.jsonl.3').read_text() == 'mine'
         assert ownership.written_files(tmp_path) == [path.name]
         assert not any((tmp_path / name).exists() for name in names)
 
 
 def test_a_part_that_this_program_did_not_write_is_refused(tmp_path):
-    theirs, options = tmp_path / 'samples.1.jsonl', {'pictures': False, 'overwrite': True}
+    theirs, options = tmp_path / 'samples.jsonl.1', {'pictures': False, 'overwrite': True}
     theirs.write_text('mine')
     for processes in (2, 3):
-        with pytest.raises(ConfigError, match='samples.1.jsonl was not written by this program'):
+        with pytest.raises(ConfigError, match='samples.jsonl.1 was not written by this program'):
             samples.open_folder(tmp_path, {}, {}, processes=processes, **options)
     samples.open_folder(tmp_path, {}, {}, **options)
     assert theirs.read_text() == 'mine'
@@ -151,9 +151,9 @@ def test_a_part_that_this_program_did_not_write_is_refused(tmp_path):
     (tmp_path / 'eval_config.json').unlink()
     options['overwrite'] = False
     assert samples.open_folder(tmp_path, {}, {}, processes=3, **options) == ({}, set())
-    assert {'samples.0.jsonl', 'samples.2.jsonl'} <= {*ownership.written_files(tmp_path)}
+    assert {'samples.jsonl.0', 'samples.jsonl.2'} <= {*ownership.written_files(tmp_path)}
     samples.open_folder(tmp_path, {}, {}, **options)
-    assert 'samples.0.jsonl' not in ownership.written_files(tmp_path)
+    assert 'samples.jsonl.0' not in ownership.written_files(tmp_path)
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_two_processes_evaluate_as_one(folder, tmp_path):
     assert outcome(tmp_path / '1') == outcome(tmp_path / '2')
     assert len(outcome(tmp_path / '1')[1]['tasks']) == 4
     assert done.stdout.count('samples.jsonl') == 1
-    assert not [*(tmp_path / '2').glob('samples.*.jsonl')]
+    assert not [*(tmp_path / '2').glob('samples.jsonl.*')]
     # everything is scored: nothing is done again, with any number of processes
     for n in (3, 1):
         done = run(evaluation(folder, tmp_path / '2', *more), n)
@@ -298,7 +298,7 @@ def test_a_killed_process_is_named_and_loses_no_sample(folder, tmp_path):
     done = torchrun(dying(tmp_path, 'evaluate', 20), *evaluation(folder, killed)[1:])
     assert done.returncode and 'rank      : 1' in done.stderr, done.stderr
     scored = {line for part in (0, 1) for line in
-              (killed / f'samples.{part}.jsonl').read_text().split('\n')[:-1]}
+              (killed / f'samples.jsonl.{part}').read_text().split('\n')[:-1]}
     assert len(scored) >= 20 and not (killed / 'results.json').exists()
     for n in (1, 3):
         out = shutil.copytree(killed, tmp_path / f'{n}')
@@ -351,9 +351,9 @@ def test_several_processes_generate_as_one(folder, tmp_path):
     (tmp_path / 'killed').mkdir()
     done = torchrun(dying(tmp_path, 'generate', 2), *command('killed/x.jsonl')[1:])
     assert done.returncode and 'rank      : 1' in done.stderr, done.stderr
-    assert (tmp_path / 'killed/x.1.jsonl').read_text().count('\n') == 2
+    assert (tmp_path / 'killed/x.jsonl.1').read_text().count('\n') == 2
     for n in (1, 3):
         out = shutil.copytree(tmp_path / 'killed', tmp_path / f'{n}')
         done = run(command(out / 'x.jsonl'), n)
         assert done.returncode == 0, done.stderr
-        assert rows(out / 'x.jsonl') == rows('1.jsonl') and not [*out.glob('x.*.jsonl')]
+        assert rows(out / 'x.jsonl') == rows('1.jsonl') and not [*out.glob('x.jsonl.*')]
