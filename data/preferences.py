@@ -197,6 +197,9 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
 
 def encode_ranking(ranking, tokenizer, template, add_bos, max_length):
     """Return [(tokens, loss mask)] of a Ranking, or why it holds no preference, a text."""
+    if not isinstance(ranking.answers, list) or not isinstance(ranking.scores, list):
+        raise DataError(f'answers and scores must be lists, got {ranking.answers!r:.60} and '
+                        f'{ranking.scores!r:.60}')
     if len(ranking.answers) != len(ranking.scores):
         raise DataError(f'{len(ranking.answers)} answers but {len(ranking.scores)} scores')
     if not all(isinstance(score, (int, float)) and score == score for score in ranking.scores):

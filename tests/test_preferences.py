@@ -128,6 +128,8 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
     ({'prompt': 'a'}, 'fields prompt; wanted prompt + responses + scores, or'),
     (['a'], 'a row must be an object'),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [1]}, '2 answers but 1 scores'),
+    ({'prompt': 'a', 'responses': 'bc', 'scores': [1, 0]}, "must be lists, got 'bc'"),
+    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': None}, 'must be lists'),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': ['1', '2']}, 'must be numbers'),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [math.nan, 2]}, 'must be numbers'),
     ({'prompt': 'a', 'responses': ['b', 3], 'scores': [1, 2]}, 'an answer is not text but int'),
