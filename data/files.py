@@ -225,7 +225,8 @@ def has_fields(row, *names):
 def require_text(value, what):
     """Return `value` if it is a string of valid Unicode; raise a DataError that names `what`."""
     if not isinstance(value, str):
-        raise DataError(f'{what} is not text but {type(value).__name__}')
+        wrong = 'missing' if value is None else f'not text but {type(value).__name__}'
+        raise DataError(f'{what} is {wrong}')
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -180,7 +180,7 @@ def test_bad_questions_name_their_line(tmp_path, row, message):
     ('hellaswag', {'endings': ['a', 'b'], 'activity_label': 'x', 'label': ''}, 'no valid answer'),
     ('hellaswag', {'endings': None, 'label': 0}, 'not the fields of its format'),
     ('hellaswag', {'activity_label': 'x', 'ctx_a': None, 'ctx_b': '', 'endings': ['a', 'b'],
-                   'label': '0'}, 'the field "ctx_a" is not text'),
+                   'label': '0'}, 'the field "ctx_a" is missing'),
     ('arc_easy', {'question': 'Q?', 'choices': {'text': ['a', 'b']}, 'answerKey': 'A'},
      "not the fields of its format: there is no 'label'"),
     ('arc_easy', {'question': 'Q?', 'choices': {'text': ['a', None], 'label': ['A', 'B']},

@@ -387,7 +387,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n, right):
 def test_a_row_that_is_no_problem_is_named(tmp_path):
     path = tmp_path / 'mine.jsonl'
     path.write_text('{"task_id": "a", "prompt": "def f(x):\\n    \'a\'", "entry_point": "f"}\n')
-    with pytest.raises(DataError, match='mine.jsonl:1: test is not text'):
+    with pytest.raises(DataError, match='mine.jsonl:1: test is missing'):
         load_problems(str(path))
     path.write_text('{"task_id": "a", "prompt": "x = 1", "entry_point": "f", "test": ""}\n')
     with pytest.raises(DataError, match="mine.jsonl:1: the prompt defines no function 'f'"):
