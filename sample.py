@@ -15,10 +15,7 @@ from runtime import cli, startup
 if __name__ == '__main__':
     startup.begin()
 
-import contextlib
 import math
-import os
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -59,9 +56,7 @@ if __name__ == '__main__':
 from generate import confidences, end_tokens, first_stop, generate, open_model, stream
 from runtime import checkpoint
 from runtime.slots import step_cost
-
-with contextlib.suppress(ImportError):
-    import readline     # noqa: F401    input() then edits lines and has a history
+from runtime.terminal import shaded, shows_grays, typed_lines
 
 
 def pieces(answers, tokenizer, stop=()):
@@ -83,18 +78,9 @@ def pieces(answers, tokenizer, stop=()):
             shown = len(answer.tokens)
 
 
-def shaded(text, p):
-    """Return `text` on one of a terminal's 24 grays, its control characters replaced."""
-    text = re.sub('[\x00-\x08\x0b-\x1f\x7f-\x9f]', '\ufffd', text)
-    gray = f'\x1b[48;5;{232 + round(23 * p)};38;5;{16 if p > 0.5 else 231}m'
-    return '\n'.join(f'{gray}{line}\x1b[0m' if line else '' for line in text.split('\n'))
-
-
 def print_answer(answers, tokenizer, cfg):
     """Print an answer while it is generated; return [it], its text, whether Ctrl-C ended it."""
-    gray = sys.stdout.isatty() and not os.environ.get('NO_COLOR') and (
-        '256' in os.environ.get('TERM', '') or os.environ.get('COLORTERM'))
-    answer, said, stopped = None, '', False
+    gray, answer, said, stopped = shows_grays(), None, '', False
     try:
         for text, p, answer in pieces(answers, tokenizer, cfg.stop):     # noqa: B007
             print(shaded(text, p) if gray else text, end='', flush=True)
@@ -137,15 +123,6 @@ def print_stats(model, ids, answers, seconds):
     print(f'{n} tokens in {seconds:.2f} s: {n / seconds:.1f} tokens/s, '
           f'{n_bytes * steps / seconds / 1e9:.3g} GB/s, '
           f'{flops * steps / seconds / 1e12:.3g} TFLOP/s', file=sys.stderr)
-
-
-def typed_lines():
-    """Yield each line that is typed on a terminal, until Ctrl-D."""
-    with contextlib.suppress(EOFError):
-        while True:
-            if line := input('\n> ').strip():
-                yield line
-    print()
 
 
 def main(argv):

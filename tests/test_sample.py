@@ -20,6 +20,7 @@ from generate import Answer, generate, stream
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.sampling import Sampling
+from runtime.terminal import shaded
 
 
 def drawn(model, ids, stop=(), **settings):
@@ -140,11 +141,11 @@ def test_a_conversation_continues_after_an_answer(chat_folder, capsys, monkeypat
     assert asked[1][1]['content'].startswith(first) and asked[1][2]['content'] == 'And then?'
 
 
-def test_a_token_is_shaded_by_its_probability(monkeypatch):
-    assert sample.shaded('a', 1.0) == '\x1b[48;5;255;38;5;16ma\x1b[0m'
-    assert sample.shaded('a\n\nb', 0.0) == (
+def test_a_token_is_shaded_by_its_probability():
+    assert shaded('a', 1.0) == '\x1b[48;5;255;38;5;16ma\x1b[0m'
+    assert shaded('a\n\nb', 0.0) == (
         '\x1b[48;5;232;38;5;231ma\x1b[0m\n\n\x1b[48;5;232;38;5;231mb\x1b[0m')
-    assert '\x1b[2J' not in sample.shaded('\x1b[2J', 0.5)
+    assert '\x1b[2J' not in shaded('\x1b[2J', 0.5)
 
 
 @pytest.mark.parametrize('changes, shades', [
