@@ -86,7 +86,7 @@ import fused_ce
 from families import t5
 from results.evaluation import write_evaluation
 from runtime import adapter, checkpoint, device, log, parallel
-from runtime.load_ahead import load_ahead, load_kernels, loads_kernels
+from runtime.load_ahead import load_ahead, load_model, loads_kernels
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
 from written.answers import judge_samples, write_answers
 from written.p_ik import probe_answers
@@ -375,10 +375,10 @@ COLLECT = dict.fromkeys(('free', *VERBALIZED), write_answers) | {
 # An evaluation
 # ------------------------------------------------------------------------------------------------
 
-def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None, kernels=None):
-    """Score `tasks`, as load_tasks(cfg) returns them, with the model in `folder`, or `model`.
+def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
+    """Score `tasks`, as load_tasks(cfg) returns them, with the model in `folder`.
 
-    kernels: of `load_kernels`, for which scoring waits
+    load: a function that returns this model when there is something to score; None: it is read then
 
     Resume from samples.jsonl in `out_dir`; write that file, eval_config.json, results.json, .md,
     .csv, .tex, report.html and reliability diagrams there; keep the results of other tasks with the
@@ -399,22 +399,21 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, model=None, kernels=None):
         if task.kind == 'free':     # a template may refuse a second question
             question = free_answers.verbalized_2s(task.items[0], 'x', True)
             free_answers.encode(question, [], tokenizer, replace(cfg, max_length=math.inf), 0)
-    if not model:
+    if not load:
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
+        load = functools.cache(functools.partial(load_model, folder, cfg))
     identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
-    base = folder
     if cfg.dropout_seed is not None:
-        base = base_of_adapter(folder)
-        settings |= {'dropout_seed': cfg.dropout_seed, 'base': checkpoint.fingerprint(base),
+        settings |= {'dropout_seed': cfg.dropout_seed,
+                     'base': checkpoint.fingerprint(base_of_adapter(folder)),
                      'adapter': adapter.fingerprint(Path(folder, 'adapter'))}
     n, first = parallel.world_size(), parallel.rank() == 0
     earlier, done = parallel.broadcast(samples.open_folder(
         out_dir, tasks, settings, pictures=cfg.pictures, overwrite=cfg.overwrite, processes=n)
         if first else None)
     announce(config, tasks, cfg, done)
-    results, prompts, new = score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model,
-                                        kernels)
+    results, prompts, new = score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, load)
     if not first:
         return None
     samples.merge_parts(out_dir / 'samples.jsonl')
@@ -438,24 +437,16 @@ def check_shard(folder, tasks, cfg):
     raise ConfigError(f'shard = True: {why}')
 
 
-def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model, kernels):
+def score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, load):
     """Append the samples of this process's share of `tasks` to its part of samples.jsonl.
 
     Return {label: result without metrics}, {label: its prompts} and the new samples, in the first
     process those of all.
     """
     scored, prompts, new = {}, {}, []
-    labels = result_labels(tasks, cfg)
-    parents = [tasks[label.partition('.')[0]] for label in labels]
-    n_items = sum(len(task.items) + len(task.validation) for task in parents)
-    n_items = max(0, n_items - sum(key[0] in labels for key, _ in done))
     process = parallel.rank(), parallel.world_size()
     tasks = {label: task.share(*process) for label, task in tasks.items()}
-    with (ThreadPoolExecutor(1) as pool,
-          open(samples.part(out_dir / 'samples.jsonl', *process), 'ab', buffering=0) as file):
-        load = (lambda: model) if model else load_ahead(pool, folder, base, cfg, n_items,
-                                                         kernels or [])
-
+    with open(samples.part(out_dir / 'samples.jsonl', *process), 'ab', buffering=0) as file:
         def append(key, prompt, sample):
             if (key, prompt) not in done:
                 new.append(dict(zip(('task', 'split', 'language', 'id'), key), prompt=prompt)
@@ -473,7 +464,6 @@ def score_tasks(folder, base, tokenizer, tasks, cfg, out_dir, done, model, kerne
             prompts[label], bad_rows = collect(load, folder, tokenizer, label, task, rule, done,
                                                append)
             scored[label] = task, prompts[label], bad_rows, time.perf_counter() - started
-    # the return frees the model's memory, before the metrics
     return *collect_results(scored, cfg, done), [*itertools.chain(*parallel.collect(new))]
 
 
@@ -601,17 +591,20 @@ def run(cfg):
     with parallel.first_process_first():
         folder = checkpoint.fetch(cfg.model, cfg.revision)
     config = checkpoint.read_config(folder, seq2seq=True)
-    with ThreadPoolExecutor(1) as pool:     # kernels are loaded while tokenizer and tasks are read
-        kernels = [] if t5_config(folder) else load_kernels(pool, config, cfg, forward_values)
+    checkpoint.check_weights(folder, config)
+    default = Path(cfg.model if Path(cfg.model).is_dir() else
+                   f'out/eval/{cfg.model.replace("/", "--")}')
+    if cfg.dropout_seed is not None:
+        default = default / f'dropout-{cfg.dropout_seed}'
+    out_dir = Path(os.path.expanduser(cfg.out_dir or default))
+    tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
+    with ThreadPoolExecutor(2) as pool:
+        # a folder with samples may have nothing left to score
+        new = cfg.overwrite or not (out_dir / 'samples.jsonl').exists()
+        load = load_ahead(pool, folder, config, cfg, forward_values, weights=new)
         tokenizer = load_model_tokenizer(folder, config)
-        tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
-        default = Path(cfg.model if Path(cfg.model).is_dir() else
-                       f'out/eval/{cfg.model.replace("/", "--")}')
-        if cfg.dropout_seed is not None:
-            default = default / f'dropout-{cfg.dropout_seed}'
-        out_dir = Path(os.path.expanduser(cfg.out_dir or default))
         with parallel.first_process_locks(out_dir):
-            results = evaluate(folder, tokenizer, tasks, cfg, out_dir, kernels=kernels)
+            results = evaluate(folder, tokenizer, tasks, cfg, out_dir, load)
     labels = [label for label in result_labels(tasks, cfg) if results and label in results['tasks']]
     return results, labels, out_dir
 

@@ -100,7 +100,7 @@ def measure_ours(raw, config, folder, rate):
     started = now()
     tasks = load_tasks(cfg)
     reading = now() - started
-    results = evaluate(folder, tokenizer, tasks, cfg, cfg.out_dir, model)
+    results = evaluate(folder, tokenizer, tasks, cfg, cfg.out_dir, lambda: model)
     seconds = now() - started
     scoring, peak = results['tasks']['mmlu']['scoring_seconds'], peak_gib()
     # the last token of an option is not computed
@@ -110,7 +110,8 @@ def measure_ours(raw, config, folder, rate):
     flops = 2 * (sum(p.numel() for p in model.parameters())
                  - raw['vocab_size'] * raw['hidden_size'] * (2 - raw['tie_word_embeddings']))
     profiled = {'mmlu': replace(task, items=task.items[:4000])}
-    busy = busy_share(lambda: evaluate(folder, tokenizer, profiled, cfg, cfg.out_dir, model))
+    busy = busy_share(lambda: evaluate(folder, tokenizer, profiled, cfg, cfg.out_dir,
+                                       lambda: model))
     return {'variants': time_variants(model, trees[:2000]) if config.variants else {},
             'questions_per_s': len(trees) / seconds, 'seconds': seconds, 'reading_s': reading,
             'scoring_s': scoring, 'results_s': seconds - reading - scoring, 'first_s': first,

@@ -1,15 +1,16 @@
 """Load weights and kernels while evaluate.py tokenizes; nothing here changes what it computes."""
 
 import functools
-import importlib
 from concurrent.futures import wait
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from families import t5
 from model import CausalLM
 from runtime import adapter, checkpoint, device, parallel
+from runtime.trained import base_of_adapter
 
 
 def loads_kernels(cfg):
@@ -17,42 +18,34 @@ def loads_kernels(cfg):
     return cfg.device.startswith('cuda') and cfg.dtype == 'bfloat16'
 
 
-def load_kernels(pool, config, cfg, forward):
-    """Return [future] of a thread of `pool` that loads the kernels of a GPU; [] if none are used.
+def load_ahead(pool, folder, config, cfg, forward, weights=True):
+    """Return a function that returns the model; threads of `pool` load it from now on.
 
-    config: of the model; the other arguments are those of `warm_up`
+    Where kernels are used, one of them loads the kernels. The function waits for both.
+    config: of the model in `folder`; weights: whether to read them now, instead of when the
+    function is called; forward: as in `warm_up`
     """
-    return [pool.submit(warm_up, config, cfg, forward)] if loads_kernels(cfg) else []
-
-
-def load_ahead(pool, folder, base, cfg, n_items, kernels):
-    """Return a function that returns the model, whose weights a thread of `pool` reads from now on.
-
-    After that it imports matplotlib, for which scoring does not wait.
-    n_items: of those to score; with 0 the model is read when it is asked for
-    kernels: of `load_kernels`, for which the function waits
-    """
-    if not n_items:
-        return functools.partial(load_model, folder, base, cfg)
+    with_kernels = loads_kernels(cfg) and config.model_type not in t5.ARCHITECTURES
+    kernels = [pool.submit(warm_up, config, cfg, forward)] if with_kernels else []
     # processes that share the weights must not exchange messages from two threads
-    weights = None if cfg.shard else pool.submit(load_model, folder, base, cfg)
-    if cfg.pictures:
-        pool.submit(importlib.import_module, 'matplotlib.figure')
+    weights = pool.submit(load_model, folder, cfg) if weights and not cfg.shard else None
 
     @functools.cache
     def load():
         wait(kernels)
         kernels.clear()     # the error of one that failed would keep its tensors on the GPU
-        return weights.result() if weights else load_model(folder, base, cfg)
+        return weights.result() if weights else load_model(folder, cfg)
 
     return load
 
 
-def load_model(folder, base, cfg):
-    """Return the model in the folder `base`; with dropout_seed, with the adapters in `folder`."""
+def load_model(folder, cfg):
+    """Return the model in `folder`; with dropout_seed, its base with the adapters beside it."""
+    drops = cfg.dropout_seed is not None
     share = functools.partial(parallel.shard, device=cfg.device) if cfg.shard else None
-    model = checkpoint.load(base, cfg.device, getattr(torch, cfg.dtype), share=share)
-    if cfg.dropout_seed is not None:
+    model = checkpoint.load(base_of_adapter(folder) if drops else folder, cfg.device,
+                            getattr(torch, cfg.dtype), share=share)
+    if drops:
         adapter.add_adapter(model, folder)
     return model
 

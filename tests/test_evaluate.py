@@ -552,8 +552,7 @@ def test_kernels_are_loaded_where_they_compute(change, used, monkeypatch, tmp_pa
     monkeypatch.setattr(checkpoint, 'load', lambda *_, **options: model)
     monkeypatch.setattr(load_ahead, 'warm_up', lambda *_: calls.append('warm'))
     with ThreadPoolExecutor(2) as pool:
-        kernels = load_ahead.load_kernels(pool, None, cfg, print)
-        load = load_ahead.load_ahead(pool, tmp_path, tmp_path, cfg, 1, kernels)
+        load = load_ahead.load_ahead(pool, tmp_path, SimpleNamespace(model_type=''), cfg, print)
         assert load() is load() is model
     assert calls == ['warm'] * used
 
@@ -605,8 +604,7 @@ def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(load_ahead, 'load_model', lambda *_: model)
     cfg = evaluate.EvalConfig(dtype='bfloat16', device='cuda', pictures=False)
     with ThreadPoolExecutor(2) as pool:
-        kernels = load_ahead.load_kernels(pool, None, cfg, print)
-        load = load_ahead.load_ahead(pool, tmp_path, tmp_path, cfg, 1, kernels)
+        load = load_ahead.load_ahead(pool, tmp_path, SimpleNamespace(model_type=''), cfg, print)
         assert load() is model and tensors[0]() is None
 
 
@@ -630,7 +628,7 @@ def test_a_model_that_is_given_scores_as_the_one_that_is_loaded(scored_folder, t
                                   shots=1, n_bootstrap=0, pictures=False, device='cpu',
                                   pack_len=512)
         evaluate.evaluate(folder, load_tokenizer(folder), evaluate.load_tasks(cfg), cfg,
-                          tmp_path / name, model)
+                          tmp_path / name, model and (lambda model=model: model))
     assert (tmp_path / 'given/samples.jsonl').read_bytes() == (
         tmp_path / 'loaded/samples.jsonl').read_bytes()
 
