@@ -32,9 +32,27 @@ HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
 
 
 def build(config):
-    """Return a model on the meta device: a CausalLM, or a Seq2Seq of families/t5.py."""
+    """Return a model on the meta device: a CausalLM, or a Seq2Seq of families/t5.py.
+
+    Its state_dict has the names on disk, as `load_state_dict` wants them.
+    """
     with torch.device('meta'):
-        return (t5.Seq2Seq if config.model_type in t5.ARCHITECTURES else CausalLM)(config)
+        model = (t5.Seq2Seq if config.model_type in t5.ARCHITECTURES else CausalLM)(config)
+    model.register_state_dict_post_hook(_names_on_disk)
+    model.register_load_state_dict_pre_hook(_own_names)
+    return model
+
+
+def _names_on_disk(model, state, prefix, _):
+    for key, _ in model.named_parameters():
+        state[prefix + their_key(key, model.config)] = state.pop(prefix + key)
+
+
+def _own_names(model, state, prefix, *_):
+    for key, _ in model.named_parameters():
+        theirs = prefix + their_key(key, model.config)
+        if theirs in state:
+            state[prefix + key] = state.pop(theirs)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -39,6 +39,11 @@ def test_saved_folder_loads_in_transformers(name, shard_bytes, tmp_path, monkeyp
     assert torch.equal(again(tokens).logits, reference(tokens).logits)
     weights = checkpoint.load(tmp_path / 'ours').state_dict()
     assert all(torch.equal(weights[k], v) for k, v in model.state_dict().items())
+    assert weights.keys() == checkpoint.weight_files(tmp_path / 'ours').keys()
+    other = checkpoint.load(tmp_path / 'theirs')
+    other.requires_grad_(False).apply(lambda module: [p.zero_() for p in module.parameters()])
+    other.load_state_dict(weights)
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
     files = {path.name for path in (tmp_path / 'ours').iterdir()}
     assert 'generation_config.json' in files and not any(f.endswith('-tmp') for f in files)
     assert ('model.safetensors' in files) == (shard_bytes == 10**9)
