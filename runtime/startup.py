@@ -34,10 +34,14 @@ def load_libraries(device):
 def end_at_once():
     """End this process after the functions of atexit, without torch's own end of half a second.
 
-    Profilers and coverage write their files before, or in a function of atexit.
+    Profilers and coverage write their files before, or in a function of atexit. One of those
+    functions waits up to 7 s for torch's compiling processes, if they have just been started.
     """
     def end():
         atexit.unregister(end)
+        for pool in getattr(sys.modules.get('torch._inductor.async_compile'), '_pool_set', ()):
+            if hasattr(pool, 'process'):    # it is told to end, and need not be awaited
+                pool.process.wait = lambda *_: 0
         atexit._run_exitfuncs()     # the others: this one was registered last, so it runs first
         sys.stdout.flush()
         sys.stderr.flush()
@@ -47,10 +51,7 @@ def end_at_once():
 
 def prepare_gpu(number):
     """Create the CUDA context of a GPU, half a second, and compute the hash of Triton's own files,
-    1.3 s, by which it finds compiled kernels on disk.
-
-    If there is no GPU, torch says so when it is asked for it.
-    """
+    1.3 s, by which it finds compiled kernels on disk. Without a GPU, torch says so later."""
     with contextlib.suppress(OSError, AttributeError, ctypes.ArgumentError, ImportError):
         cuda, gpu, context = ctypes.CDLL('libcuda.so.1'), ctypes.c_int(), ctypes.c_void_p()
         if not (cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(gpu), number)):     # 0: no error

@@ -462,6 +462,23 @@ startup.end_at_once()
     assert done.returncode == 0 and done.stdout == "[('step', 7, 7), ('lr', 0.5, 7)]\n", done.stderr
 
 
+@pytest.mark.slow
+def test_the_end_does_not_wait_for_the_processes_that_compile(tmp_path):
+    (tmp_path / 'code.py').write_text("""
+import atexit
+atexit.register(lambda: print(pool.process.returncode))     # after torch's function
+from torch._inductor import config
+config.compile_threads, config.worker_start_method = 2, 'subprocess'
+from torch._inductor.async_compile import AsyncCompile
+from runtime import startup
+pool = AsyncCompile.process_pool()
+startup.end_at_once()
+""")
+    done = subprocess.run([sys.executable, tmp_path / 'code.py'], text=True, capture_output=True,
+                          env=os.environ | {'PYTHONPATH': str(HERE)})
+    assert (done.returncode, done.stdout, done.stderr) == (0, 'None\n', '')
+
+
 @pytest.mark.parametrize('n_gpus, wanted', [(0, 'gloo'), (1, 'gloo'), (2, 'cpu:gloo,cuda:nccl')])
 def test_all_processes_connect_by_the_same_backend(n_gpus, wanted, monkeypatch):
     """Two processes on a machine of one GPU, as those that `--device=cpu` runs there."""
