@@ -46,6 +46,7 @@ from fused_ce import fused_loss, joint
 from rl import RL_METHODS, Rollouts, answer_log_probs, check_rollouts
 from runtime import checkpoint, resume
 from runtime.build import build_model
+from runtime.code import code_digest
 from runtime.config import load_config, require_range
 from runtime.errors import ConfigError
 from runtime.ownership import temporary
@@ -273,7 +274,8 @@ class Preferences:
         """
         key = hashlib.sha256(json.dumps([
             self.sequences.digest, checkpoint.fingerprint(base), str(model.head.dtype),
-            cfg.attention, model.softcap, model.temperature]).encode()).hexdigest()[:20]
+            code_digest(), cfg.attention, model.softcap, model.temperature
+        ]).encode()).hexdigest()[:20]
         path = Path(cfg.cache_dir, f'reference-{key}.npy')
         if all(gather(path.exists())):
             return np.load(path)

@@ -83,9 +83,11 @@ if __name__ == '__main__':
 import torch
 
 import fused_ce
+import generate
 from families import t5
 from results.evaluation import write_evaluation
-from runtime import adapter, checkpoint, device, log, parallel
+from runtime import adapter, checkpoint, device, draw, log, parallel, slots
+from runtime.code import code_digest
 from runtime.load_ahead import load_ahead, load_model, loads_kernels
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
 from written.answers import judge_samples, write_answers
@@ -370,6 +372,10 @@ def text_samples(tokenizer, text, tree, numbers, values):
 COLLECT = dict.fromkeys(('free', *VERBALIZED), write_answers) | {
     'from_samples': judge_samples, 'p_ik': functools.partial(probe_answers, prompt_states)}
 
+# what decides a sample besides the forward pass, the settings and the prompt
+CODE = (forward_values, token_log_probs, token_statistics, question_samples, permuted_samples,
+        p_true_samples, text_samples, generate, slots, draw)
+
 
 # ------------------------------------------------------------------------------------------------
 # An evaluation
@@ -402,7 +408,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     if not load:
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
         load = functools.cache(functools.partial(load_model, folder, cfg))
-    identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint}
+    identity = {'model': checkpoint.fingerprint(folder), 'tokenizer': tokenizer.fingerprint,
+                'code': code_digest(*CODE)}
     settings = identity | {key: getattr(cfg, key) for key in SETTINGS}
     if cfg.dropout_seed is not None:
         settings |= {'dropout_seed': cfg.dropout_seed,

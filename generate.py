@@ -77,7 +77,8 @@ from data.packing import Row, Tree
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.answers import open_answers, to_row
 from results.samples import append, digest, merge_parts, part
-from runtime import checkpoint, log, parallel
+from runtime import checkpoint, draw, log, parallel, slots
+from runtime.code import code_digest
 from runtime.device import pick_device, pick_dtype
 from runtime.slots import Batch, room
 from runtime.trained import trained_template, trained_with_bos
@@ -306,6 +307,7 @@ def main(argv):
     prompts = [(row | {'prompt_hash': digest(ids)}, ids) for row, ids in prompts]
     settings = {key: getattr(cfg, key) for key in SETTINGS} | {
         'stop': [*cfg.stop], 'model': checkpoint.fingerprint(folder),
+        'code': code_digest(sys.modules[__name__], slots, draw),
         'tokenizer': tokenizer.fingerprint, 'template': template, 'add_bos': add_bos,
         'dtype': str(model.head.dtype).removeprefix('torch.')}
     out, rank, n_processes = Path(cfg.out), parallel.rank(), parallel.world_size()

@@ -5,7 +5,7 @@ import json
 import math
 from pathlib import Path
 
-from results.samples import merge_parts, merged_names, part_names, read_jsonl
+from results.samples import difference, merge_parts, merged_names, part_names, read_jsonl
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
 
@@ -30,11 +30,9 @@ def open_answers(cfg, settings, processes):
     if any(file.exists() and file.stat().st_size for file in (
             out, *map(out.with_name, merged_names(out)))):
         with ownership.read_json(out.with_name(names[1]), advice) as content:
-            old = {key: content[key] for key in settings}
-        for key, value in settings.items():
-            if old[key] != value:
-                raise ConfigError(f'{out} has answers with {key} = {old[key]!r}, not {value!r}; '
-                                  f'{advice}')
+            other = difference(settings, content)
+        if other:
+            raise ConfigError(f'{out} has answers {other}; {advice}')
         merge_parts(out)
         with open(out, 'rb+') as file:      # a crash may have cut off the last line
             file.truncate(file.read().rfind(b'\n') + 1)

@@ -16,7 +16,7 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
     results: {task: result without metrics} of this evaluation; the metrics are added in place
     earlier: {task: result} of results.json; measured again if the code of the metrics has changed
     tasks:   {task: its Task}, those of data/tasks.py
-    cfg:     the EvalConfig; identity: hashes of the model and the tokenizer
+    cfg:     the EvalConfig; identity: hashes of the model, the tokenizer and the code
     """
     earlier = measure_again({
         task: result for task, result in earlier.items()

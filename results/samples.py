@@ -72,11 +72,20 @@ def _read_sources(out_dir, settings):
                    for label, task in old.pop('tasks').items()}
     if 'preset' in old:     # the name of prompt_format in earlier versions
         old['prompt_format'] = old.pop('preset')
-    if old != settings:
-        key = next(k for k in [*settings, *old] if settings.get(k) != old.get(k))
-        raise ConfigError(f'{out_dir} holds samples with {key} = {old.get(key)!r}, not '
-                          f'{settings.get(key)!r}; {OTHER_FOLDER}')
+    if other := difference(settings, old):
+        raise ConfigError(f'{out_dir} holds samples {other}; {OTHER_FOLDER}')
     return sources
+
+
+def difference(settings, old):
+    """Return what a message says about the first setting that differs; '' if none does."""
+    old = {'code': settings.get('code')} | old  # older versions wrote no hash of the code
+    for key in [*settings, *old]:
+        if settings.get(key) != old.get(key):
+            if key == 'code':
+                return 'of other code: model.py or a file that it needs has been edited since'
+            return f'with {key} = {old.get(key)!r}, not {settings.get(key)!r}'
+    return ''
 
 
 def _read_results(path):

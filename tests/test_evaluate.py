@@ -634,6 +634,47 @@ def test_a_model_that_is_given_scores_as_the_one_that_is_loaded(scored_folder, t
 
 
 @pytest.mark.slow
+def test_what_edited_code_computes_is_not_mixed_with_what_was_there(scored_folder, tmp_path):
+    root, model = tmp_path / 'copy', scored_folder / 'model'
+    shutil.copytree(HERE, root, ignore=shutil.ignore_patterns(
+        '.*', 'study', 'assets', 'out', 'build', '*.png'))
+    (tmp_path / 'prompts.jsonl').write_text('{"prompt": "When"}\n')
+
+    def run(script, *arguments):
+        process = start_script(script, f'--model={model}', '--device=cpu', *arguments, root=root)
+        return process, process.communicate()[1]
+
+    def both(*more):
+        return [run('evaluate.py', f'--tasks=global_mmlu:{scored_folder / "data"}', *SMALL, *more,
+                    f'--out_dir={tmp_path / "scored"}', '--limit=4', '--shots=2'),
+                run('generate.py', f'--prompts={tmp_path / "prompts.jsonl"}', '--raw', *more,
+                    f'--out={tmp_path / "answers.jsonl"}', '--max_tokens=4', '--temperature=0')]
+
+    def edit(old, new):
+        text = (root / 'model.py').read_text()
+        assert old in text
+        (root / 'model.py').write_text(text.replace(old, new))
+
+    def written():
+        lines = (tmp_path / 'scored/samples.jsonl').read_text().splitlines()
+        return [json.loads(line)['log_probs'] for line in lines], (
+            tmp_path / 'answers.jsonl').read_text()
+
+    assert [error for process, error in both() if process.returncode] == []
+    before = written()
+    edit('        # sums are in the order of transformers, for the same rounding\n', '')
+    (tmp_path / 'scored/eval_config.json').write_text(re.sub(   # as an older version wrote it
+        ' "code": .*\n', '', (tmp_path / 'scored/eval_config.json').read_text()))
+    assert [error for process, error in both() if process.returncode] == []
+    edit('        h = self.input_layernorm(x)\n', '        h = 2 * self.input_layernorm(x)\n')
+    for (process, error), message in zip(both(), ('holds samples of', 'has answers of')):
+        assert process.returncode and f'{message} other code: model.py or a file that' in error
+    assert written() == before
+    assert [error for process, error in both('--overwrite') if process.returncode] == []
+    assert written()[0] != before[0]
+
+
+@pytest.mark.slow
 def test_results_have_languages_groups_and_macro(scored_folder, tmp_path, capsys):
     found = scored(scored_folder, tmp_path / 'all', '--pictures')
     result = found['tasks']['global_mmlu']
@@ -1150,7 +1191,7 @@ def test_the_schema_of_results_is_documented(scored_folder, tmp_path):
                                      '--n=2', '--max_tokens=4')['tasks']
     assert found.keys() == of_file and found['schema'] == report.SCHEMA == 1
     assert found['config'].keys() == dataclasses.asdict(evaluate.EvalConfig()).keys()
-    assert found['identity'].keys() == {'model', 'tokenizer'}
+    assert found['identity'].keys() == {'model', 'tokenizer', 'code'}
     # dropout needs adapters
     assert {key for task in found['tasks'].values() for key in task} == of_task - {'dropout_seed'}
     reports = []
