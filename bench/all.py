@@ -42,13 +42,14 @@ WHAT = {
     'eval': 'Scoring MMLU compared with a Hugging Face loop',
     'commands': 'Whole commands compared with lm-evaluation-harness',
     'align': "DPO compared with TRL's DPOTrainer",
+    'grpo': "GRPO compared with TRL's GRPOTrainer and the limit of the hardware",
     'generate': "Decoding compared with transformers' generate and the limit of the hardware",
     'answers': 'Written answers to GSM8K compared with lm-evaluation-harness',
     'metrics': 'Calibration metrics compared with torchmetrics and netcal, on the CPU',
 }
 DATA = {        # the option with the file of a script, which needs --tokenizer as well
     'train': 'conversations', 'sft': 'conversations', 'eval': 'data', 'commands': 'data',
-    'align': 'pairs', 'generate': 'prompts', 'answers': 'gsm8k',
+    'align': 'pairs', 'grpo': 'prompts', 'generate': 'prompts', 'answers': 'gsm8k',
 }
 WITHOUT_DATA = 'train', 'generate'      # measure less then; the others of DATA nothing
 MARGIN = 0.03       # beyond the spread
@@ -172,6 +173,8 @@ def timings(name, content):
             label = f'{table["shape"]}, {table.get("data", name)}, {method}'
             if name in ('train', 'align') and method.startswith('ours'):
                 numbers[f'{label}, us per token'] = 1e6 / row['tokens_per_s']
+            elif name == 'grpo' and method.startswith('ours'):
+                numbers[f'{label}, s per step'] = row['step_s']
             elif name == 'eval' and method == 'ours':
                 numbers |= {f'{label}, {key}': row[key] for key in ('seconds', 'scoring_s')}
             elif name == 'commands' and method.startswith('ours'):
@@ -251,7 +254,7 @@ def main(argv=None):
     parser.add_argument('--tokenizer', help='a folder with a tokenizer')
     parser.add_argument('--conversations', help='a file of conversations for train and sft')
     parser.add_argument('--pairs', help='a file of preferences for align')
-    parser.add_argument('--prompts', help='a file of prompts for generate')
+    parser.add_argument('--prompts', help='a file of prompts for generate and grpo')
     parser.add_argument('--gsm8k', help="a folder with GSM8K's files for answers")
     parser.add_argument('--only', default=','.join(WHAT), help='scripts; default: %(default)s')
     parser.add_argument('--shape', help='models, separated by commas; default: the script decides')

@@ -18,6 +18,7 @@ import bench.commands
 import bench.eval
 import bench.floors
 import bench.generate
+import bench.grpo
 import bench.loss
 import bench.metrics
 import bench.peers
@@ -251,6 +252,26 @@ def test_dpo_steps_are_timed(ours, options, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 @needs_no_gpu
+@pytest.mark.parametrize('ours, options', [
+    (True, {'micro_rows': 2}), pytest.param(False, {'size': 2}, marks=pytest.mark.skipif(
+        importlib.util.find_spec('trl') is None, reason='needs trl'))])
+def test_the_parts_of_a_step_of_grpo_are_timed(ours, options, tmp_path, monkeypatch, capsys):
+    config = bench.grpo.BenchConfig(
+        tokenizer=str(sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')),
+        prompts=str(write_rows(tmp_path / 'prompts.jsonl', [
+            {'question': f'the fox {i}?'} for i in range(6)])))
+    for name, value in (('PROMPTS', 2), ('ANSWERS', 2), ('TOKENS', 6), ('STEPS', 1)):
+        monkeypatch.setattr(bench.grpo, name, value)
+    bench.grpo.prepare(TINY, config, tmp_path)
+    row = bench.grpo.measure(str(tmp_path), ours, options)
+    assert min(row['rollout_s'], row['update_s'], row['step_s'], row['first_s']) >= 0
+    bench.grpo.print_table({'shape': 'llama32_1b', 'rates': [8e14, 4e12], 'results': {
+        'ours': row, 'x': {'failed': 'why'}}})
+    assert 'failed: why' in (out := capsys.readouterr().out) and '| limit | 0.0' in out
+
+
+@pytest.mark.slow
+@needs_no_gpu
 def test_evaluation_is_timed_beside_a_loop(small, tmp_path, monkeypatch, capsys):
     tokenizer = sentencepiece_folder(tmp_path / 'tokenizer', 'llama2')
     write_mmlu(tmp_path / 'mmlu')
@@ -360,7 +381,7 @@ def test_metrics_are_timed_beside_peers():
 
 
 @needs_no_gpu
-@pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors', 'align', 'sft',
+@pytest.mark.parametrize('script', ['train', 'eval', 'commands', 'floors', 'align', 'grpo', 'sft',
                                     'answers', 'several_gpus'])
 def test_scripts_without_a_gpu_say_that_they_need_one(script):
     with pytest.raises(SystemExit, match=f'error: bench/{script}.py needs a CUDA device'):
