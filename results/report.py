@@ -211,9 +211,11 @@ def intervals(resampled):
 
     A metric that is undefined in a resample has no interval.
     """
-    ends = {key: np.percentile(values, (2.5, 97.5)).tolist() for key, values in resampled.items()
-            if not np.isnan(values).any()}
-    return {'intervals': ends} if ends else {}
+    defined = {key: values for key, values in resampled.items() if not np.isnan(values).any()}
+    if not defined:
+        return {}
+    low, high = np.percentile([*defined.values()], (2.5, 97.5), axis=1).tolist()
+    return {'intervals': {key: [*ends] for key, *ends in zip(defined, low, high)}}
 
 
 def mean_report(reports, resampled):
