@@ -39,7 +39,7 @@ import numpy as np
 from data import free_answers
 from data.chat import question_frame
 from data.free_answers import VERBALIZED
-from data.packing import Tree, pack_alone, pack_trees, stack_answers, stack_rows
+from data.packing import pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
 from data.probes import INSTRUCTIONS
 from data.tasks import TASKS, describe, describe_tasks, distribution, load_tasks, show_tasks
 from data.tokenizer import begins_with_bos, load_model_tokenizer
@@ -250,11 +250,9 @@ def t5_config(folder):
 
 def prompt_states(load, prompts, cfg):
     """Return the hidden state at the end of each of `prompts`, lists of tokens, float32 [N, D]."""
-    shared = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
-    trees = (Tree(ids[:shared], ids[shared:], [[0]], [len(ids)]) for ids in prompts)
     states = {index: values[0] for index, _, values in score(
-        load, enumerate(trees), cfg.pack_len, cfg.batch_rows, cfg.deterministic, token_states,
-        row_lengths(cfg)[1])}
+        load, enumerate(prompt_trees(prompts)), cfg.pack_len, cfg.batch_rows, cfg.deterministic,
+        token_states, row_lengths(cfg)[1])}
     return np.stack([states[i] for i in range(len(prompts))])
 
 

@@ -73,11 +73,11 @@ if __name__ == '__main__':
         startup.load_libraries(read_arguments(sys.argv[1:]).device)
 
 from data.instruct import read_prompts
-from data.packing import Row, Tree
+from data.packing import Row, Tree, prompt_trees
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.answers import open_answers, to_row
 from results.samples import append, digest, merge_parts, part
-from runtime import checkpoint, draw, log, parallel, slots
+from runtime import adapter, checkpoint, draw, log, parallel, slots
 from runtime.code import code_digest
 from runtime.device import pick_device, pick_dtype
 from runtime.slots import Batch, room
@@ -142,8 +142,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
         return
     n_slots, length = room(model, prompts, s)
     n_vocab = tokenizer.n_vocab if tokenizer else model.head.shape[0]
-    batch, training = Batch(model, s, n_slots, length, n_vocab), model.training
-    model.eval()
+    batch = Batch(model, s, n_slots, length, n_vocab)
     prefill, context = PREFILL[batch.device.type], model.config.max_position_embeddings
     waiting = deque(Answer(i, k, n_prompt=len(ids), limit=min(s.max_tokens, context - len(ids)))
                     for i, ids in enumerate(prompts) for k in range(s.n))
@@ -155,7 +154,7 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
         text = tokenizer.decode([token], start=False)
         return '\ufffd' in text or any(string[-1] in text for string in s.stop)
 
-    try:
+    with adapter.evaluation_mode(model):
         while waiting or running or launched:
             while begun := take(waiting, free, running, prompts, s, n_slots, prefill):
                 copy = batch.prefill(begun, prompts, *pack_prompts(begun, prompts))
@@ -177,8 +176,6 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
                     yield answer
             running = [answer for answer in running if not answer.reason]
             free.sort(reverse=True)     # so that slots are used from the first one on
-    finally:
-        model.train(training)
 
 
 def take(waiting, free, running, prompts, s, n_slots, prefill):
@@ -212,15 +209,9 @@ def pack_prompts(begun, prompts):
 
     Their common beginning is in the row once.
     """
-    numbers = [*dict.fromkeys(answer.prompt for answer in begun)]
-    texts = [prompts[i] for i in numbers]
-    # the last token of each is its own
-    shared = min(len(os.path.commonprefix(texts)), min(map(len, texts)) - 1)
-    row = Row()
-    before = row.append(texts[0][:shared], 0)
-    at = {i: [*before, *row.append(ids[shared:], shared)] for i, ids in zip(numbers, texts)}
-    row.ends[:shared] = [len(row.tokens)] * shared
-    return row, at
+    row, numbers = Row(), [*dict.fromkeys(answer.prompt for answer in begun)]
+    trees = prompt_trees([prompts[i] for i in numbers])
+    return row, {i: row.add(i, tree, ()) for i, tree in zip(numbers, trees)}
 
 
 def add(answer, token, log_p, log_q, entropy):

@@ -5,6 +5,7 @@ Token i of a row sees token j when j <= i < ends[j] (see model.py).
 
 import hashlib
 import itertools
+import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -142,7 +143,10 @@ class Row:
         return range(begin, end)
 
     def add(self, index, tree, branches):
-        """Append the tree with these branches, without a prefix that equals the previous tree's."""
+        """Append the tree with these branches, without a prefix that equals the previous tree's.
+
+        Return the row indices of its prefix and stem.
+        """
         if self.prefix != tree.prefix:
             self.prefix, self.prefix_at = tree.prefix, self.append(tree.prefix, 0)
         stem_at = self.append(tree.stem, len(tree.prefix))
@@ -158,6 +162,7 @@ class Row:
                 # with an empty leaf, the last of `before` predicts nothing
                 self.scored += [(index, k, *pair) for pair in zip(before, tokens, strict=False)]
         self.scored += [(index, n, trunk[at - 1], ids[at]) for n, at in enumerate(tree.scored)]
+        return trunk
 
     def padded(self, length):
         """Return (int64 [3, length] of tokens, positions and ends; scored)."""
@@ -166,6 +171,15 @@ class Row:
         arrays[:, :n] = self.tokens, self.positions, self.ends
         arrays[2, n:] = np.arange(n + 1, length + 1)    # padding sees only itself
         return arrays, self.scored
+
+
+def prompt_trees(prompts):
+    """Return a Tree for each of `prompts`, lists of tokens, with their common beginning as prefix.
+
+    The last token of each is its own. A leaf of any token asks for the state at the prompt's end.
+    """
+    shared = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
+    return [Tree(tuple(ids[:shared]), ids[shared:], [[0]], [len(ids)]) for ids in prompts]
 
 
 def pack_trees(trees, row_length):
