@@ -49,8 +49,9 @@ from runtime.build import build_model
 from runtime.code import code_digest
 from runtime.config import load_config, require_range
 from runtime.errors import ConfigError
+from runtime.loss import loss_options
 from runtime.ownership import temporary
-from runtime.parallel import gather, rank, reshard, sum_over_processes, world_size
+from runtime.parallel import evaluating, gather, rank, reshard, sum_over_processes, world_size
 
 # ---- Pairwise losses -----------------------------------------------------------------------------
 
@@ -313,7 +314,6 @@ class Preferences:
     def token_loss(self, packed, cfg):
         """Return the function of `train.token_loss`: the mean over prompts of means over pairs."""
         pair_loss = PAIR_LOSSES[cfg.method]
-        memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
 
         def compute(model, rows, inputs, _):
             answers, measured = Answers(packed, rows, model.head.device), {}
@@ -338,21 +338,18 @@ class Preferences:
                                  for name, value in values.items()})
                 return (pair_loss(pairs, cfg) * weight).sum()
 
+            prompt = torch.from_numpy(packed['where'][packed['answer'][answers.part], 0])
             loss, _ = fused_loss(answers.gather(model(*inputs)), model.head, answers.token,
-                                 joint(function), softcap=model.softcap, reduction='sum',
-                                 memory=memory, group=torch.from_numpy(
-                                     packed['where'][packed['answer'][answers.part], 0]))
+                                 joint(function), reduction='sum', group=prompt,
+                                 **loss_options(model, cfg))
             return loss, measured
 
         return compute
 
-    @torch.no_grad()
     def validation_loss(self, model, packed, cfg, device):
         """Return {val_loss, val_accuracy, ...}: means over the held-out prompts."""
-        model.eval()
-        values = train.forward_backward(model, packed, cfg, device, self.token_loss)
-        model.train()
-        reshard(model)
+        with evaluating(model):
+            values = train.forward_backward(model, packed, cfg, device, self.token_loss)
         return {f'val_{name}': value.item() for name, value in values.items()}
 
 
@@ -391,14 +388,11 @@ class RewardModel(Preferences):
                 name: (value.detach() * weight).sum() for name, value in values.items()}
         return compute
 
-    @torch.no_grad()
     def validation_loss(self, model, packed, cfg, device):
         """Return the log loss and accuracy over held-out prompts, and the ECE over their pairs."""
-        model.eval()
-        parts = [torch.stack(self.margins(model, packed, rows, inputs)).double().cpu().numpy()
-                 for rows, inputs, _ in train.micro_batches(packed, cfg, device)]
-        model.train()
-        reshard(model)
+        with evaluating(model):
+            parts = [torch.stack(self.margins(model, packed, rows, inputs)).double().cpu().numpy()
+                     for rows, inputs, _ in train.micro_batches(packed, cfg, device)]
         margin, _, weight = sum(part for parts in gather(parts) for part in parts)
         return {'val_loss': weight @ np.logaddexp(0, -margin),
                 'val_accuracy': weight @ (np.sign(margin) + 1) / 2,

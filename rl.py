@@ -28,6 +28,7 @@ from runtime.build import build_model
 from runtime.config import require_range
 from runtime.device import pick_device, pick_dtype
 from runtime.errors import ConfigError, TrainingError
+from runtime.loss import loss_options
 from runtime.parallel import world_size
 from runtime.resume import advice
 from runtime.sampling import Sampling
@@ -372,7 +373,6 @@ class Rollouts:
 
     def token_loss(self, packed, cfg):
         """Return the function (model, rows, inputs, targets) -> (loss, {name: metric})."""
-        memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
         n_tokens, n_answers = packed['begin'][-1], len(packed['counts'])
 
         def compute(model, rows, inputs, _):
@@ -393,9 +393,9 @@ class Rollouts:
 
             hidden = answers.gather(model(*inputs))
             loss, _ = fused_loss(hidden, model.head, answers.token,
-                                 joint(function, entropy=cfg.entropy_coef > 0),
-                                 softcap=model.softcap, reduction='sum', memory=memory,
-                                 group=torch.from_numpy(packed['answer'][answers.part]))
+                                 joint(function, entropy=cfg.entropy_coef > 0), reduction='sum',
+                                 group=torch.from_numpy(packed['answer'][answers.part]),
+                                 **loss_options(model, cfg))
             if cfg.method == 'ppo':
                 errors = clipped_value_loss(values_of(model, hidden), columns['value'],
                                             columns['returns'], cfg.value_clip)

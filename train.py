@@ -156,8 +156,8 @@ from runtime import checkpoint, ownership, resume, trained
 from runtime.build import build_model, build_optimizer      # noqa: F401    used through `stage`
 from runtime.device import pick_device, to_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
-from runtime.loss import parse_loss
-from runtime.parallel import (barrier, first_process_first, gather, rank, reshard,
+from runtime.loss import loss_options, parse_loss
+from runtime.parallel import (barrier, evaluating, first_process_first, gather, rank,
                               sum_over_processes, world_size)
 
 # Keys that may differ when a run is resumed; all others decide its weights.
@@ -293,14 +293,13 @@ def token_loss(packed, cfg):
     """
     n_targets = int((packed['targets'] >= 0).sum())
     weights = sequence_weights(packed) if cfg.loss_reduction == 'sequence' else None
-    memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6
     loss_function = training_loss(cfg)
 
     def compute(model, rows, inputs, targets):
-        options = ({'num_items': n_targets} if weights is None else
-                   {'reduction': 'sum', 'token_weight': torch.from_numpy(weights[rows])})
+        mean = ({'num_items': n_targets} if weights is None else
+                {'reduction': 'sum', 'token_weight': torch.from_numpy(weights[rows])})
         loss, nll = fused_loss(model(*inputs), model.head, targets, loss_function,
-                               softcap=model.softcap, memory=memory, **options)
+                               **mean, **loss_options(model, cfg))
         return loss, {'nll': nll}
 
     return compute
@@ -334,18 +333,15 @@ def train_step(model, optimizer, packed, cfg, device, objective=token_loss):
     return values | {'grad_norm': norm}
 
 
-@torch.no_grad()
 def validation_loss(model, packed, cfg, device):
     """Return {val_loss, val_nll, val_ece}: means over tokens, and ECE of the next token."""
-    model.eval()
-    parts = []
-    for _, inputs, targets in micro_batches(packed, cfg, device):
-        s = token_statistics(model(*inputs), model.head, targets, loss=training_loss(cfg),
-                             softcap=model.softcap)
-        columns = s.loss, s.nll, (s.top_logit - s.lse).exp(), s.top_token.cpu() == targets
-        parts.append(torch.stack([x.cpu()[targets >= 0].double() for x in columns]).numpy())
-    model.train()
-    reshard(model)
+    parts, loss_function = [], training_loss(cfg)
+    with evaluating(model):
+        for _, inputs, targets in micro_batches(packed, cfg, device):
+            s = token_statistics(model(*inputs), model.head, targets, loss_function,
+                                 softcap=model.softcap)
+            columns = s.loss, s.nll, (s.top_logit - s.lse).exp(), s.top_token.cpu() == targets
+            parts.append(torch.stack([x.cpu()[targets >= 0].double() for x in columns]).numpy())
     loss, nll, confidence, correct = np.concatenate(
         [part for parts in gather(parts) for part in parts], axis=1)
     return {'val_loss': loss.mean(), 'val_nll': nll.mean(),

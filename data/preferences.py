@@ -112,9 +112,9 @@ def _alpaca_prompt(text):
 
 
 def _helpsteer3(row):
-    preference = row['overall_preference']      # -3 to 3; negative: response1 is better
+    # -3 to 3; negative: response1 is better
     return Ranking(_messages(row['context'], 'context'), [row['response1'], row['response2']],
-                   [-preference, preference])
+                   [0, row['overall_preference']])
 
 
 def _scored(row):

@@ -4,6 +4,7 @@ A reward is a function (prompt, answer, row) -> number: the text of the prompt's
 text of an answer, and the prompt's row as it is in the file.
 """
 
+import copy
 import hashlib
 import re
 import sys
@@ -170,7 +171,7 @@ def load_reward(name, device, dtype, template):
         sys.path.append(folder)     # last, so that no file there hides a module of ours
     try:
         exec(compile(code, name, 'exec'), names)
-    except Exception as error:      # it is the user's code
+    except (Exception, SystemExit) as error:      # it is the user's code
         raise ConfigError(describe(error, name)) from error
     if not callable(names.get('reward')):
         raise ConfigError(f'{name} has no function reward(prompt, answer, row)')
@@ -199,11 +200,12 @@ class FunctionReward:
 
     def score(self, prompt, answer, row):
         try:
-            value = self.function(prompt, answer, row)
+            # a copy, since the function may edit it, and other answers and steps need the row
+            value = self.function(prompt, answer, copy.deepcopy(row))
         except DataError as error:
             raise DataError(f'reward = {self.name!r}: {error}; the prompt is {prompt!r:.100}'
                             ) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(f'{describe(error, self.name)}; the prompt is {prompt!r:.100}'
                             ) from error
         value = value.item() if isinstance(value, np.generic) else value

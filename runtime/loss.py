@@ -1,4 +1,7 @@
-"""Parse the `loss` of a config, such as 'focal(2) + z_loss(1e-4)', with the table LOSSES."""
+"""The loss of a config.
+
+`loss` is a text such as 'focal(2) + z_loss(1e-4)', with functions of the table LOSSES.
+"""
 
 import ast
 import difflib
@@ -34,3 +37,9 @@ def parse_loss(text):
         return loss
     except (SyntaxError, TypeError, ValueError) as error:
         raise ConfigError(f'loss {text!r}: {error}') from None
+
+
+def loss_options(model, cfg):
+    """Return the arguments of `fused_loss` that are the same for all losses of a run."""
+    memory = None if cfg.loss_memory is None else cfg.loss_memory * 10 ** 6     # MB to bytes
+    return {'softcap': model.softcap, 'memory': memory}

@@ -170,9 +170,24 @@ def shard(model, device):
 
 
 def reshard(model):
-    """Free the full weights of a sharded model after forward passes without a backward pass."""
-    if world_size() > 1:
+    """Free the full weights of a model after forward passes without a backward pass.
+
+    A model that is not sharded stays as it is.
+    """
+    if hasattr(model, 'reshard'):
         model.reshard()
+
+
+@contextlib.contextmanager
+def evaluating(model):
+    """Evaluate a model in training for a `with` block: without dropout and without gradients."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+        reshard(model)
 
 
 def gather_full(x: Tensor) -> Tensor:

@@ -685,6 +685,9 @@ def test_each_format_of_prompts_is_read(row):
     ('def reward(p, a, row):\n    return float("nan")\n', 'not a finite number'),
     ('def reward(p, a, row):\n    return 10 ** 400\n', 'not a finite number'),
     ('def reward(p, a, row):\n    return 1j\n', 'not a finite number'),
+    ('def reward(p, a, row):\n    return None\n', 'returned None, and not a finite number'),
+    ('def reward(p, a, row):\n    exit(3)\n', 'reward.py:2: SystemExit: 3'),
+    ('exit(0)\n', 'reward.py:1: SystemExit: 0'),
     ('x = "caf\xe9"\n', 'reward.py:1: SyntaxError')])
 def test_an_error_in_a_reward_names_its_file_and_line(code, message, tmp_path):
     path = tmp_path / 'reward.py'
@@ -699,6 +702,16 @@ def test_a_reward_is_any_number(value, tmp_path):
     path.write_bytes(b'\xef\xbb\xbfimport numpy as np\ndef reward(p, a, row):\n    return '
                      + value.encode())
     assert data_rl.load_reward(str(path), 'cpu', None, 'tulu').score('p', 'a', {}) == 1.0
+
+
+def test_a_reward_that_edits_its_row_does_not_change_that_of_other_answers(tmp_path):
+    (tmp_path / 'reward.py').write_text(
+        "def reward(p, a, row):\n    row['seen'].append(a)\n    return len(row['seen'])\n")
+    row = {'seen': []}
+    reward = data_rl.load_reward(f'{tmp_path}/reward.py', 'cpu', None, 'tulu')
+    messages = [{'role': 'user', 'content': 'p'}]
+    assert reward.scores([messages], [['a', 'b']], [row]).tolist() == [[1, 1]]
+    assert row == {'seen': []}
 
 
 def test_a_reward_file_imports_modules_beside_it(tmp_path, monkeypatch):

@@ -133,6 +133,7 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': ['1', '2']}, 'must be numbers'),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [math.nan, 2]}, 'must be numbers'),
     ({'prompt': 'a', 'responses': ['b', 3], 'scores': [1, 2]}, 'an answer is not text but int'),
+    (ROWS['HelpSteer3'] | {'overall_preference': None}, 'scores must be numbers, got [0, None]'),
     ({'chosen': 'b', 'rejected': 'c'}, 'must be dialogues'),
     ({'chosen': '\n\nHuman: x\n\nAssistant: y', 'rejected': '\n\nHuman: z\n\nAssistant: y'},
      'the turns before the two answers differ'),

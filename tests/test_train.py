@@ -437,6 +437,15 @@ def test_validation_reports_the_next_tokens_ece(tiny_model):
     assert found['val_loss'] > found['val_nll'] * 0.5
 
 
+def test_a_model_trains_on_after_an_evaluation_that_fails(tiny_model):
+    tiny_model.train()
+    with pytest.raises(KeyError), parallel.evaluating(tiny_model):
+        assert not torch.is_grad_enabled()
+        assert not any(module.training for module in tiny_model.modules())
+        raise KeyError
+    assert torch.is_grad_enabled() and all(module.training for module in tiny_model.modules())
+
+
 def test_trackers_must_be_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(ConfigError, match='pip install wandb'):
