@@ -606,7 +606,7 @@ def run(cfg):
     with ThreadPoolExecutor(2) as pool:
         # a folder with samples may have nothing left to score
         new = cfg.overwrite or not (out_dir / 'samples.jsonl').exists()
-        load = load_ahead(pool, folder, config, cfg, forward_values, weights=new)
+        load = load_ahead(pool, folder, config, cfg, forward_values) if new else None
         tokenizer = load_model_tokenizer(folder, config)
         with parallel.first_process_locks(out_dir):
             results = evaluate(folder, tokenizer, tasks, cfg, out_dir, load)

@@ -18,17 +18,16 @@ def loads_kernels(cfg):
     return cfg.device.startswith('cuda') and cfg.dtype == 'bfloat16'
 
 
-def load_ahead(pool, folder, config, cfg, forward, weights=True):
+def load_ahead(pool, folder, config, cfg, forward):
     """Return a function that returns the model; threads of `pool` load it from now on.
 
     Where kernels are used, one of them loads the kernels. The function waits for both.
-    config: of the model in `folder`; weights: whether to read them now, instead of when the
-    function is called; forward: as in `warm_up`
+    config: of the model in `folder`; forward: as in `warm_up`
     """
     with_kernels = loads_kernels(cfg) and config.model_type not in t5.ARCHITECTURES
     kernels = [pool.submit(warm_up, config, cfg, forward)] if with_kernels else []
     # processes that share the weights must not exchange messages from two threads
-    weights = pool.submit(load_model, folder, cfg) if weights and not cfg.shard else None
+    weights = None if cfg.shard else pool.submit(load_model, folder, cfg)
 
     @functools.cache
     def load():
