@@ -603,13 +603,12 @@ def run(cfg):
         default = default / f'dropout-{cfg.dropout_seed}'
     out_dir = Path(os.path.expanduser(cfg.out_dir or default))
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
-    with ThreadPoolExecutor(2) as pool:
-        # a folder with samples may have nothing left to score
-        new = cfg.overwrite or not (out_dir / 'samples.jsonl').exists()
-        load = load_ahead(pool, folder, config, cfg, forward_values) if new else None
-        tokenizer = load_model_tokenizer(folder, config)
-        with parallel.first_process_locks(out_dir):
-            results = evaluate(folder, tokenizer, tasks, cfg, out_dir, load)
+    # a folder with samples may have nothing left to score
+    new = cfg.overwrite or not (out_dir / 'samples.jsonl').exists()
+    load = load_ahead(folder, config, cfg, forward_values) if new else None
+    tokenizer = load_model_tokenizer(folder, config)
+    with parallel.first_process_locks(out_dir):
+        results = evaluate(folder, tokenizer, tasks, cfg, out_dir, load)
     labels = [label for label in result_labels(tasks, cfg) if results and label in results['tasks']]
     return results, labels, out_dir
 

@@ -1,7 +1,7 @@
 """Load weights and kernels while evaluate.py tokenizes; nothing here changes what it computes."""
 
 import functools
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 import numpy as np
@@ -18,16 +18,18 @@ def loads_kernels(cfg):
     return cfg.device.startswith('cuda') and cfg.dtype == 'bfloat16'
 
 
-def load_ahead(pool, folder, config, cfg, forward):
-    """Return a function that returns the model; threads of `pool` load it from now on.
+def load_ahead(folder, config, cfg, forward):
+    """Return a function that returns the model; a thread loads it from now on.
 
-    Where kernels are used, one of them loads the kernels. The function waits for both.
+    Where kernels are used, another thread loads them. The function waits for both.
     config: of the model in `folder`; forward: as in `warm_up`
     """
+    pool = ThreadPoolExecutor(2)
     with_kernels = loads_kernels(cfg) and config.model_type not in t5.ARCHITECTURES
     kernels = [pool.submit(warm_up, config, cfg, forward)] if with_kernels else []
     # processes that share the weights must not exchange messages from two threads
     weights = None if cfg.shard else pool.submit(load_model, folder, cfg)
+    pool.shutdown(wait=False)       # nothing else will be submitted
 
     @functools.cache
     def load():

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -551,9 +550,8 @@ def test_kernels_are_loaded_where_they_compute(change, used, monkeypatch, tmp_pa
     model, calls = SimpleNamespace(), []
     monkeypatch.setattr(checkpoint, 'load', lambda *_, **options: model)
     monkeypatch.setattr(load_ahead, 'warm_up', lambda *_: calls.append('warm'))
-    with ThreadPoolExecutor(2) as pool:
-        load = load_ahead.load_ahead(pool, tmp_path, SimpleNamespace(model_type=''), cfg, print)
-        assert load() is load() is model
+    load = load_ahead.load_ahead(tmp_path, SimpleNamespace(model_type=''), cfg, print)
+    assert load() is load() is model
     assert calls == ['warm'] * used
 
 
@@ -603,9 +601,8 @@ def test_a_failed_warm_up_keeps_no_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(load_ahead, 'warm_up', fails)
     monkeypatch.setattr(load_ahead, 'load_model', lambda *_: model)
     cfg = evaluate.EvalConfig(dtype='bfloat16', device='cuda', pictures=False)
-    with ThreadPoolExecutor(2) as pool:
-        load = load_ahead.load_ahead(pool, tmp_path, SimpleNamespace(model_type=''), cfg, print)
-        assert load() is model and tensors[0]() is None
+    load = load_ahead.load_ahead(tmp_path, SimpleNamespace(model_type=''), cfg, print)
+    assert load() is model and tensors[0]() is None
 
 
 @pytest.mark.parametrize('device', DEVICES[1:])
