@@ -209,10 +209,11 @@ class FunctionReward:
             raise DataError(f'{describe(error, self.name)}; the prompt is {prompt!r:.100}'
                             ) from error
         value = value.item() if isinstance(value, np.generic) else value
-        # float() may not hold more
-        if not isinstance(value, (int, float)) or not abs(value) <= 1e300:
-            raise DataError(f'reward = {self.name!r} returned {value!r}, and not a finite number, '
-                            f'for the prompt {prompt!r:.100}')
+        # the square of a larger one is infinite in float32
+        if not isinstance(value, (int, float)) or not abs(value) <= 1e18:
+            raise DataError(f'reward = {self.name!r} returned {value!r:.100} for the prompt '
+                            f'{prompt!r:.100}; wanted a number (int, float or of NumPy) between '
+                            f'-1e18 and 1e18')
         return float(value)
 
 
