@@ -211,7 +211,7 @@ def check_settings_are_read(cfg):
             ('truncated', cfg.truncated == 'penalize', ['penalty']),
             ('kl', cfg.kl in ('reward', 'loss', 'k3'), ['kl_coef']),
             ('kl_target', cfg.kl_target, ['kl_horizon']),
-            ('updates', cfg.updates > 1, ['clip', 'clip_high'])):
+            ('updates', cfg.updates > 1, ['clip', 'clip_high', 'value_clip'])):
         for key in keys:
             if not is_read and (value := getattr(cfg, key)) != getattr(defaults, key):
                 where = f'with {decider} = {getattr(cfg, decider)!r}' if decider else 'in align.py'

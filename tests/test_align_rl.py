@@ -739,6 +739,7 @@ def test_a_reward_file_imports_modules_beside_it(tmp_path, monkeypatch):
     ({'method': 'grpo', 'reward': 'exact', 'kl_coef': 0.2}, "effect with kl = 'none'"),
     ({'method': 'grpo', 'reward': 'exact', 'penalty': -1.0}, "effect with truncated = 'mask'"),
     ({'method': 'grpo', 'reward': 'exact', 'clip': 0.1}, 'effect with updates = 1'),
+    ({'method': 'ppo', 'reward': 'exact', 'value_clip': 0.1}, 'effect with updates = 1'),
     ({'method': 'grpo', 'reward': 'exact', 'lora_dropout': 0.1}, 'the policy would differ')])
 def test_settings_of_rewards_without_sense_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
