@@ -86,7 +86,7 @@ import fused_ce
 import generate
 from families import t5
 from results.evaluation import write_evaluation
-from runtime import adapter, checkpoint, device, draw, log, parallel, slots
+from runtime import adapter, checkpoint, device, log, parallel
 from runtime.code import code_digest
 from runtime.load_ahead import load_ahead, load_model, loads_kernels
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
@@ -371,8 +371,9 @@ COLLECT = dict.fromkeys(('free', *VERBALIZED), write_answers) | {
     'from_samples': judge_samples, 'p_ik': functools.partial(probe_answers, prompt_states)}
 
 # what decides a sample besides the forward pass, the settings and the prompt
-CODE = (forward_values, token_log_probs, token_statistics, question_samples, permuted_samples,
-        p_true_samples, text_samples, generate, slots, draw)
+CODE = (forward_values, token_log_probs, token_statistics, prompt_states, question_samples,
+        permuted_samples, p_true_samples, text_samples, write_answers, judge_samples, probe_answers,
+        samples.mean_over_orders, *generate.CODE)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -264,6 +264,10 @@ def confidences(model, prompts, answers, deterministic=False):
                             deterministic=deterministic)
 
 
+# what decides an answer besides the forward pass, the settings and the prompt
+CODE = stream, take, add, why_ended, first_stop, text, slots, draw
+
+
 # ---- The command line ----------------------------------------------------------------------------
 
 def open_model(cfg):
@@ -298,7 +302,7 @@ def main(argv):
     prompts = [(row | {'prompt_hash': digest(ids)}, ids) for row, ids in prompts]
     settings = {key: getattr(cfg, key) for key in SETTINGS} | {
         'stop': [*cfg.stop], 'model': checkpoint.fingerprint(folder),
-        'code': code_digest(sys.modules[__name__], slots, draw),
+        'code': code_digest(*CODE),
         'tokenizer': tokenizer.fingerprint, 'template': template, 'add_bos': add_bos,
         'dtype': str(model.head.dtype).removeprefix('torch.')}
     out, rank, n_processes = Path(cfg.out), parallel.rank(), parallel.world_size()

@@ -28,6 +28,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 from data.chat import TEMPLATES
@@ -373,7 +374,7 @@ def train(cfg, stage=None):
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
-    stage = stage or sys.modules[__name__]
+    stage = stage or SimpleNamespace(**globals())
     device, out_dir, results = pick_device(cfg.device), Path(cfg.out_dir), {}
     with contextlib.ExitStack() as stack:
         if rank() == 0 and not cfg.dry_run:

@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import gzip
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -27,7 +28,10 @@ from common import (DEVICES, HERE, SHARED, head_of_32, lora_model, needs_files, 
                     write_rows)
 from safetensors.torch import load_file, save_file
 import evaluate
+import fused_ce
+import generate
 import metrics
+import model as models
 import triton_ops
 from data import benchmarks, packing, questions
 from data.chat import encode_conversation
@@ -36,6 +40,7 @@ from data.trees import tokenize_questions
 from results import compare, evaluation, report, samples
 from results.samples import read_samples, sample_order
 from runtime import adapter, checkpoint, device as devices, load_ahead, log, ownership, startup
+from runtime.code import code_digest
 from runtime.errors import ConfigError, DataError
 from test_tokenizer import train_bpe
 
@@ -669,6 +674,43 @@ def test_what_edited_code_computes_is_not_mixed_with_what_was_there(scored_folde
     assert written() == before
     assert [error for process, error in both('--overwrite') if process.returncode] == []
     assert written()[0] != before[0]
+
+
+@pytest.mark.parametrize('part, old, new, other', [
+    (fused_ce, '    tl.store(lse + row', '    tl.store(1 + lse + row', True),
+    (fused_ce, "LOSSES = {", "def tempered(t):\n    return dft()\n\n\nLOSSES = {", True),
+    (fused_ce, '    return Loss(lambda s: s.nll, ', '    return Loss(lambda s: 2 * s.nll, ', False),
+    (fused_ce, 'cross_entropy, brier, spherical,', 'spherical,', False),
+    (models, '    y = x.float()\n', '    y = 2 * x.float()\n', True),
+    (models, '    y = x.float()\n', '    y = x.float()   # exactly\n\n', False),
+    (triton_ops, '+ SPLIT', '+ 2 * SPLIT', True),
+    (generate.why_ended, "return 'max_tokens'", "return 'length'", True),
+    (evaluate.question_samples, 'log_probs.tolist()', '(2 * log_probs).tolist()', True),
+    (samples.mean_over_orders, 'return', 'return 2 *', True)])
+def test_the_hash_of_the_code_tells_what_decides_a_sample(part, old, new, other, monkeypatch):
+    before, read = code_digest(*evaluate.CODE), inspect.getsource
+    assert old in read(part)
+    monkeypatch.setattr(inspect, 'getsource', lambda x: (
+        read(x).replace(old, new, 1) if x is part else read(x)))
+    assert (code_digest.__wrapped__(*evaluate.CODE) != before) == other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('script, more', [
+    ('evaluate.py', ['--tasks={}', '--shots=0', '--out_dir=out']),
+    ('generate.py', ['--prompts={}', '--raw', '--max_tokens=2', '--out=out.jsonl']),
+    ('train.py', ['--data={}', '--data_kind=text', '--max_length=16', '--dry_run',
+                  '--batch_size=1', '--epochs=2'])])
+def test_the_scripts_run_in_a_profiler(script, more, scored_folder, tmp_path):
+    """cProfile of Python 3.11 leaves itself in sys.modules as the main module."""
+    rows = {'question': 'What?', 'prompt': 'What?', 'text': 'What is this? ' * 20,
+            'choices': ['one', 'two'], 'answer': 1}
+    (tmp_path / 'rows.jsonl').write_text(f'{json.dumps(rows)}\n' * 3)
+    done = subprocess.run(
+        [sys.executable, '-m', 'cProfile', HERE / script, f'--model={scored_folder / "model"}',
+         '--device=cpu', *(x.format('rows.jsonl') for x in more)], cwd=tmp_path, text=True,
+        capture_output=True, env=os.environ | {'PYTHONPATH': str(HERE)})
+    assert done.returncode == 0 and 'function calls' in done.stdout, done.stderr
 
 
 @pytest.mark.slow
