@@ -27,6 +27,7 @@ import os
 import sys
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -278,13 +279,16 @@ def open_model(cfg):
     device = pick_device(cfg.device)
     with parallel.first_process_first():
         folder = checkpoint.fetch(cfg.model, cfg.revision)
-    tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
-    add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
-    template = '' if cfg.raw else trained_template(folder) if cfg.chat == 'trained' else cfg.chat
-    if template:
-        question_frame(tokenizer, template, add_bos)    # raise for a template that does not fit
+    template = ('' if cfg.raw else
+                trained_template(folder) if cfg.chat == 'trained' else cfg.chat)
     dtype = pick_dtype(getattr(cfg, 'dtype', 'auto'), device)
-    return folder, checkpoint.load(folder, device, dtype).eval(), tokenizer, template, add_bos
+    with ThreadPoolExecutor(1) as pool:     # reads the weights while the tokenizer is made
+        model = pool.submit(checkpoint.load, folder, device, dtype)
+        tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
+        add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
+        if template:
+            question_frame(tokenizer, template, add_bos)    # raise for a template that does not fit
+        return folder, model.result().eval(), tokenizer, template, add_bos
 
 
 def end_tokens(model, stop):
