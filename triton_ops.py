@@ -408,8 +408,7 @@ def decode_kernel(mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: 
         q, k, v, cache.k, cache.v, parts, lse, slots, positions, q.stride(0), k.stride(0),
         v.stride(0), *cache.k.stride()[:2], cache.size, H, H // K, hd, scale * LOG2E,
         softcap * LOG2E if softcap else 0.0, GROUP=max(16, triton.next_power_of_2(H // K)),
-        WIDTH=width, SPLIT=split, BLOCK=64 if width * q.element_size() < 512 else 32,
-        num_warps=4, num_stages=3)
+        WIDTH=width, SPLIT=split, BLOCK=32, num_warps=2 if width <= 64 else 4, num_stages=3)
     if n_splits > 1:
         _merge[B * H,](parts, lse, out, positions, cache.size, H, n_splits, hd, WIDTH=width,
                        SPLIT=split, num_warps=1)

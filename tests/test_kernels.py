@@ -25,14 +25,14 @@ def compile(kernel, constants, warps=4, **types):
 
 def decoding():
     scores = {'scale': 'fp32', 'softcap': 'fp32', 'slot_ptr': '*i64', 'position_ptr': '*i64'}
-    for dtype, width, block in (('bf16', 64, 64), ('bf16', 256, 64), ('fp32', 128, 64),
-                                ('fp32', 256, 32)):
+    for dtype, width, warps in (('bf16', 64, 2), ('bf16', 256, 4), ('fp32', 64, 2),
+                                ('fp32', 256, 4)):
         x = dict.fromkeys(('q_ptr', 'k_ptr', 'v_ptr', 'cache_k_ptr', 'cache_v_ptr', 'out_ptr'),
                           '*' + dtype)
-        compile(triton_ops._decode, {'GROUP': 16, 'WIDTH': width, 'SPLIT': 256, 'BLOCK': block},
+        compile(triton_ops._decode, {'GROUP': 16, 'WIDTH': width, 'SPLIT': 256, 'BLOCK': 32}, warps,
                 **scores, **x)
-        compile(triton_ops._decode, {'GROUP': 16, 'WIDTH': width, 'SPLIT': 1024, 'BLOCK': block},
-                **scores, **x, part_ptr='*' + dtype)
+        compile(triton_ops._decode, {'GROUP': 16, 'WIDTH': width, 'SPLIT': 1024, 'BLOCK': 32},
+                warps, **scores, **x, part_ptr='*' + dtype)
         compile(triton_ops._merge, {'WIDTH': width, 'SPLIT': 256}, **scores, **x)
     for greedy in (False, True):
         options = {'GREEDY': greedy, 'BLOCK': 4096}
