@@ -279,12 +279,13 @@ def open_model(cfg):
     device = pick_device(cfg.device)
     with parallel.first_process_first():
         folder = checkpoint.fetch(cfg.model, cfg.revision)
+    config = checkpoint.read_config(folder)
     template = ('' if cfg.raw else
                 trained_template(folder) if cfg.chat == 'trained' else cfg.chat)
     dtype = pick_dtype(getattr(cfg, 'dtype', 'auto'), device)
     with ThreadPoolExecutor(1) as pool:     # reads the weights while the tokenizer is made
         model = pool.submit(checkpoint.load, folder, device, dtype)
-        tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
+        tokenizer = load_model_tokenizer(folder, config)
         add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
         if template:
             question_frame(tokenizer, template, add_bos)    # raise for a template that does not fit
