@@ -1,7 +1,7 @@
 """Generate answers to many prompts at once, with a KV cache.
 
     python generate.py --model=out/run --prompts=prompts.jsonl --out=answers.jsonl --n=8
-    torchrun --nproc_per_node=8 generate.py --model=out/run --prompts=prompts.jsonl
+    torchrun --nproc_per_node=8 -- generate.py --model=out/run --prompts=prompts.jsonl --n=8
 
 A row of prompts.jsonl has `prompt`, or `messages` of a conversation, and perhaps an `id`; its other
 fields are copied. The row of answers.jsonl adds `answers`. An interrupted command resumes from that
