@@ -53,7 +53,7 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     called = [x for x in measures if x.key in _edited(metrics.MEASURES)
               or not _equal(x.key, fast, observed)]
     arrays = [None if x is None else np.asarray(x) for x in (probs, labels, n_options, scores)]
-    parts = [sums(counts) | _call_measures(called, counts, arrays)
+    parts = [sums(counts) | _call_measures(called, counts, *arrays)
              for counts in _resample(len(labels), n_resamples, chunk, seed)]
     return {key: np.concatenate([part[key] for part in parts])
             for key in (*(x.key for x in measures), *columns)}
@@ -78,12 +78,11 @@ def _edited(measures):
     return {x.key for x in measures if not _equal(x.key, fast, report)}
 
 
-def _call_measures(measures, counts, arrays):
+def _call_measures(measures, counts, *arrays):
     """{key: [R]} of `measures`, called with the rows of each resample."""
     reports = []
     for count in counts if measures else ():
-        rows = np.repeat(np.arange(len(count)), count)
-        *drawn, scores = (None if x is None else x[rows] for x in arrays)
+        *drawn, scores = (None if x is None else np.repeat(x, count, 0) for x in arrays)
         reports.append(metrics.report(*drawn, scores=scores, measures=measures))
     return {x.key: np.array([report[x.key] for report in reports]) for x in measures}
 
@@ -145,9 +144,11 @@ class _Sums:
 def _prediction_metrics(rows, counts, workspace):
     """ece, mce, ece_equal_mass, rmsce and mad of each resample."""
     n, (drawn, gaps) = counts.shape[1], rows.draw(counts, workspace)
-    in_bin, gap = rows.fixed_bins(drawn, gaps)
+    in_bin = np.diff(drawn[:, rows.bin_ends], prepend=0)
+    gap = np.abs(_sums_between(gaps, rows.bin_ends))
+    ends = rows.tied_ends(drawn, metrics.equal_chunk_ends(n, 10))
     values = {'ece': gap.sum(1) / n, 'mce': (gap / np.maximum(in_bin, 1)).max(1),
-              'ece_equal_mass': rows.tied_bins(drawn, gaps, metrics.equal_chunk_ends(n, 10)) / n}
+              'ece_equal_mass': np.abs(_sums_between(gaps, ends)).sum(1) / n}
     # bins of 100 drawn rows, which may split ties
     ends = np.append(np.arange(1, max(1, n // 100)) * 100, n)
     at = _positions(drawn, ends)
@@ -164,8 +165,8 @@ def _option_metrics(by_option, counts, workspace):
     for k, rows in enumerate(by_option):
         drawn, gaps = rows.draw(counts, workspace)
         n_rows[k] = drawn[:, rows.n_rows]       # drawn rows that have option k
-        sce[k] = rows.fixed_bins(drawn, gaps)[1].sum(1)
-        ace[k] = rows.tied_bins(drawn, gaps, metrics.rounded_chunk_ends(n_rows[k][:, None], 15))
+        ends = rows.tied_ends(drawn, metrics.rounded_chunk_ends(n_rows[k][:, None], 15))
+        sce[k], ace[k] = (np.abs(_sums_between(gaps, x)).sum(1) for x in (rows.bin_ends, ends))
     return {name: (total / np.maximum(n_rows, 1)).sum(0) / (n_rows > 0).sum(0)
             for name, total in (('sce', sce), ('ace', ace))}
 
@@ -192,18 +193,10 @@ class _SortedGaps:
         np.multiply(drawn[:, 1:], self.gaps, out=gaps[:, :-1])
         return np.cumsum(drawn, 1, out=drawn), gaps
 
-    def fixed_bins(self, drawn, gaps):
-        """(draws, |sum of gaps|) of each bin of equal width, [R, n_bins]."""
-        return (np.diff(drawn[:, self.bin_ends], prepend=0),
-                np.abs(_sums_between(gaps, self.bin_ends)))
-
-    def tied_bins(self, drawn, gaps, ends):
-        """sum_B |sum of gaps in B| per resample, [R], over bins that keep ties together.
-
-        A bin ends after the first `ends` draws, [M] or [R, M], or after the last that ties with it.
-        """
-        ends = self.tie_end[_positions(drawn, np.maximum(ends, 1))]
-        return np.abs(_sums_between(gaps, ends)).sum(1)
+    def tied_ends(self, drawn, ends):
+        """The number of rows after which bins end, [R, M], if a bin ends after the first `ends`
+        draws, [M] or [R, M], and the others that tie with the last of them."""
+        return self.tie_end[_positions(drawn, np.maximum(ends, 1))]
 
 
 def _sums_between(values, ends):
@@ -440,11 +433,10 @@ def student_t(differences) -> tuple[float, float, float]:
     such as a language or a seed. If all differences are equal t is infinite and p is 0; if all are
     zero t is nan and p is 1.
     """
-    x = _check_sample('differences', differences)
-    mean, error = x.mean(), x.std(ddof=1) / np.sqrt(len(x))
+    mean, error, freedom = _mean_and_error('differences', differences)
     if error == 0:
         return float(mean), float(np.sign(mean) * np.inf if mean else np.nan), 0.0 if mean else 1.0
-    return float(mean), float(mean / error), _t_tails(mean / error, len(x) - 1)
+    return float(mean), float(mean / error), _t_tails(mean / error, freedom)
 
 
 def mean_interval(values, level=0.95) -> tuple[float, float, float]:
@@ -453,21 +445,21 @@ def mean_interval(values, level=0.95) -> tuple[float, float, float]:
     mean -+ q s / sqrt(N), with q the quantile of t with N - 1 degrees of freedom. One value per
     seed, for example.
     """
-    metrics.check_range('level', level, 0, 1, open_low=True, open_high=True)
-    x = _check_sample('values', values)
+    _check_level(level)
+    mean, error, freedom = _mean_and_error('values', values)
     low, high = 1e-15, 1e15
     for _ in range(80):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if _t_tails(middle, len(x) - 1) > 1 - level else (low, middle)
-    half_width = high * x.std(ddof=1) / np.sqrt(len(x))
-    return float(x.mean()), float(x.mean() - half_width), float(x.mean() + half_width)
+        low, high = (middle, high) if _t_tails(middle, freedom) > 1 - level else (low, middle)
+    return float(mean), float(mean - high * error), float(mean + high * error)
 
 
-def _check_sample(name, values):
+def _mean_and_error(name, values):
+    """Return the mean of values [N], its standard error, and the degrees of freedom, N - 1."""
     x = metrics.real_array(name, values).astype(np.float64)
     if x.ndim != 1 or len(x) < 2 or not np.isfinite(x).all():
         raise ValueError(f'{name} must be [N], finite, N >= 2, not of shape {x.shape}: {values!r}')
-    return x
+    return x.mean(), x.std(ddof=1) / np.sqrt(len(x)), len(x) - 1
 
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(200)     # Gauss quadrature on [-1, 1]
