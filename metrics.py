@@ -57,7 +57,7 @@ def wilson_interval(probs, labels, z=1.96) -> tuple[float, float]:
     Wilson 1927: (acc + z^2/2N ± z sqrt(acc (1 - acc)/N + z^2/4N^2)) / (1 + z^2/N), with z in
     (0, 1000]. It stays inside [0, 1] and has a width even if all rows are right or all are wrong.
     """
-    check_range('z', z, 0, 1000, open_low=True)
+    check_range('z', z, '(0, 1000]')
     low, high = _wilson(accuracy(probs, labels), len(probs), z)
     return float(low), float(high)
 
@@ -108,11 +108,10 @@ def row_entropy(probs):
 def nll(probs, labels, *, scores=None) -> float:
     """Return the negative log-likelihood in nats, -1/N sum_i log max(p_i,label, 2.2e-16).
 
-    The floor is the machine epsilon of float64, as in scikit-learn's log_loss.
-
-    With scores there is no floor: 1/N sum_i (logsumexp(scores_i) - scores_i,label). scores are
-    float [N, K], logits or log-probabilities whose softmax is probs to 1e-4, with -inf for a
-    missing option; the score of a label must be finite.
+    The floor is the machine epsilon of float64, as in scikit-learn's log_loss. With scores there is
+    none: 1/N sum_i (logsumexp(scores_i) - scores_i,label). scores are float [N, K], logits or
+    log-probabilities whose softmax is probs to 1e-4, with -inf for a missing option; the score of a
+    label must be finite.
     """
     probs, labels, _ = check_probs(probs, labels)
     return float(label_nll(probs, labels, scores).mean())
@@ -285,7 +284,7 @@ def ece_debiased(probs, labels, n_bins=15) -> float:
     Broecker 2012, Kumar et al. 2019; the debiased top-label error of uncertainty-calibration. A bin
     of one row counts 0.
     """
-    count, conf, acc = _equal_mass_means(probs, labels, n_bins)
+    count, conf, acc = _chunk_means(*top_label(probs, labels), n_bins, equal_chunk_ends)
     squares = count * ((acc - conf) ** 2 - acc * (1 - acc) / np.maximum(count - 1, 1))
     return float(np.sqrt(max(0.0, squares[count > 1].sum() / count.sum())))
 
@@ -298,12 +297,7 @@ def ece_equal_mass(probs, labels, n_bins=10) -> float:
     N mod n_bins of them one row longer. Tied rows stay together, in the lowest bin that holds one
     of them, so the order of rows does not matter and ties leave fewer bins.
     """
-    return _expected_gap(*_equal_mass_means(probs, labels, n_bins))
-
-
-def _equal_mass_means(probs, labels, n_bins):
-    check_count('n_bins', n_bins)
-    return _chunk_means(*top_label(probs, labels), n_bins, equal_chunk_ends)
+    return _expected_gap(*_chunk_means(*top_label(probs, labels), n_bins, equal_chunk_ends))
 
 
 def rmsce(probs, labels, bin_size=100) -> float:
@@ -513,14 +507,14 @@ def row_bas(confidence, correct):
 
 def accuracy_at_coverage(probs, labels, coverage=0.5) -> float:
     """Return the accuracy of the ceil(coverage * N) most confident rows, coverage in (0, 1]."""
-    check_range('coverage', coverage, 0, 1, open_low=True)
+    check_range('coverage', coverage, '(0, 1]')
     curve = _accuracy_of_top(probs, labels)
     return float(curve[int(np.ceil(coverage * len(curve) - 1e-9)) - 1])
 
 
 def coverage_at_accuracy(probs, labels, wanted=0.9) -> float:
     """Return the largest share k / N of most confident rows with accuracy >= wanted, 0 if none."""
-    check_range('wanted', wanted, 0, 1)
+    check_range('wanted', wanted, '[0, 1]')
     enough = np.flatnonzero(_accuracy_of_top(probs, labels) >= wanted - 1e-12)
     return float((enough[-1] + 1) / len(labels)) if len(enough) else 0.0
 
@@ -577,7 +571,7 @@ def tace(probs, labels, n_ranges=15, threshold=0.01, n_options=None) -> float:
     an option of which none is left counts 0. threshold is in [0, 1].
     """
     check_count('n_ranges', n_ranges)
-    check_range('threshold', threshold, 0, 1)
+    check_range('threshold', threshold, '[0, 1]')
     return float(np.mean([_range_gap(p, is_label, n_ranges) if len(p) else 0.0
                           for p, is_label in _by_option(probs, labels, n_options, threshold)]))
 
@@ -618,7 +612,7 @@ def conformal_sets(probs, labels, n_options=None, *, method='lac', alpha=0.1) ->
     """
     if method not in ('lac', 'aps'):
         raise ValueError(f"method must be 'lac' or 'aps', not {method!r}")
-    check_range('alpha', alpha, 0, 1, open_low=True, open_high=True)
+    check_range('alpha', alpha, '(0, 1)')
     probs, labels, n_options = check_probs(probs, labels, n_options)
     p = probs.astype(np.float64)
     if method == 'lac':
@@ -821,6 +815,7 @@ def bin_means(index, n_bins, confidence, correct):
 
 def _chunk_means(values, outcomes, n_bins, chunk_ends):
     """The bin_means of the N sorted values in min(n_bins, N) chunks that keep ties together."""
+    check_count('n_bins', n_bins)
     n = len(values)
     ends = chunk_ends(n, min(n_bins, n))
     index = np.searchsorted(np.sort(values)[ends - 1], values, side='left')
@@ -834,7 +829,7 @@ def _expected_gap(count, confidence, accuracy) -> float:
 
 def softmax(scores, temperature=1.0) -> np.ndarray:
     """Return softmax(scores / temperature), float64 [N, K]; a score of -inf gets 0."""
-    check_range('temperature', temperature, 0, np.inf, open_low=True, open_high=True)
+    check_range('temperature', temperature, '(0, inf)')
     scores = real_array('scores', scores)
     if not scores.size or not scores.ndim:
         raise ValueError(f'scores must be [N, K] with N, K >= 1, not of shape {scores.shape}')
@@ -976,13 +971,13 @@ def check_count(name, value):
         raise ValueError(f'{name} must be a whole number, 1 or more, not {value!r}')
 
 
-def check_range(name, value, low, high, open_low=False, open_high=False):
-    """Raise ValueError unless value is a real number in [low, high], or in the open interval."""
+def check_range(name, value, interval):
+    """Raise ValueError unless value is a real number in the interval, such as '(0, 1]'."""
+    low, high = map(float, interval[1:-1].split(','))
     real = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not (real and (low < value if open_low else low <= value)
-            and (value < high if open_high else value <= high)):
-        raise ValueError(f'{name} must be a number in {"(" if open_low else "["}{low}, {high}'
-                         f'{")" if open_high else "]"}, not {value!r}')
+    if not real or not (low < value < high or value == low and interval[0] == '['
+                        or value == high and interval[-1] == ']'):
+        raise ValueError(f'{name} must be a number in {interval}, not {value!r}')
 
 
 if __name__ == '__main__':      # so that whoever copies this file needs no command line

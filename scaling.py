@@ -63,7 +63,7 @@ def fit_vector(scores, labels, ridge=1e-6) -> tuple[np.ndarray, np.ndarray]:
     its own, so use it for letters or classes, not for answers in random order.
     """
     scores, is_label = _check_labeled(scores, labels)
-    metrics.check_range('ridge', ridge, 0, np.inf, open_low=True, open_high=True)
+    metrics.check_range('ridge', ridge, '(0, inf)')
     n, K = scores.shape
     has = np.isfinite(scores)
     x = np.where(has, scores, 0)
@@ -110,8 +110,8 @@ def fit_platt(confidence, correct) -> tuple[float, float]:
 
 def apply_platt(confidence, a, b) -> np.ndarray:
     """Return sigmoid(a logit(confidence) + b), float64 [N]."""
-    for name, value in (('a', a), ('b', b)):
-        metrics.check_range(name, value, -np.inf, np.inf, open_low=True, open_high=True)
+    metrics.check_range('a', a, '(-inf, inf)')
+    metrics.check_range('b', b, '(-inf, inf)')
     return _sigmoid(a * _logit(metrics.check_confidence(confidence)) + b)
 
 

@@ -251,7 +251,7 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method=
 
 def _check_level(level):
     """Return the shares of values below the two ends of an interval of this level."""
-    metrics.check_range('level', level, 0, 1, open_low=True, open_high=True)
+    metrics.check_range('level', level, '(0, 1)')
     return (1 - level) / 2, (1 + level) / 2
 
 
