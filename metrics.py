@@ -108,10 +108,9 @@ def row_entropy(probs):
 def nll(probs, labels, *, scores=None) -> float:
     """Return the negative log-likelihood in nats, -1/N sum_i log max(p_i,label, 2.2e-16).
 
-    The floor is the machine epsilon of float64, as in scikit-learn's log_loss. With scores there is
-    none: 1/N sum_i (logsumexp(scores_i) - scores_i,label). scores are float [N, K], logits or
-    log-probabilities whose softmax is probs to 1e-4, with -inf for a missing option; the score of a
-    label must be finite.
+    The floor is the epsilon of float64, as in scikit-learn's log_loss. With scores there is none:
+    1/N sum_i (logsumexp(scores_i) - scores_i,label). scores: float [N, K], logits or
+    log-probabilities whose softmax is probs to 1e-4; -inf for a missing option, never for a label.
     """
     probs, labels, _ = check_probs(probs, labels)
     return float(label_nll(probs, labels, scores).mean())
@@ -129,19 +128,14 @@ def label_nll(probs, labels, scores=None):
            f'option {k} {p[i, k]:.6g}, probs {probs[i, k]:.6g}')
     z = np.asarray(scores, dtype=np.float64)
     refuse(np.isinf(z[rows, labels]), lambda i: f'label {labels[i]} has the score -inf')
-    return _nll_of_scores(z, labels)
-
-
-def _nll_of_scores(z, labels):
     z = z - z.max(1, keepdims=True)
-    return np.log(np.exp(z).sum(1)) - z[np.arange(len(z)), labels]
+    return np.log(np.exp(z).sum(1)) - z[rows, labels]
 
 
 def brier(probs, labels) -> float:
     """Return the Brier score, 1/N sum_i sum_k (p_ik - [k = label_i])^2, in [0, 2].
 
-    Brier 1950, and `brier_score` of lm-evaluation-harness: summed over options, so twice the binary
-    form of scikit-learn at K = 2.
+    Brier 1950, as in lm-evaluation-harness: summed over options, so at K = 2 twice scikit-learn's.
     """
     probs, labels, _ = check_probs(probs, labels)
     p_label = probs[np.arange(len(labels)), labels].astype(np.float64)
@@ -204,8 +198,8 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
         p = np.where(is_label, np.maximum(probs.astype(np.float64), NLL_FLOOR), probs)
         scores = np.log(p, out=np.full(p.shape, -np.inf), where=p > 0)
     scaled = np.asarray(scores, np.float64) / best_temperature(scores, is_label)
-    parts = {'nll': float(_nll_of_scores(scaled, labels).mean()),
-             'brier': brier(softmax(scaled), labels)}
+    p = softmax(scaled)
+    parts = {'nll': nll(p, labels, scores=scaled), 'brier': brier(p, labels)}
     return {f'{key}_refinement': part for key, part in parts.items()} | {
         f'{key}_calibration': whole[key] - part for key, part in parts.items()}
 
@@ -281,8 +275,7 @@ def ece_debiased(probs, labels, n_bins=15) -> float:
     """Return the debiased root mean square calibration error over the bins of `ece_equal_mass`,
     sqrt(max(0, sum_B |B|/N ((acc(B) - conf(B))^2 - acc(B) (1 - acc(B)) / (|B| - 1)))).
 
-    Broecker 2012, Kumar et al. 2019; the debiased top-label error of uncertainty-calibration. A bin
-    of one row counts 0.
+    Broecker 2012, Kumar et al. 2019, as in uncertainty-calibration. A bin of one row counts 0.
     """
     count, conf, acc = _chunk_means(*top_label(probs, labels), n_bins, equal_chunk_ends)
     squares = count * ((acc - conf) ** 2 - acc * (1 - acc) / np.maximum(count - 1, 1))
@@ -537,9 +530,8 @@ def _accuracy_of_top(probs, labels):
 def sce(probs, labels, n_bins=15, n_options=None) -> float:
     """Return the static calibration error, eq. (3): 1/K sum_k sum_m |B_mk|/N |acc - conf|.
 
-    Nixon et al. 2019; the class-wise ECE of Kull et al. 2019. For each option k all N probabilities
-    p_ik, including zeros, are put into the bins of `bins`. Code that pools the options into one set
-    of bins returns a smaller number.
+    Nixon et al. 2019; the class-wise ECE of Kull et al. 2019. Each option k has its own `bins`, of
+    all N probabilities p_ik, including zeros. Bins that all options share give a smaller number.
 
     With n_options, option k counts only the N_k rows that have it, and the mean is over the options
     that some row has. Without it, padding counts as a probability of 0 that is always right.
@@ -646,9 +638,8 @@ class Measure(NamedTuple):
         'options'     function(probs, labels), for probs [N, K] only
         'n_options'   function(probs, labels, n_options=n_options), for probs [N, K] only
         'scores'      function(probs, labels, scores=scores), for probs [N, K] only
-    tables: the tables with a column of it: 'runs', which a training run prints; 'results', of one
-    evaluation; 'compare', of several. A metric in a table has bootstrap intervals; a report holds
-    every metric.
+    tables: those with a column of it, and with bootstrap intervals: 'runs', which a training run
+    prints; 'results', of one evaluation; 'compare', of several. A report holds every metric.
     """
     key: str                            # in results.json
     title: str                          # of a column
