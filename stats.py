@@ -36,8 +36,7 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     Sums compute accuracy, confidence, gap, bas, brier_top_label, brier_skill, ece, mce,
     ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace,
     in the time of about 20 * n_resamples * N additions. They are used only if they equal the
-    functions in metrics.MEASURES: a new or edited metric is called once per resample instead,
-    which takes longer.
+    functions in metrics.MEASURES: a new or edited metric is called once per resample instead.
     """
     metrics.check_count('n_resamples', n_resamples)
     columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
@@ -224,9 +223,8 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method=
     """Return (low, high) of metric(probs, labels, *more) by resampling rows.
 
     method is 'percentile' (Efron 1979) or 'bca', bias-corrected and accelerated (Efron 1987), with
-    the acceleration from a jackknife that leaves out one of up to 200 groups of rows. metric may be
-    any function of rows; more are arrays with one row per row of probs, or None. `bootstrap` is far
-    faster for its metrics.
+    the acceleration from a jackknife that leaves out one of up to 200 groups of rows. metric is any
+    function of rows; more are arrays of N rows, or None. `bootstrap` is far faster for its metrics.
     """
     if method not in ('percentile', 'bca'):
         raise ValueError(f"method must be 'percentile' or 'bca', not {method!r}")
@@ -339,9 +337,8 @@ def _check_pair(a, b, labels):
 def mcnemar(correct_a, correct_b) -> tuple[int, int, float]:
     """Return (rows that only a has right, rows that only b has right, two-sided p).
 
-    McNemar 1947, exact: if the models are equally good, a row in which they differ is as likely to
-    be right in either, so p = min(1, 2 P(X <= the fewer)) with X binomial. correct_a, correct_b:
-    bool [N].
+    McNemar 1947, exact, of bool [N]: if the models are equally good, a row in which they differ is
+    as likely to be right in either, so p = min(1, 2 P(X <= the fewer)) with X binomial.
     """
     a, b = _check_correct([correct_a, correct_b])
     only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
@@ -430,8 +427,7 @@ def student_t(differences) -> tuple[float, float, float]:
     """Return (mean, t, two-sided p) of paired differences float [N], N >= 2, against a mean of 0.
 
     Student 1908: t = mean / (s / sqrt(N)), with N - 1 degrees of freedom. One difference per group,
-    such as a language or a seed. If all differences are equal t is infinite and p is 0; if all are
-    zero t is nan and p is 1.
+    such as a seed. If all are equal, t is infinite and p is 0; if all are zero, t is nan and p 1.
     """
     mean, error, freedom = _mean_and_error('differences', differences)
     if error == 0:
@@ -442,8 +438,7 @@ def student_t(differences) -> tuple[float, float, float]:
 def mean_interval(values, level=0.95) -> tuple[float, float, float]:
     """Return (mean, low, high): Student's interval for the mean of values float [N], N >= 2.
 
-    mean -+ q s / sqrt(N), with q the quantile of t with N - 1 degrees of freedom. One value per
-    seed, for example.
+    mean -+ q s / sqrt(N), q the quantile of t with N - 1 degrees of freedom. One value per seed.
     """
     _check_level(level)
     mean, error, freedom = _mean_and_error('values', values)
