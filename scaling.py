@@ -98,8 +98,7 @@ def fit_platt(confidence, correct) -> tuple[float, float]:
     """Return (a, b) of Platt scaling, P(right) = sigmoid(a logit(confidence) + b).
 
     Platt 1999. Its targets, (n1 + 1) / (n1 + 2) for the n1 right rows and 1 / (n0 + 2) for the n0
-    wrong ones, keep a and b finite. Fitted by Newton's method, with confidences clipped to 1e-12
-    and 1 - 1e-12.
+    wrong ones, keep a and b finite. Confidences are clipped to [1e-12, 1 - 1e-12].
     """
     confidence, correct = metrics.check_predictions(confidence, correct)
     n1 = correct.sum()
@@ -133,8 +132,7 @@ def fit_logistic(design, target, ridge) -> np.ndarray:
 def fit_histogram(confidence, correct, n_bins=15) -> np.ndarray:
     """Return the accuracy in each of `n_bins` bins of equal width, float [n_bins].
 
-    Histogram binning, Zadrozny & Elkan 2001, over the bins of metrics.bins. The value of an empty
-    bin is its center.
+    Histogram binning, Zadrozny & Elkan 2001, over metrics.bins; an empty bin's value is its center.
     """
     metrics.check_confidence(confidence)    # metrics.bins would also take probs [N, K]
     accuracy = metrics.bins(confidence, correct, n_bins)['accuracy']
@@ -153,9 +151,8 @@ def apply_histogram(confidence, values) -> np.ndarray:
 def fit_isotonic(confidence, correct) -> tuple[np.ndarray, np.ndarray]:
     """Return (x [M], y [M]), both ascending: the non-decreasing fit of `correct` to `confidence`.
 
-    Isotonic regression, Zadrozny & Elkan 2002, by pooling adjacent violators. x holds the first and
-    the last confidence of every pool, so that `apply_isotonic` equals scikit-learn's
-    IsotonicRegression.
+    Isotonic regression, Zadrozny & Elkan 2002, by pooling adjacent violators. x holds both ends of
+    every pool, so that `apply_isotonic` equals scikit-learn's IsotonicRegression.
     """
     confidence, correct = metrics.check_predictions(confidence, correct)
     x, index, counts = np.unique(metrics.round_for_ties(confidence).astype(np.float64),
