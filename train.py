@@ -32,7 +32,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 from data.chat import TEMPLATES
-from runtime.config import load_config, require_range
+from runtime.config import load_config, require_given, require_range
 from runtime.errors import ConfigError, DataError, Stopped
 from runtime.eval_config import EvalConfig, check_report_config
 
@@ -169,6 +169,8 @@ FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_e
 
 def check_config(cfg):
     """Raise ConfigError for unusable values."""
+    require_given(cfg, model='google/gemma-2-2b', data='allenai/tulu-3-sft-mixture',
+                  out_dir='out/run', cache_dir='out/cache')
     require_range(cfg, 1, math.inf, 'batch_size', 'micro_rows', 'log_every', 'val_every',
                   'max_steps', 'save_every', 'lora_rank', 'data_limit')
     require_range(cfg, 2, math.inf, 'pack_len', 'max_length')

@@ -42,7 +42,8 @@ def find_runs(sources, harness_files=()):
             raise DataError(f'compare: {source} holds no run: ' + (
                 'neither it nor a folder below it has a results.json beside samples.jsonl, or '
                 'samples_*.jsonl of lm_eval; evaluate first' if source.is_dir() else
-                'there is no such folder'))
+                'it is a file, but not one that lm_eval wrote; name the folder of a run'
+                if source.exists() else 'there is no such folder'))
         folders += [folder.resolve() for folder in below]
     return folders
 

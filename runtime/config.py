@@ -205,9 +205,12 @@ def _coerce(value, annotation, where):
                              for k, v in value.items()})
         elif option in (object, type(value), value):
             return value
-    infinite = isinstance(value, float) and not math.isfinite(value)
-    raise ConfigError(f'{where} is {value!r}, of type {type(value).__name__}; '
-                      f'wanted {"a finite number" if infinite else _describe(annotation)}')
+    wanted = _describe(annotation)
+    if isinstance(value, float) and not math.isfinite(value):
+        wanted = 'a finite number'
+    elif isinstance(value, str) and tuple in map(typing.get_origin, _options(annotation)):
+        wanted += f', a tuple such as {tuple(value.split(","))}'
+    raise ConfigError(f'{where} is {value!r}, of type {type(value).__name__}; wanted {wanted}')
 
 
 def _describe(annotation):

@@ -101,4 +101,7 @@ def check_report_config(cfg, data_kind):
     if cfg.dropout_seed is not None:
         raise ConfigError('eval: dropout_seed needs the adapters that a run saves at its end; '
                           'leave it out, then evaluate.py --model=out/run --dropout_seed=0')
-    check_eval_config(cfg)
+    try:
+        check_eval_config(cfg)
+    except ConfigError as error:    # max_length and pack_len are keys of train.py as well
+        raise ConfigError(f'eval: {error}') from None

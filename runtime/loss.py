@@ -35,7 +35,10 @@ def parse_loss(text):
             raise ValueError('it has terms only; add a whole loss, as in '
                              "'cross_entropy() + z_loss(1e-4)'")
         return loss
-    except (SyntaxError, TypeError, ValueError) as error:
+    except SyntaxError:
+        raise ConfigError(f"loss {text!r}: not a sum of calls, such as 'focal(2) + z_loss(1e-4)'"
+                          ) from None
+    except (TypeError, ValueError) as error:
         raise ConfigError(f'loss {text!r}: {error}') from None
 
 

@@ -47,7 +47,9 @@ def lock(folder):
                           f'or wait until it has ended') from None
     except (OSError, ValueError) as error:      # ValueError: a NUL in the name
         reason = getattr(error, 'strerror', error)
-        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        if Path(folder).is_file():
+            reason = 'it is a file, not a folder'
+        elif os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
             reason = f'{LOCK} is not a regular file'
         raise ConfigError(f'{folder} cannot be written ({reason}); choose another folder'
                           ) from error

@@ -464,6 +464,11 @@ def test_settings_without_use_or_sense_are_refused(values, message):
         align.check_align_config(AlignConfig(**values))
 
 
+def test_a_command_without_settings_does_not_start_a_run():
+    with pytest.raises(ConfigError, match='no settings given: python align.py configs/'):
+        align.main([])
+
+
 @pytest.mark.parametrize('values', [
     {'beta': 2.0, 'per_token': True}, {'method': 'cdpo', 'label_noise': 0.2},
     {'method': 'simpo', 'gamma': 2.0, 'beta': 2.0}, {'method': 'orpo', 'beta': 2.0},

@@ -266,7 +266,7 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
                              ([], 'needs two runs or more'),
                              ([a, tmp_path / 'none'],
                               '/none holds no run: there is no such folder'),
-                             ([a, tmp_path / 'file'], '/file holds no run: there is no such'),
+                             ([a, tmp_path / 'file'], '/file holds no run: it is a file, but not'),
                              ([a, '~nobody-has-this/b'], '~nobody-has-this/b holds no run'),
                              ([a, tmp_path / 'empty'], '/empty holds no run'),
                              ([a, tmp_path / 'list'],
@@ -274,7 +274,7 @@ def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
                              ([a, alone], 'alone has no samples.jsonl'),
                              ([a, b, a], '/a is named twice'),
                              ([a, b, f'--out_dir={tmp_path / "file"}'],
-                              '/file cannot be written .File exists.; choose another')):
+                              '/file cannot be written .it is a file, not a folder.; choose')):
         with pytest.raises((ConfigError, DataError), match=message):
             run_compare(out, *sources)
     assert not (tmp_path / 'out').exists()

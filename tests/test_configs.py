@@ -38,6 +38,7 @@ def test_the_command_line_overrides_the_config_file(tmp_path):
     ('', '--learning_rate=1', "there is no key 'learning_rate'; the keys are model, revision"),
     ('', '--shots=0', "--shots: there is no key 'shots'; did you mean 'eval.shots'?"),
     ('', '--betas=0.9', '--betas is (0.9,), of type tuple; wanted float,float'),
+    ('lora_targets = "q_proj,k_proj"', '', "wanted str,..., a tuple such as ('q_proj', 'k_proj')"),
     ('lr = 1\nepochs = "two"', '', "experiment.py:2: epochs is 'two', of type str; wanted a float"),
     ('', '--batch_size=1.5', '--batch_size is 1.5, of type float; wanted an int'),
     ('', '--lr=high', "--lr is 'high', of type str; wanted a float"),

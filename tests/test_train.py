@@ -100,6 +100,17 @@ def test_the_learning_rate_warms_up_and_decays():
         train.check_config(dataclasses.replace(in_steps, warmup=0.1))
 
 
+@pytest.mark.parametrize('values, message', [
+    # an empty name would be the current folder
+    *(({key: ''}, f'no {key} given; for example --{key}=')
+      for key in ('model', 'data', 'out_dir', 'cache_dir')),
+    # a key that train.py has as well
+    ({'eval': evaluate.EvalConfig(pack_len=3)}, 'eval: pack_len = 3; it must be at least 16')])
+def test_an_empty_name_and_a_wrong_key_of_the_report_are_named(values, message):
+    with pytest.raises(ConfigError, match=message):
+        train.check_config(tiny_config(max_length=8, **values))
+
+
 def test_an_unknown_schedule_is_refused_where_the_rate_is_computed():
     cfg = tiny_config(schedule='wsd', warmup=0.1)
     with pytest.raises(ConfigError, match="schedule = 'wsd'; the schedules are linear, cosine"):
