@@ -326,9 +326,11 @@ def test_a_folder_that_no_run_made_is_refused(small_world, tmp_path, more):
 def test_the_current_folder_is_refused_as_out_dir(small_world, tmp_path, monkeypatch):
     (tmp_path / 'results.py').write_text('mine')
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match='is not empty'):
-        train.main([str(small_world[0] / 'tuned' / 'train_config.py'), '--out_dir=', '--overwrite'])
-    assert tree(tmp_path) == {'results.py': b'mine'}
+    for out_dir, message in (('.', 'is not empty'), ('', 'no out_dir given')):
+        with pytest.raises(ConfigError, match=message):
+            train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out_dir}',
+                        '--overwrite'])
+        assert tree(tmp_path) == {'results.py': b'mine'}
 
 
 def test_overwrite_removes_what_runs_wrote_and_nothing_else(small_world, tmp_path):
