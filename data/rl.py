@@ -73,6 +73,9 @@ def to_prompt(row, instruction=''):
         row = {'messages': row['prompt']}
     if name := next(filter(row.__contains__, ('prompt', 'question', 'problem')), None):
         messages = [{'role': 'user', 'content': require_text(row[name], f'the {name}')}]
+    elif not row.keys() & {'messages', 'conversations', 'instruction'}:
+        raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted prompt, question, '
+                        f'problem, messages, conversations, or instruction and output')
     else:
         messages = to_messages(row)
     messages = [turn | {'role': ROLE_NAMES.get(turn.get('role'), turn.get('role'))}

@@ -269,6 +269,9 @@ def _show(task, tokenizer, cfg):
             contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
         for i in tree.scored:
             contexts[tuple(ids[:i])] = [ids[i:i + 1]]
+        n_shots = len(task.shots.get(getattr(item, 'group', None), ()))
+        if tree.shots < n_shots:
+            lines.append(f'fewer shots: {tree.shots} of {n_shots}; the prompt would be too long')
         for context, options in contexts.items():
             lines += _show_prompt(item, tokenizer.decode(context), [
                 tokenizer.decode(option, start=False) for option in options])

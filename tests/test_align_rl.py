@@ -677,6 +677,11 @@ def test_each_format_of_prompts_is_read(row):
     assert data_rl.to_prompt(row, 'Be brief.') == [{'role': 'user', 'content': 'Why?\n\nBe brief.'}]
 
 
+def test_a_row_without_a_prompt_is_told_all_formats():
+    with pytest.raises(DataError, match='fields answer; wanted prompt, question, problem, mess'):
+        data_rl.to_prompt({'answer': '3'})
+
+
 @pytest.mark.parametrize('code, message', [
     ('def reward(:\n', r'reward.py:1: SyntaxError'), ('x = 1\n', 'no function reward'),
     ('import math\n\n1 / 0\n', r'reward.py:3: ZeroDivisionError'),

@@ -629,3 +629,7 @@ def test_show_prints_what_is_scored_and_needs_no_weights(mmlu_folder, tmp_path, 
     assert tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n') in printed
     assert ('clm: 1 of 1 texts' in printed) == (chat == 'none')
     assert {path.name for path in folder.iterdir()} == {'tokenizer.model', 'config.json'}
+    assert 'fewer shots' not in printed
+    evaluate.main([f'--model={folder}', f'--tasks={tasks}', '--shots=1', '--show=1',
+                   f'--max_length={len(ids)}', f'--chat={chat}', '--device=cpu'])
+    assert 'fewer shots: 0 of 1; the prompt would be too long\n---' in capsys.readouterr().out
