@@ -10,6 +10,7 @@ seed, times the whole range. The interaction is how much more the effect changes
 rows at hidden size 64 than at 1,024.
 """
 
+import argparse
 import csv
 import sys
 from pathlib import Path
@@ -118,4 +119,5 @@ def main():
 
 
 if __name__ == '__main__':
+    argparse.ArgumentParser(description=__doc__.split('\n')[0]).parse_args()
     main()

@@ -6,6 +6,7 @@ writes the answer to reach.json in the folder of the model; study/vocabulary.py 
 run, and study/pivot.py reads it for comparisons.
 """
 
+import argparse
 import copy
 import json
 import math
@@ -87,7 +88,9 @@ def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0
 
 
 if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('folders', nargs='+', help='folders of models')
     with cli.one_line_errors():
-        for name in sys.argv[1:]:
+        for name in parser.parse_args().folders:
             probe(name)
             print(name, (Path(name) / 'reach.json').read_text())

@@ -5,6 +5,7 @@ model is trained on it and tuned on conversations of all three kinds; both are e
 reading. That takes some ten minutes per seed on one CPU core.
 """
 
+import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -117,5 +118,6 @@ def main(seeds=(0, 1, 2), root=common.ROOT, results='study/results/readings'):
 
 
 if __name__ == '__main__':
+    argparse.ArgumentParser(description=__doc__.split('\n')[0]).parse_args()
     with cli.one_line_errors(resume='the same command continues'):
         main()

@@ -10,6 +10,8 @@ import math
 import multiprocessing
 import os
 import re
+import runpy
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -876,3 +878,14 @@ def test_the_interval_of_a_ratio_ends_where_a_t_test_does():
     for end in (low, high):
         assert student_t(x - end * y)[2] == pytest.approx(0.05, abs=1e-6)
     assert frontier.ratio_interval(x, y - y.mean()) is None
+
+
+@pytest.mark.parametrize('script', [
+    path for path in sorted((HERE / 'study').glob('*.py'))
+    if "__name__ == '__main__'" in path.read_text()], ids=lambda path: path.name)
+def test_every_script_has_help_and_refuses_unknown_options(script, monkeypatch, capsys):
+    for option, printed in (('--help', 'usage: '), ('--no_such_option', 'no_such_option')):
+        monkeypatch.setattr(sys, 'argv', [str(script), 'folder', option])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(script), run_name='__main__')
+        assert printed in ''.join(capsys.readouterr())
