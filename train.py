@@ -106,7 +106,8 @@ class TrainConfig:
     #                                           stochastic: all bfloat16, rounded at random, 8 bytes
     checkpoint_activations: bool = False      # compute blocks twice: 25 % slower, less memory
     compile: bool = True                      # compile the decoder blocks, on a GPU in bfloat16
-    # calibration report: the settings of evaluate.py, such as {'tasks': ('mmlu',), 'shots': 5}
+    # calibration report: the settings of evaluate.py, such as {'tasks': ('mmlu',), 'shots': 5}; the
+    # run itself decides model, out_dir, device, dtype, seed and overwrite
     eval: EvalConfig | None = None
     eval_before: bool = True                  # also report before training, unless from_scratch
     pictures: bool = True                     # draw loss.png

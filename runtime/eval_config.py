@@ -22,7 +22,8 @@ class EvalConfig:
     languages: tuple[str, ...] = ('all',)     # languages of multilingual tasks
     prompt_format: str = 'mmlu'               # prompts of MMLU, or harness: those of
     #                                           lm-evaluation-harness, or your own: data/prompts.py
-    header: Literal['english', 'native', 'none'] = 'english'  # text before the shots: see docs
+    # header before the shots; native: in the question's language, as MMLU-ProX and CMMLU have it
+    header: Literal['english', 'native', 'none'] = 'english'
     shots: int = 5                            # solved questions before each question
     scoring: Literal['auto', 'letters', 'text'] = 'auto'     # auto: letters, or as the harness does
     norm: Literal['token', 'sum', 'char', 'byte'] = 'token'  # divisor of a log-probability
@@ -46,7 +47,8 @@ class EvalConfig:
     #                                           reads them, instead of scoring; needs no weights
     limit: int | None = None                  # questions per language, drawn by the seed evenly
     #                                           over subjects; None: all
-    add_bos: bool | None = None               # None: as in training here, or as the tokenizer does
+    add_bos: bool | None = None               # begin with one BOS; None: as in training here, or as
+    #                                           the tokenizer does
     max_length: int | None = None             # longest prompt in tokens; None: the model's context
     fit_temperature: bool = False             # also report temperature and Platt scaling
     n_bootstrap: int = 1000                   # resamples for the intervals; 0: none
