@@ -46,14 +46,15 @@ def to_ranking(row):
     chosen, rejected                     HH-RLHF: whole dialogues as text; or lists of messages
     user_input, responses_and_scores     GPT-4-LLM; user_input, completion_a, completion_b before
     context, response1, response2, overall_preference        HelpSteer3
-    prompt, responses, scores            any number of answers
+    prompt, responses, scores            any number of answers; HelpSteer2, by `join_answers`
     """
     fields = set(require_fields(row))
     for needed, read in FORMATS.items():
         if fields.issuperset(needed):
             return read(row)
     raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted '
-                    + ', or '.join(' + '.join(needed) for needed in FORMATS))
+                    + ', or '.join(' + '.join(needed) for needed in FORMATS)
+                    + ', or prompt + response + helpfulness in a row per answer')
 
 
 def _pair(row):

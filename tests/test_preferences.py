@@ -126,6 +126,7 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
 
 @pytest.mark.parametrize('row, message', [
     ({'prompt': 'a'}, 'fields prompt; wanted prompt + responses + scores, or'),
+    ({'prompt': 'a', 'response': 'b'}, 'or prompt + response + helpfulness in a row per answer'),
     (['a'], 'a row must be an object'),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [1]}, '2 answers but 1 scores'),
     ({'prompt': 'a', 'responses': 'bc', 'scores': [1, 0]}, "must be lists, got 'bc'"),
