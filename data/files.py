@@ -33,6 +33,8 @@ def fetch(source, patterns, revision=None):
         if source.startswith(('/', '.', '~')) or source.count('/') != 1:
             raise DataError(f'no file or folder at {source}, and it is not a hub dataset name')
         path = _download(source, patterns, revision)
+    if not os.access(path, os.R_OK | os.X_OK):      # `glob` would find nothing
+        raise DataError(f'cannot read the folder {source}: Permission denied')
     for pattern in patterns:
         files = sorted(p for p in path.glob(pattern) if p.is_file())
         if files:
@@ -92,7 +94,8 @@ def read_rows(path):
     except DataError:
         raise
     except (OSError, EOFError, ValueError, zlib.error) as error:    # ValueError: pyarrow's
-        raise DataError(f'cannot read {path}: {error}') from error
+        reason = getattr(error, 'strerror', None) or error      # without the name again
+        raise DataError(f'cannot read {path}: {reason}') from error
 
 
 def _jsonl_rows(path, file):

@@ -58,7 +58,8 @@ def one_line_errors(resume='', memory=''):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
-        _fail(f'{error if error.filename else _fault_of_stdout() or error}')
+        reason = str(error).removeprefix(f'[Errno {error.errno}] ')
+        _fail(reason if error.filename else _fault_of_stdout() or reason)
     except (ConfigError, DataError, CheckpointError, TrainingError) as error:
         _fail(error)
     except ProcessError as error:

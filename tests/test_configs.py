@@ -229,6 +229,8 @@ def main(kind):
         torch.empty(10 ** 15)
     if kind == 'module':
         import no_such_module
+    if kind == 'file':
+        open('/no/such/file')
     if kind == 'foreign':
         raise RuntimeError('a bug')
     if kind == 'help':
@@ -263,6 +265,7 @@ def run_script(folder, *arguments, redirect='', **environment):
     ('memory', 1, b'error: out of memory: Unable to allocate'),
     pytest.param('torch', 1, b'error: out of memory: ', marks=pytest.mark.slow),
     ('module', 1, b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
+    ('file', 1, b"error: No such file or directory: '/no/such/file'"),
     ('interrupt', 130, b'stopped; the same command continues\n')])
 def test_an_error_that_ends_a_script_is_one_line(kind, code, message, tmp_path):
     done = run_script(tmp_path, kind)

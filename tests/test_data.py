@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import cache, instruct, packing, probes, questions, text
-from data.files import draw, read_rows
+from data.files import draw, fetch, read_rows
 from data.trees import load_answers, tokenize_questions
 from data.world import WorldSpec, make_world
 from runtime.errors import ConfigError, DataError
@@ -498,6 +498,18 @@ def test_unreadable_files_name_their_line(tmp_path, tokenizers, name, raw, messa
     with pytest.raises(DataError, match=message):
         text.load_text(str(tmp_path / name), tokenizers['gemma'], max_length=8, add_bos=True,
                        cache_dir=tmp_path / 'cache')
+
+
+def test_a_file_or_folder_without_read_permission_is_named(tmp_path, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(13, 'Permission denied', str(path))
+    (tmp_path / 'a.jsonl').write_text('{}')
+    monkeypatch.setattr('builtins.open', refuse)        # as root there would be no such error
+    with pytest.raises(DataError, match='cannot read .*/a.jsonl: Permission denied$'):
+        list(read_rows(tmp_path / 'a.jsonl'))
+    monkeypatch.setattr('os.access', lambda *_: False)
+    with pytest.raises(DataError, match=f'cannot read the folder {tmp_path}: Permission denied$'):
+        fetch(str(tmp_path), ('*.jsonl',))
 
 
 def test_a_bad_line_can_be_skipped(tmp_path, tokenizers):
