@@ -107,7 +107,7 @@ class TrainConfig:
     checkpoint_activations: bool = False      # compute blocks twice: 25 % slower, less memory
     compile: bool = True                      # compile the decoder blocks, on a GPU in bfloat16
     # calibration report: the settings of evaluate.py, such as {'tasks': ('mmlu',), 'shots': 5}; the
-    # run itself decides model, out_dir, device, dtype, seed and overwrite
+    # run itself decides model, revision, out_dir, device, dtype, seed and overwrite
     eval: EvalConfig | None = None
     eval_before: bool = True                  # also report before training, unless from_scratch
     pictures: bool = True                     # draw loss.png
@@ -193,6 +193,9 @@ def check_config(cfg):
     if cfg.shape and not cfg.from_scratch:
         raise ConfigError(f'shape = {cfg.shape} needs from_scratch = True: pretrained weights have '
                           f'their shape')
+    if cfg.revision and Path(cfg.model).is_dir():
+        raise ConfigError(f'revision = {cfg.revision!r} is that of a hub name, and model = '
+                          f'{cfg.model} is a folder; set one of them')
     if cfg.pack_len < cfg.max_length:
         raise ConfigError(f'pack_len = {cfg.pack_len} is shorter than max_length = '
                           f'{cfg.max_length}: a sequence must fit into a row')

@@ -93,7 +93,7 @@ def check_eval_config(cfg):
 
 def check_report_config(cfg, data_kind):
     """Raise ConfigError for values unusable in the `eval` of a training run on `data_kind`."""
-    given = [key for key in ('model', 'out_dir', 'device', 'dtype', 'seed', 'overwrite')
+    given = [key for key in ('model', 'revision', 'out_dir', 'device', 'dtype', 'seed', 'overwrite')
              if getattr(cfg, key) != getattr(EvalConfig(), key)]
     if given:
         raise ConfigError(f'eval: {given[0]} is decided by the run; leave it out')

@@ -104,8 +104,10 @@ def test_the_learning_rate_warms_up_and_decays():
     # an empty name would be the current folder
     *(({key: ''}, f'no {key} given; for example --{key}=')
       for key in ('model', 'data', 'out_dir', 'cache_dir')),
+    ({'model': '.', 'revision': 'step1000'}, "revision = 'step1000' is that of a hub name"),
     # a key that train.py has as well
-    ({'eval': evaluate.EvalConfig(pack_len=3)}, 'eval: pack_len = 3; it must be at least 16')])
+    ({'eval': evaluate.EvalConfig(pack_len=3)}, 'eval: pack_len = 3; it must be at least 16'),
+    ({'eval': evaluate.EvalConfig(revision='main')}, 'eval: revision is decided by the run')])
 def test_an_empty_name_and_a_wrong_key_of_the_report_are_named(values, message):
     with pytest.raises(ConfigError, match=message):
         train.check_config(tiny_config(max_length=8, **values))
