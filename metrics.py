@@ -638,8 +638,8 @@ class Measure(NamedTuple):
         'options'     function(probs, labels), for probs [N, K] only
         'n_options'   function(probs, labels, n_options=n_options), for probs [N, K] only
         'scores'      function(probs, labels, scores=scores), for probs [N, K] only
-    tables: those with a column of it, and with bootstrap intervals: 'runs', which a training run
-    prints; 'results', of one evaluation; 'compare', of several. A report holds every metric.
+    tables: the tables that show it, with bootstrap intervals: 'runs', which a training run prints;
+    'results', of one evaluation; 'compare', of several. A report holds every metric.
     """
     key: str                            # in results.json
     title: str                          # of a column

@@ -193,8 +193,10 @@ class _SortedGaps:
         return np.cumsum(drawn, 1, out=drawn), gaps
 
     def tied_ends(self, drawn, ends):
-        """The number of rows after which bins end, [R, M], if a bin ends after the first `ends`
-        draws, [M] or [R, M], and the others that tie with the last of them."""
+        """The number of rows after which each bin ends, [R, M].
+
+        A bin ends after the first `ends` draws, [M] or [R, M], or after the last that ties with it.
+        """
         return self.tie_end[_positions(drawn, np.maximum(ends, 1))]
 
 
@@ -337,8 +339,8 @@ def _check_pair(a, b, labels):
 def mcnemar(correct_a, correct_b) -> tuple[int, int, float]:
     """Return (rows that only a has right, rows that only b has right, two-sided p).
 
-    McNemar 1947, exact, of bool [N]: if the models are equally good, a row in which they differ is
-    as likely to be right in either, so p = min(1, 2 P(X <= the fewer)) with X binomial.
+    McNemar 1947, exact: if the models are equally good, a row in which they differ is as likely to
+    be right in either, so p = min(1, 2 P(X <= the fewer)) with X binomial. Both are bool [N].
     """
     a, b = _check_correct([correct_a, correct_b])
     only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
@@ -427,7 +429,7 @@ def student_t(differences) -> tuple[float, float, float]:
     """Return (mean, t, two-sided p) of paired differences float [N], N >= 2, against a mean of 0.
 
     Student 1908: t = mean / (s / sqrt(N)), with N - 1 degrees of freedom. One difference per group,
-    such as a seed. If all are equal, t is infinite and p is 0; if all are zero, t is nan and p 1.
+    such as a seed. If all are equal, t is infinite and p is 0; if all are 0, t is nan and p is 1.
     """
     mean, error, freedom = _mean_and_error('differences', differences)
     if error == 0:
