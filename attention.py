@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 if TYPE_CHECKING or not __package__:    # in the clone, at the top level
     import triton_ops
@@ -79,6 +79,34 @@ def visible_keys(positions: Tensor, ends: Tensor, window: int | None) -> Tensor:
     return visible[:, None]
 
 
+def visible_blocks(positions: Tensor, ends: Tensor, window: int | None, M: int, N: int):
+    """Return `seen` and `full`, bool [B, blocks of M queries, blocks of N keys].
+
+    No query of the block sees a key where `seen` is false; each sees all keys where `full` is true.
+    """
+    B, T = ends.shape
+
+    def in_blocks(x, size):     # [B, blocks, size]
+        return F.pad(x, (0, -T % size)).view(B, -1, size)
+    first = torch.arange(0, T, M, device=ends.device)[:, None]  # query of each block of queries
+    key = torch.arange(0, T, N, device=ends.device)
+    end = in_blocks(ends, N)[:, None]
+    seen = (end.amax(-1) > first) & (key < first + M)
+    full = (end.amin(-1) >= first + M) & (key + N <= first + 1)
+    if window:
+        i, j = in_blocks(positions, M)[:, :, None], in_blocks(positions, N)[:, None]
+        seen &= i.amin(-1) - j.amax(-1) < window
+        full &= i.amax(-1) - j.amin(-1) < window
+    return seen, full
+
+
+def in_order(rank: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many entries of each row of rank [..., n] are above 0, int [...], and the indices
+    of all, the largest entry first, int [..., n]."""
+    order = rank.byte().argsort(dim=-1, descending=True, stable=True)
+    return (rank > 0).sum(-1).int(), order.int()
+
+
 class ExplicitMask:
     """A matrix of the visible keys [B, 1, T, T]; with None each token sees all before it."""
 
@@ -116,12 +144,12 @@ class FlexMask:
             if window is not None:
                 seen = seen & (positions[b, i] - positions[b, j] < window)
             return seen
-        B, T = ends.shape
-        # With a static length making the mask takes 0.1 ms instead of 0.4, but Triton unrolls the
-        # row: at 16,384 tokens compiling takes two minutes.
-        dynamic = True if T > 4096 else None
-        make = compiled(create_block_mask, dynamic=dynamic) if ends.is_cuda else create_block_mask
-        self.block_mask = make(visible, B, None, T, T, device=str(ends.device))
+        seen, full = (blocks[:, None] for blocks in
+                      visible_blocks(positions, ends, window, 128, 128))
+        # create_block_mask compiles for 20 s with rows of 4,096 tokens, or else needs T x T numbers
+        self.block_mask = BlockMask.from_kv_blocks(
+            *in_order(seen & ~full), *in_order(full), mask_mod=visible,
+            seq_lengths=(ends.shape[1],) * 2)
         self.options = options
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
@@ -176,27 +204,13 @@ class TreeMask:
     """
 
     def __init__(self, positions: Tensor, ends: Tensor, window: int | None, head_dim: int):
-        B, T = ends.shape
         self.positions, self.ends, self.window = positions.int(), ends.int(), window or 0
         self.width = triton_ops.triton.next_power_of_2(max(16, head_dim))
         self.options = triton_ops.BLOCKS[min(256, max(64, self.width))]
-        M, N = self.options[:2]
-
-        def in_blocks(x, size):     # [B, blocks, size]
-            return F.pad(x, (0, -T % size)).view(B, -1, size)
-        first = torch.arange(0, T, M, device=ends.device)[:, None]  # query of each block of queries
-        key = torch.arange(0, T, N, device=ends.device)
-        end = in_blocks(self.ends, N)[:, None]
-        seen = (end.amax(-1) > first) & (key < first + M)       # [B, blocks of queries, of keys]
-        full = (end.amin(-1) >= first + M) & (key + N <= first + 1)
-        if window:
-            i, j = in_blocks(self.positions, M)[:, :, None], in_blocks(self.positions, N)[:, None]
-            seen &= i.amin(-1) - j.amax(-1) < window
-            full &= i.amax(-1) - j.amin(-1) < window
-        self.n_full, self.n_seen = full.sum(-1).int(), seen.sum(-1).int()
+        seen, full = visible_blocks(self.positions, self.ends, window, *self.options[:2])
+        self.n_full = full.sum(-1).int()
         # first the blocks that every query sees completely, then those that need the mask
-        order = (full.byte() + seen.byte()).argsort(dim=-1, descending=True, stable=True)
-        self.blocks = order.int()
+        self.n_seen, self.blocks = in_order(full.byte() + seen.byte())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
         return triton_ops.tree_kernel(self, q, k, v, scale, softcap)

@@ -35,7 +35,7 @@ from bench.common import (DEVICE, MODELS, draw_bars, empty_caches, free_memory, 
 from data.export import tokenizer_files
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns, load_conversations, to_messages
-from data.tokenizer import load_tokenizer
+from data.tokenizer import begins_with_bos, load_tokenizer
 from runtime import checkpoint
 from runtime.errors import ConfigError
 from train import TrainConfig
@@ -109,9 +109,10 @@ def bench(config):
 def prepare(config, shape, folder):
     """Write the model and the conversations; return {what a table says about them}."""
     tokenizer = load_tokenizer(Path(config.tokenizer))
+    add_bos = begins_with_bos(tokenizer, None)
     model = our_model(MODELS[shape])
     checkpoint.save(model, folder / 'model', torch.bfloat16, side_files=config.tokenizer,
-                    more=tokenizer_files(config.tokenizer, tokenizer, TEMPLATE))
+                    more=tokenizer_files(config.tokenizer, tokenizer, TEMPLATE, add_bos))
     del model
     free_memory()
     rows = (row for file in fetch(config.data, PATTERNS) for row in read_rows(file))
@@ -123,7 +124,8 @@ def prepare(config, shape, folder):
             for talk in talks))
     sequences = load_conversations(
         str(folder / 'ours.jsonl'), tokenizer, template=TEMPLATE, max_length=PACK_LEN,
-        add_bos=True, workers=os.cpu_count(), cache_dir=str(folder / 'tokens'), on_bad_row='stop')
+        add_bos=add_bos, workers=os.cpu_count(), cache_dir=str(folder / 'tokens'),
+        on_bad_row='stop')
     tokens = int(sequences.lengths.sum())
     # rows of TRL in a step, for as many steps as ours
     rows = max(1, round(tokens / len(sequences) * BATCH / PACK_LEN))

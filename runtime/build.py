@@ -40,6 +40,10 @@ def prepare(model, cfg, device, reward=False):
         become_reward_model(model, device)
     if cfg.lora:
         add_lora(model, cfg.lora_rank, cfg.lora_alpha, cfg.lora_dropout, cfg.lora_targets, device)
+        # with a gradient of its input, the first block has the same graph as the others: compiling
+        # another one takes 8 s
+        model.decoder.embed_tokens.register_forward_hook(
+            lambda module, inputs, x: x.requires_grad_(torch.is_grad_enabled()))
     model.decoder.attention = cfg.attention
     model.decoder.checkpoint = cfg.checkpoint_activations
     # Triton 3.6 cannot compile some float32 blocks; FlexAttention is compiled either way

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 import attention
 import model as models
-from attention import ExplicitMask, FlexMask, TreeMask, visible_keys
+from attention import (ExplicitMask, FlexMask, TreeMask, in_order, visible_blocks,
+                       visible_keys)
 from data import packing
 from runtime import checkpoint
 
@@ -203,6 +204,26 @@ def test_flex_attention_with_tuned_blocks_equals_the_explicit_mask(head_dim, sof
             results.append([y, *(t.grad for t in x if cuda)])
     for right, ours in zip(results[:2], results[2:], strict=True):
         assert all((a - b).norm() < 0.01 * a.norm() for a, b in zip(right, ours, strict=True))
+
+
+@pytest.mark.parametrize('window', [None, 7, 100])
+@pytest.mark.parametrize('T, M, N', [(64, 16, 32), (130, 64, 32), (257, 32, 64), (257, 128, 128)])
+def test_blocks_of_a_mask_hold_what_each_token_sees(T, M, N, window):
+    packed = packing.pack(documents(T, [30, T - 40, 9, 20, 1, 25]), T)
+    positions, ends = (torch.from_numpy(packed[key]) for key in ('positions', 'ends'))
+    seen, full = visible_blocks(positions, ends, window, M, N)
+    visible = visible_keys(positions, ends, window)[:, 0]
+
+    def in_blocks(fill):    # [B, blocks of queries, blocks of keys, queries of a block, keys]
+        x = torch.nn.functional.pad(visible, (0, -T % N, 0, -T % M), value=fill)
+        return x.unflatten(2, (-1, N)).unflatten(1, (-1, M)).transpose(2, 3)
+    assert not (in_blocks(False).any(-1).any(-1) & ~seen).any()
+    assert not (full & ~in_blocks(True).all(-1).all(-1)).any()
+    if window is None:      # and no block more, where a document is seen to its end
+        assert torch.equal(seen, in_blocks(False).any(-1).any(-1))
+        count, order = in_order(seen)
+        for row, n, blocks in zip(seen.flatten(0, 1), count.flatten(), order.flatten(0, 1)):
+            assert blocks[:n].tolist() == row.nonzero().flatten().tolist()
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from common import (DEVICES, HERE, documents, gradients, head_of_32, lora_model,
                     rewrite, run_scripts, run_train, start_script, torchrun, whole_rows,
                     write_rows)
 from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounter
 
 import evaluate
 import metrics
@@ -27,7 +28,7 @@ from data.chat import encode_conversation
 from data.tokenizer import load_model_tokenizer, load_tokenizer
 from results import report
 from results.samples import read_samples
-from runtime import checkpoint, parallel, resume, trained
+from runtime import build, checkpoint, parallel, resume, trained
 from runtime.config import load_config
 from runtime.device import HostCopy, pick_device
 from runtime.errors import ConfigError, DataError, TrainingError
@@ -431,6 +432,26 @@ def test_checkpointed_activations_change_nothing(name, tmp_path):
         torch.manual_seed(5)
         results.append(gradients(model, packed, tiny_config(smoothing=0.1)))
     assert results[0][0] == results[1][0] and torch.equal(results[0][2], results[1][2])
+
+
+@pytest.mark.parametrize('name', ['llama', 'gemma2'])
+def test_all_blocks_with_adapters_compile_to_one_graph(name, tmp_path):
+    reference_model(name, tmp_path)
+    cfg = tiny_config(model=str(tmp_path), lora=True, attention='explicit')
+    packed, found = packing.pack(documents(3, [30, 17]), 48), []
+    for with_hook, n_graphs in ((True, 1), (False, 2)):
+        torch.manual_seed(5)
+        model = build.build_model(cfg, checkpoint.read_config(tmp_path), tmp_path, 'cpu')
+        if not with_hook:
+            model.decoder.embed_tokens._forward_hooks.clear()
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        for layer in model.decoder.layers:
+            layer.compile(backend=counter, fullgraph=True, dynamic=False)
+        found.append(gradients(model, packed, cfg)[2])
+        assert counter.frame_count == n_graphs
+    assert torch.equal(*found) and found[0].norm() > 0
+    torch._dynamo.reset()
 
 
 def test_validation_reports_the_next_tokens_ece(tiny_model):
