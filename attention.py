@@ -146,7 +146,7 @@ class FlexMask:
             return seen
         seen, full = (blocks[:, None] for blocks in
                       visible_blocks(positions, ends, window, 128, 128))
-        # create_block_mask compiles for 20 s with rows of 4,096 tokens, or else needs T x T numbers
+        # create_block_mask is compiled for 7 to 20 s (T = 4,096), or else stores T x T numbers
         self.block_mask = BlockMask.from_kv_blocks(
             *in_order(seen & ~full), *in_order(full), mask_mod=visible,
             seq_lengths=(ends.shape[1],) * 2)

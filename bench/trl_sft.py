@@ -40,7 +40,8 @@ def main():
     config = SFTConfig(
         output_dir=out, packing=True, max_length=settings['pack_len'], num_train_epochs=1,
         per_device_train_batch_size=1, gradient_accumulation_steps=settings['rows'],
-        pad_to_multiple_of=settings['pack_len'] if settings['compiled'] else None,
+        # FlexAttention cannot compile its kernel for rows of fewer than 128 tokens
+        pad_to_multiple_of=settings['pack_len'] if settings['compiled'] else 128,
         torch_compile=settings['compiled'], use_liger_kernel=settings['liger'],
         dataset_num_proc=os.cpu_count(), gradient_checkpointing=False, learning_rate=2e-5,
         optim='adamw_torch_fused', save_strategy='no', report_to='none', disable_tqdm=True,
