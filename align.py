@@ -412,7 +412,7 @@ def main(argv):
     if not argv:
         raise ConfigError('no settings given: python align.py configs/dpo_tulu3_8b.py --lr=1e-6; '
                           '--help lists all settings')
-    cfg = load_config(AlignConfig, argv, usage=__doc__)
+    cfg = load_config(AlignConfig, argv, usage=__doc__, hidden=UNUSED)
     train.print_results(cfg, align(cfg))
 
 

@@ -193,9 +193,6 @@ def check_config(cfg):
     if cfg.shape and not cfg.from_scratch:
         raise ConfigError(f'shape = {cfg.shape} needs from_scratch = True: pretrained weights have '
                           f'their shape')
-    if cfg.revision and Path(cfg.model).is_dir():
-        raise ConfigError(f'revision = {cfg.revision!r} is that of a hub name, and model = '
-                          f'{cfg.model} is a folder; set one of them')
     if cfg.pack_len < cfg.max_length:
         raise ConfigError(f'pack_len = {cfg.pack_len} is shorter than max_length = '
                           f'{cfg.max_length}: a sequence must fit into a row')

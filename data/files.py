@@ -27,6 +27,9 @@ def fetch(source, patterns, revision=None):
     revision: the hub commit, tag or branch to read; pin it, because datasets change
     """
     path = Path(os.path.expanduser(source))
+    if revision and path.exists():
+        raise DataError(f'data_revision = {revision!r} is that of a hub dataset, and {source} is '
+                        f'on disk; leave it out')
     if path.is_file():
         return [path]
     if not path.is_dir():

@@ -332,8 +332,9 @@ def notes(result):
     lines = []
     if shown := result.get('written'):
         lines.append('greedy answers right: {lenient_accuracy:.3f} by lenient extraction, '
-                     '{strict_accuracy:.3f} by strict; of those with an answer '
-                     '{accuracy_of_answered:.3f}'.format(**shown))
+                     '{strict_accuracy:.3f} by strict'.format(**shown) + (
+                         '; of those with an answer {accuracy_of_answered:.3f}'.format(**shown)
+                         if shown['no_answer'] < 1 else ''))
         lines.append('no answer could be extracted from {no_answer:.3f} of them, which count as '
                      'wrong; {cut_off:.3f} were cut off'.format(**shown))
         lines.append('samples: {sample_accuracy:.3f} right, {samples_no_answer:.3f} without an '

@@ -66,12 +66,16 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     weights: False downloads only its configuration and tokenizer
     """
     path = Path(os.path.expanduser(name))
+    if revision and path.is_dir():
+        raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = {name} '
+                              f'is a folder; set one of them')
     folder = path if path.is_dir() else _download(name, path, revision, weights)
     if not adapter.is_adapter(folder):
         return folder
     settings = adapter.read_settings(folder)
+    base = settings['base_model_name_or_path']
     try:
-        base = fetch(settings['base_model_name_or_path'], settings.get('revision'), weights)
+        base = fetch(base, None if os.path.isdir(base) else settings.get('revision'), weights)
     except CheckpointError as error:
         raise CheckpointError(f'{folder / adapter.CONFIG}: the base model: {error}') from error
     return adapter.beside_base(folder, base)

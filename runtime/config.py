@@ -22,16 +22,16 @@ from pathlib import Path
 from runtime.errors import ConfigError
 
 
-def load_config(cls, argv, usage='', config=None):
+def load_config(cls, argv, usage='', config=None, hidden=()):
     """Return `cls(...)` from `argv` = ['configs/file.py', '--key=value', '--flag', ...].
 
     Every field of the dataclass `cls` needs a default; `config` replaces the defaults. The file is
     optional and comes first; later values win. `-h` or `--help` prints `usage`, then every key with
-    its type, default and comment, and exits. Raises ConfigError.
+    its type, default and comment but for those in `hidden`, and exits. Raises ConfigError.
     """
     if '-h' in argv or '--help' in argv:
         print(usage.strip(), '', 'keys, as --key=value or, before them, in a config file:',
-              *_describe_keys(cls), sep='\n')
+              *_describe_keys(cls, hidden=hidden), sep='\n')
         raise SystemExit(0)
     config = config or cls()
     require_unicode(argv)
@@ -236,12 +236,14 @@ FIELD = re.compile(r'((?:^    # {1,4}\S.*\n)*)^    (\w+): .*?(?:  # (.*))?\n'
                    r'((?:    (?:#  | +#).*\n)*)', re.MULTILINE)
 
 
-def _describe_keys(cls, prefix=''):
+def _describe_keys(cls, prefix='', hidden=()):
     """Yield the lines of --help: each key with its default, type and comments."""
     comments = {key: (above, re.sub(r'\n +# +', ' ', f'{beside}\n{more}'))
                 for above, key, beside, more in FIELD.findall(
                     ''.join(inspect.getsource(base) for base in cls.__mro__[-2::-1]))}
     for key, default in vars(cls()).items():
+        if key in hidden:
+            continue
         above, beside = comments.get(key, ('', ''))
         annotation = _annotation(cls, key, '')
         shown = ','.join(map(str, default)) if isinstance(default, tuple) else default

@@ -34,8 +34,8 @@ def room(model, prompts, s):
     fit = int(memory // each) - 1       # the last slot is for padding
     if fit < 1:
         raise DataError(f'prompt {longest + 1} has {len(prompts[longest])} tokens: with max_tokens '
-                        f'= {s.max_tokens} it needs {2 * each / 2 ** 30:.2f} GiB of cache, and '
-                        f'there are {memory / 2 ** 30:.2f}; shorten it, or lower max_tokens')
+                        f'= {s.max_tokens} it needs {2 * each / 2 ** 30:.3g} GiB of cache, and '
+                        f'there are {memory / 2 ** 30:.3g}; shorten it, or lower max_tokens')
     most = s.batch_size
     if s.deterministic:     # a CPU's products may depend on the row of a matrix as well
         most = min(most, FIXED_ROWS) if model.head.is_cuda else 1

@@ -134,7 +134,7 @@ def test_bin_files_and_base_models_from_another_folder(tmp_path, monkeypatch):
     torch.save(load_file(weights), weights.with_name('adapter_model.bin'))
     weights.unlink()
     monkeypatch.chdir(tmp_path)
-    change_settings(tmp_path, base_model_name_or_path='./base')
+    change_settings(tmp_path, base_model_name_or_path='./base', revision='of the hub')
     folder = checkpoint.fetch('peft')
     assert all(torch.equal(x, expected[key])
                for key, x in checkpoint.load(folder).state_dict().items())

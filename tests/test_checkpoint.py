@@ -597,6 +597,8 @@ def test_home_folder_in_a_model_path(folder, monkeypatch):
         checkpoint.fetch('~/nothing')
     with pytest.raises(checkpoint.CheckpointError, match='config.json is a file; a model is the'):
         checkpoint.fetch('~/model/config.json')
+    with pytest.raises(checkpoint.CheckpointError, match="revision = 'step9' is that of a hub"):
+        checkpoint.fetch('~/model', 'step9')
 
 
 def test_old_rotary_buffers_are_ignored(folder):

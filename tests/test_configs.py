@@ -183,6 +183,10 @@ def test_help_prints_every_key_with_its_comment(capsys):
         assert out.startswith('python x.py\n')
         assert all(f'\n  --{f.name}=' in out for f in dataclasses.fields(cls))
         assert max(map(len, out.split('\n'))) <= 100 and 'def ' not in out
+    with pytest.raises(SystemExit):
+        align.main(['--help'])      # without the keys of train.py that it refuses
+    out = capsys.readouterr().out
+    assert '--lora=' in out and not any(f'--{key}=' in out for key in align.UNUSED)
 
 
 @pytest.mark.parametrize('program', ['train.py', 'evaluate.py', 'sample.py'])

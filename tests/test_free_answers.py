@@ -236,12 +236,23 @@ def test_math_takes_the_boxed_answer_of_a_solution(tmp_path):
     ([{'question': 'Q?', 'answers': [3]}], {}, 'reference answer is not text'),
     ([{'question': 'Q?'}], {}, "test.jsonl:1: not the fields of its format: there is no 'answer'"),
     ([{'question': 'Q?', 'answers': ['a']}], {'header': 'native'}, 'no header of its own'),
-    ([{'question': 'Q?', 'answers': ['a']}], {'shots': 3}, '2 solved questions, 3 wanted')])
+    ([{'question': 'Q?', 'answers': ['a']}], {'shots': 3}, '2 solved questions, 3 wanted'),
+    ([{'question': 'Q?', 'answers': ['a']}], {'revision': 'main'}, "data_revision = 'main' is")])
 def test_bad_files_are_refused(rows, arguments, message, tmp_path):
     write_rows(tmp_path / 'test.jsonl', rows)
     write_rows(tmp_path / 'train.jsonl', [{'question': 'Q?', 'answers': 'a'}] * 2)
     with pytest.raises(DataError, match=re.escape(message)):
         load_free(f'qa:{tmp_path}', **arguments)
+
+
+def test_the_share_of_right_answers_is_left_out_if_there_are_none():
+    answer = {'answer': None, 'correct': False, 'strict': False, 'reason': 'max_tokens'}
+    written = confidence.shares([{'greedy': answer, 'answers': [answer] * 2}])
+    text = '\n'.join(confidence.notes({'written': written}))
+    assert 'from 1.000 of them' in text and 'nan' not in text
+    text = '\n'.join(confidence.notes({'written': written | {
+        'no_answer': 0.5, 'accuracy_of_answered': 0.25}}))
+    assert 'of those with an answer 0.250' in text
 
 
 def test_a_proposed_answer_continues_its_prompt(tmp_path):

@@ -105,7 +105,6 @@ def test_the_learning_rate_warms_up_and_decays():
     # an empty name would be the current folder
     *(({key: ''}, f'no {key} given; for example --{key}=')
       for key in ('model', 'data', 'out_dir', 'cache_dir')),
-    ({'model': '.', 'revision': 'step1000'}, "revision = 'step1000' is that of a hub name"),
     # a key that train.py has as well
     ({'eval': evaluate.EvalConfig(pack_len=3)}, 'eval: pack_len = 3; it must be at least 16'),
     ({'eval': evaluate.EvalConfig(revision='main')}, 'eval: revision is decided by the run')])
