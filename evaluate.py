@@ -373,7 +373,7 @@ COLLECT = dict.fromkeys(('free', *VERBALIZED), write_answers) | {
 # what decides a sample besides the forward pass, the settings and the prompt
 CODE = (forward_values, token_log_probs, token_statistics, prompt_states, question_samples,
         permuted_samples, p_true_samples, text_samples, write_answers, judge_samples, probe_answers,
-        samples.mean_over_orders, *generate.CODE)
+        samples.question_fields, samples.mean_over_orders, *generate.CODE)
 
 
 # ------------------------------------------------------------------------------------------------

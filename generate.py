@@ -266,7 +266,7 @@ def confidences(model, prompts, answers, deterministic=False):
 
 
 # what decides an answer besides the forward pass, the settings and the prompt
-CODE = stream, take, add, why_ended, first_stop, text, slots, draw
+CODE = stream, take, add, why_ended, first_stop, text, slots, draw, Row, Tree
 
 
 # ---- The command line ----------------------------------------------------------------------------

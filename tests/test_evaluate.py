@@ -686,6 +686,9 @@ def test_what_edited_code_computes_is_not_mixed_with_what_was_there(scored_folde
     (triton_ops, '+ SPLIT', '+ 2 * SPLIT', True),
     (generate.why_ended, "return 'max_tokens'", "return 'length'", True),
     (evaluate.question_samples, 'log_probs.tolist()', '(2 * log_probs).tolist()', True),
+    (packing.Row, '[end] * len(ids)', '[end + 1] * len(ids)', True),
+    (packing.Tree, 'len(leaf) - start', 'len(leaf)', True),
+    (samples.question_fields, 'question.category', "''", True),
     (samples.mean_over_orders, 'return', 'return 2 *', True)])
 def test_the_hash_of_the_code_tells_what_decides_a_sample(part, old, new, other, monkeypatch):
     before, read = code_digest(*evaluate.CODE), inspect.getsource
