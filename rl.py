@@ -388,8 +388,10 @@ class Rollouts:
                 if cfg.kl != 'none':
                     measured['kl'] = (log_p.detach() - column['reference']).sum() / n_answers
                 loss = (loss * column['weight']).sum()
-                return loss - (cfg.entropy_coef * entropy.sum() / n_tokens if cfg.entropy_coef
-                               else 0)
+                if cfg.entropy_coef:    # of the answers that have a loss
+                    bonus = (entropy * (column['weight'] > 0)).sum() / n_tokens
+                    loss = loss - cfg.entropy_coef * bonus
+                return loss
 
             hidden = answers.gather(model(*inputs))
             loss, _ = fused_loss(hidden, model.head, answers.token,

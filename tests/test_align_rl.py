@@ -362,6 +362,33 @@ def test_a_truncated_answer_is_masked_scored_or_penalized(llama, truncated, n_us
     assert packed['measured']['truncated'] == 0.5 and (weight[:, 0] > 0).sum() == n_used
 
 
+@pytest.mark.parametrize('values', [{'truncated': 'mask'}, {'lost_accumulation': 20}],
+                         ids=['truncated', 'lost'])
+def test_an_answer_without_a_loss_has_no_bonus_for_its_entropy(llama, values, tmp_path):
+    cfg = config(llama, tmp_path, entropy_coef=0.5, **values)
+    stage, model = stage_of(cfg)
+    answers, rewards = made_up(np.random.default_rng(0), range(4), 5)
+    for answer in sum(answers, []):
+        answer.reason = 'max_tokens'
+    packed = stage.pack(cfg, range(4), answers, rewards, 1) | {'step': 0}
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, 'train_step', lambda model, optimizer, packed, *_: kept.append(
+            packed) or {'grad_norm': torch.zeros(())})
+        stage.train_step(model, None, packed, cfg, 'cpu', stage.token_loss)
+    packed = kept[0]
+    loss = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)['loss'].item()
+    bonus = 0
+    for a, (i, k) in enumerate(packed['where']):
+        if packed['columns']['weight'][packed['answer'] == a].any():
+            _, entropy = plain_log_probs(model, stage.prompts[i][0].tolist(), answers[i][k].tokens)
+            bonus += entropy.sum().item() / packed['counts'].sum()
+    plain = train.forward_backward(model, packed, replace(cfg, entropy_coef=0.0), 'cpu',
+                                   stage.token_loss)['loss'].item()
+    assert loss == pytest.approx(plain - 0.5 * bonus, rel=1e-5, abs=1e-6)
+    assert (bonus > 0) == ('lost_accumulation' in values)
+
+
 def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(llama, tmp_path):
     # a prompt of an even number is rewarded alike whatever the answer, others by chance
     cfg = config(llama, tmp_path, n=8, batch_size=4, method='dapo', resample=2, soft_overlong=4)
