@@ -185,6 +185,13 @@ def check_rollouts(cfg):
     if cfg.kl_target and cfg.kl != 'reward':
         raise ConfigError(f'kl_target = {cfg.kl_target} adapts the weight of the KL in the reward; '
                           f"set kl = 'reward'")
+    if cfg.kl_target and cfg.batch_size * cfg.group_size >= 5 * cfg.kl_horizon:
+        raise ConfigError(f'kl_horizon = {cfg.kl_horizon}: one step of batch_size times group_size '
+                          f'= {cfg.batch_size * cfg.group_size} answers could make kl_coef 0 or '
+                          f'negative; it must be above a fifth of them')
+    if cfg.kl_target and not cfg.kl_coef:
+        raise ConfigError('kl_target multiplies kl_coef by a factor, and kl_coef = 0 stays 0; set '
+                          'kl_coef above 0')
     if cfg.batch_size * cfg.group_size % cfg.lost_accumulation:
         raise ConfigError(f'lost_accumulation = {cfg.lost_accumulation} does not divide batch_size '
                           f'times group_size, {cfg.batch_size * cfg.group_size}')
