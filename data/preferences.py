@@ -63,6 +63,8 @@ def _pair(row):
     if len(chosen) > 1 or len(rejected) > 1:    # the sides hold the prompt themselves
         if chosen[:-1] != rejected[:-1]:
             raise DataError('the turns before the two answers differ')
+        if before and chosen[0]['role'] == 'assistant' and chosen[0] != before[0]:
+            raise DataError('"chosen" and "rejected" of several turns must begin with the prompt')
         before = chosen[:-1]
     for side, messages in (('chosen', chosen), ('rejected', rejected)):
         if not messages or messages[-1]['role'] != 'assistant':

@@ -143,6 +143,8 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
     ({'prompt': 'a', 'chosen': [said('user', 'b')], 'rejected': 'c'}, 'the last turn of "chosen"'),
     ({'prompt': [said('assistant', 'a')], 'chosen': 'b', 'rejected': 'c'},
      "the last turn of the prompt is not the user's"),
+    ({'prompt': 'a', **{side: [said('assistant', 'b'), said('user', 'c'), said('assistant', side)]
+                        for side in ('chosen', 'rejected')}}, 'must begin with the prompt'),
     ({'prompt': 'a', 'chosen': 3, 'rejected': 'c'}, 'chosen must be text or a list')])
 def test_a_malformed_row_says_what_is_wrong(row, message, tokenizer):
     with pytest.raises(DataError) as error:
