@@ -278,14 +278,23 @@ class Preferences:
             code_digest(answer_log_probs), cfg.attention, model.softcap, model.temperature
         ]).encode()).hexdigest()[:20]
         path = Path(cfg.cache_dir, f'reference-{key}.npy')
-        if all(gather(path.exists())):
-            return np.load(path)
+        cached = self.read_reference(path)
+        if all(gather(cached is not None)):
+            return cached
         sums = self.answer_sums(cfg, model, device)
         if rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             with temporary(path) as part, open(part, 'wb') as file:
                 np.save(file, sums)
         return sums
+
+    def read_reference(self, path):
+        """Return the array in a file of the cache; None if it is missing or damaged."""
+        try:
+            return np.load(path) if path.exists() else None
+        except (ValueError, EOFError) as error:
+            print(f'the reference in {path} is damaged ({error}); computing it again')
+            return None
 
     def answer_sums(self, cfg, model, device, rows_at_once=64):
         """Return the log-probabilities of the answers by the model as it is, float32 [n, K].

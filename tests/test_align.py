@@ -268,6 +268,18 @@ def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_
         stage_of(config(base, tmp_path, ROWS[1:]))
 
 
+@pytest.mark.parametrize('n_bytes', [0, 50, 140])
+def test_a_damaged_reference_is_computed_again(base, n_bytes, tmp_path, capsys):
+    cfg = config(base, tmp_path, ROWS)
+    reference = stage_of(cfg)[0].reference
+    (path,) = Path(cfg.cache_dir).glob('reference-*.npy')
+    content = path.read_bytes()
+    path.write_bytes(content[:n_bytes])
+    assert np.array_equal(stage_of(cfg)[0].reference, reference)
+    assert f'the reference in {path} is damaged' in capsys.readouterr().out
+    assert path.read_bytes() == content
+
+
 def test_swapping_the_answers_negates_the_first_gradient(base, tmp_path):
     gradients = []
     for swap in (False, True):
