@@ -163,6 +163,9 @@ def load_reward(name, device, dtype, template):
         return ModelReward(name, device, dtype, template)
     if kind in REWARDS and (task or 'qa') in FREE_TASKS:
         task = FREE_TASKS[task or 'qa']
+        if kind == 'rlcr' and task.runs_code:
+            raise ConfigError(f'reward = {name!r}: rlcr grades a text between <answer> tags, not a '
+                              f'program; take {name.replace("rlcr", "exact")}')
         return FunctionReward(name, partial(REWARDS[kind], task), name, partial(references, task))
     if path.suffix != '.py' or not path.is_file():
         raise ConfigError(f'reward = {name!r}, where there is no file or reward model; wanted '

@@ -798,6 +798,8 @@ def test_a_row_without_the_answer_of_the_reward_is_found_before_training(llama, 
 def test_an_unknown_reward_is_refused_and_an_edited_one_is_another_run(llama, tmp_path):
     with pytest.raises(ConfigError, match="'good', .* exact or rlcr of a task .triviaqa, "):
         data_rl.load_reward('good', 'cpu', None, 'tulu')
+    with pytest.raises(ConfigError, match='not a program; take exact:humaneval'):
+        data_rl.load_reward('rlcr:humaneval', 'cpu', None, 'tulu')
     with pytest.raises(CheckpointError, match='is not a model folder: it has no config.json'):
         data_rl.load_reward(str(tmp_path), 'cpu', None, 'tulu')
     cfg = config(llama, tmp_path)
