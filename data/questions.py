@@ -13,6 +13,7 @@ from data.benchmarks import BENCHMARKS, CATEGORY, GENERIC, generic_row
 from data.files import draw, fetch, parse_rows, read_rows, require_text
 from data.prompts import LETTERS, P_TRUE, PROMPT_FORMATS, Item, check_prompt_format
 from runtime.errors import DataError
+from runtime.processes import parallel_map
 
 
 @dataclass
@@ -105,19 +106,23 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
     if header == 'none':
         make_prompt = functools.partial(without_header, make_prompt)
 
-    def read(split, language):
-        rows = (row for file in _files_of(benchmark, source, split, language, revision)
-                for row in read_rows(file))
-        parse = functools.partial(_to_question, benchmark, make_prompt, language,
-                                  0 if split == 'shots' else permute or 0)
-        items, messages = parse_rows(rows, parse, on_bad_row)
-        bad.extend(messages)
-        return items
+    def read(job):
+        files, language, n_orders = job
+        parse = functools.partial(_to_question, benchmark, make_prompt, language, n_orders)
+        return parse_rows((row for file in files for row in read_rows(file)), parse, on_bad_row)
 
-    for language in _languages(benchmark, source, task, languages):
-        questions += read(split, language)
-        for question in read('shots', language) if shots else ():
-            solved.setdefault(question.group, []).append(question)
+    jobs = [(_files_of(benchmark, source, part, language, revision), language,
+             0 if part == 'shots' else permute or 0)
+            for language in _languages(benchmark, source, task, languages)
+            for part in (split, 'shots')[:1 + bool(shots)]]
+    n_bytes = sum(os.path.getsize(file) for files, *_ in jobs for file in files)
+    for i, (items, messages) in enumerate(parallel_map(read, jobs, worth_it=n_bytes > 2e7)):
+        bad += messages
+        if shots and i % 2:
+            for question in items:
+                solved.setdefault(question.group, []).append(question)
+        else:
+            questions += items
     if not questions and split == 'test':
         raise DataError(f'{source} has no questions ({len(bad)} bad rows)')
     if any(prompt.options != q.options for q in questions for prompt in q.orders.values()):

@@ -77,9 +77,9 @@ def option_predictions(probs, labels, n_options, scores):
 
 def split_groups(samples, key, predicted):
     """Return {value of `key`: its rows of the Predictions `predicted`}; {} for a single value."""
-    values = np.array([sample.get(key) or '' for sample in samples])
-    distinct = sorted({*values.tolist()})
-    return {value: predicted.at(values == value) for value in distinct if len(distinct) > 1}
+    values, group = np.unique([s.get(key) or '' for s in samples], return_inverse=True)
+    return {value: predicted.at(group == i) for i, value in enumerate(values.tolist())
+            if len(values) > 1}
 
 
 def predictions(samples, norm):

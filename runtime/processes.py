@@ -8,16 +8,29 @@ import sys
 import time
 
 
+_work = None, ()    # (function, items) of the running `parallel_map`
+
+
 def parallel_map(function, items, worth_it, most=32):
     """Return [function(x) for x in items], computed by up to `most` forked processes on Linux.
 
     A fork takes about 25 ms on a machine with a GPU; `worth_it` says whether the work takes longer.
     """
-    cores = min(_cores(), most)
+    global _work
+    cores = min(_cores(), most, len(items))
     if cores <= 1 or not worth_it:
         return [function(item) for item in items]
-    with forked_pool(cores) as pool:
-        return pool.map(function, items, chunksize=1)
+    _work = function, items     # a fork inherits both, so only its results are copied
+    try:
+        with forked_pool(cores) as pool:
+            return pool.map(_compute, range(len(items)), chunksize=1)
+    finally:
+        _work = None, ()
+
+
+def _compute(i):
+    function, items = _work
+    return function(items[i])
 
 
 @contextlib.contextmanager
