@@ -16,7 +16,8 @@ bool or 0/1 [N]. In the docstrings
     a_i   = 1 if argmax_k p_ik is the label, else 0; of equal options the first is predicted
 
 and |B|, conf(B) = mean c_i and acc(B) = mean a_i are the size and means of a bin B of rows. Empty
-bins add nothing. Sums are taken in float64 whatever the precision of probs.
+bins add nothing. Sums are taken in float64 whatever the precision of probs. Binned metrics are
+biased upward for small N: report bins and N beside the number (docs/metrics.md).
 
 Ties: float64 probabilities are equal if they agree to 12 decimals, float32 and float16 ones if they
 are identical. Metrics that depend on the prediction, on bins or on ties round first, so that noise
@@ -24,9 +25,6 @@ of about 1e-16 does not change them. Entropy, nll and brier are continuous and u
 
 Invalid input and settings out of range raise ValueError that names the row and the value. A row may
 be 1e-4 away from summing to 1 (1e-3 in float16, 8e-3 in bfloat16).
-
-Binned metrics are biased upward for small N: a perfectly calibrated 4-option model has a mean ECE
-of about 0.09 on 100 questions and 0.03 on 1000. Report bins and N beside the number.
 
 Equations (2) to (6) are numbered as in Huang et al., 'Investigating the Multilingual Calibration
 Effects of Language Model Instruction-Tuning', appendix A.
@@ -65,9 +63,8 @@ def wilson_interval(probs, labels, z=1.96) -> tuple[float, float]:
 def _wilson(mean, n, z):
     center = mean + z**2 / (2 * n)
     half_width = z * np.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
-    scale = 1 + z**2 / n
-    low, high = (center - half_width) / scale, (center + half_width) / scale
-    return np.maximum(0, low), np.minimum(1, high)      # they exceed [0, 1] only by rounding
+    ends = np.array([center - half_width, center + half_width]) / (1 + z**2 / n)
+    return ends.clip(0, 1)      # they exceed [0, 1] only by rounding
 
 
 def mean_confidence(probs, labels) -> float:
@@ -185,11 +182,10 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
 
         nll = nll_refinement + nll_calibration,    brier = brier_refinement + brier_calibration
 
-    Berta et al. 2025 (arXiv 2501.19195). The refinement is the loss after the best recalibration:
-    for both losses, scaling by the temperature of least NLL, as in their probmetrics
-    ('temp-scaling', fitted on all rows). Since it is fitted on the same rows, nll_refinement is
-    about 1/2N nats too small, and nll_calibration is never negative. An option of probability 0
-    stays at 0, unless it is the label, which has 2.2e-16 as in `nll`. scores: those of `nll`.
+    Berta et al. 2025 (arXiv 2501.19195). The refinement is the loss after scaling by the
+    temperature of least NLL, as in their probmetrics ('temp-scaling', fitted on all rows). So
+    nll_refinement is about 1/2N nats too small, and nll_calibration is never negative. An option of
+    probability 0 stays at 0, unless it is the label: 2.2e-16 as in `nll`. scores: those of `nll`.
     """
     whole = {'nll': nll(probs, labels, scores=scores), 'brier': brier(probs, labels)}
     probs, labels, _ = check_probs(probs, labels)
@@ -210,13 +206,11 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
 def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
     """Return the content of a reliability diagram: `n_bins` bins of equal width by confidence.
 
-    Bin m = 1..M holds ((m-1)/M, m/M], so a confidence on an edge counts in the bin below; 0 is in
-    bin 1, and a confidence above 1 by rounding in bin M. Edges are m/M in the precision of probs,
-    since a float32 0.1 exceeds the float64 one.
+    Bin m = 1..M holds ((m-1)/M, m/M]; 0 is in bin 1, and a confidence above 1 by rounding in bin M.
+    Edges are m/M in the precision of probs, since a float32 0.1 exceeds the float64 one.
 
-    Returns, in ascending order, {'edges': float [M+1], 'count': int [M], 'confidence': float [M],
-    'accuracy': float [M], 'low' and 'high': float [M], its 95 % Wilson interval}. All but edges and
-    count are nan where a bin is empty.
+    Returns {'edges': float [M+1], 'count': int [M], 'confidence', 'accuracy', 'low' and 'high', its
+    95 % Wilson interval: float [M], nan where a bin is empty}.
     """
     confidence, correct = top_label(probs, labels)
     count, conf, acc = bin_means(equal_width_bins(confidence, n_bins), n_bins, confidence, correct)
@@ -261,7 +255,7 @@ def ece_sweep(probs, labels) -> float:
     n, last_tie, best = len(correct), np.repeat(tie_ends, np.diff(tie_ends, prepend=0)), 0.0
     sums = np.cumsum([correct, confidence - correct], 1)
     for n_bins in (n, *range(1, min(n, 10_000) + 1)):
-        ends = tie_ends if n_bins == n else np.unique(last_tie[equal_chunk_ends(n, n_bins) - 1])
+        ends = np.unique(last_tie[equal_chunk_ends(n, n_bins) - 1])
         right, gaps = np.diff(sums[:, ends - 1], prepend=0)
         monotonic = (np.diff(right / np.diff(ends, prepend=0)) >= 0).all()
         if monotonic:
@@ -287,8 +281,7 @@ def ece_equal_mass(probs, labels, n_bins=10) -> float:
 
     Nguyen & O'Connor 2015, Kumar et al. 2019; equal to get_ece_em of uncertainty-calibration and so
     to `ece_10_bin` of HELM. Rows sorted by confidence are cut into min(n_bins, N) bins, the first
-    N mod n_bins of them one row longer. Tied rows stay together, in the lowest bin that holds one
-    of them, so the order of rows does not matter and ties leave fewer bins.
+    N mod n_bins of them one row longer. Tied rows stay together, in the lowest bin that has one.
     """
     return _expected_gap(*_chunk_means(*top_label(probs, labels), n_bins, equal_chunk_ends))
 
@@ -298,7 +291,7 @@ def rmsce(probs, labels, bin_size=100) -> float:
 
     Hendrycks et al. 2019. Rows sorted by confidence fill max(1, floor(N / bin_size)) bins of
     bin_size rows; the last, most confident bin also takes the remainder. Tied rows keep the order
-    given, as in the published code, so a tie across two bins makes the result depend on that order.
+    given, as in the published code, so the result may depend on it.
     """
     count, conf, acc = _fixed_size_means(probs, labels, bin_size)
     return float(np.sqrt((count * (acc - conf) ** 2).sum() / count.sum()))
@@ -346,9 +339,9 @@ def rms_mmlu_repo(probs, labels, bin_size=100) -> float:
     """
     check_count('bin_size', bin_size)
     confidence, correct = top_label(probs, labels)
-    n = len(confidence)
-    count, conf, acc = _chunk_means(confidence, correct, max(1, n // bin_size), rounded_chunk_ends)
-    return float(np.nansum((count / n * (acc - conf)) ** 2) ** 0.25)
+    n_bins = max(1, len(correct) // bin_size)
+    count, conf, acc = _chunk_means(confidence, correct, n_bins, rounded_chunk_ends)
+    return float(np.nansum((count / len(correct) * (acc - conf)) ** 2) ** 0.25)
 
 
 # Calibration of the prediction, without bins
@@ -383,8 +376,8 @@ def smooth_ece(probs, labels) -> float:
         residual, density = (np.abs(np.interp(mesh, grid, x)).sum() for x in smooth)
         return residual / density
 
-    widths = np.arange(1, 1025) / 1024
     # equal up to rounding counts as equal; the last width needs no test
+    widths = np.arange(1, 1025) / 1024
     k = bisect.bisect_left(widths[:-1], True, key=lambda w: smoothed_error(w) <= w + 1e-12)
     return float(smoothed_error(widths[k]))
 
@@ -428,8 +421,8 @@ def mmce(probs, labels) -> float:
     """Return the maximum mean calibration error, sqrt(sum_ij r_i r_j k(c_i, c_j)) / N, r = a - c.
 
     Kumar et al. 2018, with their kernel k = exp(-|c_i - c_j| / 0.4). For sorted confidences the
-    double sum is one of N squares, sum_i (1 - k(c_i, c_i-1)^2) s_i^2 with s_i = sum_{j >= i} r_j
-    k(c_i, c_j). So it takes O(N log N), and nothing cancels under the root.
+    double sum is sum_i (1 - k(c_i, c_i-1)^2) s_i^2 with s_i = sum_{j >= i} r_j k(c_i, c_j): N
+    squares, so nothing cancels under the root.
     """
     c, correct, _ = sort_by_confidence(probs, labels)
     s = np.cumsum(((correct - c) * np.exp(-c / 0.4))[::-1])[::-1] * np.exp(c / 0.4)
@@ -531,10 +524,9 @@ def sce(probs, labels, n_bins=15, n_options=None) -> float:
     """Return the static calibration error, eq. (3): 1/K sum_k sum_m |B_mk|/N |acc - conf|.
 
     Nixon et al. 2019; the class-wise ECE of Kull et al. 2019. Each option k has its own `bins`, of
-    all N probabilities p_ik, including zeros. Bins that all options share give a smaller number.
-
-    With n_options, option k counts only the N_k rows that have it, and the mean is over the options
-    that some row has. Without it, padding counts as a probability of 0 that is always right.
+    all N probabilities p_ik, including zeros. With n_options, option k counts only the N_k rows
+    that have it, and the mean is over the options that some row has. Without it, padding counts as
+    a probability of 0 that is always right.
     """
     return float(np.mean([
         _expected_gap(*bin_means(equal_width_bins(p, n_bins), n_bins, p, is_label))
@@ -599,8 +591,7 @@ def conformal_sets(probs, labels, n_options=None, *, method='lac', alpha=0.1) ->
                 first comes first
 
     No row is in its own quantile, so no separate calibration set is needed; over all N rows the
-    coverage is k / N except for ties. Compare models by the size of their sets, and groups by their
-    coverage. A set may be empty; torch-uncertainty then adds the option of least s.
+    coverage is k / N except for ties. A set may be empty.
     """
     if method not in ('lac', 'aps'):
         raise ValueError(f"method must be 'lac' or 'aps', not {method!r}")
@@ -798,10 +789,9 @@ def rounded_chunk_ends(n, n_bins):
 def bin_means(index, n_bins, confidence, correct):
     """Return |B|, conf(B) and acc(B), each [n_bins]; the last two are nan where a bin is empty."""
     count = np.bincount(index, minlength=n_bins)
-    with np.errstate(invalid='ignore'):     # 0/0 in an empty bin
-        conf = np.bincount(index, confidence, n_bins) / count
-        acc = np.bincount(index, correct, n_bins) / count
-    return count, conf, acc
+    size = np.where(count, count, np.nan)
+    sums = np.bincount(index, confidence, n_bins), np.bincount(index, correct, n_bins)
+    return count, sums[0] / size, sums[1] / size
 
 
 def _chunk_means(values, outcomes, n_bins, chunk_ends):
