@@ -135,9 +135,8 @@ def brier(probs, labels) -> float:
     Brier 1950, as in lm-evaluation-harness: summed over options, so at K = 2 twice scikit-learn's.
     """
     probs, labels, _ = check_probs(probs, labels)
-    p_label = probs[np.arange(len(labels)), labels].astype(np.float64)
-    squares = np.einsum('ik,ik->i', probs, probs, dtype=np.float64)
-    return float((squares - 2 * p_label + 1).mean())
+    is_label = np.arange(probs.shape[1]) == labels[:, None]
+    return float(((probs.astype(np.float64) - is_label) ** 2).sum(1).mean())
 
 
 def murphy(probs, labels, n_bins=10) -> dict[str, float]:
@@ -149,8 +148,7 @@ def murphy(probs, labels, n_bins=10) -> dict[str, float]:
         uncertainty  acc (1 - acc)
         within_bin   1/N sum_B sum_i (c_i - conf(B))^2 - 2 (c_i - conf(B)) (a_i - acc(B))
 
-    Murphy 1973, over the bins of `bins`. The last term is WBV - WBC of Stephenson et al. 2008; it
-    is 0 if confidences are equal within each bin.
+    Murphy 1973, over the bins of `bins`. The last term is WBV - WBC of Stephenson et al. 2008.
     """
     confidence, correct = top_label(probs, labels)
     index = equal_width_bins(confidence, n_bins)
@@ -170,8 +168,7 @@ def murphy(probs, labels, n_bins=10) -> dict[str, float]:
 def brier_skill(probs, labels) -> float:
     """Return the Brier skill score of the prediction, 1 - brier_top_label / (acc (1 - acc)).
 
-    Murphy 1973: 1 is perfect, 0 as good as the confidence acc in every row, and below 0 is worse.
-    It is nan if all rows are right or all are wrong.
+    Murphy 1973: 1 is perfect, 0 as good as the confidence acc in every row; nan if acc is 0 or 1.
     """
     parts = murphy(probs, labels, n_bins=1)
     return 1 - parts['brier'] / (parts['uncertainty'] or np.nan)
@@ -248,14 +245,13 @@ def mce_bin(probs, labels, n_bins=10) -> tuple[float, int]:
 def ece_sweep(probs, labels) -> float:
     """Return the ECE with as many equal-mass bins as keep accuracy monotonic in confidence.
 
-    Roelofs et al. 2022. The bins are those of `ece_equal_mass`, for the last n_bins of 1, 2, 3, ...
-    (at most 10,000) before acc(B) decreases anywhere.
+    Roelofs et al. 2022: `ece_equal_mass` for the last n_bins of 1..10,000 before acc(B) decreases.
     """
     confidence, correct, tie_ends = sort_by_confidence(probs, labels)
     n, last_tie, best = len(correct), np.repeat(tie_ends, np.diff(tie_ends, prepend=0)), 0.0
     sums = np.cumsum([correct, confidence - correct], 1)
     for n_bins in (n, *range(1, min(n, 10_000) + 1)):
-        ends = np.unique(last_tie[equal_chunk_ends(n, n_bins) - 1])
+        ends = tie_ends if n_bins == n else np.unique(last_tie[equal_chunk_ends(n, n_bins) - 1])
         right, gaps = np.diff(sums[:, ends - 1], prepend=0)
         monotonic = (np.diff(right / np.diff(ends, prepend=0)) >= 0).all()
         if monotonic:
@@ -317,8 +313,7 @@ def rmsce_hendrycks(probs, labels, bin_size=100) -> float:
     """Return the RMSCE as the code of Hendrycks et al. 2019 computes it; use `rmsce` instead.
 
     This is calib_err(p='2') of outlier-exposure, copied by HLE and others: the last, most confident
-    bin is left out of the sum but not out of N. With a single bin the result is 0, where that code
-    raises IndexError below bin_size rows.
+    bin is left out of the sum but not out of N, so a single bin gives 0.
     """
     count, conf, acc = _fixed_size_means(probs, labels, bin_size)
     return float(np.sqrt((count * (acc - conf) ** 2)[:-1].sum() / count.sum()))
@@ -333,9 +328,8 @@ def mad_hendrycks(probs, labels, bin_size=100) -> float:
 def rms_mmlu_repo(probs, labels, bin_size=100) -> float:
     """Return `rmsce` of calib_tools.py in the MMLU repository: (sum_B (|B|/N gap(B))^2)^(1/4).
 
-    It is no root mean square: the weight is squared with the gap, and the root is taken twice. With
-    B = N / bin_size equal bins, cut as in `ace`, it is sqrt(RMSCE) B^(-1/4), so it shrinks as N
-    grows. Very probably it is the column 'RMS' of Huang et al. (docs/metrics.md says why).
+    With B = N / bin_size equal bins, cut as in `ace`, it is sqrt(RMSCE) B^(-1/4), so it shrinks as
+    N grows. Very probably it is the column 'RMS' of Huang et al. (docs/metrics.md says why).
     """
     check_count('bin_size', bin_size)
     confidence, correct = top_label(probs, labels)
@@ -421,8 +415,7 @@ def mmce(probs, labels) -> float:
     """Return the maximum mean calibration error, sqrt(sum_ij r_i r_j k(c_i, c_j)) / N, r = a - c.
 
     Kumar et al. 2018, with their kernel k = exp(-|c_i - c_j| / 0.4). For sorted confidences the
-    double sum is sum_i (1 - k(c_i, c_i-1)^2) s_i^2 with s_i = sum_{j >= i} r_j k(c_i, c_j): N
-    squares, so nothing cancels under the root.
+    double sum is sum_i (1 - k(c_i, c_i-1)^2) s_i^2 with s_i = sum_{j >= i} r_j k(c_i, c_j).
     """
     c, correct, _ = sort_by_confidence(probs, labels)
     s = np.cumsum(((correct - c) * np.exp(-c / 0.4))[::-1])[::-1] * np.exp(c / 0.4)
@@ -465,9 +458,8 @@ def excess_aurc(probs, labels) -> float:
 def prr(probs, labels) -> float:
     """Return the prediction-rejection ratio: the share of the best possible gain by abstention.
 
-    Malinin & Gales 2021: (A - A_random) / (A_best - A_random), with A = 1 - aurc, A_random the
-    accuracy and A_best that of the best order. 1 is a perfect ranking, 0 a random one. It is nan if
-    all rows are right or all are wrong.
+    Malinin & Gales 2021: (A - acc) / (A_best - acc), with A = 1 - aurc and A_best that of the best
+    order. 1 is a perfect ranking, 0 a random one. It is nan if acc is 0 or 1.
     """
     curve = _accuracy_of_top(probs, labels)
     gain, missing = curve.mean() - curve[-1], excess_aurc(probs, labels)
@@ -524,13 +516,11 @@ def sce(probs, labels, n_bins=15, n_options=None) -> float:
     """Return the static calibration error, eq. (3): 1/K sum_k sum_m |B_mk|/N |acc - conf|.
 
     Nixon et al. 2019; the class-wise ECE of Kull et al. 2019. Each option k has its own `bins`, of
-    all N probabilities p_ik, including zeros. With n_options, option k counts only the N_k rows
-    that have it, and the mean is over the options that some row has. Without it, padding counts as
-    a probability of 0 that is always right.
+    all N probabilities p_ik, including zeros. With n_options it has only the N_k rows with option
+    k, and the mean is over the options that some row has; without, padding counts as a right 0.
     """
-    return float(np.mean([
-        _expected_gap(*bin_means(equal_width_bins(p, n_bins), n_bins, p, is_label))
-        for p, is_label in _by_option(probs, labels, n_options)]))
+    return float(np.mean([ece(p, is_label, n_bins)
+                          for p, is_label in _by_option(probs, labels, n_options)]))
 
 
 def ace(probs, labels, n_ranges=15, n_options=None, equal_weights=False) -> float:
@@ -586,9 +576,8 @@ def conformal_sets(probs, labels, n_options=None, *, method='lac', alpha=0.1) ->
     row with probability 1 - alpha or more, whatever the model, if rows are exchangeable.
 
         'lac'   s_ik = 1 - p_ik, Sadinle et al. 2019: the smallest sets on average
-        'aps'   s_ik = sum of p_ij over the options j from the most probable one to k, Romano et al.
-                2020, without their random term: sets grow with difficulty; of equal options the
-                first comes first
+        'aps'   s_ik = sum of p_ij from the most probable option j, the first of equals, to k,
+                Romano et al. 2020 without their random term: sets grow with difficulty
 
     No row is in its own quantile, so no separate calibration set is needed; over all N rows the
     coverage is k / N except for ties. A set may be empty.
@@ -928,7 +917,7 @@ def check_confidence(confidence):
     confidence = real_array('confidence', confidence)
     if confidence.ndim != 1:
         raise ValueError(f'confidence must be [N], not of shape {confidence.shape}')
-    refuse(~((confidence >= 0) & (confidence <= 1 + SUM_TOLERANCE)),
+    refuse(~((confidence >= 0) & (confidence <= 1 + _tolerance(confidence))),
            lambda i: f'confidence is {confidence[i]}, not from 0 to 1')
     return confidence
 
