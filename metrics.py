@@ -515,9 +515,10 @@ def _accuracy_of_top(probs, labels):
 def sce(probs, labels, n_bins=15, n_options=None) -> float:
     """Return the static calibration error, eq. (3): 1/K sum_k sum_m |B_mk|/N |acc - conf|.
 
-    Nixon et al. 2019; the class-wise ECE of Kull et al. 2019. Each option k has its own `bins`, of
-    all N probabilities p_ik, including zeros. With n_options it has only the N_k rows with option
-    k, and the mean is over the options that some row has; without, padding counts as a right 0.
+    Nixon et al. 2019; the class-wise ECE of Kull et al. 2019: the mean over options k of the `ece`
+    of all N probabilities p_ik, including zeros. With n_options, option k counts only the N_k rows
+    that have it, and the mean is over the options that some row has. Without it, padding counts as
+    a probability of 0 that is always right.
     """
     return float(np.mean([ece(p, is_label, n_bins)
                           for p, is_label in _by_option(probs, labels, n_options)]))
@@ -529,25 +530,27 @@ def ace(probs, labels, n_ranges=15, n_options=None, equal_weights=False) -> floa
     Nixon et al. 2019. For each option k the N probabilities p_ik, including zeros, are sorted and
     cut into R = min(n_ranges, N) ranges of equal count, at round(r N / R). Tied probabilities stay
     together, in the lowest range that holds one. The weight |B_rk|/N is that of the authors' code;
-    equal_weights gives each range 1/R, as equation (4) does. n_options is used as in `sce`. The
-    metric that Neumann et al. 2018 and netcal call ACE is another one, of the prediction alone.
+    equal_weights gives each range 1/R, as equation (4) does. n_options is used as in `sce`.
     """
     check_count('n_ranges', n_ranges)
-    return float(np.mean([_range_gap(p, is_label, n_ranges, equal_weights)
-                          for p, is_label in _by_option(probs, labels, n_options)]))
+    errors = []
+    for p, is_label in _by_option(probs, labels, n_options):
+        count, conf, acc = _chunk_means(p, is_label, n_ranges, rounded_chunk_ends)
+        errors.append(_expected_gap(np.ones(len(count)) if equal_weights else count, conf, acc))
+    return float(np.mean(errors))
 
 
 def tace(probs, labels, n_ranges=15, threshold=0.01, n_options=None) -> float:
     """Return the thresholded adaptive calibration error: `ace` of probabilities above `threshold`.
 
-    Nixon et al. 2019, who advise it for a hundred options and more. As in the authors' code, the
-    mean of each option is over the probabilities that are left, so the result is larger than `ace`;
-    an option of which none is left counts 0. threshold is in [0, 1].
+    Nixon et al. 2019, for a hundred options and more. As in their code, the mean of an option is
+    over the probabilities left, so it is larger than in `ace`; 0 if none is. threshold: [0, 1].
     """
     check_count('n_ranges', n_ranges)
     check_range('threshold', threshold, '[0, 1]')
-    return float(np.mean([_range_gap(p, is_label, n_ranges) if len(p) else 0.0
-                          for p, is_label in _by_option(probs, labels, n_options, threshold)]))
+    return float(np.mean([
+        _expected_gap(*_chunk_means(p, is_label, n_ranges, rounded_chunk_ends)) if len(p) else 0.0
+        for p, is_label in _by_option(probs, labels, n_options, threshold)]))
 
 
 def _by_option(probs, labels, n_options, above=-1):
@@ -558,11 +561,6 @@ def _by_option(probs, labels, n_options, above=-1):
         p = round_for_ties(probs[:, k])
         rows = (n_options > k) & (p > above)
         yield p[rows], labels[rows] == k
-
-
-def _range_gap(p, is_label, n_ranges, equal_weights=False):
-    count, conf, acc = _chunk_means(p, is_label, n_ranges, rounded_chunk_ends)
-    return _expected_gap(np.ones(len(count)) if equal_weights else count, conf, acc)
 
 
 # Prediction sets
@@ -576,8 +574,8 @@ def conformal_sets(probs, labels, n_options=None, *, method='lac', alpha=0.1) ->
     row with probability 1 - alpha or more, whatever the model, if rows are exchangeable.
 
         'lac'   s_ik = 1 - p_ik, Sadinle et al. 2019: the smallest sets on average
-        'aps'   s_ik = sum of p_ij from the most probable option j, the first of equals, to k,
-                Romano et al. 2020 without their random term: sets grow with difficulty
+        'aps'   s_ik = sum of p_ij over the options j from the most probable one to k, equal ones
+                in order, Romano et al. 2020 without random term: sets grow with difficulty
 
     No row is in its own quantile, so no separate calibration set is needed; over all N rows the
     coverage is k / N except for ties. A set may be empty.
@@ -613,11 +611,10 @@ def conformal(probs, labels, n_options=None, *, method='lac', alpha=0.1) -> tupl
 class Measure(NamedTuple):
     """A metric as a row of `MEASURES`; a new metric is a function and a row.
 
-    needs: the predictions for which the metric is defined, and how its function is called
-        'prediction'  function(probs, labels), for probs [N, K] or confidences [N]
-        'options'     function(probs, labels), for probs [N, K] only
-        'n_options'   function(probs, labels, n_options=n_options), for probs [N, K] only
-        'scores'      function(probs, labels, scores=scores), for probs [N, K] only
+    needs: how the function is called, for probs [N, K] and, if 'prediction', for confidences [N] too
+        'prediction', 'options'  function(probs, labels)
+        'n_options'              function(probs, labels, n_options=n_options)
+        'scores'                 function(probs, labels, scores=scores)
     tables: the tables that show it, with bootstrap intervals: 'runs', which a training run prints;
     'results', of one evaluation; 'compare', of several. A report holds every metric.
     """
@@ -632,6 +629,7 @@ class Measure(NamedTuple):
 
 
 ALL_TABLES = ('runs', 'results', 'compare')
+_NATS, _SHARE = partial(entropy, unit='nats'), partial(entropy, unit='share')
 _LAC, _APS = partial(conformal, method='lac'), partial(conformal, method='aps')
 MEASURES = (
     Measure('accuracy', 'accuracy', accuracy, True, tables=ALL_TABLES),
@@ -640,10 +638,8 @@ MEASURES = (
     Measure('confidence', 'confidence', mean_confidence, None, tables=('runs', 'results')),
     Measure('gap', 'confidence - accuracy', gap, None, tables=()),
     Measure('entropy_bits', 'entropy (bits)', entropy, None, 'options', tables=ALL_TABLES),
-    Measure('entropy_nats', 'entropy (nats)', partial(entropy, unit='nats'), None, 'options',
-            tables=()),
-    Measure('entropy_share', 'entropy / log K', partial(entropy, unit='share'), None, 'n_options',
-            tables=()),
+    Measure('entropy_nats', 'entropy (nats)', _NATS, None, 'options', tables=()),
+    Measure('entropy_share', 'entropy / log K', _SHARE, None, 'n_options', tables=()),
     Measure('ece', 'ECE', ece, False, tables=ALL_TABLES),
     Measure('rmsce', 'RMSCE', rmsce, False, tables=ALL_TABLES),
     Measure('mad', 'MAD', mad, False, tables=('results',)),
