@@ -611,7 +611,7 @@ def conformal(probs, labels, n_options=None, *, method='lac', alpha=0.1) -> tupl
 class Measure(NamedTuple):
     """A metric as a row of `MEASURES`; a new metric is a function and a row.
 
-    needs: how the function is called, for probs [N, K] and, if 'prediction', for confidences [N] too
+    needs: how the function is called, with probs [N, K] or, if 'prediction', also confidences [N]
         'prediction', 'options'  function(probs, labels)
         'n_options'              function(probs, labels, n_options=n_options)
         'scores'                 function(probs, labels, scores=scores)
