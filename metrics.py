@@ -333,9 +333,9 @@ def rms_mmlu_repo(probs, labels, bin_size=100) -> float:
     """
     check_count('bin_size', bin_size)
     confidence, correct = top_label(probs, labels)
-    n_bins = max(1, len(correct) // bin_size)
-    count, conf, acc = _chunk_means(confidence, correct, n_bins, rounded_chunk_ends)
-    return float(np.nansum((count / len(correct) * (acc - conf)) ** 2) ** 0.25)
+    n = len(confidence)
+    count, conf, acc = _chunk_means(confidence, correct, max(1, n // bin_size), rounded_chunk_ends)
+    return float(np.nansum((count / n * (acc - conf)) ** 2) ** 0.25)
 
 
 # Calibration of the prediction, without bins
@@ -370,8 +370,8 @@ def smooth_ece(probs, labels) -> float:
         residual, density = (np.abs(np.interp(mesh, grid, x)).sum() for x in smooth)
         return residual / density
 
-    # equal up to rounding counts as equal; the last width needs no test
     widths = np.arange(1, 1025) / 1024
+    # equal up to rounding counts as equal; the last width needs no test
     k = bisect.bisect_left(widths[:-1], True, key=lambda w: smoothed_error(w) <= w + 1e-12)
     return float(smoothed_error(widths[k]))
 
@@ -544,7 +544,7 @@ def tace(probs, labels, n_ranges=15, threshold=0.01, n_options=None) -> float:
     """Return the thresholded adaptive calibration error: `ace` of probabilities above `threshold`.
 
     Nixon et al. 2019, for a hundred options and more. As in their code, the mean of an option is
-    over the probabilities left, so it is larger than in `ace`; 0 if none is. threshold: [0, 1].
+    over the probabilities left: larger than in `ace`, or 0 without any. threshold is in [0, 1].
     """
     check_count('n_ranges', n_ranges)
     check_range('threshold', threshold, '[0, 1]')

@@ -1,7 +1,7 @@
 """Calibration after training: fit a scaling on held-out predictions, apply it to others.
 
-Each fit_ function has an apply_ function that takes what it returned; a temperature is applied by
-metrics.softmax(scores, temperature).
+fit_NAME returns what apply_NAME takes, for NAME in vector, platt, histogram and isotonic; what
+fit_temperature and fit_temperature_to_base return, metrics.softmax(scores, temperature) takes.
 
 Temperature and vector scaling take scores float [N, K], logits or log-probabilities with -inf where
 a question lacks an option, and labels int [N]; they return a distribution over the options. The
