@@ -15,6 +15,7 @@ the least for an exact gradient. On a CUDA device the kernels are Triton; elsewh
 go through plain torch. The file imports nothing of ours and can be copied into another project.
 """
 
+import bisect
 import functools
 import math
 from collections.abc import Callable
@@ -241,12 +242,7 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
         tokens = rows if n < shape.numel() else torch.arange(n, device=device)
         group = group.reshape(-1)[supervised.cpu()]
     if reduction == 'mean' and n:
-        divisor = torch.as_tensor(n if num_items is None else num_items)
-        if divisor.is_cuda:     # checked without waiting
-            torch._assert_async(divisor.reshape(()) > 0, 'num_items must be positive')
-        else:
-            _require(divisor > 0, f'num_items must be positive, got {num_items}')
-        scale = scale / divisor.reshape(())
+        scale = scale / _divisor(n if num_items is None else num_items)
     value, nll = _FusedLoss.apply(hidden, weight, scale, reduction != 'none',
                                   torch.is_grad_enabled(),
                                   (target, loss, softcap, dtype, memory, tokens, group))
@@ -352,18 +348,19 @@ def _sums_and_gradients(hidden, weight, target, loss, softcap, dtype, memory=Non
     # the coefficients of a group in several chunks need all its RowSums: a first pass
     passes = [need] if groups_fit or not any(need) else [(False, False), need]
     with torch.autocast(device.type, enabled=False):
-        for (need_dh, need_dw), chunk in ((need, chunk) for need in passes for chunk in chunks):
-            logits = buffer[:chunk.stop - chunk.start]
-            part = RowSums(*(x[chunk] if isinstance(x, Tensor) else x for x in s))
-            known = (part, slice(None)) if groups_fit else (s, chunk)
-            _product(h[chunk], w.T, logits)
-            process(logits, h[chunk], w, target[chunk], part, softcap,
-                    functools.partial(_coefficients, loss, *known),
-                    scale[chunk] if need_dh or need_dw else None)
-            if need_dh:     # logits now holds the gradient
-                _product(logits, w, dh[chunk])
-            if need_dw:
-                _product(logits.T, h[chunk], dw, add=chunk.start > 0)
+        for need_dh, need_dw in passes:
+            for chunk in chunks:
+                logits = buffer[:chunk.stop - chunk.start]
+                part = RowSums(*(x[chunk] if isinstance(x, Tensor) else x for x in s))
+                known = (part, slice(None)) if groups_fit else (s, chunk)
+                _product(h[chunk], w.T, logits)
+                process(logits, h[chunk], w, target[chunk], part, softcap,
+                        functools.partial(_coefficients, loss, *known),
+                        scale[chunk] if need_dh or need_dw else None)
+                if need_dh:     # logits now holds the gradient
+                    _product(logits, w, dh[chunk])
+                if need_dw:
+                    _product(logits.T, h[chunk], dw, add=chunk.start > 0)
     return s, dh, dw
 
 
@@ -374,10 +371,10 @@ def _chunks(n, rows, group):
     equal = [slice(start, min(n, start + size)) for start in range(0, n, size)]
     if group is None or len(equal) < 2:
         return equal, True
-    borders = torch.tensor([0, *(torch.nonzero(group.diff()).squeeze(1) + 1).tolist(), n])
+    borders = [0, *(torch.nonzero(group.diff()).squeeze(1) + 1).tolist(), n]
     chunks, end = [], 0
     while end < n:      # as many whole groups as fit
-        start, end = end, borders[borders <= end + rows][-1].item()
+        start, end = end, borders[bisect.bisect(borders, end + rows) - 1]
         if start == end:
             return equal, False
         chunks.append(slice(start, end))
@@ -475,16 +472,6 @@ if triton is not None:
         return z
 
     @triton.jit
-    def _label_logit(hidden, weight, row, y, D):
-        """Return the product of one row of hidden and row y of weight."""
-        dot = tl.zeros([1024], tl.float32)
-        for i in range(0, D, 1024):
-            d = i + tl.arange(0, 1024)
-            dot += (tl.load(hidden + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-                    * tl.load(weight + y * D + d, mask=d < D, other=0.0).to(tl.float32))
-        return tl.sum(dot)
-
-    @triton.jit
     def _row_sums_kernel(logits, hidden, weight, target, z_y, lse, sum_z, sum_p2, entropy,
                          top_logit, top_token, V, D, softcap, FAST: tl.constexpr,
                          BLOCK: tl.constexpr):
@@ -497,7 +484,12 @@ if triton is not None:
         row = tl.program_id(0).to(tl.int64)     # row * V passes 2**31
         logits += row * V
         y = tl.load(target + row)
-        label_z = _cap(_label_logit(hidden, weight, row, y, D), softcap, False)
+        dot = tl.zeros([1024], tl.float32)
+        for i in range(0, D, 1024):
+            d = i + tl.arange(0, 1024)
+            dot += (tl.load(hidden + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+                    * tl.load(weight + y * D + d, mask=d < D, other=0.0).to(tl.float32))
+        label_z = _cap(tl.sum(dot), softcap, False)
         tl.store(z_y + row, label_z)
 
         lane_start = tl.arange(0, BLOCK // 8) * 8
@@ -617,8 +609,7 @@ def _check(hidden, weight, target, loss, softcap, ignore_index):
              f'float32 or bfloat16, got {dtypes}; float16 is too narrow for a gradient of 0.1 / V')
 
     V, target = len(weight), target.reshape(-1).long()      # in uint8, -100 would be 156
-    supervised = (torch.ones_like(target, dtype=torch.bool) if ignore_index is None else
-                  target != ignore_index)
+    supervised = target == target if ignore_index is None else target != ignore_index
     outside = supervised & ((target < 0) | (target >= V))
     if ignore_index is None and target.is_cuda:     # a count would make the host wait
         torch._assert_async(~outside.any(), f'a target is not in [0, {V})')
@@ -628,6 +619,15 @@ def _check(hidden, weight, target, loss, softcap, ignore_index):
         raise ValueError(f'target {target[outside][0].item()} is neither in [0, {V}), the rows of '
                          f'weight, nor ignore_index={ignore_index}')
     return dtype, target, supervised, n
+
+
+def _divisor(num_items):
+    """Return num_items as a number or a 0-d tensor; one on a GPU is checked without waiting."""
+    if not isinstance(num_items, Tensor) or not num_items.is_cuda:
+        _require(num_items > 0, f'num_items must be positive, got {num_items}')
+        return float(num_items)
+    torch._assert_async(num_items.reshape(()) > 0, 'num_items must be positive')
+    return num_items.reshape(())
 
 
 def _on_device(x, device):
