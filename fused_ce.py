@@ -280,11 +280,11 @@ def token_statistics(hidden, weight, target, loss=None, *, softcap=None, ignore_
     """
     loss = loss or cross_entropy()
     dtype, labels, supervised, _ = _check(hidden, weight, target, loss, softcap, ignore_index)
-    labels, supervised = (_on_device(x, hidden.device) for x in (labels, supervised))
+    labels, ignored = (_on_device(x, hidden.device) for x in (labels, ~supervised))
     s, _, _ = _sums_and_gradients(hidden.reshape(-1, weight.shape[1]), weight,
-                                  labels.where(supervised, 0), loss, softcap, dtype,
+                                  labels.masked_fill(ignored, 0), loss, softcap, dtype,
                                   sums=('entropy', 'top_logit', 'top_token'))
-    value, nll = (x.where(supervised, 0) for x in (loss.value(s), s.nll))
+    value, nll = (x.masked_fill(ignored, 0) for x in (loss.value(s), s.nll))
     return TokenStatistics(*(x.view(target.shape) for x in (
         value, nll, s.lse, s.top_logit, s.top_token, s.entropy)))
 
