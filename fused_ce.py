@@ -15,6 +15,7 @@ the least for an exact gradient. On a CUDA device the kernels are Triton; elsewh
 go through plain torch. The file imports nothing of ours and can be copied into another project.
 """
 
+import bisect
 import functools
 import math
 from collections.abc import Callable
@@ -177,15 +178,12 @@ LOSSES = {make.__name__: make for make in (
 
 # ---- Public functions ----------------------------------------------------------------------------
 
-_disabled = functools.cache(torch.compiler.disable)
-
-
 def _uncompiled(function):
     """torch.compiler.disable without its import of the compiler, 1.4 s that few callers need."""
     @functools.wraps(function)
     def call(*arguments, **options):
         compiling = torch.compiler.is_compiling()
-        return (_disabled(function) if compiling else function)(*arguments, **options)
+        return (torch.compiler.disable(function) if compiling else function)(*arguments, **options)
     return call
 
 
@@ -228,20 +226,18 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
              f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     _require(num_items is None or reduction == 'mean',
              f"num_items divides in reduction 'mean' only, and this is {reduction!r}")
-    _require(token_weight is None or token_weight.shape == shape,
-             f'token_weight must have the shape of target, {list(shape)}')
+    for name, x in ('token_weight', token_weight), ('group', group):
+        _require(x is None or x.shape == shape,
+                 f'{name} must have the shape of target, {list(shape)}')
     _require(('tokens' in loss.sums) == (group is not None)
              and (group is None or (reduction, token_weight) == ('sum', None)),
              "a joint loss needs `group` and reduction 'sum' without token_weight; others no group")
-    _require(group is None or group.shape == shape, f'group must have the shape of target, '
-             f'{list(shape)}')
     hidden, tokens = hidden.reshape(-1, weight.shape[1]), None
     scale = torch.ones(shape, device=device) if token_weight is None else token_weight.detach()
-    scale = _on_device(scale.float().reshape(-1), device)
+    target, scale = (_on_device(x.reshape(-1), device) for x in (target, scale.float()))
     if n < len(target):
-        rows = torch.nonzero_static(supervised, size=n).squeeze(1)
-        rows, target = (_on_device(x, device) for x in (rows, target[rows]))
-        hidden, scale = hidden.index_select(0, rows), scale[rows]
+        rows = _on_device(torch.nonzero_static(supervised, size=n).squeeze(1), device)
+        hidden, target, scale = (x.index_select(0, rows) for x in (hidden, target, scale))
     if group is not None:
         tokens = rows if n < shape.numel() else torch.arange(n, device=device)
         group = group.reshape(-1)[supervised.cpu()]
@@ -249,8 +245,7 @@ def fused_loss(hidden, weight, target, loss, *, softcap=None, ignore_index=-100,
         scale = scale / _divisor(n if num_items is None else num_items)
     value, nll = _FusedLoss.apply(hidden, weight, scale, reduction != 'none',
                                   torch.is_grad_enabled(),
-                                  (_on_device(target, device), loss, softcap, dtype, memory,
-                                   tokens, group))
+                                  (target, loss, softcap, dtype, memory, tokens, group))
     if reduction != 'none':
         return value, nll
     if n < shape.numel():
@@ -285,10 +280,10 @@ def token_statistics(hidden, weight, target, loss=None, *, softcap=None, ignore_
     """
     loss = loss or cross_entropy()
     dtype, labels, supervised, _ = _check(hidden, weight, target, loss, softcap, ignore_index)
-    labels = _on_device(labels.masked_fill(~supervised, 0), hidden.device)
-    s, _, _ = _sums_and_gradients(hidden.reshape(-1, weight.shape[1]), weight, labels, loss,
-                                  softcap, dtype, sums=('entropy', 'top_logit', 'top_token'))
-    ignored = _on_device(~supervised, hidden.device)
+    labels, ignored = (_on_device(x, hidden.device) for x in (labels, ~supervised))
+    s, _, _ = _sums_and_gradients(hidden.reshape(-1, weight.shape[1]), weight,
+                                  labels.masked_fill(ignored, 0), loss, softcap, dtype,
+                                  sums=('entropy', 'top_logit', 'top_token'))
     value, nll = (x.masked_fill(ignored, 0) for x in (loss.value(s), s.nll))
     return TokenStatistics(*(x.view(target.shape) for x in (
         value, nll, s.lse, s.top_logit, s.top_token, s.entropy)))
@@ -305,8 +300,8 @@ class _FusedLoss(torch.autograd.Function):
         s, *gradients = _sums_and_gradients(hidden, weight, *settings, scale, need)
         ctx.scale, ctx.settings, ctx.gradients = scale, settings, gradients if summed else None
         ctx.save_for_backward(hidden, weight)
-        value, nll = settings[1].value(s) * scale, s.nll * scale
-        value, nll = (value.sum(), nll.sum()) if summed else (value, nll)
+        value, nll = (x.sum() if summed else x
+                      for x in (settings[1].value(s) * scale, s.nll * scale))
         ctx.mark_non_differentiable(nll)
         return value, nll
 
@@ -320,8 +315,8 @@ class _FusedLoss(torch.autograd.Function):
             _, *gradients = _sums_and_gradients(*ctx.saved_tensors, *ctx.settings,
                                                 factor * ctx.scale, ctx.needs_input_grad[:2])
             factor = None
-        gradients = (None if g is None else _scale(g, factor, x.dtype)
-                     for g, x in zip(gradients, ctx.saved_tensors, strict=True))
+        gradients = (None if g is None else _scale(g.to(x.dtype), factor)
+                     for g, x in zip(gradients, ctx.saved_tensors))
         return *gradients, None, None, None, None
 
 
@@ -333,12 +328,11 @@ def _sums_and_gradients(hidden, weight, target, loss, softcap, dtype, memory=Non
     (dh?, dW?), None is returned for one that is not needed. sums: names of RowSums to compute
     besides those of the loss; with them the logits are float32.
     """
-    n, V, (need_dh, need_dw) = len(hidden), len(weight), need
-    softcap = softcap and float(softcap)
+    n, V, softcap = len(hidden), len(weight), softcap and float(softcap)
+    device, logits_dtype = hidden.device, torch.float32 if sums else dtype
     h, w = (x.to(dtype).contiguous() for x in (hidden, weight))
-    if sums and not h.is_cuda:      # on a CPU a product of bfloat16 is bfloat16
-        h, w = h.float(), w.float()
-    device, logits_dtype = h.device, torch.float32 if sums else dtype
+    if not h.is_cuda:       # where a product has the dtype of its factors
+        h, w = h.to(logits_dtype), w.to(logits_dtype)
     memory = MEMORY.get(device.type, MEMORY['cpu']) if memory is None else memory or LEAST_MEMORY
     rows = max(ROWS, memory // (V * logits_dtype.itemsize) // ROWS * ROWS)
     chunks, groups_fit = _chunks(n, rows, group)
@@ -348,25 +342,24 @@ def _sums_and_gradients(hidden, weight, target, loss, softcap, dtype, memory=Non
     s = RowSums(V, **{name: torch.zeros(n, device=device, dtype=torch.int64 if name == 'top_token'
                                         else torch.float32)
                       for name in {'z_y', 'lse', *loss.sums, *sums} - {'tokens'}}, tokens=tokens)
-    dh = torch.empty_like(h) if need_dh else None
-    dw = (torch.empty_like if n else torch.zeros_like)(w, dtype=weight.dtype) if need_dw else None
+    dh = torch.empty_like(h) if need[0] else None
+    dw = (torch.empty_like if n else torch.zeros_like)(w, dtype=weight.dtype) if need[1] else None
     process = _kernels if _use_triton(h) else _plain
-
-    def coefficients(part, chunk):
-        return _coefficients(loss, part) if groups_fit else _take(_coefficients(loss, s), chunk)
-
+    # the coefficients of a group in several chunks need all its RowSums: a first pass
+    passes = [need] if groups_fit or not any(need) else [(False, False), need]
     with torch.autocast(device.type, enabled=False):
-        # the coefficients of a group in several chunks need all its RowSums: a first pass
-        for last in (True,) if groups_fit or not any(need) else (False, True):
+        for need_dh, need_dw in passes:
             for chunk in chunks:
                 logits = buffer[:chunk.stop - chunk.start]
+                part = RowSums(*(x[chunk] if isinstance(x, Tensor) else x for x in s))
+                known = (part, slice(None)) if groups_fit else (s, chunk)
                 _product(h[chunk], w.T, logits)
-                process(logits, h[chunk], w, target[chunk], RowSums(V, *_take(s[1:], chunk)),
-                        softcap, functools.partial(coefficients, chunk=chunk),
-                        scale[chunk] if last and any(need) else None)
-                if last and need_dh:    # logits now holds the gradient
+                process(logits, h[chunk], w, target[chunk], part, softcap,
+                        functools.partial(_coefficients, loss, *known),
+                        scale[chunk] if need_dh or need_dw else None)
+                if need_dh:     # logits now holds the gradient
                     _product(logits, w, dh[chunk])
-                if last and need_dw:
+                if need_dw:
                     _product(logits.T, h[chunk], dw, add=chunk.start > 0)
     return s, dh, dw
 
@@ -378,19 +371,14 @@ def _chunks(n, rows, group):
     equal = [slice(start, min(n, start + size)) for start in range(0, n, size)]
     if group is None or len(equal) < 2:
         return equal, True
-    chunks, start, end = [], 0, 0
-    for border in [*(torch.nonzero(group.diff()).squeeze(1) + 1).tolist(), n]:
-        if border - end > rows:
+    borders = [0, *(torch.nonzero(group.diff()).squeeze(1) + 1).tolist(), n]
+    chunks, end = [], 0
+    while end < n:      # as many whole groups as fit
+        start, end = end, borders[bisect.bisect(borders, end + rows) - 1]
+        if start == end:
             return equal, False
-        if border - start > rows:
-            chunks.append(slice(start, end))
-            start = end
-        end = border
-    return [*chunks, slice(start, n)], True
-
-
-def _take(columns, chunk):
-    return [x[chunk] if isinstance(x, Tensor) else x for x in columns]
+        chunks.append(slice(start, end))
+    return chunks, True
 
 
 def _product(a, b, out, add=False):
@@ -401,18 +389,17 @@ def _product(a, b, out, add=False):
     torch.addmm(out, a, b, out=out, **options) if add else torch.mm(a, b, out=out, **options)
 
 
-def _scale(x, factor, dtype):
-    """Return x * factor in dtype, rounded once; on a GPU in place. None stands for 1."""
-    if factor is None or (not x.is_cuda and factor == 1):
-        return x.to(dtype)
-    if x.dtype != dtype or not _use_triton(x):
-        return (x * factor.view(1)).to(dtype)   # a 0-d factor would leave the product bfloat16
-    _scale_kernel[(triton.cdiv(x.numel(), 16384),)](x, factor, x.numel(), BLOCK=16384)
+def _scale(x, factor):
+    """Return x, multiplied in place by a 0-d factor and rounded once; None stands for 1."""
+    if factor is not None and _use_triton(x):
+        _scale_kernel[(triton.cdiv(x.numel(), 16384),)](x, factor, x.numel(), BLOCK=16384)
+    elif factor is not None and (x.is_cuda or factor != 1):
+        x *= factor.view(1)     # a 0-d factor would be rounded to bfloat16
     return x
 
 
 # Both functions fill `s`, the RowSums of a chunk's logits [n, V] = h @ w.T, and, if scale is given,
-# overwrite the logits with scale * dloss/dlogits; coefficients(s) returns [a, b, c, e, f]. The
+# overwrite the logits with scale * dloss/dlogits; coefficients() returns [a, b, c, e, f]. The
 # label's logit is computed again, in float32: loss and gradient depend on it most, and rounding it
 # is plain torch's largest error.
 
@@ -425,7 +412,7 @@ def _kernels(logits, h, w, target, s, softcap, coefficients, scale):
                            BLOCK=wide * BLOCK, num_warps=4 * wide)
     if scale is not None:
         _gradient_kernel[(n, triton.cdiv(V, BLOCK))](
-            logits, target, s.z_y, s.lse, scale, *coefficients(s), V, softcap, fast, BLOCK)
+            logits, target, s.z_y, s.lse, scale, *coefficients(), V, softcap, fast, BLOCK)
 
 
 def _plain(logits, h, w, target, s, softcap, coefficients, scale):
@@ -444,7 +431,7 @@ def _plain(logits, h, w, target, s, softcap, coefficients, scale):
         if getattr(s, name) is not None:
             getattr(s, name).copy_(compute())
     if scale is not None:
-        a, b, c, e, f = (x[:, None] if isinstance(x, Tensor) else x for x in coefficients(s))
+        a, b, c, e, f = (x[:, None] if isinstance(x, Tensor) else x for x in coefficients())
         factor = a if b is None else a + b * log_p.clamp_min(-1e4)      # 0 * -inf is NaN
         factor = factor if c is None else factor + c * p
         g = p.mul_(factor).add_(e)
@@ -454,12 +441,12 @@ def _plain(logits, h, w, target, s, softcap, coefficients, scale):
         logits.copy_(g.mul_(scale[:, None]))
 
 
-def _coefficients(loss, s):
-    """Return [a, b, c, e, f], each a float or float32 [n]; an absent b or c is None: no work."""
+def _coefficients(loss, s, rows):
+    """Return [a, b, c, e, f] of rows of s: floats or float32 [n]; absent b or c: None, no work."""
     coefficients = {'a': 0, 'b': None, 'c': None, 'e': 0, 'f': 0} | loss.coefficients(s)
     unknown = ', '.join(map(repr, [*coefficients][5:]))
     _require(not unknown, f'the coefficients are a, b, c, e and f, got {unknown}')
-    return [x.float().expand_as(s.lse).contiguous() if isinstance(x, Tensor) else
+    return [x.float().expand_as(s.lse)[rows].contiguous() if isinstance(x, Tensor) else
             x if x is None else float(x) for x in coefficients.values()]
 
 
@@ -485,16 +472,6 @@ if triton is not None:
         return z
 
     @triton.jit
-    def _label_logit(hidden, weight, row, y, D):
-        """Return the product of one row of hidden and row y of weight."""
-        dot = tl.zeros([1024], tl.float32)
-        for i in range(0, D, 1024):
-            d = i + tl.arange(0, 1024)
-            dot += (tl.load(hidden + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-                    * tl.load(weight + y * D + d, mask=d < D, other=0.0).to(tl.float32))
-        return tl.sum(dot)
-
-    @triton.jit
     def _row_sums_kernel(logits, hidden, weight, target, z_y, lse, sum_z, sum_p2, entropy,
                          top_logit, top_token, V, D, softcap, FAST: tl.constexpr,
                          BLOCK: tl.constexpr):
@@ -507,7 +484,12 @@ if triton is not None:
         row = tl.program_id(0).to(tl.int64)     # row * V passes 2**31
         logits += row * V
         y = tl.load(target + row)
-        label_z = _cap(_label_logit(hidden, weight, row, y, D), softcap, False)
+        dot = tl.zeros([1024], tl.float32)
+        for i in range(0, D, 1024):
+            d = i + tl.arange(0, 1024)
+            dot += (tl.load(hidden + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+                    * tl.load(weight + y * D + d, mask=d < D, other=0.0).to(tl.float32))
+        label_z = _cap(tl.sum(dot), softcap, False)
         tl.store(z_y + row, label_z)
 
         lane_start = tl.arange(0, BLOCK // 8) * 8
@@ -627,8 +609,7 @@ def _check(hidden, weight, target, loss, softcap, ignore_index):
              f'float32 or bfloat16, got {dtypes}; float16 is too narrow for a gradient of 0.1 / V')
 
     V, target = len(weight), target.reshape(-1).long()      # in uint8, -100 would be 156
-    supervised = (torch.ones_like(target, dtype=torch.bool) if ignore_index is None else
-                  target != ignore_index)
+    supervised = target == target if ignore_index is None else target != ignore_index
     outside = supervised & ((target < 0) | (target >= V))
     if ignore_index is None and target.is_cuda:     # a count would make the host wait
         torch._assert_async(~outside.any(), f'a target is not in [0, {V})')

@@ -16,7 +16,8 @@ bool or 0/1 [N]. In the docstrings
     a_i   = 1 if argmax_k p_ik is the label, else 0; of equal options the first is predicted
 
 and |B|, conf(B) = mean c_i and acc(B) = mean a_i are the size and means of a bin B of rows. Empty
-bins add nothing. Sums are taken in float64 whatever the precision of probs.
+bins add nothing. Sums are taken in float64 whatever the precision of probs. Binned metrics are
+biased upward for small N: report bins and N beside the number (docs/metrics.md).
 
 Ties: float64 probabilities are equal if they agree to 12 decimals, float32 and float16 ones if they
 are identical. Metrics that depend on the prediction, on bins or on ties round first, so that noise
@@ -24,9 +25,6 @@ of about 1e-16 does not change them. Entropy, nll and brier are continuous and u
 
 Invalid input and settings out of range raise ValueError that names the row and the value. A row may
 be 1e-4 away from summing to 1 (1e-3 in float16, 8e-3 in bfloat16).
-
-Binned metrics are biased upward for small N: a perfectly calibrated 4-option model has a mean ECE
-of about 0.09 on 100 questions and 0.03 on 1000. Report bins and N beside the number.
 
 Equations (2) to (6) are numbered as in Huang et al., 'Investigating the Multilingual Calibration
 Effects of Language Model Instruction-Tuning', appendix A.
@@ -65,9 +63,8 @@ def wilson_interval(probs, labels, z=1.96) -> tuple[float, float]:
 def _wilson(mean, n, z):
     center = mean + z**2 / (2 * n)
     half_width = z * np.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
-    scale = 1 + z**2 / n
-    low, high = (center - half_width) / scale, (center + half_width) / scale
-    return np.maximum(0, low), np.minimum(1, high)      # they exceed [0, 1] only by rounding
+    ends = np.array([center - half_width, center + half_width]) / (1 + z**2 / n)
+    return ends.clip(0, 1)      # they exceed [0, 1] only by rounding
 
 
 def mean_confidence(probs, labels) -> float:
@@ -138,9 +135,8 @@ def brier(probs, labels) -> float:
     Brier 1950, as in lm-evaluation-harness: summed over options, so at K = 2 twice scikit-learn's.
     """
     probs, labels, _ = check_probs(probs, labels)
-    p_label = probs[np.arange(len(labels)), labels].astype(np.float64)
-    squares = np.einsum('ik,ik->i', probs, probs, dtype=np.float64)
-    return float((squares - 2 * p_label + 1).mean())
+    is_label = np.arange(probs.shape[1]) == labels[:, None]
+    return float(((probs.astype(np.float64) - is_label) ** 2).sum(1).mean())
 
 
 def murphy(probs, labels, n_bins=10) -> dict[str, float]:
@@ -152,8 +148,7 @@ def murphy(probs, labels, n_bins=10) -> dict[str, float]:
         uncertainty  acc (1 - acc)
         within_bin   1/N sum_B sum_i (c_i - conf(B))^2 - 2 (c_i - conf(B)) (a_i - acc(B))
 
-    Murphy 1973, over the bins of `bins`. The last term is WBV - WBC of Stephenson et al. 2008; it
-    is 0 if confidences are equal within each bin.
+    Murphy 1973, over the bins of `bins`. The last term is WBV - WBC of Stephenson et al. 2008.
     """
     confidence, correct = top_label(probs, labels)
     index = equal_width_bins(confidence, n_bins)
@@ -173,8 +168,7 @@ def murphy(probs, labels, n_bins=10) -> dict[str, float]:
 def brier_skill(probs, labels) -> float:
     """Return the Brier skill score of the prediction, 1 - brier_top_label / (acc (1 - acc)).
 
-    Murphy 1973: 1 is perfect, 0 as good as the confidence acc in every row, and below 0 is worse.
-    It is nan if all rows are right or all are wrong.
+    Murphy 1973: 1 is perfect, 0 as good as the confidence acc in every row; nan if acc is 0 or 1.
     """
     parts = murphy(probs, labels, n_bins=1)
     return 1 - parts['brier'] / (parts['uncertainty'] or np.nan)
@@ -185,11 +179,10 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
 
         nll = nll_refinement + nll_calibration,    brier = brier_refinement + brier_calibration
 
-    Berta et al. 2025 (arXiv 2501.19195). The refinement is the loss after the best recalibration:
-    for both losses, scaling by the temperature of least NLL, as in their probmetrics
-    ('temp-scaling', fitted on all rows). Since it is fitted on the same rows, nll_refinement is
-    about 1/2N nats too small, and nll_calibration is never negative. An option of probability 0
-    stays at 0, unless it is the label, which has 2.2e-16 as in `nll`. scores: those of `nll`.
+    Berta et al. 2025 (arXiv 2501.19195). The refinement is the loss after scaling by the
+    temperature of least NLL, as in their probmetrics ('temp-scaling', fitted on all rows). So
+    nll_refinement is about 1/2N nats too small, and nll_calibration is never negative. An option of
+    probability 0 stays at 0, unless it is the label: 2.2e-16 as in `nll`. scores: those of `nll`.
     """
     whole = {'nll': nll(probs, labels, scores=scores), 'brier': brier(probs, labels)}
     probs, labels, _ = check_probs(probs, labels)
@@ -210,13 +203,11 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
 def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
     """Return the content of a reliability diagram: `n_bins` bins of equal width by confidence.
 
-    Bin m = 1..M holds ((m-1)/M, m/M], so a confidence on an edge counts in the bin below; 0 is in
-    bin 1, and a confidence above 1 by rounding in bin M. Edges are m/M in the precision of probs,
-    since a float32 0.1 exceeds the float64 one.
+    Bin m = 1..M holds ((m-1)/M, m/M]; 0 is in bin 1, and a confidence above 1 by rounding in bin M.
+    Edges are m/M in the precision of probs, since a float32 0.1 exceeds the float64 one.
 
-    Returns, in ascending order, {'edges': float [M+1], 'count': int [M], 'confidence': float [M],
-    'accuracy': float [M], 'low' and 'high': float [M], its 95 % Wilson interval}. All but edges and
-    count are nan where a bin is empty.
+    Returns {'edges': float [M+1], 'count': int [M], 'confidence', 'accuracy', 'low' and 'high', its
+    95 % Wilson interval: float [M], nan where a bin is empty}.
     """
     confidence, correct = top_label(probs, labels)
     count, conf, acc = bin_means(equal_width_bins(confidence, n_bins), n_bins, confidence, correct)
@@ -254,8 +245,7 @@ def mce_bin(probs, labels, n_bins=10) -> tuple[float, int]:
 def ece_sweep(probs, labels) -> float:
     """Return the ECE with as many equal-mass bins as keep accuracy monotonic in confidence.
 
-    Roelofs et al. 2022. The bins are those of `ece_equal_mass`, for the last n_bins of 1, 2, 3, ...
-    (at most 10,000) before acc(B) decreases anywhere.
+    Roelofs et al. 2022: `ece_equal_mass` for the last n_bins of 1..10,000 before acc(B) decreases.
     """
     confidence, correct, tie_ends = sort_by_confidence(probs, labels)
     n, last_tie, best = len(correct), np.repeat(tie_ends, np.diff(tie_ends, prepend=0)), 0.0
@@ -287,8 +277,7 @@ def ece_equal_mass(probs, labels, n_bins=10) -> float:
 
     Nguyen & O'Connor 2015, Kumar et al. 2019; equal to get_ece_em of uncertainty-calibration and so
     to `ece_10_bin` of HELM. Rows sorted by confidence are cut into min(n_bins, N) bins, the first
-    N mod n_bins of them one row longer. Tied rows stay together, in the lowest bin that holds one
-    of them, so the order of rows does not matter and ties leave fewer bins.
+    N mod n_bins of them one row longer. Tied rows stay together, in the lowest bin that has one.
     """
     return _expected_gap(*_chunk_means(*top_label(probs, labels), n_bins, equal_chunk_ends))
 
@@ -298,7 +287,7 @@ def rmsce(probs, labels, bin_size=100) -> float:
 
     Hendrycks et al. 2019. Rows sorted by confidence fill max(1, floor(N / bin_size)) bins of
     bin_size rows; the last, most confident bin also takes the remainder. Tied rows keep the order
-    given, as in the published code, so a tie across two bins makes the result depend on that order.
+    given, as in the published code, so the result may depend on it.
     """
     count, conf, acc = _fixed_size_means(probs, labels, bin_size)
     return float(np.sqrt((count * (acc - conf) ** 2).sum() / count.sum()))
@@ -324,8 +313,7 @@ def rmsce_hendrycks(probs, labels, bin_size=100) -> float:
     """Return the RMSCE as the code of Hendrycks et al. 2019 computes it; use `rmsce` instead.
 
     This is calib_err(p='2') of outlier-exposure, copied by HLE and others: the last, most confident
-    bin is left out of the sum but not out of N. With a single bin the result is 0, where that code
-    raises IndexError below bin_size rows.
+    bin is left out of the sum but not out of N, so a single bin gives 0.
     """
     count, conf, acc = _fixed_size_means(probs, labels, bin_size)
     return float(np.sqrt((count * (acc - conf) ** 2)[:-1].sum() / count.sum()))
@@ -340,9 +328,8 @@ def mad_hendrycks(probs, labels, bin_size=100) -> float:
 def rms_mmlu_repo(probs, labels, bin_size=100) -> float:
     """Return `rmsce` of calib_tools.py in the MMLU repository: (sum_B (|B|/N gap(B))^2)^(1/4).
 
-    It is no root mean square: the weight is squared with the gap, and the root is taken twice. With
-    B = N / bin_size equal bins, cut as in `ace`, it is sqrt(RMSCE) B^(-1/4), so it shrinks as N
-    grows. Very probably it is the column 'RMS' of Huang et al. (docs/metrics.md says why).
+    With B = N / bin_size equal bins, cut as in `ace`, it is sqrt(RMSCE) B^(-1/4), so it shrinks as
+    N grows. Very probably it is the column 'RMS' of Huang et al. (docs/metrics.md says why).
     """
     check_count('bin_size', bin_size)
     confidence, correct = top_label(probs, labels)
@@ -428,8 +415,7 @@ def mmce(probs, labels) -> float:
     """Return the maximum mean calibration error, sqrt(sum_ij r_i r_j k(c_i, c_j)) / N, r = a - c.
 
     Kumar et al. 2018, with their kernel k = exp(-|c_i - c_j| / 0.4). For sorted confidences the
-    double sum is one of N squares, sum_i (1 - k(c_i, c_i-1)^2) s_i^2 with s_i = sum_{j >= i} r_j
-    k(c_i, c_j). So it takes O(N log N), and nothing cancels under the root.
+    double sum is sum_i (1 - k(c_i, c_i-1)^2) s_i^2 with s_i = sum_{j >= i} r_j k(c_i, c_j).
     """
     c, correct, _ = sort_by_confidence(probs, labels)
     s = np.cumsum(((correct - c) * np.exp(-c / 0.4))[::-1])[::-1] * np.exp(c / 0.4)
@@ -472,9 +458,8 @@ def excess_aurc(probs, labels) -> float:
 def prr(probs, labels) -> float:
     """Return the prediction-rejection ratio: the share of the best possible gain by abstention.
 
-    Malinin & Gales 2021: (A - A_random) / (A_best - A_random), with A = 1 - aurc, A_random the
-    accuracy and A_best that of the best order. 1 is a perfect ranking, 0 a random one. It is nan if
-    all rows are right or all are wrong.
+    Malinin & Gales 2021: (A - acc) / (A_best - acc), with A = 1 - aurc and A_best that of the best
+    order. 1 is a perfect ranking, 0 a random one. It is nan if acc is 0 or 1.
     """
     curve = _accuracy_of_top(probs, labels)
     gain, missing = curve.mean() - curve[-1], excess_aurc(probs, labels)
@@ -530,15 +515,13 @@ def _accuracy_of_top(probs, labels):
 def sce(probs, labels, n_bins=15, n_options=None) -> float:
     """Return the static calibration error, eq. (3): 1/K sum_k sum_m |B_mk|/N |acc - conf|.
 
-    Nixon et al. 2019; the class-wise ECE of Kull et al. 2019. Each option k has its own `bins`, of
-    all N probabilities p_ik, including zeros. Bins that all options share give a smaller number.
-
-    With n_options, option k counts only the N_k rows that have it, and the mean is over the options
-    that some row has. Without it, padding counts as a probability of 0 that is always right.
+    Nixon et al. 2019; the class-wise ECE of Kull et al. 2019: the mean over options k of the `ece`
+    of all N probabilities p_ik, including zeros. With n_options, option k counts only the N_k rows
+    that have it, and the mean is over the options that some row has. Without it, padding counts as
+    a probability of 0 that is always right.
     """
-    return float(np.mean([
-        _expected_gap(*bin_means(equal_width_bins(p, n_bins), n_bins, p, is_label))
-        for p, is_label in _by_option(probs, labels, n_options)]))
+    return float(np.mean([ece(p, is_label, n_bins)
+                          for p, is_label in _by_option(probs, labels, n_options)]))
 
 
 def ace(probs, labels, n_ranges=15, n_options=None, equal_weights=False) -> float:
@@ -547,25 +530,27 @@ def ace(probs, labels, n_ranges=15, n_options=None, equal_weights=False) -> floa
     Nixon et al. 2019. For each option k the N probabilities p_ik, including zeros, are sorted and
     cut into R = min(n_ranges, N) ranges of equal count, at round(r N / R). Tied probabilities stay
     together, in the lowest range that holds one. The weight |B_rk|/N is that of the authors' code;
-    equal_weights gives each range 1/R, as equation (4) does. n_options is used as in `sce`. The
-    metric that Neumann et al. 2018 and netcal call ACE is another one, of the prediction alone.
+    equal_weights gives each range 1/R, as equation (4) does. n_options is used as in `sce`.
     """
     check_count('n_ranges', n_ranges)
-    return float(np.mean([_range_gap(p, is_label, n_ranges, equal_weights)
-                          for p, is_label in _by_option(probs, labels, n_options)]))
+    errors = []
+    for p, is_label in _by_option(probs, labels, n_options):
+        count, conf, acc = _chunk_means(p, is_label, n_ranges, rounded_chunk_ends)
+        errors.append(_expected_gap(np.ones(len(count)) if equal_weights else count, conf, acc))
+    return float(np.mean(errors))
 
 
 def tace(probs, labels, n_ranges=15, threshold=0.01, n_options=None) -> float:
     """Return the thresholded adaptive calibration error: `ace` of probabilities above `threshold`.
 
-    Nixon et al. 2019, who advise it for a hundred options and more. As in the authors' code, the
-    mean of each option is over the probabilities that are left, so the result is larger than `ace`;
-    an option of which none is left counts 0. threshold is in [0, 1].
+    Nixon et al. 2019, for a hundred options and more. As in their code, the mean of an option is
+    over the probabilities left: larger than in `ace`, or 0 without any. threshold is in [0, 1].
     """
     check_count('n_ranges', n_ranges)
     check_range('threshold', threshold, '[0, 1]')
-    return float(np.mean([_range_gap(p, is_label, n_ranges) if len(p) else 0.0
-                          for p, is_label in _by_option(probs, labels, n_options, threshold)]))
+    return float(np.mean([
+        _expected_gap(*_chunk_means(p, is_label, n_ranges, rounded_chunk_ends)) if len(p) else 0.0
+        for p, is_label in _by_option(probs, labels, n_options, threshold)]))
 
 
 def _by_option(probs, labels, n_options, above=-1):
@@ -576,11 +561,6 @@ def _by_option(probs, labels, n_options, above=-1):
         p = round_for_ties(probs[:, k])
         rows = (n_options > k) & (p > above)
         yield p[rows], labels[rows] == k
-
-
-def _range_gap(p, is_label, n_ranges, equal_weights=False):
-    count, conf, acc = _chunk_means(p, is_label, n_ranges, rounded_chunk_ends)
-    return _expected_gap(np.ones(len(count)) if equal_weights else count, conf, acc)
 
 
 # Prediction sets
@@ -594,13 +574,11 @@ def conformal_sets(probs, labels, n_options=None, *, method='lac', alpha=0.1) ->
     row with probability 1 - alpha or more, whatever the model, if rows are exchangeable.
 
         'lac'   s_ik = 1 - p_ik, Sadinle et al. 2019: the smallest sets on average
-        'aps'   s_ik = sum of p_ij over the options j from the most probable one to k, Romano et al.
-                2020, without their random term: sets grow with difficulty; of equal options the
-                first comes first
+        'aps'   s_ik = sum of p_ij over the options j from the most probable one to k, equal ones
+                in order, Romano et al. 2020 without random term: sets grow with difficulty
 
     No row is in its own quantile, so no separate calibration set is needed; over all N rows the
-    coverage is k / N except for ties. Compare models by the size of their sets, and groups by their
-    coverage. A set may be empty; torch-uncertainty then adds the option of least s.
+    coverage is k / N except for ties. A set may be empty.
     """
     if method not in ('lac', 'aps'):
         raise ValueError(f"method must be 'lac' or 'aps', not {method!r}")
@@ -633,11 +611,10 @@ def conformal(probs, labels, n_options=None, *, method='lac', alpha=0.1) -> tupl
 class Measure(NamedTuple):
     """A metric as a row of `MEASURES`; a new metric is a function and a row.
 
-    needs: the predictions for which the metric is defined, and how its function is called
-        'prediction'  function(probs, labels), for probs [N, K] or confidences [N]
-        'options'     function(probs, labels), for probs [N, K] only
-        'n_options'   function(probs, labels, n_options=n_options), for probs [N, K] only
-        'scores'      function(probs, labels, scores=scores), for probs [N, K] only
+    needs: how the function is called, with probs [N, K] or, if 'prediction', also confidences [N]
+        'prediction', 'options'  function(probs, labels)
+        'n_options'              function(probs, labels, n_options=n_options)
+        'scores'                 function(probs, labels, scores=scores)
     tables: the tables that show it, with bootstrap intervals: 'runs', which a training run prints;
     'results', of one evaluation; 'compare', of several. A report holds every metric.
     """
@@ -652,6 +629,7 @@ class Measure(NamedTuple):
 
 
 ALL_TABLES = ('runs', 'results', 'compare')
+_NATS, _SHARE = partial(entropy, unit='nats'), partial(entropy, unit='share')
 _LAC, _APS = partial(conformal, method='lac'), partial(conformal, method='aps')
 MEASURES = (
     Measure('accuracy', 'accuracy', accuracy, True, tables=ALL_TABLES),
@@ -660,10 +638,8 @@ MEASURES = (
     Measure('confidence', 'confidence', mean_confidence, None, tables=('runs', 'results')),
     Measure('gap', 'confidence - accuracy', gap, None, tables=()),
     Measure('entropy_bits', 'entropy (bits)', entropy, None, 'options', tables=ALL_TABLES),
-    Measure('entropy_nats', 'entropy (nats)', partial(entropy, unit='nats'), None, 'options',
-            tables=()),
-    Measure('entropy_share', 'entropy / log K', partial(entropy, unit='share'), None, 'n_options',
-            tables=()),
+    Measure('entropy_nats', 'entropy (nats)', _NATS, None, 'options', tables=()),
+    Measure('entropy_share', 'entropy / log K', _SHARE, None, 'n_options', tables=()),
     Measure('ece', 'ECE', ece, False, tables=ALL_TABLES),
     Measure('rmsce', 'RMSCE', rmsce, False, tables=ALL_TABLES),
     Measure('mad', 'MAD', mad, False, tables=('results',)),
@@ -798,10 +774,9 @@ def rounded_chunk_ends(n, n_bins):
 def bin_means(index, n_bins, confidence, correct):
     """Return |B|, conf(B) and acc(B), each [n_bins]; the last two are nan where a bin is empty."""
     count = np.bincount(index, minlength=n_bins)
-    with np.errstate(invalid='ignore'):     # 0/0 in an empty bin
-        conf = np.bincount(index, confidence, n_bins) / count
-        acc = np.bincount(index, correct, n_bins) / count
-    return count, conf, acc
+    size = np.where(count, count, np.nan)
+    sums = np.bincount(index, confidence, n_bins), np.bincount(index, correct, n_bins)
+    return count, sums[0] / size, sums[1] / size
 
 
 def _chunk_means(values, outcomes, n_bins, chunk_ends):
@@ -938,7 +913,7 @@ def check_confidence(confidence):
     confidence = real_array('confidence', confidence)
     if confidence.ndim != 1:
         raise ValueError(f'confidence must be [N], not of shape {confidence.shape}')
-    refuse(~((confidence >= 0) & (confidence <= 1 + SUM_TOLERANCE)),
+    refuse(~((confidence >= 0) & (confidence <= 1 + _tolerance(confidence))),
            lambda i: f'confidence is {confidence[i]}, not from 0 to 1')
     return confidence
 

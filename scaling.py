@@ -1,17 +1,13 @@
 """Calibration after training: fit a scaling on held-out predictions, apply it to others.
 
-    temperature  fit_temperature(scores, labels), then metrics.softmax(scores, temperature)
-                 fit_temperature_to_base(scores, base_scores) without labels
-    vector       fit_vector(scores, labels), apply_vector(scores, w, b)
-    Platt        fit_platt(confidence, correct), apply_platt(confidence, a, b)
-    histogram    fit_histogram(confidence, correct), apply_histogram(confidence, values)
-    isotonic     fit_isotonic(confidence, correct), apply_isotonic(confidence, x, y)
+fit_NAME returns what apply_NAME takes, for NAME in vector, platt, histogram and isotonic; what
+fit_temperature and fit_temperature_to_base return, metrics.softmax(scores, temperature) takes.
 
-The first two take scores float [N, K], logits or log-probabilities with -inf where a question lacks
-an option, and labels int [N]; they return a distribution over the options. The other three take the
-confidence of the predicted option, float [N] in [0, 1], and whether it is right, bool or 0/1 [N];
-they return a new confidence for the same predictions. Invalid input raises ValueError that names
-the row.
+Temperature and vector scaling take scores float [N, K], logits or log-probabilities with -inf where
+a question lacks an option, and labels int [N]; they return a distribution over the options. The
+others take the confidence of the predicted option, float [N] in [0, 1], and whether it is right,
+bool or 0/1 [N]; they return a new confidence for the same predictions. Invalid input raises
+ValueError that names the row.
 """
 
 from typing import TYPE_CHECKING
@@ -37,10 +33,8 @@ def fit_temperature_to_base(scores, base_scores) -> float:
     """Return the temperature of a tuned model that needs no labels but the base model's scores.
 
     DACA, Luo et al. 2025 (arXiv 2505.16690): the T of least KL divergence from softmax(base_scores)
-    to softmax(scores / T), over the rows whose prediction tuning left as it was. In the others the
-    base model's confidence is in another answer than the tuned model's, which would make T too
-    large. T is only as good as the calibration of the base model. Both scores are float [N, K],
-    -inf for a missing option. Raises ValueError if every prediction differs.
+    to softmax(scores / T), over the rows where both models predict the same option; the others make
+    T too large. Raises ValueError if every prediction differs.
     """
     scores, base_scores = _check_scores(scores), _check_scores(base_scores, 'base_scores')
     if scores.shape != base_scores.shape:

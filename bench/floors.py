@@ -110,7 +110,7 @@ def measure(raw, config):
     return dict(items), dict(longest.most_common(30)), wall
 
 
-LOSS = {name for name in vars(fused_ce) if name.endswith('_kernel') or name == '_label_logit'}
+LOSS = {name for name in vars(fused_ce) if name.endswith('_kernel')}
 
 
 def item_of(kernel, update):

@@ -1065,6 +1065,7 @@ def test_rows_may_be_off_by_the_rounding_of_their_precision(dtype, off, refused)
     rounded = metrics.report(probs.astype(dtype), labels)
     assert rounded['brier'] == pytest.approx(metrics.brier(probs, labels), abs=1e-3)
     metrics.check_probs(np.array([[0.5, 0.5 + off]], dtype), [0])
+    assert metrics.report(np.array([[1 + off, 0]], dtype), [0])['accuracy'] == 1
     with pytest.raises(ValueError, match='row 0: probabilities sum to'):
         metrics.check_probs(np.array([[0.5, 0.5 + refused]], dtype), [0])
 
