@@ -1,13 +1,17 @@
 """Calibration after training: fit a scaling on held-out predictions, apply it to others.
 
-fit_NAME returns what apply_NAME takes, for NAME in vector, platt, histogram and isotonic; what
-fit_temperature and fit_temperature_to_base return, metrics.softmax(scores, temperature) takes.
+    temperature  fit_temperature(scores, labels), then metrics.softmax(scores, temperature)
+                 fit_temperature_to_base(scores, base_scores) without labels
+    vector       fit_vector(scores, labels), apply_vector(scores, w, b)
+    Platt        fit_platt(confidence, correct), apply_platt(confidence, a, b)
+    histogram    fit_histogram(confidence, correct), apply_histogram(confidence, values)
+    isotonic     fit_isotonic(confidence, correct), apply_isotonic(confidence, x, y)
 
-Temperature and vector scaling take scores float [N, K], logits or log-probabilities with -inf where
-a question lacks an option, and labels int [N]; they return a distribution over the options. The
-others take the confidence of the predicted option, float [N] in [0, 1], and whether it is right,
-bool or 0/1 [N]; they return a new confidence for the same predictions. Invalid input raises
-ValueError that names the row.
+The first two take scores float [N, K], logits or log-probabilities with -inf where a question lacks
+an option, and labels int [N]; they return a distribution over the options. The other three take the
+confidence of the predicted option, float [N] in [0, 1], and whether it is right, bool or 0/1 [N];
+they return a new confidence for the same predictions. Invalid input raises ValueError that names
+the row.
 """
 
 from typing import TYPE_CHECKING
