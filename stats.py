@@ -35,7 +35,7 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
 
     Sums compute accuracy, confidence, gap, bas, brier_top_label, brier_skill, ece, mce,
     ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace,
-    in the time of about 20 * n_resamples * N additions. They are used only if they equal the
+    in the time of about 40 * n_resamples * N additions. They are used only if they equal the
     functions in metrics.MEASURES: a new or edited metric is called once per resample instead.
     """
     metrics.check_count('n_resamples', n_resamples)
@@ -88,7 +88,7 @@ def _call_measures(measures, counts, *arrays):
 def _resample(n, n_resamples, seed):
     """Yield counts int [R, N] of how often each row was drawn, a few resamples at a time."""
     random = np.random.default_rng(seed)
-    most = max(1, 30_000 // n)      # arrays of 240 kB stay in the cache and need no new memory
+    most = max(1, 30_000 // n)      # arrays of 240 kB stay in the cache and reuse their memory
     for start in range(0, n_resamples, most):
         size = min(most, n_resamples - start)
         drawn = random.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
@@ -107,7 +107,7 @@ class _Sums:
         terms = {'accuracy': correct, 'confidence': c, 'bas': metrics.row_bas(confidence, correct),
                  'brier_top_label': (c - correct) ** 2}
         self.by_confidence = _SortedRows(confidence, correct, 10, metrics.equal_chunk_ends)
-        self.by_option: list[_SortedRows] = []
+        self.by_option = []
         if np.ndim(probs) == 2:
             probs, labels, _ = metrics.check_probs(probs, labels)
             p = probs.astype(np.float64)
@@ -129,17 +129,15 @@ class _Sums:
         spread = values['accuracy'] * (1 - values['accuracy'])
         values['brier_skill'] = 1 - values['brier_top_label'] / np.where(spread, spread, np.nan)
 
-        # the bins of rmsce and mad: 100 rows each, the last with the remainder too
+        # the bins of rmsce and mad have 100 rows, the last one the remainder too
         ends = np.append(np.arange(1, max(1, n // 100)) * 100, n)
-        width, mass, (size, gap) = self.by_confidence.bins(counts, ends)
-        values |= {'ece': _expected_gap(*width), 'ece_equal_mass': _expected_gap(*mass),
-                   'mad': _expected_gap(size, gap),
-                   'rmsce': np.sqrt((gap**2 / size).sum(1) / n)}
-        size, gap = width
+        (size, gap), _, (size_100, gap_100) = bins = [*self.by_confidence.bins(counts, ends)]
+        values['ece'], values['ece_equal_mass'], values['mad'] = (_expected_gap(*x) for x in bins)
         values['mce'] = np.abs(gap / np.maximum(size, 1)).max(1)
+        values['rmsce'] = np.sqrt((gap_100**2 / size_100).sum(1) / n)
         if self.by_option:      # means over the options that some drawn row has
             values['sce'], values['ace'] = np.nanmean([
-                [_expected_gap(*bins) for bins in rows.bins(counts)] for rows in self.by_option], 0)
+                [_expected_gap(*x) for x in rows.bins(counts)] for rows in self.by_option], axis=0)
         return values
 
 
@@ -150,38 +148,38 @@ def _expected_gap(size, gap):
 
 
 class _SortedRows:
-    """The rows `has`, by default all, in ascending order of a probability [N].
+    """The rows `where`, bool [N], by default all, in ascending order of a probability [N].
 
-    outcome: bool [N]; n_bins and chunk_ends, such as metrics.equal_chunk_ends: those of `bins`.
+    outcome: bool [N]. Bins of equal mass end at chunk_ends(number of draws, n_bins).
     """
 
-    def __init__(self, probability, outcome, n_bins, chunk_ends, has=slice(None)):
-        rows = np.arange(len(probability))[has]
+    def __init__(self, probability, outcome, n_bins, chunk_ends, where=slice(None)):
+        rows = np.arange(len(probability))[where]
         self.order = rows[np.argsort(probability[rows], kind='stable')]     # int [M]
         ordered = probability[self.order]
-        self.gaps = ordered.astype(np.float64) - outcome[self.order]
-        # numbers of rows: where the tie of the last of 0 .. M rows ends, and bins of equal width
+        self.gaps = ordered.astype(np.float64) - outcome[self.order]        # probability - outcome
+        # after how many rows the tie ends in which the first 0 .. M rows end, and each bin of width
         self.tie_ends = np.append(0, np.searchsorted(ordered, ordered, side='right'))
         self.width_ends = np.searchsorted(metrics.equal_width_bins(ordered, n_bins),
                                           np.arange(n_bins), side='right')
         self.chunk_ends = functools.partial(chunk_ends, n_bins=n_bins)
 
     def bins(self, counts, *more_ends):
-        """Yield (size, sum of gaps) of the bins of each resample, both [R, n_bins].
-
-        They have equal width; equal mass, with ties in one bin; or end after `more_ends` draws.
+        """Yield (size, sum of gaps), both [R, bins], of each resample's bins: of equal width; of
+        equal mass, with ties in one bin; and for each of more_ends, that end after so many draws.
         """
-        # resamples lie on one line, a new one every N + 1, so that one search does for all
+        # a position on a line is that of a draw: resample r begins at r (N + 1), so that one search
+        # finds the positions of all
         first = (counts.shape[1] + 1) * np.arange(len(counts))[:, None]
         counts = np.take(counts, self.order, axis=1)
-        # how often the first 0 .. M rows were drawn, on that line, and the sums of their gaps
+        # [R, M + 1]: where the draws of the first 0 .. M rows end, and the sum of their gaps
         drawn = np.cumsum(np.hstack([first, counts]), axis=1)
         gaps = np.cumsum(np.hstack([0 * first, counts * self.gaps]), axis=1)
         chunk_ends = first + self.chunk_ends(drawn[:, -1:] - first)
         last = np.searchsorted(drawn.ravel(), chunk_ends) % drawn.shape[1]
         mass_ends = np.take_along_axis(drawn, self.tie_ends[last], axis=1)
         for ends in (drawn[:, self.width_ends], mass_ends, *(first + x for x in more_ends)):
-            # a row that was drawn several times may be in two bins
+            # linear in between: a row that was drawn several times may be in two bins
             sums = np.interp(ends, drawn.ravel(), gaps.ravel())
             yield np.diff(ends - first, prepend=0), np.diff(sums, prepend=0)
 
