@@ -20,8 +20,8 @@ else:
 # The bootstrap of metrics
 #
 # A resample is a count of how often each row was drawn. Means are sums of a matrix of counts [R, N]
-# times per-row terms [N]. A metric in bins needs sums over ranges of the sorted rows, which are
-# sorted once, not once per resample.
+# times per-row terms [N]. A metric in bins needs sums of gaps over ranges of the drawn rows in
+# ascending order. They are differences of cumulative sums, and rows are sorted once for all.
 
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
@@ -35,46 +35,45 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
 
     Sums compute accuracy, confidence, gap, bas, brier_top_label, brier_skill, ece, mce,
     ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace,
-    in the time of about 20 * n_resamples * N additions. They are used only if they equal the
+    in the time of about 40 * n_resamples * N additions. They are used only if they equal the
     functions in metrics.MEASURES: a new or edited metric is called once per resample instead.
     """
     metrics.check_count('n_resamples', n_resamples)
     columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
     if np.ndim(probs) == 2:
         *_, n_options = metrics.check_probs(probs, labels, n_options)
-    chunk = max(1, min(n_resamples, 120_000 // max(1, np.size(labels))))    # in the cache
-    sums = _Sums(probs, labels, n_options, scores, chunk, columns)
-    fast = sums(np.ones((1, len(labels)), np.int32))
+    sums = _Sums(probs, labels, n_options, scores, columns)
+    observed = sums(np.ones((1, len(labels)), int))
     measures = [x for x in metrics.MEASURES if x.key not in columns
-                and (x.key in keys if keys is not None else x.tables or x.key in fast)]
-    observed = metrics.report(probs, labels, n_options, scores=scores, measures=measures)
-    measures = [x for x in measures if x.key in observed]
-    called = [x for x in measures if x.key in _edited(metrics.MEASURES)
-              or not _equal(x.key, fast, observed)]
+                and (x.key in keys if keys is not None else x.tables or x.key in observed)]
+    report = metrics.report(probs, labels, n_options, scores=scores, measures=measures)
+    measures = [x for x in measures if x.key in report]
+    fast = _equal_keys(observed, report) & _unedited(metrics.MEASURES)
+    called = [x for x in measures if x.key not in fast]
     arrays = [None if x is None else np.asarray(x) for x in (probs, labels, n_options, scores)]
     parts = [sums(counts) | _call_measures(called, counts, *arrays)
-             for counts in _resample(len(labels), n_resamples, chunk, seed)]
+             for counts in _resample(len(labels), n_resamples, seed)]
     return {key: np.concatenate([part[key] for part in parts])
             for key in (*(x.key for x in measures), *columns)}
 
 
-def _equal(key, fast, report):
-    """Whether the sums know a metric and give the value that its function has in a report."""
-    return key in fast and np.isclose(fast[key][0], report[key], 1e-9, 1e-9, equal_nan=True)
+def _equal_keys(sums, report):
+    """The keys for which sums, {key: [1]}, and the functions, in a report, give the same value."""
+    return {key for key in sums.keys() & report.keys()
+            if np.isclose(sums[key][0], report[key], 1e-9, 1e-9, equal_nan=True)}
 
 
 @functools.cache
-def _edited(measures):
-    """The keys of `measures` that differ from the sums on 350 rows of 2 to 5 options, with ties,
-    over- and underconfident: on few rows another formula may agree by chance."""
+def _unedited(measures):
+    """The keys of `measures` that equal the sums on 350 rows of 2 to 5 options, with ties, over-
+    and underconfident: on the few rows of a user another formula may agree by chance."""
     random = np.random.default_rng(0)
     n_options = np.append(5, random.integers(2, 6, 349))
     scores = np.where(np.arange(5) < n_options[:, None], random.integers(-4, 4, (350, 5)), -np.inf)
     labels = np.where(random.random(350) < 0.5, scores.argmax(1), random.integers(0, n_options))
-    probs = metrics.softmax(scores)
-    report = metrics.report(probs, labels, n_options, scores=scores, measures=measures)
-    fast = _Sums(probs, labels, n_options, scores)(np.ones((1, 350), np.int32))
-    return {x.key for x in measures if not _equal(x.key, fast, report)}
+    arrays = metrics.softmax(scores), labels, n_options
+    return _equal_keys(_Sums(*arrays, scores)(np.ones((1, 350), int)),
+                       metrics.report(*arrays, scores=scores, measures=measures))
 
 
 def _call_measures(measures, counts, *arrays):
@@ -86,135 +85,103 @@ def _call_measures(measures, counts, *arrays):
     return {x.key: np.array([report[x.key] for report in reports]) for x in measures}
 
 
-def _resample(n, n_resamples, chunk, seed):
-    """Yield counts int32 [R, N] of how often each row was drawn, at most `chunk` at a time."""
+def _resample(n, n_resamples, seed):
+    """Yield counts int [R, N] of how often each row was drawn, a few resamples at a time."""
     random = np.random.default_rng(seed)
-    for start in range(0, n_resamples, chunk):
-        size = min(chunk, n_resamples - start)
+    most = max(1, 30_000 // n)      # arrays of 240 kB stay in the cache and reuse their memory
+    for start in range(0, n_resamples, most):
+        size = min(most, n_resamples - start)
         drawn = random.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
-        counts = np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)
-        yield counts.astype(np.int32)
+        yield np.bincount(drawn.ravel(), minlength=size * n).reshape(size, n)
 
 
 class _Sums:
-    """Metrics of resamples by sums: a call with counts int32 [R, N] returns {key: float64 [R]}.
+    """Metrics of resamples by sums: a call with counts int [R, N] returns {key: float64 [R]}.
 
-    max_resamples: the largest R. more: {key: float64 [N]}, whose means are returned as well.
+    columns: {key: float [N]}, whose means are returned as well.
     """
 
-    def __init__(self, probs, labels, n_options, scores, max_resamples=1, more=()):
+    def __init__(self, probs, labels, n_options, scores, columns=()):
         confidence, correct = metrics.top_label(probs, labels)
         c = confidence.astype(np.float64)
-        columns = {'accuracy': correct.astype(np.float64), 'confidence': c,
-                   'bas': metrics.row_bas(confidence, correct),
-                   'brier_top_label': (c - correct) ** 2}
-        self.by_confidence = _SortedGaps(confidence, c - correct, 10)
-        self.by_option: list[_SortedGaps] = []
+        terms = {'accuracy': correct, 'confidence': c, 'bas': metrics.row_bas(confidence, correct),
+                 'brier_top_label': (c - correct) ** 2}
+        self.by_confidence = _SortedRows(confidence, correct, 10, metrics.equal_chunk_ends)
+        self.by_option = []
         if np.ndim(probs) == 2:
             probs, labels, _ = metrics.check_probs(probs, labels)
             p = probs.astype(np.float64)
-            columns |= {'entropy_bits': metrics.row_entropy(probs) / np.log(2),
-                        'nll': metrics.label_nll(probs, labels, scores),
-                        'brier': (p**2).sum(1) - 2 * p[np.arange(len(p)), labels] + 1}
-            for k in range(n_options.max()):
-                has_k, p_k = n_options > k, metrics.round_for_ties(probs[:, k])
-                gap = np.where(has_k, p_k.astype(np.float64) - (labels == k), 0)
-                # rows without the option sort last; they add 0 to any sum of gaps
-                self.by_option.append(_SortedGaps(np.where(has_k, p_k, np.inf), gap, 15))
-        columns |= more
-        self.columns, self.terms = [*columns], np.stack([*columns.values()])    # [columns, N]
-        # allocated once: new memory would cost as much as the sums
-        size = max_resamples, len(c) + 1
-        self.workspace = np.zeros(size, np.int32), np.zeros(size)
+            terms |= {'entropy_bits': metrics.row_entropy(probs) / np.log(2),
+                      'nll': metrics.label_nll(probs, labels, scores),
+                      'brier': (p**2).sum(1) - 2 * p[np.arange(len(p)), labels] + 1}
+            self.by_option = [
+                _SortedRows(metrics.round_for_ties(probs[:, k]), labels == k, 15,
+                            metrics.rounded_chunk_ends, n_options > k)
+                for k in range(n_options.max())]
+        terms |= columns
+        self.keys, self.terms = [*terms], np.stack([*terms.values()])       # [keys, N]
 
     def __call__(self, counts):
         # no product of matrices: a BLAS library would start threads in each of several processes
-        means = np.einsum('rn,cn->cr', counts, self.terms) / counts.shape[1]
-        values = dict(zip(self.columns, means, strict=True))
+        n, means = counts.shape[1], np.einsum('rn,cn->cr', counts, self.terms) / counts.shape[1]
+        values = dict(zip(self.keys, means, strict=True))
         values['gap'] = values['confidence'] - values['accuracy']
         spread = values['accuracy'] * (1 - values['accuracy'])
         values['brier_skill'] = 1 - values['brier_top_label'] / np.where(spread, spread, np.nan)
-        values |= _prediction_metrics(self.by_confidence, counts, self.workspace)
-        if self.by_option:
-            values |= _option_metrics(self.by_option, counts, self.workspace)
+
+        # the bins of rmsce and mad have 100 rows, the last one the remainder too
+        ends = np.append(np.arange(1, max(1, n // 100)) * 100, n)
+        (size, gap), _, (size_100, gap_100) = bins = [*self.by_confidence.bins(counts, ends)]
+        values['ece'], values['ece_equal_mass'], values['mad'] = (_expected_gap(*x) for x in bins)
+        values['mce'] = np.abs(gap / np.maximum(size, 1)).max(1)
+        values['rmsce'] = np.sqrt((gap_100**2 / size_100).sum(1) / n)
+        if self.by_option:      # means over the options that some drawn row has
+            values['sce'], values['ace'] = np.nanmean([
+                [_expected_gap(*x) for x in rows.bins(counts)] for rows in self.by_option], axis=0)
         return values
 
 
-def _prediction_metrics(rows, counts, workspace):
-    """ece, mce, ece_equal_mass, rmsce and mad of each resample."""
-    n, (drawn, gaps) = counts.shape[1], rows.draw(counts, workspace)
-    in_bin = np.diff(drawn[:, rows.bin_ends], prepend=0)
-    gap = np.abs(_sums_between(gaps, rows.bin_ends))
-    ends = rows.tied_ends(drawn, metrics.equal_chunk_ends(n, 10))
-    values = {'ece': gap.sum(1) / n, 'mce': (gap / np.maximum(in_bin, 1)).max(1),
-              'ece_equal_mass': np.abs(_sums_between(gaps, ends)).sum(1) / n}
-    # bins of 100 drawn rows, which may split ties
-    ends = np.append(np.arange(1, max(1, n // 100)) * 100, n)
-    at = _positions(drawn, ends)
-    # a row that was drawn several times may be cut: its draws beyond the end count in the next bin
-    beyond = (np.take_along_axis(drawn, at, 1) - ends) * rows.gaps[at - 1]
-    gap = _sums_between(gaps, at) - np.diff(beyond, axis=1, prepend=0)
-    return values | {'rmsce': np.sqrt((gap**2 / np.diff(ends, prepend=0)).sum(1) / n),
-                     'mad': np.abs(gap).sum(1) / n}
+def _expected_gap(size, gap):
+    """sum_B |sum of gaps in B| / sum_B |B| from size and gap [R, n_bins]; nan without a row."""
+    n = size.sum(1)
+    return np.abs(gap).sum(1) / np.where(n, n, np.nan)
 
 
-def _option_metrics(by_option, counts, workspace):
-    """sce and ace of each resample: means over the options that some drawn row has."""
-    n_rows, sce, ace = np.empty((3, len(by_option), len(counts)))
-    for k, rows in enumerate(by_option):
-        drawn, gaps = rows.draw(counts, workspace)
-        n_rows[k] = drawn[:, rows.n_rows]       # drawn rows that have option k
-        ends = rows.tied_ends(drawn, metrics.rounded_chunk_ends(n_rows[k][:, None], 15))
-        sce[k], ace[k] = (np.abs(_sums_between(gaps, x)).sum(1) for x in (rows.bin_ends, ends))
-    return {name: (total / np.maximum(n_rows, 1)).sum(0) / (n_rows > 0).sum(0)
-            for name, total in (('sce', sce), ('ace', ace))}
+class _SortedRows:
+    """The rows `where`, bool [N], by default all, in ascending order of a probability [N].
 
+    outcome: bool [N]. Bins of equal mass end at chunk_ends(number of draws, n_bins).
+    """
 
-class _SortedGaps:
-    """Rows sorted by a probability [N], with their gaps [N], probability - outcome."""
-
-    def __init__(self, probability, gaps, n_bins):
-        self.order = np.argsort(probability, kind='stable')     # int [N], ascending
-        self.gaps = gaps[self.order]                            # float64 [N], in that order
+    def __init__(self, probability, outcome, n_bins, chunk_ends, where=slice(None)):
+        rows = np.arange(len(probability))[where]
+        self.order = rows[np.argsort(probability[rows], kind='stable')]     # int [M]
         ordered = probability[self.order]
-        self.n_rows = np.isfinite(ordered).sum()
-        # int [N + 1], the end of the tie that the first i rows end in
-        self.tie_end = np.append(0, np.searchsorted(ordered, ordered, side='right'))
-        # int [n_bins], the end of each bin of equal width, as a number of rows
-        self.bin_ends = np.searchsorted(metrics.equal_width_bins(ordered, n_bins),
-                                        np.arange(n_bins), side='right')
+        self.gaps = ordered.astype(np.float64) - outcome[self.order]        # probability - outcome
+        # after how many rows the tie ends in which the first 0 .. M rows end, and each bin of width
+        self.tie_ends = np.append(0, np.searchsorted(ordered, ordered, side='right'))
+        self.width_ends = np.searchsorted(metrics.equal_width_bins(ordered, n_bins),
+                                          np.arange(n_bins), side='right')
+        self.chunk_ends = functools.partial(chunk_ends, n_bins=n_bins)
 
-    def draw(self, counts, workspace):
-        """(draws of the first i rows for i = 0 .. N; draws of each row times its gap, and a column
-        of 0), both [R, N + 1]."""
-        drawn, gaps = (x[:len(counts)] for x in workspace)
-        np.take(counts, self.order, axis=1, out=drawn[:, 1:], mode='clip')
-        np.multiply(drawn[:, 1:], self.gaps, out=gaps[:, :-1])
-        return np.cumsum(drawn, 1, out=drawn), gaps
-
-    def tied_ends(self, drawn, ends):
-        """The number of rows after which each bin ends, [R, M].
-
-        A bin ends after the first `ends` draws, [M] or [R, M], or after the last that ties with it.
+    def bins(self, counts, *more_ends):
+        """Yield (size, sum of gaps), both [R, bins], of each resample's bins: of equal width; of
+        equal mass, with ties in one bin; and for each of more_ends, that end after so many draws.
         """
-        return self.tie_end[_positions(drawn, np.maximum(ends, 1))]
-
-
-def _sums_between(values, ends):
-    """Sums [R, M] of values [R, N + 1], whose last column is 0, over the M ranges that end before
-    the ascending `ends`, [M] or [R, M]; the first begins at 0."""
-    edges = np.zeros((len(values), ends.shape[-1] + 1), int)
-    edges[:, 1:] = ends
-    flat = edges + values.shape[1] * np.arange(len(values))[:, None]
-    sums = np.add.reduceat(values.ravel(), flat.ravel()).reshape(flat.shape)[:, :-1]
-    return np.where(np.diff(edges) > 0, sums, 0)    # reduceat gives an empty range its first value
-
-
-def _positions(drawn, ends):
-    """The number of rows after which `drawn` [R, N + 1] reaches each of ends [M] or [R, M]."""
-    # all rows in a line, each raised above the one before it, so that one search does for all
-    first = drawn.shape[1] * np.arange(len(drawn))[:, None]
-    return np.searchsorted((drawn + first).ravel(), ends + first) - first
+        # a position on a line is that of a draw: resample r begins at r (N + 1), so that one search
+        # finds the positions of all
+        first = (counts.shape[1] + 1) * np.arange(len(counts))[:, None]
+        counts = np.take(counts, self.order, axis=1)
+        # [R, M + 1]: where the draws of the first 0 .. M rows end, and the sum of their gaps
+        drawn = np.cumsum(np.hstack([first, counts]), axis=1)
+        gaps = np.cumsum(np.hstack([0 * first, counts * self.gaps]), axis=1)
+        chunk_ends = first + self.chunk_ends(drawn[:, -1:] - first)
+        last = np.searchsorted(drawn.ravel(), chunk_ends) % drawn.shape[1]
+        mass_ends = np.take_along_axis(drawn, self.tie_ends[last], axis=1)
+        for ends in (drawn[:, self.width_ends], mass_ends, *(first + x for x in more_ends)):
+            # linear in between: a row that was drawn several times may be in two bins
+            sums = np.interp(ends, drawn.ravel(), gaps.ravel())
+            yield np.diff(ends - first, prepend=0), np.diff(sums, prepend=0)
 
 
 # Any metric
@@ -317,15 +284,15 @@ def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, s
     """
     a, b, labels = _check_pair(probs_a, probs_b, labels)
     metrics.check_count('n_permutations', n_permutations)
-    random, swapped = np.random.default_rng(seed), []
-    difference = metric(b, labels) - metric(a, labels)
-    for _ in range(n_permutations):
-        swap = random.random((len(labels), *[1] * (a.ndim - 1))) < 0.5
-        swapped.append(metric(np.where(swap, a, b), labels)
-                       - metric(np.where(swap, b, a), labels))
-    _check_defined([difference, *swapped])
-    as_large = (np.abs(swapped) >= abs(difference) - 1e-12).sum()
-    return float(difference), float((1 + as_large) / (1 + n_permutations))
+    random, shape = np.random.default_rng(seed), (len(labels), *[1] * (a.ndim - 1))
+
+    def difference(swap):
+        return metric(np.where(swap, a, b), labels) - metric(np.where(swap, b, a), labels)
+
+    swaps = (random.random(shape) < 0.5 for _ in range(n_permutations))
+    observed, *swapped = _check_defined([difference(False), *map(difference, swaps)])
+    as_large = (np.abs(swapped) >= abs(observed) - 1e-12).sum()
+    return float(observed), float((1 + as_large) / (1 + n_permutations))
 
 
 def _check_pair(a, b, labels):
@@ -362,14 +329,12 @@ def cochran_q(correct) -> tuple[float, float]:
     M, by_model, by_row = len(correct), correct.sum(1), correct.sum(0)
     total, spread = by_model.sum(), M * by_model.sum() - (by_row**2).sum()
     q = float((M - 1) * (M * (by_model**2).sum() - total**2) / spread) if spread else 0.0
-    # P(chi-square > q), from that of 1 or 2 degrees of freedom, two more at a time
-    half = q / 2
-    p, term, a = (math.exp(-half), math.exp(-half), 1.0) if M % 2 else (
-        math.erfc(math.sqrt(half)), math.exp(-half) / math.sqrt(math.pi * half or 1), 0.5)
-    while a < (M - 1) / 2:
-        term *= half / a
-        p, a = p + term, a + 1
-    return q, p
+    # P(chi-square > q) = [erfc sqrt(q/2) if M is even] + sum_a (q/2)^a e^(-q/2) / Gamma(a + 1)
+    # over a < (M - 1) / 2, from 0 if M is odd and from 1/2 if M is even
+    half, odd = max(q / 2, 1e-300), (M - 1) % 2
+    terms = [math.exp(a * math.log(half) - half - math.lgamma(a + 1))
+             for a in np.arange(odd / 2, (M - 1) / 2)]
+    return q, min(1.0, odd * math.erfc(math.sqrt(half)) + sum(terms))
 
 
 def _check_correct(correct):
@@ -432,9 +397,8 @@ def student_t(differences) -> tuple[float, float, float]:
     such as a seed. If all are equal, t is infinite and p is 0; if all are 0, t is nan and p is 1.
     """
     mean, error, freedom = _mean_and_error('differences', differences)
-    if error == 0:
-        return float(mean), float(np.sign(mean) * np.inf if mean else np.nan), 0.0 if mean else 1.0
-    return float(mean), float(mean / error), _t_tails(mean / error, freedom)
+    t = mean / error if error else math.copysign(np.inf, mean) if mean else np.nan
+    return float(mean), float(t), 1.0 if np.isnan(t) else _t_tails(t, freedom)
 
 
 def mean_interval(values, level=0.95) -> tuple[float, float, float]:
@@ -465,11 +429,10 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(200)     # Gauss quadrature o
 def _t_tails(t, freedom):
     """P(|T| >= |t|): the regularized beta function I_w(freedom / 2, 1 / 2), w = freedom / (freedom
     + t^2). With sin^2 as the variable its integrand is cos^(freedom - 1), which is smooth."""
-    angle = np.arctan(abs(t) / np.sqrt(freedom))
     # beyond 40 of its standard deviations the integrand is 0 and needs no nodes
     end = min(np.pi / 2, 40 / np.sqrt(freedom))
 
-    def area(low, high):
-        u = low + (high - low) * (_NODES + 1) / 2
-        return (np.cos(u) ** (freedom - 1) * _WEIGHTS).sum() * (high - low) / 2
-    return float(area(min(angle, end), end) / area(0, end))
+    def area(low):
+        width = (end - low) / 2
+        return width * (np.cos(low + width * (_NODES + 1)) ** (freedom - 1) * _WEIGHTS).sum()
+    return float(area(min(np.arctan(abs(t) / np.sqrt(freedom)), end)) / area(0))
