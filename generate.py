@@ -74,7 +74,7 @@ if __name__ == '__main__':
         startup.load_libraries(read_arguments(sys.argv[1:]).device)
 
 from data.instruct import read_prompts
-from data.packing import Row, Tree, prompt_trees
+from data.packing import Row, Tree, pack_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.answers import open_answers, to_row
 from results.samples import append, digest, merge_parts, part
@@ -158,7 +158,8 @@ def stream(model, prompts, s, tokenizer=None, stop_ids=()):
     with adapter.evaluation_mode(model):
         while waiting or running or launched:
             while begun := take(waiting, free, running, prompts, s, n_slots, prefill):
-                copy = batch.prefill(begun, prompts, *pack_prompts(begun, prompts))
+                new = dict.fromkeys(answer.prompt for answer in begun)
+                copy = batch.prefill(begun, prompts, *pack_prompts(prompts, new))
                 launched.append((begun, copy))
                 running = sorted(running + begun, key=lambda answer: answer.slot)
             active = [answer for answer in running if answer.n_launched < answer.limit]
@@ -203,16 +204,6 @@ def take(waiting, free, running, prompts, s, n_slots, prefill):
         begun.append(waiting.popleft())
         begun[-1].slot = free.pop()
     return begun
-
-
-def pack_prompts(begun, prompts):
-    """Return a Row of the prompts of new answers, and {prompt: row indices of its tokens}.
-
-    Their common beginning is in the row once.
-    """
-    row, numbers = Row(), [*dict.fromkeys(answer.prompt for answer in begun)]
-    trees = prompt_trees([prompts[i] for i in numbers])
-    return row, {i: row.add(i, tree, ()) for i, tree in zip(numbers, trees)}
 
 
 def add(answer, token, log_p, log_q, entropy):
@@ -292,12 +283,6 @@ def open_model(cfg):
         return folder, model.result().eval(), tokenizer, template, add_bos
 
 
-def end_tokens(model, stop):
-    """Return the set `stop` with the tokens that end a text in config.json."""
-    eos = model.config.eos_token_id
-    return stop | set(eos if isinstance(eos, list) else [eos])
-
-
 def main(argv):
     cfg = read_arguments(argv)
     cfg = replace(cfg, prompts=os.path.expanduser(cfg.prompts), out=os.path.expanduser(cfg.out))
@@ -318,7 +303,7 @@ def main(argv):
         left = left[rank::n_processes]
         progress, n_tokens = log.Progress('answers', len(left), 'prompts'), 0
         started, ids = time.perf_counter(), [ids for _, ids in left]
-        answered = generate(model, ids, cfg, tokenizer, end_tokens(model, stop))
+        answered = generate(model, ids, cfg, tokenizer, stop | model.config.end_ids)
         try:
             with (contextlib.closing(progress.bar),
                   open(part(out, rank, n_processes), 'ab', buffering=0) as file):

@@ -53,7 +53,7 @@ if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
         startup.load_libraries(read_arguments(sys.argv[1:]).device)
 
-from generate import confidences, end_tokens, first_stop, generate, open_model, stream
+from generate import confidences, first_stop, generate, open_model, stream
 from runtime import checkpoint
 from runtime.slots import step_cost
 from runtime.terminal import shaded, shows_grays, typed_lines
@@ -137,7 +137,7 @@ def main(argv):
             messages = []
         messages.append({'role': 'user', 'content': prompt})
         ids, stop = encode_prompt(messages, tokenizer, template, add_bos)
-        stop, started = end_tokens(model, stop), time.perf_counter()
+        stop, started = stop | model.config.end_ids, time.perf_counter()
         try:
             if cfg.n > 1:
                 answers, said, stopped = print_answers(model, tokenizer, ids, stop, cfg)

@@ -108,15 +108,19 @@ def last_error(stderr):
     return (errors or lines or ['no message'])[-1][:300]
 
 
-def empty_caches(folder):
-    """Return environment variables that put caches of compiled kernels and data into `folder`.
+def byte_code(folder):
+    """Return environment variables that keep Python's byte code in `folder`.
 
-    Also the cache of Python's byte code: where libraries are installed read-only and without it,
-    every start would compile 1,000 modules of torch again.
+    pip compiles a library when it installs it. Images of machines often leave that out and forbid
+    it afterwards, so that every start compiles 1,000 modules of torch again.
     """
-    return {name: str(Path(folder) / name.lower()) for name in (
-        'TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR', 'CUDA_CACHE_PATH', 'HF_DATASETS_CACHE',
-        'PYTHONPYCACHEPREFIX')}
+    return {'PYTHONPYCACHEPREFIX': str(Path(folder) / 'byte_code'), 'PYTHONDONTWRITEBYTECODE': ''}
+
+
+def empty_caches(folder):
+    """Return environment variables that put compiled kernels, data and byte code into `folder`."""
+    return byte_code(folder) | {name: str(Path(folder) / name.lower()) for name in (
+        'TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR', 'CUDA_CACHE_PATH', 'HF_DATASETS_CACHE')}
 
 
 def gpu_kernels(call):

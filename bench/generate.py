@@ -17,6 +17,7 @@ per prompt is timed as well. Writes out/bench_generate.json and its picture.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,8 +32,8 @@ import numpy as np
 import torch
 
 from bench import common
-from bench.common import (DEVICE, MODELS, draw_bars, failure, free_memory, gpu_kernels, load,
-                          matrix_rate, memory_rate, now, our_model, peak_gib, peer_model,
+from bench.common import (DEVICE, MODELS, byte_code, draw_bars, failure, free_memory, gpu_kernels,
+                          load, matrix_rate, memory_rate, now, our_model, peak_gib, peer_model,
                           reset_peak_memory)
 from data.files import read_rows
 from generate import stream
@@ -132,10 +133,14 @@ def measure_command(model, config, folder):
     prompts, out = folder / 'prompts.jsonl', folder / 'out' / 'answers.jsonl'
     prompts.write_text(''.join(json.dumps({'prompt': row.get('prompt') or row['question']}) + '\n'
                                for row in rows))
+    command = [sys.executable, 'generate.py', f'--model={folder}', '--n=8', '--raw']
+    options = {'cwd': Path(__file__).parent.parent, 'env': os.environ | byte_code(folder)}
+    few = folder / 'few.jsonl'      # fills the caches on disk
+    few.write_text(''.join(prompts.read_text().splitlines(True)[:8]))
+    subprocess.run([*command, f'--prompts={few}', f'--out={folder / "few/answers.jsonl"}'],
+                   check=True, **options)
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, 'generate.py', f'--model={folder}', '--n=8',
-                                f'--prompts={prompts}', f'--out={out}', '--raw'],
-                               cwd=Path(__file__).parent.parent)
+    process = subprocess.Popen([*command, f'--prompts={prompts}', f'--out={out}'], **options)
     grown = []      # (seconds, bytes of the answers)
     while process.poll() is None:
         if out.exists() and out.stat().st_size:

@@ -24,7 +24,8 @@ import torch
 
 from bench import common
 from bench.commands import seconds
-from bench.common import DEVICE, MODELS, draw_bars, free_memory, load, our_model
+from bench.common import (DEVICE, MODELS, byte_code, draw_bars, free_memory, load,
+                          our_model)
 from data.benchmarks import BENCHMARKS
 from data.files import fetch, read_rows
 from data.questions import parse_row
@@ -107,7 +108,7 @@ def run(options, processes, out):
     torchrun = ['-m', 'torch.distributed.run', f'--nproc_per_node={processes}', '--standalone']
     return seconds([*torchrun * (processes > 1), 'evaluate.py', f'--model={out.parent / "model"}',
                     f'--tasks=global_mmlu:{out.parent / "data"}', f'--device={DEVICE}',
-                    '--dtype=bfloat16', f'--out_dir={out}', *options], {})
+                    '--dtype=bfloat16', f'--out_dir={out}', *options], byte_code(out.parent))
 
 
 # ------------------------------------------------------------------------------------------------

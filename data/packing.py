@@ -182,6 +182,15 @@ def prompt_trees(prompts):
     return [Tree(tuple(ids[:shared]), ids[shared:], [[0]], [len(ids)]) for ids in prompts]
 
 
+def pack_prompts(prompts, numbers):
+    """Return a Row with the prompts `numbers`, and {number: row indices of its tokens}.
+
+    prompts: lists of tokens. The common beginning of those in the row is there once.
+    """
+    row, trees = Row(), prompt_trees([prompts[i] for i in numbers])
+    return row, {i: row.add(i, tree, ()) for i, tree in zip(numbers, trees)}
+
+
 def pack_trees(trees, row_length):
     """Yield (arrays, scored) of packed rows, see `Row.padded`, from (index, Tree) pairs.
 

@@ -53,10 +53,8 @@ def write_mmlu(folder):
 def small(monkeypatch):
     monkeypatch.setattr(bench.train, 'LENGTH', 48)
     # Python's byte code stays: to compile torch's modules takes each command ten seconds
-    for module in (bench.align, bench.sft):
-        monkeypatch.setattr(module, 'empty_caches', lambda folder: {
-            key: path for key, path in bench_common.empty_caches(folder).items()
-            if key != 'PYTHONPYCACHEPREFIX'})
+    for module in (bench_common, bench.generate, bench.several_gpus):
+        monkeypatch.setattr(module, 'byte_code', lambda folder: {})
     for module in (bench.train, bench.eval, bench.generate, bench.answers, bench.several_gpus,
                    bench_common):
         monkeypatch.setitem(module.MODELS, 'llama32_1b', TINY)

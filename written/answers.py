@@ -70,7 +70,7 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
     try:
         if left:
             model, ids = load(), [entry[-1] for entry in left]
-            end |= generate.end_tokens(model, end)
+            end |= model.config.end_ids
             greedy = generate.generate(model, ids, settings, tokenizer, end)
             drawn = generate.generate(model, ids, replace(settings, n=n, temperature=1.0),
                                       tokenizer, end)
