@@ -107,20 +107,18 @@ IDLE = np.stack([np.zeros(128, int), np.zeros(128, int), np.arange(128) + 1])[:,
 # ------------------------------------------------------------------------------------------------
 
 def token_log_probs(hidden, head, at, tokens, softcap):
-    """Return log p(tokens[i] | hidden[at[i]]), float32 [M, 1]; multiply each row with head once.
+    """Return log p(tokens[i] | hidden[at[i]]), float32 [M, 1].
 
     hidden [N, D] and head [V, D] on one device; at [M], whose values may repeat, and tokens [M] on
     the CPU, so that the host does not wait for the device.
     """
-    used, inverse = at.unique(return_inverse=True)      # used[inverse] = at
-    indices = device.to_device(torch.cat((at, tokens, inverse, used)), head.device)
-    at, tokens, inverse, rows = indices.split([len(at)] * 3 + [len(used)])
-    label = torch.zeros_like(used)      # any: the sum over all tokens does not depend on it
-    lse = fused_ce.token_statistics(hidden[rows], head, label, softcap=softcap).lse
+    at, tokens = device.to_device(torch.stack((at, tokens)), head.device)
+    label = torch.zeros(len(hidden), dtype=int)     # any: the sum over all tokens is the same
+    lse = fused_ce.token_statistics(hidden, head, label, softcap=softcap).lse
     logits = torch.cat([(hidden[i].float() * head[k].float()).sum(1)
                         for i, k in zip(at.split(4096), tokens.split(4096), strict=True)])
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return (logits - lse[inverse])[:, None]
+    return (logits - lse[at])[:, None]
 
 
 def token_statistics(hidden, head, at, tokens, softcap):
@@ -217,8 +215,9 @@ def forward_values(model, arrays, scored, compute=token_log_probs):
     """Return `compute` of each of `scored`, [M, C], on the model's device."""
     inputs = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     at, tokens = (torch.tensor([entry[i] for entry in scored]) for i in (2, 3))
-    hidden = model(*(device.to_device(x, model.head.device) for x in inputs)).flatten(0, 1)
-    return compute(hidden, model.head, at, tokens, model.softcap)
+    rows, at = at.unique(return_inverse=True)   # several tokens may have one prediction
+    *inputs, rows = (device.to_device(x, model.head.device) for x in (*inputs, rows))
+    return compute(model(*inputs, at=rows)[0], model.head, at, tokens, model.softcap)
 
 
 def option_log_probs(model, trees, **options):

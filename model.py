@@ -351,9 +351,11 @@ class Block(nn.Module):
             Norm(config, config.hidden_size) if name in NORMS[self.norm_order] else nn.Identity()
             for name in NORMS['both'])
 
-    def forward(self, x: Tensor, rotary: tuple | None, mask) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple | None, mask, at: Tensor | None = None) -> Tensor:
         h = self.input_layernorm(x)
         y = self.self_attn(h, rotary, mask)
+        if at is not None:      # nothing after attention depends on other tokens
+            x, h, y = (z.flatten(0, 1)[None, at] for z in (x, h, y))
         # sums are in the order of transformers, for the same rounding
         if self.norm_order == 'parallel':
             return x + y + self.mlp(h)
@@ -396,7 +398,7 @@ class Decoder(nn.Module):
         self.checkpoint = False     # store only the input of a block; recompute it in backward
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None,
-                masks: list | None = None) -> Tensor:
+                masks: list | None = None, at: Tensor | None = None) -> Tensor:
         config, x = self.config, self.embed_tokens(tokens)
         scale: float | Tensor = config.embed_scale
         if config.family.scaled_embeddings:
@@ -413,8 +415,10 @@ class Decoder(nn.Module):
         rotary = {rope: rope and rotary_angles(positions, rope, dtype)
                   for rope in {layer.rope for layer in config.layers}}
         recompute = self.checkpoint and self.training and torch.is_grad_enabled()
-        for block, layer, mask in zip(self.layers, config.layers, masks, strict=True):
-            inputs = x, rotary[layer.rope], mask
+        last = len(self.layers) - 1
+        for i, (block, layer, mask) in enumerate(zip(self.layers, config.layers, masks,
+                                                     strict=True)):
+            inputs = x, rotary[layer.rope], mask, at if i == last else None
             x = checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
         return self.project_out(self.norm(x))
 
@@ -424,7 +428,8 @@ class CausalLM(nn.Module):
 
     They are divided by the temperature. The loss computes the logits from them:
     cap * tanh(hidden @ head.T / cap) with cap = `softcap`. `masks`, one per layer (see
-    attention.py), replace those that `ends` describes, as for a cache.
+    attention.py), replace those that `ends` describes, as for a cache. With `at`, int [M], only the
+    hidden states [1, M, D] at these indices into B * T are returned: the last MLP skips the others.
     """
 
     def __init__(self, config: ModelConfig):
@@ -457,8 +462,8 @@ class CausalLM(nn.Module):
         return 1 if self.config.reward else self.config.temperature / self.config.logit_scale
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None,
-                masks: list | None = None) -> Tensor:
-        hidden = self.model(tokens, positions, ends, masks)
+                masks: list | None = None, at: Tensor | None = None) -> Tensor:
+        hidden = self.model(tokens, positions, ends, masks, at)
         return hidden if self.temperature == 1 else hidden / self.temperature
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -145,11 +145,12 @@ class Seq2Seq(nn.Module):
     def head(self) -> Tensor:
         return (self.shared if self.config.tie_word_embeddings else self.lm_head).weight
 
-    def forward(self, source, lengths, tokens, positions, ends) -> Tensor:
+    def forward(self, source, lengths, tokens, positions, ends, at=None) -> Tensor:
         index = torch.arange(source.shape[1], device=source.device)
         padding = (index >= lengths)[:, None, None]
         states = self.encoder(self.shared(source), (index - index[:, None])[None], padding)
         bias = states.new_zeros(padding.shape).masked_fill(padding, -torch.inf)
         x = self.decoder(self.shared(tokens), positions[:, None] - positions[:, :, None],
                          ~visible_keys(positions, ends, None), states, bias)
+        x = x if at is None else x.flatten(0, 1)[None, at]
         return x * self.config.d_model ** -0.5 if self.config.scale_decoder_outputs else x

@@ -113,9 +113,9 @@ class Batch:
                            config.attn_logit_softcapping, self.model.head)
         masks = [PrefillMask(mask, cache, *stored[cache.size])
                  for mask, cache in zip(masks, self.caches)]
-        hidden = self.forward(tokens[None], positions[None], ends[None], masks)[0]
         last = to_device(torch.tensor([at[i][-1] for i in numbers]), self.device)
-        return HostCopy(self.begin(begun, self.model.logits(hidden[last]), numbers, prompts))
+        hidden = self.forward(tokens[None], positions[None], ends[None], masks, last)[0]
+        return HostCopy(self.begin(begun, self.model.logits(hidden), numbers, prompts))
 
     def begin(self, begun, logits, numbers, prompts):
         """Draw the first token of new answers, from the logits of prompts `numbers`; set states."""

@@ -93,6 +93,17 @@ def test_packed_documents_do_not_see_each_other(name, tmp_path):
         assert torch.allclose(hidden[row, at], model(alone, *whole_rows(alone))[0], atol=2e-5)
 
 
+@pytest.mark.parametrize('name', ARCHITECTURES)
+def test_hidden_states_at_some_tokens_are_those_of_all(name, tmp_path):
+    """The last MLP skips the other tokens."""
+    reference_model(name, tmp_path)
+    model, tokens = checkpoint.load(tmp_path), torch.randint(0, 211, (2, 48))
+    at = torch.tensor([95, 0, 50, 50])
+    every = model(tokens, *whole_rows(tokens)).flatten(0, 1)[None]
+    torch.testing.assert_close(model(tokens, *whole_rows(tokens), at=at), every[:, at],
+                               rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
