@@ -29,6 +29,8 @@ import time
 from datetime import date
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -45,11 +47,13 @@ WHAT = {
     'grpo': "GRPO compared with TRL's GRPOTrainer and the limit of the hardware",
     'generate': "Decoding compared with transformers' generate and the limit of the hardware",
     'answers': 'Written answers to GSM8K compared with lm-evaluation-harness',
+    'several_gpus': 'Evaluation on one GPU and on several',
     'metrics': 'Calibration metrics compared with torchmetrics and netcal, on the CPU',
 }
 DATA = {        # the option with the file of a script, which needs --tokenizer as well
     'train': 'conversations', 'sft': 'conversations', 'eval': 'data', 'commands': 'data',
     'align': 'pairs', 'grpo': 'prompts', 'generate': 'prompts', 'answers': 'gsm8k',
+    'several_gpus': 'data',
 }
 WITHOUT_DATA = 'train', 'generate'      # measure less then; the others of DATA nothing
 MARGIN = 0.03       # beyond the spread
@@ -83,6 +87,9 @@ def run_all(options):
     end = time.monotonic() + 60 * options.minutes if options.minutes else None
     folder.mkdir(parents=True, exist_ok=True)
     for name in options.only:
+        if name == 'several_gpus' and torch.cuda.device_count() < 2:
+            print('bench/several_gpus.py needs two GPUs; left out')
+            continue
         part = f'-{options.shape.replace(",", "-")}' if options.shape else ''
         arguments = command(name, options, folder / f'{name}{part}')
         if arguments is None:
@@ -204,7 +211,7 @@ def compare(old, new, options):
                     added.append(trees[side])
             for turn, side in itertools.product((1, 2), trees):
                 print(f'{side}, run {turn} of 2', flush=True)
-                for name in options.only:
+                for name in (name for name in options.only if name != 'several_gpus'):
                     for what, value in measure_ours(name, options, trees[side], folder).items():
                         measured.setdefault(what, {}).setdefault(side, []).append(value)
         finally:
