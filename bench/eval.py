@@ -107,7 +107,9 @@ def measure_ours(raw, config, folder, rate):
     tokens = (sum(len(tree.stem) + sum(max(0, len(leaf) - 1) for leaf in tree.leaves)
                   for tree in trees)
               + sum(map(len, {tree.prefix for tree in trees})))
+    # the last MLP is computed for one token per question
     flops = 2 * (sum(p.numel() for p in model.parameters())
+                 - sum(p.numel() for p in model.decoder.layers[-1].mlp.parameters())
                  - raw['vocab_size'] * raw['hidden_size'] * (2 - raw['tie_word_embeddings']))
     profiled = {'mmlu': replace(task, items=task.items[:4000])}
     busy = busy_share(lambda: evaluate(folder, tokenizer, profiled, cfg, cfg.out_dir,

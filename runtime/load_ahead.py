@@ -52,13 +52,15 @@ def load_model(folder, cfg):
 
 
 def warm_up(config, cfg, forward):
-    """Load every kernel of a forward pass, which takes seconds, by running a model of one layer.
+    """Load every kernel of a forward pass, which takes seconds, by running a model of two layers.
 
-    forward: (model, arrays of `Row.padded`, scored tokens) -> values, of one scored token
+    The MLP of the last layer computes the scored tokens alone, so one layer would not be enough.
+    forward: (model, arrays of `Row.padded`, scored tokens) -> values, of two scored tokens
     """
     device.pick_device(cfg.device)      # the current GPU of a new thread is the first one
     # Triton makes other code for sizes that are multiples of 16
-    config = replace(config, num_hidden_layers=1, layers=config.layers[:1],
+    layers = config.layers[:2]
+    config = replace(config, num_hidden_layers=len(layers), layers=layers,
                      vocab_size=4096 + config.vocab_size % 16)
     with torch.device('meta'):
         model = CausalLM(config)
@@ -70,4 +72,4 @@ def warm_up(config, cfg, forward):
     at = np.arange(cfg.pack_len)[None]
     with torch.no_grad():
         positions = at % config.max_position_embeddings     # OPT has embeddings for no more
-        forward(model, np.stack([0 * at, positions, at + 1]), [(0, 0, 0, 0)])
+        forward(model, np.stack([0 * at, positions, at + 1]), [(0, 0, 0, 0), (0, 0, 1, 0)])

@@ -561,14 +561,14 @@ def test_kernels_are_loaded_where_they_compute(change, used, monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize('name', ['gemma2', 'mistral_window', 'qwen3', 'neox', 'opt'])
-def test_the_kernels_are_loaded_by_a_model_of_one_layer(name, monkeypatch, tmp_path):
+def test_the_kernels_are_loaded_by_a_model_of_two_layers(name, monkeypatch, tmp_path):
     reference_model(name, tmp_path, max_position_embeddings=32, **head_of_32(name))
     calls, place, random_state = [], [], torch.get_rng_state()
     monkeypatch.setattr(devices, 'pick_device', place.append)
     load_ahead.warm_up(checkpoint.read_config(tmp_path), evaluate.EvalConfig(
         device='cpu', pack_len=64), lambda *call: calls.append(call))
     (model, arrays, _), = calls
-    assert len(model.decoder.layers) == 1 and model.head.dtype == torch.bfloat16
+    assert len(model.decoder.layers) == 2 and model.head.dtype == torch.bfloat16
     assert torch.isfinite(model(*torch.from_numpy(arrays))).shape == (1, 64, model.head.shape[1])
     assert place == ['cpu']     # else kernels of a new thread go to the first GPU
     assert torch.equal(torch.get_rng_state(), random_state)     # no weights were drawn
