@@ -165,7 +165,9 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute
     else:
         rows = pack_alone(counted()) if deterministic else pack_trees(counted(), pack_len)
         batches = stack_rows(rows, 1 if deterministic else batch_rows, 0 if deterministic else trim)
-    for copy, scored in launch(load, batches, compute, dropout_seed, sharded):
+    # products of fewer rows could be rounded in another way where processes share the weights
+    forward = functools.partial(forward_values, compute=compute, every_token=deterministic)
+    for copy, scored in launch(load, batches, forward, dropout_seed, sharded):
         for (index, number, _, _), value in zip(scored, copy.values(), strict=True):
             n, numbers, values = unfinished[index]
             numbers.append(number)
@@ -175,7 +177,7 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute
                 yield index, np.array(numbers), np.array(values)
 
 
-def launch(load, batches, compute, dropout_seed, sharded):
+def launch(load, batches, forward, dropout_seed, sharded):
     """Yield (HostCopy of the values, scored) of each batch of `stack_rows`.
 
     A thread makes batches ahead of the device, so the generators behind `batches`, which tokenize,
@@ -200,7 +202,7 @@ def launch(load, batches, compute, dropout_seed, sharded):
                     if dropout_seed is not None:
                         adapter.seed_dropout(dropout_seed, arrays)
                     with torch.no_grad():
-                        values = forward_values(model, arrays, scored, compute)
+                        values = forward(model, arrays, scored)
                     if batch is not IDLE:
                         launched.append((device.HostCopy(values), scored))
                     if len(launched) == 2:
@@ -211,13 +213,17 @@ def launch(load, batches, compute, dropout_seed, sharded):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def forward_values(model, arrays, scored, compute=token_log_probs):
-    """Return `compute` of each of `scored`, [M, C], on the model's device."""
+def forward_values(model, arrays, scored, compute=token_log_probs, every_token=False):
+    """Return `compute` of each of `scored`, [M, C], on the model's device.
+
+    every_token: compute the last layer for tokens that predict nothing, too
+    """
     inputs = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     at, tokens = (torch.tensor([entry[i] for entry in scored]) for i in (2, 3))
     rows, at = at.unique(return_inverse=True)   # several tokens may have one prediction
     *inputs, rows = (device.to_device(x, model.head.device) for x in (*inputs, rows))
-    return compute(model(*inputs, at=rows)[0], model.head, at, tokens, model.softcap)
+    hidden = model(*inputs).flatten(0, 1)[rows] if every_token else model(*inputs, at=rows)[0]
+    return compute(hidden, model.head, at, tokens, model.softcap)
 
 
 def option_log_probs(model, trees, **options):

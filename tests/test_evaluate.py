@@ -775,9 +775,9 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     (tmp_path / 'cut' / 'results.json').unlink()
     (tmp_path / 'cut' / 'samples.jsonl').write_text(samples[:len(samples) // 2])
     launched, forward = [], evaluate.forward_values
-    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, compute: (
+    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, **options: (
         launched.append(len({tree for tree, *_ in scored})),
-        forward(model, arrays, scored, compute))[1])
+        forward(model, arrays, scored, **options))[1])
     again = scored(scored_folder, tmp_path / 'cut')
     assert sum(launched) == 120 - samples[:len(samples) // 2].count('\n')
     # the time of the killed process is not known
@@ -1434,9 +1434,9 @@ def test_p_true_is_added_resumed_and_compared(scored_folder, tmp_path, monkeypat
          'choices': [' '.join(words[i % 9:i % 9 + n]) for n in (1, 2, 4)]} for i in range(30)])
     plain = evaluate_words(scored_folder, out, f'--tasks={foxes}', '--scoring=text')
     launched, forward = [], evaluate.forward_values
-    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, compute: (
+    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, **options: (
         launched.append(len({tree for tree, *_ in scored})),
-        forward(model, arrays, scored, compute))[1])
+        forward(model, arrays, scored, **options))[1])
     text = ['--scoring=text', f'--tasks={foxes}', '--p_true', '--fit_temperature']
     both = evaluate_words(scored_folder, out, *text)
     assert sum(launched) == 30 and 'foxes.p_true (P(True)' in capsys.readouterr().out
@@ -1536,8 +1536,8 @@ def test_orders_are_scored_once(scored_folder, tmp_path, monkeypatch):
     folder, out = tmp_path / 'quiz', tmp_path / 'out'
     write_lettered(folder)
     quiz, launched, forward = f'--tasks={folder}', [], evaluate.forward_values
-    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, compute: (
-        launched.append(len(scored)), forward(model, arrays, scored, compute))[1])
+    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, **options: (
+        launched.append(len(scored)), forward(model, arrays, scored, **options))[1])
     evaluate_words(scored_folder, out, quiz, '--shots=2')
     plain = sum(launched)
     permuted = evaluate_words(scored_folder, out, quiz, '--shots=2', '--permute=2')
