@@ -113,7 +113,7 @@ def token_log_probs(hidden, head, at, tokens, softcap):
     the CPU, so that the host does not wait for the device.
     """
     at, tokens = device.to_device(torch.stack((at, tokens)), head.device)
-    label = torch.zeros(len(hidden), dtype=int)     # any: the sum over all tokens is the same
+    label = torch.zeros(len(hidden), dtype=int)     # any label: lse does not depend on it
     lse = fused_ce.token_statistics(hidden, head, label, softcap=softcap).lse
     logits = torch.cat([(hidden[i].float() * head[k].float()).sum(1)
                         for i, k in zip(at.split(4096), tokens.split(4096), strict=True)])
@@ -165,7 +165,8 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute
     else:
         rows = pack_alone(counted()) if deterministic else pack_trees(counted(), pack_len)
         batches = stack_rows(rows, 1 if deterministic else batch_rows, 0 if deterministic else trim)
-    # products of fewer rows could be rounded in another way where processes share the weights
+    # Where processes share the weights, a batch holds other rows. Products of the few rows that are
+    # read were then rounded in another way, so deterministic scores need those of all rows.
     forward = functools.partial(forward_values, compute=compute, every_token=deterministic)
     for copy, scored in launch(load, batches, forward, dropout_seed, sharded):
         for (index, number, _, _), value in zip(scored, copy.values(), strict=True):
@@ -273,9 +274,8 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, append):
     append:  (sample_key, prompt, sample) -> None writes a sample, unless it is in `done`
     """
     tokenized = []
-    keys = {(label, split, item.language, item.id) for split, items in (
-        ('test', task.items), ('validation', task.validation)) for item in items}
-    progress = log.Progress(label, len(keys - {key for key, _ in done}), task.unit)
+    scored_keys = {key[1:] for key, _ in done if key[0] == label}
+    progress = log.Progress(label, len(task.keys - scored_keys), task.unit)
     collect_text = functools.partial(text_samples, tokenizer)
     compute = token_statistics if task.kind in INSTRUCTIONS else token_log_probs
     to_samples = {'questions': question_samples, 'permuted': permuted_samples,
@@ -578,7 +578,7 @@ def announce(config, tasks, cfg, done):
     name = f', {torch.cuda.get_device_name(cfg.device)}' if cfg.device.startswith('cuda') else ''
     print(f'{cfg.model} ({config.model_type}) in {cfg.dtype} on {cfg.device}{name}')
     for label, task in tasks.items():
-        n_done = sum(key[0] == label for key, _ in done)
+        n_done = len(task.keys & {key[1:] for key, _ in done if key[0] == label})
         form = '' if task.kind in INSTRUCTIONS or task.measure else 'prompt format '
         print(f'{label}: {len(task.items):,} {task.unit}, {form}{distribution(task, cfg)}'
               + (f'; a sample of {task.total:,}' if len(task.items) < task.total else '')

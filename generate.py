@@ -34,7 +34,7 @@ from typing import Literal
 
 from data.chat import TEMPLATES, question_frame
 from runtime.config import load_config, require_given
-from runtime.errors import CheckpointError, ConfigError
+from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.sampling import Sampling, check_sampling
 
 
@@ -288,7 +288,10 @@ def main(argv):
     cfg = replace(cfg, prompts=os.path.expanduser(cfg.prompts), out=os.path.expanduser(cfg.out))
     folder, model, tokenizer, template, add_bos = open_model(cfg)
     prompts, stop = read_prompts(cfg.prompts, tokenizer, template, add_bos)
-    room(model, [ids for _, ids in prompts], cfg)       # before any file is written
+    try:
+        room(model, [ids for _, ids in prompts], cfg)       # before any file is written
+    except DataError as error:
+        raise DataError(f'{cfg.prompts}: {error}') from None
     prompts = [(row | {'prompt_hash': digest(ids)}, ids) for row, ids in prompts]
     settings = {key: getattr(cfg, key) for key in SETTINGS} | {
         'stop': [*cfg.stop], 'model': checkpoint.fingerprint(folder),
@@ -299,7 +302,10 @@ def main(argv):
     with parallel.first_process_locks(out.parent):
         done = parallel.broadcast(open_answers(cfg, settings, n_processes) if rank == 0 else None)
         left = [(row, ids) for row, ids in prompts if (row['id'], row['prompt_hash']) not in done]
-        print(f'{len(left):,} of {len(prompts):,} prompts, {cfg.n} answers each', flush=True)
+        print(f'to answer: {len(left):,} of {len(prompts):,} prompts, {cfg.n} times each',
+              flush=True)
+        if others := len(done) - (len(prompts) - len(left)):
+            print(f'rows of {out} that answer prompts not in {cfg.prompts}: {others:,}')
         left = left[rank::n_processes]
         progress, n_tokens = log.Progress('answers', len(left), 'prompts'), 0
         started, ids = time.perf_counter(), [ids for _, ids in left]

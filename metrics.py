@@ -206,8 +206,8 @@ def bins(probs, labels, n_bins=10) -> dict[str, np.ndarray]:
     Bin m = 1..M holds ((m-1)/M, m/M]; 0 is in bin 1, and a confidence above 1 by rounding in bin M.
     Edges are m/M in the precision of probs, since a float32 0.1 exceeds the float64 one.
 
-    Returns {'edges': float [M+1], 'count': int [M], 'confidence', 'accuracy', 'low' and 'high', its
-    95 % Wilson interval: float [M], nan where a bin is empty}.
+    Returns {'edges': float [M+1], 'count': int [M], and, each float [M] and nan where a bin is
+    empty, 'confidence', 'accuracy', and 'low' and 'high', the 95 % Wilson interval of accuracy}.
     """
     confidence, correct = top_label(probs, labels)
     count, conf, acc = bin_means(equal_width_bins(confidence, n_bins), n_bins, confidence, correct)
@@ -543,8 +543,9 @@ def ace(probs, labels, n_ranges=15, n_options=None, equal_weights=False) -> floa
 def tace(probs, labels, n_ranges=15, threshold=0.01, n_options=None) -> float:
     """Return the thresholded adaptive calibration error: `ace` of probabilities above `threshold`.
 
-    Nixon et al. 2019, for a hundred options and more. As in their code, the mean of an option is
-    over the probabilities left: larger than in `ace`, or 0 without any. threshold is in [0, 1].
+    Nixon et al. 2019, who advise it for a hundred options and more. As in their code, the mean of
+    each option is over the probabilities that are left, so the result is larger than `ace`. An
+    option of which none is left counts 0. threshold is in [0, 1].
     """
     check_count('n_ranges', n_ranges)
     check_range('threshold', threshold, '[0, 1]')
@@ -611,8 +612,9 @@ def conformal(probs, labels, n_options=None, *, method='lac', alpha=0.1) -> tupl
 class Measure(NamedTuple):
     """A metric as a row of `MEASURES`; a new metric is a function and a row.
 
-    needs: how the function is called, with probs [N, K] or, if 'prediction', also confidences [N]
-        'prediction', 'options'  function(probs, labels)
+    needs: how the function is called
+        'prediction'             function(probs, labels), probs [N, K] or confidences [N]
+        'options'                function(probs, labels), probs [N, K] as in the other two
         'n_options'              function(probs, labels, n_options=n_options)
         'scores'                 function(probs, labels, scores=scores)
     tables: the tables that show it, with bootstrap intervals: 'runs', which a training run prints;

@@ -429,7 +429,8 @@ class CausalLM(nn.Module):
     They are divided by the temperature. The loss computes the logits from them:
     cap * tanh(hidden @ head.T / cap) with cap = `softcap`. `masks`, one per layer (see
     attention.py), replace those that `ends` describes, as for a cache. With `at`, int [M], only the
-    hidden states [1, M, D] at these indices into B * T are returned: the last MLP skips the others.
+    hidden states [1, M, D] of these tokens are returned, and the last MLP skips the others. They
+    are indices into the B * T tokens, row after row, and may repeat.
     """
 
     def __init__(self, config: ModelConfig):

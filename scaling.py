@@ -38,7 +38,8 @@ def fit_temperature_to_base(scores, base_scores) -> float:
 
     DACA, Luo et al. 2025 (arXiv 2505.16690): the T of least KL divergence from softmax(base_scores)
     to softmax(scores / T), over the rows where both models predict the same option; the others make
-    T too large. Raises ValueError if every prediction differs.
+    T too large. T is only as good as the calibration of the base model. Both scores are float
+    [N, K], -inf for a missing option. Raises ValueError if every prediction differs.
     """
     scores, base_scores = _check_scores(scores), _check_scores(base_scores, 'base_scores')
     if scores.shape != base_scores.shape:

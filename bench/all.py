@@ -26,10 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
-
-import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -83,6 +80,7 @@ def command(name, options, out, ours=False):
 
 def run_all(options):
     """Run the scripts that are wanted and write the page; return 1 if one of them failed."""
+    import torch
     folder, failed = Path(options.out), []
     end = time.monotonic() + 60 * options.minutes if options.minutes else None
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,16 +121,17 @@ def run_script(arguments, end):
 
 def page(folder):
     """Return the Markdown page of the results in `folder`."""
-    parts = [f'# Benchmarks\n\n{date.today()}. Made by `python bench/all.py`; below each title '
-             'stand the command and the versions of its own run.\n']
+    parts = ['# Benchmarks\n\nMade by `python bench/all.py`. Below each title stand the command of '
+             'its own run, its date and the versions.\n']
     for name, what in WHAT.items():
         paths = sorted(folder.glob(f'{name}*.json'))
         parts += [f'## {what}'] * bool(paths)
         for path in paths:
             content = load(path)
-            versions = ', '.join(f'{key} {value}' for key, value in content['versions'].items()
-                                 if value)
-            parts += [f'`{content["command"]}`: {versions}', tables_of(name, content)]
+            of_run = {'date': content.get('date')} | content['versions']
+            parts += [f'`{content["command"]}`: '
+                      + ', '.join(f'{key} {value}' for key, value in of_run.items() if value),
+                      tables_of(name, content)]
             if path.with_suffix('.png').exists():
                 parts.append(f'![{what}]({path.stem}.png)')
     return '\n\n'.join(part.strip() for part in parts) + '\n'

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -158,8 +159,8 @@ def memory_rate():
 def save(path, tables, **more):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {'command': f'python {" ".join(sys.argv)}', 'versions': versions(), **more,
-               'tables': tables}
+    content = {'command': f'python {" ".join(sys.argv)}', 'date': str(date.today()),
+               'versions': versions(), **more, 'tables': tables}
     write_text(path, json.dumps(content, indent=1) + '\n')
     print(f'wrote {path}')
 

@@ -28,7 +28,6 @@ from data.tasks import load_tasks
 from data.tokenizer import load_model_tokenizer
 from evaluate import EvalConfig, evaluate
 from runtime import checkpoint
-from runtime.device import compile_blocks
 from runtime.errors import ConfigError
 from evaluate import option_log_probs, row_lengths
 
@@ -41,7 +40,7 @@ class BenchConfig:
     tokenizer: str | None = None    # a folder with a tokenizer
     sample: int = 1024              # questions on which the Hugging Face loop is timed
     ours: bool = False              # only ours, without the Hugging Face loop
-    variants: bool = False          # also time our forward pass with fewer kernels, and compiled
+    variants: bool = False          # also time our forward pass with fewer kernels
     plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_eval.json'
 
@@ -49,9 +48,9 @@ class BenchConfig:
 # attention of the Hugging Face model, prompts per batch
 PEERS = {'gemma2_2b': ('flex_attention', 16), 'llama32_1b': ('sdpa', 32),
          'llama31_8b': ('sdpa', 32), 'mistral_7b': ('sdpa', 32)}
-# of our forward pass: (triton_ops.KERNELS, decoder.attention), None for compiled blocks
+# of our forward pass: (triton_ops.KERNELS, decoder.attention)
 VARIANTS = {'all kernels': (True, 'auto'), 'the kernel of attention alone': (False, 'auto'),
-            'no kernels, FlexAttention': (False, 'flex'), 'compiled blocks, FlexAttention': None}
+            'no kernels, FlexAttention': (False, 'flex')}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -126,12 +125,7 @@ def measure_ours(raw, config, folder, rate):
 def time_variants(model, trees):
     """Return {variant: seconds to score `trees`} in rows of one length, after a warm-up."""
     seconds = {}
-    for name, variant in VARIANTS.items():
-        if variant:
-            triton_ops.KERNELS, model.decoder.attention = variant
-        else:
-            triton_ops.KERNELS = True
-            compile_blocks(model)
+    for name, (triton_ops.KERNELS, model.decoder.attention) in VARIANTS.items():
         for _ in range(2):      # the first time kernels are loaded or compiled
             started = now()
             option_log_probs(model, trees, pack_len=16384, trim=0)

@@ -60,7 +60,7 @@ def bench(config):
                             side_files=config.tokenizer)
             free_memory()
             write_languages(config, Path(folder))
-            table = {'shape': shape, 'languages': config.languages,
+            table = {'shape': shape, 'languages': config.languages, 'limit': config.limit,
                      'results': measure(config, Path(folder))}
         print_table(table)
         yield table
@@ -126,6 +126,7 @@ def print_table(table):
         cells = [f'{row[key]:.1f} | {one[key] / max(row[key], 0.01):.2f}'
                  for key in ('seconds', 'scoring_s')]
         same = {None: '', True: 'yes', False: 'no'}[row['same']]
+        name = name.replace('deterministic', f'deterministic, {table["limit"]} questions each')
         print(f'| {name} | {" | ".join(cells)} | {same} |')
     sys.stdout.flush()
 

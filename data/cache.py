@@ -151,20 +151,16 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
 
 def _encoded(rows, encode, workers):
     """Yield the result of `encode` for each row, in order, or a DataError."""
-    global _encode
-    _encode = encode    # workers inherit it with its tokenizer, which cannot be pickled
+    def encode_row(place_and_row):
+        return parsed(*place_and_row, encode)
     if workers <= 1:
-        yield from map(_encode_row, rows)
+        yield from map(encode_row, rows)
         return
     with contextlib.ExitStack() as stack:
         try:
-            pool = stack.enter_context(forked_pool(workers))
+            imap = stack.enter_context(forked_pool(workers, encode_row))
         except OSError as error:
             raise DataError(f'cannot start {workers} processes for tokenizing: {error}. They need '
                             f'a writable /dev/shm and free process slots; --workers=1 uses '
                             f'none') from error
-        yield from pool.imap(_encode_row, rows, chunksize=64)
-
-
-def _encode_row(place_and_row):
-    return parsed(*place_and_row, _encode)
+        yield from imap(rows, chunksize=64)

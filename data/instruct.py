@@ -124,7 +124,8 @@ def read_prompts(path, tokenizer, template, add_bos):
         messages = (to_messages(row) if 'messages' in row else
                     [{'role': 'user', 'content': require_text(row['prompt'], 'the prompt')}])
         if not messages or messages[-1].get('role') != 'user':
-            raise DataError("the last message must be the user's")
+            role = messages[-1].get('role') if messages else None
+            raise DataError(f"the last message must have the role 'user', not {role!r}")
         if not template and 'messages' in row:
             raise DataError('"messages" need a chat template: leave out --raw')
         places[row['id']] = place

@@ -13,7 +13,7 @@ from data.benchmarks import BENCHMARKS, CATEGORY, GENERIC, generic_row
 from data.files import draw, fetch, parse_rows, read_rows, require_text
 from data.prompts import LETTERS, P_TRUE, PROMPT_FORMATS, Item, check_prompt_format
 from runtime.errors import DataError
-from runtime.processes import parallel_map
+from runtime.processes import cores, parallel_map
 
 
 @dataclass
@@ -116,7 +116,8 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
             for language in _languages(benchmark, source, task, languages)
             for part in (split, 'shots')[:1 + bool(shots)]]
     n_bytes = sum(os.path.getsize(file) for files, *_ in jobs for file in files)
-    for i, (items, messages) in enumerate(parallel_map(read, jobs, worth_it=n_bytes > 2e7)):
+    worth_it = n_bytes > 2e7 and cores() >= 4   # two processes are not faster
+    for i, (items, messages) in enumerate(parallel_map(read, jobs, worth_it)):
         bad += messages
         if shots and i % 2:
             for question in items:

@@ -22,8 +22,8 @@ from runtime.sandbox import require_sandbox
 HELP = """\
 A task is read from its dataset on the hub, or from a folder as task:folder. In both, the first
 pattern with a match is used. task:file reads one file, with --shots=0. The files of `test` are
-scored. Those of `shots` are read unless --shots=0, those of `validation` for --fit_temperature if
-they exist.
+scored. The files of `shots` are read unless --shots=0. The files of `validation`, if there are any,
+are read for --fit_temperature.
 """
 
 TASKS = *BENCHMARKS, *FREE_TASKS, 'p_ik', *INSTRUCTIONS
@@ -58,6 +58,12 @@ class Task:
                        if key not in ('place', 'digest', 'orders', 'published')}
             digest.update(repr(content).encode())
         return digest.hexdigest()
+
+    @property
+    def keys(self):
+        """Return {(split, language, id)} of all questions or texts, as in their samples."""
+        return {(split, item.language, item.id) for split, items in (
+            ('test', self.items), ('validation', self.validation)) for item in items}
 
     @property
     def counts(self):

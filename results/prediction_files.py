@@ -7,6 +7,7 @@ wrote are converted here for every other reader too.
 """
 
 import argparse
+import contextlib
 import gzip
 import json
 import os
@@ -71,32 +72,50 @@ example: python metrics.py out/base/samples.jsonl
 
 def _read_rows(path, group, norm):
     """Yield (task, what _parse returns) of each line; ValueError begins with the line number."""
-    first_kinds = {}
+    first_kinds, rows = {}, []
     with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
+            with _wanted(number):
+                if line.strip():
+                    rows.append((number, json.loads(line.decode('utf-8-sig'))))
+    latest = {_question(row): row['prompt'] for _, row in rows if _question(row)}
+    for number, row in rows:
+        with _wanted(number):
+            if not isinstance(row, dict):
+                raise ValueError(f'not a JSON object: {str(row)[:40]}')
+            if row.get('split') == 'validation' or (
+                    _question(row) and row['prompt'] != latest[_question(row)]):
                 continue
-            try:
-                row = json.loads(line.decode('utf-8-sig'))
-                if not isinstance(row, dict):
-                    raise ValueError(f'not a JSON object: {str(row)[:40]}')
-                if row.get('split') == 'validation':
-                    continue
-                if 'filtered_resps' in row:
-                    task, parsed = group, _parse(harness_sample(row, norm), 'token')
-                else:
-                    task, parsed = str(row.get('task', '')), _parse(row, norm)
-                first = first_kinds.setdefault(task, parsed[0])
-                if (first == 'confidence') != (parsed[0] == 'confidence'):
-                    raise ValueError(f'{parsed[0]}, but the task begins with {first}')
-            except (ValueError, OverflowError, RecursionError) as error:
-                raise ValueError(
-                    f'{number}: {str(error).removeprefix("row 0: ")}. Wanted: a JSON object with '
-                    f'probs (or log_probs) and answer, or confidence and correct, or a line of '
-                    f'multiple choice by lm_eval --log_samples') from None
-            yield task, parsed
+            if 'filtered_resps' in row:
+                task, parsed = group, _parse(harness_sample(row, norm), 'token')
+            else:
+                task, parsed = str(row.get('task', '')), _parse(row, norm)
+            first = first_kinds.setdefault(task, parsed[0])
+            if (first == 'confidence') != (parsed[0] == 'confidence'):
+                raise ValueError(f'{parsed[0]}, but the task begins with {first}')
+        yield task, parsed
     if not first_kinds:
         raise ValueError(' no row to score')
+
+
+@contextlib.contextmanager
+def _wanted(number):
+    """Begin a ValueError in the block with the number of the line; say what a line should be."""
+    try:
+        yield
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f'{number}: {str(error).removeprefix("row 0: ")}. Wanted: a JSON object with probs (or '
+            f'log_probs) and answer, or confidence and correct, or a line of multiple choice by '
+            f'lm_eval --log_samples') from None
+
+
+def _question(row):
+    """Return the question or text of a sample of evaluate.py, whose latest prompt counts; or ()."""
+    keys = 'task', 'split', 'language', 'id', 'prompt'
+    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
+        return ()
+    return *(row[key] for key in keys[:3]), str(row.get('text', row['id']))
 
 
 def harness_task(path) -> tuple[str, str, str]:

@@ -84,6 +84,8 @@ def difference(settings, old):
         if settings.get(key) != old.get(key):
             if key == 'code':
                 return 'of other code: model.py or a file that it needs has been edited since'
+            if key in ('model', 'tokenizer'):       # hashes
+                return f'of another {key}'
             return f'with {key} = {old.get(key)!r}, not {settings.get(key)!r}'
     return ''
 

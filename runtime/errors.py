@@ -20,7 +20,7 @@ class TrainingError(RuntimeError):
 
 
 class ProcessError(RuntimeError):
-    """Another of the processes that torchrun started has ended."""
+    """Another process that this one needs has ended."""
 
 
 class Stopped(Exception):

@@ -90,8 +90,8 @@ def trained_template(folder):
     settings = training_settings(folder)
     if settings.get('data_kind') != 'instruct' or 'template' not in settings:
         raise ConfigError(f'chat = trained, but {folder} was not trained here on conversations; '
-                          f'name the template, for example --chat=llama3, or ask in plain text: '
-                          f'--chat=none of evaluate.py, --raw of sample.py and generate.py')
+                          f'name the template, for example --chat=tulu, or use plain text: '
+                          f'--chat=none (in sample.py and generate.py --raw)')
     return settings['template']
 
 

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ import train
 from common import HERE, config
 from results import compare
 from runtime.config import dump_config, load_config, read_assignments
-from runtime.errors import ConfigError, DataError
+from runtime.errors import ConfigError, DataError, ProcessError
 from runtime.processes import forked_pool
 
 
@@ -340,18 +341,52 @@ def action_of_sigterm(_):
 
 
 def test_workers_end_by_sigterm():
-    """Pool ends them so; with train.py's handler in them one pool in forty never ended."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        with forked_pool(2) as pool:
-            assert pool.map(action_of_sigterm, range(8)) == [signal.SIG_DFL] * 8
+        with forked_pool(2, action_of_sigterm) as imap:
+            assert [*imap(range(8))] == [signal.SIG_DFL] * 8
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         with pytest.raises(DataError, match='bad'):
-            with forked_pool(2):
-                raise DataError('bad')
+            with forked_pool(2, time.sleep) as imap:
+                next(imap([0, 60, 60]))
+                raise DataError('bad')      # which does not wait for the workers
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_worker_that_is_killed_ends_the_work_with_a_message():
+    with pytest.raises(ProcessError, match='one of 2 processes on this machine was killed'):
+        with forked_pool(2, lambda x: os.kill(os.getpid(), x)) as imap:
+            list(imap([signal.SIGKILL, 0]))
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+    """A worker that waits for a task is not left behind."""
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(HERE)!r})
+from runtime.processes import forked_pool
+def work(x):
+    open(f'worker-{{os.getpid()}}', 'w').close()
+with forked_pool(3, work) as imap:
+    list(imap(range(300)))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, timeout=60)   # waits for all
+    assert done.returncode == -signal.SIGKILL
+    workers = [int(path.name.partition('-')[2]) for path in tmp_path.glob('worker-*')]
+    ends = time.monotonic() + 20
+    while any(map(running, workers)) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert workers and not any(map(running, workers))
+
+
+def running(pid):
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.slow
@@ -363,7 +398,7 @@ from runtime.processes import forked_pool
 signal.signal(signal.SIGTERM, lambda *_: print('the handler of the parent ran', flush=True))
 for _ in range(300):
     try:
-        with forked_pool(2):
+        with forked_pool(2, print):
             raise ValueError
     except ValueError:
         pass

@@ -223,7 +223,7 @@ def test_an_edited_template_makes_new_tokens_in_the_same_cache(tmp_path):
 
 
 def test_an_unwritable_dev_shm_is_not_blamed_on_the_cache(tmp_path, tokenizers, monkeypatch):
-    def no_semaphores(workers):
+    def no_semaphores(workers, function):
         raise OSError(30, 'Read-only file system')
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
     monkeypatch.setattr(cache, 'forked_pool', no_semaphores)

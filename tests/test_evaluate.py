@@ -816,7 +816,7 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     weights = load_file(tmp_path / 'changed' / 'model' / 'model.safetensors')
     save_file({k: 1.1 * x for k, x in weights.items()},
               tmp_path / 'changed' / 'model' / 'model.safetensors')
-    with pytest.raises(ConfigError, match='holds samples with model = '):
+    with pytest.raises(ConfigError, match='holds samples of another model'):
         scored(tmp_path / 'changed', tmp_path / 'whole')
     assert scored(tmp_path / 'changed', tmp_path / 'whole', '--overwrite')['tasks']['global_mmlu'][
         'pooled']['n'] == 120

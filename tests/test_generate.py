@@ -387,8 +387,12 @@ def test_rows_of_a_large_vocabulary_are_drawn_as_each_one_alone(rules):
     values = draw(logits, uniforms, s, V - 9)
     for row in range(11):
         log_q = warped(logits[row:row + 1, :V - 9], s)[0].double() if s.temperature else None
-        token = (logits[row, :V - 9].argmax() if log_q is None else
-                 (log_q.exp().cumsum(0) > uniforms[row]).byte().argmax())
+        token = int(values[row, 0])
+        if log_q is None:
+            assert token == logits[row, :V - 9].argmax()
+        else:       # up to the rounding of a sum
+            before = float(log_q[:token].exp().sum())
+            assert before - 1e-6 < uniforms[row] < before + float(log_q[token].exp()) + 1e-6
         log_p = logits[row].double().log_softmax(0)
         expected = [token, log_p[token], 0 if log_q is None else log_q[token],
                     -(log_p.exp() * log_p).sum()]
@@ -639,11 +643,13 @@ def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_pat
     changed = [QUESTIONS[0] | {'prompt': 'When?'}, *QUESTIONS[1:]]
     assert len(run(chat_folder, tmp_path, '--n=2', '--confidence', '--per_token',
                    questions=changed)) == 4
+    assert f'rows of {out} that answer prompts not in {tmp_path / "prompts.jsonl"}: 1' in (
+        capsys.readouterr().out)
     for argument in ('--n=3', '--seed=1', '--temperature=0.5'):
         with pytest.raises(ConfigError, match='has answers with .*choose another --out'):
             run(chat_folder, tmp_path, '--confidence', '--per_token', '--n=2', argument)
     rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].mul_(1.1))
-    with pytest.raises(ConfigError, match='has answers with model'):
+    with pytest.raises(ConfigError, match='has answers of another model'):
         run(chat_folder, tmp_path, '--n=2', '--confidence', '--per_token')
     assert len(run(chat_folder, tmp_path, '--overwrite')) == 3
     monkeypatch.setenv('HOME', str(tmp_path))
@@ -666,7 +672,7 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
     for row, message in (
             ({'text': 'x'}, 'prompts.jsonl:2: fields text; wanted either "prompt" or "mess'),
             ({'prompt': 5}, 'the prompt is not text'), ({'messages': ['x']}, 'must be a list of'),
-            ({'messages': []}, "the last message must be the user's"),
+            ({'messages': []}, "the last message must have the role 'user', not None"),
             ({'prompt': 'a', 'id': [1]}, 'neither text nor a whole number'),
             ({'prompt': 'a', 'id': True}, 'neither text nor a whole number'),
             ({'prompt': 'a', 'id': '0'}, r"the id '0' is already at .*prompts.jsonl:1"),

@@ -36,7 +36,7 @@ def result(**more):
 
 
 def test_parallel_map_forks_only_if_it_is_worth_it(monkeypatch):
-    monkeypatch.setattr(processes, '_cores', lambda: 2)
+    monkeypatch.setattr(processes, 'cores', lambda: 2)
 
     def parents(worth_it):
         return {*processes.parallel_map(operator.call, [os.getppid] * 3, worth_it=worth_it)}
