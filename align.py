@@ -27,7 +27,6 @@ if __name__ == '__main__':
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -52,6 +51,7 @@ from runtime.errors import ConfigError
 from runtime.loss import loss_options
 from runtime.ownership import temporary
 from runtime.parallel import evaluating, gather, rank, reshard, sum_over_processes, world_size
+from runtime.processes import cores
 
 # ---- Pairwise losses -----------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Preferences:
             cfg.data, tokenizer, template=cfg.template, max_length=cfg.max_length,
             pack_len=cfg.pack_len, add_bos=begins_with_bos(tokenizer, cfg.add_bos),
             revision=cfg.data_revision, cache_dir=cfg.cache_dir, on_bad_row=cfg.on_bad_row,
-            workers=cfg.workers or os.cpu_count())
+            workers=cfg.workers or cores())
         masks = [mask for _, mask in self.sequences]
         best = np.mean([np.count_nonzero(mask == 1) for mask in masks])
         worst = np.mean([np.count_nonzero(mask == mask[-1]) for mask in masks])

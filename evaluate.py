@@ -165,8 +165,8 @@ def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute
     else:
         rows = pack_alone(counted()) if deterministic else pack_trees(counted(), pack_len)
         batches = stack_rows(rows, 1 if deterministic else batch_rows, 0 if deterministic else trim)
-    # Where processes share the weights, a batch holds other rows. Products of the few rows that are
-    # read were then rounded in another way, so deterministic scores need those of all rows.
+    # products of the few rows that are read can be rounded in another way where processes share the
+    # weights, so deterministic scores need those of all rows
     forward = functools.partial(forward_values, compute=compute, every_token=deterministic)
     for copy, scored in launch(load, batches, forward, dropout_seed, sharded):
         for (index, number, _, _), value in zip(scored, copy.values(), strict=True):
@@ -217,11 +217,11 @@ def launch(load, batches, forward, dropout_seed, sharded):
 def forward_values(model, arrays, scored, compute=token_log_probs, every_token=False):
     """Return `compute` of each of `scored`, [M, C], on the model's device.
 
-    every_token: compute the last layer for tokens that predict nothing, too
+    every_token: compute the last MLP for every token, not only where a prediction is read
     """
     inputs = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     at, tokens = (torch.tensor([entry[i] for entry in scored]) for i in (2, 3))
-    rows, at = at.unique(return_inverse=True)   # several tokens may have one prediction
+    rows, at = at.unique(return_inverse=True)   # a row may predict several tokens
     *inputs, rows = (device.to_device(x, model.head.device) for x in (*inputs, rows))
     hidden = model(*inputs).flatten(0, 1)[rows] if every_token else model(*inputs, at=rows)[0]
     return compute(hidden, model.head, at, tokens, model.softcap)

@@ -442,7 +442,8 @@ def _plain(logits, h, w, target, s, softcap, coefficients, scale):
 
 
 def _coefficients(loss, s, rows):
-    """Return [a, b, c, e, f] of rows of s: floats or float32 [n]; absent b or c: None, no work."""
+    """Return [a, b, c, e, f] for rows of s, each a float or float32 [n]; None for b or c if absent.
+    """
     coefficients = {'a': 0, 'b': None, 'c': None, 'e': 0, 'f': 0} | loss.coefficients(s)
     unknown = ', '.join(map(repr, [*coefficients][5:]))
     _require(not unknown, f'the coefficients are a, b, c, e and f, got {unknown}')

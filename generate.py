@@ -305,7 +305,7 @@ def main(argv):
         print(f'to answer: {len(left):,} of {len(prompts):,} prompts, {cfg.n} times each',
               flush=True)
         if others := len(done) - (len(prompts) - len(left)):
-            print(f'rows of {out} that answer prompts not in {cfg.prompts}: {others:,}')
+            print(f'{out} also has {others:,} rows for prompts that are not in {cfg.prompts}')
         left = left[rank::n_processes]
         progress, n_tokens = log.Progress('answers', len(left), 'prompts'), 0
         started, ids = time.perf_counter(), [ids for _, ids in left]

@@ -182,7 +182,8 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
     Berta et al. 2025 (arXiv 2501.19195). The refinement is the loss after scaling by the
     temperature of least NLL, as in their probmetrics ('temp-scaling', fitted on all rows). So
     nll_refinement is about 1/2N nats too small, and nll_calibration is never negative. An option of
-    probability 0 stays at 0, unless it is the label: 2.2e-16 as in `nll`. scores: those of `nll`.
+    probability 0 stays at 0, unless it is the label, which then has 2.2e-16, as in `nll`. scores:
+    those of `nll`.
     """
     whole = {'nll': nll(probs, labels, scores=scores), 'brier': brier(probs, labels)}
     probs, labels, _ = check_probs(probs, labels)
@@ -245,7 +246,8 @@ def mce_bin(probs, labels, n_bins=10) -> tuple[float, int]:
 def ece_sweep(probs, labels) -> float:
     """Return the ECE with as many equal-mass bins as keep accuracy monotonic in confidence.
 
-    Roelofs et al. 2022: `ece_equal_mass` for the last n_bins of 1..10,000 before acc(B) decreases.
+    Roelofs et al. 2022: `ece_equal_mass` with the largest n_bins, up to 10,000, that is reached
+    before the accuracy decreases from one bin to the next.
     """
     confidence, correct, tie_ends = sort_by_confidence(probs, labels)
     n, last_tie, best = len(correct), np.repeat(tie_ends, np.diff(tie_ends, prepend=0)), 0.0
@@ -575,8 +577,9 @@ def conformal_sets(probs, labels, n_options=None, *, method='lac', alpha=0.1) ->
     row with probability 1 - alpha or more, whatever the model, if rows are exchangeable.
 
         'lac'   s_ik = 1 - p_ik, Sadinle et al. 2019: the smallest sets on average
-        'aps'   s_ik = sum of p_ij over the options j from the most probable one to k, equal ones
-                in order, Romano et al. 2020 without random term: sets grow with difficulty
+        'aps'   s_ik = sum of p_ij over the options j from the most probable one to k; of equal
+                options the first comes first. Romano et al. 2020, without their random term: sets
+                grow with difficulty
 
     No row is in its own quantile, so no separate calibration set is needed; over all N rows the
     coverage is k / N except for ties. A set may be empty.
@@ -614,7 +617,7 @@ class Measure(NamedTuple):
 
     needs: how the function is called
         'prediction'             function(probs, labels), probs [N, K] or confidences [N]
-        'options'                function(probs, labels), probs [N, K] as in the other two
+        'options'                function(probs, labels), with probs [N, K], like the next two
         'n_options'              function(probs, labels, n_options=n_options)
         'scores'                 function(probs, labels, scores=scores)
     tables: the tables that show it, with bootstrap intervals: 'runs', which a training run prints;

@@ -21,7 +21,8 @@ else:
 #
 # A resample is a count of how often each row was drawn. Means are sums of a matrix of counts [R, N]
 # times per-row terms [N]. A metric in bins needs sums of gaps over ranges of the drawn rows in
-# ascending order. They are differences of cumulative sums, and rows are sorted once for all.
+# ascending order. They are differences of cumulative sums, and the rows are sorted once,
+# for all resamples.
 
 
 def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
@@ -58,15 +59,18 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
 
 
 def _equal_keys(sums, report):
-    """The keys for which sums, {key: [1]}, and the functions, in a report, give the same value."""
+    """Return the keys whose value in `sums`, {key: [1]}, equals that in `report`."""
     return {key for key in sums.keys() & report.keys()
             if np.isclose(sums[key][0], report[key], 1e-9, 1e-9, equal_nan=True)}
 
 
 @functools.cache
 def _unedited(measures):
-    """The keys of `measures` that equal the sums on 350 rows of 2 to 5 options, with ties, over-
-    and underconfident: on the few rows of a user another formula may agree by chance."""
+    """Return the keys of `measures` whose function equals the sums on 350 rows.
+
+    They have 2 to 5 options, ties, over- and underconfidence. On the few rows of a user another
+    formula may agree by chance.
+    """
     random = np.random.default_rng(0)
     n_options = np.append(5, random.integers(2, 6, 349))
     scores = np.where(np.arange(5) < n_options[:, None], random.integers(-4, 4, (350, 5)), -np.inf)
@@ -158,18 +162,20 @@ class _SortedRows:
         self.order = rows[np.argsort(probability[rows], kind='stable')]     # int [M]
         ordered = probability[self.order]
         self.gaps = ordered.astype(np.float64) - outcome[self.order]        # probability - outcome
-        # after how many rows the tie ends in which the first 0 .. M rows end, and each bin of width
+        # tie_ends[i]: number of rows up to the end of the tie that row i - 1 is in
+        # width_ends[m]: number of rows up to the end of bin m
         self.tie_ends = np.append(0, np.searchsorted(ordered, ordered, side='right'))
         self.width_ends = np.searchsorted(metrics.equal_width_bins(ordered, n_bins),
                                           np.arange(n_bins), side='right')
         self.chunk_ends = functools.partial(chunk_ends, n_bins=n_bins)
 
     def bins(self, counts, *more_ends):
-        """Yield (size, sum of gaps), both [R, bins], of each resample's bins: of equal width; of
-        equal mass, with ties in one bin; and for each of more_ends, that end after so many draws.
+        """Yield (size, sum of gaps), both [R, bins], for several kinds of bins of each resample.
+
+        First for bins of equal width, then for bins of equal mass, in which ties stay together,
+        then for each of more_ends, bins that end after these numbers of draws.
         """
-        # a position on a line is that of a draw: resample r begins at r (N + 1), so that one search
-        # finds the positions of all
+        # resample r has the positions from r (N + 1) on a line, so one search serves all resamples
         first = (counts.shape[1] + 1) * np.arange(len(counts))[:, None]
         counts = np.take(counts, self.order, axis=1)
         # [R, M + 1]: where the draws of the first 0 .. M rows end, and the sum of their gaps

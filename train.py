@@ -161,6 +161,7 @@ from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import loss_options, parse_loss
 from runtime.parallel import (barrier, evaluating, first_process_first, gather, rank,
                               sum_over_processes, world_size)
+from runtime.processes import cores
 
 # Keys that may differ when a run is resumed; all others decide its weights.
 FREE_KEYS = {'out_dir', 'overwrite', 'resume', 'save_every', 'log_every', 'val_every', 'tracker',
@@ -212,7 +213,7 @@ def load_sequences(cfg, tokenizer):
     """Return (all sequences, indices of those to train on, indices of the held-out sequences)."""
     common = {'max_length': cfg.max_length, 'add_bos': begins_with_bos(tokenizer, cfg.add_bos),
               'revision': cfg.data_revision, 'cache_dir': cfg.cache_dir,
-              'on_bad_row': cfg.on_bad_row, 'workers': cfg.workers or os.cpu_count()}
+              'on_bad_row': cfg.on_bad_row, 'workers': cfg.workers or cores()}
     if cfg.data_kind == 'instruct':
         common |= {key: getattr(cfg, key) for key in ('template', 'answers', 'train_on_inputs')}
     load = {'instruct': load_conversations, 'text': load_text, 'questions': load_answers}

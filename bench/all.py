@@ -121,16 +121,16 @@ def run_script(arguments, end):
 
 def page(folder):
     """Return the Markdown page of the results in `folder`."""
-    parts = ['# Benchmarks\n\nMade by `python bench/all.py`. Below each title stand the command of '
-             'its own run, its date and the versions.\n']
+    parts = ['# Benchmarks\n\nMade by `python bench/all.py`. Below each title: command, date and '
+             'versions of each run.\n']
     for name, what in WHAT.items():
         paths = sorted(folder.glob(f'{name}*.json'))
         parts += [f'## {what}'] * bool(paths)
         for path in paths:
             content = load(path)
-            of_run = {'date': content.get('date')} | content['versions']
+            details = {'date': content.get('date')} | content['versions']
             parts += [f'`{content["command"]}`: '
-                      + ', '.join(f'{key} {value}' for key, value in of_run.items() if value),
+                      + ', '.join(f'{key} {value}' for key, value in details.items() if value),
                       tables_of(name, content)]
             if path.with_suffix('.png').exists():
                 parts.append(f'![{what}]({path.stem}.png)')
@@ -200,6 +200,7 @@ def compare(old, new, options):
     A commit can also be a folder that holds its files.
     """
     measured, added = {}, []       # what -> {side: [number, number]}
+    names = [name for name in options.only if name != 'several_gpus']   # which has no --ours
     with tempfile.TemporaryDirectory() as folder:
         trees = {'old': Path(old), 'new': Path(new)}
         try:
@@ -210,7 +211,7 @@ def compare(old, new, options):
                     added.append(trees[side])
             for turn, side in itertools.product((1, 2), trees):
                 print(f'{side}, run {turn} of 2', flush=True)
-                for name in (name for name in options.only if name != 'several_gpus'):
+                for name in names:
                     for what, value in measure_ours(name, options, trees[side], folder).items():
                         measured.setdefault(what, {}).setdefault(side, []).append(value)
         finally:
@@ -273,6 +274,8 @@ def main(argv=None):
     unknown = set(options.only) - WHAT.keys()
     if unknown or len(options.compare or ()) > 2:
         parser.error(f'--only takes {", ".join(WHAT)}; --compare one or two commits')
+    if options.compare and options.only == ['several_gpus']:
+        parser.error('--compare leaves out several_gpus')
     files = options.conversations, options.pairs, options.prompts, options.gsm8k
     if any(files) and not options.tokenizer:
         parser.error('--conversations, --pairs, --prompts and --gsm8k need --tokenizer')

@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import json
 import re
+import shlex
 import sys
 import time
 from datetime import date
@@ -112,8 +113,8 @@ def last_error(stderr):
 def byte_code(folder):
     """Return environment variables that keep Python's byte code in `folder`.
 
-    pip compiles a library when it installs it. Images of machines often leave that out and forbid
-    it afterwards, so that every start compiles 1,000 modules of torch again.
+    pip compiles a library when it installs it. Container images often skip this and set
+    PYTHONDONTWRITEBYTECODE, so that every start compiles 1,000 modules of torch.
     """
     return {'PYTHONPYCACHEPREFIX': str(Path(folder) / 'byte_code'), 'PYTHONDONTWRITEBYTECODE': ''}
 
@@ -159,7 +160,7 @@ def memory_rate():
 def save(path, tables, **more):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {'command': f'python {" ".join(sys.argv)}', 'date': str(date.today()),
+    content = {'command': f'python {shlex.join(sys.argv)}', 'date': str(date.today()),
                'versions': versions(), **more, 'tables': tables}
     write_text(path, json.dumps(content, indent=1) + '\n')
     print(f'wrote {path}')

@@ -126,7 +126,8 @@ def print_table(table):
         cells = [f'{row[key]:.1f} | {one[key] / max(row[key], 0.01):.2f}'
                  for key in ('seconds', 'scoring_s')]
         same = {None: '', True: 'yes', False: 'no'}[row['same']]
-        name = name.replace('deterministic', f'deterministic, {table["limit"]} questions each')
+        limit = f'deterministic, {table["limit"]} questions per language'
+        name = name.replace('deterministic', limit)
         print(f'| {name} | {" | ".join(cells)} | {same} |')
     sys.stdout.flush()
 

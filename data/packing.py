@@ -183,9 +183,9 @@ def prompt_trees(prompts):
 
 
 def pack_prompts(prompts, numbers):
-    """Return a Row with the prompts `numbers`, and {number: row indices of its tokens}.
+    """Return a Row with the prompts at the indices `numbers`, and {number: indices of its tokens}.
 
-    prompts: lists of tokens. The common beginning of those in the row is there once.
+    prompts: lists of tokens. The beginning that those in the row share is stored once.
     """
     row, trees = Row(), prompt_trees([prompts[i] for i in numbers])
     return row, {i: row.add(i, tree, ()) for i, tree in zip(numbers, trees)}

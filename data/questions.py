@@ -116,8 +116,10 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
             for language in _languages(benchmark, source, task, languages)
             for part in (split, 'shots')[:1 + bool(shots)]]
     n_bytes = sum(os.path.getsize(file) for files, *_ in jobs for file in files)
-    worth_it = n_bytes > 2e7 and cores() >= 4   # two processes are not faster
-    for i, (items, messages) in enumerate(parallel_map(read, jobs, worth_it)):
+    # all processes of torchrun read; two workers would not be faster than none
+    most = cores() // int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+    worth_it = n_bytes > 2e7 and min(most, len(jobs)) >= 4
+    for i, (items, messages) in enumerate(parallel_map(read, jobs, worth_it, most)):
         bad += messages
         if shots and i % 2:
             for question in items:

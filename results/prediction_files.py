@@ -72,20 +72,26 @@ example: python metrics.py out/base/samples.jsonl
 
 def _read_rows(path, group, norm):
     """Yield (task, what _parse returns) of each line; ValueError begins with the line number."""
-    first_kinds, rows = {}, []
+    first_kinds, rows, seen = {}, [], set()
     with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as lines:
         for number, line in enumerate(lines, 1):
-            with _wanted(number):
+            with _line_errors(number):
                 if line.strip():
                     rows.append((number, json.loads(line.decode('utf-8-sig'))))
-    latest = {_question(row): row['prompt'] for _, row in rows if _question(row)}
+    latest = {_sample_key(row): row['prompt'] for _, row in rows if _sample_key(row)}
     for number, row in rows:
-        with _wanted(number):
+        with _line_errors(number):
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
-            if row.get('split') == 'validation' or (
-                    _question(row) and row['prompt'] != latest[_question(row)]):
+            if row.get('split') == 'validation':
                 continue
+            if key := _sample_key(row):
+                answer = key, row['id'], row['prompt']
+                repeated = answer in seen
+                seen.add(answer)
+                # as in results.samples.latest_samples
+                if repeated or row['prompt'] != latest[key] or row.get('confidence', 0) is None:
+                    continue
             if 'filtered_resps' in row:
                 task, parsed = group, _parse(harness_sample(row, norm), 'token')
             else:
@@ -99,7 +105,7 @@ def _read_rows(path, group, norm):
 
 
 @contextlib.contextmanager
-def _wanted(number):
+def _line_errors(number):
     """Begin a ValueError in the block with the number of the line; say what a line should be."""
     try:
         yield
@@ -110,8 +116,8 @@ def _wanted(number):
             f'lm_eval --log_samples') from None
 
 
-def _question(row):
-    """Return the question or text of a sample of evaluate.py, whose latest prompt counts; or ()."""
+def _sample_key(row):
+    """Return a key of the question that a sample of evaluate.py belongs to; () for other rows."""
     keys = 'task', 'split', 'language', 'id', 'prompt'
     if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
         return ()

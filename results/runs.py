@@ -101,8 +101,8 @@ def read_run_samples(run):
         n, n_samples = result['pooled']['n'], len(test.get(task, ()))
         if n != n_samples:
             raise DataError(f'{path} has {n_samples} samples of {task}, but results.json was made '
-                            f'from {n}: with --limit, or after some were removed from their file. '
-                            f'Evaluate {task} again, without --limit or into another --out_dir')
+                            f'from {n} (another --limit, or some questions were removed). Evaluate '
+                            f'{task} again without --limit, or into another --out_dir')
     return {task: test[task] for task in run.results}, held_out
 
 

@@ -55,7 +55,8 @@ def warm_up(config, cfg, forward):
     """Load every kernel of a forward pass, which takes seconds, by running a model of two layers.
 
     The MLP of the last layer computes the scored tokens alone, so one layer would not be enough.
-    forward: (model, arrays of `Row.padded`, scored tokens) -> values, of two scored tokens
+    forward: (model, arrays of `Row.padded`, scored tokens) -> values; called with two scored
+        tokens, since Triton makes other code for a size of 1
     """
     device.pick_device(cfg.device)      # the current GPU of a new thread is the first one
     # Triton makes other code for sizes that are multiples of 16

@@ -5,12 +5,10 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
-from collections import deque
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import traceback
 from itertools import islice
+from multiprocessing.connection import wait
 
 from runtime.errors import ProcessError
 
@@ -33,63 +31,95 @@ def forked_pool(processes, function):
     """Yield `imap(items, chunksize=1)`, which yields function(x) for each item, in order.
 
     The forked processes inherit `function` and all that it needs; items and results are pickled.
-    ProcessError if a process is killed.
+    Each process has a pipe of its own: one that is killed, or ended here in the middle of its work,
+    blocks nobody. ProcessError if a process ends.
     """
-    others = set(multiprocessing.active_children())
-    # a signal right after the fork waits until the worker has replaced the handlers of its parent
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    context, workers = multiprocessing.get_context('fork'), {}      # pipe -> process
     try:
-        pool = ProcessPoolExecutor(processes, multiprocessing.get_context('fork'), _begin_worker,
-                                   (function,))
-        pool.submit(int)    # forks all processes
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    def imap(items, chunksize=1):
-        items, ahead = iter(items), deque()
+        # a signal right after the fork waits until the worker has replaced its parent's handlers
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         try:
-            while chunk := [*islice(items, chunksize)]:
-                ahead.append(pool.submit(_compute, chunk))
-                if len(ahead) > 8 * processes:
-                    yield from ahead.popleft().result()
-            while ahead:
-                yield from ahead.popleft().result()
-        except BrokenProcessPool:
-            raise ProcessError(f'one of {processes} processes on this machine was killed; the '
-                               f'memory may be too small for so many') from None
-    try:
-        yield imap
-    except BaseException:
-        for process in set(multiprocessing.active_children()) - others:
-            process.terminate()
-        raise
+            for _ in range(processes):
+                pipe, end = context.Pipe()
+                with end:       # so that the pipe is closed when this worker ends
+                    process = context.Process(target=_work, args=(function, end, [*workers, pipe]),
+                                              daemon=True)
+                    process.start()
+                workers[pipe] = process
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        yield lambda items, chunksize=1: _imap(workers, iter(items), chunksize)
     finally:
-        pool.shutdown(cancel_futures=True)
+        for process in workers.values():
+            process.terminate()
+        for pipe, process in workers.items():
+            process.join()
+            pipe.close()
 
 
-def _begin_worker(function):
-    global _function
-    _function = function
+def _imap(workers, items, chunksize):
+    chunks = enumerate(iter(lambda: [*islice(items, chunksize)], []))
+    busy, done, n_yielded = set(), {}, 0
+
+    def send_next(pipe):
+        if task := next(chunks, None):
+            with _named_end(workers[pipe]):
+                pipe.send(task)
+            busy.add(pipe)
+
+    for pipe in workers:
+        send_next(pipe)
+    while busy:
+        for pipe in wait(busy):
+            with _named_end(workers[pipe]):
+                number, results, error = pipe.recv()
+            done[number] = results, error
+            busy.remove(pipe)
+            send_next(pipe)
+        while n_yielded in done:
+            results, error = done.pop(n_yielded)
+            yield from results
+            if error:
+                raise error
+            n_yielded += 1
+
+
+@contextlib.contextmanager
+def _named_end(process):
+    """Raise ProcessError in place of the error of a pipe whose process has ended."""
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        process.join()
+        reason = ('it was killed, perhaps since the memory is too small for so many'
+                  if process.exitcode < 0 else 'see above')
+        raise ProcessError(f'a worker process ended with exit code {process.exitcode}: '
+                           f'{reason}') from None
+
+
+def _work(function, pipe, others):
+    """Compute chunks of items from `pipe` until the parent ends or closes it."""
+    for other in others:    # the parent's ends
+        other.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # the parent ends its workers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent():
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _compute(chunk):
-    return [_function(item) for item in chunk]
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            number, chunk = pipe.recv()
+            results, error = [], None
+            try:
+                for item in chunk:
+                    results.append(function(item))
+            except Exception as raised:
+                error = raised
+                error.add_note(traceback.format_exc())      # only its text can be pickled
+            pipe.send((number, results, error))
 
 
 def cores():
-    """Return the number of cores for this process, 1 where forking is unsafe."""
-    if sys.platform != 'linux':
-        return 1
-    return len(os.sched_getaffinity(0)) // int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+    """Return the number of cores of this process, 1 where forking is unsafe."""
+    return len(os.sched_getaffinity(0)) if sys.platform == 'linux' else 1
 
 
 def pick_threads(seconds=1.0):

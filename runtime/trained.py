@@ -91,7 +91,7 @@ def trained_template(folder):
     if settings.get('data_kind') != 'instruct' or 'template' not in settings:
         raise ConfigError(f'chat = trained, but {folder} was not trained here on conversations; '
                           f'name the template, for example --chat=tulu, or use plain text: '
-                          f'--chat=none (in sample.py and generate.py --raw)')
+                          f'--chat=none in evaluate.py, --raw in sample.py and generate.py')
     return settings['template']
 
 

@@ -28,7 +28,7 @@ import bench.train
 import fused_ce
 import triton_ops
 from bench import common as bench_common
-from common import sentencepiece_folder, write_rows
+from common import HERE, sentencepiece_folder, write_rows
 from model import CausalLM
 from runtime.config_json import config_from_hf
 from runtime.errors import ConfigError
@@ -224,7 +224,7 @@ def test_several_gpus(small, tmp_path, monkeypatch, capsys):
     table['results']['2 GPUs, deterministic'] |= {'same': False, 'seconds': 2.0, 'scoring_s': 0.5}
     table['results']['1 GPU, deterministic'] |= {'seconds': 3.0, 'scoring_s': 1.0}
     bench.several_gpus.print_table(table)
-    assert ('| 2 GPUs, deterministic, 9 questions each | 2.0 | 1.50 | 0.5 | 2.00 | no |'
+    assert ('| 2 GPUs, deterministic, 9 questions per language | 2.0 | 1.50 | 0.5 | 2.00 | no |'
             in capsys.readouterr().out)
     bench_common.save(tmp_path / 'gpus.json', [table])
     bench.several_gpus.main([f'--plot={tmp_path / "gpus.json"}'])
@@ -391,6 +391,11 @@ def test_results_read_back(tmp_path):
     content = bench_common.load(tmp_path / 'out' / 'x.json')
     assert content['tables'] == [{'n': 1}] and 'torch' in content['versions']
     assert json.loads((tmp_path / 'out' / 'x.json').read_text()) == content
+
+
+def test_the_page_of_the_kept_results_is_of_their_files():
+    folder = HERE / 'bench' / 'results'
+    assert bench.all.page(folder) == (folder / 'README.md').read_text(encoding='utf-8')
 
 
 def test_one_page_has_all_tables_and_two_commits_are_compared(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """configs"""
 
 import dataclasses
+import itertools
+import multiprocessing
 import os
 import re
 import shlex
@@ -355,10 +357,54 @@ def test_workers_end_by_sigterm():
     assert not {signal.SIGTERM, signal.SIGINT} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_a_worker_that_is_killed_ends_the_work_with_a_message():
-    with pytest.raises(ProcessError, match='one of 2 processes on this machine was killed'):
-        with forked_pool(2, lambda x: os.kill(os.getpid(), x)) as imap:
-            list(imap([signal.SIGKILL, 0]))
+LARGE = 'x' * 300_000       # more than a pipe holds
+
+
+@pytest.mark.parametrize('stop', [DataError, KeyboardInterrupt])
+def test_workers_that_still_write_large_results_are_ended(stop):
+    for _ in range(5):
+        with pytest.raises(stop):
+            with forked_pool(4, lambda x: LARGE) as imap:
+                for number, _ in enumerate(imap(range(200))):
+                    if number == 20:
+                        raise stop('bad')
+    assert not multiprocessing.active_children()
+
+
+def test_the_first_error_in_order_is_raised_with_its_traceback():
+    def work(x):
+        time.sleep(0.2 * (x == 3))
+        return 1 / (x - 3) if x < 9 else unknown        # noqa: F821
+    with forked_pool(2, work) as imap:
+        results = imap(range(12))
+        assert [next(results) for _ in range(3)] == [1 / (x - 3) for x in range(3)]
+        with pytest.raises(ZeroDivisionError) as error:
+            next(results)
+        assert 'return 1 / (x - 3)' in error.value.__notes__[0]
+
+
+def test_a_worker_that_ends_stops_the_work_with_a_message(capfd):
+    with pytest.raises(ProcessError, match='exit code -9: it was killed, perhaps since the memory'):
+        with forked_pool(2, lambda x: LARGE * (not os.kill(os.getpid(), x))) as imap:
+            list(imap([0, 0, signal.SIGKILL, 0, 0, 0]))
+    with pytest.raises(ProcessError, match='exit code 1: see above'):   # an unpicklable result
+        with forked_pool(2, lambda x: lambda: x) as imap:
+            list(imap(range(9)))
+    assert 'pickle' in capfd.readouterr().err
+
+
+def test_processes_that_cannot_be_started_leave_none_behind(monkeypatch):
+    fork, n_forks = os.fork, itertools.count()
+
+    def fork_twice():
+        if next(n_forks) == 2:
+            raise BlockingIOError(11, 'Resource temporarily unavailable')
+        return fork()
+    monkeypatch.setattr(os, 'fork', fork_twice)
+    with pytest.raises(BlockingIOError):
+        with forked_pool(4, print):
+            pass
+    assert not multiprocessing.active_children()
 
 
 def test_workers_end_with_a_parent_that_is_killed(tmp_path):

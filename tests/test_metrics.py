@@ -793,9 +793,15 @@ def test_metrics_as_a_program_prints_a_report_per_task(tmp_path):
     sample = {'task': 'mmlu', 'split': 'test', 'language': '', 'id': '1', 'answer': 0}
     write_rows(path, [sample | {'prompt': 'old', 'log_probs': [-1.0, -2.0]},
                       sample | {'prompt': 'new', 'log_probs': [-2.0, -1.0]},
+                      sample | {'id': '2', 'prompt': 'old', 'log_probs': [-2.0, -1.0]},
                       sample | {'id': '2', 'prompt': 'old', 'log_probs': [-2.0, -1.0]}])
     lines = [line.split() for line in run_metrics(path).stdout.split('\n')]
     assert ['n', '2'] in lines and ['accuracy', '0.0000'] in lines
+    # an answer that states no probability has none
+    sample = {key: sample[key] for key in sample if key != 'answer'} | {'prompt': ''}
+    write_rows(path, [sample | {'confidence': None, 'correct': True},
+                      sample | {'id': '2', 'confidence': 0.5, 'correct': True}])
+    assert ['n', '1'] in [line.split() for line in run_metrics(path).stdout.split('\n')]
     write_rows(path, [{'log_probs': [-80.0, -2.0], 'answer': 0}])
     assert ['nll', '78.0000'] in [line.split() for line in run_metrics(path).stdout.split('\n')]
 

@@ -174,7 +174,7 @@ def test_prompts_that_cannot_be_answered_are_refused(chat_folder, tmp_path):
             ([f'--model={chat_folder}', '--temperature=-1'], 'temperature = -1.0; it must be'),
             ([f'--model={chat_folder}', '--top_p=0'], 'top_p = 0.0; it must be between'),
             ([f'--model={chat_folder}', '--chat=llama3'], 'the model lacks'),
-            ([f'--model={base}', '--prompt=a'], 'or use plain text: .* generate.py --raw'),
+            ([f'--model={base}', '--prompt=a'], 'or use plain text: .*, --raw in sample.py'),
             ([f'--model={chat_folder}', f'--prompt={"fox " * 300}'],
              r'prompt 1 has \d+ tokens; it may have 1 to 199'),
             ([f'--model={chat_folder}', '--n=5'], 'n = 5 needs a temperature above 0'),
