@@ -72,7 +72,7 @@ def assert_same_model(folder, seed):
     wanted = dict(theirs.named_parameters())
     assert wanted.keys() == {key for key, _ in ours.named_parameters()}
     for key, p in ours.named_parameters():
-        assert off(p.grad, wanted[key].grad) < 5e-5, key
+        assert off(p.grad, wanted[key].grad) < 1e-4, key
 
 
 @pytest.mark.parametrize('seed', [*range(4), *(
