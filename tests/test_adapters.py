@@ -226,6 +226,7 @@ def test_the_adapters_of_a_run_and_adapters_of_adapters_are_refused(tmp_path):
         checkpoint.fetch(str(tmp_path / 'peft2'))
 
 
+@pytest.mark.slow
 def test_an_adapter_is_evaluated_and_answers_like_its_merged_model(tmp_path, capsys):
     merged = adapted(tmp_path, 'llama', {'target_modules': ALL})
     sentencepiece_folder(tmp_path / 'base', 'llama2')

@@ -303,6 +303,7 @@ def log_of(cfg):
         return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_learns_its_pairs_and_its_weights_can_be_loaded(base, tmp_path):
     cfg = config(base, tmp_path, ROWS, epochs=60, lr=3e-3, val_every=30, pictures=True)
     align.align(cfg)
@@ -314,6 +315,7 @@ def test_a_run_learns_its_pairs_and_its_weights_can_be_loaded(base, tmp_path):
     assert (tmp_path / 'run/loss.png').exists() and (tmp_path / 'run/tokenizer.model').exists()
 
 
+@pytest.mark.slow
 def test_lora_begins_at_its_reference_and_held_out_pairs_are_scored(base, tmp_path):
     rows = [{'prompt': f'Name {i}.', 'chosen': 'Yes.', 'rejected': 'No!'} for i in range(10)]
     cfg = replace(config(base, tmp_path, rows, epochs=30, lr=1e-2, lora=True, val_size=4,
@@ -327,6 +329,7 @@ def test_lora_begins_at_its_reference_and_held_out_pairs_are_scored(base, tmp_pa
 
 # ---- Reward models -------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_a_reward_model_is_that_of_transformers_and_no_language_model(base, tmp_path):
     transformers = pytest.importorskip('transformers')
     cfg = config(base, tmp_path, ROWS, method='reward', epochs=40, lr=3e-3)
@@ -375,6 +378,7 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
         assert off(p.grad, expected[name]) < 2e-5, name
 
 
+@pytest.mark.slow
 def test_a_reward_model_reports_the_calibration_of_held_out_pairs(base, tmp_path):
     rows = [{'prompt': f'Name {i}.', 'chosen': 'Yes.', 'rejected': 'No!'} for i in range(10)]
     cfg = replace(config(base, tmp_path, rows, method='reward', epochs=20, lr=1e-2, lora=True,

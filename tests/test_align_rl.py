@@ -389,6 +389,7 @@ def test_an_answer_without_a_loss_has_no_bonus_for_its_entropy(llama, values, tm
     assert (bonus > 0) == ('lost_accumulation' in values)
 
 
+@pytest.mark.slow
 def test_prompts_with_equal_rewards_are_replaced_as_often_as_is_said(llama, tmp_path):
     # a prompt of an even number is rewarded alike whatever the answer, others by chance
     cfg = config(llama, tmp_path, n=8, batch_size=4, method='dapo', resample=2, soft_overlong=4)
@@ -609,6 +610,7 @@ def test_a_killed_run_resumes_to_the_same_answers_and_weights(llama, tmp_path, v
     assert log_of(cfg) == log_of(again)
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_answers_as_in_its_training(llama, tmp_path):
     pairs = [{'prompt': f'Name {i}', 'chosen': 'Red.', 'rejected': 'Seven!'} for i in range(4)]
     write_rows(tmp_path / 'pairs.jsonl', pairs)
@@ -641,6 +643,7 @@ def test_a_reward_model_scores_answers_as_in_its_training(llama, tmp_path):
         stage.reward.scores(stage.prompts.messages, [texts] * 4, stage.prompts.rows)
 
 
+@pytest.mark.slow
 def test_a_run_raises_its_reward_and_scores_held_out_prompts(llama, tmp_path, capsys):
     cfg = config(llama, tmp_path, n=6, batch_size=4, val_size=2, epochs=12, val_every=6, lr=4e-3,
                  group_size=16, method='dr_grpo', pictures=True)

@@ -60,6 +60,7 @@ def small(monkeypatch):
         monkeypatch.setitem(module.MODELS, 'llama32_1b', TINY)
 
 
+@pytest.mark.slow
 @needs_no_gpu
 @pytest.mark.parametrize('ours, options', [
     (True, {}), (True, {'master_weights': 'stochastic', 'checkpoint_activations': True}),
@@ -97,6 +98,7 @@ def test_a_packed_peer_has_the_gradients_of_a_padded_one(monkeypatch):
     assert found['packed'].norm() > 0.01
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_a_missing_peer_is_a_row_of_the_training_table(small, tmp_path, monkeypatch, capsys):
     def measured(spec, warm):
@@ -297,6 +299,7 @@ def test_variants_of_the_forward_pass_are_timed_with_their_settings(small, monke
     assert triton_ops.KERNELS
 
 
+@pytest.mark.slow
 def test_peers_without_smoothing_get_it_from_outside(monkeypatch):
     def plain(hidden, weight, target):
         return torch.nn.functional.cross_entropy(hidden @ weight.T, target)
@@ -354,6 +357,7 @@ def test_floors_count_what_the_model_has(name):
     assert flops == pytest.approx(8192 * bench.train.flops_per_token(raw, [batch]))
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_items_of_a_step_have_times_and_floors(small, tmp_path, monkeypatch, capsys):
     for name in ('matrix_rate', 'memory_rate'):
@@ -398,6 +402,7 @@ def test_the_page_of_the_kept_results_is_of_their_files():
     assert bench.all.page(folder) == (folder / 'README.md').read_text(encoding='utf-8')
 
 
+@pytest.mark.slow
 def test_one_page_has_all_tables_and_two_commits_are_compared(tmp_path, monkeypatch, capsys):
     """metrics needs no device: one page, then the same files as both commits."""
     monkeypatch.setattr(bench.all, 'ROOT', Path(bench.all.__file__).parent.parent)
@@ -517,6 +522,7 @@ def test_fine_tuning_commands_are_timed_by_stage(small, tmp_path, monkeypatch, c
     assert {row['failed'] for row in table['results'].values()} == {'cold: no time left'}
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, capsys):
     config = bench.commands.BenchConfig(data='mmlu', tokenizer=str(tmp_path))

@@ -711,6 +711,7 @@ def test_a_gpu_named_by_number_is_the_current_one(monkeypatch):
         device.pick_device('cuda:2')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['llama', 'neox'])
 @pytest.mark.parametrize('shards', [False, True])
 def test_pickled_weights_are_read(tmp_path, name, shards):

@@ -57,6 +57,7 @@ def test_a_metric_that_is_undefined_in_a_resample_has_no_interval_and_no_p(tmp_p
     assert accuracy[-2] == accuracy[-1]     # Holm's correction is for one p
 
 
+@pytest.mark.slow
 def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered):
     write_run(tmp_path / 'a', languages=('de', 'en', 'sw'), n=60)
     write_run(tmp_path / 'sharp', languages=('de', 'en', 'sw'), n=60, settings={'smoothing': 0.1})
@@ -228,6 +229,7 @@ def compare_csv_of(folders, out, *arguments):
     return csv_rows(out / 'compare.csv')
 
 
+@pytest.mark.slow
 def test_an_ensemble_needs_distributions(tmp_path, capsys):
     """The tokens of clm have the top probability of each run alone; other questions have no mean.
     """

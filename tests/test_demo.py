@@ -33,6 +33,7 @@ def test_a_bad_setting_of_the_last_run_stops_the_demo_before_the_first(tmp_path)
     assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.slow
 def test_the_demo_leaves_a_report(small_world):
     folder, printed = small_world
     table = printed.split('\nquestions (')[-1]
@@ -48,6 +49,7 @@ def test_the_demo_leaves_a_report(small_world):
     assert (folder / 'reliability-questions.png').read_bytes().startswith(b'\x89PNG')
 
 
+@pytest.mark.slow
 def test_a_run_of_the_demo_leaves_its_files(small_world):
     folder, _ = small_world
     for run in ('base', 'tuned', 'tuned_ls01'):

@@ -200,6 +200,7 @@ def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
     assert np.abs(errors(12, False)[1]).max() < (0.04 if device == 'cpu' else 0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['llama', 'gemma2', 'neox'])
 def test_a_dropout_seed_draws_the_dropout_of_adapters(name, tmp_path):
     reference_model(name, tmp_path)
@@ -525,6 +526,7 @@ def test_an_evaluation_with_the_dropout_of_adapters(scored_folder, tmp_path, cap
     assert (run / 'dropout-2' / 'results.json').exists() and not (run / 'results.json').exists()
 
 
+@pytest.mark.slow
 def test_dropout_that_cannot_be_drawn(scored_folder, tmp_path):
     run = tmp_path / 'run' / 'model'
     adapted_run(scored_folder / 'model', run)
@@ -574,6 +576,7 @@ def test_the_kernels_are_loaded_by_a_model_of_two_layers(name, monkeypatch, tmp_
     assert torch.equal(torch.get_rng_state(), random_state)     # no weights were drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('status, wanted', [(0, [1, 'created']), (100, [])])
 def test_the_context_of_a_gpu_is_created_ahead(status, wanted, monkeypatch):
     calls = []
@@ -870,6 +873,7 @@ def evaluate_words(scored_folder, out, *arguments):
     return json.loads((out / 'results.json').read_text())
 
 
+@pytest.mark.slow
 def test_a_folder_holds_every_task_scored_there(scored_folder, tmp_path, capsys, monkeypatch):
     out, foxes = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 30, 'fox')
     stones = write_words(tmp_path / 'stones.jsonl', 20, 'stone')
@@ -983,6 +987,7 @@ def test_a_damaged_eval_config_is_named(scored_folder, tmp_path, content):
     assert found['tasks']['foxes']['pooled']['n'] == 5
 
 
+@pytest.mark.slow
 def test_damaged_results_and_samples_are_named_and_repaired(scored_folder, tmp_path, monkeypatch):
     task, out = write_words(tmp_path / 'foxes.jsonl', 5, 'fox'), tmp_path / 'out'
     whole = evaluate_words(scored_folder, out, f'--tasks={task}')['tasks']
@@ -1063,6 +1068,7 @@ def test_an_out_dir_that_cannot_be_created_is_one_line(scored_folder, tmp_path):
             evaluate_words(scored_folder, out, f'--tasks={task}')
 
 
+@pytest.mark.slow
 def test_a_tilde_in_paths_is_expanded(scored_folder, tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
     shutil.copytree(scored_folder / 'model', tmp_path / 'model')
@@ -1220,6 +1226,7 @@ def documented_keys():
             for table in section.split('\n| key ')[1:]]
 
 
+@pytest.mark.slow
 def test_the_schema_of_results_is_documented(scored_folder, tmp_path):
     """Every key of real results is in docs/evaluation.md, and every key there is in one of them."""
     of_file, of_task, of_report = documented_keys()
@@ -1316,6 +1323,7 @@ def test_bad_questions_are_counted_or_stop(scored_folder, tmp_path, capsys):
         evaluate.main([*common, f'--out_dir={tmp_path / "long"}'])
 
 
+@pytest.mark.slow
 def test_next_tokens_and_facts_are_scored(scored_folder, tmp_path, capsys):
     words = 'the quick brown fox jumps over a lazy dog by the old stone river'.split()
     rows = [{'id': f't{i}', 'text': ' '.join(words[i:] + words[:i])} for i in range(12)]

@@ -86,6 +86,7 @@ def lm_eval_gsm8k(text, pattern, first):
     return match.lower()
 
 
+@pytest.mark.slow
 def test_gsm8k_is_graded_as_by_lm_eval():
     """On all reference solutions, whole, cut off, and with other numbers behind them."""
     needs_files('datasets/gsm8k/test.jsonl.gz')
@@ -342,7 +343,8 @@ def test_the_span_is_where_the_answer_was_extracted(task, text, begin):
     assert span['span_log_prob'] == sum(log_probs[begin:begin + len(span['span'])])
 
 
-@pytest.mark.parametrize('text', ['\\boxed{' * 10_000, '1,' * 5000 + '1', '5 ' * 20_000])
+@pytest.mark.parametrize('text', ['\\boxed{' * 10_000, '1,' * 5000 + '1', pytest.param(
+    '5 ' * 20_000, marks=pytest.mark.slow)])
 def test_a_text_that_repeats_itself_is_graded_in_seconds(text):
     class Characters:
         def decode(self, tokens, start):
@@ -373,6 +375,7 @@ def test_the_span_holds_all_tokens_of_its_characters(text, begin, end, size):
     assert span['span_log_prob'] == sum(log_probs[first:last + 1])
 
 
+@pytest.mark.slow
 def test_the_ece_floor_is_that_of_a_calibrated_model():
     """Simulated: 6,000 questions, 10 classes, shares drawn from a Dirichlet distribution."""
     rng, k, samples, correct = np.random.default_rng(0), 10, [], []
@@ -540,6 +543,7 @@ def test_a_question_whose_logits_are_not_finite_is_named(asked, tmp_path, monkey
         ask(asked[0], tmp_path)
 
 
+@pytest.mark.slow
 def test_answers_in_a_chat_are_those_to_its_template(asked, tmp_path, capsys):
     folder, _, share = asked
     model, tokenizer = checkpoint.load(folder / 'model'), load_tokenizer(folder / 'model')
@@ -570,6 +574,7 @@ def test_an_interrupted_evaluation_resumes(asked, share, tmp_path):
     assert sorted((out / 'samples.jsonl').read_bytes().split(b'\n')) == sorted(whole.split(b'\n'))
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_other_questions(asked, tmp_path):
     folder, _, share = asked
     ask(folder, tmp_path, '--limit=3')
@@ -582,6 +587,7 @@ def test_answers_do_not_depend_on_the_other_questions(asked, tmp_path):
                every[a['id']]['greedy']['text'] for a in others)
 
 
+@pytest.mark.slow
 def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, monkeypatch):
     folder, *_ = asked
     entries = {'qa.p_true', 'qa.p_true_samples', 'qa.p_ik'}
@@ -601,6 +607,7 @@ def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, mo
     assert not entries & ask(folder, tmp_path).keys()
 
 
+@pytest.mark.slow
 def test_an_edited_rule_grades_the_same_answers_again(asked, tmp_path, monkeypatch):
     folder, _, share = asked
     before = ask(folder, tmp_path)
@@ -615,6 +622,7 @@ def test_an_edited_rule_grades_the_same_answers_again(asked, tmp_path, monkeypat
     assert texts == expected
 
 
+@pytest.mark.slow
 def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_path, monkeypatch):
     folder, *_ = asked
     before, stated = ask(folder, tmp_path, '--verbalized'), free_answers.stated_guess
@@ -638,6 +646,7 @@ def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_pa
     assert ask(folder, tmp_path, '--verbalized')['qa']['pooled']['n'] == 10
 
 
+@pytest.mark.slow
 def test_runs_are_compared_by_each_confidence(asked, tmp_path, capsys, monkeypatch):
     folder, _, share = asked
     monkeypatch.setattr(plots, 'save_figure', lambda *_: None)
@@ -647,6 +656,7 @@ def test_runs_are_compared_by_each_confidence(asked, tmp_path, capsys, monkeypat
     assert 'qa.agreement' in (tmp_path / 'compare.md').read_text()
 
 
+@pytest.mark.slow
 def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monkeypatch):
     folder, _, share = asked
     problem = {'task_id': 'T/0', 'entry_point': 'add', 'canonical_solution': '    return a + b\n',
@@ -693,6 +703,7 @@ def test_settings_that_do_not_apply_are_refused(asked, tmp_path):
 # Stated probabilities
 # ------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_an_answer_too_long_to_be_shown_leaves_the_question_out_of_that_entry(
         asked, tmp_path, capsys):
     folder, _, _ = asked
@@ -780,6 +791,7 @@ def least_loss(x, shares, penalty):
     return lambda new: torch.sigmoid(torch.tensor(new) @ w + b).detach().numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('n, dimensions', [(60, 7), (40, 90)])
 def test_p_ik_is_a_cross_validated_ridge_logistic_regression(n, dimensions):
     """Against a plain loop over folds and penalties, in the dimensions themselves."""
@@ -838,6 +850,7 @@ def test_p_ik_of_what_is_always_or_never_right(shares):
     np.testing.assert_allclose(values, shares, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeypatch):
     folder, reference, _ = asked
     tokenizer = load_tokenizer(folder / 'model')
@@ -948,6 +961,7 @@ def models_of(tmp_path, script):
     return json.loads(run_scripts(1, code).stdout)
 
 
+@pytest.mark.slow
 def test_semantic_calibration_tabulates_the_share_of_the_largest_class(tmp_path):
     """Its table is made of finished runs; no model is needed."""
     hubs = {f'{model}/{stage}': hub for model, (_, stages) in models_of(

@@ -61,7 +61,7 @@ def sure(model, ids, answer):
 
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', [
-    name if name in ('llama3', 'mistral_window', 'gemma2') else
+    name if name == 'mistral_window' else
     pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES])
 def test_greedy_tokens_are_those_of_transformers(name, device, tmp_path):
     """64 tokens after prompts of mixed lengths, in fewer slots; windows are shorter than that."""
@@ -129,7 +129,8 @@ def test_the_cap_and_temperature_of_the_model_apply(tmp_path):
     assert answer.log_probs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize('name', ['llama3', 'gemma2', 'mistral_window'])
+@pytest.mark.parametrize('name', ['llama3', *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ('gemma2', 'mistral_window'))])
 def test_an_answer_does_not_depend_on_the_others(name, tmp_path):
     """Alone, among others that end earlier or share a beginning, in another slot or order."""
     reference_model(name, tmp_path)
@@ -248,9 +249,10 @@ def test_a_token_is_yielded_as_soon_as_the_next_step_has_begun(tmp_path):
 
 
 @pytest.mark.parametrize('softcap, size, hd, group, dtype, tolerance', [
-    (None, 700, 24, 2, torch.float32, 2e-6), (3.0, 700, 32, 1, torch.float32, 2e-6),
-    (None, 300, 16, 4, torch.float32, 2e-6), (2.0, 40, 20, 3, torch.float32, 2e-6),
-    (None, 300, 32, 2, torch.bfloat16, 2e-2)])
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (None, 700, 24, 2, torch.float32, 2e-6), (3.0, 700, 32, 1, torch.float32, 2e-6),
+        (None, 300, 16, 4, torch.float32, 2e-6))),
+    (2.0, 40, 20, 3, torch.float32, 2e-6), (None, 300, 32, 2, torch.bfloat16, 2e-2)])
 def test_the_decode_kernel_equals_the_plain_version(softcap, size, hd, group, dtype, tolerance,
                                                     monkeypatch):
     """Lengths around the borders of blocks and splits; in the smaller caches entries are reused."""
@@ -701,6 +703,7 @@ def test_unusable_files_and_settings_are_refused(chat_folder, tmp_path):
             run(chat_folder, tmp_path, *rules)
 
 
+@pytest.mark.slow
 def test_outputs_with_similar_names_are_left_alone(chat_folder, tmp_path):
     """Names like those of a part of several processes, or with the characters of a pattern."""
     names = 'answers.0.jsonl', 'a[1].jsonl', '[ab]*.jsonl'

@@ -53,6 +53,7 @@ def installed(tmp_path_factory):
     return python
 
 
+@pytest.mark.slow
 def test_pip_installs_the_package_and_no_name_beside_it(installed):
     names = {x.name for x in installed.packages.iterdir()} - {'dependencies.pth'}
     assert names == {'nanocal', f'nanocal-{runtime.__version__}.dist-info'}

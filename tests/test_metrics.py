@@ -329,6 +329,7 @@ def test_rmsce_keeps_ties_in_the_order_given():
     assert metrics.rmsce(probs, labels) == exactly(expected**0.5)
 
 
+@pytest.mark.slow
 @small
 @given(predictions(), st.randoms(use_true_random=False))
 def test_metrics_ignore_the_order_of_rows(case, shuffler):
@@ -361,6 +362,7 @@ def test_one_bin_gives_the_size_of_the_gap(case):
     assert metrics.mad(probs, labels, bin_size=len(labels)) == gap
 
 
+@pytest.mark.slow
 @small
 @given(predictions())
 def test_metrics_stay_in_their_ranges(case):
@@ -660,6 +662,7 @@ def test_refinement_is_that_of_probmetrics(name, expected):
         key: exactly(x) for key, x in expected.items()}
 
 
+@pytest.mark.slow
 @small
 @given(predictions())
 def test_recalibration_by_a_temperature_leaves_the_refinement_as_it_is(case):
@@ -1002,6 +1005,7 @@ def test_conformal_sets_of_new_rows_hold_the_label_as_often_as_promised(method):
         metrics.conformal_sets(probs, labels, method='raps')
 
 
+@pytest.mark.slow
 @small
 @given(predictions(), st.integers(1, 4))
 def test_padding_changes_nothing_when_n_options_is_given(case, extra):

@@ -70,6 +70,7 @@ def test_the_committed_table_follows_from_the_committed_numbers():
                 assert ece[10] == pytest.approx(values[task][run]['ece'], abs=2e-5)
 
 
+@pytest.mark.slow
 def test_a_tau_that_is_undefined_is_a_dash_and_four_tasks_fill_two_rows(tmp_path):
     runs = {('run', seed): {'accuracy': 0.1 * seed, 'ece': 0.5, 'nll': 2 - 0.1 * seed}
             for seed in range(4)}

@@ -196,6 +196,7 @@ def test_each_kernel_computes_what_its_plain_version_does(what, dtype, tolerance
     assert (by_kernel - plainly).abs().max() < tolerance * plainly.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', ['llama', 'qwen2', *(pytest.param(name, marks=pytest.mark.slow)
                                                       for name in ('qwen3', 'olmo2'))])

@@ -274,6 +274,7 @@ def run(folder, out, *arguments):
     return (out / 'report.html').read_text()
 
 
+@pytest.mark.slow
 def test_an_evaluation_writes_a_page_of_all_its_tasks(folder, tmp_path):
     run(folder, tmp_path / 'out', f'--tasks={folder / "foxes.jsonl"}', '--p_true')
     text = run(folder, tmp_path / 'out', f'--tasks=clm:{folder / "texts.jsonl"},'
@@ -303,6 +304,7 @@ def test_the_options_of_a_blank_are_shown_with_the_sentence(folder, tmp_path):
     assert [option for option, _ in row['options']] == ['fox', 'stone'] and row['answer'] == 1
 
 
+@pytest.mark.slow
 def test_a_comparison_shows_the_samples_of_each_run_and_how_many_are_right(tmp_path):
     folders = [write_run(tmp_path / name, n=40, sharpness=sharpness)
                for name, sharpness in (('a', 1.0), ('b', 4.0))]

@@ -469,6 +469,7 @@ def test_the_classes_hold_every_language_once():
     assert sorted(languages) == sorted({*GLOBAL_MMLU, *MMLU_PROX})
 
 
+@pytest.mark.slow
 def test_the_printed_tables_count_where_the_claims_of_the_paper_hold():
     """The counts and means were found separately, from the text of the paper."""
     tables = {name: lines for name, _, lines in
@@ -679,6 +680,7 @@ def test_alignment_trains_a_reward_model_and_ppo_and_draws_the_last_group(hub, t
     assert '===' not in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('pooling', ['mean', 'last'])
 def test_features_are_the_hidden_states_of_transformers_and_their_covariance(tmp_path, capsys,
                                                                             pooling):

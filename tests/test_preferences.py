@@ -178,6 +178,7 @@ def test_a_file_of_preferences_is_cached_and_its_gaps_are_counted(tokenizer, tmp
         load_preferences(str(tmp_path / 'y.jsonl'), tokenizer, **settings)
 
 
+@pytest.mark.slow
 def test_every_row_of_the_demo_file_is_a_pair(tokenizer, tmp_path):
     needs_files('datasets/preferences/dpo_en_demo.json.gz')
     path = SHARED / 'datasets/preferences/dpo_en_demo.json.gz'

@@ -438,6 +438,7 @@ def test_original_csv_and_hub_parquet_are_read(tmp_path):
     assert questions.load_task(f'mmlu:{tmp_path / "hub"}')[0][0].answer == 1
 
 
+@pytest.mark.slow
 @needs_shared
 def test_real_benchmark_files_are_read_whole():
     datasets = SHARED / 'datasets'

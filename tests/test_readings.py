@@ -39,6 +39,7 @@ def test_the_world_has_answers_of_every_kind_and_one_question_in_two_forms():
     assert len(asked) == SMALL.questions and not asked & shots
 
 
+@pytest.mark.slow
 def test_a_small_study_of_readings_from_end_to_end(tmp_path, monkeypatch):
     of_study = readings.runs
     monkeypatch.setattr(readings, 'WORLD', SMALL)

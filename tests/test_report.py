@@ -419,6 +419,7 @@ def test_a_reliability_diagram_has_bars_gaps_and_intervals(tmp_path, monkeypatch
     figure.draw_without_rendering()    # no mathematics in a name
 
 
+@pytest.mark.slow
 def test_reliability_curves_of_runs_in_one_diagram(tmp_path, monkeypatch):
     """A point is (mean confidence, accuracy) of a bin of 10 questions or more."""
     figures = []

@@ -207,6 +207,7 @@ def test_a_signal_saves_a_checkpoint_and_exits(long_run, tmp_path, number):
     assert code == 0 and 'step ' not in printed
 
 
+@pytest.mark.slow
 def test_a_signal_during_the_last_step(small_world, tmp_path, monkeypatch):
     train_step, steps = train.train_step, []
 

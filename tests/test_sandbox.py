@@ -189,6 +189,7 @@ def test_no_file_of_the_user_can_be_read_or_written(tmp_path, namespaces):
     assert [*tmp_path.iterdir()] == [secret]
 
 
+@pytest.mark.slow
 def test_of_the_home_folder_only_the_python_installation_is_visible(namespaces):
     home = os.path.realpath(os.path.expanduser('~'))
     python = (sys.base_prefix, os.path.realpath(sys.base_prefix))
@@ -217,6 +218,7 @@ def test_many_small_files_cannot_fill_the_disk(namespaces):
     assert outcome.reason.startswith('OSError: [Errno 28]')
 
 
+@pytest.mark.slow
 def test_no_other_process_is_seen_or_killed(namespaces):
     assert attempt('os.getpid(), os.getppid()') == '(2, 1)'
     for pid in ('os.getppid()', os.getpid(), -1, 1):
@@ -256,6 +258,7 @@ def test_calls_of_another_architecture_are_denied(namespaces):
     assert not outcome.passed and outcome.reason == 'killed by SIGSYS'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('isolation', ['namespaces', 'limits'])
 def test_nothing_outlives_a_killed_evaluation(isolation, request):
     if isolation == 'namespaces':

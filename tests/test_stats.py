@@ -251,6 +251,7 @@ def test_a_calibrated_model_shows_an_error_by_chance():
     assert alone['expected'] == pytest.approx(found['expected'], abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_undefined_in_a_resample():
     """auroc is nan where all rows are right; an interval or p from the rest would be wrong."""
     probs, labels = np.array([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]), np.array([0, 0, 1])
@@ -272,6 +273,7 @@ def test_resampling_refuses_bad_rows():
         stats.consistency_test([[0.5, 0.6]], [1], lambda probs, labels: 0.0)
 
 
+@pytest.mark.slow
 @small
 @given(predictions(), st.integers(0, 99))
 def test_noise_of_rounding_changes_no_resample(case, seed):

@@ -253,6 +253,7 @@ def test_the_probe_is_a_column_of_the_figures(small_study):
     assert {line['unused_rows'] for line in lines} == {'0'}
 
 
+@pytest.mark.slow
 def test_reachable_entropy_equals_the_closed_form():
     config = models.ModelConfig(model_type='llama', vocab_size=8, hidden_size=8,
                                 intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -333,6 +334,7 @@ def test_a_view_without_lines_or_with_several_per_seed_is_refused(tmp_path, chan
         show([path], tmp_path / 'out', **view)
 
 
+@pytest.mark.slow
 def test_the_only_language_of_a_task_need_not_be_named(tmp_path):
     lines = list(study_lines())
     one = [line | {'language': 'en'} if line['task'] == 'text4' else line for line in lines]
@@ -805,6 +807,7 @@ def test_the_closed_form_from_the_world_to_tables(tmp_path, capsys, forked):
     assert np.isfinite(numbers.of('brier-base', 'ece', task='qa'))
 
 
+@pytest.mark.slow
 def test_the_tables_and_figure_of_the_closed_form(tmp_path):
     """Made-up numbers: the true differences are found, and a missing run has none."""
     names = {Path(cfg.out_dir).name for cfg in closed_form.runs(10)} | {'sft'} | {

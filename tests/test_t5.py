@@ -170,6 +170,7 @@ def loop_log_probs(model, source, answer):
     return log_probs[range(len(answer)), answer].sum().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('scoring', ['letters', pytest.param('text', marks=pytest.mark.slow)])
 def test_scores_equal_a_plain_loop_over_transformers(scoring, tmp_path):
     model = t5_with_task(tmp_path)
@@ -211,6 +212,7 @@ def test_prompts_with_shots_have_the_tokens_of_the_whole_text(scoring, tmp_path)
             assert (ids[:start], ids[start:]) == (prompt, tokenizer.encode(option))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('device', DEVICES)
 def test_answers_to_several_prompts_of_one_question(device, tmp_path):
     """WinoGrande's options are in the prompt, and the same ending is scored."""

@@ -246,6 +246,7 @@ def test_transformers_reads_the_demos_tokenizer_and_template(small_world):
                 messages, ours)[0]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights(small_world, tmp_path):
     folder, _ = small_world
     for place in ('a', 'b'):
@@ -255,6 +256,7 @@ def test_the_same_seed_gives_the_same_weights(small_world, tmp_path):
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+@pytest.mark.slow
 def test_add_bos_is_remembered(small_world, tmp_path):
     folder, _ = small_world
     assert trained.trained_with_bos(folder / 'tuned') is None
@@ -343,6 +345,7 @@ def test_a_nan_loss_stops_the_run(small_world, tmp_path):
     assert not (tmp_path / 'run' / 'model.safetensors').exists()
 
 
+@pytest.mark.slow
 def test_any_loss_with_a_cap_and_a_temperature(small_world, tmp_path, capsys):
     config = [str(small_world[0] / 'tuned' / 'train_config.py'), '--max_steps=2', '--eval=None']
     train.main([*config, f'--out_dir={tmp_path / "a"}', '--loss=focal(2) + z_loss(1e-4)',
@@ -433,6 +436,7 @@ def test_checkpointed_activations_change_nothing(name, tmp_path):
     assert results[0][0] == results[1][0] and torch.equal(results[0][2], results[1][2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['llama', 'gemma2'])
 def test_all_blocks_with_adapters_compile_to_one_graph(name, tmp_path):
     reference_model(name, tmp_path)
@@ -485,6 +489,7 @@ def test_trackers_must_be_installed(monkeypatch):
         train.check_config(tiny_config(tracker='wandb', max_length=48))
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_at_once_closes_the_writer_of_tensorboard(tmp_path):
     """The writer keeps up to two minutes of records, which it does not write by itself at the end.
     """

@@ -105,12 +105,11 @@ def main(out, work):
     for name, seed, tasks in (('first', 0, TASKS), ('second', 1, ['trivia', 'endings', 'gaps'])):
         write_model(work / name, seed)
         tasks = dict.fromkeys(task.split('_')[0] if 'trivia' in task else task for task in tasks)
-        subprocess.run(['lm_eval', 'run', '--model', 'hf', '--model_args', f'pretrained={name}',
-                        '--include_path', 'tasks', '--tasks', ','.join(tasks), '--device', 'cpu',
-                        '--output_path', str(out.absolute()), '--log_samples'], check=True,
-                       cwd=work, env=os.environ | {
-                           'HF_HUB_OFFLINE': '1', 'HF_DATASETS_CACHE': str(work / 'cache'),
-                           'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'})
+        subprocess.run([sys.executable, '-m', 'lm_eval', 'run', '--model', 'hf', '--model_args',
+                        f'pretrained={name}', '--include_path', 'tasks', '--tasks',
+                        ','.join(tasks), '--device', 'cpu', '--output_path', str(out.absolute()),
+                        '--log_samples'], check=True, cwd=work, env=os.environ | {
+                            'HF_HUB_OFFLINE': '1', 'HF_DATASETS_CACHE': str(work / 'cache')})
     for path in out.glob('*/results_*.json'):
         results = json.loads(path.read_text())
         path.write_text(json.dumps({key: results[key] for key in KEPT}, indent=1) + '\n')
