@@ -72,26 +72,25 @@ example: python metrics.py out/base/samples.jsonl
 
 def _read_rows(path, group, norm):
     """Yield (task, what _parse returns) of each line; ValueError begins with the line number."""
-    first_kinds, rows, seen = {}, [], set()
+    first_kinds, rows = {}, []
     with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as lines:
         for number, line in enumerate(lines, 1):
             with _line_errors(number):
                 if line.strip():
                     rows.append((number, json.loads(line.decode('utf-8-sig'))))
-    latest = {_sample_key(row): row['prompt'] for _, row in rows if _sample_key(row)}
+    # of the samples of evaluate.py, those that results.samples.latest_samples returns
+    keys = {number: key for number, row in rows if (key := _sample_key(row))}
+    prompts = {keys[number]: row['prompt'] for number, row in rows if number in keys}
+    latest = {(keys[number], row['id']): number for number, row in rows
+              if number in keys and row['prompt'] == prompts[keys[number]]}
     for number, row in rows:
         with _line_errors(number):
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
-            if row.get('split') == 'validation':
+            if row.get('split') == 'validation' or number in keys and (
+                    latest.get((keys[number], row['id'])) != number
+                    or row.get('confidence', 0) is None):
                 continue
-            if key := _sample_key(row):
-                answer = key, row['id'], row['prompt']
-                repeated = answer in seen
-                seen.add(answer)
-                # as in results.samples.latest_samples
-                if repeated or row['prompt'] != latest[key] or row.get('confidence', 0) is None:
-                    continue
             if 'filtered_resps' in row:
                 task, parsed = group, _parse(harness_sample(row, norm), 'token')
             else:
