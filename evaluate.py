@@ -274,8 +274,8 @@ def score_task(load, folder, tokenizer, label, task, cfg, done, append):
     append:  (sample_key, prompt, sample) -> None writes a sample, unless it is in `done`
     """
     tokenized = []
-    scored_keys = {key[1:] for key, _ in done if key[0] == label}
-    progress = log.Progress(label, len(task.keys - scored_keys), task.unit)
+    n_left = len(task.keys) - task.count_scored(label, done)
+    progress = log.Progress(label, n_left, task.unit)
     collect_text = functools.partial(text_samples, tokenizer)
     compute = token_statistics if task.kind in INSTRUCTIONS else token_log_probs
     to_samples = {'questions': question_samples, 'permuted': permuted_samples,
@@ -578,7 +578,7 @@ def announce(config, tasks, cfg, done):
     name = f', {torch.cuda.get_device_name(cfg.device)}' if cfg.device.startswith('cuda') else ''
     print(f'{cfg.model} ({config.model_type}) in {cfg.dtype} on {cfg.device}{name}')
     for label, task in tasks.items():
-        n_done = len(task.keys & {key[1:] for key, _ in done if key[0] == label})
+        n_done = task.count_scored(label, done)
         form = '' if task.kind in INSTRUCTIONS or task.measure else 'prompt format '
         print(f'{label}: {len(task.items):,} {task.unit}, {form}{distribution(task, cfg)}'
               + (f'; a sample of {task.total:,}' if len(task.items) < task.total else '')

@@ -125,7 +125,8 @@ def measure_ours(raw, config, folder, rate):
 def time_variants(model, trees):
     """Return {variant: seconds to score `trees`} in rows of one length, after a warm-up."""
     seconds = {}
-    for name, (triton_ops.KERNELS, model.decoder.attention) in VARIANTS.items():
+    for name, (kernels, attention) in VARIANTS.items():
+        triton_ops.KERNELS, model.decoder.attention = kernels, attention
         for _ in range(2):      # the first time kernels are loaded or compiled
             started = now()
             option_log_probs(model, trees, pack_len=16384, trim=0)

@@ -160,7 +160,6 @@ def _encoded(rows, encode, workers):
         try:
             imap = stack.enter_context(forked_pool(workers, encode_row))
         except OSError as error:
-            raise DataError(f'cannot start {workers} processes for tokenizing: {error}. They need '
-                            f'a writable /dev/shm and free process slots; --workers=1 uses '
-                            f'none') from error
+            raise DataError(f'cannot start {workers} processes for tokenizing: {error}; '
+                            f'--workers=1 uses none') from error
         yield from imap(rows, chunksize=64)

@@ -107,21 +107,21 @@ def load_task(name, *, prompt_format='mmlu', scoring='auto', header='english', l
         make_prompt = functools.partial(without_header, make_prompt)
 
     def read(job):
-        files, language, n_orders = job
+        part, files, language = job
+        n_orders = 0 if part == 'shots' else permute or 0
         parse = functools.partial(_to_question, benchmark, make_prompt, language, n_orders)
         return parse_rows((row for file in files for row in read_rows(file)), parse, on_bad_row)
 
-    jobs = [(_files_of(benchmark, source, part, language, revision), language,
-             0 if part == 'shots' else permute or 0)
+    jobs = [(part, _files_of(benchmark, source, part, language, revision), language)
             for language in _languages(benchmark, source, task, languages)
             for part in (split, 'shots')[:1 + bool(shots)]]
-    n_bytes = sum(os.path.getsize(file) for files, *_ in jobs for file in files)
+    n_bytes = sum(os.path.getsize(file) for _, files, _ in jobs for file in files)
     # all processes of torchrun read; two workers would not be faster than none
-    most = cores() // int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+    most = min(32, cores() // int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
     worth_it = n_bytes > 2e7 and min(most, len(jobs)) >= 4
-    for i, (items, messages) in enumerate(parallel_map(read, jobs, worth_it, most)):
+    for (part, *_), (items, messages) in zip(jobs, parallel_map(read, jobs, worth_it, most)):
         bad += messages
-        if shots and i % 2:
+        if part == 'shots':
             for question in items:
                 solved.setdefault(question.group, []).append(question)
         else:

@@ -65,6 +65,10 @@ class Task:
         return {(split, item.language, item.id) for split, items in (
             ('test', self.items), ('validation', self.validation)) for item in items}
 
+    def count_scored(self, label, done):
+        """Return how many of `keys` have a sample of the task `label` in {(sample_key, prompt)}."""
+        return len(self.keys & {key[1:] for key, _ in done if key[0] == label})
+
     @property
     def counts(self):
         """Return the numbers for `describe`, a Counter; the Counters of all shares add up."""

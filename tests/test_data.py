@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -222,12 +223,12 @@ def test_an_edited_template_makes_new_tokens_in_the_same_cache(tmp_path):
     assert len(list((tmp_path / 'cache').iterdir())) == 2
 
 
-def test_an_unwritable_dev_shm_is_not_blamed_on_the_cache(tmp_path, tokenizers, monkeypatch):
-    def no_semaphores(workers, function):
-        raise OSError(30, 'Read-only file system')
+def test_too_many_processes_are_not_blamed_on_the_cache(tmp_path, tokenizers, monkeypatch):
+    def no_fork():
+        raise BlockingIOError(11, 'Resource temporarily unavailable')
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
-    monkeypatch.setattr(cache, 'forked_pool', no_semaphores)
-    with pytest.raises(DataError, match='^cannot start 2 processes .*Read-only.* --workers=1'):
+    monkeypatch.setattr(os, 'fork', no_fork)
+    with pytest.raises(DataError, match='^cannot start 2 processes .*unavailable; --workers=1'):
         conversations(path, tokenizers['gemma'], workers=2)
     assert len(conversations(path, tokenizers['gemma'], workers=1)) == 1
 

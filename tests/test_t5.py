@@ -40,7 +40,7 @@ def reference(folder, seed, **more):
     torch.manual_seed(seed)
     with torch.no_grad():
         for key, p in model.named_parameters():
-            p.copy_(torch.randn_like(p) * 0.3 + key.endswith('norm.weight'))
+            p.copy_(torch.randn_like(p) * 0.25 + key.endswith('norm.weight'))
     model.save_pretrained(folder)
     if untied:
         rewrite(folder, lambda tensors: tensors.update(
@@ -72,7 +72,7 @@ def assert_same_model(folder, seed):
     wanted = dict(theirs.named_parameters())
     assert wanted.keys() == {key for key, _ in ours.named_parameters()}
     for key, p in ours.named_parameters():
-        assert off(p.grad, wanted[key].grad) < 1e-4, key
+        assert off(p.grad, wanted[key].grad) < 5e-5, key
 
 
 @pytest.mark.parametrize('seed', [*range(4), *(
