@@ -189,7 +189,7 @@ def draw_bars(path, what, panels):
         axis.set_title(title, fontsize=9)
         axis.margins(x=0.35)
     used = load(path)['versions']
-    figure.suptitle(f'{what} in bfloat16 on one {used["device"]}, torch {used["torch"]}',
+    figure.suptitle(f'{what}: bfloat16, {used["device"]}, torch {used["torch"]}',
                     fontsize=10)
     picture = Path(path).with_suffix('.png')
     figure.savefig(picture, dpi=130)

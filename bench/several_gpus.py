@@ -126,17 +126,22 @@ def print_table(table):
         cells = [f'{row[key]:.1f} | {one[key] / max(row[key], 0.01):.2f}'
                  for key in ('seconds', 'scoring_s')]
         same = {None: '', True: 'yes', False: 'no'}[row['same']]
-        limit = f'deterministic, {table["limit"]} questions per language'
-        name = name.replace('deterministic', limit)
-        print(f'| {name} | {" | ".join(cells)} | {same} |')
+        print(f'| {label(name, table)} | {" | ".join(cells)} | {same} |')
     sys.stdout.flush()
+
+
+def label(name, table):
+    """Return the name of a command with the number of questions, if it is not all of them."""
+    return name.replace('deterministic',
+                        f'deterministic, {table["limit"]} questions per language')
 
 
 def draw(path):
     """Draw the seconds of each command."""
     draw_bars(path, 'Evaluation on several GPUs', {
-        f'{table["shape"]}: seconds': [(f'ours, {name}', row['seconds'], f'{row["seconds"]:.1f}')
-                                       for name, row in table['results'].items()]
+        f'{table["shape"]}: seconds': [
+            (f'ours, {label(name, table)}', row['seconds'], f'{row["seconds"]:.1f}')
+            for name, row in table['results'].items()]
         for table in load(path)['tables']})
 
 
