@@ -22,9 +22,10 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
         task: result for task, result in earlier.items()
         if task not in results and not is_of_other_answers(task, result, results, samples)},
         samples)
-    with ThreadPoolExecutor(1) as pool:     # pictures are drawn while the workers compute
+    with ThreadPoolExecutor(2) as pool:     # these need this process while its workers measure
         drawn = cfg.pictures and pool.submit(
             draw_diagrams, earlier, results, samples, tasks, out_dir)
+        read = pool.submit(page.to_read, earlier | results, samples)
         for task, result in results.items():
             rows, free = samples[task], tasks[task.partition('.')[0]].kind == 'free'
             result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
@@ -36,7 +37,7 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
                'seed': cfg.seed, 'versions': device.versions(cfg.device), 'identity': identity,
                'tasks': earlier | results}
-    to_read, pictures = page.to_read(content['tasks'], samples), drawn.result() if drawn else []
+    to_read, pictures = read.result(), drawn.result() if drawn else []
     page.write_report(content, to_read, pictures, out_dir)
     report.write_results(content, out_dir, page.mistakes(to_read))
     if pictures:
