@@ -42,6 +42,7 @@ class BenchConfig:
     processes: tuple[int, ...] = (2,)   # to compare with one
     languages: int = 8              # this many of Global-MMLU, the first ones
     limit: int = 500                # questions per language of the commands with --deterministic
+    only: str | None = None         # commands, separated by '|', with those of 1 GPU
     plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_several_gpus.json'
 
@@ -93,6 +94,8 @@ def measure(config, folder):
                           ', deterministic, shared weights': [*exact, '--shard']}.items():
         for n in (1, *config.processes) if '--shard' not in options else config.processes:
             name, out = f'{n} GPU{"s" * (n > 1)}{kind}', folder / f'{n}{kind}'
+            if config.only and name not in config.only.split('|'):
+                continue
             row = results[name] = {'processes': n, 'seconds': run(options, n, out)}
             tasks = load(out / 'results.json')['tasks']
             row['scoring_s'] = tasks['global_mmlu'].pop('scoring_seconds')
