@@ -89,7 +89,8 @@ def measure(config, folder):
     """
     exact = ['--deterministic', f'--limit={config.limit}']
     results, expected = {}, None
-    run(['--limit=1'], 1, folder / 'first')     # fills the caches on disk
+    first = f'--languages={BENCHMARKS["global_mmlu"].languages[0]}'
+    run(['--limit=1', first], 1, folder / 'first')      # fills the caches on disk
     for kind, options in {'': [], ', shared weights': ['--shard'], ', deterministic': exact,
                           ', deterministic, shared weights': [*exact, '--shard']}.items():
         for n in (1, *config.processes) if '--shard' not in options else config.processes:

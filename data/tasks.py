@@ -51,11 +51,14 @@ class Task:
 
     @property
     def fingerprint(self):
-        """Return a hash of all questions or texts, the same for a copy of the files elsewhere."""
-        digest = hashlib.blake2b(digest_size=8)
+        """Return a hash of all questions or texts, the same for a copy of the files elsewhere.
+
+        It does not depend on the prompt: Question.digest is of the question and its choices.
+        """
+        digest, prompt = hashlib.blake2b(digest_size=8), ('context', 'options', 'header', 'ending')
         for item in (*self.items, *self.validation):
             content = {key: value for key, value in vars(item).items()
-                       if key not in ('place', 'digest', 'orders', 'published')}
+                       if key not in ('place', 'orders', 'published', *prompt)}
             digest.update(repr(content).encode())
         return digest.hexdigest()
 
@@ -67,7 +70,8 @@ class Task:
 
     def count_scored(self, label, done):
         """Return how many of `keys` have a sample of the task `label` in {(sample_key, prompt)}."""
-        return len(self.keys & {key[1:] for key, _ in done if key[0] == label})
+        scored = {key[1:] for key, _ in done if key[0] == label}
+        return len(self.keys & scored) if scored else 0
 
     @property
     def counts(self):

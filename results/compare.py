@@ -117,7 +117,7 @@ def compare_questions(runs, keys, cfg, out_dir):
     if page.write(out_dir / 'compare.html', f'{", ".join(runs)}: {", ".join(tasks)}',
                   __version__, '* the best',
                   '\n'.join(part.html for part in parts), pictures,
-                  dict(zip(tasks, (part.rows for part in parts), strict=True))):
+                  page.select(dict(zip(tasks, (part.rows for part in parts), strict=True)))):
         names.append('compare.html')
     print(*(part.text for part in parts),
           *(f'\n{task} is left out: not every run has it' for task in all_tasks

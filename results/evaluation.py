@@ -1,5 +1,8 @@
 """From the samples of an evaluation to the files in its folder: metrics, tables, pictures, page."""
 
+import functools
+import itertools
+import operator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
@@ -7,6 +10,7 @@ from results import confidence, page, report
 from results.plots import draw_reliability
 from results.samples import DIAGRAM, GRID
 from runtime import device
+from runtime.processes import parallel_map
 
 
 def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
@@ -22,10 +26,12 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
         task: result for task, result in earlier.items()
         if task not in results and not is_of_other_answers(task, result, results, samples)},
         samples)
-    with ThreadPoolExecutor(2) as pool:     # these need this process while its workers measure
-        drawn = cfg.pictures and pool.submit(
-            draw_diagrams, earlier, results, samples, tasks, out_dir)
-        read = pool.submit(page.to_read, earlier | results, samples)
+    jobs = [functools.partial(select_samples, earlier | results, samples)]
+    if cfg.pictures:
+        jobs.append(functools.partial(draw_diagrams, earlier, results, samples, tasks, out_dir))
+    with ThreadPoolExecutor(1) as pool:     # for the time in which the metrics are computed
+        made = pool.submit(parallel_map, operator.call, jobs,
+                           worth_it=sum(map(len, samples.values())) > 50_000)
         for task, result in results.items():
             rows, free = samples[task], tasks[task.partition('.')[0]].kind == 'free'
             result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
@@ -37,9 +43,10 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
                'seed': cfg.seed, 'versions': device.versions(cfg.device), 'identity': identity,
                'tasks': earlier | results}
-    to_read, pictures = read.result(), drawn.result() if drawn else []
-    page.write_report(content, to_read, pictures, out_dir)
-    report.write_results(content, out_dir, page.mistakes(to_read))
+    (selected, mistakes), *drawn = made.result()
+    pictures = [*itertools.chain(*drawn)]
+    page.write_report(content, selected, pictures, out_dir)
+    report.write_results(content, out_dir, mistakes)
     if pictures:
         print(f'wrote {", ".join(pictures)} to {out_dir}')
     return content
@@ -73,6 +80,12 @@ def measure_again(results, samples):
                 fit='post_hoc' in result, seed=result.get('seed', 0))
         updated[task] = result
     return updated
+
+
+def select_samples(results, samples):
+    """Return (page.select, page.mistakes) of the samples of {task: result}."""
+    rows = page.to_read(results, samples)
+    return page.select(rows), page.mistakes(rows)
 
 
 def draw_diagrams(earlier, results, samples, tasks, out_dir):

@@ -142,15 +142,15 @@ def _longest_run(text):
 # The page
 
 
-def write(path, title, version, about, tables, pictures, rows):
+def write(path, title, version, about, tables, pictures, selected):
     """Write a page; return whether it succeeded. A failure is only a warning.
 
     title, about: plain text; version: of this program; tables: HTML; pictures: names of PNG files
-    beside it; rows: {any key: rows}, as of `to_read`; a row may have a 'run' and an 'outcome'
+    beside it; selected: what `select` returns; a row may have a 'run' and an 'outcome'
     """
     with warn_on_failure(path) as written:
         title = f'{title} ({time.strftime("%Y-%m-%d")}, nanoCal {version})'
-        chosen, total = select(rows)
+        chosen, total = selected
         left_out = '' if len(chosen) == total else (
             f'The page has {len(chosen):,} of {total:,} samples: of each task and language the '
             f'most confident mistakes first. All are in samples.jsonl. ')
@@ -170,11 +170,12 @@ def write(path, title, version, about, tables, pictures, rows):
     return bool(written)
 
 
-def write_report(results, rows, pictures, out_dir):
+def write_report(results, selected, pictures, out_dir):
     """Write report.html of an evaluation.
 
-    results: the content of results.json; pictures: the names of those drawn now. With them the page
-    has the diagrams of languages from earlier evaluations; without, it has no pictures.
+    results: the content of results.json; selected: what `select` returns; pictures: the names of
+    those drawn now. With them the page has the diagrams of languages from earlier evaluations;
+    without, it has no pictures.
     """
     tasks, config, versions = results['tasks'], results['config'], results['versions']
     about = ', '.join(f'{key} {value}' for key, value in (
@@ -183,7 +184,7 @@ def write_report(results, rows, pictures, out_dir):
     grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]
     write(Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
           versions['nanocal'], about, tables,
-          dict.fromkeys((*pictures, *grids) if pictures else ()), rows)
+          dict.fromkeys((*pictures, *grids) if pictures else ()), selected)
 
 
 def task_html(task, tasks):

@@ -143,7 +143,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     if orders:
         summary |= letters([*orders.values()], [groups['orders', name] for name in orders])
     if 'log_probs' in samples[0]:
-        summary['option_mass'] = float(np.mean([np.exp(s['log_probs']).sum() for s in samples]))
+        log_probs = [*itertools.chain.from_iterable(s['log_probs'] for s in samples)]
+        summary['option_mass'] = float(np.exp(log_probs).sum() / len(samples))
     if fit:
         languages = [np.array([s.get('language') or '' for s in part])
                      for part in (samples, held_out)]
@@ -189,7 +190,7 @@ def measure(groups, n_bootstrap, seed, keys=None):
     jobs, reports, resampled = {}, {}, {}
     for key, group in groups.items():
         n = len(group.labels)
-        n_parts = int(np.clip(2_000_000 // n, 1, 8)) if n > 2000 else 1
+        n_parts = int(np.clip(16_000_000 // n, 1, 8)) if n > 2000 else 1
         sizes = filter(None, map(len, np.array_split(range(n_bootstrap), n_parts)))
         jobs[key] = [group.report, *(functools.partial(group.bootstrap, size, [seed, part], keys)
                                      for part, size in enumerate(sizes))]

@@ -114,6 +114,7 @@ def _work(function, pipe, others):
             except Exception as raised:
                 error = raised
                 error.add_note(traceback.format_exc())      # only its text can be pickled
+            sys.stdout.flush()
             pipe.send((number, results, error))
 
 

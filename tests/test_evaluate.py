@@ -39,7 +39,8 @@ from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 from results import compare, evaluation, report, samples
 from results.samples import read_samples, sample_order
-from runtime import adapter, checkpoint, device as devices, load_ahead, log, ownership, startup
+from runtime import (adapter, checkpoint, device as devices, load_ahead, log, ownership, processes,
+                     startup)
 from runtime.code import code_digest
 from runtime.errors import ConfigError, DataError
 from test_tokenizer import train_bpe
@@ -742,6 +743,25 @@ def test_results_have_languages_groups_and_macro(scored_folder, tmp_path, capsys
         'n', 'accuracy')} and one['pooled']['nll'] == pytest.approx(same['nll'])
     with pytest.raises(DataError, match="no language 'swa'; did you mean 'sw'"):
         scored(scored_folder, tmp_path / 'none', '--languages=swa')
+
+
+def test_pictures_and_pages_of_other_processes_are_those_of_this_one(scored_folder, tmp_path,
+                                                                     monkeypatch):
+    def files(out):
+        scored(scored_folder, out, '--pictures')
+        return {path.name: path.read_bytes() for path in out.iterdir()
+                if path.suffix in ('.png', '.html', '.md', '.csv')}
+
+    def forked(function, jobs, worth_it):
+        *made, pid = processes.parallel_map(function, [*jobs, os.getpid], worth_it=True)
+        assert pid != os.getpid() and not worth_it
+        return made
+
+    alone = files(tmp_path / 'alone')
+    assert len(alone) == 5
+    monkeypatch.setattr(processes, 'cores', lambda: 2)
+    monkeypatch.setattr(evaluation, 'parallel_map', forked)
+    assert files(tmp_path / 'forked') == alone
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def write(folder, rows, **config):
               'subjects': {'<i>a</i>': report, 'b': report}}
     page.write_report({'tasks': dict.fromkeys(rows, result), 'versions': VERSIONS, 'config': {
         'model': 'some/<model>', 'device': 'cpu', 'dtype': 'float32', 'seed': 0} | config},
-        rows, [], folder)
+        page.select(rows), [], folder)
     return (folder / 'report.html').read_text()
 
 

@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import socket
 
 import numpy as np
 import pytest
-from common import (HERE, reference_model, run_scripts, sentencepiece_folder, torchrun,
-                    write_rows)
+import torch.distributed.run
+from common import (HERE, reference_model, run_scripts, sentencepiece_folder, start_script,
+                    torchrun, write_rows)
 from data.questions import Question
 from data.tasks import BLOCKS, Task
 from data.tokenizer import load_tokenizer
@@ -171,6 +173,22 @@ def test_two_processes_evaluate_as_one(folder, tmp_path):
         done = run(evaluation(folder, tmp_path / '2', *more), n)
         assert done.returncode == 0, done.stderr
         assert outcome(tmp_path / '1') == outcome(tmp_path / '2')
+
+
+@pytest.mark.slow
+def test_two_hosts_evaluate_as_one(folder, tmp_path):
+    """One torchrun per host, as in docs/several_gpus.md."""
+    with socket.create_server(('localhost', 0)) as server:
+        port = server.getsockname()[1]
+    hosts = [start_script(
+        torch.distributed.run.__file__, '--nnodes=2', '--nproc_per_node=1', '--rdzv_backend=c10d',
+        f'--rdzv_endpoint=localhost:{port}', '--rdzv_id=7', *evaluation(folder, tmp_path / 'hosts'),
+        env={'PYTHONPATH': str(HERE)}) for _ in range(2)]
+    printed = [host.communicate() for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], printed
+    assert sum('samples.jsonl' in out for out, _ in printed) == 1
+    assert run(evaluation(folder, tmp_path / '1')).returncode == 0
+    assert outcome(tmp_path / 'hosts') == outcome(tmp_path / '1')
 
 
 @pytest.mark.slow
