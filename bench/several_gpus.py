@@ -42,7 +42,7 @@ class BenchConfig:
     processes: tuple[int, ...] = (2,)   # to compare with one
     languages: int = 8              # this many of Global-MMLU, the first ones
     limit: int = 500                # questions per language of the commands with --deterministic
-    only: str | None = None         # commands, separated by '|', with those of 1 GPU
+    only: str | None = None         # commands, separated by '|', instead of all of them
     plot: str | None = None         # only draw this file of results again
     out: str = 'out/bench_several_gpus.json'
 
@@ -126,8 +126,8 @@ def print_table(table):
           '| command | s | speed-up | scoring, s | speed-up | bitwise as one GPU |\n'
           '|---|---|---|---|---|---|')
     for name, row in results.items():
-        one = results['1 GPU' + ', deterministic' * ('deterministic' in name)]
-        cells = [f'{row[key]:.1f} | {one[key] / max(row[key], 0.01):.2f}'
+        one = results.get('1 GPU' + ', deterministic' * ('deterministic' in name))
+        cells = [f'{row[key]:.1f} | ' + (f'{one[key] / max(row[key], 0.01):.2f}' if one else '')
                  for key in ('seconds', 'scoring_s')]
         same = {None: '', True: 'yes', False: 'no'}[row['same']]
         print(f'| {label(name, table)} | {" | ".join(cells)} | {same} |')

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 import time
@@ -228,6 +229,10 @@ def test_several_gpus(small, tmp_path, monkeypatch, capsys):
     bench.several_gpus.print_table(table)
     assert ('| 2 GPUs, deterministic, 9 questions per language | 2.0 | 1.50 | 0.5 | 2.00 | no |'
             in capsys.readouterr().out)
+    del table['results']['1 GPU']       # left out by --only
+    bench.several_gpus.print_table(table)
+    assert re.search(r'^\| 2 GPUs \| [0-9.]+ \|  \| [0-9.]+ \|  \|  \|$', capsys.readouterr().out,
+                     re.MULTILINE)
     bench_common.save(tmp_path / 'gpus.json', [table])
     bench.several_gpus.main([f'--plot={tmp_path / "gpus.json"}'])
     assert (tmp_path / 'gpus.png').read_bytes().startswith(b'\x89PNG')
