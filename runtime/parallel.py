@@ -124,10 +124,11 @@ def collect(value) -> list:
     """Return as `gather` in the first process; [] in the others."""
     if world_size() == 1:
         return [value]
-    values = [None] * world_size() if rank() == 0 else None
-    with _connected():
-        dist.gather_object(value, values)
-    return values or []
+    first = rank() == 0
+    values = [None] * world_size() if first else None
+    with _connected():      # the first one's own value, which may be large, need not be pickled
+        dist.gather_object(None if first else value, values)
+    return [value, *values[1:]] if first else []
 
 
 def broadcast(value):
