@@ -29,7 +29,7 @@ import torch
 import train
 from align import AlignConfig, Preferences
 from bench import common
-from bench.common import (DEVICE, MODELS, draw_bars, empty_caches, last_error, load, now,
+from bench.common import (DEVICE, MODELS, chosen, draw_bars, empty_caches, last_error, load, now,
                           our_model, peak_gib, peer_model, reset_peak_memory)
 from bench.peers import plain_tokenizer
 from data.preferences import load_preferences, to_tree
@@ -71,15 +71,13 @@ def bench(config):
     """Yield a table per model: tokens of pairs per second, reference seconds, peak memory."""
     if config.data is None or config.tokenizer is None:
         raise ConfigError('set --data, a file of preferences, and --tokenizer, a folder')
-    methods = OURS if config.ours else OURS | PEERS
+    methods = chosen(config.only, OURS if config.ours else OURS | PEERS)
     for name in config.shape:
         table = {'shape': name, 'results': {}}
-        for method, options in methods.items():
-            if config.only and method not in config.only.split('|'):
-                continue
+        for method in methods:
             spec = {'raw': MODELS[name], 'ours': method in OURS, 'lora': name == 'llama31_8b',
                     'data': config.data, 'tokenizer': config.tokenizer, 'batch': config.batch,
-                    'options': options}
+                    'options': (OURS | PEERS)[method]}
             with tempfile.TemporaryDirectory() as folder:
                 done = subprocess.run([sys.executable, __file__, 'one', json.dumps(spec)],
                                       env=os.environ | empty_caches(folder), capture_output=True,

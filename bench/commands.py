@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench import common
-from bench.common import (DEVICE, MODELS, draw_bars, empty_caches, free_memory, last_error, load,
-                          our_model)
+from bench.common import (DEVICE, MODELS, chosen, draw_bars, empty_caches, free_memory,
+                          last_error, load, our_model)
 from data.files import fetch, read_rows
 from data.benchmarks import BENCHMARKS
 from data.questions import parse_row
@@ -84,21 +84,19 @@ def measure(config, shape, folder):
     del model
     free_memory()
     write_tasks(config, folder)
-    results = {}
-    for name, command in commands(config, folder).items():
-        if config.only and name not in config.only.split('|') or config.ours and name == LM_EVAL:
-            continue
-        results[name] = run(name, command, config, folder)
+    results, wanted = {}, commands(config, folder)
+    for name in chosen(config.only, wanted):
+        results[name] = run(name, wanted[name], config, folder)
         print(f'{shape}: {name}: {results[name]}', flush=True)
     return results
 
 
 def commands(config, folder):
-    """Return {name: arguments of python} of the commands to time."""
+    """Return {name: arguments of python} of the commands to time; with --ours not lm_eval's."""
     ours = ['evaluate.py', f'--model={folder / "model"}', '--add_bos=True', '--overwrite',
             f'--out_dir={folder / "out"}', f'--device={DEVICE}', '--dtype=bfloat16']
     limit = [] if config.lm_limit is None else ['--limit', str(config.lm_limit)]
-    return {
+    wanted = {
         MMLU: [*ours, f'--tasks=mmlu:{config.data}', '--shots=5', '--prompt_format=harness'],
         LM_EVAL: ['-m', 'lm_eval', 'run', '--model', 'hf', '--model_args',
                   f'pretrained={folder / "model"},dtype=bfloat16,add_bos_token=True',
@@ -108,6 +106,8 @@ def commands(config, folder):
         FEW: [*ours, f'--tasks={folder / "few.jsonl"}', '--shots=0'],
         HELP: ['train.py', '--help'],
     }
+    return {name: command for name, command in wanted.items()
+            if name != LM_EVAL or not config.ours}
 
 
 def run(name, command, config, folder):

@@ -98,6 +98,15 @@ def versions():
     return installed
 
 
+def chosen(only, methods):
+    """Return those of `methods` that --only asks for, separated by '|'; all of them if it is None.
+    """
+    if unknown := {*(only.split('|') if only else ())} - {*methods}:
+        raise ConfigError(f'only = {only!r}: there is no {sorted(unknown)[0]!r}; the names are '
+                          f'{", ".join(map(repr, methods))}')
+    return [name for name in methods if not only or name in only.split('|')]
+
+
 def failure(error):
     """Return the entry of a peer that cannot run this benchmark."""
     return {'failed': f'{type(error).__name__}: {str(error).splitlines()[0]}'[:300]}

@@ -27,8 +27,8 @@ import torch
 
 from align import AlignConfig
 from bench import common
-from bench.common import (DEVICE, MODELS, draw_bars, empty_caches, last_error, load, matrix_rate,
-                          memory_rate, now, our_model, peak_gib)
+from bench.common import (DEVICE, MODELS, chosen, draw_bars, empty_caches, last_error, load,
+                          matrix_rate, memory_rate, now, our_model, peak_gib)
 from data.export import tokenizer_files
 from data.files import read_rows
 from data.tokenizer import load_tokenizer
@@ -71,15 +71,15 @@ def bench(config):
     """Yield a table per model: the seconds of each part of a step, and its limit."""
     if config.prompts is None or config.tokenizer is None:
         raise ConfigError('set --prompts, a file of questions, and --tokenizer, a folder')
+    methods = chosen(config.only, OURS if config.ours else OURS | PEERS)
     rates = [matrix_rate(), memory_rate()] if DEVICE == 'cuda' else [1e12, 1e12]
     for name in config.shape:
         table = {'shape': name, 'rates': rates, 'results': {}}
         with tempfile.TemporaryDirectory() as folder:
             prepare(MODELS[name], config, Path(folder))
-            for method, options in (OURS if config.ours else OURS | PEERS).items():
-                if config.only and method not in config.only.split('|'):
-                    continue
-                spec = json.dumps({'folder': folder, 'ours': method in OURS, 'options': options})
+            for method in methods:
+                spec = json.dumps({'folder': folder, 'ours': method in OURS,
+                                   'options': (OURS | PEERS)[method]})
                 done = subprocess.run(
                     [sys.executable, __file__, 'one', spec], capture_output=True, text=True,
                     env=os.environ | empty_caches(Path(folder, method)))

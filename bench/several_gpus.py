@@ -7,8 +7,8 @@
 Times whole commands, from their start, on a model with random weights: each of `languages` of
 Global-MMLU has the questions of MMLU in `data`. With --shard the processes share the weights. Then
 `limit` questions per language are scored with --deterministic, and samples and metrics compared
-with those of one process. `tokenizer` is a folder with a tokenizer. Writes
-out/bench_several_gpus.json and its picture.
+with those of one process. --only='1 GPU|2 GPUs' chooses commands. `tokenizer` is a folder with a
+tokenizer. Writes out/bench_several_gpus.json and its picture.
 """
 
 import json
@@ -24,7 +24,7 @@ import torch
 
 from bench import common
 from bench.commands import seconds
-from bench.common import (DEVICE, MODELS, byte_code, draw_bars, free_memory, load,
+from bench.common import (DEVICE, MODELS, byte_code, chosen, draw_bars, free_memory, load,
                           our_model)
 from data.benchmarks import BENCHMARKS
 from data.files import fetch, read_rows
@@ -85,25 +85,28 @@ def write_languages(config, folder):
 def measure(config, folder):
     """Return {command: {'processes', 'seconds', 'scoring_s', 'same'}}.
 
-    same: whether the numbers are bitwise those of one process; None without --deterministic
+    same: whether the numbers are bitwise those of one process with --deterministic; None for one
+        process, without --deterministic, and if it was not measured
     """
     exact = ['--deterministic', f'--limit={config.limit}']
-    results, expected = {}, None
-    first = f'--languages={BENCHMARKS["global_mmlu"].languages[0]}'
-    run(['--limit=1', first], 1, folder / 'first')      # fills the caches on disk
+    commands, results, expected = {}, {}, None
     for kind, options in {'': [], ', shared weights': ['--shard'], ', deterministic': exact,
                           ', deterministic, shared weights': [*exact, '--shard']}.items():
         for n in (1, *config.processes) if '--shard' not in options else config.processes:
-            name, out = f'{n} GPU{"s" * (n > 1)}{kind}', folder / f'{n}{kind}'
-            if config.only and name not in config.only.split('|'):
-                continue
-            row = results[name] = {'processes': n, 'seconds': run(options, n, out)}
-            tasks = load(out / 'results.json')['tasks']
-            row['scoring_s'] = tasks['global_mmlu'].pop('scoring_seconds')
-            found = sorted((out / 'samples.jsonl').read_text().splitlines()), tasks
-            expected = found if n == 1 else expected
-            row['same'] = found == expected if n > 1 and '--deterministic' in options else None
-            print(f'{name}: {row}', flush=True)
+            commands[f'{n} GPU{"s" * (n > 1)}{kind}'] = n, options
+    names = chosen(config.only, commands)
+    first = f'--languages={BENCHMARKS["global_mmlu"].languages[0]}'
+    run(['--limit=1', first], 1, folder / 'first')      # fills the caches on disk
+    for name in names:
+        (n, options), out = commands[name], folder / name
+        row = results[name] = {'processes': n, 'seconds': run(options, n, out)}
+        tasks = load(out / 'results.json')['tasks']
+        row['scoring_s'] = tasks['global_mmlu'].pop('scoring_seconds')
+        found = sorted((out / 'samples.jsonl').read_text().splitlines()), tasks
+        row['same'] = expected and found == expected
+        if name == '1 GPU, deterministic':
+            expected = found
+        print(f'{name}: {row}', flush=True)
     return results
 
 

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench import common
-from bench.common import (DEVICE, MODELS, draw_bars, empty_caches, free_memory, last_error, load,
-                          our_model)
+from bench.common import (DEVICE, MODELS, chosen, draw_bars, empty_caches, free_memory,
+                          last_error, load, our_model)
 from data.export import tokenizer_files
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns, load_conversations, to_messages
@@ -80,11 +80,7 @@ def bench(config):
     if config.data is None or config.tokenizer is None:
         raise ConfigError('set --data, a file of conversations, and --tokenizer, a folder')
     methods = [OURS] if config.ours else [OURS, *PEERS]
-    if config.only:
-        methods = config.only.split('|')
-        if not set(methods) <= {OURS, *PEERS}:
-            raise ConfigError(f'only = {config.only!r}; the methods are '
-                              f'{", ".join(map(repr, (OURS, *PEERS)))}')
+    methods = chosen(config.only, methods)
     started = time.perf_counter()
     for shape in config.shape:
         with tempfile.TemporaryDirectory() as folder:

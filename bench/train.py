@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench import common
-from bench.common import (DEVICE, MODELS, compiled_graphs, draw_bars, empty_caches, last_error,
-                          load, now, our_model, peak_gib, reset_peak_memory)
+from bench.common import (DEVICE, MODELS, chosen, compiled_graphs, draw_bars, empty_caches,
+                          last_error, load, now, our_model, peak_gib, reset_peak_memory)
 from bench.peers import hugging_face_step, trl_steps
 from data.instruct import load_conversations
 from data.packing import pack
@@ -116,17 +116,14 @@ def bench(config):
     """Yield a table per model and kind of data: tokens/s, compile seconds, MFU, peak memory."""
     if (config.data is None) != (config.tokenizer is None):
         raise ConfigError('data and tokenizer go together; set both or none')
-    known = PEERS | OURS | PEERS_PACKED | OURS_PACKED
-    if config.only and not set(config.only.split('|')) <= known.keys():
-        raise ConfigError(f'only = {config.only!r}; the methods are '
-                          f'{", ".join(map(repr, known))}')
+    only = chosen(config.only, PEERS | OURS | PEERS_PACKED | OURS_PACKED)
     for name in config.shape:
         kinds = [(f'{LENGTH}-token documents', None, OURS, PEERS | OURS, USUAL[name])]
         if config.data and name.startswith('llama'):
             kinds.append((Path(config.data).name, (config.data, config.tokenizer), OURS_PACKED,
                           PEERS_PACKED | OURS_PACKED, USUAL['packed']))
         for data, real, ours, methods, usual in kinds:
-            wanted = config.only.split('|') if config.only else usual
+            wanted = only if config.only else usual
             table = {'shape': name, 'data': data, 'results': {}}
             for method, options in methods.items():
                 if method not in wanted or config.ours and method not in ours:

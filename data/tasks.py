@@ -53,7 +53,7 @@ class Task:
     def fingerprint(self):
         """Return a hash of all questions or texts, the same for a copy of the files elsewhere.
 
-        It does not depend on the prompt: Question.digest is of the question and its choices.
+        It does not depend on the prompt: Question.digest hashes the question and its choices.
         """
         digest, prompt = hashlib.blake2b(digest_size=8), ('context', 'options', 'header', 'ending')
         for item in (*self.items, *self.validation):
@@ -70,8 +70,7 @@ class Task:
 
     def count_scored(self, label, done):
         """Return how many of `keys` have a sample of the task `label` in {(sample_key, prompt)}."""
-        scored = {key[1:] for key, _ in done if key[0] == label}
-        return len(self.keys & scored) if scored else 0
+        return len(self.keys & {key[1:] for key, _ in done if key[0] == label})
 
     @property
     def counts(self):

@@ -1,7 +1,6 @@
 """From the samples of an evaluation to the files in its folder: metrics, tables, pictures, page."""
 
 import functools
-import itertools
 import operator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -29,9 +28,9 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
     jobs = [functools.partial(select_samples, earlier | results, samples)]
     if cfg.pictures:
         jobs.append(functools.partial(draw_diagrams, earlier, results, samples, tasks, out_dir))
-    with ThreadPoolExecutor(1) as pool:     # for the time in which the metrics are computed
-        made = pool.submit(parallel_map, operator.call, jobs,
-                           worth_it=sum(map(len, samples.values())) > 50_000)
+    many = sum(map(len, samples.values())) > 50_000     # for fewer, a thread is as fast
+    with ThreadPoolExecutor(1) as pool:     # while the metrics are computed
+        outcomes = pool.submit(parallel_map, operator.call, jobs, worth_it=many)
         for task, result in results.items():
             rows, free = samples[task], tasks[task.partition('.')[0]].kind == 'free'
             result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
@@ -43,8 +42,8 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
     content = {'schema': report.SCHEMA, 'config': asdict(cfg) | {'model': str(cfg.model)},
                'seed': cfg.seed, 'versions': device.versions(cfg.device), 'identity': identity,
                'tasks': earlier | results}
-    (selected, mistakes), *drawn = made.result()
-    pictures = [*itertools.chain(*drawn)]
+    (selected, mistakes), *drawn = outcomes.result()
+    pictures = drawn[0] if drawn else []
     page.write_report(content, selected, pictures, out_dir)
     report.write_results(content, out_dir, mistakes)
     if pictures:
@@ -83,7 +82,10 @@ def measure_again(results, samples):
 
 
 def select_samples(results, samples):
-    """Return (page.select, page.mistakes) of the samples of {task: result}."""
+    """Return what page.select and page.mistakes return for these results and samples.
+
+    results: {task: result}; samples: {task: its samples}
+    """
     rows = page.to_read(results, samples)
     return page.select(rows), page.mistakes(rows)
 

@@ -33,9 +33,9 @@ WRITTEN = 'greedy', 'answers'       # keys of a sample of written answers
 def to_read(results, samples):
     """Return {task: its samples as rows of the page}, the most confident mistakes first.
 
-    results: {task: its entry in results.json, or one that is still measured}; samples: {task: its
-    samples}. A task whose samples have changed since it was measured is left out. A row is a dict
-    with 'task', 'language', 'subject', 'id', 'text' of the question ('' in samples of older
+    results: {task: its entry in results.json, or one whose metrics are still to be computed};
+    samples: {task: its samples}. A task whose samples have changed since is left out. A row is a
+    dict with 'task', 'language', 'subject', 'id', 'text' of the question ('' in samples of older
     versions), 'confidence' and 'correct'; of a question with 'options', [[text, probability]], and
     the indices 'answer' (the right one) and 'chosen'; else with the text 'predicted' and
     'expected'; of written answers with 'written', the whole greedy one, and 'samples', the others

@@ -5,12 +5,16 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from itertools import islice
 from multiprocessing.connection import wait
 
 from runtime.errors import ProcessError
+
+
+FORKING = threading.Lock()      # so that no worker inherits an end that another thread will close
 
 
 def parallel_map(function, items, worth_it, most=32):
@@ -40,11 +44,12 @@ def forked_pool(processes, function):
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         try:
             for _ in range(processes):
-                pipe, end = context.Pipe()
-                with end:       # so that the pipe is closed when this worker ends
-                    process = context.Process(target=_work, args=(function, end, [*workers, pipe]),
-                                              daemon=True)
-                    process.start()
+                with FORKING:
+                    pipe, end = context.Pipe()
+                    with end:       # so that the pipe is closed when this worker ends
+                        process = context.Process(
+                            target=_work, args=(function, end, [*workers, pipe]), daemon=True)
+                        process.start()
                 workers[pipe] = process
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 import shutil
 import sys
 import time
@@ -114,7 +113,7 @@ def test_a_missing_peer_is_a_row_of_the_training_table(small, tmp_path, monkeypa
     assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
     with pytest.raises(ConfigError, match='data and tokenizer go together'):
         list(bench.train.bench(bench.train.BenchConfig(data='x.jsonl')))
-    with pytest.raises(ConfigError, match="only = 'x'; the methods are 'HF sdpa'"):
+    with pytest.raises(ConfigError, match="only = 'x': there is no 'x'; the names are 'HF sdpa'"):
         list(bench.train.bench(bench.train.BenchConfig(only='x')))
 
 
@@ -229,13 +228,31 @@ def test_several_gpus(small, tmp_path, monkeypatch, capsys):
     bench.several_gpus.print_table(table)
     assert ('| 2 GPUs, deterministic, 9 questions per language | 2.0 | 1.50 | 0.5 | 2.00 | no |'
             in capsys.readouterr().out)
-    del table['results']['1 GPU']       # left out by --only
-    bench.several_gpus.print_table(table)
-    assert re.search(r'^\| 2 GPUs \| [0-9.]+ \|  \| [0-9.]+ \|  \|  \|$', capsys.readouterr().out,
-                     re.MULTILINE)
     bench_common.save(tmp_path / 'gpus.json', [table])
     bench.several_gpus.main([f'--plot={tmp_path / "gpus.json"}'])
     assert (tmp_path / 'gpus.png').read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.parametrize('only, same', [
+    ('1 GPU|2 GPUs', [None, None]), ('2 GPUs, deterministic', [None]),
+    ('1 GPU, deterministic|2 GPUs, deterministic', [None, True])])
+def test_commands_of_several_gpus_are_chosen(tmp_path, only, same, monkeypatch, capsys):
+    def run(options, processes, out):
+        out.mkdir()
+        (out / 'samples.jsonl').write_text(f'{"--deterministic" in options or processes}\n')
+        (out / 'results.json').write_text('{"tasks": {"global_mmlu": {"scoring_seconds": 2}}}')
+        return 3
+
+    monkeypatch.setattr(bench.several_gpus, 'run', run)
+    config = bench.several_gpus.BenchConfig(only=only)
+    found = bench.several_gpus.measure(config, tmp_path)
+    assert [*found] == only.split('|') and [row['same'] for row in found.values()] == same
+    bench.several_gpus.print_table({'shape': 'x', 'languages': 2, 'limit': 9, 'results': found})
+    speed_up = '1.00' if len(same) > 1 else ''
+    last = capsys.readouterr().out.strip().split('\n')[-1]
+    assert f'| 3.0 | {speed_up} | 2.0 | {speed_up} |' in last
+    with pytest.raises(ConfigError, match="no '2 GPU'; the names are '1 GPU', '2 GPUs', "):
+        bench.several_gpus.measure(bench.several_gpus.BenchConfig(only='1 GPU|2 GPU'), tmp_path)
 
 
 @pytest.mark.slow
@@ -498,7 +515,7 @@ def test_fine_tuning_commands_are_timed_by_stage(small, tmp_path, monkeypatch, c
     options = {'data': str(data), 'tokenizer': str(tokenizer), 'conversations': 280}
     with pytest.raises(ConfigError, match='set --data'):
         next(bench.sft.bench(bench.sft.BenchConfig(data=str(data))))
-    with pytest.raises(ConfigError, match="only = 'x'; the methods are 'ours', 'TRL', "):
+    with pytest.raises(ConfigError, match="no 'x'; the names are 'ours', 'TRL', "):
         next(bench.sft.bench(bench.sft.BenchConfig(only='x', **options)))
     table, = bench.sft.bench(bench.sft.BenchConfig(
         only='ours|TRL', caches=('cold',), tuning=('LoRA',), **options))
