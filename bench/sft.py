@@ -79,8 +79,7 @@ def bench(config):
     """Yield a table per model: seconds of each stage of each command, cold and warm."""
     if config.data is None or config.tokenizer is None:
         raise ConfigError('set --data, a file of conversations, and --tokenizer, a folder')
-    methods = [OURS] if config.ours else [OURS, *PEERS]
-    methods = chosen(config.only, methods)
+    methods = chosen(config.only, [OURS] if config.ours else [OURS, *PEERS])
     started = time.perf_counter()
     for shape in config.shape:
         with tempfile.TemporaryDirectory() as folder:

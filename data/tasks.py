@@ -55,10 +55,10 @@ class Task:
 
         It does not depend on the prompt: Question.digest hashes the question and its choices.
         """
-        digest, prompt = hashlib.blake2b(digest_size=8), ('context', 'options', 'header', 'ending')
+        digest = hashlib.blake2b(digest_size=8)
+        left_out = 'place', 'orders', 'published', 'context', 'options', 'header', 'ending'
         for item in (*self.items, *self.validation):
-            content = {key: value for key, value in vars(item).items()
-                       if key not in ('place', 'orders', 'published', *prompt)}
+            content = {key: value for key, value in vars(item).items() if key not in left_out}
             digest.update(repr(content).encode())
         return digest.hexdigest()
 

@@ -116,10 +116,10 @@ def _work(function, pipe, others):
             try:
                 for item in chunk:
                     results.append(function(item))
+                sys.stdout.flush()      # what was printed, since a signal will end this process
             except Exception as raised:
                 error = raised
                 error.add_note(traceback.format_exc())      # only its text can be pickled
-            sys.stdout.flush()
             pipe.send((number, results, error))
 
 

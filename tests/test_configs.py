@@ -363,7 +363,7 @@ LARGE = 'x' * 300_000       # more than a pipe holds
 @pytest.mark.slow
 @pytest.mark.parametrize('stop', [DataError, KeyboardInterrupt])
 def test_workers_that_still_write_large_results_are_ended(stop):
-    for _ in range(3):
+    for _ in range(5):
         with pytest.raises(stop):
             with forked_pool(4, lambda x: LARGE) as imap:
                 for number, _ in enumerate(imap(range(200))):
