@@ -19,7 +19,9 @@ import contextlib
 import importlib
 import io
 import itertools
+import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -53,6 +55,7 @@ DATA = {        # the option with the file of a script, which needs --tokenizer 
     'several_gpus': 'data',
 }
 WITHOUT_DATA = 'train', 'generate'      # measure less then; the others of DATA nothing
+ONE_PICTURE = 'train', 'eval'           # of all models
 MARGIN = 0.03       # beyond the spread
 
 
@@ -96,6 +99,8 @@ def run_all(options):
             print(f'bench/{name}.py was not started: --minutes={options.minutes:g} are over')
         elif run_script(arguments, end):
             failed.append(name)
+    for name in ONE_PICTURE:
+        draw_together(name, folder)
     (folder / 'README.md').write_text(page(folder), encoding='utf-8')
     print(f'wrote {folder / "README.md"}')
     if failed:
@@ -132,9 +137,42 @@ def page(folder):
             parts += [f'`{content["command"]}`: '
                       + ', '.join(f'{key} {value}' for key, value in details.items() if value),
                       tables_of(name, content)]
-            if path.with_suffix('.png').exists():
+            if path.with_suffix('.png').exists() and name not in ONE_PICTURE:
                 parts.append(f'![{what}]({path.stem}.png)')
+        if name in ONE_PICTURE and (folder / f'{name}.png').exists():
+            parts.append(f'![{what}]({name}.png)')
+    parts += repeated(folder)
     return '\n\n'.join(part.strip() for part in parts) + '\n'
+
+
+def draw_together(name, folder):
+    """Draw the tables of all files of a script for the same GPU as one picture, <name>.png."""
+    contents = [load(path) for path in sorted(folder.glob(f'{name}*.json'))]
+    if not contents:
+        return
+    tables = [table for content in contents for table in content['tables']
+              if content['versions']['device'] == contents[0]['versions']['device']]
+    with tempfile.TemporaryDirectory() as other, contextlib.redirect_stdout(io.StringIO()):
+        file = Path(other, f'{name}.json')
+        file.write_text(json.dumps(contents[0] | {'tables': tables}))
+        importlib.import_module(f'bench.{name}').draw(file)
+        shutil.copy(file.with_suffix('.png'), folder)
+
+
+def repeated(folder):
+    """Return the part of the page about times of ours that several files have for the same GPU."""
+    measured = {}       # (what, GPU) -> numbers
+    for name in WHAT:
+        for path in sorted(folder.glob(f'{name}*.json')):
+            content = load(path)
+            for what, value in timings(name, content).items():
+                measured.setdefault((what, content['versions']['device']), []).append(value)
+    rows = [f'| {what} | {device} | {len(values)} | {min(values):.4g} | {max(values):.4g} | '
+            f'{max(values) / min(values) - 1:.1%} |'
+            for (what, device), values in measured.items() if len(values) > 1]
+    return ['## Our times on different days or hosts', '\n'.join([
+        '| time | GPU | runs | lowest | highest | difference |', '|---|---|---|---|---|---|',
+        *rows])] if rows else []
 
 
 def tables_of(name, content):

@@ -171,24 +171,26 @@ def measure_peer(raw, attention, batch, lengths, sample):
 # ------------------------------------------------------------------------------------------------
 
 def print_table(table):
+    """Print a table as Markdown; of the peer the forward passes alone are timed."""
     ours, peer = table['results']['ours'], table['results'].get('Hugging Face')
-    print(f'\n{table["shape"]}, 5-shot MMLU, bfloat16\n'
-          f'ours          {ours["questions_per_s"]:8.1f} questions/s, all in '
-          f'{ours["seconds"]:.1f} s (reading {ours["reading_s"]:.1f}, scoring '
-          f'{ours["scoring_s"]:.1f}, metrics and files {ours["results_s"]:.1f}; the first '
-          f'questions before {ours["first_s"]:.1f})\n'
-          f'              {ours["tokens"]} tokens, {ours["of_matrix_rate"]:.1%} of the matrix rate '
-          f'while scoring, GPU busy {ours["gpu_busy"]:.1%}, peak {ours["peak_gib"]:.1f} GiB')
+    print(f'\n### {table["shape"]}, MMLU with 5 shots, bfloat16\n\n'
+          '| method | questions/s | s | reading, s | scoring, s | metrics and files, s | share of the '
+          'matrix rate | GPU busy | peak GiB |\n|---|---|---|---|---|---|---|---|---|\n'
+          f'| ours | {ours["questions_per_s"]:,.0f} | {ours["seconds"]:.1f} | '
+          f'{ours["reading_s"]:.1f} | {ours["scoring_s"]:.1f} | {ours["results_s"]:.1f} | '
+          f'{ours["of_matrix_rate"]:.1%} | {ours["gpu_busy"]:.1%} | {ours["peak_gib"]:.1f} |')
+    if peer:
+        print(f'| Hugging Face | {peer["failed"][:120]} |' + ' |' * 7 if 'failed' in peer else
+              f'| Hugging Face, {peer["attention"]} | {peer["questions_per_s"]:,.0f} | '
+              f'{peer["seconds"]:.1f} | | {peer["seconds"]:.1f} | | | | {peer["peak_gib"]:.1f} |')
+    print(f'\n{ours["tokens"]:,} tokens; a large matrix product has '
+          f'{table["matrix_rate"] / 1e12:.0f} TFLOP/s; loading the kernels took '
+          f'{ours["first_s"]:.1f} s before.')
+    if peer and 'failed' not in peer:
+        print(f'Ours is {ours["questions_per_s"] / peer["questions_per_s"]:.2f} times as fast.')
     for name, seconds in ours.get('variants', {}).items():
-        print(f'              {seconds:6.2f} s for 2,000 questions: {name}')
-    if peer is None:
-        return
-    if 'failed' in peer:
-        print(f'Hugging Face  {peer["failed"][:90]}')
-        return
-    print(f'Hugging Face  {peer["questions_per_s"]:8.1f} questions/s, all in '
-          f'{peer["seconds"]:.1f} s, {peer["attention"]}, peak {peer["peak_gib"]:.1f} GiB\n'
-          f'ours / theirs {ours["questions_per_s"] / peer["questions_per_s"]:.2f}', flush=True)
+        print(f'\n2,000 questions with {name}: {seconds:.2f} s')
+    sys.stdout.flush()
 
 
 def draw(path):

@@ -203,24 +203,28 @@ def measure_peer(model, n, length, new):
 # ------------------------------------------------------------------------------------------------
 
 def print_table(table):
-    print(f'\n{table["shape"]}, bfloat16: prompts x tokens + new tokens')
+    """Print a table as Markdown: steps, their share of the limit, whole calls, ours / theirs."""
+    print(f'\n### {table["shape"]}, bfloat16\n')
+    if table['results']:
+        print(f'A large product has {table["matrix_rate"] / 1e12:.0f} TFLOP/s, a large copy '
+              f'{table["copy_rate"] / 1e12:.2f} TB/s.\n\n'
+              '| prompts x tokens + new tokens | steps, tokens/s | of the limit | GB/s | TFLOP/s | '
+              'whole call, tokens/s | first token, s | peak GiB | without weights and cache | '
+              'transformers, whole call | ours / theirs |\n' + '|---' * 11 + '|')
     for setting, results in table['results'].items():
         ours, peer = results['ours'], results.get('transformers')
-        print(f'{setting:16s} ours {ours["tokens_per_s"]:9,.0f} tokens/s; steps '
-              f'{ours["steps_tokens_per_s"]:9,.0f}, {ours["of_limit"]:.0%} of the limit of '
-              f'{ours["limit_tokens_per_s"]:,.0f}; {ours["gb_per_s"]:,.0f} GB/s, '
-              f'{ours["tflops"]:.0f} TFLOP/s; first token after {ours["first_s"]:.2f} s; peak '
-              f'{ours["peak_gib"]:.1f} GiB, {ours["extra_gib"]:.2f} without weights and cache')
-        if peer:
-            print(' ' * 17 + (f'transformers: {peer["failed"][:120]}' if 'failed' in peer else
-                              f'transformers {peer["tokens_per_s"]:,.0f} tokens/s, peak '
-                              f'{peer["peak_gib"]:.1f} GiB; ours is '
-                              f'{ours["tokens_per_s"] / peer["tokens_per_s"]:.1f} times as fast'))
+        compared = ' | ' if not peer else f'{peer["failed"][:120]} | ' if 'failed' in peer else (
+            f'{peer["tokens_per_s"]:,.0f} | {ours["tokens_per_s"] / peer["tokens_per_s"]:.1f}')
+        print(f'| {setting} | {ours["steps_tokens_per_s"]:,.0f} | {ours["of_limit"]:.0%} | '
+              f'{ours["gb_per_s"]:,.0f} | {ours["tflops"]:.0f} | {ours["tokens_per_s"]:,.0f} | '
+              f'{ours["first_s"]:.2f} | {ours["peak_gib"]:.1f} | {ours["extra_gib"]:.2f} | '
+              f'{compared} |')
     if whole := table.get('command'):
-        print(f'whole command    {whole["prompts"]} prompts x 8 answers, {whole["tokens"]:,} '
-              f'tokens in {whole["seconds"]:.1f} s: {whole["tokens_per_s"]:,.0f} tokens/s, between '
-              f'a quarter and three quarters of the answers '
-              f'{whole["steady_tokens_per_s"]:,.0f}; first answers after {whole["first_s"]:.1f} s')
+        print(f'\nThe command `python generate.py`, 8 answers to each of {whole["prompts"]:,} '
+              f'prompts: {whole["tokens"]:,} tokens in {whole["seconds"]:.1f} s, '
+              f'{whole["tokens_per_s"]:,.0f} tokens/s, between a quarter and three quarters of the '
+              f'answers {whole["steady_tokens_per_s"]:,.0f}; first answers after '
+              f'{whole["first_s"]:.1f} s.')
     sys.stdout.flush()
 
 

@@ -14,6 +14,7 @@ tokenizer. Writes out/bench_several_gpus.json and its picture.
 import json
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -83,8 +84,9 @@ def write_languages(config, folder):
 
 
 def measure(config, folder):
-    """Return {command: {'processes', 'seconds', 'scoring_s', 'same'}}.
+    """Return {command: {'processes', 'seconds', 'before_s', 'scoring_s', 'same'}}.
 
+    before_s: until scoring begins: imports, reading the questions
     same: whether the numbers are bitwise those of one process with --deterministic; None for one
         process, without --deterministic, and if it was not measured
     """
@@ -99,7 +101,10 @@ def measure(config, folder):
     run(['--limit=1', first], 1, folder / 'first')      # fills the caches on disk
     for name in names:
         (n, options), out = commands[name], folder / name
+        started = time.time()
         row = results[name] = {'processes': n, 'seconds': run(options, n, out)}
+        # written when the questions have been read
+        row['before_s'] = (out / 'eval_config.json').stat().st_mtime - started
         tasks = load(out / 'results.json')['tasks']
         row['scoring_s'] = tasks['global_mmlu'].pop('scoring_seconds')
         found = sorted((out / 'samples.jsonl').read_text().splitlines()), tasks
@@ -126,14 +131,19 @@ def print_table(table):
     """Print the table as Markdown; speed-ups are relative to one GPU with whole weights."""
     results = table['results']
     print(f'\n### {table["shape"]}, MMLU as {table["languages"]} languages, whole commands\n\n'
-          '| command | s | speed-up | scoring, s | speed-up | bitwise as one GPU |\n'
-          '|---|---|---|---|---|---|')
+          '| command | s | speed-up | before scoring, s | scoring, s | speed-up | after it, s | '
+          'bitwise as one GPU |\n|---|---|---|---|---|---|---|---|')
     for name, row in results.items():
         one = results.get('1 GPU' + ', deterministic' * ('deterministic' in name))
-        cells = [f'{row[key]:.1f} | ' + (f'{one[key] / max(row[key], 0.01):.2f}' if one else '')
-                 for key in ('seconds', 'scoring_s')]
+        speed_up = {key: f'{one[key] / max(row[key], 0.01):.2f}' if one else ''
+                    for key in ('seconds', 'scoring_s')}
+        before, after = '', ''
+        if 'before_s' in row:       # results of older versions lack it
+            before = f'{row["before_s"]:.1f}'
+            after = f'{row["seconds"] - row["before_s"] - row["scoring_s"]:.1f}'
         same = {None: '', True: 'yes', False: 'no'}[row['same']]
-        print(f'| {label(name, table)} | {" | ".join(cells)} | {same} |')
+        print(f'| {label(name, table)} | {row["seconds"]:.1f} | {speed_up["seconds"]} | '
+              f'{before} | {row["scoring_s"]:.1f} | {speed_up["scoring_s"]} | {after} | {same} |')
     sys.stdout.flush()
 
 
