@@ -174,7 +174,7 @@ def print_table(table):
     """Print a table as Markdown; of the peer the forward passes alone are timed."""
     ours, peer = table['results']['ours'], table['results'].get('Hugging Face')
     print(f'\n### {table["shape"]}, MMLU with 5 shots, bfloat16\n\n'
-          '| method | questions/s | s | reading, s | scoring, s | metrics and files, s | share of the '
+          '| method | questions/s | s | reading, s | scoring, s | metrics and files, s | of the '
           'matrix rate | GPU busy | peak GiB |\n|---|---|---|---|---|---|---|---|---|\n'
           f'| ours | {ours["questions_per_s"]:,.0f} | {ours["seconds"]:.1f} | '
           f'{ours["reading_s"]:.1f} | {ours["scoring_s"]:.1f} | {ours["results_s"]:.1f} | '
