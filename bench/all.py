@@ -146,8 +146,12 @@ def page(folder):
 
 
 def draw_together(name, folder):
-    """Draw the tables of all files of a script for the same GPU as one picture, <name>.png."""
-    contents = [load(path) for path in sorted(folder.glob(f'{name}*.json'))]
+    """Draw the tables of a script for the same GPU, from all files but those of repeated runs.
+
+    Writes <name>.png; the name of a file of a repeated run ends in '-again'.
+    """
+    contents = [load(path) for path in sorted(folder.glob(f'{name}*.json'))
+                if not path.stem.endswith('-again')]
     if not contents:
         return
     tables = [table for content in contents for table in content['tables']
@@ -214,6 +218,8 @@ def timings(name, content):
                 'tokens_per_s'] for setting, row in table['results'].items()}
             continue
         for method, row in table['results'].items():
+            if 'failed' in row:
+                continue
             label = f'{table["shape"]}, {table.get("data", name)}, {method}'
             if name in ('train', 'align') and method.startswith('ours'):
                 numbers[f'{label}, us per token'] = 1e6 / row['tokens_per_s']

@@ -118,6 +118,21 @@ def test_a_missing_peer_is_a_row_of_the_training_table(small, tmp_path, monkeypa
         list(bench.train.bench(bench.train.BenchConfig(only='x')))
 
 
+def test_our_lack_of_memory_is_a_row_and_our_other_errors_stop(monkeypatch):
+    def measure(ours, error):
+        monkeypatch.setattr(bench.train.subprocess, 'run', lambda *_, **__: SimpleNamespace(
+            returncode=1, stderr=f'Traceback\n{error}\n'))
+        return bench.train.measure_in_process({'ours': ours}, warm=True)
+
+    memory = 'torch.OutOfMemoryError: CUDA out of memory.'
+    for ours, error in ((True, memory), (False, memory), (False, 'ValueError: x')):
+        assert measure(ours, error) == {'failed': error}
+    with pytest.raises(RuntimeError, match='ValueError: x'):
+        measure(True, 'ValueError: x')
+    table = {'shape': 'x', 'data': 'y', 'results': {'ours': {'failed': memory}}}
+    assert bench.all.timings('train', {'tables': [table]}) == {}
+
+
 @pytest.mark.slow
 @needs_no_gpu
 def test_decoding_is_timed_beside_transformers(small, tmp_path, monkeypatch, capsys):
@@ -456,7 +471,15 @@ def test_one_page_has_all_tables_and_two_commits_are_compared(tmp_path, monkeypa
     device = again['versions']['device']
     assert (f'| llama32_1b, x, ours, us per token | {device} | 2 | 800 | 1000 | 25.0% |'
             in bench.all.page(folder))
-    (folder / 'train-again.json').unlink()
+    bench.all.draw_together('train', folder)        # the repeated run is left out
+    first = (folder / 'train.png').read_bytes()
+    assert first.startswith(b'\x89PNG') and '(train.png)' in bench.all.page(folder)
+    again['tables'][0]['data'] = 'other data'
+    bench_common.save(folder / 'train-other.json', again['tables'])
+    bench.all.draw_together('train', folder)
+    assert (folder / 'train.png').read_bytes() != first
+    for name in 'again', 'other':
+        (folder / f'train-{name}.json').unlink()
     runs = iter([1.0, 2.0, 1.02, 2.1])
     monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: {'step': next(runs), 'same': 1.0})
     argv = ['--compare', str(tmp_path), str(tmp_path), '--only=metrics']
