@@ -37,8 +37,8 @@ from runtime.ownership import claim, lock, read_json, write_text
 from runtime.resume import check_run
 from train import FREE_KEYS, TrainConfig, train
 
-# FLOP/s on one H200 in bfloat16. Training reaches 0.48 to 0.58 of the 989e12 of the data sheet,
-# evaluation 0.56 to 0.68 of the 780e12 of a large matrix product (docs/benchmarks.md).
+# FLOP/s on one H100 or H200 in bfloat16. Training reaches 0.47 to 0.58 of the 989e12 of the data
+# sheet, evaluation 0.43 to 0.67 of the 780e12 of a large matrix product (docs/benchmarks.md).
 TRAIN_RATE, EVAL_RATE = 0.5 * 989e12, 0.6 * 780e12
 EVAL_STARTS = 40        # seconds to load and compile
 PRINTED_LINES = 200     # longer tables are written only

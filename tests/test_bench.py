@@ -446,6 +446,23 @@ def test_the_page_of_the_kept_results_is_of_their_files():
     assert bench.all.page(folder) == (folder / 'README.md').read_text(encoding='utf-8')
 
 
+def test_the_speeds_in_readme_are_those_of_the_kept_results():
+    """Ratios, which the page need not show, are followed by 'times'."""
+    def numbers(text):
+        return re.findall(r'(?<![\w.,])\d[\d,]*(?:\.\d+)?(?!\w|[.,]\d)(?! times)', text)
+
+    readme = (HERE / 'README.md').read_text(encoding='utf-8')
+    speeds = readme.partition('## Speed\n')[2].partition('\n## ')[0]
+    page = (HERE / 'bench' / 'results' / 'README.md').read_text(encoding='utf-8')
+    measured = [float(x.replace(',', '')) for x in numbers(page)]
+    found = [x for x in numbers(speeds) if ',' in x or '.' in x]
+    assert len(found) > 15
+    for x in found:
+        digits = len(x.partition('.')[2])
+        assert any(abs(float(x.replace(',', '')) - y) <= 0.5001 * 10 ** -digits
+                   for y in measured), x
+
+
 @pytest.mark.slow
 def test_one_page_has_all_tables_and_two_commits_are_compared(tmp_path, monkeypatch, capsys):
     """metrics needs no device: one page, then the same files as both commits."""
