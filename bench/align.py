@@ -29,8 +29,8 @@ import torch
 import train
 from align import AlignConfig, Preferences
 from bench import common
-from bench.common import (DEVICE, MODELS, chosen, draw_bars, empty_caches, last_error, load, now,
-                          our_model, peak_gib, peer_model, reset_peak_memory)
+from bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches, last_error, load,
+                          now, our_model, peak_gib, peer_model, reset_peak_memory)
 from bench.peers import plain_tokenizer
 from data.preferences import load_preferences, to_tree
 from data.tokenizer import load_tokenizer
@@ -184,7 +184,7 @@ def print_table(table):
           f'first step, s | peak GiB |\n|---|---|---|---|---|---|')
     for name, row in table['results'].items():
         if 'failed' in row:
-            print(f'| {name} | failed: {row["failed"][:120]} | | | | |')
+            print(f'| {name} | failed: {cell(row["failed"])} | | | | |')
             continue
         print(f'| {name} | {row["tokens_per_s"]:,} | {row["spread"]:.1%} | {row["reference_s"]} | '
               f'{row["first_s"]} | {row["peak_gib"]} |')

@@ -125,16 +125,16 @@ def run_script(arguments, end):
 
 
 def page(folder):
-    """Return the Markdown page of the results in `folder`."""
+    """Return the Markdown page of the results in `folder`; repeated runs come last."""
     parts = ['# Benchmarks\n\nMade by `python bench/all.py`. Below each title: command, date and '
              'versions of each run.\n']
     for name, what in WHAT.items():
-        paths = sorted(folder.glob(f'{name}*.json'))
+        paths = files(folder, name)
         parts += [f'## {what}'] * bool(paths)
         for path in paths:
             content = load(path)
             details = {'date': content.get('date')} | content['versions']
-            parts += [f'`{content["command"]}`: '
+            parts += [('Repeated: ' if is_repeated(path) else '') + f'`{content["command"]}`: '
                       + ', '.join(f'{key} {value}' for key, value in details.items() if value),
                       tables_of(name, content)]
             if path.with_suffix('.png').exists() and name not in ONE_PICTURE:
@@ -145,36 +145,49 @@ def page(folder):
     return '\n\n'.join(part.strip() for part in parts) + '\n'
 
 
-def draw_together(name, folder):
-    """Draw the tables of a script for the same GPU, from all files but those of repeated runs.
+def files(folder, name):
+    """Return the files of a script's results in `folder`, those of repeated runs last."""
+    return sorted(folder.glob(f'{name}*.json'), key=lambda path: (is_repeated(path), path))
 
-    Writes <name>.png; the name of a file of a repeated run ends in '-again'.
+
+def is_repeated(path):
+    """Return whether a file has a run that was repeated to see how much times differ."""
+    return path.stem.endswith('-again')
+
+
+def draw_together(name, folder):
+    """Draw the tables of a script for the same GPU as one picture, <name>.png.
+
+    Repeated runs are left out. If two files have the same method, the picture has that of the last.
     """
-    contents = [load(path) for path in sorted(folder.glob(f'{name}*.json'))
-                if not path.stem.endswith('-again')]
-    if not contents:
-        return
-    tables = [table for content in contents for table in content['tables']
-              if content['versions']['device'] == contents[0]['versions']['device']]
-    with tempfile.TemporaryDirectory() as other, contextlib.redirect_stdout(io.StringIO()):
-        file = Path(other, f'{name}.json')
-        file.write_text(json.dumps(contents[0] | {'tables': tables}))
-        importlib.import_module(f'bench.{name}').draw(file)
-        shutil.copy(file.with_suffix('.png'), folder)
+    contents = [load(path) for path in files(folder, name) if not is_repeated(path)]
+    tables = {}     # (model, data) -> table
+    for content in contents:
+        if content['versions']['device'] == contents[0]['versions']['device']:
+            for table in content['tables']:
+                key = table['shape'], table.get('data')
+                before = tables.get(key, {'results': {}})['results']
+                tables[key] = table | {'results': before | table['results']}
+    if tables:
+        with tempfile.TemporaryDirectory() as other, contextlib.redirect_stdout(io.StringIO()):
+            file = Path(other, f'{name}.json')
+            file.write_text(json.dumps(contents[0] | {'tables': [*tables.values()]}))
+            importlib.import_module(f'bench.{name}').draw(file)
+            shutil.copy(file.with_suffix('.png'), folder)
 
 
 def repeated(folder):
     """Return the part of the page about times of ours that several files have for the same GPU."""
     measured = {}       # (what, GPU) -> numbers
     for name in WHAT:
-        for path in sorted(folder.glob(f'{name}*.json')):
+        for path in files(folder, name):
             content = load(path)
             for what, value in timings(name, content).items():
                 measured.setdefault((what, content['versions']['device']), []).append(value)
     rows = [f'| {what} | {device} | {len(values)} | {min(values):.4g} | {max(values):.4g} | '
             f'{max(values) / min(values) - 1:.1%} |'
             for (what, device), values in measured.items() if len(values) > 1]
-    return ['## Our times on different days or hosts', '\n'.join([
+    return ['## Our times that were measured more than once', '\n'.join([
         '| time | GPU | runs | lowest | highest | difference |', '|---|---|---|---|---|---|',
         *rows])] if rows else []
 
@@ -190,8 +203,7 @@ def tables_of(name, content):
         else:
             for table in content['tables']:
                 script.print_table(table)
-    text = printed.getvalue().strip()
-    return text if '|---' in text else f'```text\n{text}\n```'    # not in Markdown
+    return printed.getvalue()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -210,7 +222,8 @@ def timings(name, content):
                       for what, times in table['seconds'].items()}
             continue
         if name == 'floors':
-            numbers |= {f'{table["shape"]}, {item}, ms': ms for item, ms in table['items'].items()
+            label = f'{table["shape"]}, {table["master_weights"]}'
+            numbers |= {f'{label}, {item}, ms': ms for item, ms in table['items'].items()
                       if item != 'idle' and ms > 1}     # shorter ones vary by more than they are
             continue
         if name == 'generate':
@@ -226,15 +239,16 @@ def timings(name, content):
             elif name == 'grpo' and method.startswith('ours'):
                 numbers[f'{label}, s per step'] = row['step_s']
             elif name == 'eval' and method == 'ours':
-                numbers |= {f'{label}, {key}': row[key] for key in ('seconds', 'scoring_s')}
+                numbers |= {f'{label}, s': row['seconds'], f'{label}, scoring, s': row['scoring_s']}
             elif name == 'commands' and method.startswith('ours'):
                 numbers |= {f'{table["shape"]}, {method}, {kind}, s': min(row[kind])
                           for kind in ('cold', 'warm') if kind in row}
             elif name == 'sft' and method.startswith('ours'):
-                numbers |= {f'{table["shape"]}, {method}, {kind}, s': row[kind]['until the end']
+                label = f'{table["shape"]}, {table["conversations"]:,} conversations, {method}'
+                numbers |= {f'{label}, {kind}, s': row[kind]['until the end']
                             for kind in ('cold', 'warm') if kind in row}
             elif name == 'answers' and method.startswith('ours'):
-                numbers[f'{label}, s'] = row['seconds']
+                numbers[f'{label}, {table["n"]} samples, s'] = row['seconds']
     return numbers
 
 

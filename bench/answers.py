@@ -26,8 +26,8 @@ import torch
 
 from bench import common
 from bench.commands import seconds
-from bench.common import (DEVICE, MODELS, draw_bars, failure, free_memory, load, now, our_model,
-                          peak_gib, reset_peak_memory)
+from bench.common import (DEVICE, MODELS, cell, draw_bars, failure, free_memory, load, now,
+                          our_model, peak_gib, reset_peak_memory)
 from data.files import read_rows
 from data.free_answers import FREE_TASKS
 from data.tasks import load_tasks
@@ -154,7 +154,7 @@ def print_table(table):
                 if name.startswith('lm_eval') and 'failed' not in found), default=None)
     for name, found in table['results'].items():
         if 'failed' in found:
-            print(f'| {name} | failed: {found["failed"][:120]} | | | | |')
+            print(f'| {name} | failed: {cell(found["failed"])} | | | | |')
             continue
         rate = found['tokens_per_s']
         ratio = f'{rate / best:.1f}' if best and name.startswith('ours') else ''

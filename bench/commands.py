@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench import common
-from bench.common import (DEVICE, MODELS, chosen, draw_bars, empty_caches, free_memory,
+from bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches, free_memory,
                           last_error, load, our_model)
 from data.files import fetch, read_rows
 from data.benchmarks import BENCHMARKS
@@ -199,7 +199,7 @@ def print_table(table):
           '|---|---|---|---|---|---|---|')
     for name, row in rows.items():
         if 'failed' in row:
-            print(f'| {name} | failed: {row["failed"][:120]} | | | | | |')
+            print(f'| {name} | failed: {cell(row["failed"])} | | | | | |')
             continue
         times = [', '.join(f'{value:.1f}' for value in row.get(kind, []))
                  for kind in ('cold', 'warm')]

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+import textwrap
 import time
 from datetime import date
 from pathlib import Path
@@ -117,6 +118,11 @@ def last_error(stderr):
     lines = [line for line in stderr.strip().split('\n') if line.strip()]
     errors = [line for line in lines if re.match(r'[\w.]*(Error|Exception|Exit)\b', line)]
     return (errors or lines or ['no message'])[-1][:300]
+
+
+def cell(reason):
+    """Return the reason of a failure, shortened, as a cell of a Markdown table."""
+    return textwrap.shorten(reason, 120, placeholder=' ...').replace('|', '\\|')
 
 
 def byte_code(folder):

@@ -21,8 +21,8 @@ import torch
 
 import triton_ops
 from bench import common
-from bench.common import (DEVICE, MODELS, busy_time, draw_bars, failure, free_memory, gpu_kernels,
-                          load, matrix_rate, now, our_model, peak_gib, peer_model,
+from bench.common import (DEVICE, MODELS, busy_time, cell, draw_bars, failure, free_memory,
+                          gpu_kernels, load, matrix_rate, now, our_model, peak_gib, peer_model,
                           reset_peak_memory)
 from data.tasks import load_tasks
 from data.tokenizer import load_model_tokenizer
@@ -171,7 +171,7 @@ def measure_peer(raw, attention, batch, lengths, sample):
 # ------------------------------------------------------------------------------------------------
 
 def print_table(table):
-    """Print a table as Markdown; of the peer the forward passes alone are timed."""
+    """Print a table as Markdown, and what its numbers mean."""
     ours, peer = table['results']['ours'], table['results'].get('Hugging Face')
     print(f'\n### {table["shape"]}, MMLU with 5 shots, bfloat16\n\n'
           '| method | questions/s | s | reading, s | scoring, s | metrics and files, s | of the '
@@ -180,14 +180,17 @@ def print_table(table):
           f'{ours["reading_s"]:.1f} | {ours["scoring_s"]:.1f} | {ours["results_s"]:.1f} | '
           f'{ours["of_matrix_rate"]:.1%} | {ours["gpu_busy"]:.1%} | {ours["peak_gib"]:.1f} |')
     if peer:
-        print(f'| Hugging Face | {peer["failed"][:120]} |' + ' |' * 7 if 'failed' in peer else
+        print(f'| Hugging Face | {cell(peer["failed"])} |' + ' |' * 7 if 'failed' in peer else
               f'| Hugging Face, {peer["attention"]} | {peer["questions_per_s"]:,.0f} | '
               f'{peer["seconds"]:.1f} | | {peer["seconds"]:.1f} | | | | {peer["peak_gib"]:.1f} |')
-    print(f'\n{ours["tokens"]:,} tokens; a large matrix product has '
-          f'{table["matrix_rate"] / 1e12:.0f} TFLOP/s; loading the kernels took '
-          f'{ours["first_s"]:.1f} s before.')
+    print(f'\n{ours["tokens"]:,} tokens. A large matrix product has '
+          f'{table["matrix_rate"] / 1e12:.0f} TFLOP/s. Loading the kernels took '
+          f'{ours["first_s"]:.1f} s, which are not counted. The GPU was busy while 4,000 questions '
+          f'were scored in another run.')
     if peer and 'failed' not in peer:
-        print(f'Ours is {ours["questions_per_s"] / peer["questions_per_s"]:.2f} times as fast.')
+        print(f'The seconds of Hugging Face are those of its forward passes, computed from a '
+              f'sample of the questions. Ours is '
+              f'{ours["questions_per_s"] / peer["questions_per_s"]:.2f} times as fast.')
     for name, seconds in ours.get('variants', {}).items():
         print(f'\n2,000 questions with {name}: {seconds:.2f} s')
     sys.stdout.flush()

@@ -32,9 +32,9 @@ import numpy as np
 import torch
 
 from bench import common
-from bench.common import (DEVICE, MODELS, byte_code, draw_bars, failure, free_memory, gpu_kernels,
-                          load, matrix_rate, memory_rate, now, our_model, peak_gib, peer_model,
-                          reset_peak_memory)
+from bench.common import (DEVICE, MODELS, byte_code, cell, draw_bars, failure, free_memory,
+                          gpu_kernels, load, matrix_rate, memory_rate, now, our_model, peak_gib,
+                          peer_model, reset_peak_memory)
 from data.files import read_rows
 from generate import stream
 from runtime import checkpoint
@@ -208,13 +208,18 @@ def print_table(table):
     if table['results']:
         print(f'A large product has {table["matrix_rate"] / 1e12:.0f} TFLOP/s, a large copy '
               f'{table["copy_rate"] / 1e12:.2f} TB/s.\n\n'
-              '| prompts x tokens + new tokens | steps, tokens/s | of the limit | GB/s | TFLOP/s | '
-              'whole call, tokens/s | first token, s | peak GiB | without weights and cache | '
-              'transformers, whole call | ours / theirs |\n' + '|---' * 11 + '|')
+              '| prompts x tokens + new tokens | steps, tokens/s | share of the limit | GB/s | '
+              'TFLOP/s | whole call, tokens/s | first token, s | peak GiB | peak GiB without '
+              'weights and cache | transformers, whole call, tokens/s | its peak GiB | '
+              'ours / theirs |\n' + '|---' * 12 + '|')
     for setting, results in table['results'].items():
         ours, peer = results['ours'], results.get('transformers')
-        compared = ' | ' if not peer else f'{peer["failed"][:120]} | ' if 'failed' in peer else (
-            f'{peer["tokens_per_s"]:,.0f} | {ours["tokens_per_s"] / peer["tokens_per_s"]:.1f}')
+        compared = ' | | '
+        if peer and 'failed' in peer:
+            compared = f'{cell(peer["failed"])} | | '
+        elif peer:
+            compared = (f'{peer["tokens_per_s"]:,.0f} | {peer["peak_gib"]:.1f} | '
+                        f'{ours["tokens_per_s"] / peer["tokens_per_s"]:.1f}')
         print(f'| {setting} | {ours["steps_tokens_per_s"]:,.0f} | {ours["of_limit"]:.0%} | '
               f'{ours["gb_per_s"]:,.0f} | {ours["tflops"]:.0f} | {ours["tokens_per_s"]:,.0f} | '
               f'{ours["first_s"]:.2f} | {ours["peak_gib"]:.1f} | {ours["extra_gib"]:.2f} | '

@@ -27,7 +27,7 @@ import torch
 
 from align import AlignConfig
 from bench import common
-from bench.common import (DEVICE, MODELS, chosen, draw_bars, empty_caches, last_error, load,
+from bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches, last_error, load,
                           matrix_rate, memory_rate, now, our_model, peak_gib)
 from data.export import tokenizer_files
 from data.files import read_rows
@@ -199,7 +199,7 @@ def print_table(table):
     floor = limits(table['shape'], table['rates'])
     for name, row in table['results'].items():
         if 'failed' in row:
-            print(f'| {name} | failed: {row["failed"][:120]} | | | | | |')
+            print(f'| {name} | failed: {cell(row["failed"])} | | | | | |')
             continue
         print(f'| {name} | {row["step_s"]} | {" | ".join(str(row[part]) for part in PARTS)} | '
               f'{row["first_s"]} | {row["peak_gib"]} |')

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.common import MODELS, failure, free_memory, load, save, versions
+from bench.common import MODELS, cell, failure, free_memory, load, save, versions
 from fused_ce import fused_loss, smoothed_cross_entropy, token_statistics
 from runtime.loss import parse_loss
 
@@ -308,7 +308,7 @@ def print_table(name, n, table):
     eager = rows['torch eager']
     for method, row in rows.items():
         if 'failed' in row:
-            print(f'| {method} | | | | | | {row["failed"][:90]} |')
+            print(f'| {method} | | | | | | {cell(row["failed"])} |')
             continue
         errors = [f'{row[key] / eager[key]:.2f}' for key in ('dh_error', 'dw_error')]
         note = '' if row['smoothing'] else 'without smoothing'

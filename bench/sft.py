@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench import common
-from bench.common import (DEVICE, MODELS, chosen, draw_bars, empty_caches, free_memory,
+from bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches, free_memory,
                           last_error, load, our_model)
 from data.export import tokenizer_files
 from data.files import fetch, read_rows
@@ -203,7 +203,7 @@ def print_table(table):
                       + ' | '.join(f'{stages[stage]:.1f}' for stage in (*STAGES, SAVING))
                       + f' | {row["steps"]} | {row["peak_gib"]:.1f} |')
         if 'failed' in row:
-            print(f'| {name} | failed: {row["failed"][:120]}{" |" * (len(STAGES) + 6)}')
+            print(f'| {name} | failed: {cell(row["failed"])}{" |" * (len(STAGES) + 6)}')
     print()
     for name, row in table['results'].items():
         method, _, tuning = name.rpartition(', ')

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench import common
-from bench.common import (DEVICE, MODELS, chosen, compiled_graphs, draw_bars, empty_caches,
+from bench.common import (DEVICE, MODELS, cell, chosen, compiled_graphs, draw_bars, empty_caches,
                           last_error, load, now, our_model, peak_gib, reset_peak_memory)
 from bench.peers import hugging_face_step, trl_steps
 from data.instruct import load_conversations
@@ -132,6 +132,8 @@ def bench(config):
                     {'raw': MODELS[name], 'ours': method in ours, 'real': real,
                      'options': options}, config.warm)
                 print(f'{name}, {data}: {method}: {table["results"][method]}', flush=True)
+                if config.ours and 'failed' in table['results'][method]:
+                    raise RuntimeError(table['results'][method]['failed'])
             if table['results']:
                 print_table(table)
                 yield table
@@ -140,13 +142,14 @@ def bench(config):
 def measure_in_process(spec, warm):
     """Return measure(**spec) from a new process, because Liger patches modules permanently.
 
-    Unless `warm`, it finds no compiled kernels on disk.
+    Unless `warm`, it finds no compiled kernels on disk. If the method fails, return {'failed': the
+    reason}; RuntimeError if it is ours and does not lack memory.
     """
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run([sys.executable, __file__, 'one', json.dumps(spec)],
                               env=os.environ | ({} if warm else empty_caches(folder)),
                               capture_output=True, text=True)
-    if done.returncode:     # ours may lack memory; any other error of the other library's alone
+    if done.returncode:
         reason = last_error(done.stderr)
         if spec['ours'] and 'OutOfMemoryError' not in reason:
             raise RuntimeError(done.stderr)
@@ -248,7 +251,7 @@ def print_table(table):
           'graphs compiled late |\n|---|---|---|---|---|---|---|---|')
     for name, row in table['results'].items():
         if 'failed' in row:
-            print(f'| {name} | failed: {row["failed"][:120]} | | | | | | |')
+            print(f'| {name} | failed: {cell(row["failed"])} | | | | | | |')
             continue
         ratio = f'{row["tokens_per_s"] / best:.3f}' if best else ''
         print(f'| {name} | {row["tokens_per_s"]:,} | {ratio} | {row["compile_s"]:.1f} | '

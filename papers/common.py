@@ -38,7 +38,8 @@ from runtime.resume import check_run
 from train import FREE_KEYS, TrainConfig, train
 
 # FLOP/s on one H100 or H200 in bfloat16. Training reaches 0.47 to 0.58 of the 989e12 of the data
-# sheet, evaluation 0.43 to 0.67 of the 780e12 of a large matrix product (docs/benchmarks.md).
+# sheet with documents of 2,048 tokens, evaluation 0.43 to 0.67 of the 780e12 of a large matrix
+# product (bench/results/README.md).
 TRAIN_RATE, EVAL_RATE = 0.5 * 989e12, 0.6 * 780e12
 EVAL_STARTS = 40        # seconds to load and compile
 PRINTED_LINES = 200     # longer tables are written only
@@ -289,7 +290,7 @@ def print_plan(runs, options):
                   f'{sum(run.gigabytes for run in runs):.0f}'))
     print(aligned(lines))
     print(f'\n{left:,.0f} GPU hours are left. They are estimated for one H200, from the numbers of '
-          f'tokens in the script and the speeds in docs/benchmarks.md: {TRAIN_RATE / 1e12:.0f} '
+          f'tokens in the script and the speeds in bench/results: {TRAIN_RATE / 1e12:.0f} '
           f'TFLOP/s in training, {EVAL_RATE / 1e12:.0f} in evaluation. --key=value does not change '
           f'them. GB is the size of the weights that a run keeps. While a run trains, its '
           f'checkpoints need up to {24e-9 * largest:.0f} GB more. The models to download have '
