@@ -10,8 +10,8 @@ out/bench/README.md, with the tables and pictures of the .json files beside it, 
 several runs with --only or --shape; `--only=` runs nothing.
 
 --compare runs our rows alone of two commits (the second is HEAD if it is left out), each with its
-own scripts, twice in turn: old, new, old, new. It exits with 1 if something became slower by 3 %
-more than the runs of one commit differ.
+own scripts, twice in turn: old, new, old, new. It exits with 1 if something is missing or became
+slower by 3 % more than the runs of one commit differ.
 """
 
 import argparse
@@ -290,12 +290,17 @@ def measure_ours(name, options, tree, folder):
 
 
 def print_comparison(measured, old, new):
-    """Print {what: {'old': numbers, 'new': numbers}} as a table; return 1 if one is slower."""
+    """Print {what: {'old': numbers, 'new': numbers}} as a table; return 1 if one is slower.
+
+    One that the new commit lacks, for example because it is out of memory, counts as slower.
+    """
     print(f'\n| time | {old} | {new} | new / old | spread | |\n|---|---|---|---|---|---|')
     slower = []
     for what, sides in measured.items():
         if len(sides) < 2:
-            print(f'| {what} | only in {next(iter(sides))} | | | | |')
+            mark = 'missing' if 'old' in sides else 'added'
+            slower += [what] * (mark == 'missing')
+            print(f'| {what} | | | | | {mark} |')
             continue
         before, after = (statistics.median(sides[side]) for side in ('old', 'new'))
         spread = max(max(values) / min(values) - 1 for values in sides.values())
@@ -303,7 +308,7 @@ def print_comparison(measured, old, new):
         mark = 'slower' if ratio > 1 + spread + MARGIN else ''
         slower += [what] * bool(mark)
         print(f'| {what} | {before:.4g} | {after:.4g} | {ratio:.3f} | {spread:.1%} | {mark} |')
-    print(f'\nslower: {", ".join(slower) or "nothing"}', flush=True)
+    print(f'\nslower or missing: {", ".join(slower) or "nothing"}', flush=True)
     return int(bool(slower))
 
 

@@ -1,6 +1,7 @@
 """bench/: every benchmark at a tiny size on the CPU."""
 
 import importlib.util
+import itertools
 import json
 import re
 import shutil
@@ -502,9 +503,15 @@ def test_one_page_has_all_tables_and_two_commits_are_compared(tmp_path, monkeypa
     argv = ['--compare', str(tmp_path), str(tmp_path), '--only=metrics']
     assert bench.all.main(argv) == 1
     out = capsys.readouterr().out
-    assert '| 2.030 | 5.0% | slower |' in out and 'slower: step\n' in out
+    assert '| 2.030 | 5.0% | slower |' in out and 'slower or missing: step\n' in out
     monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: {'step': 1.0})
     assert bench.all.main(argv) == 0
+    names = itertools.cycle(['step', 'other'])      # the new commit has another row
+    monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: {next(names): 1.0})
+    assert bench.all.main(argv) == 1
+    out = capsys.readouterr().out
+    assert '| step | | | | | missing |\n| other | | | | | added |' in out
+    assert 'slower or missing: step\n' in out
     with pytest.raises(SystemExit):
         bench.all.main(['--only=x'])
 
