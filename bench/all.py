@@ -10,8 +10,8 @@ out/bench/README.md, with the tables and pictures of the .json files beside it, 
 several runs with --only or --shape; `--only=` runs nothing.
 
 --compare runs our rows alone of two commits (the second is HEAD if it is left out), each with its
-own scripts, twice in turn: old, new, old, new. It exits with 1 if something is missing or became
-slower by 3 % more than the runs of one commit differ.
+own scripts, twice in turn: old, new, old, new. It exits with 1 if the new commit lacks a row, or if
+a row became slower by more than the spread between runs of one commit plus 3 %.
 """
 
 import argparse
@@ -125,16 +125,16 @@ def run_script(arguments, end):
 
 
 def page(folder):
-    """Return the Markdown page of the results in `folder`; repeated runs come last."""
+    """Return the Markdown page of the results in `folder`."""
     parts = ['# Benchmarks\n\nMade by `python bench/all.py`. Below each title: command, date and '
              'versions of each run.\n']
     for name, what in WHAT.items():
-        paths = files(folder, name)
+        paths = result_files(folder, name)
         parts += [f'## {what}'] * bool(paths)
         for path in paths:
             content = load(path)
             details = {'date': content.get('date')} | content['versions']
-            parts += [('Repeated: ' if is_repeated(path) else '') + f'`{content["command"]}`: '
+            parts += [('Another run: ' if is_again(path) else '') + f'`{content["command"]}`: '
                       + ', '.join(f'{key} {value}' for key, value in details.items() if value),
                       tables_of(name, content)]
             if path.with_suffix('.png').exists() and name not in ONE_PICTURE:
@@ -145,22 +145,23 @@ def page(folder):
     return '\n\n'.join(part.strip() for part in parts) + '\n'
 
 
-def files(folder, name):
-    """Return the files of a script's results in `folder`, those of repeated runs last."""
-    return sorted(folder.glob(f'{name}*.json'), key=lambda path: (is_repeated(path), path))
+def result_files(folder, name):
+    """Return the files of a script's results in `folder`, last those ending in '-again'."""
+    return sorted(folder.glob(f'{name}*.json'), key=lambda path: (is_again(path), path))
 
 
-def is_repeated(path):
-    """Return whether a file has a run that was repeated to see how much times differ."""
+def is_again(path):
+    """Return whether a file has another run, to see how much times differ."""
     return path.stem.endswith('-again')
 
 
 def draw_together(name, folder):
     """Draw the tables of a script for the same GPU as one picture, <name>.png.
 
-    Repeated runs are left out. If two files have the same method, the picture has that of the last.
+    Files ending in '-again' are left out. If two others have the same method, the last one's is
+    drawn.
     """
-    contents = [load(path) for path in files(folder, name) if not is_repeated(path)]
+    contents = [load(path) for path in result_files(folder, name) if not is_again(path)]
     tables = {}     # (model, data) -> table
     for content in contents:
         if content['versions']['device'] == contents[0]['versions']['device']:
@@ -180,7 +181,7 @@ def repeated(folder):
     """Return the part of the page about times of ours that several files have for the same GPU."""
     measured = {}       # (what, GPU) -> numbers
     for name in WHAT:
-        for path in files(folder, name):
+        for path in result_files(folder, name):
             content = load(path)
             for what, value in timings(name, content).items():
                 measured.setdefault((what, content['versions']['device']), []).append(value)
@@ -253,7 +254,7 @@ def timings(name, content):
 
 
 def compare(old, new, options):
-    """Print how our times changed between two commits; return 1 if something became slower.
+    """Print how our times changed between two commits; return 1 if one is slower or missing.
 
     A commit can also be a folder that holds its files.
     """
@@ -292,15 +293,18 @@ def measure_ours(name, options, tree, folder):
 def print_comparison(measured, old, new):
     """Print {what: {'old': numbers, 'new': numbers}} as a table; return 1 if one is slower.
 
-    One that the new commit lacks, for example because it is out of memory, counts as slower.
+    One that a run of the new commit lacks, for example because it is out of memory, counts as
+    slower.
     """
     print(f'\n| time | {old} | {new} | new / old | spread | |\n|---|---|---|---|---|---|')
     slower = []
     for what, sides in measured.items():
-        if len(sides) < 2:
-            mark = 'missing' if 'old' in sides else 'added'
-            slower += [what] * (mark == 'missing')
-            print(f'| {what} | | | | | {mark} |')
+        if len(sides.get('new', ())) < len(sides.get('old', ())):
+            slower.append(what)
+            print(f'| {what} | | | | | missing |')
+            continue
+        if 'old' not in sides:
+            print(f'| {what} | | | | | added |')
             continue
         before, after = (statistics.median(sides[side]) for side in ('old', 'new'))
         spread = max(max(values) / min(values) - 1 for values in sides.values())

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import sys
-import textwrap
 import time
 from datetime import date
 from pathlib import Path
@@ -122,7 +121,8 @@ def last_error(stderr):
 
 def cell(reason):
     """Return the reason of a failure, shortened, as a cell of a Markdown table."""
-    return textwrap.shorten(reason, 120, placeholder=' ...').replace('|', '\\|')
+    reason = ' '.join(reason.split())
+    return (reason if len(reason) <= 120 else f'{reason[:116]} ...').replace('|', '\\|')
 
 
 def byte_code(folder):

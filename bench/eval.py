@@ -185,8 +185,8 @@ def print_table(table):
               f'{peer["seconds"]:.1f} | | {peer["seconds"]:.1f} | | | | {peer["peak_gib"]:.1f} |')
     print(f'\n{ours["tokens"]:,} tokens. A large matrix product has '
           f'{table["matrix_rate"] / 1e12:.0f} TFLOP/s. Loading the kernels took '
-          f'{ours["first_s"]:.1f} s, which are not counted. The GPU was busy while 4,000 questions '
-          f'were scored in another run.')
+          f'{ours["first_s"]:.1f} s, which are not counted. "GPU busy" was measured in another '
+          f'run, with 4,000 questions.')
     if peer and 'failed' not in peer:
         print(f'The seconds of Hugging Face are those of its forward passes, computed from a '
               f'sample of the questions. Ours is '

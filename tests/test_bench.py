@@ -442,6 +442,11 @@ def test_results_read_back(tmp_path):
     assert json.loads((tmp_path / 'out' / 'x.json').read_text()) == content
 
 
+def test_the_reason_of_a_failure_is_one_cell():
+    assert bench_common.cell('a | b\nc') == 'a \\| b c'
+    assert bench_common.cell('x' * 200) == 'x' * 116 + ' ...'
+
+
 def test_the_page_of_the_kept_results_is_of_their_files():
     folder = HERE / 'bench' / 'results'
     assert bench.all.page(folder) == (folder / 'README.md').read_text(encoding='utf-8')
@@ -483,21 +488,26 @@ def test_one_page_has_all_tables_and_two_commits_are_compared(tmp_path, monkeypa
     assert '### 14042 x 4' in text and 'torch' in text
     found = bench.all.timings('train', bench_common.load(folder / 'train.json'))
     assert found == {'llama32_1b, x, ours, us per token': 1000}
+    bench.all.draw_together('train', folder)
+    picture = (folder / 'train.png').read_bytes()
     again = bench_common.load(folder / 'train.json')
     again['tables'][0]['results']['ours']['tokens_per_s'] = 1250
     bench_common.save(folder / 'train-again.json', again['tables'])
-    device = again['versions']['device']
-    assert (f'| llama32_1b, x, ours, us per token | {device} | 2 | 800 | 1000 | 25.0% |'
-            in bench.all.page(folder))
-    bench.all.draw_together('train', folder)        # the repeated run is left out
-    first = (folder / 'train.png').read_bytes()
-    assert first.startswith(b'\x89PNG') and '(train.png)' in bench.all.page(folder)
-    again['tables'][0]['data'] = 'other data'
-    bench_common.save(folder / 'train-other.json', again['tables'])
+    text, device = bench.all.page(folder), again['versions']['device']
+    assert f'| llama32_1b, x, ours, us per token | {device} | 2 | 800 | 1000 | 25.0% |' in text
+    assert (text.index('| ours | 1,000 |') < text.index('Another run: ')
+            < text.index('| ours | 1,250 |') < text.index('(train.png)'))
+    bench.all.draw_together('train', folder)        # without the other run
+    assert (folder / 'train.png').read_bytes() == picture
+    (folder / 'train-again.json').rename(folder / 'train_later.json')
+    drawn = []
+    monkeypatch.setattr(bench.train, 'draw', lambda path: (
+        drawn.extend(bench_common.load(path)['tables']), path.with_suffix('.png').touch()))
     bench.all.draw_together('train', folder)
-    assert (folder / 'train.png').read_bytes() != first
-    for name in 'again', 'other':
-        (folder / f'train-{name}.json').unlink()
+    table, = drawn
+    assert table['results'].keys() == {'HF', 'ours'}
+    assert table['results']['ours']['tokens_per_s'] == 1250
+    (folder / 'train_later.json').unlink()
     runs = iter([1.0, 2.0, 1.02, 2.1])
     monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: {'step': next(runs), 'same': 1.0})
     argv = ['--compare', str(tmp_path), str(tmp_path), '--only=metrics']
@@ -512,6 +522,9 @@ def test_one_page_has_all_tables_and_two_commits_are_compared(tmp_path, monkeypa
     out = capsys.readouterr().out
     assert '| step | | | | | missing |\n| other | | | | | added |' in out
     assert 'slower or missing: step\n' in out
+    rows = iter([{'step': 1.0}, {'step': 1.0}, {'step': 1.0}, {}])      # one run has no memory
+    monkeypatch.setattr(bench.all, 'measure_ours', lambda *_: next(rows))
+    assert bench.all.main(argv) == 1 and '| step | | | | | missing |' in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench.all.main(['--only=x'])
 

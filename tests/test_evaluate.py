@@ -117,6 +117,17 @@ def test_questions_of_one_token_are_scored(batch_rows, tmp_path):
             assert ours == pytest.approx(plain_log_probs(model, tree, 'cpu'), abs=1e-4)
 
 
+def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
+    """An evaluation resumes from the samples whose hash it finds."""
+    tree, text = packing.Tree((1, 2), [3], [[4], [5]], [3, 3]), packing.Tree(
+        (1, 2), [3, 9], scored=[2, 3])
+    for _ in range(2):      # the hash of a prefix is kept, but what follows must not enter it
+        assert (tree.fingerprint, text.fingerprint) == ('f01b013bb70a', 'd4ec02025420')
+    for other in (packing.Tree((1, 7), [3], [[4], [5]], [3, 3]),
+                  packing.Tree((1,), [2, 3], [[4], [5]], [3, 3])):
+        assert other.fingerprint != tree.fingerprint
+
+
 def test_an_option_that_begins_another_does_not_lengthen_a_row():
     """Such an option has an empty leaf; one token less than none was counted for it."""
     tree = packing.Tree((1, 2, 3), [4, 5], [[1] * 5, [], [2, 2]], [4, 4, 4])
