@@ -87,7 +87,8 @@ def bench(config):
                     table['results']['{} x {} + {}'.format(*setting)]['transformers'] = (
                         measure_peer(model, *setting))
         except Exception as error:      # a peer's
-            table['results']['{} x {} + {}'.format(*setting)]['transformers'] = failure(error)
+            for results in table['results'].values():
+                results.setdefault('transformers', failure(error))
         model = None
         free_memory()
         print_table(table)

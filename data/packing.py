@@ -3,7 +3,6 @@
 Token i of a row sees token j when j <= i < ends[j] (see model.py).
 """
 
-import functools
 import hashlib
 import itertools
 import os
@@ -117,20 +116,11 @@ class Tree:
     @property
     def fingerprint(self):
         """Return a hash of the scored tokens and of those before them; changes with the prompt."""
-        digest = _digest_of_prefix(self.prefix).copy()
+        digest = hashlib.blake2b(digest_size=6)
         starts = dict.fromkeys(self.starts or [0])      # nearly always the same for all options
-        parts = self.stem, *self.leaves, (*starts, *self.scored)
-        digest.update(_as_bytes(itertools.chain.from_iterable((*ids, -1) for ids in parts)))
+        for ids in (self.prefix, self.stem, *self.leaves, (*starts, *self.scored)):
+            digest.update(np.array([*ids, -1], dtype=np.int32).tobytes())
         return digest.hexdigest()
-
-
-@functools.lru_cache(8)
-def _digest_of_prefix(prefix):      # consecutive trees share theirs
-    return hashlib.blake2b(_as_bytes((*prefix, -1)), digest_size=6)
-
-
-def _as_bytes(ids):
-    return np.array([*ids], dtype=np.int32).tobytes()
 
 
 class Row:

@@ -156,6 +156,10 @@ def test_decoding_is_timed_beside_transformers(small, tmp_path, monkeypatch, cap
     bench.generate.main([f'--plot={path}'])
     assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
     assert '| 4 x 8 + 8 | ' in capsys.readouterr().out
+    monkeypatch.setattr(bench.generate, 'peer_model', lambda *_: 1 / 0)
+    table, = bench.generate.bench(bench.generate.BenchConfig(shape=('llama32_1b',), rows=(1, 4)))
+    assert [results['transformers'] for results in table['results'].values()] == [
+        {'failed': 'ZeroDivisionError: division by zero'}] * 2
 
 
 @pytest.mark.slow
