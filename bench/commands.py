@@ -6,8 +6,9 @@
 
 Makes a model folder with random weights and runs `python evaluate.py` and `python -m lm_eval` on it
 with the same prompts of 5-shot MMLU, first with empty caches on disk (of compiled kernels and of
-datasets), then again with what that left. `data` holds MMLU as .jsonl or .parquet, `tokenizer` a
-tokenizer.json and tokenizer_config.json. Writes out/bench_commands.json and its picture.
+datasets), then again with what that left. Python's byte code is there, as after `pip install`.
+`data` holds MMLU as .jsonl or .parquet, `tokenizer` a tokenizer.json and tokenizer_config.json.
+Writes out/bench_commands.json and its picture.
 """
 
 import importlib.util
@@ -26,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench import common
-from bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches, free_memory,
-                          last_error, load, our_model)
+from bench.common import (DEVICE, MODELS, byte_code, cell, chosen, draw_bars, empty_caches,
+                          free_memory, last_error, load, our_model)
 from data.files import fetch, read_rows
 from data.benchmarks import BENCHMARKS
 from data.questions import parse_row
@@ -115,7 +116,7 @@ def run(name, command, config, folder):
 
     If only warm runs are wanted, one fills the caches first: of lm_eval, a question per subject.
     """
-    caches = empty_caches(folder / f'caches of {name}')
+    caches = byte_code() | empty_caches(folder / f'caches of {name}')
     plan = [kind for kind in ('cold', 'warm') if kind in config.caches
             for _ in range(config.repeats if kind == 'warm' else 1)]
     result = {}

@@ -1,11 +1,17 @@
 """What the benchmarks share: models, the device, results on disk and as a picture."""
 
+import atexit
+import functools
 import gc
 import importlib.metadata
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from datetime import date
 from pathlib import Path
@@ -125,18 +131,28 @@ def cell(reason):
     return (reason if len(reason) <= 120 else f'{reason[:116]} ...').replace('|', '\\|')
 
 
-def byte_code(folder):
-    """Return environment variables that keep Python's byte code in `folder`.
+@functools.cache
+def byte_code():
+    """Compile all installed modules once; return environment variables that use their byte code.
 
-    pip compiles a library when it installs it. Container images often skip this and set
-    PYTHONDONTWRITEBYTECODE, so that every start compiles 1,000 modules of torch.
+    pip does this when it installs a library. Container images often skip it and set
+    PYTHONDONTWRITEBYTECODE, so that every start would compile 1,000 modules of torch.
     """
-    return {'PYTHONPYCACHEPREFIX': str(Path(folder) / 'byte_code'), 'PYTHONDONTWRITEBYTECODE': ''}
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    variables = {'PYTHONPYCACHEPREFIX': folder, 'PYTHONDONTWRITEBYTECODE': ''}
+    root = Path(__file__).parent.parent
+    installed = [path for path in sys.path
+                 if Path(path).is_dir() and Path(path) not in (root, root / 'bench')]
+    # some libraries have files for other versions of Python, so the exit code says nothing
+    subprocess.run([sys.executable, '-W', 'ignore', '-m', 'compileall', '-qq', '-j0', *installed],
+                   env=os.environ | variables)
+    return variables
 
 
 def empty_caches(folder):
-    """Return environment variables that put compiled kernels, data and byte code into `folder`."""
-    return byte_code(folder) | {name: str(Path(folder) / name.lower()) for name in (
+    """Return environment variables that put compiled kernels and processed data into `folder`."""
+    return {name: str(Path(folder) / name.lower()) for name in (
         'TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR', 'CUDA_CACHE_PATH', 'HF_DATASETS_CACHE')}
 
 

@@ -135,7 +135,7 @@ def measure_command(model, config, folder):
     prompts.write_text(''.join(json.dumps({'prompt': row.get('prompt') or row['question']}) + '\n'
                                for row in rows))
     command = [sys.executable, 'generate.py', f'--model={folder}', '--n=8', '--raw']
-    options = {'cwd': Path(__file__).parent.parent, 'env': os.environ | byte_code(folder)}
+    options = {'cwd': Path(__file__).parent.parent, 'env': os.environ | byte_code()}
     few = folder / 'few.jsonl'      # fills the caches on disk
     few.write_text(''.join(prompts.read_text().splitlines(True)[:8]))
     subprocess.run([*command, f'--prompts={few}', f'--out={folder / "few/answers.jsonl"}'],

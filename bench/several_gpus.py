@@ -120,7 +120,7 @@ def run(options, processes, out):
     torchrun = ['-m', 'torch.distributed.run', f'--nproc_per_node={processes}', '--standalone']
     return seconds([*torchrun * (processes > 1), 'evaluate.py', f'--model={out.parent / "model"}',
                     f'--tasks=global_mmlu:{out.parent / "data"}', f'--device={DEVICE}',
-                    '--dtype=bfloat16', f'--out_dir={out}', *options], byte_code(out.parent))
+                    '--dtype=bfloat16', f'--out_dir={out}', *options], byte_code())
 
 
 # ------------------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@
 
 Makes a model folder with random weights and times whole commands from the shell to saved weights:
 one epoch, full tuning and LoRA, first with empty caches on disk (of compiled kernels, tokens and
-datasets), then again with what that left. Both have the same conversations and chat template,
-supervise the last answer (ours every answer), pack rows of 4,096 tokens and take about as many
-steps. Ours has the defaults of train.py; the settings of TRL are in bench/trl_sft.py. TRL prints
-the end of the first step at once, ours after launching the second one. `data` is as in train.py,
-`tokenizer` a folder with a tokenizer. Writes out/bench_sft.json and its picture.
+datasets), then again with what that left. Python's byte code is there, as after `pip install`. Both
+have the same conversations and chat template, supervise the last answer (ours every answer), pack
+rows of 4,096 tokens and take about as many steps. Ours has the defaults of train.py; the settings
+of TRL are in bench/trl_sft.py. TRL prints the end of the first step at once, ours after launching
+the second one. `data` is as in train.py, `tokenizer` a folder with a tokenizer. Writes
+out/bench_sft.json and its picture.
 """
 
 import json
@@ -30,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench import common
-from bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches, free_memory,
-                          last_error, load, our_model)
+from bench.common import (DEVICE, MODELS, byte_code, cell, chosen, draw_bars, empty_caches,
+                          free_memory, last_error, load, our_model)
 from data.export import tokenizer_files
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns, load_conversations, to_messages
@@ -87,7 +88,8 @@ def bench(config):
             for method in methods:
                 for tuning in config.tuning:
                     row = table['results'][f'{method}, {tuning}'] = {}
-                    caches = empty_caches(Path(folder) / f'caches of {method} {tuning}')
+                    caches = byte_code() | empty_caches(
+                        Path(folder) / f'caches of {method} {tuning}')
                     # a run with empty caches must fill them first
                     for kind in ('cold', 'warm'):
                         if config.max_s and time.perf_counter() - started > config.max_s:

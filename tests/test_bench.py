@@ -54,9 +54,9 @@ def write_mmlu(folder):
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(bench.train, 'LENGTH', 48)
-    # Python's byte code stays: to compile torch's modules takes each command ten seconds
-    for module in (bench_common, bench.generate, bench.several_gpus):
-        monkeypatch.setattr(module, 'byte_code', lambda folder: {})
+    # to compile all modules takes 40 seconds
+    for module in (bench.commands, bench.generate, bench.several_gpus, bench.sft):
+        monkeypatch.setattr(module, 'byte_code', dict)
     for module in (bench.train, bench.eval, bench.generate, bench.answers, bench.several_gpus,
                    bench_common):
         monkeypatch.setitem(module.MODELS, 'llama32_1b', TINY)
@@ -623,9 +623,21 @@ def test_fine_tuning_commands_are_timed_by_stage(small, tmp_path, monkeypatch, c
     assert {row['failed'] for row in table['results'].values()} == {'cold: no time left'}
 
 
+def test_commands_are_timed_with_byte_code_of_all_installed_modules(tmp_path, monkeypatch):
+    for name, text in (('right', ''), ('wrong', 'if'), ('package/__init__', '')):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f'{name}.py').write_text(text)
+    root = Path(bench_common.__file__).parent.parent
+    monkeypatch.setattr(sys, 'path', [str(root), str(tmp_path), str(tmp_path / 'missing')])
+    variables = bench_common.byte_code.__wrapped__()
+    found = {path.name.split('.')[0]
+             for path in Path(variables['PYTHONPYCACHEPREFIX']).rglob('*.pyc')}
+    assert found >= {'right', '__init__'} and not found & {'wrong', 'train'}
+
+
 @pytest.mark.slow
 @needs_no_gpu
-def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, capsys):
+def test_whole_commands_are_timed_and_get_the_same_questions(tmp_path, small, capsys):
     config = bench.commands.BenchConfig(data='mmlu', tokenizer=str(tmp_path))
     with pytest.raises(ConfigError, match='has no tokenizer.json, which lm_eval reads'):
         next(bench.commands.bench(config))
