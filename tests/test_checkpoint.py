@@ -243,16 +243,18 @@ def computed_or_refused(folder, raw, changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['llama3', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3',
-                                  'neox', 'gemma3', 'olmo2', 'olmo3', 'smollm3', 'cohere',
-                                  'cohere2', 'phi3', 'ministral', 'ministral3', 'granite', 'opt'])
-def test_every_field_of_the_config_is_checked(name, tmp_path):
+@pytest.mark.parametrize('number, name', enumerate([
+    'llama3', 'mistral_window', 'gemma2', 'gemma', 'qwen2', 'qwen3', 'neox', 'gemma3', 'olmo2',
+    'olmo3', 'smollm3', 'cohere', 'cohere2', 'phi3', 'ministral', 'ministral3', 'granite', 'opt']))
+def test_every_field_of_the_config_is_checked(number, name, tmp_path):
     reference_model(name, tmp_path, **few_layers(name, 3))      # as many as in ODD_VALUES
     raw = json.loads((tmp_path / 'config.json').read_text())
     keys = raw.keys() | config_keys.rules_of(raw['model_type']).keys()
     computed = set()
     for key in sorted(keys):
-        for value in ODD_VALUES:
+        # each value of a key with the same rule in all families is tried in every third one
+        third = slice(number % 3, None, 3) if key in config_keys.ALWAYS else slice(None)
+        for value in ODD_VALUES[third]:
             # transformers refuses integers where it wants floats, which are computed here
             value = float(value) if key in config_keys.FLOATS and type(value) is int else value
             if computed_or_refused(tmp_path, raw, {key: value}):

@@ -204,8 +204,8 @@ def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
                                 for i in range(n)]) for found in (plain, packed)]
 
     by_kernels = checkpoint.load(tmp_path, device, torch.bfloat16)
-    for own_starts in (False, True):
-        plain, packed = errors(120, own_starts)     # of 12 trees the errors differ by chance
+    for own_starts in (False, True):    # of 12 trees the errors differ by chance
+        plain, packed = errors(48 if device == 'cpu' else 120, own_starts)
         assert np.sqrt((packed ** 2).mean()) < 1.3 * np.sqrt((plain ** 2).mean())
     # on an H200: 0.043 for smollm3
     assert np.abs(errors(12, False)[1]).max() < (0.04 if device == 'cpu' else 0.06)
