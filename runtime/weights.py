@@ -63,7 +63,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 class _PickledTensors(dict):
-    """The mapped tensors of a pytorch_model.bin, with the method of `safe_open` that is used here."""
+    """The mapped tensors of a pytorch_model.bin, with the method of safe_open that is used here."""
     get_tensor = dict.__getitem__
 
 
