@@ -136,13 +136,13 @@ def page(folder):
             details = {'date': content.get('date')} | content['versions']
             parts += [('Another run: ' if is_again(path) else '') + f'`{content["command"]}`: '
                       + ', '.join(f'{key} {value}' for key, value in details.items() if value),
-                      tables_of(name, content)]
+                      content.get('note', ''), tables_of(name, content)]
             if path.with_suffix('.png').exists() and name not in ONE_PICTURE:
                 parts.append(f'![{what}]({path.stem}.png)')
         if name in ONE_PICTURE and (folder / f'{name}.png').exists():
             parts.append(f'![{what}]({name}.png)')
     parts += repeated(folder)
-    return '\n\n'.join(part.strip() for part in parts) + '\n'
+    return '\n\n'.join(part.strip() for part in parts if part) + '\n'
 
 
 def result_files(folder, name):

@@ -85,7 +85,7 @@ def measure_ours(model, config, out):
     whole = seconds([
         'evaluate.py', f'--model={model}', f'--tasks=gsm8k:{Path(config.data).resolve()}',
         f'--n={config.n}', f'--max_tokens={config.max_tokens}', '--p_true', '--p_ik',
-        '--verbalized', f'--device={DEVICE}', '--dtype=bfloat16', f'--out_dir={out}'], {})
+        '--verbalized', f'--device={DEVICE}', '--dtype=bfloat16', f'--out_dir={out}'])
     answers = [answer for _, row in read_rows(out / 'samples.jsonl') if row['task'] == 'gsm8k'
                for answer in (row['greedy'], *row['answers'])]
     writing = load(out / 'results.json')['tasks']['gsm8k']['scoring_seconds']

@@ -6,9 +6,9 @@
 
 Makes a model folder with random weights and runs `python evaluate.py` and `python -m lm_eval` on it
 with the same prompts of 5-shot MMLU, first with empty caches on disk (of compiled kernels and of
-datasets), then again with what that left. Python's byte code is there, as after `pip install`.
-`data` holds MMLU as .jsonl or .parquet, `tokenizer` a tokenizer.json and tokenizer_config.json.
-Writes out/bench_commands.json and its picture.
+datasets), then again with what that left. All modules are compiled to byte code before. `data`
+holds MMLU as .jsonl or .parquet, `tokenizer` a tokenizer.json and tokenizer_config.json. Writes
+out/bench_commands.json and its picture.
 """
 
 import importlib.util
@@ -116,7 +116,7 @@ def run(name, command, config, folder):
 
     If only warm runs are wanted, one fills the caches first: of lm_eval, a question per subject.
     """
-    caches = byte_code() | empty_caches(folder / f'caches of {name}')
+    caches = empty_caches(folder / f'caches of {name}')
     plan = [kind for kind in ('cold', 'warm') if kind in config.caches
             for _ in range(config.repeats if kind == 'warm' else 1)]
     result = {}
@@ -139,11 +139,15 @@ def run(name, command, config, folder):
     return result
 
 
-def seconds(command, caches):
-    """Return the seconds of `python <command>`; raise RuntimeError with its stderr if it fails."""
+def seconds(command, caches=None):
+    """Return the seconds of `python <command>`; raise RuntimeError with its stderr if it fails.
+
+    caches: what `empty_caches` returned; None: the caches of earlier commands
+    """
+    environment = os.environ | byte_code() | (caches or {}) | {'HF_HUB_OFFLINE': '1'}
     started = time.perf_counter()
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | caches | {'HF_HUB_OFFLINE': '1'})
+                          env=environment)
     passed = time.perf_counter() - started
     if done.returncode:
         raise RuntimeError(done.stderr)

@@ -133,20 +133,25 @@ def cell(reason):
 
 @functools.cache
 def byte_code():
-    """Compile all installed modules once; return environment variables that use their byte code.
+    """Compile all modules once; return environment variables that use their byte code.
 
     pip does this when it installs a library. Container images often skip it and set
     PYTHONDONTWRITEBYTECODE, so that every start would compile 1,000 modules of torch.
     """
+    print('compiling all installed modules to byte code', flush=True)
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     variables = {'PYTHONPYCACHEPREFIX': folder, 'PYTHONDONTWRITEBYTECODE': ''}
-    root = Path(__file__).parent.parent
-    installed = [path for path in sys.path
-                 if Path(path).is_dir() and Path(path) not in (root, root / 'bench')]
+    root = Path(__file__).resolve().parent.parent
+    ours = {*root.glob('*.py'), *(path.parent for path in root.glob('*/*.py'))}
+    installed = {path for path in map(Path, sys.path)
+                 if path.is_dir() and path.resolve() != root} - ours
     # some libraries have files for other versions of Python, so the exit code says nothing
-    subprocess.run([sys.executable, '-W', 'ignore', '-m', 'compileall', '-qq', '-j0', *installed],
-                   env=os.environ | variables)
+    subprocess.run([sys.executable, '-W', 'ignore', '-m', 'compileall', '-qq', '-j0',
+                    *ours, *installed], env=os.environ | variables)
+    if not [*Path(folder, *Path(torch.__file__).parent.parts[1:]).glob('__init__.*.pyc')]:
+        raise ConfigError(f'python -m compileall could not compile torch into {folder}; is the '
+                          f'disk full?')
     return variables
 
 

@@ -25,7 +25,7 @@ import torch
 
 from bench import common
 from bench.commands import seconds
-from bench.common import (DEVICE, MODELS, byte_code, chosen, draw_bars, free_memory, load,
+from bench.common import (DEVICE, MODELS, chosen, draw_bars, free_memory, load,
                           our_model)
 from data.benchmarks import BENCHMARKS
 from data.files import fetch, read_rows
@@ -120,7 +120,7 @@ def run(options, processes, out):
     torchrun = ['-m', 'torch.distributed.run', f'--nproc_per_node={processes}', '--standalone']
     return seconds([*torchrun * (processes > 1), 'evaluate.py', f'--model={out.parent / "model"}',
                     f'--tasks=global_mmlu:{out.parent / "data"}', f'--device={DEVICE}',
-                    '--dtype=bfloat16', f'--out_dir={out}', *options], byte_code())
+                    '--dtype=bfloat16', f'--out_dir={out}', *options])
 
 
 # ------------------------------------------------------------------------------------------------

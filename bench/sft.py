@@ -7,11 +7,11 @@
 
 Makes a model folder with random weights and times whole commands from the shell to saved weights:
 one epoch, full tuning and LoRA, first with empty caches on disk (of compiled kernels, tokens and
-datasets), then again with what that left. Python's byte code is there, as after `pip install`. Both
-have the same conversations and chat template, supervise the last answer (ours every answer), pack
-rows of 4,096 tokens and take about as many steps. Ours has the defaults of train.py; the settings
-of TRL are in bench/trl_sft.py. TRL prints the end of the first step at once, ours after launching
-the second one. `data` is as in train.py, `tokenizer` a folder with a tokenizer. Writes
+datasets), then again with what that left. All modules are compiled to byte code before. Both have
+the same conversations and chat template, supervise the last answer (ours every answer), pack rows
+of 4,096 tokens and take about as many steps. Ours has the defaults of train.py; the settings of TRL
+are in bench/trl_sft.py. TRL prints the end of the first step at once, ours after launching the
+second one. `data` is as in train.py, `tokenizer` a folder with a tokenizer. Writes
 out/bench_sft.json and its picture.
 """
 
@@ -81,14 +81,14 @@ def bench(config):
     if config.data is None or config.tokenizer is None:
         raise ConfigError('set --data, a file of conversations, and --tokenizer, a folder')
     methods = chosen(config.only, [OURS] if config.ours else [OURS, *PEERS])
-    started = time.perf_counter()
+    compiled, started = byte_code(), time.perf_counter()
     for shape in config.shape:
         with tempfile.TemporaryDirectory() as folder:
             table = {'shape': shape, **prepare(config, shape, Path(folder)), 'results': {}}
             for method in methods:
                 for tuning in config.tuning:
                     row = table['results'][f'{method}, {tuning}'] = {}
-                    caches = byte_code() | empty_caches(
+                    caches = compiled | empty_caches(
                         Path(folder) / f'caches of {method} {tuning}')
                     # a run with empty caches must fill them first
                     for kind in ('cold', 'warm'):

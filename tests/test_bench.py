@@ -54,8 +54,8 @@ def write_mmlu(folder):
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(bench.train, 'LENGTH', 48)
-    # to compile all modules takes 40 seconds
-    for module in (bench.commands, bench.generate, bench.several_gpus, bench.sft):
+    # compiling all modules takes 40 seconds
+    for module in (bench.commands, bench.generate, bench.sft):
         monkeypatch.setattr(module, 'byte_code', dict)
     for module in (bench.train, bench.eval, bench.generate, bench.answers, bench.several_gpus,
                    bench_common):
@@ -238,15 +238,16 @@ def test_several_gpus(small, tmp_path, monkeypatch, capsys):
     write_mmlu(tmp_path / 'mmlu')
     monkeypatch.setenv('OMP_NUM_THREADS', '1')      # torchrun sets this, on which products depend
     config = bench.several_gpus.BenchConfig(data=str(tmp_path / 'mmlu'), tokenizer=str(tokenizer),
-                                            languages=2, limit=9, only='2 GPUs|1 GPU, '
-                                            'deterministic|2 GPUs, deterministic, shared weights')
+                                            languages=2, limit=9, only=(
+                                                '1 GPU, deterministic|2 GPUs, deterministic|'
+                                                '2 GPUs, deterministic, shared weights'))
     table, = bench.several_gpus.bench(config)
     assert {name: row['same'] for name, row in table['results'].items()} == {
-        '2 GPUs': None, '1 GPU, deterministic': None,
+        '1 GPU, deterministic': None, '2 GPUs, deterministic': True,
         '2 GPUs, deterministic, shared weights': True}
     assert all(0 < row['before_s'] < row['seconds'] for row in table['results'].values())
-    table['results']['2 GPUs, deterministic'] = {'same': False, 'seconds': 2.0, 'before_s': 0.9,
-                                                 'scoring_s': 0.5}
+    table['results']['2 GPUs, deterministic'] |= {'same': False, 'seconds': 2.0, 'before_s': 0.9,
+                                                  'scoring_s': 0.5}
     table['results']['1 GPU, deterministic'] = {'seconds': 3.0, 'scoring_s': 1.0, 'same': None}
     bench.several_gpus.print_table(table)
     out = capsys.readouterr().out
@@ -623,16 +624,21 @@ def test_fine_tuning_commands_are_timed_by_stage(small, tmp_path, monkeypatch, c
     assert {row['failed'] for row in table['results'].values()} == {'cold: no time left'}
 
 
-def test_commands_are_timed_with_byte_code_of_all_installed_modules(tmp_path, monkeypatch):
+def test_commands_are_timed_with_byte_code_of_all_modules(tmp_path, monkeypatch):
     for name, text in (('right', ''), ('wrong', 'if'), ('package/__init__', '')):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f'{name}.py').write_text(text)
+    monkeypatch.setattr(bench_common.torch, '__file__', str(tmp_path / 'package/__init__.py'))
     root = Path(bench_common.__file__).parent.parent
-    monkeypatch.setattr(sys, 'path', [str(root), str(tmp_path), str(tmp_path / 'missing')])
+    monkeypatch.setattr(sys, 'path', ['', str(root), str(tmp_path), str(tmp_path / 'missing')])
+    monkeypatch.chdir(root)
     variables = bench_common.byte_code.__wrapped__()
     found = {path.name.split('.')[0]
              for path in Path(variables['PYTHONPYCACHEPREFIX']).rglob('*.pyc')}
-    assert found >= {'right', '__init__'} and not found & {'wrong', 'train'}
+    assert found >= {'right', '__init__', 'train', 'checkpoint'} and 'wrong' not in found
+    monkeypatch.setattr(bench_common.torch, '__file__', str(tmp_path / 'other/__init__.py'))
+    with pytest.raises(ConfigError, match='could not compile torch into'):
+        bench_common.byte_code.__wrapped__()
 
 
 @pytest.mark.slow

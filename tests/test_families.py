@@ -28,6 +28,20 @@ def plain(rng):
             'rope_parameters': rope(rng, head_dim)}
 
 
+class Deck(random.Random):
+    """Draws each of several options once before it draws one of them again."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.left = {}      # options -> those that come next
+
+    def choice(self, options):
+        left = self.left.setdefault(repr(options), [])
+        if not left:
+            left += self.sample(options, len(options))
+        return left.pop()
+
+
 def rope(rng, head_dim, schemes=('default', 'linear', 'dynamic', 'llama3', 'yarn')):
     """A random block of rotary positions."""
     scheme, theta = rng.choice(schemes), rng.choice([1e3, 1e6])
@@ -140,10 +154,11 @@ FAMILIES = {
     'Cohere2': lambda rng, shape: cohere(rng, shape) | windows(rng, shape),
     'Phi3': phi3,
     'Granite': lambda rng, shape: no_own_heads(shape) | bias(rng, 'attention_bias', 'mlp_bias') | {
-        # with larger ones the rounding of float32 grows beyond any tolerance
-        'embedding_multiplier': rng.choice([0.22, 8.0]), 'logits_scaling': rng.choice([1.5, 8.0]),
+        # larger scores and residuals, or a smaller divisor of the logits, would lift the rounding
+        # of float32 above the tolerance
+        'embedding_multiplier': rng.choice([0.22, 1.5, 8.0]),
         'residual_multiplier': rng.choice([0.22, 1.5]),
-        'attention_multiplier': rng.choice([0.22, 1.5])},
+        'attention_multiplier': rng.choice([0.05, 0.4]), 'logits_scaling': rng.choice([1.5, 8.0])},
     'OPT': opt,
     'GPTNeoX': neox,
 }
@@ -181,12 +196,12 @@ def compare(reference, folder, shape):
     return model, tokens, expected
 
 
-@pytest.mark.parametrize('n', [1, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('n', [1, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('kind', FAMILIES)
 def test_random_configurations_equal_transformers(kind, n, tmp_path):
     """Logits and every gradient are those of transformers; a saved folder gives both the same."""
     import transformers
-    rng = random.Random(f'{kind} {n}')
+    rng = Deck(f'{kind} {n}')
     torch.manual_seed(n)
     for _ in range(n):
         reference, shape = random_reference(kind, rng)

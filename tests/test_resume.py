@@ -272,11 +272,13 @@ def test_a_second_run_in_one_folder_is_refused(long_run, tmp_path):
     process = run_train(*arguments, f'--out_dir={tmp_path}', wait=False)
     await_steps(process, tmp_path, 1)
     process.send_signal(signal.SIGSTOP)     # so that it holds the folder until the others are done
-    for option in ('--resume', '--overwrite', '--resume=False'):
-        with pytest.raises(ConfigError, match='another process is writing there; choose another'):
-            train.main([*map(str, arguments), f'--out_dir={tmp_path}', option])
-    process.kill()
-    process.communicate()
+    try:
+        for option in ('--resume', '--overwrite', '--resume=False'):
+            with pytest.raises(ConfigError, match='another process is writing there; choose ano'):
+                train.main([*map(str, arguments), f'--out_dir={tmp_path}', option])
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.slow

@@ -679,11 +679,12 @@ def test_compiled_steps_follow_float32_and_compile_once(name, master, device, tm
         losses = []
         for i, batch in enumerate(batches):
             packed = packing.pack(batch, 128, cfg.micro_rows if place == 'cuda' else 1)
-            with torch.compiler.set_stance('fail_on_recompile' if i > 3 else 'default'):
+            late = i >= len(batches) / 2
+            with torch.compiler.set_stance('fail_on_recompile' if late else 'default'):
                 losses.append([float(x) for x in train.train_step(
                     model, optimizer, packed, cfg, place).values()])
         runs.append(np.array(losses))
-    # gradients in bfloat16: after eight steps their norm is off by 2 % on a CPU, 3 % on an H200
+    # gradients in bfloat16: after eight steps their norm is off by 3 % on an H200
     assert np.allclose(runs[0], runs[1], rtol=0.05 if master == 'exact' else 0.1)
     # rounding grows with the width of these random weights: in a Llama of width 128 to 0.007
     assert np.allclose(runs[0][:, :2], runs[1][:, :2], rtol=0.006 if name == 'neox' else 0.003)
