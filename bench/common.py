@@ -138,7 +138,7 @@ def byte_code():
     pip does this when it installs a library. Container images often skip it and set
     PYTHONDONTWRITEBYTECODE, so that every start would compile 1,000 modules of torch.
     """
-    print('compiling all installed modules to byte code', flush=True)
+    print('compiling all modules to byte code', flush=True)
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     variables = {'PYTHONPYCACHEPREFIX': folder, 'PYTHONDONTWRITEBYTECODE': ''}
