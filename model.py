@@ -65,9 +65,8 @@ class Family:
     fused: str = ''                     # q, k and v are one matrix, by 'rows' or by 'heads'; if
     #                                     'rows', so are the two halves of a gated MLP
     adjacent_pairs: bool = False        # rotate x[2i], x[2i + 1] instead of x[i], x[i + hd/2]
-    float_rotary: str = ''              # rotate in float32: the 'products', or the 'angles' as well
     learned_positions: bool = False     # embed_positions, with two rows before that of position 0
-    scaled_embeddings: bool = False     # times sqrt(D), rounded to the type of the weights
+    scaled_embeddings: bool = False     # times sqrt(D)
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
@@ -79,8 +78,8 @@ class Family:
 
 # a new family needs rows in runtime/config_keys.py as well: see docs/models.md
 GEMMA = Family(norm='gemma', activation=gelu_tanh, scaled_embeddings=True)
-OLMO = Family(norm='once', norm_order='after', qk_norm='whole', float_rotary='angles')
-COHERE = Family(norm='mean', norm_order='parallel', adjacent_pairs=True, float_rotary='products')
+OLMO = Family(norm='once', norm_order='after', qk_norm='whole')
+COHERE = Family(norm='mean', norm_order='parallel', adjacent_pairs=True)
 FAMILIES = {
     'llama': Family(), 'mistral': Family(), 'ministral': Family(), 'ministral3': Family(),
     'granite': Family(), 'smollm3': Family(), 'phi3': Family(fused='rows'),
@@ -178,9 +177,9 @@ class ModelConfig:
 # ---- Norms, rotary positions, gated product: each has a kernel in triton_ops.py ------------------
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
-    """Normalize the last axis of x, in float32.
+    """Normalize the last axis of x, in float32, which x may be in a bfloat16 model.
 
-    | kind   | formula                         | rounded to the type of x      |
+    | kind   | formula                         | rounded to the type of weight |
     |--------|---------------------------------|-------------------------------|
     | llama  | weight * x / rms                | before and after the product  |
     | gemma  | (1 + weight) * x / rms          | at the end                    |
@@ -188,13 +187,13 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) 
     | mean   | weight * (x - mean) / std       | at the end                    |
     | layer  | weight * (x - mean) / std + bias| at the end                    |
     """
+    y, w = x.float(), weight.float()
     if kind == 'layer':
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-    y = x.float()
+        return F.layer_norm(y, w.shape, w, bias.float(), eps).to(weight.dtype)
     if kind == 'gemma':
-        return F.rms_norm(y, x.shape[-1:], 1 + weight.float(), eps).to(x.dtype)
-    y = F.rms_norm(y - y.mean(-1, keepdim=True) if kind == 'mean' else y, x.shape[-1:], eps=eps)
-    return weight * y.to(x.dtype) if kind == 'llama' else (weight.float() * y).to(x.dtype)
+        return F.rms_norm(y, w.shape[-1:], 1 + w, eps).to(weight.dtype)
+    y = F.rms_norm(y - y.mean(-1, keepdim=True) if kind == 'mean' else y, w.shape[-1:], eps=eps)
+    return weight * y.to(weight.dtype) if kind == 'llama' else (w * y).to(weight.dtype)
 
 
 class Norm(nn.Module):
@@ -230,21 +229,21 @@ def frequencies(rope: Rope, device: torch.device) -> Tensor:
     return keep * frequency + (1 - keep) * frequency / rope.factor
 
 
-def rotary_angles(positions: Tensor, rope: Rope, dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return cos and sin [B, 1, T, dim / 2] of positions [B, T] as dtype, computed in float32, and
-    the factor of the queries [B, 1, T, 1] if they grow with the position, else None.
+def rotary_angles(positions: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return cos and sin [B, 1, T, dim / 2] of positions [B, T], float32, and the factor of the
+    queries [B, 1, T, 1] if they grow with the position, else None.
     """
     angle = (positions[..., None].float() * frequencies(rope, positions.device))[:, None]
     cos, sin, growth = rope.magnitude * angle.cos(), rope.magnitude * angle.sin(), None
     if rope.query_growth:
         ages = torch.log(1 + torch.floor(positions / rope.length))
         growth = (1 + rope.query_growth * ages)[:, None, :, None]
-    return cos.to(dtype), sin.to(dtype), growth
+    return cos, sin, growth
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, in_float32: bool = False) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x[i], x[i + hd/2]) of x [B, H, T, hd] by the angles of `rotary_angles`."""
-    a, b = (x.float() if in_float32 else x).chunk(2, dim=-1)
+    a, b = x.chunk(2, dim=-1)       # the products are float32, as the angles are
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
@@ -305,7 +304,7 @@ class Attention(nn.Module):
         first, rest = (x, None) if n == self.head_dim else (x[..., :n], x[..., n:])
         if self.family.adjacent_pairs:      # in another order, the same for q and k
             first = first.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        first = compute(rotate, rotate_kernel, 2, first, cos, sin, bool(self.family.float_rotary))
+        first = compute(rotate, rotate_kernel, 2, first, cos, sin)
         return first if rest is None else torch.cat((first, rest), dim=-1)
 
 
@@ -339,7 +338,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to its input; `norm_order` says where the norms are."""
+    """Attention and MLP, each added to its input; `norm_order` says where the norms are.
+
+    Also in a bfloat16 model the residual stream x is float32, and only the norms round it: in Gemma
+    3 it grows to 100,000, where bfloat16 has steps of 512 (docs/training.md has measurements).
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -352,11 +355,12 @@ class Block(nn.Module):
             for name in NORMS['both'])
 
     def forward(self, x: Tensor, rotary: tuple | None, mask, at: Tensor | None = None) -> Tensor:
-        h = self.input_layernorm(x)
+        dtype = self.mlp.down_proj.weight.dtype     # for families without these norms
+        h = self.input_layernorm(x).to(dtype)
         y = self.self_attn(h, rotary, mask)
         if at is not None:      # nothing after attention depends on other tokens
             x, h, y = (z.flatten(0, 1)[None, at] for z in (x, h, y))
-        # sums are in the order of transformers, for the same rounding
+        # the sums are in the order of transformers
         if self.norm_order == 'parallel':
             return x + y + self.mlp(h)
         if self.norm_order == 'parallel, two norms':
@@ -365,7 +369,7 @@ class Block(nn.Module):
             x = self.post_attention_layernorm(x + y)
             return self.post_feedforward_layernorm(x + self.mlp(x))
         x = x + self.scaled(self.post_attention_layernorm(y))
-        y = self.mlp(self.pre_feedforward_layernorm(x))
+        y = self.mlp(self.pre_feedforward_layernorm(x).to(dtype))
         return x + self.scaled(self.post_feedforward_layernorm(y))
 
     def scaled(self, y: Tensor) -> Tensor:
@@ -399,20 +403,15 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None,
                 masks: list | None = None, at: Tensor | None = None) -> Tensor:
-        config, x = self.config, self.embed_tokens(tokens)
-        scale: float | Tensor = config.embed_scale
-        if config.family.scaled_embeddings:
-            # rounded to the type of the weights, as in transformers: for Gemma 2 9B 59.8665 in
-            # float32 (so in training here), 59.75 in bfloat16
-            scale = torch.tensor(config.hidden_size ** 0.5, dtype=x.dtype)
-        x = self.project_in(x * scale)
+        config = self.config
+        scale = config.hidden_size ** 0.5 if config.family.scaled_embeddings else config.embed_scale
+        x = self.project_in(self.embed_tokens(tokens)).float() * scale
         if config.family.learned_positions:
             x = x + self.embed_positions(positions + 2)
         if masks is None:
             masks = make_masks(self.attention, positions, ends, config.windows, config.head_dim,
-                               config.attn_logit_softcapping, x)
-        dtype = torch.float32 if config.family.float_rotary == 'angles' else x.dtype
-        rotary = {rope: rope and rotary_angles(positions, rope, dtype)
+                               config.attn_logit_softcapping, self.embed_tokens.weight)
+        rotary = {rope: rope and rotary_angles(positions, rope)
                   for rope in {layer.rope for layer in config.layers}}
         recompute = self.checkpoint and self.training and torch.is_grad_enabled()
         last = len(self.layers) - 1

@@ -42,26 +42,26 @@ def compute(plain: Callable, kernel: Callable, axis: int, *arguments) -> Tensor:
 
     axis: of the tokens, in arguments of more than two dimensions
     """
-    x = arguments[0]
-    if not (KERNELS and kernels_apply(x)):
+    tensors = [arg for arg in arguments if isinstance(arg, Tensor)]
+    if not (KERNELS and any(map(kernels_apply, tensors))):
         return plain(*arguments)
-    few = [arg if not isinstance(arg, Tensor) else arg.shape if arg.ndim < 3 else
-           torch.Size((1, *arg.shape[1:axis], 64, *arg.shape[axis + 1:])) for arg in arguments]
-    return (kernel if agree(plain, kernel, x.dtype, x.device, *few) else plain)(*arguments)
+    few = [arg if not isinstance(arg, Tensor) else (arg.dtype, *arg.shape) if arg.ndim < 3 else
+           (arg.dtype, 1, *arg.shape[1:axis], 64, *arg.shape[axis + 1:]) for arg in arguments]
+    return (kernel if agree(plain, kernel, tensors[0].device, *few) else plain)(*arguments)
 
 
 @functools.cache
-def agree(plain: Callable, kernel: Callable, dtype, device, *arguments) -> bool:
+def agree(plain: Callable, kernel: Callable, device, *arguments) -> bool:
     """Return whether the two agree up to rounding; print a note if they do not.
 
-    arguments: those of both, with a torch.Size for each tensor, which is filled at random
+    arguments: those of both, with (dtype, *shape) for each tensor, which is filled at random
     """
     generator = torch.Generator(device).manual_seed(0)
-    drawn = [torch.randn(arg, generator=generator, device=device, dtype=dtype)
-             if isinstance(arg, torch.Size) else arg for arg in arguments]
-    a, b = plain(*drawn).float(), kernel(*drawn).float()
-    error = ((a - b).norm() / a.norm()).item()
-    if error < max(torch.finfo(dtype).eps, 1e-5):
+    drawn = [torch.randn(arg[1:], generator=generator, device=device, dtype=arg[0])
+             if isinstance(arg, tuple) else arg for arg in arguments]
+    a, b = plain(*drawn), kernel(*drawn)
+    error = ((a.float() - b.float()).norm() / a.float().norm()).item()
+    if a.dtype == b.dtype and error < max(torch.finfo(a.dtype).eps, 1e-5):
         return True
     print(f'note: {plain.__name__} of model.py and its kernel differ by {error:.1e}, so the kernel '
           f'is not used; edit it as well, in triton_ops.py')
@@ -205,7 +205,8 @@ def in_rows(x: Tensor, width: int) -> Tensor:
 
 def norm_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
     D, n_heads = x.shape[-1], math.prod(x.shape[2:-1])      # x [B, T, D] or [B, T, heads, hd]
-    rows, out, width = in_rows(x, n_heads * D), x.new_empty(x.shape), triton.next_power_of_2(D)
+    rows, width = in_rows(x, n_heads * D), triton.next_power_of_2(D)
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     _norm[x.numel() // D,](
         rows, weight, weight if bias is None else bias, out, rows.stride(0), n_heads, D,
         weight.numel() // D, eps, WIDTH=width, ROUND=kind == 'llama', PLUS_ONE=kind == 'gemma',
@@ -214,7 +215,7 @@ def norm_kernel(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: 
     return out
 
 
-def rotate_kernel(x: Tensor, cos: Tensor, sin: Tensor, in_float32: bool = False) -> Tensor:
+def rotate_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     B, H, T, hd = x.shape
     cos, sin = (angles.expand(B, 1, T, hd // 2).contiguous() for angles in (cos, sin))
     out = x.new_empty(B, T, H, hd)
@@ -251,11 +252,11 @@ if triton is not None:
             y = tl.where(d < D, y - tl.sum(y) / D, 0.0)
         y = y * tl.rsqrt(tl.sum(y * y) / D + eps)
         if ROUND:
-            y = y.to(x.dtype).to(tl.float32)
+            y = y.to(out_ptr.dtype.element_ty).to(tl.float32)
         y = y * (1 + weight) if PLUS_ONE else y * weight
         if BIAS:
             y += tl.load(bias_ptr + weight_at, mask=d < D, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * D + d, y.to(x.dtype), mask=d < D)
+        tl.store(out_ptr + row * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)
 
     @triton.jit
     def _rotate(x_ptr, cos_ptr, sin_ptr, out_ptr, x_row, x_head, x_token, x_d, T, n_heads, half,

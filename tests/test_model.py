@@ -43,30 +43,30 @@ def test_logits_and_gradients_equal_transformers(name, tmp_path):
 
 def test_llama3_frequencies_equal_golden_values():
     rope = models.Rope(500000.0, 64, 'llama3', factor=32.0, length=8192, slow=1.0, fast=4.0)
-    cos, sin, _ = models.rotary_angles(torch.ones(1, 1, dtype=torch.long), rope, torch.float32)
+    cos, sin, _ = models.rotary_angles(torch.ones(1, 1, dtype=torch.long), rope)
     angle = torch.atan2(sin, cos)[0, 0, 0]
     ratio = angle / 500000.0 ** (-torch.arange(0, 64, 2) / 64)
     expected = [1.0] * 15 + [0.605573, 0.303742, 0.103448] + [1 / 32] * 14
     assert torch.allclose(ratio, torch.tensor(expected), rtol=2e-5)
 
 
-def test_embedding_scale_is_rounded_like_the_weights():
-    config = models.ModelConfig('gemma2', 9, 3584, 8, 1, 2, head_dim=4)
+def test_the_residual_stream_of_a_bfloat16_model_is_float32():
+    config = models.ModelConfig('gemma2', 9, 3584, 8, 2, 2, head_dim=4)
     with torch.device('meta'):
         model = models.CausalLM(config)
-    decoder = model.decoder.to_empty(device='cpu')
-    seen = {}
-    decoder.layers[0].register_forward_pre_hook(lambda m, args: seen.update(x=args[0]))
-    for dtype, scale in ((torch.float32, 3584 ** 0.5), (torch.bfloat16, 59.75)):
-        decoder.to(dtype)
-        torch.nn.init.ones_(decoder.embed_tokens.weight)
-        decoder(torch.zeros(1, 1, dtype=torch.long), *whole_rows(torch.zeros(1, 1)))
-        assert seen['x'].flatten()[0].item() == pytest.approx(scale, rel=1e-6)
+    decoder = model.decoder.to_empty(device='cpu').to(torch.bfloat16)
+    for parameter in decoder.parameters():
+        torch.nn.init.ones_(parameter)
+    seen = []
+    for layer in decoder.layers:
+        layer.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    hidden = decoder(torch.zeros(1, 1, dtype=torch.long), *whole_rows(torch.zeros(1, 1)))
+    assert [x.dtype for x in seen] == [torch.float32] * 2 and hidden.dtype == torch.bfloat16
+    assert seen[0].flatten()[0].item() == pytest.approx(3584 ** 0.5, rel=1e-6)  # not 59.75
 
 
 @pytest.mark.parametrize('name', ['neox', 'neox_sequential'])
 def test_neox_in_bfloat16_is_as_exact_as_transformers(name, tmp_path):
-    """As far from float32 as transformers in bfloat16, and closer to that."""
     import transformers
     reference_model(name, tmp_path)
     exact, half = checkpoint.load(tmp_path), checkpoint.load(tmp_path, dtype=torch.bfloat16)
@@ -76,7 +76,6 @@ def test_neox_in_bfloat16_is_as_exact_as_transformers(name, tmp_path):
     exact, half = (F.linear(m(tokens, *whole_rows(tokens)), m.head) for m in (exact, half))
     theirs = reference(tokens).logits
     assert off(half, exact) < 1.1 * off(theirs, exact) < 0.1
-    assert off(half, theirs) < 0.3 * off(theirs, exact)
 
 
 @pytest.mark.parametrize('name', ARCHITECTURES)

@@ -140,18 +140,18 @@ def random(*shape, device, dtype=torch.float32):
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
-def rotated(x, B=2, T=9, in_float32=False):
+def rotated(x, B=2, T=9):
     positions = torch.arange(B * T).view(B, T).to(x.device)
-    cos, sin, _ = models.rotary_angles(positions[:B], models.Rope(1e4, x.shape[-1]), x.dtype)
-    return models.compute(models.rotate, models.rotate_kernel, 2, x, cos, sin, in_float32)
+    cos, sin, _ = models.rotary_angles(positions[:B], models.Rope(1e4, x.shape[-1]))
+    return models.compute(models.rotate, models.rotate_kernel, 2, x, cos, sin)
 
 
-def normed(family, x, *size):
-    """A norm with random weights; x as `random` makes it."""
+def normed(family, x, *size, dtype=None):
+    """A norm with random weights, of x's type by default; x as `random` makes it."""
     layer = models.Norm(models.ModelConfig(family, 9, 8, 8, 1, 1, norm_eps=1e-3), *size)
     for parameter in layer.parameters():
         parameter.copy_(random(*size, device='cpu'))
-    return layer.to(x.device, x.dtype)(x)
+    return layer.to(x.device, dtype or x.dtype)(x)
 
 
 def gated(activation, *factors):
@@ -162,13 +162,14 @@ WITH_KERNELS = {    # function of (device, dtype) that computes something that h
     'norm of Llama': lambda **on: normed('llama', random(2, 9, 48, **on), 48),
     'norm of Gemma': lambda **on: normed('gemma', random(7, 130, **on), 130),
     'norm of GPT-NeoX': lambda **on: normed('gpt_neox', 3 + random(2, 9, 130, **on), 130),
+    'norm of a float32 residual stream': lambda device, dtype: normed(
+        'llama', random(2, 9, 130, device=device), 130, dtype=dtype),
     'norm of OLMo': lambda **on: normed('olmo2', random(2, 9, 48, **on), 48),
     'norm of Cohere': lambda **on: normed('cohere', 3 + random(2, 9, 130, **on), 130),
     'norm of heads with weights of their own': lambda **on: normed(
         'cohere', random(2, 9, 3, 20, **on), 3, 20),
     'norm of heads': lambda **on: normed('llama', random(2, 3, 9, 20, **on).transpose(1, 2), 20),
     'rotate': lambda **on: rotated(random(2, 9, 3, 20, **on).transpose(1, 2)),
-    'rotate in float32': lambda **on: rotated(random(2, 3, 9, 20, **on), in_float32=True),
     'rotate a part': lambda **on: rotated(random(2, 9, 5, 48, **on).transpose(1, 2)[..., 16:24]),
     'rotate by shared angles': lambda **on: rotated(random(3, 2, 9, 8, **on), B=1),
     'gated by SiLU': lambda **on: gated(F.silu, random(2, 9, 80, **on), 3 * random(2, 9, 80, **on)),
