@@ -304,7 +304,8 @@ class Preferences:
         most, order = (self.sequences.loss_mask % TIED).max(), np.argsort(-self.sequences.lengths)
         sums = np.zeros((len(order), most), np.float32)
         for chosen in np.split(order, range(rows_at_once, len(order), rows_at_once)):
-            packed = self.pack_batch(cfg, self.sequences, chosen, world_size() * cfg.micro_rows)
+            packed = self.pack_batch(cfg, self.sequences, chosen,
+                                     world_size() * (cfg.micro_rows or 1))
             total = torch.zeros(len(packed['counts']), device=device)
             for answers, log_p, _ in answer_log_probs(model, packed, cfg, device):
                 total += answers.sums(log_p)
@@ -319,6 +320,10 @@ class Preferences:
         tree, number = packed['where'].T
         return packed | {'reference': np.zeros(len(tree), np.float32) if self.reference is None
                          else self.reference[chosen[tree], number]}
+
+    def count_rows(self, cfg, sequences, chosen):
+        """Return the number of packed rows of a step."""
+        return len(pack_rankings([sequences[i] for i in chosen], cfg.pack_len)['tokens'])
 
     def token_loss(self, packed, cfg):
         """Return the function of `train.token_loss`: the mean over prompts of means over pairs."""

@@ -8,6 +8,7 @@ align.py.
 """
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -234,6 +235,11 @@ class Rollouts:
     def pack_batch(self, cfg, sequences, chosen, multiple):
         """Return the prompts' indices: the answers are generated later, at their step."""
         return chosen
+
+    def count_rows(self, cfg, sequences, chosen):
+        """Return the packed rows of a step whose answers have half of their greatest length."""
+        tokens = sum(len(sequences[i][0]) + cfg.group_size * cfg.max_tokens / 2 for i in chosen)
+        return math.ceil(tokens / cfg.pack_len)
 
     def batches(self, cfg, sequences, training, first, until, multiple, pack_batch):
         """Yield (indices of the prompts, packed answers) of each step, generated at that step."""

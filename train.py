@@ -77,7 +77,8 @@ class TrainConfig:
     # batches
     batch_size: int = 128                     # sequences per optimizer step
     pack_len: int = 4096                      # tokens per packed row; >= max_length
-    micro_rows: int = 1                       # rows per forward pass; does not change the result
+    micro_rows: int | None = None             # rows per forward pass; None: as many as are fast and
+    #                                           fit into memory. It changes rounding alone
     # loss
     loss: str = 'cross_entropy()'             # or 'focal(2) + z_loss(1e-4)', ...: docs/losses.md
     smoothing: float = 0.0                    # probability mass spread over the vocabulary
@@ -159,6 +160,7 @@ from runtime.build import build_model, build_optimizer      # noqa: F401    used
 from runtime.device import pick_device, to_device
 from runtime.log import StepLog, peak_memory, print_sizes, show_example
 from runtime.loss import loss_options, parse_loss
+from runtime.memory import pick_micro_rows
 from runtime.parallel import (barrier, evaluating, first_process_first, gather, rank,
                               sum_over_processes, world_size)
 from runtime.processes import cores
@@ -240,6 +242,25 @@ def pack_batch(cfg, sequences, chosen, multiple):
     return pack([sequences[i] for i in chosen], cfg.pack_len, multiple)
 
 
+def count_rows(cfg, sequences, chosen):
+    """Return the number of packed rows of a step of the sequences with the indices `chosen`."""
+    return len(pack_batch(cfg, sequences, chosen, 1)['tokens'])
+
+
+def with_micro_rows(cfg, config, data, device, stage):
+    """Return cfg with the number of rows per forward pass: that of the run to resume, or the
+    fastest one, judged by 16 steps of the first epoch."""
+    sequences, training, _ = data
+    order = training[epoch_order(len(training), 0, cfg.seed)]
+    starts = np.linspace(0, max(0, len(order) - cfg.batch_size), 16).astype(int)
+    counts = [stage.count_rows(cfg, sequences, order[i:i + cfg.batch_size]) for i in {*starts}]
+    rows = cfg.resume and resume.setting(cfg, 'micro_rows') or pick_micro_rows(
+        cfg, config, device, counts)
+    rows = min(gather(rows))    # the memory of processes may differ
+    print(f'rows of {cfg.pack_len} tokens per forward pass: {rows}')
+    return replace(cfg, micro_rows=rows)
+
+
 def batches(cfg, sequences, training, first, until, multiple, pack_batch=pack_batch):
     """Yield (indices of the sequences, packed rows) of each step from `first` to `until` - 1.
 
@@ -267,13 +288,14 @@ def batches(cfg, sequences, training, first, until, multiple, pack_batch=pack_ba
 def micro_batches(packed, cfg, device):
     """Yield (row indices, model inputs on `device`, targets on the CPU) of micro_rows rows each.
 
-    The rows are this process's share of `packed`.
+    The rows are this process's share of `packed`, all at once if micro_rows is None.
     """
     rows, owner = np.arange(rank(), len(packed['tokens']), world_size()), packed['owner']
     # decided per step: a row that happens to hold one document would compile another graph
     one_document = ((owner == owner[:, :1]) | (owner < 0)).all()
-    for i in range(0, len(rows), cfg.micro_rows):
-        chosen = rows[i:i + cfg.micro_rows]
+    at_once = cfg.micro_rows or len(rows)
+    for i in range(0, len(rows), at_once):
+        chosen = rows[i:i + at_once]
         inputs = [to_device(torch.from_numpy(packed[key][chosen]), device)
                   for key in ('tokens', 'positions', 'ends')]
         if one_document:        # in each row: no mask is needed
@@ -329,7 +351,8 @@ def train_step(model, optimizer, packed, cfg, device, objective=token_loss):
 
     The host never waits for the device.
     """
-    optimizer.begin(-(-len(packed['tokens']) // (world_size() * cfg.micro_rows)))
+    rows = -(-len(packed['tokens']) // world_size())
+    optimizer.begin(-(-rows // (cfg.micro_rows or rows)))
     values = forward_backward(model, packed, cfg, device, objective)
     norms = torch._foreach_norm(optimizer.gradients(), dtype=torch.float32)
     norm = sum_over_processes(torch.stack(norms).square().sum()).sqrt()
@@ -407,15 +430,40 @@ def train(cfg, stage=None):
         if tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
             results['before'] = calibration_report(cfg, base, tokenizer, tasks, out_dir / 'before')
         if cfg.dry_run or not (out_dir / 'config.json').exists():   # the last file to be written
-            model = stage.build_model(cfg, config, base, device)
-            optimize(cfg, model, tokenizer, data, device, base, more, stage)
-            del model   # the report reads the saved weights, which people will use
+            run = functools.partial(build_and_optimize, config=config, tokenizer=tokenizer,
+                                    data=data, device=device, base=base, more=more, stage=stage)
+            if cfg.micro_rows:
+                run(cfg)
+            else:
+                fit_into_memory(run, with_micro_rows(cfg, config, data, device, stage))
         elif rank() == 0:
             finish(cfg)     # the run may have been killed right after it saved its weights
         barrier()       # until the first process has saved the weights
         if tasks and not cfg.dry_run:
             results['after'] = calibration_report(cfg, out_dir, tokenizer, tasks, out_dir)
     return results
+
+
+def fit_into_memory(run, cfg):
+    """Call run(cfg), again with half of cfg.micro_rows while the first step lacks memory."""
+    log = Path(cfg.out_dir, 'log.jsonl')
+    while True:
+        try:
+            return run(cfg)
+        except torch.OutOfMemoryError:
+            if cfg.micro_rows == 1 or world_size() > 1 or log.exists() and log.stat().st_size:
+                raise
+        # not above: the error holds the model
+        torch.cuda.empty_cache()
+        cfg = replace(cfg, micro_rows=cfg.micro_rows // 2)
+        print(f'out of memory; again with {cfg.micro_rows} rows per forward pass')
+
+
+def build_and_optimize(cfg, config, tokenizer, data, device, base, more, stage):
+    """Train from the base model. The model is gone at the end: the report reads the saved weights,
+    which people will use."""
+    model = stage.build_model(cfg, config, base, device)
+    optimize(cfg, model, tokenizer, data, device, base, more, stage)
 
 
 def optimize(cfg, model, tokenizer, data, device, base, more, stage):

@@ -84,7 +84,7 @@ def measure(raw, config):
     torch.manual_seed(0)
     batches = train.full_rows(raw['vocab_size'], train.LENGTH)
     model, optimizer, cfg = train.our_training(raw, master_weights=config.master_weights)
-    rows = [pack(batch, cfg.pack_len, cfg.micro_rows) for batch in batches]
+    rows = [pack(batch, cfg.pack_len) for batch in batches]
 
     def steps(n=STEPS):
         for i in range(n):

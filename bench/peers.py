@@ -10,11 +10,12 @@ from bench.common import DEVICE, now, peer_model
 from data.packing import IGNORE, pack
 
 
-def hugging_face_step(raw, attention, liger=False, compiled=False, padded=None, packed=None):
+def hugging_face_step(raw, attention, liger=False, compiled=False, padded=None, packed=None,
+                      rows=1):
     """Return step(batch) of a Hugging Face model; a batch is a list of (tokens, loss mask).
 
     padded: sequences in a forward pass, padded to the longest
-    packed: tokens in a row, packed as ours are, with position_ids; a row in a forward pass
+    packed: tokens in a row, packed as ours are, with position_ids; `rows` in a forward pass
     neither: all rows, which have one length, in one forward pass
     """
     if liger:
@@ -28,7 +29,7 @@ def hugging_face_step(raw, attention, liger=False, compiled=False, padded=None, 
         if padded:
             return padded_inputs(batch, padded)
         if packed:
-            return packed_inputs(batch, packed)
+            return packed_inputs(batch, packed, rows)
         ids = torch.stack([torch.from_numpy(tokens) for tokens, _ in batch])
         return [{'input_ids': ids, 'labels': ids}]
 
@@ -57,15 +58,15 @@ def padded_inputs(batch, size):
                'num_items_in_batch': n_supervised}
 
 
-def packed_inputs(batch, length):
-    """Yield the inputs of forward passes of one packed row each.
+def packed_inputs(batch, length, at_once):
+    """Yield the inputs of forward passes of `at_once` packed rows each.
 
     The model finds the documents by their positions, and masks attention between them.
     """
-    rows = pack(batch, length)
+    rows = pack(batch, length, at_once)
     n_supervised = torch.tensor((rows['targets'] != IGNORE).sum())  # an int is compiled in
-    for i in range(len(rows['tokens'])):
-        ids, positions, targets = (torch.from_numpy(rows[key][i:i + 1])
+    for i in range(0, len(rows['tokens']), at_once):
+        ids, positions, targets = (torch.from_numpy(rows[key][i:i + at_once])
                                    for key in ('tokens', 'positions', 'targets'))
         yield {'input_ids': ids, 'position_ids': positions, 'labels': targets,
                'shift_labels': targets, 'num_items_in_batch': n_supervised}

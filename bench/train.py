@@ -34,14 +34,16 @@ from data.instruct import load_conversations
 from data.packing import pack
 from data.tokenizer import load_tokenizer
 from runtime.build import build_optimizer, prepare
+from runtime.config_json import config_from_hf
 from runtime.errors import ConfigError
+from runtime.memory import pick_micro_rows
 from train import TrainConfig, train_step
 
 
 @dataclass
 class BenchConfig:
-    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = tuple(
-        MODELS)
+    shape: tuple[Literal['gemma2_2b', 'gemma3_270m', 'llama32_1b', 'llama31_8b', 'mistral_7b'],
+                 ...] = tuple(MODELS)
     data: str | None = None         # conversations, as in train.py
     tokenizer: str | None = None    # a folder with the tokenizer for `data`
     only: str | None = None         # methods to measure, separated by '|'; None: those of USUAL
@@ -58,6 +60,7 @@ PEAK = 989e12                           # FLOP/s of an H100 or H200 in bfloat16
 OURS = {            # keys of TrainConfig
     'ours': {},
     'ours, stochastic': {'master_weights': 'stochastic'},
+    'ours, 4 rows at once': {'micro_rows': ROWS},
     'ours, 2 micro-batches': {'micro_rows': ROWS // 2},
     'ours, stochastic, checkpointed, 2 micro-batches':
         {'master_weights': 'stochastic', 'checkpoint_activations': True, 'micro_rows': ROWS // 2},
@@ -82,15 +85,19 @@ PEERS = {           # options of hugging_face_step, or of trl_steps
                      'compiled': True},
 }
 OURS_PACKED = {
-    name.replace('ours', 'ours, packed'): {'pack_len': PACK_LEN, 'max_length': PACK_LEN,
-                                           'micro_rows': 1} | options
-    for name, options in OURS.items() if name in ('ours', 'ours, stochastic')}
+    name.replace('ours', 'ours, packed'): {'pack_len': PACK_LEN, 'max_length': PACK_LEN} | options
+    for name, options in OURS.items() if name in ('ours', 'ours, stochastic')} | {
+    f'ours, packed, {n} at once': {'pack_len': PACK_LEN, 'max_length': PACK_LEN, 'micro_rows': n}
+    for n in (1, 2, 4, 8, 16)}
 PEERS_PACKED = {'HF padded, batch size 8': {'attention': 'sdpa', 'padded': 8}} | {
     f'HF padded, batch size {n}, Liger': {'attention': 'sdpa', 'liger': True, 'padded': n}
     for n in (8, 16, 32)} | {
     f'HF packed, flex{liger}{compiled}':
         {'attention': 'flex_attention', 'packed': PACK_LEN, 'liger': bool(liger),
          'compiled': bool(compiled)} for liger in ('', ', Liger') for compiled in ('', ', compile')
+} | {f'HF packed, flex, Liger, compile, {n} at once':
+     {'attention': 'flex_attention', 'packed': PACK_LEN, 'liger': True, 'compiled': True, 'rows': n}
+     for n in (2, 4, 8)
 } | {'TRL packed': {'trl': True, 'attention': 'flex_attention', 'length': PACK_LEN},
      'TRL packed, flash-attn': {'trl': True, 'attention': 'flash_attention_2', 'length': PACK_LEN},
      'TRL packed, compile': {'trl': True, 'attention': 'flex_attention', 'length': PACK_LEN,
@@ -119,7 +126,7 @@ def bench(config):
     only = chosen(config.only, PEERS | OURS | PEERS_PACKED | OURS_PACKED)
     for name in config.shape:
         kinds = [(f'{LENGTH}-token documents', None, OURS, PEERS | OURS, USUAL[name])]
-        if config.data and name.startswith('llama'):
+        if config.data:
             kinds.append((Path(config.data).name, (config.data, config.tokenizer), OURS_PACKED,
                           PEERS_PACKED | OURS_PACKED, USUAL['packed']))
         for data, real, ours, methods, usual in kinds:
@@ -160,6 +167,8 @@ def measure(raw, ours, real, options):
     torch.manual_seed(0)
     batches = (real_batches(*real) if real else
                full_rows(raw['vocab_size'], options.get('pack_len', LENGTH)))
+    if ours:
+        options = options | {'micro_rows': our_rows(raw, batches, options)}
     marks = []
 
     def mark():
@@ -221,17 +230,28 @@ def real_batches(data, tokenizer):
             for start in range(0, len(order) - BATCH + 1, BATCH)]
 
 
+def our_config(options):
+    return TrainConfig(**({'pack_len': LENGTH, 'max_length': LENGTH, 'smoothing': 0.1,
+                           'dtype': 'bfloat16'} | options))
+
+
+def our_rows(raw, batches, options):
+    """Return the rows per forward pass that train.py would choose for such steps."""
+    cfg = our_config(options)
+    counts = [len(pack(batch, cfg.pack_len)['tokens']) for batch in batches[:16]]
+    return cfg.micro_rows or pick_micro_rows(cfg, config_from_hf(raw), DEVICE, counts)
+
+
 def our_training(raw, **options):
     """Return model, optimizer and TrainConfig of a run with these keys."""
-    cfg = TrainConfig(**({'pack_len': LENGTH, 'max_length': LENGTH, 'micro_rows': ROWS,
-                          'smoothing': 0.1, 'dtype': 'bfloat16'} | options))
+    cfg = our_config(options)
     model = prepare(our_model(raw), cfg, DEVICE)
     return model, build_optimizer(model, cfg), cfg
 
 
 def our_step(raw, **options):
     model, optimizer, cfg = our_training(raw, **options)
-    return lambda batch: train_step(model, optimizer, pack(batch, cfg.pack_len, cfg.micro_rows),
+    return lambda batch: train_step(model, optimizer, pack(batch, cfg.pack_len, cfg.micro_rows or 1),
                                     cfg, DEVICE)
 
 

@@ -10,9 +10,9 @@ from runtime.config import read_assignments
 from runtime.errors import DataError
 from runtime.ownership import read_json
 
-# keys of train_config.py that do not distinguish runs: paths, files and devices
+# keys of train_config.py that do not distinguish runs: paths, files, devices and rounding
 PATHS = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'cache_dir', 'eval', 'eval_before',
-          'shape', 'workers', 'device', 'dry_run', 'pictures'}
+          'shape', 'workers', 'device', 'dry_run', 'pictures', 'micro_rows'}
 
 
 @dataclass

@@ -23,6 +23,11 @@ import torch
 from torch import Tensor
 
 
+# Weights of a tensor that is updated together with others: copying so few takes less time than a
+# launch of their own. Gemma 3 270M has 181 such tensors of 236.
+SMALL = 2 ** 20
+
+
 class AdamW(torch.optim.Optimizer):
     """The update of torch.optim.AdamW, computed in float32 whatever the weights are.
 
@@ -94,18 +99,30 @@ class AdamW(torch.optim.Optimizer):
                 1 / math.sqrt(1 - beta2 ** self.steps), self.eps, 1 - lr * group['weight_decay']])
             if scale.is_cuda:
                 numbers = numbers.pin_memory().to(scale.device, non_blocking=True)
+            parts: dict = {}    # lists of [w, low, g, m, v], flat, that are updated together
             for p in group['params']:
-                state = self.state[p]
-                # a constant width lets the kernel read 16 bytes at a time, whatever the length
-                shape = (-1, 1024 if _local(p).numel() % 1024 == 0 else 1)
-                tensors = [_local(state[name]).view(shape) for name in ('exp_avg', 'exp_avg_sq')]
-                w, low, seed = _local(p).view(shape), None, None
+                state, w, low = self.state[p], _local(p).view(-1), None
                 if 'low_bits' in state:
-                    w, low = w.view(torch.int16), _local(state['low_bits']).view(shape)
-                elif p.dtype == torch.bfloat16:
+                    w, low = w.view(torch.int16), _local(state['low_bits']).view(-1)
+                parts.setdefault(w.dtype if w.numel() < SMALL else p, []).append(
+                    [w, low, next(gradients).reshape(-1),
+                     *(_local(state[name]).view(-1) for name in ('exp_avg', 'exp_avg_sq'))])
+            for part in parts.values():
+                columns = [*zip(*part)]
+                whole = columns if len(part) == 1 else [      # each with one tensor, or None
+                    [None] if x[0] is None else [torch.cat(x)] for x in columns]
+                # a constant width lets the kernel read 16 bytes at a time, whatever the length
+                shape = (-1, 1024 if whole[0][0].numel() % 1024 == 0 else 1)
+                seed = None
+                if whole[0][0].dtype == torch.bfloat16:
                     key = self.seed, self.steps, next(index), self.rank
                     seed = torch.tensor(hash(key) % 2 ** 31, dtype=torch.int32)
-                update(w, low, next(gradients).reshape(shape), *tensors, numbers, scale, seed)
+                update(*(x if x is None else x.view(shape) for (x,) in whole), numbers, scale, seed)
+                if len(part) > 1:
+                    sizes = [w.numel() for w in columns[0]]
+                    for i in (0, 1, 3, 4):      # all but the gradient
+                        if columns[i][0] is not None:
+                            torch._foreach_copy_(columns[i], whole[i][0].split(sizes))
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True):

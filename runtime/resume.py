@@ -101,7 +101,8 @@ def check_run(cfg, free_keys):
     check_free(out_dir, *(path.relative_to(out_dir) for path in out_dir.glob('resume-*/state*')))
     if cfg.resume and settings.exists():
         for key, (value, _) in read_assignments(settings).items():
-            if key not in free_keys and getattr(cfg, key, value) != value:
+            chosen = key == 'micro_rows' and cfg.micro_rows is None     # by the run itself
+            if key not in free_keys and getattr(cfg, key, value) != value and not chosen:
                 raise ConfigError(f'resume: the run in {out_dir} has {key} = {value!r}, not '
                                   f'{getattr(cfg, key)!r}; keep it, or --overwrite the run')
     elif any(Path(out_dir, name).exists() for name in written) and not (
@@ -113,6 +114,12 @@ def check_run(cfg, free_keys):
             what = f'a run that was interrupted after step {steps[-1]}: --resume continues it'
         raise ConfigError(f'{cfg.out_dir} holds {what}; --overwrite replaces it, or choose another '
                           f'--out_dir')
+
+
+def setting(cfg, key):
+    """Return the value of a key in the run to resume; None if there is no such run or key."""
+    path = Path(cfg.out_dir, 'train_config.py')
+    return read_assignments(path).get(key, (None,))[0] if path.exists() else None
 
 
 def checkpoints(out_dir):

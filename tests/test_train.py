@@ -415,7 +415,7 @@ def test_rows_of_one_document_need_no_mask(name, tmp_path):
     real = torch.from_numpy(packed['owner']) >= 0
     masked, plain = (model(tokens, positions, e)[real] for e in (ends, None))
     assert torch.allclose(masked, plain, atol=1e-5)
-    cfg = tiny_config()
+    cfg = tiny_config(micro_rows=1)
     given = [inputs[2] for _, inputs, _ in train.micro_batches(packed, cfg, 'cpu')]
     assert given == [None] * 3
     shared = packing.pack(documents(2, [40, 31, 17]), 48)

@@ -1,0 +1,73 @@
+"""memory.py: the number of rows per forward pass"""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+
+import train
+from bench.common import MODELS
+from common import run_train
+from runtime import memory
+from runtime.config import read_assignments
+from runtime.config_json import config_from_hf
+
+
+def picked(monkeypatch, counts, gib=80.0, shape='llama32_1b', **settings):
+    """Rows per pass on a GPU with so many free GiB, for steps of these numbers of rows."""
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device: (gib * 2 ** 30, 80 * 2 ** 30))
+    cfg = train.TrainConfig(**{'pack_len': 2048, 'max_length': 2048} | settings)
+    return memory.pick_micro_rows(cfg, config_from_hf(MODELS[shape]), 'cuda', counts)
+
+
+def test_a_step_takes_one_pass_where_it_fits(monkeypatch):
+    assert picked(monkeypatch, [4] * 16) == 4
+    assert picked(monkeypatch, [1] * 16) == 1
+    assert picked(monkeypatch, [4] * 15 + [5]) == 4        # mostly one pass, once 3 empty rows
+    assert picked(monkeypatch, [5] * 16) == 5              # passes of 4 would have 3 empty rows
+    assert picked(monkeypatch, [400] * 16) in range(10, 60)     # longer passes are hardly faster
+
+
+def test_less_memory_means_fewer_rows(monkeypatch):
+    rows = [picked(monkeypatch, [8] * 16, gib) for gib in (80, 40, 28, 10, 0)]
+    assert rows == sorted(rows, reverse=True) and rows[0] == 8 and rows[-1] == rows[-2] == 1
+    assert picked(monkeypatch, [8] * 16, shape='llama31_8b', master_weights='stochastic') < 8
+    assert (picked(monkeypatch, [8] * 16, 40, checkpoint_activations=True)
+            > picked(monkeypatch, [8] * 16, 40))
+
+
+def test_the_run_writes_down_what_it_chose_and_resumes_with_it(small_world, tmp_path, capsys):
+    settings = small_world[0] / 'tuned' / 'train_config.py'
+    arguments = [settings, '--eval=None', '--device=cpu', '--pictures=False', '--max_steps=2',
+                 '--micro_rows=None', f'--out_dir={tmp_path / "run"}']
+    code, printed, error = run_train(*arguments)
+    assert code == 0, error
+    chosen = int(re.search(r'rows of \d+ tokens per forward pass: (\d+)', printed)[1])
+    path = tmp_path / 'run' / 'train_config.py'
+    assert read_assignments(path)['micro_rows'][0] == chosen > 1
+    (tmp_path / 'run' / 'config.json').unlink()         # as if it had been killed
+    path.write_text(path.read_text().replace(f'micro_rows = {chosen}', 'micro_rows = 3'))
+    code, printed, error = run_train(*arguments, '--resume')
+    assert code == 0 and 'per forward pass: 3\n' in printed, error
+    code, _, error = run_train(*arguments, '--resume', '--micro_rows=2')
+    assert code and 'micro_rows = 3, not 2' in error
+
+
+def test_too_little_memory_in_the_first_step_halves_the_rows(tmp_path, capsys):
+    tried, cfg = [], train.TrainConfig(out_dir=str(tmp_path), micro_rows=5)
+
+    def run(cfg, limit=2):
+        tried.append(cfg.micro_rows)
+        if cfg.micro_rows > limit:
+            raise torch.OutOfMemoryError('CUDA out of memory')
+    train.fit_into_memory(run, cfg)
+    assert tried == [5, 2] and 'again with 2 rows' in capsys.readouterr().out
+    with pytest.raises(torch.OutOfMemoryError):         # one row does not fit either
+        train.fit_into_memory(lambda cfg: run(cfg, 0), cfg)
+    assert tried[2:] == [5, 2, 1]
+    (tmp_path / 'log.jsonl').write_text(json.dumps({'step': 1}))
+    with pytest.raises(torch.OutOfMemoryError):         # in a later step: nothing is repeated
+        train.fit_into_memory(run, dataclasses.replace(cfg, micro_rows=4))
+    assert tried[5:] == [4]
