@@ -314,7 +314,8 @@ for path in sys.argv[1:]:
 paper.draw_lines = lambda *_: None
 for path in (Path('papers/label_smoothing_printed.csv'), Path(sys.argv[1])):
     paper.printed_numbers = lambda: read(path)
-    (_, _, lines), = paper.tables(types.SimpleNamespace(out_dir='nowhere', changes=[]))
+    (_, _, lines), = paper.tables(types.SimpleNamespace(
+        out_dir='nowhere', changes=[], model='', data='', rates='best'))
     print(json.dumps(lines))
 """, *files).splitlines()
     assert json.loads(first) == [{'accuracy': 0.5, 'ece': 0.04},
@@ -379,7 +380,8 @@ numbers = {'base': 0.02, '0.0': 0.3, '0.1': 0.1, '0.2': 0.05}
 paper.measured = lambda folder, task: {} if 'instruct' in folder or task == 'mmlu_prox' else {
     'languages': {'yo': {key: next(x for s, x in numbers.items() if folder.endswith(
         'base' if s == 'base' else f'smoothing{float(s):g}')) for key in paper.PRINTED}}}
-paper.write_appendix(types.SimpleNamespace(out_dir=sys.argv[1], models='', changes=['--lr=1']), {
+paper.write_appendix(types.SimpleNamespace(out_dir=sys.argv[1], models='', changes=['--lr=1'],
+                                            model='', data=''), {
     'global_mmlu': {('Gemma2-2B', 'Tulu3', '0.1'): {'yo': {'ece': 0.049, 'accuracy': 0.051}}}})
 """, tmp_path)
     title, _, head, _, *lines = (tmp_path / 'appendix.md').read_text().splitlines()
@@ -403,7 +405,8 @@ paper.write_appendix(types.SimpleNamespace(out_dir=sys.argv[1], models='', chang
 def test_titles_state_the_shots_and_every_changed_setting(tmp_path):
     printed = in_papers("""
 import common, label_smoothing as paper
-options = types.SimpleNamespace(out_dir='nowhere', changes=['--eval.shots=0', '--max_steps=2'])
+options = types.SimpleNamespace(out_dir='nowhere', changes=['--eval.shots=0', '--max_steps=2'],
+                                model='', data='', rates='best')
 paper.draw_lines = lambda *_: None
 with common.lock(sys.argv[1]):
     common.write_tables(paper.tables(options), sys.argv[1], 'How it was made.', options.changes)
@@ -420,7 +423,7 @@ def test_printed_numbers_beside_a_few_languages_are_of_these_languages():
     lines = json.loads(in_papers("""
 import json
 import multilingual as paper
-options = types.SimpleNamespace(out_dir='nowhere', models='', figures='',
+options = types.SimpleNamespace(out_dir='nowhere', models='', figures='', model='', data='',
                                 changes=['--eval.languages=de,en,sw'])
 print(json.dumps({name: lines for name, _, lines in paper.tables(options)}))
 """))
@@ -438,7 +441,7 @@ def test_a_single_language_is_in_the_tables_by_class_and_by_language(tmp_path):
     lines = json.loads(in_papers("""
 import json
 import multilingual as paper
-options = types.SimpleNamespace(out_dir=sys.argv[1], models='', figures='',
+options = types.SimpleNamespace(out_dir=sys.argv[1], models='', figures='', model='', data='',
                                 changes=['--eval.languages=yo'])
 paper.draw_figures = lambda _: None
 paper.measured = lambda folder, task: {'pooled': dict.fromkeys(
