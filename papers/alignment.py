@@ -172,7 +172,7 @@ def alignment_runs(options):
         yield from epoch_reports(folder, report, params)
     if options.pairs:
         folder = f'{root}/aligned/dpo'
-        tokens = file_tokens(options.pairs, PREFERENCE_PATTERNS)
+        tokens = file_tokens(options.pairs, f'--pairs={options.pairs}', PREFERENCE_PATTERNS)
         yield Run(replace(DPO, model=tuned, data=options.pairs, eval=report, out_dir=folder),
                   params, train_tokens=EPOCHS * tokens, **sizes, waits_for=unfinished(tuned))
         yield from epoch_reports(folder, report, params)

@@ -82,14 +82,14 @@ class Run:
 
         0 without an EvalConfig; self.eval_tokens if a task is on the hub.
         """
-        names = report.tasks if report else ()
         parts = [name.partition(':') if task_label(name) in BENCHMARKS | TEXT_PATTERNS else
-                 ('', '', name) for name in names]
+                 ('', '', name) for name in (report.tasks if report else ())]
         if not all(path and Path(path).expanduser().exists() for _, _, path in parts):
             return self.eval_tokens
-        return sum(file_tokens(path, TEXT_PATTERNS.get(task) or tuple(
-            pattern.replace('{lang}', '*') for pattern in BENCHMARKS.get(task, GENERIC).test))
-            for task, _, path in parts)
+        return sum(file_tokens(path, f'--eval.tasks={task}{colon}{path}', TEXT_PATTERNS.get(task)
+                               or tuple(pattern.replace('{lang}', '*') for pattern in
+                                        BENCHMARKS.get(task, GENERIC).test))
+                   for task, colon, path in parts)
 
     @property
     def finished(self):
@@ -203,13 +203,11 @@ def own_table(options, key, table):
         *names, path = text.split('=', 1)
         path = os.path.expanduser(path)
         name, = names or [FILE_ENDING.sub('', Path(path).resolve().name)]
-        try:
-            if not re.fullmatch(r'\w[\w.+-]*', name) or name in (*TAKEN, *own):
-                raise ConfigError(f'{name!r} cannot be its name in the results: wanted letters, '
-                                  f'digits and . _ + -, once each, and not {", ".join(TAKEN)}')
-            own[name] = path, size(path)
-        except (CheckpointError, ConfigError, DataError) as error:
-            raise ConfigError(f'--{key}={text}: {error}; wanted {OWN[key]["metavar"]}') from error
+        if not re.fullmatch(r'\w[\w.+-]*', name) or name in (*TAKEN, *own):
+            raise ConfigError(f'--{key}={text}: {name!r} cannot be its name in the results; name '
+                              f'it as {OWN[key]["metavar"]}, with letters, digits and . _ + -, '
+                              f'each name once, and not {", ".join(TAKEN)}')
+        own[name] = path, size(path, f'--{key}={text}')
     return own or table
 
 
@@ -219,21 +217,31 @@ def on_hub(path):
 
 
 @functools.cache
-def count_weights(model):
+def count_weights(model, option):
+    """Return the number of weights in the folder of a model; nan for a hub name."""
     if on_hub(model):
         return math.nan
     if not Path(model).is_dir():
-        raise CheckpointError(f'there is no folder {model}')
-    files = checkpoint.weight_files(checkpoint.fetch(model))
-    return sum(tensor.numel() for _, tensor in checkpoint.read_tensors(files))  # mapped, not read
+        raise ConfigError(f'{option}: there is no folder {model}; wanted the folder of a model, '
+                          f'with config.json, weights and tokenizer, or a hub name')
+    try:
+        files = checkpoint.weight_files(checkpoint.fetch(model))
+        return sum(tensor.numel() for _, tensor in checkpoint.read_tensors(files))  # only mapped
+    except CheckpointError as error:
+        raise ConfigError(f'{option}: {error}') from error
 
 
 @functools.cache
-def file_tokens(source, patterns=PATTERNS):
+def file_tokens(source, option, patterns=PATTERNS):
     """Return an estimate of the tokens in a file or folder from its size; nan for a hub name."""
-    return math.nan if on_hub(source) else sum(
-        path.stat().st_size / (PACKED_BYTES if path.suffix in ('.gz', '.parquet') else BYTES)
-        for path in fetch(source, patterns))
+    if on_hub(source):
+        return math.nan
+    try:
+        files = fetch(source, patterns)
+    except DataError as error:
+        raise ConfigError(f'{option}: {error}') from error
+    return sum(path.stat().st_size / (PACKED_BYTES if path.suffix in ('.gz', '.parquet') else BYTES)
+               for path in files)
 
 
 # ------------------------------------------------------------------------------------------------
