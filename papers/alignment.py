@@ -2,6 +2,7 @@
 
     python papers/alignment.py --plan --trex=FOLDER
     python papers/alignment.py --trex=FOLDER --comparisons=comparison_data_v2.json
+    python papers/alignment.py --model=FOLDER --data=FILE --pairs=FILE --pile=FOLDER
 
 Stated: three tasks (section 4): a random token of each text of the Pile and the first tokens of the
 entities of T-REx, 100,000 samples each, and MMLU with 5 shots; ECE with 10 bins. Pretraining
@@ -39,6 +40,9 @@ instructions, ranked by GPT-4 (configs/reward_llama_7b.py), then PPO goes throug
 three times (configs/alignment_ppo.py); these files say what is stated there and what is chosen.
 --comparisons names the ranked answers, data/comparison_data_v2.json of
 https://github.com/Instruction-Tuning-with-GPT-4/GPT-4-LLM; without it the two runs are left out.
+--pairs adds DPO, which the paper does not have, on a file of preferences, and begins with the same
+model: 3 epochs, all weights, beta 0.1, learning rate 5e-6 with a warm-up over 10 % of the steps and
+cosine decay, batches of 32.
 --rlhf names checkpoints after another PPO, one per epoch, merged weights or PEFT adapters, which
 are evaluated like the other rows. The paper prints its results as figures, not as numbers, so no
 printed number stands beside ours.
@@ -51,11 +55,13 @@ from pathlib import Path
 
 import numpy as np
 
-from common import (AlignConfig, EvalConfig, Run, TrainConfig, claim, draw_curves, draw_lines,
-                    load_config, main, measured, numbers, plots, selected)
+from common import (OWN, AlignConfig, EvalConfig, Run, TrainConfig, changed_report, claim,
+                    draw_curves, draw_lines, file_tokens, load_config, main, measured, numbers,
+                    own_table, plots, selected, task_label)
 import metrics
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns
+from data.preferences import PREFERENCE_PATTERNS
 from results.report import predictions
 from results.samples import latest_samples
 from results.tables import TITLES, Heading
@@ -78,11 +84,12 @@ FIGURES = {'figure3_curves': ('Pythia', PYTHIA), 'figure8': ('LLaMA', LLAMA),
            'figure9': ('LLaMA 2', LLAMA2), 'figure10': ('FLAN-T5', FLAN_T5),
            'figure11': ('OPT', OPT)}
 STEPS = (256, 512, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
-BASE, PARAMS = LLAMA['llama-7b']
-DATA = {'alpaca': 'tatsu-lab/alpaca', 'oasst1': 'OpenAssistant/oasst1'}
+ALIGNED, (BASE, PARAMS) = 'LLaMA 7B', LLAMA['llama-7b']
 EPOCHS, PAIRS, SAMPLES = 3, 11_000, 100_000
+DATA = {'alpaca': ('tatsu-lab/alpaca', PAIRS * 250),        # and tokens per epoch, estimated
+        'oasst1': ('OpenAssistant/oasst1', PAIRS * 250)}
 TASKS = {'clm': 'causal language modeling', 'facts': 'facts generation', 'mmlu': 'MMLU'}
-SIZES = {'train_tokens': EPOCHS * PAIRS * 250, 'eval_tokens': 1.6e6 + SAMPLES * 550}   # estimates
+EVAL_TOKENS = 1.6e6 + SAMPLES * 550
 FULL = TrainConfig(model=BASE, template='alpaca', answers='all', epochs=EPOCHS, batch_size=128,
                    max_length=2048, pack_len=2048, lr=2e-5, warmup=0.03, schedule='cosine',
                    on_bad_row='skip', eval_before=False)
@@ -92,6 +99,8 @@ LORA = replace(FULL, lora=True, lr=3e-4, warmup=TrainConfig.warmup, warmup_steps
 REWARD, PPO = (replace(load_config(AlignConfig, [str(
     Path(__file__).parent.parent / 'configs' / f'{name}.py')]), on_bad_row='skip')
     for name in ('reward_llama_7b', 'alignment_ppo'))
+DPO = AlignConfig(method='dpo', template='alpaca', epochs=EPOCHS, batch_size=32, lr=5e-6,
+                  schedule='cosine', on_bad_row='skip', eval_before=False)
 # Estimates: a prompt with all its answers has 400 tokens, with one answer of PPO 230. Generation,
 # rewards, old and reference log-probabilities and 4 updates cost as much as 7 updates.
 REWARD_TOKENS, PPO_TOKENS = 2 * 52_000 * 400, EPOCHS * 52_002 * 230 * 7
@@ -105,58 +114,91 @@ def evaluation(options, **settings):
                       **settings)
 
 
+def aligned(options):
+    """Return (name, (path, weights)) of the model to align."""
+    own = own_table(options, 'model', {ALIGNED: (BASE, PARAMS)})
+    return next(iter(own.items()))
+
+
+def tasks_of(options):
+    """Return {task: title} of the evaluations."""
+    cfg = changed_report(evaluation(options), options)
+    own = {label: TASKS.get(label, label) for label in map(task_label, cfg.tasks)}
+    return TASKS if own.keys() < TASKS.keys() and not options.model else own
+
+
 def runs(options):
-    root, sizes = options.out_dir, {'eval_tokens': SIZES['eval_tokens']}
-    for name, (hub, params) in (PYTHIA | LLAMA | LLAMA2 | OPT | FLAN_T5).items():
+    root, sizes = options.out_dir, {'eval_tokens': EVAL_TOKENS}
+    for name, (hub, params) in own_table(options, 'model',
+                                         PYTHIA | LLAMA | LLAMA2 | OPT | FLAN_T5).items():
         # beside the weights of the largest an H200 has no room for long rows
         cfg = evaluation(options, model=hub, pack_len=4096 if params > 60e9 else None,
                          header='none', out_dir=f'{root}/{name}')
-        if name in FLAN_T5:
+        if name in FLAN_T5 and not options.model:
             yield Run(replace(cfg, tasks=('mmlu',)), params, eval_tokens=1.6e6)
         else:
             yield Run(cfg, params, **sizes)
     hub, params = PYTHIA['pythia-1.4b']
-    for step in STEPS:
+    for step in STEPS if not options.model else ():
         yield Run(evaluation(options, model=hub, revision=f'step{step}', header='none',
                              out_dir=f'{root}/pythia-1.4b-step{step}'), params, **sizes)
-    report = evaluation(options, instruct=True)
-    yield Run(replace(report, model=BASE, out_dir=f'{root}/aligned/base'), PARAMS, **sizes)
+    yield from alignment_runs(options)
+
+
+def alignment_runs(options):
+    """Yield the Runs of section 6, all of one model."""
+    root, (_, (base, params)) = options.out_dir, aligned(options)
+    report, sizes = evaluation(options, instruct=True), {'eval_tokens': EVAL_TOKENS}
+    data = own_table(options, 'data', DATA)
+    yield Run(replace(report, model=base, out_dir=f'{root}/aligned/base'), params, **sizes)
     for method, cfg in (('full', FULL), ('lora', LORA)):
-        for data, source in DATA.items():
-            folder = f'{root}/aligned/{data}-{method}'
-            limit = None if data == 'oasst1' else PAIRS
+        for name, (source, tokens) in data.items():
+            folder = f'{root}/aligned/{name}-{method}'
+            limit = PAIRS if name == 'alpaca' and not options.data else None
             if limit and not options.plan and selected(folder, options):
                 limit = oasst1_pairs()
-            yield Run(replace(cfg, data=source, data_limit=limit, eval=report, out_dir=folder),
-                      PARAMS, **SIZES)
-            yield from epoch_reports(folder, report)
+            yield Run(replace(cfg, model=base, data=source, data_limit=limit, eval=report,
+                              out_dir=folder), params, train_tokens=EPOCHS * tokens, **sizes)
+            yield from epoch_reports(folder, report, params)
+    source, _ = next(iter(data.values()))
+    tuned, reward, folder = (f'{root}/aligned/{x}' for x in (
+        f'{next(iter(data))}-full', 'reward', 'ppo'))
     if options.comparisons:
-        tuned, reward, folder = (f'{root}/aligned/{x}' for x in ('alpaca-full', 'reward', 'ppo'))
-        yield Run(replace(REWARD, data=options.comparisons, out_dir=reward), PARAMS,
+        yield Run(replace(REWARD, model=base, data=options.comparisons, out_dir=reward), params,
                   train_tokens=REWARD_TOKENS)
-        left = [x for x in (tuned, reward) if not Path(x, 'config.json').exists()]
-        yield Run(replace(PPO, model=tuned, reward=reward, data=DATA['alpaca'], eval=report,
-                          eval_before=False, out_dir=folder), PARAMS, train_tokens=PPO_TOKENS,
-                  **sizes, waits_for=' and '.join(Path(x).name for x in left))
-        yield from epoch_reports(folder, report)
+        yield Run(replace(PPO, model=tuned, reward=reward, data=source, eval=report,
+                          eval_before=False, out_dir=folder), params, train_tokens=PPO_TOKENS,
+                  **sizes, waits_for=unfinished(tuned, reward))
+        yield from epoch_reports(folder, report, params)
+    if options.pairs:
+        folder = f'{root}/aligned/dpo'
+        tokens = file_tokens(options.pairs, f'--pairs={options.pairs}', PREFERENCE_PATTERNS)
+        yield Run(replace(DPO, model=tuned, data=options.pairs, eval=report, out_dir=folder),
+                  params, train_tokens=EPOCHS * tokens, **sizes, waits_for=unfinished(tuned))
+        yield from epoch_reports(folder, report, params)
     for epoch, model in enumerate(filter(None, options.rlhf.split(',')), 1):
         yield Run(replace(report, model=model, out_dir=f'{root}/aligned/rlhf/report-{epoch}'),
-                  PARAMS, **sizes)
+                  params, **sizes)
 
 
-def epoch_reports(folder, cfg):
+def unfinished(*folders):
+    """Return the names of the runs that have no weights yet."""
+    return ' and '.join(Path(x).name for x in folders if not Path(x, 'config.json').exists())
+
+
+def epoch_reports(folder, cfg, params):
     """Yield the evaluations of the weights that the run in `folder` keeps of its first epochs."""
     for epoch in range(1, EPOCHS):
         model = f'{folder}/epoch-{epoch}'
-        yield Run(replace(cfg, model=model, out_dir=f'{folder}/report-{epoch}'), PARAMS,
-                  eval_tokens=SIZES['eval_tokens'],
+        yield Run(replace(cfg, model=model, out_dir=f'{folder}/report-{epoch}'), params,
+                  eval_tokens=EVAL_TOKENS,
                   waits_for='' if Path(model, 'config.json').exists() else
                   f'the end of epoch {epoch}')
 
 
 def oasst1_pairs():
     """Return the number of pairs in OASST1, to which Alpaca is cut."""
-    rows = (row for file in fetch(DATA['oasst1'], PATTERNS) for row in read_rows(file))
+    rows = (row for file in fetch(DATA['oasst1'][0], PATTERNS) for row in read_rows(file))
     return sum(1 for _ in first_turns(rows, 'all'))
 
 
@@ -203,34 +245,37 @@ def draw_confidences(path, families):
 
 
 def tables(options):
-    root, keys = options.out_dir, ('accuracy', 'ece')
+    root, keys, tasks = options.out_dir, ('accuracy', 'ece'), tasks_of(options)
     head = ('model', *(Heading(key, f'{title} {TITLES[key]}')
-                       for title in TASKS.values() for key in keys),
-            Heading('ece', 'MMLU ECE, unnormalized'))
+                       for title in tasks.values() for key in keys),
+            *[Heading('ece', 'MMLU ECE, unnormalized')] * ('mmlu' in tasks))
 
     def line(name, folder):
-        return (name, *(cell for task in TASKS for cell in numbers(
-            measured(folder, task).get('pooled', {}), keys)), unnormalized_ece(folder))
+        return (name, *(cell for task in tasks for cell in numbers(
+            measured(folder, task).get('pooled', {}), keys)),
+            *[unnormalized_ece(folder)] * ('mmlu' in tasks))
 
     def draw(name, points, x_label, metric='ece', **options):
         """Draw the figure `name`; points: {line: [(x, folder of a run)]}."""
         draw_lines(f'{root}/{name}.png', {title: {label: [
             (x, measured(folder, task).get('pooled', {})) for x, folder in folders]
-            for label, folders in points.items()} for task, title in TASKS.items()},
+            for label, folders in points.items()} for task, title in tasks.items()},
             x_label, metric.upper() if metric == 'ece' else metric, metric, **options)
 
     def draw_all_curves(name, folders):
         """Draw the reliability curves of runs {label: folder}, a panel per task."""
         draw_curves(f'{root}/{name}.png', {title: {
             label: measured(folder, task) for label, folder in folders.items()}
-            for task, title in TASKS.items()})
+            for task, title in tasks.items()})
 
-    families = dict(FIGURES.values())
-    yield 'scales', 'Parameter scales (figures 3 and 8 to 11)', [head, *(
+    own = own_table(options, 'model', {})
+    figures = {'figure3_curves': (', '.join(own), own)} if own else FIGURES
+    families = dict(figures.values())
+    yield 'scales', f'Parameter scales{" (figures 3 and 8 to 11)" * (not own)}', [head, *(
         line(name, f'{root}/{name}') for family in families.values() for name in family)]
     draw('figure3', {title: [(params, f'{root}/{name}') for name, (_, params) in family.items()]
                      for title, family in families.items()}, 'weights', log=True)
-    for name, (_, family) in FIGURES.items():
+    for name, (_, family) in figures.items():
         draw_all_curves(name, {model: f'{root}/{model}' for model in family})
     scored = {title: {name: f'{root}/{name}' for name in family
                       if mmlu_samples(f'{root}/{name}')[0]} for title, family in families.items()}
@@ -238,22 +283,27 @@ def tables(options):
         claim(root, 'figure7.png')
         draw_confidences(f'{root}/figure7.png', scored)
 
-    steps = {f'step {step}': f'{root}/pythia-1.4b-step{step}' for step in STEPS}
-    yield 'steps', 'Training dynamics of Pythia 1.4B (figure 4)', [head, *(
-        line(label, folder) for label, folder in steps.items())]
-    draw('figure4', {'Pythia 1.4B': [*zip(STEPS, steps.values(), strict=True)]}, 'step', log=True)
-    draw_all_curves('figure4_curves', steps)
+    if not own:
+        steps = {f'step {step}': f'{root}/pythia-1.4b-step{step}' for step in STEPS}
+        yield 'steps', 'Training dynamics of Pythia 1.4B (figure 4)', [head, *(
+            line(label, folder) for label, folder in steps.items())]
+        draw('figure4', {'Pythia 1.4B': [*zip(STEPS, steps.values(), strict=True)]}, 'step',
+             log=True)
+        draw_all_curves('figure4_curves', steps)
 
+    data = own_table(options, 'data', DATA)
     settings = {name: {epoch: epoch_folder(f'{root}/aligned/{name}', epoch)
                        for epoch in range(1, EPOCHS + 1)}
-                for name in ('alpaca-full', 'oasst1-full', 'alpaca-lora', 'oasst1-lora', 'ppo',
-                             *['rlhf'] * bool(options.rlhf))}
-    yield 'alignment', 'Alignment of LLaMA 7B, with instructions (figures 5 and 12)', [
+                for name in (*(f'{x}-{method}' for method in ('full', 'lora') for x in data),
+                             *['ppo'] * bool(options.comparisons or not own),
+                             *['dpo'] * bool(options.pairs), *['rlhf'] * bool(options.rlhf))}
+    title = f'Alignment of {aligned(options)[0]}, with instructions'
+    yield 'alignment', f'{title}{" (figures 5 and 12)" * (not own)}', [
         head, line('base', f'{root}/aligned/base'), *(
             line(f'{name}, epoch {epoch}', folder)
             for name, folders in settings.items() for epoch, folder in folders.items())]
-    # PPO begins with the last weights of the model that it is compared with
-    before = dict.fromkeys(('ppo', 'rlhf'), f'{root}/aligned/alpaca-full')
+    # these begin with the last weights of the model that they are compared with
+    before = dict.fromkeys(('ppo', 'dpo', 'rlhf'), f'{root}/aligned/{next(iter(data))}-full')
     points = {name: [(0, before.get(name, f'{root}/aligned/base')), *folders.items()]
               for name, folders in settings.items()}
     for name, metric in (('figure5', 'ece'), ('figure12', 'accuracy')):
@@ -261,7 +311,8 @@ def tables(options):
 
 
 if __name__ == '__main__':
-    main(runs, tables, trex={'help': "folder with T-REx's JSON files, for facts generation"},
+    main(runs, tables, **OWN, trex={'help': "folder with T-REx's JSON files, for facts generation"},
          pile={'help': 'hub dataset, folder or file of texts instead of the copy of the Pile'},
          comparisons={'help': 'comparison_data_v2.json of GPT-4-LLM, for the reward model and PPO'},
+         pairs={'help': 'file of preferences for DPO of the model tuned with all weights'},
          rlhf={'help': 'folders of checkpoints of another PPO, one per epoch, separated by commas'})

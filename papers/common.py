@@ -8,14 +8,17 @@ from the root of the repository. A script yields its runs in the order in which 
 other. What is finished is skipped and what was interrupted is resumed, so a script that was stopped
 is simply started again. A run that cannot be done, because its model is gated or too large for the
 GPU, is reported, and the next one begins. The tables are made from what is finished. --key=value
-changes that key of train.py in all runs, --eval.key=value that key of evaluate.py.
+changes that key of train.py in all runs, --eval.key=value that key of evaluate.py. --model=FOLDER
+and --data=FILE replace the tables of models and datasets of a script that has both.
 """
 
 import argparse
 import difflib
+import functools
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,13 +29,17 @@ import torch
 
 import evaluate
 from align import UNUSED, AlignConfig, align
+from data.benchmarks import BENCHMARKS, GENERIC
+from data.files import fetch
+from data.instruct import PATTERNS
+from data.probes import PATTERNS as TEXT_PATTERNS
 from data.tasks import task_label, task_source
 from evaluate import EvalConfig
 from results import plots
 from results.tables import Heading, aligned, csv_text, latex, mark_best, markdown
-from runtime import cli
+from runtime import checkpoint, cli
 from runtime.config import load_config
-from runtime.errors import CheckpointError, ConfigError, TrainingError
+from runtime.errors import CheckpointError, ConfigError, DataError, TrainingError
 from runtime.ownership import claim, lock, read_json, write_text
 from runtime.resume import check_run
 from train import FREE_KEYS, TrainConfig, train
@@ -64,11 +71,25 @@ class Run:
             unused = UNUSED if isinstance(self.cfg, AlignConfig) else ()
             allowed = [c for c in changes if c[2:].partition('=')[0] not in unused
                        and (self.cfg.eval or not c.startswith('--eval.'))]
-            return replace(self, cfg=replace(load_config(TrainConfig, allowed, config=self.cfg),
-                                             resume=True))
+            cfg = replace(load_config(TrainConfig, allowed, config=self.cfg), resume=True)
+            return replace(self, cfg=cfg, eval_tokens=self.tokens_of(cfg.eval))
         cfg = load_config(TrainConfig, changes, config=TrainConfig(eval=self.cfg))
-        return replace(self, cfg=replace(cfg.eval, device=cfg.device, dtype=cfg.dtype,
-                                         seed=cfg.seed))
+        report = replace(cfg.eval, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+        return replace(self, cfg=report, eval_tokens=self.tokens_of(report))
+
+    def tokens_of(self, report):
+        """Return the tokens that an EvalConfig scores, from the files if all its tasks are local.
+
+        0 without an EvalConfig; self.eval_tokens if a task is on the hub.
+        """
+        parts = [name.partition(':') if task_label(name) in BENCHMARKS | TEXT_PATTERNS else
+                 ('', '', name) for name in (report.tasks if report else ())]
+        if not all(path and Path(path).expanduser().exists() for _, _, path in parts):
+            return self.eval_tokens
+        return sum(file_tokens(path, f'--eval.tasks={task}{colon}{path}', TEXT_PATTERNS.get(task)
+                               or tuple(pattern.replace('{lang}', '*') for pattern in
+                                        BENCHMARKS.get(task, GENERIC).test))
+                   for task, colon, path in parts)
 
     @property
     def finished(self):
@@ -115,26 +136,31 @@ def sweep(folder, rates, smoothings, cfg, **sizes):
     grid = [replace(cfg, lr=lr, out_dir=f'{folder}/lr{lr:g}') for lr in rates]
     for one in grid:
         yield Run(replace(one, eval=None), **sizes | {'eval_tokens': 0})
-    losses = [validation_nll(one.out_dir) for one in grid]
-    waits_for = f'the {len(rates)} learning rates' if None in losses else ''
-    best = grid[0] if waits_for else grid[losses.index(min(losses))]
+    losses, best, waits_for = [held_out(one.out_dir) for one in grid], grid[0], ''
+    if None in losses:
+        waits_for = f'the {len(rates)} learning rates' if len(rates) > 1 else 'its training'
+    elif len(rates) > 1:
+        if {} in losses:
+            raise ConfigError(f'{grid[losses.index({})].out_dir} has no validation loss, by which '
+                              f'the learning rate is chosen; val_size must be above 0')
+        best = grid[losses.index(min(losses, key=lambda loss: loss['nll']))]
     yield Run(replace(cfg.eval, model=best.out_dir, out_dir=f'{folder}/smoothing0'),
               **sizes | {'train_tokens': 0}, waits_for=waits_for)
+    waits_for *= len(rates) > 1
     for smoothing in smoothings:
         yield Run(replace(cfg, lr=best.lr, smoothing=smoothing,
                           out_dir=f'{folder}/smoothing{smoothing:g}'), **sizes, waits_for=waits_for)
 
 
-def validation_nll(folder):
-    """Return the last validation NLL (nats per token) of a finished run, or None."""
+def held_out(folder):
+    """Return {'nll' (nats per token), 'ece'} of the next tokens of the held-out sequences after the
+    last step of a run; {} if it has held out none, None if it is not finished."""
     if not Path(folder, 'config.json').exists():
         return None
     lines = map(json.loads, Path(folder, 'log.jsonl').read_text(encoding='utf-8').splitlines())
-    losses = [line['val_nll'] for line in lines if 'val_nll' in line]
-    if not losses:
-        raise ConfigError(f'{folder} has no validation loss, by which the learning rate is chosen; '
-                          f'val_size must be above 0')
-    return losses[-1]
+    values = [{'nll': line['val_nll'], 'ece': line['val_ece']} for line in lines
+              if 'val_nll' in line]
+    return values[-1] if values else {}
 
 
 def read_report(folder):
@@ -152,6 +178,73 @@ def measured(folder, task):
 
 
 # ------------------------------------------------------------------------------------------------
+# Models and files of your own
+# ------------------------------------------------------------------------------------------------
+
+# options of a script with tables of models and datasets
+OWN = {'model': {'action': 'append', 'default': [], 'metavar': '[NAME=]FOLDER', 'help':
+                 "your model in Hugging Face layout instead of the paper's; commas separate "
+                 'several'},
+       'data': {'action': 'append', 'default': [], 'metavar': '[NAME=]FILE', 'help':
+                "your conversations instead of the paper's data; commas separate several"}}
+TAKEN = 'base', 'instruct', 'aligned'       # folders of other runs beside those with the names
+FILE_ENDING = re.compile(r'(\.(jsonl?|csv|tsv|parquet|txt|gz))+$')
+BYTES, PACKED_BYTES = 5, 1.6    # per token: of rows with the names of their fields, and compressed
+
+
+def own_table(options, key, table):
+    """Return {name: (path, size)} of the option --model or --data; `table` without the option.
+
+    The size of a model is the number of its weights, from the headers of its files; that of data is
+    an estimate of its tokens. It is nan for a hub name. Raises ConfigError.
+    """
+    own, size = {}, {'model': count_weights, 'data': file_tokens}[key]
+    for text in filter(None, getattr(options, key).split(',')):
+        *names, path = text.split('=', 1)
+        path = os.path.expanduser(path)
+        name, = names or [FILE_ENDING.sub('', Path(path).resolve().name)]
+        if not re.fullmatch(r'\w[\w.+-]*', name) or name in (*TAKEN, *own):
+            raise ConfigError(f'--{key}={text}: {name!r} cannot be its name in the results; name '
+                              f'it as {OWN[key]["metavar"]}, with letters, digits and . _ + -, '
+                              f'each name once, and not {", ".join(TAKEN)}')
+        own[name] = path, size(path, f'--{key}={text}')
+    return own or table
+
+
+def on_hub(path):
+    """Return whether `path` is a hub name, owner/name, and no file or folder, even misspelled."""
+    return re.fullmatch(r'[\w.-]+/[\w.-]+', path) and not Path(path).parent.exists()
+
+
+@functools.cache
+def count_weights(model, option):
+    """Return the number of weights in the folder of a model; nan for a hub name."""
+    if on_hub(model):
+        return math.nan
+    if not Path(model).is_dir():
+        raise ConfigError(f'{option}: there is no folder {model}; wanted the folder of a model, '
+                          f'with config.json, weights and tokenizer, or a hub name')
+    try:
+        files = checkpoint.weight_files(checkpoint.fetch(model))
+        return sum(tensor.numel() for _, tensor in checkpoint.read_tensors(files))  # only mapped
+    except CheckpointError as error:
+        raise ConfigError(f'{option}: {error}') from error
+
+
+@functools.cache
+def file_tokens(source, option, patterns=PATTERNS):
+    """Return an estimate of the tokens in a file or folder from its size; nan for a hub name."""
+    if on_hub(source):
+        return math.nan
+    try:
+        files = fetch(source, patterns)
+    except DataError as error:
+        raise ConfigError(f'{option}: {error}') from error
+    return sum(path.stat().st_size / (PACKED_BYTES if path.suffix in ('.gz', '.parquet') else BYTES)
+               for path in files)
+
+
+# ------------------------------------------------------------------------------------------------
 # The command line
 # ------------------------------------------------------------------------------------------------
 
@@ -159,8 +252,8 @@ def main(runs, tables, **more):
     """Do the runs of a script and write its tables, as the options of the command line say.
 
     runs(options) yields the Runs; tables(options) yields (name, title, lines of cells). Each of
-    `more` is an option of the script, as keyword arguments of argparse; one with choices is a
-    setting of the runs. options.changes lists the changed settings that results depend on.
+    `more` is an option of the script, as keyword arguments of argparse; one with choices or of OWN
+    is a setting of the runs. options.changes lists the changed settings that results depend on.
     """
     doc, name = sys.modules['__main__'].__doc__, Path(sys.argv[0]).stem
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
@@ -172,6 +265,8 @@ def main(runs, tables, **more):
         parser.add_argument(f'--{key}', **{'default': ''} | arguments)
     options, changes = parser.parse_known_args()
     options.out_dir = os.path.expanduser(options.out_dir)
+    for key in OWN.keys() & more.keys():        # an option may be given several times
+        setattr(options, key, ','.join(getattr(options, key)))
     with cli.one_line_errors(resume='the same command continues'):
         if stray := [text for text in changes if not text.startswith('--')]:
             raise ConfigError(f'unexpected argument {stray[0]!r}; settings are --key=value')
@@ -181,7 +276,8 @@ def main(runs, tables, **more):
                 raise ConfigError(f'there is no option --{key}; did you mean --{near[0]}?')
         load_config(TrainConfig, changes)       # fail on a misspelled key before anything is done
         chosen = [f'--{key}={getattr(options, key)}' for key, arguments in more.items()
-                  if 'choices' in arguments and getattr(options, key) != arguments['default']]
+                  if ('choices' in arguments or key in OWN)
+                  and getattr(options, key) not in ('', arguments['default'])]
         options.changes = [*chosen, *(change for change in changes
                                       if change[2:].split('=')[0] not in FREE_KEYS)]
         changed = (run.changed(changes) for run in runs(options))
@@ -279,30 +375,32 @@ def print_plan(runs, options):
         state = ('finished' if run.finished else f'waits for {run.waits_for}' if run.waits_for else
                  'started' if begun else '')
         lines.append((name_of(run.cfg.out_dir, options), state,
-                      f'{run.hours:.1f}', f'{run.gigabytes:.0f}'))
+                      f'{run.hours:.2f}', f'{run.gigabytes:.1f}'))
     left = sum(run.hours for run in runs if not run.finished)
     downloads = {(run.cfg.model, run.cfg.revision): run.params for run in runs
                  if not run.cfg.model.startswith(f'{options.out_dir}/')
                  and not Path(run.cfg.model).is_dir()}
+    names = dict.fromkeys(model for model, _ in downloads)
     largest = max(run.params * run.trains for run in runs)
     lines.append(('all', f'{sum(run.finished for run in runs)} of {len(runs)} finished',
-                  f'{sum(run.hours for run in runs):.0f}',
-                  f'{sum(run.gigabytes for run in runs):.0f}'))
+                  f'{sum(run.hours for run in runs):.1f}',
+                  f'{sum(run.gigabytes for run in runs):.1f}'))
     print(aligned(lines))
-    print(f'\n{left:,.0f} GPU hours are left. They are estimated for one H200, from the numbers of '
-          f'tokens in the script and the speeds in bench/results: {TRAIN_RATE / 1e12:.0f} '
+    print(f'\n{left:,.1f} GPU hours are left. They are estimated for one H200, from the numbers of '
+          f'tokens in the script, or the sizes of your files (nan: of what is on the hub), and the '
+          f'speeds in bench/results: {TRAIN_RATE / 1e12:.0f} '
           f'TFLOP/s in training, {EVAL_RATE / 1e12:.0f} in evaluation. --key=value does not change '
           f'them. GB is the size of the weights that a run keeps. While a run trains, its '
-          f'checkpoints need up to {24e-9 * largest:.0f} GB more. The models to download have '
-          f'about {2e-9 * sum(downloads.values()):.0f} GB: '
-          f'{", ".join(dict.fromkeys(model for model, _ in downloads))}.')
+          f'checkpoints need up to {24e-9 * largest:.0f} GB more.' + (
+              f' The models to download have about {2e-9 * sum(downloads.values()):.0f} GB: '
+              f'{", ".join(names)}.') * bool(names))
 
 
 # ------------------------------------------------------------------------------------------------
 # Tables and figures
 # ------------------------------------------------------------------------------------------------
 
-COLUMNS = {key: Heading(key) for key in ('accuracy', 'entropy_bits', 'ece')} | {
+COLUMNS = {key: Heading(key) for key in ('accuracy', 'entropy_bits', 'ece', 'nll')} | {
     'rms_mmlu_repo': Heading('rms_mmlu_repo', 'RMS as printed'),
     'rmsce': Heading('rmsce', 'RMS as defined')}
 

@@ -3,6 +3,7 @@
     python papers/label_smoothing.py --plan
     python papers/label_smoothing.py
     python papers/label_smoothing.py --tuning=full --out_dir=out/papers/label_smoothing_full
+    python papers/label_smoothing.py --model=FOLDER --data=FILE --rates=all --out_dir=out/mine
 
 Stated: Llama, Gemma and Mistral, tuned on Tulu 3 and other datasets without and with smoothing
 (table 1); learning rates 5e-6, 2e-5, 5e-5 and 2e-4, AdamW, batches of 128, dropout 0.1, smoothing
@@ -37,9 +38,12 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 
-from common import (COLUMNS, EvalConfig, Run, TrainConfig, changed_report, draw_lines, main,
-                    measured, numbers, paper_column, sweep)
+from common import (COLUMNS, OWN, EvalConfig, Run, TrainConfig, changed_report, draw_lines,
+                    held_out, main, measured, numbers, own_table, paper_column, read_report, sweep,
+                    task_label)
 from results.tables import Heading
+from runtime.checkpoint import fetch
+from runtime.config_json import read_config
 from runtime.errors import DataError
 
 # name: hub name, weights
@@ -53,6 +57,7 @@ DATA = {'Alpaca': ('tatsu-lab/alpaca', 6e6),
 RATES = (5e-6, 2e-5, 5e-5, 2e-4)
 SMOOTHINGS = (0.1, 0.2, 0.3, 0.4, 0.5)
 TASKS = {'mmlu': 'MMLU', 'hellaswag': 'HellaSwag', 'arc_easy': 'ARC-Easy'}
+MORE_TITLES = {'arc_challenge': 'ARC-Challenge'}    # of --eval.tasks
 EPOCHS, CAP = 2, 30.0
 EVAL_TOKENS = 1.6e6 + 1.1e6 + 0.2e6     # of the three tasks, counted with Llama 3's tokenizer
 REPORT = EvalConfig(tasks=tuple(TASKS), shots=5, scoring='letters', fit_temperature=True,
@@ -71,36 +76,63 @@ TUNINGS = {'lora': {'lora': True, 'lora_rank': 64, 'lora_alpha': 16.0, 'lora_dro
            'full': {}}
 TUNING_OPTION = {'choices': [*TUNINGS], 'default': 'lora',
                  'help': 'train adapters, or all weights; default: %(default)s'}
+RATES_OPTION = {'choices': ['best', 'all'], 'default': 'best', 'help':
+                'smooth at the best learning rate, or at each of them; default: %(default)s'}
+
+
+def datasets(options):
+    """Return {folder of the runs and row of the table: (source, tokens, learning rates)}."""
+    data = own_table(options, 'data', DATA)
+    if options.rates == 'best':
+        return {name: (*entry, RATES) for name, entry in data.items()}
+    return {f'{name}-lr{lr:g}': (*entry, (lr,)) for name, entry in data.items() for lr in RATES}
+
+
+def has_cap(hub):
+    """Return whether the logits of a model have a cap already."""
+    return 'gemma-2-' in hub or (
+        Path(hub).is_dir() and read_config(fetch(hub)).final_logit_softcapping is not None)
 
 
 def runs(options):
-    for model, (hub, params) in MODELS.items():
+    for model, (hub, params) in own_table(options, 'model', MODELS).items():
         yield Run(replace(REPORT, model=hub, out_dir=f'{options.out_dir}/{model}/base'), params,
                   eval_tokens=EVAL_TOKENS)
-        for data, (source, tokens) in DATA.items():
+        for data, (source, tokens, rates) in datasets(options).items():
             folder = f'{options.out_dir}/{model}/{data}'
             cfg = replace(TUNING, model=hub, data=source, **TUNINGS[options.tuning])
             sizes = {'params': params, 'train_tokens': EPOCHS * tokens, 'eval_tokens': EVAL_TOKENS}
-            for run in sweep(folder, RATES, SMOOTHINGS, cfg, **sizes):
+            for run in sweep(folder, rates, SMOOTHINGS, cfg, **sizes):
                 yield run
-            if not model.startswith('Gemma2'):      # which has a cap; run.cfg.lr is the chosen rate
+            if not has_cap(hub):        # run.cfg.lr is the chosen rate
                 yield replace(run, cfg=replace(run.cfg, smoothing=0.0, logit_softcap=CAP,
                                                out_dir=f'{folder}/cap{CAP:g}'))
 
 
-def methods(folder):
-    """Yield (row of the table, {task: report}) of the runs of one model on one dataset."""
-    def reports(name):
-        return {task: measured(f'{folder}/{name}', task) for task in TASKS}
+def tasks_of(options):
+    """Return {task: title} of the evaluations."""
+    return {label: (TASKS | MORE_TITLES).get(label, label)
+            for label in map(task_label, changed_report(REPORT, options).tasks)}
 
-    plain = reports('smoothing0')
-    yield 'smoothing 0', {task: result.get('pooled', {}) for task, result in plain.items()}
+
+def methods(folder, tasks=TASKS):
+    """Yield (row of the table, {task: report}) of the runs of one model on one dataset.
+
+    The report of 'held_out' is that of the next tokens of the held-out conversations.
+    """
+    def reports(name):
+        return {task: measured(f'{folder}/{name}', task) for task in tasks}
+
+    plain, chosen = reports('smoothing0'), Path(read_report(f'{folder}/smoothing0')[0]).name
+    yield 'smoothing 0', {task: result.get('pooled', {}) for task, result in plain.items()} | {
+        'held_out': chosen and held_out(f'{folder}/{chosen}') or {}}
     for key in ('temperature', 'platt'):
         yield f'{key} scaling', {task: result.get('post_hoc', {}).get('reports', {}).get(key, {})
                                  for task, result in plain.items()}
     for title, name in ((f'cap {CAP:g}', f'cap{CAP:g}'),
                         *((f'smoothing {s:g}', f'smoothing{s:g}') for s in SMOOTHINGS)):
-        yield title, {task: result.get('pooled', {}) for task, result in reports(name).items()}
+        yield title, {task: result.get('pooled', {}) for task, result in reports(name).items()} | {
+            'held_out': held_out(f'{folder}/{name}') or {}}
 
 
 def printed_numbers(path=PRINTED_FILE):
@@ -140,41 +172,45 @@ def _share(text, place):
 
 
 def tables(options):
-    printed = printed_numbers()
+    tasks, printed = tasks_of(options), printed_numbers()
+    models, data_names = own_table(options, 'model', MODELS), datasets(options)
+    if options.model or options.data:
+        printed = {}        # they are of other models
     shown = {(task, key) for (task, *_), row in printed.items() for key in row}
-    columns = [(task, key) for task in TASKS for key in PRINTED]
+    columns = [*((task, key) for task in tasks for key in PRINTED),
+               ('held_out', 'nll'), ('held_out', 'ece')]
 
     def line(model, data, method, reports):
         cells = [', '.join(filter(None, (model, data))), method]
         for task, key in columns:
-            cells += numbers(reports[task], [key])
+            cells += numbers(reports.get(task, {}), [key])
             if (task, key) in shown:
                 cells += numbers(printed.get((task, model, data, method), {}), [key])
         return cells
 
     head = ['model, data', 'method']
     for task, key in columns:
-        title = f'{TASKS[task]} {COLUMNS[key]}'
+        title = f'{(tasks | {"held_out": "held-out"})[task]} {COLUMNS[key]}'
         head += [Heading(key, title), *[paper_column(title, options)] * ((task, key) in shown)]
     lines = [head]
-    for model in MODELS:
+    for model in models:
         base = f'{options.out_dir}/{model}/base'
         lines.append(line(model, '', 'base', {task: measured(base, task).get('pooled', {})
-                                              for task in TASKS}))
-        for data in DATA:
+                                              for task in tasks}))
+        for data in data_names:
             lines += [line(model, data, method, reports)
-                      for method, reports in methods(f'{options.out_dir}/{model}/{data}')
+                      for method, reports in methods(f'{options.out_dir}/{model}/{data}', tasks)
                       if any(reports.values())
-                      or any((task, model, data, method) in printed for task in TASKS)]
+                      or any((task, model, data, method) in printed for task in tasks)]
     yield 'smoothing', (f'Accuracy and calibration by smoothing, at '
                          f'{changed_report(REPORT, options).shots} shots'), lines
-    for task, title in TASKS.items():
+    for task, title in tasks.items():
         draw_lines(f'{options.out_dir}/{task}.png', {
             f'{model}, {title}': {data: [(s, measured(
                 f'{options.out_dir}/{model}/{data}/smoothing{s:g}', task).get('pooled', {}))
-                for s in (0, *SMOOTHINGS)] for data in DATA}
-            for model in MODELS}, 'smoothing', 'ECE')
+                for s in (0, *SMOOTHINGS)] for data in data_names}
+            for model in models}, 'smoothing', 'ECE')
 
 
 if __name__ == '__main__':
-    main(runs, tables, tuning=TUNING_OPTION)
+    main(runs, tables, **OWN, rates=RATES_OPTION, tuning=TUNING_OPTION)

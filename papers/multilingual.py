@@ -5,6 +5,7 @@ et al. 2025).
     python papers/multilingual.py --plan
     python papers/multilingual.py
     python papers/multilingual.py --models=aya,gemma3 --figures=am,yo
+    python papers/multilingual.py --model=FOLDER --data=FILE --eval.tasks=xcopa:FOLDER,cmmlu:FOLDER
 
 Stated (section 3): Gemma 2 2B, Mistral 7B and Llama 3.1 8B, tuned on Alpaca, Tulu 3 and OpenHermes;
 learning rates 5e-6, 1e-5, 5e-5 and 1e-4, AdamW, a linear warm-up over 2 % of the steps, batches of
@@ -45,9 +46,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from common import (COLUMNS, EvalConfig, Run, changed_report, main, measured, numbers,
-                    paper_column, sweep)
+from common import (COLUMNS, OWN, EvalConfig, Run, changed_report, main, measured, numbers,
+                    own_table, paper_column, sweep, task_label)
 from label_smoothing import DATA, EPOCHS, MODELS, TUNING, TUNING_OPTION, TUNINGS
+from data import benchmarks
 from metrics import bins
 from multilingual_printed import BENCHMARKS, CLASSES, PRINTED, print_tables, printed_numbers
 from results import report
@@ -60,10 +62,10 @@ from runtime.processes import parallel_map
 from shared_questions import p_values, resample
 from stats import student_t
 
-INSTRUCT = {'Gemma2-2B': 'google/gemma-2-2b-it',
-            'Mistral-7B': 'mistralai/Mistral-7B-Instruct-v0.1',
-            'Llama-3.1-8B': 'meta-llama/Llama-3.1-8B-Instruct',
-            'Gemma3-4B': 'google/gemma-3-4b-it'}
+INSTRUCT = {'google/gemma-2-2b': 'google/gemma-2-2b-it',
+            'mistralai/Mistral-7B-v0.1': 'mistralai/Mistral-7B-Instruct-v0.1',
+            'meta-llama/Llama-3.1-8B': 'meta-llama/Llama-3.1-8B-Instruct',
+            'google/gemma-3-4b-pt': 'google/gemma-3-4b-it'}
 # of --models: name, (hub name, weights). Aya Expanse is published as an instruction-tuned model.
 MORE_MODELS = {'aya': ('Aya-Expanse-8B', ('CohereLabs/aya-expanse-8b', 8.03e9)),
                'gemma3': ('Gemma3-4B', ('google/gemma-3-4b-pt', 3.88e9))}
@@ -74,21 +76,21 @@ REPORT = EvalConfig(tasks=tuple(BENCHMARKS), shots=0, scoring='letters', on_bad_
 
 
 def models(options):
-    """Return {name: (hub name, weights)}: the paper's models and those of --models."""
+    """Return {name: (hub name, weights)}: the paper's or your own, and those of --models."""
     names = [name for name in options.models.split(',') if name]
     if unknown := sorted({*names} - MORE_MODELS.keys()):
         raise ConfigError(f'--models={unknown[0]}: there are {" and ".join(MORE_MODELS)}')
-    return MODELS | dict(MORE_MODELS[name] for name in names)
+    return own_table(options, 'model', MODELS) | dict(MORE_MODELS[name] for name in names)
 
 
 def runs(options):
     for model, (hub, params) in models(options).items():
-        for name, source in (('base', hub), ('instruct', INSTRUCT.get(model))):
+        for name, source in (('base', hub), ('instruct', INSTRUCT.get(hub))):
             if source:
                 yield Run(replace(REPORT, model=source,
                                   out_dir=f'{options.out_dir}/{model}/{name}'),
                           params, eval_tokens=EVAL_TOKENS)
-        for data, (source, tokens) in DATA.items():
+        for data, (source, tokens) in own_table(options, 'data', DATA).items():
             cfg = replace(TUNING, model=hub, data=source, warmup=0.02, eval=REPORT,
                           **TUNINGS[options.tuning])
             yield from sweep(f'{options.out_dir}/{model}/{data}', RATES, SMOOTHINGS, cfg,
@@ -97,11 +99,11 @@ def runs(options):
 
 def rows(options):
     """Yield ((model, data, smoothing), folder) of every row of the tables."""
-    for model in models(options):
+    for model, (hub, _) in models(options).items():
         for name in ('base', 'instruct'):
-            if name == 'base' or model in INSTRUCT:
+            if name == 'base' or hub in INSTRUCT:
                 yield (model, name, ''), f'{options.out_dir}/{model}/{name}'
-        for data in DATA:
+        for data in own_table(options, 'data', DATA):
             for s in ('0.0', '0.1', '0.2'):
                 yield ((model, data, s),
                        f'{options.out_dir}/{model}/{data}/smoothing{float(s):g}')
@@ -111,10 +113,20 @@ def rows(options):
 # Tables
 # ------------------------------------------------------------------------------------------------
 
+def tasks_of(options):
+    """Return {task: title} of the evaluations."""
+    return {label: BENCHMARKS.get(label, (label,))[0]
+            for label in map(task_label, changed_report(REPORT, options).tasks)}
+
+
 def languages_of(task, options):
-    """Return the languages of a benchmark that the runs are evaluated in."""
+    """Return the languages of a benchmark that the runs are evaluated in; [''] if it has none."""
     selected = changed_report(REPORT, options).languages
-    return [x for x in BENCHMARKS[task][1] if 'all' in selected or x in selected]
+    every = benchmarks.BENCHMARKS.get(task, benchmarks.GENERIC).languages
+    if not every:       # the rows of a file may name some
+        return sorted({language for _, folder in rows(options)
+                       for language in measured(folder, task).get('languages', {})}) or ['']
+    return [x for x in every if 'all' in selected or x in selected]
 
 
 def reports_of(result, languages):
@@ -124,47 +136,55 @@ def reports_of(result, languages):
 
 
 def tables(options):
-    printed = printed_numbers()
-    head = ('model', 'data', 'smoothing', *(column for key in PRINTED for column in (
-        COLUMNS[key], paper_column(COLUMNS[key], options))), COLUMNS['rmsce'])
+    printed = {} if options.model or options.data else printed_numbers()    # of other models
     significance = {}
-    for task, (title, every) in BENCHMARKS.items():
+    for task, title in tasks_of(options).items():
         languages = languages_of(task, options)
         results = {key: measured(folder, task) for key, folder in rows(options)}
         significance[task] = tests = p_by_question(task, dict(rows(options)), results)
+        shown = any(key[0] == task for key in printed)
+        beside = functools.partial(cells, shown=shown)
+        head = ('model', 'data', 'smoothing', *(column for key in PRINTED for column in (
+            COLUMNS[key], *[paper_column(COLUMNS[key], options)] * shown)), COLUMNS['rmsce'])
         pooled_lines = [(*head, 'p accuracy, languages', 'p ECE, languages',
                          'p accuracy, questions', 'p ECE, questions')]
         by_class, by_language = [('class', *head)], [('language', *head)]
+        classes = CLASSES | {'other': {*languages} - {*itertools.chain(*CLASSES.values())}}
         for key, result in results.items():
             reports = reports_of(result, languages)
             plain = reports_of(results.get((*key[:2], '0.0'), {}), languages) or reports
             pooled_lines.append((
                 *key, *beside(result.get('pooled', {}), printed.get((task, 'all', *key), {})
-                              if languages == [*every] else {}),
+                              if shown and languages == [*BENCHMARKS[task][1]] else {}),
                 *p_by_language(reports, plain),
                 *(f'{p:.2g}' if (p := tests.get(key, {}).get('all', {}).get(name)) else ''
                   for name in ('accuracy', 'ece'))))
-            for name, members in CLASSES.items():
+            for name, members in classes.items():
                 members = [x for x in members if x in languages]
-                by_class.append((name, *key, *beside(
-                    mean_of([reports[x] for x in members if x in reports]),
-                    mean_of([printed[task, x, *key] for x in members
-                             if (task, x, *key) in printed]))))
+                if members or name != 'other':
+                    by_class.append((name, *key, *beside(
+                        mean_of([reports[x] for x in members if x in reports]),
+                        mean_of([printed[task, x, *key] for x in members
+                                 if (task, x, *key) in printed]))))
         for x in languages:
             by_language += [(x, *key, *beside(reports_of(result, languages).get(x, {}),
                                               printed.get((task, x, *key), {})))
                             for key, result in results.items()]
-        yield task, f'{title}, all languages together (tables 1 and 2)', pooled_lines
+        if languages == ['']:
+            yield task, title, pooled_lines
+            continue
+        yield task, f'{title}, all languages together{" (tables 1 and 2)" * shown}', pooled_lines
         yield f'{task}_classes', f'{title}, means over the languages of a class', by_class
-        yield f'{task}_languages', f'{title} by language (tables 3 to 73)', by_language
+        yield (f'{task}_languages', f'{title} by language{" (tables 3 to 73)" * shown}',
+               by_language)
     write_appendix(options, significance)
     draw_figures(options)
 
 
-def beside(result, printed):
-    """Return the cells of a report, each measured number before the printed one."""
+def cells(result, printed, shown):
+    """Return the cells of a report; if `shown`, each measured number before the printed one."""
     pairs = zip(numbers(result, PRINTED), numbers(printed, PRINTED), strict=True)
-    return [*(cell for pair in pairs for cell in pair), *numbers(result, ['rmsce'])]
+    return [*(cell for pair in pairs for cell in pair[:1 + shown]), *numbers(result, ['rmsce'])]
 
 
 def mean_of(reports):
@@ -201,11 +221,13 @@ def write_appendix(options, significance):
 
     Bold is the better of smoothing 0 and 0.1, and italic if the difference is significant.
     """
-    order = [(data, model, s) for data in ('base', 'instruct', *DATA) for model in models(options)
-             for s in (('0.0', '0.1', '0.2') if data in DATA else ('',))]
+    datasets = own_table(options, 'data', DATA)
+    order = [(data, model, s) for data in ('base', 'instruct', *datasets)
+             for model in models(options)
+             for s in (('0.0', '0.1', '0.2') if data in datasets else ('',))]
     head = ('SFT dataset', 'model', 'smoothing', *(COLUMNS[key] for key in PRINTED))
     folders, tex, md = dict(rows(options)), [], []
-    for task, (title, _) in BENCHMARKS.items():
+    for task, title in tasks_of(options).items():
         languages = languages_of(task, options)
         reports = {key: reports_of(measured(folder, task), languages)
                    for key, folder in folders.items()}
@@ -223,7 +245,8 @@ def write_appendix(options, significance):
                 for i, name in enumerate(PRINTED, 3):
                     if line[i].endswith(' *') and p.get(name, 1) < 0.05:
                         line[i] = f'†{line[i]}'
-            caption = f'{title} in {language} by SFT dataset, model and smoothing'
+            place = f' in {language}' * bool(language)
+            caption = f'{title}{place} by SFT dataset, model and smoothing'
             caption += '; changed settings: ' * bool(options.changes) + ' '.join(options.changes)
             tex.append(re.sub('†([0-9.]+)', r'\\textit{\1}', latex(marked, caption)))
             md.append(f'## {caption}\n\n' + markdown(
@@ -239,35 +262,40 @@ def write_appendix(options, significance):
 # Figures
 # ------------------------------------------------------------------------------------------------
 
-# rows of panels: {label of a curve: (data, smoothing) of its run}
-CURVES = {'base': {'instruct': ('instruct', ''), 'base': ('base', '')}} | {
-    data: {f'smoothing {s}': (data, s) for s in ('0.0', '0.1')} for data in ('Tulu3', 'OpenHermes')}
+def curves_of(options):
+    """Return the rows of panels, {label of a curve: (data, smoothing) of its run}."""
+    return {'base': {'instruct': ('instruct', ''), 'base': ('base', '')}} | {
+        data: {f'smoothing {s}': (data, s) for s in ('0.0', '0.1')}
+        for data in own_table(options, 'data', ('Tulu3', 'OpenHermes'))}
 
 
 def draw_figures(options):
     """Draw figure 1, base and instruction-tuned, figure 2, Yoruba by smoothing, and those of
     --figures: the figures 3 to 215 of one language and benchmark in one picture."""
-    overlay(options, 'figure1.png', 'global_mmlu', ('en', 'zh', 'sw', 'yo'), ('base',))
-    overlay(options, 'figure2.png', 'global_mmlu', ('yo',), ('Tulu3', 'OpenHermes'))
-    for task, (_, languages) in BENCHMARKS.items():
-        for language in languages:
+    base, *datasets = names = [*curves_of(options)]
+    overlay(options, 'figure1.png', 'global_mmlu', ('en', 'zh', 'sw', 'yo'), [base])
+    overlay(options, 'figure2.png', 'global_mmlu', ('yo',), datasets)
+    for task in tasks_of(options):
+        for language in languages_of(task, options):
             if language in options.figures.split(',') or options.figures == 'all':
-                overlay(options, f'{task}-{language}.png', task, (language,), CURVES)
+                overlay(options, f'{task}-{language}.png'.replace('-.', '.'), task, (language,),
+                        names)
 
 
 def overlay(options, name, task, languages, names):
-    """Draw a panel for each of `names`, in CURVES, each language and each model.
+    """Draw a panel for each of `names`, of `curves_of`, each language and each model.
 
     Runs that are not finished are left out.
     """
     panels, folders = {}, dict(rows(options))
     for data, language, model in itertools.product(names, languages, models(options)):
         curves = {}
-        for label, setting in CURVES[data].items():
+        for label, setting in curves_of(options)[data].items():
             folder = folders.get((model, *setting), '')
             result = measured(folder, task)
             if language in reports_of(result, languages_of(task, options)):
-                _, p = predictions(folder, task)[language]
+                samples = predictions(folder, task)     # '': of the only language there
+                _, p = samples[language or next(iter(samples))]
                 curves[report.panel_title(label, result)] = bins(p.probs, p.labels)
         if curves:
             panels[f'{model}, {data}: {language}'] = curves
@@ -292,6 +320,6 @@ if __name__ == '__main__':
         print_tables()
     else:
         main(runs, tables,
-             tuning=TUNING_OPTION,
+             **OWN, tuning=TUNING_OPTION,
              models={'help': f'models beside those of the paper: {",".join(MORE_MODELS)}'},
              figures={'help': 'languages of figures 3 to 215 to draw, such as am,yo, or all'})

@@ -18,7 +18,7 @@ from common import (HERE, SHARED, start_script, await_steps, needs_files, refere
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
 from papers import features, multilingual_printed
 from runtime import ownership
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_tokenizer import train_bpe
 
 PATTERN = 'data/train-00000-of-00001.parquet'
@@ -123,7 +123,6 @@ def t5_model(folder):
 @pytest.fixture(scope='module')
 def hub(tmp_path_factory):
     """A hub cache that holds a small stand-in of every model and dataset of the papers."""
-    from safetensors.torch import load_file
     from tokenizers.pre_tokenizers import ByteLevel
     from torch import save
     base = tmp_path_factory.mktemp('hub')
@@ -314,7 +313,8 @@ for path in sys.argv[1:]:
 paper.draw_lines = lambda *_: None
 for path in (Path('papers/label_smoothing_printed.csv'), Path(sys.argv[1])):
     paper.printed_numbers = lambda: read(path)
-    (_, _, lines), = paper.tables(types.SimpleNamespace(out_dir='nowhere', changes=[]))
+    (_, _, lines), = paper.tables(types.SimpleNamespace(
+        out_dir='nowhere', changes=[], model='', data='', rates='best'))
     print(json.dumps(lines))
 """, *files).splitlines()
     assert json.loads(first) == [{'accuracy': 0.5, 'ece': 0.04},
@@ -379,7 +379,8 @@ numbers = {'base': 0.02, '0.0': 0.3, '0.1': 0.1, '0.2': 0.05}
 paper.measured = lambda folder, task: {} if 'instruct' in folder or task == 'mmlu_prox' else {
     'languages': {'yo': {key: next(x for s, x in numbers.items() if folder.endswith(
         'base' if s == 'base' else f'smoothing{float(s):g}')) for key in paper.PRINTED}}}
-paper.write_appendix(types.SimpleNamespace(out_dir=sys.argv[1], models='', changes=['--lr=1']), {
+paper.write_appendix(types.SimpleNamespace(out_dir=sys.argv[1], models='', changes=['--lr=1'],
+                                            model='', data=''), {
     'global_mmlu': {('Gemma2-2B', 'Tulu3', '0.1'): {'yo': {'ece': 0.049, 'accuracy': 0.051}}}})
 """, tmp_path)
     title, _, head, _, *lines = (tmp_path / 'appendix.md').read_text().splitlines()
@@ -403,7 +404,8 @@ paper.write_appendix(types.SimpleNamespace(out_dir=sys.argv[1], models='', chang
 def test_titles_state_the_shots_and_every_changed_setting(tmp_path):
     printed = in_papers("""
 import common, label_smoothing as paper
-options = types.SimpleNamespace(out_dir='nowhere', changes=['--eval.shots=0', '--max_steps=2'])
+options = types.SimpleNamespace(out_dir='nowhere', changes=['--eval.shots=0', '--max_steps=2'],
+                                model='', data='', rates='best')
 paper.draw_lines = lambda *_: None
 with common.lock(sys.argv[1]):
     common.write_tables(paper.tables(options), sys.argv[1], 'How it was made.', options.changes)
@@ -420,7 +422,7 @@ def test_printed_numbers_beside_a_few_languages_are_of_these_languages():
     lines = json.loads(in_papers("""
 import json
 import multilingual as paper
-options = types.SimpleNamespace(out_dir='nowhere', models='', figures='',
+options = types.SimpleNamespace(out_dir='nowhere', models='', figures='', model='', data='',
                                 changes=['--eval.languages=de,en,sw'])
 print(json.dumps({name: lines for name, _, lines in paper.tables(options)}))
 """))
@@ -438,7 +440,7 @@ def test_a_single_language_is_in_the_tables_by_class_and_by_language(tmp_path):
     lines = json.loads(in_papers("""
 import json
 import multilingual as paper
-options = types.SimpleNamespace(out_dir=sys.argv[1], models='', figures='',
+options = types.SimpleNamespace(out_dir=sys.argv[1], models='', figures='', model='', data='',
                                 changes=['--eval.languages=yo'])
 paper.draw_figures = lambda _: None
 paper.measured = lambda folder, task: {'pooled': dict.fromkeys(
@@ -783,3 +785,175 @@ def test_bad_arguments_of_a_script_are_named_in_one_line(tmp_path, arguments, me
     printed = run_paper(tmp_path, 'label_smoothing', f'--out_dir={tmp_path / "out"}', *arguments,
                         code=1)
     assert re.search(message, printed) and 'Traceback' not in printed
+
+
+# ---- On your own model and files -----------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def own(tmp_path_factory):
+    """A folder with a model, conversations, pairs, texts and benchmarks as they are published."""
+    folder = tmp_path_factory.mktemp('own')
+    sentencepiece_folder(folder / 'model', 'gemma')
+    reference_model('gemma3', folder / 'model', vocab_size=450, max_position_embeddings=2048)
+    rows = DATASETS['tatsu-lab/alpaca']['data/train-00000-of-00001-a09b74b3ef9c3b56.parquet']
+    write_rows(folder / 'alpaca.json', rows)
+    write_rows(folder / 'pairs.json', [{
+        'conversations': [{'from': 'user', 'content': question}],
+        'chosen': {'from': 'assistant', 'content': answer},
+        'rejected': {'from': 'assistant', 'content': 'No.'}} for question, answer in
+        conversations(12)])
+    for split, n in (('test', 8), ('dev', 5)):
+        write_rows(folder / 'mmlu' / f'{split}.jsonl', questions(n))
+    arc = DATASETS['allenai/ai2_arc']['ARC-Easy/test-00000-of-00001.parquet']
+    for name in ('Easy', 'Challenge'):
+        for split in ('test', 'train'):
+            write_rows(folder / 'arc' / f'ARC-{name}-{split}.jsonl', arc)
+    for language in ('et', 'sw'):
+        write_rows(folder / 'xcopa' / f'test.{language}.jsonl', [
+            {'premise': f'It is {i}.', 'choice1': 'the one', 'choice2': 'the two', 'idx': i,
+             'question': 'cause', 'label': i % 2} for i in range(4)])
+    for split in ('test', 'dev'):
+        (folder / 'cmmlu' / split).mkdir(parents=True)
+        (folder / 'cmmlu' / split / 'anatomy.csv').write_text(
+            ',Question,A,B,C,D,Answer\n' + ''.join(
+                f'{i},Which is {i}?,the one,the two,the red,the fox,{LETTERS[i % 4]}\n'
+                for i in range(4)))
+    (folder / 'wiki').mkdir()
+    (folder / 'wiki' / 'wiki.test.txt').write_text(''.join(
+        f' The quick fox is {i} and a number . \n' for i in range(8)))
+    return folder
+
+
+def own_arguments(own, out):
+    return [f'--model=Mine={own}/model', f'--data=Chats={own}/alpaca.json', f'--out_dir={out}']
+
+
+def as_plan(printed):
+    """Return {run: [state..., GPU hours, GB]} of the printed plan."""
+    return {line.split()[0]: line.split()[1:] for line in printed.splitlines()[2:] if line.split()}
+
+
+@pytest.mark.slow
+def test_a_plan_for_your_own_model_counts_its_weights_and_the_size_of_your_files(own, tmp_path):
+    out = tmp_path / 'out'
+    tasks = f'--eval.tasks=mmlu:{own}/mmlu,arc_challenge:{own}/arc'
+    printed = run_paper(tmp_path, 'label_smoothing', *own_arguments(own, out), tasks, '--plan',
+                        '--rates=all')
+    plan = as_plan(printed)
+    assert [name for name in plan if 'lr5e-05/' in name] == [
+        f'Mine/Chats-lr5e-05/{x}' for x in ('lr5e-05', 'smoothing0', *(
+            f'smoothing{s}' for s in (0.1, 0.2, 0.3, 0.4, 0.5)), 'cap30')]
+    assert '0 of 33 finished' in printed and 'to download' not in printed
+    assert plan['Mine/base'] == ['0.01', '0.0']     # the time to start
+    model, params, data, tokens, scored = in_papers("""
+import common
+own = sys.argv[1]
+options = types.SimpleNamespace(model=f'Mine={own}/model', data=f'{own}/alpaca.json')
+(name, (_, params)), = common.own_table(options, 'model', {}).items()
+(data, (_, tokens)), = common.own_table(options, 'data', {}).items()
+run = common.Run(common.EvalConfig(), 1, eval_tokens=5).changed([sys.argv[2]])
+print(name, params, data, tokens, run.eval_tokens)
+""", own, tasks).split()
+    assert (model, data) == ('Mine', 'alpaca')
+    state = load_file(own / 'model' / 'model.safetensors')
+    assert int(params) == sum(x.numel() for x in state.values())
+    assert float(tokens) == (own / 'alpaca.json').stat().st_size / 5
+    assert float(scored) == pytest.approx(sum((own / path).stat().st_size for path in (
+        'mmlu/test.jsonl', 'arc/ARC-Challenge-test.jsonl')) / 5)
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_label_smoothing_on_your_own_model_smooths_at_every_rate(own, tmp_path):
+    out, tasks = tmp_path / 'out', f'mmlu:{own}/mmlu,arc_easy:{own}/arc,arc_challenge:{own}/arc'
+    printed = run_paper(
+        tmp_path, 'label_smoothing', *own_arguments(own, out), *SMALL, *FAST, '--rates=all',
+        f'--cache_dir={tmp_path}', f'--eval.tasks={tasks}',
+        '--only=base,lr0.0002/lr,lr0.0002/smoothing0,lr2e-05/lr,lr2e-05/smoothing0.5,lr2e-05/cap')
+    assert f'changed settings: --model=Mine={own}/model --data=Chats={own}/alpaca.json' in printed
+    rows = read_table(out, 'smoothing')
+    assert [(row['model, data'], row['method']) for row in rows] == [
+        ('Mine', 'base'), *(('Mine, Chats-lr2e-05', x) for x in ('cap 30', 'smoothing 0.5')),
+        *(('Mine, Chats-lr0.0002', x) for x in (
+            'smoothing 0', 'temperature scaling', 'platt scaling', *(
+                f'smoothing {s}' for s in (0.1, 0.2, 0.3, 0.4, 0.5))))]
+    assert all(row[f'{task} ECE'] for row in rows for task in ('MMLU', 'ARC-Easy', 'ARC-Challenge'))
+    assert not any('paper' in title or 'HellaSwag' in title for title in rows[0])
+    folder = out / 'Mine' / 'Chats-lr0.0002'
+    log = [json.loads(line) for line in (folder / 'lr0.0002' / 'log.jsonl').open()][-1]
+    by_method = {row['method']: row for row in rows if '0.0002' in row['model, data']}
+    assert by_method['smoothing 0']['held-out NLL (nats)'] == f'{log["val_nll"]:.3f}'
+    assert by_method['smoothing 0']['held-out ECE'] == f'{log["val_ece"]:.3f}'
+    assert not by_method['platt scaling']['held-out ECE']
+    settings = (folder / 'smoothing0.5' / 'train_config.py').read_text()
+    assert '\nlr = 0.0002\n' in settings and f"model = '{own}/model'" in settings
+    assert (out / 'arc_challenge.png').exists()
+
+
+@pytest.mark.slow
+def test_multilingual_on_your_own_files_has_their_languages_and_no_printed_numbers(own, tmp_path):
+    out = tmp_path / 'out'
+    printed = run_paper(
+        tmp_path, 'multilingual', *own_arguments(own, out), *SMALL, *FAST, '--figures=all',
+        f'--cache_dir={tmp_path}', f'--eval.tasks=xcopa:{own}/xcopa,cmmlu:{own}/cmmlu')
+    assert '\nxcopa, all languages together\n' in printed and 'table' not in printed.split(
+        'xcopa, all')[1].split('wrote tables.md')[0]
+    keys = [('base', ''), *(('Chats', s) for s in ('0.0', '0.1', '0.2'))]
+    for name in ('xcopa', 'cmmlu'):
+        rows = read_table(out, name)
+        assert [(row['data'], row['smoothing']) for row in rows] == keys
+        assert all(row['ECE'] for row in rows) and not any('paper' in title for title in rows[0])
+        assert rows[2]['p ECE, questions'] and not rows[1]['p ECE, questions']
+    assert {row['class'] for row in read_table(out, 'xcopa_classes') if row['ECE']} == {
+        'low', 'other'}         # Joshi et al.'s class of Estonian is not in the script
+    rows = read_table(out, 'xcopa_languages')
+    assert [row['language'] for row in rows if row['ECE']] == 4 * ['et'] + 4 * ['sw']
+    appendix = (out / 'appendix.md').read_text()
+    assert '## xcopa in sw by SFT' in appendix and '## cmmlu by SFT' in appendix
+    assert {path.name for path in out.glob('*.png')} == {'xcopa-et.png', 'xcopa-sw.png',
+                                                         'cmmlu.png'}
+    assert not (out / 'cmmlu_classes.csv').exists()
+
+
+@pytest.mark.slow
+def test_alignment_of_your_own_model_by_epoch_and_then_by_dpo(own, tmp_path):
+    out = tmp_path / 'out'
+    printed = run_paper(
+        tmp_path, 'alignment', *own_arguments(own, out), f'--pairs={own}/pairs.json', *FAST,
+        f'--eval.tasks=clm:{own}/wiki', f'--cache_dir={tmp_path}', '--val_size=2',
+        *(x for x in SMALL if not x.startswith(('--max_steps', '--val'))))
+    assert 'Alignment of Mine, with instructions\n' in printed and 'LLaMA' not in printed
+    (row,) = read_table(out, 'scales')
+    assert row['model'] == 'Mine' and 'MMLU ECE' not in row
+    rows = read_table(out, 'alignment')
+    assert [row['model'] for row in rows] == ['base', *(
+        f'{name}, epoch {i}' for name in ('Chats-full', 'Chats-lora', 'dpo') for i in (1, 2, 3))]
+    assert all(row['causal language modeling ECE'] for row in rows)
+    settings = (out / 'aligned' / 'dpo' / 'train_config.py').read_text()
+    assert f"model = '{out}/aligned/Chats-full'" in settings and "method = 'dpo'" in settings
+    nll = [json.loads((out / 'aligned' / name / 'results.json').read_text())['tasks']['clm'][
+        'pooled']['nll'] for name in ('Chats-full', 'dpo/report-1', 'dpo')]
+    assert len({*nll}) == 3
+    assert not (out / 'steps.csv').exists() and (out / 'figure5.png').exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('argument, problem', [
+    ('--model=Mine={own}/modle', 'there is no folder {own}/modle; wanted the folder of a model'),
+    ('--model={own}/alpaca.json', 'there is no folder {own}/alpaca.json; wanted the folder of'),
+    ('--model={own}/mmlu', '{own}/mmlu has no model.safetensors'),
+    ('--model=a/b={own}/model', "'a/b' cannot be its name in the results; name it as [NAME=]FO"),
+    ('--model=base={own}/model', "'base' cannot be its name in the results; name it as"),
+    ('--model={own}/model,{own}/model', "'model' cannot be its name in the results; name it as"),
+    ('--data={own}/alpaca.jsonl', 'no file or folder at {own}/alpaca.jsonl'),
+    ('--data={own}/wiki', '{own}/wiki holds nothing that matches'),
+    ('--pairs={own}/pair.json', 'no file or folder at {own}/pair.json'),
+    ('--eval.tasks=mmlu:{own}/wiki', '{own}/wiki holds nothing that matches all/test-*.parquet'),
+    ('--rate=all', 'there is no option --rate; did you mean --rates?')])
+def test_an_unusable_model_or_file_is_named_with_its_option(own, tmp_path, argument, problem):
+    script = 'alignment' if argument.startswith('--pairs') else 'label_smoothing'
+    argument, problem = (text.format(own=own) for text in (argument, problem))
+    printed = run_paper(tmp_path, script, '--plan', argument, code=1)
+    option, _, value = argument.partition('=')
+    place = '' if option == '--rate' else f'{option}={value.split(",")[-1]}: '
+    assert printed.startswith(f'error: {place}{problem}'), printed
