@@ -101,10 +101,13 @@ PEERS_PACKED = {'HF padded, batch size 8': {'attention': 'sdpa', 'padded': 8}} |
 } | {'TRL packed': {'trl': True, 'attention': 'flex_attention', 'length': PACK_LEN},
      'TRL packed, flash-attn': {'trl': True, 'attention': 'flash_attention_2', 'length': PACK_LEN},
      'TRL packed, compile': {'trl': True, 'attention': 'flex_attention', 'length': PACK_LEN,
-                             'compiled': True}}
+                             'compiled': True},
+     'TRL packed, compile, 8 at once': {'trl': True, 'attention': 'flex_attention',
+                                        'length': PACK_LEN, 'rows': 8, 'compiled': True}}
 # the methods of each table without `only`: those that may be the fastest of their library
 USUAL = {
     'gemma2_2b': ('HF flex, compile', 'ours', 'ours, stochastic'),
+    'gemma3_270m': ('HF sdpa, Liger, compile', 'ours'),
     'llama32_1b': ('HF sdpa, Liger', 'HF sdpa, compile', 'HF sdpa, Liger, compile', 'ours',
                    'ours, stochastic'),
     'llama31_8b': ('HF sdpa, Liger', 'HF sdpa, Liger, compile', 'ours', 'ours, stochastic'),
