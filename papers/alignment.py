@@ -55,9 +55,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common import (OWN, AlignConfig, EvalConfig, Run, TrainConfig, changed_report, claim,
+from common import (OWN, AlignConfig, EvalConfig, Run, TrainConfig, claim,
                     draw_curves, draw_lines, file_tokens, load_config, main, measured, numbers,
-                    own_table, plots, selected, task_label)
+                    own_table, plots, selected, titles_of)
 import metrics
 from data.files import fetch, read_rows
 from data.instruct import PATTERNS, first_turns
@@ -122,8 +122,7 @@ def aligned(options):
 
 def tasks_of(options):
     """Return {task: title} of the evaluations."""
-    cfg = changed_report(evaluation(options), options)
-    own = {label: TASKS.get(label, label) for label in map(task_label, cfg.tasks)}
+    own = titles_of(evaluation(options), TASKS, options)
     return TASKS if own.keys() < TASKS.keys() and not options.model else own
 
 

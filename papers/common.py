@@ -266,6 +266,8 @@ def main(runs, tables, **more):
     options, changes = parser.parse_known_args()
     options.out_dir = os.path.expanduser(options.out_dir)
     for key in OWN.keys() & more.keys():        # an option may be given several times
+        if '' in getattr(options, key):
+            parser.error(f'--{key} is empty; wanted --{key}={OWN[key]["metavar"]}')
         setattr(options, key, ','.join(getattr(options, key)))
     with cli.one_line_errors(resume='the same command continues'):
         if stray := [text for text in changes if not text.startswith('--')]:
@@ -313,6 +315,12 @@ def changed_report(cfg, options):
     """Return the EvalConfig `cfg` with the settings --eval.key=value of the command line."""
     changes = [change for change in options.changes if change.startswith('--eval.')]
     return load_config(TrainConfig, changes, config=TrainConfig(eval=cfg)).eval
+
+
+def titles_of(cfg, titles, options):
+    """Return {task: its title, by default its name} of the EvalConfig `cfg`, changed likewise."""
+    return {label: titles.get(label, label)
+            for label in map(task_label, changed_report(cfg, options).tasks)}
 
 
 def selected(folder, options):

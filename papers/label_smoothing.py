@@ -40,7 +40,7 @@ from pathlib import Path
 
 from common import (COLUMNS, OWN, EvalConfig, Run, TrainConfig, changed_report, draw_lines,
                     held_out, main, measured, numbers, own_table, paper_column, read_report, sweep,
-                    task_label)
+                    titles_of)
 from results.tables import Heading
 from runtime.checkpoint import fetch
 from runtime.config_json import read_config
@@ -57,7 +57,7 @@ DATA = {'Alpaca': ('tatsu-lab/alpaca', 6e6),
 RATES = (5e-6, 2e-5, 5e-5, 2e-4)
 SMOOTHINGS = (0.1, 0.2, 0.3, 0.4, 0.5)
 TASKS = {'mmlu': 'MMLU', 'hellaswag': 'HellaSwag', 'arc_easy': 'ARC-Easy'}
-MORE_TITLES = {'arc_challenge': 'ARC-Challenge'}    # of --eval.tasks
+TITLES = TASKS | {'arc_challenge': 'ARC-Challenge'}     # also of --eval.tasks
 EPOCHS, CAP = 2, 30.0
 EVAL_TOKENS = 1.6e6 + 1.1e6 + 0.2e6     # of the three tasks, counted with Llama 3's tokenizer
 REPORT = EvalConfig(tasks=tuple(TASKS), shots=5, scoring='letters', fit_temperature=True,
@@ -107,12 +107,6 @@ def runs(options):
             if not has_cap(hub):        # run.cfg.lr is the chosen rate
                 yield replace(run, cfg=replace(run.cfg, smoothing=0.0, logit_softcap=CAP,
                                                out_dir=f'{folder}/cap{CAP:g}'))
-
-
-def tasks_of(options):
-    """Return {task: title} of the evaluations."""
-    return {label: (TASKS | MORE_TITLES).get(label, label)
-            for label in map(task_label, changed_report(REPORT, options).tasks)}
 
 
 def methods(folder, tasks=TASKS):
@@ -172,7 +166,7 @@ def _share(text, place):
 
 
 def tables(options):
-    tasks, printed = tasks_of(options), printed_numbers()
+    tasks, printed = titles_of(REPORT, TITLES, options), printed_numbers()
     models, data_names = own_table(options, 'model', MODELS), datasets(options)
     if options.model or options.data:
         printed = {}        # they are of other models

@@ -47,7 +47,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common import (COLUMNS, OWN, EvalConfig, Run, changed_report, main, measured, numbers,
-                    own_table, paper_column, sweep, task_label)
+                    own_table, paper_column, sweep, titles_of)
 from label_smoothing import DATA, EPOCHS, MODELS, TUNING, TUNING_OPTION, TUNINGS
 from data import benchmarks
 from metrics import bins
@@ -72,6 +72,7 @@ MORE_MODELS = {'aya': ('Aya-Expanse-8B', ('CohereLabs/aya-expanse-8b', 8.03e9)),
 RATES, SMOOTHINGS = (5e-6, 1e-5, 5e-5, 1e-4), (0.1, 0.2)
 # questions times tokens per question: those of English, and twice as many in the other languages
 EVAL_TOKENS = 2 * (42 * 14042 * 95 + 29 * 11759 * 155)
+TITLES = {task: title for task, (title, _) in BENCHMARKS.items()}
 REPORT = EvalConfig(tasks=tuple(BENCHMARKS), shots=0, scoring='letters', on_bad_row='skip')
 
 
@@ -113,12 +114,6 @@ def rows(options):
 # Tables
 # ------------------------------------------------------------------------------------------------
 
-def tasks_of(options):
-    """Return {task: title} of the evaluations."""
-    return {label: BENCHMARKS.get(label, (label,))[0]
-            for label in map(task_label, changed_report(REPORT, options).tasks)}
-
-
 def languages_of(task, options):
     """Return the languages of a benchmark that the runs are evaluated in; [''] if it has none."""
     selected = changed_report(REPORT, options).languages
@@ -138,7 +133,7 @@ def reports_of(result, languages):
 def tables(options):
     printed = {} if options.model or options.data else printed_numbers()    # of other models
     significance = {}
-    for task, title in tasks_of(options).items():
+    for task, title in titles_of(REPORT, TITLES, options).items():
         languages = languages_of(task, options)
         results = {key: measured(folder, task) for key, folder in rows(options)}
         significance[task] = tests = p_by_question(task, dict(rows(options)), results)
@@ -227,7 +222,7 @@ def write_appendix(options, significance):
              for s in (('0.0', '0.1', '0.2') if data in datasets else ('',))]
     head = ('SFT dataset', 'model', 'smoothing', *(COLUMNS[key] for key in PRINTED))
     folders, tex, md = dict(rows(options)), [], []
-    for task, title in tasks_of(options).items():
+    for task, title in titles_of(REPORT, TITLES, options).items():
         languages = languages_of(task, options)
         reports = {key: reports_of(measured(folder, task), languages)
                    for key, folder in folders.items()}
@@ -275,7 +270,7 @@ def draw_figures(options):
     base, *datasets = names = [*curves_of(options)]
     overlay(options, 'figure1.png', 'global_mmlu', ('en', 'zh', 'sw', 'yo'), [base])
     overlay(options, 'figure2.png', 'global_mmlu', ('yo',), datasets)
-    for task in tasks_of(options):
+    for task in titles_of(REPORT, TITLES, options):
         for language in languages_of(task, options):
             if language in options.figures.split(',') or options.figures == 'all':
                 overlay(options, f'{task}-{language}.png'.replace('-.', '.'), task, (language,),

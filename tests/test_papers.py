@@ -866,10 +866,11 @@ print(name, params, data, tokens, run.eval_tokens)
 @pytest.mark.slow
 def test_label_smoothing_on_your_own_model_smooths_at_every_rate(own, tmp_path):
     out, tasks = tmp_path / 'out', f'mmlu:{own}/mmlu,arc_easy:{own}/arc,arc_challenge:{own}/arc'
-    printed = run_paper(
-        tmp_path, 'label_smoothing', *own_arguments(own, out), *SMALL, *FAST, '--rates=all',
-        f'--cache_dir={tmp_path}', f'--eval.tasks={tasks}',
-        '--only=base,lr0.0002/lr,lr0.0002/smoothing0,lr2e-05/lr,lr2e-05/smoothing0.5,lr2e-05/cap')
+    arguments = [
+        *own_arguments(own, out), *SMALL, *FAST, '--rates=all', f'--cache_dir={tmp_path}',
+        f'--eval.tasks={tasks}',
+        '--only=base,lr0.0002/lr,lr0.0002/smoothing0,lr2e-05/lr,lr2e-05/smoothing0.5,lr2e-05/cap']
+    printed = run_paper(tmp_path, 'label_smoothing', *arguments)
     assert f'changed settings: --model=Mine={own}/model --data=Chats={own}/alpaca.json' in printed
     rows = read_table(out, 'smoothing')
     assert [(row['model, data'], row['method']) for row in rows] == [
@@ -888,6 +889,10 @@ def test_label_smoothing_on_your_own_model_smooths_at_every_rate(own, tmp_path):
     settings = (folder / 'smoothing0.5' / 'train_config.py').read_text()
     assert '\nlr = 0.0002\n' in settings and f"model = '{own}/model'" in settings
     assert (out / 'arc_challenge.png').exists()
+    # nothing is done again, and another model in the same folder is refused
+    assert '===' not in run_paper(tmp_path, 'label_smoothing', *arguments)
+    assert 'was begun with --model=Mine=' in run_paper(
+        tmp_path, 'label_smoothing', f'--model={own}/model', *arguments[1:], code=1)
 
 
 @pytest.mark.slow
@@ -957,3 +962,5 @@ def test_an_unusable_model_or_file_is_named_with_its_option(own, tmp_path, argum
     option, _, value = argument.partition('=')
     place = '' if option == '--rate' else f'{option}={value.split(",")[-1]}: '
     assert printed.startswith(f'error: {place}{problem}'), printed
+    assert '--model is empty; wanted --model=[NAME=]FOLDER' in run_paper(
+        tmp_path, script, '--plan', '--model=', code=2)
