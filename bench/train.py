@@ -254,7 +254,8 @@ def our_training(raw, **options):
 
 def our_step(raw, **options):
     model, optimizer, cfg = our_training(raw, **options)
-    return lambda batch: train_step(model, optimizer, pack(batch, cfg.pack_len, cfg.micro_rows or 1),
+    rows = cfg.micro_rows or 1
+    return lambda batch: train_step(model, optimizer, pack(batch, cfg.pack_len, rows),
                                     cfg, DEVICE)
 
 
