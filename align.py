@@ -47,6 +47,7 @@ from runtime import checkpoint, resume
 from runtime.build import build_model
 from runtime.code import code_digest
 from runtime.config import load_config, require_range
+from runtime.device import to_device
 from runtime.errors import ConfigError
 from runtime.loss import loss_options
 from runtime.ownership import temporary
@@ -158,8 +159,8 @@ class AlignConfig(train.TrainConfig):
     clip: float = 0.2                         # the ratio of probabilities stays above 1 - clip
     clip_high: float | None = None            # and below 1 + clip_high; None: clip, dapo 0.28
     entropy_coef: float = 0.0                 # weight of a bonus for the mean entropy per token
-    # KL to the model before training: none; logged only; in the reward; in the loss with the right
-    # gradient; or k3 in the loss as in GRPO's paper
+    # KL to the model before training: none; logged only; in the reward; in the loss with the
+    # gradient of the KL of whole answers; or k3 of each token in the loss, as in GRPO's paper
     kl: Literal['none', 'logged', 'reward', 'loss', 'k3'] = 'none'
     kl_coef: float = 0.05                     # weight of the KL
     kl_target: float | None = None            # nats per answer; kl_coef adapts to it (Ziegler 2019)
@@ -256,6 +257,8 @@ class Preferences:
         masks = [mask for _, mask in self.sequences]
         best = np.mean([np.count_nonzero(mask == 1) for mask in masks])
         worst = np.mean([np.count_nonzero(mask == mask[-1]) for mask in masks])
+        if (n := np.count_nonzero(self.sequences.margins)) and cfg.method != 'reward':
+            print(f'note: {n} pairs have a margin, which only method = reward uses')
         # a bias to long or short answers shows here
         print(f'answers: {best:.0f} tokens on average in the best, {worst:.0f} in the worst')
         return train.split_sequences(cfg, self.sequences)
@@ -363,10 +366,11 @@ class Preferences:
 
 
 class RewardModel(Preferences):
-    """The stage that trains a reward model: -log sigmoid(r_w - r_l) (Bradley and Terry 1952).
+    """The stage that trains a reward model: -log sigmoid(r_w - r_l - m) (Bradley and Terry 1952).
 
-    The reward of an answer is the dot product of its last hidden state and a score head [D], in
-    float32. transformers loads the saved folder as AutoModelForSequenceClassification, one label.
+    m is the margin of a pair (Llama 2, 2307.09288), 0 without one. The reward of an answer is the
+    dot product of its last hidden state and a score head [D], in float32. transformers loads the
+    saved folder as AutoModelForSequenceClassification, one label.
     """
 
     def build_model(self, cfg, config, base, device):
@@ -377,7 +381,9 @@ class RewardModel(Preferences):
 
     def pack_batch(self, cfg, sequences, chosen, multiple):
         """Return the packed trees of the sequences with the indices `chosen`."""
-        return pack_rankings([sequences[i] for i in chosen], cfg.pack_len, multiple, last=True)
+        packed = pack_rankings([sequences[i] for i in chosen], cfg.pack_len, multiple, last=True)
+        tree = packed['where'][packed['pairs'][:, 0], 0]
+        return packed | {'margin': sequences.margins[chosen[tree]]}
 
     def margins(self, model, packed, rows, inputs):
         """Return (r_w - r_l, r_w + r_l, weight) of the pairs in some rows."""
@@ -392,7 +398,8 @@ class RewardModel(Preferences):
             margin, both, weight = self.margins(model, packed, rows, inputs)
             values = {'nll': F.softplus(-margin), 'margin': margin,
                       'accuracy': (margin.sign() + 1) / 2}
-            loss = values['nll'] + cfg.centering * both.square()
+            wanted = to_device(torch.from_numpy(packed['margin']), margin.device)
+            loss = F.softplus(wanted - margin) + cfg.centering * both.square()
             return (loss * weight).sum(), {
                 name: (value.detach() * weight).sum() for name, value in values.items()}
         return compute

@@ -209,7 +209,7 @@ def test_loss_and_gradients_are_those_of_trl(base, method, per_token, name, tmp_
 @pytest.mark.slow
 def test_the_reward_loss_is_that_of_trl(base, tmp_path):
     trainer = pytest.importorskip('trl.trainer.reward_trainer').RewardTrainer
-    rows = [row for row in ROWS if 'chosen' in row]
+    rows = [row | {'margin': i / 2} for i, row in enumerate(ROWS) if 'chosen' in row]
     cfg = config(base, tmp_path, rows, method='reward', centering=0.1)
     stage, model, _ = stage_of(cfg, align.RewardModel())
     torch.nn.init.normal_(model.score.weight)
@@ -223,8 +223,9 @@ def test_the_reward_loss_is_that_of_trl(base, tmp_path):
     this = SimpleNamespace(
         model=model, accelerator=PROCESS, args=SimpleNamespace(center_rewards_coefficient=0.1),
         _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1)
-    expected = trainer.compute_loss(this, forward, {'input_ids': ids,
-                                                    'attention_mask': torch.ones_like(ids)})
+    expected = trainer.compute_loss(this, forward, {
+        'input_ids': ids, 'attention_mask': torch.ones_like(ids),
+        'margin': torch.tensor([row['margin'] for row in rows])})
     check_against(model, stage, cfg, expected)
 
 
@@ -353,8 +354,12 @@ def test_a_reward_model_is_that_of_transformers_and_no_language_model(base, tmp_
         checkpoint.load(base, reward=True)
 
 
-def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base, tmp_path):
-    cfg = config(base, tmp_path, ROWS, method='reward', centering=0.1)
+@pytest.mark.parametrize('margins', [False, True])
+def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base, margins,
+                                                                            tmp_path, capsys):
+    rows = [row | {'margin': 0.5 + i} if 'chosen' in row and margins else row
+            for i, row in enumerate(ROWS)]
+    cfg = config(base, tmp_path, rows, method='reward', centering=0.1)
     stage, model, _ = stage_of(cfg, align.RewardModel())
     torch.nn.init.normal_(model.score.weight)
     total = 0
@@ -365,7 +370,8 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
             tokens = torch.tensor([tree.stem + leaf])
             hidden = model.decoder(tokens, torch.arange(tokens.shape[1])[None], None)
             r.append((hidden[0, -1].double() * model.score.weight[0].double()).sum())
-        losses = [-torch.nn.functional.logsigmoid(r[j] - r[k]) + 0.1 * (r[j] + r[k]) ** 2
+        m = rows[i].get('margin', 0.0)
+        losses = [-torch.nn.functional.logsigmoid(r[j] - r[k] - m) + 0.1 * (r[j] + r[k]) ** 2
                   for j in range(len(r)) for k in range(len(r)) if ranks[j] < ranks[k]]
         total = total + torch.stack(losses).mean() / len(stage.sequences)
     total.backward()
@@ -376,6 +382,8 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
     assert values['loss'].item() == pytest.approx(total.item(), rel=1e-5)
     for name, p in model.named_parameters():
         assert off(p.grad, expected[name]) < 2e-5, name
+    stage_of(replace(cfg, method='dpo', centering=0.0))
+    assert ('pairs have a margin, which only' in capsys.readouterr().out) == margins
 
 
 @pytest.mark.slow
