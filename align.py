@@ -39,6 +39,7 @@ from torch import Tensor
 import metrics
 import train
 from data.answers import Answers
+from data.export import pad_token, tokenizer_files
 from data.preferences import TIED, load_preferences, pack_rankings
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
@@ -243,6 +244,7 @@ def check_align_config(cfg):
 class Preferences:
     """The stage of a run of train.py that learns from pairs of answers: see `train.train`."""
 
+    tokenizer_files = staticmethod(tokenizer_files)
     batches = staticmethod(train.batches)
     train_step = staticmethod(train.train_step)
     reference = None        # log-probabilities of the answers by the reference: see `answer_sums`
@@ -373,10 +375,21 @@ class RewardModel(Preferences):
     saved folder as AutoModelForSequenceClassification, one label.
     """
 
+    pad_id = None       # of the saved model
+
+    def tokenizer_files(self, folder, tokenizer, template, add_bos):
+        """Return the tokenizer files to save, with a pad token that never ends an answer."""
+        name, self.pad_id = pad_token(folder, tokenizer, template)
+        if name is None:
+            print(f'note: the only control token of {folder} ends the answers, so none can pad '
+                  f'them: transformers will compute the rewards of one text at a time alone')
+        return tokenizer_files(folder, tokenizer, template, add_bos, name)
+
     def build_model(self, cfg, config, base, device):
         """Return the model with a score head of zeros, which is trained with LoRA as well."""
         model = build_model(cfg, config, base, device, reward=True)
         model.score.requires_grad_()
+        model.config.hf = model.config.hf | {'pad_token_id': self.pad_id}
         return model
 
     def pack_batch(self, cfg, sequences, chosen, multiple):

@@ -18,6 +18,7 @@ import torch
 
 import train
 from data.answers import Answers, pack_rollouts
+from data.export import tokenizer_files
 from data.free_answers import FREE_TASKS
 from data.rl import load_prompts, load_reward
 from data.tokenizer import begins_with_bos
@@ -234,6 +235,8 @@ def check_rollouts(cfg):
 
 class Rollouts:
     """The stage of a run of train.py that learns from rewards of answers that it generates."""
+
+    tokenizer_files = staticmethod(tokenizer_files)
 
     def load_sequences(self, cfg, tokenizer):
         """Return (prompts, indices of those to train on, indices of the held-out ones)."""

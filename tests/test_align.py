@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 import torch
 from common import (HERE, off, reference_model, run_scripts, same_weights, sentencepiece_folder,
                     write_rows)
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import align
 import train
 from align import PAIR_LOSSES, AlignConfig, Pairs, Preferences
+from data import rl as data_rl
 from data.preferences import to_tree
 from runtime import checkpoint
 from runtime.config import dump_config
@@ -352,6 +354,69 @@ def test_a_reward_model_is_that_of_transformers_and_no_language_model(base, tmp_
         checkpoint.load(cfg.out_dir)
     with pytest.raises(CheckpointError, match='is no reward model'):
         checkpoint.load(base, reward=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case', [
+    'null', 'the end token', 'the end token in the config alone', 'of the tokenizer alone',
+    'another one', 'a special token of old files'])
+def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, case, tmp_path):
+    """Single texts and padded batches, with and without the pad token inside a text."""
+    transformers = pytest.importorskip('transformers')
+    pad, settings = {       # of config.json and of the tokenizer; <s> = 1 and </s> = 2
+        'null': (None, {}), 'the end token': (2, {'pad_token': '</s>'}),
+        'the end token in the config alone': (2, {}),
+        'of the tokenizer alone': (None, {'pad_token': '<unk>'}),
+        'another one': (0, {'pad_token': {'content': '<unk>', '__type': 'AddedToken'}}),
+        'a special token of old files': (None, {})}[case]
+    folder = tmp_path / 'base'
+    shutil.copytree(base, folder)
+    raw = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps(raw | {'pad_token_id': pad}))
+    if settings:
+        (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
+    if 'old' in case:
+        (folder / 'special_tokens_map.json').write_text('{"pad_token": "</s>"}')
+    cfg = config(folder, tmp_path, ROWS, method='reward', epochs=2, lr=3e-2)
+    align.align(cfg)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        cfg.out_dir, dtype=torch.float32, attn_implementation='eager').eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.out_dir)
+    assert tokenizer.pad_token_id == theirs.config.pad_token_id not in (None, 2)
+    model = data_rl.ModelReward(cfg.out_dir, 'cpu', torch.float32, 'tulu')
+    messages = [[{'role': 'user', 'content': f'Name {i}.'}] for i in range(3)]
+    texts = [['Red.', 'Seven and so on'], ['', 'Blue'], ['x', 'y']]
+    ours = model.scores(messages, texts, None)
+    encoded = [[[*ids, *answer] for answer in answers]
+               for ids, answers in (model.encode(*pair) for pair in zip(messages, texts,
+                                                                        strict=True))]
+    sequences = sum(encoded, [])
+    with torch.no_grad():
+        single = [theirs(torch.tensor([ids])).logits.item() for ids in sequences]
+        assert single == pytest.approx(ours.ravel().tolist(), rel=1e-4, abs=1e-5)
+        assert np.std(single) > 1e-3
+        sequences.append([*sequences[0][:4], tokenizer.pad_token_id, *sequences[0][4:]])
+        single.append(theirs(torch.tensor([sequences[-1]])).logits.item())
+        for side in ('right', 'left'):
+            batch = tokenizer.pad({'input_ids': sequences}, padding_side=side, return_tensors='pt')
+            assert theirs(**batch).logits.ravel().tolist() == pytest.approx(
+                single, rel=1e-4, abs=1e-5)
+        inside = torch.tensor([sequences[-1]])
+        hidden = model.model(inside, torch.arange(inside.shape[1])[None], None)
+        assert model.model.rewards(hidden[:, -1]).item() == pytest.approx(single[-1], abs=1e-5)
+
+
+def test_a_reward_model_that_gives_nan_is_named(base, tmp_path):
+    cfg = config(base, tmp_path, ROWS, method='reward', epochs=1)
+    align.align(cfg)
+    path = tmp_path / 'run/model.safetensors'
+    weights = load_file(path)
+    weights['score.weight'][0, 3] = torch.nan
+    save_file(weights, path)
+    reward = data_rl.load_reward(cfg.out_dir, 'cpu', torch.float32, 'tulu')
+    with pytest.raises(CheckpointError, match=r'reward = .*/run: the model gives NaN or infinite '
+                                              r'rewards; score.weight in .*/run holds NaN'):
+        reward.scores([[{'role': 'user', 'content': 'Name.'}]], [['Red.', 'Blue']], None)
 
 
 @pytest.mark.parametrize('margins', [False, True])
