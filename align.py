@@ -383,7 +383,7 @@ class RewardModel(Preferences):
         if name is None:
             print(f'note: the only control token of {folder} ends the answers, so none can pad '
                   f'them: transformers will compute the rewards of one text at a time alone')
-        return tokenizer_files(folder, tokenizer, template, add_bos, name)
+        return tokenizer_files(folder, tokenizer, template, add_bos, reward=True)
 
     def build_model(self, cfg, config, base, device):
         """Return the model with a score head of zeros, which is trained with LoRA as well."""

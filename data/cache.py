@@ -1,9 +1,10 @@
 """Tokenized datasets on disk: written once, then memory-mapped.
 
 A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8), the concatenated sequences;
-`offsets.npy`, where each begins and the last ends; `margins.npy`, float32, see data/preferences.py;
-and `info.json` with a hash of these four. Its name is a hash of what decides its content: the raw files, the settings and the code of data/, so
-that an edited template makes new tokens. A folder that does not match its hash is rebuilt.
+`offsets.npy`, where each begins and the last ends; `margins.npy` (float32), of pairs of answers;
+and `info.json` with a hash of these four. Its name is a hash of what decides its content: the raw
+files, the settings and the code of data/, so that an edited template makes new tokens. A folder
+that does not match its hash is rebuilt.
 """
 
 import collections
@@ -28,9 +29,9 @@ FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'margins.npy', 'info.json
 class Sequences:
     """Memory-mapped sequences: `seqs[i]` is (tokens uint32 [n], loss mask uint8 [n]).
 
-    margins: float32, one per sequence, 0 if it has none
-    digest: hash of the tokens, loss masks, margins and their order. Raises DataError if a file of the folder
-    is missing or damaged.
+    margins: float32, of each sequence, 0 if it has none; see data/preferences.py
+    digest: hash of the tokens, loss masks, margins and their order. Raises DataError if a file of
+    the folder is missing or damaged.
     """
 
     def __init__(self, folder):
@@ -82,8 +83,8 @@ def source_digest():
 def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers=1, regroup=iter):
     """Return the Sequences of all rows, from the cache if this was tokenized before.
 
-    encode:   row -> list of (token ids, loss mask[, margin]), or a text that says why the row is left out;
-              may raise DataError; runs in worker processes
+    encode:   row -> list of (token ids, loss mask[, margin]), or a text that says why the row is
+              left out; may raise DataError; runs in worker processes
     settings: dict of what changes the result besides the content of the files and the code: the
               tokenizer's fingerprint, the name of the template, ...
     on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first

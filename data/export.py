@@ -19,12 +19,12 @@ FLAGS = dict.fromkeys(('single_word', 'lstrip', 'rstrip'), False)   # of an adde
 NORMAL, USER_DEFINED, BYTE = 1, 4, 6    # types of its pieces
 
 
-def tokenizer_files(folder, tokenizer, template=None, add_bos=True, pad=None):
+def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False):
     """Return {name: text, or object for a JSON file} to add to the base model's files, or replace.
 
     folder:   the folder of the base model; DataError if a JSON file in it is damaged
     template: name of the chat template used in training; None keeps the base model's
-    pad:      name of the pad token; None keeps the base model's
+    reward:   whether for a reward model, which has the pad token of `pad_token`
     """
     base = functools.partial(_json_beside, folder)
     files, settings = {}, base('tokenizer_config.json')
@@ -42,13 +42,14 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True, pad=None):
                          'clean_up_tokenization_spaces': False}
     if template:
         settings.pop('chat_template', None)     # older programs prefer it to the file
-        files['chat_template.jinja'] = jinja(template, tokenizer, add_bos)
+        files['chat_template.jinja'] = jinja(template, tokenizer, add_bos, reward)
         generation = base('generation_config.json')
         stops = generation.get('eos_token_id')
         stops = stops if isinstance(stops, list) else [tokenizer.eos_id if stops is None else stops]
         end = _example(tokenizer, template)[-1]
         if end not in stops:
             files['generation_config.json'] = generation | {'eos_token_id': [*stops, end]}
+    pad, _ = pad_token(folder, tokenizer, template) if reward else (None, None)
     if pad:
         names = base('special_tokens_map.json')     # which beats tokenizer_config.json
         settings['pad_token'] = pad
@@ -79,7 +80,7 @@ def pad_token(folder, tokenizer, template):
     own = [_json_beside(folder, name).get('pad_token')
            for name in ('special_tokens_map.json', 'tokenizer_config.json')]
     own = [token.get('content') if isinstance(token, dict) else token for token in own]
-    if Path(folder, 'tokenizer.json').exists():     # which can have other names than tokenizer.model
+    if Path(folder, 'tokenizer.json').exists():     # its names can differ from tokenizer.model's
         ids = {token['content']: token['id']
                for token in _json_beside(folder, 'tokenizer.json').get('added_tokens') or ()
                if (token.get('special') or token['content'] in own)

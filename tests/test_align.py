@@ -401,6 +401,11 @@ def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, 
             batch = tokenizer.pad({'input_ids': sequences}, padding_side=side, return_tensors='pt')
             assert theirs(**batch).logits.ravel().tolist() == pytest.approx(
                 single, rel=1e-4, abs=1e-5)
+        chats = [[*messages[0], {'role': 'assistant', 'content': text}] for text in texts[0]]
+        batch = tokenizer.apply_chat_template(chats, padding=True, return_dict=True,
+                                              return_tensors='pt')
+        assert theirs(**batch).logits.ravel().tolist() == pytest.approx(
+            single[:2], rel=1e-4, abs=1e-5)
         inside = torch.tensor([sequences[-1]])
         hidden = model.model(inside, torch.arange(inside.shape[1])[None], None)
         assert model.model.rewards(hidden[:, -1]).item() == pytest.approx(single[-1], abs=1e-5)

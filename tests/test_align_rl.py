@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import rl
 import train
 from align import AlignConfig
 from data import rl as data_rl
+from data.answers import Answers
 from data.files import read_rows
 from data.tokenizer import load_model_tokenizer
 from generate import Answer
@@ -272,6 +274,13 @@ def test_loss_and_gradients_are_those_of_trl(llama, method, kl, entropy_coef, tm
 
 # ---- Expected gradients, by exact enumeration ----------------------------------------------------
 
+class AnswersOf(NamedTuple):
+    """What `rl.policy_loss` needs of data.answers.Answers, in float64."""
+    answer: torch.Tensor
+    counts: torch.Tensor
+    sums = Answers.sums
+
+
 class Tree:
     """A policy over all answers of at most two or three tokens, in float64; token 0 ends an answer.
 
@@ -304,7 +313,7 @@ class Tree:
                 for x in (logits, self.reference))
         return (p.exp() * (p - q)).sum()
 
-    def gradient(self, cfg, groups, probability, advantages=None, costs=True, used=None):
+    def gradient(self, cfg, groups, probability, advantages=None):
         """Return the expected gradient of the loss of a step, one prompt with a group of answers.
 
         groups: tuples of indices of sequences; probability: of each group; advantages: None for
@@ -327,10 +336,7 @@ class Tree:
                 stage.assign_credit(cfg, packed, numbers, self.rewards[[*group]])
             else:
                 numbers['advantage'] = np.full(len(answer), advantages)
-            answers = SimpleNamespace(
-                answer=answer, counts=torch.from_numpy(counts).double(), sums=lambda x, tokens,
-                n=len(group), answer=answer: torch.zeros(n, dtype=x.dtype).index_add(
-                    0, answer[tokens], x))
+            answers = AnswersOf(answer, torch.from_numpy(counts).double())
             log_p = torch.cat([now[i] for i in group])
             column = columns | {'advantage': torch.from_numpy(numbers['advantage'])}
             loss, _, _ = rl.policy_loss(log_p, column, answers, torch.arange(len(answer)), cfg)

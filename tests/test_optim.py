@@ -172,8 +172,8 @@ def test_weight_decay_is_on_matrices_only_whatever_the_axes_of_norms_and_biases(
     cfg = TrainConfig(dtype='float32', weight_decay=0.1, compile=False)
     model = build.build_model(cfg, checkpoint.read_config(tmp_path), tmp_path, 'cpu')
     model.value_head = torch.nn.Parameter(torch.zeros(5))
-    decay = {id(p): group['weight_decay'] for group in build.build_optimizer(model, cfg).param_groups
-             for p in group['params']}
+    groups = build.build_optimizer(model, cfg).param_groups
+    decay = {id(p): group['weight_decay'] for group in groups for p in group['params']}
     wrong = {key for key, p in model.named_parameters() if decay[id(p)] != (
         0 if 'norm' in key or key.endswith('bias') or key == 'value_head' else 0.1)}
     assert len(decay) == len([*model.parameters()]) and not wrong
