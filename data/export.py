@@ -92,7 +92,7 @@ def pad_token(folder, tokenizer, template):
     for name in (*own, names.get(_json_beside(folder, 'config.json').get('pad_token_id')),
                  *(name for name in last_first if 'pad' in name.lower()), unknown,
                  *sorted(last_first, key=lambda name: ids[name] in used)):
-        if name in ids and ids[name] != end:
+        if isinstance(name, str) and ids.get(name, end) != end:
             return name, ids[name]
     return None, None
 
