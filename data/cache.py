@@ -42,7 +42,7 @@ class Sequences:
             self.tokens = _map(folder / 'tokens.bin', np.uint32)
             self.loss_mask = _map(folder / 'loss_mask.bin', np.uint8)
             self.digest = _digest(self.offsets, self.tokens, self.loss_mask, self.margins)
-            if self.info['digest'] != self.digest:
+            if self.info['digest'] != self.digest or len(self.margins) != len(self):
                 raise ValueError('it does not match its hash')
         except Exception as error:      # a damaged file can raise anything
             raise DataError(f'the token cache {folder} is damaged ({error!r})') from error
@@ -64,7 +64,8 @@ def _map(path, dtype):
     return np.asarray(np.memmap(path, dtype=dtype, mode='r'))
 
 
-def _digest(*arrays):
+def _digest(offsets, tokens, loss_mask, margins=()):
+    arrays = [offsets, tokens, loss_mask, *([margins] if np.any(margins) else [])]
     digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
     for array in arrays:
         digest.update(array)

@@ -207,6 +207,20 @@ def test_a_pair_of_any_format_may_have_a_margin(name, tokenizer, tmp_path):
         assert sequences.margins.tolist() == [1.5, 2, 0, 0]
 
 
+@pytest.mark.parametrize('damaged', [[1.5, 2.5], [0, 0], [1.5], [1.5, 2, 0]])
+def test_damaged_margins_in_the_cache_are_made_again(damaged, tokenizer, tmp_path, capsys):
+    write_rows(tmp_path / 'pairs.jsonl', [ROWS['HH-RLHF'] | {'margin': m} for m in (1.5, 2)])
+
+    def load():
+        return load_preferences(
+            str(tmp_path / 'pairs.jsonl'), tokenizer, template='tulu', add_bos=True,
+            max_length=512, pack_len=1024, cache_dir=str(tmp_path / 'cache')).margins.tolist()
+    assert load() == [1.5, 2]
+    path, = (tmp_path / 'cache').glob('*/margins.npy')
+    np.save(path, np.array(damaged, np.float32))
+    assert load() == [1.5, 2] and 'does not match its hash' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('row, message', [
     (ROWS['GPT-4-LLM'] | {'margin': 1}, '"margin" is that of a pair of answers'),
     ({'prompt': 'a', 'responses': 3, 'scores': [1, 0], 'margin': 1.0}, 'of a pair of answers'),
