@@ -39,6 +39,7 @@ from torch import Tensor
 import metrics
 import train
 from data.answers import Answers
+from data.export import pad_token, tokenizer_files
 from data.preferences import TIED, load_preferences, pack_rankings
 from data.tokenizer import begins_with_bos
 from fused_ce import fused_loss, joint
@@ -47,6 +48,7 @@ from runtime import checkpoint, resume
 from runtime.build import build_model
 from runtime.code import code_digest
 from runtime.config import load_config, require_range
+from runtime.device import to_device
 from runtime.errors import ConfigError
 from runtime.loss import loss_options
 from runtime.ownership import temporary
@@ -158,8 +160,8 @@ class AlignConfig(train.TrainConfig):
     clip: float = 0.2                         # the ratio of probabilities stays above 1 - clip
     clip_high: float | None = None            # and below 1 + clip_high; None: clip, dapo 0.28
     entropy_coef: float = 0.0                 # weight of a bonus for the mean entropy per token
-    # KL to the model before training: none; logged only; in the reward; in the loss with the right
-    # gradient; or k3 in the loss as in GRPO's paper
+    # KL to the model before training: none; logged only; in the reward; in the loss with the
+    # gradient of the KL of whole answers; or k3 of each token in the loss, as in GRPO's paper
     kl: Literal['none', 'logged', 'reward', 'loss', 'k3'] = 'none'
     kl_coef: float = 0.05                     # weight of the KL
     kl_target: float | None = None            # nats per answer; kl_coef adapts to it (Ziegler 2019)
@@ -242,6 +244,7 @@ def check_align_config(cfg):
 class Preferences:
     """The stage of a run of train.py that learns from pairs of answers: see `train.train`."""
 
+    tokenizer_files = staticmethod(tokenizer_files)
     batches = staticmethod(train.batches)
     train_step = staticmethod(train.train_step)
     reference = None        # log-probabilities of the answers by the reference: see `answer_sums`
@@ -256,6 +259,8 @@ class Preferences:
         masks = [mask for _, mask in self.sequences]
         best = np.mean([np.count_nonzero(mask == 1) for mask in masks])
         worst = np.mean([np.count_nonzero(mask == mask[-1]) for mask in masks])
+        if (n := np.count_nonzero(self.sequences.margins)) and cfg.method != 'reward':
+            print(f'note: {n} pairs have a margin, which only method = reward uses')
         # a bias to long or short answers shows here
         print(f'answers: {best:.0f} tokens on average in the best, {worst:.0f} in the worst')
         return train.split_sequences(cfg, self.sequences)
@@ -368,21 +373,35 @@ class Preferences:
 
 
 class RewardModel(Preferences):
-    """The stage that trains a reward model: -log sigmoid(r_w - r_l) (Bradley and Terry 1952).
+    """The stage that trains a reward model: -log sigmoid(r_w - r_l - m) (Bradley and Terry 1952).
 
-    The reward of an answer is the dot product of its last hidden state and a score head [D], in
-    float32. transformers loads the saved folder as AutoModelForSequenceClassification, one label.
+    m is the margin of a pair (Llama 2, 2307.09288), 0 without one. The reward of an answer is the
+    dot product of its last hidden state and a score head [D], in float32. transformers loads the
+    saved folder as AutoModelForSequenceClassification, one label.
     """
+
+    pad_id = None       # of the saved model
+
+    def tokenizer_files(self, folder, tokenizer, template, add_bos):
+        """Return the tokenizer files to save, with a pad token that never ends an answer."""
+        name, self.pad_id = pad_token(folder, tokenizer, template)
+        if name is None:
+            print(f'note: the only control token of {folder} ends the answers, so none can pad '
+                  f'them: transformers will compute the rewards of one text at a time alone')
+        return tokenizer_files(folder, tokenizer, template, add_bos, reward=True)
 
     def build_model(self, cfg, config, base, device):
         """Return the model with a score head of zeros, which is trained with LoRA as well."""
         model = build_model(cfg, config, base, device, reward=True)
         model.score.requires_grad_()
+        model.config.hf = model.config.hf | {'pad_token_id': self.pad_id}
         return model
 
     def pack_batch(self, cfg, sequences, chosen, multiple):
         """Return the packed trees of the sequences with the indices `chosen`."""
-        return pack_rankings([sequences[i] for i in chosen], cfg.pack_len, multiple, last=True)
+        packed = pack_rankings([sequences[i] for i in chosen], cfg.pack_len, multiple, last=True)
+        tree = packed['where'][packed['pairs'][:, 0], 0]
+        return packed | {'margin': sequences.margins[chosen[tree]]}
 
     def margins(self, model, packed, rows, inputs):
         """Return (r_w - r_l, r_w + r_l, weight) of the pairs in some rows."""
@@ -397,7 +416,8 @@ class RewardModel(Preferences):
             margin, both, weight = self.margins(model, packed, rows, inputs)
             values = {'nll': F.softplus(-margin), 'margin': margin,
                       'accuracy': (margin.sign() + 1) / 2}
-            loss = values['nll'] + cfg.centering * both.square()
+            wanted = to_device(torch.from_numpy(packed['margin']), margin.device)
+            loss = F.softplus(wanted - margin) + cfg.centering * both.square()
             return (loss * weight).sum(), {
                 name: (value.detach() * weight).sum() for name, value in values.items()}
         return compute

@@ -19,6 +19,7 @@ import torch
 
 import train
 from data.answers import Answers, pack_rollouts
+from data.export import tokenizer_files
 from data.free_answers import FREE_TASKS
 from data.rl import load_prompts, load_reward
 from data.tokenizer import begins_with_bos
@@ -37,19 +38,32 @@ from runtime.sampling import Sampling
 # ---- Advantages and divisors ---------------------------------------------------------------------
 
 
-def centered(rewards):
-    """Return rewards [prompts, answers] minus the mean over the answers to each prompt."""
-    return rewards - rewards.mean(1, keepdims=True)
+# Of rewards and of costs, the KL in the reward: float64 [prompts, answers], in nats per answer
+
+def deviation(x):
+    """Return x minus its mean along the last axis; equal numbers of any size give exactly 0."""
+    x = x - x[..., :1]      # the mean of equal numbers is rounded, except that of zeros
+    return x - x.mean(-1, keepdims=True)
 
 
-def leave_one_out(rewards):
-    """Return each reward minus the mean of the others'."""
-    return centered(rewards) * rewards.shape[1] / (rewards.shape[1] - 1)
+def centered(rewards, costs=0.0):
+    """Return the rewards minus costs, minus their mean over the answers to each prompt."""
+    return deviation(rewards) - deviation(np.broadcast_to(costs, rewards.shape))
 
 
-def standardized(rewards):
-    """Return the centered rewards, divided by their standard deviation."""
-    return centered(rewards) / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
+def leave_one_out(rewards, costs=0.0):
+    """Return the reward minus costs of each answer, minus the mean of the others'."""
+    return centered(rewards, costs) * rewards.shape[1] / (rewards.shape[1] - 1)
+
+
+def standardized(rewards, costs=0.0):
+    """Return the centered rewards, divided by their standard deviation, minus the centered costs.
+
+    The deviation is that of the rewards alone: divided by their own, the costs of answers with
+    equal rewards would be noise of full size, whatever their weight.
+    """
+    std = deviation(rewards).std(1, ddof=1, keepdims=True)
+    return centered(centered(rewards) / (std + 1e-4), costs)
 
 
 def soft_overlong(lengths, cfg):
@@ -66,6 +80,10 @@ def per_answer(counts, used, cfg):
     return used / (len(counts) * counts)
 
 
+def per_answer_sum(counts, used, cfg):      # each answer's sum, then the mean over answers
+    return used / len(counts)
+
+
 def per_limit(counts, used, cfg):       # a constant, which does not favor short wrong answers
     return used / (len(counts) * cfg.max_tokens)
 
@@ -75,7 +93,7 @@ def per_token(counts, used, cfg):       # the mean over all tokens of the step
 
 
 class Method(NamedTuple):
-    """advantage: rewards [prompts, answers] -> advantages, float64; weight: see above.
+    """advantage: (rewards, costs) -> advantages, float64 [prompts, answers]; weight: see above.
 
     ratio: of the new to the old probability: of each 'token', of the whole 'answer', or 'mean',
     the geometric mean over the answer's tokens
@@ -88,7 +106,7 @@ class Method(NamedTuple):
 
 
 RL_METHODS = {
-    'rloo': Method(leave_one_out, per_answer, ratio='answer'),      # Ahmadian 2024 (2402.14740)
+    'rloo': Method(leave_one_out, per_answer_sum, ratio='answer'),  # Ahmadian 2024 (2402.14740)
     'grpo': Method(standardized, per_answer),                       # Shao 2024 (2402.03300)
     'dr_grpo': Method(centered, per_limit),                         # Liu 2025 (2503.20783)
     # Yu 2025 (2503.14476), with the settings resample and soft_overlong
@@ -118,8 +136,8 @@ def generalized_advantages(rewards, values, counts, cfg):
 def whitened(x, counts):
     """Return x [n] with mean 0 and variance 1 in each of its parts, of `counts` numbers."""
     parts = np.split(x, np.cumsum(counts)[:-1])
-    return np.concatenate([(part - part.mean()) / np.sqrt(part.var(ddof=len(part) > 1) + 1e-8)
-                           for part in parts])
+    return np.concatenate([part / np.sqrt(part.var(ddof=len(part) > 1) + 1e-8)
+                           for part in map(deviation, parts)])
 
 
 # ---- Losses of tokens ----------------------------------------------------------------------------
@@ -133,7 +151,8 @@ def clipped_loss(log_ratio, advantage, low, high):
 def k3(log_p, reference):
     """e^-d - 1 + d with d = log p - log ref: an estimate of KL(policy, reference), never negative.
 
-    Its gradient is that of KL(reference, policy); times the ratio, that of KL(policy, reference).
+    At tokens drawn from the policy its expected gradient is that of KL(reference, policy) for the
+    next token, after the tokens that were drawn.
     """
     d = log_p - reference
     return torch.expm1(-d) + d
@@ -143,19 +162,30 @@ def policy_loss(log_p, column, answers, tokens, cfg):
     """Return the loss [n] of some answers' tokens, their ratios, and whether these are clipped.
 
     column: {name: [n]}; without `old`, this is the first update, whose ratios are 1
+    tokens: those of whole answers
     """
+    def shared(x):      # x [N], of each answer, in equal parts over its tokens
+        return (x / answers.counts)[answers.answer[tokens]]
+
     method, old = RL_METHODS[cfg.method], column.get('old', log_p.detach())
     high = next(x for x in (cfg.clip_high, method.clip_high, cfg.clip) if x is not None)
     log_ratio = log_p - old
-    if method.ratio != 'token':     # the loss of an answer, in each of its tokens
-        sums = answers.sums(log_ratio, tokens)
-        sums = sums / answers.counts if method.ratio == 'mean' else sums
-        log_ratio = sums[answers.answer[tokens]]
+    of_answer = answers.sums(log_ratio, tokens)
+    if method.ratio == 'mean':
+        log_ratio = shared(of_answer)
+    elif method.ratio == 'answer':
+        log_ratio = of_answer[answers.answer[tokens]]
     loss, ratio = clipped_loss(log_ratio, column['advantage'], cfg.clip, high), log_ratio.exp()
     clipped = loss > -column['advantage'] * ratio       # the gradient is 0
-    if cfg.kl in ('loss', 'k3'):
-        factor = (log_p - old).exp() if cfg.kl == 'loss' else 1
-        loss = loss + cfg.kl_coef * factor * k3(log_p, column['reference'])
+    if method.ratio == 'answer':
+        loss = loss / answers.counts[answers.answer[tokens]]
+    if cfg.kl == 'k3':
+        loss = loss + cfg.kl_coef * k3(log_p, column['reference'])
+    elif cfg.kl == 'loss':
+        # the gradient of KL(policy, reference) of whole answers is E[log(p / ref) dlog p]: a token
+        # also decides what the KL of later ones will be
+        kl = answers.sums((log_p - column['reference']).detach(), tokens)
+        loss = loss + cfg.kl_coef * shared(of_answer.exp() * kl)
     return loss, ratio.detach(), clipped
 
 
@@ -206,6 +236,8 @@ def check_rollouts(cfg):
 
 class Rollouts:
     """The stage of a run of train.py that learns from rewards of answers that it generates."""
+
+    tokenizer_files = staticmethod(tokenizer_files)
 
     def load_sequences(self, cfg, tokenizer):
         """Return (prompts, indices of those to train on, indices of the held-out ones)."""
@@ -302,8 +334,8 @@ class Rollouts:
     def pack(self, cfg, chosen, answers, rewards, multiple):
         """Return the packed rows of a step's answers with all that the loss needs.
 
-        Besides what `pack_rollouts` returns: `columns`, a number per answer token, and `measured`,
-        means over the answers.
+        Besides what `pack_rollouts` returns: `columns`, a number per answer token; `measured`,
+        means over the answers; and `n_supervised`, the number of tokens that have a loss.
         """
         packed = pack_rollouts([self.prompts[i][0].tolist() for i in chosen],
                                [[answer.tokens for answer in group] for group in answers],
@@ -328,7 +360,8 @@ class Rollouts:
         used = np.array([cfg.truncated != 'mask' or not answer.truncated for answer in group])
         weight = RL_METHODS[cfg.method].weight(packed['counts'], used, cfg)
         columns['weight'] = np.repeat(weight, packed['counts'])
-        return packed | {'columns': columns, 'measured': measured}
+        return packed | {'columns': columns, 'measured': measured,
+                         'n_supervised': max(1, packed['counts'][used].sum())}
 
     def assign_credit(self, cfg, packed, columns, rewards):
         """Add the column `advantage` and, for PPO, `returns`; rewards float64 [N], one per answer.
@@ -346,9 +379,9 @@ class Rollouts:
             columns['advantage'] = whitened(
                 advantage, counts if cfg.whiten == 'response' else [len(advantage)])
             return
-        table = np.zeros(where.max(0) + 1)
-        table[tuple(where.T)] = rewards - np.add.reduceat(costs, begin)
-        advantage = RL_METHODS[cfg.method].advantage(table)[tuple(where.T)]
+        tables = np.zeros((2, *where.max(0) + 1))
+        tables[:, *where.T] = rewards, np.add.reduceat(costs, begin)
+        advantage = RL_METHODS[cfg.method].advantage(*tables)[tuple(where.T)]
         columns['advantage'] = np.repeat(advantage, counts)
 
     def log_probs(self, model, packed, cfg):
@@ -401,8 +434,8 @@ class Rollouts:
                 if cfg.kl != 'none':
                     measured['kl'] = (log_p.detach() - column['reference']).sum() / n_answers
                 loss = (loss * column['weight']).sum()
-                if cfg.entropy_coef:    # of the answers that have a loss
-                    bonus = (entropy * (column['weight'] > 0)).sum() / n_tokens
+                if cfg.entropy_coef:    # the mean over the tokens that have a loss
+                    bonus = (entropy * (column['weight'] > 0)).sum() / packed['n_supervised']
                     loss = loss - cfg.entropy_coef * bonus
                 return loss
 

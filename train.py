@@ -143,7 +143,7 @@ import numpy as np
 import torch
 
 import metrics
-from data.export import tokenizer_files
+from data.export import tokenizer_files      # noqa: F401    used through `stage`
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack, sequence_weights
 from data.tasks import load_tasks
@@ -394,9 +394,9 @@ def train(cfg, stage=None):
 
     resume=True uses the weights, the reports and the last checkpoint in out_dir. Model, data, tasks
     and settings are checked before anything is replaced. stage: an object with load_sequences,
-    build_model, pack_batch, batches, train_step, token_loss and validation_loss, which replace this
-    module's functions for another kind of training (see align.py). Raises ConfigError, DataError,
-    CheckpointError or TrainingError.
+    tokenizer_files, build_model, pack_batch, batches, train_step, token_loss and validation_loss,
+    which replace this module's functions for another kind of training (see align.py). Raises
+    ConfigError, DataError, CheckpointError or TrainingError.
     """
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
@@ -418,8 +418,8 @@ def train(cfg, stage=None):
             data = stage.load_sequences(cfg, tokenizer)
             if not cfg.from_scratch:
                 checkpoint.check_weights(base, config)
-        more = tokenizer_files(base, tokenizer, cfg.template if cfg.data_kind == 'instruct' else
-                               None, begins_with_bos(tokenizer, cfg.add_bos))
+        more = stage.tokenizer_files(base, tokenizer, cfg.template if cfg.data_kind == 'instruct'
+                                     else None, begins_with_bos(tokenizer, cfg.add_bos))
         if rank() == 0 and not cfg.dry_run:
             ownership.check_free(out_dir, *trained.run_files(cfg, config, base, more),
                                  *(OUTPUTS if cfg.eval else ()))

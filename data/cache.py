@@ -1,9 +1,10 @@
 """Tokenized datasets on disk: written once, then memory-mapped.
 
 A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8), the concatenated sequences;
-`offsets.npy`, where each begins and the last ends; and `info.json` with a hash of these three. Its
-name is a hash of what decides its content: the raw files, the settings and the code of data/, so
-that an edited template makes new tokens. A folder that does not match its hash is rebuilt.
+`offsets.npy`, where each begins and the last ends; `margins.npy` (float32), of pairs of answers;
+and `info.json` with a hash of these four. Its name is a hash of what decides its content: the raw
+files, the settings and the code of data/, so that an edited template makes new tokens. A folder
+that does not match its hash is rebuilt.
 """
 
 import collections
@@ -22,24 +23,26 @@ from data.files import parsed, read_rows, without_bad, writing
 from runtime.errors import DataError
 from runtime.processes import forked_pool
 
-FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'info.json')
+FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'margins.npy', 'info.json')
 
 
 class Sequences:
     """Memory-mapped sequences: `seqs[i]` is (tokens uint32 [n], loss mask uint8 [n]).
 
-    digest: hash of the tokens, loss masks and their order. Raises DataError if a file of the folder
-    is missing or damaged.
+    margins: float32, of each sequence, 0 if it has none; see data/preferences.py
+    digest: hash of the tokens, loss masks, margins and their order. Raises DataError if a file of
+    the folder is missing or damaged.
     """
 
     def __init__(self, folder):
         try:
             self.info = json.loads((folder / 'info.json').read_text(encoding='utf-8'))
-            self.offsets = np.load(folder / 'offsets.npy')
+            self.offsets, self.margins = (np.load(folder / f'{name}.npy')
+                                          for name in ('offsets', 'margins'))
             self.tokens = _map(folder / 'tokens.bin', np.uint32)
             self.loss_mask = _map(folder / 'loss_mask.bin', np.uint8)
-            self.digest = _digest(self.offsets, self.tokens, self.loss_mask)
-            if self.info['digest'] != self.digest:
+            self.digest = _digest(self.offsets, self.tokens, self.loss_mask, self.margins)
+            if self.info['digest'] != self.digest or len(self.margins) != len(self):
                 raise ValueError('it does not match its hash')
         except Exception as error:      # a damaged file can raise anything
             raise DataError(f'the token cache {folder} is damaged ({error!r})') from error
@@ -61,7 +64,8 @@ def _map(path, dtype):
     return np.asarray(np.memmap(path, dtype=dtype, mode='r'))
 
 
-def _digest(*arrays):
+def _digest(offsets, tokens, loss_mask, margins=()):
+    arrays = [offsets, tokens, loss_mask, *([margins] if np.any(margins) else [])]
     digest = hashlib.sha256(repr([len(array) for array in arrays]).encode())
     for array in arrays:
         digest.update(array)
@@ -80,8 +84,8 @@ def source_digest():
 def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers=1, regroup=iter):
     """Return the Sequences of all rows, from the cache if this was tokenized before.
 
-    encode:   row -> list of (token ids, loss mask), or a text that says why the row is left out;
-              may raise DataError; runs in worker processes
+    encode:   row -> list of (token ids, loss mask[, margin]), or a text that says why the row is
+              left out; may raise DataError; runs in worker processes
     settings: dict of what changes the result besides the content of the files and the code: the
               tokenizer's fingerprint, the name of the template, ...
     on_bad_row: 'stop' raises the first DataError; 'skip' counts bad rows and prints the first
@@ -113,7 +117,7 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
 def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
     """Write the cache elsewhere and move it; in an existing folder, replace only its files."""
     part = folder.with_name(f'{folder.name}.{uuid.uuid4().hex}.tmp')
-    bad, left_out, offsets = [], collections.Counter(), [0]
+    bad, left_out, offsets, margins = [], collections.Counter(), [0], []
     part.mkdir(parents=True)
     try:
         with open(part / 'tokens.bin', 'wb') as tokens, open(part / 'loss_mask.bin', 'wb') as masks:
@@ -124,21 +128,24 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
                 if isinstance(sequences, str):
                     left_out[sequences] += 1
                     continue
-                for ids, loss_mask in sequences:
+                for ids, loss_mask, *margin in sequences:
                     tokens.write(np.asarray(ids, dtype=np.uint32))
                     masks.write(np.asarray(loss_mask, dtype=np.uint8))
                     offsets.append(offsets[-1] + len(ids))
+                    margins += margin or [0.0]
         if len(offsets) == 1:
             raise DataError(f'{", ".join(map(str, files))}: an empty dataset, nothing to train on'
                             + (f' ({len(bad)} bad rows, the first: {bad[0]})' if bad else '')
                             + ''.join(f'; {n} rows left out: {reason}'
                                       for reason, n in left_out.items()))
         offsets = np.asarray(offsets, dtype=np.int64)
+        margins = np.asarray(margins, dtype=np.float32)
         np.save(part / 'offsets.npy', offsets)
+        np.save(part / 'margins.npy', margins)
         info = {'bad_rows': len(bad), 'first_bad': bad[0] if bad else None,
                 'left_out': left_out, 'settings': settings,
                 'digest': _digest(offsets, _map(part / 'tokens.bin', np.uint32),
-                                  _map(part / 'loss_mask.bin', np.uint8))}
+                                  _map(part / 'loss_mask.bin', np.uint8), margins)}
         (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
         try:
             os.rename(part, folder)

@@ -237,19 +237,24 @@ TEMPLATES = {'tulu': tulu, 'olmo2': olmo2, 'mistral': mistral, 'alpaca': alpaca}
     name: functools.partial(turns, rows=rows) for name, rows in TURNS.items()}
 
 
-def jinja(template, tokenizer, add_bos=True):
+def jinja(template, tokenizer, add_bos=True, reward=False):
     """Return the Jinja form of a template, which renders what `encode_conversation` encodes.
 
     The names of BOS and EOS are written into it, so it does not depend on tokenizer_config.json.
+
+    reward: whether for a reward model, which reads the token that ends the last answer: without the
+    line break that some templates have after it
     """
     bos = tokenizer.decode([tokenizer.bos_id]) if add_bos else ''
     eos, text_tags = tokenizer.decode([tokenizer.eos_id]), '[INST]' not in tokenizer.control_ids
     name = 'turns' if template in TURNS else template
     path = Path(__file__).parent / 'chat_templates' / f'{name}.jinja'
+    parts = {role: split_turn(turn) for role, turn in TURNS.get(template, {}).items()}
     rows = {role: (''.join(opening), stripped, ''.join(closing))
-            for role, turn in TURNS.get(template, {}).items()
-            for opening, stripped, closing in [split_turn(turn)]}
+            for role, (opening, stripped, closing) in parts.items()}
+    end = ''.join(parts['assistant'][2][:1 if reward else None]) if parts else ''
     return (f'{{%- set eos, text_tags = {json.dumps(eos)}, {json.dumps(text_tags)} -%}}\n'
+            f'{{%- set end = {json.dumps(end)} -%}}\n'
             f'{{%- set rows = {json.dumps(rows)} -%}}\n'
             f'{{{{- {json.dumps(bos)} -}}}}\n{path.read_text(encoding="utf-8")}')
 

@@ -6,6 +6,7 @@ tokenizer.json made from our tokenizer, with the same ids as in training for pla
 chat template.
 """
 
+import functools
 import re
 from pathlib import Path
 
@@ -18,16 +19,14 @@ FLAGS = dict.fromkeys(('single_word', 'lstrip', 'rstrip'), False)   # of an adde
 NORMAL, USER_DEFINED, BYTE = 1, 4, 6    # types of its pieces
 
 
-def tokenizer_files(folder, tokenizer, template=None, add_bos=True):
+def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False):
     """Return {name: text, or object for a JSON file} to add to the base model's files, or replace.
 
     folder:   the folder of the base model; DataError if a JSON file in it is damaged
     template: name of the chat template used in training; None keeps the base model's
+    reward:   whether for a reward model, which has the pad token of `pad_token`
     """
-    def base(name):
-        path = Path(folder) / name
-        return read_json_object(path) if path.exists() else {}
-
+    base = functools.partial(_json_beside, folder)
     files, settings = {}, base('tokenizer_config.json')
     if not any((Path(folder) / name).exists() for name in ('tokenizer.json', 'vocab.json')):
         content = (byte_pair_json if isinstance(tokenizer, BytePairTokenizer) else
@@ -43,23 +42,66 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True):
                          'clean_up_tokenization_spaces': False}
     if template:
         settings.pop('chat_template', None)     # older programs prefer it to the file
-        files['chat_template.jinja'] = jinja(template, tokenizer, add_bos)
+        files['chat_template.jinja'] = jinja(template, tokenizer, add_bos, reward)
         generation = base('generation_config.json')
         stops = generation.get('eos_token_id')
         stops = stops if isinstance(stops, list) else [tokenizer.eos_id if stops is None else stops]
-        end = _end_of_turn(tokenizer, template)
+        end = _example(tokenizer, template)[-1]
         if end not in stops:
             files['generation_config.json'] = generation | {'eos_token_id': [*stops, end]}
+    pad, _ = pad_token(folder, tokenizer, template) if reward else (None, None)
+    if pad:
+        names = base('special_tokens_map.json')     # which beats tokenizer_config.json
+        settings['pad_token'] = pad
+        if names and names.get('pad_token') != pad:
+            files['special_tokens_map.json'] = names | {'pad_token': pad}
     if settings != base('tokenizer_config.json'):
         files['tokenizer_config.json'] = settings
     return files
 
 
-def _end_of_turn(tokenizer, template):
-    """Return the id of the token that ends an answer in `template`."""
+def _json_beside(folder, name):
+    """Return the object in a JSON file of a folder, {} without the file."""
+    path = Path(folder) / name
+    return read_json_object(path) if path.exists() else {}
+
+
+def pad_token(folder, tokenizer, template):
+    """Return (name, id) of a token that can pad answers in `template`; (None, None) without one.
+
+    transformers reads a reward at the last token that is not the pad token, so it must not be the
+    one that ends an answer. The first that exists of: the base model's own; one that is named so;
+    the unknown token; the last control token that the template does not use; and any other.
+    """
+    ids, unknown = dict(tokenizer.control_ids), None
+    if model := getattr(tokenizer, 'model', None):      # of sentencepiece
+        unknown = model.id_to_piece(model.unk_id())
+        ids.setdefault(unknown, model.unk_id())
+    own = [_json_beside(folder, name).get('pad_token')
+           for name in ('special_tokens_map.json', 'tokenizer_config.json')]
+    own = [token.get('content') if isinstance(token, dict) else token for token in own]
+    if Path(folder, 'tokenizer.json').exists():     # its names can differ from tokenizer.model's
+        ids = {token['content']: token['id']
+               for token in _json_beside(folder, 'tokenizer.json').get('added_tokens') or ()
+               if (token.get('special') or token['content'] in own)
+               and token['id'] < tokenizer.n_vocab}
+    names = {i: name for name, i in ids.items()}
+    *used, end = _example(tokenizer, template)
+    used = {*used, tokenizer.bos_id, tokenizer.eos_id}
+    last_first = sorted(ids, key=ids.get, reverse=True)
+    for name in (*own, names.get(_json_beside(folder, 'config.json').get('pad_token_id')),
+                 *(name for name in last_first if 'pad' in name.lower()), unknown,
+                 *sorted(last_first, key=lambda name: ids[name] in used)):
+        if isinstance(name, str) and ids.get(name, end) != end:
+            return name, ids[name]
+    return None, None
+
+
+def _example(tokenizer, template):
+    """Return the tokens of a conversation in `template`, up to the one that ends an answer."""
     messages = [{'role': role, 'content': role} for role in ('user', 'assistant')]
     ids, loss_mask = encode_conversation(messages, tokenizer, template, add_bos=False)
-    return [i for i, supervised in zip(ids, loss_mask, strict=True) if supervised][-1]
+    return ids[:max(i for i, supervised in enumerate(loss_mask) if supervised) + 1]
 
 
 def byte_pair_json(tokenizer):

@@ -11,7 +11,7 @@ reasons are counted.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class Ranking:
     prompt: list        # [{'role', 'content'}, ...]
     answers: list       # texts
     scores: list        # numbers that only order them
+    margin: float = 0.0     # that the difference of two answers' rewards is to exceed
 
 
 # ---- Rows of the published formats ---------------------------------------------------------------
@@ -47,14 +48,28 @@ def to_ranking(row):
     user_input, responses_and_scores     GPT-4-LLM; user_input, completion_a, completion_b before
     context, response1, response2, overall_preference        HelpSteer3
     prompt, responses, scores            any number of answers; HelpSteer2, by `join_answers`
+
+    A row of two answers may have a number `margin` besides.
     """
     fields = set(require_fields(row))
     for needed, read in FORMATS.items():
         if fields.issuperset(needed):
-            return read(row)
+            ranking = read(row)
+            return replace(ranking, margin=_margin(row, ranking.answers))
     raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted '
                     + ', or '.join(' + '.join(needed) for needed in FORMATS)
                     + ', or prompt + response + helpfulness in a row per answer')
+
+
+def _margin(row, answers):
+    margin = row.get('margin')
+    if margin is None:
+        return 0.0
+    if type(margin) not in (int, float) or not abs(margin) <= 1e18:
+        raise DataError(f'"margin" must be a number of at most 1e18, got {margin!r:.60}')
+    if not isinstance(answers, list) or len(answers) != 2:
+        raise DataError('"margin" is that of a pair of answers; leave it out of other rows')
+    return float(margin)
 
 
 def _pair(row):
@@ -159,6 +174,7 @@ def join_answers(rows):
 
     def add(row):
         texts = [require_text(row[key], key) for key in ('prompt', 'response')]
+        _margin(row, texts[1:])
         return *texts, row['helpfulness']
 
     for place, row in rows:
@@ -189,9 +205,13 @@ def load_preferences(source, tokenizer, *, template, max_length, pack_len, add_b
     files = fetch(source, PREFERENCE_PATTERNS, revision)
 
     def encode(row):
-        sequences = encode_ranking(to_ranking(row), tokenizer, template, add_bos, max_length)
-        too_long = not isinstance(sequences, str) and len(sequences[0][0]) > pack_len
-        return f'all answers longer than {pack_len} tokens' if too_long else sequences
+        ranking = to_ranking(row)
+        sequences = encode_ranking(ranking, tokenizer, template, add_bos, max_length)
+        if isinstance(sequences, str):
+            return sequences
+        if len(sequences[0][0]) > pack_len:
+            return f'all answers longer than {pack_len} tokens'
+        return [(*sequence, ranking.margin) for sequence in sequences]
 
     settings = {'kind': 'preferences', 'tokenizer': tokenizer.fingerprint, 'template': template,
                 'max_length': max_length, 'pack_len': pack_len, 'add_bos': add_bos}

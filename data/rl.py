@@ -26,7 +26,7 @@ from data.preferences import PREFERENCE_PATTERNS, encode_answer
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from runtime import checkpoint
 from runtime.device import to_device
-from runtime.errors import ConfigError, DataError
+from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.trained import training_settings
 
 # those of the tasks first
@@ -269,6 +269,10 @@ class ModelReward:
             answers = Answers(packed, [row], self.device)
             values = self.model.rewards(answers.gather(self.model(*inputs)))
             rewards[tuple(packed['where'][answers.part].T)] = values.double().cpu()
+        if not np.isfinite(rewards).all():
+            dtype = str(self.model.score.weight.dtype).removeprefix('torch.')
+            raise CheckpointError(checkpoint.bad_logits(
+                f'reward = {self.folder}', self.folder, dtype, 'rewards'))
         return rewards
 
     def encode(self, messages, texts):

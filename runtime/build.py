@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import nn
 
-from model import CausalLM, add_lora
+from model import CausalLM, Norm, add_lora
 from runtime import checkpoint
 from runtime.device import compile_blocks, pick_dtype
 from runtime.optim import AdamW
@@ -67,8 +67,12 @@ def become_reward_model(model, device):
 
 def build_optimizer(model, cfg):
     """Return AdamW over the weights that are trained; `weight_decay` is on matrices only."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [{'params': [p for p in trainable if p.ndim >= 2], 'weight_decay': cfg.weight_decay},
-              {'params': [p for p in trainable if p.ndim < 2], 'weight_decay': 0.0}]
+    # Cohere's norms of q and k have two axes
+    norms = {p for part in model.modules() if isinstance(part, Norm) for p in part.parameters()}
+    matrices, others = [], []
+    for p in filter(lambda p: p.requires_grad, model.parameters()):
+        (matrices if p.ndim >= 2 and p not in norms else others).append(p)
+    groups = [{'params': matrices, 'weight_decay': cfg.weight_decay},
+              {'params': others, 'weight_decay': 0.0}]
     return AdamW([group for group in groups if group['params']], cfg.lr, cfg.betas, cfg.eps,
                  stochastic=cfg.master_weights == 'stochastic', seed=cfg.seed, rank=rank())

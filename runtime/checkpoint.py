@@ -204,7 +204,7 @@ def nonfinite_tensor(folder: str | Path) -> str | None:
     return None
 
 
-def bad_logits(where: str, folder: str | Path, dtype: str) -> str:
+def bad_logits(where: str, folder: str | Path, dtype: str, what: str = 'logits') -> str:
     """Return the message for NaN or infinite logits: which tensor is damaged, if one is."""
     if name := nonfinite_tensor(folder):
         cause = f'{name} in {folder} holds NaN or infinity: download or train the model again'
@@ -213,8 +213,9 @@ def bad_logits(where: str, folder: str | Path, dtype: str) -> str:
                  f'check config.json, or train the model again with a lower lr')
     else:
         cause = (f'the weights in {folder} are finite; activations probably overflow in {dtype}: '
-                 f'compute in float32 (evaluate.py --dtype=float32, sample.py --device=cpu)')
-    return f'{where}: the model gives NaN or infinite logits; {cause}'
+                 f'compute in float32 (align.py, evaluate.py --dtype=float32; '
+                 f'sample.py --device=cpu)')
+    return f'{where}: the model gives NaN or infinite {what}; {cause}'
 
 
 def fingerprint(folder: str | Path) -> str:

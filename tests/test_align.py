@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 import torch
 from common import (HERE, off, reference_model, run_scripts, same_weights, sentencepiece_folder,
                     write_rows)
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import align
 import train
 from align import PAIR_LOSSES, AlignConfig, Pairs, Preferences
+from data import rl as data_rl
 from data.preferences import to_tree
 from runtime import checkpoint
 from runtime.config import dump_config
@@ -209,7 +211,7 @@ def test_loss_and_gradients_are_those_of_trl(base, method, per_token, name, tmp_
 @pytest.mark.slow
 def test_the_reward_loss_is_that_of_trl(base, tmp_path):
     trainer = pytest.importorskip('trl.trainer.reward_trainer').RewardTrainer
-    rows = [row for row in ROWS if 'chosen' in row]
+    rows = [row | {'margin': i / 2} for i, row in enumerate(ROWS) if 'chosen' in row]
     cfg = config(base, tmp_path, rows, method='reward', centering=0.1)
     stage, model, _ = stage_of(cfg, align.RewardModel())
     torch.nn.init.normal_(model.score.weight)
@@ -223,8 +225,9 @@ def test_the_reward_loss_is_that_of_trl(base, tmp_path):
     this = SimpleNamespace(
         model=model, accelerator=PROCESS, args=SimpleNamespace(center_rewards_coefficient=0.1),
         _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1)
-    expected = trainer.compute_loss(this, forward, {'input_ids': ids,
-                                                    'attention_mask': torch.ones_like(ids)})
+    expected = trainer.compute_loss(this, forward, {
+        'input_ids': ids, 'attention_mask': torch.ones_like(ids),
+        'margin': torch.tensor([row['margin'] for row in rows])})
     check_against(model, stage, cfg, expected)
 
 
@@ -353,8 +356,80 @@ def test_a_reward_model_is_that_of_transformers_and_no_language_model(base, tmp_
         checkpoint.load(base, reward=True)
 
 
-def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base, tmp_path):
-    cfg = config(base, tmp_path, ROWS, method='reward', centering=0.1)
+@pytest.mark.slow
+@pytest.mark.parametrize('case', [
+    'null', 'the end token', 'the end token in the config alone', 'of the tokenizer alone',
+    'another one', 'a special token of old files'])
+def test_transformers_reads_each_reward_at_the_token_that_ends_the_answer(base, case, tmp_path):
+    """Single texts and padded batches, with and without the pad token inside a text."""
+    transformers = pytest.importorskip('transformers')
+    pad, settings = {       # of config.json and of the tokenizer; <s> = 1 and </s> = 2
+        'null': (None, {}), 'the end token': (2, {'pad_token': '</s>'}),
+        'the end token in the config alone': (2, {}),
+        'of the tokenizer alone': (None, {'pad_token': '<unk>'}),
+        'another one': (0, {'pad_token': {'content': '<unk>', '__type': 'AddedToken'}}),
+        'a special token of old files': (None, {})}[case]
+    folder = tmp_path / 'base'
+    shutil.copytree(base, folder)
+    raw = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps(raw | {'pad_token_id': pad}))
+    if settings:
+        (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
+    if 'old' in case:
+        (folder / 'special_tokens_map.json').write_text('{"pad_token": "</s>"}')
+    cfg = config(folder, tmp_path, ROWS, method='reward', epochs=2, lr=3e-2)
+    align.align(cfg)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        cfg.out_dir, dtype=torch.float32, attn_implementation='eager').eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.out_dir)
+    assert tokenizer.pad_token_id == theirs.config.pad_token_id not in (None, 2)
+    model = data_rl.ModelReward(cfg.out_dir, 'cpu', torch.float32, 'tulu')
+    messages = [[{'role': 'user', 'content': f'Name {i}.'}] for i in range(3)]
+    texts = [['Red.', 'Seven and so on'], ['', 'Blue'], ['x', 'y']]
+    ours = model.scores(messages, texts, None)
+    encoded = [[[*ids, *answer] for answer in answers]
+               for ids, answers in (model.encode(*pair) for pair in zip(messages, texts,
+                                                                        strict=True))]
+    sequences = sum(encoded, [])
+    with torch.no_grad():
+        single = [theirs(torch.tensor([ids])).logits.item() for ids in sequences]
+        assert single == pytest.approx(ours.ravel().tolist(), rel=1e-4, abs=1e-5)
+        assert np.std(single) > 1e-3
+        sequences.append([*sequences[0][:4], tokenizer.pad_token_id, *sequences[0][4:]])
+        single.append(theirs(torch.tensor([sequences[-1]])).logits.item())
+        for side in ('right', 'left'):
+            batch = tokenizer.pad({'input_ids': sequences}, padding_side=side, return_tensors='pt')
+            assert theirs(**batch).logits.ravel().tolist() == pytest.approx(
+                single, rel=1e-4, abs=1e-5)
+        chats = [[*messages[0], {'role': 'assistant', 'content': text}] for text in texts[0]]
+        batch = tokenizer.apply_chat_template(chats, padding=True, return_dict=True,
+                                              return_tensors='pt')
+        assert theirs(**batch).logits.ravel().tolist() == pytest.approx(
+            single[:2], rel=1e-4, abs=1e-5)
+        inside = torch.tensor([sequences[-1]])
+        hidden = model.model(inside, torch.arange(inside.shape[1])[None], None)
+        assert model.model.rewards(hidden[:, -1]).item() == pytest.approx(single[-1], abs=1e-5)
+
+
+def test_a_reward_model_that_gives_nan_is_named(base, tmp_path):
+    cfg = config(base, tmp_path, ROWS, method='reward', epochs=1)
+    align.align(cfg)
+    path = tmp_path / 'run/model.safetensors'
+    weights = load_file(path)
+    weights['score.weight'][0, 3] = torch.nan
+    save_file(weights, path)
+    reward = data_rl.load_reward(cfg.out_dir, 'cpu', torch.float32, 'tulu')
+    with pytest.raises(CheckpointError, match=r'reward = .*/run: the model gives NaN or infinite '
+                                              r'rewards; score.weight in .*/run holds NaN'):
+        reward.scores([[{'role': 'user', 'content': 'Name.'}]], [['Red.', 'Blue']], None)
+
+
+@pytest.mark.parametrize('margins', [False, True])
+def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base, margins,
+                                                                            tmp_path, capsys):
+    rows = [row | {'margin': 0.5 + i} if 'chosen' in row and margins else row
+            for i, row in enumerate(ROWS)]
+    cfg = config(base, tmp_path, rows, method='reward', centering=0.1)
     stage, model, _ = stage_of(cfg, align.RewardModel())
     torch.nn.init.normal_(model.score.weight)
     total = 0
@@ -365,7 +440,8 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
             tokens = torch.tensor([tree.stem + leaf])
             hidden = model.decoder(tokens, torch.arange(tokens.shape[1])[None], None)
             r.append((hidden[0, -1].double() * model.score.weight[0].double()).sum())
-        losses = [-torch.nn.functional.logsigmoid(r[j] - r[k]) + 0.1 * (r[j] + r[k]) ** 2
+        m = rows[i].get('margin', 0.0)
+        losses = [-torch.nn.functional.logsigmoid(r[j] - r[k] - m) + 0.1 * (r[j] + r[k]) ** 2
                   for j in range(len(r)) for k in range(len(r)) if ranks[j] < ranks[k]]
         total = total + torch.stack(losses).mean() / len(stage.sequences)
     total.backward()
@@ -376,6 +452,8 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
     assert values['loss'].item() == pytest.approx(total.item(), rel=1e-5)
     for name, p in model.named_parameters():
         assert off(p.grad, expected[name]) < 2e-5, name
+    stage_of(replace(cfg, method='dpo', centering=0.0))
+    assert ('pairs have a margin, which only' in capsys.readouterr().out) == margins
 
 
 @pytest.mark.slow

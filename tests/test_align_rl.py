@@ -1,5 +1,6 @@
 """align.py with rewards: advantages, losses against plain loops, whole runs, closed forms."""
 
+import itertools
 import json
 import math
 import sys
@@ -7,6 +8,7 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ import rl
 import train
 from align import AlignConfig
 from data import rl as data_rl
+from data.answers import Answers
 from data.files import read_rows
 from data.tokenizer import load_model_tokenizer
 from generate import Answer
@@ -65,6 +68,7 @@ def test_the_weights_of_tokens_are_the_divisors_of_the_papers():
     counts, used, cfg = np.array([1, 4, 10]), np.array([True, True, False]), AlignConfig(
         max_tokens=20)
     weights = {name: RL_METHODS[name].weight(counts, used, cfg) for name in CRITIC_FREE}
+    assert np.allclose(weights['rloo'], [1 / 3, 1 / 3, 0])      # its loss is of whole answers
     assert np.allclose(weights['grpo'], [1 / 3, 1 / 12, 0])
     assert np.allclose(weights['dr_grpo'], [1 / 60, 1 / 60, 0])
     assert np.allclose(weights['dapo'], [1 / 5, 1 / 5, 0])
@@ -161,11 +165,15 @@ def plain_loss(model, stage, cfg, answers, advantages, old, reference):
                                  key=lambda x: x.item()) for r in ratios)
             others, bonus = torch.zeros(()), bonus + cfg.entropy_coef * entropy.sum()
             if cfg.kl in ('loss', 'k3'):
-                for t in range(n):
-                    d = log_p[t] - reference[i, k][t]
-                    weight = (log_p[t] - old[i, k][t]).exp() if cfg.kl == 'loss' else 1
-                    others = others + cfg.kl_coef * weight * ((-d).exp() - 1 + d)
-            if method in ('rloo', 'gspo'):
+                d = log_p - reference[i, k]
+                if cfg.kl == 'loss':
+                    others = (log_p - old[i, k]).sum().exp() * d.sum().item()
+                else:
+                    others = ((-d).exp() - 1 + d).sum()
+                others = cfg.kl_coef * others
+            if method == 'rloo':
+                terms.append(surrogate + others)
+            elif method == 'gspo':
                 terms.append(surrogate + others / n)
             else:
                 terms.append((surrogate + others) / {'grpo': n, 'dapo': 1,
@@ -217,8 +225,7 @@ def test_loss_and_gradients_are_those_of_plain_loops(base, method, kl, entropy_c
 
 @pytest.mark.slow
 @pytest.mark.parametrize('method, kl, entropy_coef', [
-    ('grpo', 'loss', 0.0), ('grpo', 'k3', 0.1), ('dr_grpo', 'loss', 0.1), ('dapo', 'loss', 0.0),
-    ('dapo', 'k3', 0.1), ('gspo', 'k3', 0.0)])
+    ('grpo', 'k3', 0.1), ('dr_grpo', 'k3', 0.1), ('dapo', 'k3', 0.1), ('gspo', 'k3', 0.0)])
 def test_loss_and_gradients_are_those_of_trl(llama, method, kl, entropy_coef, tmp_path):
     trainer = pytest.importorskip('trl.trainer.grpo_trainer').GRPOTrainer
     cfg = config(llama, tmp_path, method=method, kl=kl, entropy_coef=entropy_coef, kl_coef=0.3,
@@ -245,8 +252,7 @@ def test_loss_and_gradients_are_those_of_trl(llama, method, kl, entropy_coef, tm
         _get_per_token_logps_and_entropies=lambda *_, **__: (log_p, H, None), model=model,
         aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
         importance_sampling_level='sequence' if method == 'gspo' else 'token', beta=0.3,
-        args=SimpleNamespace(use_bias_correction_kl=kl == 'loss', delta=None,
-                             steps_per_generation=1),
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
         loss_type='grpo' if method == 'gspo' else method, epsilon_low=0.2, epsilon_high=high(cfg),
         use_vllm=False, vllm_importance_sampling_correction=False, max_completion_length=12,
         current_gradient_accumulation_steps=1, accelerator=process, use_adaptive_entropy=False,
@@ -264,6 +270,203 @@ def test_loss_and_gradients_are_those_of_trl(llama, method, kl, entropy_coef, tm
     assert values['loss'].item() == pytest.approx(expected.item(), rel=1e-5)
     for name, p in model.named_parameters():
         assert off(p.grad, gradients[name]) < 2e-5, name
+
+
+# ---- Expected gradients, by exact enumeration ----------------------------------------------------
+
+class AnswersOf(NamedTuple):
+    """What `rl.policy_loss` needs of data.answers.Answers, in float64."""
+    answer: torch.Tensor
+    counts: torch.Tensor
+    sums = Answers.sums
+
+
+class Tree:
+    """A policy over all answers of at most two or three tokens, in float64; token 0 ends an answer.
+
+    logits: [contexts, 3], a row for each sequence of tokens that can be continued
+    """
+
+    def __init__(self, longest, ends=True, seed=0):
+        self.contexts, self.sequences, open_ = {(): 0}, [], [()]
+        for length in range(1, longest + 1):
+            grown = [(*sequence, token) for sequence in open_ for token in range(3)]
+            done = [x for x in grown if length == longest or ends and x[-1] == 0]
+            open_ = [x for x in grown if x not in done]
+            self.sequences += done
+            self.contexts |= {x: len(self.contexts) + i for i, x in enumerate(open_)}
+        self.counts = np.array([len(sequence) for sequence in self.sequences])
+        rng = np.random.default_rng(seed)
+        self.policy, self.reference, self.old = (
+            torch.from_numpy(rng.normal(size=(len(self.contexts), 3))) for _ in range(3))
+        self.rewards = rng.normal(size=len(self.sequences))
+
+    def log_probs(self, logits, sequence):
+        """The log-probability of each token of a sequence."""
+        p = logits.log_softmax(-1)
+        return torch.stack([p[self.contexts[sequence[:t]], token]
+                            for t, token in enumerate(sequence)])
+
+    def kl(self, logits):
+        """KL(policy, reference) of whole answers, by its definition."""
+        p, q = (torch.stack([self.log_probs(x, s).sum() for s in self.sequences])
+                for x in (logits, self.reference))
+        return (p.exp() * (p - q)).sum()
+
+    def gradient(self, cfg, groups, probability, advantages=None):
+        """Return the expected gradient of the loss of a step, one prompt with a group of answers.
+
+        groups: tuples of indices of sequences; probability: of each group; advantages: None for
+        those of `Rollouts.assign_credit`, with the KL if it is in the reward
+        """
+        logits = self.policy.clone().requires_grad_()
+        total, stage = 0, Rollouts()
+        stage.model = SimpleNamespace(kl_coef=torch.tensor(cfg.kl_coef, dtype=torch.float64))
+        now, reference, old = ([self.log_probs(x, s) for s in self.sequences]
+                               for x in (logits, self.reference, self.old))
+        old = old if cfg.updates > 1 else [x.detach() for x in now]
+        for group, weight in zip(groups, probability, strict=True):
+            counts = self.counts[[*group]]
+            answer = torch.from_numpy(np.repeat(np.arange(len(group)), counts))
+            columns = {name: torch.cat([x[i] for i in group])
+                       for name, x in (('old', old), ('reference', reference))}
+            packed = {'counts': counts, 'where': np.stack([0 * counts, np.arange(len(group))], 1)}
+            numbers = {name: x.detach().numpy() for name, x in columns.items()}
+            if advantages is None:
+                stage.assign_credit(cfg, packed, numbers, self.rewards[[*group]])
+            else:
+                numbers['advantage'] = np.full(len(answer), advantages)
+            answers = AnswersOf(answer, torch.from_numpy(counts).double())
+            log_p = torch.cat([now[i] for i in group])
+            column = columns | {'advantage': torch.from_numpy(numbers['advantage'])}
+            loss, _, _ = rl.policy_loss(log_p, column, answers, torch.arange(len(answer)), cfg)
+            token = RL_METHODS[cfg.method].weight(counts, counts > 0, cfg)
+            total = total + weight * (loss * torch.from_numpy(token)[answer]).sum()
+        return torch.autograd.grad(total, logits)[0]
+
+    def drawn(self, size, logits):
+        """Return all groups of so many answers, and their probabilities under a policy."""
+        p = torch.stack([self.log_probs(logits, s).sum() for s in self.sequences]).exp().tolist()
+        groups = [*itertools.product(range(len(p)), repeat=size)]
+        return groups, [math.prod(p[i] for i in group) for group in groups]
+
+
+def gradient_of(function, logits):
+    logits = logits.clone().requires_grad_()
+    return torch.autograd.grad(function(logits), logits)[0]
+
+
+def exact_config(method, **values):
+    return AlignConfig(method=method, reward='exact', max_tokens=3, kl_coef=0.7, **values)
+
+
+@pytest.mark.parametrize('longest, ends, updates', [
+    (1, True, 1), (2, False, 1), (2, True, 1), (3, True, 1), (3, True, 2)])
+@pytest.mark.parametrize('method', ['rloo', 'dr_grpo'])
+def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_of_whole_answers(method, longest, ends,
+                                                                        updates):
+    tree = Tree(longest, ends)
+    cfg = exact_config(method, kl='loss', updates=updates)
+    groups = tree.drawn(1, tree.old if updates > 1 else tree.policy)
+    expected = cfg.kl_coef * gradient_of(tree.kl, tree.policy) / (
+        cfg.max_tokens if method == 'dr_grpo' else 1)
+    assert off(tree.gradient(cfg, *groups, advantages=0.0), expected) < 1e-12
+
+
+@pytest.mark.parametrize('updates', [1, 2])
+@pytest.mark.parametrize('method', ['grpo', 'gspo', 'ppo', 'dapo'])
+def test_the_kl_in_the_loss_is_divided_as_the_method_divides(method, updates):
+    tree, cfg = Tree(2, ends=False), exact_config(method, kl='loss', updates=updates)
+    groups = tree.drawn(1, tree.old if updates > 1 else tree.policy)
+    kl = cfg.kl_coef * gradient_of(tree.kl, tree.policy) / 2
+    assert off(tree.gradient(cfg, *groups, advantages=0.0), kl) < 1e-12
+    # of several lengths: as an answer's advantage, with its divisor
+    tree = Tree(3)
+    sequences = [tree.log_probs(tree.reference, s).sum() for s in tree.sequences]
+
+    def objective(logits):
+        p = torch.stack([tree.log_probs(logits, s).sum() for s in tree.sequences])
+        cost = (p.detach() - torch.stack(sequences)) / torch.from_numpy(tree.counts)
+        return (p.exp() * cost).sum()
+    groups = tree.drawn(1, tree.old if updates > 1 else tree.policy)
+    kl = cfg.kl_coef * gradient_of(objective, tree.policy)
+    assert off(tree.gradient(cfg, *groups, advantages=0.0), kl) < 1e-12
+
+
+@pytest.mark.parametrize('method', ['rloo', 'dr_grpo', 'grpo', 'gspo', 'dapo', 'ppo'])
+def test_k3_in_the_loss_has_the_gradient_of_the_reverse_kl_of_each_next_token(method):
+    tree, cfg = Tree(3), exact_config(method, kl='k3')
+    weight = RL_METHODS[method].weight(tree.counts, tree.counts > 0, cfg) * len(tree.counts)
+    if method == 'dapo':
+        weight = 1 / tree.counts
+
+    def objective(logits):      # the answers are drawn from the policy, which is held constant
+        p, q = logits.log_softmax(-1), tree.reference.log_softmax(-1)
+        kl = (q.exp() * (q - p)).sum(-1)
+        return sum(tree.log_probs(tree.policy, s).sum().exp() * w
+                   * sum(kl[tree.contexts[s[:t]]] for t in range(len(s)))
+                   for s, w in zip(tree.sequences, weight, strict=True))
+    actual = tree.gradient(cfg, *tree.drawn(1, tree.policy), advantages=0.0)
+    if method in ('rloo', 'dr_grpo'):       # else the divisor depends on the tokens after it
+        assert off(actual, cfg.kl_coef * gradient_of(objective, tree.policy)) < 1e-12
+    # of one length: for every method
+    tree = Tree(2, ends=False)
+    weight = RL_METHODS[method].weight(tree.counts, tree.counts > 0, cfg) * len(tree.counts)
+    weight = 1 / tree.counts if method == 'dapo' else weight
+    actual = tree.gradient(cfg, *tree.drawn(1, tree.policy), advantages=0.0)
+    assert off(actual, cfg.kl_coef * gradient_of(objective, tree.policy)) < 1e-12
+
+
+@pytest.mark.parametrize('method, share, divisor', [
+    ('rloo', 1, 1), ('dr_grpo', 1 / 2, 3)])
+def test_the_kl_in_the_reward_has_the_gradient_of_reward_minus_kl(method, share, divisor):
+    # of groups of two answers: dr_grpo's mean holds the answer itself, for reward and KL alike
+    tree, cfg = Tree(2), exact_config(method, kl='reward')
+
+    def objective(logits):
+        p = torch.stack([tree.log_probs(logits, s).sum() for s in tree.sequences])
+        return cfg.kl_coef * tree.kl(logits) - (p.exp() * torch.from_numpy(tree.rewards)).sum()
+    actual = tree.gradient(cfg, *tree.drawn(2, tree.policy))
+    assert off(actual, share / divisor * gradient_of(objective, tree.policy)) < 1e-12
+
+
+@pytest.mark.parametrize('method', ['grpo', 'gspo', 'dapo'])
+def test_with_equal_rewards_a_standardized_method_has_the_kl_of_its_weight_alone(method):
+    tree, cfg = Tree(2, ends=False), exact_config(method, kl='reward')
+    tree.rewards[:] = 0.1
+    groups = tree.drawn(3, tree.policy)
+    actual = tree.gradient(cfg, *groups)
+    # 2 / 3: the mean of three answers holds the answer itself; 2: tokens of each
+    expected = 2 / 3 / 2 * cfg.kl_coef * gradient_of(tree.kl, tree.policy)
+    assert off(actual, expected) < 1e-12
+    rewards, costs = np.random.default_rng(0).normal(size=(2, 4, 5))
+    assert np.allclose(rl.standardized(rewards, costs), rl.standardized(rewards)
+                       - (costs - costs.mean(1, keepdims=True)), atol=1e-12)
+
+
+@pytest.mark.parametrize('name', CRITIC_FREE)
+def test_equal_rewards_of_any_size_have_advantage_0(name):
+    for reward in (0.1, -0.7, 1 / 3, 1e15 + 0.125, -1e18, 7e17, 1e-300):
+        for n in (2, 3, 5, 7, 10):
+            assert (RL_METHODS[name].advantage(np.full((3, n), reward)) == 0).all()
+            assert (rl.whitened(np.full(2 * n, reward), [n, n]) == 0).all()
+
+
+def test_the_entropy_bonus_is_the_mean_over_the_tokens_that_have_a_loss(llama, tmp_path):
+    cfg = config(llama, tmp_path, truncated='mask', entropy_coef=0.5, method='dr_grpo')
+    stage, model = stage_of(cfg)
+    answers, rewards = made_up(np.random.default_rng(5), range(4), 5)
+    for group in answers:
+        for answer in group[1:4]:
+            answer.reason = 'max_tokens'
+    assert answers[0][1].truncated and not answers[0][0].truncated
+    with torch.no_grad():
+        entropies = torch.cat([
+            plain_log_probs(model, stage.prompts[i][0].tolist(), answer.tokens)[1]
+            for i, group in enumerate(answers) for answer in group if not answer.truncated])
+    packed = stage.pack(cfg, range(4), answers, 0 * rewards, 1)
+    values = train.forward_backward(model, packed, cfg, 'cpu', stage.token_loss)
+    assert values['loss'].item() == pytest.approx(-0.5 * entropies.mean().item(), rel=1e-5)
 
 
 # ---- The first step ------------------------------------------------------------------------------
@@ -494,7 +697,7 @@ def test_ppo_is_that_of_plain_loops(llama, values, tmp_path):
         loss = torch.maximum(-A * ratio, -A * ratio.clamp(0.8, 1.2))
         if cfg.kl == 'loss':
             d = log_p - torch.from_numpy(reference[a])
-            loss = loss + 0.3 * ratio * ((-d).exp() - 1 + d)
+            loss = loss + 0.3 * ratio.prod() * d.sum().item() / len(d)
         V_old = torch.from_numpy(value[a])
         V_clipped = torch.minimum(torch.maximum(V, V_old - 0.2), V_old + 0.2)
         loss = loss + 0.4 * torch.maximum((V - R) ** 2, (V_clipped - R) ** 2) / 2

@@ -6,9 +6,11 @@ import weakref
 
 import pytest
 import torch
+from common import reference_model
 
-from runtime import optim
+from runtime import build, checkpoint, optim
 from runtime.optim import AdamW
+from train import TrainConfig
 
 ONE = torch.tensor(1.0)
 
@@ -162,3 +164,17 @@ def test_weights_and_moments_are_freed(stochastic):
     del optimizer, p
     gc.collect()
     assert [ref() for ref in alive] == [None] * 3
+
+
+@pytest.mark.parametrize('name', ['cohere', 'llama', 'neox', 'qwen3', 'olmo3'])
+def test_weight_decay_is_on_matrices_only_whatever_the_axes_of_norms_and_biases(name, tmp_path):
+    reference_model(name, tmp_path)
+    cfg = TrainConfig(dtype='float32', weight_decay=0.1, compile=False)
+    model = build.build_model(cfg, checkpoint.read_config(tmp_path), tmp_path, 'cpu')
+    model.value_head = torch.nn.Parameter(torch.zeros(5))
+    groups = build.build_optimizer(model, cfg).param_groups
+    decay = {id(p): group['weight_decay'] for group in groups for p in group['params']}
+    wrong = {key for key, p in model.named_parameters() if decay[id(p)] != (
+        0 if 'norm' in key or key.endswith('bias') or key == 'value_head' else 0.1)}
+    assert len(decay) == len([*model.parameters()]) and not wrong
+    assert name != 'cohere' or model.decoder.layers[0].self_attn.q_norm.weight.ndim == 2

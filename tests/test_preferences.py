@@ -160,6 +160,8 @@ def test_helpsteer2_joins_the_answers_of_a_prompt():
     (place, joined), (other, _) = join_answers(rows)
     assert (place, other) == ('f:1', 'f:2')
     assert to_ranking(joined).scores == [0, 4]
+    (_, error), _ = join_answers([('f:1', rows[0][1] | {'margin': 1.0}), rows[1]])
+    assert isinstance(error, DataError) and '"margin" is that of a pair' in str(error)
 
 
 def test_a_file_of_preferences_is_cached_and_its_gaps_are_counted(tokenizer, tmp_path, capsys):
@@ -191,3 +193,44 @@ def test_every_row_of_the_demo_file_is_a_pair(tokenizer, tmp_path):
         assert list(ranks) == [0, 1] and len(tree.stem) > 0
         chosen = tokenizer.decode(tree.leaves[0][:-1])
         assert chosen.split() == row['chosen']['content'].split()
+
+
+@pytest.mark.parametrize('name', [name for name, row in ROWS.items() if name != 'GPT-4-LLM'])
+def test_a_pair_of_any_format_may_have_a_margin(name, tokenizer, tmp_path):
+    rows = [ROWS[name] | {'margin': 1.5}, ROWS[name] | {'margin': 2}, ROWS[name],
+            ROWS[name] | {'margin': None}]
+    write_rows(tmp_path / 'pairs.jsonl', rows)
+    for _ in range(2):      # tokenized, then from the cache
+        sequences = load_preferences(
+            str(tmp_path / 'pairs.jsonl'), tokenizer, template='tulu', add_bos=True,
+            max_length=512, pack_len=1024, cache_dir=str(tmp_path))
+        assert sequences.margins.tolist() == [1.5, 2, 0, 0]
+
+
+@pytest.mark.parametrize('damaged', [[1.5, 2.5], [0, 0], [1.5], [1.5, 2, 0]])
+def test_damaged_margins_in_the_cache_are_made_again(damaged, tokenizer, tmp_path, capsys):
+    write_rows(tmp_path / 'pairs.jsonl', [ROWS['HH-RLHF'] | {'margin': m} for m in (1.5, 2)])
+
+    def load():
+        return load_preferences(
+            str(tmp_path / 'pairs.jsonl'), tokenizer, template='tulu', add_bos=True,
+            max_length=512, pack_len=1024, cache_dir=str(tmp_path / 'cache')).margins.tolist()
+    assert load() == [1.5, 2]
+    path, = (tmp_path / 'cache').glob('*/margins.npy')
+    np.save(path, np.array(damaged, np.float32))
+    assert load() == [1.5, 2] and 'does not match its hash' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('row, message', [
+    (ROWS['GPT-4-LLM'] | {'margin': 1}, '"margin" is that of a pair of answers'),
+    ({'prompt': 'a', 'responses': 3, 'scores': [1, 0], 'margin': 1.0}, 'of a pair of answers'),
+    (ROWS['HH-RLHF'] | {'margin': '1'}, '"margin" must be a number of at most 1e18, got \'1\''),
+    (ROWS['HH-RLHF'] | {'margin': True}, 'must be a number of at most 1e18, got True'),
+    (ROWS['HH-RLHF'] | {'margin': math.nan}, 'must be a number of at most 1e18, got nan'),
+    (ROWS['HH-RLHF'] | {'margin': math.inf}, 'must be a number of at most 1e18, got inf'),
+    (ROWS['HH-RLHF'] | {'margin': 10 ** 400}, 'must be a number'),
+    (ROWS['HH-RLHF'] | {'margin': [1.0]}, 'must be a number of at most 1e18, got [1.0]')])
+def test_a_margin_that_is_none_says_what_is_wrong(row, message):
+    with pytest.raises(DataError) as error:
+        to_ranking(row)
+    assert message in str(error.value)

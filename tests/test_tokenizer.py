@@ -484,6 +484,12 @@ def test_templates_are_those_of_the_models(template, tmp_path):
         assert ids == right, messages
         assert not asking or len(stop) <= 2
     ids, mask = chat.encode_conversation(MESSAGES[1:3], tokenizer, template, add_bos)
+    of_reward = chat.jinja(template, tokenizer, add_bos, reward=True)
+    end = max(i for i, supervised in enumerate(mask) if supervised)
+    assert ids[:end + 1] == theirs.apply_chat_template(
+        MESSAGES[1:3], chat_template=of_reward)['input_ids']
+    assert theirs.apply_chat_template(MESSAGES[:2], tokenize=False, chat_template=of_reward) == (
+        theirs.apply_chat_template(MESSAGES[:2], tokenize=False, chat_template=ours))
     answer = tokenizer.decode([i for i, supervised in zip(ids, mask, strict=True) if supervised])
     assert re.fullmatch(r'It is blue\.(<\|?\w+\|>|</s>)', answer)
 
