@@ -76,7 +76,7 @@ def main():
     make = functools.partial(runs, model=options.model, data=options.data)
     with cli.one_line_errors(resume='the same command continues'):
         base = Path(options.out_dir, 'real', 'base')
-        if not (base / 'results.json').exists():
+        if 0 in options.seeds and not (base / 'results.json').exists():
             run(evaluation(options.data, model=options.model, out_dir=str(base)))
         common.train_all(make, options.seeds, tuple(options.only.split(',')), options.out_dir)
         common.print_table(make, options.out_dir)
