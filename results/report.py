@@ -118,8 +118,8 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     'languages', 'categories', 'subjects': {name: report} if there are several; 'orders' likewise,
     'letters' and 'same_option' of a task in several orders of its options; 'macro': the mean report
     over languages, or else over subjects; 'option_mass': mean probability of all options together;
-    'post_hoc' if `fit`; 'measured_by'}. A report is that of metrics.report with 'intervals',
-    {metric: [low, high]}: 95 % by bootstrap over questions.
+    'chance': the accuracy of guessing; 'post_hoc' if `fit`; 'measured_by'}. A report is that of
+    metrics.report with 'intervals', {metric: [low, high]}: 95 % by bootstrap over questions.
     """
     samples = sorted(samples, key=sample_order)
     held_out = [s for s in samples if s.get('split') == 'validation']
@@ -145,6 +145,7 @@ def summarize(samples, norm, *, n_bootstrap=1000, fit=False, seed=0):
     if 'log_probs' in samples[0]:
         log_probs = [*itertools.chain.from_iterable(s['log_probs'] for s in samples)]
         summary['option_mass'] = float(np.exp(log_probs).sum() / len(samples))
+        summary['chance'] = float(np.mean([1 / len(s['log_probs']) for s in samples]))
     if fit:
         languages = [np.array([s.get('language') or '' for s in part])
                      for part in (samples, held_out)]
@@ -310,6 +311,12 @@ def notes(result):
         lines.append(f'the options together have a mean probability of {mass:.3f}'
                      + '; with so little, another scoring or prompt may suit the model better'
                      * (mass < 0.01))
+    chance = result.get('chance', -1)       # results of earlier versions lack it
+    if 'by letters' in result['distribution'] and result['pooled']['accuracy_low'] <= chance:
+        shots = '--shots=5, ' * (result.get('shots') == 0)
+        lines.append(f'this is the accuracy of guessing ({chance:.3f}): many base and '
+                     f'small models cannot answer by a letter; try {shots}--scoring=text, or '
+                     f'--prompt_format=harness, where the task has it')
     if note := prediction_files.few_rows_note(result['pooled']['n'], unit(result)):
         lines.append(note)
     if fitted := result.get('post_hoc'):

@@ -267,6 +267,10 @@ def test_notes_below_a_table_name_what_was_left_out():
     many['pooled']['n'] = 1000
     expected = ['the options together have a mean probability of 0.400']
     assert report.notes(many) == expected
+    many |= {'distribution': 'mmlu, 0 shots, options scored by letters', 'shots': 0, 'chance': 0.25}
+    assert report.notes(many | {'pooled': many['pooled'] | {'accuracy_low': 0.26}}) == expected
+    _, advice = report.notes(many | {'pooled': many['pooled'] | {'accuracy_low': 0.24}})
+    assert advice.startswith('this is the accuracy of guessing (0.250)') and '--shots=5' in advice
     noted = {'mmlu': result(duplicate_options=9, fewer_shots=2, shots=5, bad_rows=1,
                             first_bad='x.csv:3: no answer')}
     text = report.to_text(noted, noted)
