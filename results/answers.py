@@ -22,7 +22,8 @@ def open_answers(cfg, settings, processes):
     names = out.name, f'{out.stem}.config.json'
     ownership.check_free(out.parent, *names, *part_names(out, processes))
     if cfg.overwrite:
-        ownership.discard(out.parent, *map(glob.escape, (*names, *merged_names(out))))
+        ownership.set_aside(out.parent, out.name, [
+            *map(glob.escape, names), f'{glob.escape(out.name)}.*'], [f'{glob.escape(out.name)}*'])
     if out.is_symlink():
         raise ConfigError(f'{out} is a link to a file elsewhere, where nothing is appended; choose '
                           f'another --out')

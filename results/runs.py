@@ -36,7 +36,8 @@ def find_runs(sources, harness_files=()):
     for source in sources:
         below = [source] if (source / 'results.json').exists() else [
             path.parent for path in sorted(source.rglob('samples.jsonl'))
-            if path.with_name('results.json').exists() and path.parent.name != 'before']
+            if path.with_name('results.json').exists() and path.parent.name != 'before'
+            and not path.parent.name.startswith(ASIDE)]
         if not below and not any(source.absolute() in (file, *file.parents)
                                  for file in harness_files):
             raise DataError(f'compare: {source} holds no run: ' + (

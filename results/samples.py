@@ -21,6 +21,7 @@ from runtime.errors import ConfigError, DataError
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
            'results.tex', 'report.html')
 DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
+KIND = 'evaluation'     # of what --overwrite sets aside
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
 
@@ -31,7 +32,7 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     done:    {(sample_key, prompt)} of the samples there; a text counts if all its tokens are scored
     Raises ConfigError, before it changes anything, if a file of this name exists that no evaluation
     wrote, if the samples were made with other `settings`, or if a file is damaged. `overwrite`
-    first deletes the files of an evaluation. processes: how many will append to their `part`. The
+    first sets the files of an evaluation aside. processes: how many will append to their `part`. The
     caller holds the lock.
     """
     ownership.remove_leftovers(out_dir)
@@ -41,7 +42,8 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     outputs = [*OUTPUTS, *((DIAGRAM, *grids) if pictures else ()), *part_names(samples, processes)]
     ownership.check_free(out_dir, *outputs)
     if overwrite:
-        ownership.discard(out_dir, *OUTPUTS, DIAGRAM, GRID.format('*'), *merged_names(samples))
+        ownership.set_aside(out_dir, KIND, [*OUTPUTS, DIAGRAM, GRID.format('*'),
+                                            f'{samples.name}.*'], [f'{samples.name}*'])
     if samples.is_symlink():
         raise ConfigError(f'{samples} is a link to a file elsewhere, where nothing is appended; '
                           f'replace the link by that file, or {OTHER_FOLDER}')

@@ -18,6 +18,7 @@ from runtime.config_json import config_to_hf, read_config, read_json_object
 from runtime.errors import CheckpointError
 from runtime.hub import download
 from runtime.names import BUFFERS, text_key, their_key
+from runtime.ownership import note_inputs
 from runtime.parallel import load_full, rank
 from runtime.weights import TYPES, check_header, read_tensors, weight_files, write_files
 from triton_ops import adjoin
@@ -28,6 +29,9 @@ SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'to
               'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
               'chat_template.jinja', 'original/tokenizer.model', 'spiece.model', 'tekken.json',
               'vocab.json', 'merges.txt')
+MODEL_FILES = ('config.json', adapter.CONFIG, *SIDE_FILES, '*.safetensors',
+               '*.safetensors.index.json')
+BIN_FILES = 'pytorch_model*.bin', 'pytorch_model*.bin.index.json', 'adapter_model.bin'
 HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
 
 
@@ -70,6 +74,7 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
         raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = {name} '
                               f'is a folder; set one of them')
     folder = path if path.is_dir() else _download(name, path, revision, weights)
+    note_inputs(*(file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)))
     if not adapter.is_adapter(folder):
         return folder
     settings = adapter.read_settings(folder)
@@ -87,13 +92,11 @@ def _download(name, path, revision, weights):
     if name.startswith(('/', '.', '~')) or name.count('/') != 1:
         raise CheckpointError(f'no model folder at {name}, and it is not a hub name '
                               f'like google/gemma-2-2b')
-    wanted = ['config.json', adapter.CONFIG, *SIDE_FILES,
-              *['*.safetensors', '*.safetensors.index.json'] * weights]
+    wanted = [pattern for pattern in MODEL_FILES if weights or 'safetensors' not in pattern]
     folder = download(name, wanted, revision, ignore=['original/*.safetensors', 'consolidated*'])
     if weights and not any(folder.glob('*.safetensors')):
         # older checkpoints, such as Pythia's at a training step, have only these
-        folder = download(name, ['pytorch_model*.bin', 'pytorch_model*.bin.index.json',
-                                 'adapter_model.bin'], revision)
+        folder = download(name, BIN_FILES, revision)
     return folder
 
 

@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from runtime import cli, startup
 from runtime.config import read_assignments
 from runtime.errors import ConfigError, TrainingError
-from runtime.ownership import (LIST, LOCK, TEMPORARY, check_free, claim, discard, write_text,
-                               written_files)
+from runtime.ownership import (ASIDE, LIST, LOCK, TEMPORARY, check_free, claim, discard,
+                               write_text, written_files)
 from runtime.parallel import (abort_processes, gather, gather_full, join_processes, leave_processes,
                               load_full, rank)
 from runtime.weights import write_tensors
@@ -82,7 +82,8 @@ def check_folder(cfg):
     if Path(cfg.model).is_dir() and Path(os.path.realpath(cfg.model)).is_relative_to(
             os.path.realpath(out_dir)):     # unlike Path.resolve it accepts a link to itself
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
-    files = {path.name for path in out_dir.iterdir()} if out_dir.exists() else set()
+    files = {path.name for path in out_dir.iterdir() if not path.name.startswith(ASIDE)
+             } if out_dir.exists() else set()
     # a run that is killed while it writes its first list leaves that under a temporary name
     if LIST not in files and any(not TEMPORARY.fullmatch(name) for name in files - {LOCK}):
         raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the '
