@@ -32,8 +32,8 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     done:    {(sample_key, prompt)} of the samples there; a text counts if all its tokens are scored
     Raises ConfigError, before it changes anything, if a file of this name exists that no evaluation
     wrote, if the samples were made with other `settings`, or if a file is damaged. `overwrite`
-    first sets the files of an evaluation aside. processes: how many will append to their `part`. The
-    caller holds the lock.
+    first sets the files of an evaluation aside. processes: how many will append to their `part`.
+    The caller holds the lock.
     """
     ownership.remove_leftovers(out_dir)
     grids = [GRID.format(label) for label, task in tasks.items()

@@ -19,7 +19,9 @@ from data import cache, instruct, packing, probes, questions, text
 from data.files import draw, fetch, read_rows
 from data.trees import load_answers, tokenize_questions
 from data.world import WorldSpec, make_world
+from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
+from runtime.ownership import LOCK
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
 
@@ -185,11 +187,11 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     assert made == {p: p.stat().st_mtime_ns for p in cache.rglob('*')}
     for n, change in enumerate(({'max_length': 32}, {'add_bos': False}, {'template': 'gemma'})):
         conversations(path, tokenizers['gemma'], **change)
-        assert len(list(cache.iterdir())) == 2 + n
+        assert len([*cache.glob('[!.]*')]) == 2 + n
     conversations(path, tokenizers['llama2'])
     write_rows(path, [{'messages': SAME}] * 2)
     assert len(conversations(path, tokenizers['gemma'])) == 2
-    assert len(list(cache.iterdir())) == 6
+    assert len([*cache.glob('[!.]*')]) == 6
 
 
 ENCODE = """
@@ -220,7 +222,7 @@ def test_an_edited_template_makes_new_tokens_in_the_same_cache(tmp_path):
     assert edited != source
     (tmp_path / 'data' / 'chat.py').write_text(edited)
     assert tokens() == '<s><|user|> says\nsky?\n<|assistant|> says\nblue</s>\n'
-    assert len(list((tmp_path / 'cache').iterdir())) == 2
+    assert len([*(tmp_path / 'cache').glob('[!.]*')]) == 2
 
 
 def test_too_many_processes_are_not_blamed_on_the_cache(tmp_path, tokenizers, monkeypatch):
@@ -385,6 +387,18 @@ def damage(way, cache_dir):
         offsets = np.load(folder / 'offsets.npy')
         offsets[1] += 3
         np.save(folder / 'offsets.npy', offsets)
+    elif way == 'offsets of another type':
+        np.save(folder / 'offsets.npy', np.load(folder / 'offsets.npy').view(np.float64))
+    elif way == 'edited info':
+        text = (folder / 'info.json').read_text()
+        (folder / 'info.json').write_text(text.replace('"bad_rows": 0', '"bad_rows": 3'))
+    elif way == 'info without a key':
+        info = json.loads((folder / 'info.json').read_text())
+        (folder / 'info.json').write_text(json.dumps(info | {'left_out': 3}))
+    elif way == 'the folder of other data':
+        info = json.loads((folder / 'info.json').read_text())
+        other = json_digest(['0' * 20, {k: v for k, v in info.items() if k != 'check'}])
+        (folder / 'info.json').write_text(json.dumps(info | {'check': other}))
     elif way == 'junk offsets':
         (folder / 'offsets.npy').write_bytes(b'PK\x03\x04junk')
     return folder
@@ -392,7 +406,8 @@ def damage(way, cache_dir):
 
 @pytest.mark.parametrize('way', ['truncated tokens', 'flipped byte', 'flipped mask', 'junk info',
                                  'a list as info', 'a file is missing', 'no file at all',
-                                 'other offsets', 'junk offsets'])
+                                 'other offsets', 'junk offsets', 'offsets of another type',
+                                 'edited info', 'info without a key', 'the folder of other data'])
 def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, way):
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 2)
     before = conversations(path, tokenizers['gemma'])
@@ -406,9 +421,26 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, way):
     out = capsys.readouterr().out
     assert str(folder) in out and 'damaged' in out and out.count('\n') == 1
     assert (folder / 'mine.txt').read_text() == 'not of the cache'
-    assert [p.name for p in (tmp_path / 'cache').iterdir()] == [folder.name]     # no leftovers
+    assert {p.name for p in (tmp_path / 'cache').iterdir()} == {folder.name, LOCK}  # no leftovers
     conversations(path, tokenizers['gemma'])
     assert capsys.readouterr().out == ''
+
+
+def test_what_killed_runs_left_in_the_cache_is_removed_but_not_what_another_run_writes(
+        tmp_path, tokenizers):
+    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
+    conversations(path, tokenizers['gemma'])
+    here = tmp_path / 'cache'
+    names = {f'{"0a" * 10}.01234567.nanocal-tmp', f'reference-{"0a" * 10}.npy.01234567.nanocal-tmp'}
+    theirs = {'mine.01234567.nanocal-tmp', 'notes.tmp', f'{"0a" * 10}.tmp'}
+    (here / min(names)).mkdir()
+    for name in {f'{min(names)}/tokens.bin', max(names), *theirs}:
+        (here / name).write_text('mine')
+    with cache.writing_to_cache(here):      # as a run does that still lives
+        conversations(path, tokenizers['gemma'])
+        assert {p.name for p in here.iterdir()} > names | theirs
+    conversations(path, tokenizers['gemma'])
+    assert {p.name for p in here.iterdir() if 'tmp' in p.name} == theirs
 
 
 def test_digest_depends_on_tokens_mask_and_order(tmp_path, tokenizers):
