@@ -42,8 +42,9 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     outputs = [*OUTPUTS, *((DIAGRAM, *grids) if pictures else ()), *part_names(samples, processes)]
     ownership.check_free(out_dir, *outputs)
     if overwrite:
-        ownership.set_aside(out_dir, KIND, [*OUTPUTS, DIAGRAM, GRID.format('*'),
-                                            f'{samples.name}.*'], [f'{samples.name}*'])
+        parts = part_names(samples, processes)
+        ownership.set_aside(out_dir, KIND, [*OUTPUTS, DIAGRAM, GRID.format('*'), *parts,
+                                            *merged_names(samples)], [samples.name, *parts])
     if samples.is_symlink():
         raise ConfigError(f'{samples} is a link to a file elsewhere, where nothing is appended; '
                           f'replace the link by that file, or {OTHER_FOLDER}')
@@ -144,7 +145,11 @@ def digest(value):
 
 
 def append(file, sample):
-    """Append a line to samples.jsonl, opened unbuffered; ConfigError if the disk is full."""
+    """Append a line to samples.jsonl, opened unbuffered.
+
+    Raises ConfigError if the disk is full, or if the file or its folder was removed or moved.
+    """
+    ownership.check_in_place(file)
     left = (json.dumps(sample, ensure_ascii=False) + '\n').encode()
     try:
         while left:

@@ -182,7 +182,7 @@ def discard(folder, *patterns, keep=''):
     _refuse_links(folder, gone)
     for name in sorted(gone, key=_is_not_a_seal):
         (folder / name).unlink(missing_ok=True)
-    _remove_empty(folder, gone)
+    _remove_if_empty(folder / parent for name in gone for parent in Path(name).parents[:-1])
     _write_list(folder, [name for name in listed if name not in gone])
 
 
@@ -195,12 +195,11 @@ def _is_not_a_seal(name):
     return Path(name).name not in ('config.json', 'state.json')
 
 
-def _remove_empty(folder, names):
-    """Remove the folders of the files `names` that are empty now."""
-    parents = {parent for name in names for parent in Path(name).parents} - {Path('.')}
-    for parent in sorted(parents, reverse=True):
-        with contextlib.suppress(OSError):      # it may hold a file that is not ours
-            (folder / parent).rmdir()
+def _remove_if_empty(folders):
+    """Remove those of `folders` that are empty; others may hold a file that is not ours."""
+    for folder in sorted({*folders}, reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 # ---- What --overwrite replaces -------------------------------------------------------------------
@@ -252,7 +251,7 @@ def set_aside(folder, kind, patterns, progress):
     for name in names:
         (moving / name).parent.mkdir(parents=True, exist_ok=True)
         os.rename(folder / name, moving / name)
-    _remove_empty(folder, names)
+    _remove_if_empty(folder / parent for name in names for parent in Path(name).parents[:-1])
     gone = _matching(listed, patterns)
     _write_list(folder, [name for name in listed if name not in gone])
     os.rename(moving, aside)
@@ -273,8 +272,7 @@ def _settle(folder):
         if aside.suffix == '.done':
             discard(aside / 'before', '*')
             discard(aside, '*')
-            with contextlib.suppress(OSError):      # it may hold a file that is not ours
-                aside.rmdir()
+            _remove_if_empty([aside, *aside.rglob('*')])
             continue
         if aside.suffix != '.moving':
             with read_json(aside / LIST, f'move its files to {folder}') as content:
@@ -284,6 +282,7 @@ def _settle(folder):
                 print(f'note: {aside} keeps what --overwrite replaces until that is complete')
                 continue
             if '*' in patterns:
+                remove_leftovers(folder / 'before')
                 discard(folder / 'before', '*')
             discard(folder, *patterns)
             aside = aside.rename(f'{aside}.moving')
@@ -303,8 +302,7 @@ def _put_back(folder, aside):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.rename(aside / name, folder / name)
     (aside / LIST).unlink(missing_ok=True)
-    _remove_empty(aside, names)
-    aside.rmdir()
+    _remove_if_empty([aside, *aside.rglob('*')])
     print(f'note: {folder}: nothing has replaced the files that --overwrite had moved aside; they '
           f'are back')
 
