@@ -796,7 +796,8 @@ def test_overwriting_that_is_killed_at_any_moment_loses_nothing(tmp_path):
         if not was_killed:
             break
     # before its last file is written, the old run is there; afterwards, the new one
-    assert outcomes == sorted(outcomes, reverse=True) and 25 < sum(outcomes) < len(outcomes) - 5, outcomes
+    assert outcomes == sorted(outcomes, reverse=True)
+    assert 25 < sum(outcomes) < len(outcomes) - 5, outcomes
 
 
 def test_putting_back_that_is_killed_at_any_moment_is_repeated(tmp_path):
