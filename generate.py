@@ -286,6 +286,7 @@ def open_model(cfg):
 def main(argv):
     cfg = read_arguments(argv)
     cfg = replace(cfg, prompts=os.path.expanduser(cfg.prompts), out=os.path.expanduser(cfg.out))
+    ownership.forget_inputs()
     folder, model, tokenizer, template, add_bos = open_model(cfg)
     prompts, stop = read_prompts(cfg.prompts, tokenizer, template, add_bos)
     try:

@@ -379,6 +379,7 @@ def train(cfg, stage=None):
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
+    ownership.forget_inputs()
     stage = stage or SimpleNamespace(**globals())
     device, out_dir, results = pick_device(cfg.device), Path(cfg.out_dir), {}
     with contextlib.ExitStack() as stack:

@@ -18,7 +18,7 @@ from runtime.config_json import config_to_hf, read_config, read_json_object
 from runtime.errors import CheckpointError
 from runtime.hub import download
 from runtime.names import BUFFERS, text_key, their_key
-from runtime.ownership import note_inputs
+from runtime.ownership import note_inputs, put_back
 from runtime.parallel import load_full, rank
 from runtime.weights import (TYPES, check_header, read_tensors, weight_files, weights_digest,
                              write_files)
@@ -75,6 +75,7 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
         raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = {name} '
                               f'is a folder; set one of them')
     folder = path if path.is_dir() else _download(name, path, revision, weights)
+    put_back(folder)
     note_inputs(*(file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)))
     if not adapter.is_adapter(folder):
         return folder

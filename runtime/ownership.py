@@ -73,8 +73,6 @@ def lock(folder):
                     _settle(folder)
             finally:
                 _locks.remove(file)
-                if not _locks:
-                    _inputs.clear()
 
 
 def is_in_place(file):
@@ -204,8 +202,13 @@ def _remove_if_empty(folders):
 
 # ---- What --overwrite replaces -------------------------------------------------------------------
 
+def forget_inputs():
+    """Begin a command, which has read nothing yet; several can run in one process."""
+    _inputs.clear()
+
+
 def note_inputs(*paths):
-    """Note files that this command reads: until its lock ends, `set_aside` refuses to move them."""
+    """Note files that this command reads, so that `set_aside` refuses to move them."""
     for path in paths:
         _inputs.update((os.path.realpath(path), _place(path)))
 
@@ -262,6 +265,13 @@ def remove_aside(folder, kind):
     for aside in Path(folder).glob(glob.escape(f'{ASIDE}{kind}-') + '[0-9]' * 3):
         os.rename(aside, f'{aside}.done')
     _settle(folder)
+
+
+def put_back(folder):
+    """Put back what a killed --overwrite has moved aside in `folder`, before it is read."""
+    if [*Path(folder).glob(f'{ASIDE}*')]:
+        with contextlib.suppress(ConfigError), lock(folder):    # unless a run is writing there
+            pass
 
 
 def _settle(folder):

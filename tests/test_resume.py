@@ -925,6 +925,24 @@ def test_overwrite_refuses_to_remove_what_the_run_reads(small_world, tmp_path):
     assert 'instruct.jsonl' not in tree(out)
 
 
+def test_a_model_is_read_where_overwriting_it_was_killed(small_world, tmp_path, capsys):
+    out = tmp_path / 'out'
+    shutil.copytree(small_world[0] / 'tuned', out)
+    before = tree(out)
+    for operation in (12, 1000):
+
+        def begin():
+            ownership.forget_inputs()
+            with ownership.lock(out):
+                ownership.set_aside(out, 'run', ['*'], ['config.json'])
+                ownership.claim(out, 'log.jsonl')
+                ownership.write_text(out / 'log.jsonl', '')
+                os.kill(os.getpid(), signal.SIGKILL)
+        assert killed(begin, out, operation) and tree(out) != before
+        assert checkpoint.fetch(str(out)) == out and tree(out) == before
+        assert 'they are back' in capsys.readouterr().out
+
+
 def test_what_is_aside_is_not_replaced_by_a_file_of_the_user(tmp_path):
     out = tmp_path / 'out'
     before = old_run(out)
