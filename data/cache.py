@@ -24,7 +24,6 @@ from tqdm import tqdm
 from data.files import parsed, read_rows, without_bad, writing
 from runtime.digests import json_digest
 from runtime.errors import DataError
-from runtime.ownership import LOCK
 from runtime.processes import forked_pool
 
 FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'info.json')
@@ -72,19 +71,34 @@ def _map(path, dtype):
 @contextlib.contextmanager
 def writing_to_cache(folder):
     """Create a folder of the cache and lock it, shared with other runs, for a `with` block."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, 'ab') as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+    with contextlib.suppress(FileExistsError):      # of a file, opening it says more
+        folder.mkdir(parents=True)
+    with _locked(folder, fcntl.LOCK_SH):
         yield
+
+
+@contextlib.contextmanager
+def _locked(folder, kind):
+    """Yield whether the lock on a folder was obtained: some network file systems have none."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(file, kind)
+            locked = True
+        except OSError:
+            locked = False
+        yield locked
+    finally:
+        os.close(file)
 
 
 def _remove_leftovers(folder):
     """Remove the temporary files that killed runs have left, unless another run is writing."""
     if leftovers := [path for path in folder.glob('*') if TEMPORARY.fullmatch(path.name)]:
-        with contextlib.suppress(OSError), open(folder / LOCK, 'ab') as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for path in leftovers:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
+            for path in leftovers if locked else ():
+                with contextlib.suppress(OSError):      # a cache that can only be read
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _digest(*arrays):

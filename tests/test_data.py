@@ -21,7 +21,6 @@ from data.trees import load_answers, tokenize_questions
 from data.world import WorldSpec, make_world
 from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
-from runtime.ownership import LOCK
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
 
@@ -187,11 +186,11 @@ def test_cache_is_keyed_by_what_went_in(tmp_path, tokenizers):
     assert made == {p: p.stat().st_mtime_ns for p in cache.rglob('*')}
     for n, change in enumerate(({'max_length': 32}, {'add_bos': False}, {'template': 'gemma'})):
         conversations(path, tokenizers['gemma'], **change)
-        assert len([*cache.glob('[!.]*')]) == 2 + n
+        assert len(list(cache.iterdir())) == 2 + n
     conversations(path, tokenizers['llama2'])
     write_rows(path, [{'messages': SAME}] * 2)
     assert len(conversations(path, tokenizers['gemma'])) == 2
-    assert len([*cache.glob('[!.]*')]) == 6
+    assert len(list(cache.iterdir())) == 6
 
 
 ENCODE = """
@@ -222,7 +221,7 @@ def test_an_edited_template_makes_new_tokens_in_the_same_cache(tmp_path):
     assert edited != source
     (tmp_path / 'data' / 'chat.py').write_text(edited)
     assert tokens() == '<s><|user|> says\nsky?\n<|assistant|> says\nblue</s>\n'
-    assert len([*(tmp_path / 'cache').glob('[!.]*')]) == 2
+    assert len(list((tmp_path / 'cache').iterdir())) == 2
 
 
 def test_too_many_processes_are_not_blamed_on_the_cache(tmp_path, tokenizers, monkeypatch):
@@ -421,7 +420,7 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, way):
     out = capsys.readouterr().out
     assert str(folder) in out and 'damaged' in out and out.count('\n') == 1
     assert (folder / 'mine.txt').read_text() == 'not of the cache'
-    assert {p.name for p in (tmp_path / 'cache').iterdir()} == {folder.name, LOCK}  # no leftovers
+    assert [p.name for p in (tmp_path / 'cache').iterdir()] == [folder.name]     # no leftovers
     conversations(path, tokenizers['gemma'])
     assert capsys.readouterr().out == ''
 
