@@ -26,6 +26,7 @@ if __name__ == '__main__':
     cli.begin()
 
 import hashlib
+import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from torch import Tensor
 import metrics
 import train
 from data.answers import Answers
+from data.cache import writing_to_cache
 from data.export import pad_token, tokenizer_files
 from data.preferences import TIED, load_preferences, pack_rankings
 from data.tokenizer import begins_with_bos
@@ -241,6 +243,11 @@ def check_align_config(cfg):
 
 # ---- A run on preferences ------------------------------------------------------------------------
 
+def seal(path, content):
+    """Return the checksum that ends a file of the cache: of its name and its content, 32 bytes."""
+    return hashlib.sha256(path.name.encode() + content).digest()
+
+
 class Preferences:
     """The stage of a run of train.py that learns from pairs of answers: see `train.train`."""
 
@@ -288,18 +295,23 @@ class Preferences:
             return cached
         sums = self.answer_sums(cfg, model, device)
         if rank() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary(path) as part, open(part, 'wb') as file:
-                np.save(file, sums)
+            content = io.BytesIO()
+            np.save(content, sums)
+            with writing_to_cache(path.parent), temporary(path) as part:
+                part.write_bytes(content.getvalue() + seal(path, content.getvalue()))
         return sums
 
     def read_reference(self, path):
         """Return the array in a file of the cache; None if it is missing or damaged."""
-        try:
-            return np.load(path) if path.exists() else None
-        except (ValueError, EOFError) as error:
-            print(f'the reference in {path} is damaged ({error}); computing it again')
+        if not path.exists():
             return None
+        content = path.read_bytes()
+        array, sealed = content[:-32], content[-32:]
+        if sealed != seal(path, array):
+            print(f'the reference in {path} is damaged: it does not match its checksum; computing '
+                  f'it again')
+            return None
+        return np.load(io.BytesIO(array))
 
     def answer_sums(self, cfg, model, device, rows_at_once=64):
         """Return the log-probabilities of the answers by the model as it is, float32 [n, K].

@@ -86,7 +86,7 @@ import fused_ce
 import generate
 from families import t5
 from results.evaluation import write_evaluation
-from runtime import adapter, checkpoint, device, log, parallel
+from runtime import adapter, checkpoint, device, log, ownership, parallel
 from runtime.code import code_digest
 from runtime.load_ahead import load_ahead, load_model, loads_kernels
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
@@ -429,7 +429,9 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         return None
     samples.merge_parts(out_dir / 'samples.jsonl')
     rows = samples.by_task(latest_samples(out_dir) if done else new, prompts)
-    return write_evaluation(results, earlier, rows, tasks, cfg, identity, out_dir)
+    results = write_evaluation(results, earlier, rows, tasks, cfg, identity, out_dir)
+    ownership.remove_aside(out_dir, samples.KIND)
+    return results
 
 
 def check_shard(folder, tasks, cfg):
@@ -599,6 +601,7 @@ def run(cfg):
     check_eval_config(cfg)
     require_given(cfg, model='out/run or --model=google/gemma-2-2b')
     cfg = replace(on_this_machine(cfg), model=os.path.expanduser(cfg.model))
+    ownership.forget_inputs()
     with parallel.first_process_first():
         folder = checkpoint.fetch(cfg.model, cfg.revision)
     config = checkpoint.read_config(folder, seq2seq=True)

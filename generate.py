@@ -49,7 +49,7 @@ class GenerateConfig(Sampling):
     raw: bool = False                   # continue each prompt as plain text, without chat
     confidence: bool = False            # score each answer once more, as evaluate.py scores options
     per_token: bool = False             # write each token with its log-probabilities and entropy
-    overwrite: bool = False             # delete the answers in `out` first
+    overwrite: bool = False             # replace the answers in `out`
     device: str = 'auto'                # 'cpu', 'cuda', 'cuda:1'; auto: a GPU if there is one
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU, else float32
 
@@ -78,7 +78,7 @@ from data.packing import Row, Tree, pack_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.answers import open_answers, to_row
 from results.samples import append, digest, merge_parts, part
-from runtime import adapter, checkpoint, draw, log, parallel, slots
+from runtime import adapter, checkpoint, draw, log, ownership, parallel, slots
 from runtime.code import code_digest
 from runtime.device import pick_device, pick_dtype
 from runtime.slots import Batch, room
@@ -286,6 +286,7 @@ def open_model(cfg):
 def main(argv):
     cfg = read_arguments(argv)
     cfg = replace(cfg, prompts=os.path.expanduser(cfg.prompts), out=os.path.expanduser(cfg.out))
+    ownership.forget_inputs()
     folder, model, tokenizer, template, add_bos = open_model(cfg)
     prompts, stop = read_prompts(cfg.prompts, tokenizer, template, add_bos)
     try:
@@ -329,6 +330,7 @@ def main(argv):
         n_tokens = sum(parallel.gather(n_tokens))
         if rank == 0:
             merge_parts(out)
+            ownership.remove_aside(out.parent, out.name)
     seconds = time.perf_counter() - started
     print(f'wrote {cfg.out}: {n_tokens:,} tokens in {seconds:.1f} s, {n_tokens / seconds:,.0f} '
           f'tokens/s')

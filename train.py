@@ -114,8 +114,9 @@ class TrainConfig:
     pictures: bool = True                     # draw loss.png
     # running
     out_dir: str = 'out/run'                  # the run's folder
-    overwrite: bool = False                   # first delete the run in out_dir: what written.json
-    #                                           and before/written.json list, nothing else
+    overwrite: bool = False                   # replace the run in out_dir: what written.json and
+    #                                           before/written.json list is removed when the new
+    #                                           weights are saved, and nothing else
     resume: bool = False                      # continue the run in out_dir where it stopped
     save_every: int | None = 500              # steps between checkpoints; None: only on a signal
     checkpoint_epochs: bool = True            # keep the weights of each epoch in epoch-<n>/
@@ -401,6 +402,7 @@ def train(cfg, stage=None):
     cfg = replace(cfg, **{key: os.path.expanduser(getattr(cfg, key))
                           for key in ('out_dir', 'cache_dir', 'model', 'data')})
     check_config(cfg)
+    ownership.forget_inputs()
     stage = stage or SimpleNamespace(**globals())
     device, out_dir, results = pick_device(cfg.device), Path(cfg.out_dir), {}
     with contextlib.ExitStack() as stack:
@@ -424,8 +426,8 @@ def train(cfg, stage=None):
             ownership.check_free(out_dir, *trained.run_files(cfg, config, base, more),
                                  *(OUTPUTS if cfg.eval else ()))
             if cfg.overwrite:
-                ownership.discard(out_dir / 'before', '*')
-                ownership.discard(out_dir, '*')
+                ownership.set_aside(out_dir, 'run', ['*'], [
+                    'resume-*/state.json', 'epoch-*/config.json', 'config.json'])
             ownership.claim(out_dir, 'train_config.py', 'log.jsonl')    # now it is a run's folder
         if tasks and cfg.eval_before and not (cfg.from_scratch or cfg.dry_run):
             results['before'] = calibration_report(cfg, base, tokenizer, tasks, out_dir / 'before')
@@ -527,8 +529,9 @@ def optimize(cfg, model, tokenizer, data, device, base, more, stage):
 
 
 def finish(cfg):
-    """Remove the checkpoints of a run whose weights are saved, and draw its loss."""
+    """Remove what a run whose weights are saved has replaced, and draw its loss."""
     ownership.discard(cfg.out_dir, 'resume-*')
+    ownership.remove_aside(cfg.out_dir, 'run')
     if cfg.pictures and not Path(cfg.out_dir, 'loss.png').exists():
         draw_loss(cfg.out_dir)
 

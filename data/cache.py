@@ -1,29 +1,33 @@
 """Tokenized datasets on disk: written once, then memory-mapped.
 
 A cache folder holds `tokens.bin` (uint32) and `loss_mask.bin` (uint8), the concatenated sequences;
-`offsets.npy`, where each begins and the last ends; `margins.npy` (float32), of pairs of answers;
-and `info.json` with a hash of these four. Its name is a hash of what decides its content: the raw
-files, the settings and the code of data/, so that an edited template makes new tokens. A folder
-that does not match its hash is rebuilt.
+`offsets.npy` (int64), where each begins and the last ends; `margins.npy` (float32), of pairs of
+answers; and `info.json` with a hash of these four and a checksum of itself and the folder's name.
+That name is a hash of what decides the content: the raw files, the settings and the code of data/,
+so that an edited template makes new tokens. A folder that does not match its hashes is rebuilt.
 """
 
 import collections
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
-import uuid
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from data.files import parsed, read_rows, without_bad, writing
+from runtime.digests import json_digest
 from runtime.errors import DataError
 from runtime.processes import forked_pool
 
 FILES = ('tokens.bin', 'loss_mask.bin', 'offsets.npy', 'margins.npy', 'info.json')
+TEMPORARY = re.compile(r'([0-9a-f]{20}|reference-[0-9a-f]{20}\.npy)\.[0-9a-f]{8}\.nanocal-tmp')
 
 
 class Sequences:
@@ -42,7 +46,10 @@ class Sequences:
             self.tokens = _map(folder / 'tokens.bin', np.uint32)
             self.loss_mask = _map(folder / 'loss_mask.bin', np.uint8)
             self.digest = _digest(self.offsets, self.tokens, self.loss_mask, self.margins)
-            if self.info['digest'] != self.digest or len(self.margins) != len(self):
+            check = self.info.pop('check')
+            if (check, self.info['digest'], str(self.offsets.dtype), self.offsets.ndim,
+                    len(self.margins)) != (json_digest([folder.name, self.info]), self.digest,
+                                           'int64', 1, len(self)):
                 raise ValueError('it does not match its hash')
         except Exception as error:      # a damaged file can raise anything
             raise DataError(f'the token cache {folder} is damaged ({error!r})') from error
@@ -62,6 +69,39 @@ class Sequences:
 def _map(path, dtype):
     # slicing a plain array over the map is ten times as fast as slicing a memmap
     return np.asarray(np.memmap(path, dtype=dtype, mode='r'))
+
+
+@contextlib.contextmanager
+def writing_to_cache(folder):
+    """Create a folder of the cache and lock it, shared with other runs, for a `with` block."""
+    with contextlib.suppress(FileExistsError):      # of a file, opening it says more
+        folder.mkdir(parents=True)
+    with _locked(folder, fcntl.LOCK_SH):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder, kind):
+    """Yield whether the lock on a folder was obtained: some network file systems have none."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(file, kind)
+            locked = True
+        except OSError:
+            locked = False
+        yield locked
+    finally:
+        os.close(file)
+
+
+def _remove_leftovers(folder):
+    """Remove the temporary files that killed runs have left, unless another run is writing."""
+    if leftovers := [path for path in folder.glob('*') if TEMPORARY.fullmatch(path.name)]:
+        with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB) as locked:
+            for path in leftovers if locked else ():
+                with contextlib.suppress(OSError):      # a cache that can only be read
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _digest(offsets, tokens, loss_mask, margins=()):
@@ -98,12 +138,13 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
         with open(file, 'rb') as raw:
             key.update(hashlib.file_digest(raw, 'sha256').digest())
     folder = Path(os.path.expanduser(cache_dir)) / key.hexdigest()[:20]
+    _remove_leftovers(folder.parent)
     try:
         sequences = Sequences(folder)
     except DataError as error:
         if folder.exists():
             print(f'{error}; tokenizing the data again')
-        with writing(folder):
+        with writing(folder), writing_to_cache(folder.parent):
             _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup)
         sequences = Sequences(folder)
     for reason, n in sequences.info.get('left_out', {}).items():
@@ -116,9 +157,9 @@ def tokenize_once(files, encode, settings, cache_dir, on_bad_row='stop', workers
 
 def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
     """Write the cache elsewhere and move it; in an existing folder, replace only its files."""
-    part = folder.with_name(f'{folder.name}.{uuid.uuid4().hex}.tmp')
+    part = folder.with_name(f'{folder.name}.{secrets.token_hex(4)}.nanocal-tmp')
     bad, left_out, offsets, margins = [], collections.Counter(), [0], []
-    part.mkdir(parents=True)
+    part.mkdir()
     try:
         with open(part / 'tokens.bin', 'wb') as tokens, open(part / 'loss_mask.bin', 'wb') as masks:
             rows = regroup(row for file in files for row in read_rows(file))
@@ -146,6 +187,7 @@ def _tokenize(files, encode, folder, settings, on_bad_row, workers, regroup):
                 'left_out': left_out, 'settings': settings,
                 'digest': _digest(offsets, _map(part / 'tokens.bin', np.uint32),
                                   _map(part / 'loss_mask.bin', np.uint8), margins)}
+        info['check'] = json_digest([folder.name, info])
         (part / 'info.json').write_text(json.dumps(info, indent=1), encoding='utf-8')
         try:
             os.rename(part, folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from runtime.errors import CheckpointError, DataError
 from runtime.hub import download
-from runtime.ownership import temporary
+from runtime.ownership import note_inputs, temporary
 
 
 def fetch(source, patterns, revision=None):
@@ -31,6 +31,7 @@ def fetch(source, patterns, revision=None):
         raise DataError(f'data_revision = {revision!r} is that of a hub dataset, and {source} is '
                         f'on disk; leave it out')
     if path.is_file():
+        note_inputs(path)
         return [path]
     if not path.is_dir():
         if source.startswith(('/', '.', '~')) or source.count('/') != 1:
@@ -41,6 +42,7 @@ def fetch(source, patterns, revision=None):
     for pattern in patterns:
         files = sorted(p for p in path.glob(pattern) if p.is_file())
         if files:
+            note_inputs(*files)
             return files
     raise DataError(f'{source} holds nothing that matches {" or ".join(patterns)}')
 
@@ -79,6 +81,7 @@ def read_rows(path):
     or skip; a file that cannot be read raises one.
     """
     path = Path(path)
+    note_inputs(path)
     if not path.is_file():
         raise DataError(f'{path} is a folder; name a file in it' if path.is_dir() else
                         f'there is no file {path}')

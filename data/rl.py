@@ -4,14 +4,17 @@ A reward is a function (prompt, answer, row) -> number: the text of the prompt's
 text of an answer, and the prompt's row as it is in the file.
 """
 
+import ast
 import copy
 import hashlib
+import os
 import re
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import all_suffixes
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +30,7 @@ from data.tokenizer import begins_with_bos, load_model_tokenizer
 from runtime import checkpoint
 from runtime.device import to_device
 from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.ownership import note_inputs
 from runtime.trained import training_settings
 
 # those of the tasks first
@@ -181,12 +185,45 @@ def load_reward(name, device, dtype, template):
         raise ConfigError(describe(error, name)) from error
     if not callable(names.get('reward')):
         raise ConfigError(f'{name} has no function reward(prompt, answer, row)')
-    return FunctionReward(name, names['reward'], code.decode('utf-8', 'backslashreplace'))
+    sources = {path: code} | imported_sources(path)
+    note_inputs(*sources)
+    digest = hashlib.sha256()
+    for file, content in sorted(sources.items()):
+        digest.update(f'{os.path.relpath(file, path.parent)} {len(content)} '.encode() + content)
+    return FunctionReward(name, names['reward'], digest.hexdigest())
+
+
+def imported_sources(path):
+    """Return {file: content} of the modules beside a Python file that it imports, directly or not.
+
+    Imports inside functions count. A name that is computed when the program runs is not found.
+    """
+    sources, unread = {}, [path]
+    while unread:
+        file = unread.pop()
+        sources[file] = file.read_bytes()
+        try:
+            statements = [*ast.walk(ast.parse(sources[file]))]
+        except (SyntaxError, ValueError):       # a compiled module
+            continue
+        for node in statements:
+            if not isinstance(node, (ast.Import, ast.ImportFrom)):
+                continue
+            folder, names = path.parent, [alias.name.split('.') for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                folder = file.parents[node.level - 1] if node.level else folder
+                names = [[*(node.module or '').split('.'), *name] for name in names]
+            places = {folder.joinpath(*name[:n + 1]) for name in names for n in range(len(name))}
+            unread += {found for place in places for found in (
+                place / '__init__.py', *(Path(f'{place}{suffix}') for suffix in all_suffixes()))
+                if found.is_file() and found not in sources}
+    return sources
 
 
 @dataclass
 class FunctionReward:
-    """A function (prompt, answer, row) -> number; `digest` is its name, or the code of a file.
+    """A function (prompt, answer, row) -> number; `digest` is its name, or a hash of the code of a
+    file and of the modules beside it.
 
     check: None, or (row) -> raises an error for a row that the function cannot use
     """
@@ -241,6 +278,7 @@ class ModelReward:
     check = None        # any answer has a reward
 
     def __init__(self, folder, device, dtype, template):
+        folder = checkpoint.fetch(folder)
         self.folder, self.device = folder, device
         self.model = checkpoint.load(folder, device, dtype, reward=True).eval()
         self.digest = checkpoint.fingerprint(folder)

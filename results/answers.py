@@ -9,6 +9,8 @@ from results.samples import difference, merge_parts, merged_names, part_names, r
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
 
+OTHERS = 'log.jsonl', 'samples.jsonl'       # they grow; see train.py and evaluate.py
+
 
 def open_answers(cfg, settings, processes):
     """Prepare the file `out`; return {(id, hash of the prompt)} of the rows in it.
@@ -20,9 +22,15 @@ def open_answers(cfg, settings, processes):
     """
     out = Path(cfg.out)
     names = out.name, f'{out.stem}.config.json'
-    ownership.check_free(out.parent, *names, *part_names(out, processes))
+    parts = part_names(out, processes)
+    ownership.check_free(out.parent, *names, *parts)
+    listed = ownership.written_files(out.parent)
+    if out.name in OTHERS or (names[0] in listed) != (names[1] in listed):
+        raise ConfigError(f'{out} has the name of a file that another script writes, and is not '
+                          f'replaced; choose another --out, such as answers.jsonl')
     if cfg.overwrite:
-        ownership.discard(out.parent, *map(glob.escape, (*names, *merged_names(out))))
+        ownership.set_aside(out.parent, out.name, [*map(glob.escape, (
+            *names, *parts, *merged_names(out)))], [*map(glob.escape, (out.name, *parts))])
     if out.is_symlink():
         raise ConfigError(f'{out} is a link to a file elsewhere, where nothing is appended; choose '
                           f'another --out')
@@ -40,7 +48,7 @@ def open_answers(cfg, settings, processes):
             if isinstance(row, DataError):
                 raise row
             done.add((row['id'], row['prompt_hash']))
-    ownership.claim(out.parent, *names, *part_names(out, processes))
+    ownership.claim(out.parent, *names, *parts)
     ownership.write_text(out.with_name(names[1]), json.dumps(settings, indent=1) + '\n')
     return done
 

@@ -8,7 +8,7 @@ from results.prediction_files import NORMS
 from results.samples import read_splits, use_new_names
 from runtime.config import read_assignments
 from runtime.errors import DataError
-from runtime.ownership import read_json
+from runtime.ownership import ASIDE, put_back, read_json
 
 # keys of train_config.py that do not distinguish runs: paths, files, devices and rounding
 PATHS = {'model', 'out_dir', 'overwrite', 'resume', 'seed', 'cache_dir', 'eval', 'eval_before',
@@ -34,9 +34,11 @@ def find_runs(sources, harness_files=()):
     """
     folders = []
     for source in sources:
+        put_back(source)
         below = [source] if (source / 'results.json').exists() else [
             path.parent for path in sorted(source.rglob('samples.jsonl'))
-            if path.with_name('results.json').exists() and path.parent.name != 'before']
+            if path.with_name('results.json').exists() and path.parent.name != 'before'
+            and not path.parent.name.startswith(ASIDE)]
         if not below and not any(source.absolute() in (file, *file.parents)
                                  for file in harness_files):
             raise DataError(f'compare: {source} holds no run: ' + (

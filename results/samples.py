@@ -21,6 +21,7 @@ from runtime.errors import ConfigError, DataError
 OUTPUTS = ('samples.jsonl', 'eval_config.json', 'results.json', 'results.md', 'results.csv',
            'results.tex', 'report.html')
 DIAGRAM, GRID = 'reliability.png', 'reliability-{}-languages.png'
+KIND = 'evaluation'     # of what --overwrite sets aside
 OTHER_FOLDER = 'choose another --out_dir, or --overwrite what was evaluated there'
 
 
@@ -31,8 +32,8 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     done:    {(sample_key, prompt)} of the samples there; a text counts if all its tokens are scored
     Raises ConfigError, before it changes anything, if a file of this name exists that no evaluation
     wrote, if the samples were made with other `settings`, or if a file is damaged. `overwrite`
-    first deletes the files of an evaluation. processes: how many will append to their `part`. The
-    caller holds the lock.
+    first sets the files of an evaluation aside. processes: how many will append to their `part`.
+    The caller holds the lock.
     """
     ownership.remove_leftovers(out_dir)
     grids = [GRID.format(label) for label, task in tasks.items()
@@ -41,7 +42,9 @@ def open_folder(out_dir, tasks, settings, *, pictures, overwrite, processes=1):
     outputs = [*OUTPUTS, *((DIAGRAM, *grids) if pictures else ()), *part_names(samples, processes)]
     ownership.check_free(out_dir, *outputs)
     if overwrite:
-        ownership.discard(out_dir, *OUTPUTS, DIAGRAM, GRID.format('*'), *merged_names(samples))
+        parts = part_names(samples, processes)
+        ownership.set_aside(out_dir, KIND, [*OUTPUTS, DIAGRAM, GRID.format('*'), *parts,
+                                            *merged_names(samples)], [samples.name, *parts])
     if samples.is_symlink():
         raise ConfigError(f'{samples} is a link to a file elsewhere, where nothing is appended; '
                           f'replace the link by that file, or {OTHER_FOLDER}')
@@ -142,7 +145,11 @@ def digest(value):
 
 
 def append(file, sample):
-    """Append a line to samples.jsonl, opened unbuffered; ConfigError if the disk is full."""
+    """Append a line to samples.jsonl, opened unbuffered.
+
+    Raises ConfigError if the disk is full, or if the file or its folder was removed or moved.
+    """
+    ownership.check_in_place(file)
     left = (json.dumps(sample, ensure_ascii=False) + '\n').encode()
     try:
         while left:

@@ -18,8 +18,10 @@ from runtime.config_json import config_to_hf, read_config, read_json_object
 from runtime.errors import CheckpointError
 from runtime.hub import download
 from runtime.names import BUFFERS, text_key, their_key
+from runtime.ownership import note_inputs, put_back
 from runtime.parallel import load_full, rank
-from runtime.weights import TYPES, check_header, read_tensors, weight_files, write_files
+from runtime.weights import (TYPES, check_header, read_tensors, weight_files, weights_digest,
+                             write_files)
 from triton_ops import adjoin
 
 SHARD_BYTES = 5_000_000_000
@@ -28,6 +30,9 @@ SIDE_FILES = ('generation_config.json', 'tokenizer.json', 'tokenizer.model', 'to
               'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json',
               'chat_template.jinja', 'original/tokenizer.model', 'spiece.model', 'tekken.json',
               'vocab.json', 'merges.txt')
+MODEL_FILES = ('config.json', adapter.CONFIG, *SIDE_FILES, '*.safetensors',
+               '*.safetensors.index.json')
+BIN_FILES = 'pytorch_model*.bin', 'pytorch_model*.bin.index.json', 'adapter_model.bin'
 HEAD, EMBEDDING = 'lm_head.weight', 'model.embed_tokens.weight'
 
 
@@ -70,6 +75,8 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
         raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = {name} '
                               f'is a folder; set one of them')
     folder = path if path.is_dir() else _download(name, path, revision, weights)
+    put_back(folder)
+    note_inputs(*(file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)))
     if not adapter.is_adapter(folder):
         return folder
     settings = adapter.read_settings(folder)
@@ -87,13 +94,11 @@ def _download(name, path, revision, weights):
     if name.startswith(('/', '.', '~')) or name.count('/') != 1:
         raise CheckpointError(f'no model folder at {name}, and it is not a hub name '
                               f'like google/gemma-2-2b')
-    wanted = ['config.json', adapter.CONFIG, *SIDE_FILES,
-              *['*.safetensors', '*.safetensors.index.json'] * weights]
+    wanted = [pattern for pattern in MODEL_FILES if weights or 'safetensors' not in pattern]
     folder = download(name, wanted, revision, ignore=['original/*.safetensors', 'consolidated*'])
     if weights and not any(folder.glob('*.safetensors')):
         # older checkpoints, such as Pythia's at a training step, have only these
-        folder = download(name, ['pytorch_model*.bin', 'pytorch_model*.bin.index.json',
-                                 'adapter_model.bin'], revision)
+        folder = download(name, BIN_FILES, revision)
     return folder
 
 
@@ -219,22 +224,14 @@ def bad_logits(where: str, folder: str | Path, dtype: str, what: str = 'logits')
 
 
 def fingerprint(folder: str | Path) -> str:
-    """Return a hash of the values in config.json and of a sample of every tensor.
+    """Return a hash of the values in config.json and of every byte of every tensor.
 
-    The sample is the tensor's name, type, shape and 16 blocks of 4 KiB spread evenly over its
-    bytes: under a second for a model of 16 GB on an SSD. Shards and formatting do not matter.
+    Shards and formatting do not matter.
     """
     config = json.dumps(read_json_object(Path(folder) / 'config.json'), sort_keys=True)
     total = hashlib.blake2b(config.encode(), digest_size=8)
-    for key, tensor in read_tensors(dict(sorted(weight_files(Path(folder)).items()))):
-        data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-        offsets = (range(0, data.size, 4096) if data.size <= 16 * 4096 else
-                   [i * (data.size - 4096) // 15 for i in range(16)])
-        kind = TYPES.get(tensor.dtype, tensor.dtype)
-        digest = hashlib.blake2b(f'{key} {kind} {[*tensor.shape]}'.encode())
-        for offset in offsets:
-            digest.update(data[offset:offset + 4096])
-        total.update(digest.digest())
+    files = {*weight_files(Path(folder)).values()}
+    total.update(f'{sum(map(weights_digest, files)) % 2 ** 256:x}'.encode())
     if (link := Path(folder) / adapter.LINK).exists():
         total.update(adapter.fingerprint(link).encode())
     return total.hexdigest()

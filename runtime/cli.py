@@ -67,6 +67,9 @@ def one_line_errors(resume='', memory=''):
     except ModuleNotFoundError as error:
         _fail(f'{error}; pip install -r requirements.txt')
     except (MemoryError, RuntimeError) as error:
+        if "can't start new thread" in str(error):
+            _fail('the system lets this process start no more threads; see ulimit -u and, in a '
+                  'container, pids.max')
         if not is_out_of_memory(error):
             raise
         reason = str(error).strip().split('\n')[0] or 'the system gives this process no more'

@@ -19,7 +19,7 @@ from runtime import ownership
 from runtime.checkpoint import nonfinite_tensor
 from runtime.config import dump_config
 from runtime.device import HostCopy
-from runtime.errors import TrainingError
+from runtime.errors import ConfigError, TrainingError
 from runtime.parallel import rank
 from runtime.resume import advice
 
@@ -120,9 +120,10 @@ class StepLog:
             self.bar.write(f'peak memory after the first step: {peak_memory(self.device):.2f} GiB')
         if self.file:
             try:
+                ownership.check_in_place(self.file)
                 print(json.dumps(record), file=self.file, flush=True)
-            except OSError as error:
-                raise TrainingError(f'{self.file.name}: {error.strerror}; '
+            except (OSError, ConfigError) as error:
+                raise TrainingError(f'{self.file.name}: {getattr(error, "strerror", error)}; '
                                     f'{advice(self.cfg.out_dir)}') from error
             self.track(record)
 

@@ -7,10 +7,16 @@ Files are written under a temporary name and renamed, so a crash leaves the old 
 `lock` removes temporary files that a crash left behind. Exceptions: log.jsonl, samples.jsonl, the
 files of generate.py and the parts of these grow line by line, and resume.py says when a checkpoint
 is complete.
+
+--overwrite calls `set_aside`, which moves the old files to .replaced-<kind>-<n>/ in their folder,
+and at the end `remove_aside`. If the command ends before, because of an error, a signal or a kill,
+the end of its lock or the next lock puts them back, unless there is something to resume from: then
+they stay aside until the resumed command has finished.
 """
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import re
@@ -22,9 +28,10 @@ from pathlib import Path
 
 from runtime.errors import ConfigError, DataError
 
-LIST, LOCK = 'written.json', '.lock'
+LIST, LOCK, ASIDE = 'written.json', '.lock', '.replaced-'
 TEMPORARY = re.compile(r'(.+)\.[0-9a-f]{8}\.nanocal-tmp')
 _locks = []     # the lock files that this process holds open
+_inputs = set()     # the places of the files that this command reads: see `note_inputs`
 
 
 @contextlib.contextmanager
@@ -54,24 +61,34 @@ def lock(folder):
         raise ConfigError(f'{folder} cannot be written ({reason}); choose another folder'
                           ) from error
     with file:
-        remove_leftovers(folder)
         _locks.append(file)
         try:
+            remove_leftovers(folder)
+            _settle(folder)
             yield
-            _check_locks()
+            check_in_place(*_locks)
         finally:
-            _locks.remove(file)
+            try:
+                if is_in_place(file):
+                    _settle(folder)
+            finally:
+                _locks.remove(file)
 
 
-def _check_locks():
-    """Raise ConfigError if a folder that this process has locked was removed or moved."""
-    for file in _locks:
-        try:
-            in_place = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
-        except OSError:
-            in_place = False
-        if not in_place:
-            raise ConfigError(f'{Path(file.name).parent} was removed or moved, or its {LOCK} was '
+def is_in_place(file):
+    """Return whether an open file is still the one that its name leads to."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except OSError:
+        return False
+
+
+def check_in_place(*files):
+    """Raise ConfigError if one of the open `files`, or its folder, was removed or moved."""
+    for file in files:
+        if not is_in_place(file):
+            path = Path(file.name)
+            raise ConfigError(f'{path.parent} was removed or moved, or its {path.name} was '
                               f'deleted, while this program was writing there')
 
 
@@ -144,7 +161,7 @@ def claim(folder, *names, below='.'):
 
     Raises ConfigError as `check_free`, or if a locked folder was removed or moved.
     """
-    _check_locks()
+    check_in_place(*_locks)
     if new := check_free(folder, *names, below=below):
         Path(folder).mkdir(parents=True, exist_ok=True)
         _write_list(folder, written_files(folder) + new)
@@ -155,21 +172,149 @@ def discard(folder, *patterns, keep=''):
 
     Subfolders that become empty are removed too.
     """
-    _check_locks()
+    check_in_place(*_locks)
     folder, listed = Path(folder), written_files(folder)
-    gone = [name for name in listed
-            if any(fnmatch(name, pattern) for pattern in patterns) and not fnmatch(name, keep)]
+    gone = [name for name in _matching(listed, patterns) if not fnmatch(name, keep)]
     if not gone:
         return
     _refuse_links(folder, gone)
-    # first config.json and state.json, which say that the other files are complete
-    for name in sorted(gone, key=lambda name: Path(name).name not in ('config.json', 'state.json')):
+    for name in sorted(gone, key=_is_not_a_seal):
         (folder / name).unlink(missing_ok=True)
-    parents = {parent for name in gone for parent in Path(name).parents} - {Path('.')}
-    for parent in sorted(parents, reverse=True):
-        with contextlib.suppress(OSError):      # it may hold a file that is not ours
-            (folder / parent).rmdir()
+    _remove_if_empty(folder / parent for name in gone for parent in Path(name).parents[:-1])
     _write_list(folder, [name for name in listed if name not in gone])
+
+
+def _matching(names, patterns):
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+
+
+def _is_not_a_seal(name):
+    """Return False for a file that says that others are complete; it goes first and comes last."""
+    return Path(name).name not in ('config.json', 'state.json')
+
+
+def _remove_if_empty(folders):
+    """Remove those of `folders` that are empty; others may hold a file that is not ours."""
+    for folder in sorted({*folders}, reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+# ---- What --overwrite replaces -------------------------------------------------------------------
+
+def forget_inputs():
+    """Begin a command, which has read nothing yet; several can run in one process."""
+    _inputs.clear()
+
+
+def note_inputs(*paths):
+    """Note files that this command reads, so that `set_aside` refuses to move them."""
+    for path in paths:
+        _inputs.update((os.path.realpath(path), _place(path)))
+
+
+def _place(path):
+    """Return the path of a file without links to folders; the file itself may be a link."""
+    folder, name = os.path.split(os.path.abspath(path))
+    return os.path.join(os.path.realpath(folder), name)
+
+
+def set_aside(folder, kind, patterns, progress):
+    """Move the listed files of `folder` that match one of `patterns` aside: see this file's head.
+
+    '*' includes those that before/written.json lists. kind: what is replaced, for the name of the
+    folder; progress: patterns of the new files from which a later command resumes. Raises
+    ConfigError, before anything is moved, for a file that this command reads.
+    """
+    check_in_place(*_locks)
+    folder, listed = Path(folder), written_files(folder)
+    report = written_files(folder / 'before')
+    names = _matching([*listed, *(f'before/{name}' for name in [*report, LIST] if report)],
+                      patterns)
+    _refuse_links(folder, names)
+    names = sorted(filter(lambda name: os.path.lexists(folder / name), names), key=_is_not_a_seal)
+    for name in names:
+        if _place(folder / name) in _inputs:
+            raise ConfigError(f'{folder / name} is read by this command, and --overwrite would '
+                              f'remove it; choose another folder for what is written, or read a '
+                              f'copy from elsewhere')
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
+            raise ConfigError(f'{folder / name} is a folder, not the file that this program wrote '
+                              f'there; move it away')
+    if not names:
+        return discard(folder, *patterns)       # the list may name files that are gone
+    prefix = f'{ASIDE}{kind}-'
+    numbers = [int(path.name.removeprefix(prefix)[:3])
+               for path in folder.glob(glob.escape(prefix) + '[0-9]' * 3 + '*')]
+    aside = folder / f'{prefix}{max(numbers, default=0) + 1:03}'
+    moving = aside.with_name(f'{aside.name}.moving')
+    moving.mkdir()
+    write_text(moving / LIST, json.dumps({'files': listed, 'patterns': patterns,
+                                          'progress': progress}, indent=0) + '\n')
+    for name in names:
+        (moving / name).parent.mkdir(parents=True, exist_ok=True)
+        os.rename(folder / name, moving / name)
+    _remove_if_empty(folder / parent for name in names for parent in Path(name).parents[:-1])
+    gone = _matching(listed, patterns)
+    _write_list(folder, [name for name in listed if name not in gone])
+    os.rename(moving, aside)
+
+
+def remove_aside(folder, kind):
+    """Remove what `set_aside` has moved aside: the new files are complete."""
+    for aside in Path(folder).glob(glob.escape(f'{ASIDE}{kind}-') + '[0-9]' * 3):
+        os.rename(aside, f'{aside}.done')
+    _settle(folder)
+
+
+def put_back(folder):
+    """Put back what a killed --overwrite has moved aside in `folder`, before it is read."""
+    if [*Path(folder).glob(f'{ASIDE}*')]:
+        with contextlib.suppress(ConfigError), lock(folder):    # unless a run is writing there
+            pass
+
+
+def _settle(folder):
+    """Put back what `set_aside` has moved, the newest first, unless new files replace it."""
+    folder = Path(folder)
+    for aside in sorted(folder.glob(f'{ASIDE}*'), reverse=True):
+        remove_leftovers(aside)
+        if aside.suffix == '.done':
+            discard(aside / 'before', '*')
+            discard(aside, '*')
+            _remove_if_empty([aside, *aside.rglob('*')])
+            continue
+        if aside.suffix != '.moving':
+            with read_json(aside / LIST, f'move its files to {folder}') as content:
+                patterns, progress = content['patterns'], content['progress']
+            if any((folder / name).is_file() and (folder / name).stat().st_size
+                   for name in _matching(written_files(folder), progress)):
+                print(f'note: {aside} keeps what --overwrite replaces until that is complete')
+                continue
+            if '*' in patterns:
+                remove_leftovers(folder / 'before')
+                discard(folder / 'before', '*')
+            discard(folder, *patterns)
+            aside = aside.rename(f'{aside}.moving')
+        _put_back(folder, aside)
+
+
+def _put_back(folder, aside):
+    names = sorted((str(path.relative_to(aside)) for path in aside.rglob('*')
+                    if path.is_symlink() or not path.is_dir()), key=_is_not_a_seal, reverse=True)
+    names = [name for name in names if name != LIST]
+    for name in names:
+        if os.path.lexists(folder / name):
+            raise ConfigError(f'{folder / name} was not written by this program; move it away, and '
+                              f'the one in {aside}, which --overwrite has moved, is put back')
+    _write_list(folder, [*dict.fromkeys([*written_files(aside), *written_files(folder)])])
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.rename(aside / name, folder / name)
+    (aside / LIST).unlink(missing_ok=True)
+    _remove_if_empty([aside, *aside.rglob('*')])
+    print(f'note: {folder}: nothing has replaced the files that --overwrite had moved aside; they '
+          f'are back')
 
 
 def _write_list(folder, names):

@@ -8,13 +8,11 @@ exists at any moment.
 """
 
 import functools
-import hashlib
 import json
 import os
 import re
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 
 from runtime import cli, startup
 from runtime.config import read_assignments
+from runtime.digests import file_digest, json_digest
 from runtime.errors import ConfigError, TrainingError
-from runtime.ownership import (LIST, LOCK, TEMPORARY, check_free, claim, discard, write_text,
-                               written_files)
+from runtime.ownership import (ASIDE, LIST, LOCK, TEMPORARY, check_free, claim, discard,
+                               write_text, written_files)
 from runtime.parallel import (abort_processes, gather, gather_full, join_processes, leave_processes,
                               load_full, rank)
 from runtime.weights import write_tensors
@@ -82,7 +81,8 @@ def check_folder(cfg):
     if Path(cfg.model).is_dir() and Path(os.path.realpath(cfg.model)).is_relative_to(
             os.path.realpath(out_dir)):     # unlike Path.resolve it accepts a link to itself
         raise ConfigError(f'out_dir = {cfg.out_dir} holds the model {cfg.model} itself')
-    files = {path.name for path in out_dir.iterdir()} if out_dir.exists() else set()
+    files = {path.name for path in out_dir.iterdir() if not path.name.startswith(ASIDE)
+             } if out_dir.exists() else set()
     # a run that is killed while it writes its first list leaves that under a temporary name
     if LIST not in files and any(not TEMPORARY.fullmatch(name) for name in files - {LOCK}):
         raise ConfigError(f'out_dir = {cfg.out_dir} is not empty and has no {LIST}, the '
@@ -239,23 +239,6 @@ def read_state(path, step):
     if content['step'] != step:
         raise ValueError(f'it holds step {content["step"]}, not {step}')
     return content
-
-
-def json_digest(content):
-    """Return a checksum of the content of a JSON file."""
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def file_digest(path, piece=2 ** 26):
-    """Return the hash of the hashes of a file's pieces: 0.9 s per GB on each of up to 8 threads."""
-    def digest(start):
-        with open(path, 'rb') as file:
-            file.seek(start)
-            return hashlib.blake2b(file.read(piece)).digest()
-
-    with ThreadPoolExecutor(min(8, os.cpu_count())) as pool:
-        pieces = pool.map(digest, range(0, os.path.getsize(path), piece))
-        return hashlib.blake2b(b''.join(pieces), digest_size=16).hexdigest()
 
 
 def state_tensors(named, optimizer):

@@ -1,13 +1,10 @@
-"""Start and end a script faster; nothing here changes what it computes."""
+"""Start and end a script faster; nothing here changes what it computes.
 
-import atexit
-import contextlib
-import ctypes
+Other modules are imported by the functions: until `begin`, Ctrl-C would print a traceback.
+"""
+
 import gc
-import os
-import re
 import sys
-import threading
 
 from runtime import cli
 
@@ -24,6 +21,10 @@ def begin():
 
 def load_libraries(device):
     """Import torch for a run on the setting `device`; meanwhile, a thread prepares the GPU."""
+    import os
+    import re
+    import threading
+    cli.begin()     # Ctrl-C in the middle of this import ends the process, see `cli`
     if gpu := re.fullmatch(r'auto|cuda(?::(\d+))?', device):
         number = int(gpu[1] or os.environ.get('LOCAL_RANK', 0))     # torchrun sets it
         threading.Thread(target=prepare_gpu, args=[number], daemon=True).start()
@@ -37,6 +38,9 @@ def end_at_once():
     Profilers and coverage write their files before, or in a function of atexit. One of those
     functions waits up to 7 s for torch's compiling processes, if they have just been started.
     """
+    import atexit
+    import os
+
     def end():
         atexit.unregister(end)
         for pool in getattr(sys.modules.get('torch._inductor.async_compile'), '_pool_set', ()):
@@ -52,6 +56,8 @@ def end_at_once():
 def prepare_gpu(number):
     """Create the CUDA context of a GPU, half a second, and compute the hash of Triton's own files,
     1.3 s, by which it finds compiled kernels on disk. Without a GPU, torch says so later."""
+    import contextlib
+    import ctypes
     with contextlib.suppress(OSError, AttributeError, ctypes.ArgumentError, ImportError):
         cuda, gpu, context = ctypes.CDLL('libcuda.so.1'), ctypes.c_int(), ctypes.c_void_p()
         if not (cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(gpu), number)):     # 0: no error

@@ -1,6 +1,7 @@
 """align.py: pairwise losses, trees against separate rows, whole runs."""
 
 import json
+import io
 import math
 import shutil
 from collections import defaultdict
@@ -271,16 +272,51 @@ def test_the_reference_is_computed_once_and_belongs_to_model_and_data(base, tmp_
         stage_of(config(base, tmp_path, ROWS[1:]))
 
 
-@pytest.mark.parametrize('n_bytes', [0, 50, 140])
-def test_a_damaged_reference_is_computed_again(base, n_bytes, tmp_path, capsys):
+def resaved(change):
+    """Return a damage: the array is changed and saved as a valid file, without our checksum."""
+    def damage(content):
+        file = io.BytesIO()
+        np.save(file, change(np.load(io.BytesIO(content))))
+        return file.getvalue()
+    return damage
+
+
+def flipped(at):
+    return lambda content: content[:at] + bytes([content[at] ^ 1]) + content[at:][1:]
+
+
+@pytest.mark.parametrize('damage', [
+    *(lambda content, n=n: content[:n] for n in (0, 20, 50, 140, -1)),
+    *(flipped(at) for at in (7, 30, 128, 140, -40, -33, -32, -1)),
+    lambda content: content[:128] + bytes(len(content) - 128), lambda content: content + b'\0',
+    lambda content: b'junk' * 100, lambda content: content.replace(b"'<f4'", b"'<i4'"),
+    lambda content: content.replace(b'(4, 4)', b'(2, 8)'),
+    *(resaved(change) for change in (
+        lambda x: x[::-1], lambda x: x * 0, lambda x: x.astype(np.float64), lambda x: x[:2],
+        lambda x: x.view(np.int32), lambda x: np.asfortranarray(x), lambda x: x))])
+def test_a_damaged_reference_is_computed_again(base, damage, tmp_path, capsys):
     cfg = config(base, tmp_path, ROWS)
     reference = stage_of(cfg)[0].reference
     (path,) = Path(cfg.cache_dir).glob('reference-*.npy')
     content = path.read_bytes()
-    path.write_bytes(content[:n_bytes])
+    assert damage(content) != content
+    path.write_bytes(damage(content))
     assert np.array_equal(stage_of(cfg)[0].reference, reference)
     assert f'the reference in {path} is damaged' in capsys.readouterr().out
     assert path.read_bytes() == content
+
+
+def test_the_reference_of_another_model_under_this_name_is_computed_again(base, tmp_path, capsys):
+    cfg = config(base, tmp_path, ROWS)
+    reference = stage_of(cfg)[0].reference
+    (path,) = Path(cfg.cache_dir).glob('reference-*.npy')
+    stage_of(config(base, tmp_path, ROWS[::-1]))
+    (other,) = {*Path(cfg.cache_dir).glob('reference-*.npy')} - {path}
+    other.rename(path)
+    capsys.readouterr()
+    cfg = config(base, tmp_path, ROWS)
+    assert np.array_equal(stage_of(cfg)[0].reference, reference)
+    assert f'the reference in {path} is damaged' in capsys.readouterr().out
 
 
 def test_swapping_the_answers_negates_the_first_gradient(base, tmp_path):

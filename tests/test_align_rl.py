@@ -963,6 +963,38 @@ def test_a_reward_file_imports_modules_beside_it(tmp_path, monkeypatch):
     assert [reward_of(f'{tmp_path}/reward.py', answer, {}) for answer in 'ab'] == [2.0, -2.0]
 
 
+@pytest.mark.parametrize('place, line', [
+    ('words_of_digest.py', 'import words_of_digest'),
+    ('late_of_digest.py', 'import words_of_digest'),
+    ('deep_of_digest.py', 'import words_of_digest'),
+    ('pack_of_digest/__init__.py', 'from pack_of_digest import part'),
+    ('pack_of_digest/part.py', 'from pack_of_digest import part'),
+    ('pack_of_digest/sister.py', 'import pack_of_digest.part as p'),
+    ('pack_of_digest/near/below.py', 'from pack_of_digest.part import near')])
+def test_a_reward_whose_module_was_edited_is_another_reward(place, line, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    files = {'words_of_digest.py': 'import deep_of_digest as d\n', 'deep_of_digest.py': 'x = 1\n',
+             'late_of_digest.py': 'x = 1\n', 'unused_of_digest.py': '',
+             'pack_of_digest/__init__.py': '', 'pack_of_digest/sister.py': 'x = 1\n',
+             'pack_of_digest/part.py': 'from . import sister\nfrom .near import below as near\n',
+             'pack_of_digest/near/below.py': 'x = 1\n',
+             'reward.py': (f'{line}\ndef reward(prompt, answer, row):\n'
+                           '    import late_of_digest\n    return 1\n')}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def digest():
+        return data_rl.load_reward(f'{tmp_path}/reward.py', 'cpu', None, 'tulu').digest
+    first = digest()
+    (tmp_path / 'unused_of_digest.py').write_text('x = 2\n')
+    assert digest() == first
+    (tmp_path / place).write_text(files[place] + '# edited\n')
+    assert digest() != first
+    (tmp_path / place).write_text(files[place])
+    assert digest() == first
+
+
 @pytest.mark.parametrize('values, message', [
     ({'method': 'grpo'}, 'need a reward'), ({'reward': 'exact'}, 'and only they'),
     ({'method': 'grpo', 'reward': 'exact', 'group_size': 1}, 'group_size = 1'),

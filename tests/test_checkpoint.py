@@ -9,13 +9,15 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from common import (ARCHITECTURES, HERE, LLAMA3_ROPE, few_layers, llama_config, lora_model, named,
                     reference_model, rewrite, whole_rows)
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import model as models
 from runtime import (__version__, adapter, checkpoint, config_json, config_keys, config_ropes,
@@ -579,6 +581,50 @@ def test_fingerprint_depends_on_config_and_every_tensor(folder, tmp_path, monkey
         rewrite(folder, lambda t, key=key: t[key].view(-1)[-1].add_(1))
         seen.add(checkpoint.fingerprint(folder))
     assert len(seen) == len(checkpoint.load(folder).state_dict()) + 1
+
+
+def test_every_byte_of_the_weights_decides_whether_a_model_is_the_same(tmp_path):
+    """Also where size, inode and time of modification stay, as after an edit by another program."""
+    path = tmp_path / 'model.safetensors'
+    (tmp_path / 'config.json').write_text('{}')
+    save_file({'a': torch.zeros(3, 1000, dtype=torch.bfloat16),
+               'b': torch.arange(200_000).float()}, path)
+    old = path.stat().st_mtime_ns - 10 ** 10        # so that the hash is kept
+    os.utime(path, ns=(old, old))
+    first, n_header = checkpoint.fingerprint(tmp_path), path.stat().st_size - 806_000
+    rng = np.random.default_rng(0)
+    for at in (n_header, path.stat().st_size - 1, *rng.integers(n_header, 806_000, 100)):
+        for value in (1, 0):        # and back
+            with open(path, 'r+b') as file:
+                file.seek(at)
+                (byte,) = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte ^ 1]))
+            os.utime(path, ns=(old, old))
+            assert (checkpoint.fingerprint(tmp_path) == first) == (value == 0), at
+
+
+@pytest.mark.parametrize('damage', ['', '{}', '[]', '{"digest": "0", "check": "0"}', '\0'])
+def test_a_hash_of_weights_is_kept_and_a_damaged_one_computed_again(
+        folder, tmp_path, monkeypatch, damage):
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'kept'))
+    path, now = folder / 'model.safetensors', time.time_ns()
+    wanted = weights.weights_digest(path)
+    assert not (tmp_path / 'kept').exists()     # it was written a moment ago, and could be again
+    monkeypatch.setattr(time, 'time_ns', lambda: now + 10 ** 10)
+    assert weights.weights_digest(path) == wanted
+    (note,) = (tmp_path / 'kept' / 'nanocal').iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, '_hash_tensors', lambda _: pytest.fail('computed again'))
+        assert weights.weights_digest(path) == wanted
+        note.write_text(json.dumps(json.loads(note.read_text()) | {'digest': '5'}))
+        with pytest.raises(pytest.fail.Exception, match='computed again'):
+            weights.weights_digest(path)
+    note.write_text(damage)
+    assert weights.weights_digest(path) == wanted
+    (tmp_path / 'kept').rename(tmp_path / 'elsewhere')
+    (tmp_path / 'kept').write_text('a file, where nothing can be kept')
+    assert weights.weights_digest(path) == wanted
 
 
 def test_a_folder_of_adapters_is_not_a_model(folder):

@@ -234,6 +234,11 @@ def main(kind):
     if kind == 'torch':
         import torch
         torch.empty(10 ** 15)
+    if kind == 'threads':
+        import _thread, threading
+        def refuse(*_): raise RuntimeError("can't start new thread")
+        threading._start_new_thread = refuse    # as CPython does where pthread_create fails
+        threading.Thread(target=print).start()
     if kind == 'module':
         import no_such_module
     if kind == 'file':
@@ -271,6 +276,7 @@ def run_script(folder, *arguments, redirect='', **environment):
 @pytest.mark.parametrize('kind, code, message', [
     ('memory', 1, b'error: out of memory: Unable to allocate'),
     pytest.param('torch', 1, b'error: out of memory: ', marks=pytest.mark.slow),
+    ('threads', 1, b'error: the system lets this process start no more threads; see ulimit -u'),
     ('module', 1, b"error: No module named 'no_such_module'; pip install -r requirements.txt"),
     ('file', 1, b"error: No such file or directory: '/no/such/file'"),
     ('interrupt', 130, b'stopped; the same command continues\n')])
@@ -279,6 +285,27 @@ def test_an_error_that_ends_a_script_is_one_line(kind, code, message, tmp_path):
     assert done.returncode == code and done.stderr.startswith(message)
     assert done.stderr.count(b'\n') == 1
     assert kind not in ('memory', 'torch') or done.stderr.endswith(b'; lower --pack_len\n')
+
+
+@pytest.mark.parametrize('script', ['train.py', 'evaluate.py', 'generate.py', 'sample.py',
+                                    'align.py'])
+def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(script, tmp_path):
+    """A KeyboardInterrupt there aborts in C++, or becomes an ImportError."""
+    code = ('import os, runpy, signal, sys\n'
+            'def hook(event, arguments):\n'
+            '    if event == "import" and arguments[0] == "torch":\n'
+            '        print(signal.getsignal(signal.SIGINT).__name__, flush=True)\n'
+            '        os.kill(os.getpid(), signal.SIGINT)\n'
+            'sys.addaudithook(hook)\n'
+            'sys.argv = sys.argv[1:]\n'
+            'runpy.run_path(sys.argv[0], run_name="__main__")\n')
+    (tmp_path / 'config.py').write_text('seed = 1\n')
+    arguments = {'train.py': [f'{tmp_path}/config.py'], 'align.py': [f'{tmp_path}/config.py'],
+                 'evaluate.py': ['--model=x'], 'generate.py': ['--model=x', '--prompts=x'],
+                 'sample.py': ['--model=x']}[script]
+    done = subprocess.run([sys.executable, '-c', code, script, *arguments], cwd=HERE, text=True,
+                          capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, '_stop_at_once\n', 'stopped\n')
 
 
 def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_path):

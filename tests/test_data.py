@@ -19,6 +19,7 @@ from data import cache, instruct, packing, probes, questions, text
 from data.files import draw, fetch, read_rows
 from data.trees import load_answers, tokenize_questions
 from data.world import WorldSpec, make_world
+from runtime.digests import json_digest
 from runtime.errors import ConfigError, DataError
 
 SAME = [{'role': 'user', 'content': 'sky?'}, {'role': 'assistant', 'content': 'blue'}]
@@ -385,6 +386,18 @@ def damage(way, cache_dir):
         offsets = np.load(folder / 'offsets.npy')
         offsets[1] += 3
         np.save(folder / 'offsets.npy', offsets)
+    elif way == 'offsets of another type':
+        np.save(folder / 'offsets.npy', np.load(folder / 'offsets.npy').view(np.float64))
+    elif way == 'edited info':
+        text = (folder / 'info.json').read_text()
+        (folder / 'info.json').write_text(text.replace('"bad_rows": 0', '"bad_rows": 3'))
+    elif way == 'info without a key':
+        info = json.loads((folder / 'info.json').read_text())
+        (folder / 'info.json').write_text(json.dumps(info | {'left_out': 3}))
+    elif way == 'the folder of other data':
+        info = json.loads((folder / 'info.json').read_text())
+        other = json_digest(['0' * 20, {k: v for k, v in info.items() if k != 'check'}])
+        (folder / 'info.json').write_text(json.dumps(info | {'check': other}))
     elif way == 'junk offsets':
         (folder / 'offsets.npy').write_bytes(b'PK\x03\x04junk')
     return folder
@@ -392,7 +405,8 @@ def damage(way, cache_dir):
 
 @pytest.mark.parametrize('way', ['truncated tokens', 'flipped byte', 'flipped mask', 'junk info',
                                  'a list as info', 'a file is missing', 'no file at all',
-                                 'other offsets', 'junk offsets'])
+                                 'other offsets', 'junk offsets', 'offsets of another type',
+                                 'edited info', 'info without a key', 'the folder of other data'])
 def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, way):
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}] * 2)
     before = conversations(path, tokenizers['gemma'])
@@ -409,6 +423,23 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, tokenizers, capsys, way):
     assert [p.name for p in (tmp_path / 'cache').iterdir()] == [folder.name]     # no leftovers
     conversations(path, tokenizers['gemma'])
     assert capsys.readouterr().out == ''
+
+
+def test_what_killed_runs_left_in_the_cache_is_removed_but_not_what_another_run_writes(
+        tmp_path, tokenizers):
+    path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
+    conversations(path, tokenizers['gemma'])
+    here = tmp_path / 'cache'
+    names = {f'{"0a" * 10}.01234567.nanocal-tmp', f'reference-{"0a" * 10}.npy.01234567.nanocal-tmp'}
+    theirs = {'mine.01234567.nanocal-tmp', 'notes.tmp', f'{"0a" * 10}.tmp'}
+    (here / min(names)).mkdir()
+    for name in {f'{min(names)}/tokens.bin', max(names), *theirs}:
+        (here / name).write_text('mine')
+    with cache.writing_to_cache(here):      # as a run does that still lives
+        conversations(path, tokenizers['gemma'])
+        assert {p.name for p in here.iterdir()} > names | theirs
+    conversations(path, tokenizers['gemma'])
+    assert {p.name for p in here.iterdir() if 'tmp' in p.name} == theirs
 
 
 def test_digest_depends_on_tokens_mask_and_order(tmp_path, tokenizers):

@@ -998,6 +998,81 @@ def test_overwrite_deletes_after_all_is_checked(scored_folder, tmp_path):
         assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
+@pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit(143), MemoryError])
+def test_what_a_failed_evaluation_would_have_replaced_is_put_back(
+        scored_folder, tmp_path, monkeypatch, error):
+    out, task = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    evaluate_words(scored_folder, out, f'--tasks={task}', '--pictures')
+    ownership.claim(out, 'answers.jsonl')
+    (out / 'answers.jsonl').write_text('of generate.py')
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+
+    def fail(*_, **__):
+        assert not (out / 'results.json').exists() and (out / 'answers.jsonl').exists()
+        raise error
+    monkeypatch.setattr(evaluate, 'score_tasks', fail)
+    with pytest.raises(error if isinstance(error, type) else type(error)):
+        evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite')
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_an_interrupted_evaluation_and_what_it_replaces_are_both_kept(
+        scored_folder, tmp_path, monkeypatch, capsys):
+    out, task = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 5, 'fox')
+    evaluate_words(scored_folder, out, f'--tasks={task}')
+    before, append = {p.name: p.read_bytes() for p in out.iterdir()}, samples.append
+    write_words(tmp_path / 'foxes.jsonl', 7, 'fox')
+
+    def interrupted(*arguments):
+        append(*arguments)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(samples, 'append', interrupted)
+    for n in (1, 2):        # the first samples are set aside in turn
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_words(scored_folder, out, f'--tasks={task}', '--overwrite')
+        aside = out / '.replaced-evaluation-001'
+        assert f'note: {aside} keeps what --overwrite replaces' in capsys.readouterr().out
+        assert {p.name: p.read_bytes() for p in aside.iterdir()}.items() >= {
+            k: v for k, v in before.items() if k not in ('.lock', 'written.json')}.items()
+        assert len([*out.glob('.replaced*')]) == n
+    monkeypatch.undo()
+    results = evaluate_words(scored_folder, out, f'--tasks={task}')
+    assert '1 scored earlier' in capsys.readouterr().out and not [*out.glob('.replaced*')]
+    assert results['tasks']['foxes']['pooled']['n'] == 7
+
+
+def test_overwrite_refuses_to_remove_the_questions_that_are_read(scored_folder, tmp_path):
+    out = tmp_path / 'out'
+    evaluate_words(scored_folder, out, f'--tasks={write_words(tmp_path / "a.jsonl", 5, "fox")}')
+    shutil.copy(tmp_path / 'a.jsonl', out / 'samples.jsonl')
+    (tmp_path / 'link.jsonl').symlink_to(out / 'samples.jsonl')
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    for name in (out / 'samples.jsonl', tmp_path / 'link.jsonl'):
+        with pytest.raises(ConfigError, match='out/samples.jsonl is read by this command'):
+            evaluate_words(scored_folder, out, f'--tasks={name}', '--overwrite')
+        assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+
+
+@pytest.mark.parametrize('move', [shutil.rmtree, lambda out: out.rename(f'{out}-moved'),
+                                  lambda out: (out / 'samples.jsonl').unlink(),
+                                  lambda out: os.replace(shutil.copy(
+                                      out / 'samples.jsonl', out / 'x'), out / 'samples.jsonl')])
+def test_a_folder_that_is_removed_ends_an_evaluation_at_the_next_sample(
+        scored_folder, tmp_path, monkeypatch, move):
+    out, task = tmp_path / 'out', write_words(tmp_path / 'foxes.jsonl', 9, 'fox')
+    append, written = samples.append, []
+
+    def append_and_move(file, sample):
+        append(file, sample)
+        written.append(sample)
+        if len(written) == 2:
+            move(out)
+    monkeypatch.setattr(samples, 'append', append_and_move)
+    with pytest.raises(ConfigError, match='out was removed or moved, or its samples.jsonl was del'):
+        evaluate_words(scored_folder, out, f'--tasks={task}')
+    assert len(written) == 2
+
+
 def test_a_second_process_on_one_folder_is_refused(scored_folder, tmp_path, capsys):
     task, out = write_words(tmp_path / 'foxes.jsonl', 40, 'fox'), tmp_path / 'out'
     with ownership.lock(out), pytest.raises(ConfigError, match='process is writing there'):

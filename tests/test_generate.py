@@ -18,7 +18,7 @@ from attention import Cache, DecodeMask, ExplicitMask, visible_keys
 from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
 from generate import Answer, confidences, generate, stream, take
-from runtime import checkpoint, slots
+from runtime import checkpoint, ownership, slots
 from runtime.device import HostCopy
 from runtime.draw import draw, draw_kernel, lowest_logits, random_numbers
 from runtime.errors import CheckpointError, ConfigError, DataError
@@ -715,6 +715,44 @@ def test_outputs_with_similar_names_are_left_alone(chat_folder, tmp_path):
     assert content == {name: (tmp_path / 'out' / name).read_bytes() for name in content}
     run(chat_folder, tmp_path, f'--out={tmp_path / "out" / names[1]}', '--seed=9', '--overwrite')
     assert (tmp_path / 'out' / names[1]).read_bytes() != content[names[1]]
+
+
+def test_overwritten_answers_are_removed_when_the_new_ones_are_complete(
+        chat_folder, tmp_path, monkeypatch):
+    old = run(chat_folder, tmp_path)
+    out, append = tmp_path / 'out', program.append
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(torch.nan))
+    with pytest.raises(CheckpointError, match='holds NaN'):
+        run(chat_folder, tmp_path, '--overwrite')
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    rewrite(chat_folder, lambda tensors: tensors['model.norm.weight'].fill_(1))
+
+    def interrupted(*arguments):
+        append(*arguments)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(program, 'append', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(chat_folder, tmp_path, '--overwrite')
+    monkeypatch.undo()
+    aside = out / '.replaced-answers.jsonl-001' / 'answers.jsonl'
+    assert [json.loads(line) for line in aside.open()] == old
+    assert len((out / 'answers.jsonl').read_text().splitlines()) == 1
+    assert len(run(chat_folder, tmp_path)) == 3 and not [*out.glob('.replaced*')]
+
+
+def test_a_file_of_another_script_is_not_replaced(chat_folder, tmp_path):
+    out = tmp_path / 'out'
+    ownership.claim(out, 'log.jsonl', 'samples.jsonl', 'notes.jsonl', 'x.config.json')
+    for name in ('log.jsonl', 'samples.jsonl', 'notes.jsonl', 'x.config.json'):
+        (out / name).write_text('{"a": 1}')
+    (tmp_path / 'new').mkdir()
+    for name in ('out/log.jsonl', 'out/samples.jsonl', 'out/notes.jsonl', 'out/x.jsonl',
+                 'new/log.jsonl', 'new/samples.jsonl'):
+        for more in ((), ('--overwrite',)):
+            with pytest.raises(ConfigError, match=f'{name} has the name of a file that another'):
+                run(chat_folder, tmp_path, f'--out={tmp_path / name}', *more)
+    assert all((out / name).read_text() == '{"a": 1}' for name in ('log.jsonl', 'x.config.json'))
 
 
 def test_a_prompt_with_logits_that_are_not_finite_is_named_after_others_too(

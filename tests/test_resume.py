@@ -21,7 +21,7 @@ import model as models
 import train
 from common import HERE, await_steps, llama_config, rewrite, run_train, same_weights, steps_done
 from results import plots
-from runtime import checkpoint, optim, ownership, resume, trained
+from runtime import adapter, checkpoint, optim, ownership, resume, trained
 from runtime.errors import ConfigError, TrainingError
 
 
@@ -740,3 +740,220 @@ def test_a_run_killed_in_its_first_report_goes_on(small_world, tmp_path, monkeyp
     assert (tmp_path / 'run' / 'loss.png').exists()
     with pytest.raises(ConfigError, match='a finished run'):
         train.main(config)
+
+
+# ------------------------------------------------------------------------------------------------
+# --overwrite: the old files are aside until the new ones are complete
+# ------------------------------------------------------------------------------------------------
+
+def seen(folder):
+    """As `tree`, without what is aside."""
+    return {name: content for name, content in tree(folder).items()
+            if not name.startswith(ownership.ASIDE)}
+
+
+def old_run(out):
+    """Write a folder with the files of a run and of its first report, and some of the user's."""
+    ownership.claim(out, 'config.json', 'model.safetensors', 'epoch-1/config.json', 'gone')
+    ownership.claim(out / 'before', 'results.json')
+    for name in ('config.json', 'model.safetensors', 'epoch-1/config.json', 'before/results.json',
+                 'epoch-1/mine', 'mine', 'before/mine'):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text(f'old {name}')
+    return tree(out)
+
+
+def replace_run(out, files=('log.jsonl', 'before/results.json', 'config.json')):
+    """Overwrite a run as train.py does, with these files."""
+    with ownership.lock(out):
+        ownership.set_aside(out, 'run', ['*'], ['resume-*/state.json', 'config.json'])
+        for name in files:
+            folder = out / 'before' if name.startswith('before') else out
+            ownership.claim(folder, (out / name).relative_to(folder))
+            ownership.write_text(out / name, f'new {name}')
+        if 'config.json' in files:
+            ownership.remove_aside(out, 'run')
+
+
+def test_overwriting_that_is_killed_at_any_moment_loses_nothing(tmp_path):
+    outcomes = []
+    for operation in range(200):
+        out = tmp_path / str(operation)
+        before = old_run(out)
+        was_killed = killed(lambda out=out: replace_run(out), out, operation)
+        with ownership.lock(out):
+            if (out / 'config.json').exists() and 'new' in (out / 'config.json').read_text():
+                ownership.remove_aside(out, 'run')      # as --resume does
+        now = tree(out)
+        mine = {name: now.pop(name) for name in list(now) if name.endswith('mine')}
+        assert len(mine) == 3 and not [*out.glob(f'{ownership.ASIDE}*')]
+        outcomes.append(now == {k: v for k, v in before.items() if k not in mine})
+        if not outcomes[-1]:
+            assert now.pop('written.json') != before['written.json'], operation
+            now.pop('before/written.json')
+            assert now == {name: f'new {name}'.encode() for name in
+                           ('log.jsonl', 'before/results.json', 'config.json')}, operation
+        if not was_killed:
+            break
+    # before its last file is written, the old run is there; afterwards, the new one
+    assert outcomes == sorted(outcomes, reverse=True)
+    assert 25 < sum(outcomes) < len(outcomes) - 5, outcomes
+
+
+def test_putting_back_that_is_killed_at_any_moment_is_repeated(tmp_path):
+    for operation in range(200):
+        out = tmp_path / str(operation)
+        before = old_run(out)
+        with ownership.lock(out):
+            settle, ownership._settle = ownership._settle, lambda _: None
+            ownership.set_aside(out, 'run', ['*'], ['config.json'])
+            ownership.claim(out, 'log.jsonl')
+            (out / 'log.jsonl').write_text('new')
+        ownership._settle = settle
+
+        def look(out=out):
+            with ownership.lock(out):
+                pass
+        was_killed = killed(look, out, operation)
+        look()
+        assert tree(out) == before, operation
+        if not was_killed:
+            break
+    assert operation > 15
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit(143), TrainingError('NaN'),
+                                   OSError(28, 'No space left on device')])
+@pytest.mark.parametrize('moment', ['evaluate', 'build_model', 'optimize', 'StepLog', 'train_step'])
+def test_a_run_that_fails_puts_back_what_it_would_have_replaced(
+        small_world, tmp_path, monkeypatch, moment, error):
+    out = tmp_path / 'out'
+    shutil.copytree(small_world[0] / 'tuned', out)
+    ownership.claim(out / 'before', 'results.json')
+    (out / 'before' / 'results.json').write_text('old')
+    before = tree(out)
+
+    def fail(*_, **__):
+        assert not (out / 'config.json').exists()
+        raise error
+    monkeypatch.setattr(train, moment, fail)
+    command = [str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
+               '--overwrite', '--max_steps=1', '--device=cpu', '--eval_before=True']
+    if moment != 'evaluate':
+        command.append('--eval=None')
+    with pytest.raises(type(error) if isinstance(error, BaseException) else error):
+        train.main(command)
+    assert tree(out) == before
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_that_can_be_resumed_and_the_one_before_it_are_both_kept(
+        small_world, tmp_path, monkeypatch, capsys):
+    out, train_step = tmp_path / 'out', train.train_step
+    shutil.copytree(small_world[0] / 'tuned', out)
+    before = tree(out)
+    command = [str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
+               '--max_steps=4', '--device=cpu', '--eval=None', '--pictures=False']
+
+    def stop(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*arguments)
+
+    def interrupt(*options):
+        monkeypatch.setattr(train, 'train_step', stop)
+        with pytest.raises(train.Stopped):
+            train.main([*command, *options])
+        monkeypatch.undo()
+    interrupt('--overwrite')
+    aside = out / '.replaced-run-001'
+    assert f'{aside} keeps what --overwrite replaces' in capsys.readouterr().out
+    assert {f'{aside.name}/{name}' for name in before} <= tree(out).keys()
+    with pytest.raises(ConfigError, match='interrupted after step 1: --resume continues it'):
+        train.main(command)
+    interrupt('--resume')
+    # it can be overwritten in turn; if that fails, it is put back and can be resumed
+    checkpoint_of_2 = seen(out)
+    monkeypatch.setattr(train, 'optimize', lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train.main([*command, '--overwrite', '--lr=1'])
+    monkeypatch.undo()
+    assert seen(out) == checkpoint_of_2 and {
+        name.partition('/')[2]: content for name, content in tree(out).items()
+        if name.startswith(aside.name)}.items() >= {
+            k: v for k, v in before.items() if k != 'written.json'}.items()
+    train.main([*command, '--resume'])
+    assert not [*out.glob(f'{ownership.ASIDE}*')] and (out / 'config.json').exists()
+    whole = tmp_path / 'whole'
+    train.main([*command, f'--out_dir={whole}'])
+    assert same_weights(out, whole)
+
+
+def test_overwrite_refuses_to_remove_what_the_run_reads(small_world, tmp_path):
+    out, data = tmp_path / 'out', small_world[0] / 'world' / 'instruct.jsonl'
+    shutil.copytree(small_world[0] / 'tuned', out)
+    linked, peft = tmp_path / 'linked', tmp_path / 'peft'
+    linked.mkdir()
+    for path in (small_world[0] / 'base').iterdir():
+        if path.is_file():
+            (linked / path.name).symlink_to(out / path.name if (out / path.name).exists() else path)
+    model = models.CausalLM(checkpoint.read_config(out))
+    models.add_lora(model, 2, 4.0, 0.0, ('q_proj',))
+    adapter.save_adapter(model, peft, str(out))
+    (tmp_path / 'link').symlink_to(out)
+    for name in ('instruct.jsonl', 'reward.py', 'samples.jsonl.old'):
+        ownership.claim(out, name)
+        shutil.copy(data, out / name)
+    (tmp_path / 'data').mkdir()
+    (tmp_path / 'data' / 'instruct.jsonl').symlink_to(out / 'instruct.jsonl')
+    before = tree(out)
+    for option, name in ((f'--model={linked}', 'config.json'), (f'--model={peft}', 'config.json'),
+                         (f'--data={out / "instruct.jsonl"}', 'instruct.jsonl'),
+                         (f'--data={tmp_path / "link" / "instruct.jsonl"}', 'instruct.jsonl'),
+                         (f'--data={tmp_path / "data"}', 'instruct.jsonl'),
+                         (f'--eval.tasks={out / "questions.jsonl"}', 'questions.jsonl')):
+        if name == 'questions.jsonl':
+            ownership.claim(out, name)
+            shutil.copy(small_world[0] / 'world' / name, out / name)
+            before = tree(out)
+        with pytest.raises(ConfigError, match=f'out/{name} is read by this command'):
+            train.main([str(small_world[0] / 'tuned' / 'train_config.py'), f'--out_dir={out}',
+                        '--overwrite', '--max_steps=1', '--device=cpu', option])
+        assert tree(out) == before
+    # the settings themselves have been read before
+    train.main([str(out / 'train_config.py'), f'--out_dir={out}', '--overwrite', '--max_steps=1',
+                '--device=cpu', '--eval=None'])
+    assert 'instruct.jsonl' not in tree(out)
+
+
+def test_a_model_is_read_where_overwriting_it_was_killed(small_world, tmp_path, capsys):
+    out = tmp_path / 'out'
+    shutil.copytree(small_world[0] / 'tuned', out)
+    before = tree(out)
+    for operation in (12, 1000):
+
+        def begin():
+            ownership.forget_inputs()
+            with ownership.lock(out):
+                ownership.set_aside(out, 'run', ['*'], ['config.json'])
+                ownership.claim(out, 'log.jsonl')
+                ownership.write_text(out / 'log.jsonl', '')
+                os.kill(os.getpid(), signal.SIGKILL)
+        assert killed(begin, out, operation) and tree(out) != before
+        assert checkpoint.fetch(str(out)) == out and tree(out) == before
+        assert 'they are back' in capsys.readouterr().out
+
+
+def test_what_is_aside_is_not_replaced_by_a_file_of_the_user(tmp_path):
+    out = tmp_path / 'out'
+    before = old_run(out)
+    with pytest.raises(ConfigError, match=r'config.json was not written by this program; move it '
+                                          r'away, and the one in .*/.replaced-run-001'):
+        with ownership.lock(out):
+            ownership.set_aside(out, 'run', ['*'], ['config.json'])
+            (out / 'config.json').write_text('mine')
+    assert tree(out)['config.json'] == b'mine'
+    (out / 'config.json').unlink()
+    (out / '.replaced-run-001.moving' / 'notes').write_text('mine')
+    with ownership.lock(out):
+        pass
+    assert tree(out) == before | {'notes': b'mine'}
