@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from common import HERE, run_scripts, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,8 @@ from predictions import (
 )
 
 import metrics
+import scaling
+import stats
 from results import prediction_files
 from results.prediction_files import harness_sample, harness_task
 
@@ -744,6 +747,52 @@ def test_bas_is_the_mean_utility_over_thresholds():
     # if 7 of 10 answers are right, a confidence of 0.7 is the best
     scores = [metrics.bas(np.full(10, c), np.arange(10) < 7) for c in np.linspace(0, 0.99, 100)]
     assert np.argmax(scores) == 70
+
+
+def test_bas_does_not_round_a_confidence_near_1():
+    for gap in 2.0 ** -np.arange(30, 53):       # 1 - gap is exact
+        c, correct, costs = np.array([1 - gap, 0.5]), np.array([False, True]), math.log(gap)
+        probs = np.stack([c, 1 - c], 1)
+        expected = exactly(((1 - gap) + costs + 0.5) / 2)
+        assert metrics.bas(c, correct) == metrics.bas(probs, [1, 0]) == expected
+        assert metrics.report(c, correct)['bas'] == metrics.report(probs, [1, 0])['bas'] == expected
+        assert stats.bootstrap(c, correct, n_resamples=1, keys=['bas'])['bas'].item() in (
+            exactly((1 - gap) + costs), exactly(0.5), expected)
+
+
+def test_tensors_of_torch_give_the_same_values_as_arrays():
+    probs, labels = golden_case('small_4')
+    n_options, scores = np.full(len(labels), 4), np.log(probs)
+    _, correct = metrics.top_label(probs, labels)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        p, z = (torch.tensor(x, dtype=dtype, requires_grad=True) for x in (probs, scores))
+        as_arrays = [x.detach().double().numpy() if dtype == torch.bfloat16 else
+                     x.detach().numpy() for x in (p, z)]
+        z, scores_array = (z, as_arrays[1]) if dtype in (torch.float64, torch.float32) else (
+            None, None)     # short scores are not those of short probs
+        if dtype == torch.bfloat16:     # whose rows need not sum to 1 as closely
+            as_arrays[0] = as_arrays[0] / as_arrays[0].sum(1, keepdims=True)
+            metrics.report(p, torch.tensor(labels))
+            p = torch.tensor(as_arrays[0], dtype=torch.float64)
+        found = metrics.report(p, torch.tensor(labels), torch.tensor(n_options), scores=z)
+        assert_equal_numbers(found, metrics.report(as_arrays[0], labels, n_options,
+                                                   scores=scores_array))
+        confidence = p.max(1).values
+        assert_equal_numbers(metrics.report(confidence, torch.tensor(correct)), metrics.report(
+            confidence.detach().numpy(), correct))
+        drawn = stats.bootstrap(p, torch.tensor(labels), torch.tensor(n_options), n_resamples=3)
+        assert_equal_numbers(drawn, stats.bootstrap(as_arrays[0], labels, n_options,
+                                                    n_resamples=3))
+    short = torch.tensor([0.5, 0.75], dtype=torch.bfloat16, requires_grad=True)
+    assert metrics.ece(short, [1, 1]) == metrics.ece([*short], [1, 1]) == 0.375
+    z = torch.tensor(scores, requires_grad=True)
+    assert metrics.softmax(z) == pytest.approx(metrics.softmax(scores))
+    assert scaling.fit_temperature(z, torch.tensor(labels)) == scaling.fit_temperature(
+        scores, labels)
+    for unreadable in (torch.tensor(probs).to_sparse(), torch.empty(150, 4, device='meta'),
+                       torch.tensor(probs).to(torch.complex64)):
+        with pytest.raises(ValueError, match='probs'):
+            metrics.report(unreadable, labels)
 
 
 def test_kde_ece_of_many_rows_is_the_true_error():
