@@ -27,6 +27,7 @@ from data.tokenizer import begins_with_bos, load_model_tokenizer
 from runtime import checkpoint
 from runtime.device import to_device
 from runtime.errors import ConfigError, DataError
+from runtime.thinking import final_answer
 from runtime.trained import training_settings
 
 # those of the tasks first
@@ -141,7 +142,7 @@ def rlcr(task, prompt, answer, row):
     (2507.16806).
     """
     form = re.search(r'(<answer>.*</answer>).*<confidence>\s*(\d*\.?\d+|\d+\.)\s*</confidence>\s*$',
-                     answer, re.DOTALL)
+                     final_answer(answer) or '', re.DOTALL)
     if not form or float(form[2]) > 1:
         return 0.0
     correct = exact(task, prompt, form[1], row)
