@@ -34,7 +34,8 @@ def find_runs(sources, harness_files=()):
     """
     folders = []
     for source in sources:
-        below = [source] if (source / 'results.json').exists() else [
+        logged = any(file.parent == source.absolute() for file in harness_files)
+        below = [source] if (source / 'results.json').exists() and not logged else [
             path.parent for path in sorted(source.rglob('samples.jsonl'))
             if path.with_name('results.json').exists() and path.parent.name != 'before']
         if not below and not any(source.absolute() in (file, *file.parents)
