@@ -107,7 +107,7 @@ def humaneval_row(row):
 # ------------------------------------------------------------------------------------------------
 
 # a line with no other words, as a heading, or words before the answer in any emphasis
-MARK = re.compile(r'^[^\w\n]*(?:final )?answer[^\w\n]*$|####|<answer>'
+MARK = re.compile(r'^[#*_ \t]*(?:final )?answer[*_: \t]*$|####|<answer>'
                   r'|\banswer[*_ ]*(?:is\b|:)[ :*_]*', re.IGNORECASE | re.MULTILINE)
 # between the thousands of a number: a comma or a space, as texts and LaTeX write them
 SEPARATOR = (r'(?:(?:\\!)*(?:,|\{(?:\\!)*,(?:\\!)*}|\\text\{,})(?:\\! ?)*|\{?\\[,:; ](?:\\!)*}?'

@@ -2,10 +2,12 @@
 
 import re
 
-# DeepSeek, Qwen, GLM and others; Seed; Magistral; Kimi; OpenThinker; GRPO recipes, EXAONE
+# of DeepSeek, Qwen, GLM, Seed and others, EXAONE, recipes of GRPO; Magistral; Kimi; OpenThinker;
+# gpt-oss, whose last channel is the answer
 NAMES = r'(?:seed:)?think(?:ing)?|thoughts?|reasoning'
 TAG = re.compile(rf'<(/?)(?:{NAMES})>|\[(/?)THINK\]|◁(/?)think▷'
-                 r'|<\|(?:begin|(end))_of_thought\|>', re.IGNORECASE)
+                 r'|<\|(?:begin|(end))_of_thought\|>'
+                 r'|<\|channel\|>(?:analysis|commentary|(final)) *<\|message\|>', re.IGNORECASE)
 
 
 def final_answer(text):

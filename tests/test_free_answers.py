@@ -152,6 +152,7 @@ def test_texts_are_normalized_as_by_the_papers(key, official):
     ('**Paris**', 'Paris', '**Paris**'),
     ('The answer is "Paris".', 'Paris', 'The answer is "Paris".'),
     ('Let me see.\nAnswer: Paris', 'Paris', 'Let me see.'),
+    ('<answer>\nParis\n</answer>', 'Paris', '<answer>'),
     ('**Answer**: Paris', 'Paris', '**Answer**: Paris'), ('## Answer\nParis', 'Paris', '## Answer'),
     ('<think>x</think><answer>Paris</answer>', 'Paris', '<think>x</think><answer>Paris</answer>'),
     ('', None, None), (' \n', None, None), ('"."', None, '"."')])
@@ -169,6 +170,7 @@ def test_short_answers_are_extracted(text, lenient, strict):
     ('popqa', '[THINK]Rome[/THINK]Paris', 'Paris', True),
     ('qa', '<|begin_of_thought|>Rome<|end_of_thought|>Paris', 'Paris', True),
     ('qa', '◁think▷Rome◁/think▷Paris', 'Paris', True),
+    ('qa', '<|channel|>analysis<|message|>Rome<|channel|>final<|message|>Paris', 'Paris', True),
     ('gsm8k', '<think>#### 3\n</think>\n#### 4', '4', True),
     ('gsm8k', '<think>It is 3.</think> So 4.', '4', False),
     ('gsm8k_short', '<think>3</think>4', '4', True),
