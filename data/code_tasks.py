@@ -23,6 +23,8 @@ STOPS = '\nclass', '\ndef', '\n#', '\nif', '\nprint'
 # fence, and a language. Behind other words a fence needs a language.
 FENCE = re.compile(r'^(?:(?P<margin>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)|[^`~\n]+(?=[`~]{3}.*\w))'
                    r'(?P<fence>`{3,}|~{3,})[^`\n]*$', re.MULTILINE)
+# the first line of a statement; a word alone is a title or a tag, such as [PYTHON]
+STATEMENT = re.compile(r'^(?![\[<*_#]*\w+[\]>*_:]*$)\S', re.MULTILINE)
 
 
 class Problem(NamedTuple):
@@ -168,9 +170,8 @@ def unfenced(text, definitions):
     begins at the first line from which all is Python up to there, and ends where that ends.
     """
     for definition in definitions[:-2:-1] + definitions[:1]:
-        # a word alone is a title; no program has hundreds of statements before the function
-        starts = [*re.finditer(r'^(?!\w+$)\S', text[:definition.end()], re.MULTILINE)][-200:]
-        for start in starts:
+        # no program has hundreds of statements before the function
+        for start in [*STATEMENT.finditer(text, 0, definition.end())][-200:]:
             lines = text[start.start():].split('\n')
             while error := syntax_error('\n'.join(lines)):
                 del lines[min(error.lineno or len(lines), len(lines)) - 1:]
