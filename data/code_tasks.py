@@ -4,9 +4,11 @@ Chen et al. 2021, arXiv:2107.03374. The check runs code that a model wrote: see 
 """
 
 import ast
+import builtins
 import functools
 import math
 import re
+import symtable
 import textwrap
 import warnings
 from typing import NamedTuple
@@ -66,6 +68,8 @@ def humaneval_row(row):
     if not names or not any(isinstance(node, ast.Name) and node.id == names[0]
                             for node in ast.walk(check)):
         raise DataError('test has no function check(candidate) that calls the candidate')
+    if missing := undefined_names(problem.test_source):
+        raise DataError(f'prompt and test define no {missing[0]!r}, which they use')
     return problem
 
 
@@ -77,6 +81,20 @@ def python(source, flags=ast.PyCF_ONLY_AST):
             return compile(source, '<program>', 'exec', flags, dont_inherit=True)
         except (ValueError, RecursionError, MemoryError) as error:      # a null byte; deep nesting
             raise SyntaxError(str(error) or type(error).__name__) from error
+
+
+def undefined_names(source):
+    """Return the names that a program of tests uses without a definition, sorted."""
+    scopes = [symtable.symtable(source, '<program>', 'exec')]
+    for scope in scopes:
+        scopes += scope.get_children()
+    names = [(scope, name) for scope in scopes for name in scope.get_symbols()]
+    defined = {name.get_name() for scope, name in names if name.is_global() or scope is scopes[0]
+               if name.is_assigned() or name.is_imported()}
+    used = {name.get_name() for scope, name in names if name.is_global() or scope is scopes[0]
+            if name.is_referenced()}
+    # a star import may define anything
+    return [] if 'import *' in source else sorted(used - defined - {*dir(builtins), 'program'})
 
 
 def functions(tree):

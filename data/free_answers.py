@@ -110,8 +110,8 @@ def humaneval_row(row):
 MARK = re.compile(r'^[#*_ \t]*(?:final )?answer[*_: \t]*$|####|<answer>'
                   r'|\banswer[*_ ]*(?:is\b|:)[ :*_]*', re.IGNORECASE | re.MULTILINE)
 # between the thousands of a number: a comma or a space, as texts and LaTeX write them
-SEPARATOR = (r'(?:(?:\\!)*(?:,|\{(?:\\!)*,(?:\\!)*}|\\text\{,})(?:\\! ?)*|\{?\\[,:; ](?:\\!)*}?'
-             r'|[\u2009\u202f\xa0])')
+SEPARATOR = (r'(?:(?:\\!){0,3}(?:,|\{(?:\\!)?,(?:\\!)?}|\\text\{,})(?:\\! ?){0,3}'
+             r'|\{?\\[,:; ](?:\\!)?}?|[\u2009\u202f\xa0])')
 NUMBER = re.compile(r'(?:(?<![\w.)\]])[-−])?\\?\$?(?<!\w)(?<!\d\.)(?:(?:'
                     rf'\d{{1,3}}(?:{SEPARATOR}\d{{3}})+(?!\d)|\d+)(?:\.\d+|/\d+)?|(?<!\.)\.\d+)')
 
@@ -510,9 +510,10 @@ def as_text(messages, lead):
 
 
 # what follows a label in any emphasis, on its line or the next one, up to the other label
-LABEL = r'(?:guess|probability)(?: *\([^()\n]*\))?[*_"` ]*[:=]'
-LABELED = (r'\b(?={}\b)\w+(?: (?:that|of)\b[^:\n]*)?(?: *\([^()\n]*\))?[*_"` ]*[:=]'
-           rf'[\s*_"`]*+((?:(?!{LABEL}).)*?)(?=[\W_]*\b{LABEL}|\n|\Z)')
+LABEL = r'(?:guess|probability)(?: *\([^()\n]{0,80}\))?[*_"` ]*[:=]'
+LABELED = {label: re.compile(
+    rf'\b{label}\b(?: (?:that|of)\b[^:\n]{{0,80}})?(?: *\([^()\n]{{0,80}}\))?[*_"` ]*[:=]'
+    rf'[\s*_"`]*+((?:(?!\b{LABEL}).)*)', re.IGNORECASE) for label in ('guess', 'probability')}
 
 
 def stated_guess(text, lead):
@@ -525,9 +526,9 @@ def stated_guess(text, lead):
     if final is None:
         return None, None
     text = lead + final
-    found = {label: re.search(LABELED.format(label), text, re.IGNORECASE)
-             for label in ('guess', 'probability')}
-    guess, probability = (match and match[1].strip(' *_"`') for match in found.values())
+    found = [labeled.search(text) for labeled in LABELED.values()]
+    guess, probability = (match and match[1].strip(' *_"`').rstrip(' *_"`,;|({')
+                          for match in found)
     if guess is None and probability is None:
         return None, text
     return guess, probability

@@ -441,7 +441,12 @@ GOOD_TEST = 'def check(candidate):\n    assert candidate(1) == 1\n'
     (GOOD_TEST + 'return', "test is no Python after the prompt: 'return' outside function"),
     ('from __future__ import annotations\n' + GOOD_TEST, 'no Python after the prompt: from __fut'),
     (GOOD_TEST + '\0', 'test is no Python after the prompt: '),
-    ('METADATA = {}\n\n' + GOOD_TEST, ''),
+    (GOOD_TEST.replace('== 1', '== one'), "prompt and test define no 'one', which they use"),
+    ('def check(f):\n    for x, y in CASES:\n        assert f(x) == y\n', "define no 'CASES'"),
+    ('METADATA = {}\n\n' + GOOD_TEST, ''), ('from math import *\n' + GOOD_TEST + 'tau', ''),
+    ('import math as m\ndef close(a, b=m.pi):\n    global c\n    c = [x for x in (a, b)]\n'
+     '    return c\n\ntry:\n    import os\nexcept ImportError as e:\n    print(e)\n'
+     'def check(f):\n    with open(__name__) as g:\n        assert close(f(1)), (g, c, os)', ''),
     ('import re\ndef check(f, *more):\n    for i in range(2):\n        assert f(i) == i', '')])
 def test_a_row_with_broken_tests_is_refused(test, message):
     row = {'task_id': 'a', 'prompt': 'def f(x):\n    "a"\n', 'entry_point': 'f', 'test': test}
