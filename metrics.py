@@ -21,7 +21,8 @@ biased upward for small N: report bins and N beside the number (docs/metrics.md)
 
 Ties: float64 probabilities are equal if they agree to 12 decimals, float32 and float16 ones if they
 are identical. Metrics that depend on the prediction, on bins or on ties round first, so that noise
-of about 1e-16 does not change them. Entropy, nll and brier are continuous and use probs as given.
+of about 1e-16 does not change them. Entropy, nll, brier and bas are continuous and use probs as
+given. Tensors of torch are read as arrays, wherever they are and with or without gradients.
 
 Invalid input and settings out of range raise ValueError that names the row and the value. A row may
 be 1e-4 away from summing to 1 (1e-3 in float16, 8e-3 in bfloat16).
@@ -123,7 +124,7 @@ def label_nll(probs, labels, scores=None):
         raise ValueError(f'scores must be [N, K] like probs, {probs.shape}, not {p.shape}')
     refuse(np.abs(p - probs) > _tolerance(probs), lambda i, k: f'the softmax of scores gives '
            f'option {k} {p[i, k]:.6g}, probs {probs[i, k]:.6g}')
-    z = np.asarray(scores, dtype=np.float64)
+    z = real_array('scores', scores).astype(np.float64)
     refuse(np.isinf(z[rows, labels]), lambda i: f'label {labels[i]} has the score -inf')
     z = z - z.max(1, keepdims=True)
     return np.log(np.exp(z).sum(1)) - z[rows, labels]
@@ -191,7 +192,8 @@ def refinement(probs, labels, *, scores=None) -> dict[str, float]:
     if scores is None:
         p = np.where(is_label, np.maximum(probs.astype(np.float64), NLL_FLOOR), probs)
         scores = np.log(p, out=np.full(p.shape, -np.inf), where=p > 0)
-    scaled = np.asarray(scores, np.float64) / best_temperature(scores, is_label)
+    scores = real_array('scores', scores).astype(np.float64)
+    scaled = scores / best_temperature(scores, is_label)
     p = softmax(scaled)
     parts = {'nll': nll(p, labels, scores=scaled), 'brier': brier(p, labels)}
     return {f'{key}_refinement': part for key, part in parts.items()} | {
@@ -476,11 +478,12 @@ def bas(probs, labels) -> float:
     for a wrong one, 0 for abstaining. Confidence equal to the accuracy maximizes it. 1 - c_i is at
     least 2.2e-16 here, as in `nll`, so no row costs more than 35.04.
     """
-    return float(row_bas(*top_label(probs, labels)).mean())
+    return float(row_bas(probs, labels).mean())
 
 
-def row_bas(confidence, correct):
+def row_bas(probs, labels):
     """Return the term of each row of `bas`, float64 [N]."""
+    confidence, correct = predictions(probs, labels)
     c = confidence.astype(np.float64)
     return c + np.where(correct, 0, np.log(np.maximum(1 - c, NLL_FLOOR)))
 
@@ -702,11 +705,11 @@ def report(probs, labels, n_options=None, *, scores=None, measures=None) -> Repo
 
     measures: rows of `MEASURES`, by default all; scores: those of `nll`.
     """
-    confidence, correct = top_label(probs, labels)
+    confidence, correct = predictions(probs, labels)
     # sorted once, since sorting sorted rows is fast; ties stay in the order given
-    order = np.argsort(confidence, kind='stable')
+    order = np.argsort(round_for_ties(confidence), kind='stable')
     calls = {'prediction': lambda function: function(confidence[order], correct[order])}
-    if np.ndim(probs) == 2:
+    if as_array('probs', probs).ndim == 2:
         calls |= {'options': lambda function: function(probs, labels),
                   'n_options': lambda function: function(probs, labels, n_options=n_options),
                   'scores': lambda function: function(probs, labels, scores=scores)}
@@ -729,12 +732,16 @@ def report(probs, labels, n_options=None, *, scores=None, measures=None) -> Repo
 
 def top_label(probs, labels) -> tuple[np.ndarray, np.ndarray]:
     """Return (confidence [N], rounded for ties, and correct, bool [N]) of the predictions."""
-    probs = _array('probs', probs)
-    if probs.ndim == 1:
-        confidence, correct = check_predictions(probs, labels)
-        return round_for_ties(confidence), correct
+    confidence, correct = predictions(probs, labels)
+    return round_for_ties(confidence), correct
+
+
+def predictions(probs, labels) -> tuple[np.ndarray, np.ndarray]:
+    """Return (confidence [N] as given, and correct, bool [N]) of the predictions."""
+    if as_array('probs', probs).ndim == 1:
+        return check_predictions(probs, labels)
     probs, labels, _ = check_probs(probs, labels)
-    return round_for_ties(probs.max(1)), predicted(probs) == labels
+    return probs.max(1), predicted(probs) == labels
 
 
 def predicted(probs) -> np.ndarray:
@@ -847,19 +854,33 @@ def refuse(wrong, message):
         raise ValueError(f'row {index[0]}: {message(*index)}')
 
 
-def _array(name, values):
+def as_array(name, values):
+    """Return values as an array, also if they are tensors of torch; `name` is for the error."""
     if np.ma.is_masked(values):
         raise ValueError(f'{name} has masked entries, which would count as values: leave them out')
     try:
-        return np.asarray(values)
+        return np.asarray(_from_torch(values))
+    except (TypeError, RuntimeError) as error:      # such as a sparse tensor
+        raise ValueError(f'{name} cannot be read as an array: {error}') from None
     except ValueError:
         raise ValueError(f'{name} has rows of different length; pad the rows of probs with zeros '
                          f'on the right and give n_options') from None
 
 
+def _from_torch(values):
+    """Return a tensor of torch, or a list that holds some, as what numpy reads; others as given."""
+    if isinstance(values, (list, tuple)):
+        return [*map(_from_torch, values)] if any(
+            isinstance(x, (list, tuple)) or hasattr(x, 'detach') for x in values) else values
+    if not hasattr(values, 'detach'):
+        return values
+    values = values.detach().cpu()
+    return values.double() if str(values.dtype) == 'torch.bfloat16' else values
+
+
 def real_array(name, values):
     """Return values as an array of real numbers, in the precision they have up to float64."""
-    values = _array(name, values)
+    values = as_array(name, values)
     if values.dtype.kind not in 'biuf' and values.dtype.name != 'bfloat16':
         raise ValueError(f'{name} must be real numbers, not {values.dtype}')
     is_short = values.dtype in (np.float16, np.float32)
@@ -873,7 +894,7 @@ def _tolerance(probs):
 
 
 def _row_integers(name, values, n):
-    values = _array(name, values)
+    values = as_array(name, values)
     if values.shape != (n,):
         raise ValueError(f'{name} must be [{n}], one per row, not of shape {values.shape}')
     if not np.issubdtype(values.dtype, np.integer):
@@ -925,7 +946,7 @@ def check_confidence(confidence):
 
 def check_predictions(confidence, correct):
     """Return confidence float [N] and correct bool [N] as arrays; correct may be 0 and 1."""
-    confidence, correct = check_confidence(confidence), _array('correct', correct)
+    confidence, correct = check_confidence(confidence), as_array('correct', correct)
     if confidence.shape != correct.shape or not len(correct):
         raise ValueError(f'confidence and correct must be [N] with N >= 1, not of shape '
                          f'{confidence.shape} and {correct.shape}')

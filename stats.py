@@ -41,7 +41,7 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     """
     metrics.check_count('n_resamples', n_resamples)
     columns = {key: x for key, x in (columns or {}).items() if keys is None or key in keys}
-    if np.ndim(probs) == 2:
+    if metrics.as_array('probs', probs).ndim == 2:
         *_, n_options = metrics.check_probs(probs, labels, n_options)
     sums = _Sums(probs, labels, n_options, scores, columns)
     observed = sums(np.ones((1, len(labels)), int))
@@ -51,7 +51,8 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     measures = [x for x in measures if x.key in report]
     fast = _equal_keys(observed, report) & _unedited(metrics.MEASURES)
     called = [x for x in measures if x.key not in fast]
-    arrays = [None if x is None else np.asarray(x) for x in (probs, labels, n_options, scores)]
+    arrays = [None if x is None else metrics.as_array('an array', x)
+              for x in (probs, labels, n_options, scores)]
     parts = [sums(counts) | _call_measures(called, counts, *arrays)
              for counts in _resample(len(labels), n_resamples, seed)]
     return {key: np.concatenate([part[key] for part in parts])
@@ -108,11 +109,11 @@ class _Sums:
     def __init__(self, probs, labels, n_options, scores, columns=()):
         confidence, correct = metrics.top_label(probs, labels)
         c = confidence.astype(np.float64)
-        terms = {'accuracy': correct, 'confidence': c, 'bas': metrics.row_bas(confidence, correct),
+        terms = {'accuracy': correct, 'confidence': c, 'bas': metrics.row_bas(probs, labels),
                  'brier_top_label': (c - correct) ** 2}
         self.by_confidence = _SortedRows(confidence, correct, 10, metrics.equal_chunk_ends)
         self.by_option = []
-        if np.ndim(probs) == 2:
+        if metrics.as_array('probs', probs).ndim == 2:
             probs, labels, _ = metrics.check_probs(probs, labels)
             p = probs.astype(np.float64)
             terms |= {'entropy_bits': metrics.row_entropy(probs) / np.log(2),
@@ -203,7 +204,8 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method=
     """
     if method not in ('percentile', 'bca'):
         raise ValueError(f"method must be 'percentile' or 'bca', not {method!r}")
-    arrays = [None if x is None else np.asarray(x) for x in (probs, labels, *more)]
+    arrays = [None if x is None else metrics.as_array('an array', x)
+              for x in (probs, labels, *more)]
     shapes = [x.shape for x in arrays if x is not None]
     if not all(shapes) or len({shape[0] for shape in shapes}) > 1 or not shapes[0][0]:
         raise ValueError(f'every array must have the same N >= 1 rows, not the shapes {shapes}')
@@ -302,7 +304,7 @@ def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, s
 
 
 def _check_pair(a, b, labels):
-    a, b, labels = np.asarray(a), np.asarray(b), np.asarray(labels)
+    a, b, labels = map(metrics.as_array, ('a', 'b', 'labels'), (a, b, labels))
     if a.shape != b.shape or len(a) != len(labels):
         raise ValueError(f'both must predict the same rows, not be of shape {a.shape} and '
                          f'{b.shape} for {len(labels)} labels')
@@ -344,7 +346,7 @@ def cochran_q(correct) -> tuple[float, float]:
 
 
 def _check_correct(correct):
-    correct = np.asarray(correct)
+    correct = metrics.as_array('correct', correct)
     if correct.ndim != 2 or len(correct) < 2 or not correct.size or correct.dtype != bool:
         raise ValueError(f'correct must be bool, [N] for each of two models or more, with N >= 1, '
                          f'not {correct.dtype} of shape {correct.shape}')
@@ -378,7 +380,7 @@ def consistency_test(probs, labels, metric=metrics.ece, *, n_resamples=1000,
     metrics.check_count('n_resamples', n_resamples)
     metrics.top_label(probs, labels)    # for its checks
     observed, random = metric(probs, labels), np.random.default_rng(seed)
-    probs = np.asarray(probs)
+    probs = metrics.as_array('probs', probs)
     if probs.ndim == 1:
         drawn = (random.random(probs.shape) < probs for _ in range(n_resamples))
     else:

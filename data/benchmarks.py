@@ -40,12 +40,14 @@ COLUMNS = ([f'option_{c}' for c in LETTERS.lower()],    # Global-MMLU
            list(LETTERS), list(LETTERS.lower()))        # CMMLU, with a header
 
 
-def generic_row(row):
+def generic_row(row, pads=False):
     """MMLU and its relatives: question, answer, and the choices under one of several names.
 
-    The choices are a list named `choices` or (MMLU-Pro) `options`, or COLUMNS. A choice that is
-    null or 'N/A' is absent, and the choices after it keep their letters. MMLU's csv files have no
-    header; their columns are the question, the choices and the letter. Rows of BIG-bench and of
+    The choices are a list named `choices` or (MMLU-Pro) `options`, or COLUMNS. Of the last two, a
+    choice that is null is absent, and the choices after it keep their letters. So is 'N/A' where it
+    is padding: in a benchmark that `pads` with it, in rows with the field cot_content, which are
+    those of MMLU-Pro and MMLU-ProX, and if it stands there twice. MMLU's csv files have no header;
+    their columns are the question, the choices and the letter. Rows of BIG-bench and of
     inverse-scaling are known by their fields.
     """
     if isinstance(row, list):
@@ -64,9 +66,15 @@ def generic_row(row):
     options = [row.get(name) for name in names] if names else row.get('options')
     if not isinstance(options, list):
         return Row(question, None, answer)
+    pads = pads or 'cot_content' in row or options.count('N/A') > 1
     present = {letter: option for letter, option in zip(LETTERS, options)
-               if option is not None and option != 'N/A'}
+               if option is not None and not (pads and option == 'N/A')}
     return Row(question, list(present.values()), answer, list(present))
+
+
+def padded_row(row):
+    """MMLU-Pro and MMLU-ProX, which may pad their choices with 'N/A'."""
+    return generic_row(row, pads=True)
 
 
 def scored_row(question, choices, scores):
@@ -237,12 +245,12 @@ BENCHMARKS = {
                                   generic_row, prompts.harness_letters,
                                   languages=GLOBAL_MMLU_LITE),
     'mmlu_prox': Benchmark('li-lab/MMLU-ProX', _files('test'), _files('validation'),
-                           languages=MMLU_PROX, native=prompts.mmlu_prox_words),
+                           padded_row, languages=MMLU_PROX, native=prompts.mmlu_prox_words),
     'mmlu_prox_lite': Benchmark('li-lab/MMLU-ProX-Lite', _files('test', 'lite'),
-                                _files('validation'), languages=MMLU_PROX,
+                                _files('validation'), padded_row, languages=MMLU_PROX,
                                 native=prompts.mmlu_prox_words),
     'mmlu_pro': Benchmark('TIGER-Lab/MMLU-Pro', ('data/test-*.parquet', 'test.jsonl*'),
-                          ('data/validation-*.parquet', 'validation.jsonl*')),
+                          ('data/validation-*.parquet', 'validation.jsonl*'), padded_row),
     'cmmlu': Benchmark('haonan-li/cmmlu',
                        ('*/test-*.parquet', 'test/*.csv', '**/test/*.csv', '*.zip'),
                        ('*/dev-*.parquet', 'dev/*.csv', '**/dev/*.csv', '*.zip'),

@@ -4,9 +4,13 @@ Chen et al. 2021, arXiv:2107.03374. The check runs code that a model wrote: see 
 """
 
 import ast
+import builtins
 import functools
 import math
 import re
+import symtable
+import textwrap
+import warnings
 from typing import NamedTuple
 
 from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
@@ -17,7 +21,12 @@ HUMANEVAL = 'openai/openai_humaneval'
 PATTERNS = '*/test-*.parquet', 'HumanEval.jsonl*', '*.jsonl*'
 # strings that end a base model's continuation of the prompt, as published
 STOPS = '\nclass', '\ndef', '\n#', '\nif', '\nprint'
-FENCED = re.compile(r'```[^\n`]*\n(.*?)(?:```|\Z)', re.DOTALL)
+# the first line of a block of code in Markdown: its margin, which may hold the mark of a list, the
+# fence, and a language. Behind other words a fence needs a language.
+FENCE = re.compile(r'^(?:(?P<margin>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)|[^`~\n]+(?=[`~]{3}.*\w))'
+                   r'(?P<fence>`{3,}|~{3,})[^`\n]*$', re.MULTILINE)
+# the first line of a statement; a word alone is a title or a tag, such as [PYTHON]
+STATEMENT = re.compile(r'^(?![\[<*_#]*\w+[\]>*_:]*$)\S', re.MULTILINE)
 
 
 class Problem(NamedTuple):
@@ -28,6 +37,13 @@ class Problem(NamedTuple):
     tests: str
     solution: str = ''
 
+    @property
+    def test_source(self):
+        """The program that runs the tests of `program`, the module that a solution makes."""
+        name = self.entry_point
+        return (f'import random\nrandom.seed(0)\n{self.prompt}\n{name} = program.{name}\n'
+                f'{self.tests}\ncheck({name})')
+
 
 def humaneval_row(row):
     """Return the Problem of a row of HumanEval, or of another file in its schema."""
@@ -35,13 +51,55 @@ def humaneval_row(row):
     fields = {key: require_text(row.get(key), key)
               for key in ('task_id', 'prompt', 'entry_point', 'test')}
     try:
-        defined = {node.name for node in ast.parse(fields['prompt']).body
-                   if isinstance(node, ast.FunctionDef)}
+        defined = functions(python(fields['prompt']))
     except SyntaxError as error:
         raise DataError(f'the prompt is no Python with a docstring at its end: {error}') from error
     if fields['entry_point'] not in defined:
         raise DataError(f'the prompt defines no function {fields["entry_point"]!r}')
-    return Problem(*fields.values(), row.get('canonical_solution') or '')
+    solution = row.get('canonical_solution')
+    problem = Problem(*fields.values(),
+                      require_text('' if solution is None else solution, 'canonical_solution'))
+    try:
+        python(problem.test_source, 0)      # compiled, since 'return' outside of check parses
+        check = functions(python(problem.test_source)).get('check')
+    except SyntaxError as error:
+        raise DataError(f'test is no Python after the prompt: {error}') from error
+    names = [] if check is None else [x.arg for x in (*check.args.posonlyargs, *check.args.args)]
+    if not names or not any(isinstance(node, ast.Name) and node.id == names[0]
+                            for node in ast.walk(check)):
+        raise DataError('test has no function check(candidate) that calls the candidate')
+    if missing := undefined_names(problem.test_source):
+        raise DataError(f'prompt and test define no {missing[0]!r}, which they use')
+    return problem
+
+
+def python(source, flags=ast.PyCF_ONLY_AST):
+    """Return compile(source), by default its syntax tree; raises SyntaxError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', SyntaxWarning)      # a string with an invalid escape
+        try:
+            return compile(source, '<program>', 'exec', flags, dont_inherit=True)
+        except (ValueError, RecursionError, MemoryError) as error:      # a null byte; deep nesting
+            raise SyntaxError(str(error) or type(error).__name__) from error
+
+
+def undefined_names(source):
+    """Return the names that a program of tests uses without a definition, sorted."""
+    scopes = [symtable.symtable(source, '<program>', 'exec')]
+    for scope in scopes:
+        scopes += scope.get_children()
+    names = [(scope, name) for scope in scopes for name in scope.get_symbols()]
+    defined = {name.get_name() for scope, name in names if name.is_global() or scope is scopes[0]
+               if name.is_assigned() or name.is_imported()}
+    used = {name.get_name() for scope, name in names if name.is_global() or scope is scopes[0]
+            if name.is_referenced()}
+    # a star import may define anything
+    return [] if 'import *' in source else sorted(used - defined - {*dir(builtins), 'program'})
+
+
+def functions(tree):
+    """Return {name: its node} of the functions that a program defines."""
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def load_problems(source=HUMANEVAL, revision=None):
@@ -53,15 +111,92 @@ def load_problems(source=HUMANEVAL, revision=None):
 def solution_source(problem, text):
     """Return the program that a model's text makes of the problem's prompt.
 
-    A text with a block of code in ``` is a chat's answer: the first block that defines the function
-    counts, else the first block. Any other text continues the prompt, up to the first of STOPS.
+    A block of code in Markdown counts if it defines the function: the last one of several. Else a
+    text that begins indented continues the prompt, up to the first of STOPS or of the blocks. Else
+    the program is what defines the function outside of blocks, or the first block.
     """
-    blocks = FENCED.findall(text)
-    if blocks:
-        defines = re.compile(rf'^def {re.escape(problem.entry_point)}\b', re.MULTILINE)
-        return problem.prompt + '\n' + next(filter(defines.search, blocks), blocks[0])
+    name, begin = re.escape(problem.entry_point), FENCE.search(text)
+    defines = re.compile(rf'^(?:(?:async +)?def|class) +{name}\b|^{name} *(?::[^=\n]*)?=(?!=)',
+                         re.MULTILINE)
     ends = [at for at in map(text.find, STOPS) if at >= 0]
-    return problem.prompt + text[:min(ends, default=len(text))] + '\n'
+    indented = re.match(r'(?:[ \t]*\n)*[ \t]+\S', text)
+    continuation = problem.prompt + text[:min(ends, default=len(text))] + '\n'
+    # lines of backquotes in the strings of a program are no fences
+    is_program = not syntax_error(text) or indented and not syntax_error(continuation)
+    blocks = fenced(text) if begin and not is_program else []
+    whole = [block if defines.search(block) else textwrap.dedent(block) for block in blocks]
+    if whole := [block for block in whole if defines.search(block)]:
+        return f'{problem.prompt}\n{whole[-1]}'
+    if blocks:
+        continuation = problem.prompt + text[:min([*ends, begin.start()])] + '\n'
+    if indented and not syntax_error(continuation):
+        return continuation
+    if program := unfenced(text, [*defines.finditer(text)]):
+        return f'{problem.prompt}\n{program}'
+    # a quotation, or a block of code by its indentation
+    margin = re.search(rf'^([ \t]+|> ?)(?:async +)?def {name}\b', text, re.MULTILINE)
+    if margin and not defines.search(text):
+        return solution_source(problem, re.sub(f'^{margin[1]}', '', text, flags=re.MULTILINE))
+    return f'{problem.prompt}\n{blocks[0]}' if blocks else continuation
+
+
+def syntax_error(source):
+    """Return the SyntaxError of a program, or None."""
+    try:
+        python(source)
+    except SyntaxError as error:
+        return error
+    return None
+
+
+def fenced(text):
+    """Return the blocks of code in Markdown that are not blank, without their fence's indentation.
+
+    A block ends at a fence with the indentation of its first one, but not inside a string of a
+    program. If the model closed it in another way, it ends at the first other fence before which it
+    is Python. A block that is not closed ends with the text.
+    """
+    blocks, at = [], 0
+    while begin := FENCE.search(text, at):
+        fence, margin = begin['fence'], begin['margin'] or ''
+        start = min(begin.end() + 1, len(text))
+        outdented = re.compile(rf'^[ \t]{{0,{len(margin)}}}', re.MULTILINE)
+        own = re.compile(rf'^[ \t]{{{len(margin)}}}{fence}{fence[0]}*[ \t]*$', re.MULTILINE)
+
+        end = (end_of_program(text, start, own, outdented)
+               or end_of_program(text, start, re.compile(fence), outdented)
+               or own.search(text, start))
+        stop, at = end.span() if end else (len(text), len(text))
+        blocks.append(outdented.sub('', text[start:stop]))
+    return [block for block in blocks if block.strip()]
+
+
+def end_of_program(text, start, fence, outdented):
+    """Return the first match of `fence` that is not in a string of the program, None if no program.
+    """
+    for match in fence.finditer(text, start):
+        error = syntax_error(textwrap.dedent(outdented.sub('', text[start:match.start()])))
+        if not error or 'unterminated triple-quoted' not in str(error):
+            return None if error else match
+    return None
+
+
+def unfenced(text, definitions):
+    """Return the program in a text that is not in blocks, or ''.
+
+    definitions: matches of where the function is defined; the last one is preferred. The program
+    begins at the first line from which all is Python up to there, and ends where that ends.
+    """
+    for definition in definitions[:-2:-1] + definitions[:1]:
+        # no program has hundreds of statements before the function
+        for start in [*STATEMENT.finditer(text, 0, definition.end())][-200:]:
+            lines = text[start.start():].split('\n')
+            while error := syntax_error('\n'.join(lines)):
+                del lines[min(error.lineno or len(lines), len(lines)) - 1:]
+            program = '\n'.join(lines)
+            if start.start() + len(program) > definition.start():
+                return program
+    return ''
 
 
 @functools.lru_cache(1024)      # samples often repeat each other
@@ -71,10 +206,7 @@ def check(problem, text, **limits):
     The tests see the other functions of the prompt as published, whatever the text makes of them.
     `limits` are those of run_program.
     """
-    name = problem.entry_point
-    tests = (f'import random\nrandom.seed(0)\n{problem.prompt}\n{name} = program.{name}\n'
-             f'{problem.tests}\ncheck({name})')
-    outcome = run_program(solution_source(problem, text), tests, **limits)
+    outcome = run_program(solution_source(problem, text), problem.test_source, **limits)
     return outcome.passed, outcome.reason
 
 

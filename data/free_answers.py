@@ -3,9 +3,9 @@
 A new task is an entry of FREE_TASKS, and a row function if no task has its schema yet. The final
 answer is extracted from the written text in two ways: `strict` accepts only the format of the
 prompt, `lenient` also other ways to state an answer. Both return None where there is no answer.
-`key` maps answers that mean the same to the same text: samples with one key agree, and an answer
-with the key of a reference is right. The agreement of samples ignores references, since otherwise
-only right answers could agree.
+What a reasoning model thinks before its answer is no part of the text. `key` maps answers that mean
+the same to the same text: samples with one key agree, and an answer with the key of a reference is
+right. The agreement of samples ignores references, since otherwise only right answers could agree.
 """
 
 import functools
@@ -26,6 +26,7 @@ from data.files import draw, fetch, parse_rows, read_rows, require_fields, requi
 from data.prompts import P_TRUE
 from data.questions import Loaded, Question
 from runtime.errors import DataError
+from runtime.thinking import final_answer
 
 
 class FreeRow(NamedTuple):
@@ -105,9 +106,14 @@ def humaneval_row(row):
 # Extraction: text -> the final answer, or None
 # ------------------------------------------------------------------------------------------------
 
-MARK = re.compile(r'####|<answer>|\banswer(?: is|:)[ :]*', re.IGNORECASE)
-NUMBER = re.compile(r'(?:(?<![\w.)\]])[-−])?\$?(?<!\w)(?<!\d\.)'
-                    r'(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+|/\d+)?|(?<!\.)\.\d+)')
+# a line with no other words, as a heading, or words before the answer in any emphasis
+MARK = re.compile(r'^[#*_ \t]*(?:final )?answer[*_: \t]*$|####|<answer>'
+                  r'|\banswer[*_ ]*(?:is\b|:)[ :*_]*', re.IGNORECASE | re.MULTILINE)
+# between the thousands of a number: a comma or a space, as texts and LaTeX write them
+SEPARATOR = (r'(?:(?:\\!){0,3}(?:,|\{(?:\\!)?,(?:\\!)?}|\\text\{,})(?:\\! ?){0,3}'
+             r'|\{?\\[,:; ](?:\\!)?}?|[\u2009\u202f\xa0])')
+NUMBER = re.compile(r'(?:(?<![\w.)\]])[-−])?\\?\$?(?<!\w)(?<!\d\.)(?:(?:'
+                    rf'\d{{1,3}}(?:{SEPARATOR}\d{{3}})+(?!\d)|\d+)(?:\.\d+|/\d+)?|(?<!\.)\.\d+)')
 
 
 def marked(text):
@@ -204,7 +210,7 @@ def squad_text(text):
 @remembered
 def number(text):
     """Return the value of a number, as a fraction in lowest terms; the text if it is none."""
-    digits = re.sub(r'[\s,$%]', '', text).replace('−', '-').rstrip('.')
+    digits = re.sub(rf'{SEPARATOR}|\\?[\s,$%]', '', text).replace('−', '-').rstrip('.')
     try:
         # 10 ** exponent takes minutes to compute; in Python 4210_5 is 42105
         if re.search(r'[eE][-+]?\d{4}|_', digits):
@@ -226,7 +232,7 @@ LATEX = [(re.compile(pattern), new) for pattern, new in (
     (r'\\text(?:bf|it|rm)?{([^{}]*)}|\\math(?:rm|bf){([^{}]*)}|\\mbox{([^{}]*)}', r'\1\2\3'),
     (r'\^{?\\circ}?|\\degrees?', ''),
     (rf'(?<=[\w)}}])(?:\s*(?<![a-zA-Z])(?:{UNITS})(?![a-zA-Z])(?:\^{{?[23]}}?)?)+', ''),
-    (r'\\?%', ''), (r'\{,}', ','), (r'\\[dtc]frac', r'\\frac'), (r'\s', ''),
+    (r'\\?%', ''), (r'\{,}|(?<=\d)\{}(?=\d{3})', ','), (r'\\[dtc]frac', r'\\frac'), (r'\s', ''),
     (r'\\frac([^{}\\])([^{}\\])', r'\\frac{\1}{\2}'), (r'\\frac([^{}\\])(?={)', r'\\frac{\1}'),
     (r'\\frac({(?:[^{}]|{[^{}]*})*})([^{}\\])', r'\\frac\1{\2}'),
     (r'\\sqrt([^{}\\[])', r'\\sqrt{\1}'), (r'([_^]){([^{}])}', r'\1\2'),
@@ -278,12 +284,17 @@ class FreeTask:
     max_tokens: int = 32        # of an answer
     runs_code: bool = False     # `match` runs what the model wrote
 
+    def extract(self, text):
+        """Return the answer by the lenient rule, or None; thoughts are no part of an answer."""
+        final = final_answer(text)
+        return None if final is None else self.lenient(final)
+
     def grade(self, text, references):
         """Return {'answer': extracted or None, 'key', 'correct', 'strict': right by that rule}."""
-        answer = self.lenient(text)
+        final, answer = final_answer(text), self.extract(text)
         correct = strict = answer is not None and self.match(self.key, answer, references)
         if self.strict:
-            stated = self.strict(text)
+            stated = None if final is None else self.strict(final)
             strict = stated is not None and same(self.key, stated, references)
         return {'answer': answer, 'key': None if answer is None else self.key(answer),
                 'correct': correct, 'strict': strict}
@@ -498,13 +509,26 @@ def as_text(messages, lead):
     return '\n\n'.join([first, *others, lead])
 
 
+# what follows a label in any emphasis, on its line or the next one, up to the other label
+LABEL = r'(?:guess|probability)(?: *\([^()\n]{0,80}\))?[*_"` ]*[:=]'
+LABELED = {label: re.compile(
+    rf'\b{label}\b(?: (?:that|of)\b[^:\n]{{0,80}})?(?: *\([^()\n]{{0,80}}\))?[*_"` ]*[:=]'
+    rf'[\s*_"`]*+((?:(?!\b{LABEL}).)*)', re.IGNORECASE) for label in ('guess', 'probability')}
+
+
 def stated_guess(text, lead):
     """Return (guess, text of its probability) of an answer to `verbalized_1s` or `_2s`.
 
-    lead: what the prompt ended with, '' in a chat. Without its label a part is None, but an answer
-    to `verbalized_2s` in a chat may be the number alone.
+    lead: what the prompt ended with, '' in a chat. A part that has no label is None, but a text
+    without any label may be the probability alone. A part may be on the line after its label.
     """
-    text = lead + text
-    guess, probability = (re.search(rf'{label}:[ *]*(.+)', text, re.IGNORECASE)
-                          for label in ('guess', 'probability'))
-    return guess and guess[1].strip(' *'), probability and probability[1]
+    final = final_answer(text)
+    if final is None:
+        return None, None
+    text = lead + final
+    found = [labeled.search(text) for labeled in LABELED.values()]
+    guess, probability = (match and match[1].strip(' *_"`').rstrip(' *_"`,;|({')
+                          for match in found)
+    if guess is None and probability is None:
+        return None, text
+    return guess, probability

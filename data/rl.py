@@ -31,6 +31,7 @@ from runtime import checkpoint
 from runtime.device import to_device
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.ownership import note_inputs
+from runtime.thinking import final_answer
 from runtime.trained import training_settings
 
 # those of the tasks first
@@ -145,7 +146,7 @@ def rlcr(task, prompt, answer, row):
     (2507.16806).
     """
     form = re.search(r'(<answer>.*</answer>).*<confidence>\s*(\d*\.?\d+|\d+\.)\s*</confidence>\s*$',
-                     answer, re.DOTALL)
+                     final_answer(answer) or '', re.DOTALL)
     if not form or float(form[2]) > 1:
         return 0.0
     correct = exact(task, prompt, form[1], row)

@@ -65,7 +65,7 @@ def main(argv):
         raise ConfigError(f'metrics: there is no {unknown[0]!r}; there are {", ".join(MEASURES)}')
     sources = [Path(os.path.expanduser(source))
                for source in (*(a for a in argv if a not in settings), *cfg.sources)]
-    harness = lm_eval.find_files([s for s in sources if not (s / 'results.json').exists()])
+    harness = lm_eval.find_files([s for s in sources if not (s / 'samples.jsonl').exists()])
     folders = find_runs(sources, [file for files in harness.values() for file in files.values()])
     if twice := [path for path in folders if folders.count(path) > 1]:
         raise ConfigError(f'compare: {twice[0]} is named twice')

@@ -26,6 +26,7 @@ import numpy as np
 
 import metrics
 from results.samples import digest
+from runtime.thinking import final_answer
 
 
 def greedy_probability(sample):
@@ -92,7 +93,8 @@ def class_entropy(sample):
 
 def stated(sample):
     """The number in <confidence> of the greedy answer, from 0 to 1 (RLCR, arXiv 2507.16806)."""
-    tags = re.findall(r'<confidence>(.*?)</confidence>', sample['greedy']['text'], re.DOTALL)
+    text = final_answer(sample['greedy']['text']) or ''
+    tags = re.findall(r'<confidence>(.*?)</confidence>', text, re.DOTALL)
     return parse_probability(tags[-1]) if tags else None, sample['greedy']
 
 
@@ -137,15 +139,27 @@ def classes(answers):
     return [(first[name], count) for name, count in Counter(names).most_common()]
 
 
+# words that name the scale, as in 'between 0 and 1', 'from 0% to 100%', '[0, 1]', '(0.0-1.0)'
+SCALE = re.compile(r'(?<![\w.,])0(?:\.0+)?\s*%?\s*(?:and|to|through|up to|[-–—,]|\.\.+'
+                   r'|[<≤]=?\s*\w+\s*[<≤]=?)\s*1(?:\.0+|00(?:\.0+)?)?(?![\w/]|[.,]\d)\s*%?',
+                   re.IGNORECASE)
+PROBABILITY = re.compile(
+    r'(?<![\w.,])(?!50 ?/ ?50\b)(-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?![.,]?\d)'
+    r'\s*(?:(\\?%|percent|per cent)|(?:/|out of|in)\s*(\d+))?(\s*(?:to|[-–—])\s*\.?\d)?',
+    re.IGNORECASE)
+
+
 def parse_probability(text):
     """Return the first number of a text as a probability: '.8', '80%', '8 out of 10', '1'.
 
     None if there is none, or if it is not from 0 to 1, as '80' without a percent sign, or '-1'. A
-    number with a comma, '0,8', may mean several things and is none.
+    number with a comma, '0,8', may mean several things and is none; a range, '0.7 to 0.9', is none
+    either, and 'between 0 and 1' alone states no number.
     """
-    match = re.search(r'(?<![\d.,])(-?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)(?![.,]?\d)'
-                      r'\s*(?:(%|percent)|(?:/|out of)\s*(\d+))?', text, re.IGNORECASE)
-    if not match:
+    text = SCALE.sub(' ', text)
+    match = PROBABILITY.search(text)
+    between = match and re.search(r'\bbetween\W*$', text[:match.start()], re.IGNORECASE)
+    if not match or between or match[4]:
         return None
     value = float(match[1]) / (100 if match[2] else float(match[3] or 1) or math.nan)
     return value if 0 <= value <= 1 else None
@@ -171,14 +185,14 @@ def written(answer):
 
 def span(answer, rule, tokenizer):
     """Return the extracted answer of a generate.Answer, and the log-probability of its tokens."""
-    text = rule.lenient(answer.text)
+    text = rule.extract(answer.text)
     if text is None:
         return {'span': None, 'span_log_prob': 0.0}
     whole, tokens = answer.text, range(len(answer.tokens))
     # if the text occurs several times: the occurrence that the rule needs, else the last one; a
     # model that repeats itself writes it thousands of times
     begins = [match.start() for match in re.finditer(f'(?={re.escape(text)})', whole)]
-    begin = next((i for i in (*begins[:50], *begins[-50:]) if rule.lenient(
+    begin = next((i for i in (*begins[:50], *begins[-50:]) if rule.extract(
         whole[:i] + '\0' * len(text) + whole[i + len(text):]) != text), begins[-1])
 
     def whole_characters(i):
@@ -219,11 +233,10 @@ def verbalized_sample(question, rule, greedy, guess, probability):
     guess, probability: as free_answers.stated_guess returns them. After two stages, the answer that
     the question shows is judged.
     """
+    value = parse_probability(probability or '')
     if len(question.messages) > 1:
         answer = {'answer': question.messages[1]['content'], 'correct': question.answer == 0}
-        value = parse_probability(probability or greedy['text'])
     else:
-        value = parse_probability(probability or '')
         answer = None if guess is None else rule.grade(guess, question.references)
     if answer is None or value is None:
         return {'confidence': None, 'greedy': greedy}

@@ -7,8 +7,10 @@ wrote are converted here for every other reader too.
 """
 
 import argparse
+import ast
 import contextlib
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -25,6 +27,10 @@ if TYPE_CHECKING or __package__ != 'nanocal':
 else:
     from . import metrics       # installed
 
+class SeveralAnswersError(ValueError):
+    """A question of lm_eval has several right options, so its task cannot be measured."""
+
+
 NORMS = ('token', 'sum', 'char', 'byte')    # see `option_lengths`
 
 
@@ -37,7 +43,8 @@ each line of a file is a JSON object of one of these forms:
   {"probs": [0.7, 0.2, 0.1], "answer": 0}     answer, or label: index of the correct option
   {"log_probs": [-3.1, -4.0], "answer": 1}    divided by "n_tokens": [2, 3] if given; then softmax
   {"confidence": 0.8, "correct": true}        the prediction alone
-  or of samples_<task>_<date>.jsonl, which lm_eval --log_samples writes
+  or of samples_<task>_<date>.jsonl, which lm_eval --log_samples writes (before version 0.4.3
+  <model>_<task>.jsonl, a JSON array); a question that is repeated there counts once
 Lines with "split": "validation" are left out. Each "task" of a file has a report of its own, and
 so has each group of one call of lm_eval, such as mmlu.
 
@@ -50,7 +57,7 @@ example: python metrics.py out/base/samples.jsonl
                         'number of its tokens, or 1 for files of lm_eval, which lack it (acc); '
                         'sum: 1; char: its characters (acc_norm); byte: its bytes (acc_bytes)')
     options, tasks = parser.parse_args(arguments), {}
-    for path in options.files:
+    for path in dict.fromkeys(options.files):
         try:
             task, _, date = harness_task(path)
             source = f'{Path(path).parent}, {date}' if date else path
@@ -72,8 +79,10 @@ example: python metrics.py out/base/samples.jsonl
 
 def _read_rows(path, group, norm):
     """Yield (task, what _parse returns) of each line; ValueError begins with the line number."""
-    first_kinds, rows = {}, []
+    first_kinds, rows, logged = {}, [], {}
     with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as lines:
+        if (array := array_rows(lines)) is not None:
+            rows = [(f' row {number}', row) for number, row in enumerate(array, 1)]
         for number, line in enumerate(lines, 1):
             with _line_errors(number):
                 if line.strip():
@@ -92,7 +101,10 @@ def _read_rows(path, group, norm):
                     or row.get('confidence', 0) is None):
                 continue
             if 'filtered_resps' in row:
-                task, parsed = group, _parse(harness_sample(row, norm), 'token')
+                sample = harness_sample(row, norm)
+                task, parsed = group, _parse(sample, 'token')
+                if repeats(sample, row.get('filter'), logged):
+                    continue
             else:
                 task, parsed = str(row.get('task', '')), _parse(row, norm)
             first = first_kinds.setdefault(task, parsed[0])
@@ -105,7 +117,10 @@ def _read_rows(path, group, norm):
 
 @contextlib.contextmanager
 def _line_errors(number):
-    """Begin a ValueError in the block with the number of the line; say what a line should be."""
+    """Begin a ValueError in the block with the number of the line; say what a line should be.
+
+    number: a text such as ' row 1' in a file without lines
+    """
     try:
         yield
     except (ValueError, OverflowError, RecursionError) as error:
@@ -113,6 +128,28 @@ def _line_errors(number):
             f'{number}: {str(error).removeprefix("row 0: ")}. Wanted: a JSON object with probs (or '
             f'log_probs) and answer, or confidence and correct, or a line of multiple choice by '
             f'lm_eval --log_samples') from None
+
+
+def array_rows(file):
+    """Return the rows of the JSON arrays in an open file, as lm_eval before 0.4.3 wrote them.
+
+    None, with nothing read, for a file that does not begin with an array of objects. Raises
+    ValueError.
+    """
+    is_array = re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.read(100))
+    file.seek(0)
+    if not is_array:
+        return None
+    rows, at = [], 0
+    try:
+        text = file.read().decode('utf-8-sig').strip()
+        while at < len(text):       # arrays of concatenated files follow each other
+            array, at = json.JSONDecoder().raw_decode(text, at)
+            rows += array if isinstance(array, list) else [array]
+            at += len(text[at:]) - len(text[at:].lstrip())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f' broken JSON: {error}') from None
+    return rows
 
 
 def _sample_key(row):
@@ -124,52 +161,111 @@ def _sample_key(row):
 
 
 def harness_task(path) -> tuple[str, str, str]:
-    """Return (task, subtask, date) of lm-evaluation-harness's samples_<subtask>_<date>.jsonl.
+    """Return (task, subtask, call) of a file that lm-evaluation-harness wrote for a subtask.
 
-    The task of mmlu_anatomy is mmlu if results_<date>.json beside the file has that group. A file
-    with another name is ('samples', '', '').
+    It is samples_<subtask>_<date>.jsonl beside results_<date>.json, or <model>_<subtask>.jsonl
+    beside results.json, as before version 0.4.3; the call is <date> or 'results.json'. The task of
+    mmlu_anatomy is mmlu if the results have that group. A file with another name is
+    ('samples', '', '').
     """
     path = Path(path)
-    if not (match := re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl', path.name)):
-        return 'samples', '', ''
-    subtask, date = match.groups()
-    groups = [group for results in path.parent.glob(f'*_{date}.json')
-              for group in json.loads(results.read_text(encoding='utf-8')).get('group_subtasks', ())
+    if match := re.fullmatch(r'samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl', path.name):
+        subtask, call = match.groups()
+        files = path.parent.glob(f'*_{call}.json')
+    else:
+        call, files = 'results.json', [path.with_name('results.json')]
+        subtask = max((task for task in old_harness_tasks(files[0])
+                       if path.stem.endswith(f'_{task}')), key=len, default='')
+        if not subtask:
+            return 'samples', '', ''
+    groups = [group for file in files
+              for group in json.loads(file.read_text(encoding='utf-8')).get('group_subtasks', ())
               if subtask.startswith(f'{group}_')]
-    return max(groups, key=len, default=subtask), subtask, date
+    return max(groups, key=len, default=subtask), subtask, call
+
+
+def old_harness_tasks(results):
+    """Return the tasks in a results.json of lm_eval before 0.4.3; () for other files, or none."""
+    try:
+        content = json.loads(results.read_text(encoding='utf-8'))
+    except (OSError, ValueError):
+        return ()
+    return content.get('configs', ()) if isinstance(content, dict) else ()
 
 
 def harness_sample(row, norm='token') -> dict:
-    """Convert a line that lm_eval 0.4.13 --log_samples wrote to the form of our samples.
+    """Convert a line that lm_eval --log_samples wrote (0.4.1 to 0.4.13) to the form of our samples.
 
     Returns {'id', 'answer': index of the correct option, 'options': [K], 'log_probs': [K] in nats,
     'n_tokens': [K], the divisors: the length in characters or UTF-8 bytes for norm 'char' or
     'byte', else 1, since the file does not give the number of tokens}. Raises ValueError if the
-    task is not multiple choice, or if `acc` of the line contradicts the answer, as with several
-    correct options.
+    task is not multiple choice, or if `acc` of the line contradicts the answer, and
+    SeveralAnswersError if the target is a list of several.
     """
     try:
-        pairs, target = row['filtered_resps'], row['target']
-        options = [call.get('arg_1') for call in row['arguments'].values()]
+        pairs, calls = row['filtered_resps'], row['arguments']
+        # before 0.4.3 the calls were lists in a list
+        options = ([call.get('arg_1') for call in calls.values()] if isinstance(calls, dict) else
+                   [call[1] if len(call) > 1 else None for call in calls])
         if 'acc_mutual_info' in row:    # the second half is without the question
             pairs, options = pairs[:len(pairs) // 2], options[:len(options) // 2]
         if len(pairs) < 2 or type(pairs[0]) is not list:
             raise ValueError('not multiple choice, so there are no probabilities of options: the '
                              'model wrote an answer, or a single text was scored')
+        if len(options) != len(pairs):
+            raise ValueError(f'{len(pairs)} results of {len(options)} calls')
         texts = [option[option[:1].isspace():] for option in options]
-        sample = {'id': f'{row["doc_id"]}:{row["doc_hash"][:16]}', 'options': options,
+        sample = {'id': f'{row["doc_id"]}:{_doc_hash(row)[:16]}', 'options': options,
                   'log_probs': [float(log_prob) for log_prob, _ in pairs],
                   'n_tokens': option_lengths(texts, [1] * len(texts), norm)}
-        top = int(np.argmax(sample['log_probs']))
+        target, top = _single(row['target']), int(np.argmax(sample['log_probs']))
         if len(texts) == 2 and texts[0] == texts[1]:    # after two contexts, as in WinoGrande
             answer = top if row['acc'] else 1 - top
         else:
-            answer = int(target) if target.isdigit() else (texts + [target]).index(target)
+            answer = int(target) if target.isdecimal() else (texts + [target]).index(target)
     except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f'not a line of lm_eval 0.4.13 ({error!r})') from None
+        raise ValueError(f'not a line that lm_eval --log_samples wrote ({error!r})') from None
     if answer >= len(texts) or row.get('acc', top == answer) != (top == answer):
-        raise ValueError(f'its target, {target!r}, is not the only right option')
+        kind = SeveralAnswersError if target.startswith('[') else ValueError
+        raise kind(f'its target, {row["target"]!r}, is not the only right option')
     return sample | {'answer': answer}
+
+
+def _single(target):
+    """Return a target as text; that of a list with one element is its element, as in AGIEval.
+
+    A list is its text since version 0.4.4, and a number is its digits.
+    """
+    if isinstance(target, str) and target.startswith('['):
+        with contextlib.suppress(ValueError, SyntaxError):
+            target = ast.literal_eval(target)
+    if isinstance(target, list) and len(target) == 1:
+        target, = target
+    return str(target)
+
+
+def _doc_hash(row):
+    """Return the hash of the question that lm_eval writes since 0.4.3."""
+    if 'doc_hash' in row:
+        return row['doc_hash']
+    text = json.dumps(row['doc'], indent=2, ensure_ascii=False)
+    return hashlib.sha256(text.encode('utf-8', 'backslashreplace')).hexdigest()
+
+
+def repeats(sample, filter, logged) -> bool:
+    """Return whether a sample of lm_eval stands in `logged`, {id: (sample, filter)}; else add it.
+
+    lm_eval writes a line per filter, and files may have been concatenated. Raises ValueError if the
+    lines of one question differ, since only one of them can count.
+    """
+    first, first_filter = logged.setdefault(sample['id'], (sample, filter))
+    if first != sample:
+        why = (f'of the filters {first_filter} and {filter}; keep the lines of one filter'
+               if filter != first_filter else
+               'of several models or calls; give each of them a file of its own')
+        raise ValueError(f'question {sample["id"]} stands there twice with other '
+                         f'log-probabilities, {why}')
+    return first is not sample
 
 
 def few_rows_note(n, unit='questions') -> str:

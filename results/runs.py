@@ -35,7 +35,8 @@ def find_runs(sources, harness_files=()):
     folders = []
     for source in sources:
         put_back(source)
-        below = [source] if (source / 'results.json').exists() else [
+        logged = any(file.parent == source.absolute() for file in harness_files)
+        below = [source] if (source / 'results.json').exists() and not logged else [
             path.parent for path in sorted(source.rglob('samples.jsonl'))
             if path.with_name('results.json').exists() and path.parent.name != 'before'
             and not path.parent.name.startswith(ASIDE)]

@@ -884,6 +884,8 @@ def test_an_answer_is_right_by_the_rule_of_the_task(name, answer, target, reward
     ('<answer>3</answer><confidence>1.2</confidence>', 0), ('<answer>3</answer>', 0),
     ('<answer>3</answer><confidence>1.2.3</confidence>', 0),
     ('<answer>3</answer><confidence>high</confidence>', 0),
+    ('<think><answer>4</answer></think><answer>3</answer><confidence>1</confidence>', 1.5),
+    ('<think>so <answer>3</answer><confidence>1</confidence>', 0),
     ('<confidence>1</confidence><answer>3</answer>', 0)])
 def test_rlcr_rewards_format_correctness_and_the_brier_score(answer, reward):
     assert reward_of('rlcr:gsm8k', answer, {'question': '?', 'answer': '#### 3'}) == pytest.approx(

@@ -16,6 +16,7 @@ from common import HERE, write_rows, write_run
 from results import compare, over_seeds, plots, report, samples
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
+from test_metrics import harness_rows, write_old
 from test_report import tabulars
 
 
@@ -632,6 +633,45 @@ def test_single_files_of_lm_eval_are_compared(tmp_path, capsys):
     assert '\ntrivia_animals (lm-evaluation-harness, sum)\n' in printed
 
 
+def test_runs_of_an_old_lm_eval_are_compared_with_those_of_this_one(tmp_path, capsys):
+    """Of 0.4.2: arrays beside results.json, here with each question twice."""
+    for model in ('first', 'second'):
+        for task in ('endings', 'trivia_animals', 'trivia_rivers'):
+            _, rows = harness_rows(task, model)
+            write_old(tmp_path / model, task, [*rows, *rows])
+    out = f'--out_dir={tmp_path / "out"}'
+    run_compare(tmp_path / 'first', tmp_path / 'second', out, '--n_bootstrap=20')
+    printed = capsys.readouterr().out
+    old = csv_rows(tmp_path / 'out' / 'compare.csv')
+    assert 'left out' not in printed and [row['n'] for row in old] == ['4', '4', '6', '6']
+    run_compare(tmp_path / 'first', HARNESS_FILES / 'second', out, '--n_bootstrap=20')
+    new = csv_rows(tmp_path / 'out' / 'compare.csv')
+    assert [row['accuracy'] for row in new[:2]] == [row['accuracy'] for row in old[:2]]
+    # the questions of both versions are paired
+    line = next(x for x in capsys.readouterr().out.splitlines() if ' to second' in x)
+    assert '  4  ' in line
+    with pytest.raises(ConfigError, match='needs two runs or more.*; there is .*/first'):
+        run_compare(tmp_path / 'first', out)
+
+
+def test_a_task_with_several_right_options_is_left_out(tmp_path, capsys):
+    """As JEC-QA of AGIEval, where only some questions have several."""
+    for model in ('first', 'second'):
+        (tmp_path / model).mkdir()
+        for task in ('endings', 'trivia_rivers'):
+            path, rows = harness_rows(task, model)
+            for row in rows:
+                row['target'] = f'[{row["target"]}]'
+            if task == 'trivia_rivers':
+                rows[1] |= {'target': '[0, 1]', 'acc': 1.0}
+            write_rows(tmp_path / model / path.name, rows)
+    run_compare(tmp_path / 'first', tmp_path / 'second', '--n_bootstrap=20',
+                f'--out_dir={tmp_path / "out"}')
+    printed = capsys.readouterr().out
+    assert printed.count("jsonl is left out: its target, '[0, 1]', is not the only right") == 2
+    assert {row['dataset'] for row in csv_rows(tmp_path / 'out' / 'compare.csv')} == {'endings'}
+
+
 def test_lm_eval_files_that_cannot_be_compared(tmp_path):
     good, = (HARNESS_FILES / 'first').glob('samples_endings_*.jsonl')
     written, = (HARNESS_FILES / 'first').glob('samples_written_*.jsonl')
@@ -647,6 +687,9 @@ def test_lm_eval_files_that_cannot_be_compared(tmp_path):
             ([good, write_rows(tmp_path / 'c.jsonl', [
                 rows[0], rows[1] | {'filtered_resps': [['nan', 'x'], ['-1', 'x']], 'acc': 0.0}])],
              'c.jsonl:2: the log-probabilities are .nan, -1.0'),
+            ([good, write_rows(tmp_path / 'e.jsonl', [rows[0], rows[0] | {
+                'filter': 'x', 'filtered_resps': [['-1', 'x'], ['-2', 'x'], ['-3', 'x']],
+                'acc': 1.0}])], 'e.jsonl:2: question 0:.* of the filters none and x; keep'),
             ([good, write_rows(tmp_path / 'd.jsonl', rows)],
              'no task in common: first: endings; d.jsonl: samples')):
         with pytest.raises((ConfigError, DataError), match=message):

@@ -7,6 +7,7 @@ import re
 import shutil
 import string
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,7 +58,15 @@ NUMBERS = {
     'the pair (3,4)': ('4', None),
     '#### 18\n\nThe answer is 20': ('20', '18'),
     '<answer>12</answer> 99': ('12', None),
-    'Answer: 1,234,567.89': ('1,234,567.89', None)}
+    'Answer: 1,234,567.89': ('1,234,567.89', None),
+    r'The answer is \boxed{1{,}234}.': ('1{,}234', None),
+    r'so $\boxed{12\!,345{,}678}$': (r'12\!,345{,}678', None),
+    r'\boxed{\$1,\!000}': (r'\$1,\!000', None),
+    r'is -\$12\,500.50': (r'-\$12\,500.50', None),
+    r'the pair (1,\,200)': ('200', None),           # a wide space after a comma separates numbers
+    r'1\text{,}200 is 1\,200\,000 / 1000, so 3\ 000': (r'3\ 000', None),
+    '1\u202f200': ('1\u202f200', None),
+    '**Answer**: 7 of 9': ('7', None), '### Final Answer\n\n7 of 9': ('7', None)}
 
 
 @pytest.mark.parametrize('text', NUMBERS)
@@ -70,6 +79,10 @@ def test_numbers_are_extracted(text):
 @pytest.mark.parametrize('a, b, equal', [
     ('29.00', '29', True), ('$1,000', '1000', True), ('18.', '18', True), ('50%', '50', True),
     ('1/2', '0.5', True), ('−3', '-3', True), ('.5', '0.50', True), ('1/0', '1', False),
+    (r'1{,}000', '1000', True), (r'12\!,345{,}678', '12345678', True),
+    (r'1\,000.5', '1000.5', True),
+    (r'-\$1,\!000', '-1000', True), (r'50\%', '50', True), (r'1\text{,}200', '1200', True),
+    ('1\u2009200', '1200', True), (r'1{,}000', '1', False),
     ('10', '1', False), ('-3', '3', False), ('...', '0', False), ('1e2', '100', True),
     ('1e999999999', '2', False), ('4210_5', '42105', False)])
 def test_numbers_are_equal_by_value(a, b, equal):
@@ -139,11 +152,45 @@ def test_texts_are_normalized_as_by_the_papers(key, official):
     ('**Paris**', 'Paris', '**Paris**'),
     ('The answer is "Paris".', 'Paris', 'The answer is "Paris".'),
     ('Let me see.\nAnswer: Paris', 'Paris', 'Let me see.'),
+    ('<answer>\nParis\n</answer>', 'Paris', '<answer>'),
+    ('**Answer**: Paris', 'Paris', '**Answer**: Paris'), ('## Answer\nParis', 'Paris', '## Answer'),
     ('<think>x</think><answer>Paris</answer>', 'Paris', '<think>x</think><answer>Paris</answer>'),
     ('', None, None), (' \n', None, None), ('"."', None, '"."')])
 def test_short_answers_are_extracted(text, lenient, strict):
     assert free_answers.short_answer(text) == lenient
     assert free_answers.first_line(text) == strict
+
+
+@pytest.mark.parametrize('task, text, answer, strict', [
+    ('qa', '<think>Rome</think>\n\nParis', 'Paris', True),
+    ('qa', 'Rome\n</think>Paris', 'Paris', True),
+    ('qa', '<think>\n\n</think>\n\nParis.', 'Paris', True),
+    ('qa', '<think>a</think> Rome <think>b</think> Paris', 'Paris', True),
+    ('nq_open', '<THINKING>The answer is Rome</THINKING>Paris', 'Paris', True),
+    ('popqa', '[THINK]Rome[/THINK]Paris', 'Paris', True),
+    ('qa', '<|begin_of_thought|>Rome<|end_of_thought|>Paris', 'Paris', True),
+    ('qa', '◁think▷Rome◁/think▷Paris', 'Paris', True),
+    ('qa', '<|channel|>analysis<|message|>Rome<|channel|>final<|message|>Paris', 'Paris', True),
+    ('gsm8k', '<think>#### 3\n</think>\n#### 4', '4', True),
+    ('gsm8k', '<think>It is 3.</think> So 4.', '4', False),
+    ('gsm8k_short', '<think>3</think>4', '4', True),
+    ('math500', r'<think>\boxed{3}</think>It is \boxed{4}', '4', True),
+    ('math500', r'<think>\boxed{3}</think>It is $4$', '4', False)])
+def test_thoughts_are_no_part_of_an_answer(task, text, answer, strict):
+    rule, references = FREE_TASKS[task], ['Paris' if answer == 'Paris' else '4']
+    grade = rule.grade(text, references)
+    assert (grade['answer'], grade['correct'], grade['strict']) == (answer, True, strict)
+    for cut_off in (f'{text}<think>{answer}', f'<think>{answer}'):
+        assert rule.grade(cut_off, references) == {
+            'answer': None, 'key': None, 'correct': False, 'strict': False}
+
+
+def test_no_program_is_run_of_thoughts():
+    rule, seen = FREE_TASKS['humaneval'], []
+    rule = replace(rule, match=lambda key, answer, references: seen.append(answer) or True)
+    assert rule.grade('<think>\n    return 1\n</think>    return 2\n', [])['correct']
+    assert not rule.grade('<think>\n    return 1\n', [])['correct']
+    assert seen == ['    return 2']
 
 
 @pytest.mark.parametrize('a, b', [
@@ -159,7 +206,7 @@ def test_short_answers_are_extracted(text, lenient, strict):
     (r'5\,\text{cm}^{2}', '5'), (r'5\mathrm{~km}', '5'), (r'5\text{ m}', '5'), ('$5$ km', '5'),
     (r'\frac{5}{2}\mbox{ gallons}', '5/2'), ('12 square units', '12'), (r'5\text{m}^3', '5'),
     (r'x+5\text{ dollars}', 'x+5'), (r'(3\text{ cm}, 4\text{ cm})', '(3,4)'), ('5mph', '5'),
-    (r'5{,}000', '5000')])
+    (r'5{,}000', '5000'), (r'5{\,}000', '5000'), (r'5\,000', '5000'), (r'5\text{,}000', '5000')])
 def test_formulas_are_equal_in_another_writing(a, b):
     assert free_answers.formula(a) == free_answers.formula(b)
 
@@ -322,16 +369,24 @@ def test_confidences_from_the_tokens_of_an_answer():
     ('0', 0.0), ('1.', 1.0), ('95', None), ('very likely', None), ('1%', 0.01),
     ('7/0', None), ('', None), ('-0.5', None), ('1e-3', 0.001), ('0,8', None), ('1,000', None),
     ('1.2.3', None), ('0.7, I think', 0.7), ('0.7.', 0.7), ('1 percent', 0.01), ('90-95%', None),
+    ('between 0 and 1', None), ('a number from 0.0 to 1.0', None), ('0-1', None), ('[0, 1]', None),
+    ('0% to 100%', None), ('0 < p < 1', None), ('between 0 and 1, so 0.85', 0.85), ('50/50', None),
+    ('on a scale of 0.0-1.0: 0.9', 0.9), ('0.8 (between 0 and 1)', 0.8), ('0.7 to 0.9', None),
+    ('between 80% and 90%', None), ('9 in 10', 0.9), ('80\\%', 0.8), ('p of H2O: 0.7', 0.7),
     ('1 out of 4', 0.25), ('1 Out of 4', 0.25), ('8 / 10', 0.8), ('about 1.', 1.0)])
 def test_stated_probabilities_are_parsed(text, value):
     assert confidence.parse_probability(text) == value
     sample = sample_of('a')
     sample['greedy']['text'] = f'<answer>a</answer> <confidence>{text}</confidence>'
     assert value_and_grade(confidence.stated, sample) == (value, True)
+    sample['greedy']['text'] += '<think> <confidence>0.3</confidence>'      # not closed
+    assert confidence.stated(sample)[0] is None
 
 
 @pytest.mark.parametrize('task, text, begin', [
     ('qa', 'Paris. Paris is right.', 0), ('qa', 'Answer: Rome', 8),
+    ('gsm8k', '<think>5, or 6</think> #### 5 and 15', 28),
+    ('gsm8k', r'So 1{,}000 or 1{,}000', 14),
     ('gsm8k', '5 + 10 = 15 #### 5 and 15', 17), ('gsm8k', 'So 5, or 15, or 5', 16)])
 def test_the_span_is_where_the_answer_was_extracted(task, text, begin):
     class Characters:
@@ -746,6 +801,15 @@ def test_verbalized_prompts_are_those_of_the_paper(tmp_path):
     (' Ann\nProbability: 0.7', 'Guess:', (0.7, True)),
     (' Bob\nProbability: 70%', 'Guess:', (0.7, False)),
     ('**Guess:** Ann\n**Probability:** .9', '', (0.9, True)), ('Ann, 0.7', '', None),
+    ('**Guess**: Ann\n\n**Probability**: 0.9', '', (0.9, True)),
+    ('**Guess:**\nAnn\n\n**Probability:**\n0.9', '', (0.9, True)),
+    ('Guess: Ann, Probability (0.0 to 1.0): 0.8', '', (0.8, True)),
+    ('Guess: Ann\nProbability that it is right: `0.8`', '', (0.8, True)),
+    ('{"guess": "Ann", "probability": 0.8}', '', (0.8, True)),
+    ('**Guess:**\n**Probability:** 0.9', '', (0.9, False)),
+    ('Guess: Ann\nProbability: between 0 and 1', '', None),
+    ('<think>Guess: Bob\nProbability: 0.1</think>\nGuess: Ann\nProbability: 1', '', (1.0, True)),
+    ('<think>Guess: Ann\nProbability: 0.1', '', None),
     (' Ann', 'Guess:', None), (' Ann\nProbability: high', 'Guess:', None)])
 def test_one_stage_judges_its_guess(text, lead, outcome, tmp_path):
     write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
@@ -757,7 +821,10 @@ def test_one_stage_judges_its_guess(text, lead, outcome, tmp_path):
 
 
 @pytest.mark.parametrize('text, lead, value', [(' 0.7', 'Probability:', 0.7), ('0.7', '', 0.7),
-                                               ('Probability: 0.7', '', 0.7), ('sure', '', None)])
+                                               ('Probability: 0.7', '', 0.7), ('sure', '', None),
+                                               ('**Probability**\n: 0.7', '', 0.7),
+                                               ('<think>0.1 or 0.2?</think> 0.7', '', 0.7),
+                                               ('<think>0.1', '', None)])
 def test_two_stages_judge_the_greedy_answer(text, lead, value, tmp_path):
     write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
     question, = load_free(f'qa:{tmp_path / "q.jsonl"}').questions

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from common import HERE, run_scripts, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,8 @@ from predictions import (
 )
 
 import metrics
+import scaling
+import stats
 from results import prediction_files
 from results.prediction_files import harness_sample, harness_task
 
@@ -746,6 +749,52 @@ def test_bas_is_the_mean_utility_over_thresholds():
     assert np.argmax(scores) == 70
 
 
+def test_bas_does_not_round_a_confidence_near_1():
+    for gap in 2.0 ** -np.arange(30, 53):       # 1 - gap is exact
+        c, correct, costs = np.array([1 - gap, 0.5]), np.array([False, True]), math.log(gap)
+        probs = np.stack([c, 1 - c], 1)
+        expected = exactly(((1 - gap) + costs + 0.5) / 2)
+        assert metrics.bas(c, correct) == metrics.bas(probs, [1, 0]) == expected
+        assert metrics.report(c, correct)['bas'] == metrics.report(probs, [1, 0])['bas'] == expected
+        assert stats.bootstrap(c, correct, n_resamples=1, keys=['bas'])['bas'].item() in (
+            exactly((1 - gap) + costs), exactly(0.5), expected)
+
+
+def test_tensors_of_torch_give_the_same_values_as_arrays():
+    probs, labels = golden_case('small_4')
+    n_options, scores = np.full(len(labels), 4), np.log(probs)
+    _, correct = metrics.top_label(probs, labels)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        p, z = (torch.tensor(x, dtype=dtype, requires_grad=True) for x in (probs, scores))
+        as_arrays = [x.detach().double().numpy() if dtype == torch.bfloat16 else
+                     x.detach().numpy() for x in (p, z)]
+        z, scores_array = (z, as_arrays[1]) if dtype in (torch.float64, torch.float32) else (
+            None, None)     # short scores are not those of short probs
+        if dtype == torch.bfloat16:     # whose rows need not sum to 1 as closely
+            as_arrays[0] = as_arrays[0] / as_arrays[0].sum(1, keepdims=True)
+            metrics.report(p, torch.tensor(labels))
+            p = torch.tensor(as_arrays[0], dtype=torch.float64)
+        found = metrics.report(p, torch.tensor(labels), torch.tensor(n_options), scores=z)
+        assert_equal_numbers(found, metrics.report(as_arrays[0], labels, n_options,
+                                                   scores=scores_array))
+        confidence = p.max(1).values
+        assert_equal_numbers(metrics.report(confidence, torch.tensor(correct)), metrics.report(
+            confidence.detach().numpy(), correct))
+        drawn = stats.bootstrap(p, torch.tensor(labels), torch.tensor(n_options), n_resamples=3)
+        assert_equal_numbers(drawn, stats.bootstrap(as_arrays[0], labels, n_options,
+                                                    n_resamples=3))
+    short = torch.tensor([0.5, 0.75], dtype=torch.bfloat16, requires_grad=True)
+    assert metrics.ece(short, [1, 1]) == metrics.ece([*short], [1, 1]) == 0.375
+    z = torch.tensor(scores, requires_grad=True)
+    assert metrics.softmax(z) == pytest.approx(metrics.softmax(scores))
+    assert scaling.fit_temperature(z, torch.tensor(labels)) == scaling.fit_temperature(
+        scores, labels)
+    for unreadable in (torch.tensor(probs).to_sparse(), torch.empty(150, 4, device='meta'),
+                       torch.tensor(probs).to(torch.complex64)):
+        with pytest.raises(ValueError, match='probs'):
+            metrics.report(unreadable, labels)
+
+
 def test_kde_ece_of_many_rows_is_the_true_error():
     rng = np.random.default_rng(0)
     c = rng.uniform(0.3, 0.9, 200_000)
@@ -1272,8 +1321,9 @@ def test_lm_eval_files_that_cannot_be_measured(tmp_path):
                             ({'acc': 0.37}, "target, '0', is not the only right"),
                             ({'target': '3'}, "target, '3', is not the only right"),
                             ({'target': '-100'}, "target, '-100', is not the only"),
-                            ({'arguments': [['a', ' b']]}, 'not a line of lm_eval 0.4.13'),
-                            ({'filtered_resps': None}, 'not a line of lm_eval 0.4.13'),
+                            ({'arguments': [['a', ' b']]}, '3 results of 1 calls'),
+                            ({'arguments': [7] * 3}, 'not a line that lm_eval'),
+                            ({'filtered_resps': None}, 'not a line that lm_eval'),
                             ({'filtered_resps': [['nan', 'False']] * 3, 'acc': 1.0},
                              'largest score is nan')):
         path = write_rows(tmp_path / 'mine.jsonl', [rows[0], rows[0] | change])
@@ -1281,8 +1331,99 @@ def test_lm_eval_files_that_cannot_be_measured(tmp_path):
         assert done.returncode == 1 and f'{path}:2: ' in done.stderr and message in done.stderr
     row = harness_rows('gaps')[1][0]
     del row['acc']
-    assert "not a line of lm_eval 0.4.13 (KeyError('acc'))" in run_metrics(
+    assert "not a line that lm_eval --log_samples wrote (KeyError('acc'))" in run_metrics(
         write_rows(tmp_path / 'mine.jsonl', [row])).stderr
+
+
+def of_version(row, version):
+    """A line as lm_eval 0.4.2 (`old`), 0.4.3 or 0.4.5 (without filters) wrote it."""
+    row = {key: value for key, value in row.items() if key not in ('filter', 'metrics')}
+    if version < 4:
+        row['target'] = int(row['target']) if row['target'].isdigit() else row['target']
+    if version < 3:
+        row = {key: value for key, value in row.items() if not key.endswith('_hash')}
+        row['arguments'] = [[*call.values()] for call in row['arguments'].values()]
+        row['filtered_resps'] = [[float(x), y == 'True'] for x, y in row['filtered_resps']]
+        row['resps'] = [[[float(x), y == 'True']] for ((x, y),) in row['resps']]
+    return row
+
+
+@pytest.mark.parametrize('task', ['endings', 'gaps', 'named', 'trivia_animals', 'against_nothing'])
+def test_lines_of_older_versions_of_lm_eval_are_read_as_those_of_this_one(task):
+    for row in harness_rows(task)[1]:
+        for version in (2, 3, 5):
+            old = of_version(row, version)
+            for norm in prediction_files.NORMS:
+                assert harness_sample(old, norm) == harness_sample(row, norm)
+
+
+def write_old(folder, task, rows):
+    """The files of lm_eval 0.4.2: results.json, and an array of many lines."""
+    folder.mkdir(exist_ok=True)
+    results = folder / 'results.json'
+    tasks = json.loads(results.read_text())['configs'] if results.exists() else {}
+    results.write_text(json.dumps({'results': {}, 'configs': tasks | {task: {}},
+                                   'group_subtasks': {'trivia': ['trivia_animals']}}))
+    path = folder / f'pretrained__first_{task}.jsonl'
+    path.write_text(json.dumps([of_version(row, 2) for row in rows], indent=2))
+    return path
+
+
+def test_the_array_of_an_old_lm_eval_gives_the_same_report(tmp_path):
+    for task in ('endings', 'trivia_animals'):
+        path, rows = harness_rows(task)
+        old = write_old(tmp_path, task, rows)
+        new = run_metrics(path).stdout.splitlines()
+        assert new and run_metrics(old).stdout.splitlines() == new
+    assert harness_task(old) == ('trivia', 'trivia_animals', 'results.json')
+    alone = tmp_path / 'mine.json'
+    alone.write_bytes(b'\xef\xbb\xbf' + old.read_bytes() + b'\n' + old.read_bytes())    # twice
+    assert run_metrics(alone).stdout.splitlines()[1:] == new[1:]
+    alone.write_text(old.read_text()[:-9])
+    assert f'{alone}: broken JSON: ' in run_metrics(alone).stderr
+    rows = json.loads(old.read_text())
+    alone.write_text(json.dumps([rows[0], rows[1] | {'acc': 0.5}]))
+    assert f'{alone}: row 2: its target, 1, is not the only' in run_metrics(alone).stderr
+
+
+def test_a_repeated_question_of_lm_eval_counts_once(tmp_path):
+    path, rows = harness_rows('endings')
+    once = run_metrics(path).stdout.splitlines()[1:]
+
+    def report_of(rows):
+        return run_metrics(write_rows(tmp_path / 'mine.jsonl', rows))
+
+    by_filter = [row | {'filter': name} for row in rows for name in ('none', 'custom')]
+    for repeated in (by_filter, rows + rows, rows + [of_version(row, 2) for row in rows]):
+        assert report_of(repeated).stdout.splitlines()[1:] == once
+    assert run_metrics(path, path).stdout.splitlines()[1:] == once
+    other = rows[1] | {'filtered_resps': rows[1]['filtered_resps'][::-1],
+                       'acc': 1 - rows[1]['acc']}
+    for change, why in (({'filter': 'custom'}, 'of the filters none and custom; keep the lines'),
+                        ({}, 'of several models or calls; give each of them')):
+        message = report_of([*rows, other | change]).stderr
+        assert 'mine.jsonl:5: question 1:' in message and why in message
+    # other questions with the same numbers, as in the files of several subtasks
+    several = rows + harness_rows('trivia_animals')[1]
+    assert report_of(several).stdout.splitlines()[1].split() == ['n', '8']
+
+
+@pytest.mark.parametrize('target, answer', [([1], 1), ('[1]', 1), ([1.0], None), (1, 1), ('1', 1),
+                                            ("['six']", 1), (['six'], 1), ([1, 2], None),
+                                            ('[1, 2]', None), ([], None), ('[]', None),
+                                            ('[x', None), (None, None), (4, None), (-100, None)])
+def test_a_list_with_one_target_of_lm_eval_is_that_target(target, answer):
+    row = next(row for row in harness_rows('trivia_animals')[1] if row['doc_id'] == 0)
+    words = row['doc']['choices']
+    row['arguments'] = {key: call | {'arg_1': f' {word}'} for (key, call), word in zip(
+        row['arguments'].items(), words, strict=True)}
+    top = int(np.argmax([float(x) for x, _ in row['filtered_resps']]))
+    row |= {'target': target, 'acc': float(top == 1)}
+    if answer is None:
+        with pytest.raises(ValueError, match='is not the only right option'):
+            harness_sample(row)
+    else:
+        assert harness_sample(row)['answer'] == answer
 
 
 def test_lm_eval_files_of_two_models_are_not_mixed():

@@ -45,6 +45,21 @@ def test_generic_rows_in_every_naming_scheme(row, expected):
     assert text.strip() == 'Q?' and choices[:3] == ['a', 'b', 'c'] and answer == expected
 
 
+@pytest.mark.parametrize('row, task, n_choices', [
+    ({'options': ['a', 'b', 'N/A']}, None, 3), ({'options': ['a', 'b', 'N/A']}, 'mmlu', 3),
+    ({'option_a': 'a', 'option_b': 'N/A', 'option_c': 'c'}, 'global_mmlu', 3),
+    ({'A': 'a', 'B': 'b', 'C': 'N/A', 'D': 'd'}, 'cmmlu', 4),
+    ({'choices': ['a', 'b', 'N/A']}, None, 3), ({'choices': ['a', 'N/A', 'c']}, 'mmlu_pro', 3),
+    ({'options': ['a', 'b', 'N/A']}, 'mmlu_pro', 2),
+    ({'option_0': 'a', 'option_1': 'N/A', 'option_2': 'c'}, 'mmlu_prox', 2),
+    ({'option_0': 'a', 'option_1': 'b', 'option_2': 'N/A'}, 'mmlu_prox_lite', 2),
+    ({'options': ['a', 'b', 'N/A'], 'cot_content': ''}, None, 2),
+    ({'options': ['a', 'b', 'N/A', 'N/A']}, None, 2)])
+def test_an_option_not_applicable_is_an_option_unless_it_is_padding(row, task, n_choices):
+    row |= {'question': 'Q?', 'answer': 'A'}
+    assert len(parse(row, task)[1]) == n_choices
+
+
 @pytest.mark.parametrize('row, expected', [
     ({'question': 'Q?', 'choices': {'text': ['a', 'b', 'c'], 'label': ['1', '2', '3']},
       'answerKey': '3'}, 2),

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -363,7 +364,37 @@ PROBLEM = Problem('mine/0', 'import math\n\n\ndef half(x):\n    return x / 2\n\n
                   '    assert abs(candidate(2) - 8 * half(math.pi)) < 1e-9\n')
 
 
+AREA = 'def area(r):\n    return math.pi * r * r\n'
+RADIUS = 'def area(r):\n    return r\n'
+BLOCK = f'```python\n{AREA}```\n'
+# a string with lines of backquotes, at the margin and indented
+TICKS = ('def area(r):\n    """Area.\n\n```python\n1\n```\n    ```\n    """\n'
+         '    return math.pi * r * r\n')
+
+
 @pytest.mark.parametrize('text, right', [
+    (f'First:\n```python\n{RADIUS}```\nBetter:\n{BLOCK}```\narea(2)\n```', True),
+    (f'{BLOCK}Or, which is worse:\n```python\n{RADIUS}```', False),
+    (f'```python\n{TICKS}```\nDone.\n```\narea(2)\n```', True), (TICKS, True),
+    (TICKS.partition('\n')[2], True), (f'Here it is:\n\n{TICKS}\nDone.', True),
+    (f'1. So:\n\n{textwrap.indent(BLOCK, "   ")}\n2. Done.', True),
+    (f'- ```py\n{textwrap.indent(AREA, "  ")}  ```\n- Done.', True),
+    (f'1. So:\n   ```python\n{textwrap.indent(AREA, "   ")}```\n2. Done.', True),
+    (f'```python\n{textwrap.indent(AREA, "    ")}```', True),
+    (f'Here:\n\n{textwrap.indent(AREA, "    ")}\nDone.', True),
+    (textwrap.indent(f'Here:\n{BLOCK}', '> '), True),
+    (f'Sure! ```python\n{AREA}```', True), (f'```python\n{AREA.strip()}```\nDone.', True),
+    (f'~~~python\n{AREA}~~~\nDone.', True), (f'{BLOCK.strip()} Done.', True),
+    (f'```bash\npip install "x\n```\n{BLOCK}', True), (f'```\n```\n{AREA}', True),
+    (f'```python\ndef area(r:\n```\nNo:\n{BLOCK}', True),
+    (f'```python\ndef area(r):\n    """Open\n```\nNo:\n{BLOCK}', True),
+    ('```python\narea = lambda r: math.pi * r * r\n```', True),
+    (AREA, True), (f'[PYTHON]\n{AREA}[/PYTHON]', True),
+    (f'import os\nfrom math import pi\n\n{AREA}', True),
+    (f'Solution\n\nTwo = 2\n{AREA.replace("r * r", "r ** Two")}\nThis is right.', True),
+    (f'{RADIUS}\nBetter, from the formula:\n\n{AREA}', True),
+    ('    return math.pi * r * r\n```\n\nIt is the area.', True),
+    ('    return math.pi * r * r\n```\nUse:\n```python\nprint(area(2))\n```\n', True),
     ('    return math.pi * r * r\n', True),
     ('    return math.pi * r * r\n\ndef broken(', True),         # ends at the stop
     ('    return math.pi * r\n', False),
@@ -395,6 +426,37 @@ def test_a_row_that_is_no_problem_is_named(tmp_path):
     path.write_text('{"task_id": "a", "prompt": "x = 1", "entry_point": "f", "test": ""}\n')
     with pytest.raises(DataError, match="mine.jsonl:1: the prompt defines no function 'f'"):
         load_problems(str(path))
+
+
+GOOD_TEST = 'def check(candidate):\n    assert candidate(1) == 1\n'
+
+
+@pytest.mark.parametrize('test, message', [
+    ('', 'no function check.candidate'), ('assert f(1) == 1', 'no function check.candidate'),
+    (GOOD_TEST.replace('check', 'test'), 'no function check.candidate'),
+    (GOOD_TEST.replace('(candidate)', '()', 1), 'no function check.candidate'),
+    ('def check(candidate):\n    pass\n', 'no function check.candidate'),
+    (GOOD_TEST.replace('    ', ''), 'test is no Python after the prompt: expected an indented'),
+    (GOOD_TEST.replace('== 1', '=='), 'test is no Python after the prompt: invalid syntax'),
+    (GOOD_TEST + 'return', "test is no Python after the prompt: 'return' outside function"),
+    ('from __future__ import annotations\n' + GOOD_TEST, 'no Python after the prompt: from __fut'),
+    (GOOD_TEST + '\0', 'test is no Python after the prompt: '),
+    (GOOD_TEST.replace('== 1', '== one'), "prompt and test define no 'one', which they use"),
+    ('def check(f):\n    for x, y in CASES:\n        assert f(x) == y\n', "define no 'CASES'"),
+    ('METADATA = {}\n\n' + GOOD_TEST, ''), ('from math import *\n' + GOOD_TEST + 'tau', ''),
+    ('import math as m\ndef close(a, b=m.pi):\n    global c\n    c = [x for x in (a, b)]\n'
+     '    return c\n\ntry:\n    import os\nexcept ImportError as e:\n    print(e)\n'
+     'def check(f):\n    with open(__name__) as g:\n        assert close(f(1)), (g, c, os)', ''),
+    ('import re\ndef check(f, *more):\n    for i in range(2):\n        assert f(i) == i', '')])
+def test_a_row_with_broken_tests_is_refused(test, message):
+    row = {'task_id': 'a', 'prompt': 'def f(x):\n    "a"\n', 'entry_point': 'f', 'test': test}
+    if message:
+        with pytest.raises(DataError, match=message):
+            code_tasks.humaneval_row(row)
+    else:
+        assert code_tasks.humaneval_row(row).tests == test
+    with pytest.raises(DataError, match='canonical_solution is not text but list'):
+        code_tasks.humaneval_row(row | {'test': GOOD_TEST, 'canonical_solution': []})
 
 
 def reasons(*texts):

@@ -1,0 +1,22 @@
+"""Where the answer of a reasoning model begins: after the last block of its thoughts."""
+
+import re
+
+# of DeepSeek, Qwen, GLM, Seed and others, EXAONE, recipes of GRPO; Magistral; Kimi; OpenThinker;
+# gpt-oss, whose last channel is the answer
+NAMES = r'(?:seed:)?think(?:ing)?|thoughts?|reasoning'
+TAG = re.compile(rf'<(/?)(?:{NAMES})>|\[(/?)THINK\]|◁(/?)think▷'
+                 r'|<\|(?:begin|(end))_of_thought\|>'
+                 r'|<\|channel\|>(?:analysis|commentary|(final)) *<\|message\|>', re.IGNORECASE)
+
+
+def final_answer(text):
+    """Return what follows the last <think>...</think> of a text; None if that block is not closed.
+
+    The opening tag may be missing, since many templates write it into the prompt. A text without
+    tags is returned as it is.
+    """
+    tags = [*TAG.finditer(text)]
+    if not tags:
+        return text
+    return text[tags[-1].end():] if any(tags[-1].groups()) else None
