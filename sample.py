@@ -73,6 +73,8 @@ def pieces(answers, tokenizer, stop=()):
         held = text.endswith(('\ufffd', *(s[:k] for s in stop for k in range(1, len(s)))))
         if answer.reason == 'stop':
             text = text[:first_stop(text, stop)]
+        if answer.reason in ('end', 'stop'):    # so it is incomplete for ever
+            text = text.rstrip('\ufffd')
         if answer.reason or not held:
             yield text, math.exp(sum(answer.log_probs[shown:])), answer
             shown = len(answer.tokens)
@@ -137,7 +139,7 @@ def main(argv):
             messages = []
         messages.append({'role': 'user', 'content': prompt})
         ids, stop = encode_prompt(messages, tokenizer, template, add_bos)
-        stop, started = stop | model.config.end_ids, time.perf_counter()
+        started = time.perf_counter()
         try:
             if cfg.n > 1:
                 answers, said, stopped = print_answers(model, tokenizer, ids, stop, cfg)

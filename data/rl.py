@@ -21,7 +21,8 @@ from data.answers import Answers, pack_rollouts
 from data.chat import encode_prompt
 from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
 from data.free_answers import FREE_TASKS
-from data.instruct import ROLE_NAMES, to_messages
+from data.instruct import to_messages
+from data.messages import read_turns, with_context, without_nulls
 from data.preferences import PREFERENCE_PATTERNS, encode_answer
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from runtime import checkpoint
@@ -68,18 +69,16 @@ def to_prompt(row, instruction=''):
 
     instruction: text that follows the last message after a blank line. Raises DataError.
     """
-    require_fields(row)
-    if isinstance(row.get('prompt'), list):
-        row = {'messages': row['prompt']}
+    row = without_nulls(require_fields(row))
     if name := next(filter(row.__contains__, ('prompt', 'question', 'problem')), None):
-        messages = [{'role': 'user', 'content': require_text(row[name], f'the {name}')}]
+        messages = with_context(row, read_turns(row['prompt'], '"prompt"')
+                                if isinstance(row.get('prompt'), list) else [
+            {'role': 'user', 'content': require_text(row[name], f'the {name}')}])
     elif not row.keys() & {'messages', 'conversations', 'instruction'}:
         raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted prompt, question, '
                         f'problem, messages, conversations, or instruction and output')
     else:
         messages = to_messages(row)
-    messages = [turn | {'role': ROLE_NAMES.get(turn.get('role'), turn.get('role'))}
-                for turn in messages]
     if messages and messages[-1]['role'] == 'assistant':
         messages.pop()
     if not messages or messages[-1]['role'] != 'user':

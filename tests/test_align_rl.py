@@ -707,6 +707,19 @@ def test_each_format_of_prompts_is_read(row):
     assert data_rl.to_prompt(row, 'Be brief.') == [{'role': 'user', 'content': 'Why?\n\nBe brief.'}]
 
 
+@pytest.mark.parametrize('row', [
+    {'prompt': 'Why?'}, {'question': 'Why?', 'prompt': None}, {'prompt': None, 'messages': [
+        {'role': 'user', 'content': 'Why?'}, {'role': 'assistant', 'content': 'x'}]},
+    {'prompt': [{'from': 'human', 'value': 'Why?'}]}, {'instruction': 'Why?', 'output': 'x'}])
+def test_context_beside_a_prompt_precedes_it_or_is_refused(row):
+    assert data_rl.to_prompt(row | {'system': 'Be brief.', 'history': [['Hi', 'Yo']]}) == [
+        {'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'},
+        {'role': 'assistant', 'content': 'Yo'}, {'role': 'user', 'content': 'Why?'}]
+    for field in ('tools', 'documents', 'context'):
+        with pytest.raises(DataError, match=f'"{field}" is in no message'):
+            data_rl.to_prompt(row | {field: 'f(x)'})
+
+
 def test_a_row_without_a_prompt_is_told_all_formats():
     with pytest.raises(DataError, match='fields answer; wanted prompt, question, problem, mess'):
         data_rl.to_prompt({'answer': '3'})

@@ -56,6 +56,8 @@ def test_characters_are_printed_whole(tokenizers, kind):
     assert ended[-1] == '' and ''.join(ended) == text
     half = tokenizer.encode('🦊', start=False)[:-1]
     assert [*sample.pieces(growing(half, 'max_tokens'), tokenizer)][-1][0].endswith('\ufffd')
+    ended = sample.pieces(growing([*half, tokenizer.eos_id], 'end'), tokenizer)
+    assert '\ufffd' not in ''.join(piece for piece, *_ in ended)
 
 
 @pytest.mark.parametrize('kind', ['gemma', 'llama2', 'llama3'])
