@@ -582,6 +582,27 @@ def test_unreadable_files_name_their_line(tmp_path, tokenizers, name, raw, messa
                        cache_dir=tmp_path / 'cache')
 
 
+@pytest.mark.parametrize('raw, rows', [
+    ('{"a": 1}\n{"a": 2}\n', [(':1', {'a': 1}), (':2', {'a': 2})]),
+    ('\ufeff{"a": 1}\r\n\r\n{"a": 2}', [(':1', {'a': 1}), (':3', {'a': 2})]),
+    ('{"a": 1}', [(':1', {'a': 1})]), ('{"examples": [{"a": 1}]}', [(': row 1', {'a': 1})]),
+    ('{"examples": [1]}\n{"examples": [2]}',
+     [(':1', {'examples': [1]}), (':2', {'examples': [2]})]),
+    ('[{"a": 1},\n {"a": 2}]', [(': row 1', {'a': 1}), (': row 2', {'a': 2})]),
+    ('{"examples":\n [{"a": 1}]}', [(': row 1', {'a': 1})])])
+def test_a_json_file_holds_a_list_or_a_row_per_line(tmp_path, raw, rows):
+    (tmp_path / 'x.json').write_text(raw)
+    (tmp_path / 'x.json.gz').write_bytes(gzip.compress(raw.encode()))
+    for path in (tmp_path / 'x.json', tmp_path / 'x.json.gz'):
+        assert [*read_rows(path)] == [(f'{path}{place}', row) for place, row in rows]
+
+
+def test_a_broken_line_of_a_json_file_is_named_alone(tmp_path):
+    (tmp_path / 'x.json').write_text('{"a": 1}\n{"a":\n{"a": 3}')
+    (_, first), (_, broken), (_, last) = read_rows(tmp_path / 'x.json')
+    assert (first, last) == ({'a': 1}, {'a': 3}) and 'x.json:2: broken JSON' in str(broken)
+
+
 def test_a_file_or_folder_without_read_permission_is_named(tmp_path, monkeypatch):
     def refuse(path, *_):
         raise PermissionError(13, 'Permission denied', str(path))

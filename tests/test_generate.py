@@ -636,6 +636,23 @@ def test_context_beside_a_prompt_is_asked_and_null_fields_are_absent(chat_folder
         run(chat_folder, tmp_path, '--raw', questions=[{'prompt': 'What?', 'system': 'x'}])
 
 
+def test_lone_surrogates_in_copied_fields_are_copied(chat_folder, tmp_path):
+    questions = [{'prompt': 'a', 'id': '\ud800', 'gold': ['x\udfff', {'\ud83d': 1}]}]
+    for _ in range(2):      # it resumes
+        row, = run(chat_folder, tmp_path, questions=questions)
+        assert {key: row[key] for key in questions[0]} == questions[0]
+
+
+@pytest.mark.parametrize('line', ['{}', '5', '[]', '{"id": "0"}', '{"id": [], "prompt_hash": "x"}',
+                                  '{"id": "0", "prompt_hash": 3}', '{"id": null}'])
+def test_a_malformed_line_of_answers_is_named(chat_folder, tmp_path, line):
+    run(chat_folder, tmp_path)
+    out = tmp_path / 'out' / 'answers.jsonl'
+    out.write_text(f'{out.read_text()}{line}\n')
+    with pytest.raises(DataError, match='answers.jsonl:4: not a row that generate.py wrote'):
+        run(chat_folder, tmp_path)
+
+
 def test_the_tokens_of_three_files_end_an_answer(chat_folder, tmp_path):
     first = run(chat_folder, tmp_path, '--per_token')
     a, b = (row['answers'][0]['tokens'] for row in first[:2])
