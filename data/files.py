@@ -13,7 +13,7 @@ import shutil
 import zlib
 from pathlib import Path
 
-from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
 from runtime.hub import download
 from runtime.ownership import temporary
 
@@ -115,7 +115,10 @@ def _json_rows(path, file):
         yield from _jsonl_rows(path, file)
         return
     file.seek(begin)
-    rows = _parse_json(file.read(), path)
+    raw = file.read()
+    if not raw.strip():
+        raise DataError(f'{path} is empty')
+    rows = _parse_json(raw, path)
     if isinstance(rows, dict):      # BIG-bench's task.json
         rows = rows.get('examples')
     if not isinstance(rows, list):
@@ -275,7 +278,7 @@ def parsed(place, row, parse, *arguments):
         message = str(error) if isinstance(error, DataError) else (
             'not the fields of its format: '
             + (f'there is no {error}' if isinstance(error, KeyError) else repr(error)))
-        message = message.encode('utf-8', 'backslashreplace').decode()      # lone surrogates
+        message = escape_controls(message.encode('utf-8', 'backslashreplace').decode())
         return DataError(message if message.startswith(place) else f'{place}: {message}')
 
 

@@ -111,6 +111,9 @@ def load_prompts(source, tokenizer, *, template, max_length, add_bos, digest='',
     short = [prompt for prompt in encoded if len(prompt[2]) <= max_length]
     if len(short) < len(encoded):
         print(f'{len(encoded) - len(short)} prompts left out: longer than {max_length} tokens')
+    if not encoded:
+        raise DataError(f'{source} has no rows' if not bad else
+                        f'{source}: all {len(bad)} rows are bad, the first: {bad[0]}')
     if not short:
         raise DataError(f'{source}: no prompt of at most {max_length} tokens, which is max_length '
                         f'minus max_tokens')
@@ -164,7 +167,7 @@ def load_reward(name, device, dtype, template):
         task = FREE_TASKS[task or 'qa']
         if kind == 'rlcr' and task.runs_code:
             raise ConfigError(f'reward = {name!r}: rlcr grades a text between <answer> tags, not a '
-                              f'program; take {name.replace("rlcr", "exact")}')
+                              f'program; take exact:{name.partition(":")[2]}, with --run_code')
         return FunctionReward(name, partial(REWARDS[kind], task), name, partial(references, task))
     if path.suffix != '.py' or not path.is_file():
         raise ConfigError(f'reward = {name!r}, where there is no file or reward model; wanted '

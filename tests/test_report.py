@@ -401,7 +401,8 @@ def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
     (tmp_path / 'reliability.png').mkdir()
     (tmp_path / 'results.md').mkdir()
     written = {'tasks': {'mmlu': result()}}
-    report.write_results(written, tmp_path)
+    names = report.write_results(written, tmp_path)
+    assert sorted(names) == ['results.csv', 'results.json', 'results.tex']
     plots.draw_reliability(tmp_path / 'reliability.png', panels_of(1))
     assert json.loads((tmp_path / 'results.json').read_text())['tasks']['mmlu']['pooled']['n'] == 6
     assert (tmp_path / 'results.csv').exists() and not (tmp_path / 'results.md').is_file()
