@@ -81,7 +81,7 @@ def one_line_errors(resume='', memory=''):
         _fail(f'{error}; pip install -r requirements.txt')
     except (MemoryError, RuntimeError) as error:
         if is_lost_connection(error):
-            time.sleep(60)      # torchrun ends this process within seconds, and names the other one
+            _sleep_until_torchrun_ends_this(10)     # which names the other one
             _fail('; '.join([LOST_CONNECTION, *_continue(error, resume)]))
         if not is_out_of_memory(error):
             raise
@@ -110,9 +110,16 @@ def _fail(message):
     If all processes fail, only the first one prints: torchrun ends the others while they sleep.
     """
     rank, size = _rank()
-    time.sleep(3 * (rank > 0))
+    if rank > 0:
+        _sleep_until_torchrun_ends_this(3)
     sys.exit(f'error{f" in process {rank} of {size}" * (size > 1)}: '
              f'{escape_controls(str(message))}')
+
+
+def _sleep_until_torchrun_ends_this(seconds):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)       # an exception here would print a traceback
+    time.sleep(seconds)
 
 
 def _rank():

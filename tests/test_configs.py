@@ -328,6 +328,18 @@ def test_a_survivor_of_torchrun_has_no_traceback(message, lost, monkeypatch):
     assert not lost or 'in process 1 of 2: another process has ended' in str(error.value)
 
 
+def test_a_survivor_ends_silently_when_torchrun_ends_it(tmp_path):
+    code = SCRIPT.replace("'a bug'", "'Connection closed by peer'")
+    (tmp_path / 'script.py').write_text(code.replace(
+        'import sys\n', 'import sys, os, signal, threading\n'
+        'signal.signal(signal.SIGTERM, cli.stop)\n'
+        'threading.Timer(1, os.kill, [os.getpid(), signal.SIGTERM]).start()\n', 1))
+    done = subprocess.run([sys.executable, tmp_path / 'script.py', 'foreign'], cwd=HERE, timeout=30,
+                          capture_output=True, env=os.environ | {
+        'PYTHONPATH': str(HERE), 'TORCHELASTIC_RUN_ID': 'x', 'RANK': '0', 'WORLD_SIZE': '2'})
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, b'', b'')
+
+
 def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_path):
     done = run_script(tmp_path, 'stopped')
     assert (done.returncode, done.stdout) == (
