@@ -5,6 +5,8 @@ there, or refuses the row. A message whose turn says whether it is trained has '
 False.
 """
 
+import re
+
 from data.files import require_text
 from runtime.errors import DataError
 
@@ -77,27 +79,34 @@ def with_context(row, messages, used=()):
     """
     texts = [message['content'] for message in messages
              if message['role'] != 'assistant' and isinstance(message['content'], str)]
-    for name in CONTEXT:
-        value = row.get(name)
-        if name not in used and not is_empty(value) and not (
+    for name, value in _given(row, CONTEXT):
+        if name not in used and not (
                 isinstance(value, str) and any(value.strip() in text for text in texts)):
             raise DataError(f'the field "{name}" is in no message, so the model would not see it; '
                             f'write it into a message, or remove it')
-    for name in HISTORY:
-        turns = [] if is_empty(row.get(name)) else _history(row[name], name)
+    for name, value in _given(row, HISTORY):
+        turns = _history(value, name)
         n_system = int(messages[:1] != [] and messages[0]['role'] == 'system')
         if turns != messages[n_system:-1][:len(turns)]:     # else they hold the history already
             messages = [*messages[:n_system], *turns, *messages[n_system:]]
-    for name in SYSTEM:
-        if is_empty(row.get(name)):
-            continue
-        text = require_text(row[name], f'the field "{name}"')
+    for name, value in _given(row, SYSTEM):
+        text = require_text(value, f'the field "{name}"')
         if not messages or messages[0]['role'] != 'system':
             messages = [{'role': 'system', 'content': text}, *messages]
         elif text.strip() not in require_text(messages[0]['content'], 'the system message'):
             raise DataError(f'the field "{name}" differs from the system message of the row: '
                             f'{text!r:.60} and {messages[0]["content"]!r:.60}; keep one of them')
     return messages
+
+
+def _given(row, names):
+    """Return [(name, value)] of the fields of a row that have one of `names` and say something.
+
+    systemPrompt and System-Prompt are names for system_prompt.
+    """
+    plain = {name.replace('_', '') for name in names}
+    return [(name, value) for name, value in row.items()
+            if re.sub('[ _-]', '', name).lower() in plain and not is_empty(value)]
 
 
 def _history(value, name):

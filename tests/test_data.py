@@ -147,6 +147,9 @@ EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content':
     ({'conversations': [HUMAN, GPT], 'system': 'Be brief.', 'tools': '[]'}, BRIEF),
     ({'messages': SAME, 'system_prompt': 'Be brief.', 'tools': None}, BRIEF),
     ({'messages': BRIEF, 'system_message': 'Be brief.'}, BRIEF),
+    ({'messages': SAME, 'systemPrompt': 'Be brief.'}, BRIEF),
+    ({'messages': SAME, 'System': 'Be brief.', 'Chat-History': EARLIER},
+     [BRIEF[0], *EARLIER, *SAME]),
     ({'conversations': SAME}, SAME), ({'messages': [HUMAN, GPT]}, SAME),
     ({'conversations': [HUMAN, GPT], 'messages': SAME}, SAME),
     ({'conversations': [], 'messages': SAME, 'history': []}, SAME),
@@ -166,7 +169,7 @@ def test_a_row_says_all_of_its_conversation(row, messages):
 
 @pytest.mark.parametrize('field', [
     {'tools': [{'name': 'f'}]}, {'tools': '[{"name": "f"}]'}, {'functions': ['f']},
-    {'documents': [{'text': 'x'}]}, {'context': 'grass'}, {'context': 'blue'},
+    {'documents': [{'text': 'x'}]}, {'Tools': ['f']}, {'context': 'grass'}, {'context': 'blue'},
     {'instruction': 'Be brief.'}, {'images': ['a.png']}, {'history': 'sea?'},
     {'history': [['sea?']]}, {'system': ['x']},
     {'system': 'Be brief.', 'system_prompt': 'Be long.'}])
