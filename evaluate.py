@@ -45,7 +45,7 @@ from data.tasks import TASKS, describe, describe_tasks, distribution, load_tasks
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results import confidence, report, samples
 from runtime.config import load_config, require_given
-from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
 from runtime.eval_config import EvalConfig, check_eval_config
 
 USAGE = f"""\
@@ -632,18 +632,17 @@ def show_prompts(cfg):
         cfg = resolve(cfg, folder, config, tokenizer)
     elif cfg.chat != 'none':
         raise ConfigError(f'chat = {cfg.chat}: the template needs the tokenizer of --model')
-    print(show_tasks(tasks, tokenizer, cfg))
+    print(escape_controls(show_tasks(tasks, tokenizer, cfg)))
 
 
 def main(argv):
     cfg = read_arguments(argv)
     if cfg.show:
         return show_prompts(cfg)
-    results, labels, out_dir = run(cfg)
+    results, labels, _ = run(cfg)
     if not results:
         return      # the first process prints them
     print(report.to_text(results['tasks'], labels))
-    print(f'\nwrote report.html, samples.jsonl, results.json, .md, .csv and .tex to {out_dir}')
 
 
 if __name__ == '__main__':

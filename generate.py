@@ -237,10 +237,9 @@ def first_stop(text, stop):
 
 def text(answer, stop, tokenizer):
     """Return the text of an answer that has ended, without an incomplete character at its end."""
-    if answer.reason == 'end':
-        return tokenizer.decode(answer.tokens[:-1], start=False)
-    whole = tokenizer.decode(answer.tokens, start=False)
-    return whole[:first_stop(whole, stop)] if answer.reason == 'stop' else whole.rstrip('\ufffd')
+    n_end = answer.reason == 'end'
+    whole = tokenizer.decode(answer.tokens[:len(answer.tokens) - n_end], start=False)
+    return whole[:first_stop(whole, stop) if answer.reason == 'stop' else None].rstrip('\ufffd')
 
 
 def confidences(model, prompts, answers, deterministic=False):
@@ -297,8 +296,8 @@ def main(argv):
     settings = {key: getattr(cfg, key) for key in SETTINGS} | {
         'stop': [*cfg.stop], 'model': checkpoint.fingerprint(folder),
         'code': code_digest(*CODE),
-        'tokenizer': tokenizer.fingerprint, 'template': template, 'add_bos': add_bos,
-        'dtype': str(model.head.dtype).removeprefix('torch.')}
+        'tokenizer': tokenizer.fingerprint, 'end_ids': sorted(stop), 'template': template,
+        'add_bos': add_bos, 'dtype': str(model.head.dtype).removeprefix('torch.')}
     out, rank, n_processes = Path(cfg.out), parallel.rank(), parallel.world_size()
     with parallel.first_process_locks(out.parent):
         done = parallel.broadcast(open_answers(cfg, settings, n_processes) if rank == 0 else None)
@@ -310,7 +309,7 @@ def main(argv):
         left = left[rank::n_processes]
         progress, n_tokens = log.Progress('answers', len(left), 'prompts'), 0
         started, ids = time.perf_counter(), [ids for _, ids in left]
-        answered = generate(model, ids, cfg, tokenizer, stop | model.config.end_ids)
+        answered = generate(model, ids, cfg, tokenizer, stop)
         try:
             with (contextlib.closing(progress.bar),
                   open(part(out, rank, n_processes), 'ab', buffering=0) as file):

@@ -163,12 +163,6 @@ class ModelConfig:
                                       * self.num_hidden_layers)
 
     @property
-    def end_ids(self) -> set[int]:
-        """Return the tokens that end a text."""
-        ids = self.eos_token_id
-        return set(ids if isinstance(ids, list) else [] if ids is None else [ids])
-
-    @property
     def windows(self) -> list[int | None]:
         """Return the sliding window of each layer; None if its tokens see all before them."""
         return [layer.window for layer in self.layers]

@@ -200,7 +200,8 @@ def clipped_value_loss(value, old, returns, clip):
 def check_rollouts(cfg):
     """Raise ConfigError for unusable values; `align.check_align_config` checks the others."""
     task = FREE_TASKS.get(cfg.reward.partition(':')[2])
-    if task and task.runs_code and not cfg.run_code:
+    # `load_reward` refuses rlcr of such a task
+    if task and task.runs_code and not cfg.run_code and not cfg.reward.startswith('rlcr:'):
         raise ConfigError(f'reward = {cfg.reward!r} runs the programs that the model writes: read '
                           f'docs/running_code.md, then allow it with --run_code')
     require_range(cfg, 1, 10 ** 6, 'max_tokens', 'updates', 'decode_batch', 'lost_accumulation')

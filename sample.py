@@ -23,7 +23,7 @@ from typing import Literal
 
 from data.chat import TEMPLATES, encode_prompt, question_frame
 from runtime.config import load_config, require_given
-from runtime.errors import CheckpointError, DataError
+from runtime.errors import CheckpointError, DataError, escape_controls
 from runtime.sampling import Sampling, check_sampling
 
 
@@ -73,6 +73,8 @@ def pieces(answers, tokenizer, stop=()):
         held = text.endswith(('\ufffd', *(s[:k] for s in stop for k in range(1, len(s)))))
         if answer.reason == 'stop':
             text = text[:first_stop(text, stop)]
+        if answer.reason in ('end', 'stop'):    # so it is incomplete for ever
+            text = text.rstrip('\ufffd')
         if answer.reason or not held:
             yield text, math.exp(sum(answer.log_probs[shown:])), answer
             shown = len(answer.tokens)
@@ -83,7 +85,7 @@ def print_answer(answers, tokenizer, cfg):
     gray, answer, said, stopped = shows_grays(), None, '', False
     try:
         for text, p, answer in pieces(answers, tokenizer, cfg.stop):     # noqa: B007
-            print(shaded(text, p) if gray else text, end='', flush=True)
+            print(shaded(text, p) if gray else escape_controls(text), end='', flush=True)
             said += text
     except KeyboardInterrupt:
         stopped = True
@@ -109,7 +111,8 @@ def print_answers(model, tokenizer, ids, stop, cfg):
     (log_probs,) = confidences(model, [ids], [answers])
     for answer, log_p in zip(answers, log_probs):
         print(f'--- {answer.number + 1} of {cfg.n}: probability {math.exp(log_p):.3g}, '
-              f'{len(answer.tokens)} tokens{", cut" * answer.truncated}\n{answer.text}')
+              f'{len(answer.tokens)} tokens{", cut" * answer.truncated}\n'
+              f'{escape_controls(answer.text)}')
         if cfg.probs:
             print_probs(answer, tokenizer)
     return answers, answers[0].text, False
@@ -136,9 +139,9 @@ def main(argv):
         if template == 'alpaca':            # which has one question
             messages = []
         messages.append({'role': 'user', 'content': prompt})
-        ids, stop = encode_prompt(messages, tokenizer, template, add_bos)
-        stop, started = stop | model.config.end_ids, time.perf_counter()
+        started = time.perf_counter()
         try:
+            ids, stop = encode_prompt(messages, tokenizer, template, add_bos)
             if cfg.n > 1:
                 answers, said, stopped = print_answers(model, tokenizer, ids, stop, cfg)
             else:

@@ -406,6 +406,7 @@ def train(cfg, stage=None):
     stage = stage or SimpleNamespace(**globals())
     device, out_dir, results = pick_device(cfg.device), Path(cfg.out_dir), {}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(resume.notes_how_to_continue(cfg))
         if rank() == 0 and not cfg.dry_run:
             resume.check_folder(cfg)
             stack.enter_context(ownership.lock(out_dir))
@@ -525,7 +526,7 @@ def optimize(cfg, model, tokenizer, data, device, base, more, stage):
         if rank() == 0:
             finish(cfg)
     if signalled:
-        raise Stopped(signalled, 'after the last step, before the report')
+        raise Stopped(signalled, f'after the last step{", before the report" * bool(cfg.eval)}')
 
 
 def finish(cfg):
@@ -563,8 +564,8 @@ def print_results(cfg, results):
         folders = {'before': Path(cfg.out_dir) / 'before', 'after': Path(cfg.out_dir)}
         print_report({name: (result, folders[name]) for name, result in results.items()},
                      cfg.out_dir, cfg.eval.pictures)
-    print(f'\nwrote weights, log.jsonl{", pictures" * cfg.pictures}{", results.*" * bool(results)} '
-          f'to {cfg.out_dir}')
+    print(f'\nwrote weights, log.jsonl{", loss.png" * Path(cfg.out_dir, "loss.png").exists()} to '
+          f'{cfg.out_dir}')
 
 
 def main(argv):

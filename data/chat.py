@@ -1,6 +1,7 @@
 """Encode conversations as token ids with a loss mask, in the templates that TEMPLATES names.
 
-A template yields segments of (plain text or the id of a control token, whether it is supervised).
+A template yields segments of (plain text or the id of a control token, whether it is supervised):
+True, False, or None in an answer that is not trained (`supervision`).
 Adjacent text is encoded together, but never across the border between prompt and answer, which is
 therefore the same token boundary in training and in generation.
 
@@ -24,7 +25,8 @@ def encode_conversation(messages, tokenizer, template='tulu', add_bos=True):
     """Return (token ids, loss mask), two lists of equal length; the mask is 0 or 1 per token.
 
     messages: [{'role': 'system' | 'user' | 'assistant', 'content': str}, ...]
-    The assistant's text and the token that ends its turn are supervised. Raises DataError for a
+    The assistant's text and the token that ends its turn are supervised, unless the message has
+    'train': False. Raises DataError for a
     conversation that does not fit the template or has no assistant text, ConfigError for a template
     with control tokens that the tokenizer lacks.
     """
@@ -35,7 +37,7 @@ def encode_conversation(messages, tokenizer, template='tulu', add_bos=True):
         if isinstance(piece, str):
             piece = tokenizer.encode(piece, start=begins_text(ids, bos, tokenizer))
         ids += piece
-        loss_mask += [int(supervised)] * len(piece)
+        loss_mask += [int(bool(supervised))] * len(piece)
     return ids, loss_mask
 
 
@@ -51,12 +53,12 @@ def encode_prompt(messages, tokenizer, template, add_bos=True):
     """
     if not template:
         text = require_text(messages[-1]['content'], 'the prompt')
-        return [tokenizer.bos_id] * add_bos + tokenizer.encode(text), {tokenizer.eos_id}
+        return [tokenizer.bos_id] * add_bos + tokenizer.encode(text), tokenizer.end_ids
     ids, loss_mask = encode_conversation([*messages, {'role': 'assistant', 'content': 'x'}],
                                          tokenizer, template, add_bos)
     last = max(i for i, supervised in enumerate(loss_mask) if supervised)   # it ends the turn
     first = max(i for i in range(last) if not loss_mask[i]) + 1
-    return ids[:first], {ids[last], tokenizer.eos_id}
+    return ids[:first], {ids[last]} | tokenizer.end_ids
 
 
 def question_frame(tokenizer, template, add_bos=True):
@@ -120,8 +122,19 @@ def _check_messages(messages):
         if message.get('role') not in ROLES:
             raise DataError(f'role {message.get("role")!r}; wanted one of {", ".join(ROLES)}')
         require_text(message.get('content'), f'the content of a {message["role"]} message')
+        if message['role'] == 'system' and message is not messages[0]:
+            raise DataError('a system message must be the first message')
     if not any(m['role'] == 'assistant' and m['content'].strip() for m in messages):
         raise DataError('no answer: there is no assistant message with text')
+
+
+def supervision(message):
+    """Return what a template yields for an answer and its end: True, or None if not trained.
+
+    None is not False, so the borders between prompt and answer stay where they are in training.
+    False for other messages.
+    """
+    return message['role'] == 'assistant' and (message.get('train', True) or None)
 
 
 def tulu(messages, tokenizer):
@@ -129,11 +142,11 @@ def tulu(messages, tokenizer):
     for i, message in enumerate(messages):
         answer = message['role'] == 'assistant'
         yield f'<|{message["role"]}|>\n', False
-        yield message['content'] + ('' if answer else '\n'), answer
+        yield message['content'] + ('' if answer else '\n'), supervision(message)
         if answer:
-            yield tokenizer.eos_id, True
+            yield tokenizer.eos_id, supervision(message)
             if i < len(messages) - 1:
-                yield '\n', True  # supervised in open-instruct too
+                yield '\n', supervision(message)  # supervised in open-instruct too
 
 
 def olmo2(messages, tokenizer):
@@ -147,12 +160,12 @@ def turns(messages, tokenizer, rows):
     control = _controls(tokenizer, *CONTROL_TOKEN.findall(''.join(rows.values())))
     for message in messages if 'system' in rows else _system_into_user(messages):
         opening, stripped, closing = split_turn(rows[message['role']])
-        answer, text = message['role'] == 'assistant', message['content']
+        answer, text = supervision(message), message['content']
         for piece in opening:
             yield control.get(piece, piece), False
         yield text.strip() if stripped else text, answer
         for i, piece in enumerate(closing):     # the first one ends the turn
-            yield control.get(piece, piece), answer and i == 0
+            yield control.get(piece, piece), answer if i == 0 else False
 
 
 @functools.cache
@@ -170,8 +183,8 @@ def mistral(messages, tokenizer):
     closing = tokenizer.control_ids.get('[/INST]', ' [/INST]')
     for i, message in enumerate(_system_into_user(messages)):
         if message['role'] == 'assistant':
-            yield ' ' + message['content'], True
-            yield tokenizer.eos_id, True
+            yield ' ' + message['content'], supervision(message)
+            yield tokenizer.eos_id, supervision(message)
         else:
             # as text, a later turn begins with the space that the tokenizer puts before a text
             yield ' [INST]' if i > 0 and opening == '[INST]' else opening, False
@@ -198,8 +211,8 @@ def alpaca(messages, tokenizer):
     yield (f'Below is an instruction that describes a task{paired}. Write a response that '
            f'appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n{section}'
            f'### Response:'), False
-    yield answer['content'], True
-    yield tokenizer.eos_id, True
+    yield answer['content'], supervision(answer)
+    yield tokenizer.eos_id, supervision(answer)
 
 
 def _every_role(turn):

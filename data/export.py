@@ -12,6 +12,7 @@ from pathlib import Path
 
 from data.bpe import BYTE_CHARS, BytePairTokenizer
 from data.chat import encode_conversation, jinja
+from data.tokenizer import generation_ends
 from runtime.ownership import read_json_object
 
 SPACE = '\u2581'        # stands for a space in the pieces of sentencepiece
@@ -44,11 +45,11 @@ def tokenizer_files(folder, tokenizer, template=None, add_bos=True, reward=False
         settings.pop('chat_template', None)     # older programs prefer it to the file
         files['chat_template.jinja'] = jinja(template, tokenizer, add_bos, reward)
         generation = base('generation_config.json')
-        stops = generation.get('eos_token_id')
-        stops = stops if isinstance(stops, list) else [tokenizer.eos_id if stops is None else stops]
-        end = _example(tokenizer, template)[-1]
-        if end not in stops:
-            files['generation_config.json'] = generation | {'eos_token_id': [*stops, end]}
+        # transformers ends an answer at these alone
+        stops = generation_ends(folder) or [tokenizer.eos_id]
+        ends = tokenizer.end_ids | {_example(tokenizer, template)[-1]}
+        if missing := sorted(ends - {*stops}):
+            files['generation_config.json'] = generation | {'eos_token_id': [*stops, *missing]}
     pad, _ = pad_token(folder, tokenizer, template) if reward else (None, None)
     if pad:
         names = base('special_tokens_map.json')     # which beats tokenizer_config.json

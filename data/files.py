@@ -13,7 +13,7 @@ import shutil
 import zlib
 from pathlib import Path
 
-from runtime.errors import CheckpointError, DataError
+from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
 from runtime.hub import download
 from runtime.ownership import note_inputs, temporary
 
@@ -74,7 +74,8 @@ def writing(path):
 def read_rows(path):
     """Yield (place, row) from a .json, .jsonl, .csv, .tsv, .parquet or .txt file, also with .gz.
 
-    `place` is 'file:line', or 'file: row n' for parquet and JSON lists; both count from 1. A row is
+    A .json file may hold a row per line too. `place` is 'file:line', or 'file: row n' for parquet
+    and JSON lists; both count from 1. A row is
     a dict; a .txt file is one row, {'text': its content}. The rows of a csv file without the
     columns question and answer in its first row are lists of strings; a .tsv file names its columns
     in its first row. A row that cannot be read or repeats a key is yielded as a DataError, to stop
@@ -111,14 +112,37 @@ def _jsonl_rows(path, file):
 
 
 def _json_rows(path, file):
-    rows = _parse_json(file.read(), path)
+    begin = file.tell()
+    if _has_a_row_per_line(file):
+        file.seek(begin)
+        yield from _jsonl_rows(path, file)
+        return
+    file.seek(begin)
+    raw = file.read()
+    if not raw.strip():
+        raise DataError(f'{path} is empty')
+    rows = _parse_json(raw, path)
     if isinstance(rows, dict):      # BIG-bench's task.json
         rows = rows.get('examples')
     if not isinstance(rows, list):
-        raise DataError(f'{path}: a .json file must hold a list of rows, or an object with such a '
-                        f'list as "examples"; a file with one row per line is .jsonl')
+        raise DataError(f'{path}: a .json file must hold a list of rows, one row per line, or an '
+                        f'object with a list of rows as "examples"')
     for number, row in enumerate(rows, 1):
         yield f'{path}: row {number}', row
+
+
+def _has_a_row_per_line(file):
+    """Return whether a .json file is JSON Lines: its first line is an object, and not all of it.
+
+    A single line is a row, unless it has a list as "examples".
+    """
+    lines = (line for raw in file if (line := raw.strip()))
+    try:
+        first = json.loads(next(lines, b''))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and (
+        next(lines, None) is not None or not isinstance(first.get('examples'), list))
 
 
 def _csv_rows(path, file, delimiter=','):
@@ -249,12 +273,15 @@ def parsed(place, row, parse, *arguments):
         if isinstance(row, DataError):
             raise row
         return parse(row, *arguments)
-    except (DataError, LookupError, TypeError, AttributeError) as error:
+    except (ConfigError, CheckpointError):      # ValueErrors too, but not of the row
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+            RecursionError) as error:
         # a parser does not check the fields that it uses
         message = str(error) if isinstance(error, DataError) else (
             'not the fields of its format: '
             + (f'there is no {error}' if isinstance(error, KeyError) else repr(error)))
-        message = message.encode('utf-8', 'backslashreplace').decode()      # lone surrogates
+        message = escape_controls(message.encode('utf-8', 'backslashreplace').decode())
         return DataError(message if message.startswith(place) else f'{place}: {message}')
 
 

@@ -71,7 +71,13 @@ def answers_row(row):
 
 def popqa_row(row):
     """PopQA: the answers are a JSON list in a text; the subject is the relation that is asked."""
-    answers = json.loads(row['possible_answers'])
+    try:
+        answers = json.loads(row['possible_answers'])
+    except (ValueError, TypeError, RecursionError):
+        answers = None
+    if not isinstance(answers, list) or not answers:
+        raise DataError(f'possible_answers must be a JSON list of answers in a text, not '
+                        f'{row["possible_answers"]!r:.60}')
     return FreeRow(row['question'], answers, answers[0], row['prop'])
 
 
@@ -401,8 +407,11 @@ def _to_question(task, header, row, place, number):
         raise DataError('wanted a question and one reference answer or more')
     for reference in (*references, solution):
         require_text(reference, 'a reference answer')
+    subject, category = (require_text(text, 'the subject or category')
+                         for text in (subject, category))
     id = next((row[key] for key in ('id', 'question_id', 'unique_id', 'task_id')
                if row.get(key) is not None), number)
+    require_text(str(id), 'the id')
     digest = hashlib.blake2b(repr((question, references)).encode(), digest_size=8).hexdigest()
     return FreeQuestion(
         str(id), task.prompt.format(question), [f' {solution.strip()}'], 0, subject,

@@ -6,41 +6,46 @@ import math
 from data.cache import tokenize_once
 from data.chat import encode_conversation, encode_prompt
 from data.files import fetch, parsed, read_rows, require_fields, require_text
+from data.messages import read_turns, with_context, without_nulls
 from runtime.errors import DataError
 
 # patterns of the files; the first one with a match is used
 PATTERNS = ('data/train-*.parquet', '*train*.parquet', '*.parquet', '*train*.jsonl*', '*.jsonl',
             '*.jsonl.gz', '*.json', '*.json.gz')
-ROLE_NAMES = {'human': 'user', 'gpt': 'assistant'}      # in OpenHermes
 
 
 def to_messages(row):
     """Return a row of a known format as [{'role', 'content'}, ...]; raises DataError.
 
-    messages                      Tulu 3 and any chat JSONL
-    conversations (from, value)   OpenHermes 2.5, ShareGPT
+    messages, conversations       Tulu 3, OpenHermes 2.5, ShareGPT and any chat JSONL: turns of role
+                                  and content, or of from and value
     instruction, input, output    Alpaca; a non-empty input follows the instruction and a blank
                                   line, and is the field 'input' for template = 'alpaca'
+
+    A system message or a history beside these is added, see `messages.with_context`.
     """
-    require_fields(row)
-    for field, role, content in (('messages', 'role', 'content'),
-                                 ('conversations', 'from', 'value')):
-        if field in row:
-            turns = row[field]
-            if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-                raise DataError(f'"{field}" must be a list of {{"{role}", "{content}"}}')
-            if field == 'messages':
-                return turns
-            return [{'role': ROLE_NAMES.get(turn.get(role), turn.get(role)),
-                     'content': turn.get(content)} for turn in turns]
+    row = without_nulls(require_fields(row))
+    lists = [name for name in ('messages', 'conversations') if name in row]
+    if lists:
+        wanted = [name for name in lists if row[name] != []] or lists[:1]
+        turns, *others = (read_turns(row[name], f'"{name}"') for name in wanted)
+        if others and others != [turns]:
+            raise DataError('"messages" and "conversations" differ; keep one of them')
+        return with_context(row, turns)
     if 'instruction' in row and 'output' in row:
-        question = {'role': 'user', 'content': require_text(row['instruction'], 'the instruction')}
-        if row.get('input'):
-            question['input'] = require_text(row['input'], 'the input')
-            question['content'] += f'\n\n{row["input"]}'
-        return [question, {'role': 'assistant', 'content': row['output']}]
+        answer = {'role': 'assistant', 'content': row['output']}
+        return with_context(row, [to_question(row), answer], used=('instruction', 'input'))
     raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted messages, '
                     f'conversations, or instruction and output')
+
+
+def to_question(row):
+    """Return the user's message of Alpaca's fields instruction and input."""
+    question = {'role': 'user', 'content': require_text(row['instruction'], 'the instruction')}
+    if row.get('input'):
+        question['input'] = require_text(row['input'], 'the input')
+        question['content'] += f'\n\n{row["input"]}'
+    return question
 
 
 def first_turns(rows, answers='best'):
@@ -90,7 +95,18 @@ def load_conversations(source, tokenizer, *, template, max_length, add_bos, revi
     files = fetch(source, PATTERNS, revision)
 
     def encode(row):
-        ids, loss_mask = encode_conversation(to_messages(row), tokenizer, template, add_bos)
+        messages = to_messages(row)
+        for message in messages:
+            answer, train = message['role'] == 'assistant', message.get('train')
+            if train and not answer and not train_on_inputs:
+                raise DataError(f'a {message["role"]} message is marked as trained, and only the '
+                                f'assistant\'s are; train_on_inputs = True trains all of them')
+            if train is False and train_on_inputs:
+                raise DataError('a message is marked as not trained, and train_on_inputs = True '
+                                'trains all of them')
+        ids, loss_mask = encode_conversation(messages, tokenizer, template, add_bos)
+        if not any(loss_mask):
+            raise DataError('every assistant message is marked as not trained')
         if not any(loss_mask[:max_length]):
             raise DataError(f'the answer begins beyond max_length = {max_length} tokens')
         if train_on_inputs:
@@ -110,24 +126,27 @@ def read_prompts(path, tokenizer, template, add_bos):
     A row has `prompt` or `messages`, and an `id`, by default its number. template: '' for plain
     text. Raises DataError with file and line.
     """
-    prompts, stop, places = [], {tokenizer.eos_id}, {}
+    prompts, stop, places = [], {*tokenizer.end_ids}, {}
 
     def parse(row, place):
-        if ('prompt' in require_fields(row)) == ('messages' in row) or 'answers' in row:
+        given = without_nulls(require_fields(row))
+        if ('prompt' in given) == ('messages' in given) or 'answers' in given:
             raise DataError(f'fields {", ".join(row) or "(none)"}; wanted either "prompt" or '
                             f'"messages", and no "answers"')
-        row = {'id': str(len(prompts))} | row
+        row = row | {'id': given.get('id', str(len(prompts)))}
         if type(row['id']) not in (str, int):
             raise DataError(f'the id {row["id"]!r} is neither text nor a whole number')
         if row['id'] in places:
             raise DataError(f'the id {row["id"]!r} is already at {places[row["id"]]}')
-        messages = (to_messages(row) if 'messages' in row else
-                    [{'role': 'user', 'content': require_text(row['prompt'], 'the prompt')}])
-        if not messages or messages[-1].get('role') != 'user':
-            role = messages[-1].get('role') if messages else None
+        messages = with_context(given, read_turns(given['messages'], '"messages"')
+                                if 'messages' in given else [
+            {'role': 'user', 'content': require_text(given['prompt'], 'the prompt')}])
+        if not messages or messages[-1]['role'] != 'user':
+            role = messages[-1]['role'] if messages else None
             raise DataError(f"the last message must have the role 'user', not {role!r}")
-        if not template and 'messages' in row:
-            raise DataError('"messages" need a chat template: leave out --raw')
+        if not template and ('messages' in given or len(messages) > 1):
+            raise DataError('"messages", a system message and a history need a chat template: '
+                            'leave out --raw')
         places[row['id']] = place
         return row, *encode_prompt(messages, tokenizer, template, add_bos)
 

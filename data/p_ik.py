@@ -13,7 +13,7 @@ are 20 sequences with A and 10 with B. The paper has a value head instead of the
 import hashlib
 import re
 
-from data.files import draw, fetch, has_fields, parse_rows, read_rows
+from data.files import draw, fetch, has_fields, parse_rows, read_rows, require_text
 from data.prompts import lettered
 from data.questions import Loaded, Question
 from runtime.errors import DataError
@@ -41,18 +41,28 @@ def latest_answers(rows):
         if isinstance(row, DataError):
             latest[place] = place, row
         elif has_fields(row, 'task', 'language', 'id', 'greedy', 'answers'):
-            latest[row['task'], row['language'], row['id']] = place, row
+            key = row['task'], row['language'], row['id']
+            # `drawn_questions` says what is wrong with others
+            latest[key if all(isinstance(name, str) for name in key) else place] = place, row
     return latest.values()
 
 
 def drawn_questions(row, place):
     """Return a Question for each drawn answer of a sample; its answer is A if that one is right."""
+    for name in ('task', 'language', 'id', 'subject', 'context'):
+        require_text(row.get(name), f'the field "{name}"')
+    answers = row['answers']
+    if not isinstance(answers, list) or not answers or not all(
+            isinstance(answer, dict) and type(answer.get('correct')) is bool
+            for answer in answers):
+        raise DataError('"answers" must be a list of answers, whose "correct" is true or false; '
+                        'evaluate again with written answers')
     question = re.sub(r'\n\w+:$', '', row['context'])       # without 'Answer:'
     context, options, *_ = lettered(f'{question}\n{P_IK}', ['Yes', 'No'])
     digest = hashlib.blake2b(question.encode(), digest_size=8).hexdigest()
     return [Question(f'{row["task"]}/{row["id"]}', context, options, int(not answer['correct']),
                      row['subject'], category=row['task'], language=row['language'], place=place,
-                     digest=digest) for answer in row['answers']]
+                     digest=digest) for answer in answers]
 
 
 def load_p_ik(name, *, shots=0, limit=None, seed=0, on_bad_row='stop'):

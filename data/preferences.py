@@ -10,6 +10,7 @@ turns of the assistant belong to the prompt. A row that holds no preference is l
 reasons are counted.
 """
 
+import json
 import re
 from dataclasses import dataclass, replace
 
@@ -18,8 +19,9 @@ import numpy as np
 from data.answers import pack_answers
 from data.cache import tokenize_once
 from data.chat import encode_conversation
-from data.files import fetch, parsed, require_fields, require_text
-from data.instruct import PATTERNS, ROLE_NAMES
+from data.files import fetch, has_fields, parsed, require_fields, require_text
+from data.instruct import PATTERNS, to_question
+from data.messages import read_turns, with_context, without_nulls
 from data.packing import Tree
 from runtime.errors import DataError
 
@@ -42,8 +44,9 @@ def to_ranking(row):
     """Return the Ranking of a row of a known format; raises DataError.
 
     prompt, chosen, rejected             texts, or lists of {role, content} that hold the prompt as
-                                         well, as in UltraFeedback and Tulu 3
+                                         well, as in UltraFeedback and Tulu 3; question is prompt
     conversations, chosen, rejected      ShareGPT: {from, value} or {from, content}
+    instruction, chosen, rejected        Alpaca's fields, with `input`
     chosen, rejected                     HH-RLHF: whole dialogues as text; or lists of messages
     user_input, responses_and_scores     GPT-4-LLM; user_input, completion_a, completion_b before
     context, response1, response2, overall_preference        HelpSteer3
@@ -51,10 +54,15 @@ def to_ranking(row):
 
     A row of two answers may have a number `margin` besides.
     """
-    fields = set(require_fields(row))
+    row = without_nulls(require_fields(row))
     for needed, read in FORMATS.items():
-        if fields.issuperset(needed):
+        if row.keys() >= {*needed}:
             ranking = read(row)
+            ranking.prompt = with_context(row, ranking.prompt, used=(*needed, 'input')
+                                          if 'instruction' in needed else needed)
+            if any(message.get('train') for message in ranking.prompt):
+                raise DataError('a message before the answers is marked as trained, and only the '
+                                'answers are')
             return replace(ranking, margin=_margin(row, ranking.answers))
     raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted '
                     + ', or '.join(' + '.join(needed) for needed in FORMATS)
@@ -73,8 +81,12 @@ def _margin(row, answers):
 
 
 def _pair(row):
-    chosen, rejected = (_messages(row[side], side) for side in ('chosen', 'rejected'))
-    before = _messages(row.get('conversations', row.get('prompt', [])), 'the prompt', 'user')
+    chosen, rejected = (read_turns(row[side], side, 'assistant')
+                        for side in ('chosen', 'rejected'))
+    before = row.get('conversations') or row.get('prompt') or row.get('question') or []
+    before = read_turns(before, 'the prompt', 'user')
+    if not before and 'instruction' in row:
+        before = [to_question(row)]
     if len(chosen) > 1 or len(rejected) > 1:    # the sides hold the prompt themselves
         if chosen[:-1] != rejected[:-1]:
             raise DataError('the turns before the two answers differ')
@@ -84,6 +96,8 @@ def _pair(row):
     for side, messages in (('chosen', chosen), ('rejected', rejected)):
         if not messages or messages[-1]['role'] != 'assistant':
             raise DataError(f'the last turn of "{side}" is not the assistant\'s')
+        if messages[-1].get('train') is False:
+            raise DataError(f'the answer of "{side}" is marked as not trained')
     # scores only tell a tie: they can be those of a judge that did not choose
     tied = row.get('score_chosen') is not None and row['score_chosen'] == row.get('score_rejected')
     return Ranking(before, [chosen[-1]['content'], rejected[-1]['content']], [1, int(tied)])
@@ -131,12 +145,12 @@ def _alpaca_prompt(text):
 
 def _helpsteer3(row):
     # -3 to 3; negative: response1 is better
-    return Ranking(_messages(row['context'], 'context'), [row['response1'], row['response2']],
-                   [0, row['overall_preference']])
+    return Ranking(read_turns(row['context'], 'context', 'user'),
+                   [row['response1'], row['response2']], [0, row['overall_preference']])
 
 
 def _scored(row):
-    return Ranking(_messages(row['prompt'], 'the prompt', 'user'), row['responses'], row['scores'])
+    return Ranking(read_turns(row['prompt'], 'the prompt', 'user'), row['responses'], row['scores'])
 
 
 FORMATS = {     # the first whose fields a row has
@@ -146,23 +160,10 @@ FORMATS = {     # the first whose fields a row has
     ('context', 'response1', 'response2', 'overall_preference'): _helpsteer3,
     ('conversations', 'chosen', 'rejected'): _pair,
     ('prompt', 'chosen', 'rejected'): _pair,
+    ('question', 'chosen', 'rejected'): _pair,
+    ('instruction', 'chosen', 'rejected'): _pair,
     ('chosen', 'rejected'): _dialogues,
 }
-
-
-def _messages(value, what, role='assistant'):
-    """Return [{'role', 'content'}, ...] of a text, which `role` says, of a turn, or of a list."""
-    if isinstance(value, str):
-        return [{'role': role, 'content': value}]
-    turns = [value] if isinstance(value, dict) else value
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise DataError(f'{what} must be text or a list of {{"role", "content"}}')
-    messages = []
-    for turn in turns:
-        name = turn.get('role', turn.get('from'))
-        messages.append({'role': ROLE_NAMES.get(name, name),
-                         'content': turn.get('content', turn.get('value'))})
-    return messages
 
 
 def join_answers(rows):
@@ -173,12 +174,13 @@ def join_answers(rows):
     prompts = {}
 
     def add(row):
-        texts = [require_text(row[key], key) for key in ('prompt', 'response')]
-        _margin(row, texts[1:])
-        return *texts, row['helpfulness']
+        prompt, response = (require_text(row[key], key) for key in ('prompt', 'response'))
+        _margin(row, [response])
+        messages = with_context(row, [{'role': 'user', 'content': prompt}])
+        return json.dumps(messages), response, row['helpfulness']
 
     for place, row in rows:
-        if isinstance(row, dict) and {'prompt', 'response', 'helpfulness'} <= row.keys():
+        if has_fields(row, 'prompt', 'response', 'helpfulness'):
             row = parsed(place, row, add)
             if not isinstance(row, DataError):
                 prompt, answer, score = row
@@ -188,7 +190,7 @@ def join_answers(rows):
                 continue
         yield place, row
     for prompt, (place, answers, scores) in prompts.items():
-        yield place, {'prompt': prompt, 'responses': answers, 'scores': scores}
+        yield place, {'prompt': json.loads(prompt), 'responses': answers, 'scores': scores}
 
 
 # ---- From rankings to sequences and trees --------------------------------------------------------

@@ -24,7 +24,8 @@ from data.answers import Answers, pack_rollouts
 from data.chat import encode_prompt
 from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
 from data.free_answers import FREE_TASKS
-from data.instruct import ROLE_NAMES, to_messages
+from data.instruct import to_messages
+from data.messages import read_turns, with_context, without_nulls
 from data.preferences import PREFERENCE_PATTERNS, encode_answer
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from runtime import checkpoint
@@ -73,18 +74,16 @@ def to_prompt(row, instruction=''):
 
     instruction: text that follows the last message after a blank line. Raises DataError.
     """
-    require_fields(row)
-    if isinstance(row.get('prompt'), list):
-        row = {'messages': row['prompt']}
+    row = without_nulls(require_fields(row))
     if name := next(filter(row.__contains__, ('prompt', 'question', 'problem')), None):
-        messages = [{'role': 'user', 'content': require_text(row[name], f'the {name}')}]
+        messages = with_context(row, read_turns(row['prompt'], '"prompt"')
+                                if isinstance(row.get('prompt'), list) else [
+            {'role': 'user', 'content': require_text(row[name], f'the {name}')}])
     elif not row.keys() & {'messages', 'conversations', 'instruction'}:
         raise DataError(f'fields {", ".join(map(str, row)) or "(none)"}; wanted prompt, question, '
                         f'problem, messages, conversations, or instruction and output')
     else:
         messages = to_messages(row)
-    messages = [turn | {'role': ROLE_NAMES.get(turn.get('role'), turn.get('role'))}
-                for turn in messages]
     if messages and messages[-1]['role'] == 'assistant':
         messages.pop()
     if not messages or messages[-1]['role'] != 'user':
@@ -117,6 +116,9 @@ def load_prompts(source, tokenizer, *, template, max_length, add_bos, digest='',
     short = [prompt for prompt in encoded if len(prompt[2]) <= max_length]
     if len(short) < len(encoded):
         print(f'{len(encoded) - len(short)} prompts left out: longer than {max_length} tokens')
+    if not encoded:
+        raise DataError(f'{source} has no rows' if not bad else
+                        f'{source}: all {len(bad)} rows are bad, the first: {bad[0]}')
     if not short:
         raise DataError(f'{source}: no prompt of at most {max_length} tokens, which is max_length '
                         f'minus max_tokens')
@@ -170,7 +172,7 @@ def load_reward(name, device, dtype, template):
         task = FREE_TASKS[task or 'qa']
         if kind == 'rlcr' and task.runs_code:
             raise ConfigError(f'reward = {name!r}: rlcr grades a text between <answer> tags, not a '
-                              f'program; take {name.replace("rlcr", "exact")}')
+                              f'program; take exact:{name.partition(":")[2]}, with --run_code')
         return FunctionReward(name, partial(REWARDS[kind], task), name, partial(references, task))
     if path.suffix != '.py' or not path.is_file():
         raise ConfigError(f'reward = {name!r}, where there is no file or reward model; wanted '

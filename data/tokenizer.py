@@ -11,6 +11,7 @@ from pathlib import Path
 from data.bpe import (added_beside, from_json, from_merges, from_tekken, from_tiktoken,
                       settings_beside)
 from runtime.errors import CheckpointError, DataError
+from runtime.ownership import read_json_object
 
 # Gemma's file declares these as user-defined symbols, which sentencepiece would use in any text
 GEMMA_CONTROLS = (rb'<start_of_turn>|<end_of_turn>|<start_of_image>|<end_of_image>|<mask>|<2mass>|'
@@ -110,8 +111,9 @@ def load_tokenizer(folder):
     """Return the tokenizer of a model folder, by the content of its file; raises DataError.
 
     The first of FILES is read. A tokenizer has encode, decode, bos_id (None if it adds no BOS),
-    eos_id, control_ids (name -> id), strips, fresh_after, n_vocab (above every id), and
-    `fingerprint`, a hash of the file and of what the files beside it change.
+    eos_id, end_ids (of the tokens that end an answer: eos_id and those of generation_config.json),
+    control_ids (name -> id), strips, fresh_after, n_vocab (above every id), and `fingerprint`, a
+    hash of the file and of what the files beside it change.
     """
     folder = Path(folder)
     files = [path for pattern in FILES for path in sorted(folder.glob(pattern))]
@@ -134,7 +136,19 @@ def load_tokenizer(folder):
         if (tokenizer.bos_id, tokenizer.eos_id, tokenizer.n_vocab) != own:
             raw += f'{tokenizer.bos_id} {tokenizer.eos_id}'.encode() + _controls(tokenizer)
     tokenizer.fingerprint = hashlib.sha256(raw).hexdigest()[:16]
+    tokenizer.end_ids = {tokenizer.eos_id, *generation_ends(folder)}
     return tokenizer
+
+
+def generation_ends(folder):
+    """Return the ids in eos_token_id of a folder's generation_config.json; [] without any."""
+    path = Path(folder, 'generation_config.json')
+    ends = read_json_object(path).get('eos_token_id') if path.exists() else None
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(type(i) is int and i >= 0 for i in ends):
+        raise DataError(f'{path}: eos_token_id = {ends!r} must be the number of a token, or a list '
+                        f'of them')
+    return ends
 
 
 def _controls(tokenizer):
@@ -142,8 +156,13 @@ def _controls(tokenizer):
 
 
 def load_model_tokenizer(folder, config):
-    """Return the tokenizer of a model folder; CheckpointError if the model has fewer tokens."""
+    """Return the tokenizer of a model folder; CheckpointError if the model has fewer tokens.
+
+    Its end_ids have those of config.json as well.
+    """
     tokenizer = load_tokenizer(folder)
+    ends = getattr(config, 'eos_token_id', None)
+    tokenizer.end_ids |= {*ends} if isinstance(ends, list) else {ends} - {None}
     n_pieces = getattr(tokenizer, 'n_pieces', tokenizer.n_vocab)
     if n_pieces <= config.vocab_size < tokenizer.n_vocab:
         # Gemma 3 1B's files add an image token for which it has no row

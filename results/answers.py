@@ -44,9 +44,14 @@ def open_answers(cfg, settings, processes):
         merge_parts(out)
         with open(out, 'rb+') as file:      # a crash may have cut off the last line
             file.truncate(file.read().rfind(b'\n') + 1)
-        for _, row in read_jsonl(out):
+        for place, row in read_jsonl(out):
             if isinstance(row, DataError):
                 raise row
+            if not isinstance(row, dict) or type(row.get('id')) not in (str, int) or not (
+                    isinstance(row.get('prompt_hash'), str)):
+                raise DataError(f'{place}: not a row that generate.py wrote: it must have an id '
+                                f'and a prompt_hash; delete this line, and its prompt is answered '
+                                f'again')
             done.add((row['id'], row['prompt_hash']))
     ownership.claim(out.parent, *names, *parts)
     ownership.write_text(out.with_name(names[1]), json.dumps(settings, indent=1) + '\n')

@@ -44,10 +44,9 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
                'tasks': earlier | results}
     (selected, mistakes), *drawn = outcomes.result()
     pictures = drawn[0] if drawn else []
-    page.write_report(content, selected, pictures, out_dir)
-    report.write_results(content, out_dir, mistakes)
-    if pictures:
-        print(f'wrote {", ".join(pictures)} to {out_dir}')
+    names = ['report.html'] if page.write_report(content, selected, pictures, out_dir) else []
+    names += ['samples.jsonl', *report.write_results(content, out_dir, mistakes), *pictures]
+    print(f'wrote {", ".join(names)} to {out_dir}')
     return content
 
 

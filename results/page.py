@@ -171,7 +171,7 @@ def write(path, title, version, about, tables, pictures, selected):
 
 
 def write_report(results, selected, pictures, out_dir):
-    """Write report.html of an evaluation.
+    """Write report.html of an evaluation; return whether it succeeded.
 
     results: the content of results.json; selected: what `select` returns; pictures: the names of
     those drawn now. With them the page has the diagrams of languages from earlier evaluations;
@@ -182,9 +182,10 @@ def write_report(results, selected, pictures, out_dir):
         {key: config[key] for key in ('device', 'dtype', 'seed')} | versions).items() if value)
     tables = ''.join(task_html(task, tasks) for task in tasks)
     grids = [name for name in map(GRID.format, tasks) if Path(out_dir, name).exists()]
-    write(Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
-          versions['nanocal'], about, tables,
-          dict.fromkeys((*pictures, *grids) if pictures else ()), selected)
+    return write(
+        Path(out_dir, 'report.html'), f'{config["model"]}: {", ".join(tasks)}',
+        versions['nanocal'], about, tables,
+        dict.fromkeys((*pictures, *grids) if pictures else ()), selected)
 
 
 def task_html(task, tasks):

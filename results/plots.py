@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import metrics
+from runtime.errors import escape_controls
 from runtime.ownership import claim, temporary
 
 # fonts with Chinese, Japanese and Korean characters, on Linux, macOS and Windows
@@ -76,8 +77,8 @@ def warn_on_failure(path):
         yield written
         written.append(path)
     except Exception as error:      # matplotlib raises many kinds
-        print(f'warning: {path} was not written: {type(error).__name__}: {error}',
-              file=sys.stderr)
+        print(f'warning: {path} was not written: {type(error).__name__}: '
+              f'{escape_controls(str(error))}', file=sys.stderr)
 
 
 def draw_reliability(path, panels, columns=5):

@@ -499,15 +499,17 @@ def to_csv(tasks):
 
 
 def write_results(results, out_dir, mistakes=''):
-    """Write results.csv, .md, .tex and .json; a table that fails is a warning.
+    """Write results.csv, .md, .tex and .json, and return the names of those that were written.
 
-    mistakes: Markdown for the end of results.md
+    A table that fails is a warning. mistakes: Markdown for the end of results.md
     """
-    out_dir = Path(out_dir)
+    out_dir, names = Path(out_dir), ['results.json']
     for name, convert, end in (('results.csv', to_csv, ''), ('results.tex', to_latex, ''),
                                ('results.md', to_markdown, mistakes and f'\n{mistakes}')):
-        with warn_on_failure(out_dir / name):
+        with warn_on_failure(out_dir / name) as written:
             write_text(out_dir / name, convert(results['tasks']) + end)
+        names += [path.name for path in written]
     # written last: a folder with results.json has the tables; NaN is null in JSON
     finite = json.loads(json.dumps(results), parse_constant=lambda name: None)
     write_text(out_dir / 'results.json', json.dumps(finite, indent=1, ensure_ascii=False) + '\n')
+    return names

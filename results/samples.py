@@ -150,7 +150,8 @@ def append(file, sample):
     Raises ConfigError if the disk is full, or if the file or its folder was removed or moved.
     """
     ownership.check_in_place(file)
-    left = (json.dumps(sample, ensure_ascii=False) + '\n').encode()
+    # a lone surrogate in a field of the user's file becomes JSON's escape for it, as it was there
+    left = (json.dumps(sample, ensure_ascii=False) + '\n').encode('utf-8', 'backslashreplace')
     try:
         while left:
             left = left[file.write(left):]
@@ -278,6 +279,23 @@ TOKEN_RULES = (
     ('log_prob', lambda x: x <= ROUNDING, 'at most 0'),
     ('entropy', lambda x: x >= -ROUNDING, 'at least 0'))
 SILENT_RULES = ('greedy', lambda x: isinstance(x, dict), 'an answer'),
+# of an answer that the model wrote
+ANSWER_RULES = (
+    ('text reason', lambda x: isinstance(x, str), 'text'),
+    ('n_tokens', lambda x: type(x) is int and 1 <= x < LARGEST, 'a whole number, 1 or more'),
+    ('log_prob', lambda x: type(x) in (int, float) and -LARGEST < x <= ROUNDING,
+     'a finite number of at most 0'),
+    ('mean_prob', lambda x: type(x) in (int, float) and 0 <= x <= 1 + ROUNDING, 'from 0 to 1'))
+GRADED_RULES = (
+    ('answer key', lambda x: x is None or isinstance(x, str), 'text or null'),
+    ('correct strict', lambda x: type(x) is bool, 'true or false'))
+
+
+def _broken_rule(values, rules):
+    """Return the first of `rules` that an object breaks, as a sentence; '' if it fits them."""
+    return next((f'{key} must be {wanted}, not {values.get(key)!r:.60}'
+                 for keys, is_valid, wanted in rules for key in keys.split()
+                 if not is_valid(values.get(key))), '')
 
 
 def _fault(row):
@@ -286,10 +304,17 @@ def _fault(row):
         return 'it is no JSON object'
     has_options = 'log_probs' in row
     rules = OPTION_RULES if has_options else SILENT_RULES if is_silent(row) else TOKEN_RULES
-    for keys, is_valid, wanted in COMMON_RULES + rules:
-        for key in keys.split():
-            if not is_valid(row.get(key)):
-                return f'{key} must be {wanted}, not {row.get(key)!r:.60}'
+    if fault := _broken_rule(row, COMMON_RULES + rules):
+        return fault
+    if 'greedy' in row:     # the samples of a stated probability have no others
+        answers, graded = row.get('answers', []), GRADED_RULES * ('answers' in row)
+        if not isinstance(answers, list) or 'answers' in row and not answers:
+            return f'answers must be a list of answers, not {answers!r:.60}'
+        for answer in (row['greedy'], *answers):
+            if not isinstance(answer, dict):
+                return f'greedy and answers must be answers, not {answer!r:.60}'
+            if fault := _broken_rule(answer, ANSWER_RULES + graded):
+                return f'in an answer, {fault}'
     if has_options and not len(row['options']) == len(row['log_probs']) == len(row['n_tokens']):
         return 'options, log_probs and n_tokens differ in length'
     if has_options and row['answer'] >= len(row['options']):

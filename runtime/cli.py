@@ -3,18 +3,20 @@
 import contextlib
 import functools
 import os
+import re
 import signal
 import sys
 import time
 
 from runtime.errors import (CheckpointError, ConfigError, DataError, ProcessError, Stopped,
-                            TrainingError)
+                            TrainingError, escape_controls)
 
 
 def begin():
-    """Prepare the standard streams and Ctrl-C; a script calls this before its other imports."""
+    """Prepare the standard streams and signals; a script calls this before its other imports."""
     _prepare_streams()
-    signal.signal(signal.SIGINT, _stop_at_once)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop_at_once)
 
 
 @functools.cache        # once in a process
@@ -35,17 +37,28 @@ def _prepare_streams():
         stream.reconfigure(errors='backslashreplace')
 
 
-def _stop_at_once(*_):
+def _stop_at_once(number, _):
     """End the process: an exception inside the import of a C++ library would crash."""
-    os.write(2, b'stopped\n')
-    os._exit(128 + signal.SIGINT)
+    if _rank()[0] == 0:
+        os.write(2, f'{_stopped(number)}\n'.encode())
+    os._exit(128 + number)
+
+
+def stop(number, _):
+    """A handler of signals: end the block of `one_line_errors` as Ctrl-C does."""
+    raise KeyboardInterrupt(number)
+
+
+def _stopped(number):
+    return 'stopped' if number == signal.SIGINT else f'stopped by {signal.Signals(number).name}'
 
 
 @contextlib.contextmanager
 def one_line_errors(resume='', memory=''):
     """Run the block of a `with`; if it fails, end the script with one line and an exit status.
 
-    resume: how to continue an interrupted run; memory: which settings need less memory
+    resume: how to continue an interrupted run, where the notes of its exception do not say that;
+    memory: which settings need less memory
     """
     _prepare_streams()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -63,26 +76,35 @@ def one_line_errors(resume='', memory=''):
     except (ConfigError, DataError, CheckpointError, TrainingError) as error:
         _fail(error)
     except ProcessError as error:
-        _fail('; '.join(filter(None, (str(error), resume))))
+        _fail('; '.join([str(error), *_continue(error, resume)]))
     except ModuleNotFoundError as error:
         _fail(f'{error}; pip install -r requirements.txt')
     except (MemoryError, RuntimeError) as error:
         if "can't start new thread" in str(error):
             _fail('the system lets this process start no more threads; see ulimit -u and, in a '
                   'container, pids.max')
+        if is_lost_connection(error):
+            _sleep_until_torchrun_ends_this(10)     # which names the other one
+            _fail('; '.join([LOST_CONNECTION, *_continue(error, resume)]))
         if not is_out_of_memory(error):
             raise
         reason = str(error).strip().split('\n')[0] or 'the system gives this process no more'
         _fail(f'out of memory: {reason}' + f'; {memory}' * bool(memory))
     except Stopped as stopped:
-        print(stopped, *[resume] * bool(resume), sep='; ')
+        print(stopped, *_continue(stopped, resume), sep='; ')
         sys.exit(128 + stopped.signal)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        number = interrupt.args[0] if interrupt.args else signal.SIGINT
         if _rank()[0] == 0:
-            print('stopped', *[resume] * bool(resume), sep='; ', file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+            print(_stopped(number), *_continue(interrupt, resume), sep='; ', file=sys.stderr)
+        sys.exit(128 + number)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _continue(error, resume):
+    """Return how to continue after an error, as a list: its notes, else `resume`."""
+    return getattr(error, '__notes__', None) or [resume] * bool(resume)
 
 
 def _fail(message):
@@ -91,8 +113,16 @@ def _fail(message):
     If all processes fail, only the first one prints: torchrun ends the others while they sleep.
     """
     rank, size = _rank()
-    time.sleep(3 * (rank > 0))
-    sys.exit(f'error{f" in process {rank} of {size}" * (size > 1)}: {message}')
+    if rank > 0:
+        _sleep_until_torchrun_ends_this(3)
+    sys.exit(f'error{f" in process {rank} of {size}" * (size > 1)}: '
+             f'{escape_controls(str(message))}')
+
+
+def _sleep_until_torchrun_ends_this(seconds):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)       # an exception here would print a traceback
+    time.sleep(seconds)
 
 
 def _rank():
@@ -113,6 +143,17 @@ def _fault_of_stdout():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return f'standard output cannot be written: {error.strerror}'
     return ''
+
+
+LOST_CONNECTION = 'another process has ended; its own message, or that of torchrun, says why'
+
+
+def is_lost_connection(error):
+    """Return whether an error of a process of torchrun says that another one has ended."""
+    return _rank()[1] > 1 and (type(error).__module__.startswith('torch.distributed')
+                               or type(error).__name__.startswith('Dist')
+                               or re.search('gloo|nccl|connection (closed|reset|refused)',
+                                            str(error), re.IGNORECASE) is not None)
 
 
 def is_out_of_memory(error):

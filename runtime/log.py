@@ -19,7 +19,7 @@ from runtime import ownership
 from runtime.checkpoint import nonfinite_tensor
 from runtime.config import dump_config
 from runtime.device import HostCopy
-from runtime.errors import ConfigError, TrainingError
+from runtime.errors import ConfigError, TrainingError, escape_controls
 from runtime.parallel import rank
 from runtime.resume import advice
 
@@ -59,7 +59,7 @@ def show_example(example, tokenizer):
         if len(piece) > 1000:
             piece = f'{piece[:500]} [... {len(piece) - 1000} characters ...] {piece[-500:]}'
         pieces.append('{{' + piece + '}}' if supervised[0] else piece)
-    print('    ' + ''.join(pieces).replace('\n', '\n    '))
+    print('    ' + escape_controls(''.join(pieces)).replace('\n', '\n    '))
 
 
 class StepLog:
@@ -135,7 +135,8 @@ class StepLog:
             elif self.send:
                 self.send(record)
         except Exception as error:      # a tracker may raise anything
-            print(f'warning: {self.cfg.tracker} failed, the run continues without it: {error}')
+            print(f'warning: {self.cfg.tracker} failed, the run continues without it: '
+                  f'{escape_controls(str(error))}')
             self.send = None
 
     def print(self, record):

@@ -7,6 +7,7 @@ states over the processes; the first process gathers them to write files.
 import contextlib
 import datetime
 import os
+import signal
 import sys
 import time
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from runtime import ownership
+from runtime import cli, ownership
 from runtime.errors import ProcessError
 
 
@@ -72,6 +73,7 @@ def abort_processes():
 @contextlib.contextmanager
 def joined():
     """Under torchrun, connect the processes for a `with` block, after which they end together."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)   # Python's would wait for gloo's calls to end
     try:
         join_processes()
         yield
@@ -102,8 +104,7 @@ def _connected():
         yield
     except RuntimeError as error:
         time.sleep(60)      # torchrun ends this process within seconds, and names the other one
-        raise ProcessError('another process has ended; its own message, or that of torchrun, '
-                           'says why') from error
+        raise ProcessError(cli.LOST_CONNECTION) from error
 
 
 def first_process_locks(folder):

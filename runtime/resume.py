@@ -7,6 +7,7 @@ of itself. It is written last, and then the older checkpoint is removed, so that
 exists at any moment.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from runtime import cli, startup
 from runtime.config import read_assignments
 from runtime.digests import file_digest, json_digest
-from runtime.errors import ConfigError, TrainingError
+from runtime.errors import ConfigError, Stopped, TrainingError
 from runtime.ownership import (ASIDE, LIST, LOCK, TEMPORARY, check_free, claim, discard,
                                write_text, written_files)
 from runtime.parallel import (abort_processes, gather, gather_full, join_processes, leave_processes,
@@ -53,10 +54,9 @@ class StopSignals:
 
 def run_script(main):
     """Call `main` with the arguments of the command line, also under torchrun."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, cli.stop)
     try:
         with cli.one_line_errors(
-                resume='--resume continues from the last checkpoint',
                 memory='--checkpoint_activations, --micro_rows=1 and a shorter --pack_len need '
                        'less for a forward pass, --master_weights=stochastic less for the weights'):
             join_processes()
@@ -66,6 +66,19 @@ def run_script(main):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)   # nothing catches its exception from here on
         abort_processes()
     startup.end_at_once()
+
+
+@contextlib.contextmanager
+def notes_how_to_continue(cfg):
+    """Add to an exception that interrupts the block how --resume continues the run, if it does."""
+    try:
+        yield
+    except (KeyboardInterrupt, RuntimeError, Stopped) as error:
+        if not cfg.dry_run and checkpoints(cfg.out_dir):
+            error.add_note('--resume continues from the last checkpoint')
+        elif not cfg.dry_run and cfg.eval and Path(cfg.out_dir, 'config.json').exists():
+            error.add_note('the weights are saved, and --resume makes the report')
+        raise
 
 
 def check_folder(cfg):

@@ -2,8 +2,9 @@
 
 import contextlib
 import os
-import re
 import sys
+
+from runtime.errors import escape_controls
 
 with contextlib.suppress(ImportError):
     import readline     # noqa: F401    input() then edits lines and has a history
@@ -13,7 +14,14 @@ def typed_lines():
     """Yield each line that is typed, without empty ones, until Ctrl-D."""
     with contextlib.suppress(EOFError):
         while True:
-            if line := input('\n> ').strip():
+            try:
+                line = input('\n> ').strip()
+                line.encode()       # in some locales an invalid byte becomes a lone surrogate
+            except UnicodeError:
+                print(f'(that line is not valid {sys.stdin.encoding}; type it again)',
+                      file=sys.stderr)
+                continue
+            if line:
                 yield line
     print()
 
@@ -25,7 +33,7 @@ def shows_grays():
 
 
 def shaded(text, p):
-    """Return `text` on a gray from black (p = 0) to white (1), control characters replaced."""
-    text = re.sub('[\x00-\x08\x0b-\x1f\x7f-\x9f]', '\ufffd', text)
+    """Return `text` on a gray from black (p = 0) to white (1), control characters escaped."""
+    text = escape_controls(text)
     gray = f'\x1b[48;5;{232 + round(23 * p)};38;5;{16 if p > 0.5 else 231}m'
     return '\n'.join(f'{gray}{line}\x1b[0m' if line else '' for line in text.split('\n'))

@@ -912,6 +912,38 @@ def test_each_format_of_prompts_is_read(row):
     assert data_rl.to_prompt(row, 'Be brief.') == [{'role': 'user', 'content': 'Why?\n\nBe brief.'}]
 
 
+@pytest.mark.parametrize('row', [
+    {'prompt': 'Why?'}, {'question': 'Why?', 'prompt': None}, {'prompt': None, 'messages': [
+        {'role': 'user', 'content': 'Why?'}, {'role': 'assistant', 'content': 'x'}]},
+    {'prompt': [{'from': 'human', 'value': 'Why?'}]}, {'instruction': 'Why?', 'output': 'x'}])
+def test_context_beside_a_prompt_precedes_it_or_is_refused(row):
+    assert data_rl.to_prompt(row | {'system': 'Be brief.', 'history': [['Hi', 'Yo']]}) == [
+        {'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'},
+        {'role': 'assistant', 'content': 'Yo'}, {'role': 'user', 'content': 'Why?'}]
+    for field in ('tools', 'documents', 'context'):
+        with pytest.raises(DataError, match=f'"{field}" is in no message'):
+            data_rl.to_prompt(row | {field: 'f(x)'})
+
+
+@pytest.mark.parametrize('name, raw, message', [
+    ('x.jsonl', '', 'x.jsonl has no rows'), ('x.jsonl', '\n\n', 'x.jsonl has no rows'),
+    ('x.json', '[]', 'x.json has no rows'), ('x.json', ' ', 'x.json is empty'),
+    ('x.jsonl', '{"a": 1}\n5\n', 'all 2 rows are bad, the first: .*x.jsonl:1: fields a; wanted'),
+    ('x.jsonl', '{"prompt": "%s"}' % ('x ' * 99), 'no prompt of at most 20 tokens')])
+def test_prompts_without_a_usable_row_say_why(tmp_path, tokenizers, name, raw, message):
+    (tmp_path / name).write_text(raw)
+    with pytest.raises(DataError, match=message):
+        data_rl.load_prompts(str(tmp_path / name), tokenizers['gemma'], template='tulu',
+                             max_length=20, add_bos=True, on_bad_row='skip')
+
+
+def test_rlcr_of_programs_is_refused_before_they_are_allowed():
+    cfg = align.AlignConfig(method='grpo', reward='rlcr:humaneval')
+    rl.check_rollouts(cfg)      # does not ask for --run_code, which would not help
+    with pytest.raises(ConfigError, match='take exact:humaneval, with --run_code'):
+        data_rl.load_reward(cfg.reward, 'cpu', None, 'tulu')
+
+
 def test_a_row_without_a_prompt_is_told_all_formats():
     with pytest.raises(DataError, match='fields answer; wanted prompt, question, problem, mess'):
         data_rl.to_prompt({'answer': '3'})

@@ -21,6 +21,7 @@ import sample
 import train
 from common import HERE, config
 from results import compare
+from runtime import cli
 from runtime.config import dump_config, load_config, read_assignments
 from runtime.errors import ConfigError, DataError, ProcessError
 from runtime.processes import forked_pool
@@ -227,6 +228,11 @@ from runtime import cli
 cli.begin()
 import sys
 from pathlib import Path
+if sys.argv[1] == 'early':
+    import os
+    os.kill(os.getpid(), int(sys.argv[2]))
+from runtime.errors import CheckpointError, ConfigError, DataError, ProcessError, TrainingError
+ValueErrors = CheckpointError, ConfigError, DataError, ProcessError, TrainingError, OSError
 def main(kind):
     if kind == 'memory':
         import numpy
@@ -253,6 +259,16 @@ def main(kind):
         raise Stopped(15, 'after step 7')
     if kind == 'interrupt':
         raise KeyboardInterrupt
+    if kind == 'noted':
+        error = KeyboardInterrupt()
+        error.add_note('--resume continues from the last checkpoint')
+        raise error
+    if kind == 'controls':
+        raise ValueErrors[int(sys.argv[2])]('tensor \\x1b[2J\\x9b\\x07.weight\\r is missing')
+    if kind == 'SIGTERM':
+        import os, signal
+        signal.signal(signal.SIGTERM, cli.stop)
+        os.kill(os.getpid(), signal.SIGTERM)
     if kind == 'output':
         for _ in range(10 ** 6): print('x' * 100)
     if kind == 'descriptors':
@@ -306,6 +322,49 @@ def test_ctrl_c_during_the_import_of_torch_ends_the_process_at_once(script, tmp_
     done = subprocess.run([sys.executable, '-c', code, script, *arguments], cwd=HERE, text=True,
                           capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, '_stop_at_once\n', 'stopped\n')
+
+
+@pytest.mark.parametrize('arguments, code, message', [
+    (['early', 15], 143, b'stopped by SIGTERM\n'), (['early', 2], 130, b'stopped\n'),
+    (['SIGTERM'], 143, b'stopped by SIGTERM; the same command continues\n'),
+    (['noted'], 130, b'stopped; --resume continues from the last checkpoint\n')])
+def test_a_signal_says_what_stopped_and_how_to_continue(arguments, code, message, tmp_path):
+    done = run_script(tmp_path, *map(str, arguments))
+    assert (done.returncode, done.stdout, done.stderr) == (code, b'', message)
+
+
+@pytest.mark.parametrize('kind', range(6))
+def test_control_characters_of_an_error_do_not_reach_the_terminal(kind, tmp_path):
+    done = run_script(tmp_path, 'controls', str(kind))
+    assert done.returncode == 1
+    assert done.stderr.startswith(rb'error: tensor \x1b[2J\x9b\x07.weight\r is missing')
+
+
+@pytest.mark.parametrize('message, lost', [
+    ('[../third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer', True),
+    ('NCCL Error 2: unhandled system error', True), ('Connection reset by peer', True),
+    ('mat1 and mat2 shapes cannot be multiplied', False)])
+def test_a_survivor_of_torchrun_has_no_traceback(message, lost, monkeypatch):
+    assert not cli.is_lost_connection(RuntimeError(message))        # without torchrun it is a bug
+    for name, value in (('TORCHELASTIC_RUN_ID', 'x'), ('RANK', '1'), ('WORLD_SIZE', '2')):
+        monkeypatch.setenv(name, value)
+    assert cli.is_lost_connection(RuntimeError(message)) == lost
+    monkeypatch.setattr(cli.time, 'sleep', lambda seconds: None)
+    with pytest.raises(SystemExit if lost else RuntimeError) as error, cli.one_line_errors():
+        raise RuntimeError(message)
+    assert not lost or 'in process 1 of 2: another process has ended' in str(error.value)
+
+
+def test_a_survivor_ends_silently_when_torchrun_ends_it(tmp_path):
+    code = SCRIPT.replace("'a bug'", "'Connection closed by peer'")
+    (tmp_path / 'script.py').write_text(code.replace(
+        'import sys\n', 'import sys, os, signal, threading\n'
+        'signal.signal(signal.SIGTERM, cli.stop)\n'
+        'threading.Timer(1, os.kill, [os.getpid(), signal.SIGTERM]).start()\n', 1))
+    done = subprocess.run([sys.executable, tmp_path / 'script.py', 'foreign'], cwd=HERE, timeout=30,
+                          capture_output=True, env=os.environ | {
+        'PYTHONPATH': str(HERE), 'TORCHELASTIC_RUN_ID': 'x', 'RANK': '0', 'WORLD_SIZE': '2'})
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, b'', b'')
 
 
 def test_a_stopped_run_says_how_to_continue_and_a_bug_keeps_its_traceback(tmp_path):

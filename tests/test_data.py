@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import resource
 import shutil
@@ -15,7 +16,7 @@ from common import HERE, documents, sentencepiece_folder, write_hub_tasks, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import cache, instruct, packing, probes, questions, text
+from data import cache, chat, instruct, packing, probes, questions, text
 from data.files import draw, fetch, read_rows
 from data.trees import load_answers, tokenize_questions
 from data.world import WorldSpec, make_world
@@ -136,6 +137,89 @@ def test_a_template_without_its_control_tokens_is_no_bad_row(tmp_path, tokenizer
     path = write_rows(tmp_path / 'chat.jsonl', [{'messages': SAME}])
     with pytest.raises(ConfigError, match='^the template needs .*eot_id.* the tokenizer of'):
         conversations(path, tokenizers['gemma'], template='llama3', on_bad_row=on_bad_row)
+
+
+HUMAN, GPT = {'from': 'human', 'value': 'sky?'}, {'from': 'gpt', 'value': 'blue'}
+BRIEF = [{'role': 'system', 'content': 'Be brief.'}, *SAME]
+EARLIER = [{'role': 'user', 'content': 'sea?'}, {'role': 'assistant', 'content': 'green'}]
+
+
+@pytest.mark.parametrize('row, messages', [
+    ({'conversations': [HUMAN, GPT], 'system': 'Be brief.', 'tools': '[]'}, BRIEF),
+    ({'messages': SAME, 'system_prompt': 'Be brief.', 'tools': None}, BRIEF),
+    ({'messages': BRIEF, 'system_message': 'Be brief.'}, BRIEF),
+    ({'messages': SAME, 'systemPrompt': 'Be brief.'}, BRIEF),
+    ({'messages': SAME, 'System': 'Be brief.', 'Chat-History': EARLIER},
+     [BRIEF[0], *EARLIER, *SAME]),
+    ({'conversations': SAME}, SAME), ({'messages': [HUMAN, GPT]}, SAME),
+    ({'conversations': [HUMAN, GPT], 'messages': SAME}, SAME),
+    ({'conversations': [], 'messages': SAME, 'history': []}, SAME),
+    # the columns that parquet adds
+    ({'messages': None, 'conversations': [turn | dict.fromkeys(('role', 'content', 'weight'))
+                                          for turn in (HUMAN, GPT)]}, SAME),
+    ({'instruction': 'sky?', 'output': 'blue', 'input': None, 'system': 'Be brief.',
+      'history': [['sea?', 'green']]}, [BRIEF[0], *EARLIER, *SAME]),
+    ({'messages': BRIEF, 'chat_history': EARLIER}, [BRIEF[0], *EARLIER, *SAME]),
+    ({'messages': [*EARLIER, *SAME], 'history': EARLIER}, [*EARLIER, *SAME]),
+    ({'messages': [{'role': 'user', 'content': 'Read: grass. sky?'}, SAME[1]], 'context': 'grass.'},
+     [{'role': 'user', 'content': 'Read: grass. sky?'}, SAME[1]]),
+    ({'messages': [turn | {'tool_calls': [], 'reasoning_content': ''} for turn in SAME]}, SAME)])
+def test_a_row_says_all_of_its_conversation(row, messages):
+    assert instruct.to_messages(row) == messages
+
+
+@pytest.mark.parametrize('field', [
+    {'tools': [{'name': 'f'}]}, {'tools': '[{"name": "f"}]'}, {'functions': ['f']},
+    {'documents': [{'text': 'x'}]}, {'Tools': ['f']}, {'context': 'grass'}, {'context': 'blue'},
+    {'instruction': 'Be brief.'}, {'images': ['a.png']}, {'history': 'sea?'},
+    {'history': [['sea?']]}, {'system': ['x']},
+    {'system': 'Be brief.', 'system_prompt': 'Be long.'}])
+def test_context_that_no_template_shows_is_refused_by_name(field):
+    with pytest.raises(DataError, match=f'"{[*field][-1]}"'):
+        instruct.to_messages({'messages': SAME} | field)
+
+
+@pytest.mark.parametrize('change', [
+    {'tool_calls': [{'id': 1}]}, {'reasoning_content': 'hm'}, {'function_call': {'name': 'f'}},
+    {'weight': 0.5}, {'train': 'false'}, {'loss_mask': [0, 1]}, {'weight': math.nan},
+    {'train_detail': [{'begin_offset': 0}]}, {'weight': 1, 'train': False}, {'value': 'green'},
+    {'from': 'human'}])
+def test_a_turn_with_more_than_can_be_obeyed_is_refused_by_name(change):
+    with pytest.raises(DataError, match=f'{[*change][-1]}'):
+        instruct.to_messages({'messages': [SAME[0], SAME[1] | change]})
+
+
+@pytest.mark.parametrize('template', ['tulu', 'mistral'])
+@pytest.mark.parametrize('key', ['weight', 'train', 'training', 'loss_mask'])
+def test_an_answer_that_is_not_trained_has_the_same_tokens_without_loss(tmp_path, tokenizers, key,
+                                                                        template):
+    tokenizer, first = tokenizers['llama2'], EARLIER[1] | {key: 0}
+    rows = [{'messages': [*EARLIER, *SAME]}, {'messages': [EARLIER[0], first, SAME[0],
+                                                           SAME[1] | {key: True}]}]
+    sequences = conversations(write_rows(tmp_path / 'chat.jsonl', rows), tokenizer,
+                              template=template, max_length=200)
+    (tokens, both), (same, last) = sequences[0], sequences[1]
+    assert tokens.tolist() == same.tolist() and 0 < last.sum() < both.sum()
+    assert not last[:len(tokens) - 3].all() and last[np.flatnonzero(last)[0]:].all()
+    assert 'blue' in tokenizer.decode(tokens[last == 1].tolist())
+    assert 'green' not in tokenizer.decode(tokens[last == 1].tolist())
+
+
+@pytest.mark.parametrize('marks, options, message', [
+    ({'user': 1}, {}, 'a user message is marked as trained'),
+    ({'assistant': 0}, {}, 'every assistant message is marked as not trained'),
+    ({'assistant': 0}, {'train_on_inputs': True}, 'train_on_inputs = True trains all')])
+def test_marks_that_nothing_obeys_are_refused(tmp_path, tokenizers, marks, options, message):
+    row = {'messages': [turn | {'weight': marks.get(turn['role'])} for turn in SAME]}
+    with pytest.raises(DataError, match=message):
+        conversations(write_rows(tmp_path / 'chat.jsonl', [row]), tokenizers['gemma'], **options)
+
+
+@pytest.mark.parametrize('template', chat.TEMPLATES)
+def test_a_late_system_message_is_refused_by_every_template(tokenizers, template):
+    late = [*EARLIER, BRIEF[0], *SAME]
+    with pytest.raises(DataError, match='must be the first message'):
+        chat.encode_conversation(late, tokenizers['gemma'], template)
 
 
 @pytest.mark.parametrize('row, message', [
@@ -530,6 +614,27 @@ def test_unreadable_files_name_their_line(tmp_path, tokenizers, name, raw, messa
     with pytest.raises(DataError, match=message):
         text.load_text(str(tmp_path / name), tokenizers['gemma'], max_length=8, add_bos=True,
                        cache_dir=tmp_path / 'cache')
+
+
+@pytest.mark.parametrize('raw, rows', [
+    ('{"a": 1}\n{"a": 2}\n', [(':1', {'a': 1}), (':2', {'a': 2})]),
+    ('\ufeff{"a": 1}\r\n\r\n{"a": 2}', [(':1', {'a': 1}), (':3', {'a': 2})]),
+    ('{"a": 1}', [(':1', {'a': 1})]), ('{"examples": [{"a": 1}]}', [(': row 1', {'a': 1})]),
+    ('{"examples": [1]}\n{"examples": [2]}',
+     [(':1', {'examples': [1]}), (':2', {'examples': [2]})]),
+    ('[{"a": 1},\n {"a": 2}]', [(': row 1', {'a': 1}), (': row 2', {'a': 2})]),
+    ('{"examples":\n [{"a": 1}]}', [(': row 1', {'a': 1})])])
+def test_a_json_file_holds_a_list_or_a_row_per_line(tmp_path, raw, rows):
+    (tmp_path / 'x.json').write_text(raw)
+    (tmp_path / 'x.json.gz').write_bytes(gzip.compress(raw.encode()))
+    for path in (tmp_path / 'x.json', tmp_path / 'x.json.gz'):
+        assert [*read_rows(path)] == [(f'{path}{place}', row) for place, row in rows]
+
+
+def test_a_broken_line_of_a_json_file_is_named_alone(tmp_path):
+    (tmp_path / 'x.json').write_text('{"a": 1}\n{"a":\n{"a": 3}')
+    (_, first), (_, broken), (_, last) = read_rows(tmp_path / 'x.json')
+    assert (first, last) == ({'a': 1}, {'a': 3}) and 'x.json:2: broken JSON' in str(broken)
 
 
 def test_a_file_or_folder_without_read_permission_is_named(tmp_path, monkeypatch):

@@ -261,6 +261,39 @@ def test_triviaqa_asks_a_repeated_question_once(tmp_path):
     assert loaded.questions[0].context == 'Question: Who is 0?\nAnswer:'
 
 
+@pytest.mark.parametrize('row, message', [
+    *[({'possible_answers': wrong}, 'possible_answers must be a JSON list')
+      for wrong in ('writer', '{"a": 1}', '"writer"', '[]', None, 3, ['writer'], '[' * 100_000)],
+    ({'possible_answers': '["a", 1]'}, 'a reference answer is not text but int'),
+    ({'possible_answers': '["\\ud800"]'}, 'a reference answer is not valid Unicode'),
+    ({'prop': None}, 'the subject or category is missing'),
+    ({'id': '\ud800'}, 'the id is not valid'),
+    ({'question': 5}, 'the question is not text')])
+def test_a_malformed_row_of_popqa_is_a_bad_row(tmp_path, row, message):
+    good = {'question': 'Who?', 'possible_answers': '["a"]', 'prop': 'occupation', 'id': 1}
+    write_rows(tmp_path / 'test.jsonl', [good | row, good])
+    with pytest.raises(DataError, match=f'test.jsonl:1: {message}'):
+        load_free(f'popqa:{tmp_path / "test.jsonl"}', shots=0)
+    loaded = load_free(f'popqa:{tmp_path / "test.jsonl"}', shots=0, on_bad_row='skip')
+    assert (len(loaded.questions), len(loaded.bad)) == (1, 1)
+
+
+@pytest.mark.parametrize('change, message', [
+    *[({'answers': wrong}, '"answers" must be a list of answers, whose "correct" is true or false')
+      for wrong in ([{'correct': 'no'}], [{'correct': 1}], [{}], [5], [], 'x', {'correct': True})],
+    ({'task': ['qa']}, '"task" is not text but list'), ({'id': {}}, '"id" is not text'),
+    ({'language': None}, '"language" is missing'), ({'subject': 3}, '"subject" is not text'),
+    ({'context': None}, '"context" is missing'), ({'context': '\ud800'}, 'not valid Unicode')])
+def test_a_malformed_sample_of_p_ik_is_a_bad_row(tmp_path, change, message):
+    good = {'task': 'qa', 'language': '', 'id': '0', 'greedy': {}, 'subject': '',
+            'context': 'Who?\nAnswer:', 'answers': [{'correct': False}]}
+    path = write_rows(tmp_path / 'samples.jsonl', [good | {'id': '1'} | change, good])
+    with pytest.raises(DataError, match=f'samples.jsonl:1: .*{message}'):
+        load_p_ik(f'p_ik:{path}')
+    question, = load_p_ik(f'p_ik:{path}', on_bad_row='skip').questions
+    assert question.answer == 1
+
+
 def test_popqa_is_read_from_its_tsv(tmp_path):
     (tmp_path / 'test.tsv').write_text(
         'id\tsubj\tprop\ts_pop\tquestion\tpossible_answers\n'

@@ -16,8 +16,10 @@ import generate as program
 import triton_ops
 from attention import Cache, DecodeMask, ExplicitMask, visible_keys
 from data.chat import encode_prompt
-from data.tokenizer import load_tokenizer
+from data.export import tokenizer_files
+from data.tokenizer import load_model_tokenizer, load_tokenizer
 from generate import Answer, confidences, generate, stream, take
+from results.samples import digest
 from runtime import checkpoint, ownership, slots
 from runtime.device import HostCopy
 from runtime.draw import draw, draw_kernel, lowest_logits, random_numbers
@@ -452,14 +454,14 @@ def model_of_many_tokens(tmp_path_factory):
 @pytest.fixture
 def speaker(model_of_many_tokens, monkeypatch, tokenizers):
     """Return a function that generates with a model whose every answer is the given tokens."""
-    def speak(kind, ids, **settings):
+    def speak(kind, ids, ends=frozenset({2, 128009}), **settings):
         def forced(logits, uniforms, s, n_vocab):
             return torch.tensor([[next(tokens), -1.0, -1.0, 1.0]] * len(logits))
         tokens = iter([*ids, *[3] * 100])
         monkeypatch.setattr(slots, 'draw', forced)
         settings = Sampling(**{'max_tokens': 40} | settings)
         ((_, (answer,)),) = generate(model_of_many_tokens, [[5, 6]], settings, tokenizers[kind],
-                                     {2, 128009})
+                                     ends)
         return answer
     return speak
 
@@ -493,6 +495,10 @@ def test_an_end_token_belongs_to_the_answer_but_not_to_its_text(speaker, tokeniz
     assert answer.reason == 'end' and answer.tokens == [*ids, 2] and answer.text == 'fox'
     assert len(answer.log_probs) == len(answer.entropies) == len(ids) + 1
     assert speaker('llama2', [2]).text == ''
+    for kind in ('gemma', 'llama2', 'llama3'):      # half a character before it is no character
+        half = tokenizers[kind].encode('ok 🦊', start=False)[:-1]
+        answer = speaker(kind, [*half, tokenizers[kind].eos_id], {tokenizers[kind].eos_id})
+        assert (answer.reason, answer.text) == ('end', 'ok ')
     assert speaker('llama2', [*ids, 2], max_tokens=len(ids)).reason == 'max_tokens'
 
 
@@ -610,6 +616,68 @@ def run(folder, tmp_path, *arguments, questions=QUESTIONS):
                   f'--out={tmp_path / "out" / "answers.jsonl"}', '--max_tokens=6', *arguments])
     lines = (tmp_path / 'out' / 'answers.jsonl').read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def test_context_beside_a_prompt_is_asked_and_null_fields_are_absent(chat_folder, tmp_path):
+    tokenizer, said = load_tokenizer(chat_folder), [{'role': 'user', 'content': 'What?'}]
+    system = {'role': 'system', 'content': 'Be brief.'}
+    rows = run(chat_folder, tmp_path, questions=[
+        {'prompt': 'What?', 'messages': None, 'system': 'Be brief.', 'tools': None, 'id': None},
+        {'prompt': None, 'messages': said, 'system_prompt': 'Be brief.'},
+        {'prompt': 'What?', 'history': [['a', 'b']]}])
+    hashes = {row['id']: row['prompt_hash'] for row in rows}
+    ids, _ = encode_prompt([system, *said], tokenizer, 'tulu')
+    assert hashes['0'] == hashes['1'] == digest(ids) != hashes['2']
+    for more, wrong in (({'tools': ['f']}, '"tools" is in no message'),
+                        ({'context': 'x'}, '"context" is in no message')):
+        with pytest.raises(DataError, match=f'prompts.jsonl:1: .*{wrong}'):
+            run(chat_folder, tmp_path, questions=[{'prompt': 'What?'} | more])
+    with pytest.raises(DataError, match='a system message and a history need a chat template'):
+        run(chat_folder, tmp_path, '--raw', questions=[{'prompt': 'What?', 'system': 'x'}])
+
+
+def test_lone_surrogates_in_copied_fields_are_copied(chat_folder, tmp_path):
+    questions = [{'prompt': 'a', 'id': '\ud800', 'gold': ['x\udfff', {'\ud83d': 1}]}]
+    for _ in range(2):      # it resumes
+        row, = run(chat_folder, tmp_path, questions=questions)
+        assert {key: row[key] for key in questions[0]} == questions[0]
+
+
+@pytest.mark.parametrize('line', ['{}', '5', '[]', '{"id": "0"}', '{"id": [], "prompt_hash": "x"}',
+                                  '{"id": "0", "prompt_hash": 3}', '{"id": null}'])
+def test_a_malformed_line_of_answers_is_named(chat_folder, tmp_path, line):
+    run(chat_folder, tmp_path)
+    out = tmp_path / 'out' / 'answers.jsonl'
+    out.write_text(f'{out.read_text()}{line}\n')
+    with pytest.raises(DataError, match='answers.jsonl:4: not a row that generate.py wrote'):
+        run(chat_folder, tmp_path)
+
+
+def test_the_tokens_of_three_files_end_an_answer(chat_folder, tmp_path):
+    first = run(chat_folder, tmp_path, '--per_token')
+    a, b = (row['answers'][0]['tokens'] for row in first[:2])
+    ends = a[2], b[3]
+    (chat_folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': [ends[0]]}))
+    with pytest.raises(ConfigError, match='has answers with .*end_ids'):
+        run(chat_folder, tmp_path, '--per_token')
+    config = json.loads((chat_folder / 'config.json').read_text())
+    (chat_folder / 'config.json').write_text(json.dumps(config | {'eos_token_id': ends[1]}))
+    model = checkpoint.read_config(chat_folder)
+    tokenizer = load_model_tokenizer(chat_folder, model)
+    assert tokenizer.end_ids == {tokenizer.eos_id, *ends}
+    before = {row['id']: row['answers'][0]['tokens'] for row in first}
+    for row in run(chat_folder, tmp_path, '--per_token', '--overwrite'):
+        (answer,), tokens = row['answers'], before[row['id']]
+        n = min((tokens.index(end) + 1 for end in ends if end in tokens), default=len(tokens))
+        assert answer['tokens'] == tokens[:n]
+        assert answer['reason'] == ('end' if n < 6 or tokens[-1] in ends else 'max_tokens')
+    # in a trained folder transformers and vLLM read all of them from one file
+    written = tokenizer_files(chat_folder, tokenizer, 'tulu')['generation_config.json']
+    assert {*written['eos_token_id']} == tokenizer.end_ids
+    for wrong in ('x', [1, None], True, -1):
+        (chat_folder / 'generation_config.json').write_text(json.dumps({'eos_token_id': wrong}))
+        with pytest.raises(DataError, match='generation_config.json: eos_token_id = .* must be'):
+            load_tokenizer(chat_folder)
 
 
 def test_the_command_writes_one_line_per_prompt_and_resumes(chat_folder, tmp_path, capsys,

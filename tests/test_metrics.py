@@ -921,6 +921,8 @@ def test_the_program_says_how_it_is_called():
     ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
     ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 1e999]}', '1: n_tokens must be'),
     ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1]}', '1: n_tokens must be'),
+    ('{"log_probs": [-1, -1e308], "answer": 0}', '1: log_probs must be below 1e300 in magnitude'),
+    ('{"log_probs": [1e308, -1e308], "answer": 0}', '1: log_probs must be below 1e300'),
     ('{"probs": [1%s], "answer": 0}' % ('0' * 400), '1: int too large'),
     ('[1]', '1: not a JSON object: [1]'), ('null', '1: not a JSON object: None'),
     ('{}', '1: probs must be numbers, not None'),

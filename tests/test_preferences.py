@@ -130,11 +130,13 @@ def test_a_row_without_a_preference_is_left_out_for_a_reason(answers, scores, re
     (['a'], 'a row must be an object'),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [1]}, '2 answers but 1 scores'),
     ({'prompt': 'a', 'responses': 'bc', 'scores': [1, 0]}, "must be lists, got 'bc'"),
-    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': None}, 'must be lists'),
+    ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': None},
+     'fields prompt, responses; wanted prompt + responses + scores'),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': ['1', '2']}, 'must be numbers'),
     ({'prompt': 'a', 'responses': ['b', 'c'], 'scores': [math.nan, 2]}, 'must be numbers'),
     ({'prompt': 'a', 'responses': ['b', 3], 'scores': [1, 2]}, 'an answer is not text but int'),
-    (ROWS['HelpSteer3'] | {'overall_preference': None}, 'scores must be numbers, got [0, None]'),
+    (ROWS['HelpSteer3'] | {'overall_preference': None},
+     'fields context, response1, response2; wanted'),
     ({'chosen': 'b', 'rejected': 'c'}, 'must be dialogues'),
     ({'chosen': '\n\nHuman: x\n\nAssistant: y', 'rejected': '\n\nHuman: z\n\nAssistant: y'},
      'the turns before the two answers differ'),
@@ -150,6 +152,54 @@ def test_a_malformed_row_says_what_is_wrong(row, message, tokenizer):
     with pytest.raises(DataError) as error:
         encode_ranking(to_ranking(row), tokenizer, 'tulu', True, 512)
     assert message in str(error.value)
+
+
+BRIEF, EARLIER = PROMPT[0], [said('user', 'Hi.'), said('assistant', 'Hello.')]
+PAIR = {'chosen': 'Red.', 'rejected': 'Seven.'}
+
+
+@pytest.mark.parametrize('row, before', [
+    ({'system': 'Be brief.', 'question': 'Name a color.', 'chosen_rating': None} | PAIR, [BRIEF]),
+    ({'instruction': 'Name a color.', 'input': '', 'system': None, 'history': [['Hi.', 'Hello.']]}
+     | PAIR, EARLIER),
+    *[(row | {'system_prompt': 'Be brief.', 'tools': [], 'images': None}, [BRIEF])
+      for row in ROWS.values()]])
+def test_context_beside_a_pair_precedes_it(row, before):
+    assert to_ranking(row).prompt == [*before, said('user', 'Name a color.')]
+
+
+@pytest.mark.parametrize('name', [name for name in ROWS if name != 'HelpSteer3'])
+@pytest.mark.parametrize('field', ['tools', 'functions', 'documents', 'context'])
+def test_context_that_no_pair_can_hold_is_refused(name, field):
+    with pytest.raises(DataError, match=f'the field "{field}" is in no message'):
+        to_ranking(ROWS[name] | {field: 'f(x)'})
+
+
+@pytest.mark.parametrize('turns, message', [
+    ([said('assistant', 'Red.') | {'weight': 0}], 'the answer of "chosen" is marked as not'),
+    ([said('assistant', 'Red.') | {'tool_calls': ['f']}], 'the field "tool_calls"')])
+def test_marks_and_calls_of_a_pair_are_refused(turns, message):
+    with pytest.raises(DataError, match=message):
+        to_ranking({'prompt': 'Name a color.', 'chosen': turns, 'rejected': 'Seven.'})
+
+
+def test_an_earlier_answer_of_a_pair_is_not_trained(tokenizer):
+    prompt = [EARLIER[0], EARLIER[1] | {'weight': 0}, said('user', 'Name a color.')]
+    ranking = to_ranking({'prompt': prompt} | PAIR)
+    plain = Ranking([*EARLIER, prompt[-1]], ['Red.', 'Seven.'], [1, 0])
+    encoded = [encode_ranking(r, tokenizer, 'tulu', True, 512) for r in (ranking, plain)]
+    assert encoded[0] == encoded[1]
+    prompt[1]['weight'] = 1
+    with pytest.raises(DataError, match='only the answers are'):
+        to_ranking({'prompt': prompt} | PAIR)
+
+
+def test_helpsteer2_rows_with_different_system_messages_are_not_joined():
+    rows = [(f'f:{i}', {'prompt': 'Hi', 'response': f'{i}', 'helpfulness': i, 'system': f'{i % 2}'})
+            for i in range(4)]
+    rankings = [to_ranking(row) for _, row in join_answers(rows)]
+    assert [(r.prompt[0]['content'], r.answers) for r in rankings] == [('0', ['0', '2']),
+                                                                       ('1', ['1', '3'])]
 
 
 def test_helpsteer2_joins_the_answers_of_a_prompt():

@@ -27,6 +27,8 @@ def question(i=0, **more):
 
 TOKEN = {'task': 'clm', 'split': 'test', 'language': '', 'id': 't0', 'prompt': 'p',
          'confidence': 0.5, 'correct': True, 'log_prob': -0.7, 'entropy': 1.0}
+WRITTEN = {'text': 'a', 'reason': 'end', 'n_tokens': 2, 'log_prob': -0.7, 'mean_prob': 0.7,
+           'answer': 'a', 'key': 'a', 'correct': True, 'strict': True}
 
 
 def result(**more):
@@ -93,6 +95,18 @@ def without(row, key):
     (TOKEN | {'confidence': 1.5}, 'confidence must be from 0 to 1'),
     (TOKEN | {'log_prob': 0.5}, 'log_prob must be at most 0'),
     (TOKEN | {'entropy': -1.0}, 'entropy must be at least 0'),
+    (TOKEN | {'greedy': WRITTEN, 'answers': []}, 'answers must be a list of answers'),
+    (TOKEN | {'greedy': WRITTEN, 'answers': 'no'}, 'answers must be a list of answers'),
+    (TOKEN | {'greedy': WRITTEN, 'answers': [5]}, 'must be answers, not 5'),
+    (TOKEN | {'greedy': None, 'answers': [WRITTEN]}, 'must be answers, not None'),
+    *[(TOKEN | {'greedy': WRITTEN, 'answers': [WRITTEN, WRITTEN | wrong]},
+       f'in an answer, {[*wrong][0]} must be') for wrong in (
+        {'correct': 'no'}, {'correct': None}, {'strict': 1}, {'log_prob': -1e308},
+        {'log_prob': 1.0}, {'log_prob': None}, {'log_prob': float('nan')}, {'mean_prob': 2},
+        {'n_tokens': 0}, {'n_tokens': 1.5}, {'key': []}, {'text': None},
+        {'answer': ['x']}, {'reason': 3})],
+    (TOKEN | {'confidence': None, 'greedy': {'text': 5}}, 'in an answer, text must be text'),
+    (question(log_probs=[-1e308, -1.0]), 'finite and at most 0'),
     (TOKEN | {'token': 5, 'top_token': 6}, 'contradict each other'),
     (TOKEN | {'token': 5, 'top_token': 5, 'log_prob': -0.1}, 'contradict each other'),
     (TOKEN | {'token': 5, 'top_token': 5, 'log_prob': -3.0}, 'contradict each other'),
@@ -391,7 +405,8 @@ def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
     (tmp_path / 'reliability.png').mkdir()
     (tmp_path / 'results.md').mkdir()
     written = {'tasks': {'mmlu': result()}}
-    report.write_results(written, tmp_path)
+    names = report.write_results(written, tmp_path)
+    assert sorted(names) == ['results.csv', 'results.json', 'results.tex']
     plots.draw_reliability(tmp_path / 'reliability.png', panels_of(1))
     assert json.loads((tmp_path / 'results.json').read_text())['tasks']['mmlu']['pooled']['n'] == 6
     assert (tmp_path / 'results.csv').exists() and not (tmp_path / 'results.md').is_file()

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ import train
 from common import HERE, await_steps, llama_config, rewrite, run_train, same_weights, steps_done
 from results import plots
 from runtime import adapter, checkpoint, optim, ownership, resume, trained
-from runtime.errors import ConfigError, TrainingError
+from runtime.errors import ConfigError, ProcessError, TrainingError
 
 
 @pytest.fixture(scope='module')
@@ -181,6 +182,40 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
         shutil.rmtree(run.out)
         shutil.copytree(begun, run.out)
     assert finished and n_kills >= (60 if kind == 'shards' else 20), n_kills
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, ProcessError])
+@pytest.mark.parametrize('file, changes, notes', [
+    (None, {}, []), ('log.jsonl', {}, []), ('resume-3/state.json', {'dry_run': True}, []),
+    ('resume-3/state.json', {}, ['--resume continues from the last checkpoint']),
+    ('config.json', {}, ['the weights are saved, and --resume makes the report']),
+    ('config.json', {'eval': None}, [])])
+def test_an_interrupted_run_says_resume_only_where_that_continues(tmp_path, error, file, changes,
+                                                                  notes):
+    if file:
+        ownership.claim(tmp_path, file)
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text('{}')
+    cfg = SimpleNamespace(**{'out_dir': str(tmp_path), 'dry_run': False, 'eval': 1} | changes)
+    with pytest.raises(error) as interrupt, resume.notes_how_to_continue(cfg):
+        raise error
+    assert getattr(interrupt.value, '__notes__', []) == notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_says_so(small_world, tmp_path, number):
+    code = ('import os, runpy, sys\n'
+            'from runtime import log\n'
+            f'log.print_sizes = lambda *_: os.kill(os.getpid(), {int(number)})\n'
+            'sys.argv = sys.argv[1:]\n'
+            'runpy.run_path(sys.argv[0], run_name="__main__")\n')
+    done = subprocess.run([sys.executable, '-c', code, 'train.py',
+                           str(small_world[0] / 'tuned' / 'train_config.py'), '--device=cpu',
+                           f'--out_dir={tmp_path}'], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 128 + number
+    stopped = 'stopped' if number == signal.SIGINT else 'stopped by SIGTERM'
+    assert done.stderr.strip().split('\n')[-1] == stopped
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 import copy
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from data.tokenizer import load_tokenizer
 from evaluate import option_log_probs
 from generate import Answer, generate, stream
 from runtime import checkpoint
-from runtime.errors import CheckpointError, ConfigError, DataError
+from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
 from runtime.sampling import Sampling
 from runtime.terminal import shaded
 
@@ -56,6 +58,8 @@ def test_characters_are_printed_whole(tokenizers, kind):
     assert ended[-1] == '' and ''.join(ended) == text
     half = tokenizer.encode('🦊', start=False)[:-1]
     assert [*sample.pieces(growing(half, 'max_tokens'), tokenizer)][-1][0].endswith('\ufffd')
+    ended = sample.pieces(growing([*half, tokenizer.eos_id], 'end'), tokenizer)
+    assert '\ufffd' not in ''.join(piece for piece, *_ in ended)
 
 
 @pytest.mark.parametrize('kind', ['gemma', 'llama2', 'llama3'])
@@ -111,14 +115,14 @@ def test_one_answer_is_greedy_with_its_probabilities(chat_folder, capsys, monkey
     ids, stop = sample.encode_prompt(messages, tokenizer, 'tulu', True)
     pairs = drawn(model, ids, stop | {2}, max_tokens=12)
     text = tokenizer.decode([i for i, _ in pairs if i not in stop], start=False)
-    assert said('--prompt=What?', '--max_tokens=12') == text + '\n'
+    assert said('--prompt=What?', '--max_tokens=12') == escape_controls(text) + '\n'
     monkeypatch.setattr(sys, 'stdin', io.TextIOWrapper(io.BytesIO(b'What?\n')))
     printed = said('--max_tokens=12', '--probs')
-    assert printed == text + '\n' + ''.join(
+    assert printed == escape_controls(text) + '\n' + ''.join(
         f'{p:.6f}  {tokenizer.decode([i], start=False)!r}\n' for i, p in pairs)
     raw = drawn(model, [1, *tokenizer.encode('What')], {2}, max_tokens=12)
-    assert said('--raw', '--prompt=What', '--max_tokens=12') == tokenizer.decode(
-        [i for i, _ in raw if i != 2], start=False) + '\n'
+    assert said('--raw', '--prompt=What', '--max_tokens=12') == escape_controls(
+        tokenizer.decode([i for i, _ in raw if i != 2], start=False)) + '\n'
 
 
 def test_a_conversation_continues_after_an_answer(chat_folder, capsys, monkeypatch):
@@ -138,7 +142,37 @@ def test_a_conversation_continues_after_an_answer(chat_folder, capsys, monkeypat
     first = capsys.readouterr().out.splitlines()[0]
     assert [[m['role'] for m in messages] for messages in asked] == [
         ['user'], ['user', 'assistant', 'user']]
-    assert asked[1][1]['content'].startswith(first) and asked[1][2]['content'] == 'And then?'
+    assert escape_controls(asked[1][1]['content']).startswith(first)
+    assert asked[1][2]['content'] == 'And then?'
+
+
+@pytest.mark.skipif(sys.platform == 'win32', reason='needs a pseudo-terminal')
+@pytest.mark.parametrize('locale', [{'LC_ALL': 'C.UTF-8'}, {'LC_ALL': 'C'}])
+def test_an_invalid_byte_does_not_end_a_conversation(locale):
+    import pty
+    main, terminal = pty.openpty()
+    code = 'from runtime.terminal import typed_lines\nprint([*map(ascii, typed_lines())])'
+    with subprocess.Popen([sys.executable, '-c', code], cwd=HERE, stdin=terminal, stdout=terminal,
+                          stderr=subprocess.PIPE, env=os.environ | locale) as process:
+        for line in (b'one\n', b'a\xffb\n', b'\xc3\n', b'two\n', b'\x04'):
+            os.write(main, line)
+            time.sleep(0.3)
+        errors = process.stderr.read()
+    os.close(terminal)
+    printed = os.read(main, 10 ** 4)
+    os.close(main)
+    assert process.returncode == 0 and b'that line is not valid' in errors
+    assert b'"\'one\'"' in printed and b'"\'two\'"' in printed and b'xff' not in printed
+
+
+def test_control_characters_of_an_answer_do_not_reach_the_terminal(tokenizers, capsys, monkeypatch):
+    ids = tokenizers['llama3'].encode('a\x1b[2J\x07b\r\x9b0m\n\tc', start=False)
+    for gray in (False, True):
+        monkeypatch.setattr(sample, 'shows_grays', lambda gray=gray: gray)
+        answers = growing([*ids, tokenizers['llama3'].eos_id], 'end')
+        _, said, _ = sample.print_answer(answers, tokenizers['llama3'], sample.SampleConfig())
+        printed = re.sub(r'\x1b\[(48;5;\d+;38;5;\d+|0)m', '', capsys.readouterr().out)
+        assert printed == 'a\\x1b[2J\\x07b\\r\\x9b0m\n\tc\n' and '\x1b[2J' in said
 
 
 def test_a_token_is_shaded_by_its_probability():

@@ -696,6 +696,7 @@ def test_jinja_raises_as_python_does(tokenizers, tmp_path):
     for messages, wrong in (
             ([MESSAGES[0], MESSAGES[2]], 'a system message must be followed by a user message'),
             ([MESSAGES[0]], 'a system message must be followed by a user message'),
+            ([*MESSAGES[1:3], MESSAGES[0], MESSAGES[1]], 'a system message must be the first'),
             ([{'role': 'tool', 'content': 'x'}, MESSAGES[2]], 'tool.*wanted one of system, user')):
         with pytest.raises(jinja2.exceptions.TemplateError, match=wrong):
             theirs.apply_chat_template(messages, tokenize=False)

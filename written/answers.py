@@ -61,7 +61,7 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
             bad_rows.append(str(error))
             continue
         key, end = (label, 'test', question.language, question.id), end | ends
-        request = samples.digest([ids, n, max_tokens, stop, cfg.seed])
+        request = samples.digest([ids, n, max_tokens, stop, sorted(ends), cfg.seed])
         if sample := earlier.get((key, request)):
             append_sample(question, key, request, n_shots, sample['greedy'], sample.get('answers'))
         else:
@@ -70,7 +70,6 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
     try:
         if left:
             model, ids = load(), [entry[-1] for entry in left]
-            end |= model.config.end_ids
             greedy = generate.generate(model, ids, settings, tokenizer, end)
             drawn = generate.generate(model, ids, replace(settings, n=n, temperature=1.0),
                                       tokenizer, end)

@@ -1,0 +1,120 @@
+"""Read the conversation of a row as messages: [{'role', 'content'}, ...].
+
+What a row says beside its list of turns belongs to the conversation as well: `with_context` puts it
+there, or refuses the row. A message whose turn says whether it is trained has 'train': True or
+False.
+"""
+
+import re
+
+from data.files import require_text
+from runtime.errors import DataError
+
+ROLE_NAMES = {'human': 'user', 'gpt': 'assistant'}      # ShareGPT's
+SYSTEM = 'system', 'system_prompt', 'system_message', 'system_instruction'
+HISTORY = 'history', 'chat_history'
+# what a model would have to read, and no template of ours shows
+CONTEXT = ('tools', 'functions', 'documents', 'document', 'context', 'knowledge', 'instruction',
+           'input', 'images', 'image', 'videos', 'video', 'audios', 'audio')
+CONTEXT_OF_TURN = ('tool_calls', 'function_call', 'tools', 'functions', 'reasoning_content',
+                   'reasoning', 'thinking', 'documents', 'context', 'input', 'images', 'image',
+                   'videos', 'video', 'audios', 'audio')
+TRAIN = 'train', 'training', 'trainable', 'weight', 'loss', 'loss_mask', 'loss_weight'
+NOT_OBEYED = 'train_detail', 'training_detail', 'mask'
+
+
+def without_nulls(row):
+    """Return the fields of a row or turn that are not null: parquet gives every row all columns."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def is_empty(value):
+    """Return whether a field says nothing: null, false, blank, or a list or object of these."""
+    if isinstance(value, (list, dict)):
+        return all(map(is_empty, value.values() if isinstance(value, dict) else value))
+    return value is None or value is False or (
+        isinstance(value, str) and value.strip() in ('', '[]', '{}', 'null', 'None'))
+
+
+def read_turns(value, what, speaker=None):
+    """Return the messages of a list of turns, of one turn, or of a text if `speaker` is its role.
+
+    A turn has role and content, or from and value. Raises DataError that begins with `what`.
+    """
+    if isinstance(value, str) and speaker:
+        return [{'role': speaker, 'content': value}]
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        text = 'text or ' if speaker else ''
+        raise DataError(f'{what} must be {text}a list of {{"role", "content"}}')
+    return [_message(without_nulls(turn)) for turn in turns]
+
+
+def _message(turn):
+    roles = [ROLE_NAMES.get(turn[name], turn[name]) for name in ('role', 'from') if name in turn]
+    texts = [turn[name] for name in ('content', 'value') if name in turn]
+    for names, values in (('role" and "from', roles), ('content" and "value', texts)):
+        if values[1:] and values[0] != values[1]:
+            raise DataError(f'"{names}" of a message differ: {values[0]!r:.60} and '
+                            f'{values[1]!r:.60}')
+    message = {'role': roles[0] if roles else None, 'content': texts[0] if texts else None}
+    for name in (*CONTEXT_OF_TURN, *NOT_OBEYED):
+        if not is_empty(turn.get(name)):
+            raise DataError(f'the field "{name}" of a message (role {message["role"]!r}) is not '
+                            f'supported; write it into the content, or remove it')
+    train = {name: turn[name] for name in TRAIN if name in turn}
+    for name, value in train.items():
+        if isinstance(value, (str, list, dict)) or value not in (0, 1):
+            raise DataError(f'"{name}" of a message is {value!r:.60}; wanted true, false, 1 or 0')
+    if len({*train.values()}) > 1:
+        raise DataError(f'{" and ".join(train)} of a message contradict each other')
+    return message | ({'train': bool(value)} if train else {})
+
+
+def with_context(row, messages, used=()):
+    """Return `messages` after the system message and the history that stand beside them in a row.
+
+    used: names of the fields that `messages` were read from. Raises DataError for context that is
+    not in the messages and that no template shows, such as tools, and for two system messages.
+    """
+    texts = [message['content'] for message in messages
+             if message['role'] != 'assistant' and isinstance(message['content'], str)]
+    for name, value in _given(row, CONTEXT):
+        if name not in used and not (
+                isinstance(value, str) and any(value.strip() in text for text in texts)):
+            raise DataError(f'the field "{name}" is in no message, so the model would not see it; '
+                            f'write it into a message, or remove it')
+    for name, value in _given(row, HISTORY):
+        turns = _history(value, name)
+        n_system = int(messages[:1] != [] and messages[0]['role'] == 'system')
+        if turns != messages[n_system:-1][:len(turns)]:     # else they hold the history already
+            messages = [*messages[:n_system], *turns, *messages[n_system:]]
+    for name, value in _given(row, SYSTEM):
+        text = require_text(value, f'the field "{name}"')
+        if not messages or messages[0]['role'] != 'system':
+            messages = [{'role': 'system', 'content': text}, *messages]
+        elif text.strip() not in require_text(messages[0]['content'], 'the system message'):
+            raise DataError(f'the field "{name}" differs from the system message of the row: '
+                            f'{text!r:.60} and {messages[0]["content"]!r:.60}; keep one of them')
+    return messages
+
+
+def _given(row, names):
+    """Return [(name, value)] of the fields of a row that have one of `names` and say something.
+
+    systemPrompt and System-Prompt are names for system_prompt.
+    """
+    plain = {name.replace('_', '') for name in names}
+    return [(name, value) for name, value in row.items()
+            if re.sub('[ _-]', '', name).lower() in plain and not is_empty(value)]
+
+
+def _history(value, name):
+    """Return the messages of a list of turns, or of [question, answer] pairs (LLaMA-Factory)."""
+    if isinstance(value, list) and all(
+            isinstance(pair, list) and len(pair) == 2 for pair in value):
+        return [{'role': role, 'content': require_text(text, f'a text of "{name}"')}
+                for pair in value for role, text in zip(('user', 'assistant'), pair)]
+    if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
+        return read_turns(value, f'"{name}"')
+    raise DataError(f'"{name}" must be a list of [question, answer] or of {{"role", "content"}}')
