@@ -642,7 +642,7 @@ def main(argv):
     results, labels, _ = run(cfg)
     if not results:
         return      # the first process prints them
-    print(report.to_text(results['tasks'], labels))
+    print(escape_controls(report.to_text(results['tasks'], labels)))
 
 
 if __name__ == '__main__':

@@ -620,7 +620,7 @@ def test_the_command_says_what_it_does_and_names_a_bad_row(base, tmp_path):
     done = run_scripts(1, *command)
     assert done.returncode == 0, done.stderr
     for text in ('tokens on average in the best', 'first example', 'step 1/1  loss 0.69',
-                 'accuracy 0.5', f'wrote weights, log.jsonl, pictures to {cfg.out_dir}'):
+                 'accuracy 0.5', f'wrote weights, log.jsonl, loss.png to {cfg.out_dir}'):
         assert text in done.stdout, done.stdout
     write_rows(tmp_path / 'pairs.jsonl', [*ROWS, {'prompt': 'a'}])
     done = run_scripts(1, *command, '--overwrite')
