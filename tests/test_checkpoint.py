@@ -264,6 +264,7 @@ def test_every_field_of_the_config_is_checked(number, name, tmp_path):
     assert (('sliding_window', '1') in computed) == ('sliding_window' in keys)
 
 
+LENGTH = 'original_max_position_embeddings'
 ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
 
 
@@ -283,7 +284,18 @@ ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
     (False, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}, 'rope_parameters': ROPE}),
     (False, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 1e4}),
     (False, {'rope_scaling': ROPE | {'type': 'default'}}),
-    (False, {'rope_scaling': {'factor': 8.0}}),
+    *((True, {block: {key: value, 'factor': 8.0}}) for block in ('rope_scaling', 'rope_parameters')
+      for key, value in (('rope_theta', 1e4), ('rope_type', 'default'), ('low_freq_factor', 2.0),
+                         (LENGTH, 16), ('finetuned', True))),
+    (True, {'rope_scaling': ROPE | {'mscale': 0.7, 'attention_factor': 0.5, 'finetuned': True}}),
+    *((True, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, LENGTH: 16} | more}) for more in (
+        {'finetuned': True}, {'finetuned': False}, {'mscale': 1.0, 'mscale_all_dim': 0},
+        {'mscale': 0.0, 'mscale_all_dim': 0.7}, {'beta_fast': 0, 'beta_slow': 0.0},
+        {'low_freq_factor': 'not read'})),
+    (True, {'rope_scaling': {'type': 'linear', 'factor': 2.0, LENGTH: 16, 'finetuned': False}}),
+    (False, {'rope_scaling': {'factor': 8.0, 'rope_typ': 'linear'}}),
+    (False, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, 'attention_factor': 0}}),
+    (False, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, 'mscale': -1.0}}),
     (False, {'rope_scaling': ROPE | {'low_freq_factor': 4.0}}),
     (False, {'rope_scaling': ROPE | {'low_freq_factor': 5.0}}),
     (False, {'rope_scaling': ROPE | {'partial_rotary_factor': 0.5}}),
@@ -297,6 +309,27 @@ def test_rope_is_computed_as_in_transformers_or_refused(folder, computed, change
     raw = json.loads((folder / 'config.json').read_text())
     del raw['rope_parameters']
     assert computed_or_refused(folder, raw, changes) == computed
+
+
+@pytest.mark.parametrize('name', [
+    name for name in ARCHITECTURES if not name.startswith(('opt', 'neox'))])
+@pytest.mark.parametrize('sizes', [{'hidden_size': 45, 'head_dim': 20},
+                                   {'hidden_size': 50, 'num_attention_heads': 3, 'head_dim': 8,
+                                    'num_key_value_heads': 1}])
+def test_a_hidden_size_beside_head_dim_is_computed_or_refused_as_in_transformers(
+        name, sizes, tmp_path):
+    kind = reference_model(name, tmp_path).config.model_type
+    try:
+        reference_model(name, tmp_path, **sizes)
+    except Exception as error:      # huggingface_hub's own class
+        assert 'is not a multiple of the number of attention' in str(error)
+        edit_config(tmp_path, **sizes)
+        wanted = f'hidden_size = {sizes["hidden_size"]} is not a multiple of num_attention_heads'
+        with pytest.raises(checkpoint.CheckpointError, match=wanted):
+            checkpoint.read_config(tmp_path)
+    else:
+        assert kind not in config_json.WHOLE_HEADS
+        torch.testing.assert_close(*both_logits(tmp_path), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize('computed, changes', [
