@@ -65,20 +65,27 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     For a PEFT adapter it is a folder with the files of its base model, see runtime/adapter.py.
     weights: False downloads only its configuration and tokenizer
     """
-    path = Path(os.path.expanduser(name))
-    if revision and path.is_dir():
-        raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = {name} '
-                              f'is a folder; set one of them')
-    folder = path if path.is_dir() else _download(name, path, revision, weights)
+    folder = _own_folder(name, revision, weights)
     if not adapter.is_adapter(folder):
         return folder
     settings = adapter.read_settings(folder)
     base = settings['base_model_name_or_path']
     try:
-        base = fetch(base, None if os.path.isdir(base) else settings.get('revision'), weights)
+        base = _own_folder(base, None if os.path.isdir(base) else settings.get('revision'), weights)
     except CheckpointError as error:
         raise CheckpointError(f'{folder / adapter.CONFIG}: the base model: {error}') from error
     return adapter.beside_base(folder, base)
+
+
+def _own_folder(name, revision, weights):
+    if not name:        # which would be the current folder
+        raise CheckpointError("the name of the model is empty; wanted a folder or a hub name like "
+                              "google/gemma-2-2b")
+    path = Path(os.path.expanduser(name))
+    if revision and path.is_dir():
+        raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = {name} '
+                              f'is a folder; set one of them')
+    return path if path.is_dir() else _download(name, path, revision, weights)
 
 
 def _download(name, path, revision, weights):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from common import (ARCHITECTURES, HERE, LLAMA3_ROPE, few_layers, llama_config, lora_model, named,
                     reference_model, rewrite, whole_rows)
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import model as models
 from runtime import (__version__, adapter, checkpoint, config_json, config_keys, config_ropes,
@@ -778,6 +778,41 @@ def test_a_pickle_of_other_things_is_refused(content, folder):
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
     with pytest.raises(checkpoint.CheckpointError, match='model.bin: truncated, not a f'):
+        checkpoint.load(folder)
+
+
+DENSE = torch.ones(3, 3)
+
+
+@pytest.mark.parametrize('content, message', [
+    ({0: DENSE, 1: DENSE}, 'the key 0 is not the name of a tensor, such as model.norm.weight'),
+    ({'a': DENSE, ('b',): DENSE}, r"the key \('b',\) is not the name"),
+    ({None: DENSE}, 'the key None is not the name'),
+    ({b'a': DENSE}, "the key b'a' is not the name"),
+    ({'a': DENSE.to_sparse()}, 'tensor a is stored as torch.sparse_coo; save the dense tensor'),
+    ({'a': DENSE, 'b': DENSE.to_sparse_csr()}, 'tensor b is stored as torch.sparse_csr'),
+    ({'a': DENSE.to('meta')}, 'tensor a is on the meta device, so it has no values'),
+    ({'a': torch.quantize_per_tensor(DENSE, 0.1, 0, torch.qint8)}, 'tensor a is quantized'),
+    ({'a': DENSE.cfloat().conj()}, 'tensor a is complex'),
+    ({'a': torch.nested.as_nested_tensor([DENSE, DENSE[:1]])}, 'tensor a is nested')])
+def test_a_pickle_of_other_tensors_is_refused_by_name(content, message, folder):
+    (folder / 'model.safetensors').unlink()
+    torch.save(content, folder / 'pytorch_model.bin')
+    for read in (checkpoint.load, checkpoint.fingerprint, checkpoint.nonfinite_tensor):
+        with pytest.raises(checkpoint.CheckpointError, match=f'pytorch_model.bin: {message}'):
+            read(folder)
+
+
+@pytest.mark.parametrize('suffix', ['safetensors', 'bin'])
+def test_a_shard_without_a_tensor_of_the_index_is_named(suffix, folder):
+    tensors = load_file(folder / 'model.safetensors')
+    stem = 'model' if suffix == 'safetensors' else 'pytorch_model'
+    (folder / 'model.safetensors').unlink()
+    left = {key: x for key, x in tensors.items() if key != KEY}
+    (save_file if suffix == 'safetensors' else torch.save)(left, folder / f'{stem}-1.{suffix}')
+    (folder / f'{stem}.{suffix}.index.json').write_text(json.dumps(
+        {'weight_map': dict.fromkeys(tensors, f'{stem}-1.{suffix}')}))
+    with pytest.raises(checkpoint.CheckpointError, match=rf'-1.{suffix}.*{re.escape(KEY)}'):
         checkpoint.load(folder)
 
 
