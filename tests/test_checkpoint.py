@@ -288,7 +288,7 @@ ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
       for key, value in (('rope_theta', 1e4), ('rope_type', 'default'), ('low_freq_factor', 2.0),
                          (LENGTH, 16), ('finetuned', True))),
     (True, {'rope_scaling': ROPE | {'mscale': 0.7, 'attention_factor': 0.5, 'finetuned': True}}),
-    *((True, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, LENGTH: 16} | more}) for more in (
+    *((True, {'rope_scaling': {'type': 'yarn', 'factor': 4.0, LENGTH: 16} | more}) for more in (
         {'finetuned': True}, {'finetuned': False}, {'mscale': 1.0, 'mscale_all_dim': 0},
         {'mscale': 0.0, 'mscale_all_dim': 0.7}, {'beta_fast': 0, 'beta_slow': 0.0},
         {'low_freq_factor': 'not read'})),

@@ -464,7 +464,7 @@ def test_resolved_config_reads_back(tmp_path):
 
 
 @pytest.mark.parametrize('content, message', [
-    ("template = 'zephyr'", '''template = 'zephyr' is not supported; it must be "tulu" or "olmo2"'''),
+    ("template = 'zephyr'", "template = 'zephyr' is not supported; it must be .tulu. or .olmo2."),
     ("template = 'none'", "template = 'none' is not supported"),
     ('template = None', 'template = None is not supported'),
     ("template = ['tulu']", r'template = \[.tulu.\] is not supported'),
