@@ -314,7 +314,7 @@ def _require_words(patterns, path):
     for pattern in patterns:
         try:
             problem = 'it matches the empty text' if regex.match(pattern, '') else ''
-        except regex.error as error:
+        except (regex.error, RecursionError) as error:
             problem = error
         if problem:
             raise DataError(f'{path}: pre_tokenizer: {pattern!r} is not a regular expression of '

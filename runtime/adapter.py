@@ -167,7 +167,7 @@ def layer_setting(settings, name, patterns, default):
         try:
             if regex.match(LAYERS.format(pattern), name, timeout=PATTERN_SECONDS):
                 return value
-        except (TimeoutError, regex.error) as error:
+        except (TimeoutError, regex.error, RecursionError) as error:
             raise ValueError(f'{patterns}: {pattern!r} cannot be compared with the layer {name}: '
                              f'{error}; write a simpler regular expression') from error
     return settings[default]
