@@ -82,17 +82,17 @@ def _own_folder(name, revision, weights):
         raise CheckpointError("the name of the model is empty; wanted a folder or a hub name like "
                               "google/gemma-2-2b")
     path = Path(os.path.expanduser(name))
-    if revision and path.is_dir():
+    if revision and os.path.isdir(path):
         raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = {name} '
                               f'is a folder; set one of them')
-    return path if path.is_dir() else _download(name, path, revision, weights)
+    return path if os.path.isdir(path) else _download(name, path, revision, weights)
 
 
 def _download(name, path, revision, weights):
-    if path.is_file():
+    if os.path.isfile(path):    # False also for a name that is too long
         raise CheckpointError(f'{name} is a file; a model is the folder that holds its config.json')
     if name.startswith(('/', '.', '~')) or name.count('/') != 1:
-        raise CheckpointError(f'no model folder at {name}, and it is not a hub name '
+        raise CheckpointError(f'no model folder at {name!r}, and it is not a hub name '
                               f'like google/gemma-2-2b')
     wanted = ['config.json', adapter.CONFIG, *SIDE_FILES,
               *['*.safetensors', '*.safetensors.index.json'] * weights]

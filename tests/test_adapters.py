@@ -180,6 +180,9 @@ def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(tmp_pa
       for key in ('alpha_pattern', 'rank_pattern')
       for pattern in ('(', '*q_proj', 'q_proj[', 'a{9999999999}', '(?P<x', '(' * 5000, 'q(?i)')),
     ({'base_model_name_or_path': None}, 'base_model_name_or_path = None is not supported'),
+    ({'base_model_name_or_path': '/'}, 'the base model: / is not a model folder: it has no conf'),
+    *(({'base_model_name_or_path': base}, 'the base model: no model folder at ') for base in (
+        'a' * 300, 'x/' * 3000, ' ', '\0', '\ud800', '~no_such_user/x', '/dev/null')),
     ({'base_model_name_or_path': ''}, 'the base model: the name of the model is empty')])
 def test_settings_that_merged_weights_do_not_have_are_refused_by_name(tmp_path, change, message):
     adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})

@@ -628,7 +628,7 @@ def test_a_folder_of_adapters_is_not_a_model(folder):
 def test_home_folder_in_a_model_path(folder, monkeypatch):
     monkeypatch.setenv('HOME', str(folder.parent))
     assert checkpoint.fetch('~/model') == folder
-    with pytest.raises(checkpoint.CheckpointError, match='no model folder at ~/nothing'):
+    with pytest.raises(checkpoint.CheckpointError, match='no model folder at .~/nothing'):
         checkpoint.fetch('~/nothing')
     with pytest.raises(checkpoint.CheckpointError, match='config.json is a file; a model is the'):
         checkpoint.fetch('~/model/config.json')
@@ -662,7 +662,7 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
 
 
 def test_an_unreachable_model_is_named():
-    for name, message in (('/nowhere', 'no model folder at /nowhere'),
+    for name, message in (('/nowhere', 'no model folder at ./nowhere'),
                           ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
         with pytest.raises(checkpoint.CheckpointError, match=message):
             checkpoint.fetch(name)
