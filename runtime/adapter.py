@@ -102,8 +102,8 @@ def beside_base(folder: Path, base: Path) -> Path:
                               f'name a whole model, or merge that adapter with peft '
                               f'(merge_and_unload) and name the merged model')
     if not (base / 'config.json').exists():
-        raise CheckpointError(f'{folder / CONFIG}: the base model: {base} is not a model folder: it '
-                              f'has no config.json')
+        raise CheckpointError(f'{folder / CONFIG}: the base model: {base} is not a model folder: '
+                              f'it has no config.json')
     _linked.append(tempfile.TemporaryDirectory(prefix=f'{folder.resolve().name}-'))
     both = Path(_linked[-1].name)
     for path in base.iterdir():
