@@ -251,7 +251,11 @@ def _from_content(path, content):
         patterns, nfc = _patterns(content, path), content['normalizer'] is not None
         _require_ids(path, model['vocab'], added)
         merges = _merges(path, model, {token['content'] for token in added})
-        plain = [token for token in added if not token['special']]
+        settings = settings_beside(path.parent)
+        # whatever the file says, the tokens that begin and end a text are no part of it
+        ends = {_bos(content, settings), settings.get('eos_token')}
+        controls = [token for token in added if token['special'] or token['content'] in ends]
+        plain = [token for token in added if token not in controls]
         for problem, occurs in (
                 ('model.type', model['type'] != 'BPE'), ('model.dropout', model.get('dropout')),
                 ('model.continuing_subword_prefix', model.get('continuing_subword_prefix')),
@@ -262,7 +266,7 @@ def _from_content(path, content):
             if occurs:
                 raise DataError(f'{path}: {problem} is not supported; only byte-level BPE is, with '
                                 f'or without NFC')
-        special = {token['content']: token['id'] for token in added if token['special']}
+        special = {token['content']: token['id'] for token in controls}
         bos_id, eos_id = _bos_and_eos(path, content, model['vocab'] | special)
         words = {*merges}
         special = {name: i for name, i in special.items()
@@ -297,10 +301,24 @@ def _patterns(content, path):
         if patterns == [r'\p{N}', GPT2_PATTERN]:
             return [DIGITS_PATTERN]
         if patterns:
+            _require_words(patterns, path)
             return patterns
     kinds = ', '.join(step['type'] for step in [*splits, last])
     raise DataError(f'{path}: pre_tokenizer with {kinds} is not supported; only ByteLevel is, '
                     f'alone or after Digits or Splits by regular expressions')
+
+
+def _require_words(patterns, path):
+    """Raise DataError for what is no regular expression or matches an empty word."""
+    import regex
+    for pattern in patterns:
+        try:
+            problem = 'it matches the empty text' if regex.match(pattern, '') else ''
+        except (regex.error, RecursionError) as error:
+            problem = error
+        if problem:
+            raise DataError(f'{path}: pre_tokenizer: {pattern!r} is not a regular expression of '
+                            f'words: {problem}')
 
 
 def _split_pattern(step, final):
@@ -362,17 +380,29 @@ def _pieces(model, merges, added):
 def _bos_and_eos(path, content, ids):
     """Return bos_id, None if the tokenizer adds no BOS, and eos_id."""
     settings, config = settings_beside(path.parent), _read_beside(path.parent, 'config.json')
-    bos, eos = settings.get('bos_token'), settings.get('eos_token')
-    steps = content.get('post_processor') or {}
-    for step in steps.get('processors', [steps]):
-        if step.get('type') == 'TemplateProcessing' and 'SpecialToken' in step['single'][0]:
-            bos = step['single'][0]['SpecialToken']['id']
-            settings.setdefault('add_bos_token', True)
-    eos_id = ids.get(eos, config.get('eos_token_id'))
+    eos_id = ids.get(settings.get('eos_token'), config.get('eos_token_id'))
     eos_id = eos_id[0] if isinstance(eos_id, list) else eos_id
     eos_id = eos_id if eos_id in ids.values() else None
-    for name, i in (('eos_token', eos_id), ('bos_token', ids.get(bos))):
-        if i is None and (name == 'eos_token' or settings.get('add_bos_token')):
-            raise DataError(f'{path.parent / "tokenizer_config.json"} must have {name}, the name '
-                            f'of a token in {path.name}')
-    return ids[bos] if settings.get('add_bos_token') else None, eos_id
+    bos = _bos(content, settings)
+    if eos_id is None:
+        raise DataError(f'{path.parent / "tokenizer_config.json"} must have eos_token, the name of '
+                        f'a token in {path.name}')
+    if bos and bos not in ids:
+        raise DataError(f'{path}: no token has the name {bos!r}, with which each text begins by '
+                        f'post_processor or, in tokenizer_config.json, bos_token')
+    return ids[bos] if bos else None, eos_id
+
+
+def _bos(content, settings):
+    """Return the name of the token that the tokenizer puts first, or None.
+
+    In a tokenizer.json its post-processor alone decides, as in transformers. A vocab.json has none,
+    and the key add_bos_token decides.
+    """
+    if 'post_processor' not in content:
+        return settings.get('bos_token') if settings.get('add_bos_token') else None
+    steps = content['post_processor'] or {}
+    for step in steps.get('processors', [steps]):
+        if step.get('type') == 'TemplateProcessing' and 'SpecialToken' in step['single'][0]:
+            return step['single'][0]['SpecialToken']['id']
+    return None

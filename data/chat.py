@@ -276,7 +276,8 @@ def _controls(tokenizer, *names):
     missing = [name for name in dict.fromkeys(names) if name not in tokenizer.control_ids]
     if missing:
         raise ConfigError(f'the template needs {", ".join(missing)}, which the tokenizer of the '
-                          f"model lacks; 'tulu' works with every tokenizer")
+                          f"model lacks, or has with \"special\": false in tokenizer.json; 'tulu' "
+                          f"works with every tokenizer")
     return tokenizer.control_ids
 
 

@@ -22,7 +22,7 @@ from runtime.config_keys import SHARE, SIZE
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values
 from runtime.names import BUFFERS, text_key, their_key
-from runtime.weights import read_all, write_files
+from runtime.weights import TYPES, read_all, write_files
 
 CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_model.bin')
 FILES = (WEIGHTS[0], CONFIG)    # written for the adapters of a run
@@ -37,6 +37,12 @@ KEYS = {'peft_type', 'task_type', 'base_model_name_or_path', 'revision', 'r', 'l
         'qalora_group_size', 'eva_config', 'ensure_weight_tying'}
 # other initializations also change the base weights
 BEGINNINGS = (None, True, False, 'gaussian', 'orthogonal', 'eva')
+RULES = {'peft_type': [str], 'base_model_name_or_path': [str], 'r': [SIZE],
+         'lora_alpha': [(-1e9, 1e9)], 'use_rslora': [bool, None], 'alpha_pattern': [dict, None],
+         'rank_pattern': [dict, None], 'revision': [str, None]}
+OPTIONAL = {'use_rslora', 'alpha_pattern', 'rank_pattern', 'revision'}
+LAYERS = r'(.*\.)?({})$'     # as peft searches for a pattern in the name of a layer
+PATTERN_SECONDS = 1.0       # longer, a pattern would perhaps never end
 _linked = []    # the temporary folders of this process; removed at its end
 
 
@@ -69,12 +75,15 @@ def read_settings(folder: Path) -> dict:
         if key not in KEYS and value not in (None, False, 0, '', [], {}):
             raise CheckpointError(f'{path}: {key} = {value!r} is not supported; merge the adapter '
                                   f'with peft (merge_and_unload) and save the whole model')
-    for key, kind in (('peft_type', str), ('base_model_name_or_path', str), ('r', int),
-                      ('lora_alpha', (int, float)), ('alpha_pattern', (dict, type(None))),
-                      ('rank_pattern', (dict, type(None)))):
-        value = settings.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise CheckpointError(f'{path}: {key} = {value!r} is missing or of the wrong type')
+    check_values(settings, RULES, path, required=RULES.keys() - OPTIONAL)
+    for key, rule in (('alpha_pattern', RULES['lora_alpha']), ('rank_pattern', RULES['r'])):
+        for pattern, value in (settings.get(key) or {}).items():
+            check_values({pattern: value}, {pattern: rule}, path, f'{key}.')
+            try:
+                re.compile(LAYERS.format(pattern))
+            except (re.error, RecursionError, OverflowError) as error:
+                raise CheckpointError(f'{path}: {key}: {pattern!r} is not a regular expression of '
+                                      f'names of layers: {error}') from error
     return settings
 
 
@@ -88,9 +97,13 @@ def weights_file(folder: Path) -> Path:
 
 def beside_base(folder: Path, base: Path) -> Path:
     """Return a temporary folder with links to all files of `base`, and the link `.adapter`."""
-    if (base / LINK).exists():
-        raise CheckpointError(f'{folder / CONFIG}: the base model is itself an adapter; merge that '
-                              f'with peft (merge_and_unload) and name the merged model')
+    if is_adapter(base) or (base / LINK).exists():
+        raise CheckpointError(f'{folder / CONFIG}: the base model {base} is itself an adapter; '
+                              f'name a whole model, or merge that adapter with peft '
+                              f'(merge_and_unload) and name the merged model')
+    if not (base / 'config.json').exists():
+        raise CheckpointError(f'{folder / CONFIG}: the base model: {base} is not a model folder: '
+                              f'it has no config.json')
     _linked.append(tempfile.TemporaryDirectory(prefix=f'{folder.resolve().name}-'))
     both = Path(_linked[-1].name)
     for path in base.iterdir():
@@ -115,6 +128,9 @@ def changes(folder: str | Path, config: ModelConfig, shapes: dict) -> dict[str, 
         match = re.fullmatch(rf'{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight', key)
         if not match or tensor.ndim != 2:
             raise CheckpointError(f'{file}: tensor {key} is no LoRA matrix of a linear layer')
+        if tensor.dtype not in [*TYPES][:4]:
+            raise CheckpointError(f'{file}: tensor {key} is {tensor.dtype}; quantized adapters are '
+                                  f'not supported')
         if not tensor.isfinite().all():
             raise CheckpointError(f'{file}: tensor {key} holds NaN or infinity')
         matrices.setdefault(match[1], {})[match[2]] = tensor
@@ -129,8 +145,11 @@ def changes(folder: str | Path, config: ModelConfig, shapes: dict) -> dict[str, 
         if [B.shape[0], A.shape[1]] != weight or B.shape[1] != r or not r:
             raise CheckpointError(f'{file}: layer {layer} has lora_A {[*A.shape]} and lora_B '
                                   f'{[*B.shape]}, but its weight in the base model is {weight}')
-        alpha = layer_setting(settings, name, 'alpha_pattern', 'lora_alpha')
-        rank = layer_setting(settings, name, 'rank_pattern', 'r')
+        try:
+            alpha = layer_setting(settings, name, 'alpha_pattern', 'lora_alpha')
+            rank = layer_setting(settings, name, 'rank_pattern', 'r')
+        except ValueError as error:
+            raise CheckpointError(f'{folder / CONFIG}: {error}') from error
         if rank != r:
             raise CheckpointError(f'{folder / CONFIG}: r or rank_pattern says rank {rank} of layer '
                                   f'{layer}, but its matrices in {file.name} have rank {r}')
@@ -142,10 +161,19 @@ def changes(folder: str | Path, config: ModelConfig, shapes: dict) -> dict[str, 
 
 
 def layer_setting(settings, name, patterns, default):
-    """Return the value of the first pattern that matches a layer's name, else the default."""
-    values = settings.get(patterns) or {}
-    pattern = next((x for x in values if re.match(rf'(.*\.)?({x})$', name)), None)
-    return values.get(pattern, settings[default])
+    """Return the value of the first pattern that matches a layer's name, else the default.
+
+    Raises ValueError for a pattern whose search does not end.
+    """
+    import regex    # which can stop a search, as `re` cannot
+    for pattern, value in (settings.get(patterns) or {}).items():
+        try:
+            if regex.match(LAYERS.format(pattern), name, timeout=PATTERN_SECONDS):
+                return value
+        except (TimeoutError, regex.error, RecursionError) as error:
+            raise ValueError(f'{patterns}: {pattern!r} cannot be compared with the layer {name}: '
+                             f'{error}; write a simpler regular expression') from error
+    return settings[default]
 
 
 def merged(weight: Tensor, change: LowRank) -> Tensor:

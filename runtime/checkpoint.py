@@ -70,11 +70,7 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     For a PEFT adapter it is a folder with the files of its base model, see runtime/adapter.py.
     weights: False downloads only its configuration and tokenizer
     """
-    path = Path(os.path.expanduser(name))
-    if revision and path.is_dir():
-        raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = {name} '
-                              f'is a folder; set one of them')
-    folder = path if path.is_dir() else _download(name, path, revision, weights)
+    folder = _own_folder(name, revision, weights)
     put_back(folder)
     note_inputs(*(file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)))
     if not adapter.is_adapter(folder):
@@ -82,17 +78,28 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     settings = adapter.read_settings(folder)
     base = settings['base_model_name_or_path']
     try:
-        base = fetch(base, None if os.path.isdir(base) else settings.get('revision'), weights)
+        base = _own_folder(base, None if os.path.isdir(base) else settings.get('revision'), weights)
     except CheckpointError as error:
         raise CheckpointError(f'{folder / adapter.CONFIG}: the base model: {error}') from error
     return adapter.beside_base(folder, base)
 
 
+def _own_folder(name, revision, weights):
+    if not name:        # which would be the current folder
+        raise CheckpointError("the name of the model is empty; wanted a folder or a hub name like "
+                              "google/gemma-2-2b")
+    path = Path(os.path.expanduser(name))
+    if revision and os.path.isdir(path):
+        raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = {name} '
+                              f'is a folder; set one of them')
+    return path if os.path.isdir(path) else _download(name, path, revision, weights)
+
+
 def _download(name, path, revision, weights):
-    if path.is_file():
+    if os.path.isfile(path):    # False also for a name that is too long
         raise CheckpointError(f'{name} is a file; a model is the folder that holds its config.json')
     if name.startswith(('/', '.', '~')) or name.count('/') != 1:
-        raise CheckpointError(f'no model folder at {name}, and it is not a hub name '
+        raise CheckpointError(f'no model folder at {name!r}, and it is not a hub name '
                               f'like google/gemma-2-2b')
     wanted = [pattern for pattern in MODEL_FILES if weights or 'safetensors' not in pattern]
     folder = download(name, wanted, revision, ignore=['original/*.safetensors', 'consolidated*'])

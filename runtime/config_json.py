@@ -13,7 +13,8 @@ from families import t5
 from model import FAMILIES, Layer, ModelConfig
 from runtime import ownership
 from runtime.config_keys import (ALWAYS, ARCHITECTURES, BIASES, CHANGES, CONFIG_FIELDS, DEFAULTS,
-                                 FLOATS, NANOCAL_FIELDS, NESTED, PATTERN, REWARD, rules_of)
+                                 FLOATS, NANOCAL_FIELDS, NESTED, PATTERN, REWARD, WHOLE_HEADS,
+                                 rules_of)
 from runtime.config_ropes import OUTSIDE, OWN_OUTSIDE, ROPE_BLOCKS, read_ropes
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values
@@ -84,7 +85,7 @@ def config_from_hf(raw: dict, where: str = 'config.json') -> ModelConfig:
     v['head_dim'] = v.get('head_dim') or v['hidden_size'] // v['num_attention_heads']
     for key, divisor in (('hidden_size', 'num_attention_heads'),
                          ('num_attention_heads', 'num_key_value_heads')):
-        if v[key] % v[divisor]:
+        if v[key] % v[divisor] and (key != 'hidden_size' or kind in WHOLE_HEADS):
             raise CheckpointError(f'{where}: {key} = {v[key]} is not a multiple of {divisor} = '
                                   f'{v[divisor]}')
     ropes, hf = read_ropes(hf, v, where)

@@ -73,6 +73,8 @@ DEFAULTS = {
 # the class of transformers, where it is not the model_type with a capital letter
 CLASSES = {'gemma3_text': 'Gemma3', 'smollm3': 'SmolLM3', 'opt': 'OPT', 'gpt_neox': 'GPTNeoX'}
 ARCHITECTURES = {kind: f'{CLASSES.get(kind, kind.capitalize())}ForCausalLM' for kind in DEFAULTS}
+# where transformers wants a hidden_size of num_attention_heads equal parts, whatever head_dim is
+WHOLE_HEADS = {'llama', 'gemma2', 'gemma3_text', 'gpt_neox', 'opt'}
 # if config.json does not say which layers have no window: every n-th one
 PATTERN = {'gemma2': 2, 'olmo3': 4}
 

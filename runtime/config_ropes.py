@@ -20,8 +20,9 @@ OWN_OUTSIDE = {'gpt_neox': {'rope_theta': 'rotary_emb_base', 'partial_rotary_fac
 BY_LAYER_TYPE = {'gemma3_text': 'rope_local_base_freq', 'olmo3': ''}
 LENGTH = 'original_max_position_embeddings'
 SCALED = {'factor': [FACTOR]}
-YARN = each({'attention_factor beta_fast beta_slow mscale mscale_all_dim': [POSITIVE, None],
-             LENGTH: [COUNT], 'truncate': [bool]})
+YARN = each({'attention_factor': [POSITIVE, None], LENGTH: [COUNT], 'truncate': [bool],
+             # 0 is as if the key were missing
+             'beta_fast beta_slow mscale mscale_all_dim': [(0.0, 1e6), None]})
 SCHEMES = {     # {rope_type: (the keys that it needs, those that it may have)}
     'default': ({}, {}),
     'linear': (SCALED, {}),
@@ -32,6 +33,8 @@ SCHEMES = {     # {rope_type: (the keys that it needs, those that it may have)}
     'longrope': (each({'short_factor long_factor': [[POSITIVE]]}),
                  SCALED | {LENGTH: [COUNT], 'attention_factor': [POSITIVE, None]}),
 }
+# keys of other schemes, or of nothing, that transformers reads over; any other key is an error
+IGNORED = {'finetuned'}.union(*(part for parts in SCHEMES.values() for part in parts))
 OWN_SCHEMES = {
     'phi3': {'default': SCHEMES['default'], 'longrope': SCHEMES['longrope'],
              'su': SCHEMES['longrope']},
@@ -88,7 +91,9 @@ def _rope(block, name, names, hf, v, where):
     needed, optional = schemes[scheme] if scheme in [*schemes] else ({}, {})
     rules = {'rope_type': [*schemes], 'type': [*schemes], 'rope_theta': FIELDS['rope_theta'],
              'partial_rotary_factor': rules_of(kind)[names['partial_rotary_factor']]}
-    check_values({'rope_type': scheme} | block, rules | needed | optional,
+    rules |= needed | optional
+    block = {key: value for key, value in block.items() if key in rules or key not in IGNORED}
+    check_values({'rope_type': scheme} | block, rules,
                  f'{where}: rope_type {scheme!r}', f'{name}.', needed)
     for key, outside in {**names, 'type': 'rope_type', LENGTH: LENGTH}.items():
         other = (block if key == 'type' else hf).get(outside, block.get(key))

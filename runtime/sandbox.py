@@ -45,10 +45,12 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
     seconds:      CPU time of the program, a whole number. It does not depend on what else the
                   machine does, so neither does the outcome
     wall_seconds: time for all, for programs that sleep; None: 10 + 4 * seconds
-    memory, disk: bytes of address space, and of files in /tmp and of output
+    memory, disk: bytes of address space, and of files in /tmp and of output; with 'limits', `disk`
+                  is for each file and not for their sum
     isolation:    'namespaces': no file of this machine but the Python installation, no network, no
                   other process. 'limits', for containers that forbid namespaces: the program can
-                  read and write what the user can, so the container is all that holds it
+                  read and write what the user can, also in /proc, so the container is all that
+                  holds it; docs/running_code.md says what else this mode lacks
 
     The standard library can be imported, other packages cannot. Hashes of strings are the same in
     every run. Raises ConfigError if the machine does not allow the isolation.

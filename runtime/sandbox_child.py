@@ -118,10 +118,28 @@ DENIED = {
     'setsid': (112, 157), 'setpgid': (109, 154), 'personality': (135, 92), 'keyctl': (250, 219),
     'add_key': (248, 217), 'request_key': (249, 218), 'init_module': (175, 105),
     'finit_module': (313, 273), 'prlimit64': (302, 261), 'socket': (41, 198),
+    # the program would outlive the tester, or be traced
+    'prctl': (157, 167), 'setuid': (105, 146), 'setgid': (106, 144), 'setreuid': (113, 145),
+    'setregid': (114, 143), 'setresuid': (117, 147), 'setresgid': (119, 149),
+    'setfsuid': (122, 151), 'setfsgid': (123, 152), 'capset': (126, 91),
+    # priority, processors and memory of other processes
+    'setpriority': (141, 140), 'ioprio_set': (251, 30), 'sched_setaffinity': (203, 122),
+    'sched_setparam': (142, 118), 'sched_setscheduler': (144, 119), 'sched_setattr': (314, 274),
+    'migrate_pages': (256, 238), 'move_pages': (279, 239),
     # memory that RLIMIT_AS does not count
     'memfd_create': (319, 279), 'shmget': (29, 194), 'msgget': (68, 186), 'semget': (64, 190),
     'mq_open': (240, 180), 'io_setup': (206, 0),
 }
+# Two calls whose second argument must be one of these, {name: ((x86_64, aarch64), values)}. Others
+# let the kernel send signals to any process of the user, as F_SETOWN, F_SETSIG, FIOSETOWN and
+# SIOCSPGRP do, or make other programs wait, as F_SETLEASE does.
+COMMANDS = {
+    # duplicates, flags and locks
+    'fcntl': ((72, 25), (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030)),
+    # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+    'ioctl': ((16, 29), (0x5401, 0x5413, 0x541b, 0x5421, 0x5450, 0x5451)),
+}
+SETFL, ASYNC = 4, 0x2000    # nor may fcntl set O_ASYNC: on a terminal, its processes get signals
 NEWER = 424     # and no call of Linux 5.1 or later, such as io_uring and clone3: ENOSYS
 
 
@@ -206,13 +224,22 @@ def give_up_rights():
 def filter_calls():
     """Deny this process the system calls above, by a program of the kernel's packet filter."""
     column = MACHINES.index(os.uname().machine)
-    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
+    # each instruction: operation, lines to skip if true, if false, operand
+    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    number, second, third = 0, 24, 32       # offsets of the call's number and of two arguments
     allow, kill, eperm, enosys = 0x7fff0000, 0x80000000, 0x50001, 0x50026
     program = [(load, 0, 0, 4), (equal, 1, 0, (0xc000003e, 0xc00000b7)[column]), (end, 0, 0, kill),
-               (load, 0, 0, 0), (at_least, 0, 1, NEWER), (end, 0, 0, enosys)]
+               (load, 0, 0, number), (at_least, 0, 1, NEWER), (end, 0, 0, enosys)]
     for numbers in DENIED.values():
         if numbers[column] is not None:
             program += [(equal, 0, 1, numbers[column]), (end, 0, 0, eperm)]
+    for numbers, values in COMMANDS.values():
+        check = [(load, 0, 0, second)]
+        check += [(equal, len(values) - i, 0, value) for i, value in enumerate(values)]
+        check += [(end, 0, 0, eperm), (equal, 1, 0, SETFL), (end, 0, 0, allow),
+                  (load, 0, 0, third), (any_bit, 0, 1, ASYNC), (end, 0, 0, eperm),
+                  (end, 0, 0, allow)]
+        program += [(equal, 0, len(check), numbers[column]), *check]
     program.append((end, 0, 0, allow))
     code = ctypes.create_string_buffer(b''.join(struct.pack('<HBBI', *line) for line in program))
     libc('prctl', SECCOMP, 2, struct.pack('<HxxxxxxQ', len(program), ctypes.addressof(code)), 0, 0)

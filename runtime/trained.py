@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import torch
 
@@ -11,6 +12,8 @@ from model import CausalLM
 from runtime import adapter, checkpoint, resume
 from runtime.config import read_assignments
 from runtime.errors import ConfigError, TrainingError
+from runtime.eval_config import EvalConfig
+from runtime.json_rules import check_values
 
 
 # Writing: `cfg` is a TrainConfig, `base` the folder of its model
@@ -67,14 +70,25 @@ def save_weights(cfg, model, optimizer, base, more, below='.'):
 
 # Reading
 
+# the settings of a run that decide how its model is used, with their values as in check_values
+SETTINGS = {'template': [name for name in get_args(get_type_hints(EvalConfig)['chat'])
+                         if name not in ('none', 'trained')],
+            'data_kind': [str], 'add_bos': [bool, None], 'revision': [str, None]}
+
+
 def training_settings(folder):
-    """Return the settings of the run that trained the model in `folder`; {} without a run."""
+    """Return the settings of the run that trained the model in `folder`; {} without a run.
+
+    Raises ConfigError for a damaged file, CheckpointError for a wrong value of SETTINGS.
+    """
     folder = Path(folder).resolve()
     if re.fullmatch(r'epoch-\d+', folder.name):     # the config is in the folder of the run
         folder = folder.parent
     path = folder / 'train_config.py'
     assigned = read_assignments(path) if path.exists() else {}
-    return {key: value for key, (value, _) in assigned.items()}
+    settings = {key: value for key, (value, _) in assigned.items()}
+    check_values(settings, SETTINGS, path)
+    return settings
 
 
 def trained_with_bos(folder):

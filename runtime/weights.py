@@ -68,7 +68,11 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 class _PickledTensors(dict):
     """The mapped tensors of a pytorch_model.bin, with the method of safe_open that is used here."""
-    get_tensor = dict.__getitem__
+
+    def get_tensor(self, key):
+        if key not in self:     # as safe_open does
+            raise SafetensorError(f'it has no tensor {key}')
+        return self[key]
 
 
 @functools.lru_cache(4)
@@ -78,13 +82,24 @@ def _read_pickle(path, _time):
         if not (isinstance(tensors, dict)
                 and all(isinstance(x, torch.Tensor) for x in tensors.values())):
             raise TypeError('not a dict of tensors')
-        return _PickledTensors(tensors)
     except (RuntimeError, OSError, EOFError, ValueError, TypeError,
             pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"{path}: truncated, not a file of weights, or written by torch before 1.6 "
             f"({type(error).__name__}); download it again, or convert it in Python: "
             f"torch.save(torch.load('{path}', 'cpu', weights_only=True), '{path}')") from error
+    for key, x in tensors.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f'{path}: the key {key!r} is not the name of a tensor, such as '
+                                  f'model.norm.weight; save the state_dict of the model again')
+        kind = ('on the meta device, so it has no values' if x.is_meta else
+                'nested' if x.is_nested else 'quantized' if x.is_quantized else
+                'complex' if x.is_complex() else None if x.layout is torch.strided else
+                f'stored as {x.layout}')
+        if kind:
+            raise CheckpointError(f'{path}: tensor {key} is {kind}; save the dense tensor of '
+                                  f'floating-point numbers')
+    return _PickledTensors(tensors)
 
 
 @contextlib.contextmanager
@@ -96,14 +111,12 @@ def open_weights(path):
         open(path, 'rb').close()    # safe_open would not tell a missing permission from damage
     except OSError as error:
         raise CheckpointError(f'{path} cannot be read: {error.strerror}') from error
-    if path.suffix == '.bin':
-        yield _read_pickle(path, path.stat().st_mtime_ns)
-        return
     try:
-        with safe_open(path, framework='pt') as tensors:
+        with (contextlib.nullcontext(_read_pickle(path, path.stat().st_mtime_ns))
+              if path.suffix == '.bin' else safe_open(path, framework='pt')) as tensors:
             yield tensors
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f'{path}: truncated, out of date or not a safetensors file '
+        raise CheckpointError(f'{path}: truncated, out of date or not a {path.suffix[1:]} file '
                               f'({error}); download or save it again') from error
     except RuntimeError as error:       # of torch, for example for too many open files
         raise CheckpointError(f'{path} cannot be read: {error}') from error

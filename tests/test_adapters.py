@@ -162,16 +162,59 @@ def test_a_model_with_its_weights_is_read_without_the_adapter_beside_them(tmp_pa
     ({'init_lora_weights': 'pissa'}, "init_lora_weights = 'pissa' is not supported"),
     ({'peft_type': 'IA3'}, "peft_type = 'IA3' is not supported; it must be 'LORA'"),
     ({'task_type': 'SEQ_CLS'}, "task_type = 'SEQ_CLS' is not supported"),
-    ({'alpha_pattern': [3]}, r'alpha_pattern = \[3\] is missing or of the wrong type'),
-    ({'rank_pattern': 3}, 'rank_pattern = 3 is missing or of the wrong type'),
-    ({'r': None}, 'r = None is missing or of the wrong type'),
-    ({'lora_alpha': None}, 'lora_alpha = None is missing or of the wrong type'),
-    ({'base_model_name_or_path': None}, 'base_model_name_or_path = None is missing')])
+    ({'alpha_pattern': [3]}, r'alpha_pattern = \[3\] is not supported; it must be an object'),
+    ({'rank_pattern': 3}, 'rank_pattern = 3 is not supported; it must be an object or null'),
+    ({'r': None}, 'r = None is not supported; it must be an integer from 1 to'),
+    ({'r': 0}, 'r = 0 is not supported'),
+    ({'r': True}, 'r = True is not supported'),
+    ({'use_rslora': 'no'}, "use_rslora = 'no' is not supported; it must be true or false"),
+    ({'revision': 3}, 'revision = 3 is not supported; it must be a string'),
+    *(({'lora_alpha': alpha}, 'lora_alpha = .* is not supported; it must be a number from -1')
+      for alpha in (None, '16', float('nan'), float('inf'), 10 ** 400, 1e308, True, [16])),
+    *(({'alpha_pattern': {'q_proj': alpha}},
+       'alpha_pattern.q_proj = .* is not supported; it must be a number from -1')
+      for alpha in (None, '16', float('nan'), -float('inf'), 10 ** 400, {})),
+    *(({'rank_pattern': {'q_proj': rank}}, 'rank_pattern.q_proj = .* is not supported; it must be')
+      for rank in (None, '4', 4.0, 0, -1, 10 ** 400)),
+    *(({key: {'v_proj': 4, pattern: 4}}, f'{key}: .* is not a regular expression of names')
+      for key in ('alpha_pattern', 'rank_pattern')
+      for pattern in ('(', '*q_proj', 'q_proj[', 'a{9999999999}', '(?P<x', '(' * 5000, 'q(?i)')),
+    ({'base_model_name_or_path': None}, 'base_model_name_or_path = None is not supported'),
+    ({'base_model_name_or_path': '/'}, 'the base model: / is not a model folder: it has no conf'),
+    *(({'base_model_name_or_path': base}, 'the base model: no model folder at ') for base in (
+        'a' * 300, 'x/' * 3000, ' ', '\0', '\ud800', '~no_such_user/x', '/dev/null')),
+    ({'base_model_name_or_path': ''}, 'the base model: the name of the model is empty')])
 def test_settings_that_merged_weights_do_not_have_are_refused_by_name(tmp_path, change, message):
     adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
     change_settings(tmp_path, **change)
     with pytest.raises(CheckpointError, match=f'adapter_config.json: .*{message}'):
         checkpoint.fetch(str(tmp_path / 'peft'))
+
+
+@pytest.mark.parametrize('pattern', [
+    r'((a|.)+)+[A-Z]', r'((\w+)+\.?)+\d', r'(.+.+)+[!?]', r'((((.*)*)*)*)*X', '(([a-z_.])+)+#'])
+@pytest.mark.parametrize('key', ['alpha_pattern', 'rank_pattern'])
+def test_the_search_for_a_pattern_ends(tmp_path, key, pattern):
+    """In Python's `re` each of these takes longer than a life. None matches: 9 has no effect."""
+    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
+    change_settings(tmp_path, **{key: {pattern: 9}})
+    folder = checkpoint.fetch(str(tmp_path / 'peft'))
+    config = checkpoint.read_config(folder)
+    changes = adapter.changes(folder, config, checkpoint._shapes(checkpoint.build(config)))
+    assert {change.scale for change in changes.values()} == {4}
+
+
+def test_a_pattern_whose_search_does_not_end_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapter, 'PATTERN_SECONDS', 0.05)
+    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
+    pattern = '(?:(?:.{1,1000}){1,1000}){1,1000}[0-9]'
+    for key in ('alpha_pattern', 'rank_pattern'):
+        change_settings(tmp_path, **{'alpha_pattern': {}, key: {pattern: 4}})
+        folder = checkpoint.fetch(str(tmp_path / 'peft'))
+        with pytest.raises(CheckpointError) as error:
+            checkpoint.check_weights(folder, checkpoint.read_config(folder))
+        assert f'{key}: {pattern!r} cannot be compared with the layer model.' in str(error.value)
+        assert str(tmp_path / 'peft' / 'adapter_config.json') in str(error.value)
 
 
 LAYER = 'base_model.model.model.layers.0.self_attn.q_proj'
@@ -186,6 +229,10 @@ LAYER = 'base_model.model.model.layers.0.self_attn.q_proj'
     (lambda t: t[f'{LAYER}.lora_B.weight'].fill_(float('nan')), 'lora_B.weight holds NaN'),
     (lambda t: t.update({f'{LAYER.replace("0", "9")}.lora_{x}.weight': torch.zeros(4, 4)
                          for x in 'AB'}), 'the base model has no layer model.layers.9.self_attn'),
+    (lambda t: t.update({f'{LAYER}.lora_A.weight': torch.ones(4, 48).to(torch.float8_e4m3fn)}),
+     'lora_A.weight is torch.float8_e4m3fn; quantized adapters are not supported'),
+    (lambda t: t.update({f'{LAYER}.lora_B.weight': torch.ones(48, 4).to(torch.int8)}),
+     'lora_B.weight is torch.int8'),
     (lambda t: t.clear(), 'holds no matrices')])
 def test_matrices_that_do_not_fit_the_base_model_are_refused_by_name(tmp_path, change, message):
     adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
@@ -209,7 +256,7 @@ def test_a_rank_that_contradicts_the_matrices_is_refused(tmp_path, change, rank)
         checkpoint.check_weights(folder, checkpoint.read_config(folder))
 
 
-def test_the_adapters_of_a_run_and_adapters_of_adapters_are_refused(tmp_path):
+def test_the_adapters_of_a_run_and_adapters_of_adapters_are_refused(tmp_path, monkeypatch):
     adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
     (tmp_path / 'peft').rename(tmp_path / 'adapter')
     (tmp_path / 'config.json').write_text('{}')
@@ -222,8 +269,23 @@ def test_the_adapters_of_a_run_and_adapters_of_adapters_are_refused(tmp_path):
     (tmp_path / 'second').rename(tmp_path / 'peft2')
     path = tmp_path / 'peft2' / 'adapter_config.json'
     path.write_text(path.read_text().replace(str(tmp_path / 'base'), str(tmp_path / 'peft')))
-    with pytest.raises(CheckpointError, match='the base model is itself an adapter'):
-        checkpoint.fetch(str(tmp_path / 'peft2'))
+    # the base model is an adapter, the adapter itself, or one of a cycle
+    for base in ('peft', 'peft2', 'peft2/../peft2', '.'):
+        monkeypatch.chdir(tmp_path / 'peft2')
+        change_settings(tmp_path, base_model_name_or_path=str(tmp_path / 'peft2'))
+        content = json.loads(path.read_text())
+        base = base if base == '.' else str(tmp_path / base)
+        path.write_text(json.dumps(content | {'base_model_name_or_path': base}))
+        with pytest.raises(CheckpointError, match='the base model .* is itself an adapter; name a'):
+            checkpoint.fetch(str(tmp_path / 'peft2'))
+
+
+def test_a_model_without_a_name_is_not_the_current_folder(tmp_path, monkeypatch):
+    adapted(tmp_path, 'llama', {'target_modules': ['q_proj']})
+    monkeypatch.chdir(tmp_path / 'base')
+    with pytest.raises(CheckpointError, match='the name of the model is empty; wanted a folder'):
+        checkpoint.fetch('')
+    assert checkpoint.fetch('.').samefile(tmp_path / 'base')
 
 
 @pytest.mark.slow

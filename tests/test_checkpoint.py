@@ -266,6 +266,7 @@ def test_every_field_of_the_config_is_checked(number, name, tmp_path):
     assert (('sliding_window', '1') in computed) == ('sliding_window' in keys)
 
 
+LENGTH = 'original_max_position_embeddings'
 ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
 
 
@@ -285,7 +286,18 @@ ROPE = {k: v for k, v in LLAMA3_ROPE.items() if k != 'rope_theta'}
     (False, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}, 'rope_parameters': ROPE}),
     (False, {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500.0}, 'rope_theta': 1e4}),
     (False, {'rope_scaling': ROPE | {'type': 'default'}}),
-    (False, {'rope_scaling': {'factor': 8.0}}),
+    *((True, {block: {key: value, 'factor': 8.0}}) for block in ('rope_scaling', 'rope_parameters')
+      for key, value in (('rope_theta', 1e4), ('rope_type', 'default'), ('low_freq_factor', 2.0),
+                         (LENGTH, 16), ('finetuned', True))),
+    (True, {'rope_scaling': ROPE | {'mscale': 0.7, 'attention_factor': 0.5, 'finetuned': True}}),
+    *((True, {'rope_scaling': {'type': 'yarn', 'factor': 4.0, LENGTH: 16} | more}) for more in (
+        {'finetuned': True}, {'finetuned': False}, {'mscale': 1.0, 'mscale_all_dim': 0},
+        {'mscale': 0.0, 'mscale_all_dim': 0.7}, {'beta_fast': 0, 'beta_slow': 0.0},
+        {'low_freq_factor': 'not read'})),
+    (True, {'rope_scaling': {'type': 'linear', 'factor': 2.0, LENGTH: 16, 'finetuned': False}}),
+    (False, {'rope_scaling': {'factor': 8.0, 'rope_typ': 'linear'}}),
+    (False, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, 'attention_factor': 0}}),
+    (False, {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0, 'mscale': -1.0}}),
     (False, {'rope_scaling': ROPE | {'low_freq_factor': 4.0}}),
     (False, {'rope_scaling': ROPE | {'low_freq_factor': 5.0}}),
     (False, {'rope_scaling': ROPE | {'partial_rotary_factor': 0.5}}),
@@ -299,6 +311,27 @@ def test_rope_is_computed_as_in_transformers_or_refused(folder, computed, change
     raw = json.loads((folder / 'config.json').read_text())
     del raw['rope_parameters']
     assert computed_or_refused(folder, raw, changes) == computed
+
+
+@pytest.mark.parametrize('name', [
+    name for name in ARCHITECTURES if not name.startswith(('opt', 'neox'))])
+@pytest.mark.parametrize('sizes', [{'hidden_size': 45, 'head_dim': 20},
+                                   {'hidden_size': 50, 'num_attention_heads': 3, 'head_dim': 8,
+                                    'num_key_value_heads': 1}])
+def test_a_hidden_size_beside_head_dim_is_computed_or_refused_as_in_transformers(
+        name, sizes, tmp_path):
+    kind = reference_model(name, tmp_path).config.model_type
+    try:
+        reference_model(name, tmp_path, **sizes)
+    except Exception as error:      # huggingface_hub's own class
+        assert 'is not a multiple of the number of attention' in str(error)
+        edit_config(tmp_path, **sizes)
+        wanted = f'hidden_size = {sizes["hidden_size"]} is not a multiple of num_attention_heads'
+        with pytest.raises(checkpoint.CheckpointError, match=wanted):
+            checkpoint.read_config(tmp_path)
+    else:
+        assert kind not in config_json.WHOLE_HEADS
+        torch.testing.assert_close(*both_logits(tmp_path), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize('computed, changes', [
@@ -641,7 +674,7 @@ def test_a_folder_of_adapters_is_not_a_model(folder):
 def test_home_folder_in_a_model_path(folder, monkeypatch):
     monkeypatch.setenv('HOME', str(folder.parent))
     assert checkpoint.fetch('~/model') == folder
-    with pytest.raises(checkpoint.CheckpointError, match='no model folder at ~/nothing'):
+    with pytest.raises(checkpoint.CheckpointError, match='no model folder at .~/nothing'):
         checkpoint.fetch('~/nothing')
     with pytest.raises(checkpoint.CheckpointError, match='config.json is a file; a model is the'):
         checkpoint.fetch('~/model/config.json')
@@ -675,7 +708,7 @@ def test_old_buffers_of_neox_are_ignored(tmp_path):
 
 
 def test_an_unreachable_model_is_named():
-    for name, message in (('/nowhere', 'no model folder at /nowhere'),
+    for name, message in (('/nowhere', 'no model folder at ./nowhere'),
                           ('google/gemma-2-2b', 'downloading the model google/gemma-2-2b')):
         with pytest.raises(checkpoint.CheckpointError, match=message):
             checkpoint.fetch(name)
@@ -791,6 +824,41 @@ def test_a_pickle_of_other_things_is_refused(content, folder):
     (folder / 'model.safetensors').unlink()
     torch.save(content, folder / 'pytorch_model.bin')
     with pytest.raises(checkpoint.CheckpointError, match='model.bin: truncated, not a f'):
+        checkpoint.load(folder)
+
+
+DENSE = torch.ones(3, 3)
+
+
+@pytest.mark.parametrize('content, message', [
+    ({0: DENSE, 1: DENSE}, 'the key 0 is not the name of a tensor, such as model.norm.weight'),
+    ({'a': DENSE, ('b',): DENSE}, r"the key \('b',\) is not the name"),
+    ({None: DENSE}, 'the key None is not the name'),
+    ({b'a': DENSE}, "the key b'a' is not the name"),
+    ({'a': DENSE.to_sparse()}, 'tensor a is stored as torch.sparse_coo; save the dense tensor'),
+    ({'a': DENSE, 'b': DENSE.to_sparse_csr()}, 'tensor b is stored as torch.sparse_csr'),
+    ({'a': DENSE.to('meta')}, 'tensor a is on the meta device, so it has no values'),
+    ({'a': torch.quantize_per_tensor(DENSE, 0.1, 0, torch.qint8)}, 'tensor a is quantized'),
+    ({'a': DENSE.cfloat().conj()}, 'tensor a is complex'),
+    ({'a': torch.nested.as_nested_tensor([DENSE, DENSE[:1]])}, 'tensor a is nested')])
+def test_a_pickle_of_other_tensors_is_refused_by_name(content, message, folder):
+    (folder / 'model.safetensors').unlink()
+    torch.save(content, folder / 'pytorch_model.bin')
+    for read in (checkpoint.load, checkpoint.fingerprint, checkpoint.nonfinite_tensor):
+        with pytest.raises(checkpoint.CheckpointError, match=f'pytorch_model.bin: {message}'):
+            read(folder)
+
+
+@pytest.mark.parametrize('suffix', ['safetensors', 'bin'])
+def test_a_shard_without_a_tensor_of_the_index_is_named(suffix, folder):
+    tensors = load_file(folder / 'model.safetensors')
+    stem = 'model' if suffix == 'safetensors' else 'pytorch_model'
+    (folder / 'model.safetensors').unlink()
+    left = {key: x for key, x in tensors.items() if key != KEY}
+    (save_file if suffix == 'safetensors' else torch.save)(left, folder / f'{stem}-1.{suffix}')
+    (folder / f'{stem}.{suffix}.index.json').write_text(json.dumps(
+        {'weight_map': dict.fromkeys(tensors, f'{stem}-1.{suffix}')}))
+    with pytest.raises(checkpoint.CheckpointError, match=rf'-1.{suffix}.*{re.escape(KEY)}'):
         checkpoint.load(folder)
 
 

@@ -20,11 +20,13 @@ import evaluate
 import sample
 import train
 from common import HERE, config
+from data.chat import TEMPLATES
 from results import compare
 from runtime import cli
 from runtime.config import dump_config, load_config, read_assignments
-from runtime.errors import ConfigError, DataError, ProcessError
+from runtime.errors import CheckpointError, ConfigError, DataError, ProcessError
 from runtime.processes import forked_pool
+from runtime.trained import trained_template, trained_with_bos, training_settings
 
 
 def test_the_command_line_overrides_the_config_file(tmp_path):
@@ -545,6 +547,33 @@ def test_resolved_config_reads_back(tmp_path):
     cfg = config(tmp_path, 'smoothing = 0.1\nshape = {"a": {"b": 1e-3}}', '--max_steps=3',
                  '--eval.tasks=mmlu,arc_easy:some/place')
     assert config(tmp_path, dump_config(cfg)) == cfg
+
+
+@pytest.mark.parametrize('content, message', [
+    ("template = 'zephyr'", "template = 'zephyr' is not supported; it must be .tulu. or .olmo2."),
+    ("template = 'none'", "template = 'none' is not supported"),
+    ('template = None', 'template = None is not supported'),
+    ("template = ['tulu']", r'template = \[.tulu.\] is not supported'),
+    ("add_bos = 'no'", "add_bos = 'no' is not supported; it must be true or false or null"),
+    ('revision = 3', 'revision = 3 is not supported; it must be a string')])
+def test_a_wrong_setting_of_the_run_that_trained_a_model_is_named(tmp_path, content, message):
+    (tmp_path / 'train_config.py').write_text(f"data_kind = 'instruct'\n{content}\n")
+    (tmp_path / 'epoch-1').mkdir()
+    for folder in (tmp_path, tmp_path / 'epoch-1'):
+        for read in (training_settings, trained_template, trained_with_bos):
+            with pytest.raises(CheckpointError, match=f'train_config.py: {message}'):
+                read(folder)
+
+
+def test_the_templates_of_trained_models_are_those_of_training(tmp_path):
+    for template in (*TEMPLATES, 'none', 'trained'):
+        (tmp_path / 'train_config.py').write_text(
+            f"data_kind = 'instruct'\ntemplate = {template!r}\n")
+        if template in TEMPLATES:
+            assert trained_template(tmp_path) == template
+        else:
+            with pytest.raises(CheckpointError):
+                trained_template(tmp_path)
 
 
 def test_shipped_configs_load():

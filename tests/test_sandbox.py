@@ -227,6 +227,71 @@ def test_no_other_process_is_seen_or_killed(namespaces):
             assert attempt(f'os.kill({pid}, {int(number)})') == 'PermissionError'
 
 
+SYSCALLS = {'fcntl': (72, 25), 'ioctl': (16, 29), 'prctl': (157, 167), 'setpriority': (141, 140),
+            'setuid': (105, 146), 'setresgid': (119, 149), 'setfsuid': (122, 151),
+            'ioprio_set': (251, 30), 'sched_setaffinity': (203, 122)}
+
+
+@pytest.mark.parametrize('isolation', ['namespaces', 'limits'])
+@pytest.mark.parametrize('name, arguments', [
+    ('fcntl', (1, 8, 'me')), ('fcntl', (1, 8, '-me')), ('fcntl', (1, 10, 9)),    # SETOWN, SETSIG
+    ('fcntl', (1, 15, 'pointer')), ('fcntl', (1, 1024, 1)), ('fcntl', (1, 1026, 1)),
+    ('fcntl', (1, 4, 0x2000)), ('fcntl', (1, 4, 0x2c01)), ('fcntl', (1, 4 + 2**32, 0x2000)),
+    ('fcntl', (1, 8 + 2**32, 'me')), ('fcntl', (1, 1031, 1 << 20)),
+    ('ioctl', (1, 0x8901, 'pointer')), ('ioctl', (1, 0x8902, 'pointer')),   # FIOSETOWN, SIOCSPGRP
+    ('ioctl', (1, 0x5452, 'pointer')), ('ioctl', (1, 0x5410, 'pointer')),   # FIOASYNC, TIOCSPGRP
+    ('ioctl', (1, 0x5412, 'pointer')), ('ioctl', (1, 0x40045436, 9)),       # TIOCSTI, TIOCSIG
+    ('ioctl', (1, 0x8901 + 2**32, 'pointer')),
+    ('prctl', (1, 0, 0, 0, 0)), ('prctl', (4, 1, 0, 0, 0)), ('prctl', (1 + 2**32, 0, 0, 0, 0)),
+    ('setuid', ('os.getuid()',)), ('setresgid', ('os.getgid()', 'os.getgid()', 'os.getgid()')),
+    ('setfsuid', ('os.getuid()',)), ('setpriority', (2, 0, 19)), ('ioprio_set', (1, 0, 3 << 13)),
+    ('sched_setaffinity', (0, 8, 'pointer'))])
+def test_calls_that_reach_other_processes_are_denied_by_argument(isolation, name, arguments,
+                                                                 request):
+    if isolation == 'namespaces':
+        request.getfixturevalue('namespaces')
+    number = SYSCALLS[name][os.uname().machine == 'aarch64']
+    source = ('import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nme = os.getppid()\n'
+              'pointer = ctypes.create_string_buffer(b"\\1" * 64)\n'
+              f'result = libc.syscall({number}, *[x if hasattr(x, "raw") else ctypes.c_long(x) '
+              f'for x in ({", ".join(map(str, arguments))},)])\n'
+              'def outcome(): return result, ctypes.get_errno()')
+    outcome = run_program(source, 'assert program.outcome() == (-1, 1)', isolation=isolation)
+    assert outcome.passed, outcome
+
+
+@pytest.mark.parametrize('isolation', ['namespaces', 'limits'])
+def test_ordinary_calls_on_files_are_allowed(isolation, request):
+    if isolation == 'namespaces':
+        request.getfixturevalue('namespaces')
+    source = '''
+import fcntl, io, os, sqlite3, struct, tempfile, termios
+with tempfile.NamedTemporaryFile('w+') as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fd = os.dup(file.fileno())
+    os.set_inheritable(fd, True)
+    os.set_inheritable(fd, False)
+    assert not os.isatty(fd) and not os.get_inheritable(fd)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_APPEND | os.O_NONBLOCK)
+    assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_NONBLOCK
+    fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
+    file.write('abc')
+    file.flush()
+    file.seek(0)
+    assert struct.unpack('i', fcntl.ioctl(fd, termios.FIONREAD, bytes(4))) == (3,)
+    with sqlite3.connect(file.name + '.db') as base:
+        base.execute('create table t (x)')
+        base.execute('insert into t values (1)')
+    os.set_blocking(fd, False)
+r, w = os.pipe()
+os.set_blocking(r, False)
+def add(a, b): return a + b
+'''
+    assert run_program(source, TESTS, isolation=isolation) == (True, '', '')
+
+
 def test_no_connection_reaches_the_machine(namespaces):
     with socket.socket() as server:
         server.bind(('127.0.0.1', 0))

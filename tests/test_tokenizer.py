@@ -372,17 +372,63 @@ def test_a_special_token_that_is_a_word_does_not_split_it(tmp_path):
     assert reference.token_to_id(word) in tokenizer.encode(word)
 
 
+@pytest.mark.parametrize('bos', [False, True])
+@pytest.mark.parametrize('settings', [{}, {'add_bos_token': True}, {'add_bos_token': False},
+                                      {'add_bos_token': None}, {'bos_token': '<|end|>'},
+                                      {'bos_token': None, 'add_bos_token': True}])
+def test_bos_is_that_of_transformers_whatever_add_bos_token_says(bos, settings, tmp_path):
+    transformers = pytest.importorskip('transformers')
+    from tokenizers import pre_tokenizers
+    train_bpe(tmp_path, [pre_tokenizers.ByteLevel(add_prefix_space=False)], bos=bos,
+              **{'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '<|end|>'} | settings)
+    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    first = [] if ours.bos_id is None else [ours.bos_id]
+    assert theirs('a text')['input_ids'] == first + ours.encode('a text')
+    assert ours.bos_id == (0 if bos else None)
+
+
+@pytest.mark.parametrize('patterns', [
+    ['('], ['('] * 2, [r'\w+', '('], ['(?i', r'\w+'], ['[z-a]', r'\w+'], [''], ['', r'\w+'], ['a*'],
+    [r'\w+', 'a?|b'], ['*'], ['(?<x'], ['a{9,1}', 'a'], ['(?:' * 3000, 'a']])
+def test_a_pattern_that_is_no_regular_expression_of_words_is_named(patterns, tmp_path):
+    from tokenizers import pre_tokenizers
+    train_bpe(tmp_path, [pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    path = tmp_path / 'tokenizer.json'
+    content = json.loads(path.read_text())
+    last = content['pre_tokenizer'] | {'use_regex': False}
+    content['pre_tokenizer'] = {'type': 'Sequence', 'pretokenizers': [
+        {'type': 'Split', 'pattern': {'Regex': pattern}, 'behavior': 'Isolated', 'invert': False}
+        for pattern in patterns] + [last]}
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match='tokenizer.json: pre_tokenizer: .* is not a regular expr'):
+        load_tokenizer(tmp_path)
+
+
+def test_bos_and_eos_need_not_be_special_tokens(tmp_path):
+    from tokenizers import pre_tokenizers
+    train_bpe(tmp_path, [pre_tokenizers.ByteLevel(add_prefix_space=False)], bos=True)
+    path = tmp_path / 'tokenizer.json'
+    content = json.loads(path.read_text())
+    for token in content['added_tokens']:
+        token['special'] = False
+    path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
+    assert tokenizer.control_ids == {'<|begin|>': 0, '<|end|>': 1}
+    assert not {0, 1} & {*tokenizer.encode('<|begin|> and <|end|>')}    # no text produces them
+
+
 def test_bos_and_eos_of_a_tokenizer_json(tmp_path):
     from tokenizers import pre_tokenizers
     steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    train_bpe(tmp_path / 'a', steps, add_bos_token=True)
-    assert load_tokenizer(tmp_path / 'a').bos_id == 0
-    train_bpe(tmp_path / 'b', steps, bos=True, add_bos_token=False)
-    assert load_tokenizer(tmp_path / 'b').bos_id is None
-    for settings in ({'eos_token': None}, {'bos_token': '<s>', 'add_bos_token': True}):
-        train_bpe(tmp_path / 'c', steps, **settings)
-        with pytest.raises(DataError, match=f'must have {[*settings][0]}'):
-            load_tokenizer(tmp_path / 'c')
+    train_bpe(tmp_path / 'c', steps, eos_token=None)
+    with pytest.raises(DataError, match='must have eos_token'):
+        load_tokenizer(tmp_path / 'c')
+    train_bpe(tmp_path / 'b', steps, bos=True)
+    path = tmp_path / 'b' / 'tokenizer.json'
+    path.write_text(path.read_text().replace('"id": "<|begin|>"', '"id": "<|start|>"'))
+    with pytest.raises(DataError, match="tokenizer.json: no token has the name '<.start.>', with "):
+        load_tokenizer(tmp_path / 'b')
     (tmp_path / 'c' / 'tokenizer_config.json').unlink()
     (tmp_path / 'c' / 'config.json').write_text('{"eos_token_id": [1, 2]}')
     tokenizer = load_tokenizer(tmp_path / 'c')
