@@ -1,0 +1,113 @@
+"""How often do the 95 % intervals of calibration errors, and of their differences, hold the truth?
+
+    python study/coverage.py            # prints the tables of docs/metrics.md
+
+The intervals are those of stats.py, from 100 resamples of each of 300 sets of N questions. The
+answer to a question with four options is drawn from softmax(z), z ~ 1.5 N(0, 1). Errors are 'too
+confident', softmax(x z), or 'changing': that where the true confidence is above 0.6, and softmax(z
+/ x) elsewhere. A second model has 0.8 z + 0.6 z' and the same uniform number for the answer. The
+true error is that of 500,000 questions, and 0 for a calibrated model.
+"""
+
+import functools
+import itertools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+
+import metrics
+import stats
+from results.tables import MEASURES, TITLES, markdown
+from runtime.processes import parallel_map
+
+KEYS = 'ece', 'ece_equal_mass', 'sce', 'ace', 'rmsce', 'mad', 'mce'
+PAIR_KEYS = 'ece', 'ece_equal_mass'
+SIZES, N_SETS, N_RESAMPLES, MANY = (100, 1000, 10_000), 300, 100, 500_000
+MODELS = [('calibrated', 0.0),                          # kind of error, true ECE
+          *itertools.product(['too confident'], (0.03, 0.06, 0.1, 0.2)),
+          *itertools.product(['changing'], (0.06, 0.2))]
+PAIRS = [(MODELS[0], MODELS[0]), *itertools.product([('too confident', 0.06)], [
+    ('too confident', 0.06), ('changing', 0.06), ('calibrated', 0.0), ('too confident', 0.1)])]
+
+
+def draw(n, seed, *models):
+    """Return [(probs [n, 4], labels [n])] of models (kind of error, x >= 1) with x from `solve`."""
+    random = np.random.default_rng(seed)
+    z, other, uniform = random.normal(size=(n, 4)), random.normal(size=(n, 4)), random.random(n)
+    rows = []
+    for (kind, x), scores in zip(models, (1.5 * z, 1.5 * (0.8 * z + 0.6 * other)), strict=False):
+        truth = metrics.softmax(scores)
+        labels = np.minimum((truth.cumsum(1) < uniform[:, None]).sum(1), 3)
+        factor = np.where((kind == 'changing') & (truth.max(1) < 0.6), 1 / x, x)
+        rows.append((metrics.softmax(scores * factor[:, None]), labels))
+    return rows
+
+
+def solve(kind, error, keys=KEYS):
+    """Return ((kind, x), {key: true value}) of the model whose true ECE is `error`."""
+    low, high = 1.0, 30.0
+    for _ in range(16 if error else 0):
+        x = (low + high) / 2
+        too_low = metrics.ece(*draw(MANY // 10, 1, (kind, x))[0]) < error
+        low, high = (x, high) if too_low else (low, x)
+    report = metrics.report(*draw(MANY, 2, (kind, low))[0], measures=[*map(MEASURES.get, keys)])
+    return (kind, low), {key: report[key] if error or key in ('rmsce', 'mad') else 0.0
+                         for key in keys}
+
+
+def resample(rows, seed, keys):
+    return (metrics.report(*rows, measures=[*map(MEASURES.get, keys)]),
+            stats.bootstrap(*rows, n_resamples=N_RESAMPLES, seed=seed, keys=keys))
+
+
+def coverage(kind, error):
+    """Return the lines of a model: for each N, how often the interval holds the true value."""
+    (model, truth), lines = solve(kind, error), []
+    for n in SIZES:
+        held, ends = [], []
+        for seed in range(N_SETS):
+            report, values = resample(draw(n, [n, seed], model)[0], seed, KEYS)
+            plain = stats.percentile_interval(values['ece'], report['ece'], biased=False)
+            intervals = {key: stats.percentile_interval(values[key], report[key]) for key in KEYS}
+            held.append([plain[0] <= truth['ece'] <= plain[1], *(
+                low <= truth[key] <= high for key, (low, high) in intervals.items())])
+            ends.append([report['ece'], *intervals['ece']])
+        ece, low, high = np.mean(ends, 0)
+        shares = [f'{share:.2f}' if n >= least else f'({share:.2f})' for share, least in zip(
+            np.mean(held, 0), (0, *(MEASURES[key].interval_from for key in KEYS)), strict=True)]
+        lines.append([kind, f'{error:.2f}', f'{n:,}', f'{ece:.3f}', f'{low:.3f} to {high:.3f}',
+                      *shares])
+    return lines
+
+
+def difference(first, second):
+    """Return the lines of two models: coverage of the difference, and how often p < 0.05."""
+    (a, value_a), (b, value_b) = (solve(*model, PAIR_KEYS) for model in (first, second))
+    lines = []
+    for n in SIZES:
+        held = []
+        for seed in range(N_SETS):
+            (before, drawn), (after, redrawn) = (
+                resample(metrics.top_label(*rows), seed, PAIR_KEYS)     # faster without options
+                for rows in draw(n, [n, seed], a, b))
+            tests = {key: stats.difference_test(redrawn[key] - drawn[key], after[key] - before[key])
+                     for key in PAIR_KEYS}
+            held.append([x for key, (low, high, p) in tests.items()
+                         for x in (low <= value_b[key] - value_a[key] <= high, p < 0.05)])
+        lines.append([*(f'{kind}, {error:.2f}' for kind, error in (first, second)), f'{n:,}',
+                      *(f'{share:.2f}' for share in np.mean(held, 0))])
+    return lines
+
+
+if __name__ == '__main__':
+    jobs = [*itertools.starmap(functools.partial(functools.partial, coverage), MODELS),
+            *itertools.starmap(functools.partial(functools.partial, difference), PAIRS)]
+    lines = parallel_map(lambda job: job(), jobs, worth_it=True)
+    print(markdown([['error', 'true ECE', 'N', 'mean ECE', 'mean interval', 'without correction',
+                     *(TITLES[key] for key in KEYS)], *itertools.chain(*lines[:len(MODELS)])]))
+    print(markdown([['first model', 'second model', 'N', *(
+        f'{TITLES[key]}: {what}' for key in PAIR_KEYS for what in ('held', 'p < 0.05'))],
+        *itertools.chain(*lines[len(MODELS):])]))
