@@ -209,7 +209,7 @@ def measure(groups, n_bootstrap, seed, keys=None):
 
 
 def intervals(resampled, report, n):
-    """Return {'intervals': {metric: [low, high]}} of resampled {metric: values}; {} for empty input.
+    """Return {'intervals': {metric: [low, high]}} of resampled {metric: values}; {} without any.
 
     n: the number of rows, of the smallest group if the values are means over groups. A metric that
     is undefined in a resample, or needs more rows, has no interval.

@@ -9,9 +9,8 @@ confident', softmax(x z), or 'changing': that where the true confidence is above
 true error is that of 500,000 questions, and 0 for a calibrated model.
 """
 
-import functools
-import itertools
 import sys
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -23,14 +22,11 @@ import stats
 from results.tables import MEASURES, TITLES, markdown
 from runtime.processes import parallel_map
 
-KEYS = 'ece', 'ece_equal_mass', 'sce', 'ace', 'rmsce', 'mad', 'mce'
-PAIR_KEYS = 'ece', 'ece_equal_mass'
+KEYS, PAIR_KEYS = 'ece ece_equal_mass sce ace rmsce mad mce'.split(), ['ece', 'ece_equal_mass']
 SIZES, N_SETS, N_RESAMPLES, MANY = (100, 1000, 10_000), 300, 100, 500_000
-MODELS = [('calibrated', 0.0),                          # kind of error, true ECE
-          *itertools.product(['too confident'], (0.03, 0.06, 0.1, 0.2)),
-          *itertools.product(['changing'], (0.06, 0.2))]
-PAIRS = [(MODELS[0], MODELS[0]), *itertools.product([('too confident', 0.06)], [
-    ('too confident', 0.06), ('changing', 0.06), ('calibrated', 0.0), ('too confident', 0.1)])]
+MODELS = [('calibrated', 0.0), *product(['too confident'], (0.03, 0.06, 0.1, 0.2)),
+          *product(['changing'], (0.06, 0.2))]          # kind of error, true ECE
+PAIRS = [(MODELS[i], MODELS[j]) for i, j in ((0, 0), (2, 2), (2, 5), (2, 0), (2, 3))]
 
 
 def draw(n, seed, *models):
@@ -46,7 +42,7 @@ def draw(n, seed, *models):
     return rows
 
 
-def solve(kind, error, keys=KEYS):
+def solve(kind, error, keys):
     """Return ((kind, x), {key: true value}) of the model whose true ECE is `error`."""
     low, high = 1.0, 30.0
     for _ in range(16 if error else 0):
@@ -54,8 +50,7 @@ def solve(kind, error, keys=KEYS):
         too_low = metrics.ece(*draw(MANY // 10, 1, (kind, x))[0]) < error
         low, high = (x, high) if too_low else (low, x)
     report = metrics.report(*draw(MANY, 2, (kind, low))[0], measures=[*map(MEASURES.get, keys)])
-    return (kind, low), {key: report[key] if error or key in ('rmsce', 'mad') else 0.0
-                         for key in keys}
+    return (kind, low), {x: report[x] if error or x in ('rmsce', 'mad') else 0 for x in keys}
 
 
 def resample(rows, seed, keys):
@@ -64,50 +59,43 @@ def resample(rows, seed, keys):
 
 
 def coverage(kind, error):
-    """Return the lines of a model: for each N, how often the interval holds the true value."""
-    (model, truth), lines = solve(kind, error), []
+    """Yield a line for each N: how often the intervals of a model hold the true values."""
+    model, truth = solve(kind, error, KEYS)
     for n in SIZES:
         held, ends = [], []
         for seed in range(N_SETS):
             report, values = resample(draw(n, [n, seed], model)[0], seed, KEYS)
-            plain = stats.percentile_interval(values['ece'], report['ece'], biased=False)
-            intervals = {key: stats.percentile_interval(values[key], report[key]) for key in KEYS}
-            held.append([plain[0] <= truth['ece'] <= plain[1], *(
-                low <= truth[key] <= high for key, (low, high) in intervals.items())])
-            ends.append([report['ece'], *intervals['ece']])
+            ends.append([report['ece'], *stats.percentile_interval(values['ece'], report['ece'])])
+            held.append([low <= truth[key] <= high for biased, keys in (
+                (False, ['ece']), (True, KEYS)) for key in keys for low, high in [
+                stats.percentile_interval(values[key], report[key], biased)]])
         ece, low, high = np.mean(ends, 0)
-        shares = [f'{share:.2f}' if n >= least else f'({share:.2f})' for share, least in zip(
-            np.mean(held, 0), (0, *(MEASURES[key].interval_from for key in KEYS)), strict=True)]
-        lines.append([kind, f'{error:.2f}', f'{n:,}', f'{ece:.3f}', f'{low:.3f} to {high:.3f}',
-                      *shares])
-    return lines
+        least = 0, *(MEASURES[key].interval_from for key in KEYS)
+        yield [kind, f'{error:.2f}', f'{n:,}', f'{ece:.3f}', f'{low:.3f} to {high:.3f}', *(
+            f'{x:.2f}' if n >= at else f'({x:.2f})' for x, at in zip(np.mean(held, 0), least))]
 
 
 def difference(first, second):
-    """Return the lines of two models: coverage of the difference, and how often p < 0.05."""
-    (a, value_a), (b, value_b) = (solve(*model, PAIR_KEYS) for model in (first, second))
-    lines = []
+    """Yield a line for each N: how often the interval of b - a holds the truth, and p is < 0.05."""
+    (a, true_a), (b, true_b) = (solve(*model, PAIR_KEYS) for model in (first, second))
     for n in SIZES:
         held = []
         for seed in range(N_SETS):
             (before, drawn), (after, redrawn) = (
                 resample(metrics.top_label(*rows), seed, PAIR_KEYS)     # faster without options
                 for rows in draw(n, [n, seed], a, b))
-            tests = {key: stats.difference_test(redrawn[key] - drawn[key], after[key] - before[key])
-                     for key in PAIR_KEYS}
-            held.append([x for key, (low, high, p) in tests.items()
-                         for x in (low <= value_b[key] - value_a[key] <= high, p < 0.05)])
-        lines.append([*(f'{kind}, {error:.2f}' for kind, error in (first, second)), f'{n:,}',
-                      *(f'{share:.2f}' for share in np.mean(held, 0))])
-    return lines
+            held.append([x for key in PAIR_KEYS for low, high, p in [stats.difference_test(
+                redrawn[key] - drawn[key], after[key] - before[key])]
+                for x in (low <= true_b[key] - true_a[key] <= high, p < 0.05)])
+        yield [*(f'{kind}, {error:.2f}' for kind, error in (first, second)), f'{n:,}',
+               *(f'{share:.2f}' for share in np.mean(held, 0))]
 
 
 if __name__ == '__main__':
-    jobs = [*itertools.starmap(functools.partial(functools.partial, coverage), MODELS),
-            *itertools.starmap(functools.partial(functools.partial, difference), PAIRS)]
-    lines = parallel_map(lambda job: job(), jobs, worth_it=True)
-    print(markdown([['error', 'true ECE', 'N', 'mean ECE', 'mean interval', 'without correction',
-                     *(TITLES[key] for key in KEYS)], *itertools.chain(*lines[:len(MODELS)])]))
-    print(markdown([['first model', 'second model', 'N', *(
-        f'{TITLES[key]}: {what}' for key in PAIR_KEYS for what in ('held', 'p < 0.05'))],
-        *itertools.chain(*lines[len(MODELS):])]))
+    for function, cases, header in (
+            (coverage, MODELS, ['error', 'true ECE', 'N', 'mean ECE', 'mean interval',
+                                'without correction', *(TITLES[key] for key in KEYS)]),
+            (difference, PAIRS, ['first model', 'second model', 'N', *(
+                f'{TITLES[key]}: {x}' for key in PAIR_KEYS for x in ('held', 'p < 0.05'))])):
+        lines = parallel_map(lambda case, f=function: [*f(*case)], cases, worth_it=True)
+        print(markdown([header, *sum(lines, [])]))
