@@ -200,7 +200,9 @@ class _SortedRows:
 # the gaps are far above the noise. So an interval takes each bias from 0 to BIAS_RANGE * b as
 # possible: it reaches from the percentile interval around observed - BIAS_RANGE * b to that around
 # observed. 3.5 instead of 2.4 makes up for the noise of b, and for bins of a few rows, whose noise
-# a resample shows only in part. study/coverage.py shows that the intervals then hold their level.
+# a resample shows only in part. The biases of two models need not cancel in their difference, since
+# one may be calibrated and the other not; there each is taken to be from b to BIAS_RANGE * b.
+# study/coverage.py shows that these intervals hold their level.
 
 BIAS_RANGE = 3.5
 
@@ -212,29 +214,37 @@ def percentile_interval(values, observed, biased=True, level=0.95):
     mean of a number per row, gives the percentile interval of Efron 1979. True adds the range of
     the bias, as above. A metric that is never negative has no negative end.
     """
-    low, high = _ends(values, observed, biased, level)[:2]
+    bias = BIAS_RANGE * (np.mean(values, -1) - observed)
+    low, high = _ends(values, observed, bias, bias, biased, level)[:2]
     return np.where(np.min(values, -1) >= 0, np.maximum(low, 0), low), high
 
 
-def difference_test(values, observed, biased=True, level=0.95) -> tuple[float, float, float]:
-    """Return (low, high, p) of a difference of a metric from its values on resamples, float [R].
+def difference_test(first, second, observed, biased=True, level=0.95) -> tuple[float, float, float]:
+    """Return (low, high, p) of second - first, a metric of two models on the same resamples, [R].
 
-    (low, high) and the arguments are those of `percentile_interval`. The two-sided p is twice the
-    share of resamples on the rarer side of 0, counted as (1 + count) / (1 + R), at most 1; with a
-    bias, each side is counted where the interval has its end.
+    observed: (first, second), the metric of the rows themselves. biased=False, for the mean of a
+    number per row, gives the percentile interval; True adds the range of the bias, which for each
+    model is from b to BIAS_RANGE * b. The two-sided p is twice the share of resamples on the rarer
+    side of 0, counted as (1 + count) / (1 + R), at most 1; with a bias, each side is counted where
+    the interval has its end.
     """
-    low, high, lowest, highest = _ends(_check_defined(values), observed, biased, level)
+    values = _check_defined(second - first)
+    (least, largest), (least_other, largest_other) = (
+        sorted((x.mean() - value, BIAS_RANGE * (x.mean() - value)))
+        for x, value in zip((second, first), observed[::-1], strict=True))
+    low, high, lowest, highest = _ends(values, observed[1] - observed[0], largest - least_other,
+                                       least - largest_other,
+                                       biased and values.any(), level)  # all 0: equal predictions
     rarer = min((lowest <= 0).sum(), (highest >= 0).sum())
     return float(low), float(high), float(min(1, 2 * (1 + rarer) / (1 + len(values))))
 
 
-def _ends(values, observed, biased, level):
-    """Return low, high, and the values [..., R] moved to the two ends of the range of the bias."""
+def _ends(values, observed, largest, least, biased, level):
+    """Return low, high, and values [..., R] around observed without its largest and least bias."""
     shares = _check_level(level)
-    bias = np.where(biased, np.mean(values, -1) - observed, 0)[..., None]
-    # a difference may have a bias in either direction
-    lowest = values - bias - BIAS_RANGE * np.maximum(bias, 0)
-    highest = values - bias - BIAS_RANGE * np.minimum(bias, 0)
+    shift = np.mean(values, -1) - observed
+    lowest, highest = (values - np.where(biased, shift + bias, 0)[..., None]
+                       for bias in (np.maximum(largest, 0), np.minimum(least, 0)))
     return (*(np.quantile(x, share, axis=-1) for x, share in zip(
         (lowest, highest), shares, strict=True)), lowest, highest)
 
@@ -287,7 +297,7 @@ def _resampled(value, n, n_resamples, random):
 
 
 def _check_defined(values):
-    missing = np.isnan(values).sum()
+    missing = np.isnan(values).reshape(len(values), -1).any(1).sum()
     if missing:
         raise ValueError(f'the metric is nan in {missing} of {len(values)} samples of the rows, as '
                          f'auroc is where all are right; take one that is defined, or more rows')
@@ -315,12 +325,12 @@ def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, leve
     """
     a, b, labels = _check_pair(probs_a, probs_b, labels)
 
-    def difference(rows):
-        return metric(b[rows], labels[rows]) - metric(a[rows], labels[rows])
+    def both(rows):
+        return metric(a[rows], labels[rows]), metric(b[rows], labels[rows])
 
-    observed = float(_check_defined([difference(slice(None))])[0])
-    values = _resampled(difference, len(labels), n_resamples, np.random.default_rng(seed))
-    return observed, *difference_test(values, observed, level=level)
+    observed = _check_defined([both(slice(None))])[0]
+    values = _resampled(both, len(labels), n_resamples, np.random.default_rng(seed))
+    return float(observed[1] - observed[0]), *difference_test(*values.T, observed, level=level)
 
 
 def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, seed=0):

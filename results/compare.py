@@ -317,15 +317,15 @@ def over_questions(pairs, question_keys, predicted, keys, cfg):
         # both have the same draws, because seed and number of questions are the same
         values, resampled = measure({first: a, second: b}, cfg.n_bootstrap, cfg.seed, keys)
         for key in [key for key in keys if key in resampled[first]]:
-            differences, ends, p = resampled[second][key] - resampled[first][key], '', None
-            observed = values[second][key] - values[first][key]
+            drawn, observed = ([x[name][key] for name in (first, second)]
+                               for x in (resampled, values))
+            ends, p = '', None
             # a metric may be undefined in a resample, as AUROC is if every answer is correct
-            if len(a.labels) >= MEASURES[key].interval_from and not np.isnan(differences).any():
-                low, high, p = stats.difference_test(differences, observed,
-                                                     not MEASURES[key].is_mean)
+            if len(a.labels) >= MEASURES[key].interval_from and not np.isnan(drawn).any():
+                low, high, p = stats.difference_test(*drawn, observed, not MEASURES[key].is_mean)
                 ends = f'{low:+.4f} {high:+.4f}'
             rows.append([f'{second} - {first}', 'questions', str(len(a.labels)), TITLES[key],
-                         f'{observed:+.4f}', ends, p])
+                         f'{observed[1] - observed[0]:+.4f}', ends, p])
     return with_holm(rows, '.3f')
 
 

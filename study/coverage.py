@@ -47,7 +47,7 @@ def solve(kind, error, keys):
     low, high = 1.0, 30.0
     for _ in range(16 if error else 0):
         x = (low + high) / 2
-        too_low = metrics.ece(*draw(MANY // 10, 1, (kind, x))[0]) < error
+        too_low = metrics.ece(*draw(MANY, 2, (kind, x))[0]) < error
         low, high = (x, high) if too_low else (low, x)
     report = metrics.report(*draw(MANY, 2, (kind, low))[0], measures=[*map(MEASURES.get, keys)])
     return (kind, low), {x: report[x] if error or x in ('rmsce', 'mad') else 0 for x in keys}
@@ -85,7 +85,7 @@ def difference(first, second):
                 resample(metrics.top_label(*rows), seed, PAIR_KEYS)     # faster without options
                 for rows in draw(n, [n, seed], a, b))
             held.append([x for key in PAIR_KEYS for low, high, p in [stats.difference_test(
-                redrawn[key] - drawn[key], after[key] - before[key])]
+                drawn[key], redrawn[key], (before[key], after[key]))]
                 for x in (low <= true_b[key] - true_a[key] <= high, p < 0.05)])
         yield [*(f'{kind}, {error:.2f}' for kind, error in (first, second)), f'{n:,}',
                *(f'{share:.2f}' for share in np.mean(held, 0))]

@@ -240,8 +240,8 @@ def test_differences_of_errors_in_bins_hold_that_of_the_population():
         first, second = draw_confidences(500, 1, random), draw_confidences(500, 1, random, mean=4)
         drawn, redrawn = (stats.bootstrap(*rows, n_resamples=100, seed=seed, keys=[
             'ece_equal_mass'])['ece_equal_mass'] for rows in (first, second))
-        low, high, p = stats.difference_test(redrawn - drawn, metrics.ece_equal_mass(
-            *second) - metrics.ece_equal_mass(*first))
+        low, high, p = stats.difference_test(drawn, redrawn, [
+            metrics.ece_equal_mass(*rows) for rows in (first, second)])
         held.append(low <= 0 <= high)
         p_values.append(p)
     assert np.mean(held) >= 0.85 and np.mean(np.array(p_values) < 0.05) <= 0.15
@@ -258,12 +258,12 @@ def test_intervals_of_means_are_percentiles():
     assert high - centered[1] == exactly([-1, 0, 4.5])
     mixed = stats.percentile_interval(values, [0.0, 9.0, 0.0], biased=[True, False, True])
     assert mixed[1][1] == exactly(np.quantile(values[1], 0.975))
-    test = stats.difference_test(values[0], 0.1, biased=False)
+    test = stats.difference_test(values[1], values[0] + values[1], (5.0, 0.1), biased=False)
     assert test[:2] == exactly(np.quantile(values[0], (0.025, 0.975)))
     # what is never negative has no negative end, a difference may
     positive = np.abs(values[0]) + 0.5
     assert stats.percentile_interval(positive, 0.1)[0] == 0
-    assert stats.difference_test(positive, 0.1)[0] < 0
+    assert stats.difference_test(0 * positive, positive, (0, 0.1))[0] < 0
 
 
 def test_bca_widens_with_the_level():
@@ -315,7 +315,7 @@ def test_a_metric_that_is_undefined_in_a_resample():
                  lambda: stats.interval(metrics.auroc, probs, labels, method='bca'),
                  lambda: stats.paired_bootstrap(metrics.auroc, probs, probs, labels),
                  lambda: stats.permutation_test(metrics.auroc, probs, probs, [0, 0, 0]),
-                 lambda: stats.difference_test(np.array([0.1, np.nan, 0.2]), 0.1),
+                 lambda: stats.difference_test(np.zeros(3), np.array([0.1, np.nan, 0.2]), (0, 1)),
                  lambda: stats.consistency_test(probs, labels, metrics.auroc)):
         with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):
             call()
