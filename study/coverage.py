@@ -10,7 +10,6 @@ true error is that of 500,000 questions, and 0 for a calibrated model.
 """
 
 import sys
-from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -24,13 +23,15 @@ from runtime.processes import parallel_map
 
 KEYS, PAIR_KEYS = 'ece ece_equal_mass sce ace rmsce mad mce'.split(), ['ece', 'ece_equal_mass']
 SIZES, N_SETS, N_RESAMPLES, MANY = (100, 1000, 10_000), 300, 100, 500_000
-MODELS = [('calibrated', 0.0), *product(['too confident'], (0.03, 0.06, 0.1, 0.2)),
-          *product(['changing'], (0.06, 0.2))]          # kind of error, true ECE
+MODELS = [('calibrated', 0.0, 1.0),          # kind of error, true ECE, x that gives it
+          ('too confident', 0.03, 1.127), ('too confident', 0.06, 1.274),
+          ('too confident', 0.1, 1.51), ('too confident', 0.2, 2.483),
+          ('changing', 0.06, 1.292), ('changing', 0.2, 4.273)]
 PAIRS = [(MODELS[i], MODELS[j]) for i, j in ((0, 0), (2, 2), (2, 5), (2, 0), (2, 3))]
 
 
 def draw(n, seed, *models):
-    """Return [(probs [n, 4], labels [n])] of models (kind of error, x >= 1) with x from `solve`."""
+    """Return [(probs [n, 4], labels [n])] of models (kind of error, x >= 1) of MODELS."""
     random = np.random.default_rng(seed)
     z, other, uniform = random.normal(size=(n, 4)), random.normal(size=(n, 4)), random.random(n)
     rows = []
@@ -42,15 +43,9 @@ def draw(n, seed, *models):
     return rows
 
 
-def solve(kind, error, keys):
-    """Return ((kind, x), {key: true value}) of the model whose true ECE is `error`."""
-    low, high = 1.0, 30.0
-    for _ in range(16 if error else 0):
-        x = (low + high) / 2
-        too_low = metrics.ece(*draw(MANY, 2, (kind, x))[0]) < error
-        low, high = (x, high) if too_low else (low, x)
-    report = metrics.report(*draw(MANY, 2, (kind, low))[0], measures=[*map(MEASURES.get, keys)])
-    return (kind, low), {x: report[x] if error or x in ('rmsce', 'mad') else 0 for x in keys}
+def true_values(kind, error, x, keys):
+    report = metrics.report(*draw(MANY, 2, (kind, x))[0], measures=[*map(MEASURES.get, keys)])
+    return {x: report[x] if error or x in ('rmsce', 'mad') else 0 for x in keys}
 
 
 def resample(rows, seed, keys):
@@ -58,13 +53,13 @@ def resample(rows, seed, keys):
             stats.bootstrap(*rows, n_resamples=N_RESAMPLES, seed=seed, keys=keys))
 
 
-def coverage(kind, error):
+def coverage(kind, error, x):
     """Yield a line for each N: how often the intervals of a model hold the true values."""
-    model, truth = solve(kind, error, KEYS)
+    truth = true_values(kind, error, x, KEYS)
     for n in SIZES:
         held, ends = [], []
         for seed in range(N_SETS):
-            report, values = resample(draw(n, [n, seed], model)[0], seed, KEYS)
+            report, values = resample(draw(n, [n, seed], (kind, x))[0], seed, KEYS)
             ends.append([report['ece'], *stats.percentile_interval(values['ece'], report['ece'])])
             held.append([low <= truth[key] <= high for biased, keys in (
                 (False, ['ece']), (True, KEYS)) for key in keys for low, high in [
@@ -72,22 +67,23 @@ def coverage(kind, error):
         ece, low, high = np.mean(ends, 0)
         least = 0, *(MEASURES[key].interval_from for key in KEYS)
         yield [kind, f'{error:.2f}', f'{n:,}', f'{ece:.3f}', f'{low:.3f} to {high:.3f}', *(
-            f'{x:.2f}' if n >= at else f'({x:.2f})' for x, at in zip(np.mean(held, 0), least))]
+            f'{share:.2f}' if n >= at else f'({share:.2f})'
+            for share, at in zip(np.mean(held, 0), least))]
 
 
 def difference(first, second):
     """Yield a line for each N: how often the interval of b - a holds the truth, and p is < 0.05."""
-    (a, true_a), (b, true_b) = (solve(*model, PAIR_KEYS) for model in (first, second))
+    true_a, true_b = (true_values(*model, PAIR_KEYS) for model in (first, second))
     for n in SIZES:
         held = []
         for seed in range(N_SETS):
             (before, drawn), (after, redrawn) = (
                 resample(metrics.top_label(*rows), seed, PAIR_KEYS)     # faster without options
-                for rows in draw(n, [n, seed], a, b))
+                for rows in draw(n, [n, seed], *((kind, x) for kind, _, x in (first, second))))
             held.append([x for key in PAIR_KEYS for low, high, p in [stats.difference_test(
                 drawn[key], redrawn[key], (before[key], after[key]))]
                 for x in (low <= true_b[key] - true_a[key] <= high, p < 0.05)])
-        yield [*(f'{kind}, {error:.2f}' for kind, error in (first, second)), f'{n:,}',
+        yield [*(f'{kind}, {error:.2f}' for kind, error, _ in (first, second)), f'{n:,}',
                *(f'{share:.2f}' for share in np.mean(held, 0))]
 
 
