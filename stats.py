@@ -30,9 +30,9 @@ def bootstrap(probs, labels, n_options=None, *, scores=None, n_resamples=1000,
     """Return metrics of `report` on `n_resamples` samples of N rows, drawn with replacement.
 
     {key: float64 [n_resamples]} for the metrics `keys`, by default for every metric with a column
-    in a table and all that are fast. Metrics that are not defined for probs are left out. The
-    percentiles 2.5 and 97.5 are the percentile interval of Efron 1979. scores: those of `nll`;
-    columns: {key: float [N]}, more metrics that are means of a number per row.
+    in a table and all that are fast. Metrics that are not defined for probs are left out.
+    `percentile_interval` makes intervals of the values. scores: those of `nll`; columns: {key:
+    float [N]}, more metrics that are means of a number per row.
 
     Sums compute accuracy, confidence, gap, bas, brier_top_label, brier_skill, ece, mce,
     ece_equal_mass, rmsce and mad, and from probs [N, K] also entropy_bits, nll, brier, sce and ace,
@@ -191,6 +191,65 @@ class _SortedRows:
             yield np.diff(ends - first, prepend=0), np.diff(sums, prepend=0)
 
 
+# From resampled values to intervals and p
+#
+# Noise in the gaps of bins moves a calibration error up, never down on average, because the error
+# is convex in the gaps. N rows have an error above the population's, and a resample, which adds
+# noise once more, has one above that of the N rows. The second bias, b = mean(values) - observed,
+# is known, the first is not: it is b / (sqrt(2) - 1) = 2.4 b if the model is calibrated, since the
+# gaps are then all noise, and that of a resample is sqrt(2) times as large; it is 0, like b, if
+# the gaps are far above the noise. So an interval takes each bias from 0 to BIAS_RANGE * b as
+# possible: it reaches from the percentile interval around observed - BIAS_RANGE * b to that around
+# observed. 3.5 instead of 2.4 makes up for the noise of b, and for bins of a few rows, whose noise
+# a resample shows only in part. The biases of two models need not cancel in their difference, since
+# one may be calibrated and the other not; there each is taken to be from b to BIAS_RANGE * b.
+# study/coverage.py shows that these intervals hold their level.
+
+BIAS_RANGE = 3.5
+
+
+def percentile_interval(values, observed, biased=True, level=0.95):
+    """Return (low, high) of metrics, from their values [..., n_resamples] on resamples.
+
+    observed: float [...], their values for the rows themselves. biased: bool [...]; False, for the
+    mean of a number per row, gives the percentile interval of Efron 1979. True adds the range of
+    the bias, as above. A metric that is never negative has no negative end.
+    """
+    bias = BIAS_RANGE * (np.mean(values, -1) - observed)
+    low, high = _ends(values, observed, bias, bias, biased, level)[:2]
+    return np.where(np.min(values, -1) >= 0, np.maximum(low, 0), low), high
+
+
+def difference_test(first, second, observed, biased=True, level=0.95) -> tuple[float, float, float]:
+    """Return (low, high, p) of second - first, a metric of two models on the same resamples, [R].
+
+    observed: (first, second), the metric of the rows themselves. biased=False, for the mean of a
+    number per row, gives the percentile interval; True adds the range of the bias, which for each
+    model is from b to BIAS_RANGE * b. The two-sided p is twice the share of resamples on the rarer
+    side of 0, counted as (1 + count) / (1 + R), at most 1; with a bias, each side is counted where
+    the interval has its end.
+    """
+    values = _check_defined(second - first)
+    (least, largest), (least_other, largest_other) = (
+        sorted((x.mean() - value, BIAS_RANGE * (x.mean() - value)))
+        for x, value in zip((second, first), observed[::-1], strict=True))
+    low, high, lowest, highest = _ends(values, observed[1] - observed[0], largest - least_other,
+                                       least - largest_other,
+                                       biased and values.any(), level)  # all 0: equal predictions
+    rarer = min((lowest <= 0).sum(), (highest >= 0).sum())
+    return float(low), float(high), float(min(1, 2 * (1 + rarer) / (1 + len(values))))
+
+
+def _ends(values, observed, largest, least, biased, level):
+    """Return low, high, and values [..., R] around observed without its largest and least bias."""
+    shares = _check_level(level)
+    shift = np.mean(values, -1) - observed
+    lowest, highest = (values - np.where(biased, shift + bias, 0)[..., None]
+                       for bias in (np.maximum(largest, 0), np.minimum(least, 0)))
+    return (*(np.quantile(x, share, axis=-1) for x, share in zip(
+        (lowest, highest), shares, strict=True)), lowest, highest)
+
+
 # Any metric
 
 
@@ -198,9 +257,10 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method=
              seed=0) -> tuple[float, float]:
     """Return (low, high) of metric(probs, labels, *more) by resampling rows.
 
-    method is 'percentile' (Efron 1979) or 'bca', bias-corrected and accelerated (Efron 1987), with
-    the acceleration from a jackknife that leaves out one of up to 200 groups of rows. metric is any
-    function of rows; more are arrays of N rows, or None. `bootstrap` is far faster for its metrics.
+    method is 'percentile' (`percentile_interval`) or 'bca', bias-corrected and accelerated (Efron
+    1987), with the acceleration from a jackknife that leaves out one of up to 200 groups of rows;
+    BCa is not for errors in bins, whose bias it does not know. metric is any function of rows; more
+    are arrays of N rows, or None. `bootstrap` is far faster for its metrics.
     """
     if method not in ('percentile', 'bca'):
         raise ValueError(f"method must be 'percentile' or 'bca', not {method!r}")
@@ -220,7 +280,9 @@ def interval(metric, probs, labels, *more, n_resamples=1000, level=0.95, method=
         groups = np.array_split(random.permutation(n), min(n, 200)) if n > 1 else []
         jackknife = [value(np.delete(np.arange(n), group)) for group in groups]
         shares = _bca_shares(shares, values, value(slice(None)), _check_defined(jackknife or [0.0]))
-    low, high = np.quantile(values, shares)
+        low, high = np.quantile(values, shares)
+    else:
+        low, high = percentile_interval(values, value(slice(None)), level=level)
     return float(low), float(high)
 
 
@@ -237,7 +299,7 @@ def _resampled(value, n, n_resamples, random):
 
 
 def _check_defined(values):
-    missing = np.isnan(values).sum()
+    missing = np.isnan(values).reshape(len(values), -1).any(1).sum()
     if missing:
         raise ValueError(f'the metric is nan in {missing} of {len(values)} samples of the rows, as '
                          f'auroc is where all are right; take one that is defined, or more rows')
@@ -265,23 +327,12 @@ def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, leve
     """
     a, b, labels = _check_pair(probs_a, probs_b, labels)
 
-    def difference(rows):
-        return metric(b[rows], labels[rows]) - metric(a[rows], labels[rows])
+    def both(rows):
+        return metric(a[rows], labels[rows]), metric(b[rows], labels[rows])
 
-    observed = float(_check_defined([difference(slice(None))])[0])
-    values = _resampled(difference, len(labels), n_resamples, np.random.default_rng(seed))
-    return observed, *difference_test(values, level)
-
-
-def difference_test(values, level=0.95) -> tuple[float, float, float]:
-    """Return (low, high, p) of a difference from its values on resamples, float [n_resamples].
-
-    (low, high) is the percentile interval. The two-sided p is twice the share of resamples on the
-    rarer side of 0, counted as (1 + count) / (1 + n_resamples), at most 1.
-    """
-    low, high = np.quantile(_check_defined(values), _check_level(level))
-    rarer = min((values <= 0).sum(), (values >= 0).sum())
-    return float(low), float(high), float(min(1, 2 * (1 + rarer) / (1 + len(values))))
+    observed = _check_defined([both(slice(None))])[0]
+    values = _resampled(both, len(labels), n_resamples, np.random.default_rng(seed))
+    return float(observed[1] - observed[0]), *difference_test(*values.T, observed, level=level)
 
 
 def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, seed=0):

@@ -9,21 +9,24 @@ import numpy as np
 
 import metrics
 import stats
+from results.tables import MEASURES
 
 KEYS, N_BINS = ('accuracy', 'ece', 'entropy_bits'), 10
 
 
 def resample(groups, n_resamples=1000, seed=0):
-    """Return (question ids, {language or 'all': {key of KEYS: float64 [n_resamples]}}).
+    """Return (question ids, {language or 'all': {key of KEYS: float64 [1 + n_resamples]}}).
 
-    groups: {language: (ids, Predictions)}; 'all' pools the languages. The same ids and seed draw
-    the same questions, so that the values of two runs are paired. Each metric is a function of sums
-    over questions: the sums of the drawn questions are counts [R, Q] times terms [Q, M].
+    The first value is that of the questions as they are, the others are of resamples. groups:
+    {language: (ids, Predictions)}; 'all' pools the languages. The same ids and seed draw the same
+    questions, so that the values of two runs are paired. Each metric is a function of sums over
+    questions: the sums of the drawn questions are counts [R, Q] times terms [Q, M].
     """
     ids = sorted({name for names, _ in groups.values() for name in names})
     row, random = {name: i for i, name in enumerate(ids)}, np.random.default_rng(seed)
-    counts = np.stack([np.bincount(random.integers(len(ids), size=len(ids)), minlength=len(ids))
-                       for _ in range(n_resamples)]).astype(np.float64)
+    drawn = [random.integers(len(ids), size=len(ids)) for _ in range(n_resamples)]
+    counts = np.stack([np.bincount(rows, minlength=len(ids)).astype(np.float64)
+                       for rows in (np.arange(len(ids)), *drawn)])
     pooled, values = 0.0, {}
     for language, (names, predicted) in groups.items():
         terms = question_terms([row[name] for name in names], predicted, len(ids))
@@ -58,5 +61,7 @@ def p_values(plain, other):
     (ids, before), (other_ids, after) = plain, other
     if ids != other_ids:
         return {}
-    return {language: {key: stats.difference_test(after[language][key] - before[language][key])[2]
-                       for key in KEYS} for language in before.keys() & after.keys()}
+    return {language: {key: stats.difference_test(
+        before[language][key][1:], after[language][key][1:],
+        (before[language][key][0], after[language][key][0]), not MEASURES[key].is_mean)[2]
+        for key in KEYS} for language in before.keys() & after.keys()}

@@ -21,8 +21,8 @@ from results import lm_eval, page
 from results.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
 from results.prediction_files import few_rows_note
-from results.report import (interval_text, measure, panel_title, predictions, split_groups,
-                            task_title, unit)
+from results.report import (interval_text, measure, measured_by, panel_title, predictions,
+                            split_groups, task_title, unit)
 from results.runs import Run, find_runs, harness_run, read_run, read_run_samples, sample_of
 from results.samples import sample_order
 from results.tables import (MEASURES, TITLES, Heading, aligned, csv_text, latex, latex_text,
@@ -174,7 +174,7 @@ def compare_task(task, runs, samples, keys, cfg):
     fewest = min(by_language['pooled']['n'] for by_language in reports.values())
     if {'rmsce', 'mad'} & {*keys} and (note := few_rows_note(
             fewest, unit(next(iter(runs.values())).results[task]))):
-        remarks.append(note)
+        remarks.append(f'{note}, so they have no interval')
     with_intervals, _ = question_table(task, runs, reports, keys, intervals=True)
     return TaskComparison(
         '\n'.join((f'\n{title}', aligned(table), '(* the best)', *remarks, '',
@@ -286,11 +286,12 @@ def question_table(task, runs, reports, keys, intervals=False):
             report, result = reports[name][language], run.results[task]
             labels = {'run': name, 'model': run.model, 'dataset': task,
                       **{key: run.settings.get(key, '') for key in settings}, 'language': language}
+            # intervals by other code are those of another formula, or of another value
             written = {'pooled': result.get('pooled', {}), **result.get('languages', {})}.get(
-                language, {}) if intervals else {}
+                language, {}) if intervals and result.get('measured_by') == measured_by() else {}
             table.append([*labels.values(), str(report['n']), *(
                 format(report[key], MEASURES[key].format) + (
-                    # another value was computed by another version of the code
+                    # samples may have changed since
                     interval_text(written, key) if math.isclose(
                         written.get(key, math.nan), report[key], rel_tol=1e-6) else '')
                 for key in keys)])
@@ -316,13 +317,15 @@ def over_questions(pairs, question_keys, predicted, keys, cfg):
         # both have the same draws, because seed and number of questions are the same
         values, resampled = measure({first: a, second: b}, cfg.n_bootstrap, cfg.seed, keys)
         for key in [key for key in keys if key in resampled[first]]:
-            differences, ends, p = resampled[second][key] - resampled[first][key], '', None
+            drawn, observed = ([x[name][key] for name in (first, second)]
+                               for x in (resampled, values))
+            ends, p = '', None
             # a metric may be undefined in a resample, as AUROC is if every answer is correct
-            if not np.isnan(differences).any():
-                low, high, p = stats.difference_test(differences)
+            if len(a.labels) >= MEASURES[key].interval_from and not np.isnan(drawn).any():
+                low, high, p = stats.difference_test(*drawn, observed, not MEASURES[key].is_mean)
                 ends = f'{low:+.4f} {high:+.4f}'
             rows.append([f'{second} - {first}', 'questions', str(len(a.labels)), TITLES[key],
-                         f'{values[second][key] - values[first][key]:+.4f}', ends, p])
+                         f'{observed[1] - observed[0]:+.4f}', ends, p])
     return with_holm(rows, '.3f')
 
 

@@ -205,20 +205,25 @@ def measure(groups, n_bootstrap, seed, keys=None):
         report, *parts = itertools.islice(outcomes, len(group_jobs))
         resampled[key] = {name: np.concatenate([part[name] for part in parts])
                           for name in (parts[0] if parts else ())}
-        reports[key] = report | intervals(resampled[key])
+        reports[key] = report | intervals(resampled[key], report, report['n'])
     return reports, resampled
 
 
-def intervals(resampled):
-    """Return {'intervals': percentiles 2.5 and 97.5 of {metric: values}}; {} for empty input.
+def intervals(resampled, report, n):
+    """Return {'intervals': {metric: [low, high]}} of resampled {metric: values}; {} without any.
 
-    A metric that is undefined in a resample has no interval.
+    n: the number of rows, of the smallest group if the values are means over groups. A metric that
+    is undefined in a resample, or needs more rows, has no interval.
     """
-    defined = {key: values for key, values in resampled.items() if not np.isnan(values).any()}
-    if not defined:
+    keys = [key for key, values in resampled.items()
+            if n >= MEASURES[key].interval_from and not np.isnan(values).any()]
+    if not keys:
         return {}
-    low, high = np.percentile([*defined.values()], (2.5, 97.5), axis=1).tolist()
-    return {'intervals': {key: [*ends] for key, *ends in zip(defined, low, high)}}
+    low, high = stats.percentile_interval(
+        np.stack([resampled[key] for key in keys]), np.array([report[key] for key in keys]),
+        [not MEASURES[key].is_mean for key in keys])
+    return {'intervals': {key: [*ends] for key, *ends in zip(
+        keys, low.tolist(), high.tolist(), strict=True)}}
 
 
 def mean_report(reports, resampled):
@@ -233,9 +238,9 @@ def mean_report(reports, resampled):
             # a metric can be undefined for a group, as AUROC is if every answer is correct
             values = [r[key] for r in reports if not math.isnan(r[key])]
             mean[key] = float(np.mean(values)) if values else math.nan
-    few = min(report['n'] for report in reports) < 10
+    fewest = min(report['n'] for report in reports)
     return mean | intervals({key: np.mean([values[key] for values in resampled], axis=0)
-                             for key in ({} if few else resampled[0])})
+                             for key in ({} if fewest < 10 else resampled[0])}, mean, fewest)
 
 
 def post_hoc(test, held_out, n_bootstrap, seed, languages, held_out_languages):

@@ -80,10 +80,13 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered
     assert first['accuracy'] == second['accuracy'] and float(first['ece']) < float(second['ece'])
     lines = [line.split() for line in printed.split('\n') if line.startswith('sharp - a')]
     assert len(lines) == 8      # four metrics, over questions and over languages
-    accuracy, _, ece, _ = (line for line in lines if line[3] == 'questions')
+    accuracy, _, ece, rmsce = (line for line in lines if line[3] == 'questions')
     assert accuracy[6:] == ['+0.0000', '+0.0000', '+0.0000', '1.000', '1.000']
     assert float(ece[6]) == pytest.approx(float(second['ece']) - float(first['ece']), abs=1e-4)
-    assert float(ece[-2]) < 0.02 and float(ece[-1]) == pytest.approx(4 * float(ece[-2]), abs=3e-3)
+    assert float(ece[-2]) < 0.02 and float(ece[-1]) == pytest.approx(3 * float(ece[-2]), abs=3e-3)
+    # RMSCE has no interval and no p below 1,000 questions
+    assert rmsce[5:] == ['RMSCE', f'{float(second["rmsce"]) - float(first["rmsce"]):+.4f}']
+    assert 'can be far below ECE, which has 10, so they have no interval' in printed
     found = stats.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
                                for i in (0, 2, 4)])
     assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
@@ -146,8 +149,12 @@ def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     ece = report.predictions(samples.read_samples(a / 'samples.jsonl'), 'token').report()['ece']
     pooled = {'pooled': {'n': 40, 'ece': ece, 'rmsce': 0.9,     # which another version computed
                          'intervals': {'ece': [0.1234, 0.5678], 'rmsce': [0.8, 1.0]}}}
-    write_run(a, result=pooled | sample)
+    write_run(a, result=pooled | sample | {'measured_by': 'the code of an earlier version'})
     b = write_run(tmp_path / 'b', sharpness=3.0)
+    compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=0')
+    assert r'\confint{' not in (tmp_path / 'out' / 'compare.tex').read_text()
+    capsys.readouterr()
+    write_run(a, result=pooled | sample | {'measured_by': report.measured_by()})
     lines = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=20')
     assert [line.get('sample_of') for line in lines] == ['500', '']
     table, differences, changes = tabulars((tmp_path / 'out' / 'compare.tex').read_text())

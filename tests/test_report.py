@@ -165,6 +165,31 @@ def test_only_a_cut_line_is_left_out(tmp_path):
     assert samples.read_samples(path) == []
 
 
+def test_printed_intervals_hold_the_errors_of_a_calibrated_model():
+    held = []
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        scores = np.log(metrics.softmax(1.5 * random.normal(size=(300, 3))))
+        labels = (scores + random.gumbel(size=scores.shape)).argmax(1)
+        group = report.option_predictions(np.exp(scores), labels, np.full(300, 3), scores)
+        intervals = report.measure({'': group}, 60, seed)[0]['']['intervals']
+        held.append([intervals[key][0] <= 0 for key in ('ece', 'ece_equal_mass', 'sce', 'ace')])
+    assert (np.mean(held, 0) >= 0.85).all()
+
+
+@pytest.mark.parametrize('n, has_interval', [(999, False), (1000, True)])
+def test_metrics_have_intervals_from_the_rows_at_which_they_hold(n, has_interval):
+    random = np.random.default_rng(0)
+    confidence = random.random(n)
+    group = report.Predictions(confidence, random.random(n) < confidence)
+    reports, resampled = report.measure({'': group}, 40, 0)
+    found = reports['']['intervals']
+    assert 'mce' in reports[''] and 'mce' not in found
+    assert ('rmsce' in found) == ('mad' in found) == has_interval and 'ece' in found
+    assert found['accuracy'] == pytest.approx(np.percentile(
+        resampled['']['accuracy'], (2.5, 97.5)).tolist(), abs=1e-12)
+
+
 @pytest.mark.parametrize('n, has_interval', [(1, False), (9, False), (10, True)])
 def test_a_mean_over_small_groups_has_no_interval(n, has_interval):
     questions = [question(i, id=f'{subject}{i}', subject=subject, answer=(i + len(subject)) % 2)

@@ -210,6 +210,62 @@ def test_intervals_cover_what_they_should():
         stats.interval(metrics.ece, [[1.0, 0.0]], [0], method='normal')
 
 
+def draw_confidences(n, factor, random, mean=0.5):
+    """Confidences whose log-odds are `factor` times the true ones, and which are right."""
+    log_odds, uniform = mean + 1.5 * random.normal(size=n), random.random(n)
+    return metrics.softmax(np.outer(factor * log_odds, [0, 1]))[:, 1], (
+        uniform < 1 / (1 + np.exp(-log_odds)))
+
+
+@pytest.mark.parametrize('factor', [1.0, 1.2, 1.6])
+def test_intervals_of_errors_in_bins_hold_the_error_of_the_population(factor):
+    """Resamples repeat the bias of the rows: their percentiles never reached the 0 of factor 1."""
+    truth = factor > 1 and metrics.ece(*draw_confidences(10**6, factor, np.random.default_rng(1)))
+    held, zero = [], []
+    for seed in range(60):
+        rows = draw_confidences(600, factor, np.random.default_rng(seed))
+        low, high = stats.interval(metrics.ece, *rows, n_resamples=100, seed=seed)
+        held.append(low <= truth <= high)
+        zero.append(low == 0)
+        assert 0 <= low <= metrics.ece(*rows) <= high
+    assert np.mean(held) >= 0.9
+    assert np.mean(zero) >= 0.9 if factor == 1 else np.mean(zero) < 0.5 if factor == 1.6 else True
+
+
+def test_differences_of_errors_in_bins_hold_that_of_the_population():
+    """Both models are calibrated; the second is surer, so that noise moves its error less."""
+    held, p_values = [], []
+    for seed in range(60):
+        random = np.random.default_rng(seed)
+        first, second = draw_confidences(500, 1, random), draw_confidences(500, 1, random, mean=4)
+        drawn, redrawn = (stats.bootstrap(*rows, n_resamples=100, seed=seed, keys=[
+            'ece_equal_mass'])['ece_equal_mass'] for rows in (first, second))
+        low, high, p = stats.difference_test(drawn, redrawn, [
+            metrics.ece_equal_mass(*rows) for rows in (first, second)])
+        held.append(low <= 0 <= high)
+        p_values.append(p)
+    assert np.mean(held) >= 0.85 and np.mean(np.array(p_values) < 0.05) <= 0.15
+
+
+def test_intervals_of_means_are_percentiles():
+    values = np.random.default_rng(0).normal(size=(3, 500))
+    low, high = stats.percentile_interval(values, [5.0, 0.0, -5.0], biased=False, level=0.9)
+    assert np.stack([low, high]) == exactly(np.quantile(values, (0.05, 0.95), axis=1))
+    # with a bias: around the observed value, and up to 3.5 times the bias on the other side of it
+    low, high = stats.percentile_interval(values - values.mean(1)[:, None], [-1.0, 0.0, 1.0])
+    centered = np.quantile(values - values.mean(1)[:, None], (0.025, 0.975), axis=1)
+    assert low - centered[0] == exactly([-4.5, 0, 1])
+    assert high - centered[1] == exactly([-1, 0, 4.5])
+    mixed = stats.percentile_interval(values, [0.0, 9.0, 0.0], biased=[True, False, True])
+    assert mixed[1][1] == exactly(np.quantile(values[1], 0.975))
+    test = stats.difference_test(values[1], values[0] + values[1], (5.0, 0.1), biased=False)
+    assert test[:2] == exactly(np.quantile(values[0], (0.025, 0.975)))
+    # what is never negative has no negative end, a difference may
+    positive = np.abs(values[0]) + 0.5
+    assert stats.percentile_interval(positive, 0.1)[0] == 0
+    assert stats.difference_test(0 * positive, positive, (0, 0.1))[0] < 0
+
+
 def test_bca_widens_with_the_level():
     c, correct = np.random.default_rng(0).random(30) ** 8, np.arange(30) % 2 == 0
     previous = stats.interval(metrics.gap, c, correct, n_resamples=200, method='bca')
@@ -259,7 +315,7 @@ def test_a_metric_that_is_undefined_in_a_resample():
                  lambda: stats.interval(metrics.auroc, probs, labels, method='bca'),
                  lambda: stats.paired_bootstrap(metrics.auroc, probs, probs, labels),
                  lambda: stats.permutation_test(metrics.auroc, probs, probs, [0, 0, 0]),
-                 lambda: stats.difference_test(np.array([0.1, np.nan, 0.2])),
+                 lambda: stats.difference_test(np.zeros(3), np.array([0.1, np.nan, 0.2]), (0, 1)),
                  lambda: stats.consistency_test(probs, labels, metrics.auroc)):
         with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):
             call()
