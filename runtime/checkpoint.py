@@ -71,8 +71,6 @@ def fetch(name: str, revision: str | None = None, weights: bool = True) -> Path:
     weights: False downloads only its configuration and tokenizer
     """
     folder = _own_folder(name, revision, weights)
-    put_back(folder)
-    note_inputs(*(file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)))
     if not adapter.is_adapter(folder):
         return folder
     settings = adapter.read_settings(folder)
@@ -92,7 +90,10 @@ def _own_folder(name, revision, weights):
     if revision and os.path.isdir(path):
         raise CheckpointError(f'revision = {revision!r} is that of a hub name, and model = {name} '
                               f'is a folder; set one of them')
-    return path if os.path.isdir(path) else _download(name, path, revision, weights)
+    folder = path if os.path.isdir(path) else _download(name, path, revision, weights)
+    put_back(folder)
+    note_inputs(*(file for pattern in MODEL_FILES + BIN_FILES for file in folder.glob(pattern)))
+    return folder
 
 
 def _download(name, path, revision, weights):

@@ -105,7 +105,8 @@ def _rope(block, name, names, hf, v, where):
     dim = int(v['head_dim'] * (1 if share is None else share))
     if dim % 2 or not dim:
         raise CheckpointError(f'{where}: {names["partial_rotary_factor"]} = {share} of head_dim = '
-                              f'{v["head_dim"]} is {dim}; it must be even and above 0')
+                              f'{v["head_dim"]} is {dim}; it must be even and above 0. Without '
+                              f'head_dim that is hidden_size / num_attention_heads')
     if scheme in ('default', 'dynamic'):    # dynamic: within max_position_embeddings
         return Rope(float(theta), dim)
     longest = v['max_position_embeddings']

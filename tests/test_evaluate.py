@@ -678,7 +678,7 @@ def test_what_edited_code_computes_is_not_mixed_with_what_was_there(scored_folde
 
     assert [error for process, error in both() if process.returncode] == []
     before = written()
-    edit('        # sums are in the order of transformers, for the same rounding\n', '')
+    edit('        # the sums are in the order of transformers\n', '')
     (tmp_path / 'scored/eval_config.json').write_text(re.sub(   # as an older version wrote it
         ' "code": .*\n', '', (tmp_path / 'scored/eval_config.json').read_text()))
     assert [error for process, error in both() if process.returncode] == []
@@ -695,8 +695,9 @@ def test_what_edited_code_computes_is_not_mixed_with_what_was_there(scored_folde
     (fused_ce, "LOSSES = {", "def tempered(t):\n    return dft()\n\n\nLOSSES = {", True),
     (fused_ce, '    return Loss(lambda s: s.nll, ', '    return Loss(lambda s: 2 * s.nll, ', False),
     (fused_ce, 'cross_entropy, brier, spherical,', 'spherical,', False),
-    (models, '    y = x.float()\n', '    y = 2 * x.float()\n', True),
-    (models, '    y = x.float()\n', '    y = x.float()   # exactly\n\n', False),
+    (models, '    y, w = x.float(),', '    y, w = 2 * x.float(),', True),
+    (models, '    y, w = x.float(), weight.float()\n',
+     '    y, w = x.float(), weight.float()   # exactly\n\n', False),
     (triton_ops, '+ SPLIT', '+ 2 * SPLIT', True),
     (generate.why_ended, "return 'max_tokens'", "return 'length'", True),
     (evaluate.question_samples, 'log_probs.tolist()', '(2 * log_probs).tolist()', True),

@@ -117,7 +117,7 @@ def test_big_bench_and_inverse_scaling_are_files_of_questions(tmp_path):
     lettered = questions.load_task(str(path)).questions[0]
     assert lettered.context == row['prompt'] + '\nA. A\nB. B\nAnswer:' and first.answer == 1
     (folder / 'task.json').write_text('{"name": "x"}')
-    with pytest.raises(DataError, match='task.json: a .json file must hold a list of rows, or an'):
+    with pytest.raises(DataError, match='task.json:1: no question among the fields name'):
         questions.load_task(str(folder))
 
 
