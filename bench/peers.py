@@ -58,7 +58,7 @@ def padded_inputs(batch, size):
                'num_items_in_batch': n_supervised}
 
 
-def packed_inputs(batch, length, at_once):
+def packed_inputs(batch, length, at_once=1):
     """Yield the inputs of forward passes of `at_once` packed rows each.
 
     The model finds the documents by their positions, and masks attention between them.

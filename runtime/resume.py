@@ -75,7 +75,8 @@ def notes_how_to_continue(cfg):
         yield
     except (KeyboardInterrupt, RuntimeError, Stopped) as error:
         if not cfg.dry_run and checkpoints(cfg.out_dir):
-            error.add_note('--resume continues from the last checkpoint')
+            error.add_note('the same command continues' if cfg.resume else
+                           '--resume continues from the last checkpoint')
         elif not cfg.dry_run and cfg.eval and Path(cfg.out_dir, 'config.json').exists():
             error.add_note('the weights are saved, and --resume makes the report')
         raise

@@ -188,6 +188,7 @@ def test_a_save_killed_at_any_moment_is_resumed(tmp_path, monkeypatch, kind):
 @pytest.mark.parametrize('file, changes, notes', [
     (None, {}, []), ('log.jsonl', {}, []), ('resume-3/state.json', {'dry_run': True}, []),
     ('resume-3/state.json', {}, ['--resume continues from the last checkpoint']),
+    ('resume-3/state.json', {'resume': True}, ['the same command continues']),
     ('config.json', {}, ['the weights are saved, and --resume makes the report']),
     ('config.json', {'eval': None}, [])])
 def test_an_interrupted_run_says_resume_only_where_that_continues(tmp_path, error, file, changes,
@@ -196,7 +197,8 @@ def test_an_interrupted_run_says_resume_only_where_that_continues(tmp_path, erro
         ownership.claim(tmp_path, file)
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text('{}')
-    cfg = SimpleNamespace(**{'out_dir': str(tmp_path), 'dry_run': False, 'eval': 1} | changes)
+    cfg = SimpleNamespace(**{'out_dir': str(tmp_path), 'dry_run': False, 'eval': 1,
+                             'resume': False} | changes)
     with pytest.raises(error) as interrupt, resume.notes_how_to_continue(cfg):
         raise error
     assert getattr(interrupt.value, '__notes__', []) == notes
