@@ -207,8 +207,9 @@ def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
     for own_starts in (False, True):    # with only 12 trees, chance decides which errors are larger
         plain, packed = errors(48 if device == 'cpu' else 120, own_starts)
         assert np.sqrt((packed ** 2).mean()) < 1.3 * np.sqrt((plain ** 2).mean())
-    # on an H200: 0.043 for smollm3
-    assert np.abs(errors(12, False)[1]).max() < (0.04 if device == 'cpu' else 0.06)
+    # 0.062 for smollm3 on a CPU, where one sequence per option has 0.056
+    plain, packed = (np.abs(found).max() for found in errors(12, False))
+    assert packed < max(0.04 if device == 'cpu' else 0.06, 1.2 * plain)
 
 
 @pytest.mark.slow
