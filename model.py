@@ -183,7 +183,8 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) 
     """
     y, w = x.float(), weight.float()
     if kind == 'layer':
-        return F.layer_norm(y, w.shape, w, bias.float(), eps).to(weight.dtype)
+        b = bias if bias is None else bias.float()
+        return F.layer_norm(y, w.shape, w, b, eps).to(weight.dtype)
     if kind == 'gemma':
         return F.rms_norm(y, w.shape[-1:], 1 + w, eps).to(weight.dtype)
     y = F.rms_norm(y - y.mean(-1, keepdim=True) if kind == 'mean' else y, w.shape[-1:], eps=eps)

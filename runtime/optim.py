@@ -18,6 +18,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ class AdamW(torch.optim.Optimizer):
                      *(_local(state[name]).view(-1) for name in ('exp_avg', 'exp_avg_sq'))])
             for part in parts.values():
                 columns = [*zip(*part)]
-                whole = columns if len(part) == 1 else [      # each with one tensor, or None
+                whole: Any = columns if len(part) == 1 else [      # each with one tensor, or None
                     [None] if x[0] is None else [torch.cat(x)] for x in columns]
                 # a constant width lets the kernel read 16 bytes at a time, whatever the length
                 shape = (-1, 1024 if whole[0][0].numel() % 1024 == 0 else 1)
