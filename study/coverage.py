@@ -9,6 +9,7 @@ confident', softmax(x z), or 'changing': that where the true confidence is above
 true error is that of 500,000 questions, and 0 for a calibrated model.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -87,7 +88,8 @@ def difference(first, second):
                *(f'{share:.2f}' for share in np.mean(held, 0))]
 
 
-if __name__ == '__main__':
+def main():
+    argparse.ArgumentParser(description=__doc__.split('\n')[0]).parse_args()
     for function, cases, header in (
             (coverage, MODELS, ['error', 'true ECE', 'N', 'mean ECE', 'mean interval',
                                 'without correction', *(TITLES[key] for key in KEYS)]),
@@ -95,3 +97,7 @@ if __name__ == '__main__':
                 f'{TITLES[key]}: {x}' for key in PAIR_KEYS for x in ('held', 'p < 0.05'))])):
         lines = parallel_map(lambda case, f=function: [*f(*case)], cases, worth_it=True)
         print(markdown([header, *sum(lines, [])]))
+
+
+if __name__ == '__main__':
+    main()

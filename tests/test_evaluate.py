@@ -683,7 +683,7 @@ def test_what_edited_code_computes_is_not_mixed_with_what_was_there(scored_folde
     (tmp_path / 'scored/eval_config.json').write_text(re.sub(   # as an older version wrote it
         ' "code": .*\n', '', (tmp_path / 'scored/eval_config.json').read_text()))
     assert [error for process, error in both() if process.returncode] == []
-    edit('        h = self.input_layernorm(x)\n', '        h = 2 * self.input_layernorm(x)\n')
+    edit('        h = self.input_layernorm(x).to', '        h = 2 * self.input_layernorm(x).to')
     for (process, error), message in zip(both(), ('holds samples of', 'has answers of')):
         assert process.returncode and f'{message} other code: model.py or a file that' in error
     assert written() == before
