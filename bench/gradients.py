@@ -1,4 +1,4 @@
-"""Errors of bfloat16 gradients, ours and transformers', against float32, on a CUDA device.
+"""Errors of bfloat16 gradients, ours and transformers', against float32, for Gemma 3 on a GPU.
 
     python bench/gradients.py --model=DATA/model --data=DATA/alpaca.json --steps=300
     python bench/gradients.py --model=DATA/model --data=DATA/alpaca.json --steps=20 --random
@@ -39,7 +39,7 @@ from runtime.ownership import write_text
 
 @dataclass
 class BenchConfig:
-    model: str | None = None        # a folder that transformers reads as well
+    model: str | None = None        # a folder with a Gemma 3, which has all the norms of `places`
     data: str | None = None         # conversations, as in train.py
     steps: int = 300
     lr: float = 5e-5

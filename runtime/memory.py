@@ -30,6 +30,8 @@ def pick_micro_rows(cfg, config, device, row_counts):
 
 def memory_for_activations(cfg, config, device):
     """Return the bytes that weights, optimizer, gradients and logits leave, before they are there.
+
+    The reference model of reinforcement learning and the cache of its answers are not counted.
     """
     if not device.startswith('cuda'):
         return CPU_BYTES
