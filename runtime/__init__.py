@@ -3,4 +3,4 @@
 Nothing here depends on questions or conversations (data/), or on tables and plots (results/).
 """
 
-__version__ = '0.2.0'
+__version__ = '0.3.0'
