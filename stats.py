@@ -203,7 +203,7 @@ class _SortedRows:
 # observed. 3.5 instead of 2.4 makes up for the noise of b, and for bins of a few rows, whose noise
 # a resample shows only in part. The biases of two models need not cancel in their difference, since
 # one may be calibrated and the other not; there each is taken to be from b to BIAS_RANGE * b.
-# study/coverage.py shows that these intervals hold their level.
+# research/study/coverage.py shows that these intervals hold their level.
 
 BIAS_RANGE = 3.5
 

@@ -6,8 +6,8 @@ From the many entities that it hardly knows, the base model learns how uncertain
 data asks about known and unknown facts alike and requires a definite answer to each, which makes
 real models overconfident too. The questions are about other facts.
 
-`WorldSpec()` is the world of the demo; the English words are in world.json. study/world.py makes
-larger ones, with more languages and kinds of questions.
+`WorldSpec()` is the world of the demo; the English words are in world.json.
+research/study/world.py makes larger ones, with more languages and kinds of questions.
 """
 
 import io

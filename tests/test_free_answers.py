@@ -1056,7 +1056,7 @@ def tables_of(script, out, hubs, tasks):
 
 def models_of(tmp_path, script):
     code = tmp_path / f'{script}_models.py'
-    code.write_text(f"import sys; sys.path.insert(0, 'papers'); import {script}; import json; "
+    code.write_text(f"import sys; sys.path.insert(0, 'research/papers'); import {script}; import json; "
                     f"print(json.dumps({script}.MODELS))")
     return json.loads(run_scripts(1, code).stdout)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from bench.common import MODELS
+from research.bench.common import MODELS
 from common import run_train
 from runtime import memory
 from runtime.config import read_assignments

@@ -1,4 +1,4 @@
-"""study/metrics_agree.py: Kendall's tau, bins that merge, the committed tables, run folders"""
+"""research/study/metrics_agree.py: Kendall's tau, bins that merge, the committed tables, run folders"""
 
 import csv
 import itertools
@@ -10,7 +10,7 @@ from common import HERE, write_run
 
 import metrics
 from runtime.errors import ConfigError
-from study import metrics_agree
+from research.study import metrics_agree
 
 
 def literal_tau(x, y):
@@ -56,7 +56,7 @@ def test_bins_of_equal_width_merge_exactly():
 
 def test_the_committed_table_follows_from_the_committed_numbers():
     """tau to all digits; the intervals are of resamples and are left out, for time."""
-    with open(HERE / 'study' / 'results' / 'metrics_agree' / 'agree.csv') as file:
+    with open(HERE / 'research' / 'study' / 'results' / 'metrics_agree' / 'agree.csv') as file:
         expected = {(x['task'], x['a'], x['b']): (x['runs'], x['tau'])
                     for x in csv.DictReader(file)}
     values, binned = metrics_agree.committed()

@@ -16,7 +16,7 @@ import torch
 from common import (HERE, SHARED, start_script, await_steps, needs_files, reference_model,
                     sentencepiece_folder, t5_folder, write_rows)
 from data.benchmarks import GLOBAL_MMLU, MMLU_PROX
-from papers import features, multilingual_printed
+from research.papers import features, multilingual_printed
 from runtime import ownership
 from safetensors.torch import load_file, save_file
 from test_tokenizer import train_bpe
@@ -273,12 +273,12 @@ def test_know_tunes_on_written_answers_and_tabulates_each_p_ik(tmp_path):
 IN_PAPERS = """
 import sys, types
 from pathlib import Path
-sys.path.insert(0, 'papers')
+sys.path.insert(0, 'research/papers')
 """
 
 
 def in_papers(code, *arguments):
-    """Return what Python code prints that runs where the modules of papers/ are found."""
+    """Return what Python code prints that runs where the modules of research/papers/ are found."""
     with tempfile.NamedTemporaryFile('w', suffix='.py') as file:
         file.write(IN_PAPERS + code)
         file.flush()
@@ -291,7 +291,7 @@ def in_papers(code, *arguments):
 def test_label_smoothing_shows_the_printed_numbers_that_its_file_holds(tmp_path):
     """Empty as it comes; a wrong row is named by its line."""
     head = 'benchmark,model,data,method,accuracy,ece,rms\n'
-    assert (HERE / 'papers' / 'label_smoothing_printed.csv').read_text() == head
+    assert (HERE / 'research' / 'papers' / 'label_smoothing_printed.csv').read_text() == head
     good = 'mmlu,Gemma2-2B,Tulu3,smoothing 0.1,0.5,0.04,\nmmlu,Gemma2-2B,,base,,0.03,0.2\n'
     wrong = {'arc,Gemma2-2B,,base,,,\n': "2: benchmark 'arc' is not one of 'mmlu', 'hellaswag'",
              'mmlu,Gemma2-2B,,base,50.1,,\n': "2: accuracy must be a number from 0 to 1, not '50",
@@ -311,7 +311,7 @@ for path in sys.argv[1:]:
     except paper.DataError as error:
         print(error)
 paper.draw_lines = lambda *_: None
-for path in (Path('papers/label_smoothing_printed.csv'), Path(sys.argv[1])):
+for path in (Path('research/papers/label_smoothing_printed.csv'), Path(sys.argv[1])):
     paper.printed_numbers = lambda: read(path)
     (_, _, lines), = paper.tables(types.SimpleNamespace(
         out_dir='nowhere', changes=[], model='', data='', rates='best'))
@@ -539,7 +539,7 @@ def test_the_printed_numbers_are_those_of_the_paper():
                 if path.read_text().startswith('Investigating the Multilingual'))
     tables = text[text.index('Table 2:'):text.index('Appendix D')]
     numbers = re.findall(r'(?<![\d.])\d\.\d{3}(?!\d)', tables)
-    with open(HERE / 'papers' / 'multilingual_printed.csv', newline='') as file:
+    with open(HERE / 'research' / 'papers' / 'multilingual_printed.csv', newline='') as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 42 + 71 * 30
     assert [row[key] for row in rows for key in ('accuracy', 'entropy_bits', 'ece', 'rms')
@@ -548,7 +548,7 @@ def test_the_printed_numbers_are_those_of_the_paper():
 
 def test_every_printed_row_has_a_setting_of_its_own():
     """Tables 27 and 31 print the last smoothing of Tulu3 as 0.1 a second time."""
-    with open(HERE / 'papers' / 'multilingual_printed.csv', newline='') as file:
+    with open(HERE / 'research' / 'papers' / 'multilingual_printed.csv', newline='') as file:
         settings = [[row[key] for key in ('benchmark', 'language', 'model', 'data', 'smoothing')]
                     for row in csv.DictReader(file)]
     by_language = [row for row in settings if row[1] != 'all']

@@ -1,4 +1,4 @@
-"""study/readings.py: what its world asks, a small one from end to end, and its committed table."""
+"""research/study/readings.py: what its world asks, a small one from end to end, and its committed table."""
 
 import csv
 import json
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from common import HERE
-from study import common, readings
+from research.study import common, readings
 
 SMALL = replace(readings.WORLD, entities=40, documents=90, vocab_sizes=(700,), instructions=30,
                 tokenizer_documents=90, questions=8, first_names=10, family_names=10)
@@ -72,7 +72,7 @@ def entropy_by_hand(folder, row):
 
 
 def test_the_committed_table_follows_from_the_committed_numbers():
-    folder = HERE / 'study' / 'results' / 'readings'
+    folder = HERE / 'research' / 'study' / 'results' / 'readings'
     rows = read_csv(folder / 'readings.csv')
     assert readings.table(rows) == (folder / 'readings.md').read_text()
     keys = [tuple(row[key] for key in ('reading', 'shots', 'model')) for row in rows]

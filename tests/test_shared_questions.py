@@ -1,8 +1,8 @@
-"""papers/shared_questions.py beside the metrics of the drawn rows themselves."""
+"""research/papers/shared_questions.py beside the metrics of the drawn rows themselves."""
 
 import numpy as np
 import pytest
-from papers.shared_questions import p_values, resample
+from research.papers.shared_questions import p_values, resample
 
 import metrics
 import stats

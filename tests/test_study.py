@@ -29,10 +29,11 @@ from results.samples import read_samples
 from results.tables import csv_text
 from runtime.errors import ConfigError
 from stats import mean_interval, student_t
-from study import (aligned, alignment, architectures, base, closed_form, common, effects, epochs,
-                   figures, frontier, gather, homogeneous, known, lora, losses, metrics_agree,
-                   pivot, reach, side_by_side, size, smoothing, transfer, vocabulary)
-from study.world import StudySpec, make_world
+from research.study import (
+    aligned, alignment, architectures, base, closed_form, common, effects, epochs, figures,
+    frontier, gather, homogeneous, known, lora, losses, metrics_agree, pivot, reach, side_by_side,
+    size, smoothing, transfer, vocabulary)
+from research.study.world import StudySpec, make_world
 from align import AlignConfig, check_align_config
 from data.free_answers import FREE_TASKS, FreeQuestion, proposed
 from data.rl import exact, rlcr
@@ -60,8 +61,8 @@ def digest(config):
 
 
 def test_every_run_has_the_settings_it_was_made_with():
-    """study/runs.csv is of the 685 runs behind the committed numbers."""
-    with open(HERE / 'study' / 'runs.csv') as file:
+    """research/study/runs.csv is of the 685 runs behind the committed numbers."""
+    with open(HERE / 'research' / 'study' / 'runs.csv') as file:
         expected = {row['out_dir']: row['digest'] for row in csv.DictReader(file)}
     cfgs = [cfg for script in SCRIPTS for seed in common.SEEDS for cfg in script.runs(seed)]
     assert len(cfgs) == 685
@@ -77,7 +78,7 @@ def test_the_worlds_are_those_the_study_was_made_with():
 @pytest.mark.slow
 @pytest.mark.parametrize('figure', figures.FIGURES)
 def test_a_figure_follows_from_its_committed_numbers(figure, tmp_path, monkeypatch):
-    committed = HERE / 'study' / 'results' / figure
+    committed = HERE / 'research' / 'study' / 'results' / figure
     drawn = []
     monkeypatch.setattr(pivot, 'draw_series', lambda path, *rest, **more: drawn.append(path))
     monkeypatch.setattr(figures, 'draw_bins', lambda path, *rest, **more: drawn.append(path))
@@ -90,11 +91,11 @@ def test_a_figure_follows_from_its_committed_numbers(figure, tmp_path, monkeypat
 
 def test_the_tables_of_claims_3_and_4_follow_from_the_committed_numbers(tmp_path, monkeypatch):
     for name in {figure for figure, _ in effects.TASKS.values()} | {'size', 'size_all'}:
-        (tmp_path / name).symlink_to(HERE / 'study' / 'results' / name)
+        (tmp_path / name).symlink_to(HERE / 'research' / 'study' / 'results' / name)
     monkeypatch.setattr(effects, 'RESULTS', tmp_path)
     effects.main()
     assert ((tmp_path / 'effects.md').read_text()
-            == (HERE / 'study' / 'results' / 'effects.md').read_text())
+            == (HERE / 'research' / 'study' / 'results' / 'effects.md').read_text())
 
 
 def test_trends_are_least_squares_slopes():
@@ -278,7 +279,7 @@ def test_reachable_entropy_equals_the_closed_form():
     assert floor < capped and capped > found['lowest_bits']
 
 
-# Chosen lines along chosen axes: study/pivot.py
+# Chosen lines along chosen axes: research/study/pivot.py
 
 # of a study: five seeds, two rates, a base model; ECE falls by 0.02 with smoothing, but for seed 4
 def study_lines():
@@ -375,13 +376,13 @@ def test_reachable_entropy_has_a_column_if_it_was_probed(tmp_path):
     assert lines[2].startswith('| mmlu | 0 | 2 | 0.250 ± 0.000 |') and '512.25' in lines[3]
 
 
-# The losses: study/PLAN.md
+# The losses: research/study/PLAN.md
 
 
 @pytest.mark.slow
 def test_the_tables_of_the_losses_are_those_of_the_committed_numbers():
     numbers = frontier.Numbers(frontier.RESULTS)
-    claims = re.split(r'\n## \d+\. ', (HERE / 'study' / 'STUDY.md').read_text())
+    claims = re.split(r'\n## \d+\. ', (HERE / 'research' / 'study' / 'STUDY.md').read_text())
     claims = claims[7:7 + len(frontier.CLAIMS)]
     for (name, (title, tables, _)), text in zip(frontier.CLAIMS.items(), claims, strict=True):
         made = frontier.page(numbers, title, tables)
@@ -717,7 +718,7 @@ def test_the_tables_and_figures_of_alignment(tmp_path):
     (aligned, ('Alignment\n', 'Written answers\n')), (closed_form, ('The closed form\n',))])
 def test_the_tables_of_alignment_are_those_of_the_committed_numbers(script, titles):
     numbers = aligned.Numbers(script.RESULTS)
-    claims = re.split(r'\n## (?:\d+\. )?', (HERE / 'study' / 'STUDY.md').read_text())
+    claims = re.split(r'\n## (?:\d+\. )?', (HERE / 'research' / 'study' / 'STUDY.md').read_text())
     claims = [text for text in claims if text.startswith(titles)]
     for (name, (title, tables, _)), text in zip(script.CLAIMS.items(), claims, strict=True):
         made = frontier.page(numbers, title, tables)
@@ -884,7 +885,7 @@ def test_the_interval_of_a_ratio_ends_where_a_t_test_does():
 
 
 @pytest.mark.parametrize('script', [
-    path for path in sorted((HERE / 'study').glob('*.py'))
+    path for path in sorted((HERE / 'research' / 'study').glob('*.py'))
     if "__name__ == '__main__'" in path.read_text()], ids=lambda path: path.name)
 def test_every_script_has_help_and_refuses_unknown_options(script, monkeypatch, capsys):
     for option, printed in (('--help', 'usage: '), ('--no_such_option', 'no_such_option')):

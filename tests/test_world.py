@@ -6,8 +6,8 @@ import pytest
 
 from data.world import WorldSpec, make_world
 from runtime.errors import DataError
-from study import world as study_world
-from study.world import StudySpec
+from research.study import world as study_world
+from research.study.world import StudySpec
 
 SMALL = {'entities': 40, 'documents': 60, 'instructions': 12, 'questions': 10,
          'vocab_sizes': (400,), 'tokenizer_documents': 60}

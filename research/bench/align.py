@@ -1,0 +1,210 @@
+"""DPO compared with TRL's DPOTrainer, on one CUDA device.
+
+    python research/bench/align.py --data=pairs.json --tokenizer=Llama-3.2-1B
+    python research/bench/align.py --shape=llama31_8b --data=pairs.json --tokenizer=Llama-3.2-1B
+    python research/bench/align.py --plot=out/bench_align.json
+
+A step is forward, backward, clipping and AdamW on `batch` pairs, with random weights; Llama 3.1 8B
+has LoRA. Ours has each pair in one row, its prompt once; TRL has two padded rows. The tokens of a
+pair are those of its prompt with each answer, for both. The reference's log-probabilities are
+computed before, and timed apart. Each method has a process of its own. Writes out/bench_align.json
+and its picture.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+import torch
+
+import train
+from align import AlignConfig, Preferences
+from research.bench import common
+from research.bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches, last_error, load,
+                          now, our_model, peak_gib, peer_model, reset_peak_memory)
+from research.bench.peers import plain_tokenizer
+from data.preferences import load_preferences, to_tree
+from data.tokenizer import load_tokenizer
+from runtime.build import build_optimizer, prepare
+from runtime.errors import ConfigError
+
+
+@dataclass
+class BenchConfig:
+    shape: tuple[Literal['llama32_1b', 'llama31_8b'], ...] = ('llama32_1b',)
+    data: str | None = None         # pairs, as in align.py
+    tokenizer: str | None = None    # a folder with a tokenizer
+    batch: int = 64                 # pairs of a step
+    only: str | None = None         # methods, separated by '|', instead of all of them
+    ours: bool = False              # ours alone
+    plot: str | None = None         # only draw this file of results again
+    out: str = 'out/bench_align.json'
+
+
+PACK_LEN = 4096
+STEPS = 4           # that are timed, after as many that compile
+OURS = {'ours': {}, 'ours, 4 rows at once': {'micro_rows': 4}}
+# options of trl_step; on 139 GiB 16 pairs at once do not fit, nor 4 of Llama 3.1 8B
+PEERS = {
+    'TRL, 2 pairs at once': {'size': 2},
+    'TRL, 4 pairs at once': {'size': 4},
+    'TRL, Liger, 4 pairs at once': {'size': 4, 'liger': True},
+    'TRL, Liger, 8 pairs at once': {'size': 8, 'liger': True},
+    'TRL, 4 pairs at once, compiled': {'size': 4, 'compiled': True},
+}
+
+
+# ------------------------------------------------------------------------------------------------
+# Measuring
+# ------------------------------------------------------------------------------------------------
+
+def bench(config):
+    """Yield a table per model: tokens of pairs per second, reference seconds, peak memory."""
+    if config.data is None or config.tokenizer is None:
+        raise ConfigError('set --data, a file of preferences, and --tokenizer, a folder')
+    methods = chosen(config.only, OURS if config.ours else OURS | PEERS)
+    for name in config.shape:
+        table = {'shape': name, 'results': {}}
+        for method in methods:
+            spec = {'raw': MODELS[name], 'ours': method in OURS, 'lora': name == 'llama31_8b',
+                    'data': config.data, 'tokenizer': config.tokenizer, 'batch': config.batch,
+                    'options': (OURS | PEERS)[method]}
+            with tempfile.TemporaryDirectory() as folder:
+                done = subprocess.run([sys.executable, __file__, 'one', json.dumps(spec)],
+                                      env=os.environ | empty_caches(folder), capture_output=True,
+                                      text=True)
+            if done.returncode and method in OURS:
+                raise RuntimeError(done.stderr)
+            table['results'][method] = ({'failed': last_error(done.stderr)} if done.returncode
+                                        else json.loads(done.stdout.strip().split('\n')[-1]))
+            print(f'{name}: {method}: {table["results"][method]}', flush=True)
+        print_table(table)
+        yield table
+
+
+def measure(raw, ours, lora, data, tokenizer, batch, options):
+    """Return the speed, the seconds of the reference and the peak memory of steps of `batch`."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = load_preferences(data, load_tokenizer(Path(tokenizer)), template='tulu',
+                                 max_length=PACK_LEN // 2, pack_len=PACK_LEN, add_bos=True,
+                                 cache_dir=folder)
+        trees = [to_tree(*pairs[i])[0] for i in range(len(pairs))]
+        chosen = [[(step * batch + i) % len(pairs) for i in range(batch)]
+                  for step in range(2 * STEPS)]
+        step, reference_s = (our_step if ours else trl_step)(raw, pairs, trees, lora, folder,
+                                                             **options)
+        seconds = []
+        for number, indices in enumerate(chosen):
+            if number == STEPS:
+                reset_peak_memory()
+            started = now()
+            step(indices)
+            seconds.append(now() - started)
+    tokens = [sum(len(trees[i].stem) + len(leaf) for i in indices for leaf in trees[i].leaves[:2])
+              for indices in chosen]
+    rates = [n / s for n, s in zip(tokens[STEPS:], seconds[STEPS:], strict=True)]
+    return {'tokens_per_s': round(statistics.median(rates)),
+            'spread': round(max(rates) / min(rates) - 1, 3), 'first_s': round(seconds[0], 1),
+            'reference_s': round(reference_s, 1), 'peak_gib': round(peak_gib(), 1)}
+
+
+def our_step(raw, pairs, trees, lora, folder, micro_rows=1):
+    """Return (step(indices of the pairs), seconds for the reference of all pairs)."""
+    cfg = AlignConfig(pack_len=PACK_LEN, micro_rows=micro_rows, lora=lora, lora_rank=16,
+                      lora_targets=('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj',
+                                    'up_proj', 'down_proj'))
+    model, stage = prepare(our_model(raw), cfg, DEVICE), Preferences()
+    stage.sequences = pairs
+    started = now()
+    stage.reference = stage.answer_sums(cfg, model, DEVICE)
+    reference_s, optimizer = now() - started, build_optimizer(model, cfg)
+
+    def step(indices):
+        packed = stage.pack_batch(cfg, pairs, np.array(indices), micro_rows)
+        train.train_step(model, optimizer, packed, cfg, DEVICE, stage.token_loss)
+    return step, reference_s
+
+
+def trl_step(raw, pairs, trees, lora, folder, size, liger=False, compiled=False):
+    """Return as `our_step`, by TRL's collator and loss, in micro-batches of `size` pairs."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    class Tokenized(DPOTrainer):
+        def _prepare_dataset(self, dataset, *_):
+            return dataset
+
+    rows = [{'prompt_ids': tree.stem, 'chosen_ids': tree.leaves[0], 'rejected_ids': tree.leaves[-1]}
+            for tree in trees]
+    config = DPOConfig(output_dir=folder, per_device_train_batch_size=size, bf16=True,
+                       precompute_ref_log_probs=True, max_length=None, report_to='none',
+                       gradient_checkpointing=False, use_liger_kernel=liger, beta=0.1,
+                       disable_tqdm=True, torch_compile=compiled, use_cpu=DEVICE == 'cpu')
+    adapters = None
+    if lora:
+        from peft import LoraConfig
+        adapters = LoraConfig(r=16, lora_alpha=32, target_modules='all-linear')
+    model, started = peer_model(raw, 'sdpa'), now()
+    trainer = Tokenized(model, args=config, train_dataset=Dataset.from_list(rows),
+                        processing_class=plain_tokenizer(), peft_config=adapters)
+    reference_s, model = now() - started, trainer.model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=5e-7, fused=DEVICE == 'cuda')
+    call = torch.compile(model) if compiled else model
+
+    def step(indices):
+        for start in range(0, len(indices), size):
+            some = [trainer.train_dataset[i] for i in indices[start:start + size]]
+            inputs = {key: x.to(DEVICE) for key, x in trainer.data_collator(some).items()}
+            loss = trainer._compute_loss(call, inputs, return_outputs=False)
+            (loss * len(some) / len(indices)).backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return step, reference_s
+
+
+# ------------------------------------------------------------------------------------------------
+# Showing
+# ------------------------------------------------------------------------------------------------
+
+def print_table(table):
+    """Print the table as Markdown."""
+    print(f'\n### {table["shape"]}, DPO\n\n| method | tokens of pairs/s | spread | reference, s | '
+          f'first step, s | peak GiB |\n|---|---|---|---|---|---|')
+    for name, row in table['results'].items():
+        if 'failed' in row:
+            print(f'| {name} | failed: {cell(row["failed"])} | | | | |')
+            continue
+        print(f'| {name} | {row["tokens_per_s"]:,} | {row["spread"]:.1%} | {row["reference_s"]} | '
+              f'{row["first_s"]} | {row["peak_gib"]} |')
+    print(flush=True)
+
+
+def draw(path):
+    """Draw the speed of each method, a panel per model."""
+    draw_bars(path, 'DPO: tokens of pairs per second', {
+        table['shape']: [(name, row['tokens_per_s'], f'{row["tokens_per_s"]:,}')
+                         for name, row in table['results'].items() if 'failed' not in row]
+        for table in load(path)['tables']})
+
+
+def main(argv):
+    if argv[:1] == ['one']:
+        print(json.dumps(measure(**json.loads(argv[1]))))
+    else:
+        common.main(argv, __file__, BenchConfig, bench, draw)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

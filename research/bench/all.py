@@ -1,0 +1,359 @@
+"""Every benchmark with one command, to one page; or our speed at two commits.
+
+    python research/bench/all.py --data=mmlu --tokenizer=Llama-3.2-1B --conversations=alpaca.jsonl
+    python research/bench/all.py --only=loss,generate,sft --shape=llama32_1b --minutes=9 ...
+    python research/bench/all.py --compare main~10 main --data=mmlu --tokenizer=Llama-3.2-1B
+
+The scripts run one after the other, each only if its files are given. When --minutes are over, the
+script that runs is ended, which leaves its finished tables, and no other is started. Writes
+out/bench/README.md, with the tables and pictures of the .json files beside it, which can come from
+several runs with --only or --shape; `--only=` runs nothing.
+
+--compare runs our rows alone of two commits (the second is HEAD if it is left out), each with its
+own scripts, twice in turn: old, new, old, new. It exits with 1 if the new commit lacks a row, or if
+a row became slower by more than the spread between runs of one commit plus 3 %.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from research.bench.common import load
+
+WHAT = {
+    'loss': 'Losses compared with other libraries: time, extra memory, error',
+    'train': 'Training steps compared with other libraries at their best',
+    'floors': 'Items of a training step compared with the limit of the hardware',
+    'sft': "Fine-tuning commands compared with TRL's SFTTrainer",
+    'eval': 'Scoring MMLU compared with a Hugging Face loop',
+    'commands': 'Whole commands compared with lm-evaluation-harness',
+    'align': "DPO compared with TRL's DPOTrainer",
+    'grpo': "GRPO compared with TRL's GRPOTrainer and the limit of the hardware",
+    'generate': "Decoding compared with transformers' generate and the limit of the hardware",
+    'answers': 'Written answers to GSM8K compared with lm-evaluation-harness',
+    'several_gpus': 'Evaluation on one GPU and on several',
+    'metrics': 'Calibration metrics compared with torchmetrics and netcal, on the CPU',
+}
+DATA = {        # the option with the file of a script, which needs --tokenizer as well
+    'train': 'conversations', 'sft': 'conversations', 'eval': 'data', 'commands': 'data',
+    'align': 'pairs', 'grpo': 'prompts', 'generate': 'prompts', 'answers': 'gsm8k',
+    'several_gpus': 'data',
+}
+WITHOUT_DATA = 'train', 'generate'      # measure less then; the others of DATA nothing
+ONE_PICTURE = 'train', 'eval'           # of all models
+MARGIN = 0.03       # beyond the spread
+
+
+def command(name, options, out, ours=False):
+    """Return the arguments of python that run a script, or None if it lacks its files.
+
+    out: path of its results, without suffix
+    """
+    arguments = [f'bench/{name}.py', f'--out={out}' + '.json' * (name != 'loss')]
+    arguments += ['--ours'] * (ours and name != 'floors')
+    data = getattr(options, DATA[name]) if name in DATA else None
+    if data and options.tokenizer:
+        arguments += [f'--{"prompts" if name == "generate" else "data"}={data}',
+                      f'--tokenizer={options.tokenizer}']
+    elif name in DATA and name not in WITHOUT_DATA:
+        return None
+    if options.shape and name != 'metrics':
+        arguments.append(f'--shape{"s" * (name == "loss")}={options.shape}')
+    return arguments
+
+
+# ------------------------------------------------------------------------------------------------
+# One page
+# ------------------------------------------------------------------------------------------------
+
+def run_all(options):
+    """Run the scripts that are wanted and write the page; return 1 if one of them failed."""
+    import torch
+    folder, failed = Path(options.out), []
+    end = time.monotonic() + 60 * options.minutes if options.minutes else None
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in options.only:
+        if name == 'several_gpus' and torch.cuda.device_count() < 2:
+            print('research/bench/several_gpus.py needs two GPUs; left out')
+            continue
+        part = f'-{options.shape.replace(",", "-")}' if options.shape else ''
+        arguments = command(name, options, folder / f'{name}{part}')
+        if arguments is None:
+            print(f'bench/{name}.py needs --{DATA[name]} and --tokenizer; left out')
+        elif end and time.monotonic() > end:
+            print(f'bench/{name}.py was not started: --minutes={options.minutes:g} are over')
+        elif run_script(arguments, end):
+            failed.append(name)
+    for name in ONE_PICTURE:
+        draw_together(name, folder)
+    (folder / 'README.md').write_text(page(folder), encoding='utf-8')
+    print(f'wrote {folder / "README.md"}')
+    if failed:
+        print(f'failed: {", ".join(failed)}', file=sys.stderr)
+    return int(bool(failed))
+
+
+def run_script(arguments, end):
+    """Run a script, at `end` of time.monotonic() stop it with its processes; return its exit code.
+
+    A script that is stopped is no failure: the page shows the tables that it has finished.
+    """
+    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, start_new_session=True)
+    try:
+        return process.wait(end and max(0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print(f'{arguments[0]} was stopped: --minutes are over', flush=True)
+        return 0
+    finally:
+        if process.poll() is None:      # also after Ctrl-C
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def page(folder):
+    """Return the Markdown page of the results in `folder`."""
+    parts = ['# Benchmarks\n\nMade by `python research/bench/all.py`. Below each title: command, date and '
+             'versions of each run.\n']
+    for name, what in WHAT.items():
+        paths = result_files(folder, name)
+        parts += [f'## {what}'] * bool(paths)
+        for path in paths:
+            content = load(path)
+            details = {'date': content.get('date')} | content['versions']
+            parts += [('Another run: ' if is_again(path) else '') + f'`{content["command"]}`: '
+                      + ', '.join(f'{key} {value}' for key, value in details.items() if value),
+                      content.get('note', ''), tables_of(name, content)]
+            if path.with_suffix('.png').exists() and name not in ONE_PICTURE:
+                parts.append(f'![{what}]({path.stem}.png)')
+        if name in ONE_PICTURE and (folder / f'{name}.png').exists():
+            parts.append(f'![{what}]({name}.png)')
+    parts += repeated(folder)
+    return '\n\n'.join(part.strip() for part in parts if part) + '\n'
+
+
+def result_files(folder, name):
+    """Return the files of a script's results in `folder`, last those ending in '-again'."""
+    return sorted(folder.glob(f'{name}*.json'), key=lambda path: (is_again(path), path))
+
+
+def is_again(path):
+    """Return whether a file has another run, to see how much times differ."""
+    return path.stem.endswith('-again')
+
+
+def draw_together(name, folder):
+    """Draw the tables of a script for the same GPU as one picture, <name>.png.
+
+    Files ending in '-again' are left out. If two others have the same method, the last one's is
+    drawn.
+    """
+    contents = [load(path) for path in result_files(folder, name) if not is_again(path)]
+    tables = {}     # (model, data) -> table
+    for content in contents:
+        if content['versions']['device'] == contents[0]['versions']['device']:
+            for table in content['tables']:
+                key = table['shape'], table.get('data')
+                before = tables.get(key, {'results': {}})['results']
+                tables[key] = table | {'results': before | table['results']}
+    if tables:
+        with tempfile.TemporaryDirectory() as other, contextlib.redirect_stdout(io.StringIO()):
+            file = Path(other, f'{name}.json')
+            file.write_text(json.dumps(contents[0] | {'tables': [*tables.values()]}))
+            importlib.import_module(f'bench.{name}').draw(file)
+            shutil.copy(file.with_suffix('.png'), folder)
+
+
+def repeated(folder):
+    """Return the part of the page about times of ours that several files have for the same GPU."""
+    measured = {}       # (what, GPU) -> numbers
+    for name in WHAT:
+        for path in result_files(folder, name):
+            content = load(path)
+            for what, value in timings(name, content).items():
+                measured.setdefault((what, content['versions']['device']), []).append(value)
+    rows = [f'| {what} | {device} | {len(values)} | {min(values):.4g} | {max(values):.4g} | '
+            f'{max(values) / min(values) - 1:.1%} |'
+            for (what, device), values in measured.items() if len(values) > 1]
+    return ['## Our times that were measured more than once', '\n'.join([
+        '| time | GPU | runs | lowest | highest | difference |', '|---|---|---|---|---|---|',
+        *rows])] if rows else []
+
+
+def tables_of(name, content):
+    """Return the tables of one script as it prints them."""
+    script = importlib.import_module(f'bench.{name}')
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        if name == 'loss':
+            for shape, table in content['tables'].items():
+                script.print_table(shape, content['n'], table)
+        else:
+            for table in content['tables']:
+                script.print_table(table)
+    return printed.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------
+# Two commits
+# ------------------------------------------------------------------------------------------------
+
+def timings(name, content):
+    """Return {what: a number that grows with the time} of our rows in a script's results."""
+    tables, numbers = content['tables'], {}
+    if name == 'loss':
+        return {f'loss, {shape}, {method}, ms': row['ms'] for shape, table in tables.items()
+                for method, row in table['methods'].items() if method.startswith('ours')}
+    for table in tables:
+        if name == 'metrics':
+            numbers |= {f'metrics, {table["n"]} x {table["k"]}, {what}, s': times['ours']
+                      for what, times in table['seconds'].items()}
+            continue
+        if name == 'floors':
+            label = f'{table["shape"]}, {table["master_weights"]}'
+            numbers |= {f'{label}, {item}, ms': ms for item, ms in table['items'].items()
+                      if item != 'idle' and ms > 1}     # shorter ones vary by more than they are
+            continue
+        if name == 'generate':
+            numbers |= {f'{table["shape"]}, {setting}, us per token': 1e6 / row['ours'][
+                'tokens_per_s'] for setting, row in table['results'].items()}
+            continue
+        for method, row in table['results'].items():
+            if 'failed' in row:
+                continue
+            label = f'{table["shape"]}, {table.get("data", name)}, {method}'
+            if name in ('train', 'align') and method.startswith('ours'):
+                numbers[f'{label}, us per token'] = 1e6 / row['tokens_per_s']
+            elif name == 'grpo' and method.startswith('ours'):
+                numbers[f'{label}, s per step'] = row['step_s']
+            elif name == 'eval' and method == 'ours':
+                numbers |= {f'{label}, s': row['seconds'], f'{label}, scoring, s': row['scoring_s']}
+            elif name == 'commands' and method.startswith('ours'):
+                numbers |= {f'{table["shape"]}, {method}, {kind}, s': min(row[kind])
+                          for kind in ('cold', 'warm') if kind in row}
+            elif name == 'sft' and method.startswith('ours'):
+                label = f'{table["shape"]}, {table["conversations"]:,} conversations, {method}'
+                numbers |= {f'{label}, {kind}, s': row[kind]['until the end']
+                            for kind in ('cold', 'warm') if kind in row}
+            elif name == 'answers' and method.startswith('ours'):
+                numbers[f'{label}, {table["n"]} samples, s'] = row['seconds']
+    return numbers
+
+
+def compare(old, new, options):
+    """Print how our times changed between two commits; return 1 if one is slower or missing.
+
+    A commit can also be a folder that holds its files.
+    """
+    measured, added = {}, []       # what -> {side: [number, number]}
+    names = [name for name in options.only if name != 'several_gpus']   # which has no --ours
+    with tempfile.TemporaryDirectory() as folder:
+        trees = {'old': Path(old), 'new': Path(new)}
+        try:
+            for side, commit in (('old', old), ('new', new)):
+                if not trees[side].is_dir():
+                    trees[side] = Path(folder, side)
+                    git('worktree', 'add', '--detach', str(trees[side]), commit)
+                    added.append(trees[side])
+            for turn, side in itertools.product((1, 2), trees):
+                print(f'{side}, run {turn} of 2', flush=True)
+                for name in names:
+                    for what, value in measure_ours(name, options, trees[side], folder).items():
+                        measured.setdefault(what, {}).setdefault(side, []).append(value)
+        finally:
+            for tree in added:
+                git('worktree', 'remove', '--force', str(tree))
+    return print_comparison(measured, old, new)
+
+
+def measure_ours(name, options, tree, folder):
+    """Return `timings` of a script of the commit in `tree`, none if it lacks its files."""
+    arguments = command(name, options, Path(folder, name), ours=True)
+    if arguments is None:
+        return {}
+    if subprocess.run([sys.executable, *arguments], cwd=tree, stdout=subprocess.DEVNULL).returncode:
+        sys.exit(f'error: {" ".join(arguments)} failed in {tree}, see above; a commit can be '
+                 f'compared if its script of this name knows --ours')
+    return timings(name, load(f'{folder}/{name}.json'))
+
+
+def print_comparison(measured, old, new):
+    """Print {what: {'old': numbers, 'new': numbers}} as a table; return 1 if one is slower.
+
+    One that a run of the new commit lacks, for example because it is out of memory, counts as
+    slower.
+    """
+    print(f'\n| time | {old} | {new} | new / old | spread | |\n|---|---|---|---|---|---|')
+    slower = []
+    for what, sides in measured.items():
+        if len(sides.get('new', ())) < len(sides.get('old', ())):
+            slower.append(what)
+            print(f'| {what} | | | | | missing |')
+            continue
+        if 'old' not in sides:
+            print(f'| {what} | | | | | added |')
+            continue
+        before, after = (statistics.median(sides[side]) for side in ('old', 'new'))
+        spread = max(max(values) / min(values) - 1 for values in sides.values())
+        ratio = after / before
+        mark = 'slower' if ratio > 1 + spread + MARGIN else ''
+        slower += [what] * bool(mark)
+        print(f'| {what} | {before:.4g} | {after:.4g} | {ratio:.3f} | {spread:.1%} | {mark} |')
+    print(f'\nslower or missing: {", ".join(slower) or "nothing"}', flush=True)
+    return int(bool(slower))
+
+
+def git(*arguments):
+    done = subprocess.run(['git', *arguments], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f'error: git {" ".join(arguments)}: {done.stderr.strip()}')
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--data', help="a folder with MMLU's files")
+    parser.add_argument('--tokenizer', help='a folder with a tokenizer')
+    parser.add_argument('--conversations', help='a file of conversations for train and sft')
+    parser.add_argument('--pairs', help='a file of preferences for align')
+    parser.add_argument('--prompts', help='a file of prompts for generate and grpo')
+    parser.add_argument('--gsm8k', help="a folder with GSM8K's files for answers")
+    parser.add_argument('--only', default=','.join(WHAT), help='scripts; default: %(default)s')
+    parser.add_argument('--shape', help='models, separated by commas; default: the script decides')
+    parser.add_argument('--minutes', type=float, help='stop after this many minutes')
+    parser.add_argument('--out', default='out/bench', help='a folder; default %(default)s')
+    parser.add_argument('--compare', nargs='+', metavar='COMMIT',
+                        help='one commit or two, or folders that hold them')
+    options = parser.parse_args(argv)
+    options.only = [name for name in options.only.split(',') if name]
+    unknown = set(options.only) - WHAT.keys()
+    if unknown or len(options.compare or ()) > 2:
+        parser.error(f'--only takes {", ".join(WHAT)}; --compare one or two commits')
+    if options.compare and options.only == ['several_gpus']:
+        parser.error('--compare leaves out several_gpus')
+    files = options.conversations, options.pairs, options.prompts, options.gsm8k
+    if any(files) and not options.tokenizer:
+        parser.error('--conversations, --pairs, --prompts and --gsm8k need --tokenizer')
+    # the scripts run elsewhere
+    for key in ('data', 'tokenizer', 'conversations', 'pairs', 'prompts', 'gsm8k', 'out'):
+        value = getattr(options, key)
+        setattr(options, key, value and str(Path(value).expanduser().resolve()))
+    if options.compare:
+        return compare(options.compare[0], (options.compare + ['HEAD'])[1], options)
+    return run_all(options)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Written answers to GSM8K with every confidence, compared with lm-evaluation-harness, on CUDA.
+
+    python research/bench/answers.py --data=gsm8k --tokenizer=Llama-3.2-1B
+    python research/bench/answers.py --data=gsm8k --model=out/run --questions=32 --batch=256,512
+    python research/bench/answers.py --plot=out/bench_answers.json
+
+Times the whole command `python evaluate.py`, from its start: all questions, `n` samples and a
+greedy answer each, all confidences, metrics and pages. lm-evaluation-harness (its HFLM) then writes
+`n` samples to the first `questions`, in each size of `batch`; its start is not counted. Both read
+the same prompts with five shots, draw at temperature 1, and end an answer at the end token, before
+'Question:' and after 256 tokens. Random weights almost always write 256. Without `model`, weights
+are random, with the tokenizer.json and tokenizer_config.json of the folder `tokenizer`. Writes
+out/bench_answers.json and its picture.
+"""
+
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from research.bench import common
+from research.bench.commands import seconds
+from research.bench.common import (DEVICE, MODELS, cell, draw_bars, failure, free_memory, load, now,
+                          our_model, peak_gib, reset_peak_memory)
+from data.files import read_rows
+from data.free_answers import FREE_TASKS
+from data.tasks import load_tasks
+from data.tokenizer import begins_with_bos, load_model_tokenizer
+from runtime import checkpoint
+from runtime.errors import ConfigError
+from runtime.eval_config import EvalConfig
+
+
+@dataclass
+class BenchConfig:
+    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
+        'llama32_1b',)
+    model: str | None = None        # a folder with weights, instead of random ones in a shape
+    data: str | None = None         # a folder with GSM8K's test.jsonl and train.jsonl
+    tokenizer: str | None = None    # a folder with a tokenizer, for random weights
+    n: int = 16                     # samples per question
+    max_tokens: int = FREE_TASKS['gsm8k'].max_tokens
+    questions: int = 64             # that lm_eval answers
+    batch: tuple[int, ...] = (512, 1024)    # answers that lm_eval writes at once
+    ours: bool = False              # ours alone
+    plot: str | None = None         # only draw this file of results again
+    out: str = 'out/bench_answers.json'
+
+
+# ------------------------------------------------------------------------------------------------
+# Measuring
+# ------------------------------------------------------------------------------------------------
+
+def bench(config):
+    """Yield a table per model: seconds, tokens and tokens per second of both."""
+    if not (config.data and (config.tokenizer or config.model)):
+        raise ConfigError("set --data, a folder with GSM8K's files, and --tokenizer or --model, "
+                          'folders')
+    for name in [config.model] if config.model else config.shape:
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(config.model).resolve() if config.model else Path(folder, 'model')
+            if not config.model:
+                checkpoint.save(our_model(MODELS[name]), model, torch.bfloat16,
+                                side_files=config.tokenizer)
+                free_memory()
+            table = {'shape': name, 'n': config.n,
+                     'results': measure_ours(model, config, Path(folder, 'out'))}
+            try:
+                table['results'] |= {} if config.ours else measure_peer(model, config)
+            except Exception as error:      # a peer's
+                table['results']['lm_eval'] = failure(error)
+        free_memory()
+        print_table(table)
+        yield table
+
+
+def measure_ours(model, config, out):
+    """Return {name: timing} of `python evaluate.py`: only the tokens of its answers count."""
+    whole = seconds([
+        'evaluate.py', f'--model={model}', f'--tasks=gsm8k:{Path(config.data).resolve()}',
+        f'--n={config.n}', f'--max_tokens={config.max_tokens}', '--p_true', '--p_ik',
+        '--verbalized', f'--device={DEVICE}', '--dtype=bfloat16', f'--out_dir={out}'])
+    answers = [answer for _, row in read_rows(out / 'samples.jsonl') if row['task'] == 'gsm8k'
+               for answer in (row['greedy'], *row['answers'])]
+    writing = load(out / 'results.json')['tasks']['gsm8k']['scoring_seconds']
+    tokens = sum(answer['n_tokens'] for answer in answers)
+    return {'ours, whole command with all confidences': timing(len(answers), tokens, whole),
+            'ours, answers alone': timing(len(answers), tokens, writing)}
+
+
+def timing(answers, tokens, seconds):
+    return {'answers': answers, 'tokens': tokens, 'seconds': seconds,
+            'tokens_per_s': tokens / max(seconds, 0.01)}
+
+
+def measure_peer(model, config):
+    """Return {name: timing} of HFLM.generate_until for each size of its batches."""
+    started = time.perf_counter()
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    tokenizer = load_model_tokenizer(model, checkpoint.read_config(model))
+    peer = HFLM(str(model), dtype='bfloat16', device=DEVICE,
+                add_bos_token=begins_with_bos(tokenizer, None))
+    print(f'lm_eval started in {time.perf_counter() - started:.1f} s', flush=True)
+    tokens, generate = [], peer._model_generate
+
+    def count(context, **options):
+        written = generate(context=context, **options)
+        tokens.append(int((written[:, context.shape[1]:] != peer.tokenizer.pad_token_id).sum()))
+        return written
+
+    def write(prompts, n, max_tokens):
+        settings = {'until': list(FREE_TASKS['gsm8k'].stop), 'max_gen_toks': max_tokens,
+                    'do_sample': True, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
+        return peer.generate_until([
+            Instance('generate_until', {}, (prompt, settings), 0)
+            for prompt in prompts for _ in range(n)], disable_tqdm=True)
+
+    peer._model_generate = count
+    task = load_tasks(EvalConfig(tasks=(f'gsm8k:{config.data}',)))['gsm8k']
+    shots = ''.join(shot.solved for shot in task.shots[''])
+    prompts, rows = [shots + question.context for question in task.items[:config.questions]], {}
+    for size in config.batch:
+        name, peer.batch_size_per_gpu = f'lm_eval, {size} at once', size
+        try:
+            write(prompts[:1], 1, 2)        # loads kernels
+            tokens.clear()
+            reset_peak_memory()
+            started = now()
+            answers = write(prompts, config.n, config.max_tokens)
+            rows[name] = timing(len(answers), sum(tokens), now() - started)
+            rows[name]['peak_gib'] = peak_gib()
+        except RuntimeError as error:       # for example, the memory is full
+            rows[name] = failure(error)
+        free_memory()
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------
+# Showing
+# ------------------------------------------------------------------------------------------------
+
+def print_table(table):
+    """Print the table as Markdown, then the ratios of ours to lm_eval at its best."""
+    print(f'\n### {table["shape"]}, GSM8K, {table["n"]} samples per question\n\n'
+          '| | answers | tokens | s | tokens/s | ratio to lm_eval |\n|---|---|---|---|---|---|')
+    best = max((found['tokens_per_s'] for name, found in table['results'].items()
+                if name.startswith('lm_eval') and 'failed' not in found), default=None)
+    for name, found in table['results'].items():
+        if 'failed' in found:
+            print(f'| {name} | failed: {cell(found["failed"])} | | | | |')
+            continue
+        rate = found['tokens_per_s']
+        ratio = f'{rate / best:.1f}' if best and name.startswith('ours') else ''
+        print(f'| {name} | {found["answers"]:,} | {found["tokens"]:,} | {found["seconds"]:.1f} | '
+              f'{rate:,.0f} | {ratio} |')
+    sys.stdout.flush()
+
+
+def draw(path):
+    """Draw the tokens per second of each row."""
+    draw_bars(path, 'Answers to GSM8K', {
+        f'{table["shape"]}: tokens/s': [
+            (name, found['tokens_per_s'], f'{found["tokens_per_s"]:,.0f}')
+            for name, found in table['results'].items() if 'failed' not in found]
+        for table in load(path)['tables']})
+
+
+def main(argv):
+    common.main(argv, __file__, BenchConfig, bench, draw)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

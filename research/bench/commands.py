@@ -1,0 +1,236 @@
+"""Whole commands, from start to exit, compared with lm-evaluation-harness, on one CUDA device.
+
+    python research/bench/commands.py --shape=llama32_1b --data=mmlu --tokenizer=Llama-3.2-1B
+    python research/bench/commands.py --shape=llama31_8b --data=mmlu --tokenizer=Llama-3.2-1B --caches=warm
+    python research/bench/commands.py --plot=out/bench_commands.json
+
+Makes a model folder with random weights and runs `python evaluate.py` and `python -m lm_eval` on it
+with the same prompts of 5-shot MMLU, first with empty caches on disk (of compiled kernels and of
+datasets), then again with what that left. All modules are compiled to byte code before. `data`
+holds MMLU as .jsonl or .parquet, `tokenizer` a tokenizer.json and tokenizer_config.json. Writes
+out/bench_commands.json and its picture.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from research.bench import common
+from research.bench.common import (DEVICE, MODELS, byte_code, cell, chosen, draw_bars, empty_caches,
+                          free_memory, last_error, load, our_model)
+from data.files import fetch, read_rows
+from data.benchmarks import BENCHMARKS
+from data.questions import parse_row
+from runtime import checkpoint
+from runtime.errors import ConfigError
+
+
+@dataclass
+class BenchConfig:
+    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
+        'llama32_1b', 'llama31_8b')
+    data: str | None = None         # a folder with MMLU's files, whose rows name their subject
+    tokenizer: str | None = None    # a folder with a tokenizer
+    caches: tuple[Literal['cold', 'warm'], ...] = ('cold', 'warm')
+    repeats: int = 1                # runs with warm caches; each is listed
+    batch_size: int = 32            # of lm_eval; its `auto` searches for one first
+    lm_limit: int | None = None     # questions of each subject for lm_eval; None: all
+    only: str | None = None         # commands, separated by '|', instead of all of them
+    ours: bool = False              # ours alone
+    plot: str | None = None         # only draw this file of results again
+    out: str = 'out/bench_commands.json'
+
+
+ROOT = Path(__file__).parents[2]
+MMLU, FEW, HELP, LM_EVAL = ('ours, MMLU, 5 shots', 'ours, 200 questions, no shots',
+                            'ours, train.py --help', 'lm_eval, MMLU, 5 shots')
+TASK = 'local_mmlu'
+
+
+# ------------------------------------------------------------------------------------------------
+# Measuring
+# ------------------------------------------------------------------------------------------------
+
+def bench(config):
+    """Yield a table per model: seconds of each command, cold and warm."""
+    if config.data is None or config.tokenizer is None:
+        raise ConfigError("set --data, a folder with MMLU's files, and --tokenizer, a folder")
+    for name in ('tokenizer.json', 'tokenizer_config.json'):
+        if not Path(config.tokenizer, name).exists():
+            raise ConfigError(f'{config.tokenizer} has no {name}, which lm_eval reads')
+    # the commands run in the root of the repository
+    config = replace(config, data=str(Path(config.data).resolve()))
+    for shape in config.shape:
+        with tempfile.TemporaryDirectory() as folder:
+            table = {'shape': shape, 'results': measure(config, shape, Path(folder))}
+        print_table(table)
+        yield table
+
+
+def measure(config, shape, folder):
+    """Return {command: {'cold': [s], 'warm': [s, ...], 'accuracy'}, or {'failed': why}}."""
+    model = our_model(MODELS[shape])
+    checkpoint.save(model, folder / 'model', torch.bfloat16, side_files=config.tokenizer)
+    del model
+    free_memory()
+    write_tasks(config, folder)
+    results, wanted = {}, commands(config, folder)
+    for name in chosen(config.only, wanted):
+        results[name] = run(name, wanted[name], config, folder)
+        print(f'{shape}: {name}: {results[name]}', flush=True)
+    return results
+
+
+def commands(config, folder):
+    """Return {name: arguments of python} of the commands to time; with --ours not lm_eval's."""
+    ours = ['evaluate.py', f'--model={folder / "model"}', '--add_bos=True', '--overwrite',
+            f'--out_dir={folder / "out"}', f'--device={DEVICE}', '--dtype=bfloat16']
+    limit = [] if config.lm_limit is None else ['--limit', str(config.lm_limit)]
+    wanted = {
+        MMLU: [*ours, f'--tasks=mmlu:{config.data}', '--shots=5', '--prompt_format=harness'],
+        LM_EVAL: ['-m', 'lm_eval', 'run', '--model', 'hf', '--model_args',
+                  f'pretrained={folder / "model"},dtype=bfloat16,add_bos_token=True',
+                  '--tasks', TASK, '--include_path', str(folder / 'tasks'), '--num_fewshot', '5',
+                  '--batch_size', str(config.batch_size), '--device', DEVICE,
+                  '--output_path', str(folder / 'lm_eval'), *limit],
+        FEW: [*ours, f'--tasks={folder / "few.jsonl"}', '--shots=0'],
+        HELP: ['train.py', '--help'],
+    }
+    return {name: command for name, command in wanted.items()
+            if name != LM_EVAL or not config.ours}
+
+
+def run(name, command, config, folder):
+    """Time a command as `config.caches` says; ours must not fail.
+
+    If only warm runs are wanted, one fills the caches first: of lm_eval, a question per subject.
+    """
+    caches = empty_caches(folder / f'caches of {name}')
+    plan = [kind for kind in ('cold', 'warm') if kind in config.caches
+            for _ in range(config.repeats if kind == 'warm' else 1)]
+    result = {}
+    try:
+        if 'cold' not in plan:
+            seconds(command + ['--limit', '1'] * (name == LM_EVAL), caches)
+        for kind in plan:
+            result.setdefault(kind, []).append(round(seconds(command, caches), 2))
+    except RuntimeError as error:
+        if name != LM_EVAL:
+            raise
+        return {'failed': last_error(str(error))}
+    if name == MMLU:
+        content = json.loads((folder / 'out/results.json').read_text())
+        result['accuracy'] = content['tasks']['mmlu']['pooled']['accuracy']
+    if name == LM_EVAL:
+        newest = max((folder / 'lm_eval').rglob('results_*.json'), key=os.path.getmtime)
+        result['accuracy'] = json.loads(newest.read_text())['results'][TASK]['acc,none']
+        result['batch_size'], result['questions per subject'] = config.batch_size, config.lm_limit
+    return result
+
+
+def seconds(command, caches=None):
+    """Return the seconds of `python <command>`; raise RuntimeError with its stderr if it fails.
+
+    caches: what `empty_caches` returned; None: the caches of earlier commands
+    """
+    environment = os.environ | byte_code() | (caches or {}) | {'HF_HUB_OFFLINE': '1'}
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True,
+                          env=environment)
+    passed = time.perf_counter() - started
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return passed
+
+
+def write_tasks(config, folder):
+    """Write the first 200 questions, and MMLU's files for lm_eval: its own tasks, read from disk.
+
+    A task of ours includes that of lm_eval and changes nothing but where the rows are.
+    """
+    rows = {'test': {}, 'dev': {}}
+    for split, patterns in (('test', BENCHMARKS['mmlu'].test), ('dev', BENCHMARKS['mmlu'].shots)):
+        for file in fetch(config.data, patterns):
+            for place, row in read_rows(file):
+                if not isinstance(row, dict) or 'subject' not in row:
+                    raise ConfigError(f'{place}: no field "subject", by which lm_eval has its '
+                                      f'tasks; give MMLU as .jsonl or .parquet')
+                question, choices, answer = parse_row(row)
+                rows[split].setdefault(row['subject'], []).append(json.dumps(
+                    {'question': question, 'choices': choices, 'answer': answer,
+                     'subject': row['subject']}) + '\n')
+    every = [line for lines in rows['test'].values() for line in lines]
+    (folder / 'few.jsonl').write_text(''.join(every[::max(1, len(every) // 200)][:200]))
+    spec = importlib.util.find_spec('lm_eval')
+    if spec is None or config.ours:
+        return      # its command fails then, and says why
+    tasks, published = folder / 'tasks', Path(spec.origin).parent / 'tasks/mmlu/default'
+    tasks.mkdir()
+    for subject in rows['test']:
+        files = {}
+        for split in rows:
+            files[split] = str(tasks / f'{subject}_{split}.jsonl')
+            Path(files[split]).write_text(''.join(rows[split][subject]))
+        (tasks / f'{subject}.yaml').write_text(json.dumps({     # JSON is YAML
+            'include': str(published / f'mmlu_{subject}.yaml'), 'task': f'{TASK}_{subject}',
+            'tag': None, 'dataset_path': 'json', 'dataset_name': None,
+            'dataset_kwargs': {'data_files': files}}))
+    (tasks / 'group.yaml').write_text(json.dumps({
+        'group': TASK, 'task': [f'{TASK}_{subject}' for subject in rows['test']],
+        'aggregate_metric_list': [{'metric': 'acc', 'weight_by_size': True}]}))
+
+
+# ------------------------------------------------------------------------------------------------
+# Showing
+# ------------------------------------------------------------------------------------------------
+
+def print_table(table):
+    """Print the table as Markdown; ratios are lm_eval's seconds over ours."""
+    rows = table['results']
+    peer = rows.get(LM_EVAL, {})
+    print(f'\n### {table["shape"]}, seconds of whole commands\n\n'
+          '| command | cold, s | warm, s | lm_eval / ours, cold | warm | accuracy | |\n'
+          '|---|---|---|---|---|---|---|')
+    for name, row in rows.items():
+        if 'failed' in row:
+            print(f'| {name} | failed: {cell(row["failed"])} | | | | | |')
+            continue
+        times = [', '.join(f'{value:.1f}' for value in row.get(kind, []))
+                 for kind in ('cold', 'warm')]
+        whole = name == MMLU and not peer.get('questions per subject')
+        ratios = [f'{min(peer[kind]) / min(row[kind]):.1f} x'
+                  if whole and kind in peer and kind in row else '' for kind in ('cold', 'warm')]
+        accuracy = f'{row["accuracy"]:.4f}' if 'accuracy' in row else ''
+        note = f'batch size {row["batch_size"]}' if 'batch_size' in row else ''
+        if row.get('questions per subject'):
+            note += f', only {row["questions per subject"]} questions per subject'
+        print(f'| {name} | {" | ".join(times)} | {" | ".join(ratios)} | {accuracy} | {note} |')
+    print(flush=True)
+
+
+def draw(path):
+    """Draw the seconds of each command, a panel per model."""
+    draw_bars(path, 'Whole commands', {
+        f'{table["shape"]}: seconds': [
+            (f'{name}, {kind}', min(row[kind]), f'{min(row[kind]):.1f}')
+            for name, row in table['results'].items() for kind in ('cold', 'warm') if kind in row]
+        for table in load(path)['tables']})
+
+
+def main(argv):
+    common.main(argv, __file__, BenchConfig, bench, draw)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

@@ -1,0 +1,198 @@
+"""Where our training step spends its time, compared with the limit of the hardware for each item.
+
+    python research/bench/floors.py --shape=llama32_1b,gemma2_2b
+    python research/bench/floors.py --plot=out/bench_floors.json
+
+The step is that of research/bench/train.py. The floor of an item is the larger of its FLOPs over the rate of
+an 8192 x 8192 x 8192 product and its bytes over the rate of a large copy, both measured here. For T
+tokens, a block with L layers, D = hidden_size, I = intermediate_size, q = heads * head_dim, kv =
+key-value heads * head_dim, and V words, in bfloat16:
+
+    products      6 T (weights of the blocks + D V) FLOPs: forward, and two products backward.
+    attention     forward 2 n^2 q per document of n tokens and layer: q k and p v take 2 n^2 q each,
+                  and the mask leaves half. backward 5 n^2 q: five products, since q k is repeated.
+    elementwise   forward, numbers per token and layer: a norm with the sum before it reads the
+                  stream and the branch and writes both, 4 D, twice; rotary reads and writes q and
+                  k, 2 (q + kv); the activation reads two and writes one, 3 I. backward: a norm
+                  reads its input, its gradient and the stream's, and writes one, 4 D, twice; of
+                  Gemma 2's norms after a branch each reads and writes 1 D more; rotary again; the
+                  activation reads three and writes two, and writes its product again, 6 I.
+    loss          the logits are read once for the sums, and read and written for the gradient: 3 V
+                  numbers per token. They are too large for the cache.
+    AdamW         exact: reads weight, low bits, gradient (2 bytes each) and moments (4 each) and
+                  writes all but the gradient: 26 bytes per weight; stochastic: all 2, 14 bytes.
+    gradient norm reads each gradient once, 2 bytes.
+    other         copies, the embedding and its gradient, the last norm; no floor is given.
+    idle          the step's time minus the time in which any kernel ran.
+
+Writes out/bench_floors.json and its picture.
+"""
+
+import statistics
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+import fused_ce
+from research.bench import common, train
+from research.bench.common import (DEVICE, MODELS, busy_time, draw_bars, free_memory, gpu_kernels, load,
+                          matrix_rate, memory_rate, now)
+from data.packing import pack
+from train import forward_backward, train_step
+
+
+@dataclass
+class BenchConfig:
+    shape: tuple[Literal['gemma2_2b', 'llama32_1b', 'llama31_8b', 'mistral_7b'], ...] = (
+        'gemma2_2b', 'llama32_1b')      # these fit 80 GB with exact weights
+    master_weights: Literal['exact', 'stochastic'] = 'exact'
+    kernels: int = 0                # also print this many of the longest kernels
+    plot: str | None = None         # only draw this file of results again
+    out: str = 'out/bench_floors.json'
+
+
+STEPS = 3       # that are profiled
+
+
+# ------------------------------------------------------------------------------------------------
+# Measuring
+# ------------------------------------------------------------------------------------------------
+
+def bench(config):
+    """Yield a table per model: milliseconds of each item of a step, and its floor."""
+    rates = {'matrix': matrix_rate(), 'memory': memory_rate()}
+    print(f'{rates["matrix"] / 1e12:.0f} TFLOP/s, {rates["memory"] / 1e12:.2f} TB/s')
+    for name in config.shape:
+        items, kernels, wall = measure(MODELS[name], config)
+        free_memory()
+        table = {'shape': name, 'master_weights': config.master_weights, 'ms': wall,
+                 'rates': rates, 'items': items, 'kernels': kernels,
+                 'floors': floors(MODELS[name], config.master_weights, train.ROWS, train.LENGTH,
+                                  rates)}
+        print_table(table, config.kernels)
+        yield table
+
+
+def measure(raw, config):
+    """Return ({item: ms of a step}, {name: ms} of the 30 longest kernels, ms of the step)."""
+    torch.manual_seed(0)
+    batches = train.full_rows(raw['vocab_size'], train.LENGTH)
+    model, optimizer, cfg = train.our_training(raw, master_weights=config.master_weights)
+    rows = [pack(batch, cfg.pack_len) for batch in batches]
+
+    def steps(n=STEPS):
+        for i in range(n):
+            train_step(model, optimizer, rows[i % len(rows)], cfg, DEVICE)
+
+    steps(4)
+    walls = []
+    for _ in range(3):
+        started = now()
+        steps()
+        walls.append((now() - started) / STEPS * 1e3)
+    optimizer.begin(1)
+    forward_backward(model, rows[0], cfg, DEVICE)
+    update = {name for name, *_ in gpu_kernels(
+        lambda: optimizer.step(torch.ones((), device=DEVICE))) if name.startswith('triton_')}
+    kernels = gpu_kernels(steps)
+    items, longest = Counter(), Counter()
+    for name, start, end in kernels:
+        items[item_of(name, update)] += (end - start) / 1e3 / STEPS
+        longest[name[:100]] += (end - start) / 1e3 / STEPS
+    wall = statistics.median(walls)
+    items['idle'] = wall - busy_time(kernels) / 1e3 / STEPS
+    return dict(items), dict(longest.most_common(30)), wall
+
+
+LOSS = {name for name in vars(fused_ce) if name.endswith('_kernel')}
+
+
+def item_of(kernel, update):
+    """Return the item that a kernel belongs to, by its name.
+
+    update: the names of AdamW's kernels, which the compiler chooses
+    """
+    if kernel in update:
+        return 'AdamW'
+    if kernel in LOSS:
+        return 'loss'
+    fused = kernel.startswith('triton_') and not kernel.startswith('triton_tem')
+    if not fused and any(part in kernel for part in ('flex', 'sdpa', 'fmha', 'flash', 'attend')):
+        backward = any(part in kernel for part in ('backward', 'bprop', 'bwd'))
+        return 'attention backward' if backward else 'attention forward'
+    if fused:
+        return 'elementwise'
+    if any(part in kernel for part in ('nvjet', 'gemm', 'cutlass', 'xmma', 'triton_tem')):
+        return 'products'
+    return 'gradient norm' if 'LpNorm' in kernel else 'other'
+
+
+def floors(raw, master_weights, rows, length, rates):
+    """Return {item: (ms that the hardware allows, its FLOPs or bytes)}, as at the top."""
+    T, L, V = rows * length, raw['num_hidden_layers'], raw['vocab_size']
+    D, F, hd = raw['hidden_size'], raw['intermediate_size'], raw['head_dim']
+    q, kv = raw['num_attention_heads'] * hd, raw['num_key_value_heads'] * hd
+    multiplied, _ = train.multiplied_weights(raw)
+    norms_after = raw['model_type'] == 'gemma2'
+    forward = 8 * D + 2 * (q + kv) + 3 * F
+    backward = 8 * D + 4 * D * norms_after + 2 * (q + kv) + 6 * F
+    weights = (multiplied + D * V * (not raw['tie_word_embeddings'])
+               + D * (1 + L * (4 if norms_after else 2)))
+    flops = {'products': 6 * T * multiplied,
+             'attention forward': 2 * L * rows * length ** 2 * q,
+             'attention backward': 5 * L * rows * length ** 2 * q}
+    sizes = {'elementwise': 2 * T * L * (forward + backward), 'loss': 2 * 3 * T * V,
+             'AdamW': (26 if master_weights == 'exact' else 14) * weights,
+             'gradient norm': 2 * weights}
+    return ({item: (n / rates['matrix'] * 1e3, n) for item, n in flops.items()}
+            | {item: (n / rates['memory'] * 1e3, n) for item, n in sizes.items()})
+
+
+# ------------------------------------------------------------------------------------------------
+# Showing
+# ------------------------------------------------------------------------------------------------
+
+def print_table(table, n_kernels=0):
+    """Print the table as Markdown, the longest item first."""
+    items, lower = table['items'], table['floors']
+    total = sum(ms for ms, _ in lower.values())
+    print(f'\n### {table["shape"]}, {table["master_weights"]}: a step of {table["ms"]:.1f} ms, '
+          f'floors {total:.1f} ms\n\n'
+          '| item | ms | floor, ms | ratio to floor | share of step | counted in the floor |\n'
+          '|---|---|---|---|---|---|')
+    for item, ms in sorted(items.items(), key=lambda entry: -entry[1]):
+        floor, count = lower.get(item, (0, 0))
+        unit = 'TFLOP' if item.startswith(('products', 'attention')) else 'GB'
+        size = f'{count / (1e12 if unit == "TFLOP" else 1e9):.1f} {unit}' if count else ''
+        print(f'| {item} | {ms:.2f} | {f"{floor:.2f}" if count else ""} | '
+              f'{f"{ms / floor:.2f}" if count else ""} | {ms / table["ms"]:.1%} | {size} |')
+    for name, ms in list(table['kernels'].items())[:n_kernels]:
+        print(f'    {ms:8.2f} ms  {name}')
+    print(flush=True)
+
+
+def draw(path):
+    """Draw the milliseconds of each item, ours, and its floor; a panel per model."""
+    panels = {}
+    for table in load(path)['tables']:
+        bars = panels[f'{table["shape"]}, {table["master_weights"]}: ms of {table["ms"]:.0f}'] = []
+        for item, ms in sorted(table['items'].items(), key=lambda entry: -entry[1]):
+            bars.append((f'ours, {item}', ms, f'{ms:.1f}'))
+            if item in table['floors']:
+                floor = table['floors'][item][0]
+                bars.append((f'floor, {item}', floor, f'{floor:.1f}'))
+    draw_bars(path, 'Items of a training step', panels)
+
+
+def main(argv):
+    common.main(argv, __file__, BenchConfig, bench, draw)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

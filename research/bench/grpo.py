@@ -1,0 +1,226 @@
+"""GRPO compared with TRL's GRPOTrainer, on one CUDA device: seconds of the parts of a step.
+
+    python research/bench/grpo.py --prompts=gsm8k.jsonl --tokenizer=Llama-3.2-1B
+    python research/bench/grpo.py --plot=out/bench_grpo.json
+
+A step generates 8 answers of at most 256 tokens to each of 32 prompts (rollout), computes the
+log-probabilities of the reference (scoring), and takes one optimizer step (update). Random weights,
+so hardly any answer ends earlier. The limit of a part on this device, from rates that are measured
+in the same run: the bytes that decoding must read, and the products of the other two. Each method
+has a process of its own, with empty caches on disk. TRL generates by transformers, which needs no
+package beside it. Writes out/bench_grpo.json and its picture.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from align import AlignConfig
+from research.bench import common
+from research.bench.common import (DEVICE, MODELS, cell, chosen, draw_bars, empty_caches, last_error, load,
+                          matrix_rate, memory_rate, now, our_model, peak_gib)
+from data.export import tokenizer_files
+from data.files import read_rows
+from data.tokenizer import load_tokenizer
+from rl import Rollouts
+from runtime import checkpoint
+from runtime.build import build_optimizer
+from runtime.config_json import config_from_hf
+from runtime.errors import ConfigError
+from runtime.slots import step_cost
+
+
+@dataclass
+class BenchConfig:
+    shape: tuple[Literal['llama32_1b', 'llama31_8b'], ...] = ('llama32_1b',)
+    prompts: str | None = None      # rows with `prompt` or `question`, such as GSM8K's
+    tokenizer: str | None = None    # a folder with a tokenizer
+    only: str | None = None         # methods, separated by '|', instead of all of them
+    ours: bool = False              # ours alone
+    plot: str | None = None         # only draw this file of results again
+    out: str = 'out/bench_grpo.json'
+
+
+PROMPTS, ANSWERS, TOKENS = 32, 8, 256       # of a step: prompts, answers to each, their tokens
+STEPS = 2           # that are timed, after one that compiles
+KL = 0.04           # weight of the KL in the loss
+FRAME = '<|user|>\n{}\n<|assistant|>\n'     # the template tulu
+OURS = {'ours': {}, 'ours, 4 rows at once': {'micro_rows': 4}}
+PEERS = {           # options of trl_steps
+    'TRL, 16 answers at once': {'size': 16},
+    'TRL, 32 answers at once, Liger': {'size': 32, 'liger': True},
+}
+PARTS = 'rollout_s', 'scoring_s', 'update_s'
+
+
+# ------------------------------------------------------------------------------------------------
+# Measuring
+# ------------------------------------------------------------------------------------------------
+
+def bench(config):
+    """Yield a table per model: the seconds of each part of a step, and its limit."""
+    if config.prompts is None or config.tokenizer is None:
+        raise ConfigError('set --prompts, a file of questions, and --tokenizer, a folder')
+    methods = chosen(config.only, OURS if config.ours else OURS | PEERS)
+    rates = [matrix_rate(), memory_rate()] if DEVICE == 'cuda' else [1e12, 1e12]
+    for name in config.shape:
+        table = {'shape': name, 'rates': rates, 'results': {}}
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(MODELS[name], config, Path(folder))
+            for method in methods:
+                spec = json.dumps({'folder': folder, 'ours': method in OURS,
+                                   'options': (OURS | PEERS)[method]})
+                done = subprocess.run(
+                    [sys.executable, __file__, 'one', spec], capture_output=True, text=True,
+                    env=os.environ | empty_caches(Path(folder, method)))
+                if done.returncode and method in OURS:
+                    raise RuntimeError(done.stderr)
+                table['results'][method] = ({'failed': last_error(done.stderr)} if done.returncode
+                                            else json.loads(done.stdout.strip().split('\n')[-1]))
+                print(f'{name}: {method}: {table["results"][method]}', flush=True)
+        print_table(table)
+        yield table
+
+
+def prepare(raw, config, folder):
+    """Write the model, the prompts and a reward to `folder`."""
+    tokenizer = load_tokenizer(Path(config.tokenizer))
+    checkpoint.save(our_model(raw), folder / 'model', torch.bfloat16, side_files=config.tokenizer,
+                    more=tokenizer_files(config.tokenizer, tokenizer, 'tulu'))
+    common.free_memory()
+    questions = [row.get('prompt') or row['question'] for _, row in read_rows(config.prompts)]
+    for name, prompts in (('ours', questions), ('TRL', map(FRAME.format, questions))):
+        (folder / f'{name}.jsonl').write_text(
+            ''.join(json.dumps({'prompt': prompt}) + '\n' for prompt in prompts))
+    (folder / 'reward.py').write_text(
+        'def reward(prompt, answer, row):\n    return answer.count("e") / 100\n')
+
+
+def measure(folder, ours, options):
+    """Return the median seconds of each part of a step and the peak memory."""
+    marks = [*(our_steps if ours else trl_steps)(Path(folder), **options)]
+    parts = {part: round(statistics.median(mark[i] for mark in marks[1:]), 2)
+             for i, part in enumerate(PARTS)}
+    return parts | {'step_s': round(sum(parts.values()), 2), 'first_s': round(sum(marks[0]), 1),
+                    'peak_gib': round(peak_gib(), 1)}
+
+
+def our_steps(folder, micro_rows=1):
+    """Yield (rollout, scoring, update) seconds of each step."""
+    cfg = AlignConfig(
+        model=str(folder / 'model'), data=str(folder / 'ours.jsonl'), template='tulu',
+        method='grpo', reward=str(folder / 'reward.py'), group_size=ANSWERS, max_tokens=TOKENS,
+        max_length=1024, batch_size=PROMPTS, truncated='score', kl='loss', kl_coef=KL,
+        micro_rows=micro_rows, val_size=0, out_dir=str(folder / 'run'), device=DEVICE)
+    stage, base = Rollouts(), folder / 'model'
+    prompts, training, _ = stage.load_sequences(cfg, load_tokenizer(base))
+    model = stage.build_model(cfg, checkpoint.read_config(base), base, DEVICE)
+    optimizer = build_optimizer(model, cfg)
+    for _, packed in stage.batches(cfg, prompts, training, 0, 1 + STEPS, micro_rows,
+                                   stage.pack_batch):
+        started = now()
+        stage.train_step(model, optimizer, packed, cfg, DEVICE, stage.token_loss)
+        yield [packed['measured'][part] for part in PARTS[:2]] + [now() - started]
+
+
+def trl_steps(folder, size, liger=False):
+    """Yield as `our_steps`, with micro-batches of `size` answers."""
+    from datasets import load_dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+    marks, seconds = [], {}
+
+    def timed(name):
+        def method(trainer, *arguments, **more):
+            started = now()
+            result = getattr(GRPOTrainer, name)(trainer, *arguments, **more)
+            seconds[name] = now() - started
+            return result
+        return method
+
+    class Steps(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            seconds['begin'] = now()
+
+        def on_step_end(self, args, state, control, **_):
+            rollout, both = (seconds[name] for name in names)
+            marks.append((rollout, both - rollout, now() - seconds['begin'] - both))
+
+    names = '_generate', '_generate_and_score_completions'
+    trainer_class = type('Timed', (GRPOTrainer,), {name: timed(name) for name in names})
+    config = GRPOConfig(
+        output_dir=str(folder / 'trl'), max_steps=1 + STEPS, per_device_train_batch_size=size,
+        gradient_accumulation_steps=PROMPTS * ANSWERS // size, num_generations=ANSWERS,
+        max_completion_length=TOKENS, beta=KL, loss_type='grpo', temperature=1.0, top_k=0,
+        learning_rate=5e-7, optim='adamw_torch_fused', bf16=DEVICE == 'cuda',
+        gradient_checkpointing=False, use_liger_kernel=liger, save_strategy='no', report_to='none',
+        disable_tqdm=True, use_cpu=DEVICE == 'cpu', model_init_kwargs={'dtype': 'bfloat16'})
+    trainer_class(
+        str(folder / 'model'), args=config, callbacks=[Steps()],
+        reward_funcs=lambda completions, **_: [text.count('e') / 100 for text in completions],
+        train_dataset=load_dataset('json', data_files=str(folder / 'TRL.jsonl'), split='train'),
+        processing_class=AutoTokenizer.from_pretrained(folder / 'model')).train()
+    yield from marks
+
+
+# ------------------------------------------------------------------------------------------------
+# Showing
+# ------------------------------------------------------------------------------------------------
+
+def limits(shape, rates, prompt_tokens=120):
+    """Return {part: seconds} that the hardware needs at least, for prompts of that length."""
+    model = checkpoint.build(config_from_hf(MODELS[shape])).bfloat16()
+    n, head = PROMPTS * ANSWERS, model.head.numel()
+    cached = n * (prompt_tokens + TOKENS / 2)
+    weights, flops = step_cost(model, n, 0)
+    cache = step_cost(model, n, cached)[0] - weights
+    # the embedding is a lookup; the output matrix is needed for the answers alone
+    blocks = sum(p.numel() for p in model.decoder.layers.parameters())
+    forward = 2 * ((PROMPTS * prompt_tokens + n * TOKENS) * blocks + n * TOKENS * head)
+    step = max(weights / rates[1], flops / rates[0]) + cache / rates[1]
+    return dict(zip(PARTS, (TOKENS * step, forward / rates[0], 3 * forward / rates[0])))
+
+
+def print_table(table):
+    """Print the table as Markdown."""
+    print(f'\n### {table["shape"]}, GRPO, {PROMPTS} prompts x {ANSWERS} answers x {TOKENS} tokens\n'
+          f'\n| method | step, s | rollout, s | scoring, s | update, s | first step, s | peak GiB |'
+          f'\n|---|---|---|---|---|---|---|')
+    floor = limits(table['shape'], table['rates'])
+    for name, row in table['results'].items():
+        if 'failed' in row:
+            print(f'| {name} | failed: {cell(row["failed"])} | | | | | |')
+            continue
+        print(f'| {name} | {row["step_s"]} | {" | ".join(str(row[part]) for part in PARTS)} | '
+              f'{row["first_s"]} | {row["peak_gib"]} |')
+    print(f'| limit | {sum(floor.values()):.2f} | '
+          f'{" | ".join(f"{floor[part]:.2f}" for part in PARTS)} | | |\n', flush=True)
+
+
+def draw(path):
+    """Draw the seconds of a step of each method, a panel per model."""
+    draw_bars(path, 'GRPO: seconds per step', {
+        table['shape']: [(name, row['step_s'], f'{row["step_s"]}')
+                         for name, row in table['results'].items() if 'failed' not in row]
+        for table in load(path)['tables']})
+
+
+def main(argv):
+    if argv[:1] == ['one']:
+        print(json.dumps(measure(**json.loads(argv[1]))))
+    else:
+        common.main(argv, __file__, BenchConfig, bench, draw)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])

@@ -1,0 +1,317 @@
+"""On the Calibration of Large Language Models and Alignment (Zhu et al., Findings of EMNLP 2023).
+
+    python research/papers/alignment.py --plan --trex=FOLDER
+    python research/papers/alignment.py --trex=FOLDER --comparisons=comparison_data_v2.json
+    python research/papers/alignment.py --model=FOLDER --data=FILE --pairs=FILE --pile=FOLDER
+
+Stated: three tasks (section 4): a random token of each text of the Pile and the first tokens of the
+entities of T-REx, 100,000 samples each, and MMLU with 5 shots; ECE with 10 bins. Pretraining
+(section 5): the 8 sizes of Pythia; Pythia 1.4B at steps 256, 512, 2,000, 4,000, ... 128,000 and
+143,000; LLaMA, LLaMA 2, FLAN-T5 and OPT (appendix C.1). Alignment (section 6, table 2): LLaMA 7B on
+Alpaca and on the single-turn English conversations of OASST1, equally many of both, 3 epochs, with
+all weights as Stanford Alpaca (learning rate 2e-5, warm-up over 3 % of the steps, cosine) and with
+LoRA as Alpaca-LoRA (3e-4, 100 steps of warm-up, linear, rank 8, alpha 32, dropout 0.1, q_proj and
+v_proj), batches of 128, 2,048 tokens; the prompts of table 1 before every text. These prompts are
+added for the alignment stage only, so MMLU's header, which is one of them, is left out in all other
+runs (--eval.header=english adds it to these). Alpaca-LoRA's recipe has a loss on the prompt as well
+as on the answer, Stanford's on the answer alone (--train_on_inputs sets it for all runs).
+
+Not stated, and chosen here: the confidence of MMLU is normalized over the four letters; the tables
+also have its ECE without that, with the letter's probability among all tokens. OASST1's pairs are
+all answers to a first prompt, which gives about the paper's 11,000. The sizes of OPT and FLAN-T5
+are all published ones; FLAN-T5 has MMLU alone, since it is not said how an encoder-decoder
+predicts a token in the middle of a text. The Pile's validation and test set come from EleutherAI's
+copy on the hub; --pile names another source. Of each source 100,000 texts are read, where a text of
+T-REx has as many samples as entities. The words that T-REx marks as a relation or as a pronoun are
+not entities, and an entity counts only where a token begins with it. All prompts and texts have at
+most 2,048 tokens, the context of Pythia and LLaMA: a longer text is cut, and a question with long
+shots has fewer of them. Texts without a token to score are left out and counted. Both recipes have
+Stanford's prompt here; Alpaca-LoRA's has a line break after `### Response:`.
+
+T-REx is not on the hub: unpack JSON files from https://hadyelsahar.github.io/t-rex/ into a folder
+and name it with --trex. Each file has 10,000 texts, so twenty of the 465 are enough. Without --trex
+the task is left out, and a later call with it adds the task to the runs that are finished.
+
+Figure 6 and the singular values of features are made by research/papers/features.py.
+
+RLHF (section 6.1 and table 3) begins with the model tuned on Alpaca with all weights, after its
+third epoch: a reward model learns from answers of GPT-4, GPT-3.5 and OPT-IML to Alpaca's
+instructions, ranked by GPT-4 (configs/reward_llama_7b.py), then PPO goes through Alpaca's prompts
+three times (configs/alignment_ppo.py); these files say what is stated there and what is chosen.
+--comparisons names the ranked answers, data/comparison_data_v2.json of
+https://github.com/Instruction-Tuning-with-GPT-4/GPT-4-LLM; without it the two runs are left out.
+--pairs adds DPO, which the paper does not have, on a file of preferences, and begins with the same
+model: 3 epochs, all weights, beta 0.1, learning rate 5e-6 with a warm-up over 10 % of the steps and
+cosine decay, batches of 32.
+--rlhf names checkpoints after another PPO, one per epoch, merged weights or PEFT adapters, which
+are evaluated like the other rows. The paper prints its results as figures, not as numbers, so no
+printed number stands beside ours.
+"""
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from common import (OWN, AlignConfig, EvalConfig, Run, TrainConfig, claim,
+                    draw_curves, draw_lines, file_tokens, load_config, main, measured, numbers,
+                    own_table, plots, selected, titles_of)
+import metrics
+from data.files import fetch, read_rows
+from data.instruct import PATTERNS, first_turns
+from data.preferences import PREFERENCE_PATTERNS
+from results.report import predictions
+from results.samples import latest_samples
+from results.tables import TITLES, Heading
+
+# name: hub name, weights
+PYTHIA = {f'pythia-{size}': (f'EleutherAI/pythia-{size}', weights) for size, weights in (
+    ('70m', 70e6), ('160m', 162e6), ('410m', 405e6), ('1b', 1.01e9), ('1.4b', 1.41e9),
+    ('2.8b', 2.78e9), ('6.9b', 6.86e9), ('12b', 11.8e9))}
+LLAMA = {f'llama-{size}': (f'huggyllama/llama-{size}', weights) for size, weights in (
+    ('7b', 6.74e9), ('13b', 13.0e9), ('30b', 32.5e9), ('65b', 65.3e9))}
+LLAMA2 = {f'llama-2-{size}': (f'meta-llama/Llama-2-{size}-hf', weights) for size, weights in (
+    ('7b', 6.74e9), ('13b', 13.0e9), ('70b', 69.0e9))}
+OPT = {f'opt-{size}': (f'facebook/opt-{size}', weights) for size, weights in (
+    ('125m', 125e6), ('350m', 331e6), ('1.3b', 1.32e9), ('2.7b', 2.65e9), ('6.7b', 6.66e9),
+    ('13b', 12.9e9), ('30b', 30.0e9), ('66b', 65.7e9))}
+FLAN_T5 = {f'flan-t5-{size}': (f'google/flan-t5-{size}', weights) for size, weights in (
+    ('small', 77e6), ('base', 248e6), ('large', 783e6), ('xl', 2.85e9), ('xxl', 11.1e9))}
+# the figure with the curves of each family
+FIGURES = {'figure3_curves': ('Pythia', PYTHIA), 'figure8': ('LLaMA', LLAMA),
+           'figure9': ('LLaMA 2', LLAMA2), 'figure10': ('FLAN-T5', FLAN_T5),
+           'figure11': ('OPT', OPT)}
+STEPS = (256, 512, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
+ALIGNED, (BASE, PARAMS) = 'LLaMA 7B', LLAMA['llama-7b']
+EPOCHS, PAIRS, SAMPLES = 3, 11_000, 100_000
+DATA = {'alpaca': ('tatsu-lab/alpaca', PAIRS * 250),        # and tokens per epoch, estimated
+        'oasst1': ('OpenAssistant/oasst1', PAIRS * 250)}
+TASKS = {'clm': 'causal language modeling', 'facts': 'facts generation', 'mmlu': 'MMLU'}
+EVAL_TOKENS = 1.6e6 + SAMPLES * 550
+FULL = TrainConfig(model=BASE, template='alpaca', answers='all', epochs=EPOCHS, batch_size=128,
+                   max_length=2048, pack_len=2048, lr=2e-5, warmup=0.03, schedule='cosine',
+                   on_bad_row='skip', eval_before=False)
+LORA = replace(FULL, lora=True, lr=3e-4, warmup=TrainConfig.warmup, warmup_steps=100,
+               schedule='linear', train_on_inputs=True, lora_rank=8, lora_alpha=32.0,
+               lora_dropout=0.1, lora_targets=('q_proj', 'v_proj'))
+REWARD, PPO = (replace(load_config(AlignConfig, [str(
+    Path(__file__).parents[2] / 'configs' / f'{name}.py')]), on_bad_row='skip')
+    for name in ('reward_llama_7b', 'alignment_ppo'))
+DPO = AlignConfig(method='dpo', template='alpaca', epochs=EPOCHS, batch_size=32, lr=5e-6,
+                  schedule='cosine', on_bad_row='skip', eval_before=False)
+# Estimates: a prompt with all its answers has 400 tokens, with one answer of PPO 230. Generation,
+# rewards, old and reference log-probabilities and 4 updates cost as much as 7 updates.
+REWARD_TOKENS, PPO_TOKENS = 2 * 52_000 * 400, EPOCHS * 52_002 * 230 * 7
+
+
+def evaluation(options, **settings):
+    """Return the EvalConfig of the tasks; MMLU has fewer questions than `limit`."""
+    sources = {'clm': options.pile or 'EleutherAI/pile_val_test', 'facts': options.trex}
+    tasks = ('mmlu', *(f'{task}:{source}' for task, source in sources.items() if source))
+    return EvalConfig(tasks=tasks, shots=5, limit=SAMPLES, max_length=2048, on_bad_row='skip',
+                      **settings)
+
+
+def aligned(options):
+    """Return (name, (path, weights)) of the model to align."""
+    own = own_table(options, 'model', {ALIGNED: (BASE, PARAMS)})
+    return next(iter(own.items()))
+
+
+def tasks_of(options):
+    """Return {task: title} of the evaluations."""
+    own = titles_of(evaluation(options), TASKS, options)
+    return TASKS if own.keys() < TASKS.keys() and not options.model else own
+
+
+def runs(options):
+    root, sizes = options.out_dir, {'eval_tokens': EVAL_TOKENS}
+    for name, (hub, params) in own_table(options, 'model',
+                                         PYTHIA | LLAMA | LLAMA2 | OPT | FLAN_T5).items():
+        # beside the weights of the largest an H200 has no room for long rows
+        cfg = evaluation(options, model=hub, pack_len=4096 if params > 60e9 else None,
+                         header='none', out_dir=f'{root}/{name}')
+        if name in FLAN_T5 and not options.model:
+            yield Run(replace(cfg, tasks=('mmlu',)), params, eval_tokens=1.6e6)
+        else:
+            yield Run(cfg, params, **sizes)
+    hub, params = PYTHIA['pythia-1.4b']
+    for step in STEPS if not options.model else ():
+        yield Run(evaluation(options, model=hub, revision=f'step{step}', header='none',
+                             out_dir=f'{root}/pythia-1.4b-step{step}'), params, **sizes)
+    yield from alignment_runs(options)
+
+
+def alignment_runs(options):
+    """Yield the Runs of section 6, all of one model."""
+    root, (_, (base, params)) = options.out_dir, aligned(options)
+    report, sizes = evaluation(options, instruct=True), {'eval_tokens': EVAL_TOKENS}
+    data = own_table(options, 'data', DATA)
+    yield Run(replace(report, model=base, out_dir=f'{root}/aligned/base'), params, **sizes)
+    for method, cfg in (('full', FULL), ('lora', LORA)):
+        for name, (source, tokens) in data.items():
+            folder = f'{root}/aligned/{name}-{method}'
+            limit = PAIRS if name == 'alpaca' and not options.data else None
+            if limit and not options.plan and selected(folder, options):
+                limit = oasst1_pairs()
+            yield Run(replace(cfg, model=base, data=source, data_limit=limit, eval=report,
+                              out_dir=folder), params, train_tokens=EPOCHS * tokens, **sizes)
+            yield from epoch_reports(folder, report, params)
+    source, _ = next(iter(data.values()))
+    tuned, reward, folder = (f'{root}/aligned/{x}' for x in (
+        f'{next(iter(data))}-full', 'reward', 'ppo'))
+    if options.comparisons:
+        yield Run(replace(REWARD, model=base, data=options.comparisons, out_dir=reward), params,
+                  train_tokens=REWARD_TOKENS)
+        yield Run(replace(PPO, model=tuned, reward=reward, data=source, eval=report,
+                          eval_before=False, out_dir=folder), params, train_tokens=PPO_TOKENS,
+                  **sizes, waits_for=unfinished(tuned, reward))
+        yield from epoch_reports(folder, report, params)
+    if options.pairs:
+        folder = f'{root}/aligned/dpo'
+        tokens = file_tokens(options.pairs, f'--pairs={options.pairs}', PREFERENCE_PATTERNS)
+        yield Run(replace(DPO, model=tuned, data=options.pairs, eval=report, out_dir=folder),
+                  params, train_tokens=EPOCHS * tokens, **sizes, waits_for=unfinished(tuned))
+        yield from epoch_reports(folder, report, params)
+    for epoch, model in enumerate(filter(None, options.rlhf.split(',')), 1):
+        yield Run(replace(report, model=model, out_dir=f'{root}/aligned/rlhf/report-{epoch}'),
+                  params, **sizes)
+
+
+def unfinished(*folders):
+    """Return the names of the runs that have no weights yet."""
+    return ' and '.join(Path(x).name for x in folders if not Path(x, 'config.json').exists())
+
+
+def epoch_reports(folder, cfg, params):
+    """Yield the evaluations of the weights that the run in `folder` keeps of its first epochs."""
+    for epoch in range(1, EPOCHS):
+        model = f'{folder}/epoch-{epoch}'
+        yield Run(replace(cfg, model=model, out_dir=f'{folder}/report-{epoch}'), params,
+                  eval_tokens=EVAL_TOKENS,
+                  waits_for='' if Path(model, 'config.json').exists() else
+                  f'the end of epoch {epoch}')
+
+
+def oasst1_pairs():
+    """Return the number of pairs in OASST1, to which Alpaca is cut."""
+    rows = (row for file in fetch(DATA['oasst1'][0], PATTERNS) for row in read_rows(file))
+    return sum(1 for _ in first_turns(rows, 'all'))
+
+
+def epoch_folder(folder, epoch):
+    trained = epoch == EPOCHS and not folder.endswith('rlhf')
+    return folder if trained else f'{folder}/report-{epoch}'
+
+
+@functools.cache
+def mmlu_samples(folder):
+    """Return (Predictions over the letters, log p of each letter among all tokens [N, 4]) of a run.
+
+    (None, None) without samples.
+    """
+    path, result = Path(folder, 'samples.jsonl'), measured(folder, 'mmlu')
+    if not result or not path.exists():
+        return None, None
+    with open(path, encoding='utf-8') as file:      # most lines are of the other tasks
+        rows = latest_samples([json.loads(line) for line in file if '"task": "mmlu"' in line])
+    return (predictions(rows, result['norm']),
+            np.array([row['log_probs'] for row in rows]))
+
+
+def unnormalized_ece(folder):
+    """Return the ECE of MMLU if the confidence is the top letter's probability among all tokens."""
+    predicted, log_probs = mmlu_samples(folder)
+    if predicted is None:
+        return ''
+    correct = log_probs.argmax(1) == predicted.labels
+    return f'{metrics.ece(np.exp(log_probs.max(1)).clip(0, 1), correct):.3f}'
+
+
+def draw_confidences(path, families):
+    """Draw figure 7, the distribution of the confidence on MMLU by size."""
+    with plots.warn_on_failure(path):
+        figure = plots.new_figure(9, 3.4 * len(families))
+        for ax, (title, folders) in zip(figure.subplots(len(families), 1, squeeze=False).flat,
+                                        families.items(), strict=True):
+            shown = [mmlu_samples(folder)[0].probs.max(1) for folder in folders.values()]
+            ax.violinplot(shown, widths=0.9, showmedians=True, points=200)
+            ax.set(ylim=(0, 1), ylabel='confidence', title=f'{title}, MMLU')
+            ax.set_xticks(range(1, len(shown) + 1), list(folders))
+        plots.save_figure(figure, path, 150)
+
+
+def tables(options):
+    root, keys, tasks = options.out_dir, ('accuracy', 'ece'), tasks_of(options)
+    head = ('model', *(Heading(key, f'{title} {TITLES[key]}')
+                       for title in tasks.values() for key in keys),
+            *[Heading('ece', 'MMLU ECE, unnormalized')] * ('mmlu' in tasks))
+
+    def line(name, folder):
+        return (name, *(cell for task in tasks for cell in numbers(
+            measured(folder, task).get('pooled', {}), keys)),
+            *[unnormalized_ece(folder)] * ('mmlu' in tasks))
+
+    def draw(name, points, x_label, metric='ece', **options):
+        """Draw the figure `name`; points: {line: [(x, folder of a run)]}."""
+        draw_lines(f'{root}/{name}.png', {title: {label: [
+            (x, measured(folder, task).get('pooled', {})) for x, folder in folders]
+            for label, folders in points.items()} for task, title in tasks.items()},
+            x_label, metric.upper() if metric == 'ece' else metric, metric, **options)
+
+    def draw_all_curves(name, folders):
+        """Draw the reliability curves of runs {label: folder}, a panel per task."""
+        draw_curves(f'{root}/{name}.png', {title: {
+            label: measured(folder, task) for label, folder in folders.items()}
+            for task, title in tasks.items()})
+
+    own = own_table(options, 'model', {})
+    figures = {'figure3_curves': (', '.join(own), own)} if own else FIGURES
+    families = dict(figures.values())
+    yield 'scales', f'Parameter scales{" (figures 3 and 8 to 11)" * (not own)}', [head, *(
+        line(name, f'{root}/{name}') for family in families.values() for name in family)]
+    draw('figure3', {title: [(params, f'{root}/{name}') for name, (_, params) in family.items()]
+                     for title, family in families.items()}, 'weights', log=True)
+    for name, (_, family) in figures.items():
+        draw_all_curves(name, {model: f'{root}/{model}' for model in family})
+    scored = {title: {name: f'{root}/{name}' for name in family
+                      if mmlu_samples(f'{root}/{name}')[0]} for title, family in families.items()}
+    if scored := {title: folders for title, folders in scored.items() if folders}:
+        claim(root, 'figure7.png')
+        draw_confidences(f'{root}/figure7.png', scored)
+
+    if not own:
+        steps = {f'step {step}': f'{root}/pythia-1.4b-step{step}' for step in STEPS}
+        yield 'steps', 'Training dynamics of Pythia 1.4B (figure 4)', [head, *(
+            line(label, folder) for label, folder in steps.items())]
+        draw('figure4', {'Pythia 1.4B': [*zip(STEPS, steps.values(), strict=True)]}, 'step',
+             log=True)
+        draw_all_curves('figure4_curves', steps)
+
+    data = own_table(options, 'data', DATA)
+    settings = {name: {epoch: epoch_folder(f'{root}/aligned/{name}', epoch)
+                       for epoch in range(1, EPOCHS + 1)}
+                for name in (*(f'{x}-{method}' for method in ('full', 'lora') for x in data),
+                             *['ppo'] * bool(options.comparisons or not own),
+                             *['dpo'] * bool(options.pairs), *['rlhf'] * bool(options.rlhf))}
+    title = f'Alignment of {aligned(options)[0]}, with instructions'
+    yield 'alignment', f'{title}{" (figures 5 and 12)" * (not own)}', [
+        head, line('base', f'{root}/aligned/base'), *(
+            line(f'{name}, epoch {epoch}', folder)
+            for name, folders in settings.items() for epoch, folder in folders.items())]
+    # these begin with the last weights of the model that they are compared with
+    before = dict.fromkeys(('ppo', 'dpo', 'rlhf'), f'{root}/aligned/{next(iter(data))}-full')
+    points = {name: [(0, before.get(name, f'{root}/aligned/base')), *folders.items()]
+              for name, folders in settings.items()}
+    for name, metric in (('figure5', 'ece'), ('figure12', 'accuracy')):
+        draw(name, points, 'epoch', metric)
+
+
+if __name__ == '__main__':
+    main(runs, tables, **OWN, trex={'help': "folder with T-REx's JSON files, for facts generation"},
+         pile={'help': 'hub dataset, folder or file of texts instead of the copy of the Pile'},
+         comparisons={'help': 'comparison_data_v2.json of GPT-4-LLM, for the reward model and PPO'},
+         pairs={'help': 'file of preferences for DPO of the model tuned with all weights'},
+         rlhf={'help': 'folders of checkpoints of another PPO, one per epoch, separated by commas'})

@@ -1,0 +1,64 @@
+"""Calibration and Correctness of Language Models for Code (Spiess et al., ICSE 2025).
+
+    python research/papers/code_calibration.py --plan
+    python research/papers/code_calibration.py --only=Qwen2.5-Coder-1.5B
+
+It runs the programs that the models write: read docs/running_code.md first.
+
+Stated: the confidence in a written program is the mean probability of its tokens, their product,
+the probability of True against False for the question whether it is right, or a probability that
+the model states; judged by ECE, Brier score and skill score with the success rate as reference,
+before and after Platt scaling; raw ECE is .09 to .73. Scaling can collapse all confidences to the
+success rate, so that the ECE is small and the skill zero: read the skill.
+
+Not stated in the text that we have, the abstract and notes, and chosen here: HumanEval alone, the
+open models below, one greedy program per problem of at most 512 tokens, 5 samples for the
+agreement, the prompts of docs/free_answers.md, and Platt scaling fitted on the other half of the
+problems. Not run here: line completion and program repair, and the paper's own models.
+"""
+
+from common import EvalConfig, Run, draw_curves, main, measured
+from results.tables import Heading
+
+# name: hub name, weights
+MODELS = {'CodeLlama-7B': ('codellama/CodeLlama-7b-hf', 6.74e9),
+          'DeepSeek-Coder-1.3B': ('deepseek-ai/deepseek-coder-1.3b-base', 1.35e9),
+          'Qwen2.5-Coder-1.5B': ('Qwen/Qwen2.5-Coder-1.5B', 1.54e9),
+          'Qwen2.5-Coder-7B': ('Qwen/Qwen2.5-Coder-7B', 7.62e9)}
+# entry of the results: name in the paper, or a description
+CONFIDENCES = {'humaneval.mean_token': 'p_avg', 'humaneval': 'p_tot',
+               'humaneval.p_true': 'True or False', 'humaneval.verbalized_2s': 'verbalized',
+               'humaneval.agreement': 'share of the largest class (not in the paper)'}
+METRICS = 'accuracy', 'confidence', 'ece', 'brier_top_label', 'brier_skill', 'auroc'
+SAMPLES = 5
+EVAL_TOKENS = 2 * 164 * (SAMPLES + 1) * 250     # decoding takes about twice the time of scoring
+REPORT = EvalConfig(tasks=('humaneval',), shots=0, n=SAMPLES, p_true=True, verbalized=True,
+                    run_code=True, on_bad_row='skip')
+
+
+def runs(options):
+    for model, (hub, params) in MODELS.items():
+        yield Run(EvalConfig(**vars(REPORT) | {
+            'model': hub, 'out_dir': f'{options.out_dir}/{model}'}), params,
+            eval_tokens=EVAL_TOKENS)
+
+
+def tables(options):
+    lines = [['model', 'measure', 'scaling', 'problems', *map(Heading, METRICS)]]
+    for model in MODELS:
+        for entry, title in CONFIDENCES.items():
+            result = measured(f'{options.out_dir}/{model}', entry)
+            scaled = result.get('post_hoc', {}).get('reports', {}).get('platt')
+            for scaling, report in (('none', result.get('pooled')), ('Platt', scaled)):
+                if report:
+                    values = (report.get(key) for key in METRICS)
+                    lines.append([model, title, scaling, str(report['n']), *(
+                        '' if value is None else f'{value:.3f}' for value in values)])
+    yield 'calibration', 'Confidence in written programs', lines
+    draw_curves(f'{options.out_dir}/reliability.png', {model: {
+        title: measured(f'{options.out_dir}/{model}', entry)
+        for entry, title in CONFIDENCES.items()} for model in MODELS}, columns=2)
+
+
+if __name__ == '__main__':
+    main(runs, tables)

@@ -1,0 +1,192 @@
+"""Compare the hidden states that a model computes for texts: a scatter, and their covariance.
+
+    python research/papers/features.py
+    python research/papers/features.py --models=google/gemma-2-2b,out/tuned --part=prompt --pooling=last
+
+The first command draws figure 6 of Zhu et al. 2023, the answers of Alpaca and OASST1: 'features of
+OASST1 are more evenly distributed while those of Alpaca tend to be dense and clustered'. There the
+features are MPNet's and the map is t-SNE's. Here a feature is the mean over the tokens of a text of
+the model's own last hidden states, those that its output layer multiplies, and the map is the
+projection on the two principal components of all texts together. Unlike t-SNE, a projection shows
+no clusters that are not in the features.
+
+The second command compares a model before and after tuning by the smallest singular value of the
+covariance of its features. The bound of Oh et al. 2024, which Huang et al. 2025 cite in section 5,
+depends on it; there the feature of a prompt is the hidden state of its last token. The covariance
+is S = X^T X / (n - 1), X [n, D] the centered features, so its singular values are its eigenvalues.
+The smallest is 0 unless n > D, and is biased downwards by noise, so compare it at equal n only.
+Tuning also changes the scale. So the table has the smallest singular value relative to the mean one
+as well, the effective rank exp(entropy of the singular values / their sum) of Roy & Vetterli 2007,
+and the mean cosine of two texts.
+
+The script writes features.md, features.csv and figure6.png, the scatter.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+import torch
+
+from data.files import fetch, parsed, read_rows, require_fields, require_text
+from data.instruct import PATTERNS, first_turns, to_messages
+from data.tokenizer import begins_with_bos, load_model_tokenizer
+from results import plots
+from results.tables import aligned, csv_text, markdown
+from runtime import checkpoint, cli
+from runtime.config import load_config, require_range
+from runtime.device import pick_device, pick_dtype
+from runtime.errors import ConfigError, DataError
+from runtime.ownership import claim, lock, write_text
+from runtime.trained import trained_with_bos
+
+
+@dataclass
+class FeatureConfig:
+    models: tuple[str, ...] = ('huggyllama/llama-7b',)      # folders or hub names
+    data: tuple[str, ...] = ('tatsu-lab/alpaca', 'OpenAssistant/oasst1')    # as `data` of train.py
+    part: Literal['answer', 'prompt', 'text'] = 'answer'    # the last answer, the first prompt, or
+    #                                           the field `text` of a row
+    pooling: Literal['mean', 'last'] = 'mean'   # over the tokens of a text but BOS, or the last one
+    n: int | None = None                      # texts of each dataset, at most as many as the
+    #                                           smallest one has; None: twice the hidden size
+    max_length: int = 512                     # tokens; longer texts are cut
+    batch_tokens: int = 16384                 # tokens of a forward pass, with padding
+    seed: int = 0                             # draws the texts
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
+    device: str = 'auto'
+    out_dir: str = 'out/papers/features'
+
+
+PARTS = {'answer': lambda row: to_messages(row)[-1]['content'],
+         'prompt': lambda row: [m['content'] for m in to_messages(row) if m['role'] == 'user'][0],
+         'text': lambda row: require_fields(row)['text']}
+
+
+def read_texts(source, part):
+    """Return the texts of a dataset; rows without one are left out and counted."""
+    rows = (row for file in fetch(source, PATTERNS) for row in read_rows(file))
+    texts = [parsed(place, row, lambda row: require_text(PARTS[part](row), part))
+             for place, row in first_turns(rows, 'all')]
+    bad = [text for text in texts if isinstance(text, DataError)]
+    texts = [text for text in texts if not isinstance(text, DataError) and text.strip()]
+    if not texts:
+        raise DataError(f'{source} has no {part}{f", the first row: {bad[0]}" if bad else ""}')
+    print(f'{source}: {len(texts):,} texts',
+          *[f'({len(bad)} bad rows left out, the first: {error})' for error in bad[:1]])
+    return texts
+
+
+@torch.no_grad()
+def features(model, tokenizer, texts, cfg, add_bos):
+    """Return the features of texts, float32 [n, D]."""
+    bos = [tokenizer.bos_id] * add_bos
+    ids = [(bos + tokenizer.encode(text))[:cfg.max_length] for text in texts]
+    if empty := [text for text, row in zip(texts, ids, strict=True) if len(row) <= len(bos)]:
+        raise DataError(f'a text has no tokens: {empty[0]!r}')
+    device, found = model.head.device, np.empty((len(ids), model.config.hidden_size), np.float32)
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    while order:
+        length = -(-len(ids[order[-1]]) // 64) * 64     # few lengths: kernels compile for each
+        batch = [order.pop() for _ in range(min(len(order), max(1, cfg.batch_tokens // length)))]
+        tokens = torch.zeros(len(batch), length, dtype=torch.long)
+        used = torch.zeros(len(batch), length)      # the weight of each hidden state
+        for row, i in enumerate(batch):
+            tokens[row, :len(ids[i])] = torch.tensor(ids[i])
+            first = len(bos) if cfg.pooling == 'mean' else len(ids[i]) - 1
+            used[row, first:len(ids[i])] = 1 / (len(ids[i]) - first)
+        positions = torch.arange(length, device=device).expand(len(batch), -1)
+        hidden = model(tokens.to(device), positions, None).float()
+        found[batch] = torch.einsum('btd,bt->bd', hidden, used.to(device)).cpu().numpy()
+    return found
+
+
+def measures(x):
+    """Return (smallest singular value of the covariance, the same / the mean one, effective rank,
+    mean cosine of two rows) of features x [n, D]."""
+    x = x.astype(np.float64)
+    centered = x - x.mean(0)
+    values = np.linalg.eigvalsh(centered.T @ centered / (len(x) - 1)).clip(0)
+    share = values[values > 0] / values.sum()
+    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+    n = len(x)
+    cosine = ((unit.sum(0) ** 2).sum() - n) / (n * (n - 1))
+    return (values[0], values[0] / values.mean(), np.exp(-(share * np.log(share)).sum()), cosine)
+
+
+def projected(groups):
+    """Return ([coordinates [n, 2] of each group [n, D]], shares of variance [2]) by PCA of all."""
+    x = np.concatenate(groups).astype(np.float64)
+    x -= x.mean(0)
+    values, vectors = np.linalg.eigh(x.T @ x)
+    at = np.cumsum([len(group) for group in groups])[:-1]
+    return np.split(x @ vectors[:, :-3:-1], at), values[:-3:-1] / values.sum()
+
+
+def draw_scatter(path, panels):
+    """Draw panels = {model: {dataset: features [n, D]}}; a point is a text."""
+    with plots.warn_on_failure(path):
+        figure = plots.new_figure(5 * len(panels), 5)
+        for ax, (model, groups) in zip(figure.subplots(1, len(panels), squeeze=False).flat,
+                                       panels.items(), strict=True):
+            coordinates, shares = projected([*groups.values()])
+            for name, points in zip(groups, coordinates, strict=True):
+                ax.scatter(*points.T, s=4, alpha=0.4, linewidth=0, label=plots.printable(name))
+            ax.set(xlabel=f'component 1, {shares[0]:.0%} of the variance', xticks=[], yticks=[],
+                   ylabel=f'component 2, {shares[1]:.0%}', title=plots.figure_title(model, 50))
+            for handle in ax.legend(fontsize=8, markerscale=3).legend_handles:
+                handle.set_alpha(1)
+        plots.save_figure(figure, path, 150)
+
+
+def run(cfg):
+    """Write the table and the figure; return the lines of the table."""
+    require_range(cfg, 2, float('inf'), 'n', 'max_length')
+    require_range(cfg, 1, float('inf'), 'batch_tokens')
+    texts = {Path(source).name: read_texts(source, cfg.part) for source in cfg.data}
+    if len(texts) < len(cfg.data):
+        raise ConfigError(f'data: two of {", ".join(cfg.data)} have the same name')
+    lines = [('model', 'texts of', 'n', 'smallest singular value', 'relative to the mean one',
+              'effective rank', 'mean cosine')]
+    panels, device = {}, pick_device(cfg.device)
+    for name in cfg.models:
+        folder = checkpoint.fetch(name)
+        tokenizer = load_model_tokenizer(folder, checkpoint.read_config(folder))
+        model = checkpoint.load(folder, device, pick_dtype(cfg.dtype, device)).eval()
+        add_bos = begins_with_bos(tokenizer, trained_with_bos(folder))
+        size = min(cfg.n or 2 * model.config.hidden_size, *map(len, texts.values()))
+        panels[name] = {}
+        for source, rows in texts.items():
+            drawn = np.random.default_rng(cfg.seed).permutation(len(rows))[:size]
+            x = features(model, tokenizer, [rows[i] for i in drawn], cfg, add_bos)
+            if not np.isfinite(x).all():
+                raise ConfigError(f'{name}: the hidden states overflow; set --dtype=float32')
+            panels[name][source] = x
+            smallest, relative, rank, cosine = measures(x)
+            if len(x) <= x.shape[1]:
+                print(f'{source}: {len(x):,} texts are too few for the smallest singular value of '
+                      f'{x.shape[1]:,} features; it is left out')
+                smallest = relative = None
+            lines.append((name, source, f'{len(x)}', *(
+                '' if value is None else f'{value:.3g}' for value in (smallest, relative)),
+                f'{rank:.1f}', f'{cosine:.3f}'))
+        del model
+    table = markdown(lines)
+    with lock(cfg.out_dir):
+        claim(cfg.out_dir, 'features.md', 'features.csv', 'figure6.png')
+        write_text(Path(cfg.out_dir, 'features.md'), f'{table}\n{__doc__.strip()}\n')
+        write_text(Path(cfg.out_dir, 'features.csv'), csv_text(
+            [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]))
+        draw_scatter(Path(cfg.out_dir, 'figure6.png'), panels)
+    print(aligned(lines), f'\nwrote features.md, features.csv and figure6.png to '
+          f'{cfg.out_dir}', sep='\n')
+    return lines
+
+
+if __name__ == '__main__':
+    with cli.one_line_errors():
+        run(load_config(FeatureConfig, sys.argv[1:], __doc__))

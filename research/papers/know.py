@@ -1,0 +1,112 @@
+"""Language Models (Mostly) Know What They Know (Kadavath et al. 2022, arXiv 2207.05221).
+
+    python research/papers/know.py --plan
+    python research/papers/know.py --only=Llama-3.2-1B
+
+Stated: P(True) is the probability of `(A) True` against `(B) False` for a proposed answer, drawn at
+temperature 1, alone or with five drawn answers shown, itself among them; with 20 shots, and better
+with samples shown than without. P(IK), whether the model will answer right, is a value head at the
+last token of a prompt with 10 shots; the whole model is tuned on 30 answers per question, each of
+which is a target; AUROC and Brier score measure it. The largest model, of 52B parameters, tuned on
+TriviaQA, reaches an AUROC of .864 and a Brier score of .151 there, and .624 and .200 on GSM8K.
+
+Not stated in the notes that we have, or chosen otherwise here: open base models; 10 shots
+everywhere, and none beside shown samples; P(True) of the greedy answer; the letters `Yes` and `No`
+of data/p_ik.py instead of a value head; 2,000 questions of TriviaQA and 1,319 of GSM8K; tuning on
+the answers to 10,000 training questions for one epoch at a learning rate of 1e-5 in batches of 256.
+The tables also have P(IK) by a probe on the frozen model, fitted to other questions of the same
+task, and asked in the same words before tuning; each P(IK) is judged by the first drawn answer. Not
+run here: Lambada, arithmetic and programs, tuning on all tasks, and hints in the prompt.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from common import EvalConfig, Run, TrainConfig, draw_curves, main, measured, paper_column
+from results.tables import Heading
+
+# name: hub name, weights
+MODELS = {'Llama-3.2-1B': ('meta-llama/Llama-3.2-1B', 1.24e9),
+          'Qwen2.5-1.5B': ('Qwen/Qwen2.5-1.5B', 1.54e9),
+          'Qwen2.5-7B': ('Qwen/Qwen2.5-7B', 7.62e9),
+          'Llama-3.1-8B': ('meta-llama/Llama-3.1-8B', 8.03e9)}
+TASKS = {'triviaqa': 'TriviaQA', 'gsm8k': 'GSM8K'}
+CONFIDENCES = {'': 'probability of the answer', '.agreement': 'share of the largest class',
+               '.p_true': 'P(True)', '.p_true_samples': 'P(True), samples shown'}
+# AUROC and Brier score of the paper's largest model, tuned on TriviaQA
+PRINTED = {('triviaqa', 'tuned on TriviaQA'): ('0.864', '0.151'),
+           ('gsm8k', 'tuned on TriviaQA'): ('0.624', '0.200')}
+QUESTIONS, TRAINING_QUESTIONS, SAMPLES, SHOTS = 2000, 10_000, 30, 10
+# decoding takes about twice the time of scoring; answers have 8 tokens, or 150 in GSM8K
+EVAL_TOKENS = 2 * (SAMPLES + 1) * (QUESTIONS * 8 + 1319 * 150) + 3 * (QUESTIONS + 1319) * 300
+WRITE_TOKENS = 2 * (SAMPLES + 1) * TRAINING_QUESTIONS * 8
+TEST = EvalConfig(tasks=tuple(TASKS), shots=SHOTS, n=SAMPLES, limit=QUESTIONS, p_true=True,
+                  p_ik=True, on_bad_row='skip')
+ANSWERS = EvalConfig(tasks=('triviaqa_train',), shots=SHOTS, n=SAMPLES, limit=TRAINING_QUESTIONS,
+                     on_bad_row='skip')
+TUNE = TrainConfig(data_kind='questions', epochs=1, batch_size=256, lr=1e-5, max_length=512,
+                   on_bad_row='skip')
+
+
+def runs(options):
+    for name, (hub, params) in MODELS.items():
+        folder = f'{options.out_dir}/{name}'
+        yield Run(replace(TEST, model=hub, out_dir=f'{folder}/test'), params,
+                  eval_tokens=EVAL_TOKENS)
+        yield Run(replace(ANSWERS, model=hub, out_dir=f'{folder}/answers'), params,
+                  eval_tokens=WRITE_TOKENS)
+        report = EvalConfig(tasks=(f'p_ik:{folder}/test',), shots=0, on_bad_row='skip')
+        written = all(Path(folder, part, 'results.json').exists() for part in ('test', 'answers'))
+        yield Run(replace(TUNE, model=hub, data=f'p_ik:{folder}/answers', eval=report,
+                          out_dir=f'{folder}/tuned'), params,
+                  train_tokens=TRAINING_QUESTIONS * SAMPLES * 40,
+                  eval_tokens=2 * (QUESTIONS + 1319) * 60,
+                  waits_for='' if written else 'the answers to tune on and to ask about')
+
+
+def p_ik(folder, task):
+    """Return {method: report} of P(IK) of the answers to a task; {} for one that is not there."""
+    tuned = {method: measured(f'{folder}/{report}', 'p_ik').get('categories', {}).get(task, {})
+             for method, report in (('asked, not tuned', 'tuned/before'),
+                                    ('tuned on TriviaQA', 'tuned'))}
+    return {'probe': measured(f'{folder}/test', f'{task}.p_ik').get('pooled', {})} | tuned
+
+
+def tables(options):
+    keys = 'accuracy', 'confidence', 'ece', 'auroc', 'brier_top_label'
+    lines = [['model', 'task', 'confidence', 'questions', *map(Heading, keys)]]
+    panels = {}
+    for name in MODELS:
+        for task, title in TASKS.items():
+            entries = {label: measured(f'{options.out_dir}/{name}/test', f'{task}{entry}')
+                       for entry, label in CONFIDENCES.items()}
+            panels[f'{name}, {title}'] = entries | {'P(IK), probe': measured(
+                f'{options.out_dir}/{name}/test', f'{task}.p_ik')}
+            lines += [[name, title, label, *cells(entry['pooled'], keys)]
+                      for label, entry in entries.items() if entry]
+    yield 'p_true', 'P(True) and other confidences in the answer', lines
+    draw_curves(f'{options.out_dir}/reliability.png', panels, columns=4)
+
+    lines = [['model', 'task', 'P(IK)', 'questions', *map(Heading, keys),
+              *(paper_column(f'{heading}, 52B', options) for heading in ('AUROC', 'Brier'))]]
+    for name in MODELS:
+        for task, title in TASKS.items():
+            lines += [[name, title, method, *cells(report, keys),
+                       *PRINTED.get((task, method), ('', ''))]
+                      for method, report in p_ik(f'{options.out_dir}/{name}', task).items()
+                      if report]
+    yield 'p_ik', 'P(IK): will a drawn answer be right?', lines
+    draw_curves(f'{options.out_dir}/p_ik.png', {name: {
+        method: measured(f'{options.out_dir}/{name}/{report}', 'p_ik')
+        for method, report in (('asked, not tuned', 'tuned/before'), ('tuned', 'tuned'))}
+        for name in MODELS}, columns=2)
+
+
+def cells(report, keys):
+    """Return the number of questions and the metrics `keys` of a report as text."""
+    values = (report.get(key) for key in keys)
+    return [str(report['n']), *('' if value is None else f'{value:.3f}' for value in values)]
+
+
+if __name__ == '__main__':
+    main(runs, tables)

@@ -1,0 +1,210 @@
+"""Calibrated Language Models and How to Find Them with Label Smoothing (Huang et al., ICML 2025).
+
+    python research/papers/label_smoothing.py --plan
+    python research/papers/label_smoothing.py
+    python research/papers/label_smoothing.py --tuning=full --out_dir=out/papers/label_smoothing_full
+    python research/papers/label_smoothing.py --model=FOLDER --data=FILE --rates=all --out_dir=out/mine
+
+Stated: Llama, Gemma and Mistral, tuned on Tulu 3 and other datasets without and with smoothing
+(table 1); learning rates 5e-6, 2e-5, 5e-5 and 2e-4, AdamW, batches of 128, dropout 0.1, smoothing
+0 to 0.5 (experiment setup); MMLU, HellaSwag and ARC-Easy with 5 shots and MMLU's header (dataset
+splits); open-instruct at commit e363290 (software).
+
+Not stated, and chosen here: OpenHermes and Alpaca as the other datasets and the sizes Llama 3.1 8B,
+Gemma 2 2B and Mistral 7B, those of the same authors' multilingual paper, and Mistral's v0.1; for
+each model and dataset the learning rate with the least NLL on 1,000 held-out conversations at
+smoothing 0 (Alpaca has Stanford's 52,000 rows; the multilingual paper cites AlpacaFarm, Dubois et
+al. 2023, for it: change its line in DATA to use that); 2 epochs, the template, the warm-up and the
+other settings of open-instruct (configs/paper_openinstruct.py lists them), but BOS as the tokenizer
+has it; letters as options; the subject in the header of HellaSwag and ARC ('everyday situations',
+'science').
+
+The baselines are chosen here, too: temperature and Platt scaling, fitted on the validation
+questions, and a cap of 30 on the logits, as in Gemma 2, for the models that have none. HellaSwag is
+scored on its validation split, so there each half is scaled by the temperature of the other half.
+
+Tuning is LoRA as in open-instruct, with rank 64, alpha 16 and dropout 0.1 on all seven matrices:
+only LoRA has a dropout there, 2e-4 is a rate for LoRA, and exact AdamW on all weights of 7B and 8B
+models does not fit on the paper's GPU of 80 GB. --tuning=full tunes all weights, without dropout.
+
+The printed numbers are not in our copy of the paper. To show them beside ours, enter them in
+research/papers/label_smoothing_printed.csv: a line per benchmark, model, data and method as the table of
+this script names them (data is empty for the base model), with an empty cell for what is not
+printed. Each column with a number is then shown. RMS is compared with `rms_mmlu_repo` of
+metrics.py, as in research/papers/multilingual.py.
+"""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+from common import (COLUMNS, OWN, EvalConfig, Run, TrainConfig, changed_report, draw_lines,
+                    held_out, main, measured, numbers, own_table, paper_column, read_report, sweep,
+                    titles_of)
+from results.tables import Heading
+from runtime.checkpoint import fetch
+from runtime.config_json import read_config
+from runtime.errors import DataError
+
+# name: hub name, weights
+MODELS = {'Gemma2-2B': ('google/gemma-2-2b', 2.61e9),
+          'Mistral-7B': ('mistralai/Mistral-7B-v0.1', 7.24e9),
+          'Llama-3.1-8B': ('meta-llama/Llama-3.1-8B', 8.03e9)}
+# name: hub name, tokens per epoch (estimated from the size of the text)
+DATA = {'Alpaca': ('tatsu-lab/alpaca', 6e6),
+        'OpenHermes': ('teknium/OpenHermes-2.5', 430e6),
+        'Tulu3': ('allenai/tulu-3-sft-mixture', 690e6)}
+RATES = (5e-6, 2e-5, 5e-5, 2e-4)
+SMOOTHINGS = (0.1, 0.2, 0.3, 0.4, 0.5)
+TASKS = {'mmlu': 'MMLU', 'hellaswag': 'HellaSwag', 'arc_easy': 'ARC-Easy'}
+TITLES = TASKS | {'arc_challenge': 'ARC-Challenge'}     # also of --eval.tasks
+EPOCHS, CAP = 2, 30.0
+EVAL_TOKENS = 1.6e6 + 1.1e6 + 0.2e6     # of the three tasks, counted with Llama 3's tokenizer
+REPORT = EvalConfig(tasks=tuple(TASKS), shots=5, scoring='letters', fit_temperature=True,
+                    on_bad_row='skip')
+PRINTED_FILE = Path(__file__).with_name('label_smoothing_printed.csv')
+PRINTED = {'accuracy': 'accuracy', 'ece': 'ece', 'rms_mmlu_repo': 'rms', 'rmsce': ''}
+#                                           our metrics: their columns in that file
+TUNING = TrainConfig(template='tulu', loss_reduction='sequence', epochs=EPOCHS,
+                     warmup=0.03, val_size=1000, max_length=4096, checkpoint_epochs=False,
+                     on_bad_row='skip', eval=REPORT, eval_before=False)
+
+# of --tuning; lora is that of open-instruct at its defaults
+TUNINGS = {'lora': {'lora': True, 'lora_rank': 64, 'lora_alpha': 16.0, 'lora_dropout': 0.1,
+                    'lora_targets': ('q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj',
+                                     'up_proj', 'down_proj')},
+           'full': {}}
+TUNING_OPTION = {'choices': [*TUNINGS], 'default': 'lora',
+                 'help': 'train adapters, or all weights; default: %(default)s'}
+RATES_OPTION = {'choices': ['best', 'all'], 'default': 'best', 'help':
+                'smooth at the best learning rate, or at each of them; default: %(default)s'}
+
+
+def datasets(options):
+    """Return {folder of the runs and row of the table: (source, tokens, learning rates)}."""
+    data = own_table(options, 'data', DATA)
+    if options.rates == 'best':
+        return {name: (*entry, RATES) for name, entry in data.items()}
+    return {f'{name}-lr{lr:g}': (*entry, (lr,)) for name, entry in data.items() for lr in RATES}
+
+
+def has_cap(hub):
+    """Return whether the logits of a model have a cap already."""
+    return 'gemma-2-' in hub or (
+        Path(hub).is_dir() and read_config(fetch(hub)).final_logit_softcapping is not None)
+
+
+def runs(options):
+    for model, (hub, params) in own_table(options, 'model', MODELS).items():
+        yield Run(replace(REPORT, model=hub, out_dir=f'{options.out_dir}/{model}/base'), params,
+                  eval_tokens=EVAL_TOKENS)
+        for data, (source, tokens, rates) in datasets(options).items():
+            folder = f'{options.out_dir}/{model}/{data}'
+            cfg = replace(TUNING, model=hub, data=source, **TUNINGS[options.tuning])
+            sizes = {'params': params, 'train_tokens': EPOCHS * tokens, 'eval_tokens': EVAL_TOKENS}
+            for run in sweep(folder, rates, SMOOTHINGS, cfg, **sizes):
+                yield run
+            if not has_cap(hub):        # run.cfg.lr is the chosen rate
+                yield replace(run, cfg=replace(run.cfg, smoothing=0.0, logit_softcap=CAP,
+                                               out_dir=f'{folder}/cap{CAP:g}'))
+
+
+def methods(folder, tasks=TASKS):
+    """Yield (row of the table, {task: report}) of the runs of one model on one dataset.
+
+    The report of 'held_out' is that of the next tokens of the held-out conversations.
+    """
+    def reports(name):
+        return {task: measured(f'{folder}/{name}', task) for task in tasks}
+
+    plain, chosen = reports('smoothing0'), Path(read_report(f'{folder}/smoothing0')[0]).name
+    yield 'smoothing 0', {task: result.get('pooled', {}) for task, result in plain.items()} | {
+        'held_out': chosen and held_out(f'{folder}/{chosen}') or {}}
+    for key in ('temperature', 'platt'):
+        yield f'{key} scaling', {task: result.get('post_hoc', {}).get('reports', {}).get(key, {})
+                                 for task, result in plain.items()}
+    for title, name in ((f'cap {CAP:g}', f'cap{CAP:g}'),
+                        *((f'smoothing {s:g}', f'smoothing{s:g}') for s in SMOOTHINGS)):
+        yield title, {task: result.get('pooled', {}) for task, result in reports(name).items()} | {
+            'held_out': held_out(f'{folder}/{name}') or {}}
+
+
+def printed_numbers(path=PRINTED_FILE):
+    """Return {(benchmark, model, data, method): {our metric: number}}; raises DataError."""
+    numbers, allowed = {}, {
+        'benchmark': [*TASKS], 'model': [*MODELS], 'data': ['', *DATA],
+        'method': ['base', *(method for method, _ in methods(''))]}
+    names = [*allowed, *filter(None, PRINTED.values())]
+    with open(path, newline='', encoding='utf-8') as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != names:
+            raise DataError(f'{path}:1: the columns must be {",".join(names)}')
+        for row in reader:
+            place, row = f'{path}:{reader.line_num}', {name: row[name] or '' for name in names}
+            for name, values in allowed.items():
+                if row[name] not in values:
+                    raise DataError(f'{place}: {name} {row[name]!r} is not one of '
+                                    f'{", ".join(map(repr, values))}')
+            if (row['data'] == '') != (row['method'] == 'base'):
+                raise DataError(f'{place}: data must be empty for the method base, and only there')
+            key = tuple(row[name] for name in allowed)
+            if key in numbers:
+                raise DataError(f'{place}: {" ".join(filter(None, key))} is there twice')
+            numbers[key] = {ours: _share(row[theirs], f'{place}: {theirs}')
+                            for ours, theirs in PRINTED.items() if theirs and row[theirs]}
+    return numbers
+
+
+def _share(text, place):
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= 1:
+        raise DataError(f'{place} must be a number from 0 to 1, not {text!r}')
+    return value
+
+
+def tables(options):
+    tasks, printed = titles_of(REPORT, TITLES, options), printed_numbers()
+    models, data_names = own_table(options, 'model', MODELS), datasets(options)
+    if options.model or options.data:
+        printed = {}        # they are of other models
+    shown = {(task, key) for (task, *_), row in printed.items() for key in row}
+    columns = [*((task, key) for task in tasks for key in PRINTED),
+               ('held_out', 'nll'), ('held_out', 'ece')]
+
+    def line(model, data, method, reports):
+        cells = [', '.join(filter(None, (model, data))), method]
+        for task, key in columns:
+            cells += numbers(reports.get(task, {}), [key])
+            if (task, key) in shown:
+                cells += numbers(printed.get((task, model, data, method), {}), [key])
+        return cells
+
+    head = ['model, data', 'method']
+    for task, key in columns:
+        title = f'{(tasks | {"held_out": "held-out"})[task]} {COLUMNS[key]}'
+        head += [Heading(key, title), *[paper_column(title, options)] * ((task, key) in shown)]
+    lines = [head]
+    for model in models:
+        base = f'{options.out_dir}/{model}/base'
+        lines.append(line(model, '', 'base', {task: measured(base, task).get('pooled', {})
+                                              for task in tasks}))
+        for data in data_names:
+            lines += [line(model, data, method, reports)
+                      for method, reports in methods(f'{options.out_dir}/{model}/{data}', tasks)
+                      if any(reports.values())
+                      or any((task, model, data, method) in printed for task in tasks)]
+    yield 'smoothing', (f'Accuracy and calibration by smoothing, at '
+                         f'{changed_report(REPORT, options).shots} shots'), lines
+    for task, title in tasks.items():
+        draw_lines(f'{options.out_dir}/{task}.png', {
+            f'{model}, {title}': {data: [(s, measured(
+                f'{options.out_dir}/{model}/{data}/smoothing{s:g}', task).get('pooled', {}))
+                for s in (0, *SMOOTHINGS)] for data in data_names}
+            for model in models}, 'smoothing', 'ECE')
+
+
+if __name__ == '__main__':
+    main(runs, tables, **OWN, rates=RATES_OPTION, tuning=TUNING_OPTION)

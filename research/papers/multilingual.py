@@ -1,0 +1,320 @@
+"""Investigating the Multilingual Calibration Effects of Language Model Instruction-Tuning (Huang
+et al. 2025).
+
+    python research/papers/multilingual.py --printed     # what the printed tables say: seconds, no model
+    python research/papers/multilingual.py --plan
+    python research/papers/multilingual.py
+    python research/papers/multilingual.py --models=aya,gemma3 --figures=am,yo
+    python research/papers/multilingual.py --model=FOLDER --data=FILE --eval.tasks=xcopa:FOLDER,cmmlu:FOLDER
+
+Stated (section 3): Gemma 2 2B, Mistral 7B and Llama 3.1 8B, tuned on Alpaca, Tulu 3 and OpenHermes;
+learning rates 5e-6, 1e-5, 5e-5 and 1e-4, AdamW, a linear warm-up over 2 % of the steps, batches of
+128, dropout 0.1; Global-MMLU in 42 languages and MMLU-ProX in 29; the perplexities of the answers,
+normalized to a distribution; smoothing 0, 0.1 and 0.2 (tables 1 to 73); a Student's t-test.
+Figure 1 compares open models with their instruction-tuned variants.
+
+Not stated, and chosen here:
+
+- Scoring: the letters of the listed options, without solved questions (0 shots). The perplexity of
+  one token is its inverse probability. docs/papers.md derives both from the printed numbers. For
+  the other reading, texts with their mean log-probability per token, use --eval.scoring=text
+  --eval.shots=5.
+- Tuning: LoRA as in open-instruct, with rank 64, alpha 16 and dropout 0.1 on all seven matrices.
+  Only LoRA has a dropout there, and exact AdamW on all weights of 7B and 8B models does not fit on
+  the 80 GB of the same authors' earlier paper. --tuning=full tunes all weights, without dropout.
+- Mistral 7B v0.1; 2 epochs and open-instruct's other settings; the learning rate with the least NLL
+  on 1,000 held-out conversations at smoothing 0; MMLU's English header before questions in their
+  language; for 'Alpaca (Dubois et al., 2023)', who wrote AlpacaFarm, the 52,000 rows of Stanford's
+  Alpaca; the four languages of figure 1.
+- The t-test pairs the languages. They share their questions, so its p is far too small: beside it
+  stands the p of a bootstrap that draws questions, each in all its languages (shared_questions.py).
+  Significance in the appendix is p < 0.05 of that bootstrap, within the language; it tests
+  accuracy, entropy and ECE.
+
+The printed column RMS is below ECE in many rows, so it is no root mean square of the gaps. It is
+probably `rms_mmlu_repo` of metrics.py, which is shown beside RMSCE as the paper defines it. Rows of
+all languages are pooled. The printed rows of table 2 for Global-MMLU fit that, except the entropies
+of Mistral on Alpaca, and seven settings whose accuracy differs by up to 0.004 from the mean of the
+tables by language; the rows for MMLU-ProX fit neither. The MMLU-ProX language printed as 'rj' is
+read as Russian, and the second '0.1' of Tulu 3 in tables 27 and 31 as 0.2.
+"""
+
+import functools
+import itertools
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from common import (COLUMNS, OWN, EvalConfig, Run, changed_report, main, measured, numbers,
+                    own_table, paper_column, sweep, titles_of)
+from label_smoothing import DATA, EPOCHS, MODELS, TUNING, TUNING_OPTION, TUNINGS
+from data import benchmarks
+from metrics import bins
+from multilingual_printed import BENCHMARKS, CLASSES, PRINTED, print_tables, printed_numbers
+from results import report
+from results.plots import draw_curves
+from results.samples import latest_samples, read_samples
+from results.tables import latex, mark_best, markdown
+from runtime.errors import ConfigError
+from runtime.ownership import claim, write_text
+from runtime.processes import parallel_map
+from shared_questions import p_values, resample
+from stats import student_t
+
+INSTRUCT = {'google/gemma-2-2b': 'google/gemma-2-2b-it',
+            'mistralai/Mistral-7B-v0.1': 'mistralai/Mistral-7B-Instruct-v0.1',
+            'meta-llama/Llama-3.1-8B': 'meta-llama/Llama-3.1-8B-Instruct',
+            'google/gemma-3-4b-pt': 'google/gemma-3-4b-it'}
+# of --models: name, (hub name, weights). Aya Expanse is published as an instruction-tuned model.
+MORE_MODELS = {'aya': ('Aya-Expanse-8B', ('CohereLabs/aya-expanse-8b', 8.03e9)),
+               'gemma3': ('Gemma3-4B', ('google/gemma-3-4b-pt', 3.88e9))}
+RATES, SMOOTHINGS = (5e-6, 1e-5, 5e-5, 1e-4), (0.1, 0.2)
+# questions times tokens per question: those of English, and twice as many in the other languages
+EVAL_TOKENS = 2 * (42 * 14042 * 95 + 29 * 11759 * 155)
+TITLES = {task: title for task, (title, _) in BENCHMARKS.items()}
+REPORT = EvalConfig(tasks=tuple(BENCHMARKS), shots=0, scoring='letters', on_bad_row='skip')
+
+
+def models(options):
+    """Return {name: (hub name, weights)}: the paper's or your own, and those of --models."""
+    names = [name for name in options.models.split(',') if name]
+    if unknown := sorted({*names} - MORE_MODELS.keys()):
+        raise ConfigError(f'--models={unknown[0]}: there are {" and ".join(MORE_MODELS)}')
+    return own_table(options, 'model', MODELS) | dict(MORE_MODELS[name] for name in names)
+
+
+def runs(options):
+    for model, (hub, params) in models(options).items():
+        for name, source in (('base', hub), ('instruct', INSTRUCT.get(hub))):
+            if source:
+                yield Run(replace(REPORT, model=source,
+                                  out_dir=f'{options.out_dir}/{model}/{name}'),
+                          params, eval_tokens=EVAL_TOKENS)
+        for data, (source, tokens) in own_table(options, 'data', DATA).items():
+            cfg = replace(TUNING, model=hub, data=source, warmup=0.02, eval=REPORT,
+                          **TUNINGS[options.tuning])
+            yield from sweep(f'{options.out_dir}/{model}/{data}', RATES, SMOOTHINGS, cfg,
+                             params=params, train_tokens=EPOCHS * tokens, eval_tokens=EVAL_TOKENS)
+
+
+def rows(options):
+    """Yield ((model, data, smoothing), folder) of every row of the tables."""
+    for model, (hub, _) in models(options).items():
+        for name in ('base', 'instruct'):
+            if name == 'base' or hub in INSTRUCT:
+                yield (model, name, ''), f'{options.out_dir}/{model}/{name}'
+        for data in own_table(options, 'data', DATA):
+            for s in ('0.0', '0.1', '0.2'):
+                yield ((model, data, s),
+                       f'{options.out_dir}/{model}/{data}/smoothing{float(s):g}')
+
+
+# ------------------------------------------------------------------------------------------------
+# Tables
+# ------------------------------------------------------------------------------------------------
+
+def languages_of(task, options):
+    """Return the languages of a benchmark that the runs are evaluated in; [''] if it has none."""
+    selected = changed_report(REPORT, options).languages
+    every = benchmarks.BENCHMARKS.get(task, benchmarks.GENERIC).languages
+    if not every:       # the rows of a file may name some
+        return sorted({language for _, folder in rows(options)
+                       for language in measured(folder, task).get('languages', {})}) or ['']
+    return [x for x in every if 'all' in selected or x in selected]
+
+
+def reports_of(result, languages):
+    """Return {language: report} of a result; that of a single language is the pooled report."""
+    single = {languages[0]: result['pooled']} if result and len(languages) == 1 else {}
+    return result.get('languages', single)
+
+
+def tables(options):
+    printed = {} if options.model or options.data else printed_numbers()    # of other models
+    significance = {}
+    for task, title in titles_of(REPORT, TITLES, options).items():
+        languages = languages_of(task, options)
+        results = {key: measured(folder, task) for key, folder in rows(options)}
+        significance[task] = tests = p_by_question(task, dict(rows(options)), results)
+        shown = any(key[0] == task for key in printed)
+        beside = functools.partial(cells, shown=shown)
+        head = ('model', 'data', 'smoothing', *(column for key in PRINTED for column in (
+            COLUMNS[key], *[paper_column(COLUMNS[key], options)] * shown)), COLUMNS['rmsce'])
+        pooled_lines = [(*head, 'p accuracy, languages', 'p ECE, languages',
+                         'p accuracy, questions', 'p ECE, questions')]
+        by_class, by_language = [('class', *head)], [('language', *head)]
+        classes = CLASSES | {'other': {*languages} - {*itertools.chain(*CLASSES.values())}}
+        for key, result in results.items():
+            reports = reports_of(result, languages)
+            plain = reports_of(results.get((*key[:2], '0.0'), {}), languages) or reports
+            pooled_lines.append((
+                *key, *beside(result.get('pooled', {}), printed.get((task, 'all', *key), {})
+                              if shown and languages == [*BENCHMARKS[task][1]] else {}),
+                *p_by_language(reports, plain),
+                *(f'{p:.2g}' if (p := tests.get(key, {}).get('all', {}).get(name)) else ''
+                  for name in ('accuracy', 'ece'))))
+            for name, members in classes.items():
+                members = [x for x in members if x in languages]
+                if members or name != 'other':
+                    by_class.append((name, *key, *beside(
+                        mean_of([reports[x] for x in members if x in reports]),
+                        mean_of([printed[task, x, *key] for x in members
+                                 if (task, x, *key) in printed]))))
+        for x in languages:
+            by_language += [(x, *key, *beside(reports_of(result, languages).get(x, {}),
+                                              printed.get((task, x, *key), {})))
+                            for key, result in results.items()]
+        if languages == ['']:
+            yield task, title, pooled_lines
+            continue
+        yield task, f'{title}, all languages together{" (tables 1 and 2)" * shown}', pooled_lines
+        yield f'{task}_classes', f'{title}, means over the languages of a class', by_class
+        yield (f'{task}_languages', f'{title} by language{" (tables 3 to 73)" * shown}',
+               by_language)
+    write_appendix(options, significance)
+    draw_figures(options)
+
+
+def cells(result, printed, shown):
+    """Return the cells of a report; if `shown`, each measured number before the printed one."""
+    pairs = zip(numbers(result, PRINTED), numbers(printed, PRINTED), strict=True)
+    return [*(cell for pair in pairs for cell in pair[:1 + shown]), *numbers(result, ['rmsce'])]
+
+
+def mean_of(reports):
+    """Return the mean of each metric over the reports of several languages."""
+    return {key: sum(r[key] for r in reports) / len(reports) for key in (*PRINTED, 'rmsce')
+            if reports and all(key in r for r in reports)}
+
+
+def p_by_language(reports, plain):
+    """Return the p of accuracy and ECE against smoothing 0, by the t-test over the languages."""
+    both = sorted(reports.keys() & plain.keys())
+    return [f'{student_t([reports[x][key] - plain[x][key] for x in both])[2]:.2g}'
+            if len(both) > 1 and reports is not plain else '' for key in ('accuracy', 'ece')]
+
+
+def p_by_question(task, folders, results):
+    """Return {row: {language or 'all': {metric: p}}} of each smoothed run against smoothing 0."""
+    pairs = {key: (*key[:2], '0.0') for key in folders if key[2] in ('0.1', '0.2')}
+    pairs = {key: plain for key, plain in pairs.items() if results[key] and results[plain]}
+    needed = sorted({*pairs, *pairs.values()})
+    # a process needs about 2 GB for the samples of 42 languages
+    values = parallel_map(functools.partial(resample_run, task), [folders[key] for key in needed],
+                          worth_it=bool(needed), most=4)
+    values = dict(zip(needed, values, strict=True))
+    return {key: p_values(values[plain], values[key]) for key, plain in pairs.items()}
+
+
+def resample_run(task, folder):
+    return resample(predictions(folder, task))
+
+
+def write_appendix(options, significance):
+    """Write appendix.tex and appendix.md, a table per language in the layout of tables 3 to 73.
+
+    Bold is the better of smoothing 0 and 0.1, and italic if the difference is significant.
+    """
+    datasets = own_table(options, 'data', DATA)
+    order = [(data, model, s) for data in ('base', 'instruct', *datasets)
+             for model in models(options)
+             for s in (('0.0', '0.1', '0.2') if data in datasets else ('',))]
+    head = ('SFT dataset', 'model', 'smoothing', *(COLUMNS[key] for key in PRINTED))
+    folders, tex, md = dict(rows(options)), [], []
+    for task, title in titles_of(REPORT, TITLES, options).items():
+        languages = languages_of(task, options)
+        reports = {key: reports_of(measured(folder, task), languages)
+                   for key, folder in folders.items()}
+        for language in languages:
+            keys = [(data, model, s) for data, model, s in order
+                    if language in reports.get((model, data, s), {})]
+            if not keys:
+                continue
+            lines = [head, *((data, model, s, *numbers(reports[model, data, s][language], PRINTED))
+                             for data, model, s in keys)]
+            marked = mark_best(lines, [
+                key[:2] if key[2] in ('0.0', '0.1') else key for key in keys])
+            for line, (data, model, _) in zip(marked[1:], keys, strict=True):
+                p = significance[task].get((model, data, '0.1'), {}).get(language, {})
+                for i, name in enumerate(PRINTED, 3):
+                    if line[i].endswith(' *') and p.get(name, 1) < 0.05:
+                        line[i] = f'†{line[i]}'
+            place = f' in {language}' * bool(language)
+            caption = f'{title}{place} by SFT dataset, model and smoothing'
+            caption += '; changed settings: ' * bool(options.changes) + ' '.join(options.changes)
+            tex.append(re.sub('†([0-9.]+)', r'\\textit{\1}', latex(marked, caption)))
+            md.append(f'## {caption}\n\n' + markdown(
+                [[re.sub(r'^(\d\S*) \*$', r'**\1**', re.sub(r'^†(\S+) \*$', r'***\1***', cell))
+                  for cell in line] for line in marked]))
+    if tex:
+        claim(options.out_dir, 'appendix.tex', 'appendix.md')
+        write_text(Path(options.out_dir, 'appendix.tex'), '\n'.join(tex))
+        write_text(Path(options.out_dir, 'appendix.md'), '\n'.join(md))
+
+
+# ------------------------------------------------------------------------------------------------
+# Figures
+# ------------------------------------------------------------------------------------------------
+
+def curves_of(options):
+    """Return the rows of panels, {label of a curve: (data, smoothing) of its run}."""
+    return {'base': {'instruct': ('instruct', ''), 'base': ('base', '')}} | {
+        data: {f'smoothing {s}': (data, s) for s in ('0.0', '0.1')}
+        for data in own_table(options, 'data', ('Tulu3', 'OpenHermes'))}
+
+
+def draw_figures(options):
+    """Draw figure 1, base and instruction-tuned, figure 2, Yoruba by smoothing, and those of
+    --figures: the figures 3 to 215 of one language and benchmark in one picture."""
+    base, *datasets = names = [*curves_of(options)]
+    overlay(options, 'figure1.png', 'global_mmlu', ('en', 'zh', 'sw', 'yo'), [base])
+    overlay(options, 'figure2.png', 'global_mmlu', ('yo',), datasets)
+    for task in titles_of(REPORT, TITLES, options):
+        for language in languages_of(task, options):
+            if language in options.figures.split(',') or options.figures == 'all':
+                overlay(options, f'{task}-{language}.png'.replace('-.', '.'), task, (language,),
+                        names)
+
+
+def overlay(options, name, task, languages, names):
+    """Draw a panel for each of `names`, of `curves_of`, each language and each model.
+
+    Runs that are not finished are left out.
+    """
+    panels, folders = {}, dict(rows(options))
+    for data, language, model in itertools.product(names, languages, models(options)):
+        curves = {}
+        for label, setting in curves_of(options)[data].items():
+            folder = folders.get((model, *setting), '')
+            result = measured(folder, task)
+            if language in reports_of(result, languages_of(task, options)):
+                samples = predictions(folder, task)     # '': of the only language there
+                _, p = samples[language or next(iter(samples))]
+                curves[report.panel_title(label, result)] = bins(p.probs, p.labels)
+        if curves:
+            panels[f'{model}, {data}: {language}'] = curves
+    if panels:
+        claim(options.out_dir, name)
+        draw_curves(Path(options.out_dir, name), panels, len(models(options)))
+
+
+@functools.cache
+def predictions(folder, task):
+    """Return {language: (ids of the questions, Predictions)} of a run on a benchmark."""
+    samples, norm = {}, measured(folder, task)['norm']
+    for sample in latest_samples(read_samples(Path(folder, 'samples.jsonl'))):
+        if sample['task'] == task and sample['split'] == 'test':
+            samples.setdefault(sample['language'], []).append(sample)
+    return {language: ([sample['id'] for sample in group], report.predictions(group, norm))
+            for language, group in samples.items()}
+
+
+if __name__ == '__main__':
+    if '--printed' in sys.argv[1:]:
+        print_tables()
+    else:
+        main(runs, tables,
+             **OWN, tuning=TUNING_OPTION,
+             models={'help': f'models beside those of the paper: {",".join(MORE_MODELS)}'},
+             figures={'help': 'languages of figures 3 to 215 to draw, such as am,yo, or all'})

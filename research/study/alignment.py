@@ -1,0 +1,398 @@
+"""Claims 13 and 14: alignment by DPO, PPO and GRPO, and confidence in written answers; see PLAN.md.
+
+    python research/study/side_by_side.py --study=alignment --seeds=10,11,12,13,14 --processes=24
+
+An alignment world has one language. Its text holds lists of solved questions, and lists of proposed
+answers with a verdict, from which P(True) is learned. All questions ask for the value of an
+attribute, so the 24 values are the options: the probabilities of all answers are known exactly.
+"""
+
+import itertools
+import json
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+import torch
+
+from align import AlignConfig, align
+from data.prompts import P_TRUE
+from data.world import ATTRIBUTES, ENGLISH, choice, conversation, log_uniform_facts, write_world
+from evaluate import EvalConfig, run
+from results.over_seeds import predictions_by_group
+from results.report import predictions
+from results.runs import read_run, read_run_samples
+from runtime.errors import ConfigError
+from runtime.ownership import write_text
+from research.study import base, common
+from research.study.world import StudySpec, StudyWorld
+from train import TrainConfig, train
+
+SEEDS = (10, 11, 12, 13, 14)
+STATED = '<answer> {}</answer><confidence>{}</confidence>'
+STEPS = 96      # three epochs of 2,048 prompts, 64 per step
+
+
+@dataclass(frozen=True)
+class AlignmentSpec(StudySpec):
+    """A StudySpec in which exam_share is the share of documents with proposed answers."""
+    judged: int = 1_000         # conversations about proposed answers, besides `instructions`
+    prompts: int = 2_048        # facts to align on
+    written: int = 500          # of the questions are also answered in writing
+
+
+WORLD = AlignmentSpec(
+    entities=400_000, zipf=1.0, first_names=1_000, family_names=1_200, documents=160_000,
+    list_share=0.25, exam_share=0.2, paraphrases=True, vocab_sizes=(4_096,),
+    tokenizer_documents=10_000, instructions=3_000, questions=1_000, validation=400)
+
+
+class AlignmentWorld(StudyWorld):
+    """A StudyWorld whose questions are asked as the task `qa` of evaluate.py asks them."""
+
+    def document(self, rng, entities):
+        kind, spec = rng.random(), self.spec
+        if kind >= spec.list_share + spec.exam_share:
+            return ' '.join(self.sentence(entity, rng, ENGLISH) for entity in entities)
+        attribute = choice(ATTRIBUTES, rng)
+        if kind < spec.list_share:
+            solved = [(self.asked(entity, attribute), self.value(entity, attribute))
+                      for entity in entities]
+        else:
+            solved = [self.judged(entity, attribute, rng) for entity in entities[:3]]
+        return '\n\n'.join(f'{question} {answer}' for question, answer in solved)
+
+    def asked(self, entity, attribute):
+        return f'Question: {self.ask(entity, attribute)}\nAnswer:'
+
+    def judged(self, entity, attribute, rng, lead=''):
+        """Return (question whether a proposed answer is right, '(A)' or '(B)').
+
+        Half of the answers are right. A wrong one is that of another entity, so frequent values are
+        proposed more often.
+        """
+        value, right = self.value(entity, attribute), rng.random() < 0.5
+        while not right and value == self.value(entity, attribute):
+            value = self.value(int(rng.integers(len(self.names))), attribute)
+        asked = self.asked(entity, attribute).replace('Answer:', 'Proposed Answer:')
+        return f'{asked} {lead}{value}{P_TRUE}', '(A)' if right else '(B)'
+
+
+def make_rows(spec, seed):
+    """Return {path: rows} of all JSONL files of a world.
+
+    `plain` and `chat` are tasks with all values as options, `prompts` is that of the facts to align
+    on, `qa` has questions to answer in writing.
+    """
+    world, rng = AlignmentWorld(spec, seed), np.random.default_rng([seed, 1])
+    files = {'text.jsonl': [{'text': text} for text in world.documents(spec.documents, rng)]}
+    sizes = [spec.instructions, spec.judged, spec.prompts, spec.questions, spec.validation]
+    facts = log_uniform_facts(spec, sum(sizes), rng)
+    told, judged, prompts, test, held_out = (
+        facts[end - n:end] for n, end in zip(sizes, np.cumsum(sizes), strict=True))
+
+    def options(facts, lead):
+        return [{'prompt': world.asked(entity, attribute), 'id': f'{entity}-{attribute}',
+                 'classes': [lead + value for value in ENGLISH.values[attribute]],
+                 'answer_index': int(world.values[attribute][entity])}
+                for entity, attribute in facts]
+
+    files['instruct.jsonl'] = [conversation(world.asked(*fact), f'Answer: {world.value(*fact)}')
+                               for fact in told]
+    files['instruct.jsonl'] += [conversation(*world.judged(*fact, rng, 'Answer: '))
+                                for fact in judged]
+    files['stated.jsonl'] = [conversation(world.asked(*fact), STATED.format(
+        world.value(*fact), f'0.{rng.integers(1, 10)}')) for fact in told]
+    for folder, lead in (('plain', ' '), ('chat', 'Answer: ')):
+        files[f'{folder}/test.jsonl'] = options(test, lead)
+        files[f'{folder}/validation.jsonl'] = options(held_out, lead)
+    files['prompts/test.jsonl'] = options(prompts, 'Answer: ')
+    files['qa.jsonl'] = [{'question': world.ask(*fact), 'answer': world.value(*fact),
+                          'id': f'{fact[0]}-{fact[1]}'} for fact in test[:spec.written]]
+    return files
+
+
+# Runs
+
+
+def seed_folder(seed, root=common.ROOT):
+    return common.seed_folder('alignment', seed, root)
+
+
+def evaluation(folder, *tasks, chat='trained', **settings):
+    """Return the settings with which all models are asked; tasks: files of a seed's world."""
+    tasks = tuple(task.format(f'{folder}/world') for task in tasks)
+    return EvalConfig(tasks=tasks, prompt_format='harness', header='none', shots=0, norm='sum',
+                      chat=chat, fit_temperature=True, n_bootstrap=0, pictures=False, **settings)
+
+
+def stated_evaluation(folder):
+    """Return the settings for written answers, with confidences that they may state."""
+    return evaluation(folder, 'qa:{}/qa.jsonl', n=2, max_tokens=48)
+
+
+def training(name, seed, root, **settings):
+    """Return the settings of a TrainConfig or an AlignConfig that all runs share."""
+    folder = seed_folder(seed, root)
+    return {'cache_dir': f'{folder}/cache', 'pack_len': 512, 'max_length': 512, 'micro_rows': 16,
+            'save_every': None, 'log_every': 50, 'pictures': False, 'add_bos': True,
+            'attention': 'explicit', 'compile': False, 'eval_before': False, 'workers': 1,
+            'eval': evaluation(folder, '{}/chat'), 'seed': seed,
+            'out_dir': f'{folder}/{name}'} | settings
+
+
+def base_runs(seed, root=common.ROOT):
+    """Yield the base model, and the models tuned from it; `stated` also writes a confidence."""
+    folder = seed_folder(seed, root)
+    world, (lr, shape) = f'{folder}/world', base.MODELS['base']
+    yield TrainConfig(**training(
+        'base', seed, root, model=f'{world}/model', from_scratch=True, shape=shape,
+        data=f'{world}/text.jsonl', data_kind='text', epochs=1.0, batch_size=384, micro_rows=36,
+        workers=4,
+        lr=lr, schedule='cosine', final_lr=0.05, weight_decay=0.1, betas=(0.9, 0.95),
+        checkpoint_epochs=False, eval=evaluation(folder, '{}/plain', chat='none')))
+    for name, more in {'sft': {}, 'smoothed': {'smoothing': 0.1},
+                       'stated': {'data': f'{world}/stated.jsonl',
+                                  'eval': stated_evaluation(folder)}}.items():
+        yield TrainConfig(**training(
+            name, seed, root, **{'model': f'{folder}/base', 'data': f'{world}/instruct.jsonl',
+                                 'batch_size': 64, 'epochs': 3.0, 'lr': 8e-4,
+                                 'checkpoint_epochs': False} | more))
+
+
+DPO = {'method': 'dpo', 'lr': 1e-4}
+PPO = {'method': 'ppo', 'reward': 'exact:qa', 'kl': 'reward', 'lr': 2e-4, 'updates': 2}
+GRPO = {'method': 'grpo', 'reward': 'exact:qa', 'kl': 'loss', 'lr': 2e-4}
+WHOLE = {'checkpoint_epochs': False}
+# question of PLAN.md -> {name of a run: settings}, in the order in which they are done; `model` and
+# `data` are names in the folder of the seed
+RUNS = {
+    1: {'ppo': PPO, 'ppo-response': PPO | {'whiten': 'response'},
+        'ppo-lost': PPO | {'lost_accumulation': 8},
+        'ppo-both': PPO | {'whiten': 'response', 'lost_accumulation': 8}},
+    2: {'dpo': DPO, 'grpo': GRPO},
+    3: {f'{name}-{data}': settings | WHOLE | {'data': data, 'epochs': 1e3, 'max_steps': STEPS}
+        for name, settings in (('dpo', DPO), ('grpo', GRPO)) for data in ('known', 'unknown')},
+    6: {f'{name}-smoothed': settings | WHOLE | {'model': 'smoothed'}
+        for name, settings in (('ppo', PPO), ('dpo', DPO), ('grpo', GRPO))},
+    5: {'rlcr': WHOLE | {'method': 'dr_grpo', 'reward': 'rlcr:qa', 'max_tokens': 48, 'lr': 2e-4,
+                         'model': 'stated'}},
+}
+FIRST = 14      # of these runs come before the written answers, the others after them
+# models that answer in writing, and how their logits are scaled
+WRITTEN, SCALINGS = ('base', 'sft', 'smoothed', 'ppo', 'dpo', 'grpo'), ('none', 'temperature')
+
+
+def aligning(name, seed, root, model='sft', data='all', **settings):
+    """Return the AlignConfig of a run; model, data: names in the folder of the seed."""
+    folder = seed_folder(seed, root)
+    return AlignConfig(**training(name, seed, root, **{
+        'batch_size': 64, 'epochs': 3.0, 'max_length': 256, 'group_size': 8, 'max_tokens': 12,
+        'decode_batch': 512, 'model': f'{folder}/{model}',
+        'data': f'{folder}/pairs/{data}.jsonl'} | settings))
+
+
+def runs(seed, root=common.ROOT):
+    """Yield the AlignConfig or TrainConfig of every aligned model; `select` makes their data."""
+    folder = seed_folder(seed, root)
+    stated = {'eval': stated_evaluation(folder)}
+    for question, named in RUNS.items():
+        for name, settings in named.items():
+            yield aligning(name, seed, root, **(stated if question == 5 else {}) | settings)
+    yield TrainConfig(**training(
+        'brier', seed, root, model=f'{folder}/sft', data=f'{folder}/pairs/told.jsonl',
+        batch_size=64, epochs=3.0, lr=2e-4, loss='brier()', checkpoint_epochs=False, **stated))
+
+
+def world(seed, root=common.ROOT):
+    write_world(f'{seed_folder(seed, root)}/world', seed, WORLD, make_rows)
+
+
+def fit(cfg):
+    """Do a run of train.py or align.py, and evaluate the epochs before the last one."""
+    (align if isinstance(cfg, AlignConfig) else train)(replace(cfg, resume=True))
+    for epoch in epochs_before(cfg):
+        run(replace(cfg.eval, model=f'{cfg.out_dir}/epoch-{epoch}', chat=cfg.template, add_bos=True,
+                    out_dir=f'{cfg.out_dir}/report-{epoch}', seed=cfg.seed))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()        # for the other processes of this GPU
+
+
+def epochs_before(cfg):
+    """Return the numbers of the epochs whose models are evaluated besides the last one."""
+    return range(1, int(cfg.epochs)) if cfg.checkpoint_epochs else ()
+
+
+def select(seed, root=common.ROOT):
+    """Write pairs/all.jsonl, known.jsonl and unknown.jsonl, with equally many of the last two.
+
+    The better answer is the true one, the worse one is drawn from the other 23 with the
+    probabilities that the tuned model gives them. A fact is known if the true one is the most
+    probable. Raises ConfigError if all facts are known, or none.
+    """
+    folder = Path(seed_folder(seed, root))
+    run(evaluation(folder, '{}/prompts', model=f'{folder}/sft', seed=seed,
+                   out_dir=f'{folder}/knows'))
+    (samples,) = read_run_samples(read_run(folder / 'knows'))[0].values()
+    probs = {s['id']: p for s, p in zip(samples, predictions(samples, 'sum').probs, strict=True)}
+    rng, rows, knows = np.random.default_rng([seed, 4]), [], []
+    with open(folder / 'world' / 'prompts' / 'test.jsonl', encoding='utf-8') as file:
+        for asked in map(json.loads, file):
+            p, answer = np.array(probs[asked['id']]), asked['answer_index']
+            knows.append(p.argmax() == answer)
+            p[answer] = 0
+            chosen, rejected = (asked['classes'][i] for i in (
+                answer, rng.choice(len(p), p=p / p.sum())))
+            rows.append({'prompt': asked['prompt'], 'chosen': chosen, 'rejected': rejected,
+                         'question': asked['prompt'],
+                         'answer': chosen.removeprefix('Answer: ')})
+    n = min(sum(knows), len(knows) - sum(knows))
+    if not n:
+        raise ConfigError(f'{folder}: the tuned model knows {sum(knows)} of {len(knows)} facts; '
+                          f'both kinds are needed')
+    (folder / 'pairs').mkdir(exist_ok=True)
+    for name, chosen in (('known', True), ('unknown', False)):
+        those = [row for row, known in zip(rows, knows, strict=True) if known == chosen]
+        write_lines(folder / 'pairs' / f'{name}.jsonl', those[:n])
+    write_lines(folder / 'pairs' / 'told.jsonl', [conversation(row['prompt'], row['chosen'])
+                                                  for row in rows])
+    write_lines(folder / 'pairs' / 'all.jsonl', rows)       # the last one: then all are there
+
+
+def write_lines(path, rows):
+    write_text(path, ''.join(json.dumps(row) + '\n' for row in rows))
+
+
+# Written answers
+
+
+def written_folder(seed, root, name, scaling):
+    return Path(seed_folder(seed, root), 'written', f'{name}-{scaling}')
+
+
+def write_answers(seed, root, name, scaling):
+    """Let a model answer in writing; scaling: 'none', or 'temperature', the one of its options."""
+    folder = Path(seed_folder(seed, root))
+    model = folder / name
+    if scaling == 'temperature':
+        model = with_temperature(model, folder / 'scaled' / name)
+    run(evaluation(folder, 'qa:{}/qa.jsonl', p_true=True, model=f'{model}', seed=seed,
+                   chat='none' if name == 'base' else 'trained',
+                   out_dir=f'{written_folder(seed, root, name, scaling)}'))
+
+
+def with_temperature(source, target):
+    """Copy a model to `target` with its logits divided by the temperature fitted on its options."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.is_file() and (path.suffix in ('.safetensors', '.model', '.py')
+                               or 'config' in path.name):
+            shutil.copy(path, target)
+    config = json.loads((target / 'config.json').read_text(encoding='utf-8'))
+    config['nanocal'] = {'temperature': temperature_of(source)}
+    write_text(target / 'config.json', json.dumps(config, indent=1))
+    return target
+
+
+def temperature_of(folder):
+    """Return the temperature that was fitted on the validation questions of a run."""
+    return next(float(fitted['temperature']) for _, fitted, _ in predictions_by_group(
+        read_run(folder)) if fitted)
+
+
+# Numbers
+
+
+COLUMNS = ('run', 'epoch', 'seed', 'task', 'scaling', 'n', 'temperature', 'accuracy', 'confidence',
+           'ece', 'smooth_ece', 'brier_top_label', 'nll', 'auroc', 'kl', 'reward', 'trained_reward',
+           'first_reward')
+
+
+class Source(NamedTuple):
+    """An evaluated folder, the model to which its KL is measured, and names of its lines."""
+    folder: Path
+    reference: Path | None
+    names: dict         # columns that replace those of the results
+
+
+def finished(folder, reference, **names):
+    if Path(folder, 'results.json').exists():
+        yield Source(Path(folder), reference, names)
+
+
+def sources_of(cfgs):
+    """Yield the Source of each evaluation of some runs that is finished."""
+    for cfg in cfgs:
+        names = {'run': Path(cfg.out_dir).name, 'seed': cfg.seed}
+        options = isinstance(cfg, AlignConfig) and not cfg.eval.tasks[0].startswith('qa:')
+        reference = Path(cfg.model) if options else None
+        for epoch in epochs_before(cfg):
+            yield from finished(f'{cfg.out_dir}/report-{epoch}', reference, epoch=epoch, **names)
+        yield from finished(cfg.out_dir, reference, epoch=3, **names)
+
+
+def sources(seed, root=common.ROOT):
+    """Yield the Source of each evaluation of claims 13 and 14 that is finished."""
+    yield from sources_of([*base_runs(seed, root), *runs(seed, root)])
+    for name, scaling in itertools.product(WRITTEN, SCALINGS):
+        yield from finished(written_folder(seed, root, name, scaling), None, run=name, seed=seed,
+                            epoch='written', scaling=scaling)
+
+
+def lines_of(source):
+    """Return the lines of a Source, {column of COLUMNS: value}.
+
+    first_reward and trained_reward are of the answers in the first and the last eight steps.
+    """
+    lines, more = [], rewards_of(source.folder / 'log.jsonl')
+    for names, fitted, p in predictions_by_group(read_run(source.folder)):
+        # of written answers, which are scaled before they are written, nothing is scaled again
+        if {names['language'], names['category']} != {'all'} or fitted and p.probs.ndim == 1:
+            continue
+        reference = options_of(source.reference).probs if source.reference and not fitted else None
+        line = names | fitted | measures(p, reference) | more | source.names
+        lines.append({key: f'{line[key]:.5g}' if isinstance(line.get(key), float) else
+                      str(line.get(key, '')) for key in COLUMNS})
+    return lines
+
+
+def measures(p, reference=None):
+    """Return the metrics of Predictions; reference: probabilities [N, 24] of another model.
+
+    For options, `reward` is the mean probability of the true value, that is the expected share of
+    right answers at temperature 1, and `kl` the mean of KL(model, reference) over the 24 values.
+    """
+    line = {'n': len(p.labels)} | p.report()
+    if p.probs.ndim == 2:
+        line['reward'] = p.probs[np.arange(len(p.labels)), p.labels].mean()
+        if reference is not None:
+            line['kl'] = mean_kl(p.probs, reference)
+    return line
+
+
+def rewards_of(log):
+    """Return {first_reward, trained_reward} of a log; {} of a run without rewards."""
+    if not log.exists():
+        return {}
+    steps = map(json.loads, log.read_text(encoding='utf-8').splitlines())
+    rewards = [step['reward'] for step in steps if 'reward' in step]
+    return rewards and {'first_reward': float(np.mean(rewards[:8])),
+                        'trained_reward': float(np.mean(rewards[-8:]))} or {}
+
+
+def options_of(folder):
+    """Return the Predictions of a model's 24 options, in the order of the questions."""
+    return next(p for _, fitted, p in predictions_by_group(read_run(folder))
+                if p.probs.ndim == 2 and not fitted)
+
+
+def mean_kl(p, q):
+    """Return the mean of KL(p, q) over the rows of p and q [N, K]."""
+    tiny = np.finfo(float).tiny
+    terms = p * (np.log(np.maximum(p, tiny)) - np.log(np.maximum(q, tiny)))
+    return float(terms.sum(1).mean())

@@ -1,0 +1,103 @@
+"""How often do the 95 % intervals of calibration errors, and of their differences, hold the truth?
+
+    python research/study/coverage.py            # prints the tables of docs/metrics.md
+
+The intervals are those of stats.py, from 100 resamples of each of 300 sets of N questions. The
+answer to a question with four options is drawn from softmax(z), z ~ 1.5 N(0, 1). Errors are 'too
+confident', softmax(x z), or 'changing': that where the true confidence is above 0.6, and softmax(z
+/ x) elsewhere. A second model has 0.8 z + 0.6 z' and the same uniform number for the answer. The
+true error is that of 500,000 questions, and 0 for a calibrated model.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+
+import metrics
+import stats
+from results.tables import MEASURES, TITLES, markdown
+from runtime.processes import parallel_map
+
+KEYS, PAIR_KEYS = 'ece ece_equal_mass sce ace rmsce mad mce'.split(), ['ece', 'ece_equal_mass']
+SIZES, N_SETS, N_RESAMPLES, MANY = (100, 1000, 10_000), 300, 100, 500_000
+MODELS = [('calibrated', 0.0, 1.0),          # kind of error, true ECE, x that gives it
+          ('too confident', 0.03, 1.127), ('too confident', 0.06, 1.274),
+          ('too confident', 0.1, 1.51), ('too confident', 0.2, 2.483),
+          ('changing', 0.06, 1.292), ('changing', 0.2, 4.273)]
+PAIRS = [(MODELS[i], MODELS[j]) for i, j in ((0, 0), (2, 2), (2, 5), (2, 0), (2, 3))]
+
+
+def draw(n, seed, *models):
+    """Return [(probs [n, 4], labels [n])] of models (kind of error, x >= 1) of MODELS."""
+    random = np.random.default_rng(seed)
+    z, other, uniform = random.normal(size=(n, 4)), random.normal(size=(n, 4)), random.random(n)
+    rows = []
+    for (kind, x), scores in zip(models, (1.5 * z, 1.5 * (0.8 * z + 0.6 * other)), strict=False):
+        truth = metrics.softmax(scores)
+        labels = np.minimum((truth.cumsum(1) < uniform[:, None]).sum(1), 3)
+        factor = np.where((kind == 'changing') & (truth.max(1) < 0.6), 1 / x, x)
+        rows.append((metrics.softmax(scores * factor[:, None]), labels))
+    return rows
+
+
+def true_values(kind, error, x, keys):
+    report = metrics.report(*draw(MANY, 2, (kind, x))[0], measures=[*map(MEASURES.get, keys)])
+    return {x: report[x] if error or x in ('rmsce', 'mad') else 0 for x in keys}
+
+
+def resample(rows, seed, keys):
+    return (metrics.report(*rows, measures=[*map(MEASURES.get, keys)]),
+            stats.bootstrap(*rows, n_resamples=N_RESAMPLES, seed=seed, keys=keys))
+
+
+def coverage(kind, error, x):
+    """Yield a line for each N: how often the intervals of a model hold the true values."""
+    truth = true_values(kind, error, x, KEYS)
+    for n in SIZES:
+        held, ends = [], []
+        for seed in range(N_SETS):
+            report, values = resample(draw(n, [n, seed], (kind, x))[0], seed, KEYS)
+            ends.append([report['ece'], *stats.percentile_interval(values['ece'], report['ece'])])
+            held.append([low <= truth[key] <= high for biased, keys in (
+                (False, ['ece']), (True, KEYS)) for key in keys for low, high in [
+                stats.percentile_interval(values[key], report[key], biased)]])
+        ece, low, high = np.mean(ends, 0)
+        least = 0, *(MEASURES[key].interval_from for key in KEYS)
+        yield [kind, f'{error:.2f}', f'{n:,}', f'{ece:.3f}', f'{low:.3f} to {high:.3f}', *(
+            f'{share:.2f}' if n >= at else f'({share:.2f})'
+            for share, at in zip(np.mean(held, 0), least))]
+
+
+def difference(first, second):
+    """Yield a line for each N: how often the interval of b - a holds the truth, and p is < 0.05."""
+    true_a, true_b = (true_values(*model, PAIR_KEYS) for model in (first, second))
+    for n in SIZES:
+        held = []
+        for seed in range(N_SETS):
+            (before, drawn), (after, redrawn) = (
+                resample(metrics.top_label(*rows), seed, PAIR_KEYS)     # faster without options
+                for rows in draw(n, [n, seed], *((kind, x) for kind, _, x in (first, second))))
+            held.append([x for key in PAIR_KEYS for low, high, p in [stats.difference_test(
+                drawn[key], redrawn[key], (before[key], after[key]))]
+                for x in (low <= true_b[key] - true_a[key] <= high, p < 0.05)])
+        yield [*(f'{kind}, {error:.2f}' for kind, error, _ in (first, second)), f'{n:,}',
+               *(f'{share:.2f}' for share in np.mean(held, 0))]
+
+
+def main():
+    argparse.ArgumentParser(description=__doc__.split('\n')[0]).parse_args()
+    for function, cases, header in (
+            (coverage, MODELS, ['error', 'true ECE', 'N', 'mean ECE', 'mean interval',
+                                'without correction', *(TITLES[key] for key in KEYS)]),
+            (difference, PAIRS, ['first model', 'second model', 'N', *(
+                f'{TITLES[key]}: {x}' for key in PAIR_KEYS for x in ('held', 'p < 0.05'))])):
+        lines = parallel_map(lambda case, f=function: [*f(*case)], cases, worth_it=True)
+        print(markdown([header, *sum(lines, [])]))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,198 @@
+"""Draw the figures of the study again, from their committed numbers or from runs.
+
+    python research/study/figures.py                                # every table and figure in research/study/results
+    python research/study/figures.py --only=smoothing,tokens --runs --out_dir=out/figures
+
+Every figure is a folder: compare.csv has the numbers, from which compare.md, compare.tex (which is
+not committed) and compare.png follow.
+With --runs, compare.csv is written again from the runs in out/study. The headline has reliability
+diagrams as well, of the questions of all seeds together, and the numbers behind them in bins.csv.
+"""
+
+import argparse
+import csv
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+
+import metrics as calibration
+from results.over_seeds import NAMES, name_of, predictions_by_group
+from results.plots import draw_bins
+from results.tables import csv_text
+from results.runs import find_runs, read_run
+from runtime import cli
+from runtime.ownership import write_text
+from research.study import pivot
+
+RESULTS = Path(__file__).parent / 'results'
+ENGLISH = ('language=en', 'category=seen', 'scaling=none')
+ALL = ('language=all', 'category=all', 'scaling=none')
+QUESTIONS = 'task=text4|text10|letters4|letters10'
+RATES = 'lr=0.0008|0.002'               # of tuning and of the base model
+SIZE_RATES = 'lr=0.0008|0.002|0.004|0.001|0.0005|0.0016|0.0004|0.0002'
+ECE_GAP = ('ece', 'gap', 'accuracy')
+
+
+def figure(*where, sources=('base', 'smoothing'), x='smoothing', reference=('base',),
+           metrics=ECE_GAP, **more):
+    return pivot.View(where, x=x, reference=reference, metrics=metrics, sources=sources, **more)
+
+
+# claim 3: next tokens; rows of the vocabulary by hidden size, with and without the softcap
+VOCABULARY = {'sources': ('vocabulary',), 'x': 'vocab_size', 'reference': (),
+              'by': ('kind', 'smoothing', 'unused_rows')}
+# claim 4; from_scratch is the base model
+SIZE = {'sources': ('base', 'smoothing', 'size'), 'x': 'hidden_size',
+        'by': ('from_scratch', 'smoothing'), 'reference': ()}
+FIGURES = {
+    # base, tuned and tuned with smoothing 0.1; all questions, all seeds
+    'headline': figure('kind=tuned|base', 'task=text4|facts', *ALL, RATES, 'smoothing=0.0|0.1',
+                       metrics=('accuracy', 'confidence', 'ece', 'rmsce', 'nll')),
+    'summary': figure('kind=tuned|base', QUESTIONS + '|facts|clm', *ALL, RATES, 'smoothing=0.0|0.1',
+                      metrics=('accuracy', 'ece')),
+    # claim 1: English questions about entities of the text; any next token and first tokens of
+    # facts; the other architectures
+    'smoothing': figure('kind=tuned|base', QUESTIONS, *ENGLISH, by=('lr',)),
+    'tokens': figure('kind=tuned|base', 'task=facts|clm', *ALL, by=('lr',)),
+    'architectures': figure(
+        'kind=tuned|base|gemma2|mistral', 'task=text4|facts', 'model_type=llama|gemma2|mistral',
+        *ALL, RATES, 'smoothing=0.0|0.1|0.3', 'hidden_size=256',
+        sources=('base', 'smoothing', 'architectures'), panel=('task', 'model_type'),
+        reference=('base', 'gemma2', 'mistral'), metrics=('ece', 'accuracy')),
+    # claim 2: en was tuned on; l1, l2 and l3 were not
+    'languages': figure('kind=tuned|base', 'task=text4', 'language=en|l1|l2|l3', 'category=seen',
+                        'scaling=none', RATES, panel=('language',)),
+    'languages_facts': figure('kind=tuned|base', 'task=facts', 'language=en|l1|l2|l3',
+                              'scaling=none', RATES, panel=('language',)),
+    'vocabulary': figure(
+        'task=clm', *ALL, 'hidden_size=64|256|1024', 'final_logit_softcapping=30.0|None',
+        'unused_rows=0|258048', panel=('hidden_size', 'final_logit_softcapping'),
+        metrics=('ece', 'gap', 'entropy_bits', 'reach_lowest_bits', 'accuracy'), **VOCABULARY),
+    'vocabulary_questions': figure(
+        'task=text4|facts', *ALL, 'hidden_size=64|256|1024', 'final_logit_softcapping=30.0',
+        'unused_rows=0|258048', panel=('task', 'hidden_size'), **VOCABULARY),
+    'lora': figure('kind=tuned|base|lora', 'task=text4|letters4', *ENGLISH,
+                   'lr=0.0008|0.0032|0.002', 'smoothing=0.0|0.1',
+                   sources=('base', 'smoothing', 'lora'), x='lr', by=('lora', 'smoothing')),
+    'epochs': figure('kind=tuned|base', 'task=text4|letters4', *ENGLISH, RATES, 'smoothing=0.0|0.1',
+                     sources=('base', 'smoothing', 'epochs'), x='epochs', by=('smoothing',)),
+    'homogeneous': figure('kind=tuned|base|homogeneous', QUESTIONS, *ENGLISH,
+                          'data=instruct|instruct-homogeneous|text', RATES, 'smoothing=0.0|0.1',
+                          sources=('base', 'smoothing', 'homogeneous'), x='data',
+                          by=('smoothing',)),
+    'size': figure('kind=tuned|base|tiny|medium|large', 'task=text4|letters4', *ENGLISH, SIZE_RATES,
+                   'smoothing=0.0|0.1', **SIZE),
+    'size_all': figure('kind=tuned|base|tiny|medium|large', 'task=text4|facts|clm', *ALL,
+                       SIZE_RATES, 'smoothing=0.0|0.1', **SIZE),
+    # claim 5: a temperature fitted on 400 English questions; known and unknown entities
+    'temperature': figure(
+        'kind=tuned|base', 'task=text4', 'language=en|l1|l2|l3', 'category=seen|unseen', RATES,
+        'smoothing=0.0|0.1', 'scaling=none|temperature', x='language',
+        by=('kind', 'smoothing', 'scaling'), panel=('category',), reference=(),
+        metrics=('ece', 'nll')),
+    # claim 6: the RMS of MMLU's repository and equation 5 on the same predictions
+    'rms': figure('kind=tuned|base', QUESTIONS, *ENGLISH, RATES,
+                  metrics=('rmsce', 'rms_mmlu_repo', 'ece')),
+}
+
+
+def draw(name, out_dir, root=None):
+    """Write compare.csv, .md, .tex and .png of a figure into `out_dir`.
+
+    The numbers are read from the runs below `root`, or from the committed compare.csv.
+    """
+    view, runs, tables = FIGURES[name], [], []
+    if root:
+        runs = [read_run(folder) for folder in find_runs([Path(root) / s for s in view.sources])]
+    else:
+        tables = [(RESULTS / name / 'compare.csv').resolve()]
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    groups, reference, axes = pivot.show(runs, tables, view, Path(out_dir))
+    if name == 'headline':
+        bins = bins_of(runs) if root else read_bins(RESULTS / name / 'bins.csv')
+        draw_reliability(Path(out_dir), groups, reference, bins, axes)
+
+
+def bins_of(runs):
+    return {name_of(names): calibration.bins(p.probs, p.labels)
+            for run in runs for names, _, p in predictions_by_group(run)}
+
+
+def draw_reliability(out_dir, groups, reference, bins, axes):
+    """Draw reliability.png, the questions of all seeds together, and write bins.csv behind it.
+
+    bins: {name of a line: its bins as metrics.bins returns them}
+    """
+    diagrams, rows = [], []
+    panels = list(dict.fromkeys(panel for panel, _, _ in groups))
+    for panel in panels:
+        shown = [('', reference[panel])] if reference[panel] else []
+        shown += [(f', {pivot.caption((*axes.by, axes.x), (*by, x))}', lines)
+                  for (group_panel, by, x), lines in groups.items() if group_panel == panel]
+        for title, lines in shown:
+            lines = list(lines.values())
+            for name in map(name_of, lines):
+                rows += bin_rows(name, bins[name])
+            diagrams.append((f'{pivot.caption(axes.panel, panel)}: {lines[0]["kind"]}{title}',
+                             {name: np.mean([line[name.lower()] for line in lines])
+                              for name in ('accuracy', 'confidence', 'ECE')},
+                             pool_bins([bins[name_of(line)] for line in lines])))
+    write_text(out_dir / 'bins.csv', csv_text(rows))
+    draw_bins(out_dir / 'reliability.png', diagrams, columns=min(6, len(diagrams) // len(panels)))
+
+
+BIN_KEYS = ('count', 'confidence', 'accuracy')
+
+
+def bin_rows(name, bins):
+    """Return the lines of bins.csv: the bins that hold a question."""
+    return [dict(zip(NAMES, name, strict=True)) | {
+        'bin': i, 'count': int(bins['count'][i]), 'confidence': f'{bins["confidence"][i]:.5g}',
+        'accuracy': f'{bins["accuracy"][i]:.5g}'} for i in np.flatnonzero(bins['count'])]
+
+
+def pool_bins(several):
+    """Return the bins of all questions behind `several` bins, as metrics.bins returns them."""
+    count = sum(bins['count'] for bins in several)
+    pooled = {'count': count} | {key: sum(
+        np.where(bins['count'] > 0, bins['count'] * bins[key], 0) for bins in several)
+        / np.maximum(count, 1) for key in ('confidence', 'accuracy')}
+    ends = [calibration.wilson_interval(np.ones(n), np.arange(n) < round(n * accuracy)) if n else
+            (np.nan, np.nan) for n, accuracy in zip(count, pooled['accuracy'], strict=True)]
+    return pooled | dict(zip(('low', 'high'), np.array(ends).T, strict=True))
+
+
+def read_bins(path):
+    """{name of a line: bins} of a bins.csv"""
+    bins = {}
+    with open(path, encoding='utf-8') as file:
+        for row in csv.DictReader(file):
+            of_line = bins.setdefault(name_of(row), {
+                'count': np.zeros(10, int), 'confidence': np.zeros(10), 'accuracy': np.zeros(10)})
+            for key in BIN_KEYS:
+                of_line[key][int(row['bin'])] = float(row[key])
+    return bins
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('--only', default=','.join(FIGURES), help='default: %(default)s')
+    parser.add_argument('--runs', type=os.path.expanduser, nargs='?', const='out/study',
+                        help='a folder; default: %(const)s')
+    parser.add_argument('--out_dir', type=os.path.expanduser, default=RESULTS,
+                        help='default: research/study/results')
+    options = parser.parse_args()
+    for name in options.only.split(','):
+        if name not in FIGURES:
+            parser.error(f'--only: there is no figure {name}; choose from {", ".join(FIGURES)}')
+        print(f'\n=== {name}')
+        draw(name, Path(options.out_dir) / name, options.runs)
+
+
+if __name__ == '__main__':
+    with cli.one_line_errors():
+        main()

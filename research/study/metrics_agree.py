@@ -1,0 +1,278 @@
+"""Which metrics agree on which run is better, and what the number of bins does to the ECE?
+
+    python research/study/metrics_agree.py                           # the runs of the committed tables
+    python research/study/metrics_agree.py out/study/smoothing       # any folders of runs, all metrics
+
+Agreement is Kendall's tau-b over the runs of a task, each metric signed so that better is larger:
+1 if two metrics order every pair of runs alike, 0 if as many pairs alike as opposite; the share of
+pairs that they order alike is (1 + tau) / 2. Intervals are percentiles over resamples of the runs,
+as if runs were independent; those of one seed share their base model and questions. The committed
+tables hold eight such metrics of tuned models, and the counts of ten bins for thirty runs, which
+merge exactly into five, two and one. Tokens of the models of claim 3 are left out, since other
+vocabularies have other tokens. From run folders all metrics and 2 to 100 bins can be computed.
+"""
+
+import argparse
+import contextlib
+import csv
+import itertools
+import os
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+
+import metrics
+from results.over_seeds import predictions_by_group
+from results.plots import new_figure, save_figure
+from results.runs import find_runs, read_run
+from results.tables import MEASURES, TITLES, csv_text, markdown
+from runtime import cli
+from runtime.errors import ConfigError
+from runtime.ownership import claim, lock, write_text
+from runtime.processes import parallel_map
+
+RESULTS = Path(__file__).parent / 'results'
+SIGNS = {key: 1 if x.higher_is_better else -1 for key, x in MEASURES.items()
+         if x.higher_is_better is not None}
+TASKS = {'text4': 'questions', 'facts': 'first tokens of facts', 'clm': 'next tokens'}
+UNTUNED = re.compile(r'(base|medium|large|tiny|gemma2|mistral)(-D\d.*|-unused.*)?')
+BINS = range(2, 101)
+FILES = 'agree.csv', 'agree.md', 'agree.png'
+
+
+# What was measured: {task: {(name, seed or folder): {metric: value}}}, and so {bins: ECE}
+
+
+def committed():
+    """Return the values of the tuned models in research/study/results, and the ECE by bins."""
+    values, binned = {}, {}
+    everything = {'language': 'all', 'category': 'all', 'scaling': 'none'}
+    for path in sorted(RESULTS.glob('*/compare.csv')) + sorted(RESULTS.glob('losses/seed-*.csv')):
+        for line in read_lines(path):
+            other_tokens = 'vocabulary' in path.parent.name and line['task'] != 'text4'
+            if (line['task'] in TASKS and everything.items() <= (everything | line).items()
+                    and not UNTUNED.fullmatch(line['run']) and not other_tokens):
+                values.setdefault(line['task'], {})[line['run'], line['seed']] = {
+                    key: float(line[key]) for key in SIGNS if line.get(key)}
+    for line in read_lines(RESULTS / 'headline' / 'bins.csv'):
+        gaps = binned.setdefault(line['task'], {}).setdefault(
+            (line['run'], line['seed']), np.zeros((2, 10)))
+        count = int(line['count'])
+        gaps[:, int(line['bin']) - 1] = count, count * (
+            float(line['accuracy']) - float(line['confidence']))
+    return values, {task: {run: {n: merged_ece(*gaps, n) for n in (1, 2, 5, 10)}
+                           for run, gaps in runs.items()} for task, runs in binned.items()}
+
+
+def read_lines(path):
+    with open(path, encoding='utf-8') as file:
+        return [*csv.DictReader(file)]
+
+
+def merged_ece(count, gaps, n_bins):
+    """Return the ECE of n_bins bins, each of several bins of equal width with the sums `gaps`."""
+    return np.abs(gaps.reshape(n_bins, -1).sum(1)).sum() / count.sum()
+
+
+def measured(folders):
+    """Return the values and the ECE by bins of the runs in `folders`, from their samples."""
+    values, binned = {}, {}
+    found = find_runs([Path(folder) for folder in folders])
+    for folder, tasks in zip(found, parallel_map(measure, found, worth_it=len(found) > 4),
+                             strict=True):
+        for task, (report, ece) in tasks.items():
+            run = folder.name, str(folder)
+            values.setdefault(task, {})[run], binned.setdefault(task, {})[run] = report, ece
+    return values, binned
+
+
+def measure(folder):
+    """Return {task: ({metric: value}, {bins: ECE})} of a run."""
+    tasks = {}
+    for line, _, p in predictions_by_group(read_run(folder)):
+        if line['language'] == line['category'] == 'all' and line['scaling'] == 'none':
+            report, prediction = p.report(), metrics.top_label(p.probs, p.labels)
+            tasks[line['task']] = ({key: report[key] for key in SIGNS if key in report},
+                                   {n: metrics.ece(*prediction, n) for n in BINS})
+    return tasks
+
+
+# Agreement
+
+
+def table_of(runs, keys):
+    """Return the values of runs {run: {key: value}} as float [len(keys), N], nan if missing."""
+    return np.array([[run.get(key, np.nan) for run in runs.values()] for key in keys])
+
+
+def kendall(x, y, n_resamples=1000, seed=0):
+    """Return (tau-b, low, high, number of runs) of x and y, float [N], where both are defined.
+
+    Kendall 1945: the sum over pairs of runs of sign(x_i - x_j) sign(y_i - y_j), divided by the root
+    of the numbers of pairs that x and y do not tie. A resample counts run i c_i times, so a pair
+    c_i c_j times; low and high are the percentiles 2.5 and 97.5 of the resamples in which tau is
+    defined. All three are nan if x or y is constant.
+    """
+    both = np.isfinite(x) & np.isfinite(y)
+    n = int(both.sum())
+    a, b = (np.sign(v[both, None] - v[both]).astype(np.float32) for v in (x, y))
+    draws = np.random.default_rng(seed).integers(n, size=(n_resamples, n)) if n else ()
+    counts = np.stack([np.ones(n), *(np.bincount(d, minlength=n) for d in draws)]).astype('f4')
+
+    def total(pairs):
+        return np.einsum('rn,rn->r', counts @ pairs, counts, dtype=np.float64)
+    untied = np.sqrt(total(a * a) * total(b * b))
+    taus = total(a * b) / np.where(untied, untied, np.nan)
+    low, high = np.nanquantile(taus[1:], (0.025, 0.975)) if np.isfinite(taus[0]) else (np.nan,) * 2
+    return float(taus[0]), float(low), float(high), n
+
+
+def agreements(runs, n_resamples):
+    """Return [{'a', 'b': metrics, 'runs', 'tau', 'low', 'high'}] of all pairs of metrics."""
+    keys = [key for key in SIGNS if any(key in run for run in runs.values())]
+    signed = {key: SIGNS[key] * row for key, row in zip(keys, table_of(runs, keys), strict=True)}
+    lines = []
+    for a, b in itertools.combinations(keys, 2):
+        tau, low, high, n = kendall(signed[a], signed[b], n_resamples)
+        lines.append({'a': a, 'b': b, 'runs': n, 'tau': tau, 'low': low, 'high': high})
+    return lines
+
+
+def agreement_cells(lines):
+    """Return the cells of a table of tau with its interval, metrics by metrics, header first.
+
+    A dash stands for a tau that is undefined, since a metric is the same for all runs.
+    """
+    keys = list(dict.fromkeys(line[end] for line in lines for end in 'ab'))
+    cells = {(line['a'], line['b']): f'{line["tau"]:.2f} [{line["low"]:.2f}, {line["high"]:.2f}]'
+             if np.isfinite(line['tau']) else '-' for line in lines}
+    return [['', *(TITLES[key] for key in keys[1:])],
+            *([TITLES[a], *(cells.get((a, b), '') for b in keys[1:])] for a in keys[:-1])]
+
+
+def ranking_cells(runs):
+    """Return the cells of the ranks of each metric's best setting under every other metric.
+
+    A setting is the mean over the seeds of the runs of one name, of those that have all metrics.
+    """
+    keys = [key for key in SIGNS if any(key in run for run in runs.values())]
+    settings = {}
+    for (name, _), run in runs.items():
+        if all(np.isfinite(run.get(key, np.nan)) for key in keys):
+            settings.setdefault(name, []).append([SIGNS[key] * run[key] for key in keys])
+    if not settings:
+        return []
+    means = np.array([np.mean(members, 0) for members in settings.values()])
+    ranks = 1 + (means[:, None] < means).sum(1)         # [settings, metrics], 1 is the best
+    header = [f'best of {len(means)} by', 'setting', *(f'rank by {TITLES[key]}' for key in keys)]
+    rows = [(list(settings)[best], ranks[best]) for best in ranks.argmin(0)]
+    return [header, *([TITLES[key], name, *map(str, rank)]
+                      for key, (name, rank) in zip(keys, rows, strict=True))]
+
+
+def bin_cells(runs, n_resamples, shown):
+    """Return the cells of the ECE by its number of bins, and its agreement with that of 10."""
+    rows = []
+    for n in shown:
+        ece, ten = table_of(runs, (n, 10))
+        tau, low, high, _ = kendall(ece, ten, n_resamples)
+        rows.append([str(n), f'{ece.mean():.4f}', f'{(ece / ten).mean():.2f}',
+                     f'{tau:.3f} [{low:.3f}, {high:.3f}]'])
+    return [['bins', 'mean ECE', 'mean ratio to 10 bins', 'tau with 10 bins'], *rows]
+
+
+# Page and figure
+
+
+def page(values, agreed, binned, n_resamples):
+    """Return the tables of all tasks in Markdown."""
+    parts = ['<!-- written by research/study/metrics_agree.py -->\n']
+    for task, runs in values.items():
+        parts += [f'### {TASKS.get(task, task)}, {len(runs)} runs\n',
+                  'Kendall\'s tau-b [95 % interval over runs]\n',
+                  markdown(agreement_cells(agreed[task]))]
+        if cells := ranking_cells(runs):
+            parts.append(markdown(cells))
+        if task in binned:
+            n_bins = next(iter(binned[task].values()))
+            shown = [n for n in n_bins if n in (1, 2, 5, 10, 15, 20, 30, 50, 75, 100)]
+            parts += [f'ECE by bins, {len(binned[task])} runs\n',
+                      markdown(bin_cells(binned[task], n_resamples, shown))]
+    return '\n'.join(parts)
+
+
+def draw(path, agreed, binned):
+    """Draw tau of all pairs of metrics for each task, and below the ECE of runs by bins."""
+    size = max(len({line[end] for line in lines for end in 'ab'}) for lines in agreed.values())
+    columns = min(3, len(agreed))
+    rows = -(-len(agreed) // columns)
+    figure = new_figure(columns * (1.6 + 0.36 * size), rows * (4.2 + 0.36 * size))
+    grid = figure.subplots(2 * rows, columns, squeeze=False,
+                           gridspec_kw={'height_ratios': [size, max(7, size / 3)] * rows})
+    tops, bottoms = grid[::2].flat, grid[1::2].flat
+    for ax in (*tops[len(agreed):], *bottoms[len(agreed):]):
+        ax.remove()
+    for (task, lines), top, bottom in zip(agreed.items(), tops, bottoms, strict=False):
+        keys = list(dict.fromkeys(line[end] for line in lines for end in 'ab'))
+        tau = np.eye(len(keys))
+        for line in lines:
+            i, j = keys.index(line['a']), keys.index(line['b'])
+            tau[i, j] = tau[j, i] = line['tau']
+            for x, y in ((i, j), (j, i)) if np.isfinite(line['tau']) else ():
+                top.text(x, y, f'{line["tau"]:.2f}', fontsize=6.5, ha='center', va='center',
+                         color='white' if abs(line['tau']) > 0.7 else 'black')
+        top.imshow(tau, vmin=-1, vmax=1, cmap='RdBu')
+        names = [TITLES[key] for key in keys]
+        top.set_xticks(range(len(keys)), names, rotation=90, fontsize=7)
+        top.set_yticks(range(len(keys)), names, fontsize=7)
+        top.set_title(TASKS.get(task, task), fontsize=10)
+        for run in binned.get(task, {}).values():
+            bottom.plot([*run], [*run.values()], color='C0', linewidth=0.8, alpha=0.5,
+                        marker='.' if len(run) < 10 else '')
+        bottom.set(xlabel='bins', ylabel='ECE, a line per run')
+        bottom.set_visible(task in binned)
+    save_figure(figure, path, 110)
+
+
+def write(out_dir, values, binned, n_resamples):
+    """Write agree.csv, .md and .png into out_dir; return the page."""
+    agreed = {task: agreements(runs, n_resamples) for task, runs in values.items()}
+    text = page(values, agreed, binned, n_resamples)
+    write_text(out_dir / 'agree.csv', csv_text([
+        {'task': task} | {key: f'{x:.5f}' if isinstance(x, float) else x
+                          for key, x in line.items()}
+        for task, lines in agreed.items() for line in lines]))
+    write_text(out_dir / 'agree.md', text)
+    draw(out_dir / 'agree.png', agreed, binned)
+    return text
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('folders', type=os.path.expanduser, nargs='*',
+                        help='of runs; none: the committed tables')
+    parser.add_argument('--out_dir', type=os.path.expanduser, help='default: out/metrics_agree '
+                        'with folders, else research/study/results/metrics_agree')
+    parser.add_argument('--n_bootstrap', type=int, default=1000, help='default: %(default)s')
+    options = parser.parse_args(arguments)
+    values, binned = measured(options.folders) if options.folders else committed()
+    values = {task: values[task] for task in sorted(values, key=[*TASKS, *values].index)
+              if len(values[task]) > 2}
+    if not values:
+        raise ConfigError('agreement needs three runs or more of one task')
+    out_dir = Path(options.out_dir or (
+        'out/metrics_agree' if options.folders else RESULTS / 'metrics_agree'))
+    with lock(out_dir) if options.folders else contextlib.nullcontext():
+        if options.folders:
+            claim(out_dir, *FILES)
+        print(write(out_dir, values, binned, options.n_bootstrap))
+    print(f'wrote {", ".join(FILES)} to {out_dir}')
+
+
+if __name__ == '__main__':
+    with cli.one_line_errors():
+        main()

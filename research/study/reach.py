@@ -1,0 +1,96 @@
+"""Measure the least and the most entropy that the output layer of a model can express.
+
+    python research/study/reach.py out/study/vocabulary/seed-0/base-D64-V512-cap30.0
+
+writes the answer to reach.json in the folder of the model; research/study/vocabulary.py does so after each
+run, and research/study/pivot.py reads it for comparisons.
+"""
+
+import argparse
+import copy
+import json
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.nn.functional as F
+
+from data.tokenizer import load_model_tokenizer
+from runtime import checkpoint, cli, ownership
+from runtime.device import pick_device, pick_dtype
+
+
+def probe(folder, seed=0):
+    """Write what reachable_entropy finds for the model in `folder` to its reach.json, once."""
+    folder = Path(folder)
+    if (folder / 'reach.json').exists():
+        return
+    device = pick_device('auto')
+    model = checkpoint.load(folder, device, pick_dtype('auto', device))
+    n_pieces = load_model_tokenizer(folder, model.config).n_vocab
+    content = reachable_entropy(model, n_pieces, seed=seed)
+    with ownership.lock(folder):
+        ownership.claim(folder, 'reach.json')
+        ownership.write_text(folder / 'reach.json', json.dumps(content, indent=1) + '\n')
+
+
+def reachable_entropy(model, n_pieces, *, n_tokens=64, steps=300, lr=0.1, seed=0):
+    """Least and most entropy that a next-token distribution of `model` can have, in bits.
+
+    The final norm gives every hidden state the same length, up to its weights, so the output matrix
+    and the softcap bound the entropy of its distributions. Both ends are searched for by
+    Adam over the input of the norm, in float32. For the lowest, n_tokens tokens are drawn from the
+    first n_pieces rows, and each is made as probable as possible; the result is the mean. The
+    highest is the best of n_tokens random starts. Both are results of the search, not bounds.
+
+    Returns {'unused_rows', 'lowest_bits', 'lowest_nll_bits' (of those tokens), 'highest_bits',
+    'log2_vocab'}.
+    """
+    head, cap = model.head.detach().float(), model.softcap
+    norm = model.decoder.norm
+    norm = copy.deepcopy(norm).float().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randperm(n_pieces, generator=generator)[:n_tokens].to(head.device)
+
+    def log_probs(x):
+        logits = norm(x) @ head.T
+        return F.log_softmax(logits if cap is None else cap * torch.tanh(logits / cap), dim=-1)
+
+    def entropy(log_p):
+        return -(log_p.exp() * log_p).sum(1) / math.log(2)
+
+    def token_nll(log_p):
+        return -log_p.gather(1, tokens[:, None])[:, 0]
+
+    def minimize(loss, start):
+        x = start.clone().requires_grad_()
+        optimizer = torch.optim.Adam([x], lr=lr)
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group['lr'] = lr * (1 - step / steps)
+            optimizer.zero_grad()
+            loss(log_probs(x)).sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            return log_probs(x)
+
+    centered = head[tokens] - head.mean(0)
+    centered = centered / centered.norm(dim=1, keepdim=True) * head.shape[1] ** 0.5
+    sure = minimize(token_nll, centered)
+    start = torch.randn(n_tokens, head.shape[1], generator=generator).to(head.device)
+    unsure = minimize(lambda log_p: -entropy(log_p), start)
+    return {'unused_rows': len(head) - n_pieces, 'lowest_bits': entropy(sure).mean().item(),
+            'lowest_nll_bits': token_nll(sure).mean().item() / math.log(2),
+            'highest_bits': entropy(unsure).max().item(), 'log2_vocab': math.log2(len(head))}
+
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('folders', nargs='+', help='folders of models')
+    with cli.one_line_errors():
+        for name in parser.parse_args().folders:
+            probe(name)
+            print(name, (Path(name) / 'reach.json').read_text())

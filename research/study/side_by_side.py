@@ -1,0 +1,259 @@
+"""Do the runs of a study side by side: several GPUs, several processes on each.
+
+    nvidia-cuda-mps-control -d
+    python research/study/side_by_side.py --seeds=5,6 --gpus=4 --processes=10 --minutes=8
+    python research/study/side_by_side.py --study=alignment --seeds=10,11 --processes=24
+
+Each process does many runs, so it starts only once. A run begins as soon as its base model and its
+data exist. Finished runs are skipped; a run that fails is reported, and the others continue; a
+process that dies is replaced. After --minutes no further run is started: start the script again for
+the rest. What the processes print is in out/study/side-by-side/.
+"""
+
+import os
+
+# before numpy and torch; the processes inherit it. A compiler of one thread starts none of its own
+os.environ.setdefault('OMP_NUM_THREADS', '1')
+os.environ.setdefault('TORCHINDUCTOR_COMPILE_THREADS', '1')
+
+import argparse
+import itertools
+import math
+import multiprocessing
+import sys
+import time
+import traceback
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from data.tokenizer import load_model_tokenizer
+from runtime import checkpoint
+from research.study import alignment, base, closed_form, common, gather, known, losses, smoothing, transfer
+from train import load_sequences, train
+
+
+class Job(NamedTuple):
+    name: str
+    function: object    # picklable, called with `arguments`
+    arguments: tuple
+    needs: tuple        # files that must exist before
+    makes: Path         # its last file
+
+
+def loss_jobs(seeds, root):
+    return [job for seed in seeds for job in jobs_of(seed, root)]
+
+
+def jobs_of(seed, root):
+    """Yield the jobs of one seed: its world, base models, known facts, and the tuned models."""
+    folder = Path(common.seed_folder('base', seed, root))
+    yield Job(f'{folder}/world', world, (seed, root), (), folder / 'world-tokenized')
+    for cfg in base.runs(seed, root):
+        if Path(cfg.out_dir).name in gather.BASES:
+            yield training_job(cfg, folder / 'world-tokenized')
+    for script in (losses, known, transfer):
+        if script is known:
+            for name in known.BASES:
+                files = Path(common.seed_folder('knows', seed, root)) / f'{name}-{known.DATA[-1]}'
+                yield Job(f'{files.parent}/{name}', known.select, (seed, root, name),
+                          (folder / name / 'config.json',), files.with_suffix('.jsonl'))
+        for cfg in script.runs(seed, root):
+            yield training_job(cfg, f'{cfg.model}/config.json', cfg.data)
+
+
+def smoothing_jobs(seeds, root):
+    """Yield the worlds, the base models of 6 million parameters and what smoothing.py tunes.
+
+    Nothing is compiled: on a fresh machine that takes longer than these runs.
+    """
+    for seed in seeds:
+        folder = Path(common.seed_folder('base', seed, root))
+        yield Job(f'{folder}/world', world, (seed, root), (), folder / 'world-tokenized')
+        eager = {'compile': False, 'attention': 'explicit'}
+        first = next(base.runs(seed, root))
+        yield training_job(replace(first, **eager), folder / 'world-tokenized')
+        for cfg in smoothing.runs(seed, root):
+            yield training_job(replace(cfg, **eager), f'{cfg.model}/config.json', cfg.data)
+
+
+def alignment_jobs(seeds, root):
+    """Return the jobs of alignment.py in the order of PLAN.md's questions, each for all seeds."""
+    return in_turn(alignment_steps(seed, root) for seed in seeds)
+
+
+def in_turn(jobs):
+    """Return [first job of each seed, second job of each seed, ...]; jobs: an iterable per seed."""
+    return [*itertools.chain(*zip(*jobs, strict=True))]
+
+
+def alignment_steps(seed, root):
+    """Yield the jobs of one seed: world, tuned models, pairs, aligned models, written answers.
+
+    The last file of a model is config.json; that of a world, before its mark, model/config.json.
+    """
+    folder = Path(alignment.seed_folder(seed, root))
+    yield Job(f'{folder}/world', alignment.world, (seed, root), (),
+              folder / 'world' / 'model' / 'config.json')
+    tuned = [fitting_job(cfg) for cfg in alignment.base_runs(seed, root)]
+    yield from tuned
+    yield Job(f'{folder}/pairs', alignment.select, (seed, root), (folder / 'sft' / 'config.json',),
+              folder / 'pairs' / 'all.jsonl')
+    aligned = [fitting_job(cfg, cfg.data) for cfg in alignment.runs(seed, root)]
+    yield from aligned[:alignment.FIRST]
+    for name, scaling in itertools.product(alignment.WRITTEN, alignment.SCALINGS):
+        path = alignment.written_folder(seed, root, name, scaling)
+        yield Job(f'{path}', alignment.write_answers, (seed, root, name, scaling),
+                  (folder / name / 'results.json',), path / 'results.json')
+    yield from aligned[alignment.FIRST:]
+
+
+def closed_form_jobs(seeds, root):
+    return in_turn(closed_form_steps(seed, root) for seed in seeds)
+
+
+def closed_form_steps(seed, root):
+    """Yield the jobs of one seed: world, base model, SFT, data, and the aligned models."""
+    for job in alignment_steps(seed, root):
+        if Path(job.name).name in ('world', 'base', 'sft'):
+            yield job
+    folder = Path(alignment.seed_folder(seed, root))
+    yield Job(f'{folder}/pairs', closed_form.prepare, (seed, root), tuple(
+        folder / name / 'config.json' for name in ('base', 'sft')), folder / 'pairs' / 'own.jsonl')
+    for cfg in closed_form.runs(seed, root):
+        yield fitting_job(cfg, cfg.data)
+
+
+def fitting_job(cfg, *needs):
+    epochs = alignment.epochs_before(cfg)
+    last = Path(cfg.out_dir, f'report-{epochs[-1]}' if epochs else '', 'results.json')
+    return Job(cfg.out_dir, alignment.fit, (cfg,), (f'{cfg.model}/config.json', *needs), last)
+
+
+def training_job(cfg, *needs):
+    return Job(cfg.out_dir, once, (cfg,), needs, Path(cfg.out_dir, 'results.json'))
+
+
+# {name for --study: (function (seeds, root) -> jobs, seeds)}
+STUDIES = {'losses': (loss_jobs, losses.SEEDS), 'alignment': (alignment_jobs, alignment.SEEDS),
+           'closed-form': (closed_form_jobs, alignment.SEEDS), 'smoothing': (smoothing_jobs, (0,))}
+
+
+def world(seed, root):
+    """Make the world of a seed and tokenize its text, which all base models read."""
+    base.world(seed, root)
+    cfg = next(base.runs(seed, root))
+    load_sequences(cfg, load_model_tokenizer(
+        cfg.model, checkpoint.read_config(cfg.model, cfg.shape)))
+    Path(common.seed_folder('base', seed, root), 'world-tokenized').touch()
+
+
+kind = None         # of the last run in this process
+
+
+def once(cfg):
+    """Do a run; forget the compiled code of models of another shape."""
+    global kind
+    before, kind = kind, (Path(cfg.out_dir if cfg.from_scratch else cfg.model).name, cfg.lora)
+    if before not in (None, kind):
+        torch.compiler.reset()
+    train(replace(cfg, resume=True))
+    torch.cuda.empty_cache()        # for the other processes of this GPU
+
+
+def begin(numbers, gpus, folder):
+    """Give this process its GPU and a file for what it prints."""
+    number = numbers.get()
+    if gpus:
+        os.environ['CUDA_VISIBLE_DEVICES'] = str(number % gpus)
+    with open(f'{folder}/process-{number}.log', 'a') as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def perform(job):
+    """Return (seconds, what went wrong or None); the traceback is in the file of the process."""
+    print(f'\n=== {job.name}', flush=True)
+    started, error = time.perf_counter(), None
+    try:
+        job.function(*job.arguments)
+    except Exception as exception:
+        traceback.print_exc()
+        if isinstance(exception, torch.AcceleratorError):
+            os._exit(1)         # no later run of this process could use its GPU
+        error = f'{type(exception).__name__}: {exception}'
+    return time.perf_counter() - started, error
+
+
+def do_all(jobs, pool, n_processes, deadline):
+    """Do the jobs in this order as soon as their files exist; return the names that failed."""
+    waiting, running, failed = [job for job in jobs if not job.makes.exists()], {}, []
+    n_jobs = len(waiting)
+    while True:
+        for job in list(waiting):
+            if len(running) == n_processes or time.monotonic() > deadline:
+                break
+            if all(Path(file).exists() for file in job.needs):
+                waiting.remove(job)
+                running[pool.submit(perform, job)] = job
+        if not running:
+            break
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            job, (seconds, error) = running.pop(future), future.result()
+            failed += [job.name] * bool(error)
+            print(f'{n_jobs - len(waiting) - len(running)}/{n_jobs}  {job.name}  {seconds:.0f} s'
+                  + f'  failed: {error}' * bool(error), flush=True)
+    print(f'{len(failed)} failed, {len(waiting)} not started')
+    return failed
+
+
+def side_by_side(jobs, n_processes, gpus, folder, deadline=math.inf, starts=3):
+    """Do the jobs in `n_processes`; return the names that failed.
+
+    If a process dies, all start again with what is left, `starts` times at most.
+    """
+    spawn = multiprocessing.get_context('spawn')
+    for _ in range(starts):
+        numbers = spawn.Queue()
+        for number in range(n_processes):
+            numbers.put(number)
+        try:
+            with ProcessPoolExecutor(n_processes, spawn, begin, (numbers, gpus, folder)) as pool:
+                return do_all(jobs, pool, n_processes, deadline)
+        except BrokenProcessPool:
+            print(f'a process died, see {folder}/process-*.log; starting again', flush=True)
+    sys.exit(f'error: processes died {starts} times; {folder}/process-*.log has their last words')
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('--study', default='losses', help='one of ' + ', '.join(STUDIES)
+                        + '; several, separated by commas, are done in this order')
+    parser.add_argument('--seeds', type=common.seed_list,
+                        help='such as 5,6; default: all seeds of the study')
+    parser.add_argument('--gpus', type=int, default=1, help='0: none; default: %(default)s')
+    parser.add_argument('--processes', type=int, default=10, help='per GPU; default: %(default)s')
+    parser.add_argument('--minutes', type=float, default=1e6, help='start no run after them')
+    parser.add_argument('--out_dir', type=os.path.expanduser, default=common.ROOT,
+                        help='folder of the study, %(default)s')
+    options = parser.parse_args()
+    if unknown := set(options.study.split(',')) - {*STUDIES}:
+        parser.error(f'--study={options.study}: there is no {min(unknown)!r}; there are '
+                     f'{", ".join(STUDIES)}')
+    deadline = time.monotonic() + 60 * options.minutes
+    folder, n = Path(options.out_dir) / 'side-by-side', max(1, options.gpus) * options.processes
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = []
+    for make, seeds in (STUDIES[name] for name in options.study.split(',')):
+        jobs += make(options.seeds or seeds, options.out_dir)
+    sys.exit(bool(side_by_side(jobs, n, options.gpus, folder, deadline)))
+
+
+if __name__ == '__main__':
+    main()
