@@ -13,8 +13,9 @@ From file to ECE: data/tasks.py loads questions (data/questions.py, with the row
 data/benchmarks.py and the prompt in data/prompts.py), data/trees.py tokenizes them, data/packing.py
 makes rows, `score` calls model.py and fused_ce.py, `question_samples` makes the samples, and
 results/evaluation.py measures them (results/report.py, metrics.py). Tasks without options have
-their prompts and match rules in data/free_answers.py: written/answers.py lets generate.py write the
-answers and grades them, results/confidence.py computes the confidences.
+their prompts in data/written_answers.py and their match rules in data/grading.py:
+written/answers.py lets generate.py write the answers and grades them, results/confidence.py
+computes the confidences.
 """
 
 from runtime import cli, startup
@@ -36,9 +37,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data import free_answers
+from data import written_answers
 from data.chat import question_frame
-from data.free_answers import VERBALIZED
+from data.written_answers import VERBALIZED
 from data.packing import pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
 from data.probes import INSTRUCTIONS
 from data.tasks import TASKS, describe, describe_tasks, distribution, load_tasks, show_tasks
@@ -407,8 +408,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         check_shard(folder, tasks, cfg)
     for task in tasks.values() if cfg.verbalized else ():
         if task.kind == 'free':     # a template may refuse a second question
-            question = free_answers.verbalized_2s(task.items[0], 'x', True)
-            free_answers.encode(question, [], tokenizer, replace(cfg, max_length=math.inf), 0)
+            question = written_answers.verbalized_2s(task.items[0], 'x', True)
+            written_answers.encode(question, [], tokenizer, replace(cfg, max_length=math.inf), 0)
     if not load:
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
         load = functools.cache(functools.partial(load_model, folder, cfg))
