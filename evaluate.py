@@ -233,7 +233,7 @@ def option_log_probs(model, trees, **options):
 
     options: the other arguments of `score`
     """
-    sums = {index: np.bincount(numbers, values[:, 0], len(trees[index].leaves))
+    sums = {index: np.bincount(numbers, values[:, 0], len(trees[index].continuations))
             for index, numbers, values in score(lambda: model, enumerate(trees), **options)}
     return [sums[index] for index in range(len(trees))]
 
@@ -324,7 +324,7 @@ def unscored(task, label, tokenizer, cfg, done, tokenized):
 
 def question_samples(question, tree, numbers, values):
     """Return the one sample of a question: the summed log-probability of each option."""
-    log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves))    # in float64
+    log_probs = np.bincount(numbers, values[:, 0], len(tree.continuations))    # in float64
     blank = {'choices': question.options} if question.ending else {}
     return [samples.question_fields(question, tree.shots) | blank | {
         'answer': question.answer,
@@ -335,7 +335,7 @@ def question_samples(question, tree, numbers, values):
 def permuted_samples(question, tree, numbers, values):
     """Return the one sample of a question in several orders: their mean, and each of them."""
     n = len(question.options)
-    log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves)).reshape(-1, n)
+    log_probs = np.bincount(numbers, values[:, 0], len(tree.continuations)).reshape(-1, n)
     n_tokens = np.reshape(tree.n_tokens, (-1, n))
     orders = [{'order': [*range(n)], 'log_probs': question.published['log_probs'],
                'n_tokens': question.published['n_tokens']}]
@@ -358,7 +358,7 @@ def p_true_samples(question, tree, numbers, values):
 
 def text_samples(tokenizer, text, tree, numbers, values):
     """Return a sample for each scored token of a text: whether the top token is the next one."""
-    ids, token_samples = [*tree.prefix, *tree.stem], []
+    ids, token_samples = [*tree.prefix, *tree.prompt], []
     for n in np.argsort(numbers):
         at, (log_prob, top, top_log_prob, entropy) = tree.scored[numbers[n]], values[n]
         token_samples.append({

@@ -276,9 +276,8 @@ def _show(task, tokenizer, cfg):
         if isinstance(tree, DataError):
             lines.append(f'--- {tree}')
             continue
-        ids, contexts = [*tree.prefix, *tree.stem], {}
-        for leaf, start in zip(tree.leaves, tree.starts):
-            prompt = [*ids, *leaf]
+        ids, contexts = [*tree.prefix, *tree.prompt], {}
+        for prompt, start in zip(tree.sequences, tree.starts):
             contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
         for i in tree.scored:
             contexts[tuple(ids[:i])] = [ids[i:i + 1]]
