@@ -102,22 +102,24 @@ HOSTILE = {
         'import sys\nsys.modules["__main__"].one_line = lambda error: ""\n'
         'def add(a, b): raise ValueError', ''),
     'writes a verdict everywhere': (
-        'import os, sys\nmain = sys.modules["__main__"]\nfor fd in range(64):\n'
+        'import json, os\nfor fd in range(64):\n'
         '    for m in ({"passed": True, "reason": "", "output": "", "token": ""},\n'
         '              {"error": ""}, {"value": True}, {"value": 5}, "", None, 5):\n'
-        '        try: main.send(fd, main.frame(m))\n        except OSError: pass\n' + WRONG, ''),
-    'floods the tester': (
-        'import os\nfor fd in range(3, 64):\n    try:\n        while True: '
-        'os.write(fd, bytes(1 << 16))\n    except OSError: pass', ''),
+        '        try: os.write(fd, json.dumps(m).encode() + b"\\n")\n'
+        '        except OSError: pass\n' + WRONG, ''),
     'an answer that JSON cannot hold': ('def add(a, b): return 10 ** 10000', 'ValueError: Exceeds'),
     'an answer that contains itself': ('x = []\nx.append(x)\ndef add(a, b): return x',
                                        'RecursionError'),
     'a message without end': (
+        'import os\nfor fd in range(3, 64):\n    try:\n        while True: '
+        'os.write(fd, b"x" * (1 << 16))\n    except OSError: pass',
+        'ValueError: a message of more'),
+    'a message that is no text': (
         'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b"\\xff" * 8)\n'
-        '    except OSError: pass', 'ValueError'),
+        '    except OSError: pass', 'UnicodeDecodeError'),
     'a message that breaks parsers': (
-        'import os, struct\nx = b"[" * (1 << 20)\nfor fd in range(3, 64):\n    try:\n'
-        '        os.write(fd, struct.pack("<Q", len(x)) + x)\n    except OSError: pass',
+        'import os\nx = b"[" * (1 << 20) + b"\\n"\nfor fd in range(3, 64):\n    try:\n'
+        '        os.write(fd, x)\n    except OSError: pass',
         'RecursionError|MemoryError|JSONDecodeError|SIG'),
     'closes its pipes and sleeps': (
         'import os, time\nos.closerange(3, 64)\ntime.sleep(1000)', 'more than 1 s'),
