@@ -1,7 +1,6 @@
 """runtime/sandbox.py and data/code_tasks.py: right programs pass; hostile ones neither pass nor
 escape."""
 
-import itertools
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ import pytest
 from common import HERE, SHARED, needs_files
 
 from data import code_tasks
-from data.code_tasks import Problem, check, load_problems, pass_at_k, solution_source
+from data.code_tasks import Problem, check, load_problems, solution_source
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import Outcome, require_sandbox, run_program
@@ -474,15 +473,6 @@ TICKS = ('def area(r):\n    """Area.\n\n```python\n1\n```\n    ```\n    """\n'
     ('I do not know.', False), ('', False)])
 def test_a_text_becomes_a_program(text, right, namespaces):
     assert check(PROBLEM, text)[0] is right, solution_source(PROBLEM, text)
-
-
-@pytest.mark.parametrize('n, right', [(1, 0), (1, 1), (5, 2), (6, 6), (7, 1), (6, 0)])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n, right):
-    for k in range(1, n + 1):
-        subsets = list(itertools.combinations([True] * right + [False] * (n - right), k))
-        assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-    with pytest.raises(ValueError, match=f'pass@{n + 1} of'):
-        pass_at_k(n, right, n + 1)
 
 
 def test_a_row_that_is_no_problem_is_named(tmp_path):
