@@ -27,10 +27,10 @@ from results.runs import Run, find_runs, harness_run, read_run, read_run_samples
 from results.samples import sample_order
 from results.tables import (MEASURES, TITLES, Heading, aligned, csv_text, latex, latex_text,
                             mark_best, markdown)
-from runtime import __version__
 from runtime.config import load_config, require_range, require_unicode
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock, write_text
+from runtime.version import __version__
 
 USAGE = """\
 usage: python evaluate.py --compare FOLDER FOLDER [...] [--key=value ...]
