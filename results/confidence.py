@@ -107,6 +107,7 @@ class Confidence(NamedTuple):
     option: str = ''            # the setting of evaluate.py that asks for it; '': always reported
 
 
+GREEDY = Confidence('probability of the greedy answer', greedy_probability)     # the task's own
 CONFIDENCES = {
     'length_normalized': Confidence('greedy answer, geometric mean of its token probabilities',
                                     length_normalized),
