@@ -76,7 +76,7 @@ if __name__ == '__main__':
 from data.instruct import read_prompts
 from data.packing import Row, Tree, pack_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from results.answers import open_answers, to_row
+from results.answer_file import open_answers, to_row
 from results.samples import append, digest, merge_parts, part
 from decoding import draw, slots
 from runtime import adapter, checkpoint, log, ownership, parallel

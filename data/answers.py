@@ -22,9 +22,9 @@ def pack_answers(trees, row_length, multiple=1):
     answer  [n]         number of its answer
     begin   [rows + 1]  number of each row's first token
     counts  [N]         tokens of each answer
-    where   [N, 2]      tree and leaf of each answer
+    where   [N, 2]      tree and continuation of each answer
     """
-    lengths = [len(tree.stem) + sum(len(tree.leaves[k]) - 1 for k, *_ in tree.branches)
+    lengths = [len(tree.prompt) + sum(len(tree.continuations[k]) - 1 for k, *_ in tree.branches)
                for tree in trees]
     row_of = first_fit(lengths, row_length)
     rows = [Row() for _ in range(-(-(row_of.max() + 1) // multiple) * multiple)]
@@ -34,9 +34,9 @@ def pack_answers(trees, row_length, multiple=1):
     packed = dict(zip(('tokens', 'positions', 'ends'), arrays, strict=True))
     sizes = [len(row.scored) for row in rows]
     scored = np.concatenate([np.array(row.scored, dtype=np.int64).reshape(-1, 4) for row in rows])
-    leaf, at, token = scored[:, :2], scored[:, 2], scored[:, 3]
-    first = np.flatnonzero((np.diff(leaf, axis=0, prepend=-1) != 0).any(1))
-    counts = np.diff([*first, len(leaf)])
+    where, at, token = scored[:, :2], scored[:, 2], scored[:, 3]
+    first = np.flatnonzero((np.diff(where, axis=0, prepend=-1) != 0).any(1))
+    counts = np.diff([*first, len(where)])
     packed['targets'] = np.full_like(packed['tokens'], IGNORE)
     packed['targets'][np.repeat(np.arange(len(rows)), sizes), at] = token
     packed['owner'] = np.full_like(packed['tokens'], -1)
@@ -44,7 +44,7 @@ def pack_answers(trees, row_length, multiple=1):
         # number the stretches of consecutive positions: a row with trees is not one document
         packed['owner'][i, :len(row.tokens)] = np.cumsum(np.diff(row.positions, prepend=0) != 1)
     return packed | {'token': token, 'at': at, 'answer': np.repeat(np.arange(len(counts)), counts),
-                     'begin': np.cumsum([0, *sizes]), 'counts': counts, 'where': leaf[first]}
+                     'begin': np.cumsum([0, *sizes]), 'counts': counts, 'where': where[first]}
 
 
 def pack_rollouts(prompts, answers, row_length, multiple=1, last=False):
@@ -59,15 +59,15 @@ def pack_rollouts(prompts, answers, row_length, multiple=1, last=False):
         room = -1
         for k, answer in enumerate(answers[i]):
             # the last token of an answer is computed only if something follows it
-            leaf = [*answer, 0] if last else [*answer]
-            if room < len(leaf) - 1:
+            ids = [*answer, 0] if last else [*answer]
+            if room < len(ids) - 1:
                 trees.append(Tree((), [*prompt]))
                 members.append([])
                 room = row_length - len(prompt)
-            trees[-1].leaves.append(leaf)
+            trees[-1].continuations.append(ids)
             trees[-1].starts.append(len(prompt) + last * len(answer))
             members[-1].append((i, k))
-            room -= len(leaf) - 1
+            room -= len(ids) - 1
     packed = pack_answers(trees, row_length, multiple)
     return packed | {'where': np.array([members[tree][k] for tree, k in packed['where']])}
 

@@ -269,17 +269,17 @@ def encode_answer(prompt, answer, tokenizer, template, add_bos):
 
 
 def to_tree(tokens, loss_mask):
-    """Return (Tree with a leaf per answer, rank of each answer) of a sequence, both the best first.
+    """Return (Tree with the answers, rank of each answer) of a sequence, both the best first.
 
     Tied answers have one rank; ranks count from 0.
     """
     tokens = tokens.tolist()
     starts = np.flatnonzero(np.diff(loss_mask, prepend=0))
     ends = [*starts[1:], len(tokens)]
-    leaves = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+    answers = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
     ranks = np.cumsum(loss_mask[starts] < TIED) - 1
     begin = int(starts[0])
-    return Tree((), tokens[:begin], leaves, [begin] * len(leaves)), ranks
+    return Tree((), tokens[:begin], answers, [begin] * len(answers)), ranks
 
 
 def pack_rankings(sequences, row_length, multiple=1, last=False):
@@ -292,10 +292,11 @@ def pack_rankings(sequences, row_length, multiple=1, last=False):
     """
     trees, ranks = zip(*(to_tree(*sequence) for sequence in sequences), strict=True)
     if last:    # a token that follows each answer, so that its last token predicts something
-        trees = [Tree((), tree.stem, [[*leaf, 0] for leaf in tree.leaves],
-                      [len(tree.stem) + len(leaf) for leaf in tree.leaves]) for tree in trees]
+        trees = [Tree((), tree.prompt, [[*answer, 0] for answer in tree.continuations],
+                      [len(tree.prompt) + len(answer) for answer in tree.continuations])
+                 for tree in trees]
     packed = pack_answers(trees, row_length, multiple)
-    number = {tuple(leaf): i for i, leaf in enumerate(packed['where'].tolist())}
+    number = {tuple(where): i for i, where in enumerate(packed['where'].tolist())}
     pairs, weights = [], []
     for t, rank in enumerate(ranks):
         ordered = [(number[t, j], number[t, k]) for j in range(len(rank))

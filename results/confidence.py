@@ -3,7 +3,7 @@
 A sample of a task with written answers has `greedy`, the answer by the most probable tokens, and
 `answers`, drawn at temperature 1. Each answer has the `text`, `log_prob` (the sum over its tokens,
 with the one that ended it, in nats), `n_tokens`, `mean_prob`, what ended it (`reason`), and how
-data/free_answers.py graded it: `answer` (extracted, or null), `key` (equal for answers that agree),
+data/grading.py graded it: `answer` (extracted, or null), `key` (equal for answers that agree),
 `correct`, `strict`. The greedy answer also has `span_log_prob`, that of the tokens of `span`, which
 was the extracted answer when it was written.
 
@@ -230,7 +230,7 @@ def judged(question, value, answer):
 def verbalized_sample(question, rule, greedy, guess, probability):
     """Return the sample of a stated probability; `confidence` is None if it has none from 0 to 1.
 
-    guess, probability: as free_answers.stated_guess returns them. After two stages, the answer that
+    guess, probability: as grading.stated_guess returns them. After two stages, the answer that
     the question shows is judged.
     """
     value = parse_probability(probability or '')

@@ -17,7 +17,7 @@ from common import HERE, SHARED, needs_files
 
 from data import code_tasks
 from data.code_tasks import Problem, check, load_problems, pass_at_k, solution_source
-from data.free_answers import FREE_TASKS
+from data.written_answers import WRITTEN_TASKS
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import Outcome, require_sandbox, run_program
 from runtime.sandbox_child import from_json, to_json
@@ -554,7 +554,7 @@ def test_the_task_uses_the_isolation_that_is_asked_for(tmp_path, monkeypatch):
                         lambda *_, isolation: used.append(isolation) or Outcome(False, '', ''))
     check.cache_clear()
     for isolation in ('namespaces', 'limits'):
-        FREE_TASKS['humaneval'].isolated(isolation).grade('    return 1', references)
+        WRITTEN_TASKS['humaneval'].isolated(isolation).grade('    return 1', references)
     check.cache_clear()
     assert used == ['namespaces', 'limits']
 
