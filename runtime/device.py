@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime import __version__
 from runtime.errors import ConfigError
 from runtime.parallel import own_gpu
+from runtime.version import __version__
 
 
 def pick_device(device: str) -> str:
