@@ -27,9 +27,10 @@ from data.tokenizer import load_tokenizer
 from data.trees import load_answers
 from results import confidence, plots
 from results.samples import latest_samples, read_samples
-from runtime import checkpoint, slots
+from decoding import slots
+from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError
-from runtime.sampling import Sampling
+from decoding.sampling import Sampling
 from runtime.sandbox import run_program
 from train import TrainConfig, train
 from written import p_ik

@@ -12,7 +12,7 @@ from data.written_answers import WRITTEN_TASKS, VERBALIZED
 from results import confidence, samples
 from runtime import checkpoint, log
 from runtime.errors import CheckpointError, DataError
-from runtime.sampling import Sampling
+from decoding.sampling import Sampling
 
 ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
 
