@@ -124,18 +124,40 @@ def _scored(path):
     with open(path, 'rb+') as file:
         file.truncate(file.read().rfind(b'\n') + 1)
     ids, expected = {}, {}
-    for sample in latest_samples(read_samples(path), silent=True):
+    for sample in latest_samples(read_samples(path), unstated=True):
         key = sample_key(sample), sample['prompt']
         ids.setdefault(key, set()).add(sample['id'])
         expected[key] = sample.get('of', 1)
     return {key for key, scored in ids.items() if len(scored) == expected[key]}
 
 
-def question_fields(question, shots):
-    """Return the part of a sample that says which question it is of."""
-    return {'question': question.digest, 'subject': question.subject,
-            'category': question.category, 'shots': shots,
-            'context': question.context + (f'_{question.ending}' if question.ending else '')}
+class SampleWriter:
+    """Append the samples of one process to its part of samples.jsonl in `out_dir`.
+
+    done: {(sample_key, prompt)} of the samples that are there; new: the samples that were appended
+    """
+
+    def __init__(self, out_dir, done, rank=0, processes=1):
+        self.paths = [out_dir / 'samples.jsonl', part(out_dir / 'samples.jsonl', rank, processes)]
+        self.done, self.new = done, []
+        self.file = open(self.paths[1], 'ab', buffering=0)
+
+    def append(self, key, prompt, sample):
+        """Write a sample with its key, unless one of this prompt is there."""
+        if (key, prompt) not in self.done:
+            self.new.append(dict(zip(('task', 'split', 'language', 'id'), key), prompt=prompt)
+                            | sample)
+            append(self.file, self.new[-1])
+
+    def latest(self, task=None):
+        """Return the latest samples that are there, of one task or of all.
+
+        Those of one task include the `is_unstated`.
+        """
+        rows = [sample for path in dict.fromkeys(self.paths) if path.exists()
+                for sample in read_samples(path)]
+        return latest_samples([row for row in rows if task in (None, row['task'])],
+                              unstated=task is not None)
 
 
 def digest(value):
@@ -278,7 +300,7 @@ TOKEN_RULES = (
     ('confidence', lambda x: 0 <= x <= 1, 'from 0 to 1'),
     ('log_prob', lambda x: x <= ROUNDING, 'at most 0'),
     ('entropy', lambda x: x >= -ROUNDING, 'at least 0'))
-SILENT_RULES = ('greedy', lambda x: isinstance(x, dict), 'an answer'),
+UNSTATED_RULES = ('greedy', lambda x: isinstance(x, dict), 'an answer'),
 # of an answer that the model wrote
 ANSWER_RULES = (
     ('text reason', lambda x: isinstance(x, str), 'text'),
@@ -303,7 +325,7 @@ def _fault(row):
     if not isinstance(row, dict):
         return 'it is no JSON object'
     has_options = 'log_probs' in row
-    rules = OPTION_RULES if has_options else SILENT_RULES if is_silent(row) else TOKEN_RULES
+    rules = OPTION_RULES if has_options else UNSTATED_RULES if is_unstated(row) else TOKEN_RULES
     if fault := _broken_rule(row, COMMON_RULES + rules):
         return fault
     if 'greedy' in row:     # the samples of a stated probability have no others
@@ -345,20 +367,6 @@ def sample_key(sample):
     return (*sample_order(sample)[:3], sample.get('text', sample['id']))
 
 
-def mean_over_orders(orders):
-    """Return log-probabilities [K] whose softmax is the mean distribution over several orders.
-
-    orders: of dicts, {'order': [index of the option at each letter], 'log_probs': of the letters}.
-    Each order's distribution is the softmax of its log_probs. The sum of the returned
-    probabilities is the mean over the orders of the sums of theirs, for `option_mass`.
-    """
-    log_probs = np.array([[log_prob for _, log_prob in sorted(zip(x['order'], x['log_probs']))]
-                          for x in orders])
-    total = np.logaddexp.reduce(log_probs, axis=1, keepdims=True)
-    mean = np.logaddexp.reduce(log_probs - total) - np.log(len(orders))
-    return (mean + np.logaddexp.reduce(total) - np.log(len(orders))).tolist()
-
-
 def by_order(samples):
     """Return {'1', '2', ...: samples as an evaluation in that order of the options gives them}.
 
@@ -372,18 +380,18 @@ def by_order(samples):
                    for s, order in pairs] for name, pairs in chosen.items()}
 
 
-def latest_samples(samples, silent=False):
+def latest_samples(samples, unstated=False):
     """Return the samples of the latest prompt of each question or text, without repetitions.
 
-    silent: also answers that were to state a probability and did not: their `confidence` is None
+    unstated: also answers that were to state a probability and did not: their `confidence` is None
     """
     prompts = {sample_key(s): s.get('prompt') for s in samples}
     latest = {(sample_key(s), s['id']): s for s in samples
               if s.get('prompt') == prompts[sample_key(s)]}
-    return [s for s in latest.values() if silent or not is_silent(s)]
+    return [s for s in latest.values() if unstated or not is_unstated(s)]
 
 
-def is_silent(sample):
+def is_unstated(sample):
     return sample.get('confidence', 0) is None
 
 
