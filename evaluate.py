@@ -9,12 +9,14 @@ host prepares rows ahead of the device; logits and log-probabilities are float32
 appended to samples.jsonl as soon as it is scored, and an interrupted evaluation resumes from that
 file. Each of several processes scores its share of the questions; the first one computes metrics.
 
-From file to ECE: data/tasks.py loads questions (data/questions.py, with the row function in
-data/benchmarks.py and the prompt in data/prompts.py), data/trees.py tokenizes them, data/packing.py
-makes rows, `score` calls model.py and fused_ce.py, `question_samples` makes the samples, and
-results/evaluation.py measures them (results/report.py, metrics.py). Tasks without options have
-their prompts and match rules in data/free_answers.py: written/answers.py lets generate.py write the
-answers and grades them, results/confidence.py computes the confidences.
+From file to ECE: each kind of task is a class of data/tasks.py. Its `load` reads questions
+(data/questions.py, with the row function in data/benchmarks.py and the prompt in data/prompts.py).
+Its `collect` tokenizes them (data/trees.py), lets scoring.py score them, which packs rows
+(data/packing.py) and calls model.py and fused_ce.py, and makes samples of the values.
+results/evaluation.py measures the samples (results/report.py, metrics.py). Tasks without options
+are in written/tasks.py, their prompts in data/written_answers.py and their match rules in
+data/grading.py: written/answers.py lets generate.py write the answers and grades them,
+results/confidence.py computes the confidences.
 """
 
 from runtime import cli, startup
@@ -36,7 +38,7 @@ from pathlib import Path
 import numpy as np
 
 from data.chat import question_frame
-from data.free_answers import FREE_TASKS
+from data.written_answers import WRITTEN_TASKS
 from data.probes import INSTRUCTIONS
 from data.questions import sample_fields
 from data.tasks import (TASKS, OptionTask, PermutedTask, PIKTask, PTrueTask, TextTask, check_names,
@@ -84,9 +86,9 @@ import torch
 import generate
 import scoring
 from results.evaluation import write_evaluation
-from runtime import adapter, checkpoint, device, log, ownership, parallel
+from runtime import adapter, checkpoint, device, ownership, parallel
 from runtime.code import code_digest
-from runtime.load_ahead import load_ahead, load_model, loads_kernels
+from runtime.load_ahead import load_ahead, load_model
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
 from written.answers import judge_samples, write_answers
 from written.p_ik import probe_answers
@@ -99,7 +101,7 @@ SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', '
 
 
 # {kind of a name in --tasks: class of its Task}; any other name is a file or folder of questions
-KINDS = (dict.fromkeys(FREE_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS, TextTask)
+KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS, TextTask)
          | {'p_ik': PIKTask})
 
 # what decides a sample besides the forward pass, the settings and the prompt

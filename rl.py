@@ -20,7 +20,7 @@ import torch
 import train
 from data.answers import Answers, pack_rollouts
 from data.export import tokenizer_files
-from data.free_answers import FREE_TASKS
+from data.written_answers import WRITTEN_TASKS
 from data.rl import load_prompts, load_reward
 from data.tokenizer import begins_with_bos
 from fused_ce import cross_entropy, fused_loss, joint
@@ -33,7 +33,7 @@ from runtime.errors import ConfigError, TrainingError
 from runtime.loss import loss_options
 from runtime.parallel import world_size
 from runtime.resume import advice
-from runtime.sampling import Sampling
+from decoding.sampling import Sampling
 
 # ---- Advantages and divisors ---------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ def clipped_value_loss(value, old, returns, clip):
 
 def check_rollouts(cfg):
     """Raise ConfigError for unusable values; `align.check_align_config` checks the others."""
-    task = FREE_TASKS.get(cfg.reward.partition(':')[2])
+    task = WRITTEN_TASKS.get(cfg.reward.partition(':')[2])
     # `load_reward` refuses rlcr of such a task
     if task and task.runs_code and not cfg.run_code and not cfg.reward.startswith('rlcr:'):
         raise ConfigError(f'reward = {cfg.reward!r} runs the programs that the model writes: read '

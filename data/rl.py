@@ -23,7 +23,7 @@ import torch
 from data.answers import Answers, pack_rollouts
 from data.chat import encode_prompt
 from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
-from data.free_answers import FREE_TASKS
+from data.written_answers import WRITTEN_TASKS
 from data.instruct import to_messages
 from data.messages import read_turns, with_context, without_nulls
 from data.preferences import PREFERENCE_PATTERNS, encode_answer
@@ -36,7 +36,7 @@ from runtime.thinking import final_answer
 from runtime.trained import training_settings
 
 # those of the tasks first
-PROMPT_PATTERNS = (*dict.fromkeys(pattern for name, task in FREE_TASKS.items() if name != 'qa'
+PROMPT_PATTERNS = (*dict.fromkeys(pattern for name, task in WRITTEN_TASKS.items() if name != 'qa'
                                   for pattern in task.shots), *PREFERENCE_PATTERNS)
 
 # ---- Prompts -------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def to_prompt(row, instruction=''):
     """Return the messages before the answer of a row: [{'role', 'content'}, ...], the user's last.
 
     prompt                              text, or messages
-    question, problem                   the tasks of data/free_answers.py
+    question, problem                   the tasks of data/written_answers.py
     messages, conversations, Alpaca     as in data/instruct.py; an answer at the end is left out
 
     instruction: text that follows the last message after a blank line. Raises DataError.
@@ -128,7 +128,7 @@ def load_prompts(source, tokenizer, *, template, max_length, add_bos, digest='',
 # ---- Rewards -------------------------------------------------------------------------------------
 
 def references(task, row):
-    """Return the right answers of a row, texts; task: of free_answers.FREE_TASKS."""
+    """Return the right answers of a row, texts; task: of written_answers.WRITTEN_TASKS."""
     answers = task.row(row).references
     if not answers:
         raise DataError('wanted one reference answer or more')
@@ -168,15 +168,15 @@ def load_reward(name, device, dtype, template):
     path, (kind, _, task) = Path(name), name.partition(':')
     if path.is_dir():
         return ModelReward(name, device, dtype, template)
-    if kind in REWARDS and (task or 'qa') in FREE_TASKS:
-        task = FREE_TASKS[task or 'qa']
+    if kind in REWARDS and (task or 'qa') in WRITTEN_TASKS:
+        task = WRITTEN_TASKS[task or 'qa']
         if kind == 'rlcr' and task.runs_code:
             raise ConfigError(f'reward = {name!r}: rlcr grades a text between <answer> tags, not a '
                               f'program; take exact:{name.partition(":")[2]}, with --run_code')
         return FunctionReward(name, partial(REWARDS[kind], task), name, partial(references, task))
     if path.suffix != '.py' or not path.is_file():
         raise ConfigError(f'reward = {name!r}, where there is no file or reward model; wanted '
-                          f'{" or ".join(REWARDS)} of a task ({", ".join(FREE_TASKS)}) as in '
+                          f'{" or ".join(REWARDS)} of a task ({", ".join(WRITTEN_TASKS)}) as in '
                           f'exact:gsm8k, the folder of a reward model, or a Python file with a '
                           f'function reward(prompt, answer, row)')
     names, code = {'__name__': path.stem, '__file__': name}, path.read_bytes()

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 
 from data.benchmarks import BENCHMARKS, GENERIC
-from data.free_answers import FREE_TASKS
+from data.written_answers import WRITTEN_TASKS
 from data.p_ik import load_p_ik
 from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
 from data.questions import PermutedQuestion, Question, load_task, require_task, sample_fields
@@ -33,7 +33,7 @@ scored. The files of `shots` are read unless --shots=0. The files of `validation
 are read for --fit_temperature.
 """
 
-TASKS = *BENCHMARKS, *FREE_TASKS, 'p_ik', *INSTRUCTIONS
+TASKS = *BENCHMARKS, *WRITTEN_TASKS, 'p_ik', *INSTRUCTIONS
 BLOCKS = 8      # of questions per process; each block repeats the shots once
 SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
 
@@ -403,8 +403,9 @@ class TextTask(Task):
             token_samples.append({
                 'id': f'{text.id}:{at}' if len(tree.scored) > 1 else text.id, 'text': text.id,
                 'position': at, 'token': ids[at], 'top_token': int(top),
-                'correct': bool(int(top) == ids[at]), 'confidence': min(1.0, math.exp(top_log_prob)),
-                'log_prob': float(log_prob), 'entropy': float(entropy), 'of': len(tree.scored),
+                'correct': bool(int(top) == ids[at]),
+                'confidence': min(1.0, math.exp(top_log_prob)), 'log_prob': float(log_prob),
+                'entropy': float(entropy), 'of': len(tree.scored),
                 'context': tokenizer.decode(ids[max(0, at - SHOWN_TOKENS):at], start=False),
                 'predicted': tokenizer.decode([int(top)], start=False),
                 'expected': tokenizer.decode([ids[at]], start=False)})
@@ -476,7 +477,7 @@ def describe_tasks():
         for split in ('test', 'shots', 'validation'):
             add(split, ', '.join(getattr(benchmark, split)))
         add('{lang}', ' '.join(benchmark.languages))
-    for name, free in FREE_TASKS.items():
+    for name, free in WRITTEN_TASKS.items():
         lines.append(f'{name}  {free.hub}'.rstrip())
         for split in ('test', 'shots'):
             add(split, ', '.join(getattr(free, split)))

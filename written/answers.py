@@ -10,7 +10,7 @@ from data.questions import sample_fields
 from results import confidence, samples
 from runtime import log
 from runtime.errors import DataError
-from runtime.sampling import Sampling
+from decoding.sampling import Sampling
 
 ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
 

@@ -7,8 +7,8 @@ and has an entry of its own in the results; results/confidence.py has the table 
 import math
 from dataclasses import dataclass, field, replace
 
-from data import free_answers
-from data.free_answers import FREE_TASKS, VERBALIZED, load_free
+from data import grading, written_answers
+from data.written_answers import WRITTEN_TASKS, VERBALIZED, load_written
 from data.packing import Tree
 from data.tasks import PTrueTask, Task, chat_words, task_label, task_source
 from results import confidence
@@ -34,20 +34,20 @@ class WrittenTask(Task):
         if cfg.dropout_seed is not None:
             raise ConfigError(f'dropout_seed: the answers to {kind} are written without dropout; '
                               f'leave it out')
-        if FREE_TASKS[kind].runs_code and not cfg.run_code:
+        if WRITTEN_TASKS[kind].runs_code and not cfg.run_code:
             raise ConfigError(f'{kind} runs programs that the model wrote; read '
                               f'docs/running_code.md, then allow it with --run_code')
-        if FREE_TASKS[kind].runs_code and not cfg.show:
+        if WRITTEN_TASKS[kind].runs_code and not cfg.show:
             require_sandbox(cfg.isolation)      # before anything is generated
-        loaded = load_free(name, header=cfg.header, shots=cfg.shots, limit=cfg.limit, seed=cfg.seed,
-                           revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
+        loaded = load_written(name, header=cfg.header, shots=cfg.shots, limit=cfg.limit,
+                              seed=cfg.seed, revision=cfg.data_revision, on_bad_row=cfg.on_bad_row)
         return cls(kind, task_source(name), loaded.questions, loaded.total, loaded.bad,
                    loaded.shots)
 
     @property
     def rule(self):
-        """Return the FreeTask: how answers are extracted and graded."""
-        return FREE_TASKS[self.label]
+        """Return the WrittenBenchmark: how answers are extracted and graded."""
+        return WRITTEN_TASKS[self.label]
 
     def max_tokens(self, cfg):
         """Return the most tokens of an answer."""
@@ -55,12 +55,13 @@ class WrittenTask(Task):
 
     def check(self, tokenizer, cfg):
         if cfg.verbalized:      # a template may refuse a second question
-            question = free_answers.verbalized_2s(self.items[0], 'x', True)
-            free_answers.encode(question, [], tokenizer, replace(cfg, max_length=math.inf), 0)
+            question = written_answers.verbalized_2s(self.items[0], 'x', True)
+            written_answers.encode(question, [], tokenizer, replace(cfg, max_length=math.inf), 0)
 
     def encode(self, question, tokenizer, cfg):
         """Return (token ids, ids that end the answer, number of shots) of a question's prompt."""
-        return free_answers.encode(question, self.shots[''], tokenizer, cfg, self.max_tokens(cfg))
+        return written_answers.encode(question, self.shots[''], tokenizer, cfg,
+                                      self.max_tokens(cfg))
 
     def tokenize(self, tokenizer, cfg):
         """Yield (question, Tree of its prompt and its answer as a shot gives it), for --show."""
@@ -86,7 +87,8 @@ class WrittenTask(Task):
 
     def greedy(self, answer, tokenizer):
         """Return what a sample holds of the greedy generate.Answer."""
-        return confidence.written(answer) | confidence.span(answer, self.rule, tokenizer)
+        return (confidence.written(answer) | confidence.per_token(answer)
+                | confidence.span(answer, self.rule, tokenizer))
 
     def sample(self, question, greedy, answers, cfg):
         """Return the sample of a question, with its answers graded."""
@@ -103,7 +105,7 @@ class WrittenTask(Task):
         """
         kind, shots, ask = {
             'p_true': (PTrueConfidence,
-                       free_answers.proposed_shots(self.shots[''], self.rule), proposed),
+                       written_answers.proposed_shots(self.shots[''], self.rule), proposed),
             'p_true_samples': (PTrueConfidence, [], proposed_among),
             'p_ik': (ProbeConfidence, self.shots[''], unchanged),
             'verbalized_1s': (StatedConfidence, [], verbalized_1s),
@@ -180,7 +182,7 @@ class StatedConfidence(Confidence):
 
     def encode(self, question, tokenizer, cfg):
         max_tokens, _ = VERBALIZED[self.label.partition('.')[2]]
-        return free_answers.encode(question, [], tokenizer, cfg, max_tokens)
+        return written_answers.encode(question, [], tokenizer, cfg, max_tokens)
 
     def collect(self, reader, writer):
         max_tokens, stop = VERBALIZED[self.label.partition('.')[2]]
@@ -193,7 +195,7 @@ class StatedConfidence(Confidence):
     def sample(self, question, greedy, answers, cfg):
         lead = question.lead if cfg.chat == 'none' else ''
         return confidence.verbalized_sample(question, self.parent.rule, greedy,
-                                            *free_answers.stated_guess(greedy['text'], lead))
+                                            *grading.stated_guess(greedy['text'], lead))
 
 
 # Questions of a confidence: (WrittenQuestion, the sample of its answers) -> the question to ask
@@ -204,21 +206,21 @@ def unchanged(question, sample):
 
 def proposed(question, sample):
     greedy = sample['greedy']
-    return free_answers.proposed(question, greedy['text'], greedy['correct'])
+    return written_answers.proposed(question, greedy['text'], greedy['correct'])
 
 
 def proposed_among(question, sample):
     """Show N_IDEAS answers, the judged one among them."""
     greedy, *ideas = (answer['answer'] or answer['text'].strip() or '(none)' for answer in
                       (sample['greedy'], *sample['answers'][:N_IDEAS - 1]))
-    return free_answers.proposed_among(question, [greedy, *ideas], greedy,
+    return written_answers.proposed_among(question, [greedy, *ideas], greedy,
                                        sample['greedy']['correct'])
 
 
 def verbalized_1s(question, sample):
-    return free_answers.verbalized_1s(question)
+    return written_answers.verbalized_1s(question)
 
 
 def verbalized_2s(question, sample):
     greedy = sample['greedy']
-    return free_answers.verbalized_2s(question, greedy['text'], greedy['correct'])
+    return written_answers.verbalized_2s(question, greedy['text'], greedy['correct'])
