@@ -79,7 +79,7 @@ def test_gsm8k_is_graded_as_by_lm_eval():
     needs_files('datasets/gsm8k/test.jsonl.gz')
     rule, n = WRITTEN_TASKS['gsm8k'], 0
     for question in load_written(f'gsm8k:{SHARED}/datasets/gsm8k').questions:
-        solution, (target,) = question.options[0], question.references
+        solution, (target,) = question.solution, question.references
         target = target.replace(',', '')
         for text in (solution, solution.partition('####')[0], solution + '0', f'{solution}\nDone.'):
             grade = rule.grade(text, question.references)

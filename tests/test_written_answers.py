@@ -13,6 +13,7 @@ from common import reference_model, run_scripts, sentencepiece_folder, write_row
 import evaluate
 import generate
 import metrics
+import scoring
 from data import code_tasks, grading, written_answers
 from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
@@ -524,7 +525,7 @@ def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeyp
         right = [answer['correct'] for answer in answers[id]['answers']]
         assert shares[i] == np.mean(right) and rows[id]['correct'] == right[0]
         assert rows[id]['confidence'] == values[i]
-    monkeypatch.setattr(evaluate, 'prompt_states', lambda *_: pytest.fail('states again'))
+    monkeypatch.setattr(scoring.Reader, 'states', lambda *_: pytest.fail('states again'))
     ask(folder, tmp_path, '--p_ik', '--pack_len=64')
 
 
