@@ -9,6 +9,7 @@ import pytest
 
 import generate
 import metrics
+import written_tasks
 from data.written_answers import WRITTEN_TASKS
 from results import confidence
 
@@ -79,7 +80,7 @@ def test_the_span_is_where_the_answer_was_extracted(task, text, begin):
             return ''.join(map(chr, tokens))
     log_probs = [-float(i) for i in range(len(text))]
     answer = generate.Answer(0, 0, [*map(ord, text)], log_probs, text=text)
-    span = confidence.span(answer, WRITTEN_TASKS[task], Characters())
+    span = written_tasks.span(answer, WRITTEN_TASKS[task], Characters())
     assert span['span_log_prob'] == sum(log_probs[begin:begin + len(span['span'])])
 
 
@@ -91,7 +92,7 @@ def test_a_text_that_repeats_itself_is_graded_in_seconds(text):
             return text[:len(tokens)]
     begun, rule = time.process_time(), WRITTEN_TASKS['math500']
     assert not rule.grade(text, ['7'])['correct']
-    confidence.span(generate.Answer(0, 0, [*text], [0.0] * len(text), text=text), rule,
+    written_tasks.span(generate.Answer(0, 0, [*text], [0.0] * len(text), text=text), rule,
                     Characters())
     assert time.process_time() - begun < 10
 
@@ -109,7 +110,7 @@ def test_the_span_holds_all_tokens_of_its_characters(text, begin, end, size):
     tokens = [whole[i:i + size] for i in range(0, len(whole), size)]
     log_probs = [-float(2 ** i) for i in range(len(tokens))]
     answer = generate.Answer(0, 0, tokens, log_probs, text=text)
-    span = confidence.span(answer, WRITTEN_TASKS['qa'], Bytes())
+    span = written_tasks.span(answer, WRITTEN_TASKS['qa'], Bytes())
     assert span['span'] == text[begin:end]
     first, last = len(text[:begin].encode()) // size, (len(text[:end].encode()) - 1) // size
     assert span['span_log_prob'] == sum(log_probs[first:last + 1])

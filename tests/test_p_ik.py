@@ -1,4 +1,4 @@
-"""P(IK): data/p_ik.py reads samples, results/p_ik.py has the probe."""
+"""P(IK): data/p_ik.py reads samples, results/p_ik_probe.py has the probe."""
 
 import math
 
@@ -9,8 +9,8 @@ from common import write_rows
 
 import metrics
 from data.p_ik import load_p_ik
+from results import p_ik_probe
 from runtime.errors import DataError
-from written import p_ik
 
 
 def least_loss(x, shares, penalty):
@@ -46,7 +46,7 @@ def test_p_ik_is_a_cross_validated_ridge_logistic_regression(n, dimensions):
     expected, folds = np.empty(n), np.array([ranks[i] % 5 for i in range(n)])
     for fold in range(5):
         losses = {}
-        for penalty in p_ik.PENALTIES:
+        for penalty in p_ik_probe.PENALTIES:
             p, y = [], []
             fit = least_loss(x[(folds != fold) & (folds != (fold + 1) % 5)],
                              shares[(folds != fold) & (folds != (fold + 1) % 5)], penalty)
@@ -59,7 +59,8 @@ def test_p_ik_is_a_cross_validated_ridge_logistic_regression(n, dimensions):
         fit = least_loss(x[folds != fold], shares[folds != fold], best)
         for i in np.flatnonzero(folds == fold):
             expected[i] = fit(x[i])[0]
-    np.testing.assert_allclose(p_ik.cross_validated(states, shares, groups), expected, atol=2e-5)
+    np.testing.assert_allclose(p_ik_probe.cross_validated(states, shares, groups), expected,
+                               atol=2e-5)
 
 
 def test_p_ik_knows_what_the_states_tell_and_no_more():
@@ -68,26 +69,26 @@ def test_p_ik_knows_what_the_states_tell_and_no_more():
     p = 1 / (1 + np.exp(-2 * states[:, 3]))
     shares, first = rng.binomial(k, p) / k, rng.random(1000) < p
     groups = [*map(str, range(1000))]
-    told = p_ik.cross_validated(states, shares, groups)
+    told = p_ik_probe.cross_validated(states, shares, groups)
     assert np.abs(told - p).mean() < 0.05 and metrics.ece(told, first) < 0.06
     order = rng.permutation(1000)
-    again = p_ik.cross_validated(states[order], shares[order], [groups[i] for i in order])
+    again = p_ik_probe.cross_validated(states[order], shares[order], [groups[i] for i in order])
     np.testing.assert_allclose(again, told[order], atol=1e-7)
-    blind = p_ik.cross_validated(states, rng.permutation(shares), groups)
+    blind = p_ik_probe.cross_validated(states, rng.permutation(shares), groups)
     assert blind.std() < 0.06 and abs(blind.mean() - shares.mean()) < 0.02
     # the same question in five languages: a fit to the others would know its answers
     states = np.repeat(rng.normal(size=(60, 100)), 5, 0) + 0.01 * rng.normal(size=(300, 100))
     shares = np.repeat(rng.integers(0, 2, 60), 5).astype(float)
     for names, low, high in (([*map(str, range(300))], 0.95, 1), (
             [str(i // 5) for i in range(300)], 0.3, 0.7)):
-        values = p_ik.cross_validated(states, shares, names)
+        values = p_ik_probe.cross_validated(states, shares, names)
         assert low <= metrics.auroc(values, shares > 0) <= high
 
 
 @pytest.mark.parametrize('shares', [0.0, 1.0])
 def test_p_ik_of_what_is_always_or_never_right(shares):
     states = np.ones((6, 3))        # and states that do not differ
-    values = p_ik.cross_validated(states, np.full(6, shares), 'abcdef')
+    values = p_ik_probe.cross_validated(states, np.full(6, shares), 'abcdef')
     np.testing.assert_allclose(values, shares, atol=1e-3)
 
 

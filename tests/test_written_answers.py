@@ -14,6 +14,7 @@ import evaluate
 import generate
 import metrics
 import scoring
+import written_tasks
 from data import code_tasks, grading, written_answers
 from data.chat import encode_prompt
 from data.tokenizer import load_tokenizer
@@ -21,13 +22,12 @@ from data.trees import load_answers
 from data.written_answers import WRITTEN_TASKS, load_written
 from decoding import slots
 from decoding.sampling import Sampling
-from results import confidence, plots
+from results import plots
 from results.samples import latest_samples, read_samples
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError
 from runtime.sandbox import run_program
 from train import TrainConfig, train
-from written import p_ik
 
 # ------------------------------------------------------------------------------------------------
 # Files
@@ -169,13 +169,13 @@ def log_probs_after(reference, tokenizer, text, *continuations):
 def test_probabilities_of_an_answer_are_those_of_transformers(asked, monkeypatch):
     folder, reference, _ = asked
     tokenizer = load_tokenizer(folder / 'model')
-    written, tokens = confidence.written, {}
+    written, tokens = written_tasks.written, {}
 
     def with_tokens(answer):
         tokens[answer.text, math.fsum(answer.log_probs)] = [*answer.tokens]
         return written(answer)
 
-    monkeypatch.setattr(confidence, 'written', with_tokens)
+    monkeypatch.setattr(written_tasks, 'written', with_tokens)
     ask(folder, folder / 'tokens', '--limit=3')
     rows = samples_of(folder / 'tokens', 'qa')
     assert len(rows) == 3
@@ -346,7 +346,8 @@ def test_an_edited_rule_grades_the_same_answers_again(asked, tmp_path, monkeypat
 def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_path, monkeypatch):
     folder, *_ = asked
     before, stated = ask(folder, tmp_path, '--verbalized'), grading.stated_guess
-    rows = {name: len(samples_of(tmp_path, f'qa.{name}')) for name in written_answers.VERBALIZED}
+    rows = {name: len(samples_of(tmp_path, f'qa.{name}'))
+            for name in ('verbalized_1s', 'verbalized_2s')}
     assert min(rows.values()) < 10
     assert rows == {name: before.get(f'qa.{name}', {'pooled': {'n': 0}})['pooled']['n']
                     for name in rows}
@@ -357,12 +358,12 @@ def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_pa
     assert {name: task['pooled'] for name, task in after.items()} == {
         name: task['pooled'] for name, task in before.items()}
     # a better parser finds a number in each of them, and a worse one in none
-    monkeypatch.setattr(grading, 'stated_guess', lambda *_: ('Ann', '0.5'))
+    monkeypatch.setattr(written_tasks, 'stated_guess', lambda *_: ('Ann', '0.5'))
     assert ask(folder, tmp_path, '--verbalized')['qa.verbalized_1s']['pooled']['n'] == 10
-    monkeypatch.setattr(grading, 'stated_guess', lambda *_: (None, None))
+    monkeypatch.setattr(written_tasks, 'stated_guess', lambda *_: (None, None))
     ask(folder, tmp_path, '--verbalized')
     assert not samples_of(tmp_path, 'qa.verbalized_1s')
-    monkeypatch.setattr(grading, 'stated_guess', stated)
+    monkeypatch.setattr(written_tasks, 'stated_guess', stated)
     assert ask(folder, tmp_path, '--verbalized')['qa']['pooled']['n'] == 10
 
 
@@ -479,7 +480,7 @@ def test_verbalized_prompts_are_those_of_the_paper(tmp_path):
 def test_one_stage_judges_its_guess(text, lead, outcome, tmp_path):
     write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
     question, = load_written(f'qa:{tmp_path / "q.jsonl"}').questions
-    sample = confidence.verbalized_sample(
+    sample = written_tasks.stated_sample(
         written_answers.verbalized_1s(question), WRITTEN_TASKS['qa'], {'text': text},
         *grading.stated_guess(text, lead))
     assert (sample['confidence'] and (sample['confidence'], sample['correct'])) == outcome
@@ -493,7 +494,7 @@ def test_one_stage_judges_its_guess(text, lead, outcome, tmp_path):
 def test_two_stages_judge_the_greedy_answer(text, lead, value, tmp_path):
     write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
     question, = load_written(f'qa:{tmp_path / "q.jsonl"}').questions
-    sample = confidence.verbalized_sample(
+    sample = written_tasks.stated_sample(
         written_answers.verbalized_2s(question, 'Bob', True), WRITTEN_TASKS['qa'], {'text': text},
         *grading.stated_guess(text, lead))
     assert (sample['confidence'] and (sample['confidence'], sample['correct'],
@@ -504,13 +505,13 @@ def test_two_stages_judge_the_greedy_answer(text, lead, value, tmp_path):
 def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeypatch):
     folder, reference, _ = asked
     tokenizer = load_tokenizer(folder / 'model')
-    seen, fit = [], p_ik.cross_validated
+    seen, fit = [], written_tasks.cross_validated
 
     def remember(*arguments):
         seen.append((*arguments, fit(*arguments)))
         return seen[-1][-1]
 
-    monkeypatch.setattr(p_ik, 'cross_validated', remember)
+    monkeypatch.setattr(written_tasks, 'cross_validated', remember)
     ask(folder, tmp_path, '--p_ik', '--pack_len=64')
     (states, shares, _, values), = seen
     answers = {s['id']: s for s in samples_of(tmp_path, 'qa')}
