@@ -13,8 +13,9 @@ From file to ECE: data/tasks.py loads questions (data/questions.py, with the row
 data/benchmarks.py and the prompt in data/prompts.py), data/trees.py tokenizes them, data/packing.py
 makes rows, `score` calls model.py and fused_ce.py, `question_samples` makes the samples, and
 results/evaluation.py measures them (results/report.py, metrics.py). Tasks without options have
-their prompts and match rules in data/free_answers.py: written/answers.py lets generate.py write the
-answers and grades them, results/confidence.py computes the confidences.
+their prompts in data/written_answers.py and their match rules in data/grading.py:
+written/answers.py lets generate.py write the answers and grades them, results/confidence.py
+computes the confidences.
 """
 
 from runtime import cli, startup
@@ -36,9 +37,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data import free_answers
+from data import written_answers
 from data.chat import question_frame
-from data.free_answers import VERBALIZED
+from data.written_answers import VERBALIZED
 from data.packing import pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
 from data.probes import INSTRUCTIONS
 from data.tasks import TASKS, describe, describe_tasks, distribution, load_tasks, show_tasks
@@ -232,7 +233,7 @@ def option_log_probs(model, trees, **options):
 
     options: the other arguments of `score`
     """
-    sums = {index: np.bincount(numbers, values[:, 0], len(trees[index].leaves))
+    sums = {index: np.bincount(numbers, values[:, 0], len(trees[index].continuations))
             for index, numbers, values in score(lambda: model, enumerate(trees), **options)}
     return [sums[index] for index in range(len(trees))]
 
@@ -323,7 +324,7 @@ def unscored(task, label, tokenizer, cfg, done, tokenized):
 
 def question_samples(question, tree, numbers, values):
     """Return the one sample of a question: the summed log-probability of each option."""
-    log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves))    # in float64
+    log_probs = np.bincount(numbers, values[:, 0], len(tree.continuations))    # in float64
     blank = {'choices': question.options} if question.ending else {}
     return [samples.question_fields(question, tree.shots) | blank | {
         'answer': question.answer,
@@ -334,7 +335,7 @@ def question_samples(question, tree, numbers, values):
 def permuted_samples(question, tree, numbers, values):
     """Return the one sample of a question in several orders: their mean, and each of them."""
     n = len(question.options)
-    log_probs = np.bincount(numbers, values[:, 0], len(tree.leaves)).reshape(-1, n)
+    log_probs = np.bincount(numbers, values[:, 0], len(tree.continuations)).reshape(-1, n)
     n_tokens = np.reshape(tree.n_tokens, (-1, n))
     orders = [{'order': [*range(n)], 'log_probs': question.published['log_probs'],
                'n_tokens': question.published['n_tokens']}]
@@ -357,7 +358,7 @@ def p_true_samples(question, tree, numbers, values):
 
 def text_samples(tokenizer, text, tree, numbers, values):
     """Return a sample for each scored token of a text: whether the top token is the next one."""
-    ids, token_samples = [*tree.prefix, *tree.stem], []
+    ids, token_samples = [*tree.prefix, *tree.prompt], []
     for n in np.argsort(numbers):
         at, (log_prob, top, top_log_prob, entropy) = tree.scored[numbers[n]], values[n]
         token_samples.append({
@@ -407,8 +408,8 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         check_shard(folder, tasks, cfg)
     for task in tasks.values() if cfg.verbalized else ():
         if task.kind == 'free':     # a template may refuse a second question
-            question = free_answers.verbalized_2s(task.items[0], 'x', True)
-            free_answers.encode(question, [], tokenizer, replace(cfg, max_length=math.inf), 0)
+            question = written_answers.verbalized_2s(task.items[0], 'x', True)
+            written_answers.encode(question, [], tokenizer, replace(cfg, max_length=math.inf), 0)
     if not load:
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
         load = functools.cache(functools.partial(load_model, folder, cfg))

@@ -325,7 +325,10 @@ def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, leve
     probs_a and probs_b are [N, K], or confidences [N] if both models are right in the same rows, as
     before and after scaling. Rows are drawn for both at once. low, high and p: `difference_test`.
     """
-    a, b, labels = _check_pair(probs_a, probs_b, labels)
+    a, b, labels = map(metrics.as_array, ('a', 'b', 'labels'), (probs_a, probs_b, labels))
+    if a.shape != b.shape or len(a) != len(labels):
+        raise ValueError(f'both must predict the same rows, not be of shape {a.shape} and '
+                         f'{b.shape} for {len(labels)} labels')
 
     def both(rows):
         return metric(a[rows], labels[rows]), metric(b[rows], labels[rows])
@@ -333,33 +336,6 @@ def paired_bootstrap(metric, probs_a, probs_b, labels, *, n_resamples=1000, leve
     observed = _check_defined([both(slice(None))])[0]
     values = _resampled(both, len(labels), n_resamples, np.random.default_rng(seed))
     return float(observed[1] - observed[0]), *difference_test(*values.T, observed, level=level)
-
-
-def permutation_test(metric, probs_a, probs_b, labels, *, n_permutations=1000, seed=0):
-    """Return (b - a, two-sided p): how often random swaps give a difference at least as large.
-
-    Each row's two predictions are swapped with probability 1/2, Fisher 1935; p is
-    (1 + count) / (1 + n_permutations). The input is that of `paired_bootstrap`.
-    """
-    a, b, labels = _check_pair(probs_a, probs_b, labels)
-    metrics.check_count('n_permutations', n_permutations)
-    random, shape = np.random.default_rng(seed), (len(labels), *[1] * (a.ndim - 1))
-
-    def difference(swap):
-        return metric(np.where(swap, a, b), labels) - metric(np.where(swap, b, a), labels)
-
-    swaps = (random.random(shape) < 0.5 for _ in range(n_permutations))
-    observed, *swapped = _check_defined([difference(False), *map(difference, swaps)])
-    as_large = (np.abs(swapped) >= abs(observed) - 1e-12).sum()
-    return float(observed), float((1 + as_large) / (1 + n_permutations))
-
-
-def _check_pair(a, b, labels):
-    a, b, labels = map(metrics.as_array, ('a', 'b', 'labels'), (a, b, labels))
-    if a.shape != b.shape or len(a) != len(labels):
-        raise ValueError(f'both must predict the same rows, not be of shape {a.shape} and '
-                         f'{b.shape} for {len(labels)} labels')
-    return a, b, labels
 
 
 def mcnemar(correct_a, correct_b) -> tuple[int, int, float]:

@@ -27,7 +27,7 @@ class PackedAnswers(Packed):
     answer  int64 [n]      number of its answer
     begin   int64 [R + 1]  number of each row's first token
     counts  int64 [N]      tokens of each answer
-    where   int64 [N, 2]   tree and leaf of each answer; of `pack_rollouts`, prompt and number
+    where   int64 [N, 2]   tree of each answer, and its number there; see also `pack_rollouts`
     """
     token: np.ndarray
     at: np.ndarray
@@ -83,7 +83,7 @@ def pack_answers(trees, row_length, multiple=1):
 
     multiple: rows of padding make the number of rows a multiple of this
     """
-    lengths = [len(tree.stem) + sum(len(tree.leaves[k]) - 1 for k, *_ in tree.branches)
+    lengths = [len(tree.prompt) + sum(len(tree.continuations[k]) - 1 for k, *_ in tree.branches)
                for tree in trees]
     row_of = first_fit(lengths, row_length)
     rows = [Row() for _ in range(-(-(row_of.max() + 1) // multiple) * multiple)]
@@ -92,9 +92,9 @@ def pack_answers(trees, row_length, multiple=1):
     tokens, positions, ends = np.stack([row.padded(row_length)[0] for row in rows], 1)
     sizes = [len(row.scored) for row in rows]
     scored = np.concatenate([np.array(row.scored, dtype=np.int64).reshape(-1, 4) for row in rows])
-    leaf, at, token = scored[:, :2], scored[:, 2], scored[:, 3]
-    first = np.flatnonzero((np.diff(leaf, axis=0, prepend=-1) != 0).any(1))
-    counts = np.diff([*first, len(leaf)])
+    where, at, token = scored[:, :2], scored[:, 2], scored[:, 3]
+    first = np.flatnonzero((np.diff(where, axis=0, prepend=-1) != 0).any(1))
+    counts = np.diff([*first, len(where)])
     targets, owner = np.full_like(tokens, IGNORE), np.full_like(tokens, -1)
     targets[np.repeat(np.arange(len(rows)), sizes), at] = token
     for i, row in enumerate(rows):
@@ -102,7 +102,7 @@ def pack_answers(trees, row_length, multiple=1):
         owner[i, :len(row.tokens)] = np.cumsum(np.diff(row.positions, prepend=0) != 1)
     return PackedAnswers(tokens, positions, ends, targets, owner, token=token, at=at,
                          answer=np.repeat(np.arange(len(counts)), counts),
-                         begin=np.cumsum([0, *sizes]), counts=counts, where=leaf[first])
+                         begin=np.cumsum([0, *sizes]), counts=counts, where=where[first])
 
 
 def pack_rankings(sequences, row_length, multiple=1, last=False, reference=None, margins=None):
@@ -113,10 +113,11 @@ def pack_rankings(sequences, row_length, multiple=1, last=False, reference=None,
     """
     trees, ranks = zip(*(to_tree(*sequence) for sequence in sequences), strict=True)
     if last:    # a token that follows each answer, so that its last token predicts something
-        trees = [Tree((), tree.stem, [[*leaf, 0] for leaf in tree.leaves],
-                      [len(tree.stem) + len(leaf) for leaf in tree.leaves]) for tree in trees]
+        trees = [Tree((), tree.prompt, [[*ids, 0] for ids in tree.continuations],
+                      [len(tree.prompt) + len(ids) for ids in tree.continuations])
+                 for tree in trees]
     packed = pack_answers(trees, row_length, multiple)
-    number = {tuple(leaf): i for i, leaf in enumerate(packed.where.tolist())}
+    number = {tuple(place): i for i, place in enumerate(packed.where.tolist())}
     pairs, weights = [], []
     for t, rank in enumerate(ranks):
         ordered = [(number[t, j], number[t, k]) for j in range(len(rank))
@@ -136,7 +137,7 @@ def pack_rollouts(prompts, answers, row_length, multiple=1, last=False):
     """Pack prompts with their answers into rows of trees, as `pack_answers`.
 
     prompts: lists of token ids; answers: per prompt, lists of token ids. A prompt with answers that
-    do not fit into one row has several trees.
+    do not fit into one row has several trees. where: prompt and number of each answer
     last=True: only the index of each answer's last token is scored
     """
     trees, members = [], []
@@ -144,15 +145,15 @@ def pack_rollouts(prompts, answers, row_length, multiple=1, last=False):
         room = -1
         for k, answer in enumerate(answers[i]):
             # the last token of an answer is computed only if something follows it
-            leaf = [*answer, 0] if last else [*answer]
-            if room < len(leaf) - 1:
+            ids = [*answer, 0] if last else [*answer]
+            if room < len(ids) - 1:
                 trees.append(Tree((), [*prompt]))
                 members.append([])
                 room = row_length - len(prompt)
-            trees[-1].leaves.append(leaf)
+            trees[-1].continuations.append(ids)
             trees[-1].starts.append(len(prompt) + last * len(answer))
             members[-1].append((i, k))
-            room -= len(leaf) - 1
+            room -= len(ids) - 1
     packed = pack_answers(trees, row_length, multiple)
     packed.where = np.array([members[tree][k] for tree, k in packed.where])
     return packed

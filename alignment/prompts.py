@@ -6,14 +6,14 @@ import numpy as np
 
 from data.chat import encode_prompt
 from data.files import fetch, parsed, read_rows, require_fields, require_text, without_bad
-from data.free_answers import FREE_TASKS
 from data.instruct import to_messages
 from data.messages import read_turns, with_context, without_nulls
 from data.preferences import PREFERENCE_PATTERNS
+from data.written_answers import WRITTEN_TASKS
 from runtime.errors import DataError
 
 # those of the tasks first
-PROMPT_PATTERNS = (*dict.fromkeys(pattern for name, task in FREE_TASKS.items() if name != 'qa'
+PROMPT_PATTERNS = (*dict.fromkeys(pattern for name, task in WRITTEN_TASKS.items() if name != 'qa'
                                   for pattern in task.shots), *PREFERENCE_PATTERNS)
 
 
@@ -45,7 +45,7 @@ def to_prompt(row, instruction=''):
     """Return the messages before the answer of a row: [{'role', 'content'}, ...], the user's last.
 
     prompt                              text, or messages
-    question, problem                   the tasks of data/free_answers.py
+    question, problem                   the tasks of data/written_answers.py
     messages, conversations, Alpaca     as in data/instruct.py; an answer at the end is left out
 
     instruction: text that follows the last message after a blank line. Raises DataError.

@@ -22,9 +22,9 @@ import torch
 
 from alignment.packed_answers import Answers, pack_rollouts
 from data.files import require_text
-from data.free_answers import FREE_TASKS
 from data.preferences import encode_answer
 from data.tokenizer import begins_with_bos, load_model_tokenizer
+from data.written_answers import WRITTEN_TASKS
 from runtime import checkpoint
 from runtime.device import to_device
 from runtime.errors import CheckpointError, ConfigError, DataError
@@ -35,7 +35,7 @@ from runtime.trained import training_settings
 # ---- Rewards -------------------------------------------------------------------------------------
 
 def references(task, row):
-    """Return the right answers of a row, texts; task: of free_answers.FREE_TASKS."""
+    """Return the right answers of a row, texts; task: of written_answers.WRITTEN_TASKS."""
     answers = task.row(row).references
     if not answers:
         raise DataError('wanted one reference answer or more')
@@ -75,15 +75,15 @@ def load_reward(name, device, dtype, template):
     path, (kind, _, task) = Path(name), name.partition(':')
     if path.is_dir():
         return ModelReward(name, device, dtype, template)
-    if kind in REWARDS and (task or 'qa') in FREE_TASKS:
-        task = FREE_TASKS[task or 'qa']
+    if kind in REWARDS and (task or 'qa') in WRITTEN_TASKS:
+        task = WRITTEN_TASKS[task or 'qa']
         if kind == 'rlcr' and task.runs_code:
             raise ConfigError(f'reward = {name!r}: rlcr grades a text between <answer> tags, not a '
                               f'program; take exact:{name.partition(":")[2]}, with --run_code')
         return FunctionReward(name, partial(REWARDS[kind], task), name, partial(references, task))
     if path.suffix != '.py' or not path.is_file():
         raise ConfigError(f'reward = {name!r}, where there is no file or reward model; wanted '
-                          f'{" or ".join(REWARDS)} of a task ({", ".join(FREE_TASKS)}) as in '
+                          f'{" or ".join(REWARDS)} of a task ({", ".join(WRITTEN_TASKS)}) as in '
                           f'exact:gsm8k, the folder of a reward model, or a Python file with a '
                           f'function reward(prompt, answer, row)')
     names, code = {'__name__': path.stem, '__file__': name}, path.read_bytes()

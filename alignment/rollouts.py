@@ -22,9 +22,10 @@ from alignment.objectives import values_of
 from alignment.packed_answers import PackedRollouts, answer_log_probs, pack_rollouts
 from alignment.prompts import load_prompts
 from alignment.rewards import load_reward
-from data.free_answers import FREE_TASKS
 from data.packing import step_indices
 from data.tokenizer import begins_with_bos
+from data.written_answers import WRITTEN_TASKS
+from decoding.sampling import Sampling
 from generate import generate
 from model import LoRALinear
 from runtime.build import build_model
@@ -33,12 +34,11 @@ from runtime.device import pick_device, pick_dtype
 from runtime.errors import ConfigError, TrainingError
 from runtime.parallel import world_size
 from runtime.resume import advice
-from runtime.sampling import Sampling
 
 
 def check_rollouts(cfg):
     """Raise ConfigError for unusable values; `align.check_align_config` checks the others."""
-    task = FREE_TASKS.get(cfg.reward.partition(':')[2])
+    task = WRITTEN_TASKS.get(cfg.reward.partition(':')[2])
     # `load_reward` refuses rlcr of such a task
     if task and task.runs_code and not cfg.run_code and not cfg.reward.startswith('rlcr:'):
         raise ConfigError(f'reward = {cfg.reward!r} runs the programs that the model writes: read '

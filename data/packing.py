@@ -128,24 +128,27 @@ def step_indices(training, batch_size, seed, first, until):
 
 @dataclass
 class Tree:
-    """A prompt that options share: prefix + stem + leaves[k] are the tokens up to option k's end.
+    """A prompt and its continuations: prefix + prompt + continuations[k] ends with option k.
 
-    Its tokens from index starts[k] on are scored. A tree without leaves is a text: the tokens of
-    prefix + stem at the indices `scored` are scored.
+    Its tokens from index starts[k] on are scored. A tree without continuations is a text: the
+    tokens of prefix + prompt at the indices `scored` are scored.
     """
     prefix: tuple[int, ...]     # shared with other trees: BOS, header and shots
-    stem: list[int]             # shared by the options: the question
-    leaves: list[list[int]] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)     # one per leaf
+    prompt: list[int]           # shared by the continuations: the question
+    continuations: list[list[int]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)     # one per continuation
     scored: list[int] = field(default_factory=list)
     shots: int = 0
 
     @property
+    def sequences(self):
+        """Return the tokens up to the end of each option."""
+        return [[*self.prefix, *self.prompt, *ids] for ids in self.continuations]
+
+    @property
     def n_tokens(self):
         """Return the number of scored tokens of each option."""
-        before = len(self.prefix) + len(self.stem)
-        return [before + len(leaf) - start
-                for leaf, start in zip(self.leaves, self.starts, strict=True)]
+        return [len(ids) - start for ids, start in zip(self.sequences, self.starts, strict=True)]
 
     @property
     def n_scored(self):
@@ -154,11 +157,12 @@ class Tree:
 
     @property
     def branches(self):
-        """Return lists of consecutive options whose leaves differ in their last token alone.
+        """Return lists of consecutive options that differ in their last token alone.
 
-        The last token of a leaf predicts nothing, so the options of a branch share its others.
+        The last token of an option predicts nothing, so the options of a branch share its others.
         """
-        groups = itertools.groupby(range(len(self.leaves)), key=lambda k: self.leaves[k][:-1])
+        groups = itertools.groupby(range(len(self.continuations)),
+                                   key=lambda k: self.continuations[k][:-1])
         return [[*group] for _, group in groups]
 
     @property
@@ -166,7 +170,7 @@ class Tree:
         """Return a hash of the scored tokens and of those before them; changes with the prompt."""
         digest = hashlib.blake2b(digest_size=6)
         starts = dict.fromkeys(self.starts or [0])      # nearly always the same for all options
-        for ids in (self.prefix, self.stem, *self.leaves, (*starts, *self.scored)):
+        for ids in (self.prefix, self.prompt, *self.continuations, (*starts, *self.scored)):
             digest.update(np.array([*ids, -1], dtype=np.int32).tobytes())
         return digest.hexdigest()
 
@@ -193,24 +197,24 @@ class Row:
     def add(self, index, tree, branches):
         """Append the tree with these branches, without a prefix that equals the previous tree's.
 
-        Return the row indices of its prefix and stem.
+        Return the row indices of its prefix and prompt.
         """
         if self.prefix != tree.prefix:
             self.prefix, self.prefix_at = tree.prefix, self.append(tree.prefix, 0)
-        stem_at = self.append(tree.stem, len(tree.prefix))
-        trunk, ids = [*self.prefix_at, *stem_at], [*tree.prefix, *tree.stem]
-        leaves_at = [self.append(tree.leaves[k][:-1], len(trunk)) for k, *_ in branches]
-        for at in (self.prefix_at, stem_at):    # all tokens since then see these
+        prompt_at = self.append(tree.prompt, len(tree.prefix))
+        shared_at, ids = [*self.prefix_at, *prompt_at], [*tree.prefix, *tree.prompt]
+        branches_at = [self.append(tree.continuations[k][:-1], len(ids)) for k, *_ in branches]
+        for at in (self.prefix_at, prompt_at):  # all tokens since then see these
             self.ends[at.start:at.stop] = [len(self.tokens)] * len(at)
-        for branch, leaf_at in zip(branches, leaves_at, strict=True):
+        for branch, branch_at in zip(branches, branches_at, strict=True):
             for k in branch:
-                start, leaf = tree.starts[k], tree.leaves[k]    # in the trunk, or in the leaf
-                before = [*trunk[start - 1:], *leaf_at[max(0, start - 1 - len(trunk)):]]
-                tokens = [*ids[start:], *leaf[max(0, start - len(trunk)):]]
-                # with an empty leaf, the last of `before` predicts nothing
+                start = tree.starts[k]      # in the shared tokens, or in the continuation
+                before = [*shared_at[start - 1:], *branch_at[max(0, start - 1 - len(ids)):]]
+                tokens = [*ids[start:], *tree.continuations[k][max(0, start - len(ids)):]]
+                # without a continuation, the last of `before` predicts nothing
                 self.scored += [(index, k, *pair) for pair in zip(before, tokens, strict=False)]
-        self.scored += [(index, n, trunk[at - 1], ids[at]) for n, at in enumerate(tree.scored)]
-        return trunk
+        self.scored += [(index, n, shared_at[at - 1], ids[at]) for n, at in enumerate(tree.scored)]
+        return shared_at
 
     def padded(self, length):
         """Return (int64 [3, length] of tokens, positions and ends; scored)."""
@@ -224,7 +228,7 @@ class Row:
 def prompt_trees(prompts):
     """Return a Tree for each of `prompts`, lists of tokens, with their common beginning as prefix.
 
-    The last token of each is its own. A leaf of any token asks for the state at the prompt's end.
+    The last token of each is its own. Any continuation asks for the state at the prompt's end.
     """
     shared = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1)
     return [Tree(tuple(ids[:shared]), ids[shared:], [[0]], [len(ids)]) for ids in prompts]
@@ -243,15 +247,15 @@ def pack_trees(trees, row_length):
     """Yield (arrays, scored) of packed rows, see `Row.padded`, from (index, Tree) pairs.
 
     Consecutive trees in a row share a prefix. A question that does not fit into one row is split,
-    and its stem repeated. The row of a longer prompt is a multiple of row_length.
+    and its prompt repeated. The row of a longer prompt is a multiple of row_length.
     """
     row = Row()
     for index, tree in trees:
         branches = tree.branches
         while True:
             prefix = 0 if row.prefix == tree.prefix else len(tree.prefix)
-            room = row_length - len(row.tokens) - prefix - len(tree.stem)
-            computed = [max(0, len(tree.leaves[k]) - 1) for k, *_ in branches]
+            room = row_length - len(row.tokens) - prefix - len(tree.prompt)
+            computed = [max(0, len(tree.continuations[k]) - 1) for k, *_ in branches]
             if not row.tokens:      # an empty row takes one branch, however long
                 room = max(room, computed[0] if branches else 0)
             n = sum(end <= room for end in itertools.accumulate(computed))
@@ -308,7 +312,7 @@ def stack_answers(trees, start, eos, pack_len, deterministic=False):
     """
     rows = []
     for index, tree in trees:
-        ids = [[*tree.prefix, *tree.stem, *leaf] for leaf in tree.leaves]
+        ids = tree.sequences
         answers = Tree((start,), [], [
             option[at:] for option, at in zip(ids, tree.starts, strict=True)], [1] * len(ids))
         prompts = [(*option[:at], eos)

@@ -268,14 +268,14 @@ def encode_answer(prompt, answer, tokenizer, template, add_bos):
 
 
 def to_tree(tokens, loss_mask):
-    """Return (Tree with a leaf per answer, rank of each answer) of a sequence, both the best first.
+    """Return (Tree with the answers, rank of each answer) of a sequence, both the best first.
 
     Tied answers have one rank; ranks count from 0.
     """
     tokens = tokens.tolist()
     starts = np.flatnonzero(np.diff(loss_mask, prepend=0))
     ends = [*starts[1:], len(tokens)]
-    leaves = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+    answers = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
     ranks = np.cumsum(loss_mask[starts] < TIED) - 1
     begin = int(starts[0])
-    return Tree((), tokens[:begin], leaves, [begin] * len(leaves)), ranks
+    return Tree((), tokens[:begin], answers, [begin] * len(answers)), ranks

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
-from data import free_answers
+from data import written_answers
 from data.benchmarks import BENCHMARKS, GENERIC
-from data.free_answers import FREE_TASKS, load_free
+from data.written_answers import WRITTEN_TASKS, load_written
 from data.p_ik import MEASURE, load_p_ik
 from data.questions import Question, load_task, require_task
 from data.trees import tokenize_questions
@@ -26,7 +26,7 @@ scored. The files of `shots` are read unless --shots=0. The files of `validation
 are read for --fit_temperature.
 """
 
-TASKS = *BENCHMARKS, *FREE_TASKS, 'p_ik', *INSTRUCTIONS
+TASKS = *BENCHMARKS, *WRITTEN_TASKS, 'p_ik', *INSTRUCTIONS
 BLOCKS = 8      # of questions per process; each block repeats the shots once
 
 
@@ -139,18 +139,18 @@ class Task:
         def among(q, sample):
             greedy, *ideas = (answer['answer'] or answer['text'].strip() or '(none)' for answer in
                               (sample['greedy'], *sample['answers'][:n_ideas - 1]))
-            return free_answers.proposed_among(q, [greedy, *ideas], greedy,
+            return written_answers.proposed_among(q, [greedy, *ideas], greedy,
                                                sample['greedy']['correct'])
 
-        rule = FREE_TASKS[task_label(self.source)]
+        rule = WRITTEN_TASKS[task_label(self.source)]
         kind, shots, ask = {
-            'p_true': ('p_true', free_answers.proposed_shots(self.shots[''], rule),
-                       lambda q, sample: free_answers.proposed(q, sample['greedy']['text'],
+            'p_true': ('p_true', written_answers.proposed_shots(self.shots[''], rule),
+                       lambda q, sample: written_answers.proposed(q, sample['greedy']['text'],
                                                                sample['greedy']['correct'])),
             'p_true_samples': ('p_true', [], among),
             'p_ik': (name, self.shots[''], lambda q, sample: q),
-            'verbalized_1s': (name, [], lambda q, sample: free_answers.verbalized_1s(q)),
-            'verbalized_2s': (name, [], lambda q, sample: free_answers.verbalized_2s(
+            'verbalized_1s': (name, [], lambda q, sample: written_answers.verbalized_1s(q)),
+            'verbalized_2s': (name, [], lambda q, sample: written_answers.verbalized_2s(
                 q, sample['greedy']['text'], sample['greedy']['correct'])),
         }.get(name, ('from_samples', self.shots[''], lambda q, sample: q))
         task = self._variant(kind, {'': shots}, scored, ask)
@@ -225,18 +225,18 @@ def _load(name, cfg):
                               f'evaluate it without --languages')
         loaded = load_texts(name, limit=cfg.limit, **common)
         return Task(kind, source, loaded.texts, loaded.total, loaded.bad)
-    if kind in FREE_TASKS:
+    if kind in WRITTEN_TASKS:
         if cfg.languages != ('all',):
             raise ConfigError(f'languages = {cfg.languages}: {kind} has one language; leave it out')
         if cfg.dropout_seed is not None:
             raise ConfigError(f'dropout_seed: the answers to {kind} are written without dropout; '
                               f'leave it out')
-        if FREE_TASKS[kind].runs_code and not cfg.run_code:
+        if WRITTEN_TASKS[kind].runs_code and not cfg.run_code:
             raise ConfigError(f'{kind} runs programs that the model wrote; read '
                               f'docs/running_code.md, then allow it with --run_code')
-        if FREE_TASKS[kind].runs_code and not cfg.show:
+        if WRITTEN_TASKS[kind].runs_code and not cfg.show:
             require_sandbox(cfg.isolation)      # before anything is generated
-        loaded = load_free(name, header=cfg.header, shots=cfg.shots, limit=cfg.limit, **common)
+        loaded = load_written(name, header=cfg.header, shots=cfg.shots, limit=cfg.limit, **common)
         return Task('free', source, loaded.questions, loaded.total, loaded.bad, loaded.shots,
                     measure='probability of the greedy answer')
     if kind == 'p_ik':
@@ -276,9 +276,8 @@ def _show(task, tokenizer, cfg):
         if isinstance(tree, DataError):
             lines.append(f'--- {tree}')
             continue
-        ids, contexts = [*tree.prefix, *tree.stem], {}
-        for leaf, start in zip(tree.leaves, tree.starts):
-            prompt = [*ids, *leaf]
+        ids, contexts = [*tree.prefix, *tree.prompt], {}
+        for prompt, start in zip(tree.sequences, tree.starts):
             contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
         for i in tree.scored:
             contexts[tuple(ids[:i])] = [ids[i:i + 1]]
@@ -321,7 +320,7 @@ def describe(task, cfg, counts):
         facts['sample'] = {'questions': counts['items'], 'of': counts['total']}
     if task.measure:
         facts |= {'chat': cfg.chat, 'shots': len(task.shots[''])}
-        if task_label(task.source) in FREE_TASKS:
+        if task_label(task.source) in WRITTEN_TASKS:
             facts |= {'n': cfg.n, 'max_tokens': cfg.max_tokens}
     elif task.kind not in INSTRUCTIONS:
         facts |= {key: getattr(cfg, key) for key in ('prompt_format', 'shots', 'scoring', 'chat')}
@@ -362,7 +361,7 @@ def describe_tasks():
         for split in ('test', 'shots', 'validation'):
             add(split, ', '.join(getattr(benchmark, split)))
         add('{lang}', ' '.join(benchmark.languages))
-    for name, free in FREE_TASKS.items():
+    for name, free in WRITTEN_TASKS.items():
         lines.append(f'{name}  {free.hub}'.rstrip())
         for split in ('test', 'shots'):
             add(split, ', '.join(getattr(free, split)))

@@ -46,8 +46,8 @@ def tokenize_questions(questions, shots, tokenizer, *, add_bos, max_length, chat
                 prompts += whole
             longest = len(before) + max(map(len, prompts))
             if longest <= max_length:
-                stem = os.path.commonprefix(prompts)
-                return Tree(before, stem, [ids[len(stem):] for ids in prompts], starts, shots=n)
+                prompt = os.path.commonprefix(prompts)
+                return Tree(before, prompt, [ids[len(prompt):] for ids in prompts], starts, shots=n)
         raise DataError(f'{question.place}: even without shots the prompt has {longest} tokens; '
                         f'the model or max_length allows {max_length}')
 
@@ -85,7 +85,7 @@ def load_answers(name, tokenizer, *, max_length, add_bos, revision=None, **optio
             if isinstance(tree, DataError):
                 raise tree
             k = question.answer
-            ids = [*tree.prefix, *tree.stem, *tree.leaves[k]]
+            ids = tree.sequences[k]
             sequences.append((ids, [int(i >= tree.starts[k]) for i in range(len(ids))]))
         return sequences
 

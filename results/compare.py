@@ -17,20 +17,21 @@ import numpy as np
 
 import metrics
 import stats
-from results import lm_eval, page
+from results import page
 from results.over_seeds import compare_seeds
 from results.plots import draw_curves, draw_reliability
 from results.prediction_files import few_rows_note
-from results.report import (interval_text, measure, measured_by, panel_title, predictions,
-                            split_groups, task_title, unit)
-from results.runs import Run, find_runs, harness_run, read_run, read_run_samples, sample_of
+from results.report import (measure, measured_by, panel_title, predictions, split_groups,
+                            task_title, unit)
+from results.runs import (Run, find_harness_files, find_runs, harness_run, read_run,
+                          read_run_samples, sample_of)
 from results.samples import sample_order
-from results.tables import (MEASURES, TITLES, Heading, aligned, csv_text, latex, latex_text,
-                            mark_best, markdown)
-from runtime import __version__
+from results.tables import (MEASURES, TITLES, Heading, Section, csv_text, mark_best,
+                            measure_cell)
 from runtime.config import load_config, require_range, require_unicode
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock, write_text
+from runtime.version import __version__
 
 USAGE = """\
 usage: python evaluate.py --compare FOLDER FOLDER [...] [--key=value ...]
@@ -65,7 +66,7 @@ def main(argv):
         raise ConfigError(f'metrics: there is no {unknown[0]!r}; there are {", ".join(MEASURES)}')
     sources = [Path(os.path.expanduser(source))
                for source in (*(a for a in argv if a not in settings), *cfg.sources)]
-    harness = lm_eval.find_files([s for s in sources if not (s / 'samples.jsonl').exists()])
+    harness = find_harness_files([s for s in sources if not (s / 'samples.jsonl').exists()])
     folders = find_runs(sources, [file for files in harness.values() for file in files.values()])
     if twice := [path for path in folders if folders.count(path) > 1]:
         raise ConfigError(f'compare: {twice[0]} is named twice')
@@ -172,21 +173,19 @@ def compare_task(task, runs, samples, keys, cfg):
     differences[1:1] = over_questions(pairs, question_keys, predicted, keys, cfg)
     changes, q = changed_answers(pairs, question_keys, predicted)
     fewest = min(by_language['pooled']['n'] for by_language in reports.values())
-    if {'rmsce', 'mad'} & {*keys} and (note := few_rows_note(
-            fewest, unit(next(iter(runs.values())).results[task]))):
-        remarks.append(f'{note}, so they have no interval')
+    n_unit = unit(next(iter(runs.values())).results[task])
+    if {'rmsce', 'mad'} & {*keys} and (note := few_rows_note(fewest, n_unit)):
+        remarks.append(note)
+    remarks += [f'{TITLES[key]} has no interval below {MEASURES[key].interval_from:,} {n_unit}'
+                for key in keys if fewest < MEASURES[key].interval_from < math.inf]
+    section = Section(title, [('', table), ('', differences), ('', changes)], [*remarks, *q])
+    marked = section._replace(notes=['(* the best)', *section.notes])
     with_intervals, _ = question_table(task, runs, reports, keys, intervals=True)
     return TaskComparison(
-        '\n'.join((f'\n{title}', aligned(table), '(* the best)', *remarks, '',
-                   aligned(differences), '', aligned(changes), *q)),
-        '\n'.join((f'### {title}\n', markdown(table), r'\* the best',
-                   *(f'\n{remark}' for remark in remarks), '', markdown(differences),
-                   markdown(changes), *(f'{line}\n' for line in q))),
-        '\n'.join((latex(with_intervals, title), latex(differences), latex(changes),
-                   *(latex_text(line) + '\n' for line in q))), lines,
+        marked.as_text(), marked.as_markdown(),
+        section._replace(tables=[('', with_intervals), *section.tables[1:]]).as_latex(), lines,
         [(panel_title(name, runs[name].results[task]), p) for name, p in predicted.items()],
-        page.section(title, [table, differences, changes], [*remarks, *q]),
-        rows_to_read(task, runs, samples, question_keys))
+        page.section_html(section), rows_to_read(task, runs, samples, question_keys))
 
 
 def rows_to_read(task, runs, samples, question_keys):
@@ -286,15 +285,16 @@ def question_table(task, runs, reports, keys, intervals=False):
             report, result = reports[name][language], run.results[task]
             labels = {'run': name, 'model': run.model, 'dataset': task,
                       **{key: run.settings.get(key, '') for key in settings}, 'language': language}
-            # intervals by other code are those of another formula, or of another value
-            written = {'pooled': result.get('pooled', {}), **result.get('languages', {})}.get(
-                language, {}) if intervals and result.get('measured_by') == measured_by() else {}
-            table.append([*labels.values(), str(report['n']), *(
-                format(report[key], MEASURES[key].format) + (
-                    # samples may have changed since
-                    interval_text(written, key) if math.isclose(
-                        written.get(key, math.nan), report[key], rel_tol=1e-6) else '')
-                for key in keys)])
+            shown = report
+            # intervals by other code are those of another formula
+            if intervals and result.get('measured_by') == measured_by():
+                written = {'pooled': result.get('pooled', {}), **result.get('languages', {})}.get(
+                    language, {})
+                shown = report | {'intervals': {    # samples may have changed since
+                    key: ends for key, ends in written.get('intervals', {}).items()
+                    if math.isclose(written[key], report.get(key, math.nan), rel_tol=1e-6)}}
+            table.append([*labels.values(), str(report['n']),
+                          *(measure_cell(shown, key, intervals) for key in keys)])
             lines.append(labels | report | sample_of(result))
             groups.append(language)
     count = unit(next(iter(runs.values())).results[task])

@@ -19,6 +19,7 @@ from results.confidence import cells as confidence_cells
 from results.plots import warn_on_failure
 from results.report import GROUPS, cells, notes, predictions, report_rows, task_title, unit
 from results.samples import GRID, sample_order
+from results.tables import Section
 from runtime.ownership import write_text
 
 TEMPLATE = Path(__file__).with_name('page.html')
@@ -196,8 +197,10 @@ def task_html(task, tasks):
     rows, result = {}, tasks[task]
     for row in report_rows(result):
         rows.setdefault(row[0] if row[0] in GROUPS.values() else '', []).append(row)
-    tables = [cells(rows.pop(''), count=unit(result)), confidence_cells(task, tasks)]
-    parts = [section(task_title(task, result), filter(None, tables), notes(result))]
+    tables = [('', cells(rows.pop(''), count=unit(result)))]
+    if by_confidence := confidence_cells(task, tasks):
+        tables.append(('', by_confidence))
+    parts = [section_html(Section(task_title(task, result), tables, notes(result)))]
     parts += [folded(f'{len(group)} {name}', cells(group, count=unit(result)))
               for name, group in rows.items()]
     if by_language := temperatures.cells(result):
@@ -205,10 +208,11 @@ def task_html(task, tasks):
     return '\n'.join(parts) + '\n'
 
 
-def section(title, tables, notes):
-    """Return tables of cells and notes below a title."""
-    return '\n'.join([f'<h2>{html.escape(title)}</h2>', *map(table_html, tables),
-                      *(f'<p class="about">{html.escape(line)}</p>' for line in notes)])
+def section_html(section):
+    """Return a Section of tables.py as HTML."""
+    return '\n'.join([f'<h2>{html.escape(section.title)}</h2>',
+                      *(table_html(table) for _, table in section.tables),
+                      *(f'<p class="about">{html.escape(line)}</p>' for line in section.notes)])
 
 
 def folded(title, lines):

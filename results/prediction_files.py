@@ -24,8 +24,10 @@ import numpy as np
 
 if TYPE_CHECKING or __package__ != 'nanocal':
     import metrics              # in the clone, at the top level
+    import stats
 else:
-    from . import metrics       # installed
+    from . import metrics, stats        # installed
+
 
 class SeveralAnswersError(ValueError):
     """A question of lm_eval has several right options, so its task cannot be measured."""
@@ -61,7 +63,7 @@ example: python metrics.py out/base/samples.jsonl
         try:
             task, _, date = harness_task(path)
             source = f'{Path(path).parent}, {date}' if date else path
-            for name, row in _read_rows(path, task, options.norm):
+            for name, row in _parse_file(path, task, options.norm):
                 tasks.setdefault((source, name), []).append(row)
         except (OSError, EOFError, zlib.error) as error:    # the last two of a damaged .gz file
             hint = '; name a file in it, such as samples.jsonl' * Path(path).is_dir()
@@ -70,35 +72,28 @@ example: python metrics.py out/base/samples.jsonl
             sys.exit(f'error: {path}:{error}')
     several = len({source for source, _ in tasks}) > 1
     for (source, task), rows in tasks.items():
-        title, result = ': '.join(filter(None, (several and source, task))), _report_of_rows(rows)
-        print(*filter(None, (title, result, few_rows_note(result['n'], 'rows'))), sep='\n')
+        title, (probs, labels, n_options, scores) = (
+            ': '.join(filter(None, (several and source, task))), _arrays(rows))
+        result = metrics.report(probs, labels, n_options, scores=scores)
+        calibrated = stats.consistency_test(*metrics.top_label(probs, labels), n_resamples=100)
+        note = ('a calibrated model with these confidences has an ECE of {expected:.4f} on average, '
+                'up to {p95:.4f} in 95 % of samples'.format(**calibrated))
+        print(*filter(None, (title, result, note, few_rows_note(result['n'], 'rows'))), sep='\n')
         if title:
             print()
     sys.stdout.flush()
 
 
-def _read_rows(path, group, norm):
+def _parse_file(path, group, norm):
     """Yield (task, what _parse returns) of each line; ValueError begins with the line number."""
-    first_kinds, rows, logged = {}, [], {}
-    with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as lines:
-        if (array := array_rows(lines)) is not None:
-            rows = [(f' row {number}', row) for number, row in enumerate(array, 1)]
-        for number, line in enumerate(lines, 1):
-            with _line_errors(number):
-                if line.strip():
-                    rows.append((number, json.loads(line.decode('utf-8-sig'))))
-    # of the samples of evaluate.py, those that results.samples.latest_samples returns
-    keys = {number: key for number, row in rows if (key := _sample_key(row))}
-    prompts = {keys[number]: row['prompt'] for number, row in rows if number in keys}
-    latest = {(keys[number], row['id']): number for number, row in rows
-              if number in keys and row['prompt'] == prompts[keys[number]]}
+    first_kinds, rows, logged = {}, [*read_rows(path)], {}
+    samples = [row for _, row in rows if _is_sample(row)]
+    left_out = {id(row) for row in samples} - {id(row) for row in latest_samples(samples)}
     for number, row in rows:
         with _line_errors(number):
             if not isinstance(row, dict):
                 raise ValueError(f'not a JSON object: {str(row)[:40]}')
-            if row.get('split') == 'validation' or number in keys and (
-                    latest.get((keys[number], row['id'])) != number
-                    or row.get('confidence', 0) is None):
+            if row.get('split') == 'validation' or id(row) in left_out:
                 continue
             if 'filtered_resps' in row:
                 sample = harness_sample(row, norm)
@@ -117,10 +112,7 @@ def _read_rows(path, group, norm):
 
 @contextlib.contextmanager
 def _line_errors(number):
-    """Begin a ValueError in the block with the number of the line; say what a line should be.
-
-    number: a text such as ' row 1' in a file without lines
-    """
+    """Begin a ValueError in the block with the number of the line; say what a line should be."""
     try:
         yield
     except (ValueError, OverflowError, RecursionError) as error:
@@ -130,20 +122,32 @@ def _line_errors(number):
             f'lm_eval --log_samples') from None
 
 
-def array_rows(file):
-    """Return the rows of the JSON arrays in an open file, as lm_eval before 0.4.3 wrote them.
+def read_rows(path):
+    """Yield (number, row) of a file of JSON lines, or of JSON arrays as lm_eval wrote before 0.4.3.
 
-    None, with nothing read, for a file that does not begin with an array of objects. Raises
-    ValueError.
+    The number of a row of an array is the text ' row 1'. The file may be .gz. Raises OSError, and
+    ValueError that begins with the number.
     """
-    is_array = re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.read(100))
-    file.seek(0)
-    if not is_array:
-        return None
+    with (gzip.open if str(path).endswith('.gz') else open)(path, 'rb') as file:
+        is_array = re.match(rb'(?:\xef\xbb\xbf)?\s*\[\s*\{', file.read(100))
+        file.seek(0)
+        if is_array:
+            yield from ((f' row {number}', row)
+                        for number, row in enumerate(_array_rows(file.read()), 1))
+            return
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                with _line_errors(number):
+                    row = json.loads(line.decode('utf-8-sig'))
+                yield number, row
+
+
+def _array_rows(content):
+    """Return the rows of JSON arrays that follow each other, as in concatenated files."""
     rows, at = [], 0
     try:
-        text = file.read().decode('utf-8-sig').strip()
-        while at < len(text):       # arrays of concatenated files follow each other
+        text = content.decode('utf-8-sig').strip()
+        while at < len(text):
             array, at = json.JSONDecoder().raw_decode(text, at)
             rows += array if isinstance(array, list) else [array]
             at += len(text[at:]) - len(text[at:].lstrip())
@@ -152,12 +156,42 @@ def array_rows(file):
     return rows
 
 
-def _sample_key(row):
-    """Return a key of the question that a sample of evaluate.py belongs to; () for other rows."""
-    keys = 'task', 'split', 'language', 'id', 'prompt'
-    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
-        return ()
-    return *(row[key] for key in keys[:3]), str(row.get('text', row['id']))
+# Samples of evaluate.py: which of them count
+
+
+def sample_order(sample):
+    """Return a key to sort samples by; it is equal only for samples of the same question."""
+    return sample['task'], sample.get('split', ''), sample.get('language', ''), sample['id']
+
+
+def sample_key(sample):
+    """Return a key of the question or text that a sample belongs to."""
+    return (*sample_order(sample)[:3], sample.get('text', sample['id']))
+
+
+def latest_samples(samples, silent=False):
+    """Return the samples of the latest prompt of each question or text, without repetitions.
+
+    silent: also answers that were to state a probability and did not: their `confidence` is None
+    """
+    prompts = {sample_key(s): s.get('prompt') for s in samples}
+    latest = {(sample_key(s), s['id']): s for s in samples
+              if s.get('prompt') == prompts[sample_key(s)]}
+    return [s for s in latest.values() if silent or not is_silent(s)]
+
+
+def is_silent(sample):
+    return sample.get('confidence', 0) is None
+
+
+def _is_sample(row):
+    """Return whether a row of a file is a sample that evaluate.py wrote."""
+    return isinstance(row, dict) and all(
+        isinstance(row.get(key), str) for key in ('task', 'split', 'language', 'id', 'prompt')
+    ) and isinstance(row.get('text', ''), str)
+
+
+# Files of lm-evaluation-harness
 
 
 def harness_task(path) -> tuple[str, str, str]:
@@ -321,17 +355,18 @@ def _numbers(key, values):
     return np.array(values, dtype=np.float64)
 
 
-def _report_of_rows(rows):
+def _arrays(rows):
+    """Return probs, labels, n_options and scores, those of metrics.report, of parsed rows."""
     kinds, values, labels = zip(*rows, strict=True)
     if kinds[0] == 'confidence':
-        return metrics.report(values, labels)
+        return values, labels, None, None
     n_options = np.array([len(x) for x in values])
     probs = np.zeros((len(rows), n_options.max()))
     scores = np.full(probs.shape, -np.inf)
     for i, (kind, x) in enumerate(zip(kinds, values, strict=True)):
         probs[i, :len(x)] = x if kind == 'probs' else metrics.softmax(x)
         scores[i, :len(x)] = np.log(np.maximum(x, metrics.NLL_FLOOR)) if kind == 'probs' else x
-    return metrics.report(probs, labels, n_options, scores=scores if 'log_probs' in kinds else None)
+    return probs, labels, n_options, scores if 'log_probs' in kinds else None
 
 
 if __name__ == '__main__':

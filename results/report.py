@@ -20,8 +20,8 @@ from results.confidence import cells as confidence_cells
 from results.confidence import notes as written_notes
 from results.plots import draw_reliability, warn_on_failure
 from results.samples import by_order, read_splits, sample_order
-from results.tables import (MEASURES, TITLES, Heading, aligned, csv_text, latex, latex_text,
-                            mark_best, markdown)
+from results.tables import (MEASURES, TITLES, Heading, Section, aligned, csv_text, mark_best,
+                            measure_cell)
 from runtime.errors import DataError
 from runtime.ownership import claim, lock, write_text
 from runtime.processes import parallel_map
@@ -371,10 +371,8 @@ def cells(rows, table='results', first='group', count='questions', intervals=Fal
     columns = [[first, *(name for *_, name, _ in rows)],
                [count, *(str(report.get('n', '')) for *_, report in rows)]]
     for key in keys:
-        columns.append([Heading(key), *(
-            format(report[key], MEASURES[key].format) + (
-                interval_text(report, key) if intervals else '') if key in report else ''
-            for *_, report in rows)])
+        columns.append([Heading(key), *(measure_cell(report, key, intervals)
+                                        for *_, report in rows)])
         if key == 'accuracy' and not intervals:
             columns.append(['95 % interval', *(_accuracy_interval(report) for *_, report in rows)])
     return [*zip(*(column for column in columns if any(column[1:])), strict=True)]
@@ -386,12 +384,6 @@ def _accuracy_interval(report):
     if low is None and 'intervals' in report:
         low, high = report['intervals']['accuracy']
     return '' if low is None else f'{low:.3f}-{high:.3f}'
-
-
-def interval_text(report, metric):
-    """Return ' [0.091, 0.113]', the bootstrap interval of a metric; '' if there is none."""
-    ends = report.get('intervals', {}).get(metric)
-    return ' [{:.3f}, {:.3f}]'.format(*ends) if ends else ''
 
 
 # Files
@@ -435,11 +427,22 @@ def agreement_note(before, after):
             f'{temperature:.3f}; with it the ECE is {metrics.ece(scaled, after.labels):.3f}')
 
 
-def more_tables(task, tasks):
-    """Return [(title, cells)] of the tables below that of a task in {task: result}."""
-    tables = {'Temperatures by language': temperatures.cells(tasks[task]),
-              'Confidences in the written answers': confidence_cells(task, tasks)}
-    return [(title, table) for title, table in tables.items() if table]
+def section(task, tasks, to_publish=False):
+    """Return the Section of `task` in {task: result}.
+
+    to_publish: with intervals in the cells, and the best marked of the rows of the same questions:
+    pooled, and scaled by what was fitted
+    """
+    result = tasks[task]
+    rows = report_rows(result)
+    table = cells(rows, count=unit(result), intervals=to_publish)
+    if to_publish:
+        table = mark_best(table, ['' if kind in ('pooled', 'post_hoc') else (kind, name)
+                                  for kind, name, _ in rows])
+    more = {'Temperatures by language': temperatures.cells(result),
+            'Confidences in the written answers': confidence_cells(task, tasks)}
+    return Section(task_title(task, result),
+                   [('', table), *(pair for pair in more.items() if pair[1])], notes(result))
 
 
 def to_text(tasks, labels):
@@ -448,44 +451,22 @@ def to_text(tasks, labels):
     A confidence in the written answers to a task has no text of its own: it is a line in the table
     of all confidences in them.
     """
-    texts = []
-    for label in labels:
+    def is_line_of_another(label):
         task, _, confidence = label.partition('.')
-        if not confidence or 'written' not in tasks.get(task, ()):
-            result = tasks[label]
-            texts += ['', task_title(label, result),
-                      aligned(cells(report_rows(result), count=unit(result))), *notes(result)]
-        for title, table in more_tables(label, tasks):
-            texts += [f'\n{title}', aligned(table)]
-    return '\n'.join(texts)
+        return confidence and 'written' in tasks.get(task, ())
+
+    return '\n'.join(section(label, tasks).as_text() for label in labels
+                     if not is_line_of_another(label))
 
 
 def to_markdown(tasks):
     """Return title, tables and notes of every task in {task: result}, in Markdown."""
-    texts = []
-    for task, result in tasks.items():
-        texts += [f'### {task_title(task, result)}\n',
-                  markdown(cells(report_rows(result), count=unit(result))),
-                  *(f'{line}\n' for line in notes(result))]
-        for title, table in more_tables(task, tasks):
-            texts += [f'{title}:\n', markdown(table)]
-    return '\n'.join(texts)
+    return '\n'.join(section(task, tasks).as_markdown() for task in tasks)
 
 
 def to_latex(tasks):
-    """Return title, tables and notes of every task in {task: result}, for LaTeX.
-
-    Bold is the best of the rows of the same questions: pooled, and scaled by what was fitted.
-    """
-    texts = []
-    for task, result in tasks.items():
-        rows = report_rows(result)
-        groups = ['' if kind in ('pooled', 'post_hoc') else (kind, name) for kind, name, _ in rows]
-        table = mark_best(cells(rows, count=unit(result), intervals=True), groups)
-        texts += [latex(table, task_title(task, result)),
-                  *(f'{latex_text(line)}\n' for line in notes(result))]
-        texts += [latex(table, f'{task}: {title}') for title, table in more_tables(task, tasks)]
-    return '\n'.join(texts)
+    """Return title, tables and notes of every task in {task: result}, for LaTeX."""
+    return '\n'.join(section(task, tasks, to_publish=True).as_latex() for task in tasks)
 
 
 def to_csv(tasks):

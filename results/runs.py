@@ -1,10 +1,11 @@
-"""Read run folders for comparison: model, settings of training, results and samples."""
+"""Read what is compared: folders of runs, and files that lm_eval --log_samples wrote."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from results import lm_eval
-from results.prediction_files import NORMS
+from results.prediction_files import (NORMS, SeveralAnswersError, harness_sample, harness_task,
+                                      old_harness_tasks, read_rows, repeats)
 from results.samples import read_splits, use_new_names
 from runtime.config import read_assignments
 from runtime.errors import DataError
@@ -84,16 +85,6 @@ def read_run(folder):
                {key: str(value) for key, value in settings.items()}, results, questions)
 
 
-def harness_run(folder, files, norm):
-    """Return the Run of lm-evaluation-harness's {subtask: file}; `norm` as in CompareConfig."""
-    tasks = lm_eval.read_run(files, norm)
-    norm = 'sum' if norm == 'token' else norm       # the files do not count tokens
-    # n_tokens of these samples holds the lengths that `norm` names
-    results = {task: {'distribution': f'lm-evaluation-harness, {norm}', 'norm': 'token'}
-               for task in tasks}
-    return Run(folder, folder.name, 0, {}, results, harness_samples=tasks)
-
-
 def read_run_samples(run):
     """Return ({task: samples}, {task: samples of the validation split}) of a run."""
     if run.harness_samples:
@@ -112,3 +103,75 @@ def read_run_samples(run):
 def sample_of(result):
     """Return {'sample_of': number of questions} for a result with --limit, else {}."""
     return {'sample_of': str(result['sample']['of'])} if 'sample' in result else {}
+
+
+# Files of lm-evaluation-harness
+
+
+def find_harness_files(sources):
+    """Return {run: {subtask: file}} for the files `sources` and those of lm_eval below folders.
+
+    A run is the folder of a model, with the newest file of each subtask, or a renamed file.
+    """
+    runs = {}
+    for source in sources:
+        paths = [source] if source.suffix == '.jsonl' else sorted((
+            *source.rglob('samples_*_????-??-??T*.jsonl'),
+            *(path for results in source.rglob('results.json') if old_harness_tasks(results)
+              for path in results.parent.glob('*.jsonl') if harness_task(path)[1])))
+        for path in [path.absolute() for path in dict.fromkeys(paths)]:
+            _, subtask, call = harness_task(path)
+            files = runs.setdefault(path.parent if call else path, {})
+            if subtask in files and path != files[subtask]:
+                older, path = sorted((path, files[subtask]))    # by date, since the rest is equal
+                print(f'{older} is left out: {path.name} is newer')
+            files[subtask] = path
+    return runs
+
+
+def harness_run(folder, files, norm):
+    """Return the Run of lm-evaluation-harness's {subtask: file}; `norm` as in CompareConfig."""
+    tasks = _read_harness_samples(files, norm)
+    norm = 'sum' if norm == 'token' else norm       # the files do not count tokens
+    # n_tokens of these samples holds the lengths that `norm` names
+    results = {task: {'distribution': f'lm-evaluation-harness, {norm}', 'norm': 'token'}
+               for task in tasks}
+    return Run(folder, folder.name, 0, {}, results, harness_samples=tasks)
+
+
+def _read_harness_samples(files, norm):
+    """Return {task: samples}, as evaluate.py writes them, of {subtask: file}.
+
+    Skip a file whose first line is not multiple choice or that has a question with several right
+    options, and say so. Raise DataError with file and line for any other unusable line, and if no
+    file is left.
+    """
+    tasks = {}
+    for subtask, path in files.items():
+        samples, logged = [], {}
+        try:
+            for number, row in read_rows(path):
+                try:
+                    sample = harness_sample(row, norm)
+                    if not all(map(math.isfinite, sample['log_probs'])):
+                        raise ValueError(f'the log-probabilities are {sample["log_probs"]}')
+                    repeated = repeats(sample, row.get('filter'), logged)
+                except ValueError as error:
+                    if samples and not isinstance(error, SeveralAnswersError):
+                        raise ValueError(f'{number}: {error}') from None
+                    print(f'{path.name} is left out: {error}')
+                    samples = []
+                    break
+                if not repeated:
+                    samples.append(sample | {'split': 'test', 'subject': subtask,
+                                             'id': f'{subtask}:{sample["id"]}'})
+        except OSError as error:
+            raise DataError(f'cannot read {path}: {error.strerror}') from error
+        except ValueError as error:
+            raise DataError(f'{path}:{error}') from None
+        task = harness_task(path)[0]
+        if samples:
+            tasks.setdefault(task, []).extend(sample | {'task': task} for sample in samples)
+    if not tasks:
+        raise DataError(f'{path}: no multiple-choice questions of lm_eval --log_samples')
+    return {task: sorted(samples, key=lambda s: s['id']) for task, samples in tasks.items()}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from results.prediction_files import is_silent, latest_samples, sample_key, sample_order
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
 
@@ -335,16 +336,6 @@ def _fault(row):
     return ''
 
 
-def sample_order(sample):
-    """Return a key to sort samples by; it is equal only for samples of the same question."""
-    return sample['task'], sample.get('split', ''), sample.get('language', ''), sample['id']
-
-
-def sample_key(sample):
-    """Return a key of the question or text that a sample belongs to."""
-    return (*sample_order(sample)[:3], sample.get('text', sample['id']))
-
-
 def mean_over_orders(orders):
     """Return log-probabilities [K] whose softmax is the mean distribution over several orders.
 
@@ -370,21 +361,6 @@ def by_order(samples):
               for k in range(n)}
     return {name: [s | order | {'answer': order['order'].index(s['answer'])}
                    for s, order in pairs] for name, pairs in chosen.items()}
-
-
-def latest_samples(samples, silent=False):
-    """Return the samples of the latest prompt of each question or text, without repetitions.
-
-    silent: also answers that were to state a probability and did not: their `confidence` is None
-    """
-    prompts = {sample_key(s): s.get('prompt') for s in samples}
-    latest = {(sample_key(s), s['id']): s for s in samples
-              if s.get('prompt') == prompts[sample_key(s)]}
-    return [s for s in latest.values() if silent or not is_silent(s)]
-
-
-def is_silent(sample):
-    return sample.get('confidence', 0) is None
 
 
 def read_splits(path):

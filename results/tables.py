@@ -1,8 +1,9 @@
-"""Tables of cells, header first: the best marked, and written as text, Markdown, LaTeX or CSV."""
+"""Tables of cells, header first, and sections of a report, as text, Markdown, LaTeX and CSV."""
 
 import csv
 import io
 import re
+from typing import NamedTuple
 
 import metrics
 
@@ -17,6 +18,47 @@ class Heading(str):
         heading = super().__new__(cls, TITLES[key] if title is None else title)
         heading.higher_is_better = MEASURES[key].higher_is_better
         return heading
+
+
+def measure_cell(report, key, interval=False):
+    """Return the value of a metric in its format, '' if the report lacks it.
+
+    interval: add the one of the report, if it has one: '0.102 [0.091, 0.113]'
+    """
+    if key not in report:
+        return ''
+    ends = report.get('intervals', {}).get(key) if interval else None
+    return format(report[key], MEASURES[key].format) + (
+        ' [{:.3f}, {:.3f}]'.format(*ends) if ends else '')
+
+
+class Section(NamedTuple):
+    """What a report says about one task, in any format: tables below a title, and notes.
+
+    tables: [(title or '', cells)]; the notes, lines of text, follow the first table.
+    """
+    title: str
+    tables: list
+    notes: list
+
+    def as_text(self):
+        (_, first), *others = self.tables
+        texts = ['', self.title, aligned(first), *self.notes]
+        for title, table in others:
+            texts += [f'\n{title}' if title else '', aligned(table)]
+        return '\n'.join(texts)
+
+    def as_markdown(self):
+        (_, first), *others = self.tables
+        texts = [f'### {self.title}\n', markdown(first), *(f'{line}\n' for line in self.notes)]
+        for title, table in others:
+            texts += [f'{title}:\n'] * bool(title) + [markdown(table)]
+        return '\n'.join(texts)
+
+    def as_latex(self):
+        (_, first), *others = self.tables
+        return '\n'.join([latex(first, self.title), *(f'{latex_text(x)}\n' for x in self.notes),
+                          *(latex(table, title) for title, table in others)])
 
 
 def mark_best(lines, groups):

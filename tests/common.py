@@ -1,11 +1,13 @@
 """What tests of several rooms share: tiny models, tokenizers, tasks."""
 
 import base64
+import copy
 import json
 import multiprocessing
 import os
 import resource
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -197,8 +199,24 @@ def class_of(config):
     return getattr(transformers, ARCHITECTURE_OF[config.model_type])
 
 
+_references = {}    # {name and keys: (model, its folder)}
+
+
 def reference_model(name, folder, **more):
-    """A small random model by transformers, saved into `folder`; `more`: other config keys."""
+    """A small random model by transformers, saved into `folder`; `more`: other config keys.
+
+    It is built once in a process; each call returns a copy and copies its files.
+    """
+    key = repr((name, more))
+    if key not in _references:
+        _references[key] = build_reference(name, more), tempfile.TemporaryDirectory()
+        _references[key][0].save_pretrained(_references[key][1].name)
+    reference, files = _references[key]
+    shutil.copytree(files.name, folder, dirs_exist_ok=True)
+    return copy.deepcopy(reference)
+
+
+def build_reference(name, more):
     import transformers
     kind, options = ARCHITECTURES[name]
     shape = {'vocab_size': 211, 'hidden_size': 48, 'intermediate_size': 80, 'num_hidden_layers': 3,
@@ -212,7 +230,6 @@ def reference_model(name, folder, **more):
         for key, p in reference.named_parameters():
             norm = 'norm' in key and not kind.startswith('Gemma') and not key.endswith('bias')
             p.copy_(torch.randn_like(p) * 0.25 + norm)
-    reference.save_pretrained(folder)
     return reference
 
 

@@ -8,6 +8,7 @@ not depend on their order, and several processes can share them.
 import contextlib
 import fcntl
 import functools
+import gc
 import importlib.util
 import inspect
 import io
@@ -39,6 +40,23 @@ def pytest_sessionstart(session):
         os.environ.setdefault('TRITON_INTERPRET', '1')  # before anything imports triton
     if os.environ.get('TRITON_INTERPRET') == '1' and importlib.util.find_spec('triton'):
         speed_up_interpreter()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the tests of the demo's run slow: training its small world takes seconds."""
+    for item in items:
+        if 'small_world' in getattr(item, 'fixturenames', ()):
+            item.add_marker('slow')
+
+
+def pytest_collection_finish(session):
+    """Leave what is imported by now out of garbage collections, also of the forks."""
+    gc.freeze()
+
+
+def pytest_sessionfinish(session):
+    gc.unfreeze()       # else libraries report their objects as leaks
 
 
 def speed_up_interpreter():

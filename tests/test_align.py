@@ -130,14 +130,14 @@ def plain_loss(model, run, cfg, reference):
     for i in range(len(run.sequences)):
         tree, ranks = to_tree(*run.sequences[i])
         s = []
-        for leaf in tree.leaves:
-            tokens = torch.tensor([tree.stem + leaf])
+        for option in tree.continuations:
+            tokens = torch.tensor([tree.prompt + option])
             z = model.logits(model(tokens, torch.arange(tokens.shape[1])[None], None))[0, :-1]
             log_p = z.log_softmax(-1)[torch.arange(len(z)), tokens[0, 1:]]
-            s.append(log_p[len(tree.stem) - 1:].sum())
+            s.append(log_p[len(tree.prompt) - 1:].sum())
         losses = [PAIR_LOSSES[cfg.method](Pairs(
             *(x[None] for x in (s[j], s[k])),
-            *(torch.tensor([float(len(tree.leaves[m]))]) for m in (j, k)),
+            *(torch.tensor([float(len(tree.continuations[m]))]) for m in (j, k)),
             *(torch.tensor([float(reference[i][m])]) for m in (j, k))), cfg)
             for j in range(len(s)) for k in range(len(s)) if ranks[j] < ranks[k]]
         total = total + torch.cat(losses).mean() / len(run.sequences)
@@ -233,12 +233,12 @@ def padded_sides(run):
     """Return tokens and loss mask [2 n, T] of the better answers, then of the worse, with prompts.
     """
     trees = [to_tree(*run.sequences[i])[0] for i in range(len(run.sequences))]
-    sides = [(tree.stem, tree.leaves[k]) for k in (0, 1) for tree in trees]
+    sides = [(tree.prompt, tree.continuations[k]) for k in (0, 1) for tree in trees]
     ids = torch.zeros(len(sides), max(len(a) + len(b) for a, b in sides), dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    for row, (stem, leaf) in enumerate(sides):
-        ids[row, :len(stem) + len(leaf)] = torch.tensor(stem + leaf)
-        mask[row, len(stem):len(stem) + len(leaf)] = 1
+    for row, (prompt, option) in enumerate(sides):
+        ids[row, :len(prompt) + len(option)] = torch.tensor(prompt + option)
+        mask[row, len(prompt):len(prompt) + len(option)] = 1
     return ids, mask
 
 
@@ -469,8 +469,8 @@ def test_the_reward_loss_is_that_of_all_pairs_with_a_gradient_for_the_score(base
     for i in range(len(run.sequences)):
         tree, ranks = to_tree(*run.sequences[i])
         r = []
-        for leaf in tree.leaves:
-            tokens = torch.tensor([tree.stem + leaf])
+        for option in tree.continuations:
+            tokens = torch.tensor([tree.prompt + option])
             hidden = model.decoder(tokens, torch.arange(tokens.shape[1])[None], None)
             r.append((hidden[0, -1].double() * model.score.weight[0].double()).sum())
         m = rows[i].get('margin', 0.0)

@@ -20,9 +20,10 @@ from common import (ARCHITECTURES, HERE, LLAMA3_ROPE, few_layers, llama_config, 
 from safetensors.torch import load_file, save_file
 
 import model as models
-from runtime import (__version__, adapter, checkpoint, config_json, config_keys, config_ropes,
+from runtime import (adapter, checkpoint, config_json, config_keys, config_ropes,
                      device, weights)
 from runtime.errors import ConfigError
+from runtime.version import __version__
 
 
 @pytest.mark.parametrize('name', [

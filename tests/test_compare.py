@@ -84,9 +84,10 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered
     assert accuracy[6:] == ['+0.0000', '+0.0000', '+0.0000', '1.000', '1.000']
     assert float(ece[6]) == pytest.approx(float(second['ece']) - float(first['ece']), abs=1e-4)
     assert float(ece[-2]) < 0.02 and float(ece[-1]) == pytest.approx(3 * float(ece[-2]), abs=3e-3)
-    # RMSCE has no interval and no p below 1,000 questions
+    # RMSCE has no interval and no p below 10,000 questions
     assert rmsce[5:] == ['RMSCE', f'{float(second["rmsce"]) - float(first["rmsce"]):+.4f}']
-    assert 'can be far below ECE, which has 10, so they have no interval' in printed
+    assert 'they can be far below ECE, which has 10\n' in printed
+    assert 'RMSCE has no interval below 10,000 questions\n' in printed
     found = stats.student_t([float(rows[i + 1]['ece']) - float(rows[i]['ece'])
                                for i in (0, 2, 4)])
     assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [

@@ -372,7 +372,7 @@ def test_solved_questions_are_trained_by_letter(tmp_path, tokenizers):
         assert len(sequences) == len(trees) == 12
         for i, (question, tree) in enumerate(trees):
             ids, loss_mask = (x.tolist() for x in sequences[i])
-            assert ids == [*tree.prefix, *tree.stem, *tree.leaves[question.answer]]
+            assert ids == [*tree.prefix, *tree.prompt, *tree.continuations[question.answer]]
             n = tree.n_tokens[question.answer]      # small vocabularies may have no token ' A'
             assert loss_mask == [0] * (len(ids) - n) + [1] * n
             assert tokenizers[kind].decode(ids[-n:]).strip() == 'ABCD'[question.answer]

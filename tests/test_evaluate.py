@@ -53,27 +53,27 @@ def random_trees(rng, own_starts=True, n=12):
     prefixes = [tuple(ids(1, 20)) for _ in range(3)]
     trees = []
     for i in range(n):
-        prefix, stem = prefixes[i * len(prefixes) // n], ids(1, 9)
-        leaves = [ids(1, 6) for _ in range(rng.integers(2, 6))]
-        start = len(prefix) + len(stem) + rng.integers(-1, 1)  # a shared first token is in the stem
-        starts = [start] * len(leaves)
+        prefix, prompt = prefixes[i * len(prefixes) // n], ids(1, 9)
+        options = [ids(1, 6) for _ in range(rng.integers(2, 6))]
+        # a shared first token is in the prompt
+        start = len(prefix) + len(prompt) + rng.integers(-1, 1)
+        starts = [start] * len(options)
         if own_starts and i % 3 == 2:
-            starts = [start + int(rng.integers(len(leaf))) for leaf in leaves]
-        trees.append(packing.Tree(prefix, stem, leaves, starts))
+            starts = [start + int(rng.integers(len(option))) for option in options]
+        trees.append(packing.Tree(prefix, prompt, options, starts))
     return trees
 
 
 def in_several_orders(tree):
-    """The tree of three letters after each of the leaves, as after each order of the options."""
-    before = len(tree.prefix) + len(tree.stem)
-    return packing.Tree(tree.prefix, tree.stem, [[*leaf, k] for leaf in tree.leaves
-                                                 for k in (7, 8, 9)],
-                        [before + len(leaf) for leaf in tree.leaves for _ in range(3)])
+    """The tree of three letters after each continuation, as after each order of the options."""
+    return packing.Tree(tree.prefix, tree.prompt,
+                        [[*ids, k] for ids in tree.continuations for k in (7, 8, 9)],
+                        [len(ids) for ids in tree.sequences for _ in range(3)])
 
 
 def plain_log_probs(model, tree, device):
     """Of each option, by a row for each that holds its sequence, then padding."""
-    sequences = [torch.tensor([*tree.prefix, *tree.stem, *leaf]) for leaf in tree.leaves]
+    sequences = [torch.tensor(ids) for ids in tree.sequences]
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     logits = model.logits(model(*(x.to(device) for x in (ids, *whole_rows(ids)))))
     log_probs = logits.log_softmax(-1).cpu()[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
@@ -128,7 +128,7 @@ def test_the_hash_of_a_tree_stays_as_in_folders_that_are_there():
 
 
 def test_an_option_that_begins_another_does_not_lengthen_a_row():
-    """Such an option has an empty leaf; one token less than none was counted for it."""
+    """Such an option has an empty continuation; one token less than none was counted for it."""
     tree = packing.Tree((1, 2, 3), [4, 5], [[1] * 5, [], [2, 2]], [4, 4, 4])
     rows = list(packing.pack_trees([(0, tree)], 9))
     assert [arrays.shape for arrays, _ in rows] == [(3, 9)] * 2
@@ -173,13 +173,13 @@ def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
     for index, numbers, values in evaluate.score(lambda: model, enumerate(trees), 64,
                                                  compute=evaluate.token_statistics):
         tree = trees[index]
-        ids = torch.tensor([tree.stem])
+        ids = torch.tensor([tree.prompt])
         log_probs = model.logits(model(ids, *whole_rows(ids))).log_softmax(-1)[0].detach()
         for n, (log_prob, top, top_log_prob, entropy) in zip(numbers, values, strict=True):
             row = log_probs[tree.scored[n] - 1]
             assert top == row.argmax()
             assert [log_prob, top_log_prob, entropy] == pytest.approx(
-                [float(x) for x in (row[tree.stem[tree.scored[n]]], row.max(),
+                [float(x) for x in (row[tree.prompt[tree.scored[n]]], row.max(),
                                     -(row.exp() * row).sum())], abs=1e-4)
 
 
@@ -272,9 +272,9 @@ def test_question_tokens_are_the_joint_encoding(tokenizers, tmp_path, kind, opti
     tree = first_tree(asked, solved, tokenizer)
     assert tree.shots == 2
     prefix = asked[0].header + ''.join(s.solved for s in solved['', 'foxes'])
-    for option, leaf in zip(asked[0].options, tree.leaves, strict=True):
+    for option, ids in zip(asked[0].options, tree.sequences, strict=True):
         whole = [tokenizer.bos_id] + tokenizer.encode(prefix + asked[0].context + option)
-        assert [*tree.prefix, *tree.stem, *leaf] == whole
+        assert ids == whole
         assert tokenizer.decode(whole[tree.starts[0]:]).strip() == option.strip()
 
 
@@ -302,7 +302,7 @@ def test_chat_tokens_are_those_of_training(tokenizers, tmp_path, kind, template,
             ids, mask = encode_conversation(
                 [{'role': 'user', 'content': text + question.context},
                  {'role': 'assistant', 'content': option.strip()}], tokenizer, template, add_bos)
-            whole = [*tree.prefix, *tree.stem, *tree.leaves[n]]
+            whole = tree.sequences[n]
             assert whole == ids[:len(whole)] and len(whole) - tree.starts[n] == tree.n_tokens[n]
             # what follows is the end of the turn
             assert mask[:len(whole)] == [0] * tree.starts[n] + [1] * tree.n_tokens[n]
@@ -320,8 +320,8 @@ def test_each_option_of_winogrande_has_its_own_start(tokenizers, tmp_path):
         ((_, tree),) = tokenize_questions([question], {}, tokenizer, add_bos=True, max_length=200,
                                           chat=chat)
         assert tree.starts[0] != tree.starts[1]
-        for option, leaf, start in zip(question.options, tree.leaves, tree.starts, strict=True):
-            ids, context = [*tree.prefix, *tree.stem, *leaf], question.context + option
+        for option, ids, start in zip(question.options, tree.sequences, tree.starts, strict=True):
+            context = question.context + option
             whole = [tokenizer.bos_id, *tokenizer.encode(context + rest)]
             if chat == 'tulu':
                 whole, mask = encode_conversation(
@@ -346,7 +346,7 @@ def test_white_space_before_a_question_is_as_in_one_text(tmp_path, chat):
         whole = [tokenizer.bos_id, *tokenizer.encode(text)] if chat == 'none' else (
             encode_conversation([{'role': 'user', 'content': text},
                                  {'role': 'assistant', 'content': 'x'}], tokenizer)[0])
-        assert [*tree.prefix, *tree.stem] == whole[:len(tree.prefix) + len(tree.stem)]
+        assert [*tree.prefix, *tree.prompt] == whole[:len(tree.prefix) + len(tree.prompt)]
 
 
 @pytest.mark.slow
@@ -398,8 +398,8 @@ def test_a_question_may_begin_the_text(tokenizers, kind):
     question = questions.Question('1', 'A fox runs and', [' sleeps.', ' eats a hen.'], 1, 's')
     for solved, max_length in (({}, 2000), ({('', 's'): [question]}, 30)):
         tree = first_tree([question], solved, tokenizer, max_length)
-        for option, leaf in zip(question.options, tree.leaves, strict=True):
-            assert [*tree.prefix, *tree.stem, *leaf] == [
+        for option, ids in zip(question.options, tree.sequences, strict=True):
+            assert ids == [
                 tokenizer.bos_id, *tokenizer.encode(question.context + option)]
 
 
@@ -409,7 +409,7 @@ def test_whole_shots_are_dropped(tokenizers, tmp_path):
     shots = solved['', 'foxes']
     sizes = [first_tree(asked, {('', 'foxes'): shots[:n]}, tokenizer) for n in range(4)]
     for kept, tree in enumerate(sizes):
-        longest = len(tree.prefix) + len(tree.stem) + max(map(len, tree.leaves))
+        longest = len(tree.prefix) + len(tree.prompt) + max(map(len, tree.continuations))
         assert first_tree(asked, solved, tokenizer, longest) == tree and tree.shots == kept
     with pytest.raises(DataError, match='even without shots the prompt has'):
         first_tree(asked, {}, tokenizer, 10)
@@ -426,7 +426,7 @@ def test_a_prompt_has_exactly_one_bos(tokenizers, tmp_path):
     for add_bos in (True, False):
         for tokenizer in tokenizers.values():
             tree = first_tree(asked, {}, tokenizer, add_bos=add_bos)
-            assert [*tree.prefix, *tree.stem].count(tokenizer.bos_id) == int(add_bos)
+            assert [*tree.prefix, *tree.prompt].count(tokenizer.bos_id) == int(add_bos)
 
 
 @pytest.mark.slow
@@ -451,8 +451,8 @@ def test_real_questions_have_the_tokens_of_the_whole_text(file, tmp_path):
         for q, tree in tokenize_questions(picked, solved, tokenizer, add_bos=True,
                                           max_length=10**6):
             before = q.header + ''.join(s.solved for s in solved.get(q.group, []))
-            for option, leaf in zip(q.options, tree.leaves, strict=True):
-                assert [*tree.prefix, *tree.stem, *leaf] == [
+            for option, ids in zip(q.options, tree.sequences, strict=True):
+                assert ids == [
                     tokenizer.bos_id, *tokenizer.encode(before + q.context + option)]
 
 
@@ -703,7 +703,7 @@ def test_what_edited_code_computes_is_not_mixed_with_what_was_there(scored_folde
     (generate.why_ended, "return 'max_tokens'", "return 'length'", True),
     (evaluate.question_samples, 'log_probs.tolist()', '(2 * log_probs).tolist()', True),
     (packing.Row, '[end] * len(ids)', '[end + 1] * len(ids)', True),
-    (packing.Tree, 'len(leaf) - start', 'len(leaf)', True),
+    (packing.Tree, 'len(ids) - start', 'len(ids)', True),
     (samples.question_fields, 'question.category', "''", True),
     (samples.mean_over_orders, 'return', 'return 2 *', True)])
 def test_the_hash_of_the_code_tells_what_decides_a_sample(part, old, new, other, monkeypatch):

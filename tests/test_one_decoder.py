@@ -19,7 +19,7 @@ import generate
 import train
 from data import packing
 from runtime import checkpoint
-from runtime.sampling import Sampling
+from decoding.sampling import Sampling
 
 FAMILIES = ['llama', 'gemma2', 'neox', 'gemma3', 'cohere', 'olmo3', 'phi3', 'opt']
 EDITS = {       # what a reader edits: the class of which method, or a function
@@ -29,8 +29,8 @@ EDITS = {       # what a reader edits: the class of which method, or a function
 
 def random_tree(seed):
     rng = np.random.default_rng(seed)
-    prefix, stem, *leaves = (rng.integers(3, 211, n).tolist() for n in (3, 4, 2, 3, 1))
-    return packing.Tree(tuple(prefix), stem, leaves, [START] * 3)
+    prefix, prompt, *continuations = (rng.integers(3, 211, n).tolist() for n in (3, 4, 2, 3, 1))
+    return packing.Tree(tuple(prefix), prompt, continuations, [START] * 3)
 
 
 START = 7       # of the options of a tree
@@ -97,8 +97,7 @@ def plain(model, device, drawn):
               [torch.from_numpy(loss_mask[1:] == 1)] for ids, loss_mask in TEXTS]
     scores = []
     for tree in TREES[:1]:
-        for leaf in tree.leaves:
-            ids = [*tree.prefix, *tree.stem, *leaf]
+        for ids in tree.sequences:
             log_p = log_probs(ids)
             scores.append(sum(log_p[i - 1, ids[i]].item() for i in range(START, len(ids))))
     ids, n = PROMPT + drawn, len(PROMPT)

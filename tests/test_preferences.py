@@ -71,8 +71,8 @@ def test_the_better_answer_of_each_published_format_comes_first(name, tokenizer)
     assert prompt[:-1] == ([said('system', 'Be brief.')] if len(prompt) > 1 else [])
     ((tokens, loss_mask),) = encode_ranking(ranking, tokenizer, 'tulu', True, 512)
     tree, ranks = to_tree(np.array(tokens), np.array(loss_mask, dtype=np.uint8))
-    assert tree.leaves[0] == tokenizer.encode('Red.', start=False) + [tokenizer.eos_id]
-    assert tree.leaves[-1] == tokenizer.encode('Seven.', start=False) + [tokenizer.eos_id]
+    assert tree.continuations[0] == tokenizer.encode('Red.', start=False) + [tokenizer.eos_id]
+    assert tree.continuations[-1] == tokenizer.encode('Seven.', start=False) + [tokenizer.eos_id]
     assert list(ranks) == ([0, 0, 1] if name == 'GPT-4-LLM' else [0, 1])
 
 
@@ -85,7 +85,7 @@ def test_the_chosen_answer_is_the_better_one_unless_the_scores_are_equal(scores,
         assert encoded == 'answers of equal score'
         return
     tree, of_answers = to_tree(*map(np.array, encoded[0]))
-    assert tree.leaves[0] == tokenizer.encode('Red.', start=False) + [tokenizer.eos_id]
+    assert tree.continuations[0] == tokenizer.encode('Red.', start=False) + [tokenizer.eos_id]
     assert list(of_answers) == ranks
 
 
@@ -105,13 +105,13 @@ def test_prompt_and_answers_have_the_tokens_of_generation_and_of_training(templa
     ((tokens, loss_mask),) = encode_ranking(
         Ranking(messages, ['Red, of course.', 'Seven'], [1, 0]), tokenizer, template, True, 512)
     tree, _ = to_tree(np.array(tokens), np.array(loss_mask, dtype=np.uint8))
-    assert tree.stem == encode_prompt(messages, tokenizer, template)[0]
-    for leaf, answer in zip(tree.leaves, ('Red, of course.', 'Seven'), strict=True):
+    assert tree.prompt == encode_prompt(messages, tokenizer, template)[0]
+    for leaf, answer in zip(tree.continuations, ('Red, of course.', 'Seven'), strict=True):
         ids, supervised = encode_conversation([*messages, said('assistant', answer)], tokenizer,
                                               template)
-        assert tree.stem + leaf == ids
-        assert sum(supervised) >= len(leaf) == len(ids) - len(tree.stem)
-    assert tree.stem.count(tokenizer.bos_id) == 1
+        assert tree.prompt + leaf == ids
+        assert sum(supervised) >= len(leaf) == len(ids) - len(tree.prompt)
+    assert tree.prompt.count(tokenizer.bos_id) == 1
 
 
 @pytest.mark.parametrize('answers, scores, reason', [
@@ -240,8 +240,8 @@ def test_every_row_of_the_demo_file_is_a_pair(tokenizer, tmp_path):
     assert len(sequences) == len(rows) == 300
     for row, (tokens, loss_mask) in zip(rows, (sequences[i] for i in range(300)), strict=True):
         tree, ranks = to_tree(tokens, loss_mask)
-        assert list(ranks) == [0, 1] and len(tree.stem) > 0
-        chosen = tokenizer.decode(tree.leaves[0][:-1])
+        assert list(ranks) == [0, 1] and len(tree.prompt) > 0
+        chosen = tokenizer.decode(tree.continuations[0][:-1])
         assert chosen.split() == row['chosen']['content'].split()
 
 

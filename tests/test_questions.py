@@ -579,13 +579,12 @@ def assert_tokens_of_the_whole_text(tokenizer, chat='none'):
         for question, tree in tokenize_questions(asked, shots, tokenizer, add_bos=False,
                                                  max_length=10 ** 6, chat=chat):
             text = header + ''.join(shot.solved for shot in asked[:2]) + question.context
-            for option, leaf in zip(question.options, tree.leaves, strict=True):
+            for option, ids in zip(question.options, tree.sequences, strict=True):
                 whole = tokenizer.encode(text + option)
                 if chat != 'none':
                     messages = [{'role': 'user', 'content': text},
                                 {'role': 'assistant', 'content': option.strip()}]
                     whole, _ = encode_conversation(messages, tokenizer, chat, add_bos=False)
-                ids = [*tree.prefix, *tree.stem, *leaf]
                 assert ids == whole[:len(ids)] and len(ids) >= len(whole) - (chat != 'none')
 
 
@@ -638,9 +637,9 @@ def test_show_prints_what_is_scored_and_needs_no_weights(mmlu_folder, tmp_path, 
     loaded = questions.load_task(f'mmlu:{mmlu_folder}', shots=1)
     (_, tree), *_ = tokenize_questions(loaded.questions, loaded.shots, tokenizer, add_bos=True,
                                        max_length=999, chat=chat)
-    ids = [*tree.prefix, *tree.stem]
+    ids = [*tree.prefix, *tree.prompt]
     assert SHOT in tokenizer.decode(ids)
-    tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*ids, *tree.leaves[0]])
+    tokens = '|'.join(tokenizer.decode([i], start=False) for i in [*ids, *tree.continuations[0]])
     assert f"{tokenizer.decode(ids)}\n--- options\n" in printed
     assert tokens.replace('\n', '\\n').replace('\\n|', '\\n|\n') in printed
     assert ('clm: 1 of 1 texts' in printed) == (chat == 'none')

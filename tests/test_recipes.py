@@ -168,7 +168,7 @@ torch.testing.assert_close(PAIR_LOSSES[cfg.method](pairs, cfg), torch.tensor([1.
 method = RL_METHODS[load_config(AlignConfig, ['--method=dr_grpo_tokens']).method]
 assert method.advantage(np.array([[1., 3.]])).tolist() == [[-1, 1]]
 """,
-    ('free_answers.md', 'A task of your own'): """
+    ('written_answers.md', 'A task of your own'): """
 import json
 from pathlib import Path
 from data.tasks import load_tasks
@@ -177,12 +177,12 @@ Path('test.jsonl').write_text(json.dumps({'question': 'Who?', 'answers': ['Ada']
 task, = load_tasks(EvalConfig(tasks=('web_questions:test.jsonl',), shots=0)).values()
 assert task.kind == 'free' and task.items[0].references == ['Ada']
 """,
-    ('free_answers.md', 'A confidence of your own'): """
+    ('written_answers.md', 'A confidence of your own'): """
 from results import confidence
 from runtime.eval_config import EvalConfig
-answers = [{'key': key, 'answer': key} for key in 'abac']
-assert confidence.FROM_SAMPLES['lead'].function({'answers': answers}) == (0.25, answers[0])
-assert 'lead' in confidence.variants(EvalConfig())
+greedy = {'log_probs': [-0.1, -0.5], 'entropies': [0.0, 0.0]}
+assert confidence.CONFIDENCES['surest'].function({'greedy': greedy}) == (1.0, greedy)
+assert 'surest' in confidence.variants(EvalConfig())
 """,
     ('evaluation.md', 'A prompt of your own'): """
 import json

@@ -177,7 +177,7 @@ def test_printed_intervals_hold_the_errors_of_a_calibrated_model():
     assert (np.mean(held, 0) >= 0.85).all()
 
 
-@pytest.mark.parametrize('n, has_interval', [(999, False), (1000, True)])
+@pytest.mark.parametrize('n, has_interval', [(9999, False), (10_000, True)])
 def test_metrics_have_intervals_from_the_rows_at_which_they_hold(n, has_interval):
     random = np.random.default_rng(0)
     confidence = random.random(n)

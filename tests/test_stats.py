@@ -284,14 +284,10 @@ def test_paired_tests_tell_models_apart():
     difference, low, high, p = stats.paired_bootstrap(metrics.ece, right, sharp, labels,
                                                         n_resamples=200)
     assert low < difference < high and low > 0 and p == exactly(2 / 201)
-    assert stats.permutation_test(metrics.ece, right, sharp, labels, n_permutations=200)[1] < 0.02
-    other = right + 1e-3 * rng.random(right.shape)
-    other /= other.sum(1, keepdims=True)
-    assert stats.permutation_test(metrics.nll, right, other, labels, n_permutations=200)[1] > 0
     same = stats.paired_bootstrap(metrics.ece, right, right, labels, n_resamples=50)
     assert same == (0, 0, 0, 1)
     with pytest.raises(ValueError, match='the same rows'):
-        stats.permutation_test(metrics.ece, right, right[:5], labels)
+        stats.paired_bootstrap(metrics.ece, right, right[:5], labels)
 
 
 def test_a_calibrated_model_shows_an_error_by_chance():
@@ -314,7 +310,6 @@ def test_a_metric_that_is_undefined_in_a_resample():
     for call in (lambda: stats.interval(metrics.auroc, probs, labels),
                  lambda: stats.interval(metrics.auroc, probs, labels, method='bca'),
                  lambda: stats.paired_bootstrap(metrics.auroc, probs, probs, labels),
-                 lambda: stats.permutation_test(metrics.auroc, probs, probs, [0, 0, 0]),
                  lambda: stats.difference_test(np.zeros(3), np.array([0.1, np.nan, 0.2]), (0, 1)),
                  lambda: stats.consistency_test(probs, labels, metrics.auroc)):
         with pytest.raises(ValueError, match='the metric is nan in .* samples of the rows'):

@@ -35,7 +35,7 @@ from research.study import (
     size, smoothing, transfer, vocabulary)
 from research.study.world import StudySpec, make_world
 from align import AlignConfig, check_align_config
-from data.free_answers import FREE_TASKS, FreeQuestion, proposed
+from data.written_answers import WRITTEN_TASKS, WrittenQuestion, proposed
 from alignment.rewards import exact, rlcr
 from data.world import write_world
 from runtime.eval_config import EvalConfig
@@ -594,11 +594,11 @@ def test_an_alignment_world_asks_as_evaluate_does(tmp_path):
     asked = rows['plain/test.jsonl'][0]
     assert asked['prompt'] not in told and len(asked['classes']) == 24
     question = rows['qa.jsonl'][0]
-    assert asked['prompt'] == FREE_TASKS['qa'].prompt.format(question['question'])
+    assert asked['prompt'] == WRITTEN_TASKS['qa'].prompt.format(question['question'])
     assert asked['classes'][asked['answer_index']] == f' {question["answer"]}'
     # the judged conversations have the form in which P(True) is asked
     (name,), judged = re.findall(r'of (.*)\?', question['question']), rows['instruct.jsonl'][64:]
-    free = FreeQuestion('0', asked['prompt'], [], 0, '', text=question['question'])
+    free = WrittenQuestion('0', asked['prompt'], [], 0, '', text=question['question'])
     form = proposed(free, f'Answer: {question["answer"]}', True).context
     form = re.escape(form).replace(re.escape(name), '.*').replace(question['answer'], '.*')
     form = re.sub(r'What.*of', 'What is the .* of', form.replace('\\ ', ' '), count=1)
@@ -611,7 +611,7 @@ def test_an_alignment_world_asks_as_evaluate_does(tmp_path):
 
 def test_a_rewarded_answer_of_the_alignment_world_is_the_true_one():
     row = alignment.make_rows(SMALL_ALIGNMENT, 10)['qa.jsonl'][0]
-    task, value = FREE_TASKS['qa'], row['answer']
+    task, value = WRITTEN_TASKS['qa'], row['answer']
     assert exact(task, '', f'Answer: {value}', row) == 1 == 1 - exact(task, '', 'Answer: x', row)
     assert rlcr(task, '', alignment.STATED.format(value, 0.9), row) == pytest.approx(1.495)
 

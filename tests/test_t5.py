@@ -207,8 +207,7 @@ def test_prompts_with_shots_have_the_tokens_of_the_whole_text(scoring, tmp_path)
                                              max_length=2000):
         prompt = question.header + ''.join(s.solved for s in solved['', 'foxes'])
         prompt = tokenizer.encode(prompt + question.context)
-        for option, leaf, start in zip(question.options, tree.leaves, tree.starts, strict=True):
-            ids = [*tree.prefix, *tree.stem, *leaf]
+        for option, ids, start in zip(question.options, tree.sequences, tree.starts, strict=True):
             assert (ids[:start], ids[start:]) == (prompt, tokenizer.encode(option))
 
 
@@ -225,7 +224,7 @@ def test_answers_to_several_prompts_of_one_question(device, tmp_path):
     for options in ({}, {'pack_len': 9}, {'deterministic': True}):
         sums = evaluate.option_log_probs(ours, trees, seq2seq=config, **options)
         for tree, found in zip(trees, sums, strict=True):
-            paths = [[*tree.prefix, *tree.stem, *leaf] for leaf in tree.leaves]
+            paths = tree.sequences
             assert found == pytest.approx([
                 loop_log_probs(model, path[:at], path[at:])
                 for path, at in zip(paths, tree.starts, strict=True)], abs=1e-4)

@@ -552,7 +552,7 @@ def test_questions_in_a_template_have_the_tokens_of_training(template, tmp_path)
         ids, mask = chat.encode_conversation(
             [{'role': 'user', 'content': question.header + question.context},
              {'role': 'assistant', 'content': option.strip()}], tokenizer, template, add_bos)
-        whole = [*tree.prefix, *tree.stem, *tree.leaves[n]]
+        whole = [*tree.prefix, *tree.prompt, *tree.continuations[n]]
         assert whole == ids[:len(whole)] and mask[:len(whole)] == (
             [0] * tree.starts[n] + [1] * tree.n_tokens[n])
         assert ids[len(whole)] in tokenizer.control_ids.values()

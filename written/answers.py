@@ -7,12 +7,12 @@ writes a sample unless (key, prompt) is in `done`.
 from dataclasses import replace
 
 import generate
-from data import free_answers
-from data.free_answers import FREE_TASKS, VERBALIZED
+from data import grading, written_answers
+from data.written_answers import WRITTEN_TASKS, VERBALIZED
 from results import confidence, samples
 from runtime import checkpoint, log
 from runtime.errors import CheckpointError, DataError
-from runtime.sampling import Sampling
+from decoding.sampling import Sampling
 
 ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
 
@@ -25,7 +25,7 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
     the answers and one of the sample itself: answers in samples.jsonl are graded again by the
     present rules, and a sample that this changes is appended again.
     """
-    rule = FREE_TASKS[label.partition('.')[0]].isolated(cfg.isolation)
+    rule = WRITTEN_TASKS[label.partition('.')[0]].isolated(cfg.isolation)
     n = cfg.n if task.kind == 'free' else 0
     max_tokens, stop = cfg.max_tokens or rule.max_tokens, rule.stop
     if not n:
@@ -42,7 +42,7 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
         if n:
             sample = confidence.answer_sample(question, rule, greedy, answers)
         else:
-            stated = free_answers.stated_guess(
+            stated = grading.stated_guess(
                 greedy['text'], question.lead if cfg.chat == 'none' else '')
             sample = confidence.verbalized_sample(question, rule, greedy, *stated)
         sample |= samples.question_fields(question, n_shots)
@@ -53,7 +53,7 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
 
     for question in task.items:
         try:
-            ids, ends, n_shots = free_answers.encode(question, task.shots[''], tokenizer, cfg,
+            ids, ends, n_shots = written_answers.encode(question, task.shots[''], tokenizer, cfg,
                                                      max_tokens)
         except DataError as error:
             if cfg.on_bad_row == 'stop':
@@ -73,7 +73,8 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
             greedy = generate.generate(model, ids, settings, tokenizer, end)
             drawn = generate.generate(model, ids, replace(settings, n=n, temperature=1.0),
                                       tokenizer, end)
-            first = {i: confidence.written(answer) | confidence.span(answer, rule, tokenizer)
+            first = {i: confidence.written(answer) | confidence.per_token(answer)
+                     | confidence.span(answer, rule, tokenizer)
                      for i, (answer,) in greedy} if n else {}
             for i, answers in drawn if n else greedy:
                 *entry, _ = left[i]

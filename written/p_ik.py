@@ -10,8 +10,8 @@ from collections import Counter
 
 import numpy as np
 
-from data import free_answers
-from data.free_answers import FREE_TASKS
+from data import written_answers
+from data.written_answers import WRITTEN_TASKS
 from results import confidence, samples
 from runtime import checkpoint, parallel
 from runtime.errors import CheckpointError
@@ -30,10 +30,10 @@ def probe_answers(prompt_states, load, folder, tokenizer, label, task, cfg, done
     is the hash of all questions of all processes and of their shares of right answers, since each
     of them counts in the fit.
     """
-    max_tokens = cfg.max_tokens or FREE_TASKS[label.partition('.')[0]].max_tokens
+    max_tokens = cfg.max_tokens or WRITTEN_TASKS[label.partition('.')[0]].max_tokens
     scored = {samples.sample_key(s)[1:]: s for s in task.written}
     keys = [(label, 'test', question.language, question.id) for question in task.items]
-    prompts = [free_answers.encode(question, task.shots[''], tokenizer, cfg, max_tokens)[0]
+    prompts = [written_answers.encode(question, task.shots[''], tokenizer, cfg, max_tokens)[0]
                for question in task.items]
     shares = [float(np.mean([answer['correct'] for answer in scored[key[1:]]['answers']]))
               for key in keys]

@@ -111,7 +111,8 @@ def measure(raw, ours, lora, data, tokenizer, batch, options):
             started = now()
             step(indices)
             seconds.append(now() - started)
-    tokens = [sum(len(trees[i].stem) + len(leaf) for i in indices for leaf in trees[i].leaves[:2])
+    tokens = [sum(len(trees[i].prompt) + len(answer) for i in indices
+                 for answer in trees[i].continuations[:2])
               for indices in chosen]
     rates = [n / s for n, s in zip(tokens[STEPS:], seconds[STEPS:], strict=True)]
     return {'tokens_per_s': round(statistics.median(rates)),
@@ -145,7 +146,8 @@ def trl_step(raw, pairs, trees, lora, folder, size, liger=False, compiled=False)
         def _prepare_dataset(self, dataset, *_):
             return dataset
 
-    rows = [{'prompt_ids': tree.stem, 'chosen_ids': tree.leaves[0], 'rejected_ids': tree.leaves[-1]}
+    rows = [{'prompt_ids': tree.prompt, 'chosen_ids': tree.continuations[0],
+                 'rejected_ids': tree.continuations[-1]}
             for tree in trees]
     config = DPOConfig(output_dir=folder, per_device_train_batch_size=size, bf16=True,
                        precompute_ref_log_probs=True, max_length=None, report_to='none',

@@ -29,7 +29,7 @@ from research.bench.commands import seconds
 from research.bench.common import (DEVICE, MODELS, cell, draw_bars, failure, free_memory, load, now,
                           our_model, peak_gib, reset_peak_memory)
 from data.files import read_rows
-from data.free_answers import FREE_TASKS
+from data.written_answers import WRITTEN_TASKS
 from data.tasks import load_tasks
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from runtime import checkpoint
@@ -45,7 +45,7 @@ class BenchConfig:
     data: str | None = None         # a folder with GSM8K's test.jsonl and train.jsonl
     tokenizer: str | None = None    # a folder with a tokenizer, for random weights
     n: int = 16                     # samples per question
-    max_tokens: int = FREE_TASKS['gsm8k'].max_tokens
+    max_tokens: int = WRITTEN_TASKS['gsm8k'].max_tokens
     questions: int = 64             # that lm_eval answers
     batch: tuple[int, ...] = (512, 1024)    # answers that lm_eval writes at once
     ours: bool = False              # ours alone
@@ -116,7 +116,7 @@ def measure_peer(model, config):
         return written
 
     def write(prompts, n, max_tokens):
-        settings = {'until': list(FREE_TASKS['gsm8k'].stop), 'max_gen_toks': max_tokens,
+        settings = {'until': list(WRITTEN_TASKS['gsm8k'].stop), 'max_gen_toks': max_tokens,
                     'do_sample': True, 'temperature': 1.0, 'top_k': 0, 'top_p': 1.0}
         return peer.generate_until([
             Instance('generate_until', {}, (prompt, settings), 0)

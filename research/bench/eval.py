@@ -103,7 +103,7 @@ def measure_ours(raw, config, folder, rate):
     seconds = now() - started
     scoring, peak = results['tasks']['mmlu']['scoring_seconds'], peak_gib()
     # the last token of an option is not computed
-    tokens = (sum(len(tree.stem) + sum(max(0, len(leaf) - 1) for leaf in tree.leaves)
+    tokens = (sum(len(tree.prompt) + sum(max(0, len(ids) - 1) for ids in tree.continuations)
                   for tree in trees)
               + sum(map(len, {tree.prefix for tree in trees})))
     # the last MLP is computed for one token per question
@@ -119,7 +119,7 @@ def measure_ours(raw, config, folder, rate):
             'tokens': tokens, 'rows': -(-tokens // pack_len),
             'of_matrix_rate': flops * tokens / max(scoring, 0.01) / rate,
             'gpu_busy': busy, 'peak_gib': peak,
-            'lengths': [len(tree.prefix) + len(tree.stem) for tree in trees]}
+            'lengths': [len(tree.prefix) + len(tree.prompt) for tree in trees]}
 
 
 def time_variants(model, trees):

@@ -13,7 +13,7 @@ success rate, so that the ECE is small and the skill zero: read the skill.
 
 Not stated in the text that we have, the abstract and notes, and chosen here: HumanEval alone, the
 open models below, one greedy program per problem of at most 512 tokens, 5 samples for the
-agreement, the prompts of docs/free_answers.md, and Platt scaling fitted on the other half of the
+agreement, the prompts of docs/written_answers.md, and Platt scaling fitted on the other half of the
 problems. Not run here: line completion and program repair, and the paper's own models.
 """
 

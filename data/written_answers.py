@@ -1,11 +1,7 @@
-"""Tasks whose answers the model writes: files, prompt, extraction, and the rule for right or wrong.
+"""Tasks whose answers the model writes: their files, prompts, and the table of them.
 
-A new task is an entry of FREE_TASKS, and a row function if no task has its schema yet. The final
-answer is extracted from the written text in two ways: `strict` accepts only the format of the
-prompt, `lenient` also other ways to state an answer. Both return None where there is no answer.
-What a reasoning model thinks before its answer is no part of the text. `key` maps answers that mean
-the same to the same text: samples with one key agree, and an answer with the key of a reference is
-right. The agreement of samples ignores references, since otherwise only right answers could agree.
+A new task is an entry of WRITTEN_TASKS, and a row function if no task has its schema. What is right
+is decided by data/grading.py. What a reasoning model thinks before its answer is no part of it.
 """
 
 import functools
@@ -13,23 +9,23 @@ import hashlib
 import itertools
 import json
 import os
-import re
-import string
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import NamedTuple
 
 from data import code_tasks
 from data.chat import encode_prompt
 from data.files import draw, fetch, parse_rows, read_rows, require_fields, require_text
+from data.grading import (any_formula, any_number, contains, first_line, formula, gsm8k_number,
+                          last_boxed, number, passes, same, short_answer, squad_text,
+                          triviaqa_text, whole)
 from data.prompts import P_TRUE
 from data.questions import Loaded, Question
 from runtime.errors import DataError
 from runtime.thinking import final_answer
 
 
-class FreeRow(NamedTuple):
+class WrittenRow(NamedTuple):
     """A question as its file holds it. solution: the text of the answer in a shot."""
     question: str
     references: list
@@ -39,7 +35,7 @@ class FreeRow(NamedTuple):
 
 
 @dataclass
-class FreeQuestion(Question):
+class WrittenQuestion(Question):
     """A Question without options; options[0] is its answer as a shot gives it."""
     text: str = ''              # the question alone
     references: list = field(default_factory=list)      # each of them is a right answer
@@ -58,14 +54,14 @@ class FreeQuestion(Question):
 def triviaqa_row(row):
     """TriviaQA on the hub. The first alias of an answer is its usual name."""
     answer = row['answer']
-    return FreeRow(row['question'], [answer['value'], *answer['aliases']], answer['value'])
+    return WrittenRow(row['question'], [answer['value'], *answer['aliases']], answer['value'])
 
 
 def answers_row(row):
     """NQ-open and files of your own: `question`, and `answers` (or `answer`), a list or a text."""
     answers = row['answers'] if 'answers' in row else row['answer']
     answers = answers if isinstance(answers, list) else [answers]
-    return FreeRow(row['question'], answers, answers[0] if answers else '',
+    return WrittenRow(row['question'], answers, answers[0] if answers else '',
                    str(row.get('subject') or ''))
 
 
@@ -78,7 +74,7 @@ def popqa_row(row):
     if not isinstance(answers, list) or not answers:
         raise DataError(f'possible_answers must be a JSON list of answers in a text, not '
                         f'{row["possible_answers"]!r:.60}')
-    return FreeRow(row['question'], answers, answers[0], row['prop'])
+    return WrittenRow(row['question'], answers, answers[0], row['prop'])
 
 
 def gsm8k_row(row):
@@ -86,7 +82,7 @@ def gsm8k_row(row):
     solution, mark, number = str(row['answer']).rpartition('####')
     if not mark:
         raise DataError("the answer has no '####' before its number")
-    return FreeRow(row['question'], [number.strip()], row['answer'])
+    return WrittenRow(row['question'], [number.strip()], row['answer'])
 
 
 def gsm8k_short_row(row):
@@ -98,188 +94,27 @@ def gsm8k_short_row(row):
 def math_row(row):
     """MATH-500, and MATH itself, whose answer stands in the last \\boxed{} of the solution."""
     answer = row['answer'] if 'answer' in row else last_boxed(row['solution'])
-    return FreeRow(row['problem'], [answer], row['solution'], row.get('subject') or row['type'],
+    return WrittenRow(row['problem'], [answer], row['solution'], row.get('subject') or row['type'],
                    str(row['level']))
 
 
 def humaneval_row(row):
     """HumanEval: the prompt is the beginning of a program, the references are its Problem."""
     problem = code_tasks.humaneval_row(row)
-    return FreeRow(problem.prompt, [*problem], problem.solution)
-
-
-# ------------------------------------------------------------------------------------------------
-# Extraction: text -> the final answer, or None
-# ------------------------------------------------------------------------------------------------
-
-# a line with no other words, as a heading, or words before the answer in any emphasis
-MARK = re.compile(r'^[#*_ \t]*(?:final )?answer[*_: \t]*$|####|<answer>'
-                  r'|\banswer[*_ ]*(?:is\b|:)[ :*_]*', re.IGNORECASE | re.MULTILINE)
-# between the thousands of a number: a comma or a space, as texts and LaTeX write them
-SEPARATOR = (r'(?:(?:\\!){0,3}(?:,|\{(?:\\!)?,(?:\\!)?}|\\text\{,})(?:\\! ?){0,3}'
-             r'|\{?\\[,:; ](?:\\!)?}?|[\u2009\u202f\xa0])')
-NUMBER = re.compile(r'(?:(?<![\w.)\]])[-−])?\\?\$?(?<!\w)(?<!\d\.)(?:(?:'
-                    rf'\d{{1,3}}(?:{SEPARATOR}\d{{3}})+(?!\d)|\d+)(?:\.\d+|/\d+)?|(?<!\.)\.\d+)')
-
-
-def marked(text):
-    """Return what follows the last '####', 'answer is', 'answer:' or <answer>; None if none."""
-    marks = [*MARK.finditer(text)]
-    return text[marks[-1].end():].partition('</answer>')[0] if marks else None
-
-
-def last_boxed(text):
-    """Return the content of the last \\boxed{...} with balanced braces; None if there is none."""
-    opened, last, content = [], -1, ''
-    for brace in re.finditer(r'(\\f?boxed\s*)?{|}', text):
-        if brace[0] != '}':
-            opened.append(brace.end() if brace[1] else -1)
-        elif opened and (start := opened.pop()) > last:
-            last, content = start, text[start:brace.start()]
-    return content.strip() or None
-
-
-def whole(text):
-    """Return the text without trailing white space; a program needs its leading white space."""
-    return text.rstrip() or None
-
-
-def first_line(text):
-    """Return the first line that is not blank."""
-    return text.strip().partition('\n')[0].strip() or None
-
-
-def short_answer(text):
-    """Return the first sentence after the last mark, or of the first line, without markup.
-
-    A period ends a sentence after three digits or letters other than A to Z: not in 'J. R. R.' or
-    'St. Louis'.
-    """
-    line = first_line(marked(text) or text) or ''
-    line = re.split(r'(?:(?<=[^\W_A-Z]{3})|(?<=[*"”`]))\.(?:\s|$)', line)[0]
-    return line.strip(' *"“”`') if re.search(r'\w', line) else None
-
-
-def gsm8k_number(text):
-    """Return the first number after '#### ', the rule 'strict-match' of lm-evaluation-harness."""
-    match = re.search(r'#### (-?[0-9.,]*[0-9][0-9.,]*)', text)
-    return match and match[1]
-
-
-def any_number(text):
-    """Return the number after the last mark or in the last \\boxed{}, else the last of the text."""
-    for part in (marked(text), last_boxed(text)):
-        if part is not None and (match := NUMBER.search(part)):
-            return match[0]
-    numbers = NUMBER.findall(text)
-    return numbers[-1] if numbers else None
-
-
-def any_formula(text):
-    """Return the last \\boxed{}, else what is marked, else the last $formula$, else a number."""
-    if boxed := last_boxed(text):
-        return boxed
-    if tail := first_line(marked(text) or ''):
-        formula = re.search(r'\$(.+?)\$|\\\((.+?)\\\)', tail)
-        return next(filter(None, formula.groups())) if formula else re.split(r'\.\s|\.$', tail)[0]
-    formulas = re.findall(r'\$([^$]+)\$', text)
-    return formulas[-1] if formulas else any_number(text)
-
-
-# ------------------------------------------------------------------------------------------------
-# Keys: answers that mean the same -> the same text
-# ------------------------------------------------------------------------------------------------
-
-# each reference has a key once per sample, and samples repeat each other
-remembered = functools.lru_cache(10_000)
-
-
-def without_articles(text):
-    return ' '.join(re.sub(r'\b(a|an|the)\b', ' ', text).split())
-
-
-@remembered
-def triviaqa_text(text):
-    """TriviaQA's own normalization: punctuation becomes a space, and articles are left out."""
-    marks = string.punctuation + '‘’´`'
-    key = without_articles(text.lower().translate(str.maketrans(marks, ' ' * len(marks))))
-    return key or text.lower().strip()
-
-
-@remembered
-def squad_text(text):
-    """SQuAD's normalization, for NQ-open: punctuation is deleted, and articles are left out."""
-    key = without_articles(text.lower().translate(str.maketrans('', '', string.punctuation)))
-    return key or text.lower().strip()
-
-
-@remembered
-def number(text):
-    """Return the value of a number, as a fraction in lowest terms; the text if it is none."""
-    digits = re.sub(rf'{SEPARATOR}|\\?[\s,$%]', '', text).replace('−', '-').rstrip('.')
-    try:
-        # 10 ** exponent takes minutes to compute; in Python 4210_5 is 42105
-        if re.search(r'[eE][-+]?\d{4}|_', digits):
-            raise ValueError
-        return str(Fraction(digits))
-    except (ValueError, ZeroDivisionError):
-        return text.strip().lower()
-
-
-# the words that Lewkowycz et al. 2022 leave out, here with their singulars
-UNITS = ('square|degrees?|units?|cm|km|meters?|inch(?:es)?|ft|foot|feet|gm|pounds?|mph|hours?|'
-         'minutes?|dollars?|cents?|points?|ways?|integers?|digits?|meals?|edges?|students?|'
-         'multiples?')
-# in this order; after Lewkowycz et al. 2022 and the code of Hendrycks et al. 2021 for MATH, where a
-# last \text that begins with a space is a unit. There must be something before a unit.
-LATEX = [(re.compile(pattern), new) for pattern, new in (
-    (r'\\left|\\right|\\displaystyle|(?<!\\)\\[!,;: ]|\\\(|\\\)|\\\[|\\\]|\\?\$|~', ''),
-    (r'(?<=[\w)}])\s*\\(?:text|mbox|mathrm){(?: [^{}]*|m)}(?:\^{?[23]}?)?(?=[\s.]*$)', ''),
-    (r'\\text(?:bf|it|rm)?{([^{}]*)}|\\math(?:rm|bf){([^{}]*)}|\\mbox{([^{}]*)}', r'\1\2\3'),
-    (r'\^{?\\circ}?|\\degrees?', ''),
-    (rf'(?<=[\w)}}])(?:\s*(?<![a-zA-Z])(?:{UNITS})(?![a-zA-Z])(?:\^{{?[23]}}?)?)+', ''),
-    (r'\\?%', ''), (r'\{,}|(?<=\d)\{}(?=\d{3})', ','), (r'\\[dtc]frac', r'\\frac'), (r'\s', ''),
-    (r'\\frac([^{}\\])([^{}\\])', r'\\frac{\1}{\2}'), (r'\\frac([^{}\\])(?={)', r'\\frac{\1}'),
-    (r'\\frac({(?:[^{}]|{[^{}]*})*})([^{}\\])', r'\\frac\1{\2}'),
-    (r'\\sqrt([^{}\\[])', r'\\sqrt{\1}'), (r'([_^]){([^{}])}', r'\1\2'),
-    (r'^-?\d{1,3}(?:,\d{3})+(?:\.\d+)?$', lambda match: match[0].replace(',', '')),
-    (r'^(-?)\\frac{(-?\d+)}{(\d+)}$', r'\1\2/\3'), (r'^[a-zA-Z]\w?=', ''), (r'\.$', ''))]
-
-
-@remembered
-def formula(text):
-    """Return LaTeX in a canonical form, a number by its value. Nothing is computed."""
-    for pattern, new in LATEX:
-        text = pattern.sub(new, text)
-    return text if ',' in text else number(text)       # a comma left separates two numbers
+    return WrittenRow(problem.prompt, [*problem], problem.solution)
 
 
 # ------------------------------------------------------------------------------------------------
 # The table
 # ------------------------------------------------------------------------------------------------
 
-def same(key, answer, references):
-    """Return whether an extracted answer has the key of a reference."""
-    return key(answer) in map(key, references)
-
-
-def contains(key, answer, references):
-    """Return whether the words of a reference stand in an extracted answer, by their keys."""
-    return any(f' {key(reference)} ' in f' {key(answer)} ' for reference in references)
-
-
-def passes(key, answer, references, isolation='namespaces'):
-    """Return whether a written program passes the tests of its Problem. Runs the program."""
-    return code_tasks.check(code_tasks.Problem(*references), answer, isolation=isolation)[0]
-
-
 @dataclass
-class FreeTask:
+class WrittenBenchmark:
     """A task with references."""
     hub: str                    # the hub dataset
     test: tuple                 # patterns of the files to ask
     shots: tuple                # patterns of the files with solved questions
-    row: Callable               # raw row -> FreeRow
+    row: Callable               # raw row -> WrittenRow
     strict: Callable | None = first_line    # text -> answer or None; None: as lenient
     lenient: Callable = short_answer    # text -> answer or None
     key: Callable = triviaqa_text       # answer -> text that is equal for equal answers
@@ -313,52 +148,55 @@ class FreeTask:
 
 
 GSM8K_FILES = (('main/test-*.parquet', 'test.jsonl*'), ('main/train-*.parquet', 'train*.jsonl*'))
-FREE_TASKS = {
-    'triviaqa': FreeTask('mandarjoshi/trivia_qa',
-                         ('unfiltered.nocontext/validation-*.parquet',
-                          'rc.nocontext/validation-*.parquet', 'validation.jsonl*'),
-                         ('unfiltered.nocontext/train-*.parquet', 'rc.nocontext/train-*.parquet',
-                          'train.jsonl*'), triviaqa_row),
-    'nq_open': FreeTask('google-research-datasets/nq_open',
-                        ('nq_open/validation-*.parquet', 'NQ-open.dev.jsonl*',
-                         'validation.jsonl*'),
-                        ('nq_open/train-*.parquet', 'NQ-open.train.jsonl*', 'train.jsonl*'),
-                        answers_row, key=squad_text),
+WRITTEN_TASKS = {
+    'triviaqa': WrittenBenchmark(
+        'mandarjoshi/trivia_qa',
+        ('unfiltered.nocontext/validation-*.parquet', 'rc.nocontext/validation-*.parquet',
+         'validation.jsonl*'),
+        ('unfiltered.nocontext/train-*.parquet', 'rc.nocontext/train-*.parquet', 'train.jsonl*'),
+        triviaqa_row),
+    'nq_open': WrittenBenchmark(
+        'google-research-datasets/nq_open',
+        ('nq_open/validation-*.parquet', 'NQ-open.dev.jsonl*', 'validation.jsonl*'),
+        ('nq_open/train-*.parquet', 'NQ-open.train.jsonl*', 'train.jsonl*'),
+        answers_row, key=squad_text),
     # there is no other split for shots
-    'popqa': FreeTask('akariasai/PopQA', ('test.tsv', 'test-*.parquet', 'test.jsonl*'), (),
-                      popqa_row, match=contains),
-    'gsm8k': FreeTask('openai/gsm8k', *GSM8K_FILES, gsm8k_row, gsm8k_number, any_number, number,
-                      header='', stop=('Question:',), max_tokens=256),
-    'gsm8k_short': FreeTask('openai/gsm8k', *GSM8K_FILES, gsm8k_short_row, first_line, any_number,
-                            number, header='Answer these questions with a number alone.\n\n',
-                            max_tokens=16),
-    'math500': FreeTask('HuggingFaceH4/MATH-500', ('test.jsonl*',), ('train.jsonl*',), math_row,
-                        last_boxed, any_formula, formula, prompt='Problem: {}\nSolution:',
-                        header='Solve these problems. Put each final answer in \\boxed{}.\n\n',
-                        stop=('Problem:',), max_tokens=1024),
-    'humaneval': FreeTask(code_tasks.HUMANEVAL, code_tasks.PATTERNS, (), humaneval_row, None, whole,
-                          str, passes, prompt='{}', header='', stop=code_tasks.STOPS,
-                          max_tokens=512, runs_code=True),
+    'popqa': WrittenBenchmark('akariasai/PopQA', ('test.tsv', 'test-*.parquet', 'test.jsonl*'), (),
+                              popqa_row, match=contains),
+    'gsm8k': WrittenBenchmark(
+        'openai/gsm8k', *GSM8K_FILES, gsm8k_row, gsm8k_number, any_number, number,
+        header='', stop=('Question:',), max_tokens=256),
+    'gsm8k_short': WrittenBenchmark(
+        'openai/gsm8k', *GSM8K_FILES, gsm8k_short_row, first_line, any_number, number,
+        header='Answer these questions with a number alone.\n\n', max_tokens=16),
+    'math500': WrittenBenchmark(
+        'HuggingFaceH4/MATH-500', ('test.jsonl*',), ('train.jsonl*',), math_row,
+        last_boxed, any_formula, formula, prompt='Problem: {}\nSolution:',
+        header='Solve these problems. Put each final answer in \\boxed{}.\n\n',
+        stop=('Problem:',), max_tokens=1024),
+    'humaneval': WrittenBenchmark(
+        code_tasks.HUMANEVAL, code_tasks.PATTERNS, (), humaneval_row, None, whole, str, passes,
+        prompt='{}', header='', stop=code_tasks.STOPS, max_tokens=512, runs_code=True),
     # a file or folder of your own
-    'qa': FreeTask('', ('test.jsonl*', 'test.json', 'test*.parquet'),
-                   ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
+    'qa': WrittenBenchmark('', ('test.jsonl*', 'test.json', 'test*.parquet'),
+                           ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
 }
 
 
 # the questions that shots are taken from, to tune a model on what it answers: data/p_ik.py
-FREE_TASKS |= {f'{name}_train': replace(FREE_TASKS[name], test=FREE_TASKS[name].shots)
+WRITTEN_TASKS |= {f'{name}_train': replace(WRITTEN_TASKS[name], test=WRITTEN_TASKS[name].shots)
                for name in ('triviaqa', 'nq_open', 'gsm8k')}
 
 
-def load_free(name, *, header='english', shots=0, limit=None, seed=0, revision=None,
+def load_written(name, *, header='english', shots=0, limit=None, seed=0, revision=None,
               on_bad_row='stop'):
-    """Return questions.Loaded of a task of FREE_TASKS: 'gsm8k', or 'gsm8k:folder-or-file'.
+    """Return questions.Loaded of a task of WRITTEN_TASKS: 'gsm8k', or 'gsm8k:folder-or-file'.
 
     Rows that repeat a question_id are left out: TriviaQA has a row per document of a question. The
     arguments are those of `questions.load_task`; the first `shots` rows are the shots.
     """
     name, _, path = name.partition(':')
-    task, source = FREE_TASKS[name], os.path.expanduser(path)
+    task, source = WRITTEN_TASKS[name], os.path.expanduser(path)
     if not source and not task.hub:
         raise DataError(f'{name}: no file given; use --tasks={name}:folder-or-file, with rows of '
                         f'{{question, answers}}')
@@ -413,7 +251,7 @@ def _to_question(task, header, row, place, number):
                if row.get(key) is not None), number)
     require_text(str(id), 'the id')
     digest = hashlib.blake2b(repr((question, references)).encode(), digest_size=8).hexdigest()
-    return FreeQuestion(
+    return WrittenQuestion(
         str(id), task.prompt.format(question), [f' {solution.strip()}'], 0, subject,
         '' if header == 'none' else task.header, category,
         str(row.get('language') or ''), place=place, digest=digest, text=question,
@@ -516,28 +354,3 @@ def as_text(messages, lead):
     elif len(messages) > 1:
         first += f' {others.pop(0)}'
     return '\n\n'.join([first, *others, lead])
-
-
-# what follows a label in any emphasis, on its line or the next one, up to the other label
-LABEL = r'(?:guess|probability)(?: *\([^()\n]{0,80}\))?[*_"` ]*[:=]'
-LABELED = {label: re.compile(
-    rf'\b{label}\b(?: (?:that|of)\b[^:\n]{{0,80}})?(?: *\([^()\n]{{0,80}}\))?[*_"` ]*[:=]'
-    rf'[\s*_"`]*+((?:(?!\b{LABEL}).)*)', re.IGNORECASE) for label in ('guess', 'probability')}
-
-
-def stated_guess(text, lead):
-    """Return (guess, text of its probability) of an answer to `verbalized_1s` or `_2s`.
-
-    lead: what the prompt ended with, '' in a chat. A part that has no label is None, but a text
-    without any label may be the probability alone. A part may be on the line after its label.
-    """
-    final = final_answer(text)
-    if final is None:
-        return None, None
-    text = lead + final
-    found = [labeled.search(text) for labeled in LABELED.values()]
-    guess, probability = (match and match[1].strip(' *_"`').rstrip(' *_"`,;|({')
-                          for match in found)
-    if guess is None and probability is None:
-        return None, text
-    return guess, probability

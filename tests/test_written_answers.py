@@ -1,5 +1,6 @@
 """Written answers: extraction, agreement, confidences, files."""
 
+import itertools
 import json
 import math
 import random
@@ -18,17 +19,18 @@ from common import (SHARED, needs_files, reference_model, run_scripts, sentencep
 import evaluate
 import generate
 import metrics
-from data import code_tasks, free_answers
-from data.free_answers import FREE_TASKS, load_free
+from data import code_tasks, grading, written_answers
+from data.written_answers import WRITTEN_TASKS, load_written
 from data.chat import encode_prompt
 from data.p_ik import load_p_ik
 from data.tokenizer import load_tokenizer
 from data.trees import load_answers
 from results import confidence, plots
 from results.samples import latest_samples, read_samples
-from runtime import checkpoint, slots
+from decoding import slots
+from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError
-from runtime.sampling import Sampling
+from decoding.sampling import Sampling
 from runtime.sandbox import run_program
 from train import TrainConfig, train
 from written import p_ik
@@ -72,8 +74,8 @@ NUMBERS = {
 @pytest.mark.parametrize('text', NUMBERS)
 def test_numbers_are_extracted(text):
     lenient, strict = NUMBERS[text]
-    assert free_answers.any_number(text) == lenient
-    assert (free_answers.gsm8k_number(text) or '').rstrip('.') == (strict or '')
+    assert grading.any_number(text) == lenient
+    assert (grading.gsm8k_number(text) or '').rstrip('.') == (strict or '')
 
 
 @pytest.mark.parametrize('a, b, equal', [
@@ -86,7 +88,7 @@ def test_numbers_are_extracted(text):
     ('10', '1', False), ('-3', '3', False), ('...', '0', False), ('1e2', '100', True),
     ('1e999999999', '2', False), ('4210_5', '42105', False)])
 def test_numbers_are_equal_by_value(a, b, equal):
-    assert (free_answers.number(a) == free_answers.number(b)) == equal
+    assert (grading.number(a) == grading.number(b)) == equal
 
 
 def lm_eval_gsm8k(text, pattern, first):
@@ -103,8 +105,8 @@ def lm_eval_gsm8k(text, pattern, first):
 def test_gsm8k_is_graded_as_by_lm_eval():
     """On all reference solutions, whole, cut off, and with other numbers behind them."""
     needs_files('datasets/gsm8k/test.jsonl.gz')
-    rule, n = FREE_TASKS['gsm8k'], 0
-    for question in load_free(f'gsm8k:{SHARED}/datasets/gsm8k').questions:
+    rule, n = WRITTEN_TASKS['gsm8k'], 0
+    for question in load_written(f'gsm8k:{SHARED}/datasets/gsm8k').questions:
         solution, (target,) = question.options[0], question.references
         target = target.replace(',', '')
         for text in (solution, solution.partition('####')[0], solution + '0', f'{solution}\nDone.'):
@@ -129,8 +131,8 @@ def official_squad(text):
     return ' '.join(re.sub(r'\b(a|an|the)\b', ' ', text).split())
 
 
-@pytest.mark.parametrize('key, official', [(free_answers.triviaqa_text, official_triviaqa),
-                                           (free_answers.squad_text, official_squad)])
+@pytest.mark.parametrize('key, official', [(grading.triviaqa_text, official_triviaqa),
+                                           (grading.squad_text, official_squad)])
 def test_texts_are_normalized_as_by_the_papers(key, official):
     rng = random.Random(0)
     pieces = ['The', 'an', 'Beatles', "O'Brien", 'J.R.R.', '_', '-', '‘', '’s', ' ', ' ', '\t',
@@ -157,8 +159,8 @@ def test_texts_are_normalized_as_by_the_papers(key, official):
     ('<think>x</think><answer>Paris</answer>', 'Paris', '<think>x</think><answer>Paris</answer>'),
     ('', None, None), (' \n', None, None), ('"."', None, '"."')])
 def test_short_answers_are_extracted(text, lenient, strict):
-    assert free_answers.short_answer(text) == lenient
-    assert free_answers.first_line(text) == strict
+    assert grading.short_answer(text) == lenient
+    assert grading.first_line(text) == strict
 
 
 @pytest.mark.parametrize('task, text, answer, strict', [
@@ -177,7 +179,7 @@ def test_short_answers_are_extracted(text, lenient, strict):
     ('math500', r'<think>\boxed{3}</think>It is \boxed{4}', '4', True),
     ('math500', r'<think>\boxed{3}</think>It is $4$', '4', False)])
 def test_thoughts_are_no_part_of_an_answer(task, text, answer, strict):
-    rule, references = FREE_TASKS[task], ['Paris' if answer == 'Paris' else '4']
+    rule, references = WRITTEN_TASKS[task], ['Paris' if answer == 'Paris' else '4']
     grade = rule.grade(text, references)
     assert (grade['answer'], grade['correct'], grade['strict']) == (answer, True, strict)
     for cut_off in (f'{text}<think>{answer}', f'<think>{answer}'):
@@ -186,7 +188,7 @@ def test_thoughts_are_no_part_of_an_answer(task, text, answer, strict):
 
 
 def test_no_program_is_run_of_thoughts():
-    rule, seen = FREE_TASKS['humaneval'], []
+    rule, seen = WRITTEN_TASKS['humaneval'], []
     rule = replace(rule, match=lambda key, answer, references: seen.append(answer) or True)
     assert rule.grade('<think>\n    return 1\n</think>    return 2\n', [])['correct']
     assert not rule.grade('<think>\n    return 1\n', [])['correct']
@@ -208,7 +210,7 @@ def test_no_program_is_run_of_thoughts():
     (r'x+5\text{ dollars}', 'x+5'), (r'(3\text{ cm}, 4\text{ cm})', '(3,4)'), ('5mph', '5'),
     (r'5{,}000', '5000'), (r'5{\,}000', '5000'), (r'5\,000', '5000'), (r'5\text{,}000', '5000')])
 def test_formulas_are_equal_in_another_writing(a, b):
-    assert free_answers.formula(a) == free_answers.formula(b)
+    assert grading.formula(a) == grading.formula(b)
 
 
 @pytest.mark.parametrize('a, b', [('(1,2)', '12'), ('1,2', '12'), ('x+1', 'x-1'), ('3', '-3'),
@@ -217,7 +219,7 @@ def test_formulas_are_equal_in_another_writing(a, b):
                                   (r'3 \text{ or }5', '3'), (r'\text{ cm}', r'\text{ km}'),
                                   (r'\sqrt{2}', '2'), (r'\frac{1}{2}', r'\frac{2}{1}')])
 def test_formulas_that_differ_are_not_equal(a, b):
-    assert free_answers.formula(a) != free_answers.formula(b)
+    assert grading.formula(a) != grading.formula(b)
 
 
 @pytest.mark.parametrize('text, answer', [
@@ -227,19 +229,19 @@ def test_formulas_that_differ_are_not_equal(a, b):
     ('Final Answer: The final answer is $x^2$. I hope it is correct.', 'x^2'),
     ('It is $3$ then $4$', '4'), ('the sum is 7', '7'), ('none', None)])
 def test_formulas_are_extracted(text, answer):
-    assert free_answers.any_formula(text) == answer
+    assert grading.any_formula(text) == answer
 
 
 def test_popqa_takes_an_answer_that_contains_a_reference():
-    grade = FREE_TASKS['popqa'].grade(' a politician from France', ['politician', 'lawyer'])
+    grade = WRITTEN_TASKS['popqa'].grade(' a politician from France', ['politician', 'lawyer'])
     assert grade['correct'] and not grade['strict']
-    assert not FREE_TASKS['popqa'].grade(' politicians', ['politician'])['correct']
+    assert not WRITTEN_TASKS['popqa'].grade(' politicians', ['politician'])['correct']
 
 
 def test_every_reference_of_nq_open_is_right():
     needs_files('datasets/nq_open/NQ-open.dev.jsonl.gz')
-    rule = FREE_TASKS['nq_open']
-    questions = load_free(f'nq_open:{SHARED}/datasets/nq_open').questions
+    rule = WRITTEN_TASKS['nq_open']
+    questions = load_written(f'nq_open:{SHARED}/datasets/nq_open').questions
     assert len(questions) == 3610
     grades = [rule.grade(f' {text}', q.references) for q in questions for text in q.references]
     assert all(grade['strict'] for grade in grades)
@@ -255,7 +257,7 @@ def test_triviaqa_asks_a_repeated_question_once(tmp_path):
         'value': 'Ann', 'aliases': ['Ann', 'Anne'], 'normalized_value': 'ann'}} for i in range(6)]
     for split in ('validation', 'train'):
         write_rows(tmp_path / f'{split}.jsonl', rows)
-    loaded = load_free(f'triviaqa:{tmp_path}', shots=2)
+    loaded = load_written(f'triviaqa:{tmp_path}', shots=2)
     assert [q.id for q in loaded.shots['']] == ['tc_0', 'tc_1']
     assert [q.id for q in loaded.questions] == ['tc_0', 'tc_1', 'tc_2']
     assert loaded.questions[0].context == 'Question: Who is 0?\nAnswer:'
@@ -273,8 +275,8 @@ def test_a_malformed_row_of_popqa_is_a_bad_row(tmp_path, row, message):
     good = {'question': 'Who?', 'possible_answers': '["a"]', 'prop': 'occupation', 'id': 1}
     write_rows(tmp_path / 'test.jsonl', [good | row, good])
     with pytest.raises(DataError, match=f'test.jsonl:1: {message}'):
-        load_free(f'popqa:{tmp_path / "test.jsonl"}', shots=0)
-    loaded = load_free(f'popqa:{tmp_path / "test.jsonl"}', shots=0, on_bad_row='skip')
+        load_written(f'popqa:{tmp_path / "test.jsonl"}', shots=0)
+    loaded = load_written(f'popqa:{tmp_path / "test.jsonl"}', shots=0, on_bad_row='skip')
     assert (len(loaded.questions), len(loaded.bad)) == (1, 1)
 
 
@@ -298,7 +300,7 @@ def test_popqa_is_read_from_its_tsv(tmp_path):
     (tmp_path / 'test.tsv').write_text(
         'id\tsubj\tprop\ts_pop\tquestion\tpossible_answers\n'
         '42\tGeorge\toccupation\t14\tWhat is George\'s occupation?\t"[""politician"", ""a, b""]"\n')
-    question, = load_free(f'popqa:{tmp_path}').questions
+    question, = load_written(f'popqa:{tmp_path}').questions
     assert question.references == ['politician', 'a, b'] and question.subject == 'occupation'
     assert question.id == '42'
 
@@ -307,7 +309,7 @@ def test_math_takes_the_boxed_answer_of_a_solution(tmp_path):
     row = {'problem': 'Add 1 and 1.', 'solution': r'It is $\boxed{2}$.', 'level': 1,
            'type': 'Algebra'}
     path = write_rows(tmp_path / 'test.jsonl', [row])
-    question, = load_free(f'math500:{path}').questions
+    question, = load_written(f'math500:{path}').questions
     assert question.references == ['2'] and question.subject == 'Algebra'
 
 
@@ -323,38 +325,49 @@ def test_bad_files_are_refused(rows, arguments, message, tmp_path):
     write_rows(tmp_path / 'test.jsonl', rows)
     write_rows(tmp_path / 'train.jsonl', [{'question': 'Q?', 'answers': 'a'}] * 2)
     with pytest.raises(DataError, match=re.escape(message)):
-        load_free(f'qa:{tmp_path}', **arguments)
+        load_written(f'qa:{tmp_path}', **arguments)
 
 
 def test_the_share_of_right_answers_is_left_out_if_there_are_none():
     answer = {'answer': None, 'correct': False, 'strict': False, 'reason': 'max_tokens'}
     written = confidence.shares([{'greedy': answer, 'answers': [answer] * 2}])
     text = '\n'.join(confidence.notes({'written': written}))
-    assert 'from 1.000 of them' in text and 'nan' not in text
+    assert 'from 1.000 of them' in text and 'nan' not in text and 'pass@' not in text
+    right = answer | {'correct': True}
+    written = confidence.shares([{'greedy': answer, 'answers': [right, *[answer] * 5]}] * 2)
+    assert 'samples right: pass@5 = 0.833' in '\n'.join(confidence.notes({'written': written}))
     text = '\n'.join(confidence.notes({'written': written | {
         'no_answer': 0.5, 'accuracy_of_answered': 0.25}}))
     assert 'of those with an answer 0.250' in text
 
 
+@pytest.mark.parametrize('n, right', [(1, 0), (5, 2), (6, 6), (7, 1)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n, right):
+    answers = [{'correct': i < right} for i in range(n)]
+    for k in range(1, n + 1):
+        subsets = [*itertools.combinations([i < right for i in range(n)], k)]
+        assert confidence.pass_at_k(answers, k) == pytest.approx(np.mean([*map(any, subsets)]))
+
+
 def test_a_proposed_answer_continues_its_prompt(tmp_path):
     rows = [{'question': 'Who?', 'answers': ['Ann'], 'language': 'de', 'subject': 'names'}]
-    question, = load_free(f'qa:{write_rows(tmp_path / "q.jsonl", rows)}').questions
+    question, = load_written(f'qa:{write_rows(tmp_path / "q.jsonl", rows)}').questions
     assert (question.language, question.subject) == ('de', 'names')
-    proposal = free_answers.proposed(question, '  Ann\n', True)
+    proposal = written_answers.proposed(question, '  Ann\n', True)
     assert proposal.context.startswith('Question: Who?\nProposed Answer: Ann\nIs the proposed')
     assert proposal.options == [' (A)', ' (B)'] and proposal.answer == 0
-    empty = free_answers.proposed(question, '\n', False)
+    empty = written_answers.proposed(question, '\n', False)
     assert 'Answer: (none)\nIs' in empty.context and empty.answer == 1
     question.context = 'def f():\n    """One."""'
-    assert '"""\n    return 1\nIs the' in free_answers.proposed(
+    assert '"""\n    return 1\nIs the' in written_answers.proposed(
         question, '\n    return 1\n', True).context
 
 
 def test_a_task_of_ones_own_needs_a_file():
     with pytest.raises(DataError, match='no file given'):
-        load_free('qa')
+        load_written('qa')
     with pytest.raises(DataError, match='no solved questions'):
-        load_free('popqa', shots=5)
+        load_written('popqa', shots=5)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -427,7 +440,7 @@ def test_the_span_is_where_the_answer_was_extracted(task, text, begin):
             return ''.join(map(chr, tokens))
     log_probs = [-float(i) for i in range(len(text))]
     answer = generate.Answer(0, 0, [*map(ord, text)], log_probs, text=text)
-    span = confidence.span(answer, FREE_TASKS[task], Characters())
+    span = confidence.span(answer, WRITTEN_TASKS[task], Characters())
     assert span['span_log_prob'] == sum(log_probs[begin:begin + len(span['span'])])
 
 
@@ -437,7 +450,7 @@ def test_a_text_that_repeats_itself_is_graded_in_seconds(text):
     class Characters:
         def decode(self, tokens, start):
             return text[:len(tokens)]
-    begun, rule = time.process_time(), FREE_TASKS['math500']
+    begun, rule = time.process_time(), WRITTEN_TASKS['math500']
     assert not rule.grade(text, ['7'])['correct']
     confidence.span(generate.Answer(0, 0, [*text], [0.0] * len(text), text=text), rule,
                     Characters())
@@ -457,7 +470,7 @@ def test_the_span_holds_all_tokens_of_its_characters(text, begin, end, size):
     tokens = [whole[i:i + size] for i in range(0, len(whole), size)]
     log_probs = [-float(2 ** i) for i in range(len(tokens))]
     answer = generate.Answer(0, 0, tokens, log_probs, text=text)
-    span = confidence.span(answer, FREE_TASKS['qa'], Bytes())
+    span = confidence.span(answer, WRITTEN_TASKS['qa'], Bytes())
     assert span['span'] == text[begin:end]
     first, last = len(text[:begin].encode()) // size, (len(text[:end].encode()) - 1) // size
     assert span['span_log_prob'] == sum(log_probs[first:last + 1])
@@ -691,7 +704,7 @@ def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, mo
     for split in ('train', 'validation'):       # another task, which leaves these as they are
         write_rows(tmp_path / 'nq' / f'{split}.jsonl', [{'question': 'Who?', 'answer': ['x']}] * 2)
     assert entries < ask(folder, tmp_path, f'--tasks=nq_open:{tmp_path / "nq"}').keys()
-    monkeypatch.setattr(FREE_TASKS['qa'], 'match', lambda *_: True)     # other grades
+    monkeypatch.setattr(WRITTEN_TASKS['qa'], 'match', lambda *_: True)     # other grades
     assert not entries & ask(folder, tmp_path).keys()
 
 
@@ -699,7 +712,7 @@ def test_a_confidence_in_earlier_answers_is_left_out(asked, tmp_path, capsys, mo
 def test_an_edited_rule_grades_the_same_answers_again(asked, tmp_path, monkeypatch):
     folder, _, share = asked
     before = ask(folder, tmp_path)
-    monkeypatch.setattr(FREE_TASKS['qa'], 'match', lambda *_: True)
+    monkeypatch.setattr(WRITTEN_TASKS['qa'], 'match', lambda *_: True)
     monkeypatch.setattr(generate, 'generate', lambda *_: pytest.fail('answers were generated'))
     after = ask(folder, tmp_path)
     assert before['qa']['pooled']['accuracy'] == share and after['qa']['pooled']['accuracy'] == 1
@@ -713,8 +726,8 @@ def test_an_edited_rule_grades_the_same_answers_again(asked, tmp_path, monkeypat
 @pytest.mark.slow
 def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_path, monkeypatch):
     folder, *_ = asked
-    before, stated = ask(folder, tmp_path, '--verbalized'), free_answers.stated_guess
-    rows = {name: len(samples_of(tmp_path, f'qa.{name}')) for name in free_answers.VERBALIZED}
+    before, stated = ask(folder, tmp_path, '--verbalized'), grading.stated_guess
+    rows = {name: len(samples_of(tmp_path, f'qa.{name}')) for name in written_answers.VERBALIZED}
     assert min(rows.values()) < 10
     assert rows == {name: before.get(f'qa.{name}', {'pooled': {'n': 0}})['pooled']['n']
                     for name in rows}
@@ -725,12 +738,12 @@ def test_an_answer_that_states_no_probability_is_not_written_again(asked, tmp_pa
     assert {name: task['pooled'] for name, task in after.items()} == {
         name: task['pooled'] for name, task in before.items()}
     # a better parser finds a number in each of them, and a worse one in none
-    monkeypatch.setattr(free_answers, 'stated_guess', lambda *_: ('Ann', '0.5'))
+    monkeypatch.setattr(grading, 'stated_guess', lambda *_: ('Ann', '0.5'))
     assert ask(folder, tmp_path, '--verbalized')['qa.verbalized_1s']['pooled']['n'] == 10
-    monkeypatch.setattr(free_answers, 'stated_guess', lambda *_: (None, None))
+    monkeypatch.setattr(grading, 'stated_guess', lambda *_: (None, None))
     ask(folder, tmp_path, '--verbalized')
     assert not samples_of(tmp_path, 'qa.verbalized_1s')
-    monkeypatch.setattr(free_answers, 'stated_guess', stated)
+    monkeypatch.setattr(grading, 'stated_guess', stated)
     assert ask(folder, tmp_path, '--verbalized')['qa']['pooled']['n'] == 10
 
 
@@ -759,8 +772,8 @@ def test_written_programs_are_run_only_if_that_is_allowed(asked, tmp_path, monke
         run_program('', 'pass')
     except ConfigError as error:
         pytest.skip(str(error))
-    question, _ = load_free(f'humaneval:{path}').questions
-    rule = FREE_TASKS['humaneval']
+    question, _ = load_written(f'humaneval:{path}').questions
+    rule = WRITTEN_TASKS['humaneval']
     assert question.id == 'T/0' and question.context.endswith('"""')
     for text, right in (('\n    return a + b\nprint(1)', True), ('\n    return a', False),
                         (f'```python\n{problem["prompt"]}    return b + a\n```', True)):
@@ -819,13 +832,13 @@ def test_an_answer_too_long_to_be_shown_leaves_the_question_out_of_that_entry(
 
 def test_verbalized_prompts_are_those_of_the_paper(tmp_path):
     write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
-    question, = load_free(f'qa:{tmp_path / "q.jsonl"}').questions
-    one = free_answers.verbalized_1s(question)
-    text = free_answers.as_text(one.messages, one.lead)
+    question, = load_written(f'qa:{tmp_path / "q.jsonl"}').questions
+    one = written_answers.verbalized_1s(question)
+    text = written_answers.as_text(one.messages, one.lead)
     assert text.startswith('Provide your best guess and the probability that it is correct (0.0 to')
     assert text.endswith('just the probability!>\n\nThe question is: Who?\n\nGuess:')
-    two = free_answers.verbalized_2s(question, ' Ann\n', True)
-    text = free_answers.as_text(two.messages, two.lead)
+    two = written_answers.verbalized_2s(question, ' Ann\n', True)
+    text = written_answers.as_text(two.messages, two.lead)
     assert text.startswith('Question: Who?\nAnswer: Ann\n\nProvide the probability that your guess')
     assert text.endswith('just the probability!>\n\nProbability:')
 
@@ -846,10 +859,10 @@ def test_verbalized_prompts_are_those_of_the_paper(tmp_path):
     (' Ann', 'Guess:', None), (' Ann\nProbability: high', 'Guess:', None)])
 def test_one_stage_judges_its_guess(text, lead, outcome, tmp_path):
     write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
-    question, = load_free(f'qa:{tmp_path / "q.jsonl"}').questions
+    question, = load_written(f'qa:{tmp_path / "q.jsonl"}').questions
     sample = confidence.verbalized_sample(
-        free_answers.verbalized_1s(question), FREE_TASKS['qa'], {'text': text},
-        *free_answers.stated_guess(text, lead))
+        written_answers.verbalized_1s(question), WRITTEN_TASKS['qa'], {'text': text},
+        *grading.stated_guess(text, lead))
     assert (sample['confidence'] and (sample['confidence'], sample['correct'])) == outcome
 
 
@@ -860,10 +873,10 @@ def test_one_stage_judges_its_guess(text, lead, outcome, tmp_path):
                                                ('<think>0.1', '', None)])
 def test_two_stages_judge_the_greedy_answer(text, lead, value, tmp_path):
     write_rows(tmp_path / 'q.jsonl', [{'question': 'Who?', 'answers': ['Ann']}])
-    question, = load_free(f'qa:{tmp_path / "q.jsonl"}').questions
+    question, = load_written(f'qa:{tmp_path / "q.jsonl"}').questions
     sample = confidence.verbalized_sample(
-        free_answers.verbalized_2s(question, 'Bob', True), FREE_TASKS['qa'], {'text': text},
-        *free_answers.stated_guess(text, lead))
+        written_answers.verbalized_2s(question, 'Bob', True), WRITTEN_TASKS['qa'], {'text': text},
+        *grading.stated_guess(text, lead))
     assert (sample['confidence'] and (sample['confidence'], sample['correct'],
                                       sample['predicted'])) == (value and (value, True, 'Bob'))
 
@@ -1034,7 +1047,7 @@ def test_questions_to_tune_on_are_not_the_shots(tmp_path):
     rows = [{'question_id': f'q{i}', 'question': f'Who is {i}?', 'answer': {
         'value': 'Ann', 'aliases': []}} for i in range(6)]
     write_rows(tmp_path / 'train.jsonl', rows)
-    loaded = load_free(f'triviaqa_train:{tmp_path}', shots=2)
+    loaded = load_written(f'triviaqa_train:{tmp_path}', shots=2)
     assert [q.id for q in loaded.shots['']] == ['q0', 'q1']
     assert [q.id for q in loaded.questions] == ['q2', 'q3', 'q4', 'q5']
 
@@ -1049,15 +1062,15 @@ def tables_of(script, out, hubs, tasks):
         (out / folder).mkdir(parents=True)
         (out / folder / 'results.json').write_text(json.dumps({'config': {'model': hub},
                                                                'tasks': tasks}))
-    done = run_scripts(1, f'papers/{script}.py', f'--out_dir={out}')
+    done = run_scripts(1, f'research/papers/{script}.py', f'--out_dir={out}')
     assert done.returncode == 0, done.stderr
     return (out / 'calibration.csv').read_text().splitlines()
 
 
 def models_of(tmp_path, script):
     code = tmp_path / f'{script}_models.py'
-    code.write_text(f"import sys; sys.path.insert(0, 'research/papers'); import {script}; import json; "
-                    f"print(json.dumps({script}.MODELS))")
+    code.write_text(f"import json, sys; sys.path.insert(0, 'research/papers'); "
+                    f"import {script}; print(json.dumps({script}.MODELS))")
     return json.loads(run_scripts(1, code).stdout)
 
 
