@@ -16,7 +16,7 @@ from common import HERE, write_rows, write_run
 from results import compare, over_seeds, plots, report, samples
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
-from test_metrics import harness_rows, write_old
+from test_prediction_files import harness_rows, write_old
 from test_report import tabulars
 
 
