@@ -1,25 +1,28 @@
-"""Attention over packed rows, and over a cache: masks, each with one method `attend`.
+"""Attention over packed rows: masks, each with one method `attend`.
 
 Token i of a row sees token j if  j <= i < ends[j]  and, with a sliding window, if also
-positions[i] - positions[j] < window. So a row holds separate documents, or trees of prompts; the
-top of model.py explains `positions` and `ends`, int [B, T].
+positions[i] - positions[j] < window: the function `sees`. So a row holds separate documents, or
+trees of prompts; the top of model.py explains `positions` and `ends`, int [B, T].
 
 | mask         | computed by                        | used by `make_masks` on `auto`             |
 |--------------|------------------------------------|--------------------------------------------|
 | ExplicitMask | torch, with a bool [B, 1, T, T]    | on a CPU; everywhere for whole causal rows |
 | FlexMask     | FlexAttention, compiled in seconds | on CUDA with gradients, or in float32      |
 | TreeMask     | a Triton kernel, ready at once     | on CUDA without gradients, in bfloat16     |
-| PrefillMask  | one of these; it stores keys and values in the slots of a Cache                 |
-| DecodeMask   | one new token per row, over the Cache: a Triton kernel on CUDA, else torch      |
 
     attend(q [B, H, T, hd], k [B, H_kv, T, hd], v [B, H_kv, T, hd], scale, softcap) -> [B, H, T, hd]
 
 computes softmax(scale q k^T) v over the visible keys; with a softcap, a score s becomes
-softcap * tanh(s / softcap). A mask of your own needs that method only. The kernels are in
-triton_ops.py; the two files can be copied into another project.
+softcap * tanh(s / softcap). A mask of your own needs that method only. decoding/cache.py has those
+of decoding.
+
+To change attention, edit `sees` or ExplicitMask. On its first use, a faster version is compared
+with ExplicitMask on a small example; a note says if they differ, and ExplicitMask is used. The
+kernels are in triton_ops.py; the two files can be copied into another project.
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -33,12 +36,17 @@ if TYPE_CHECKING or not __package__:    # in the clone, at the top level
 else:                                   # installed, as nanocal.attention
     from . import triton_ops
 
+# What computes attention in training, evaluation and decoding: 'auto' is the fastest that agrees
+# with ExplicitMask. 'explicit' is plain torch everywhere; 'flex' is FlexAttention, and plain torch
+# for decoding over a cache.
+IMPLEMENTATION = 'auto'
+
 
 def make_masks(kind: str, positions: Tensor, ends: Tensor | None, windows: list[int | None],
                head_dim: int, softcap: float | None, x: Tensor) -> list:
     """Return the masks for the `windows` of all layers, equal windows sharing one.
 
-    kind: 'explicit', 'flex', 'tree', or 'auto' for the fastest
+    kind: 'explicit', 'flex', 'tree' (without gradients), or 'auto' for the fastest
     ends: None if each row is one document, perhaps followed by padding
     x: hidden states, whose device and type decide which mask is the fastest
     """
@@ -46,10 +54,11 @@ def make_masks(kind: str, positions: Tensor, ends: Tensor | None, windows: list[
     # in a row no longer than the window, every token sees all before it
     windows = [w if w and w < T else None for w in windows]
     if ends is None:
-        if not any(windows) and not softcap:    # cuDNN: 1.2 ms, FlexAttention 1.8 (Llama 3.1 8B)
+        # cuDNN: 1.2 ms, FlexAttention 1.8 (Llama 3.1 8B)
+        if not any(windows) and not softcap and is_causal(sees):
             return [ExplicitMask()] * len(windows)
         ends = torch.full_like(positions, T)
-    kind = fastest(x, head_dim) if kind == 'auto' else kind
+    kind = fastest(x, head_dim, windows, softcap) if kind == 'auto' else kind
 
     def make(window):
         if kind == 'tree':
@@ -61,22 +70,42 @@ def make_masks(kind: str, positions: Tensor, ends: Tensor | None, windows: list[
     return [masks[window] for window in windows]
 
 
-def fastest(x: Tensor, head_dim: int) -> str:
+def fastest(x: Tensor, head_dim: int, windows: list[int | None], softcap: float | None) -> str:
     if triton_ops.kernels_apply(x):
         return 'tree'
     # FlexAttention's kernels need heads of at least 16 numbers
-    return 'flex' if x.is_cuda and triton_ops.triton is not None and head_dim >= 16 else 'explicit'
+    if triton_ops.available(x) and head_dim >= 16 and all(
+            flex_agrees(window, softcap) for window in set(windows)):
+        return 'flex'
+    return 'explicit'
 
 
 # ---- The plain version: an explicit mask ---------------------------------------------------------
 
+def sees(i: Tensor, j: Tensor, i_position: Tensor, j_position: Tensor, j_end: Tensor,
+         window: int | None) -> Tensor:
+    """Return whether the token at row index i sees the one at j: the rule of all masks.
+
+    i_position, j_position: the positions of the two in their texts; j_end: ends[j]
+    """
+    visible = (j <= i) & (i < j_end)
+    return visible if window is None else visible & (i_position - j_position < window)
+
+
 def visible_keys(positions: Tensor, ends: Tensor, window: int | None) -> Tensor:
-    """Return bool [B, 1, T, T]: may the token at row index i (axis 2) see the one at j (axis 3)?"""
+    """Return bool [B, 1, T, T]: does the token at row index i (axis 2) see the one at j (axis 3)?
+    """
     index = torch.arange(ends.shape[1], device=ends.device)
-    visible = (index <= index[:, None]) & (index[:, None] < ends[:, None, :])
-    if window is not None:
-        visible = visible & (positions[:, :, None] - positions[:, None, :] < window)
-    return visible[:, None]
+    return sees(index[:, None], index, positions[:, :, None], positions[:, None], ends[:, None],
+                window)[:, None]
+
+
+@functools.cache
+def is_causal(rule: Callable) -> bool:
+    """Return whether by this rule each token of a text sees all before it, and itself."""
+    at = torch.arange(64)[None]
+    visible = rule(at.mT, at, at.mT, at, torch.tensor(64), None)
+    return torch.equal(visible, torch.ones(64, 64, dtype=torch.bool).tril())
 
 
 def visible_blocks(positions: Tensor, ends: Tensor, window: int | None, M: int, N: int):
@@ -140,10 +169,7 @@ class FlexMask:
 
     def __init__(self, positions: Tensor, ends: Tensor, window: int | None, options: dict):
         def visible(b, h, i, j):
-            seen = (j <= i) & (i < ends[b, j])
-            if window is not None:
-                seen = seen & (positions[b, i] - positions[b, j] < window)
-            return seen
+            return sees(i, j, positions[b, i], positions[b, j], ends[b, j], window)
         seen, full = (blocks[:, None] for blocks in
                       visible_blocks(positions, ends, window, 128, 128))
         # create_block_mask is compiled for 7 to 20 s (T = 4,096), or else stores T x T numbers
@@ -204,7 +230,7 @@ class TreeMask:
     """
 
     def __init__(self, positions: Tensor, ends: Tensor, window: int | None, head_dim: int):
-        self.positions, self.ends, self.window = positions.int(), ends.int(), window or 0
+        self.positions, self.ends, self.window = positions.int(), ends.int(), window
         self.width = triton_ops.triton.next_power_of_2(max(16, head_dim))
         self.options = triton_ops.BLOCKS[min(256, max(64, self.width))]
         seen, full = visible_blocks(self.positions, self.ends, window, *self.options[:2])
@@ -213,58 +239,59 @@ class TreeMask:
         self.n_seen, self.blocks = in_order(full.byte() + seen.byte())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
-        return triton_ops.tree_kernel(self, q, k, v, scale, softcap)
+        few = ((x.dtype, 1, x.shape[1], 256, x.shape[3]) for x in (q, k, v))
+        if triton_ops.agree(explicit_attention, tree_attention, q.device, *few,
+                            self.window and EXAMPLE_WINDOW, scale, softcap):
+            return triton_ops.tree_kernel(self, q, k, v, scale, softcap)
+        return self.explicit.attend(q, k, v, scale, softcap)
+
+    @functools.cached_property
+    def explicit(self) -> ExplicitMask:
+        return ExplicitMask(visible_keys(self.positions, self.ends, self.window))
 
 
-# ---- Decoding: one new token per row, and a cache of the keys and values before it ---------------
+# ---- The example on which faster versions must agree with ExplicitMask ---------------------------
 
-class Cache:
-    """Keys and values of one layer, [slots, H_kv, size, hd]; a slot belongs to one sequence.
-
-    The token at position p is stored at index p % size of its slot. With a sliding window, size is
-    at most the window, so a slot holds exactly the keys that the newest token sees. Their order
-    does not matter, since keys are rotated before they are stored.
-    """
-
-    def __init__(self, slots: int, heads: int, size: int, head_dim: int, like: Tensor):
-        # zeros: the plain version multiplies entries that are not yet in use by a weight of 0
-        self.k, self.v = (like.new_zeros(slots, heads, size, head_dim) for _ in range(2))
-        self.size = size
+EXAMPLE_WINDOW = 64     # in place of a model's window
 
 
-class PrefillMask:
-    """`mask`, which also stores keys and values: token source[i] of a row at slot[i], index[i]."""
-
-    def __init__(self, mask, cache: Cache, source: Tensor, slot: Tensor, index: Tensor):
-        self.mask, self.cache = mask, cache
-        self.source, self.slot, self.index = source, slot, index
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
-        for cached, new in ((self.cache.k, k), (self.cache.v, v)):      # B = 1
-            cached.transpose(1, 2)[self.slot, self.index] = new[0].transpose(0, 1)[self.source]
-        return self.mask.attend(q, k, v, scale, softcap)
+def example(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return positions and ends [1, T] of a row: a prompt with two options, then a document."""
+    n, branch, at = 64, 48, torch.arange(q.shape[2], device=q.device)
+    first, second = at < n + branch, at < n + 2 * branch        # the two options end here
+    positions = torch.where(first, at, torch.where(second, at - branch, at - n - 2 * branch))
+    ends = torch.where(second, n + 2 * branch, len(at))
+    return positions[None], ends.where((at < n) | ~first, n + branch)[None]
 
 
-class DecodeMask:
-    """Each row is one token, in slots[b] at positions[b]: store its key and value, then attend.
+def explicit_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float,
+                       softcap: float | None) -> Tensor:
+    """Return attention over the example by ExplicitMask, with one rounding at the end."""
+    mask = ExplicitMask(visible_keys(*example(q), window))
+    return mask.attend(q.float(), k.float(), v.float(), scale, softcap).to(q.dtype)
 
-    longest: a number above all positions, at which reading the cache ends
-    """
 
-    def __init__(self, cache: Cache, slots: Tensor, positions: Tensor, longest: int):
-        self.cache, self.slots, self.positions = cache, slots, positions
-        self.longest = min(longest, cache.size)
+def tree_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float,
+                   softcap: float | None) -> Tensor:
+    mask = TreeMask(*example(q), window, q.shape[-1])
+    return triton_ops.tree_kernel(mask, q, k, v, scale, softcap)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
-        if triton_ops.triton is not None and q.is_cuda:
-            return triton_ops.decode_kernel(self, q, k, v, scale, softcap)
-        (B, H, _, hd), cache, slots = q.shape, self.cache, self.slots
-        in_order = torch.equal(slots, torch.arange(B, device=q.device))     # nothing is copied then
-        for cached, new in ((cache.k, k), (cache.v, v)):
-            cached[slots, :, self.positions % cache.size] = new[:, :, 0]
-        keys, values = ((x[:B] if in_order else x.index_select(0, slots))[:, :, :self.longest]
-                        for x in (cache.k, cache.v))
-        visible = torch.arange(self.longest, device=q.device) <= self.positions[:, None]
-        # the queries that share a key head are passed as T, since all see the same keys
-        return ExplicitMask(visible[:, None, None]).attend(
-            q.reshape(B, k.shape[1], -1, hd), keys, values, scale, softcap).reshape(B, H, 1, hd)
+
+def flex_agrees(window: int | None, softcap: float | None) -> bool:
+    """Return whether FlexMask agrees with ExplicitMask, uncompiled on the CPU."""
+    heads = ((torch.float32, 1, n, 512, 16) for n in (2, 1, 1))
+    return triton_ops.agree(explicit_attention, flex_mask_attention, torch.device('cpu'), *heads,
+                            window and EXAMPLE_WINDOW, 0.25, softcap)
+
+
+def flex_mask_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float,
+                        softcap: float | None) -> Tensor:
+    positions, ends = example(q)
+    with warnings.catch_warnings(action='ignore'):      # that it is not compiled
+        y = FlexMask(positions, ends, window, {}).attend(q, k, v, scale, softcap)
+    # uncompiled, FlexAttention asks the rule for every key, whatever the blocks say
+    seen, full = (blocks.repeat_interleave(128, 1).repeat_interleave(128, 2)
+                  for blocks in visible_blocks(positions, ends, window, 128, 128))
+    visible = visible_keys(positions, ends, window)[:, 0]
+    wrong = (visible & ~seen | full & ~visible).any(-1)
+    return y.masked_fill(wrong[:, None, :, None], 0)

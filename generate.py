@@ -8,7 +8,7 @@ fields are copied. The row of answers.jsonl adds `answers`. An interrupted comma
 file. Each of several processes answers its share of the prompts.
 
 The forward pass is the model's own. Prompts are packed into rows, which hold a common beginning
-once; their keys and values go to the slots of a cache (runtime/slots.py). Then each step computes
+once; their keys and values go to the slots of a cache (decoding/slots.py). Then each step computes
 one token of every running answer. An answer that has ended makes room for the next prompt at once.
 Each token is drawn with a random number that depends only on the seed, the tokens of the prompt,
 the number of the answer and the index of the token, so an answer does not depend on the others.
@@ -35,7 +35,7 @@ from typing import Literal
 from data.chat import TEMPLATES, question_frame
 from runtime.config import load_config, require_given
 from runtime.errors import CheckpointError, ConfigError, DataError
-from runtime.sampling import Sampling, check_sampling
+from decoding.sampling import Sampling, check_sampling
 
 
 @dataclass
@@ -78,10 +78,11 @@ from data.packing import Row, Tree, pack_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from results.answer_file import open_answers, to_row
 from results.samples import append, digest, merge_parts, part
-from runtime import adapter, checkpoint, draw, log, ownership, parallel, slots
+from decoding import draw, slots
+from runtime import adapter, checkpoint, log, ownership, parallel
 from runtime.code import code_digest
 from runtime.device import pick_device, pick_dtype
-from runtime.slots import Batch, room
+from decoding.slots import Batch, room
 from runtime.trained import trained_template, trained_with_bos
 
 # tokens of the prompts in one forward pass, or those of one longer prompt; a CPU computes the

@@ -15,7 +15,7 @@ question where its last option ends, and an option at its own end. A padding tok
 ends[j] = j + 1. `ends` may be None if each row is one document, perhaps followed by padding.
 
 Parameters have the names of Llama in every family, except the norm before the MLP; `their_key` of
-runtime/names.py has the names on disk.
+runtime/weights.py has the names on disk.
 
 Training, evaluation and sampling use this one forward pass, so an edit here changes all of them.
 `norm`, `rotate` and `gate` have a Triton kernel in triton_ops.py, which computes the same without
@@ -35,11 +35,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING or not __package__:    # in the clone, at the top level
-    from attention import make_masks
+    from attention import IMPLEMENTATION, make_masks
     from triton_ops import (Linear, compute, float32_linear, gate_kernel, norm_kernel, products,
                             rotate_kernel)
 else:                                   # installed, as nanocal.model
-    from .attention import make_masks
+    from .attention import IMPLEMENTATION, make_masks
     from .triton_ops import (Linear, compute, float32_linear, gate_kernel, norm_kernel,
                              products, rotate_kernel)
 
@@ -393,8 +393,13 @@ class Decoder(nn.Module):
         self.project_out = nn.Linear(D, E, bias=False) if E != D else nn.Identity()
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.Identity() if family.norm_order == 'after the sum' else Norm(config, D)
-        self.attention = 'auto'     # or 'explicit', 'flex', 'tree': see attention.make_masks
+        self.attention = IMPLEMENTATION     # of the masks, also those of decoding
         self.checkpoint = False     # store only the input of a block; recompute it in backward
+
+    @property
+    def compiled(self) -> bool:
+        """Return whether `compile` was called on a block."""
+        return any(layer._compiled_call_impl for layer in self.layers)
 
     def forward(self, tokens: Tensor, positions: Tensor, ends: Tensor | None,
                 masks: list | None = None, at: Tensor | None = None) -> Tensor:
@@ -404,7 +409,9 @@ class Decoder(nn.Module):
         if config.family.learned_positions:
             x = x + self.embed_positions(positions + 2)
         if masks is None:
-            masks = make_masks(self.attention, positions, ends, config.windows, config.head_dim,
+            # compiled blocks have one graph with and without gradients
+            kind = 'flex' if self.attention == 'auto' and self.compiled else self.attention
+            masks = make_masks(kind, positions, ends, config.windows, config.head_dim,
                                config.attn_logit_softcapping, self.embed_tokens.weight)
         rotary = {rope: rope and rotary_angles(positions, rope)
                   for rope in {layer.rope for layer in config.layers}}

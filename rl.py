@@ -33,7 +33,7 @@ from runtime.errors import ConfigError, TrainingError
 from runtime.loss import loss_options
 from runtime.parallel import world_size
 from runtime.resume import advice
-from runtime.sampling import Sampling
+from decoding.sampling import Sampling
 
 # ---- Advantages and divisors ---------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from typing import Literal
 from data.chat import TEMPLATES, encode_prompt, question_frame
 from runtime.config import load_config, require_given
 from runtime.errors import CheckpointError, DataError, escape_controls
-from runtime.sampling import Sampling, check_sampling
+from decoding.sampling import Sampling, check_sampling
 
 
 @dataclass
@@ -55,7 +55,7 @@ if __name__ == '__main__':
 
 from generate import confidences, first_stop, generate, open_model, stream
 from runtime import checkpoint
-from runtime.slots import step_cost
+from decoding.slots import step_cost
 from runtime.terminal import shaded, shows_grays, typed_lines
 
 

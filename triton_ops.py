@@ -5,7 +5,7 @@
 | norm_kernel, rotate_kernel, gate_kernel | norm, rotate and gate of model.py, through `compute`   |
 | row_kernel                              | the product of one row with a weight, in `Linear`      |
 | tree_kernel                             | `attend` of attention.py's TreeMask                    |
-| decode_kernel                           | `attend` of attention.py's DecodeMask                  |
+| decode_kernel                           | `attend` of decoding/cache.py's DecodeMask             |
 
 Arithmetic is float32 and is rounded once, at the end; plain torch also rounds products of bfloat16
 in between. This file imports nothing of ours.
@@ -27,14 +27,20 @@ try:
 except ImportError:     # for example on macOS: everything is plain torch
     triton = None
 
-KERNELS = True      # False: norm, rotate and gate are plain torch everywhere
+KERNELS = True      # False: norm, rotate and gate are plain torch everywhere; for attention, see
+#                     IMPLEMENTATION in attention.py
 LOG2E = math.log2(math.e)   # exp(x) = exp2(x * LOG2E), which is faster
+
+
+def available(x: Tensor) -> bool:
+    """Return whether Triton compiles kernels for the device of x."""
+    return triton is not None and x.is_cuda
 
 
 def kernels_apply(x: Tensor) -> bool:
     """Return whether Triton kernels without gradients may compute what is computed from x."""
-    return (not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-            and triton is not None and x.is_cuda and x.dtype == torch.bfloat16)
+    return (not torch.compiler.is_compiling() and not torch.is_grad_enabled() and available(x)
+            and x.dtype == torch.bfloat16)
 
 
 def compute(plain: Callable, kernel: Callable, axis: int, *arguments) -> Tensor:
@@ -63,8 +69,9 @@ def agree(plain: Callable, kernel: Callable, device, *arguments) -> bool:
     error = ((a.float() - b.float()).norm() / a.float().norm()).item()
     if a.dtype == b.dtype and error < max(torch.finfo(a.dtype).eps, 1e-5):
         return True
-    print(f'note: {plain.__name__} of model.py and its kernel differ by {error:.1e}, so the kernel '
-          f'is not used; edit it as well, in triton_ops.py')
+    file = plain.__module__.rpartition('.')[-1]
+    print(f'note: {plain.__name__} of {file}.py and its kernel differ by {error:.1e}, so the '
+          f'kernel is not used; edit {kernel.__name__} as well')
     return False
 
 
@@ -306,7 +313,7 @@ def tree_kernel(mask, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: fl
     _attend[triton.cdiv(T, M), B * H](
         q, k, v, out, mask.positions, mask.ends, mask.blocks, mask.n_full, mask.n_seen,
         *(stride for x in (q, k, v, out) for stride in x.stride()[:3]), T, mask.blocks.shape[-1], H,
-        H // k.shape[1], hd, scale * LOG2E, softcap * LOG2E if softcap else 0.0, mask.window,
+        H // k.shape[1], hd, scale * LOG2E, softcap * LOG2E if softcap else 0.0, mask.window or 0,
         WIDTH=mask.width, BLOCK_M=M, BLOCK_N=N, num_warps=warps, num_stages=stages)
     return out
 

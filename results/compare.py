@@ -28,10 +28,10 @@ from results.runs import (Run, find_harness_files, find_runs, harness_run, read_
 from results.samples import sample_order
 from results.tables import (MEASURES, TITLES, Heading, Section, csv_text, mark_best,
                             measure_cell)
-from runtime import __version__
 from runtime.config import load_config, require_range, require_unicode
 from runtime.errors import ConfigError, DataError
 from runtime.ownership import claim, lock, write_text
+from runtime.version import __version__
 
 USAGE = """\
 usage: python evaluate.py --compare FOLDER FOLDER [...] [--key=value ...]

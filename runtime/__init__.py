@@ -2,5 +2,3 @@
 
 Nothing here depends on questions or conversations (data/), or on tables and plots (results/).
 """
-
-__version__ = '0.3.0'

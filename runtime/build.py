@@ -44,7 +44,8 @@ def prepare(model, cfg, device, reward=False):
         # another one takes 8 s
         model.decoder.embed_tokens.register_forward_hook(
             lambda module, inputs, x: x.requires_grad_(torch.is_grad_enabled()))
-    model.decoder.attention = cfg.attention
+    if cfg.attention != 'auto':
+        model.decoder.attention = cfg.attention
     model.decoder.checkpoint = cfg.checkpoint_activations
     # Triton 3.6 cannot compile some float32 blocks; FlexAttention is compiled either way
     if cfg.compile and device.startswith('cuda') and model.head.dtype == torch.bfloat16:

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime import __version__
 from runtime.errors import ConfigError
 from runtime.parallel import own_gpu
+from runtime.version import __version__
 
 
 def pick_device(device: str) -> str:
@@ -55,9 +55,6 @@ def compile_blocks(model):
     # One process may make models of several shapes. Beyond the default limit of 8, further blocks
     # would run uncompiled.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    if model.decoder.attention == 'auto':
-        # validation has no gradients, but the tree kernel would compile another kind of graph
-        model.decoder.attention = 'flex'
     for layer in model.decoder.layers:
         layer.compile(dynamic=False)
 

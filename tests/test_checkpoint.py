@@ -20,9 +20,10 @@ from common import (ARCHITECTURES, HERE, LLAMA3_ROPE, few_layers, llama_config, 
 from safetensors.torch import load_file, save_file
 
 import model as models
-from runtime import (__version__, adapter, checkpoint, config_json, config_keys, config_ropes,
+from runtime import (adapter, checkpoint, config_json, config_keys, config_ropes,
                      device, weights)
 from runtime.errors import ConfigError
+from runtime.version import __version__
 
 
 @pytest.mark.parametrize('name', [
@@ -171,7 +172,7 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
     (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(2, 3)})),
      f'tensor {KEY} has shape [2, 3], config.json wants [80, 48]'),
     (lambda f: rewrite(f, lambda t: t.update({KEY: torch.ones(80, 48, dtype=torch.int8)})),
-     f'tensor {KEY} is torch.int8; quantized weights are not supported'),
+     f'tensor {KEY} is I8; quantized weights are not supported'),
     (lambda f: os.truncate(f / 'model.safetensors', 5000),
      'truncated, out of date or not a safetensors file'),
     (lambda f: (f / 'model.safetensors').unlink(), 'has no model.safetensors'),
@@ -198,7 +199,7 @@ KEY = 'model.layers.1.mlp.up_proj.weight'
      'hidden_size = 48 is not a multiple of num_attention_heads = 5'),
     (lambda f: edit_config(f, head_dim=13), 'head_dim = 13 is 13; it must be even and above 0'),
     (lambda f: rewrite(f, lambda t: t.update({KEY: t[KEY].to(torch.float8_e4m3fn)})),
-     f'tensor {KEY} is torch.float8_e4m3fn; quantized weights are not supported'),
+     f'tensor {KEY} is F8_E4M3; quantized weights are not supported'),
     (lambda f: write_index(f, '../model.safetensors'),
      "names '../model.safetensors', which is not a .safetensors file in this folder"),
     (lambda f: write_index(f, '/etc/passwd'), "names '/etc/passwd', which is not"),

@@ -14,18 +14,20 @@ from common import (ARCHITECTURES, DEVICES, HERE, head_of_32, lora_model, refere
                     sentencepiece_folder, whole_rows, write_rows)
 import generate as program
 import triton_ops
-from attention import Cache, DecodeMask, ExplicitMask, visible_keys
+from attention import ExplicitMask, visible_keys
+from decoding.cache import Cache, DecodeMask
 from data.chat import encode_prompt
 from data.export import tokenizer_files
 from data.tokenizer import load_model_tokenizer, load_tokenizer
 from generate import Answer, confidences, generate, stream, take
 from results.samples import digest
-from runtime import checkpoint, ownership, slots
+from decoding import slots
+from runtime import checkpoint, ownership
 from runtime.device import HostCopy
-from runtime.draw import draw, draw_kernel, lowest_logits, random_numbers
+from decoding.draw import draw, draw_kernel, lowest_logits, random_numbers
 from runtime.errors import CheckpointError, ConfigError, DataError
-from runtime.sampling import Sampling
-from runtime.slots import Batch
+from decoding.sampling import Sampling
+from decoding.slots import Batch
 from triton_ops import decode_kernel
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
@@ -212,11 +214,8 @@ def test_kernels_and_padding_rows_change_nothing(name, tmp_path, monkeypatch):
     settings = Sampling(n=2, max_tokens=3, batch_size=5, temperature=1.3)
     expected = dict(generate(model, prompts, settings))
     monkeypatch.setattr(triton_ops, 'kernels_apply', lambda x: not torch.is_grad_enabled())
-    monkeypatch.setattr(slots, 'kernels_apply', lambda x: True)
+    monkeypatch.setattr(triton_ops, 'available', lambda x: True)
     monkeypatch.setattr(Batch, 'padded', lambda self, n: slots.graph_rows(n))
-    monkeypatch.setattr(DecodeMask, 'attend', decode_kernel)
-    monkeypatch.setattr(slots, 'draw', lambda logits, uniforms, s, n_vocab: draw_kernel(
-        logits, uniforms, s.temperature, lowest_logits(logits, s), n_vocab))
     for i, answers in generate(model, prompts, settings):
         assert [a.tokens for a in answers] == [a.tokens for a in expected[i]]
         for answer, other in zip(answers, expected[i]):
@@ -309,7 +308,7 @@ def test_the_plain_version_sees_what_the_window_allows():
     at = torch.arange(T)[None]
     expected = ExplicitMask(visible_keys(at, torch.full((1, T), T), window)).attend(
         q, k, v, 0.4, None)
-    cache = Cache(2, 2, window, hd, q)
+    cache = Cache(2, 2, window, hd, q, window)
     for t in range(T):
         mask = DecodeMask(cache, torch.tensor([1]), torch.tensor([t]), t + 1)
         out = mask.attend(*(x[:, :, t:t + 1] for x in (q, k, v)), 0.4, None)

@@ -1,6 +1,7 @@
-"""pyproject.toml and setup.py: what `pip install .` gives to other projects."""
+"""pyproject.toml: what `pip install .` gives to other projects."""
 
-import importlib.metadata
+import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -11,38 +12,41 @@ import venv
 from pathlib import Path
 
 import pytest
-import runtime
 from common import HERE
+from runtime.version import __version__
+
+MODULES = {'fused_ce', 'metrics', 'scaling', 'stats', 'model', 'attention', 'triton_ops', 'optim',
+           'prediction_files'}
 
 
-def setuptools_is_new_enough():
-    try:
-        importlib.metadata.version('pip')
-        return int(importlib.metadata.version('setuptools').split('.')[0]) >= 77
-    except importlib.metadata.PackageNotFoundError:
-        return False
+def pip(*arguments):
+    subprocess.run([sys.executable, '-m', 'pip', *arguments], check=True)
 
 
-@pytest.fixture(scope='module')
-def installed(tmp_path_factory):
+@pytest.fixture(scope='module', params=['clone', pytest.param('sdist', marks=pytest.mark.slow)])
+def installed(request, tmp_path_factory):
     """A function that runs Python in a fresh virtual environment, where only nanocal is installed.
 
     The dependencies are those of the environment that runs the tests; nothing is downloaded.
     """
-    if not setuptools_is_new_enough():
-        pytest.skip('needs pip and setuptools 77')
+    if not (importlib.util.find_spec('pip') and importlib.util.find_spec('hatchling')):
+        pytest.skip('needs pip and hatchling')
     base = tmp_path_factory.mktemp('install')
     source, environment, elsewhere = (base / x for x in ('source', 'environment', 'elsewhere'))
     # every Python file of these folders, so that a wrong one could be installed
     shutil.copytree(HERE, source, ignore=lambda folder, names: [
         name for name in names
-        if not name.endswith(('.py', '.toml', '.in', '.md', 'LICENSE', 'runtime', 'results'))])
+        if not name.endswith(('.py', '.toml', '.md', 'py.typed', 'LICENSE', 'runtime', 'results'))])
     elsewhere.mkdir()
     for name in ('metrics', 'attention'):       # modules of the other project
         (elsewhere / f'{name}.py').write_text('raise RuntimeError("not ours")\n')
+    if request.param == 'sdist':
+        subprocess.run([sys.executable, '-m', 'hatchling', 'build', '-t', 'sdist', '-d', base],
+                       cwd=source, check=True)
+        (source,) = base.glob('*.tar.gz')
     venv.create(environment)
-    subprocess.run([sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps', '--no-index',
-                    '--no-build-isolation', '--prefix', environment, source], check=True)
+    pip('install', '--quiet', '--no-deps', '--no-index', '--no-build-isolation',
+        '--prefix', environment, source)
     packages = Path(sysconfig.get_path('purelib', vars={'base': str(environment)}))
     (packages / 'dependencies.pth').write_text(sysconfig.get_path('purelib') + '\n')
 
@@ -53,39 +57,42 @@ def installed(tmp_path_factory):
     return python
 
 
-@pytest.mark.slow
 def test_pip_installs_the_package_and_no_name_beside_it(installed):
     names = {x.name for x in installed.packages.iterdir()} - {'dependencies.pth'}
-    assert names == {'nanocal', f'nanocal-{runtime.__version__}.dist-info'}
+    assert names == {'nanocal', f'nanocal-{__version__}.dist-info'}
     files = {x.name for x in (installed.packages / 'nanocal').glob('[!_]*[!_]')}
-    assert files == {'fused_ce.py', 'metrics.py', 'scaling.py', 'stats.py', 'model.py',
-                     'attention.py', 'triton_ops.py', 'optim.py', 'prediction_files.py', 'py.typed'}
+    assert files == {'py.typed', *(f'{module}.py' for module in MODULES)}
+    (installed.folder / 'mine.jsonl').write_text('{"probs": [0.7, 0.3], "answer": 0}\n')
+    assert installed('-m', 'nanocal.metrics', 'mine.jsonl').startswith('n        ')
 
 
 @pytest.mark.slow
 def test_the_installed_modules_use_each_other_and_no_file_of_the_clone_or_the_project(installed):
-    printed = installed('-c', """
-import sys
+    printed = installed('-c', f"""
+import json, sys
 import nanocal
-from nanocal import attention, fused_ce, metrics, model, optim, scaling, stats, triton_ops
+from nanocal import {', '.join(sorted(MODULES))}
 print(nanocal.__version__)
 print(scaling.fit_temperature([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]], [0, 1, 1]) > 0)
-clash = {'metrics', 'scaling', 'stats', 'model', 'attention', 'optim', 'runtime',
-         'triton_ops'} & set(sys.modules)
-print(clash)
+print(json.dumps([*sys.modules]))
 """)
-    assert printed.split('\n')[:3] == [runtime.__version__, 'True', 'set()']
+    version, fitted, loaded = printed.splitlines()
+    assert (version, fitted) == (__version__, 'True')
+    assert not {*MODULES, 'runtime'} & {*json.loads(loaded)}
 
 
-def test_the_installed_metrics_read_a_file_of_predictions(installed):
-    (installed.folder / 'mine.jsonl').write_text('{"probs": [0.7, 0.3], "answer": 0}\n')
-    assert installed('-m', 'nanocal.metrics', 'mine.jsonl').startswith('n        ')
+@pytest.mark.slow
+def test_the_examples_of_the_readme_run(installed):
+    blocks = re.findall(r'```python\n(.*?)```', (HERE / 'README.md').read_text(), re.S)
+    examples = [block for block in blocks if 'nanocal' in block]
+    assert len(examples) > 1
+    for example in examples:
+        installed('-c', example)
 
 
 def test_one_version_is_named_everywhere():
     project = tomllib.loads((HERE / 'pyproject.toml').read_text())
     assert project['project']['dynamic'] == ['version']
-    version = runtime.__version__
-    assert f'\nversion: {version}\n' in (HERE / 'CITATION.cff').read_text()
+    assert f'\nversion: {__version__}\n' in (HERE / 'CITATION.cff').read_text()
     newest = re.search(r'^## (\S+)', (HERE / 'CHANGELOG.md').read_text(), re.M).group(1)
-    assert newest == version
+    assert newest == __version__

@@ -10,7 +10,7 @@ from common import HERE
 COMPILE = """
 import sys
 import fused_ce, triton, triton_ops
-from runtime import draw
+from decoding import draw
 from triton.backends.compiler import GPUTarget
 
 def compile(kernel, constants, warps=4, **types):

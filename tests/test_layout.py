@@ -11,7 +11,7 @@ from common import HERE
 FOLDERS = ('alignment', 'configs', 'data', 'decoding', 'families', 'research', 'results', 'runtime',
            'written')
 TOP = {'align', 'attention', 'demo', 'evaluate', 'fused_ce', 'generate', 'metrics', 'model',
-       'rl', 'sample', 'scaling', 'scoring', 'setup', 'stats', 'test_all', 'train', 'triton_ops'}
+       'rl', 'sample', 'scaling', 'scoring', 'stats', 'test_all', 'train', 'triton_ops'}
 # {file or folder: what of ours it may import}
 ARROWS = {'attention.py': {'triton_ops'}, 'fused_ce.py': set(), 'metrics.py': set(),
           'model.py': {'attention', 'triton_ops'}, 'runtime/optim.py': set(),

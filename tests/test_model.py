@@ -16,6 +16,7 @@ from attention import (ExplicitMask, FlexMask, TreeMask, in_order, visible_block
                        visible_keys)
 from data import packing
 from runtime import checkpoint
+from triton_ops import tree_kernel
 
 
 @pytest.mark.parametrize('name', [
@@ -268,6 +269,6 @@ def test_the_tree_kernel_equals_the_explicit_mask(heads, kv_heads, head_dim, sof
     float32 = [(torch.float32, 1e-5)] * (device == 'cpu' or head_dim < 256)
     for dtype, tolerance in (*float32, (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
         x = [2 * t.to(dtype) for t in (q, k, v)]
-        y = TreeMask(positions, ends, window, head_dim).attend(*x, head_dim ** -0.5, softcap)
+        y = tree_kernel(TreeMask(positions, ends, window, head_dim), *x, head_dim ** -0.5, softcap)
         right = mask.attend(*(t.double() for t in x), head_dim ** -0.5, softcap)
         assert y.dtype == dtype and (y - right).abs().max() < tolerance * right.abs().max()

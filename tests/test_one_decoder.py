@@ -19,7 +19,7 @@ import generate
 import train
 from data import packing
 from runtime import checkpoint
-from runtime.sampling import Sampling
+from decoding.sampling import Sampling
 
 FAMILIES = ['llama', 'gemma2', 'neox', 'gemma3', 'cohere', 'olmo3', 'phi3', 'opt']
 EDITS = {       # what a reader edits: the class of which method, or a function

@@ -27,7 +27,7 @@ from data.packing import pack
 from data.tokenizer import load_tokenizer
 from generate import generate
 from runtime import checkpoint
-from runtime.sampling import Sampling
+from decoding.sampling import Sampling
 
 FOLDER = Path(os.environ.get('NANOCAL_REAL_MODEL', ''))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(

@@ -21,7 +21,7 @@ from evaluate import option_log_probs
 from generate import Answer, generate, stream
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
-from runtime.sampling import Sampling
+from decoding.sampling import Sampling
 from runtime.terminal import shaded
 
 

@@ -239,7 +239,7 @@ def read_in_shares(files):
     return read(files)
 
 def load_share(load_full, target, x):
-    assert target.to_local().numel() < 0.6 * x.numel() + 64
+    assert several() == 1 or target.to_local().numel() < 0.6 * x.numel() + 64
     return load_full(target, x)
 
 checkpoint.read_tensors = read_in_shares

@@ -12,7 +12,7 @@ from data.written_answers import WRITTEN_TASKS, VERBALIZED
 from results import confidence, samples
 from runtime import checkpoint, log
 from runtime.errors import CheckpointError, DataError
-from runtime.sampling import Sampling
+from decoding.sampling import Sampling
 
 ANSWERS_AT_ONCE = 1024      # sequences decoded at once on a GPU, if their keys and values fit
 
@@ -73,7 +73,8 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
             greedy = generate.generate(model, ids, settings, tokenizer, end)
             drawn = generate.generate(model, ids, replace(settings, n=n, temperature=1.0),
                                       tokenizer, end)
-            first = {i: confidence.written(answer) | confidence.span(answer, rule, tokenizer)
+            first = {i: confidence.written(answer) | confidence.per_token(answer)
+                     | confidence.span(answer, rule, tokenizer)
                      for i, (answer,) in greedy} if n else {}
             for i, answers in drawn if n else greedy:
                 *entry, _ = left[i]

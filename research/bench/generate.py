@@ -38,8 +38,8 @@ from research.bench.common import (DEVICE, MODELS, byte_code, cell, draw_bars, f
 from data.files import read_rows
 from generate import stream
 from runtime import checkpoint
-from runtime.sampling import Sampling
-from runtime.slots import Batch, step_cost
+from decoding.sampling import Sampling
+from decoding.slots import Batch, step_cost
 
 # prompts, tokens of each, tokens of each answer
 SETTINGS = ((1, 128, 512), (64, 512, 256), (256, 512, 256))

@@ -37,7 +37,7 @@ from runtime import checkpoint
 from runtime.build import build_optimizer
 from runtime.config_json import config_from_hf
 from runtime.errors import ConfigError
-from runtime.slots import step_cost
+from decoding.slots import step_cost
 
 
 @dataclass

@@ -9,6 +9,8 @@ import math
 import numpy as np
 import torch
 
+import triton_ops
+
 try:
     import triton
     import triton.language as tl
@@ -46,7 +48,7 @@ def draw(logits, uniforms, s, n_vocab):
     tokens below n_vocab, since the others have no text. uniforms [B] float64 in [0, 1): the token
     is the first one whose cumulated probability exceeds it.
     """
-    if triton is not None and logits.is_cuda:
+    if triton_ops.available(logits):
         lowest = lowest_logits(logits[:, :n_vocab], s)
         return draw_kernel(logits, uniforms, s.temperature, lowest, n_vocab)
     # a few rows at a time, which stay in the cache of a CPU: a quarter of the time

@@ -6,18 +6,21 @@ import os
 import numpy as np
 import torch
 
-from attention import Cache, DecodeMask, PrefillMask, make_masks
+import triton_ops
+from attention import make_masks
+from decoding.cache import Cache, DecodeMask, PrefillMask, keys_to_keep
+from decoding.draw import draw, random_numbers
 from runtime.device import HostCopy, to_device
-from runtime.draw import draw, random_numbers
 from runtime.errors import DataError
-from triton_ops import SPLIT, kernels_apply
+from triton_ops import SPLIT
 
 FIXED_ROWS = 64     # of each step with `deterministic`, so that every product has one shape
 
 
 def cache_sizes(config, length):
     """Return the tokens that the cache of each layer holds for a sequence of `length` tokens."""
-    return [min(length, window or length) for window in config.windows]
+    sizes = {window: keys_to_keep(window, length) for window in {*config.windows}}
+    return [sizes[window] for window in config.windows]
 
 
 def room(model, prompts, s):
@@ -77,7 +80,9 @@ class Batch:
         self.model, self.s, self.n_slots, self.n_vocab = model, s, n_slots, n_vocab
         self.sizes = cache_sizes(config, length)
         self.caches = [Cache(n_slots + 1, config.num_key_value_heads, size, config.head_dim,
-                             model.head.detach()) for size in self.sizes]
+                             model.head.detach(), window)
+                       for size, window in zip(self.sizes, config.windows)]
+        self.attention = model.decoder.attention
         self.state = torch.zeros(3, n_slots + 1, dtype=torch.int64, device=self.device)
         self.uniforms = torch.zeros(n_slots + 1, min(s.max_tokens, length), dtype=torch.float64,
                                     device=self.device)
@@ -108,7 +113,9 @@ class Batch:
             [keys_to_store(answer, at[answer.prompt], size) for answer in begun], 1)), self.device)
             for size in set(self.sizes)}
         config = self.model.config
-        kind = 'tree' if kernels_apply(self.model.head) else 'explicit'
+        kind = self.attention
+        if kind == 'auto':      # FlexAttention would be compiled for each length
+            kind = 'tree' if triton_ops.kernels_apply(self.model.head) else 'explicit'
         masks = make_masks(kind, positions[None], ends[None], config.windows, config.head_dim,
                            config.attn_logit_softcapping, self.model.head)
         masks = [PrefillMask(mask, cache, *stored[cache.size])
@@ -153,7 +160,8 @@ class Batch:
         """Compute the next token in the slots `rows[:n]`; return the values of `draw`."""
         slots = self.rows[:n]
         tokens, positions, drawn = self.state[:, slots]
-        masks = [DecodeMask(cache, slots, positions, longest) for cache in self.caches]
+        masks = [DecodeMask(cache, slots, positions, longest, self.attention == 'auto')
+                 for cache in self.caches]
         hidden = self.forward(tokens[:, None], positions[:, None], None, masks)[:, 0]
         values = draw(self.model.logits(hidden), self.uniforms[slots, drawn], self.s, self.n_vocab)
         self.state[:, slots] = torch.stack((values[:, 0].long(), positions + 1, drawn + 1))
@@ -162,8 +170,8 @@ class Batch:
 
     def forward(self, *inputs):
         """Return the hidden states; blocks that were compiled for training run uncompiled."""
-        compiled = any(layer._compiled_call_impl for layer in self.model.decoder.layers)
-        with torch.compiler.set_stance('force_eager') if compiled else contextlib.nullcontext():
+        with (torch.compiler.set_stance('force_eager') if self.model.decoder.compiled else
+              contextlib.nullcontext()):
             return self.model(*inputs)
 
     def capture(self, n, longest):

@@ -1,0 +1,5 @@
+"""What only decoding uses.
+
+How a token is drawn, the cache of keys and values, the slots of the sequences decoded at once.
+generate.py has the loop; the forward pass is model.py's.
+"""

@@ -1,0 +1,110 @@
+"""The cache of keys and values, and the masks that use it; attention.py explains masks.
+
+| mask        | computed by                                                     |
+|-------------|-----------------------------------------------------------------|
+| PrefillMask | a mask of attention.py; stores keys and values in the Cache      |
+| DecodeMask  | a Triton kernel on CUDA, else torch: one new token per row       |
+"""
+
+import torch
+from torch import Tensor
+
+import attention
+import triton_ops
+from attention import EXAMPLE_WINDOW, ExplicitMask
+
+
+class Cache:
+    """Keys and values of one layer, [slots, H_kv, size, hd]; a slot belongs to one sequence.
+
+    The token at position p is stored at index p % size of its slot, so a slot holds the last `size`
+    tokens. Their order does not matter, since keys are rotated before they are stored.
+    """
+
+    def __init__(self, slots: int, heads: int, size: int, head_dim: int, like: Tensor,
+                 window: int | None = None):
+        # zeros: the plain version multiplies entries that are not yet in use by a weight of 0
+        self.k, self.v = (like.new_zeros(slots, heads, size, head_dim) for _ in range(2))
+        self.size, self.window = size, window
+
+
+def keys_to_keep(window: int | None, length: int) -> int:
+    """Return how many of its last tokens a text of `length` tokens still sees: the window."""
+    at, last = torch.arange(length), torch.tensor(length - 1)
+    seen = attention.sees(last, at, last, at, last + 1, window)
+    return length - int(seen.byte().argmax())       # the first that is seen
+
+
+class PrefillMask:
+    """`mask`, which also stores keys and values: token source[i] of a row at slot[i], index[i]."""
+
+    def __init__(self, mask, cache: Cache, source: Tensor, slot: Tensor, index: Tensor):
+        self.mask, self.cache = mask, cache
+        self.source, self.slot, self.index = source, slot, index
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
+        for cached, new in ((self.cache.k, k), (self.cache.v, v)):      # B = 1
+            cached.transpose(1, 2)[self.slot, self.index] = new[0].transpose(0, 1)[self.source]
+        return self.mask.attend(q, k, v, scale, softcap)
+
+
+class DecodeMask:
+    """Each row is one token, in slots[b] at positions[b]: store its key and value, then attend.
+
+    longest: a number above all positions, at which reading the cache ends
+    kernel: use the kernel on CUDA, if it agrees with the explicit mask
+    """
+
+    def __init__(self, cache: Cache, slots: Tensor, positions: Tensor, longest: int,
+                 kernel: bool = True):
+        self.cache, self.slots, self.positions, self.kernel = cache, slots, positions, kernel
+        self.longest = min(longest, cache.size)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None):
+        few = ((x.dtype, 1, x.shape[1], 2 * EXAMPLE_WINDOW, x.shape[3]) for x in (q, k, v))
+        if self.kernel and triton_ops.available(q) and triton_ops.agree(
+                explicit_decoding, cached_decoding, q.device, *few,
+                self.cache.window and EXAMPLE_WINDOW, scale, softcap):
+            return triton_ops.decode_kernel(self, q, k, v, scale, softcap)
+        (B, H, _, hd), cache, slots = q.shape, self.cache, self.slots
+        # nothing is copied then; on CUDA the question cannot be part of a graph
+        in_order = not q.is_cuda and torch.equal(slots, torch.arange(B))
+        for cached, new in ((cache.k, k), (cache.v, v)):
+            cached[slots, :, self.positions % cache.size] = new[:, :, 0]
+        keys, values = ((x[:B] if in_order else x.index_select(0, slots))[:, :, :self.longest]
+                        for x in (cache.k, cache.v))
+        # the queries that share a key head are passed as T, since all see the same keys
+        return ExplicitMask(self.visible()[:, None, None]).attend(
+            q.reshape(B, k.shape[1], -1, hd), keys, values, scale, softcap).reshape(B, H, 1, hd)
+
+    def visible(self) -> Tensor:
+        """Return which keys of its slot each token sees, bool [B, longest]."""
+        newest, size = self.positions[:, None], self.cache.size
+        index = torch.arange(self.longest, device=newest.device)
+        position = newest - (newest - index) % size     # of the key at this index; negative: none
+        return (position >= 0) & attention.sees(newest, position, newest, position, newest + 1,
+                                                self.cache.window)
+
+
+# ---- The example on which the kernel must agree with ExplicitMask --------------------------------
+
+def explicit_decoding(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float,
+                      softcap: float | None) -> Tensor:
+    """Return attention of the last token of a text [1, heads, T, hd] without a cache."""
+    at = torch.arange(q.shape[2], device=q.device)[None]
+    mask = ExplicitMask(attention.visible_keys(at, torch.full_like(at, q.shape[2]), window))
+    y = mask.attend(q.float(), k.float(), v.float(), scale, softcap)
+    return y[:, :, -1:].to(q.dtype)
+
+
+def cached_decoding(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float,
+                    softcap: float | None) -> Tensor:
+    """Return the same by the kernel, with the tokens before the last one in a cache."""
+    T = q.shape[2]
+    cache = Cache(1, k.shape[1], keys_to_keep(window, T), k.shape[3], k, window)
+    before = torch.arange(T - cache.size, T - 1, device=q.device)
+    for cached, new in ((cache.k, k), (cache.v, v)):
+        cached[:, :, before % cache.size] = new[:, :, before]
+    slot, position = (torch.tensor([i], device=q.device) for i in (0, T - 1))
+    return triton_ops.decode_kernel(DecodeMask(cache, slot, position, T),
+                                    *(x[:, :, -1:] for x in (q, k, v)), scale, softcap)
