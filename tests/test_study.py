@@ -36,7 +36,7 @@ from research.study import (
 from research.study.world import StudySpec, make_world
 from align import AlignConfig, check_align_config
 from data.written_answers import WRITTEN_TASKS, WrittenQuestion, proposed
-from data.rl import exact, rlcr
+from alignment.rewards import exact, rlcr
 from data.world import write_world
 from runtime.eval_config import EvalConfig
 from train import TrainConfig, check_config, training_loss
@@ -598,7 +598,7 @@ def test_an_alignment_world_asks_as_evaluate_does(tmp_path):
     assert asked['classes'][asked['answer_index']] == f' {question["answer"]}'
     # the judged conversations have the form in which P(True) is asked
     (name,), judged = re.findall(r'of (.*)\?', question['question']), rows['instruct.jsonl'][64:]
-    free = WrittenQuestion('0', asked['prompt'], [], 0, '', text=question['question'])
+    free = WrittenQuestion('0', question['question'], asked['prompt'], [], '')
     form = proposed(free, f'Answer: {question["answer"]}', True).context
     form = re.escape(form).replace(re.escape(name), '.*').replace(question['answer'], '.*')
     form = re.sub(r'What.*of', 'What is the .* of', form.replace('\\ ', ' '), count=1)
