@@ -19,7 +19,7 @@ from data.files import draw, fetch, parse_rows, read_rows, require_fields, requi
 from data.grading import (any_formula, any_number, contains, first_line, formula, gsm8k_number,
                           last_boxed, number, passes, same, short_answer, squad_text,
                           triviaqa_text, whole)
-from data.prompts import P_TRUE
+from data.prompts import P_TRUE, proposing
 from data.questions import Loaded, Question
 from runtime.errors import DataError
 from runtime.thinking import final_answer
@@ -35,16 +35,37 @@ class WrittenRow(NamedTuple):
 
 
 @dataclass
-class WrittenQuestion(Question):
-    """A Question without options; options[0] is its answer as a shot gives it."""
-    text: str = ''              # the question alone
-    references: list = field(default_factory=list)      # each of them is a right answer
-    messages: list = field(default_factory=list)        # asked instead of header and context
+class WrittenQuestion:
+    """A question whose answer the model writes. The prompt is header + shots + context."""
+    id: str
+    text: str                   # the question alone
+    context: str                # the question as its task asks it; ends where an answer begins
+    references: list            # each of them is a right answer
+    solution: str               # the answer as a shot gives it
+    subject: str = ''
+    header: str = ''            # empty, or ends in a blank line
+    category: str = ''
+    language: str = ''
+    place: str = ''             # file and line or row, for messages
+    digest: str = ''            # hash of question and references
+    messages: list = field(default_factory=list)    # asked instead of header and context
     lead: str = ''              # begins the answer to `messages` in plain text
+    judged: dict | None = None  # the earlier answer that `messages` ask about, graded
+    group = ''                  # one set of shots for all subjects
 
     @property
-    def group(self):
-        return ''               # one set of shots for all subjects
+    def solved(self):
+        """Return the question with its answer, as a shot."""
+        return f'{self.context} {self.solution}\n\n'
+
+    @property
+    def asked(self):
+        """Return the question for a reader of samples.jsonl, without header and shots."""
+        return self.context
+
+    @property
+    def n_characters(self):
+        return len(self.context) + len(self.solution)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -109,7 +130,7 @@ def humaneval_row(row):
 # ------------------------------------------------------------------------------------------------
 
 @dataclass
-class WrittenTask:
+class WrittenBenchmark:
     """A task with references."""
     hub: str                    # the hub dataset
     test: tuple                 # patterns of the files to ask
@@ -149,37 +170,37 @@ class WrittenTask:
 
 GSM8K_FILES = (('main/test-*.parquet', 'test.jsonl*'), ('main/train-*.parquet', 'train*.jsonl*'))
 WRITTEN_TASKS = {
-    'triviaqa': WrittenTask(
+    'triviaqa': WrittenBenchmark(
         'mandarjoshi/trivia_qa',
         ('unfiltered.nocontext/validation-*.parquet', 'rc.nocontext/validation-*.parquet',
          'validation.jsonl*'),
         ('unfiltered.nocontext/train-*.parquet', 'rc.nocontext/train-*.parquet', 'train.jsonl*'),
         triviaqa_row),
-    'nq_open': WrittenTask(
+    'nq_open': WrittenBenchmark(
         'google-research-datasets/nq_open',
         ('nq_open/validation-*.parquet', 'NQ-open.dev.jsonl*', 'validation.jsonl*'),
         ('nq_open/train-*.parquet', 'NQ-open.train.jsonl*', 'train.jsonl*'),
         answers_row, key=squad_text),
     # there is no other split for shots
-    'popqa': WrittenTask('akariasai/PopQA', ('test.tsv', 'test-*.parquet', 'test.jsonl*'), (),
-                         popqa_row, match=contains),
-    'gsm8k': WrittenTask(
+    'popqa': WrittenBenchmark('akariasai/PopQA', ('test.tsv', 'test-*.parquet', 'test.jsonl*'), (),
+                              popqa_row, match=contains),
+    'gsm8k': WrittenBenchmark(
         'openai/gsm8k', *GSM8K_FILES, gsm8k_row, gsm8k_number, any_number, number,
         header='', stop=('Question:',), max_tokens=256),
-    'gsm8k_short': WrittenTask(
+    'gsm8k_short': WrittenBenchmark(
         'openai/gsm8k', *GSM8K_FILES, gsm8k_short_row, first_line, any_number, number,
         header='Answer these questions with a number alone.\n\n', max_tokens=16),
-    'math500': WrittenTask(
+    'math500': WrittenBenchmark(
         'HuggingFaceH4/MATH-500', ('test.jsonl*',), ('train.jsonl*',), math_row,
         last_boxed, any_formula, formula, prompt='Problem: {}\nSolution:',
         header='Solve these problems. Put each final answer in \\boxed{}.\n\n',
         stop=('Problem:',), max_tokens=1024),
-    'humaneval': WrittenTask(
+    'humaneval': WrittenBenchmark(
         code_tasks.HUMANEVAL, code_tasks.PATTERNS, (), humaneval_row, None, whole, str, passes,
         prompt='{}', header='', stop=code_tasks.STOPS, max_tokens=512, runs_code=True),
     # a file or folder of your own
-    'qa': WrittenTask('', ('test.jsonl*', 'test.json', 'test*.parquet'),
-                      ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
+    'qa': WrittenBenchmark('', ('test.jsonl*', 'test.json', 'test*.parquet'),
+                           ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
 }
 
 
@@ -252,10 +273,9 @@ def _to_question(task, header, row, place, number):
     require_text(str(id), 'the id')
     digest = hashlib.blake2b(repr((question, references)).encode(), digest_size=8).hexdigest()
     return WrittenQuestion(
-        str(id), task.prompt.format(question), [f' {solution.strip()}'], 0, subject,
-        '' if header == 'none' else task.header, category,
-        str(row.get('language') or ''), place=place, digest=digest, text=question,
-        references=references)
+        str(id), question, task.prompt.format(question), references, solution.strip(), subject,
+        '' if header == 'none' else task.header, category, str(row.get('language') or ''), place,
+        digest)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -292,8 +312,8 @@ def shown(question, text):
 def proposed(question, text, correct):
     """Return the P(True) Question: is `text`, the model's own answer, right?"""
     space = ' ' * question.context.endswith(':')
-    return replace(question, options=[space + shown(question, text)],
-                   answer=int(not correct)).proposing(0)
+    return _with_options(question, *proposing(question.context, space + shown(question, text)),
+                         question.header, correct)
 
 
 def proposed_shots(shots, task):
@@ -303,7 +323,7 @@ def proposed_shots(shots, task):
     for i, shot in enumerate(shots):
         other = shots[(i + 1) % len(shots)]
         wrong = i % 4 in (1, 2) and not same(task.key, other.references[0], shot.references)
-        questions.append(proposed(shot, (other if wrong else shot).options[0], not wrong))
+        questions.append(proposed(shot, (other if wrong else shot).solution, not wrong))
     return questions
 
 
@@ -312,8 +332,14 @@ def proposed_among(question, ideas, answer, correct):
     lines = '\n'.join(ideas)
     context = (f'Question: {question.text}\nHere are some brainstormed ideas: {lines}\n'
                f'Possible Answer: {answer}{P_TRUE.replace("proposed", "possible")}')
-    return replace(question, context=context, header='', options=[' (A)', ' (B)'],
-                   answer=int(not correct))
+    return _with_options(question, context, [' (A)', ' (B)'], '', correct)
+
+
+def _with_options(question, context, options, header, correct):
+    """Return the Question, whose first option is right if `correct`, about a WrittenQuestion."""
+    return Question(question.id, context, options, int(not correct), question.subject, header,
+                    question.category, question.language, place=question.place,
+                    digest=question.digest)
 
 
 # Tian et al. 2023 (arXiv 2305.14975), one stage and the second of two
@@ -343,7 +369,8 @@ def verbalized_2s(question, text, correct):
     messages = [{'role': 'user', 'content': question.context},
                 {'role': 'assistant', 'content': shown(question, text)},
                 {'role': 'user', 'content': VERBALIZED_2S}]
-    return replace(question, messages=messages, lead='Probability:', answer=int(not correct))
+    return replace(question, messages=messages, lead='Probability:',
+                   judged={'answer': messages[1]['content'], 'correct': correct})
 
 
 def as_text(messages, lead):

@@ -4,6 +4,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import textwrap
 
 import attention
 import fused_ce
@@ -20,7 +21,7 @@ def code_digest(*parts):
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in (model, attention, triton_ops, fused_ce, t5, *parts):
-        for statement in ast.parse(inspect.getsource(part)).body:
+        for statement in ast.parse(textwrap.dedent(inspect.getsource(part))).body:
             if not (part is fused_ce and _is_loss(statement)):
                 digest.update(ast.unparse(statement).encode())
     return digest.hexdigest()

@@ -1,5 +1,6 @@
 """Written answers: extraction, agreement, confidences, files."""
 
+import itertools
 import json
 import math
 import random
@@ -16,6 +17,7 @@ from common import (SHARED, needs_files, reference_model, run_scripts, sentencep
                     write_rows)
 
 import evaluate
+import scoring
 import generate
 import metrics
 from data import code_tasks, grading, written_answers
@@ -106,7 +108,7 @@ def test_gsm8k_is_graded_as_by_lm_eval():
     needs_files('datasets/gsm8k/test.jsonl.gz')
     rule, n = WRITTEN_TASKS['gsm8k'], 0
     for question in load_written(f'gsm8k:{SHARED}/datasets/gsm8k').questions:
-        solution, (target,) = question.options[0], question.references
+        solution, (target,) = question.solution, question.references
         target = target.replace(',', '')
         for text in (solution, solution.partition('####')[0], solution + '0', f'{solution}\nDone.'):
             grade = rule.grade(text, question.references)
@@ -331,10 +333,21 @@ def test_the_share_of_right_answers_is_left_out_if_there_are_none():
     answer = {'answer': None, 'correct': False, 'strict': False, 'reason': 'max_tokens'}
     written = confidence.shares([{'greedy': answer, 'answers': [answer] * 2}])
     text = '\n'.join(confidence.notes({'written': written}))
-    assert 'from 1.000 of them' in text and 'nan' not in text
+    assert 'from 1.000 of them' in text and 'nan' not in text and 'pass@' not in text
+    right = answer | {'correct': True}
+    written = confidence.shares([{'greedy': answer, 'answers': [right, *[answer] * 5]}] * 2)
+    assert 'samples right: pass@5 = 0.833' in '\n'.join(confidence.notes({'written': written}))
     text = '\n'.join(confidence.notes({'written': written | {
         'no_answer': 0.5, 'accuracy_of_answered': 0.25}}))
     assert 'of those with an answer 0.250' in text
+
+
+@pytest.mark.parametrize('n, right', [(1, 0), (5, 2), (6, 6), (7, 1)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n, right):
+    answers = [{'correct': i < right} for i in range(n)]
+    for k in range(1, n + 1):
+        subsets = [*itertools.combinations([i < right for i in range(n)], k)]
+        assert confidence.pass_at_k(answers, k) == pytest.approx(np.mean([*map(any, subsets)]))
 
 
 def test_a_proposed_answer_continues_its_prompt(tmp_path):
@@ -976,7 +989,7 @@ def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeyp
         right = [answer['correct'] for answer in answers[id]['answers']]
         assert shares[i] == np.mean(right) and rows[id]['correct'] == right[0]
         assert rows[id]['confidence'] == values[i]
-    monkeypatch.setattr(evaluate, 'prompt_states', lambda *_: pytest.fail('states again'))
+    monkeypatch.setattr(scoring.Reader, 'states', lambda *_: pytest.fail('states again'))
     ask(folder, tmp_path, '--p_ik', '--pack_len=64')
 
 
