@@ -177,6 +177,8 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eos_id < 0:
             raise DataError(f'{path}: the model has no EOS token')
         self.fresh_after = frozenset(added if self.leads_with_space else ())
+        self.changed_beside = (self.bos_id, self.eos_id, self.n_vocab) != (
+            model.bos_id(), model.eos_id(), self.n_pieces)
 
     def _encode(self, text):
         return self.model.encode(text)
@@ -201,18 +203,22 @@ def load_tokenizer(folder):
     elif path.name == 'tekken.json':
         tokenizer = LibraryTokenizer(*from_tekken(path), path)
     elif path.name == 'vocab.json':
-        settings = settings_beside(folder)
-        bos = settings.get('bos_token') if settings.get('add_bos_token') else None
-        library = from_merges(path, added_beside(folder), bos)
-        tokenizer = LibraryTokenizer(library, _eos(folder, library), path)
-        raw += (folder / 'merges.txt').read_bytes()
+        tokenizer = _from_merges(path)
     elif re.match(rb'[A-Za-z0-9+/]+=* \d+\r?\n', raw):
         tokenizer = LibraryTokenizer(*from_tiktoken(path), path)
     else:
         tokenizer = SentencePieceTokenizer(path)
-    beside = (tokenizer.bos_id, tokenizer.eos_id, sorted(tokenizer.control_ids.items()),
-              sorted(tokenizer.strips.items()))
-    tokenizer.fingerprint = hashlib.sha256(raw + repr(beside).encode()).hexdigest()[:16]
+    # what the files beside it say
+    ends = f'{tokenizer.bos_id} {tokenizer.eos_id}'.encode()
+    controls = repr((sorted(tokenizer.control_ids.items()),
+                     sorted(tokenizer.strips.items()))).encode()
+    if path.name == 'vocab.json':
+        raw += ends + (folder / 'merges.txt').read_bytes() + controls
+    elif path.suffix == '.json':
+        raw += ends
+    elif isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.changed_beside:
+        raw += ends + controls
+    tokenizer.fingerprint = hashlib.sha256(raw).hexdigest()[:16]
     tokenizer.end_ids = {tokenizer.eos_id, *generation_ends(folder)}
     return tokenizer
 
@@ -221,6 +227,13 @@ def _from_json(path):
     import tokenizers
     with library_errors(path):
         library = tokenizers.Tokenizer.from_file(str(path))
+    return LibraryTokenizer(library, _eos(path.parent, library), path)
+
+
+def _from_merges(path):
+    settings = settings_beside(path.parent)
+    bos = settings.get('bos_token') if settings.get('add_bos_token') else None
+    library = from_merges(path, added_beside(path.parent), bos)
     return LibraryTokenizer(library, _eos(path.parent, library), path)
 
 
