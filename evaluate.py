@@ -18,10 +18,10 @@ are in written_tasks.py: generate.py writes the answers to the prompts of data/w
 data/grading.py grades them, and results/confidence.py computes the confidences.
 """
 
-from runtime import cli, startup
+from runtime import cli
 
 if __name__ == '__main__':
-    startup.begin()
+    cli.begin()
 
 import contextlib
 import functools
@@ -78,7 +78,7 @@ def read_arguments(argv):
 
 if __name__ == '__main__':
     with cli.one_line_errors():     # none of this needs torch, whose import takes seconds
-        startup.load_libraries(read_arguments(sys.argv[1:]).device)
+        read_arguments(sys.argv[1:])
 
 import torch
 
@@ -363,4 +363,3 @@ if __name__ == '__main__':
             resume='the scored samples are kept, and the same command resumes from there',
             memory='lower --batch_rows or --pack_len'), parallel.joined()):
         main(sys.argv[1:])
-    startup.end_at_once()

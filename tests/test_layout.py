@@ -1,6 +1,7 @@
 """The repository as a whole: what each folder says of itself, lint, types."""
 
 import ast
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -15,14 +16,16 @@ TOP = {'align', 'attention', 'demo', 'evaluate', 'fused_ce', 'generate', 'metric
        'written_tasks'}
 # {file or folder: what of ours it may import}
 ARROWS = {'attention.py': {'triton_ops'}, 'fused_ce.py': set(), 'metrics.py': set(),
-          'model.py': {'attention', 'triton_ops'}, 'results/prediction_files.py': {'metrics', 'stats'},
-          'runtime/optim.py': set(), 'scaling.py': {'metrics'}, 'stats.py': {'metrics'},
+          'model.py': {'attention', 'triton_ops'}, 'runtime/optim.py': set(),
+          'results/prediction_files.py': {'metrics', 'stats'}, 'scaling.py': {'metrics'},
+          'stats.py': {'metrics'},
           'triton_ops.py': set()}
 SCRIPTS = {'evaluate', 'train', 'align', 'alignment', 'rl', 'research', 'written_tasks'}
 NEVER = {'data': {'results'} | SCRIPTS, 'results': {'data'} | SCRIPTS,
          'runtime': {'data', 'results'} | SCRIPTS}
 
 
+@functools.cache
 def ours(path):
     """Return the top-level names of this repository that a file imports."""
     names = set()
