@@ -76,8 +76,8 @@ example: python metrics.py out/base/samples.jsonl
             ': '.join(filter(None, (several and source, task))), _arrays(rows))
         result = metrics.report(probs, labels, n_options, scores=scores)
         calibrated = stats.consistency_test(*metrics.top_label(probs, labels), n_resamples=100)
-        note = ('a calibrated model with these confidences has an ECE of {expected:.4f} on average, '
-                'up to {p95:.4f} in 95 % of samples'.format(**calibrated))
+        note = ('a calibrated model with these confidences has an ECE of {expected:.4f} on '
+                'average, up to {p95:.4f} in 95 % of samples'.format(**calibrated))
         print(*filter(None, (title, result, note, few_rows_note(result['n'], 'rows'))), sep='\n')
         if title:
             print()
