@@ -287,7 +287,8 @@ class Preferences:
         """
         key = hashlib.sha256(json.dumps([
             self.sequences.digest, checkpoint.fingerprint(base), str(model.head.dtype),
-            code_digest(answer_log_probs), cfg.attention, model.softcap, model.temperature
+            code_digest(model.config, answer_log_probs), cfg.attention, model.softcap,
+            model.temperature
         ]).encode()).hexdigest()[:20]
         path = Path(cfg.cache_dir, f'reference-{key}.npy')
         cached = self.read_reference(path)
