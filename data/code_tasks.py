@@ -6,7 +6,6 @@ Chen et al. 2021, arXiv:2107.03374. The check runs code that a model wrote: see 
 import ast
 import builtins
 import functools
-import math
 import re
 import symtable
 import textwrap
@@ -208,14 +207,3 @@ def check(problem, text, **limits):
     """
     outcome = run_program(solution_source(problem, text), problem.test_source, **limits)
     return outcome.passed, outcome.reason
-
-
-def pass_at_k(n, right, k):
-    """Return the unbiased estimate of pass@k from n samples of which `right` are right.
-
-    1 - C(n - right, k) / C(n, k), equation 1 of the paper: the probability that k samples drawn
-    without replacement hold a right one. Raises ValueError unless 0 <= right <= n and 1 <= k <= n.
-    """
-    if not (0 <= right <= n and 1 <= k <= n):
-        raise ValueError(f'pass@{k} of {right} right among {n}: wanted right <= n and 1 <= k <= n')
-    return 1 - math.comb(n - right, k) / math.comb(n, k)

@@ -109,7 +109,7 @@ def humaneval_row(row):
 # ------------------------------------------------------------------------------------------------
 
 @dataclass
-class WrittenTask:
+class WrittenBenchmark:
     """A task with references."""
     hub: str                    # the hub dataset
     test: tuple                 # patterns of the files to ask
@@ -149,37 +149,37 @@ class WrittenTask:
 
 GSM8K_FILES = (('main/test-*.parquet', 'test.jsonl*'), ('main/train-*.parquet', 'train*.jsonl*'))
 WRITTEN_TASKS = {
-    'triviaqa': WrittenTask(
+    'triviaqa': WrittenBenchmark(
         'mandarjoshi/trivia_qa',
         ('unfiltered.nocontext/validation-*.parquet', 'rc.nocontext/validation-*.parquet',
          'validation.jsonl*'),
         ('unfiltered.nocontext/train-*.parquet', 'rc.nocontext/train-*.parquet', 'train.jsonl*'),
         triviaqa_row),
-    'nq_open': WrittenTask(
+    'nq_open': WrittenBenchmark(
         'google-research-datasets/nq_open',
         ('nq_open/validation-*.parquet', 'NQ-open.dev.jsonl*', 'validation.jsonl*'),
         ('nq_open/train-*.parquet', 'NQ-open.train.jsonl*', 'train.jsonl*'),
         answers_row, key=squad_text),
     # there is no other split for shots
-    'popqa': WrittenTask('akariasai/PopQA', ('test.tsv', 'test-*.parquet', 'test.jsonl*'), (),
-                         popqa_row, match=contains),
-    'gsm8k': WrittenTask(
+    'popqa': WrittenBenchmark('akariasai/PopQA', ('test.tsv', 'test-*.parquet', 'test.jsonl*'), (),
+                              popqa_row, match=contains),
+    'gsm8k': WrittenBenchmark(
         'openai/gsm8k', *GSM8K_FILES, gsm8k_row, gsm8k_number, any_number, number,
         header='', stop=('Question:',), max_tokens=256),
-    'gsm8k_short': WrittenTask(
+    'gsm8k_short': WrittenBenchmark(
         'openai/gsm8k', *GSM8K_FILES, gsm8k_short_row, first_line, any_number, number,
         header='Answer these questions with a number alone.\n\n', max_tokens=16),
-    'math500': WrittenTask(
+    'math500': WrittenBenchmark(
         'HuggingFaceH4/MATH-500', ('test.jsonl*',), ('train.jsonl*',), math_row,
         last_boxed, any_formula, formula, prompt='Problem: {}\nSolution:',
         header='Solve these problems. Put each final answer in \\boxed{}.\n\n',
         stop=('Problem:',), max_tokens=1024),
-    'humaneval': WrittenTask(
+    'humaneval': WrittenBenchmark(
         code_tasks.HUMANEVAL, code_tasks.PATTERNS, (), humaneval_row, None, whole, str, passes,
         prompt='{}', header='', stop=code_tasks.STOPS, max_tokens=512, runs_code=True),
     # a file or folder of your own
-    'qa': WrittenTask('', ('test.jsonl*', 'test.json', 'test*.parquet'),
-                      ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
+    'qa': WrittenBenchmark('', ('test.jsonl*', 'test.json', 'test*.parquet'),
+                           ('shots.jsonl*', 'dev.jsonl*', 'train.jsonl*'), answers_row),
 }
 
 

@@ -4,12 +4,13 @@ A sample of a task with written answers has `greedy`, the answer by the most pro
 `answers`, drawn at temperature 1. Each answer has the `text`, `log_prob` (the sum over its tokens,
 with the one that ended it, in nats), `n_tokens`, `mean_prob`, what ended it (`reason`), and how
 data/grading.py graded it: `answer` (extracted, or null), `key` (equal for answers that agree),
-`correct`, `strict`. The greedy answer also has `span_log_prob`, that of the tokens of `span`, which
-was the extracted answer when it was written.
+`correct`, `strict`. The greedy answer also has `log_probs` and `entropies`, lists with a number in
+nats for each token, and `span_log_prob`, the log-probability of the tokens of `span`, which was the
+extracted answer when it was written.
 
 A new confidence is a function (sample -> (confidence in [0, 1] or None, the answer that is judged))
-and an entry of FROM_SAMPLES. None means that the model stated no number; such a question is left
-out and counted, since any default would fake a result.
+and an entry of CONFIDENCES. None means that the model stated no number; such a question is left out
+and counted, since any default would fake a result.
 """
 
 import bisect
@@ -99,13 +100,15 @@ def stated(sample):
 
 
 class Confidence(NamedTuple):
-    """A row of the tables. function: sample -> (confidence or None, the judged answer)"""
+    """A row of the table."""
     title: str
-    function: Callable | None = None
+    function: Callable | None = None    # sample -> (confidence or None, the judged answer); None:
+    #                             the model reads further prompts
+    option: str = ''            # the setting of evaluate.py that asks for it; '': always reported
 
 
 GREEDY = Confidence('probability of the greedy answer', greedy_probability)     # the task's own
-FROM_SAMPLES = {
+CONFIDENCES = {
     'length_normalized': Confidence('greedy answer, geometric mean of its token probabilities',
                                     length_normalized),
     'mean_token': Confidence('greedy answer, mean of its token probabilities',
@@ -116,20 +119,19 @@ FROM_SAMPLES = {
     'greedy_agreement': Confidence('greedy answer, share of the samples that agree',
                                    greedy_agreement),
     'entropy': Confidence('top class of the samples, 1 - entropy / ln k', class_entropy),
-    'stated': Confidence('greedy answer, its <confidence>', stated)}
-# those for which the model reads more prompts: evaluate.py does that
-P_TRUE = {'p_true': Confidence('P(True) of the greedy answer'),
-          'p_true_samples': Confidence('P(True) of the greedy answer, samples shown')}
-P_IK = {'p_ik': Confidence('P(IK) of a drawn answer, by a probe before it is written')}
-VERBALIZED = {'verbalized_1s': Confidence('stated probability of a guess, one stage'),
-              'verbalized_2s': Confidence('stated probability of the greedy answer, two stages')}
-CONFIDENCES = FROM_SAMPLES | P_TRUE | P_IK | VERBALIZED
+    'stated': Confidence('greedy answer, its <confidence>', stated),
+    'p_true': Confidence('P(True) of the greedy answer', option='p_true'),
+    'p_true_samples': Confidence('P(True) of the greedy answer, samples shown', option='p_true'),
+    'p_ik': Confidence('P(IK) of a drawn answer, by a probe before it is written', option='p_ik'),
+    'verbalized_1s': Confidence('stated probability of a guess, one stage', option='verbalized'),
+    'verbalized_2s': Confidence('stated probability of the greedy answer, two stages',
+                                option='verbalized')}
 
 
 def variants(cfg):
     """Return the names of CONFIDENCES that an evaluation with these settings reports."""
-    return [*FROM_SAMPLES, *(P_TRUE if cfg.p_true else ()), *(P_IK if cfg.p_ik else ()),
-            *(VERBALIZED if cfg.verbalized else ())]
+    return [name for name, row in CONFIDENCES.items()
+            if not row.option or getattr(cfg, row.option)]
 
 
 def classes(answers):
@@ -181,6 +183,12 @@ def written(answer):
     return {'text': answer.text, 'reason': answer.reason, 'n_tokens': len(answer.tokens),
             'log_prob': math.fsum(answer.log_probs),
             'mean_prob': math.fsum(map(math.exp, answer.log_probs)) / len(answer.tokens)}
+
+
+def per_token(answer):
+    """Return what a sample holds of each token of a generate.Answer, with five digits."""
+    return {key: [float(f'{x:.5g}') for x in getattr(answer, key)]
+            for key in ('log_probs', 'entropies')}
 
 
 def span(answer, rule, tokenizer):
@@ -269,6 +277,7 @@ def shares(samples):
     """
     greedy = [sample['greedy'] for sample in samples]
     drawn = [answer for sample in samples for answer in sample['answers']]
+    n = min(len(sample['answers']) for sample in samples)
     answered = [answer['correct'] for answer in greedy if answer['answer'] is not None]
     cut = 'max_tokens', 'context'
     return {'lenient_accuracy': float(np.mean([answer['correct'] for answer in greedy])),
@@ -278,7 +287,19 @@ def shares(samples):
             'cut_off': float(np.mean([answer['reason'] in cut for answer in greedy])),
             'samples_no_answer': float(np.mean([answer['answer'] is None for answer in drawn])),
             'samples_cut_off': float(np.mean([answer['reason'] in cut for answer in drawn])),
-            'sample_accuracy': float(np.mean([answer['correct'] for answer in drawn]))}
+            'sample_accuracy': float(np.mean([answer['correct'] for answer in drawn])),
+            **{f'pass_at_{k}': float(np.mean([pass_at_k(sample['answers'], k) for sample in samples]
+                                             )) for k in (5, 10, 100) if k <= n}}
+
+
+def pass_at_k(answers, k):
+    """Return the unbiased estimate of pass@k: the probability that one of k answers is right.
+
+    1 - C(n - right, k) / C(n, k) for k of the n answers, drawn without replacement: equation 1 of
+    Chen et al. 2021, arXiv 2107.03374. k is n or less.
+    """
+    wrong = sum(not answer['correct'] for answer in answers)
+    return 1 - math.comb(wrong, k) / math.comb(len(answers), k)
 
 
 def ece_floor(samples, name, n_resamples=100, seed=0):
@@ -352,6 +373,9 @@ def notes(result):
                      'wrong; {cut_off:.3f} were cut off'.format(**shown))
         lines.append('samples: {sample_accuracy:.3f} right, {samples_no_answer:.3f} without an '
                      'answer, {samples_cut_off:.3f} cut off'.format(**shown))
+        if passed := [f'pass@{key.removeprefix("pass_at_")} = {shown[key]:.3f}'
+                      for key in shown if key.startswith('pass_at_')]:
+            lines.append(f'one of k samples right: {", ".join(passed)}')
     if (floor := result.get('ece_floor')) is not None:
         lines.append(f'a perfectly calibrated model would show an ECE of {floor:.3f} with '
                      f'{result["n"]} samples per question')

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import ConfigError
-from runtime.sandbox_child import MACHINES, frame
+from runtime.sandbox_child import MACHINES
 
 CHILD = Path(__file__).with_name('sandbox_child.py')
 ISOLATIONS = 'namespaces', 'limits'
@@ -75,7 +75,8 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
             verdict, errors = process.communicate(
-                frame(request) + frame({'tests': tests, 'token': token}), wall_seconds + 10)
+                b'%s\n%s\n' % tuple(json.dumps(message).encode() for message in (
+                    request, {'tests': tests, 'token': token})), wall_seconds + 10)
         except subprocess.TimeoutExpired:
             return Outcome(False, f'more than {wall_seconds:g} s', '')
         finally:
@@ -89,7 +90,7 @@ def run_program(source, tests, *, seconds=3, wall_seconds=None, memory=1 << 29, 
                 f'{line}: this machine does not let you isolate a program; allow namespaces or, in '
                 f'a disposable container, add --isolation=limits (docs/running_code.md)')
         return Outcome(False, line, '')
-    verdict = json.loads(verdict[8:])
+    verdict = json.loads(verdict)
     passed = verdict['passed'] and verdict['token'] == token
     reason = ''.join(c if c.isprintable() else '\ufffd' for c in verdict['reason'][:300])
     return Outcome(passed, reason, verdict['output'])

@@ -6,8 +6,8 @@
                 tests and a token, so neither is ever in the program's memory
     program     has limits and a filter of system calls, and answers the tester's calls
 
-Tester and program exchange plain values as JSON over two pipes. A program cannot change the tests,
-see what they expect, or return an object that claims to equal everything.
+Tester and program exchange plain values over two pipes, one line of JSON per message. A program
+cannot change the tests, see what they expect, or return an object that claims to equal everything.
 
 It runs without site-packages and imports nothing of ours. Linux on x86_64 or aarch64.
 """
@@ -61,35 +61,19 @@ def from_json(x):
     return x
 
 
-def frame(message):
-    """Return the bytes of a message: 8 with its length, then JSON."""
-    data = json.dumps(message).encode()
-    return struct.pack('<Q', len(data)) + data
+def send(file, message):
+    """Write a message, one line of JSON."""
+    file.write(json.dumps(message).encode() + b'\n')
+    file.flush()
 
 
-def send(fd, data):
-    """Write all of `data`, a `frame`."""
-    data = memoryview(data)
-    while data:
-        data = data[os.write(fd, data):]
-
-
-def receive(fd, most=1 << 30):
+def receive(file, most=-1):
     """Read a message of at most `most` bytes; raises EOFError if the other side has ended."""
-    length, = struct.unpack('<Q', _read(fd, 8))
-    if length > most:
-        raise ValueError(f'a message of more than {most} bytes')
-    return json.loads(_read(fd, length))
-
-
-def _read(fd, length):
-    parts = []
-    while length:
-        parts.append(os.read(fd, min(length, 1 << 20)))
-        if not parts[-1]:
-            raise EOFError('the other process has ended')
-        length -= len(parts[-1])
-    return b''.join(parts)
+    line = file.readline(most)
+    if not line.endswith(b'\n'):
+        raise (ValueError(f'a message of more than {most} bytes') if len(line) == most else
+               EOFError('the other process has ended'))
+    return json.loads(line)
 
 
 def one_line(error):
@@ -268,9 +252,10 @@ def serve(source, calls, answers):
     arguments, keywords = (), {}
     while True:
         try:
-            answer = frame({'value': to_json(function(*arguments, **keywords))})
+            answer = {'value': to_json(function(*arguments, **keywords))}
+            json.dumps(answer)              # a whole number may have too many digits
         except BaseException as error:      # also SystemExit: what it ends is not the tests
-            answer = frame({'error': one_line(error)})
+            answer = {'error': one_line(error)}
         sys.stdout.flush()
         sys.stderr.flush()
         send(answers, answer)
@@ -294,7 +279,7 @@ class Program:
 
     def __getattr__(self, name):
         def function(*arguments, **keywords):
-            send(self._calls, frame([to_json(name), to_json(arguments), to_json(keywords)]))
+            send(self._calls, [to_json(name), to_json(arguments), to_json(keywords)])
             return self._answer()
         return function
 
@@ -326,40 +311,41 @@ def test(program, tests):
 
 
 def main():
-    request = receive(0)
+    # without a buffer, which would bring the tests into the memory of the program
+    stdin, verdict = open(0, 'rb', 0), open(os.dup(1), 'wb')
+    request = receive(stdin)
     try:
         if request['isolation'] == 'namespaces':
             enter_namespaces(request['folder'], request['visible'], request['disk'])
         give_up_rights()
     except Exception as error:      # also of a C library that lacks a function
         sys.exit(f'cannot isolate: {one_line(error)}')
-    limit_resources(AS=request['memory'], CORE=0, MEMLOCK=0, MSGQUEUE=0,
-                    SIGPENDING=100)
+    limit_resources(AS=request['memory'], CORE=0, MEMLOCK=0, MSGQUEUE=0, SIGPENDING=100)
     output = os.memfd_create('output')
     null = os.open('/dev/null', os.O_RDWR)
-    (call_read, call_write), (answer_read, answer_write) = os.pipe(), os.pipe()
+    call_read, call_write, answer_read, answer_write = (
+        open(fd, mode) for pipe in (os.pipe(), os.pipe()) for fd, mode in zip(pipe, ('rb', 'wb')))
 
     pid = os.fork()
     if not pid:
         for fd, to in ((null, 0), (output, 1), (output, 2)):
             os.dup2(fd, to)
-        for fd in (null, output, call_write, answer_read):
+        for fd in (null, output, verdict.fileno(), call_write.fileno(), answer_read.fileno()):
             os.close(fd)
         try:
             end_with_parent()
             limit_resources(CPU=request['seconds'], FSIZE=request['disk'], NOFILE=32, NPROC=1)
             filter_calls()
         except Exception as error:
-            send(answer_write, frame(one_line(error)))
+            send(answer_write, one_line(error))
             os._exit(1)
-        send(answer_write, frame(''))       # isolated; later messages may be the program's
+        send(answer_write, '')      # isolated; later messages may be the program's
         serve(request['source'], call_read, answer_write)
-    os.close(call_read)
-    os.close(answer_write)
+    call_read.close()
+    answer_write.close()
     if problem := receive(answer_read):
         sys.exit(f'cannot isolate: {problem}')
-    secret = receive(0)
-    verdict = os.dup(1)
+    secret = receive(stdin)
     os.dup2(null, 1)        # what tests print is no verdict
 
     def finish(passed, reason):
@@ -370,13 +356,13 @@ def main():
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         if reason is None:
             reason = (f'more than {request["seconds"]} s of CPU time'
-                      if used.ru_utime + used.ru_stime > request['seconds'] - 0.1 else
+                      if used.ru_utime + used.ru_stime > 0.8 * request['seconds'] else
                       f'killed by {signal.Signals(os.WTERMSIG(status)).name}'
                       if os.WIFSIGNALED(status) else
                       f'ended with status {os.WEXITSTATUS(status)} before the tests did')
         text = os.pread(output, MOST_OUTPUT, 0).decode(errors='replace')
-        send(verdict, frame({'token': secret['token'], 'passed': passed, 'reason': reason,
-                             'output': text}))
+        send(verdict, {'token': secret['token'], 'passed': passed, 'reason': reason,
+                       'output': text})
         os._exit(0)
 
     late = f'more than {request["wall_seconds"]:g} s'

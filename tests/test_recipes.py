@@ -180,9 +180,9 @@ assert task.kind == 'free' and task.items[0].references == ['Ada']
     ('written_answers.md', 'A confidence of your own'): """
 from results import confidence
 from runtime.eval_config import EvalConfig
-answers = [{'key': key, 'answer': key} for key in 'abac']
-assert confidence.FROM_SAMPLES['lead'].function({'answers': answers}) == (0.25, answers[0])
-assert 'lead' in confidence.variants(EvalConfig())
+greedy = {'log_probs': [-0.1, -0.5], 'entropies': [0.0, 0.0]}
+assert confidence.CONFIDENCES['surest'].function({'greedy': greedy}) == (1.0, greedy)
+assert 'surest' in confidence.variants(EvalConfig())
 """,
     ('evaluation.md', 'A prompt of your own'): """
 import json

@@ -1,7 +1,6 @@
 """runtime/sandbox.py and data/code_tasks.py: right programs pass; hostile ones neither pass nor
 escape."""
 
-import itertools
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ import pytest
 from common import HERE, SHARED, needs_files
 
 from data import code_tasks
-from data.code_tasks import Problem, check, load_problems, pass_at_k, solution_source
+from data.code_tasks import Problem, check, load_problems, solution_source
 from data.written_answers import WRITTEN_TASKS
 from runtime.errors import ConfigError, DataError
 from runtime.sandbox import Outcome, require_sandbox, run_program
@@ -102,22 +101,24 @@ HOSTILE = {
         'import sys\nsys.modules["__main__"].one_line = lambda error: ""\n'
         'def add(a, b): raise ValueError', ''),
     'writes a verdict everywhere': (
-        'import os, sys\nmain = sys.modules["__main__"]\nfor fd in range(64):\n'
+        'import json, os\nfor fd in range(64):\n'
         '    for m in ({"passed": True, "reason": "", "output": "", "token": ""},\n'
         '              {"error": ""}, {"value": True}, {"value": 5}, "", None, 5):\n'
-        '        try: main.send(fd, main.frame(m))\n        except OSError: pass\n' + WRONG, ''),
-    'floods the tester': (
-        'import os\nfor fd in range(3, 64):\n    try:\n        while True: '
-        'os.write(fd, bytes(1 << 16))\n    except OSError: pass', ''),
+        '        try: os.write(fd, json.dumps(m).encode() + b"\\n")\n'
+        '        except OSError: pass\n' + WRONG, ''),
     'an answer that JSON cannot hold': ('def add(a, b): return 10 ** 10000', 'ValueError: Exceeds'),
     'an answer that contains itself': ('x = []\nx.append(x)\ndef add(a, b): return x',
                                        'RecursionError'),
     'a message without end': (
+        'import os\nfor fd in range(3, 64):\n    try:\n        while True: '
+        'os.write(fd, b"x" * (1 << 16))\n    except OSError: pass',
+        'ValueError: a message of more'),
+    'a message that is no text': (
         'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b"\\xff" * 8)\n'
-        '    except OSError: pass', 'ValueError'),
+        '    except OSError: pass', 'UnicodeDecodeError'),
     'a message that breaks parsers': (
-        'import os, struct\nx = b"[" * (1 << 20)\nfor fd in range(3, 64):\n    try:\n'
-        '        os.write(fd, struct.pack("<Q", len(x)) + x)\n    except OSError: pass',
+        'import os\nx = b"[" * (1 << 20) + b"\\n"\nfor fd in range(3, 64):\n    try:\n'
+        '        os.write(fd, x)\n    except OSError: pass',
         'RecursionError|MemoryError|JSONDecodeError|SIG'),
     'closes its pipes and sleeps': (
         'import os, time\nos.closerange(3, 64)\ntime.sleep(1000)', 'more than 1 s'),
@@ -472,15 +473,6 @@ TICKS = ('def area(r):\n    """Area.\n\n```python\n1\n```\n    ```\n    """\n'
     ('I do not know.', False), ('', False)])
 def test_a_text_becomes_a_program(text, right, namespaces):
     assert check(PROBLEM, text)[0] is right, solution_source(PROBLEM, text)
-
-
-@pytest.mark.parametrize('n, right', [(1, 0), (1, 1), (5, 2), (6, 6), (7, 1), (6, 0)])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n, right):
-    for k in range(1, n + 1):
-        subsets = list(itertools.combinations([True] * right + [False] * (n - right), k))
-        assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-    with pytest.raises(ValueError, match=f'pass@{n + 1} of'):
-        pass_at_k(n, right, n + 1)
 
 
 def test_a_row_that_is_no_problem_is_named(tmp_path):

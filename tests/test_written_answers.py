@@ -1,5 +1,6 @@
 """Written answers: extraction, agreement, confidences, files."""
 
+import itertools
 import json
 import math
 import random
@@ -331,10 +332,21 @@ def test_the_share_of_right_answers_is_left_out_if_there_are_none():
     answer = {'answer': None, 'correct': False, 'strict': False, 'reason': 'max_tokens'}
     written = confidence.shares([{'greedy': answer, 'answers': [answer] * 2}])
     text = '\n'.join(confidence.notes({'written': written}))
-    assert 'from 1.000 of them' in text and 'nan' not in text
+    assert 'from 1.000 of them' in text and 'nan' not in text and 'pass@' not in text
+    right = answer | {'correct': True}
+    written = confidence.shares([{'greedy': answer, 'answers': [right, *[answer] * 5]}] * 2)
+    assert 'samples right: pass@5 = 0.833' in '\n'.join(confidence.notes({'written': written}))
     text = '\n'.join(confidence.notes({'written': written | {
         'no_answer': 0.5, 'accuracy_of_answered': 0.25}}))
     assert 'of those with an answer 0.250' in text
+
+
+@pytest.mark.parametrize('n, right', [(1, 0), (5, 2), (6, 6), (7, 1)])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n, right):
+    answers = [{'correct': i < right} for i in range(n)]
+    for k in range(1, n + 1):
+        subsets = [*itertools.combinations([i < right for i in range(n)], k)]
+        assert confidence.pass_at_k(answers, k) == pytest.approx(np.mean([*map(any, subsets)]))
 
 
 def test_a_proposed_answer_continues_its_prompt(tmp_path):

@@ -73,7 +73,8 @@ def write_answers(load, folder, tokenizer, label, task, cfg, done, append):
             greedy = generate.generate(model, ids, settings, tokenizer, end)
             drawn = generate.generate(model, ids, replace(settings, n=n, temperature=1.0),
                                       tokenizer, end)
-            first = {i: confidence.written(answer) | confidence.span(answer, rule, tokenizer)
+            first = {i: confidence.written(answer) | confidence.per_token(answer)
+                     | confidence.span(answer, rule, tokenizer)
                      for i, (answer,) in greedy} if n else {}
             for i, answers in drawn if n else greedy:
                 *entry, _ = left[i]
