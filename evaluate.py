@@ -9,13 +9,14 @@ host prepares rows ahead of the device; logits and log-probabilities are float32
 appended to samples.jsonl as soon as it is scored, and an interrupted evaluation resumes from that
 file. Each of several processes scores its share of the questions; the first one computes metrics.
 
-From file to ECE: data/tasks.py loads questions (data/questions.py, with the row function in
-data/benchmarks.py and the prompt in data/prompts.py), data/trees.py tokenizes them, data/packing.py
-makes rows, `score` calls model.py and fused_ce.py, `question_samples` makes the samples, and
-results/evaluation.py measures them (results/report.py, metrics.py). Tasks without options have
-their prompts in data/written_answers.py and their match rules in data/grading.py:
-written/answers.py lets generate.py write the answers and grades them, results/confidence.py
-computes the confidences.
+From file to ECE: each kind of task is a class of data/tasks.py. Its `load` reads questions
+(data/questions.py, with the row function in data/benchmarks.py and the prompt in data/prompts.py).
+Its `collect` tokenizes them (data/trees.py), lets scoring.py score them, which packs rows
+(data/packing.py) and calls model.py and fused_ce.py, and makes samples of the values.
+results/evaluation.py measures the samples (results/report.py, metrics.py). Tasks without options
+are in written/tasks.py, their prompts in data/written_answers.py and their match rules in
+data/grading.py: written/answers.py lets generate.py write the answers and grades them,
+results/confidence.py computes the confidences.
 """
 
 from runtime import cli, startup
@@ -23,30 +24,29 @@ from runtime import cli, startup
 if __name__ == '__main__':
     startup.begin()
 
+import contextlib
 import functools
 import itertools
-import math
 import os
 import sys
 import textwrap
 import time
-from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from data import written_answers
 from data.chat import question_frame
-from data.written_answers import VERBALIZED
-from data.packing import pack_alone, pack_trees, prompt_trees, stack_answers, stack_rows
+from data.written_answers import WRITTEN_TASKS
 from data.probes import INSTRUCTIONS
-from data.tasks import TASKS, describe, describe_tasks, distribution, load_tasks, show_tasks
+from data.questions import sample_fields
+from data.tasks import (TASKS, OptionTask, PermutedTask, PIKTask, PTrueTask, TextTask, check_names,
+                        describe_tasks, mean_over_orders, show_tasks, split_name)
 from data.tokenizer import begins_with_bos, load_model_tokenizer
-from results import confidence, report, samples
+from results import report, samples
 from runtime.config import load_config, require_given
-from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls
+from runtime.errors import ConfigError, DataError, escape_controls
 from runtime.eval_config import EvalConfig, check_eval_config
 
 USAGE = f"""\
@@ -83,303 +83,51 @@ if __name__ == '__main__':
 
 import torch
 
-import fused_ce
 import generate
-from families import t5
+import scoring
 from results.evaluation import write_evaluation
-from runtime import adapter, checkpoint, device, log, ownership, parallel
+from runtime import adapter, checkpoint, device, ownership, parallel
 from runtime.code import code_digest
-from runtime.load_ahead import load_ahead, load_model, loads_kernels
+from runtime.load_ahead import load_ahead, load_model
 from runtime.trained import base_of_adapter, trained_template, trained_with_bos
 from written.answers import judge_samples, write_answers
 from written.p_ik import probe_answers
+from written.tasks import WrittenTask
 
 # Samples depend on these keys, so they must not change within a folder. The tokens of clm depend on
 # the seed too, but each sample has a hash of its prompt.
 SETTINGS = ('prompt_format', 'header', 'shots', 'scoring', 'chat', 'instruct', 'add_bos',
             'max_length', 'deterministic', 'dtype')
-SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
-# the batch of a process that shares the weights and has no batch of its own left
-IDLE = np.stack([np.zeros(128, int), np.zeros(128, int), np.arange(128) + 1])[:, None], [(0,) * 4]
 
 
-# ------------------------------------------------------------------------------------------------
-# Trees to log-probabilities
-# ------------------------------------------------------------------------------------------------
-
-def token_log_probs(hidden, head, at, tokens, softcap):
-    """Return log p(tokens[i] | hidden[at[i]]), float32 [M, 1].
-
-    hidden [N, D] and head [V, D] on one device; at [M], whose values may repeat, and tokens [M] on
-    the CPU, so that the host does not wait for the device.
-    """
-    at, tokens = device.to_device(torch.stack((at, tokens)), head.device)
-    label = torch.zeros(len(hidden), dtype=int)     # any label: lse does not depend on it
-    lse = fused_ce.token_statistics(hidden, head, label, softcap=softcap).lse
-    logits = torch.cat([(hidden[i].float() * head[k].float()).sum(1)
-                        for i, k in zip(at.split(4096), tokens.split(4096), strict=True)])
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return (logits - lse[at])[:, None]
-
-
-def token_statistics(hidden, head, at, tokens, softcap):
-    """Return float32 [M, 4]: the log-probability of each token, the top token of the distribution
-    that predicts it, the log-probability of that, and the entropy in nats.
-
-    Arguments: `token_log_probs`.
-    """
-    s = fused_ce.token_statistics(hidden[device.to_device(at, head.device)], head, tokens,
-                                  softcap=softcap)
-    return torch.stack([-s.nll, s.top_token.float(), s.top_logit - s.lse, s.entropy], 1)
-
-
-def token_states(hidden, head, at, tokens, softcap):
-    """Return the hidden state that predicts each token, float32 [M, D]."""
-    return hidden[device.to_device(at, head.device)].float()
-
-
-def score(load, trees, pack_len=4096, batch_rows=1, deterministic=False, compute=token_log_probs,
-          trim=1, dropout_seed=None, seq2seq=None, sharded=False):
-    """Yield (index, numbers, values) for each of `trees`, (index, Tree) pairs, as they are done.
-
-    load:          returns the model; called once there is something to score
-    deterministic: each tree in a row and a batch of its own
-    compute:       what to compute per token: one of the three functions `token_...`
-    trim:          drop trailing tokens that no score needs and round the length up to a multiple
-                   of `trim`; 0: keep all
-    dropout_seed:  score with the dropout of adapters, drawn by this seed; None: without
-    seq2seq:       the configuration of a T5, whose encoder reads the prompts; None: a CausalLM
-    sharded:       processes share the weights, so all must call this and take the same steps
-    numbers:       int [M], for each scored token its option, or its index in Tree.scored
-    values:        float32 [M, C], as `compute` returns them
-    """
-    unfinished = {}
-
-    def counted():
-        for index, tree in trees:
-            unfinished[index] = tree.n_scored, [], []
-            yield index, tree
-
-    if seq2seq:
-        batches = stack_answers(counted(), seq2seq.decoder_start_token_id, seq2seq.eos_token_id,
-                                pack_len, deterministic)
-    else:
-        rows = pack_alone(counted()) if deterministic else pack_trees(counted(), pack_len)
-        batches = stack_rows(rows, 1 if deterministic else batch_rows, 0 if deterministic else trim)
-    # products of the few rows that are read can be rounded in another way where processes share the
-    # weights, so deterministic scores need those of all rows
-    forward = functools.partial(forward_values, compute=compute, every_token=deterministic)
-    for copy, scored in launch(load, batches, forward, dropout_seed, sharded):
-        for (index, number, _, _), value in zip(scored, copy.values(), strict=True):
-            n, numbers, values = unfinished[index]
-            numbers.append(number)
-            values.append(value)
-            if len(values) == n:
-                del unfinished[index]
-                yield index, np.array(numbers), np.array(values)
-
-
-def launch(load, batches, forward, dropout_seed, sharded):
-    """Yield (HostCopy of the values, scored) of each batch of `stack_rows`.
-
-    A thread makes batches ahead of the device, so the generators behind `batches`, which tokenize,
-    run in that thread. A batch is yielded once the next one has been launched: the device always
-    has work.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        ahead = deque(pool.submit(next, batches, None) for _ in range(4))
-
-        def upcoming():
-            batch = ahead.popleft().result()
-            ahead.append(pool.submit(next, batches, None))
-            return parallel.in_step(batch, IDLE) if sharded else batch
-
-        try:
-            if not (batch := upcoming()):
-                return
-            launched = deque()
-            with adapter.evaluation_mode(load(), dropout=dropout_seed is not None) as model:
-                while batch:
-                    arrays, scored = batch
-                    if dropout_seed is not None:
-                        adapter.seed_dropout(dropout_seed, arrays)
-                    with torch.no_grad():
-                        values = forward(model, arrays, scored)
-                    if batch is not IDLE:
-                        launched.append((device.HostCopy(values), scored))
-                    if len(launched) == 2:
-                        yield launched.popleft()
-                    batch = upcoming()
-                yield from launched
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def forward_values(model, arrays, scored, compute=token_log_probs, every_token=False):
-    """Return `compute` of each of `scored`, [M, C], on the model's device.
-
-    every_token: compute the last MLP for every token, not only where a prediction is read
-    """
-    inputs = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    at, tokens = (torch.tensor([entry[i] for entry in scored]) for i in (2, 3))
-    rows, at = at.unique(return_inverse=True)   # a row may predict several tokens
-    *inputs, rows = (device.to_device(x, model.head.device) for x in (*inputs, rows))
-    hidden = model(*inputs).flatten(0, 1)[rows] if every_token else model(*inputs, at=rows)[0]
-    return compute(hidden, model.head, at, tokens, model.softcap)
-
-
-def option_log_probs(model, trees, **options):
-    """Return the summed log-probability of every option: a float64 array [K] per tree.
-
-    options: the other arguments of `score`
-    """
-    sums = {index: np.bincount(numbers, values[:, 0], len(trees[index].continuations))
-            for index, numbers, values in score(lambda: model, enumerate(trees), **options)}
-    return [sums[index] for index in range(len(trees))]
-
-
-def row_lengths(cfg):
-    """Return (tokens in a packed row, `trim` of `score`) that are fastest for `cfg`.
-
-    Longer rows repeat the shots less often. Triton compiles the kernels again for a length that is
-    not a multiple of 16, and FlexAttention for each new length.
-    """
-    if loads_kernels(cfg):
-        return 32768, 128
-    return (16384, 0) if cfg.device.startswith('cuda') else (4096, 1)
-
-
-def t5_config(folder):
-    """Return the configuration of the T5 in `folder`; None for another model."""
-    config = checkpoint.read_config(folder, seq2seq=True)
-    return config if config.model_type in t5.ARCHITECTURES else None
-
-
-def prompt_states(load, prompts, cfg):
-    """Return the hidden state at the end of each of `prompts`, lists of tokens, float32 [N, D]."""
-    states = {index: values[0] for index, _, values in score(
-        load, enumerate(prompt_trees(prompts)), cfg.pack_len, cfg.batch_rows, cfg.deterministic,
-        token_states, row_lengths(cfg)[1])}
-    return np.stack([states[i] for i in range(len(prompts))])
-
-
-# ------------------------------------------------------------------------------------------------
-# Samples
-# ------------------------------------------------------------------------------------------------
-
-def score_task(load, folder, tokenizer, label, task, cfg, done, append):
-    """Score the items of `task` not in `done`, append each sample; return (prompts, bad rows).
-
-    prompts: {(sample_key, prompt)} of every item of the task, scored now or earlier
-    done:    the same, of the samples in samples.jsonl
-    append:  (sample_key, prompt, sample) -> None writes a sample, unless it is in `done`
-    """
-    tokenized = []
-    n_left = len(task.keys) - task.count_scored(label, done)
-    progress = log.Progress(label, n_left, task.unit)
-    collect_text = functools.partial(text_samples, tokenizer)
-    compute = token_statistics if task.kind in INSTRUCTIONS else token_log_probs
-    to_samples = {'questions': question_samples, 'permuted': permuted_samples,
-                  'p_true': p_true_samples}.get(task.kind, collect_text)
-    try:
-        for index, numbers, values in score(
-                load, unscored(task, label, tokenizer, cfg, done, tokenized), cfg.pack_len,
-                cfg.batch_rows, cfg.deterministic, compute,
-                row_lengths(cfg)[1], cfg.dropout_seed, t5_config(folder), cfg.shard):
-            key, prompt, item, tree = tokenized[index]
-            tokenized[index] = key, prompt, None, None      # free the tree
-            if not np.isfinite(values).all():
-                raise CheckpointError(checkpoint.bad_logits(f'{label}: {item.place}', folder,
-                                                            cfg.dtype))
-            for sample in to_samples(item, tree, numbers, values):
-                append(key, prompt, sample)
-            progress.update()
-    finally:
-        progress.bar.close()
-    bad_rows = [*task.bad_rows, *(str(entry) for entry in tokenized
-                                  if isinstance(entry, DataError))]
-    return {entry[:2] for entry in tokenized if not isinstance(entry, DataError)}, bad_rows
-
-
-def unscored(task, label, tokenizer, cfg, done, tokenized):
-    """Tokenize the items of `task`; yield (index, Tree) of each that is not in `done`.
-
-    Append every item to the list `tokenized`, at its index: (sample_key, prompt, item, tree), or
-    the DataError that says why it cannot be scored. `launch` runs this in its thread.
-    """
-    for index, (item, tree) in enumerate(task.tokenize(tokenizer, cfg)):
-        if isinstance(tree, DataError):
-            if cfg.on_bad_row == 'stop':
-                raise DataError(f'{label}: {tree}; --on_bad_row=skip leaves it out')
-            tokenized.append(tree)
-            continue
-        split = 'validation' if index >= len(task.items) else 'test'
-        key, prompt = (label, split, item.language, item.id), tree.fingerprint
-        if task.kind not in INSTRUCTIONS:
-            prompt += f'-{item.answer}'     # a question whose answer was corrected is scored again
-        tokenized.append((key, prompt, item, tree))
-        if (key, prompt) not in done:
-            yield index, tree
-
-
-def question_samples(question, tree, numbers, values):
-    """Return the one sample of a question: the summed log-probability of each option."""
-    log_probs = np.bincount(numbers, values[:, 0], len(tree.continuations))    # in float64
-    blank = {'choices': question.options} if question.ending else {}
-    return [samples.question_fields(question, tree.shots) | blank | {
-        'answer': question.answer,
-        'options': [question.ending or option for option in question.options],
-        'log_probs': log_probs.tolist(), 'n_tokens': tree.n_tokens}]
-
-
-def permuted_samples(question, tree, numbers, values):
-    """Return the one sample of a question in several orders: their mean, and each of them."""
-    n = len(question.options)
-    log_probs = np.bincount(numbers, values[:, 0], len(tree.continuations)).reshape(-1, n)
-    n_tokens = np.reshape(tree.n_tokens, (-1, n))
-    orders = [{'order': [*range(n)], 'log_probs': question.published['log_probs'],
-               'n_tokens': question.published['n_tokens']}]
-    orders += [{'order': order, 'log_probs': log_probs[k].tolist(),
-                'n_tokens': n_tokens[k].tolist()} for k, order in enumerate(question.orders)]
-    return [samples.question_fields(question, tree.shots) | {
-        'answer': question.answer, 'options': question.options,
-        'log_probs': samples.mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}]
-
-
-def p_true_samples(question, tree, numbers, values):
-    """Return the one sample of P(True), the probability of (A), True, among the two options."""
-    true, false = np.bincount(numbers, values[:, 0], 2)
-    log_probs = -np.logaddexp(0, [false - true, true - false])
-    return [samples.question_fields(question, tree.shots) | {
-        'correct': question.answer == 0, 'confidence': float(np.exp(log_probs[0])),
-        'log_prob': float(log_probs[question.answer]),
-        'entropy': float(-(np.exp(log_probs) * log_probs).sum())}]
-
-
-def text_samples(tokenizer, text, tree, numbers, values):
-    """Return a sample for each scored token of a text: whether the top token is the next one."""
-    ids, token_samples = [*tree.prefix, *tree.prompt], []
-    for n in np.argsort(numbers):
-        at, (log_prob, top, top_log_prob, entropy) = tree.scored[numbers[n]], values[n]
-        token_samples.append({
-            'id': f'{text.id}:{at}' if len(tree.scored) > 1 else text.id, 'text': text.id,
-            'position': at, 'token': ids[at], 'top_token': int(top),
-            'correct': bool(int(top) == ids[at]), 'confidence': min(1.0, math.exp(top_log_prob)),
-            'log_prob': float(log_prob), 'entropy': float(entropy), 'of': len(tree.scored),
-            'context': tokenizer.decode(ids[max(0, at - SHOWN_TOKENS):at], start=False),
-            'predicted': tokenizer.decode([int(top)], start=False),
-            'expected': tokenizer.decode([ids[at]], start=False)})
-    return token_samples
-
-
-# {kind of a Task: the function that makes its samples}; score_task does for all others
-COLLECT = dict.fromkeys(('free', *VERBALIZED), write_answers) | {
-    'from_samples': judge_samples, 'p_ik': functools.partial(probe_answers, prompt_states)}
+# {kind of a name in --tasks: class of its Task}; any other name is a file or folder of questions
+KINDS = (dict.fromkeys(WRITTEN_TASKS, WrittenTask) | dict.fromkeys(INSTRUCTIONS, TextTask)
+         | {'p_ik': PIKTask})
 
 # what decides a sample besides the forward pass, the settings and the prompt
-CODE = (forward_values, token_log_probs, token_statistics, prompt_states, question_samples,
-        permuted_samples, p_true_samples, text_samples, write_answers, judge_samples, probe_answers,
-        samples.question_fields, samples.mean_over_orders, *generate.CODE)
+CODE = (scoring.forward_values, scoring.token_log_probs, scoring.token_statistics,
+        scoring.Reader.states, OptionTask.samples, PermutedTask.samples, PTrueTask.samples,
+        TextTask.samples, sample_fields, mean_over_orders, write_answers, judge_samples,
+        probe_answers, *generate.CODE)
+
+
+def load_tasks(cfg):
+    """Return {label: Task} for every task of the EvalConfig `cfg`.
+
+    Raises ConfigError or DataError for a bad task before anything is tokenized.
+    """
+    check_names(cfg.tasks)
+    loaded = [KINDS.get(split_name(name)[0], OptionTask).load(name, cfg) for name in cfg.tasks]
+    tasks = {task.label: task for task in loaded}
+    for key in ('permute', 'p_true', 'p_ik', 'verbalized'):
+        if getattr(cfg, key) and not any(key in task.settings for task in loaded):
+            missing = 'options' if key in OptionTask.settings else 'written answers'
+            raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no '
+                              f'{missing}; leave it out')
+    for label, task in tasks.items():
+        if cfg.fit_temperature and len(task.items) < 2 and not task.validation:
+            raise DataError(f'{label}: fit_temperature needs two {task.unit} or more')
+    return tasks
 
 
 # ------------------------------------------------------------------------------------------------
@@ -400,16 +148,14 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
     """
     out_dir, config = Path(out_dir), checkpoint.read_config(folder, seq2seq=True)
     cfg = resolve(cfg, folder, config, tokenizer)
-    texts = [label for label, task in tasks.items() if task.kind in ('free', *INSTRUCTIONS)]
-    if texts and t5_config(folder):
+    texts = [label for label, task in tasks.items() if task.continues]
+    if texts and scoring.t5_config(folder):
         raise ConfigError(f'{texts[0]} needs a model that continues a text, and '
                           f'{config.model_type} scores answers alone; choose tasks with options')
     if cfg.shard:
         check_shard(folder, tasks, cfg)
-    for task in tasks.values() if cfg.verbalized else ():
-        if task.kind == 'free':     # a template may refuse a second question
-            question = written_answers.verbalized_2s(task.items[0], 'x', True)
-            written_answers.encode(question, [], tokenizer, replace(cfg, max_length=math.inf), 0)
+    for task in tasks.values():
+        task.check(tokenizer, cfg)
     if not load:
         checkpoint.check_weights(folder, config)    # before `overwrite` deletes anything
         load = functools.cache(functools.partial(load_model, folder, cfg))
@@ -425,11 +171,13 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
         out_dir, tasks, settings, pictures=cfg.pictures, overwrite=cfg.overwrite, processes=n)
         if first else None)
     announce(config, tasks, cfg, done)
-    results, prompts, new = score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, load)
+    reader = scoring.Reader(folder, tokenizer, cfg, load)
+    results, prompts, new = score_tasks(tasks, reader, out_dir, done)
     if not first:
         return None
     samples.merge_parts(out_dir / 'samples.jsonl')
-    rows = samples.by_task(latest_samples(out_dir) if done else new, prompts)
+    rows = samples.by_task(samples.latest_samples(
+        samples.read_samples(out_dir / 'samples.jsonl')) if done else new, prompts)
     results = write_evaluation(results, earlier, rows, tasks, cfg, identity, out_dir)
     ownership.remove_aside(out_dir, samples.KIND)
     return results
@@ -437,48 +185,37 @@ def evaluate(folder, tokenizer, tasks, cfg, out_dir, load=None):
 
 def check_shard(folder, tasks, cfg):
     """Raise ConfigError for an evaluation in which processes cannot share the weights."""
-    written = [label for label, task in tasks.items() if task.kind == 'free']
+    written = [label for label, task in tasks.items() if task.is_written]
     if parallel.world_size() == 1:
         why = 'there is one process; start several with torchrun --nproc_per_node=8 evaluate.py ...'
     elif written:
         why = f'the model writes the answers to {written[0]}, which needs all weights on each GPU'
     elif cfg.dropout_seed is not None:
         why = 'dropout_seed adds adapters, which needs all weights on each GPU'
-    elif t5_config(folder):
-        why = f'{t5_config(folder).model_type} is not sharded'
+    elif scoring.t5_config(folder):
+        why = f'{scoring.t5_config(folder).model_type} is not sharded'
     else:
         return
     raise ConfigError(f'shard = True: {why}')
 
 
-def score_tasks(folder, tokenizer, tasks, cfg, out_dir, done, load):
+def score_tasks(tasks, reader, out_dir, done):
     """Append the samples of this process's share of `tasks` to its part of samples.jsonl.
 
     Return {label: result without metrics}, {label: its prompts} and the new samples, in the first
     process those of all.
     """
-    scored, prompts, new = {}, {}, []
-    process = parallel.rank(), parallel.world_size()
+    scored, prompts, process = {}, {}, (parallel.rank(), parallel.world_size())
     tasks = {label: task.share(*process) for label, task in tasks.items()}
-    with open(samples.part(out_dir / 'samples.jsonl', *process), 'ab', buffering=0) as file:
-        def append(key, prompt, sample):
-            if (key, prompt) not in done:
-                new.append(dict(zip(('task', 'split', 'language', 'id'), key), prompt=prompt)
-                           | sample)
-                samples.append(file, new[-1])
-
-        for label, task in with_variants(tasks, out_dir, prompts, cfg):
+    writer = samples.SampleWriter(out_dir, done, *process)
+    with contextlib.closing(writer.file):
+        for task in with_variants(tasks, writer, prompts, reader.cfg):
             started = time.perf_counter()
-            if task.kind in ('free', *VERBALIZED) and done:
-                task.written = [s for s in latest_samples(out_dir, silent=True)
-                                if s['task'] == label]
-            collect = COLLECT.get(task.kind, score_task)
-            # an answer too long to be shown in the next prompt must not cost the results of others
-            rule = replace(cfg, on_bad_row='skip') if is_confidence(label, task) else cfg
-            prompts[label], bad_rows = collect(load, folder, tokenizer, label, task, rule, done,
-                                               append)
-            scored[label] = task, prompts[label], bad_rows, time.perf_counter() - started
-    return *collect_results(scored, cfg, done), [*itertools.chain(*parallel.collect(new))]
+            prompts[task.label], bad_rows = task.collect(reader, writer)
+            scored[task.label] = (task, prompts[task.label], bad_rows,
+                                  time.perf_counter() - started)
+    results = collect_results(scored, reader.cfg, done)
+    return *results, [*itertools.chain(*parallel.collect(writer.new))]
 
 
 def collect_results(scored, cfg, done):
@@ -494,17 +231,16 @@ def collect_results(scored, cfg, done):
     for label, (task, *_) in scored.items() if shares else ():
         counts, share_prompts, bad_rows, seconds = zip(*(share[label] for share in shares))
         prompts[label], bad_rows = set().union(*share_prompts), [*itertools.chain(*bad_rows)]
-        if is_confidence(label, task):
-            if bad_rows:
-                print(f'{label}: {len(bad_rows)} questions left out, the first: {bad_rows[0]}')
-            elif not prompts[label] and task.kind in VERBALIZED:
-                print(f'{label}: left out, since no answer states a probability from 0 to 1')
-            if not prompts[label]:
-                continue        # for example, no answer states a <confidence>
+        if task.optional and bad_rows:
+            print(f'{label}: {len(bad_rows)} questions left out, the first: {bad_rows[0]}')
+        elif task.left_out and not prompts[label]:
+            print(f'{label}: left out, since {task.left_out}')
+        if task.optional and not prompts[label]:
+            continue        # for example, no answer states a <confidence>
         if not prompts[label]:
             raise DataError(f'{label}: no question could be scored ({len(bad_rows)} bad rows'
                             f'{f", the first: {bad_rows[0]}" if bad_rows else ""})')
-        results[label] = describe(task, cfg, sum(counts, Counter())) | {
+        results[label] = task.describe(cfg, sum(counts, Counter())) | {
             # an interrupted evaluation leaves samples, but not the time that they took
             'scoring_seconds': None if any(key[0] == label for key, _ in done)
             else round(max(seconds), 2),
@@ -512,47 +248,27 @@ def collect_results(scored, cfg, done):
     return results, prompts
 
 
-def is_confidence(label, task):
-    """Return whether `task` asks for a confidence in answers that were written before."""
-    return '.' in label and bool(task.measure)
+def with_variants(tasks, writer, prompts, cfg):
+    """Yield `tasks`, then their variants, such as those by permute and p_true.
 
-
-def latest_samples(out_dir, silent=False):
-    """Return the latest samples in `out_dir`; with several processes, those of this process."""
-    paths = dict.fromkeys((out_dir / 'samples.jsonl', samples.part(
-        out_dir / 'samples.jsonl', parallel.rank(), parallel.world_size())))
-    return samples.latest_samples([sample for path in paths if path.exists()
-                                   for sample in samples.read_samples(path)], silent)
-
-
-def with_variants(tasks, out_dir, prompts, cfg):
-    """Yield (label, Task) of `tasks`, then of their variants by permute and p_true.
-
-    By then the samples of `tasks` must be in samples.jsonl. prompts: as in `samples.by_task`.
+    By then the samples of `tasks` must have been appended. prompts: as in `samples.by_task`.
     """
-    yield from tasks.items()
-    variants = result_labels(tasks, cfg)[len(tasks):]
-    rows = samples.by_task(latest_samples(out_dir), prompts) if variants else {}
-    for variant in variants:
-        label, kind = variant.split('.')
-        scored = {samples.sample_key(s)[1:]: s for s in rows[label]}
-        if tasks[label].kind == 'free':
-            yield variant, tasks[label].judging(kind, confidence.CONFIDENCES[kind].title, scored)
-        elif kind == 'permuted':
-            yield variant, tasks[label].permuted(scored)
-        else:
-            top = {key: int(np.argmax(report.option_scores(
-                s['log_probs'], s['options'], s['n_tokens'], cfg.norm)))
-                for key, s in scored.items()}
-            yield variant, tasks[label].proposing(top)
+    yield from tasks.values()
+    variants = [(task, name) for task in tasks.values() for name in task.variants(cfg)]
+    rows = samples.by_task(writer.latest(), prompts) if variants else {}
+
+    def top_option(sample):
+        return int(np.argmax(report.option_scores(sample['log_probs'], sample['options'],
+                                                  sample['n_tokens'], cfg.norm)))
+    for task, name in variants:
+        scored = {samples.sample_key(s)[1:]: s for s in rows[task.label]}
+        yield task.variant(name, scored, top_option)
 
 
 def result_labels(tasks, cfg):
     """Return the labels of all results of `tasks`: theirs, and those of the variants asked for."""
-    variants = ['permuted'] * bool(cfg.permute) + ['p_true'] * cfg.p_true
-    by_kind = {'questions': variants, 'free': confidence.variants(cfg)}
-    return [*tasks, *(f'{label}.{variant}' for label, task in tasks.items()
-                      for variant in by_kind.get(task.kind, ()))]
+    return [*tasks, *(f'{label}.{name}' for label, task in tasks.items()
+                      for name in task.variants(cfg))]
 
 
 def resolve(cfg, folder, config, tokenizer):
@@ -573,7 +289,7 @@ def on_this_machine(cfg):
     target = device.pick_device(cfg.device)
     dtype = str(device.pick_dtype(cfg.dtype, target)).split('.')[-1]
     cfg = replace(cfg, device=target, dtype=dtype)
-    return replace(cfg, pack_len=cfg.pack_len or row_lengths(cfg)[0])
+    return replace(cfg, pack_len=cfg.pack_len or scoring.row_lengths(cfg)[0])
 
 
 def announce(config, tasks, cfg, done):
@@ -581,9 +297,8 @@ def announce(config, tasks, cfg, done):
     name = f', {torch.cuda.get_device_name(cfg.device)}' if cfg.device.startswith('cuda') else ''
     print(f'{cfg.model} ({config.model_type}) in {cfg.dtype} on {cfg.device}{name}')
     for label, task in tasks.items():
-        n_done = task.count_scored(label, done)
-        form = '' if task.kind in INSTRUCTIONS or task.measure else 'prompt format '
-        print(f'{label}: {len(task.items):,} {task.unit}, {form}{distribution(task, cfg)}'
+        n_done = task.count_scored(done)
+        print(f'{label}: {len(task.items):,} {task.unit}, {task.form}{task.distribution(cfg)}'
               + (f'; a sample of {task.total:,}' if len(task.items) < task.total else '')
               + (f'; {len(task.validation):,} for validation' if task.validation else '')
               + (f'; {n_done:,} scored earlier in this folder' if n_done else ''), flush=True)
@@ -615,7 +330,7 @@ def run(cfg):
     tasks = load_tasks(cfg)     # fail on a bad task before the model is loaded
     # a folder with samples may have nothing left to score
     new = cfg.overwrite or not (out_dir / 'samples.jsonl').exists()
-    load = load_ahead(folder, config, cfg, forward_values) if new else None
+    load = load_ahead(folder, config, cfg, scoring.forward_values) if new else None
     tokenizer = load_model_tokenizer(folder, config)
     with parallel.first_process_locks(out_dir):
         results = evaluate(folder, tokenizer, tasks, cfg, out_dir, load)

@@ -73,6 +73,7 @@ if __name__ == '__main__':
     with cli.one_line_errors():     # --help and misspelled keys need no torch
         startup.load_libraries(read_arguments(sys.argv[1:]).device)
 
+import scoring
 from data.instruct import read_prompts
 from data.packing import Tree, pack_prompts
 from data.tokenizer import begins_with_bos, load_model_tokenizer
@@ -246,13 +247,12 @@ def confidences(model, prompts, answers, deterministic=False):
     """Return the log-probability of each Answer, a float64 array [n] per prompt, in nats.
 
     prompts: lists of token ids; answers: a list of Answers per prompt. The numbers are those of
-    `evaluate.option_log_probs`: they do not depend on how the answers were generated.
+    `scoring.option_log_probs`: they do not depend on how the answers were generated.
     """
-    from evaluate import option_log_probs       # evaluate.py imports this file
     trees = [Tree((), [*ids], [answer.tokens for answer in group], [len(ids)] * len(group))
              for ids, group in zip(prompts, answers, strict=True)]
-    return option_log_probs(model, trees, pack_len=4096, trim=128 if model.head.is_cuda else 1,
-                            deterministic=deterministic)
+    return scoring.option_log_probs(model, trees, pack_len=4096, deterministic=deterministic,
+                                    trim=128 if model.head.is_cuda else 1)
 
 
 # what decides an answer besides the forward pass, the settings and the prompt

@@ -15,7 +15,7 @@ question where its last option ends, and an option at its own end. A padding tok
 ends[j] = j + 1. `ends` may be None if each row is one document, perhaps followed by padding.
 
 Parameters have the names of Llama in every family, except the norm before the MLP; `their_key` of
-runtime/names.py has the names on disk.
+runtime/weights.py has the names on disk.
 
 Training, evaluation and sampling use this one forward pass, so an edit here changes all of them.
 `norm`, `rotate` and `gate` have a Triton kernel in triton_ops.py, which computes the same without

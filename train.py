@@ -147,11 +147,10 @@ import metrics
 from data.export import tokenizer_files      # noqa: F401    used through `stage`
 from data.instruct import load_conversations
 from data.packing import epoch_order, pack, sequence_weights
-from data.tasks import load_tasks
 from data.text import load_text
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from data.trees import load_answers
-from evaluate import evaluate, result_labels
+from evaluate import evaluate, load_tasks, result_labels
 from fused_ce import fused_loss, smoothing, token_statistics
 from results.plots import draw_loss
 from results.report import print_report

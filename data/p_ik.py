@@ -19,7 +19,6 @@ from data.questions import Loaded, Question
 from runtime.errors import DataError
 
 P_IK = 'Do you know the answer?'        # follows a question
-MEASURE = 'P(IK) of a drawn answer, asked in words'
 
 
 def sample_file(name):

@@ -107,6 +107,13 @@ class Tree:
         """Return the number of scored tokens of the tree."""
         return len(self.scored) + sum(self.n_tokens)
 
+    def sums(self, numbers, values):
+        """Return the summed log-probability of each option, float64 [K].
+
+        numbers: int [M], the option of each scored token; values: [M, 1], its log-probability
+        """
+        return np.bincount(numbers, values[:, 0], len(self.continuations))
+
     @property
     def branches(self):
         """Return lists of consecutive options that differ in their last token alone.

@@ -35,7 +35,11 @@ class Text:
     spans: list[tuple[int, int]]
     place: str          # file and line or row, for messages
     language: str = ''
-    subject = ''        # for `draw`; texts have no subjects
+    subject = group = ''    # texts have no subjects and no shots
+
+    @property
+    def n_characters(self):
+        return len(self.text)
 
 
 class LoadedTexts(NamedTuple):

@@ -8,6 +8,7 @@ trees.py joins header, shots and question.
 """
 
 import json
+import re
 import string
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,12 @@ def harness(item, benchmark, scoring, native):
 
 
 PROMPT_FORMATS = {'mmlu': mmlu, 'harness': harness}
+
+
+def proposing(context, proposal):
+    """Return (context, options) that ask whether the answer `proposal` to a question is true."""
+    context = re.sub(r'\bAnswer:$', 'Proposed Answer:', context)
+    return f'{context}{proposal}{P_TRUE}', [' (A)', ' (B)']
 
 
 def check_prompt_format(prompt_format, scoring, header, task, benchmark):

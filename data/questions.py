@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from data.benchmarks import BENCHMARKS, CATEGORY, GENERIC, generic_row
 from data.files import draw, fetch, parse_rows, read_rows, require_text
-from data.prompts import LETTERS, P_TRUE, PROMPT_FORMATS, Item, check_prompt_format
+from data.prompts import LETTERS, PROMPT_FORMATS, Item, check_prompt_format, proposing
 from runtime.errors import DataError
 from runtime.processes import cores, parallel_map
 
@@ -32,7 +32,6 @@ class Question:
     ending: str = ''            # follows each option; if given, only this is scored (WinoGrande)
     digest: str = ''            # hash of question and choices, independent of the prompt format
     orders: dict = field(default_factory=dict)  # {order: Prompt} of other orders of the options
-    published: dict | None = None   # sample in the published order, to ask the other orders
 
     @property
     def solved(self):
@@ -40,15 +39,20 @@ class Question:
         return f'{self.context}{self.options[self.answer]}{self.ending}\n\n'
 
     @property
+    def asked(self):
+        """Return the question for a reader of samples.jsonl, without header and shots."""
+        return self.context + (f'_{self.ending}' if self.ending else '')
+
+    @property
+    def n_characters(self):
+        return len(self.context) + sum(map(len, self.options))
+
+    @property
     def parts(self):
         """Return [self], or the questions that are encoded instead.
 
-        These are one per other order of the options, or with an ending one per option, whose option
-        is the ending.
+        With an ending these are one per option, whose option is the ending.
         """
-        if self.published is not None:
-            return [replace(self, context=prompt.context, options=prompt.options, published=None)
-                    for prompt in self.orders.values()]
         if not self.ending:
             return [self]
         texts = [self.context + option for option in self.options]
@@ -63,9 +67,28 @@ class Question:
 
     def proposing(self, k):
         """Return the P(True) question for option k."""
-        context = re.sub(r'\bAnswer:$', 'Proposed Answer:', self.context)
-        return replace(self, context=f'{context}{self.options[k]}{self.ending}{P_TRUE}',
-                       options=[' (A)', ' (B)'], answer=int(k != self.answer), ending='')
+        context, options = proposing(self.context, self.options[k] + self.ending)
+        return replace(self, context=context, options=options, answer=int(k != self.answer),
+                       ending='')
+
+
+@dataclass
+class PermutedQuestion(Question):
+    """A question that is asked in the other orders of its options."""
+    published: dict = field(default_factory=dict)   # its sample in the published order
+
+    @property
+    def parts(self):
+        """Return a question for each other order of the options."""
+        return [Question(self.id, prompt.context, prompt.options, self.answer, self.subject,
+                         self.header, language=self.language, place=self.place)
+                for prompt in self.orders.values()]
+
+
+def sample_fields(question, n_shots):
+    """Return the part of a sample that says which question it is of."""
+    return {'question': question.digest, 'subject': question.subject,
+            'category': question.category, 'shots': n_shots, 'context': question.asked}
 
 
 class Loaded(NamedTuple):

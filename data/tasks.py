@@ -1,23 +1,30 @@
-"""The tasks of an evaluation: load the questions or texts of each, and make token trees of them."""
+"""Kinds of tasks: what each asks, how it becomes token trees, and what its samples hold.
+
+A kind is a class. Those whose log-probabilities are scored are here; those whose answers the model
+writes are in written/tasks.py. evaluate.py calls `load`, `collect`, `variants`, `variant` and
+`describe` of each task and does not ask for its kind. No model runs here: `collect` is given a
+Reader (scoring.py), which turns trees into values, and a SampleWriter (results/samples.py).
+"""
 
 import hashlib
 import itertools
+import math
 import os
 import textwrap
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
-from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
-from data import written_answers
+import numpy as np
+
 from data.benchmarks import BENCHMARKS, GENERIC
-from data.written_answers import WRITTEN_TASKS, load_written
-from data.p_ik import MEASURE, load_p_ik
-from data.questions import Question, load_task, require_task
+from data.written_answers import WRITTEN_TASKS
+from data.p_ik import load_p_ik
+from data.probes import INSTRUCTIONS, PATTERNS, WIKITEXT, load_texts, tokenize_texts
+from data.questions import PermutedQuestion, Question, load_task, require_task, sample_fields
 from data.trees import tokenize_questions
 from runtime.errors import ConfigError, DataError
-from runtime.sandbox import require_sandbox
-
 
 HELP = """\
 A task is read from its dataset on the hub, or from a folder as task:folder. In both, the first
@@ -28,35 +35,41 @@ are read for --fit_temperature.
 
 TASKS = *BENCHMARKS, *WRITTEN_TASKS, 'p_ik', *INSTRUCTIONS
 BLOCKS = 8      # of questions per process; each block repeats the shots once
+SHOWN_TOKENS = 100      # before a scored token of a text, in its sample
 
+
+# ------------------------------------------------------------------------------------------------
+# What all kinds share
+# ------------------------------------------------------------------------------------------------
 
 @dataclass
 class Task:
-    """A loaded task: questions with their shots, or texts."""
-    kind: str                   # 'questions', 'permuted', 'p_true', 'clm' or 'facts'; 'free' for
-    #                             written answers, and for confidences in them 'from_samples',
-    #                             'p_ik', 'verbalized_1s', 'verbalized_2s' or 'p_true'
+    """A loaded task. The class variables say how its kind differs; see the methods for the rest."""
+    label: str                  # its name in results, see `task_label`
     source: str                 # see `task_source`
-    items: list                 # of Question or Text
+    items: list                 # questions or texts
     total: int                  # number of items without `limit`
     bad_rows: list[str]
-    shots: dict = field(default_factory=dict)       # {Question.group: solved questions}
+    shots: dict = field(default_factory=dict)       # {group of an item: solved questions}
     validation: list = field(default_factory=list)  # questions to fit a temperature on
-    written: list = field(default_factory=list)     # samples of answers, to grade or judge
-    measure: str = ''           # of written answers: what the confidence is, in words
 
-    @property
-    def unit(self):
-        return 'texts' if self.kind in INSTRUCTIONS else 'questions'
+    unit: ClassVar = 'questions'
+    form: ClassVar = ''             # before `distribution`, where the task is announced
+    settings: ClassVar = ()         # keys of EvalConfig that ask for variants of the task
+    is_written: ClassVar = False    # the model writes the answers
+    continues: ClassVar = False     # needs a model that continues a text, so no T5
+    statistics: ClassVar = False    # samples need the top token and the entropy of each token
+    optional: ClassVar = False      # its questions are left out where they cannot be asked
+    left_out: ClassVar = ''         # of an optional task: why there may be no questions at all
 
     @property
     def fingerprint(self):
         """Return a hash of all questions or texts, the same for a copy of the files elsewhere.
 
-        It does not depend on the prompt: Question.digest hashes the question and its choices.
+        It does not depend on the prompt: the digest of a question hashes its text and its choices.
         """
         digest = hashlib.blake2b(digest_size=8)
-        left_out = 'place', 'orders', 'published', 'context', 'options', 'header', 'ending'
+        left_out = 'place', 'orders', 'context', 'options', 'header', 'ending'
         for item in (*self.items, *self.validation):
             content = {key: value for key, value in vars(item).items() if key not in left_out}
             digest.update(repr(content).encode())
@@ -68,15 +81,14 @@ class Task:
         return {(split, item.language, item.id) for split, items in (
             ('test', self.items), ('validation', self.validation)) for item in items}
 
-    def count_scored(self, label, done):
-        """Return how many of `keys` have a sample of the task `label` in {(sample_key, prompt)}."""
-        return len(self.keys & {key[1:] for key, _ in done if key[0] == label})
+    def count_scored(self, done):
+        """Return how many of `keys` have a sample of this task in {(sample_key, prompt)}."""
+        return len(self.keys & {key[1:] for key, _ in done if key[0] == self.label})
 
     @property
     def counts(self):
         """Return the numbers for `describe`, a Counter; the Counters of all shares add up."""
-        return Counter(items=len(self.items), total=self.total, duplicate_options=sum(
-            getattr(item, 'duplicate_options', 0) for item in self.items))
+        return Counter(items=len(self.items), total=self.total)
 
     def share(self, rank, n):
         """Return the Task of process `rank` of n: BLOCKS blocks of each language's questions.
@@ -91,9 +103,9 @@ class Task:
         def assigned(items):
             for i, (_, group) in enumerate(itertools.groupby(items, lambda item: item.language)):
                 group = [*group]
-                ends = [*itertools.accumulate(map(n_characters, group))]
+                ends = [*itertools.accumulate(1 + item.n_characters for item in group)]
                 for item, end in zip(group, ends):
-                    middle = end - n_characters(item) / 2
+                    middle = end - (1 + item.n_characters) / 2
                     turn, i_block = divmod(int(n * BLOCKS * middle / ends[-1]), n)
                     if ((n - 1 - i_block if turn % 2 else i_block) + i) % n == rank:
                         yield item
@@ -103,155 +115,309 @@ class Task:
                        bad_rows=self.bad_rows if first else [],
                        total=len(items) + (self.total - len(self.items)) * first)
 
-    def tokenize(self, tokenizer, cfg):
-        """Yield (item, Tree or DataError) of all items, then of the validation questions."""
-        items = [*self.items, *self.validation]
-        options = {'add_bos': cfg.add_bos, 'max_length': cfg.max_length}
-        if self.kind not in INSTRUCTIONS:
-            return tokenize_questions(items, self.shots, tokenizer, chat=cfg.chat, **options)
-        return tokenize_texts(self.kind, items, tokenizer, instruct=cfg.instruct, seed=cfg.seed,
-                              **options)
+    def check(self, tokenizer, cfg):
+        """Raise DataError for a prompt that the chat template refuses."""
 
-    def permuted(self, published):
-        """Return the Task of the same questions with their options in the other orders.
+    def collect(self, reader, writer):
+        """Score the items without a sample, append their samples; return (prompts, bad rows).
 
-        published: {(split, language, id): sample in the published order} of the scored questions
+        reader:  a Reader, see scoring.py; writer: a SampleWriter, see results/samples.py
+        prompts: {(sample_key, prompt)} of every item of the task, scored now or earlier
         """
-        return self._variant('permuted', self.shots, published, lambda question, result:
-                             replace(question, published=result))
+        entries = []        # per item (sample_key, prompt, item, Tree), or the message of a bad row
+        trees = self._unscored(reader, writer, entries)
+        n_left = len(self.keys) - self.count_scored(writer.done)
+        for index, numbers, values in reader.score(self, trees, n_left):
+            key, prompt, item, tree = entries[index]
+            entries[index] = key, prompt, None, None        # free the tree
+            reader.require_finite(values, f'{self.label}: {item.place}')
+            for sample in self.samples(reader.tokenizer, item, tree, numbers, values):
+                writer.append(key, prompt, sample)
+        bad_rows = [entry for entry in entries if isinstance(entry, str)]
+        return ({entry[:2] for entry in entries if not isinstance(entry, str)},
+                [*self.bad_rows, *bad_rows])
 
-    def proposing(self, top):
-        """Return the P(True) Task: is the model's top option of each question right?
+    def _unscored(self, reader, writer, entries):
+        """Tokenize all items into `entries`; yield (index, Tree) of those without a sample."""
+        for index, (item, tree) in enumerate(self.tokenize(reader.tokenizer, reader.cfg)):
+            if isinstance(tree, DataError):
+                entries.append(self.bad_row(tree, reader.cfg))
+                continue
+            split = 'validation' if index >= len(self.items) else 'test'
+            key, prompt = (self.label, split, item.language, item.id), self.prompt_hash(item, tree)
+            entries.append((key, prompt, item, tree))
+            if (key, prompt) not in writer.done:
+                yield index, tree
 
-        top: {(split, language, id): index of the top option} of the scored questions. In each four
-        shots, the first and last propose the correct option, the middle two the option after it.
+    def bad_row(self, error, cfg):
+        """Return the message of an item that cannot be asked; raise it if that is to stop."""
+        if cfg.on_bad_row == 'stop' and not self.optional:
+            raise DataError(f'{self.label}: {error}; --on_bad_row=skip leaves it out') from error
+        return str(error)
+
+    def prompt_hash(self, item, tree):
+        """Return the `prompt` of the samples of an item."""
+        return tree.fingerprint
+
+    def variants(self, cfg):
+        """Return the names of the results that `cfg` asks for besides the task's own."""
+        return []
+
+    def changed(self, kind, name, results, ask, **fields):
+        """Return the variant `name` of this task, a Task of the class `kind`.
+
+        Its questions are ask(question, its result) of those in `results`, {(split, language, id):
+        result}. fields: other fields of the kind
         """
-        shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
-                         for i, q in enumerate(solved)] for group, solved in self.shots.items()}
-        return self._variant('p_true', shots, top, Question.proposing)
-
-    def judging(self, name, measure, scored, n_ideas=5):
-        """Return the Task of another confidence in the written answers; name: as in CONFIDENCES.
-
-        scored: {(split, language, id): sample of the answers}. P(True) with samples shows n_ideas
-        of them, the judged answer among them, and no shots.
-        """
-        def among(q, sample):
-            greedy, *ideas = (answer['answer'] or answer['text'].strip() or '(none)' for answer in
-                              (sample['greedy'], *sample['answers'][:n_ideas - 1]))
-            return written_answers.proposed_among(q, [greedy, *ideas], greedy,
-                                               sample['greedy']['correct'])
-
-        rule = WRITTEN_TASKS[task_label(self.source)]
-        kind, shots, ask = {
-            'p_true': ('p_true', written_answers.proposed_shots(self.shots[''], rule),
-                       lambda q, sample: written_answers.proposed(q, sample['greedy']['text'],
-                                                               sample['greedy']['correct'])),
-            'p_true_samples': ('p_true', [], among),
-            'p_ik': (name, self.shots[''], lambda q, sample: q),
-            'verbalized_1s': (name, [], lambda q, sample: written_answers.verbalized_1s(q)),
-            'verbalized_2s': (name, [], lambda q, sample: written_answers.verbalized_2s(
-                q, sample['greedy']['text'], sample['greedy']['correct'])),
-        }.get(name, ('from_samples', self.shots[''], lambda q, sample: q))
-        task = self._variant(kind, {'': shots}, scored, ask)
-        return replace(task, measure=measure, written=[*scored.values()])
-
-    def _variant(self, kind, shots, results, ask):
-        """Return the Task with the questions ask(question, its result) of {key: result}."""
         def questions(items, split):
             return [ask(q, results[key]) for q in items
                     if (key := (split, q.language, q.id)) in results]
 
         items = questions(self.items, 'test')
-        return replace(self, kind=kind, items=items, shots=shots, bad_rows=[],
-                       total=self.total - len(self.items) + len(items),
-                       validation=questions(self.validation, 'validation'))
+        fields = {'shots': self.shots} | fields
+        return kind(f'{self.label}.{name}', self.source, items,
+                    self.total - len(self.items) + len(items), [],
+                    validation=questions(self.validation, 'validation'), **fields)
+
+    def describe(self, cfg, counts):
+        """Return the part of a result that says how it was scored; counts: of the whole Task."""
+        facts = {'source': self.source, 'distribution': self.distribution(cfg), 'norm': cfg.norm,
+                 'selected_languages': cfg.languages, 'limit': cfg.limit, 'seed': cfg.seed,
+                 'n_bootstrap': cfg.n_bootstrap, 'data_revision': cfg.data_revision}
+        if cfg.dropout_seed is not None:
+            facts['dropout_seed'] = cfg.dropout_seed
+        if counts['items'] < counts['total']:
+            facts['sample'] = {'questions': counts['items'], 'of': counts['total']}
+        return facts
 
 
-def n_characters(item):
-    """Return the length of a question with its options, or of a text; 1 or more."""
-    options = getattr(item, 'options', ())
-    return 1 + len(item.context if options else item.text) + sum(map(len, options))
+def dropout_words(cfg):
+    return '' if cfg.dropout_seed is None else f', dropout with seed {cfg.dropout_seed}'
 
 
-def _refuse_split_paths(tasks):
-    """Raise ConfigError if two consecutive `tasks` are the parts of a path with a comma."""
-    for name, following in zip(tasks, tasks[1:]):
-        whole = f'{name},{following}'
-        if not Path(name).exists() and Path(whole.partition(':')[2] or whole).exists():
-            raise ConfigError(f'tasks: a comma separates tasks, so {whole!r} was read as two; '
-                              f'write --tasks="({whole!r},)"')
+def chat_words(cfg):
+    return 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
 
 
-def load_tasks(cfg):
-    """Return {label: Task} for every task of the EvalConfig `cfg`.
+# ------------------------------------------------------------------------------------------------
+# Questions with options
+# ------------------------------------------------------------------------------------------------
 
-    Raises ConfigError or DataError for a bad task before anything is tokenized.
+LENGTHS = {'token': 'log-probabilities per token', 'sum': 'summed log-probabilities',
+           'char': 'log-probabilities per character', 'byte': 'log-probabilities per byte'}
+
+
+class OptionTask(Task):
+    """Questions whose options are scored; a sample has the log-probability of each option."""
+    form = 'prompt format '
+    settings = 'permute', 'p_true'
+
+    @classmethod
+    def load(cls, name, cfg):
+        """Return the task `name` of --tasks; raises ConfigError or DataError."""
+        common = {key: getattr(cfg, key) for key in (
+            'prompt_format', 'scoring', 'header', 'languages', 'permute', 'seed', 'on_bad_row')}
+        loaded = load_task(name, shots=cfg.shots, limit=cfg.limit, revision=cfg.data_revision,
+                           **common)
+        held_out = load_task(name, split='validation', revision=cfg.data_revision, **common
+                             ).questions if cfg.fit_temperature else []
+        return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad,
+                   loaded.shots, held_out)
+
+    @property
+    def counts(self):
+        duplicates = sum(question.duplicate_options for question in self.items)
+        return super().counts + Counter(duplicate_options=duplicates)
+
+    def tokenize(self, tokenizer, cfg):
+        """Yield (question, Tree or DataError) of all questions, then of the validation questions.
+        """
+        return tokenize_questions([*self.items, *self.validation], self.shots, tokenizer,
+                                  add_bos=cfg.add_bos, max_length=cfg.max_length, chat=cfg.chat)
+
+    def as_text(self, question):
+        """Return (context, options) pairs of a question as plain text, with all shots."""
+        before = question.header + ''.join(
+            shot.solved for shot in self.shots.get(question.group, []))
+        return [(before + part.context, part.options) for part in question.parts]
+
+    def prompt_hash(self, question, tree):
+        # a question whose answer was corrected is scored again
+        return f'{tree.fingerprint}-{question.answer}'
+
+    @staticmethod
+    def samples(tokenizer, question, tree, numbers, values):
+        """Return the one sample of a question: the summed log-probability of each option."""
+        blank = {'choices': question.options} if question.ending else {}
+        return [sample_fields(question, tree.shots) | blank | {
+            'answer': question.answer,
+            'options': [question.ending or option for option in question.options],
+            'log_probs': tree.sums(numbers, values).tolist(), 'n_tokens': tree.n_tokens}]
+
+    def variants(self, cfg):
+        return ['permuted'] * bool(cfg.permute) + ['p_true'] * cfg.p_true
+
+    def variant(self, name, scored, top_option):
+        """Return the Task of the variant `name`.
+
+        scored:     {(split, language, id): sample} of the scored questions
+        top_option: sample -> index of the option that the model prefers
+        """
+        if name == 'permuted':
+            return self.changed(PermutedTask, name, scored, lambda question, sample:
+                                PermutedQuestion(**vars(question), published=sample))
+        # the correct option is proposed in the first and the last of each four shots, the option
+        # after it in the other two
+        shots = {group: [q.proposing((q.answer + (i % 4 in (1, 2))) % len(q.options))
+                         for i, q in enumerate(solved)] for group, solved in self.shots.items()}
+        top = {key: top_option(sample) for key, sample in scored.items()}
+        return self.changed(PTrueTask, name, top, Question.proposing, shots=shots)
+
+    def describe(self, cfg, counts):
+        return super().describe(cfg, counts) | {
+            key: getattr(cfg, key) for key in ('prompt_format', 'shots', 'scoring', 'chat')} | {
+            'duplicate_options': counts['duplicate_options']}
+
+    def distribution(self, cfg):
+        """Return in words which probabilities are measured, for the header of a table."""
+        default = 'letters' if cfg.prompt_format == 'mmlu' else f'the rule of {cfg.prompt_format}'
+        scored = default if cfg.scoring == 'auto' else cfg.scoring
+        return (f'{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
+                f'{LENGTHS[cfg.norm]}, {chat_words(cfg)}{dropout_words(cfg)}')
+
+
+class PermutedTask(OptionTask):
+    """The same questions with their options in several orders; a sample has the mean of them."""
+
+    @staticmethod
+    def samples(tokenizer, question, tree, numbers, values):
+        """Return the one sample of a question in several orders: their mean, and each of them."""
+        n, published = len(question.options), question.published
+        log_probs = tree.sums(numbers, values).reshape(-1, n)
+        n_tokens = np.reshape(tree.n_tokens, (-1, n))
+        orders = [{'order': [*range(n)], 'log_probs': published['log_probs'],
+                   'n_tokens': published['n_tokens']}]
+        orders += [{'order': order, 'log_probs': log_probs[k].tolist(),
+                    'n_tokens': n_tokens[k].tolist()} for k, order in enumerate(question.orders)]
+        return [sample_fields(question, tree.shots) | {
+            'answer': question.answer, 'options': question.options,
+            'log_probs': mean_over_orders(orders), 'n_tokens': [1] * n, 'orders': orders}]
+
+    def describe(self, cfg, counts):
+        return super().describe(cfg, counts) | {'permute': cfg.permute}
+
+    def distribution(self, cfg):
+        words = super().distribution(cfg).removesuffix(dropout_words(cfg))
+        return f'{words}, mean over {cfg.permute} orders of the options{dropout_words(cfg)}'
+
+
+def mean_over_orders(orders):
+    """Return log-probabilities [K] whose softmax is the mean distribution over several orders.
+
+    orders: of dicts, {'order': [index of the option at each letter], 'log_probs': of the letters}.
+    Each order's distribution is the softmax of its log_probs. The sum of the returned
+    probabilities is the mean over the orders of the sums of theirs, for `option_mass`.
     """
-    _refuse_split_paths(cfg.tasks)
-    labels = [task_label(name) for name in cfg.tasks]
-    for name, label in zip(cfg.tasks, labels):
-        kind, path = _split(name)
-        require_task(kind or path, TASKS)
-        if not label:
-            raise ConfigError(f'tasks: {name!r} gives no name for its results; rename the file or '
-                              f'folder')
-        if labels.count(label) > 1:
-            raise ConfigError(f'tasks = {cfg.tasks}: {labels.count(label)} of them would be called '
-                              f'{label!r} in the results; rename a file, or evaluate one of them '
-                              f'with another --out_dir')
-    tasks = {label: _load(name, cfg) for label, name in zip(labels, cfg.tasks)}
-    for key, kinds in (('permute', ('questions',)), ('p_true', ('questions', 'free')),
-                       ('p_ik', ('free',)), ('verbalized', ('free',))):
-        if getattr(cfg, key) and all(task.kind not in kinds for task in tasks.values()):
-            missing = 'written answers' if kinds == ('free',) else 'options'
-            raise ConfigError(f'{key} = {getattr(cfg, key)}: tasks = {cfg.tasks} have no '
-                              f'{missing}; leave it out')
-    for label, task in tasks.items():
-        if cfg.fit_temperature and len(task.items) < 2 and not task.validation:
-            raise DataError(f'{label}: fit_temperature needs two {task.unit} or more')
-    return tasks
+    log_probs = np.array([[log_prob for _, log_prob in sorted(zip(x['order'], x['log_probs']))]
+                          for x in orders])
+    total = np.logaddexp.reduce(log_probs, axis=1, keepdims=True)
+    mean = np.logaddexp.reduce(log_probs - total) - np.log(len(orders))
+    return (mean + np.logaddexp.reduce(total) - np.log(len(orders))).tolist()
 
 
-def _load(name, cfg):
-    kind, source = _split(name)[0], task_source(name)
-    common = {'seed': cfg.seed, 'revision': cfg.data_revision, 'on_bad_row': cfg.on_bad_row}
-    if kind in INSTRUCTIONS:
+class PTrueTask(OptionTask):
+    """P(True): is the model's top option right? A sample has the probability of (A), True."""
+
+    @staticmethod
+    def samples(tokenizer, question, tree, numbers, values):
+        """Return the one sample of a question, the probability of (A) among the two options."""
+        true, false = tree.sums(numbers, values)
+        log_probs = -np.logaddexp(0, [false - true, true - false])
+        return [sample_fields(question, tree.shots) | {
+            'correct': question.answer == 0, 'confidence': float(np.exp(log_probs[0])),
+            'log_prob': float(log_probs[question.answer]),
+            'entropy': float(-(np.exp(log_probs) * log_probs).sum())}]
+
+    def distribution(self, cfg):
+        return f'P(True) of the top option, {super().distribution(cfg)}'
+
+
+class PIKTask(PTrueTask):
+    """P(IK) of a tuned model, see data/p_ik.py; each question is asked without its answer."""
+    form, settings = '', ()
+
+    @classmethod
+    def load(cls, name, cfg):
+        loaded = load_p_ik(name, shots=cfg.shots, limit=cfg.limit, seed=cfg.seed,
+                           on_bad_row=cfg.on_bad_row)
+        return cls(task_label(name), task_source(name), loaded.questions, loaded.total, loaded.bad)
+
+    def variants(self, cfg):
+        return []
+
+    def describe(self, cfg, counts):
+        return Task.describe(self, cfg, counts) | {'chat': cfg.chat, 'shots': 0}
+
+    def distribution(self, cfg):
+        return f'P(IK) of a drawn answer, asked in words, 0 shots, {chat_words(cfg)}'
+
+
+# ------------------------------------------------------------------------------------------------
+# Texts
+# ------------------------------------------------------------------------------------------------
+
+class TextTask(Task):
+    """clm and facts: scored tokens of texts; a sample says whether the top token is the next one.
+    """
+    unit = 'texts'
+    continues = statistics = True
+
+    @classmethod
+    def load(cls, name, cfg):
+        kind = task_label(name)
         if cfg.chat != 'none':
             raise ConfigError(f'chat = {cfg.chat}: {kind} scores tokens of texts, not answers; '
                               f'evaluate it without --chat into another --out_dir')
         if cfg.languages != ('all',):
             raise ConfigError(f'languages = {cfg.languages}: {kind} scores all texts of its files; '
                               f'evaluate it without --languages')
-        loaded = load_texts(name, limit=cfg.limit, **common)
-        return Task(kind, source, loaded.texts, loaded.total, loaded.bad)
-    if kind in WRITTEN_TASKS:
-        if cfg.languages != ('all',):
-            raise ConfigError(f'languages = {cfg.languages}: {kind} has one language; leave it out')
-        if cfg.dropout_seed is not None:
-            raise ConfigError(f'dropout_seed: the answers to {kind} are written without dropout; '
-                              f'leave it out')
-        if WRITTEN_TASKS[kind].runs_code and not cfg.run_code:
-            raise ConfigError(f'{kind} runs programs that the model wrote; read '
-                              f'docs/running_code.md, then allow it with --run_code')
-        if WRITTEN_TASKS[kind].runs_code and not cfg.show:
-            require_sandbox(cfg.isolation)      # before anything is generated
-        loaded = load_written(name, header=cfg.header, shots=cfg.shots, limit=cfg.limit, **common)
-        return Task('free', source, loaded.questions, loaded.total, loaded.bad, loaded.shots,
-                    measure='probability of the greedy answer')
-    if kind == 'p_ik':
-        del common['revision']
-        loaded = load_p_ik(name, shots=cfg.shots, limit=cfg.limit, **common)
-        return Task('p_true', source, loaded.questions, loaded.total, loaded.bad, {'': []},
-                    measure=MEASURE)
-    common |= {key: getattr(cfg, key)
-               for key in ('prompt_format', 'scoring', 'header', 'languages', 'permute')}
-    loaded = load_task(name, shots=cfg.shots, limit=cfg.limit, **common)
-    task = Task('questions', source, loaded.questions, loaded.total, loaded.bad, loaded.shots)
-    if cfg.fit_temperature:
-        task.validation = load_task(name, split='validation', **common).questions
-    return task
+        loaded = load_texts(name, limit=cfg.limit, seed=cfg.seed, revision=cfg.data_revision,
+                            on_bad_row=cfg.on_bad_row)
+        return cls(kind, task_source(name), loaded.texts, loaded.total, loaded.bad)
 
+    def tokenize(self, tokenizer, cfg):
+        """Yield (Text, Tree or DataError) of all texts."""
+        return tokenize_texts(self.label, self.items, tokenizer, instruct=cfg.instruct,
+                              seed=cfg.seed, add_bos=cfg.add_bos, max_length=cfg.max_length)
+
+    def as_text(self, text):
+        """Return a text as OptionTask.as_text does a question."""
+        return [(text.text, [])]
+
+    @staticmethod
+    def samples(tokenizer, text, tree, numbers, values):
+        """Return a sample for each scored token: whether the top token is the next one."""
+        ids, token_samples = [*tree.prefix, *tree.prompt], []
+        for n in np.argsort(numbers):
+            at, (log_prob, top, top_log_prob, entropy) = tree.scored[numbers[n]], values[n]
+            token_samples.append({
+                'id': f'{text.id}:{at}' if len(tree.scored) > 1 else text.id, 'text': text.id,
+                'position': at, 'token': ids[at], 'top_token': int(top),
+                'correct': bool(int(top) == ids[at]),
+                'confidence': min(1.0, math.exp(top_log_prob)), 'log_prob': float(log_prob),
+                'entropy': float(entropy), 'of': len(tree.scored),
+                'context': tokenizer.decode(ids[max(0, at - SHOWN_TOKENS):at], start=False),
+                'predicted': tokenizer.decode([int(top)], start=False),
+                'expected': tokenizer.decode([ids[at]], start=False)})
+        return token_samples
+
+    def distribution(self, cfg):
+        return 'top token' + ', with an instruction' * cfg.instruct + dropout_words(cfg)
+
+
+# ------------------------------------------------------------------------------------------------
+# The text of --show and of --tasks=help
+# ------------------------------------------------------------------------------------------------
 
 def show_tasks(tasks, tokenizer, cfg):
     """Return the text of --show: the first cfg.show prompts of each Task as the model reads them.
@@ -259,19 +425,19 @@ def show_tasks(tasks, tokenizer, cfg):
     It has the whole prompt, the options or scored tokens, and the tokens with '|' between them.
     Without a tokenizer it has the prompt with all shots, and no tokens.
     """
-    if cfg.permute:
-        tasks = tasks | {f'{label}.permuted': task.permuted(
-            {('test', q.language, q.id): {} for q in task.items})
-            for label, task in tasks.items() if task.kind == 'questions'}
+    permuted = {f'{label}.permuted': task.variant('permuted', {
+        ('test', q.language, q.id): {} for q in task.items}, None)
+        for label, task in tasks.items() if cfg.permute and 'permute' in task.settings}
     return '\n'.join(f'{label}: {min(cfg.show, len(task.items))} of {len(task.items):,} '
                      f'{task.unit}\n{_show(task, tokenizer, cfg)}\n'
-                     for label, task in tasks.items())
+                     for label, task in (tasks | permuted).items())
 
 
 def _show(task, tokenizer, cfg):
     task, lines = replace(task, items=task.items[:cfg.show], validation=[]), []
     if tokenizer is None:
-        return '\n'.join(_show_text(item, task.shots) for item in task.items)
+        return '\n'.join(line for item in task.items for context, options in task.as_text(item)
+                         for line in _show_prompt(item, context, options))
     for item, tree in task.tokenize(tokenizer, cfg):
         if isinstance(tree, DataError):
             lines.append(f'--- {tree}')
@@ -281,7 +447,7 @@ def _show(task, tokenizer, cfg):
             contexts.setdefault(tuple(prompt[:start]), []).append(prompt[start:])
         for i in tree.scored:
             contexts[tuple(ids[:i])] = [ids[i:i + 1]]
-        n_shots = len(task.shots.get(getattr(item, 'group', None), ()))
+        n_shots = len(task.shots.get(item.group, ()))
         if tree.shots < n_shots:
             lines.append(f'fewer shots: {tree.shots} of {n_shots}; the prompt would be too long')
         for context, options in contexts.items():
@@ -293,59 +459,9 @@ def _show(task, tokenizer, cfg):
     return '\n'.join(lines)
 
 
-def _show_text(item, shots):
-    """Return the prompt of a Question, or the text of a Text, without tokens."""
-    if not hasattr(item, 'options'):
-        return f'--- {item.place}\n{item.text}'
-    before = item.header + ''.join(shot.solved for shot in shots.get(item.group, []))
-    return '\n'.join(line for part in item.parts
-                     for line in _show_prompt(item, before + part.context, part.options))
-
-
 def _show_prompt(item, context, options):
-    return [f'--- {item.place}', context, '--- options' if len(options) > 1 else '--- scored',
-            *map(repr, options)]
-
-
-def describe(task, cfg, counts):
-    """Return the part of a task's result that says how it was scored; counts: of the whole Task."""
-    facts = {'source': task.source, 'distribution': distribution(task, cfg), 'norm': cfg.norm,
-             'selected_languages': cfg.languages, 'limit': cfg.limit, 'seed': cfg.seed,
-             'n_bootstrap': cfg.n_bootstrap, 'data_revision': cfg.data_revision}
-    if task.kind == 'permuted':
-        facts['permute'] = cfg.permute
-    if cfg.dropout_seed is not None:
-        facts['dropout_seed'] = cfg.dropout_seed
-    if counts['items'] < counts['total']:
-        facts['sample'] = {'questions': counts['items'], 'of': counts['total']}
-    if task.measure:
-        facts |= {'chat': cfg.chat, 'shots': len(task.shots[''])}
-        if task_label(task.source) in WRITTEN_TASKS:
-            facts |= {'n': cfg.n, 'max_tokens': cfg.max_tokens}
-    elif task.kind not in INSTRUCTIONS:
-        facts |= {key: getattr(cfg, key) for key in ('prompt_format', 'shots', 'scoring', 'chat')}
-        facts['duplicate_options'] = counts['duplicate_options']
-    return facts
-
-
-LENGTHS = {'token': 'log-probabilities per token', 'sum': 'summed log-probabilities',
-           'char': 'log-probabilities per character', 'byte': 'log-probabilities per byte'}
-
-
-def distribution(task, cfg):
-    """Return in words which probabilities are measured, for the header of a table."""
-    dropout = '' if cfg.dropout_seed is None else f', dropout with seed {cfg.dropout_seed}'
-    if task.kind in INSTRUCTIONS:
-        return 'top token' + ', with an instruction' * cfg.instruct + dropout
-    default = 'letters' if cfg.prompt_format == 'mmlu' else f'the rule of {cfg.prompt_format}'
-    scored = default if cfg.scoring == 'auto' else cfg.scoring
-    p_true = 'P(True) of the top option, ' if task.kind == 'p_true' else ''
-    orders = f', mean over {cfg.permute} orders of the options' if task.kind == 'permuted' else ''
-    form = 'plain text' if cfg.chat == 'none' else f'chat template {cfg.chat}'
-    if task.measure:
-        return f'{task.measure}, {len(task.shots[""])} shots, {form}'
-    return (f'{p_true}{cfg.prompt_format}, {cfg.shots} shots, options scored by {scored}, '
-            f'{LENGTHS[cfg.norm]}, {form}{orders}{dropout}')
+    title = ['--- options' if len(options) > 1 else '--- scored'] if options else []
+    return [f'--- {item.place}', context, *title, *map(repr, options)]
 
 
 def describe_tasks():
@@ -373,7 +489,11 @@ def describe_tasks():
     return '\n'.join(lines)
 
 
-def _split(name):
+# ------------------------------------------------------------------------------------------------
+# Names
+# ------------------------------------------------------------------------------------------------
+
+def split_name(name):
     """Return ('mmlu', 'some/folder') for 'mmlu:some/folder', ('', 'some/file') for a path."""
     kind, _, path = name.partition(':')
     return (kind, path) if kind in TASKS else ('', name)
@@ -381,13 +501,33 @@ def _split(name):
 
 def task_label(name):
     """Return a task's name in results: 'mmlu' for 'mmlu:folder', 'q' for 'a/q.jsonl'."""
-    kind, path = _split(name)
+    kind, path = split_name(name)
     return kind or Path(path).name.split('.')[0]
 
 
 def task_source(name):
     """Return a task's `source` in results: its name in --tasks, with the full path of a file."""
-    kind, path = _split(name)
+    kind, path = split_name(name)
     if path and os.path.exists(os.path.expanduser(path)):
         path = os.path.realpath(os.path.expanduser(path))
     return f'{kind}:{path}' if kind and path else kind or path
+
+
+def check_names(names):
+    """Raise ConfigError or DataError for names of --tasks that are no tasks, or clash."""
+    for name, following in zip(names, names[1:]):   # the parts of a path with a comma
+        whole = f'{name},{following}'
+        if not Path(name).exists() and Path(whole.partition(':')[2] or whole).exists():
+            raise ConfigError(f'tasks: a comma separates tasks, so {whole!r} was read as two; '
+                              f'write --tasks="({whole!r},)"')
+    labels = [task_label(name) for name in names]
+    for name, label in zip(names, labels):
+        kind, path = split_name(name)
+        require_task(kind or path, TASKS)
+        if not label:
+            raise ConfigError(f'tasks: {name!r} gives no name for its results; rename the file or '
+                              f'folder')
+        if labels.count(label) > 1:
+            raise ConfigError(f'tasks = {names}: {labels.count(label)} of them would be called '
+                              f'{label!r} in the results; rename a file, or evaluate one of them '
+                              f'with another --out_dir')

@@ -19,7 +19,7 @@ from data.files import draw, fetch, parse_rows, read_rows, require_fields, requi
 from data.grading import (any_formula, any_number, contains, first_line, formula, gsm8k_number,
                           last_boxed, number, passes, same, short_answer, squad_text,
                           triviaqa_text, whole)
-from data.prompts import P_TRUE
+from data.prompts import P_TRUE, proposing
 from data.questions import Loaded, Question
 from runtime.errors import DataError
 from runtime.thinking import final_answer
@@ -35,16 +35,37 @@ class WrittenRow(NamedTuple):
 
 
 @dataclass
-class WrittenQuestion(Question):
-    """A Question without options; options[0] is its answer as a shot gives it."""
-    text: str = ''              # the question alone
-    references: list = field(default_factory=list)      # each of them is a right answer
-    messages: list = field(default_factory=list)        # asked instead of header and context
+class WrittenQuestion:
+    """A question whose answer the model writes. The prompt is header + shots + context."""
+    id: str
+    text: str                   # the question alone
+    context: str                # the question as its task asks it; ends where an answer begins
+    references: list            # each of them is a right answer
+    solution: str               # the answer as a shot gives it
+    subject: str = ''
+    header: str = ''            # empty, or ends in a blank line
+    category: str = ''
+    language: str = ''
+    place: str = ''             # file and line or row, for messages
+    digest: str = ''            # hash of question and references
+    messages: list = field(default_factory=list)    # asked instead of header and context
     lead: str = ''              # begins the answer to `messages` in plain text
+    judged: dict | None = None  # the earlier answer that `messages` ask about, graded
+    group = ''                  # one set of shots for all subjects
 
     @property
-    def group(self):
-        return ''               # one set of shots for all subjects
+    def solved(self):
+        """Return the question with its answer, as a shot."""
+        return f'{self.context} {self.solution}\n\n'
+
+    @property
+    def asked(self):
+        """Return the question for a reader of samples.jsonl, without header and shots."""
+        return self.context
+
+    @property
+    def n_characters(self):
+        return len(self.context) + len(self.solution)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -252,10 +273,9 @@ def _to_question(task, header, row, place, number):
     require_text(str(id), 'the id')
     digest = hashlib.blake2b(repr((question, references)).encode(), digest_size=8).hexdigest()
     return WrittenQuestion(
-        str(id), task.prompt.format(question), [f' {solution.strip()}'], 0, subject,
-        '' if header == 'none' else task.header, category,
-        str(row.get('language') or ''), place=place, digest=digest, text=question,
-        references=references)
+        str(id), question, task.prompt.format(question), references, solution.strip(), subject,
+        '' if header == 'none' else task.header, category, str(row.get('language') or ''), place,
+        digest)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -292,8 +312,8 @@ def shown(question, text):
 def proposed(question, text, correct):
     """Return the P(True) Question: is `text`, the model's own answer, right?"""
     space = ' ' * question.context.endswith(':')
-    return replace(question, options=[space + shown(question, text)],
-                   answer=int(not correct)).proposing(0)
+    return _with_options(question, *proposing(question.context, space + shown(question, text)),
+                         question.header, correct)
 
 
 def proposed_shots(shots, task):
@@ -303,7 +323,7 @@ def proposed_shots(shots, task):
     for i, shot in enumerate(shots):
         other = shots[(i + 1) % len(shots)]
         wrong = i % 4 in (1, 2) and not same(task.key, other.references[0], shot.references)
-        questions.append(proposed(shot, (other if wrong else shot).options[0], not wrong))
+        questions.append(proposed(shot, (other if wrong else shot).solution, not wrong))
     return questions
 
 
@@ -312,8 +332,14 @@ def proposed_among(question, ideas, answer, correct):
     lines = '\n'.join(ideas)
     context = (f'Question: {question.text}\nHere are some brainstormed ideas: {lines}\n'
                f'Possible Answer: {answer}{P_TRUE.replace("proposed", "possible")}')
-    return replace(question, context=context, header='', options=[' (A)', ' (B)'],
-                   answer=int(not correct))
+    return _with_options(question, context, [' (A)', ' (B)'], '', correct)
+
+
+def _with_options(question, context, options, header, correct):
+    """Return the Question, whose first option is right if `correct`, about a WrittenQuestion."""
+    return Question(question.id, context, options, int(not correct), question.subject, header,
+                    question.category, question.language, place=question.place,
+                    digest=question.digest)
 
 
 # Tian et al. 2023 (arXiv 2305.14975), one stage and the second of two
@@ -343,7 +369,8 @@ def verbalized_2s(question, text, correct):
     messages = [{'role': 'user', 'content': question.context},
                 {'role': 'assistant', 'content': shown(question, text)},
                 {'role': 'user', 'content': VERBALIZED_2S}]
-    return replace(question, messages=messages, lead='Probability:', answer=int(not correct))
+    return replace(question, messages=messages, lead='Probability:',
+                   judged={'answer': messages[1]['content'], 'correct': correct})
 
 
 def as_text(messages, lead):

@@ -242,10 +242,9 @@ def verbalized_sample(question, rule, greedy, guess, probability):
     the question shows is judged.
     """
     value = parse_probability(probability or '')
-    if len(question.messages) > 1:
-        answer = {'answer': question.messages[1]['content'], 'correct': question.answer == 0}
-    else:
-        answer = None if guess is None else rule.grade(guess, question.references)
+    answer = question.judged
+    if answer is None and guess is not None:
+        answer = rule.grade(guess, question.references)
     if answer is None or value is None:
         return {'confidence': None, 'greedy': greedy}
     return judged(question, value, answer) | {'greedy': greedy}

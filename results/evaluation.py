@@ -32,7 +32,7 @@ def write_evaluation(results, earlier, samples, tasks, cfg, identity, out_dir):
     with ThreadPoolExecutor(1) as pool:     # while the metrics are computed
         outcomes = pool.submit(parallel_map, operator.call, jobs, worth_it=many)
         for task, result in results.items():
-            rows, free = samples[task], tasks[task.partition('.')[0]].kind == 'free'
+            rows, free = samples[task], tasks[task.partition('.')[0]].is_written
             result |= report.summarize(rows, cfg.norm, n_bootstrap=cfg.n_bootstrap, seed=cfg.seed,
                                        fit=cfg.fit_temperature or free and len(rows) > 1)
             shots = result.get('shots', 0)

@@ -76,8 +76,8 @@ example: python metrics.py out/base/samples.jsonl
             ': '.join(filter(None, (several and source, task))), _arrays(rows))
         result = metrics.report(probs, labels, n_options, scores=scores)
         calibrated = stats.consistency_test(*metrics.top_label(probs, labels), n_resamples=100)
-        note = ('a calibrated model with these confidences has an ECE of {expected:.4f} on average, '
-                'up to {p95:.4f} in 95 % of samples'.format(**calibrated))
+        note = ('a calibrated model with these confidences has an ECE of {expected:.4f} on '
+                'average, up to {p95:.4f} in 95 % of samples'.format(**calibrated))
         print(*filter(None, (title, result, note, few_rows_note(result['n'], 'rows'))), sep='\n')
         if title:
             print()
@@ -169,18 +169,18 @@ def sample_key(sample):
     return (*sample_order(sample)[:3], sample.get('text', sample['id']))
 
 
-def latest_samples(samples, silent=False):
+def latest_samples(samples, unstated=False):
     """Return the samples of the latest prompt of each question or text, without repetitions.
 
-    silent: also answers that were to state a probability and did not: their `confidence` is None
+    unstated: also answers that were to state a probability and did not: their `confidence` is None
     """
     prompts = {sample_key(s): s.get('prompt') for s in samples}
     latest = {(sample_key(s), s['id']): s for s in samples
               if s.get('prompt') == prompts[sample_key(s)]}
-    return [s for s in latest.values() if silent or not is_silent(s)]
+    return [s for s in latest.values() if unstated or not is_unstated(s)]
 
 
-def is_silent(sample):
+def is_unstated(sample):
     return sample.get('confidence', 0) is None
 
 

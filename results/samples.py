@@ -13,9 +13,7 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
-
-from results.prediction_files import is_silent, latest_samples, sample_key, sample_order
+from results.prediction_files import is_unstated, latest_samples, sample_key, sample_order
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
 
@@ -125,18 +123,40 @@ def _scored(path):
     with open(path, 'rb+') as file:
         file.truncate(file.read().rfind(b'\n') + 1)
     ids, expected = {}, {}
-    for sample in latest_samples(read_samples(path), silent=True):
+    for sample in latest_samples(read_samples(path), unstated=True):
         key = sample_key(sample), sample['prompt']
         ids.setdefault(key, set()).add(sample['id'])
         expected[key] = sample.get('of', 1)
     return {key for key, scored in ids.items() if len(scored) == expected[key]}
 
 
-def question_fields(question, shots):
-    """Return the part of a sample that says which question it is of."""
-    return {'question': question.digest, 'subject': question.subject,
-            'category': question.category, 'shots': shots,
-            'context': question.context + (f'_{question.ending}' if question.ending else '')}
+class SampleWriter:
+    """Append the samples of one process to its part of samples.jsonl in `out_dir`.
+
+    done: {(sample_key, prompt)} of the samples that are there; new: the samples that were appended
+    """
+
+    def __init__(self, out_dir, done, rank=0, processes=1):
+        self.paths = [out_dir / 'samples.jsonl', part(out_dir / 'samples.jsonl', rank, processes)]
+        self.done, self.new = done, []
+        self.file = open(self.paths[1], 'ab', buffering=0)
+
+    def append(self, key, prompt, sample):
+        """Write a sample with its key, unless one of this prompt is there."""
+        if (key, prompt) not in self.done:
+            self.new.append(dict(zip(('task', 'split', 'language', 'id'), key), prompt=prompt)
+                            | sample)
+            append(self.file, self.new[-1])
+
+    def latest(self, task=None):
+        """Return the latest samples that are there, of one task or of all.
+
+        Those of one task include the `is_unstated`.
+        """
+        rows = [sample for path in dict.fromkeys(self.paths) if path.exists()
+                for sample in read_samples(path)]
+        return latest_samples([row for row in rows if task in (None, row['task'])],
+                              unstated=task is not None)
 
 
 def digest(value):
@@ -279,7 +299,7 @@ TOKEN_RULES = (
     ('confidence', lambda x: 0 <= x <= 1, 'from 0 to 1'),
     ('log_prob', lambda x: x <= ROUNDING, 'at most 0'),
     ('entropy', lambda x: x >= -ROUNDING, 'at least 0'))
-SILENT_RULES = ('greedy', lambda x: isinstance(x, dict), 'an answer'),
+UNSTATED_RULES = ('greedy', lambda x: isinstance(x, dict), 'an answer'),
 # of an answer that the model wrote
 ANSWER_RULES = (
     ('text reason', lambda x: isinstance(x, str), 'text'),
@@ -304,7 +324,7 @@ def _fault(row):
     if not isinstance(row, dict):
         return 'it is no JSON object'
     has_options = 'log_probs' in row
-    rules = OPTION_RULES if has_options else SILENT_RULES if is_silent(row) else TOKEN_RULES
+    rules = OPTION_RULES if has_options else UNSTATED_RULES if is_unstated(row) else TOKEN_RULES
     if fault := _broken_rule(row, COMMON_RULES + rules):
         return fault
     if 'greedy' in row:     # the samples of a stated probability have no others
@@ -334,20 +354,6 @@ def _fault(row):
                 or row['correct'] and row['log_prob'] < top - ROUNDING):
             return 'token, top_token, correct, confidence and log_prob contradict each other'
     return ''
-
-
-def mean_over_orders(orders):
-    """Return log-probabilities [K] whose softmax is the mean distribution over several orders.
-
-    orders: of dicts, {'order': [index of the option at each letter], 'log_probs': of the letters}.
-    Each order's distribution is the softmax of its log_probs. The sum of the returned
-    probabilities is the mean over the orders of the sums of theirs, for `option_mass`.
-    """
-    log_probs = np.array([[log_prob for _, log_prob in sorted(zip(x['order'], x['log_probs']))]
-                          for x in orders])
-    total = np.logaddexp.reduce(log_probs, axis=1, keepdims=True)
-    mean = np.logaddexp.reduce(log_probs - total) - np.log(len(orders))
-    return (mean + np.logaddexp.reduce(total) - np.log(len(orders))).tolist()
 
 
 def by_order(samples):

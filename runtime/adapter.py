@@ -21,8 +21,8 @@ from runtime.config_json import read_config, read_json_object
 from runtime.config_keys import SHARE, SIZE
 from runtime.errors import CheckpointError
 from runtime.json_rules import check_values
-from runtime.names import BUFFERS, text_key, their_key
-from runtime.weights import TYPES, read_all, write_files
+from runtime.weights import (BUFFERS, FLOAT_TYPES, TYPES, read_all, text_key, their_key,
+                             write_files)
 
 CONFIG, WEIGHTS = 'adapter_config.json', ('adapter_model.safetensors', 'adapter_model.bin')
 FILES = (WEIGHTS[0], CONFIG)    # written for the adapters of a run
@@ -128,7 +128,7 @@ def changes(folder: str | Path, config: ModelConfig, shapes: dict) -> dict[str, 
         match = re.fullmatch(rf'{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight', key)
         if not match or tensor.ndim != 2:
             raise CheckpointError(f'{file}: tensor {key} is no LoRA matrix of a linear layer')
-        if tensor.dtype not in [*TYPES][:4]:
+        if TYPES.get(tensor.dtype) not in FLOAT_TYPES:
             raise CheckpointError(f'{file}: tensor {key} is {tensor.dtype}; quantized adapters are '
                                   f'not supported')
         if not tensor.isfinite().all():

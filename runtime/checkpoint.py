@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from families import t5
@@ -17,11 +17,10 @@ from runtime import adapter
 from runtime.config_json import config_to_hf, read_config, read_json_object
 from runtime.errors import CheckpointError
 from runtime.hub import download
-from runtime.names import BUFFERS, text_key, their_key
 from runtime.ownership import note_inputs, put_back
 from runtime.parallel import load_full, rank
-from runtime.weights import (TYPES, check_header, read_tensors, weight_files, weights_digest,
-                             write_files)
+from runtime.weights import (BUFFERS, FLOAT_TYPES, read_header, read_tensors, text_key, their_key,
+                             weight_files, weights_digest, write_files)
 from triton_ops import adjoin
 
 SHARD_BYTES = 5_000_000_000
@@ -130,12 +129,10 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
     model = build(config)
     ours = {their_key(key, config): key for key, _ in model.named_parameters()}
     changes = adapter.changes(folder, config, _shapes(model))
-    if share:
-        share(model.to(dtype))
-        # as model.to_empty, but what `share` has added keeps its values
-        model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
-    else:
-        adjoin(model, device=device, dtype=dtype)
+    model.to(dtype)
+    share(model) if share else adjoin(model, device=device)
+    # as model.to_empty, but what `share` has added keeps its values
+    model._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
     parameters = dict(model.named_parameters())
     for key, tensor in tqdm(read_tensors(files), 'loading', len(files), unit=' tensors', delay=1,
                             disable=None):
@@ -143,17 +140,10 @@ def load(folder: str | Path, device='cpu', dtype: torch.dtype | None = None,
         parameter = parameters.get(ours[stored])
         if parameter is None:       # `share` has removed it
             continue
+        tensor = tensor.to(device, dtype)
         if stored in changes:
-            tensor = adapter.merged(tensor.to(device, dtype), changes[stored])
-        if share:
-            load_full(parameter, tensor.to(device, dtype))
-        elif parameter.is_meta:
-            # a copy, not a view into the file, which may be replaced in the meantime
-            weight = nn.Parameter(tensor.to(device, dtype, copy=True))
-            parent, _, name = ours[stored].rpartition('.')
-            setattr(model.get_submodule(parent), name, weight)
-        else:
-            parameter.data.copy_(tensor)
+            tensor = adapter.merged(tensor, changes[stored])
+        load_full(parameter, tensor)
     return model
 
 
@@ -171,8 +161,7 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
     must equal them. T5's may differ, and config.tie_word_embeddings becomes False then.
     """
     files = weight_files(Path(folder))
-    for path in dict.fromkeys(files.values()):
-        check_header(path)
+    headers = {path: read_header(path) for path in dict.fromkeys(files.values())}
     stored = {text_key(key, config): key for key in files}
     head, embedding = (stored.get(their_key(key, config)) for key in (HEAD, EMBEDDING))
     if config.tie_word_embeddings and head and embedding:
@@ -196,14 +185,17 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
             more = f' (and {len(keys) - 1} more)' if len(keys) > 1 else ''
             raise CheckpointError(f'{folder}: tensor {min(keys)}{more} {problem}')
     files = {key: files[key] for key in stored.values()}
-    for key, tensor in read_tensors(files):
-        shape = shapes[text_key(key, config)]
-        if [*tensor.shape] != shape:
-            raise CheckpointError(f'{files[key]}: tensor {key} has shape {[*tensor.shape]}, '
-                                  f'config.json wants {shape}')
-        if tensor.dtype not in [*TYPES][:4]:
-            raise CheckpointError(f'{files[key]}: tensor {key} is {tensor.dtype}; quantized '
-                                  f'weights are not supported')
+    for key, path in files.items():
+        if key not in headers[path]:
+            raise CheckpointError(f'{path}: out of date: it has no tensor {key}; download or save '
+                                  f'it again')
+        (kind, shape), wanted = headers[path][key], shapes[text_key(key, config)]
+        if shape != wanted:
+            raise CheckpointError(f'{path}: tensor {key} has shape {shape}, config.json wants '
+                                  f'{wanted}')
+        if kind not in FLOAT_TYPES:
+            raise CheckpointError(f'{path}: tensor {key} is {kind}; quantized weights are not '
+                                  f'supported')
     return files
 
 

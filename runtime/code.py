@@ -97,6 +97,11 @@ def without_docstrings(tree):
 
 
 def definition_around(root):
-    """Return the statements at the top level of its file that define a function or class."""
+    """Return the statements that define a function, method or class, or what it is nested in."""
     file = inspect.getsourcefile(inspect.unwrap(root))
-    return definitions((file,)).get(root.__qualname__.split('.')[0], [])
+    name, *path = root.__qualname__.partition('.<locals>')[0].split('.')
+    statements = definitions((file,)).get(name, [])
+    for name in path:
+        statements = [child for statement in statements for child in statement.body
+                      if getattr(child, 'name', '') == name]
+    return statements

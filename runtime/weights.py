@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, torch's pickles, and indices of shards."""
+"""Files of tensors: safetensors, torch's pickles, indices of shards, and the names in them."""
 
 import contextlib
 import functools
@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
 import time
 from pathlib import Path
@@ -14,28 +15,80 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from families import t5
+from model import ModelConfig
 from runtime import ownership
 from runtime.config_json import read_json_object
 from runtime.digests import PIECE, in_threads, json_digest
 from runtime.errors import CheckpointError
 from runtime.parallel import rank
 
-# the names of types in a safetensors file; weights have one of the first four
+# the names of types in a safetensors file
 TYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16',
          torch.int16: 'I16', torch.uint8: 'U8', torch.bool: 'BOOL'}
+FLOAT_TYPES = 'F64', 'F32', 'F16', 'BF16'
 
 
-def check_header(path):
-    """Raise CheckpointError if the header of a safetensors file lists a tensor twice."""
-    if path.suffix != '.safetensors':
-        return
-    # a header that open_weights accepts is valid JSON
-    with open_weights(path), open(path, 'rb') as file:
-        header = file.read(int.from_bytes(file.read(8), 'little'))
-    keys = [key for key, _ in json.loads(header, object_pairs_hook=list)]
+# what files hold besides the weights of a model of text: rotary frequencies, causal masks and their
+# fill value; T5's copies of the embedding, and a table that it does not use; weights for images
+BUFFERS = re.compile(r'.*rotary_emb\.inv_freq|gpt_neox\.layers\.\d+\.attention\.(masked_)?bias|'
+                     r'(en|de)coder\.embed_tokens\.weight|'
+                     r'decoder.*\.EncDecAttention\.relative_attention_bias\.weight|'
+                     r'(model\.)?(vision_tower|multi_modal_projector)\..*')
+# (part of our name, part of the name on disk) of a parameter, applied one after the other
+LLAMA_NAMES = (('pre_feedforward_layernorm', 'post_attention_layernorm'),)
+NAMES = {
+    'gemma2': (), 'gemma3_text': (), 'olmo2': (), 'olmo3': (),
+    'gpt_neox': (*LLAMA_NAMES, ('model.norm', 'gpt_neox.final_layer_norm'), ('model.', 'gpt_neox.'),
+                 ('embed_tokens', 'embed_in'), ('lm_head', 'embed_out'),
+                 ('self_attn.qkv_proj', 'attention.query_key_value'),
+                 ('self_attn.o_proj', 'attention.dense'), ('mlp.up_proj', 'mlp.dense_h_to_4h'),
+                 ('mlp.down_proj', 'mlp.dense_4h_to_h')),
+    'opt': (('model.norm', 'model.final_layer_norm'), ('model.', 'model.decoder.'),
+            ('input_layernorm', 'self_attn_layer_norm'), ('o_proj', 'out_proj'),
+            ('pre_feedforward_layernorm', 'final_layer_norm'),
+            ('post_attention_layernorm', 'self_attn_layer_norm'),
+            ('post_feedforward_layernorm', 'final_layer_norm'),
+            ('mlp.up_proj', 'fc1'), ('mlp.down_proj', 'fc2')),
+    **dict.fromkeys(t5.ARCHITECTURES, (('model.embed_tokens', 'shared'),)),
+}
+# (prefix of names in models of text and images or in OPT's files, what replaces it)
+PREFIXES = ((r'^language_model\.(?=model\.|lm_head)', ''), (r'^model\.language_model\.', 'model.'))
+OPT_PREFIXES = ((r'^decoder\.', 'model.decoder.'),)
+
+
+def their_key(key: str, config: ModelConfig) -> str:
+    """Return the name on disk of a parameter, or of a part of one, such as an adapted layer."""
+    for ours, theirs in NAMES.get(config.model_type, LLAMA_NAMES):
+        key = key.replace(ours, theirs)
+    return key
+
+
+def text_key(stored: str, config) -> str:
+    """Return the name of a tensor in a file as it is in a file of the text model alone."""
+    for pattern, replacement in OPT_PREFIXES if config.model_type == 'opt' else PREFIXES:
+        stored = re.sub(pattern, replacement, stored)
+    return stored
+
+
+def read_header(path: Path) -> dict[str, tuple]:
+    """Return {tensor: (the name of its type, its shape)} of a file of weights.
+
+    Raises CheckpointError if a tensor is listed twice.
+    """
+    with open_weights(path) as tensors:
+        if path.suffix != '.safetensors':
+            return {key: (TYPES.get(x.dtype, str(x.dtype)), [*x.shape])
+                    for key, x in tensors.items()}
+        with open(path, 'rb') as file:      # which is valid JSON, or open_weights would fail
+            header = file.read(int.from_bytes(file.read(8), 'little'))
+    pairs = json.loads(header, object_pairs_hook=list)
+    keys = [key for key, _ in pairs]
     if len(keys) > len(set(keys)):
         raise CheckpointError(f'{path}: {max(keys, key=keys.count)} is listed twice in the header; '
                               f'download or save the file again')
+    return {key: (entry['dtype'], entry['shape']) for key, entry in (
+        (key, dict(entry)) for key, entry in pairs) if key != '__metadata__'}
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -166,25 +219,19 @@ def _identity(path):
 
 
 def _hash_tensors(path):
-    def content(key):
-        with open_weights(path) as file:    # for each piece: mapped pages count as our memory
-            return file.get_tensor(key)
-
-    def digest(piece):
-        key, start = piece
-        data = content(key).contiguous().view(-1).view(torch.uint8).numpy()
-        return hashlib.sha256(data[start:start + PIECE]).digest()
-
-    heads, pieces = {}, []
-    with open_weights(path) as file:
-        for key in file.keys():
+    def digest(key):
+        with open_weights(path) as file:    # for each tensor: mapped pages count as our memory
             tensor = file.get_tensor(key)
             kind = TYPES.get(tensor.dtype, tensor.dtype)
-            heads[key] = hashlib.sha256(f'{key} {kind} {[*tensor.shape]}'.encode())
-            pieces += [(key, start) for start in range(0, tensor.nbytes, PIECE)]
-    for (key, _), hashed in zip(pieces, in_threads(digest, pieces), strict=True):
-        heads[key].update(hashed)
-    return sum(int.from_bytes(head.digest()) for head in heads.values()) % 2 ** 256
+            total = hashlib.sha256(f'{key} {kind} {[*tensor.shape]}'.encode())
+            data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+            for start in range(0, len(data), PIECE):
+                total.update(hashlib.sha256(data[start:start + PIECE]).digest())
+        return int.from_bytes(total.digest())
+
+    with open_weights(path) as file:
+        keys = [*file.keys()]
+    return sum(in_threads(digest, keys)) % 2 ** 256
 
 
 def write_files(folder, files, owner):

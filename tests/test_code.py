@@ -1,6 +1,7 @@
 """runtime/code.py: which edits count as other code."""
 
 import importlib.util
+import sys
 
 import pytest
 from common import llama_config
@@ -57,7 +58,7 @@ def test_an_edit_of_what_samples_use_is_other_code(file, old, new, other, edited
         path, = (path for path in copies if path.name == file)
         spec = importlib.util.spec_from_file_location('edited_model', path)
         module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(__import__('sys').modules, 'edited_model', module)
+        monkeypatch.setitem(sys.modules, 'edited_model', module)
         spec.loader.exec_module(module)
         config.family = module.FAMILIES['llama']
     assert (code.code_digest(config, *evaluate.CODE) != before) == other
@@ -69,6 +70,27 @@ def test_the_kind_of_model_and_each_root_count():
         for kind in ('llama', 'qwen2', 'mistral'))]
     assert families[0] != families[1] and families[0] == families[2]
     assert code.code_digest(llama_config(), generate.stream, generate.why_ended) != families[0]
+
+
+def test_of_a_method_only_the_method_counts_and_of_a_function_what_it_calls(tmp_path, monkeypatch):
+    def used(source):
+        path = tmp_path / f'm{len([*tmp_path.iterdir()])}.py'
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, path.stem, module)
+        spec.loader.exec_module(module)
+        return [code.used_code((), module.C.f), code.used_code((path,), module.g)]
+    source = ('A = B = 2\n\nclass C:\n    def f(self):\n        return 1\n    def h(self): return 2\n'
+              '\ndef g():\n    "Text."\n    return k(A)\n\ndef k(x):\n    return x\n')
+    before = used(source)
+    for old, new, differ in (('return 2', 'return 3', [False, False]),
+                             ('return 1', 'return 3', [True, False]),
+                             ('return x', 'return -x', [False, True]),
+                             ('B = 2', 'B = 3', [False, True]),
+                             ('"Text."', '"Words."', [False, False])):
+        after = used(source.replace(old, new))
+        assert [a != b for a, b in zip(before, after)] == differ, old
 
 
 @pytest.mark.parametrize('file, old, new, other', [

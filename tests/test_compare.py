@@ -16,7 +16,7 @@ from common import HERE, write_rows, write_run
 from results import compare, over_seeds, plots, report, samples
 from runtime import ownership
 from runtime.errors import ConfigError, DataError
-from test_metrics import harness_rows, write_old
+from test_prediction_files import harness_rows, write_old
 from test_report import tabulars
 
 
@@ -41,10 +41,6 @@ def csv_rows(path):
     with open(path, encoding='utf-8') as file:
         return list(csv.DictReader(file))
 
-
-# ------------------------------------------------------------------------------------------------
-# Over questions
-# ------------------------------------------------------------------------------------------------
 
 def test_a_metric_that_is_undefined_in_a_resample_has_no_interval_and_no_p(tmp_path):
     """AUROC where every answer is right: an interval of the other resamples would be wrong."""
@@ -92,8 +88,6 @@ def test_runs_of_one_seed_are_compared_over_questions(tmp_path, capsys, rendered
                                for i in (0, 2, 4)])
     assert [f'{found[0]:+.4f}', 't', '=', f'{found[1]:.2f}'] in [
         line[6:10] for line in lines if line[4] == 'languages']
-    with pytest.raises(ConfigError, match="no key 'shots'; the keys are sources"):
-        run_compare(tmp_path / 'a', tmp_path / 'sharp', '--shots=0')
 
 
 @pytest.mark.parametrize('seeds', [(0, 0), (0, 1)])
@@ -186,10 +180,8 @@ def test_latex_of_a_comparison_marks_the_best(tmp_path, monkeypatch, capsys):
     assert 'only a sample' in (tmp_path / 'seeds' / 'compare.tex').read_text()
 
 
-@pytest.mark.parametrize('name, seed', [
-    *((f'compare.{ending}', 0) for ending in ('csv', 'md', 'tex')), ('reliability-mmlu.png', 0),
-    ('curves-mmlu.png', 0), ('compare.html', 0),
-    *((f'compare.{ending}', 1) for ending in ('csv', 'md', 'tex', 'png'))])
+@pytest.mark.parametrize('name, seed', [('compare.csv', 0), ('curves-mmlu.png', 0),
+                                        ('compare.html', 0), ('compare.png', 1)])
 def test_a_file_that_compare_did_not_write_is_never_replaced(tmp_path, name, seed):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', seed=seed, sharpness=2.0)
     (tmp_path / 'mine').mkdir()
@@ -243,16 +235,10 @@ def test_an_ensemble_needs_distributions(tmp_path, capsys):
     """The tokens of clm have the top probability of each run alone; other questions have no mean.
     """
     for name, answer in (('a', 0), ('b', 1)):
-        write_run(tmp_path / name, sharpness=1.0 + answer)
-        rows = samples.read_samples(tmp_path / name / 'samples.jsonl')
-        rows = [r | {'task': 'other', 'answer': answer} for r in rows] + [
-            {'task': 'clm', 'id': str(i), 'prompt': 'p', 'confidence': 0.5, 'correct': i % 2 == 0,
-             'log_prob': -0.7, 'entropy': 1.0, 'token': i} for i in range(9)] + rows
-        write_rows(tmp_path / name / 'samples.jsonl', rows)
-        content = json.loads((tmp_path / name / 'results.json').read_text())
-        entry = content['tasks']['mmlu']
-        content['tasks'] |= {'clm': entry | {'pooled': {'n': 9}}, 'other': entry}
-        (tmp_path / name / 'results.json').write_text(json.dumps(content))
+        folder = write_run(tmp_path / name, sharpness=1.0 + answer)
+        rows = samples.read_samples(folder / 'samples.jsonl')
+        add_task(folder, 'other', [row | {'answer': answer} for row in rows])
+        add_task(folder, 'clm', TOKENS)
     found = compare_csv_of([tmp_path / 'a', tmp_path / 'b'], tmp_path / 'out', '--ensemble',
                            '--n_bootstrap=10')
     assert [line['dataset'] for line in found if line['run'] == 'ensemble of 2'] == ['mmlu']
@@ -260,6 +246,20 @@ def test_an_ensemble_needs_distributions(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert '\nclm has no ensemble: its samples hold the probability of one token' in printed
     assert '\nother has no ensemble: no question with the same answer and options' in printed
+
+
+TOKENS = [{'id': str(i), 'prompt': 'p', 'confidence': 0.5, 'correct': i % 2 == 0,
+           'log_prob': -0.7, 'entropy': 1.0, 'token': i} for i in range(9)]
+
+
+def add_task(folder, task, rows):
+    """Put the samples `rows` of another task before those of a run."""
+    path = folder / 'samples.jsonl'
+    write_rows(path, [*(row | {'task': task} for row in rows), *samples.read_samples(path)])
+    content = json.loads((folder / 'results.json').read_text())
+    content['tasks'] = {task: {'distribution': 'top token', 'norm': 'token',
+                               'pooled': {'n': len(rows)}}} | content['tasks']
+    (folder / 'results.json').write_text(json.dumps(content))
 
 
 def test_folders_that_cannot_be_compared(tmp_path, monkeypatch):
@@ -307,13 +307,15 @@ def test_a_damaged_run_is_named(tmp_path):
     (b / 'config.json').unlink()
     (b / 'train_config.py').write_bytes(b'lr = "\xff"')
     fails('b/train_config.py:1: not UTF-8')
-    write_run(b, sharpness=2.0, result={'distribution': None})
+    write_run(b)
     entry = json.loads((b / 'results.json').read_text())
     del entry['tasks']['mmlu']['distribution']
-    (b / 'results.json').write_text(json.dumps(entry))
-    fails("b/results.json is not what .*KeyError.'distribution'.*; evaluate there again")
-    (b / 'results.json').write_text('{"config": {}}')
-    fails("b/results.json is not what .*KeyError.'model'")
+    for content, message in ((json.dumps(entry), "KeyError.'distribution'"),
+                             ('{"config": {}}', "KeyError.'model'"), ('[' * 100_000, ''),
+                             ('\0', ''), ('null', ''), ('{"config": {"model": "\\u0000"}}', ''),
+                             ('{"config": {"model": 3}, "seed": 0, "tasks": {}}', 'model is 3')):
+        (b / 'results.json').write_text(content)
+        fails(f'b/results.json is not what .*{message}.*; evaluate there again')
     write_run(b, result={'pooled': {'n': 7}})
     fails('b/samples.jsonl has 40 samples of mmlu, but results.json was made from 7')
     write_run(b)
@@ -376,23 +378,6 @@ def test_only_the_same_questions_are_paired(tmp_path, capsys, prefixes, hashes, 
     assert ('mmlu has no ensemble' in printed) == (not paired)
 
 
-@pytest.mark.parametrize('content', ['[' * 100_000, '\0', '{"config": {"model": "\\u0000"}}',
-                                     '{"config": {"model": 3}, "seed": 0, "tasks": {}}', 'null'])
-def test_results_of_any_content_are_named_not_a_traceback(tmp_path, content):
-    a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
-    (b / 'results.json').write_text(content)
-    with pytest.raises((ConfigError, DataError), match='b/results.json is not what'):
-        run_compare(a, b, f'--out_dir={tmp_path / "out"}')
-
-
-def test_help_is_that_of_the_comparison(capsys):
-    with pytest.raises(SystemExit):
-        run_compare('--help')
-    printed = capsys.readouterr().out
-    assert printed.startswith('usage: python evaluate.py --compare FOLDER FOLDER')
-    assert '--ensemble' in printed and 'configs/' not in printed
-
-
 def test_questions_asked_again_count_once(tmp_path):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
     old = [s | {'prompt': 'old', 'answer': 0} for s in samples.read_samples(a / 'samples.jsonl')]
@@ -408,28 +393,14 @@ def test_questions_asked_again_count_once(tmp_path):
 def test_tasks_that_a_run_lacks_are_left_out(tmp_path, capsys):
     a, b = write_run(tmp_path / 'a'), write_run(tmp_path / 'b', sharpness=2.0)
     c = write_run(tmp_path / 'c', task='arc')
-    token = {'task': 'clm', 'id': 't', 'prompt': 'p', 'confidence': 0.5, 'correct': True,
-             'log_prob': -0.7, 'entropy': 1.0}
-    for folder, both in ((a, ['arc', 'clm']), (b, ['clm'])):
-        content = json.loads((folder / 'results.json').read_text())
-        for task in both:
-            rows = [token | {'id': f't{i}', 'correct': i % 2 == 0} for i in range(9)]
-            if task == 'arc':
-                rows = samples.read_samples(c / 'samples.jsonl')
-            entry = {'distribution': 'top token', 'norm': 'token',
-                     'pooled': {'n': len(rows)}}
-            content['tasks'] = {task: entry} | content['tasks']
-            with open(folder / 'samples.jsonl') as file:
-                rest = file.read()
-            (folder / 'samples.jsonl').write_text(
-                ''.join(json.dumps(row | {'task': task}) + '\n' for row in rows) + rest)
-        (folder / 'results.json').write_text(json.dumps(content))
-    run_compare(a, b, '--n_bootstrap=10', f'--out_dir={tmp_path / "out"}')
+    add_task(a, 'arc', samples.read_samples(c / 'samples.jsonl'))
+    for folder in (a, b):
+        add_task(folder, 'clm', TOKENS)
+    rows = compare_csv_of([a, b], tmp_path / 'out', '--n_bootstrap=10')
     said = capsys.readouterr().out
     assert 'arc is left out: not every run has it' in said and '\nclm (top token)\n' in said
     # the first task of the CSV has fewer metrics than the second
-    assert [r['brier'] != '' for r in csv_rows(tmp_path / 'out' / 'compare.csv')] == [
-        False, False, True, True]
+    assert [row['brier'] != '' for row in rows] == [False, False, True, True]
     with pytest.raises(DataError, match='no task in common: b: .*; c: arc'):
         run_compare(b, c, f'--out_dir={tmp_path / "out"}')
 
@@ -451,10 +422,6 @@ def test_a_picture_that_fails_costs_no_table_and_is_not_called_written(tmp_path,
         assert f'{picture} was not written: OSError: no space' in printed.err
         assert tables in printed.out and (tmp_path / 'out' / 'compare.md').exists()
 
-
-# ------------------------------------------------------------------------------------------------
-# Over seeds
-# ------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_a_closed_pipe_loses_no_file(tmp_path):
@@ -483,16 +450,13 @@ def write_grid(folder, seeds=(0, 1, 2)):
     return folder
 
 
-def test_runs_with_another_loss_have_a_column_of_it(tmp_path, capsys):
-    for name, loss in (('a', 'cross_entropy()'), ('b', 'focal(2) + z_loss(1e-4)')):
-        (tmp_path / name).mkdir()
-        write_run(tmp_path / name, settings={'smoothing': 0.1, 'loss': loss})
-    compare.main([str(tmp_path / 'a'), str(tmp_path / 'b'), f'--out_dir={tmp_path / "out"}'])
-    printed = capsys.readouterr().out
-    assert 'cross_entropy()' in printed and 'focal(2) + z_loss(1e-4)' in printed
-    with open(tmp_path / 'out' / 'compare.csv') as file:
-        rows = list(csv.DictReader(file))
-    assert [row['loss'] for row in rows] == ['cross_entropy()', 'focal(2) + z_loss(1e-4)']
+def test_runs_with_another_loss_have_a_column_of_it(tmp_path):
+    losses = ['cross_entropy()', 'focal(2) + z_loss(1e-4)']
+    runs = [write_run(tmp_path / name, settings={'smoothing': 0.1, 'loss': loss})
+            for name, loss in zip('ab', losses, strict=True)]
+    rows = compare_csv_of(runs, tmp_path / 'out', '--n_bootstrap=2')
+    assert [row['loss'] for row in rows] == losses
+    assert losses[1] in (tmp_path / 'out' / 'compare.md').read_text()
 
 
 @pytest.mark.slow
@@ -539,12 +503,18 @@ def test_differences_over_seeds_pair_runs_of_the_same_seed(tmp_path):
     assert rows[2][4] == ''
 
 
-@pytest.mark.parametrize('key', ['where', 'x', 'by', 'panel', 'reference'])
-def test_the_command_line_has_no_language_for_sweeps(tmp_path, key):
-    with pytest.raises(ConfigError, match=f"there is no key '{key}'"):
-        run_compare(tmp_path, tmp_path, f'--{key}=a')
-    with pytest.raises(ConfigError, match="metrics: there is no 'acuracy'; there are accuracy, "):
-        run_compare(tmp_path, tmp_path, '--metrics=ece,acuracy')
+def test_the_command_line_has_no_language_for_sweeps(tmp_path, capsys):
+    for argument, message in (('--where=a', "there is no key 'where'"),
+                              ('--x=a', "there is no key 'x'"),
+                              ('--metrics=ece,acuracy', "metrics: there is no 'acuracy'; there are "
+                                                        "accuracy, ")):
+        with pytest.raises(ConfigError, match=message):
+            run_compare(tmp_path, tmp_path, argument)
+    with pytest.raises(SystemExit):
+        run_compare('--help')
+    printed = capsys.readouterr().out
+    assert printed.startswith('usage: python evaluate.py --compare FOLDER FOLDER')
+    assert '--ensemble' in printed and 'configs/' not in printed
 
 
 def test_runs_scored_in_different_ways_are_told_apart(tmp_path, capsys):
@@ -565,22 +535,15 @@ def test_two_runs_with_equal_settings_and_seed_are_refused(tmp_path):
         run_compare(tmp_path / 'one', tmp_path / 'two', f'--out_dir={tmp_path / "out"}')
 
 
-def test_a_difference_over_fewer_seeds_says_so():
+def test_a_difference_over_fewer_seeds_says_so_and_two_seeds_have_no_whiskers():
     values = dict(zip('012', (0.1, 0.2, 0.3), strict=True))
     assert over_seeds.paired(values, values) == '+0.000 ± 0.000, p 1'
     assert over_seeds.paired(values, {'0': 0.0, '2': 0.1}).endswith(', 2 seeds')
     assert over_seeds.paired(values, {'1': 0.1}) == '+0.100, 1 seed'
     assert over_seeds.paired(values, {'5': 0.1}) == ''
-
-
-def test_a_group_of_two_seeds_has_no_whiskers():
     assert over_seeds.mean_and_ends([1.0, 3.0]) == [2.0, 2.0, 2.0]
     assert over_seeds.mean_and_ends([1.0, 2.0, 3.0]) == pytest.approx((2.0, -0.484138, 4.484138))
 
-
-# ------------------------------------------------------------------------------------------------
-# Files that lm-evaluation-harness wrote
-# ------------------------------------------------------------------------------------------------
 
 HARNESS_FILES = HERE / 'tests' / 'harness_files'
 

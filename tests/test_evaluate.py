@@ -27,6 +27,7 @@ from common import (DEVICES, HERE, SHARED, head_of_32, lora_model, needs_files, 
                     write_rows)
 from safetensors.torch import load_file, save_file
 import evaluate
+import scoring
 import metrics
 import triton_ops
 from data import benchmarks, packing, questions
@@ -88,7 +89,7 @@ def test_tree_equals_one_sequence_per_option(name, device, tmp_path):
     for options in ({'pack_len': 16}, {'pack_len': 40}, {'pack_len': 64}, {'deterministic': True},
                     {'pack_len': 128, 'batch_rows': 3, 'trim': 16},
                     {'pack_len': 1024, 'trim': 0}):
-        found = evaluate.option_log_probs(model, trees, **options)
+        found = scoring.option_log_probs(model, trees, **options)
         for ours, theirs in zip(found, right, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-4)
 
@@ -106,8 +107,8 @@ def test_questions_of_one_token_are_scored(batch_rows, tmp_path):
     own_context = packing.Tree((), [], [[5, 6], [7, 8]], [1, 1])
     empty_leaf = packing.Tree((), [9, 3], [[], [1]], [1, 1])    # one option begins the other
     for trees in ([one], [own_context], [one, empty_leaf, own_context], [empty_leaf, one, one]):
-        found = evaluate.option_log_probs(model, trees, pack_len=2, batch_rows=batch_rows)
-        found += evaluate.option_log_probs(model, trees, pack_len=16, batch_rows=batch_rows)
+        found = scoring.option_log_probs(model, trees, pack_len=2, batch_rows=batch_rows)
+        found += scoring.option_log_probs(model, trees, pack_len=16, batch_rows=batch_rows)
         for tree, ours in zip(trees * 2, found, strict=True):
             assert ours == pytest.approx(plain_log_probs(model, tree, 'cpu'), abs=1e-4)
 
@@ -143,7 +144,7 @@ def test_options_that_differ_in_their_last_token_share_the_others(tmp_path):
     assert np.count_nonzero(arrays[0]) == 5 + 3 * 6
     right = plain_log_probs(model, tree, 'cpu')
     for pack_len in (8, 16, 64):        # a row of 8 has room for one order and no more
-        (sums,) = evaluate.option_log_probs(model, [tree], pack_len=pack_len)
+        (sums,) = scoring.option_log_probs(model, [tree], pack_len=pack_len)
         assert sums == pytest.approx(right, abs=1e-4)
 
 
@@ -151,9 +152,9 @@ def test_deterministic_scores_are_bitwise_equal(tmp_path):
     reference_model('gemma2', tmp_path)
     model = checkpoint.load(tmp_path)
     trees = random_trees(np.random.default_rng(0))
-    alone = [evaluate.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
+    alone = [scoring.option_log_probs(model, [tree], deterministic=True)[0] for tree in trees]
     order = np.random.default_rng(1).permutation(len(trees))
-    found = evaluate.option_log_probs(model, [trees[i] for i in order], pack_len=64, batch_rows=4,
+    found = scoring.option_log_probs(model, [trees[i] for i in order], pack_len=64, batch_rows=4,
                                       deterministic=True)
     assert all(np.array_equal(alone[i], sums) for i, sums in zip(order, found, strict=True))
 
@@ -165,8 +166,8 @@ def test_scored_tokens_of_a_text_equal_the_plain_model(tmp_path):
     rng = np.random.default_rng(0)
     trees = [packing.Tree((), rng.integers(0, 211, n).tolist(), scored=[1, n // 2, n - 1])
              for n in (9, 30, 17)]
-    for index, numbers, values in evaluate.score(lambda: model, enumerate(trees), 64,
-                                                 compute=evaluate.token_statistics):
+    for index, numbers, values in scoring.score(lambda: model, enumerate(trees), 64,
+                                                 compute=scoring.token_statistics):
         tree = trees[index]
         ids = torch.tensor([tree.prompt])
         log_probs = model.logits(model(ids, *whole_rows(ids))).log_softmax(-1)[0].detach()
@@ -194,7 +195,7 @@ def test_bfloat16_trees_score_as_single_sequences(name, device, tmp_path):
         with torch.no_grad():
             right = [np.array(plain_log_probs(exact, tree, 'cpu')) for tree in trees]
             plain = [np.array(plain_log_probs(half, tree, device)) for tree in trees]
-        packed = evaluate.option_log_probs(by_kernels, trees, pack_len=512, trim=128)
+        packed = scoring.option_log_probs(by_kernels, trees, pack_len=512, trim=128)
         return [np.concatenate([metrics.softmax(found[i]) - metrics.softmax(right[i])
                                 for i in range(n)]) for found in (plain, packed)]
 
@@ -214,7 +215,7 @@ def test_a_dropout_seed_draws_the_dropout_of_adapters(name, tmp_path):
     trees = random_trees(np.random.default_rng(0))
 
     def log_probs(model, seed=None, **options):
-        return np.concatenate(evaluate.option_log_probs(model, trees, pack_len=256,
+        return np.concatenate(scoring.option_log_probs(model, trees, pack_len=256,
                                                        dropout_seed=seed, **options))
     fixed = lora_model(tmp_path, dropout=0.0)
     assert np.array_equal(log_probs(fixed, 0), log_probs(fixed))
@@ -226,7 +227,7 @@ def test_a_dropout_seed_draws_the_dropout_of_adapters(name, tmp_path):
     assert np.abs(one - plain).max() > 1e-2
     # alone in its row, what is dropped for a question does not depend on the others
     assert np.array_equal(log_probs(model, 0, deterministic=True), np.concatenate(
-        [evaluate.option_log_probs(model, [tree], deterministic=True, dropout_seed=0)[0]
+        [scoring.option_log_probs(model, [tree], deterministic=True, dropout_seed=0)[0]
          for tree in trees]))
 
 
@@ -236,7 +237,7 @@ def test_the_mean_over_dropout_seeds_is_that_of_training_mode(tmp_path):
     model, trees = lora_model(tmp_path, dropout=0.5), random_trees(np.random.default_rng(0))[:1]
     with torch.no_grad():
         trained = np.array([plain_log_probs(model.train(), trees[0], 'cpu') for _ in range(40)])
-    drawn = np.array([evaluate.option_log_probs(model, trees, dropout_seed=seed)[0]
+    drawn = np.array([scoring.option_log_probs(model, trees, dropout_seed=seed)[0]
                       for seed in range(40)])
     error = trained.std(0) * (2 / 40) ** 0.5
     assert (np.abs(drawn.mean(0) - trained.mean(0)) < 4.5 * error).all()
@@ -507,7 +508,7 @@ def test_an_evaluation_with_the_dropout_of_adapters(scored_folder, tmp_path, cap
     trees = {(q.language, q.id): tree for q, tree in tokenize_questions(
         asked, solved, tokenizer, add_bos=True, max_length=2048)}
     keys = [*trees]
-    for key, log_probs in zip(keys, evaluate.option_log_probs(
+    for key, log_probs in zip(keys, scoring.option_log_probs(
             model, [trees[key] for key in keys], deterministic=True, dropout_seed=3), strict=True):
         assert dropped['global_mmlu', *key] == pytest.approx(log_probs.tolist(), abs=1e-6)
     # the record, the table and the label of P(True)
@@ -781,8 +782,8 @@ def test_scoring_resumes_where_it_stopped(scored_folder, tmp_path, monkeypatch, 
     shutil.copytree(tmp_path / 'whole', tmp_path / 'cut')
     (tmp_path / 'cut' / 'results.json').unlink()
     (tmp_path / 'cut' / 'samples.jsonl').write_text(samples[:len(samples) // 2])
-    launched, forward = [], evaluate.forward_values
-    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, **options: (
+    launched, forward = [], scoring.forward_values
+    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, scored, **options: (
         launched.append(len({tree for tree, *_ in scored})),
         forward(model, arrays, scored, **options))[1])
     again = scored(scored_folder, tmp_path / 'cut')
@@ -1520,8 +1521,8 @@ def test_p_true_is_added_resumed_and_compared(scored_folder, tmp_path, monkeypat
         {'question': f'the quick fox {i}?', 'answer': i % 3,
          'choices': [' '.join(words[i % 9:i % 9 + n]) for n in (1, 2, 4)]} for i in range(30)])
     plain = evaluate_words(scored_folder, out, f'--tasks={foxes}', '--scoring=text')
-    launched, forward = [], evaluate.forward_values
-    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, **options: (
+    launched, forward = [], scoring.forward_values
+    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, scored, **options: (
         launched.append(len({tree for tree, *_ in scored})),
         forward(model, arrays, scored, **options))[1])
     text = ['--scoring=text', f'--tasks={foxes}', '--p_true', '--fit_temperature']
@@ -1622,8 +1623,8 @@ def test_orders_are_scored_once(scored_folder, tmp_path, monkeypatch):
     """Asked for later, stopped, with fewer orders, with P(True), compared."""
     folder, out = tmp_path / 'quiz', tmp_path / 'out'
     write_lettered(folder)
-    quiz, launched, forward = f'--tasks={folder}', [], evaluate.forward_values
-    monkeypatch.setattr(evaluate, 'forward_values', lambda model, arrays, scored, **options: (
+    quiz, launched, forward = f'--tasks={folder}', [], scoring.forward_values
+    monkeypatch.setattr(scoring, 'forward_values', lambda model, arrays, scored, **options: (
         launched.append(len(scored)), forward(model, arrays, scored, **options))[1])
     evaluate_words(scored_folder, out, quiz, '--shots=2')
     plain = sum(launched)

@@ -243,7 +243,8 @@ def test_blocks_of_a_mask_hold_what_each_token_sees(T, M, N, window):
 @pytest.mark.parametrize('name, edited', [
     ('visible_blocks', lambda *x: [visible_blocks(*x)[0]] * 2),
     ('visible_blocks', lambda *x: [visible_blocks(*x)[1]] * 2),
-    ('sees', lambda i, j, i_at, j_at, end, window: (j <= i) & (i < 2 * end)), ('cap_scores', lambda softcap: lambda score, *_: score / 2),
+    ('sees', lambda i, j, i_at, j_at, end, window: (j <= i) & (i < 2 * end)),
+    ('cap_scores', lambda softcap: lambda score, *_: score / 2),
     ('', None)])
 def test_flex_attention_that_an_edit_left_behind_is_not_used(name, edited, window, softcap,
                                                              monkeypatch, capsys):

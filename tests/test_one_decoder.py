@@ -15,7 +15,7 @@ from safetensors.torch import load_model, save_model
 import attention
 import model as models
 import triton_ops
-import evaluate
+import scoring
 import generate
 import train
 from data import packing
@@ -93,7 +93,7 @@ def measured(model, device):
     model.decoder.attention = 'auto'
     packed = packing.pack(TEXTS, 128)
     nll = train.forward_backward(model, packed, train.TrainConfig(), device)['nll']
-    scores = evaluate.option_log_probs(model, TREES[:1], pack_len=16)
+    scores = scoring.option_log_probs(model, TREES[:1], pack_len=16)
     settings = Sampling(temperature=0.0, max_tokens=2)
     ((_, (drawn,)),) = generate.generate(model, [PROMPT], settings)
     return {'training': [nll.item()], 'evaluation': np.concatenate(scores),
@@ -164,7 +164,7 @@ def test_one_constant_turns_off_the_kernels_of_attention(device, monkeypatch, ca
         monkeypatch.setattr(models, 'IMPLEMENTATION', kind)
         calls_of_kernels.clear()
         model = checkpoint.load(tmp_path, device, torch.bfloat16)
-        evaluate.option_log_probs(model, TREES[:1], pack_len=16)
+        scoring.option_log_probs(model, TREES[:1], pack_len=16)
         [*generate.generate(model, [PROMPT], Sampling(max_tokens=2))]
         assert {*calls_of_kernels} & {'tree_kernel', 'decode_kernel'} == expected
         assert 'norm_kernel' in calls_of_kernels
@@ -428,11 +428,11 @@ def test_kernels_score_a_question_alone_bitwise_the_same_in_any_batch(name, devi
                                                                        calls_of_kernels):
     reference_model(name, tmp_path, num_hidden_layers=2, **head_of_32(name))
     model = checkpoint.load(tmp_path, device, torch.float32 if device == 'cpu' else torch.bfloat16)
-    together = evaluate.option_log_probs(model, TREES[::-1], pack_len=16, batch_rows=3,
+    together = scoring.option_log_probs(model, TREES[::-1], pack_len=16, batch_rows=3,
                                         deterministic=True)
     assert calls_of_kernels
     for tree, scores in zip(TREES[::-1], together, strict=True):
-        assert np.array_equal(evaluate.option_log_probs(model, [tree], deterministic=True)[0],
+        assert np.array_equal(scoring.option_log_probs(model, [tree], deterministic=True)[0],
                               scores)
 
 

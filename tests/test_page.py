@@ -13,7 +13,6 @@ import metrics
 from common import reference_model, sentencepiece_folder, write_rows, write_run
 from data.tokenizer import load_tokenizer
 from results import compare, page
-from runtime.errors import ConfigError
 
 HOSTILE = '</script><script>alert(1)</script> <!--rows--> <b>bold</b> &amp; "quoted" ```\\u003c $x'
 BROWSER = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))),
@@ -89,10 +88,6 @@ def browse(folder, text, script):
                           timeout=60)
     return done.stdout
 
-
-# ------------------------------------------------------------------------------------------------
-# Samples
-# ------------------------------------------------------------------------------------------------
 
 def test_the_most_confident_mistakes_come_first_with_the_probabilities_of_the_metrics():
     samples = questions(50)
@@ -179,34 +174,18 @@ def test_a_question_cannot_leave_its_block_of_markdown():
     assert lines.count('    ````') == 20 and lines.count(f'    {HOSTILE}') == 10
 
 
-# ------------------------------------------------------------------------------------------------
-# The page
-# ------------------------------------------------------------------------------------------------
-
-def test_text_of_a_question_is_never_markup(tmp_path):
+def test_text_of_a_question_is_never_markup_and_the_page_needs_no_other_file(tmp_path):
     plain = write(tmp_path, rows_of(mmlu=questions(4)))
-    samples = questions(4, context=HOSTILE, subject=HOSTILE, options=[HOSTILE] * 3)
-    rows = rows_of(mmlu=samples)
-    text = write(tmp_path, rows)
-    parsed = Parsed(text)
-    assert parsed.tags == Parsed(plain).tags
+    rows = rows_of(mmlu=questions(4, context=HOSTILE, subject=HOSTILE, options=[HOSTILE] * 3))
+    parsed = Parsed(write(tmp_path, rows))
+    assert parsed.tags == Parsed(plain).tags and not {'link', 'iframe'} & {*parsed.tags}
     assert json.loads(parsed.content['rows']) == json.loads(json.dumps(rows['mmlu']))
     assert 'some/<model>' in parsed.content['title'] and '<i>a</i>' in parsed.text
-
-
-def test_the_page_needs_no_other_file(tmp_path):
-    text = write(tmp_path, rows_of(mmlu=questions(4)))
-    parsed = Parsed(text)
-    assert not {'link', 'iframe'} & {*parsed.tags}
-    assert all(value.startswith('data:') for key, value in parsed.attributes
-               if key in ('src', 'href'))
-    assert not re.search(r'https?:|url\(|@import|fetch\(|import\(', text)
     assert re.search(r'some/<model>: mmlu \(\d{4}-\d\d-\d\d, nanoCal 1.2.3\)', parsed.text)
-    assert '2 subjects' in parsed.text and '<!--' not in text
-
-
-def test_the_template_fits_on_a_few_screens():
-    assert len(page.TEMPLATE.read_text().splitlines()) <= 150
+    assert '2 subjects' in parsed.text and '<!--' not in plain
+    assert all(value.startswith('data:') for key, value in Parsed(plain).attributes
+               if key in ('src', 'href'))
+    assert not re.search(r'https?:|url\(|@import|fetch\(|import\(', plain)
 
 
 def test_a_page_that_fails_costs_no_numbers(tmp_path, capsys):
@@ -247,10 +226,6 @@ def test_a_browser_filters_and_sorts(tmp_path):
     assert 'predicted: mid' in ' '.join(Parsed(shown).text.split()) and '1 to 3 of 3' in shown
 
 
-# ------------------------------------------------------------------------------------------------
-# An evaluation
-# ------------------------------------------------------------------------------------------------
-
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
     """A tiny Llama, a task in two languages, one with blanks, and texts."""
@@ -276,32 +251,29 @@ def run(folder, out, *arguments):
 
 @pytest.mark.slow
 def test_an_evaluation_writes_a_page_of_all_its_tasks(folder, tmp_path):
-    run(folder, tmp_path / 'out', f'--tasks={folder / "foxes.jsonl"}', '--p_true')
-    text = run(folder, tmp_path / 'out', f'--tasks=clm:{folder / "texts.jsonl"},'
+    run(folder, tmp_path, f'--tasks={folder / "foxes.jsonl"}', '--p_true')
+    text = run(folder, tmp_path, f'--tasks=clm:{folder / "texts.jsonl"},'
                f'winogrande_xl:{folder / "blanks.jsonl"}', '--prompt_format=mmlu')
-    parsed = Parsed(text)
-    rows = json.loads(parsed.content['rows'])
-    texts = {row['task']: row['text'] for row in rows}
-    assert len(rows) == 24 + 24 + 8 + 6 and len(texts) == 4
-    assert re.search(r'the quick fox \d+\?\nA. blue', texts['foxes'])
-    assert 'Proposed Answer:' in texts['foxes.p_true']
+    rows = json.loads(Parsed(text).content['rows'])
+    first = {row['task']: row for row in rows}
+    assert len(rows) == 24 + 24 + 8 + 6 and len(first) == 4
+    assert re.search(r'the quick fox \d+\?\nA. blue', first['foxes']['text'])
+    assert 'Proposed Answer:' in first['foxes.p_true']['text']
     for row in rows:
         if row['task'] == 'clm':
             whole = f'the quick brown fox {row["id"]} jumps over the lazy dog'
             assert whole.startswith((row['text'] + row['expected']).removeprefix('<s>').strip())
             assert row['correct'] == (row['predicted'] == row['expected'])
     assert text.count('<img') == 2      # all tasks, and the languages of the first evaluation
-    assert 'most confident mistakes' in (tmp_path / 'out' / 'results.md').read_text()
-    assert '<img' not in run(folder, tmp_path / 'out', f'--tasks={folder / "foxes.jsonl"}',
+    assert 'most confident mistakes' in (tmp_path / 'results.md').read_text()
+    assert '<img' not in run(folder, tmp_path, f'--tasks={folder / "foxes.jsonl"}',
                              '--pictures=False')
-
-
-def test_the_options_of_a_blank_are_shown_with_the_sentence(folder, tmp_path):
-    text = run(folder, tmp_path, f'--tasks=winogrande_xl:{folder / "blanks.jsonl"}',
+    # the options of a blank are shown with the sentence
+    text = run(folder, tmp_path / 'blanks', f'--tasks=winogrande_xl:{folder / "blanks.jsonl"}',
                '--prompt_format=harness')
-    row = json.loads(Parsed(text).content['rows'])[0]
-    assert row['text'] == f'The fox saw the stone as the _ was {row["id"]} old.'
-    assert [option for option, _ in row['options']] == ['fox', 'stone'] and row['answer'] == 1
+    blank = json.loads(Parsed(text).content['rows'])[0]
+    assert blank['text'] == f'The fox saw the stone as the _ was {blank["id"]} old.'
+    assert [option for option, _ in blank['options']] == ['fox', 'stone'] and blank['answer'] == 1
 
 
 @pytest.mark.slow
@@ -320,11 +292,3 @@ def test_a_comparison_shows_the_samples_of_each_run_and_how_many_are_right(tmp_p
         assert row['outcome'] == f'{n} of 2 runs right'
     assert 'a, b: mmlu (' in Parsed(text).text and "McNemar's p" in Parsed(text).text
     assert text.count('<img') == 2
-
-
-def test_a_page_that_someone_else_wrote_is_kept(folder, tmp_path):
-    (tmp_path / 'report.html').write_text('mine')
-    for option in ((), ('--overwrite',)):
-        with pytest.raises(ConfigError, match='report.html was not written by this program'):
-            run(folder, tmp_path, f'--tasks={folder / "foxes.jsonl"}', *option)
-    assert (tmp_path / 'report.html').read_text() == 'mine'

@@ -11,7 +11,7 @@ from common import SHARED, needs_shared, sentencepiece_folder, write_rows
 import evaluate
 from data import benchmarks, questions
 from data.chat import encode_conversation
-from data.tasks import load_tasks
+from evaluate import load_tasks
 from data.tokenizer import load_tokenizer
 from data.trees import tokenize_questions
 from runtime.config import load_config

@@ -145,7 +145,8 @@ with torch.no_grad():
 import json
 from pathlib import Path
 from runtime.eval_config import EvalConfig
-from data.tasks import load_tasks, show_tasks
+from data.tasks import show_tasks
+from evaluate import load_tasks
 Path('dev.jsonl').write_text(json.dumps({
     'context': 'Ann fell.', 'question': 'Why?', 'answerA': 'ice', 'answerB': 'joy',
     'answerC': 'sun', 'label': '2'}))
@@ -171,11 +172,11 @@ assert method.advantage(np.array([[1., 3.]])).tolist() == [[-1, 1]]
     ('written_answers.md', 'A task of your own'): """
 import json
 from pathlib import Path
-from data.tasks import load_tasks
+from evaluate import load_tasks
 from runtime.eval_config import EvalConfig
 Path('test.jsonl').write_text(json.dumps({'question': 'Who?', 'answers': ['Ada']}))
 task, = load_tasks(EvalConfig(tasks=('web_questions:test.jsonl',), shots=0)).values()
-assert task.kind == 'free' and task.items[0].references == ['Ada']
+assert task.is_written and task.items[0].references == ['Ada']
 """,
     ('written_answers.md', 'A confidence of your own'): """
 from results import confidence
@@ -188,7 +189,8 @@ assert 'surest' in confidence.variants(EvalConfig())
 import json
 from pathlib import Path
 from runtime.eval_config import EvalConfig
-from data.tasks import load_tasks, show_tasks
+from data.tasks import show_tasks
+from evaluate import load_tasks
 Path('q.jsonl').write_text(json.dumps({'question': 'Why?', 'choices': ['a', 'b'], 'answer': 0,
                                        'subject': 'life'}))
 cfg = EvalConfig(tasks=('q.jsonl',), shots=0, show=1, prompt_format='question_answer')

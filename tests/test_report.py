@@ -47,18 +47,6 @@ def test_parallel_map_forks_only_if_it_is_worth_it(monkeypatch):
         processes.parallel_map(operator.call, [functools.partial(divmod, 1, 0)], worth_it=True)
 
 
-def test_option_scores_divide_by_each_norm():
-    log_probs, options = np.array([-2.0, -6.0]), [' é', ' long']
-    for norm, length in (('sum', (1, 1)), ('token', (1, 3)), ('char', (1, 4)), ('byte', (2, 4))):
-        p = metrics.softmax(report.option_scores(log_probs, options, [1, 3], norm))
-        score = np.exp(log_probs / np.array(length))
-        assert np.allclose(p, score / score.sum())
-
-
-# ------------------------------------------------------------------------------------------------
-# Samples
-# ------------------------------------------------------------------------------------------------
-
 def test_a_repeated_sample_counts_once(tmp_path):
     path = write_rows(tmp_path / 'samples.jsonl', [question(0), question(1), question(0)])
     assert samples.read_samples(path) == [question(0), question(1)]
@@ -80,57 +68,60 @@ def without(row, key):
     return {k: v for k, v in row.items() if k != key}
 
 
-@pytest.mark.parametrize('row, reason', [
-    ([1], 'no JSON object'), (None, 'no JSON object'), ({'task': 'mmlu'}, 'id must be text'),
+OBJECT, FINITE = 'it is no JSON object', 'must be a finite number'
+WRONG_TOKENS = [
     (without(TOKEN, 'id'), 'id must be text, not None'), (without(TOKEN, 'prompt'), 'prompt must'),
-    (question(id=['q0']), 'id must be text'), (question(task=3), 'task must be text'),
-    (question(split=1), 'split must be text'), (question(language=[]), 'language must be text'),
-    (question(category=3), 'category must be text'), (TOKEN | {'text': 1}, 'text must be text'),
-    (TOKEN | {'of': 0}, 'of must be a whole number'), (TOKEN | {'of': 'x'}, 'of must be a whole'),
-    (without(TOKEN, 'entropy'), 'entropy must be a finite'),
-    (TOKEN | {'confidence': '0.5'}, 'confidence must be a finite number'),
-    (TOKEN | {'entropy': float('nan')}, 'entropy must be a finite number'),
-    (TOKEN | {'log_prob': -10**400}, 'log_prob must be a finite number'),
-    (TOKEN | {'correct': 1}, 'correct must be true or false'),
-    (TOKEN | {'confidence': 1.5}, 'confidence must be from 0 to 1'),
-    (TOKEN | {'log_prob': 0.5}, 'log_prob must be at most 0'),
-    (TOKEN | {'entropy': -1.0}, 'entropy must be at least 0'),
-    (TOKEN | {'greedy': WRITTEN, 'answers': []}, 'answers must be a list of answers'),
-    (TOKEN | {'greedy': WRITTEN, 'answers': 'no'}, 'answers must be a list of answers'),
-    (TOKEN | {'greedy': WRITTEN, 'answers': [5]}, 'must be answers, not 5'),
-    (TOKEN | {'greedy': None, 'answers': [WRITTEN]}, 'must be answers, not None'),
-    *[(TOKEN | {'greedy': WRITTEN, 'answers': [WRITTEN, WRITTEN | wrong]},
-       f'in an answer, {[*wrong][0]} must be') for wrong in (
-        {'correct': 'no'}, {'correct': None}, {'strict': 1}, {'log_prob': -1e308},
-        {'log_prob': 1.0}, {'log_prob': None}, {'log_prob': float('nan')}, {'mean_prob': 2},
-        {'n_tokens': 0}, {'n_tokens': 1.5}, {'key': []}, {'text': None},
-        {'answer': ['x']}, {'reason': 3})],
-    (TOKEN | {'confidence': None, 'greedy': {'text': 5}}, 'in an answer, text must be text'),
-    (question(log_probs=[-1e308, -1.0]), 'finite and at most 0'),
-    (TOKEN | {'token': 5, 'top_token': 6}, 'contradict each other'),
-    (TOKEN | {'token': 5, 'top_token': 5, 'log_prob': -0.1}, 'contradict each other'),
-    (TOKEN | {'token': 5, 'top_token': 5, 'log_prob': -3.0}, 'contradict each other'),
-    (question(log_probs=[-1.0]), 'differ in length'), (question(log_probs='no'), 'a list of num'),
-    (question(log_probs=[None, -1.0]), 'log_probs must be a list of numbers'),
-    (question(log_probs=[float('nan'), -1.0]), 'finite and at most 0, not .nan'),
-    (question(log_probs=[-10**400, -1.0]), 'finite and at most 0'),
-    (question(log_probs=[0.5, -1.0]), 'at most 0, not .0.5'),
-    (question(n_tokens=None), 'n_tokens must be a list of numbers, not None'),
-    (question(n_tokens=[0, 1]), 'n_tokens must be 1 or more'),
-    (question(n_tokens=[1, None]), 'n_tokens must be a list'),
-    (question(options=[1, 2]), 'options must be a list of text'),
-    (question(options=None), 'options must be a list of text'),
-    (question(answer=2), 'answer must be the index'), (question(answer=-1), 'answer must be'),
-    (question(answer=True), 'answer must be the index'), (question(answer='A'), 'answer must be')])
-def test_a_damaged_or_edited_sample_is_named_with_its_line(tmp_path, row, reason):
-    path = write_rows(tmp_path / 'samples.jsonl', [question(0), row, question(2)])
-    message = rf'samples.jsonl:2: not a sample that evaluate.py wrote: .*{reason}.*; delete this'
-    with pytest.raises(DataError, match=message):
-        samples.read_samples(path)
+    (without(TOKEN, 'entropy'), f'entropy {FINITE}'), *((TOKEN | wrong, message)
+     for wrong, message in (
+        ({'text': 1}, 'text must be text'), ({'of': 0}, 'of must be a whole number'),
+        ({'of': 'x'}, 'of must be a whole'), ({'confidence': '0.5'}, f'confidence {FINITE}'),
+        ({'entropy': float('nan')}, f'entropy {FINITE}'),
+        ({'log_prob': -10**400}, f'log_prob {FINITE}'),
+        ({'correct': 1}, 'correct must be true or false'),
+        ({'confidence': 1.5}, 'confidence must be from 0 to 1'),
+        ({'log_prob': 0.5}, 'log_prob must be at most 0'),
+        ({'entropy': -1.0}, 'entropy must be at least 0'),
+        ({'greedy': WRITTEN, 'answers': []}, 'answers must be a list of answers'),
+        ({'greedy': WRITTEN, 'answers': 'no'}, 'answers must be a list of answers'),
+        ({'greedy': WRITTEN, 'answers': [5]}, 'must be answers, not 5'),
+        ({'greedy': None, 'answers': [WRITTEN]}, 'must be answers, not None'),
+        ({'confidence': None, 'greedy': {'text': 5}}, 'in an answer, text must be text'),
+        ({'token': 5, 'top_token': 6}, 'contradict each other'),
+        ({'token': 5, 'top_token': 5, 'log_prob': -0.1}, 'contradict each other'),
+        ({'token': 5, 'top_token': 5, 'log_prob': -3.0}, 'contradict each other'))),
+    *((TOKEN | {'greedy': WRITTEN, 'answers': [WRITTEN, WRITTEN | {key: value}]},
+       f'in an answer, {key} must be') for key, values in {
+        'correct': ('no', None), 'strict': (1,), 'log_prob': (-1e308, 1.0, None, float('nan')),
+        'mean_prob': (2,), 'n_tokens': (0, 1.5), 'key': ([],), 'text': (None,),
+        'answer': (['x'],), 'reason': (3,)}.items() for value in values)]
+WRONG_QUESTIONS = [(question(**wrong), message) for wrong, message in (
+    ({'id': ['q0']}, 'id must be text'), ({'task': 3}, 'task must be text'),
+    ({'split': 1}, 'split must be text'), ({'language': []}, 'language must be text'),
+    ({'category': 3}, 'category must be text'),
+    ({'log_probs': [-1e308, -1.0]}, 'finite and at most 0'),
+    ({'log_probs': [-1.0]}, 'differ in length'), ({'log_probs': 'no'}, 'a list of num'),
+    ({'log_probs': [None, -1.0]}, 'log_probs must be a list of numbers'),
+    ({'log_probs': [float('nan'), -1.0]}, 'finite and at most 0, not .nan'),
+    ({'log_probs': [-10**400, -1.0]}, 'finite and at most 0'),
+    ({'log_probs': [0.5, -1.0]}, 'at most 0, not .0.5'),
+    ({'n_tokens': None}, 'n_tokens must be a list of numbers, not None'),
+    ({'n_tokens': [0, 1]}, 'n_tokens must be 1 or more'),
+    ({'n_tokens': [1, None]}, 'n_tokens must be a list'),
+    ({'options': [1, 2]}, 'options must be a list of text'),
+    ({'options': None}, 'options must be a list of text'), ({'answer': 2}, 'answer must be the'),
+    ({'answer': -1}, 'answer must be'), ({'answer': True}, 'answer must be the index'),
+    ({'answer': 'A'}, 'answer must be'), ({'orders': []}, 'orders must be a list of orders'),
+    ({'orders': [{'order': [0, 0]}]}, 'order must have the index of each option'),
+    ({'orders': [{'order': [1, 0], 'log_probs': [1, 1]}]}, 'finite and at most 0'))]
 
 
-def test_a_line_with_too_many_brackets_is_named(tmp_path):
-    path = tmp_path / 'samples.jsonl'
+def test_a_damaged_or_edited_sample_is_named_with_its_line(tmp_path):
+    for row, reason in (([1], OBJECT), (None, OBJECT), ({'task': 'mmlu'}, 'id must be text'),
+                        *WRONG_TOKENS, *WRONG_QUESTIONS):
+        path = write_rows(tmp_path / 'samples.jsonl', [question(0), row, question(2)])
+        message = rf'samples.jsonl:2: not a sample that evaluate.py wrote: .*{reason}.*; delete'
+        with pytest.raises(DataError, match=message):
+            samples.read_samples(path)
     path.write_text('[' * 100_000 + ']' * 100_000 + '\n')
     with pytest.raises(DataError, match='samples.jsonl:1: unusable JSON'):
         samples.read_samples(path)
@@ -245,10 +236,6 @@ def test_each_language_gets_its_own_and_a_shrunk_temperature(tmp_path, held_out)
         assert 'language temperature scaling' in text
 
 
-# ------------------------------------------------------------------------------------------------
-# Tables
-# ------------------------------------------------------------------------------------------------
-
 def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
     """Pooled, the coverage is 0.9 by construction; a language that the model knows less has less.
     """
@@ -278,27 +265,21 @@ def test_conformal_sets_of_a_group_have_the_thresholds_of_all_rows():
     assert {'bas', 'brier_skill', 'aps_size'} <= summary['pooled']['intervals'].keys()
 
 
-def test_a_sample_of_a_task_says_so():
+def test_a_title_says_how_a_task_was_scored_and_how_many_were_drawn():
     whole, part = result(), result(sample={'questions': 200, 'of': 14042})
-    assert report.task_title('mmlu', whole) == 'mmlu (prompt format mmlu, 5 shots, letters, token)'
-    assert 'sample of 200 of 14,042 questions' in report.task_title('mmlu', part)
-    assert 'sample of 200 of 14,042 texts' in report.task_title('clm', part | {'unit': 'tokens'})
-    tables = {'mmlu': whole, 'some': part}
-    assert ('### some (prompt format mmlu, 5 shots, letters, token; '
-            'sample of 200 of 14,042 questions') in (
-        report.to_markdown(tables))
-    rows = list(csv.DictReader(io.StringIO(report.to_csv(tables))))
-    assert [(r['task'], r['sample_of']) for r in rows if r['kind'] == 'pooled'] == [
-        ('mmlu', ''), ('some', '14042')]
-    assert {r['distribution'] for r in rows} == {'mmlu, 5 shots, letters, token'}
-    assert report.to_latex(tables).count('sample of 200 of 14,042 questions') == 1
-
-
-def test_each_task_says_how_it_was_scored():
-    other = result(distribution='harness, 0 shots, text, sum')
-    text = report.to_markdown({'mmlu': result(), 'arc': other})
-    assert '### mmlu (prompt format mmlu, 5 shots, letters, token)\n' in text
-    assert '### arc (prompt format harness, 0 shots, text, sum)\n' in text
+    tasks = {'mmlu': whole, 'some': part, 'arc': result(distribution='harness, 0 shots, text, sum')}
+    drawn = 'sample of 200 of 14,042'
+    titles = [f'### {title}' for title in (
+        'mmlu (prompt format mmlu, 5 shots, letters, token)',
+        f'some (prompt format mmlu, 5 shots, letters, token; {drawn} questions)',
+        'arc (prompt format harness, 0 shots, text, sum)')]
+    assert [x for x in report.to_markdown(tasks).split('\n') if x.startswith('#')] == titles
+    assert f'{drawn} texts' in report.task_title('clm', part | {'unit': 'tokens'})
+    assert report.to_latex(tasks).count(f'{drawn} questions') == 1
+    rows = list(csv.DictReader(io.StringIO(report.to_csv(tasks))))
+    assert [(r['task'], r['sample_of'], r['distribution']) for r in rows if r['kind'] == 'pooled'
+            ] == [(task, '14042' * (task == 'some'), x['distribution'])
+                  for task, x in tasks.items()]
 
 
 def test_notes_below_a_table_name_what_was_left_out():
@@ -385,11 +366,6 @@ def test_the_best_of_each_group_is_marked():
     assert marked[1][3] == '0.10 [0.05, 0.20] *'
 
 
-def test_a_cell_of_a_markdown_table_is_one_line_of_one_column():
-    assert tables.markdown([['a', 'b'], ['x\ny', '1|2']]) == (
-        '| a | b |\n|---|---|\n| x y | 1\\|2 |\n')
-
-
 def test_latex_has_the_numbers_of_the_markdown():
     """The numbers of results.md, with intervals; bold is the better of raw and scaled."""
     fitted = report.summarize([question(i, log_probs=[-9.0 + i, -2.0]) for i in range(8)], 'token',
@@ -411,13 +387,11 @@ def test_latex_has_the_numbers_of_the_markdown():
     assert '\\textbf' not in str(first)
 
 
-def test_csv_of_lines_with_different_columns():
+def test_a_cell_of_markdown_is_one_line_and_csv_has_the_columns_of_all_lines():
+    assert tables.markdown([['a', 'b'], ['x\ny', '1|2']]) == (
+        '| a | b |\n|---|---|\n| x y | 1\\|2 |\n')
     assert tables.csv_text([{'a': 1}, {'a': 2, 'b': 3}]) == 'a,b\n1,\n2,3\n'
 
-
-# ------------------------------------------------------------------------------------------------
-# Files and pictures
-# ------------------------------------------------------------------------------------------------
 
 def panels_of(n):
     random = np.random.default_rng(n)
@@ -442,7 +416,7 @@ def test_a_picture_that_fails_costs_no_numbers(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('n', [1, 3, 12])
+@pytest.mark.parametrize('n', [1, 12])
 def test_a_reliability_diagram_has_bars_gaps_and_intervals(tmp_path, monkeypatch, n):
     figures = []
     monkeypatch.setattr(plots, 'save_figure', lambda figure, *rest: figures.append(figure))
@@ -507,7 +481,7 @@ def test_certain_answers_are_drawn_without_a_warning(tmp_path, capsys):
     assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG') and not capsys.readouterr().err
 
 
-@pytest.mark.parametrize('norms', [[1.25], [1.1, 1.3, 1.2], [0.0] * 3, [0.01, 5000.0, 3.0]])
+@pytest.mark.parametrize('norms', [[1.25], [0.0] * 3, [0.01, 5000.0, 3.0]])
 def test_loss_is_drawn_over_whole_steps(tmp_path, monkeypatch, norms):
     steps = [{'step': i + 1, 'loss': 3.0 - i, 'nll': 2.0 - i, 'grad_norm': norm}
            for i, norm in enumerate(norms)]

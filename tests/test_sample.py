@@ -17,7 +17,7 @@ from common import HERE, reference_model, rewrite, sentencepiece_folder
 from data.chat import encode_conversation
 from data.packing import Tree
 from data.tokenizer import load_tokenizer
-from evaluate import option_log_probs
+from scoring import option_log_probs
 from generate import Answer, generate, stream
 from runtime import checkpoint
 from runtime.errors import CheckpointError, ConfigError, DataError, escape_controls

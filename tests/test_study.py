@@ -598,7 +598,7 @@ def test_an_alignment_world_asks_as_evaluate_does(tmp_path):
     assert asked['classes'][asked['answer_index']] == f' {question["answer"]}'
     # the judged conversations have the form in which P(True) is asked
     (name,), judged = re.findall(r'of (.*)\?', question['question']), rows['instruct.jsonl'][64:]
-    free = WrittenQuestion('0', asked['prompt'], [], 0, '', text=question['question'])
+    free = WrittenQuestion('0', question['question'], asked['prompt'], [], '')
     form = proposed(free, f'Answer: {question["answer"]}', True).context
     form = re.escape(form).replace(re.escape(name), '.*').replace(question['answer'], '.*')
     form = re.sub(r'What.*of', 'What is the .* of', form.replace('\\ ', ' '), count=1)

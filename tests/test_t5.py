@@ -11,6 +11,7 @@ from common import DEVICES, off, rewrite, t5_folder, write_rows
 from safetensors.torch import load_file
 
 import evaluate
+import scoring
 import sample
 import train
 from data.packing import Tree, stack_answers
@@ -222,13 +223,13 @@ def test_answers_to_several_prompts_of_one_question(device, tmp_path):
     ours, rounded = (checkpoint.load(tmp_path, device, dtype)
                      for dtype in (torch.float32, torch.bfloat16))
     for options in ({}, {'pack_len': 9}, {'deterministic': True}):
-        sums = evaluate.option_log_probs(ours, trees, seq2seq=config, **options)
+        sums = scoring.option_log_probs(ours, trees, seq2seq=config, **options)
         for tree, found in zip(trees, sums, strict=True):
             paths = tree.sequences
             assert found == pytest.approx([
                 loop_log_probs(model, path[:at], path[at:])
                 for path, at in zip(paths, tree.starts, strict=True)], abs=1e-4)
-    for a, b in zip(sums, evaluate.option_log_probs(rounded, trees, seq2seq=config), strict=True):
+    for a, b in zip(sums, scoring.option_log_probs(rounded, trees, seq2seq=config), strict=True):
         assert a == pytest.approx(b, abs=0.5) and not np.array_equal(a, b)
     batches = [*stack_answers(enumerate(trees), 0, 1, 9)]
     assert [arrays[0].shape[0] for arrays, _ in batches] == [2, 1]

@@ -17,6 +17,7 @@ from common import (SHARED, needs_files, reference_model, run_scripts, sentencep
                     write_rows)
 
 import evaluate
+import scoring
 import generate
 import metrics
 from data import code_tasks, grading, written_answers
@@ -107,7 +108,7 @@ def test_gsm8k_is_graded_as_by_lm_eval():
     needs_files('datasets/gsm8k/test.jsonl.gz')
     rule, n = WRITTEN_TASKS['gsm8k'], 0
     for question in load_written(f'gsm8k:{SHARED}/datasets/gsm8k').questions:
-        solution, (target,) = question.options[0], question.references
+        solution, (target,) = question.solution, question.references
         target = target.replace(',', '')
         for text in (solution, solution.partition('####')[0], solution + '0', f'{solution}\nDone.'):
             grade = rule.grade(text, question.references)
@@ -988,7 +989,7 @@ def test_p_ik_reads_the_state_at_the_end_of_each_prompt(asked, tmp_path, monkeyp
         right = [answer['correct'] for answer in answers[id]['answers']]
         assert shares[i] == np.mean(right) and rows[id]['correct'] == right[0]
         assert rows[id]['confidence'] == values[i]
-    monkeypatch.setattr(evaluate, 'prompt_states', lambda *_: pytest.fail('states again'))
+    monkeypatch.setattr(scoring.Reader, 'states', lambda *_: pytest.fail('states again'))
     ask(folder, tmp_path, '--p_ik', '--pack_len=64')
 
 

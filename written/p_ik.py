@@ -10,11 +10,9 @@ from collections import Counter
 
 import numpy as np
 
-from data import written_answers
-from data.written_answers import WRITTEN_TASKS
+from data.questions import sample_fields
 from results import confidence, samples
-from runtime import checkpoint, parallel
-from runtime.errors import CheckpointError
+from runtime import parallel
 from scaling import fit_logistic
 
 N_FOLDS = 5
@@ -22,41 +20,36 @@ N_COMPONENTS = 256                          # principal components of the states
 PENALTIES = 1.0, 0.1, 1e-2, 1e-3, 1e-4      # the best is chosen on a fold of its own
 
 
-def probe_answers(prompt_states, load, folder, tokenizer, label, task, cfg, done, append):
-    """Append the sample of P(IK) of each question of `task`; a collector as those of answers.py.
+def probe_answers(task, reader, writer):
+    """Append the sample of P(IK) of each question of `task`; return as Task.collect.
 
-    prompt_states: (load, prompts, cfg) -> float32 [N, D], see evaluate.py. The first drawn answer
-    is judged, since P(IK) is the probability that a drawn answer is right. The prompt of a sample
-    is the hash of all questions of all processes and of their shares of right answers, since each
-    of them counts in the fit.
+    The first drawn answer is judged, since P(IK) is the probability that a drawn answer is right.
+    The prompt of a sample is the hash of all questions of all processes and of their shares of
+    right answers, since each of them counts in the fit.
     """
-    max_tokens = cfg.max_tokens or WRITTEN_TASKS[label.partition('.')[0]].max_tokens
-    scored = {samples.sample_key(s)[1:]: s for s in task.written}
-    keys = [(label, 'test', question.language, question.id) for question in task.items]
-    prompts = [written_answers.encode(question, task.shots[''], tokenizer, cfg, max_tokens)[0]
+    keys = [(task.label, 'test', question.language, question.id) for question in task.items]
+    answers = [task.answers[key[1:]] for key in keys]
+    prompts = [task.parent.encode(question, reader.tokenizer, reader.cfg)[0]
                for question in task.items]
-    shares = [float(np.mean([answer['correct'] for answer in scored[key[1:]]['answers']]))
-              for key in keys]
+    shares = [float(np.mean([answer['correct'] for answer in sample['answers']]))
+              for sample in answers]
     own = zip(keys, (samples.digest(ids) for ids in prompts), shares,
               (question.digest for question in task.items))
     rows = sorted(itertools.chain(*parallel.gather([*own])))
     prompt = samples.digest(rows)
     if len({digest for *_, digest in rows}) < 3:
-        print(f'{label}: left out, since a probe needs three different questions')
         return set(), []
-    if not all((key, prompt) in done for key, *_ in rows):
-        states = prompt_states(load, prompts, cfg)
-        if not np.isfinite(states).all():
-            raise CheckpointError(checkpoint.bad_logits(label, folder, cfg.dtype))
+    if not all((key, prompt) in writer.done for key, *_ in rows):
+        states = reader.states(prompts)
+        reader.require_finite(states, task.label)
         every = dict(itertools.chain(*parallel.gather([*zip(keys, states)])))
         _, _, shares, digests = zip(*rows)
         p_ik = cross_validated(np.array([every[key] for key, *_ in rows]), np.array(shares),
                                digests)
         p_ik = dict(zip((key for key, *_ in rows), p_ik.tolist()))
-        for key, question in zip(keys, task.items):
-            sample = scored[key[1:]]
-            append(key, prompt, confidence.judged(question, p_ik[key], sample['answers'][0])
-                   | samples.question_fields(question, sample['shots']))
+        for key, question, sample in zip(keys, task.items, answers):
+            writer.append(key, prompt, sample_fields(question, sample['shots'])
+                          | confidence.judged(question, p_ik[key], sample['answers'][0]))
     return {(key, prompt) for key in keys}, []
 
 

@@ -30,7 +30,7 @@ from research.bench.common import (DEVICE, MODELS, cell, draw_bars, failure, fre
                           our_model, peak_gib, reset_peak_memory)
 from data.files import read_rows
 from data.written_answers import WRITTEN_TASKS
-from data.tasks import load_tasks
+from evaluate import load_tasks
 from data.tokenizer import begins_with_bos, load_model_tokenizer
 from runtime import checkpoint
 from runtime.errors import ConfigError

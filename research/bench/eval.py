@@ -24,12 +24,12 @@ from research.bench import common
 from research.bench.common import (DEVICE, MODELS, busy_time, cell, draw_bars, failure, free_memory,
                           gpu_kernels, load, matrix_rate, now, our_model, peak_gib, peer_model,
                           reset_peak_memory)
-from data.tasks import load_tasks
+from evaluate import load_tasks
 from data.tokenizer import load_model_tokenizer
 from evaluate import EvalConfig, evaluate
 from runtime import checkpoint
 from runtime.errors import ConfigError
-from evaluate import option_log_probs, row_lengths
+from scoring import option_log_probs, row_lengths
 
 
 @dataclass

@@ -1,0 +1,358 @@
+"""results/prediction_files.py: `python metrics.py FILES`, and lines of lm-evaluation-harness"""
+
+import gzip
+import importlib.util
+import io
+import json
+import re
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import pytest
+from common import HERE, run_scripts, write_rows
+
+import metrics
+import stats
+from results import prediction_files
+from results.prediction_files import harness_sample, harness_task
+
+HARNESS_FILES = HERE / 'tests' / 'harness_files'
+
+
+def run_metrics(*arguments):
+    """Call metrics.py in this process; return its exit status and what it prints."""
+    code = 0
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
+        try:
+            prediction_files.main([*map(str, arguments)])
+        except SystemExit as end:
+            code = end.code
+            if isinstance(code, str):
+                print(code, file=errors)
+                code = 1
+    return subprocess.CompletedProcess('metrics.py', code, out.getvalue(), errors.getvalue())
+
+
+def values(done):
+    """Return {name: value} of the lines that metrics.py printed, as text."""
+    assert done.returncode == 0, done.stderr
+    return dict(line.split() for line in done.stdout.splitlines() if len(line.split()) == 2)
+
+
+def test_a_report_per_task_of_rows_of_any_form(tmp_path):
+    path = write_rows(tmp_path / 'samples.jsonl', [
+        {'probs': [0.7, 0.3], 'label': 0},
+        {'log_probs': [-1.0, -2.0, -4.0], 'answer': 1, 'n_tokens': [1, 1, 2]},
+        {'probs': [0.5, 0.5], 'answer': 1, 'split': 'validation'}])
+    done = run_scripts(1, 'metrics.py', path)
+    assert run_metrics(path).stdout == done.stdout
+    p = np.exp([-1, -2, -2])
+    nll = metrics.report([[0.7, 0.3, 0], p / p.sum()], [0, 1], [2, 3])['nll']
+    assert values(done)['nll'] == f'{nll:.4f}' and values(done)['n'] == '2'
+    # the ECE that a calibrated model has on as many rows
+    chance = stats.consistency_test([0.7, p[0] / p.sum()], [True, False], n_resamples=100)
+    assert f' has an ECE of {chance["expected"]:.4f} on average, up to {chance["p95"]:.4f} in' in (
+        done.stdout)
+    write_rows(path, [{'log_probs': [-80.0, -2.0], 'answer': 0}])
+    assert values(run_metrics(path))['nll'] == '78.0000'
+    write_rows(path, [{'confidence': 0.6, 'correct': True, 'task': 'Sprachmodell ü'},
+                      {'probs': [1.0], 'answer': 0, 'task': 'mmlu'},
+                      {'confidence': 0.6, 'correct': 0, 'task': 'Sprachmodell ü'}])
+    done = run_metrics(path)
+    assert done.stdout.startswith('Sprachmodell ü\nn  ') and '\nmmlu\nn  ' in done.stdout
+    packed = tmp_path / 'samples.jsonl.gz'
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert run_metrics(packed).stdout == done.stdout
+    packed.write_bytes(packed.read_bytes()[:-9])
+    assert run_metrics(packed).stderr.startswith(f'error: {packed}: Compressed file ended')
+    packed.write_bytes(path.read_bytes())
+    assert run_metrics(packed).stderr.startswith(f'error: {packed}: Not a gzipped file')
+
+
+def test_of_the_samples_of_evaluate_only_the_latest_of_a_question_counts(tmp_path):
+    sample = {'task': 'mmlu', 'split': 'test', 'language': '', 'id': '1', 'answer': 0}
+    path = write_rows(tmp_path / 'samples.jsonl', [
+        sample | {'prompt': 'old', 'log_probs': [-1.0, -2.0]},
+        sample | {'prompt': 'new', 'log_probs': [-2.0, -1.0]},
+        sample | {'id': '2', 'prompt': 'old', 'log_probs': [-2.0, -1.0]},
+        sample | {'id': '2', 'prompt': 'old', 'log_probs': [-2.0, -1.0]}])
+    found = values(run_metrics(path))
+    assert (found['n'], found['accuracy']) == ('2', '0.0000')
+    # an answer that states no probability has none
+    del sample['answer']
+    write_rows(path, [sample | {'prompt': '', 'confidence': None, 'correct': True},
+                      sample | {'prompt': '', 'id': '2', 'confidence': 0.5, 'correct': True}])
+    assert values(run_metrics(path))['n'] == '1'
+
+
+def test_norm_divides_log_probabilities_as_in_evaluation(tmp_path):
+    row = {'log_probs': [-2.0, -6.0], 'n_tokens': [1, 3], 'answer': 0, 'options': [' é', ' long']}
+    path = write_rows(tmp_path / 'samples.jsonl', [row])
+    for norm, lengths in (('token', (1, 3)), ('sum', (1, 1)), ('char', (1, 4)), ('byte', (2, 4))):
+        p = metrics.softmax([row['log_probs'] / np.array(lengths)])
+        assert values(run_metrics(path, f'--norm={norm}'))['confidence'] == f'{p.max():.4f}', norm
+    assert run_metrics(path).stdout == run_metrics(path, '--norm=token').stdout
+    write_rows(path, [row | {'options': ['a']}])
+    assert '1: --norm=char needs options' in run_metrics(path, '--norm=char').stderr
+
+
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs Linux')
+def test_a_full_disk_behind_standard_output_is_one_line(tmp_path):
+    path = write_rows(tmp_path / 'samples.jsonl', [{'probs': [1.0], 'answer': 0}])
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run([sys.executable, 'metrics.py', path], cwd=HERE, stdout=full,
+                              stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        1, 'error: standard output cannot be written: No space left on device\n')
+
+
+def test_the_program_says_how_it_is_called_and_which_file_is_missing(tmp_path):
+    done = run_metrics('--help')
+    assert done.returncode == 0 and done.stdout.startswith('usage: metrics.py')
+    assert '{"probs": [0.7, 0.2, 0.1], "answer": 0}' in done.stdout
+    assert 'example: python metrics.py ' in done.stdout
+    assert run_metrics().returncode == 2
+    missing = run_metrics(tmp_path / 'none.jsonl')
+    assert (missing.returncode, missing.stderr) == (
+        1, f'error: {tmp_path / "none.jsonl"}: No such file or directory\n')
+    folder = run_metrics(tmp_path)
+    assert folder.returncode == 1 and folder.stderr.endswith('; name a file in it, such as '
+                                                             'samples.jsonl\n')
+
+
+@pytest.mark.parametrize('lines, message', [
+    ('{"probs": [0.7, 0.3], "answer": 0}\n{"probs": [1]}', '2: answer must be the index'),
+    ('\n{"confidence": 0.6, "correct": "false"}', "2: correct must be true or false, not 'false'"),
+    ('{"confidence": 0.6}', '1: correct must be true or false, not None'),
+    ('{"confidence": 0.6, "correct": 2}', '1: correct must be true or false, not 2'),
+    ('{"confidence": 0.6, "correct": [1]}', '1: correct must be true or false, not [1]'),
+    ('{"confidence": true, "correct": true}', '1: confidence must be numbers'),
+    ('{"confidence": 1.6, "correct": true}', '1: confidence is 1.6, not from 0 to 1'),
+    ('{"confidence": 0.6, "correct": true}\n{"probs": [0.5, 0.5], "answer": 0}',
+     '2: probs, but the task begins with confidence'),
+    ('{"probs": [0.5, 0.5], "answer": 0}\n{"confidence": 0.6, "correct": true}',
+     '2: confidence, but the task begins with probs'),
+    ('', ' no row to score'), ('\n\n', ' no row to score'),
+    ('{"probs": [1.0], "answer": 0, "split": "validation"}', ' no row to score'),
+    ('{"probs": [0.5, NaN], "answer": 0}', '1: probability of option 1 is nan'),
+    ('{"probs": [Infinity], "answer": 0}', '1: probabilities sum to inf'),
+    ('{"probs": [0.5, 0.5], "answer": 0}\n\n{"probs": [0.9, 0.5], "answer": 0}',
+     '3: probabilities sum to 1.4'),
+    ('{"probs": [0.5, 0.5], "answer": 2}', '1: label 2 is not one of'),
+    ('{"probs": [0.5, 0.5], "answer": 1}\n{"probs": [1.0], "answer": 1}',
+     '2: label 1 is not one of the options 0 to 0'),
+    ('{"probs": [0.5, 0.5], "answer": true}', '1: answer must be the index'),
+    ('{"probs": [0.5, 0.5], "answer": 1.0}', '1: answer must be the index'),
+    ('{"probs": ["0.5", "0.5"], "answer": 1}', '1: probs must be numbers'),
+    ('{"probs": {"a": 1}, "answer": 0}', '1: probs must be numbers'),
+    ('{"probs": [[0.5, 0.5]], "answer": 0}', '1: probs must be numbers'),
+    ('{"probs": [], "answer": 0}', '1: probs must be [N, K] with N, K >= 1'),
+    ('{"log_probs": [], "answer": 0}', '1: scores must be [N, K]'),
+    ('{"log_probs": [-1, NaN], "answer": 0}', '1: the largest score is nan'),
+    ('{"log_probs": [-1, -Infinity], "answer": 1}', '1: label 1 has the score -inf'),
+    ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 0]}', '1: n_tokens must be'),
+    ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1, 1e999]}', '1: n_tokens must be'),
+    ('{"log_probs": [-1, -2], "answer": 1, "n_tokens": [1]}', '1: n_tokens must be'),
+    ('{"log_probs": [-1, -1e308], "answer": 0}', '1: log_probs must be below 1e300 in magnitude'),
+    ('{"log_probs": [1e308, -1e308], "answer": 0}', '1: log_probs must be below 1e300'),
+    ('{"probs": [1%s], "answer": 0}' % ('0' * 400), '1: int too large'),
+    ('[1]', '1: not a JSON object: [1]'), ('null', '1: not a JSON object: None'),
+    ('{}', '1: probs must be numbers, not None'),
+    ('{"answer": 1}', '1: probs must be numbers, not None'),
+    ('{"probs": [1.0', '1: Expecting'), ('\xff\xfe', "1: 'utf"),
+])
+def test_the_program_names_the_line(tmp_path, lines, message):
+    path = tmp_path / 'some.jsonl'
+    path.write_bytes(lines.encode('latin-1'))
+    done = run_metrics(path)
+    assert done.returncode == 1 and done.stdout == ''
+    assert done.stderr.startswith(f'error: {path}:{message}'), done.stderr
+    assert done.stderr.count('\n') == 1
+
+
+def harness_rows(task, model='first'):
+    path, = (HARNESS_FILES / model).glob(f'samples_{task}_2*.jsonl')
+    return path, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def accuracies(folder, norm):
+    """{task: accuracy} by what `python metrics.py` prints of all its multiple-choice files."""
+    files = [path for path in folder.glob('samples_*.jsonl') if not re.search(
+        'several|written|last_word|whole_text', path.name)]
+    lines = run_metrics(f'--norm={norm}', *files).stdout.split('\n')
+    titles = [i for i, line in enumerate(lines) if line and not lines[i - 1]]
+    return {lines[i]: float(lines[i + 2].split()[1]) for i in titles}
+
+
+def check_accuracies(folder, n_tasks):
+    """Each accuracy is the one that lm-evaluation-harness computed itself."""
+    results = json.loads(next(folder.glob('results_*.json')).read_text())['results']
+    for norm, metric in (('sum', 'acc'), ('char', 'acc_norm'), ('byte', 'acc_bytes')):
+        ours = accuracies(folder, norm)
+        assert len(ours) == n_tasks
+        theirs = {task: results[task][f'{metric},none'] for task in ours
+                  if f'{metric},none' in results[task]}
+        assert {task: ours[task] for task in theirs} == pytest.approx(theirs, abs=1e-4)
+        assert 'endings' in theirs
+
+
+@pytest.mark.parametrize('model, n_tasks', [('first', 5), ('second', 3)])
+def test_accuracy_of_lm_eval_files_is_their_own(model, n_tasks):
+    check_accuracies(HARNESS_FILES / model, n_tasks)
+
+
+@pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs lm-eval')
+def test_files_of_the_installed_lm_eval_are_read(tmp_path):
+    subprocess.run([sys.executable, HARNESS_FILES / 'write.py', tmp_path / 'out'], check=True)
+    check_accuracies(tmp_path / 'out' / 'first', 5)
+    check_accuracies(tmp_path / 'out' / 'second', 3)
+
+
+def test_a_sample_of_lm_eval_has_its_log_probs_lengths_and_answer():
+    _, rows = harness_rows('endings')
+    row = rows[2]       # Im Café trank er: einen süßen Tee., Öl., über.
+    theirs = [float(x) for x, _ in row['filtered_resps']]
+    for norm, lengths in (('sum', [1, 1, 1]), ('char', [16, 3, 5]), ('byte', [18, 4, 6])):
+        sample = harness_sample(row, norm)
+        assert (sample['log_probs'], sample['n_tokens']) == (theirs, lengths)
+        assert sample['options'] == [' einen süßen Tee.', ' Öl.', ' über.']
+        assert sample['answer'] == 0 and sample['id'] == f'2:{row["doc_hash"][:16]}'
+    # the answer of two contexts, of an option's text, and of log-probabilities beside others
+    assert [harness_sample(row)['answer'] for row in harness_rows('gaps')[1]] == [0, 1]
+    assert harness_sample(harness_rows('named')[1][0])['answer'] == 1
+    unconditional = [harness_sample(row) for row in harness_rows('against_nothing')[1]]
+    assert unconditional == [harness_sample(row) for row in rows]
+    path, _ = harness_rows('trivia_animals')
+    assert harness_task(path) == ('trivia', 'trivia_animals', '2026-' + path.stem[-21:])
+    assert harness_task(path.with_name('mine.jsonl')) == ('samples', '', '')
+
+
+def test_lm_eval_files_that_cannot_be_measured(tmp_path):
+    for task, message in (('several', r"its target, '\[1, 2\]', is not the only right option"),
+                          ('written', 'not multiple choice, so there are no probabilities'),
+                          ('last_word', 'not multiple choice'), ('whole_text', 'not multiple')):
+        done = run_metrics(harness_rows(task)[0])
+        assert done.returncode == 1 and not done.stdout and done.stderr.count('\n') == 1
+        assert re.search(rf'samples_{task}_.*jsonl:1: {message}', done.stderr), done.stderr
+    _, rows = harness_rows('endings')
+    for change, message in (        # the first as in truthfulqa_mc2
+                            ({'acc': 0.37}, "target, '0', is not the only right"),
+                            ({'target': '3'}, "target, '3', is not the only right"),
+                            ({'target': '-100'}, "target, '-100', is not the only"),
+                            ({'arguments': [['a', ' b']]}, '3 results of 1 calls'),
+                            ({'arguments': [7] * 3}, 'not a line that lm_eval'),
+                            ({'filtered_resps': None}, 'not a line that lm_eval'),
+                            ({'filtered_resps': [['nan', 'False']] * 3, 'acc': 1.0},
+                             'largest score is nan')):
+        path = write_rows(tmp_path / 'mine.jsonl', [rows[0], rows[0] | change])
+        done = run_metrics(path)
+        assert done.returncode == 1 and f'{path}:2: ' in done.stderr and message in done.stderr
+    row = harness_rows('gaps')[1][0]
+    del row['acc']
+    assert "not a line that lm_eval --log_samples wrote (KeyError('acc'))" in run_metrics(
+        write_rows(tmp_path / 'mine.jsonl', [row])).stderr
+
+
+def of_version(row, version):
+    """A line as lm_eval 0.4.2 (`old`), 0.4.3 or 0.4.5 (without filters) wrote it."""
+    row = {key: value for key, value in row.items() if key not in ('filter', 'metrics')}
+    if version < 4:
+        row['target'] = int(row['target']) if row['target'].isdigit() else row['target']
+    if version < 3:
+        row = {key: value for key, value in row.items() if not key.endswith('_hash')}
+        row['arguments'] = [[*call.values()] for call in row['arguments'].values()]
+        row['filtered_resps'] = [[float(x), y == 'True'] for x, y in row['filtered_resps']]
+        row['resps'] = [[[float(x), y == 'True']] for ((x, y),) in row['resps']]
+    return row
+
+
+@pytest.mark.parametrize('task', ['endings', 'gaps', 'named', 'trivia_animals', 'against_nothing'])
+def test_lines_of_older_versions_of_lm_eval_are_read_as_those_of_this_one(task):
+    for row in harness_rows(task)[1]:
+        for version in (2, 3, 5):
+            old = of_version(row, version)
+            for norm in prediction_files.NORMS:
+                assert harness_sample(old, norm) == harness_sample(row, norm)
+
+
+def write_old(folder, task, rows):
+    """The files of lm_eval 0.4.2: results.json, and an array of many lines."""
+    folder.mkdir(exist_ok=True)
+    results = folder / 'results.json'
+    tasks = json.loads(results.read_text())['configs'] if results.exists() else {}
+    results.write_text(json.dumps({'results': {}, 'configs': tasks | {task: {}},
+                                   'group_subtasks': {'trivia': ['trivia_animals']}}))
+    path = folder / f'pretrained__first_{task}.jsonl'
+    path.write_text(json.dumps([of_version(row, 2) for row in rows], indent=2))
+    return path
+
+
+def test_the_array_of_an_old_lm_eval_gives_the_same_report(tmp_path):
+    for task in ('endings', 'trivia_animals'):
+        path, rows = harness_rows(task)
+        old = write_old(tmp_path, task, rows)
+        new = run_metrics(path).stdout.splitlines()
+        assert new and run_metrics(old).stdout.splitlines() == new
+    assert harness_task(old) == ('trivia', 'trivia_animals', 'results.json')
+    alone = tmp_path / 'mine.json'
+    alone.write_bytes(b'\xef\xbb\xbf' + old.read_bytes() + b'\n' + old.read_bytes())    # twice
+    assert run_metrics(alone).stdout.splitlines()[1:] == new[1:]
+    alone.write_text(old.read_text()[:-9])
+    assert f'{alone}: broken JSON: ' in run_metrics(alone).stderr
+    rows = json.loads(old.read_text())
+    alone.write_text(json.dumps([rows[0], rows[1] | {'acc': 0.5}]))
+    assert f'{alone}: row 2: its target, 1, is not the only' in run_metrics(alone).stderr
+
+
+def test_a_repeated_question_of_lm_eval_counts_once(tmp_path):
+    path, rows = harness_rows('endings')
+    once = run_metrics(path).stdout.splitlines()[1:]
+
+    def report_of(rows):
+        return run_metrics(write_rows(tmp_path / 'mine.jsonl', rows))
+
+    by_filter = [row | {'filter': name} for row in rows for name in ('none', 'custom')]
+    for repeated in (by_filter, rows + rows, rows + [of_version(row, 2) for row in rows]):
+        assert report_of(repeated).stdout.splitlines()[1:] == once
+    assert run_metrics(path, path).stdout.splitlines()[1:] == once
+    other = rows[1] | {'filtered_resps': rows[1]['filtered_resps'][::-1],
+                       'acc': 1 - rows[1]['acc']}
+    for change, why in (({'filter': 'custom'}, 'of the filters none and custom; keep the lines'),
+                        ({}, 'of several models or calls; give each of them')):
+        message = report_of([*rows, other | change]).stderr
+        assert 'mine.jsonl:5: question 1:' in message and why in message
+    # other questions with the same numbers, as in the files of several subtasks
+    several = rows + harness_rows('trivia_animals')[1]
+    assert report_of(several).stdout.splitlines()[1].split() == ['n', '8']
+
+
+@pytest.mark.parametrize('target, answer', [([1], 1), ('[1]', 1), ([1.0], None), (1, 1), ('1', 1),
+                                            ("['six']", 1), (['six'], 1), ([1, 2], None),
+                                            ('[1, 2]', None), ([], None), ('[]', None),
+                                            ('[x', None), (None, None), (4, None), (-100, None)])
+def test_a_list_with_one_target_of_lm_eval_is_that_target(target, answer):
+    row = next(row for row in harness_rows('trivia_animals')[1] if row['doc_id'] == 0)
+    words = row['doc']['choices']
+    row['arguments'] = {key: call | {'arg_1': f' {word}'} for (key, call), word in zip(
+        row['arguments'].items(), words, strict=True)}
+    top = int(np.argmax([float(x) for x, _ in row['filtered_resps']]))
+    row |= {'target': target, 'acc': float(top == 1)}
+    if answer is None:
+        with pytest.raises(ValueError, match='is not the only right option'):
+            harness_sample(row)
+    else:
+        assert harness_sample(row)['answer'] == answer
+
+
+def test_lm_eval_files_of_two_models_are_not_mixed():
+    files = [harness_rows(f'trivia_{x}', model)[0] for model in ('first', 'second')
+             for x in ('animals', 'rivers')]
+    lines = run_metrics(*files).stdout.split('\n')
+    titles = [i for i, line in enumerate(lines) if line and not lines[i - 1]]
+    assert sorted(re.sub(', .*: ', ' ', lines[i].split('/')[-1]) for i in titles) == [
+        'first trivia', 'second trivia']
+    assert all(lines[i + 1].split() == ['n', '6'] for i in titles)
+
